@@ -1,0 +1,63 @@
+"""Published decoders by name. Adding a model is adding a record.
+
+Source: the `config.json` of Meta-Llama-3-8B, Meta-Llama-3-70B, Llama-3.1-8B, Llama-3.2-1B, Llama-3.2-3B,
+Mistral-7B-v0.3, Qwen2.5-7B, Qwen3-0.6B, Qwen3-8B, Qwen3-14B and SmolLM2-135M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from flywheel.errors import UnknownNameError
+from flywheel.models.hf import load_spec
+from flywheel.models.spec import DecoderSpec, RopeScaling
+
+_LLAMA_3_1 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+_LLAMA_3_2 = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+
+# name, family, hidden, intermediate, n_layers, n_heads, n_kv_heads, head_dim, vocab, rope_theta, norm_eps, max_position
+_SPECS: Final = (
+    DecoderSpec("llama3-8b", "llama", 4096, 14336, 32, 32, 8, 128, 128256, 5e5, 1e-5, 8192),
+    DecoderSpec("llama3-70b", "llama", 8192, 28672, 80, 64, 8, 128, 128256, 5e5, 1e-5, 8192),
+    DecoderSpec("llama3.1-8b", "llama", 4096, 14336, 32, 32, 8, 128, 128256, 5e5, 1e-5, 131072,
+                rope_scaling=_LLAMA_3_1),
+    DecoderSpec("llama3.2-1b", "llama", 2048, 8192, 16, 32, 8, 64, 128256, 5e5, 1e-5, 131072,
+                tied_head=True, rope_scaling=_LLAMA_3_2),
+    DecoderSpec("llama3.2-3b", "llama", 3072, 8192, 28, 24, 8, 128, 128256, 5e5, 1e-5, 131072,
+                tied_head=True, rope_scaling=_LLAMA_3_2),
+    DecoderSpec("mistral-7b", "mistral", 4096, 14336, 32, 32, 8, 128, 32768, 1e6, 1e-5, 32768),
+    DecoderSpec("qwen2.5-7b", "qwen2", 3584, 18944, 28, 28, 4, 128, 152064, 1e6, 1e-6, 131072, qkv_bias=True),
+    DecoderSpec("qwen3-0.6b", "qwen3", 1024, 3072, 28, 16, 8, 128, 151936, 1e6, 1e-6, 40960,
+                tied_head=True, qk_norm=True),
+    DecoderSpec("qwen3-8b", "qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 1e6, 1e-6, 40960, qk_norm=True),
+    DecoderSpec("qwen3-14b", "qwen3", 5120, 17408, 40, 40, 8, 128, 151936, 1e6, 1e-6, 40960, qk_norm=True),
+    DecoderSpec("smollm2-135m", "llama", 576, 1536, 30, 9, 3, 64, 49152, 1e5, 1e-5, 8192, tied_head=True),
+)  # fmt: skip
+
+CATALOG: Final[Mapping[str, DecoderSpec]] = MappingProxyType({spec.name: spec for spec in _SPECS})
+"""Built-in decoders by name."""
+
+
+def resolve_model(name_or_path: str) -> DecoderSpec:
+    """The catalog's decoder of that name, else the one that an existing `config.json` (or its directory) describes.
+
+    Raises UnknownNameError, with the closest names, if it is neither; UnsupportedModelError as `load_spec` does.
+    """
+    if name_or_path in CATALOG:
+        return CATALOG[name_or_path]
+    if _exists(name_or_path):
+        return load_spec(Path(name_or_path))
+    names = get_close_matches(name_or_path.lower(), CATALOG, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(names)}?" if names else f"known: {', '.join(sorted(CATALOG))}"
+    raise UnknownNameError(f"no model and no path is called {name_or_path!r}; {hint}")
+
+
+def _exists(path: str) -> bool:
+    try:
+        return bool(path) and Path(path).exists()
+    except (OSError, ValueError):
+        return False

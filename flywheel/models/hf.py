@@ -1,0 +1,346 @@
+"""Reads a Hugging Face `config.json` into a DecoderSpec, or refuses it by field.
+
+The file is a stranger's: whatever it holds, the answer is an exact spec or one UnsupportedModelError. What an absent
+field means is what the model's configuration class says. Source: huggingface/transformers,
+`models/{llama,mistral,qwen2,qwen3}/configuration_*.py` and `modeling_rope_utils.py`, releases 4 and 5.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from flywheel.errors import UnsupportedModelError
+from flywheel.models.spec import MAX_DIM, MAX_FLOAT, MAX_LAYERS, DecoderSpec, Family, RopeScaling
+
+_MAX_FILE_BYTES: Final = 4 * 1024**2
+_Neutral = Mapping[str, tuple[object, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _FamilyRules:
+    """What transformers' code does, or assumes when a field is absent, for one model_type."""
+
+    family: Family
+    architecture: str
+    n_kv_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    sliding_window: int | None = None
+    window_needs_flag: bool = False  # sliding_window counts only with use_sliding_window
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+_FAMILIES: Final = MappingProxyType(
+    {
+        "llama": _FamilyRules("llama", "LlamaForCausalLM"),
+        "mistral": _FamilyRules("mistral", "MistralForCausalLM", n_kv_heads=8, sliding_window=4096),
+        "qwen2": _FamilyRules("qwen2", "Qwen2ForCausalLM", n_kv_heads=32, window_needs_flag=True, qkv_bias=True),
+        "qwen3": _FamilyRules(
+            "qwen3", "Qwen3ForCausalLM", n_kv_heads=32, head_dim=128, window_needs_flag=True, qk_norm=True
+        ),
+    }
+)
+
+_OFF: Final = (False,)
+_NONE: Final = (0, False)
+_ONE: Final = (1,)
+
+# Fields that change the arithmetic or the weights -> the values that leave them alone. Absent and null are neutral too.
+_NEUTRAL: Final[_Neutral] = MappingProxyType(
+    {
+        # attention
+        "use_sliding_window": _OFF,
+        "attention_chunk_size": (),
+        "partial_rotary_factor": _ONE,
+        "rotary_pct": _ONE,
+        "rotary_dim": (),
+        "rope_interleaved": _OFF,
+        "rope_traditional": _OFF,
+        "no_rope_layers": (),
+        "no_rope_layer_interval": (),
+        "use_mrope": _OFF,
+        "original_max_position_embeddings": (),
+        "alibi": _OFF,
+        "is_causal": (True,),
+        "use_bidirectional_attention": _OFF,
+        "clip_qkv": (),
+        "qk_layernorm": _OFF,
+        "attention_multiplier": (),
+        "query_pre_attn_scalar": (),
+        "attn_logit_softcapping": (),
+        "attn_temperature_tuning": _OFF,
+        "llama_4_scaling": (),
+        "elementwise_attn_output_gate": _OFF,
+        "headwise_attn_output_gate": _OFF,
+        "attn_output_gate": _OFF,
+        "num_kv_shared_layers": _NONE,
+        # biases
+        "mlp_bias": _OFF,
+        "attention_out_bias": _OFF,
+        "lm_head_bias": _OFF,
+        "use_bias": _OFF,
+        "bias": _OFF,
+        # mixture of experts
+        "num_experts": _NONE,
+        "num_local_experts": _NONE,
+        "num_experts_per_tok": _NONE,
+        "n_routed_experts": _NONE,
+        "n_shared_experts": _NONE,
+        "moe_num_experts": _NONE,
+        "moe_intermediate_size": _NONE,
+        "shared_expert_intermediate_size": _NONE,
+        # scales
+        "logit_scale": _ONE,
+        "logits_scaling": _ONE,
+        "residual_multiplier": _ONE,
+        "embedding_multiplier": _ONE,
+        "lm_head_multiplier": _ONE,
+        "scale_emb": _ONE,
+        "scale_depth": (),
+        "dim_model_base": (),
+        "final_logit_softcapping": (),
+        "parallel_residual": _OFF,
+        "use_parallel_residual": _OFF,
+        # another model around or in place of this one
+        "quantization_config": (),
+        "quantization": (),
+        "compression_config": (),
+        "auto_map": (),
+        "text_config": (),
+        "vision_config": (),
+        "audio_config": (),
+        "per_layer_config": (),
+        "pruned_heads": ({},),
+        "is_encoder_decoder": _OFF,
+        "add_cross_attention": _OFF,
+    }
+)
+
+_ROPE_FIELDS: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_ROPE_TYPES: Final = MappingProxyType(
+    {
+        "default": _ROPE_FIELDS,
+        "llama3": _ROPE_FIELDS | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    }
+)
+
+
+def load_spec(path: Path) -> DecoderSpec:
+    """The decoder that a `config.json`, or the directory that holds it, describes; named after the directory, in the
+    Hub's cache after the repository, and after the file if that has another name.
+
+    Raises UnsupportedModelError, in one line, for a file that cannot be read or represented exactly.
+    """
+    try:
+        file = path / "config.json" if path.is_dir() else path
+        name = _directory_name(file.parent.resolve()) if file.name == "config.json" else file.stem
+        if not file.is_file():
+            raise UnsupportedModelError(f"{str(file)!r} is not a file; supported: a Hugging Face config.json")
+        with file.open("rb") as stream:
+            raw = stream.read(_MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(f"{str(path)!r} cannot be read: {type(error).__name__}") from error
+    if len(raw) > _MAX_FILE_BYTES:
+        raise UnsupportedModelError(f"{str(file)!r} is larger than {_MAX_FILE_BYTES} bytes")
+    try:
+        config: object = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedModelError(f"{str(file)!r} is not JSON: {_one_line(error)}") from error
+    return spec_from_config(config, name if name.isprintable() and name else repr(name))
+
+
+def _directory_name(directory: Path) -> str:
+    """`models--owner--name/snapshots/<commit>` is the layout of the Hub's cache."""
+    parts = directory.parts
+    in_cache = len(parts) > 2 and parts[-2] == "snapshots" and parts[-3].startswith("models--")
+    return parts[-3].rpartition("--")[2] if in_cache else directory.name
+
+
+def spec_from_config(config: object, name: str) -> DecoderSpec:
+    """The decoder that the parsed `config.json` describes. Raises UnsupportedModelError."""
+    if not isinstance(config, Mapping):
+        raise UnsupportedModelError(f"{name}: the config is a JSON {type(config).__name__}; supported: an object")
+    fields = _Fields(name, "", config)
+    rules = _FAMILIES[fields.choice("model_type", _FAMILIES)]
+    _check_architecture(fields, rules)
+    fields.check_neutral({**_NEUTRAL, **_family_neutral(rules)})
+    if "hidden_act" in config:
+        fields.choice("hidden_act", ("silu", "swish"))
+    _check_windows(fields, rules)
+    theta, scaling = _rope(fields)
+    n_heads, n_kv_heads, head_dim = _heads(fields, rules)
+    return DecoderSpec(
+        name=name,
+        family=rules.family,
+        hidden=fields.positive_int("hidden_size"),
+        intermediate=fields.positive_int("intermediate_size"),
+        n_layers=fields.positive_int("num_hidden_layers", MAX_LAYERS),
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        vocab=fields.positive_int("vocab_size"),
+        rope_theta=theta,
+        norm_eps=fields.positive_float("rms_norm_eps", absent=1e-6),
+        max_position=fields.positive_int("max_position_embeddings"),
+        tied_head=fields.flag("tie_word_embeddings", absent=False),
+        qkv_bias=rules.qkv_bias,
+        qk_norm=rules.qk_norm,
+        rope_scaling=scaling,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """An object of the file, read by typed accessors that raise UnsupportedModelError naming the field."""
+
+    source: str
+    prefix: str
+    values: Mapping[str, object]
+
+    def refusal(self, field: str, supported: str) -> UnsupportedModelError:
+        fact = f"is {_shown(self.values[field])}" if field in self.values else "is missing"
+        return UnsupportedModelError(f"{self.source}: {self.prefix}{field} {fact}; supported: {supported}")
+
+    def choice(self, field: str, allowed: Collection[str]) -> str:
+        value = self.values.get(field)
+        if not isinstance(value, str) or value not in allowed:
+            raise self.refusal(field, " or ".join(map(_shown, allowed)))
+        return value
+
+    def positive_int(self, field: str, largest: int = MAX_DIM) -> int:
+        value = self.values.get(field)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
+            raise self.refusal(field, f"an integer from 1 to {largest}")
+        return value
+
+    def positive_float(self, field: str, absent: float | None = None) -> float:
+        value = self.values.get(field, absent)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_FLOAT:
+            raise self.refusal(field, "a positive, finite number")
+        return float(value)
+
+    def flag(self, field: str, absent: bool) -> bool:
+        value = self.values.get(field, absent)
+        if not isinstance(value, bool):
+            raise self.refusal(field, "true or false")
+        return value
+
+    def check_neutral(self, neutral: _Neutral) -> None:
+        for field, allowed in neutral.items():
+            value = self.values.get(field)
+            if value is not None and not any(_same(value, option) for option in allowed):
+                raise self.refusal(field, " or ".join([*map(_shown, allowed), "absent"]))
+
+
+def _check_architecture(fields: _Fields, rules: _FamilyRules) -> None:
+    architectures = fields.values.get("architectures")
+    if architectures is not None and architectures != [rules.architecture]:
+        raise fields.refusal("architectures", f'["{rules.architecture}"]')
+
+
+def _family_neutral(rules: _FamilyRules) -> _Neutral:
+    """Biases and q/k norms follow from the model_type; a field may repeat that, not contradict it."""
+    bias, norm = (rules.qkv_bias,), (rules.qk_norm,)
+    return {"attention_bias": bias, "qkv_bias": bias, "use_qk_norm": norm, "qk_norm": norm}
+
+
+def _check_windows(fields: _Fields, rules: _FamilyRules) -> None:
+    window = fields.values.get("sliding_window", rules.sliding_window)
+    if window is not None and not rules.window_needs_flag:
+        implied = "" if "sliding_window" in fields.values else f" (missing means {window} for {rules.family})"
+        raise fields.refusal("sliding_window", f"null{implied}")
+    layer_types = fields.values.get("layer_types")
+    if layer_types is not None and (
+        not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
+    ):
+        raise fields.refusal("layer_types", 'only "full_attention"')
+
+
+def _heads(fields: _Fields, rules: _FamilyRules) -> tuple[int, int, int]:
+    """(n_heads, n_kv_heads, head_dim); a null num_key_value_heads means as many as query heads in every family."""
+    n_heads = fields.positive_int("num_attention_heads")
+    n_kv_heads = rules.n_kv_heads or n_heads
+    if "num_key_value_heads" in fields.values:
+        given = fields.values["num_key_value_heads"]
+        n_kv_heads = n_heads if given is None else fields.positive_int("num_key_value_heads")
+    if n_heads % n_kv_heads:
+        raise fields.refusal("num_key_value_heads", f"a divisor of num_attention_heads={n_heads}, not {n_kv_heads}")
+    if rules.head_dim is not None and "head_dim" not in fields.values:
+        return n_heads, n_kv_heads, rules.head_dim
+    if rules.head_dim is not None or fields.values.get("head_dim") is not None:
+        head_dim = fields.positive_int("head_dim")
+    else:
+        head_dim, rest = divmod(fields.positive_int("hidden_size"), n_heads)
+        if rest:
+            raise fields.refusal("hidden_size", f"a multiple of num_attention_heads={n_heads} where head_dim is absent")
+    if head_dim % 2:
+        raise UnsupportedModelError(f"{fields.source}: head_dim is {head_dim}; supported: an even number")
+    return n_heads, n_kv_heads, head_dim
+
+
+def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
+    """RoPE's base and scaling. Releases 4 write `rope_theta` and `rope_scaling`, 5 writes `rope_parameters` with the
+    base inside; where a file has several of them, they must agree."""
+    thetas = [fields.positive_float("rope_theta")] if "rope_theta" in fields.values else []
+    scalings = []
+    for field in ("rope_parameters", "rope_scaling"):
+        value = fields.values.get(field)
+        if value is None or value == {}:
+            continue
+        if not isinstance(value, Mapping):
+            raise fields.refusal(field, "an object or null")
+        section = _Fields(fields.source, f"{field}.", value)
+        scalings.append(_rope_scaling(section))
+        if "rope_theta" in value:
+            thetas.append(section.positive_float("rope_theta"))
+    if any(scaling != scalings[0] for scaling in scalings):
+        raise fields.refusal("rope_scaling", "what rope_parameters says")
+    if any(theta != thetas[0] for theta in thetas):
+        raise fields.refusal("rope_theta", "one value in rope_theta, rope_parameters and rope_scaling")
+    return thetas[0] if thetas else 10000.0, scalings[0] if scalings else None
+
+
+def _rope_scaling(section: _Fields) -> RopeScaling | None:
+    given = [field for field in ("rope_type", "type") if section.values.get(field) is not None]
+    kinds = [section.choice(field, _ROPE_TYPES) for field in given] or ["default"]
+    if kinds[0] != kinds[-1]:
+        raise section.refusal("type", f"what rope_type says, {_shown(kinds[0])}")
+    for field, value in section.values.items():
+        if field not in _ROPE_TYPES[kinds[0]] and value is not None:
+            fact = f"{section.prefix}{_key(field)} is {_shown(value)}"
+            raise UnsupportedModelError(f"{section.source}: {fact}; supported: absent with rope_type {kinds[0]}")
+    section.check_neutral({"partial_rotary_factor": _ONE})
+    if kinds[0] == "default":
+        return None
+    low, high = section.positive_float("low_freq_factor"), section.positive_float("high_freq_factor")
+    if low >= high:
+        raise section.refusal("high_freq_factor", f"above low_freq_factor={low}")
+    original = section.positive_int("original_max_position_embeddings")
+    return RopeScaling(section.positive_float("factor"), low, high, original)
+
+
+def _same(value: object, option: object) -> bool:
+    return isinstance(value, bool) is isinstance(option, bool) and value == option
+
+
+def _shown(value: object) -> str:
+    """A JSON value in printable ASCII, cut short."""
+    if isinstance(value, str):
+        return json.dumps(value[:60])
+    if value is None or isinstance(value, bool | float):
+        return json.dumps(value)
+    return ascii(reprlib.repr(value))[1:-1]
+
+
+def _key(field: str) -> str:
+    return field if field.isidentifier() and field.isascii() and len(field) <= 60 else _shown(field)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:120]

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flywheel.errors import UnknownNameError, UnsupportedModelError
+from flywheel.models.catalog import CATALOG, resolve_model
+
+PUBLISHED_PARAMETERS = {
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_248_023_552,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "smollm2-135m": 134_515_008,
+}
+
+MINIMAL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+}
+
+
+def test_parameter_counts_are_the_published_ones() -> None:
+    assert {name: spec.n_params for name, spec in CATALOG.items()} == PUBLISHED_PARAMETERS
+
+
+def test_each_spec_is_filed_under_its_own_name() -> None:
+    assert all(spec.name == name for name, spec in CATALOG.items())
+
+
+def test_a_catalog_name_wins_over_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llama3-8b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("llama3-8b") is CATALOG["llama3-8b"]
+
+
+def test_a_path_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MINIMAL))
+    assert resolve_model(str(tmp_path)).name == tmp_path.name
+    assert resolve_model(str(tmp_path / "config.json")) == resolve_model(str(tmp_path))
+
+
+def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"config\.json"):
+        resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("asked", "closest"), [("llama3-8", "llama3-8b"), ("Qwen3-8B", "qwen3-8b"), ("mistral", "mistral-7b")]
+)
+def test_an_unknown_name_is_answered_with_the_closest(asked: str, closest: str) -> None:
+    with pytest.raises(UnknownNameError, match=rf"did you mean .*{closest}"):
+        resolve_model(asked)
+
+
+@pytest.mark.parametrize("asked", ["", "zzzzzz", "a\0b", "x" * 10_000])
+def test_a_name_like_no_other_is_answered_with_all(asked: str) -> None:
+    with pytest.raises(UnknownNameError, match=r"known: llama3-70b, .*smollm2-135m"):
+        resolve_model(asked)

@@ -1,0 +1,381 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flywheel.errors import UnsupportedModelError
+from flywheel.models.catalog import CATALOG
+from flywheel.models.hf import load_spec, spec_from_config
+from flywheel.models.spec import DecoderSpec, RopeScaling
+
+Config = dict[str, Any]
+
+LLAMA3_8B: Config = json.loads("""
+{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128000,
+ "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+ "intermediate_size": 14336, "max_position_embeddings": 8192, "model_type": "llama", "num_attention_heads": 32,
+ "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": null,
+ "rope_theta": 500000.0, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+ "transformers_version": "4.40.0.dev0", "use_cache": true, "vocab_size": 128256}
+""")
+LLAMA32_1B: Config = json.loads("""
+{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128000,
+ "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+ "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",
+ "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1,
+ "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+ "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
+ "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0", "use_cache": true,
+ "vocab_size": 128256}
+""")
+MISTRAL_7B: Config = json.loads("""
+{"architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+ "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+ "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32,
+ "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": null,
+ "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.42.0.dev0", "use_cache": true,
+ "vocab_size": 32768}
+""")
+QWEN25_7B: Config = json.loads("""
+{"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+ "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944,
+ "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+ "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+ "sliding_window": 131072, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.40.1",
+ "use_cache": true, "use_mrope": false, "use_sliding_window": false, "vocab_size": 152064}
+""")
+QWEN3_06B: Config = json.loads("""
+{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 151643,
+ "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
+ "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+ "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+ "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null, "tie_word_embeddings": true,
+ "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true, "use_sliding_window": false,
+ "vocab_size": 151936}
+""")
+SMOLLM2_135M: Config = json.loads("""
+{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 0,
+ "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
+ "intermediate_size": 1536, "is_llama_config": true, "max_position_embeddings": 8192, "model_type": "llama",
+ "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "pretraining_tp": 1,
+ "rms_norm_eps": 1e-05, "rope_interleaved": false, "rope_scaling": null, "rope_theta": 100000,
+ "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": true,
+ "vocab_size": 49152}
+""")
+QWEN3_8B = QWEN3_06B | {
+    "hidden_size": 4096, "intermediate_size": 12288, "max_window_layers": 36, "num_attention_heads": 32,
+    "num_hidden_layers": 36, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA3_ROPE = LLAMA32_1B["rope_scaling"]
+
+
+def without(config: Config, *fields: str) -> Config:
+    return {field: value for field, value in config.items() if field not in fields}
+
+
+def refused(config: object) -> str:
+    with pytest.raises(UnsupportedModelError) as caught:
+        spec_from_config(config, "stranger")
+    message = str(caught.value)
+    assert message.startswith("stranger: ")
+    assert message.isprintable()
+    return message
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("llama3-8b", LLAMA3_8B),
+        ("llama3.2-1b", LLAMA32_1B),
+        ("mistral-7b", MISTRAL_7B),
+        ("qwen2.5-7b", QWEN25_7B),
+        ("qwen3-0.6b", QWEN3_06B),
+        ("qwen3-8b", QWEN3_8B),
+        ("smollm2-135m", SMOLLM2_135M),
+    ],
+)
+def test_a_published_config_is_the_catalogs_spec(name: str, config: Config, tmp_path: Path) -> None:
+    directory = tmp_path / name
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    assert load_spec(directory) == load_spec(directory / "config.json") == CATALOG[name]
+
+
+def test_rope_parameters_of_transformers_5_mean_the_same() -> None:
+    bare = without(LLAMA32_1B, "rope_scaling", "rope_theta")
+    newer = bare | {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0}, "layer_types": ["full_attention"] * 16}
+    assert spec_from_config(newer, "llama3.2-1b") == CATALOG["llama3.2-1b"]
+    plain = without(QWEN3_06B, "rope_scaling", "rope_theta")
+    plain |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}
+    assert spec_from_config(plain, "qwen3-0.6b") == CATALOG["qwen3-0.6b"]
+
+
+def test_rope_type_may_be_called_type() -> None:
+    older = without(LLAMA3_ROPE, "rope_type") | {"type": "llama3"}
+    assert spec_from_config(LLAMA32_1B | {"rope_scaling": older}, "llama3.2-1b") == CATALOG["llama3.2-1b"]
+
+
+def test_default_rope_scaling_is_none() -> None:
+    assert spec_from_config(LLAMA32_1B | {"rope_scaling": {"rope_type": "default"}}, "x").rope_scaling is None
+    assert spec_from_config(LLAMA32_1B | {"rope_scaling": {}}, "x").rope_scaling is None
+
+
+def spec_without(config: Config, field: str) -> DecoderSpec:
+    return spec_from_config(without(config, field), "x")
+
+
+def test_absent_fields_mean_what_transformers_assumes() -> None:
+    assert spec_without(LLAMA3_8B, "num_key_value_heads").n_kv_heads == 32
+    assert spec_without(MISTRAL_7B, "num_key_value_heads").n_kv_heads == 8
+    assert spec_from_config(MISTRAL_7B | {"num_key_value_heads": None}, "x").n_kv_heads == 32
+    assert spec_without(QWEN3_06B, "head_dim").head_dim == 128
+    assert spec_without(LLAMA32_1B, "head_dim").head_dim == 64
+    assert spec_from_config(LLAMA32_1B | {"head_dim": None}, "x").head_dim == 64
+    assert spec_without(LLAMA32_1B, "tie_word_embeddings").tied_head is False
+    assert spec_without(LLAMA3_8B, "rope_theta").rope_theta == 10000.0
+    assert spec_without(LLAMA3_8B, "rms_norm_eps").norm_eps == 1e-6
+    assert spec_without(LLAMA3_8B, "architectures") == dataclasses.replace(CATALOG["llama3-8b"], name="x")
+    assert "num_key_value_heads is missing" in refused(without(QWEN25_7B, "num_key_value_heads"))
+
+
+def test_an_explicit_head_dim_wins_over_the_quotient() -> None:
+    nemo = MISTRAL_7B | {"hidden_size": 5120, "head_dim": 128}
+    assert spec_from_config(nemo, "x").q_width == 4096
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"torch_dtype": "float16", "pretraining_tp": 2, "use_cache": False, "_name_or_path": "x", "made_up": [1, {}]},
+        {"partial_rotary_factor": 1.0, "logit_scale": 1, "residual_multiplier": 1.0, "num_experts": 0},
+        {"quantization_config": None, "final_logit_softcapping": None, "sliding_window": None, "rope_parameters": None},
+        {"is_causal": True, "use_qk_norm": False, "hidden_act": "swish", "pruned_heads": {}},
+    ],
+)
+def test_fields_that_leave_the_arithmetic_alone_are_ignored(extra: Config) -> None:
+    assert spec_from_config(LLAMA3_8B | extra, "llama3-8b") == CATALOG["llama3-8b"]
+
+
+@pytest.mark.parametrize(
+    ("base", "field", "value"),
+    [
+        (MISTRAL_7B, "sliding_window", 4096),
+        (LLAMA3_8B, "sliding_window", 4096),
+        (QWEN25_7B, "use_sliding_window", True),
+        (QWEN3_06B, "use_sliding_window", True),
+        (QWEN3_06B, "layer_types", ["full_attention", "sliding_attention"]),
+        (QWEN3_06B, "layer_types", "sliding_attention"),
+        (LLAMA3_8B, "attention_chunk_size", 8192),
+        (LLAMA3_8B, "partial_rotary_factor", 0.5),
+        (LLAMA3_8B, "partial_rotary_factor", True),
+        (LLAMA3_8B, "rope_interleaved", True),
+        (LLAMA3_8B, "no_rope_layers", [1, 1, 1, 0]),
+        (LLAMA3_8B, "hidden_act", "gelu"),
+        (LLAMA3_8B, "hidden_act", None),
+        (LLAMA3_8B, "attention_bias", True),
+        (QWEN3_06B, "attention_bias", True),
+        (QWEN25_7B, "attention_bias", False),
+        (LLAMA3_8B, "mlp_bias", True),
+        (LLAMA3_8B, "use_qk_norm", True),
+        (QWEN3_06B, "use_qk_norm", False),
+        (LLAMA3_8B, "num_experts", 8),
+        (MISTRAL_7B, "num_local_experts", 8),
+        (QWEN3_06B, "moe_intermediate_size", 768),
+        (LLAMA3_8B, "quantization_config", {"quant_method": "gptq", "bits": 4}),
+        (LLAMA3_8B, "logit_scale", 0.0625),
+        (LLAMA3_8B, "logits_scaling", 8.0),
+        (LLAMA3_8B, "residual_multiplier", 0.22),
+        (LLAMA3_8B, "embedding_multiplier", 12.0),
+        (LLAMA3_8B, "attention_multiplier", 0.015625),
+        (LLAMA3_8B, "final_logit_softcapping", 30.0),
+        (LLAMA3_8B, "attn_logit_softcapping", 50.0),
+        (LLAMA3_8B, "qk_layernorm", True),
+        (LLAMA3_8B, "is_causal", False),
+        (LLAMA3_8B, "is_encoder_decoder", True),
+        (LLAMA3_8B, "auto_map", {"AutoModelForCausalLM": "modeling_custom.CustomForCausalLM"}),
+        (LLAMA3_8B, "text_config", {"model_type": "llama"}),
+        (LLAMA3_8B, "model_type", "qwen3_moe"),
+        (LLAMA3_8B, "model_type", "gpt2"),
+        (LLAMA3_8B, "model_type", ["llama"]),
+        (LLAMA3_8B, "architectures", ["LlamaForSequenceClassification"]),
+        (LLAMA3_8B, "architectures", ["LlamaModel"]),
+        (LLAMA3_8B, "architectures", "LlamaForCausalLM"),
+        (LLAMA3_8B, "hidden_size", 4096.0),
+        (LLAMA3_8B, "hidden_size", "4096"),
+        (LLAMA3_8B, "hidden_size", 4100),
+        (LLAMA3_8B, "hidden_size", 2**31),
+        (LLAMA3_8B, "intermediate_size", [11008, 14336]),
+        (LLAMA3_8B, "num_hidden_layers", True),
+        (LLAMA3_8B, "num_hidden_layers", 10**6),
+        (LLAMA3_8B, "num_attention_heads", 0),
+        (LLAMA3_8B, "num_key_value_heads", 5),
+        (LLAMA3_8B, "head_dim", 127),
+        (QWEN3_06B, "head_dim", None),
+        (LLAMA3_8B, "vocab_size", -1),
+        (LLAMA3_8B, "max_position_embeddings", None),
+        (LLAMA3_8B, "rms_norm_eps", float("nan")),
+        (LLAMA3_8B, "rms_norm_eps", "1e-5"),
+        (LLAMA3_8B, "rope_theta", float("inf")),
+        (LLAMA3_8B, "rope_theta", 10**400),
+        (LLAMA3_8B, "rope_theta", None),
+        (LLAMA3_8B, "tie_word_embeddings", 1),
+        (LLAMA3_8B, "rope_scaling", "llama3"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused_by_field(base: Config, field: str, value: object) -> None:
+    message = refused(base | {field: value})
+    assert message.startswith(f"stranger: {field} is ")
+    assert "; supported: " in message
+
+
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope_type", "linear"),
+        ("rope_type", "dynamic"),
+        ("rope_type", "yarn"),
+        ("rope_type", "longrope"),
+        ("type", "default"),
+        ("factor", 0),
+        ("factor", None),
+        ("high_freq_factor", 1.0),
+        ("low_freq_factor", "1"),
+        ("original_max_position_embeddings", 8192.0),
+        ("partial_rotary_factor", 0.5),
+        ("attention_factor", 1.2),
+        ("rope_theta", -1.0),
+    ],
+)
+def test_rope_scaling_is_refused_by_key(field: str, key: str, value: object) -> None:
+    config = without(LLAMA32_1B, "rope_scaling") | {field: LLAMA3_ROPE | {key: value}}
+    assert f"{field}.{key} is " in refused(config)
+
+
+def test_rope_per_layer_type_is_refused() -> None:
+    nested = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
+    assert "rope_parameters.full_attention is " in refused(LLAMA3_8B | {"rope_parameters": nested})
+
+
+def test_rope_that_contradicts_itself_is_refused() -> None:
+    twice = LLAMA32_1B | {"rope_parameters": {"rope_type": "default"}}
+    assert "rope_scaling is " in refused(twice)
+    assert "rope_theta is " in refused(LLAMA3_8B | {"rope_parameters": {"rope_theta": 10000.0}})
+
+
+def test_a_llama_3_scaling_keeps_all_its_numbers() -> None:
+    rope = LLAMA3_ROPE | {"factor": 8, "low_freq_factor": 2, "original_max_position_embeddings": 4096}
+    assert spec_from_config(QWEN25_7B | {"rope_scaling": rope}, "x").rope_scaling == RopeScaling(8.0, 2.0, 4.0, 4096)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "model_type",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "max_position_embeddings",
+    ],
+)
+def test_a_missing_required_field_is_refused_by_name(field: str) -> None:
+    assert refused(without(LLAMA3_8B, field)).startswith(f"stranger: {field} is missing; supported: ")
+
+
+def test_a_missing_mistral_window_is_a_window() -> None:
+    assert "sliding_window is missing" in refused(without(MISTRAL_7B, "sliding_window"))
+
+
+@pytest.mark.parametrize("config", [None, [], "llama", 3, True])
+def test_a_config_that_is_no_object_is_refused(config: object) -> None:
+    assert "supported: an object" in refused(config)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b'{"hidden_size": ' + b"9" * 5000 + b"}",
+        b" " * (4 * 1024**2 + 1),
+        b"null",
+    ],
+    ids=["empty", "cut", "binary", "deep", "long number", "large", "null"],
+)
+def test_a_file_that_is_no_config_is_refused_in_one_line(raw: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(raw)
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_spec(file)
+    assert str(caught.value).isprintable()
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "absent", tmp_path, tmp_path / "pipe", Path("/dev/zero"), Path("a\0b")):
+        with pytest.raises(UnsupportedModelError):
+            load_spec(path)
+
+
+def test_a_file_with_another_name_names_the_spec(tmp_path: Path) -> None:
+    file = tmp_path / "my-llama.json"
+    file.write_text(json.dumps(LLAMA3_8B))
+    assert load_spec(file).name == "my-llama"
+
+
+def test_a_snapshot_in_the_hubs_cache_is_named_after_its_repository(tmp_path: Path) -> None:
+    blob = tmp_path / "models--acme--Tiny-1B" / "blobs" / "b10b"
+    snapshot = tmp_path / "models--acme--Tiny-1B" / "snapshots" / "c0ffee"
+    blob.parent.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    blob.write_text(json.dumps(LLAMA3_8B))
+    (snapshot / "config.json").symlink_to(blob)
+    assert load_spec(snapshot).name == "Tiny-1B"
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+JSON = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+)
+ROPES = st.dictionaries(st.sampled_from([*LLAMA3_ROPE, "type", "rope_theta"]) | st.text(max_size=5), JSON, max_size=4)
+FIELDS = st.sampled_from(sorted({*LLAMA32_1B, *QWEN3_06B, "sliding_window", "layer_types", "rope_parameters"}))
+
+
+def answers_in_one_line(config: object) -> None:
+    try:
+        spec = spec_from_config(config, "stranger")
+    except UnsupportedModelError as error:
+        assert str(error).isprintable()
+    else:
+        assert spec.n_params > 0
+
+
+@given(JSON)
+def test_no_json_raises_anything_else(config: object) -> None:
+    answers_in_one_line(config)
+
+
+@given(
+    st.sampled_from([LLAMA32_1B, MISTRAL_7B, QWEN25_7B, QWEN3_06B]), st.dictionaries(FIELDS, JSON | ROPES, max_size=3)
+)
+def test_no_mutation_of_a_real_config_raises_anything_else(base: Config, changes: Config) -> None:
+    answers_in_one_line(base | changes)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_raise_anything_else(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
+    file = tmp_path_factory.getbasetemp() / "config.json"
+    file.write_bytes(raw)
+    with pytest.raises(UnsupportedModelError):
+        load_spec(file)

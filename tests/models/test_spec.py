@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import dataclasses
+from math import inf, nan, prod
+from typing import Any
+
+import pytest
+
+from flywheel.errors import UnsupportedModelError
+from flywheel.models.catalog import CATALOG
+from flywheel.models.spec import (
+    LAYER_WEIGHT_KEYS,
+    MODEL_WEIGHT_KEYS,
+    DecoderSpec,
+    RopeScaling,
+    layer_weight_key,
+    layer_weight_shapes,
+    model_weight_key,
+    model_weight_shapes,
+)
+
+TINY = DecoderSpec("tiny", "llama", 64, 96, 2, 4, 2, 16, 128, 1e4, 1e-5, 256)
+LLAMA3 = RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+def changed(**fields: Any) -> DecoderSpec:
+    return dataclasses.replace(TINY, **fields)
+
+
+def test_widths_follow_from_heads() -> None:
+    assert (TINY.q_width, TINY.kv_width, TINY.group) == (64, 32, 2)
+
+
+def test_head_width_is_independent_of_the_hidden_size() -> None:
+    spec = CATALOG["qwen3-0.6b"]
+    assert spec.q_width == 2048 != spec.hidden
+
+
+def test_tying_the_head_saves_one_table() -> None:
+    assert TINY.n_params - changed(tied_head=True).n_params == 128 * 64
+
+
+def test_biases_and_qk_norms_count_once_per_layer() -> None:
+    assert changed(qkv_bias=True).n_params - TINY.n_params == 2 * (64 + 2 * 32)
+    assert changed(qk_norm=True).n_params - TINY.n_params == 2 * (16 + 16)
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_shapes_and_keys_describe_every_parameter_once(name: str) -> None:
+    spec = CATALOG[name]
+    state = {model_weight_key(spec, role): shape for role, shape in model_weight_shapes(spec).items()}
+    for layer in range(spec.n_layers):
+        state |= {layer_weight_key(role, layer): shape for role, shape in layer_weight_shapes(spec).items()}
+    assert len(state) == len(model_weight_shapes(spec)) + spec.n_layers * len(layer_weight_shapes(spec))
+    assert sum(map(prod, state.values())) == spec.n_params
+
+
+def test_every_role_has_a_key_and_every_key_a_role() -> None:
+    everything = changed(qkv_bias=True, qk_norm=True)
+    assert set(layer_weight_shapes(everything)) == set(LAYER_WEIGHT_KEYS)
+    assert set(model_weight_shapes(everything)) == set(MODEL_WEIGHT_KEYS)
+
+
+def test_keys_are_those_of_hugging_face() -> None:
+    assert layer_weight_key("q_proj", 3) == "model.layers.3.self_attn.q_proj.weight"
+    assert layer_weight_key("v_bias", 0) == "model.layers.0.self_attn.v_proj.bias"
+    assert layer_weight_key("down_proj", 11) == "model.layers.11.mlp.down_proj.weight"
+    assert model_weight_key(TINY, "lm_head") == "lm_head.weight"
+
+
+def test_a_tied_head_is_the_embedding_table() -> None:
+    assert model_weight_key(changed(tied_head=True), "lm_head") == "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    "field", ["hidden", "intermediate", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab", "max_position"]
+)
+@pytest.mark.parametrize("value", [0, -1, 2**31, True, 16.0, None])
+def test_a_dimension_that_is_not_a_positive_int32_is_rejected(field: str, value: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"^tiny: {field}="):
+        changed(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"family": "gpt2"}, "family"),
+        ({"n_kv_heads": 3}, "n_heads"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"head_dim": 2**30}, "n_heads * head_dim"),
+        ({"rope_theta": 0.0}, "rope_theta"),
+        ({"rope_theta": inf}, "rope_theta"),
+        ({"norm_eps": nan}, "norm_eps"),
+        ({"norm_eps": -1e-5}, "norm_eps"),
+        ({"rope_scaling": dataclasses.replace(LLAMA3, factor=0.0)}, "rope_scaling.factor"),
+        ({"rope_scaling": dataclasses.replace(LLAMA3, low_freq_factor=4.0)}, "rope_scaling.low_freq_factor"),
+        ({"rope_scaling": dataclasses.replace(LLAMA3, high_freq_factor=nan)}, "rope_scaling.low_freq_factor"),
+        ({"rope_scaling": dataclasses.replace(LLAMA3, original_max_position=0)}, "rope_scaling.original_max_position"),
+    ],
+)
+def test_an_impossible_spec_cannot_be_built(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        changed(**fields)
+    assert str(caught.value).startswith(f"tiny: {named}")
+    assert "\n" not in str(caught.value)
