@@ -1,0 +1,39 @@
+"""The whole exception tree. Each message is one line: the object, the fact, the bound."""
+
+from __future__ import annotations
+
+
+class FlywheelError(Exception):
+    """Base of every error that flywheel raises on purpose."""
+
+
+class IrFormatError(FlywheelError):
+    """A program, config or target file is not in the IR's format."""
+
+
+class InvalidProgramError(FlywheelError):
+    """A program that must be valid was rejected by the validator."""
+
+
+class ConfigError(FlywheelError):
+    """A ScheduleConfig holds a value that no lowering can honour on this target."""
+
+
+class UnknownNameError(FlywheelError):
+    """No model, GPU, sampler, knob or campaign has this name."""
+
+
+class UnsupportedModelError(FlywheelError):
+    """A checkpoint's configuration cannot be represented exactly."""
+
+
+class UsageError(FlywheelError):
+    """Options that contradict each other or the campaign they name."""
+
+
+class NoGpuError(FlywheelError):
+    """The GPU that the work needs is not on this machine."""
+
+
+class StoreError(FlywheelError):
+    """The trial store cannot be opened, read or written."""

@@ -1,0 +1,105 @@
+"""The task DAG that counters induce: every producer of a counter precedes every task that waits on it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flywheel.ir.records import Task
+
+if TYPE_CHECKING:
+    from flywheel.ir.program import MegakernelProgram
+
+
+def producers_by_counter(tasks: Sequence[Task]) -> dict[int, list[int]]:
+    """Positions in `tasks` of each counter's producers."""
+    producers: dict[int, list[int]] = {}
+    for index, task in enumerate(tasks):
+        producers.setdefault(task.out_counter, []).append(index)
+    return producers
+
+
+def dependency_edges(program: MegakernelProgram) -> set[tuple[int, int]]:
+    """(producer id, consumer id) pairs; quadratic in the width of a join, so meant for small programs and drawings."""
+    tasks = program.tasks
+    producers = producers_by_counter(tasks)
+    return {
+        (tasks[producer].id, task.id)
+        for task in tasks
+        for wait in task.waits
+        for producer in producers.get(wait.counter, ())
+    }
+
+
+def list_order_is_topological(tasks: Sequence[Task], produced: dict[int, int]) -> bool:
+    """Whether every counter that a task waits on is complete (`produced[counter]` increments) before its position."""
+    left = dict(produced)
+    checked: dict[int, int] = {}  # id of a shared waits sequence -> known complete
+    for task in tasks:
+        waits = task.waits
+        if waits and id(waits) not in checked:
+            for wait in waits:
+                if left.get(wait.counter, 0):
+                    return False
+            checked[id(waits)] = 1
+        left[task.out_counter] -= 1
+    return True
+
+
+def topological_positions(tasks: Sequence[Task]) -> list[int]:
+    """Positions in an order that respects every wait; tasks on or behind a cycle are missing from it."""
+    producers = producers_by_counter(tasks)
+    unfinished = {counter: len(members) for counter, members in producers.items()}
+    if list_order_is_topological(tasks, unfinished):
+        return list(range(len(tasks)))
+    waiting: dict[int, list[int]] = {}
+    missing = []
+    for index, task in enumerate(tasks):
+        counters = {wait.counter for wait in task.waits} & producers.keys()
+        missing.append(len(counters))
+        for counter in sorted(counters):
+            waiting.setdefault(counter, []).append(index)
+    ready = deque(index for index, count in enumerate(missing) if not count)
+    order = []
+    while ready:
+        index = ready.popleft()
+        order.append(index)
+        counter = tasks[index].out_counter
+        unfinished[counter] -= 1
+        if not unfinished[counter]:
+            for consumer in waiting.get(counter, ()):
+                missing[consumer] -= 1
+                if not missing[consumer]:
+                    ready.append(consumer)
+    return order
+
+
+def topological_order(program: MegakernelProgram) -> list[int] | None:
+    """Task ids in an order that respects every wait, or None where there is none."""
+    order = topological_positions(program.tasks)
+    if len(order) < len(program.tasks):
+        return None
+    return [program.tasks[index].id for index in order]
+
+
+def find_cycle(tasks: Sequence[Task], ordered: Sequence[int]) -> list[int]:
+    """Positions of one cycle, in execution order, among the tasks that `topological_positions` left out."""
+    placed = set(ordered)
+    producers = producers_by_counter(tasks)
+    current = next((index for index in range(len(tasks)) if index not in placed), None)
+    path: list[int] = []
+    seen: dict[int, int] = {}
+    while current is not None and current not in seen:
+        seen[current] = len(path)
+        path.append(current)
+        current = next(
+            (
+                producer
+                for wait in tasks[current].waits
+                for producer in producers.get(wait.counter, ())
+                if producer not in placed
+            ),
+            None,
+        )
+    return [] if current is None else path[seen[current] :][::-1]

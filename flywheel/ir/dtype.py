@@ -1,0 +1,60 @@
+"""Element types, memory spaces and buffer kinds, with their canonical codes. Source: docs/ir.md."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+
+class DType(IntEnum):
+    """Element type of a buffer."""
+
+    F32 = 0
+    F16 = 1
+    BF16 = 2
+    F8E4M3 = 3
+    F8E5M2 = 4
+    I32 = 5
+    I8 = 6
+    I4 = 7
+    U8 = 8
+    BOOL = 9
+
+    @property
+    def bits(self) -> int:
+        """Bits of one element; I4 is packed two a byte."""
+        return _BITS[self]
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of `count` elements, rounded up to a whole byte."""
+        return (count * _BITS[self] + 7) // 8
+
+
+_BITS: Final = (32, 16, 16, 8, 8, 32, 8, 4, 8, 8)
+
+
+class MemSpace(IntEnum):
+    """Where a buffer or page lives."""
+
+    HBM = 0
+    GLOBAL_SCRATCH = 1
+    SMEM = 2
+    REGISTER = 3
+
+
+class BufferKind(IntEnum):
+    """What a buffer is for."""
+
+    WEIGHT = 0
+    ACTIVATION = 1
+    KV_CACHE = 2
+    IO_INPUT = 3
+    IO_OUTPUT = 4
+    CONST = 5
+
+
+READONLY_KINDS: Final = frozenset({BufferKind.WEIGHT, BufferKind.CONST, BufferKind.IO_INPUT})
+"""Kinds that no task may write, and that may be read without a producer."""
+
+PER_SM_SPACES: Final = frozenset({MemSpace.SMEM, MemSpace.REGISTER})
+"""Spaces that only the tasks of one SM can see."""

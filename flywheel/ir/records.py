@@ -1,0 +1,103 @@
+"""The records of a program: buffers, tasks, counters, waits and pages. Source: docs/ir.md.
+
+Sequences are tuples in programs that flywheel builds or reads; nothing mutates a record after construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from flywheel.ir.dtype import BufferKind, DType, MemSpace
+from flywheel.ir.opcodes import InstructionKind
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A named tensor. `source` is the state-dict key of a WEIGHT or CONST."""
+
+    id: int
+    name: str
+    kind: BufferKind
+    dtype: DType
+    shape: Sequence[int]
+    space: MemSpace = MemSpace.HBM
+    source: str | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes; sub-byte types are rounded up."""
+        return self.dtype.nbytes(self.numel)
+
+    def contiguous_strides(self) -> tuple[int, ...]:
+        """Row-major strides in elements."""
+        strides, step = [], 1
+        for dim in reversed(self.shape):
+            strides.append(step)
+            step *= dim
+        return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """A uint32 that tasks only increment; zero at the start of every launch."""
+
+    id: int
+    init: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Do not start until `counters[counter] >= threshold`."""
+
+    counter: int
+    threshold: int
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One instruction on one SM. On completion it adds 1 to `out_counter`, after all its writes are visible."""
+
+    id: int
+    op: InstructionKind
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    out_counter: int
+    waits: Sequence[Wait] = ()
+    params: Mapping[str, Any] = field(default_factory=dict)
+    sm: int | None = None
+    est_bytes: int = 0
+    est_flops: int = 0
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A physical scratch slot. `live_start` and `live_end` are task ids, -1 where unknown (as the format defines)."""
+
+    id: int
+    space: MemSpace
+    nbytes: int
+    live_start: int = -1
+    live_end: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class PageAllocation:
+    """Which page each paged activation lives in."""
+
+    buffer_to_page: Mapping[int, int]
+    pages: Sequence[Page]
+
+    @property
+    def total_scratch_bytes(self) -> int:
+        """Sum of the pages' sizes."""
+        return sum(page.nbytes for page in self.pages)

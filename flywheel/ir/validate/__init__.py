@@ -1,0 +1,58 @@
+"""The proof that a program is safe to launch: well-formed, free of deadlocks, free of races. Source: docs/ir.md."""
+
+from __future__ import annotations
+
+from flywheel.ir.dag import find_cycle, topological_positions
+from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.validate.findings import CODES, Finding, Findings, ValidationResult
+from flywheel.ir.validate.liveness import check_queues, check_waits
+from flywheel.ir.validate.memory import check_pages, check_per_sm_buffers
+from flywheel.ir.validate.races import Accesses, check_races
+from flywheel.ir.validate.structure import check_structure
+from flywheel.ir.validate.tasks import check_tasks
+
+__all__ = ["CODES", "Finding", "ValidationResult", "validate"]
+
+
+def validate(program: object, strict: bool = False) -> ValidationResult:
+    """Prove `program` safe, or say why not. Never raises. `strict` makes page aliasing and unwritten columns errors.
+
+    Each family of rules relies on the ones before it, so it runs only where those found nothing.
+    """
+    findings = Findings(strict)
+    stats: dict[str, int] = {}
+    if check_structure(program, findings):
+        assert isinstance(program, MegakernelProgram)
+        _prove(program, findings, stats)
+    return ValidationResult(not findings.errors, tuple(findings.errors), tuple(findings.warnings), stats)
+
+
+def _prove(program: MegakernelProgram, findings: Findings, stats: dict[str, int]) -> None:
+    tasks = program.tasks
+    stats |= {
+        "tasks": len(tasks),
+        "buffers": len(program.buffers),
+        "counters": len(program.counters),
+        "sms": len({task.sm for task in tasks if task.sm is not None}),
+        "weight_bytes": program.total_weight_bytes(),
+        "scratch_bytes": program.pages.total_scratch_bytes if program.pages else 0,
+    }
+    if program.target is not None and program.meta.get("gpu", program.target.name) != program.target.name:
+        findings.warn("gpu-label", f"meta.gpu={program.meta['gpu']!r} is not target.name={program.target.name!r}")
+    check_tasks(program, findings)
+    check_waits(program, findings)
+    if findings.errors:
+        return
+    order = topological_positions(tasks)
+    if len(order) < len(tasks):
+        cycle = find_cycle(tasks, order)
+        names = " -> ".join(f"{tasks[index].id} ({tasks[index].label})" for index in cycle[:8])
+        more = f" -> ... {len(cycle)} tasks" if len(cycle) > 8 else ""
+        findings.error("cycle", f"tasks wait for each other: {names}{more}", tasks[cycle[0]].id if cycle else None)
+        return
+    check_queues(tasks, order, findings)
+    accesses = Accesses(program, order)
+    stats["levels"] = accesses.order.depth
+    check_races(program, accesses, findings)
+    check_per_sm_buffers(program, findings)
+    check_pages(program, accesses, findings)

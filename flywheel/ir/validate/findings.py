@@ -1,0 +1,106 @@
+"""What validation says: findings with a code, a message and the task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+CODES: Final = MappingProxyType(
+    {
+        "not-a-program": "the object is not a MegakernelProgram, or a field of it has the wrong type",
+        "duplicate-id": "two records of one kind have the same id",
+        "bad-id": "an id is not a non-negative int",
+        "bad-enum": "a code that is not a member of its enumeration",
+        "bad-shape": "rank or dims that are not 1..4 positive ints",
+        "counter-init": "a counter that does not start at zero",
+        "unknown-buffer": "an operand that names no buffer",
+        "unknown-counter": "a wait or signal that names no counter",
+        "arity": "more or fewer operands than the opcode takes",
+        "abi-limit": "more operands, waits or dims than the on-device structs hold",
+        "missing-param": "a required param is absent",
+        "bad-param": "a param of the wrong type, NaN, or outside its range",
+        "bad-recipe": "a FUSED recipe that cannot be interpreted",
+        "readonly-write": "a task writes a WEIGHT, CONST or IO_INPUT",
+        "tile-bounds": "a tile reaches past its buffer",
+        "kv-bounds": "a KV window or append reaches past its cache",
+        "sm-range": "an SM index outside the target",
+        "unsatisfiable-wait": "a threshold that its producers can never reach",
+        "partial-join": "a wait for some but not all producers of a counter",
+        "cycle": "tasks that wait for each other",
+        "queue-deadlock": "serial SM queues that block for ever",
+        "unwritten-read": "a read of a buffer that nothing else writes",
+        "race-read": "a read that is not ordered after a write of the same columns",
+        "race-write": "two writes of the same columns that are not ordered",
+        "missing-output": "an IO_OUTPUT that nothing writes",
+        "per-sm-buffer": "an SMEM or REGISTER buffer used from more than one SM",
+        "bad-page": "a page that is missing, too small or not for this buffer",
+        "page-alias": "a page reused while a task may still use its former buffer",
+        "partial-write": "columns of a buffer that are read but never written",
+        "unknown-param": "a param that the on-device struct does not hold",
+        "gpu-label": "meta.gpu is not the target's name",
+    }
+)
+"""Every finding's code and what it means."""
+
+STRICT_CODES: Final = frozenset({"page-alias", "partial-write"})
+"""Warnings that strict validation turns into errors."""
+
+MAX_FINDINGS: Final = 100
+"""Errors after which a family of rules stops looking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One broken rule; `task` is the id of the offending task, None where no single task is."""
+
+    code: str
+    message: str
+    task: int | None = None
+
+    def __str__(self) -> str:
+        return f"[{self.code}] {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationResult:
+    """The verdict on a program. A program that is not `ok` must not be launched."""
+
+    ok: bool
+    errors: tuple[Finding, ...] = ()
+    warnings: tuple[Finding, ...] = ()
+    stats: Mapping[str, int] = field(default_factory=dict)
+
+    def report(self) -> str:
+        """Human-readable lines: verdict, stats, errors, warnings."""
+        stats = ", ".join(f"{name} {value}" for name, value in self.stats.items())
+        lines = ["ACCEPTED" if self.ok else "REJECTED", *([f"  {stats}"] if stats else [])]
+        lines += [f"  error {finding}" for finding in self.errors]
+        lines += [f"  warning {finding}" for finding in self.warnings]
+        return "\n".join(lines)
+
+
+class Findings:
+    """Collector that the rules write to."""
+
+    __slots__ = ("errors", "strict", "warnings")
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
+        self.errors: list[Finding] = []
+        self.warnings: list[Finding] = []
+
+    def error(self, code: str, message: str, task: int | None = None) -> None:
+        """Record a broken rule."""
+        self.errors.append(Finding(code, message, task))
+
+    def warn(self, code: str, message: str, task: int | None = None) -> None:
+        """Record a warning, or an error where strict validation asks for it."""
+        found = self.errors if self.strict and code in STRICT_CODES else self.warnings
+        found.append(Finding(code, message, task))
+
+    @property
+    def full(self) -> bool:
+        """Whether enough has been found to stop."""
+        return len(self.errors) >= MAX_FINDINGS

@@ -1,0 +1,77 @@
+"""Types and ranges of scalar params."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from types import MappingProxyType
+from typing import Any, Final
+
+from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.records import Task
+from flywheel.ir.validate.findings import Findings
+
+LEAST: Final = MappingProxyType(
+    {
+        "hidden": 1,
+        "K": 1,
+        "M_tile": 1,
+        "N_tile": 1,
+        "n_off": 0,
+        "head_dim": 1,
+        "n_heads": 1,
+        "n_kv_heads": 1,
+        "kv_start": 0,
+        "kv_len": 0,
+        "group": 1,
+        "qdtype": 0,
+        "pos": 0,
+        "eps": 0.0,
+        "theta": 0.0,
+        "rope_factor": 0.0,
+        "rope_low_freq_factor": 0.0,
+        "rope_high_freq_factor": 0.0,
+        "rope_original_max_position": 1,
+    }
+)
+"""Smallest value of each bounded param; `scale` and `dim` may be negative."""
+
+_INT32: Final = 2**31
+
+
+def check_params(task: Task, fields: Mapping[str, str], required: Sequence[str], findings: Findings) -> None:
+    """Params of a task: required ones present, known ones of the right type and range, unknown ones warned of."""
+    where = f"task {task.id} ({task.label})"
+    for name in required:
+        if name not in task.params:
+            findings.error("missing-param", f"{where}: {task.op.name} needs param {name}", task.id)
+    for name, value in task.params.items():
+        if name == "recipe" and task.op is InstructionKind.FUSED:
+            continue
+        if name not in fields:
+            findings.warn("unknown-param", f"{where}: param {name!r:.60} does not reach the device", task.id)
+            continue
+        fault = param_fault(name, value, fields[name])
+        if fault is not None:
+            findings.error("bad-param", f"{where}: {fault}", task.id)
+    heads, kv_heads = task.params.get("n_heads"), task.params.get("n_kv_heads")
+    if type(heads) is int and type(kv_heads) is int and kv_heads > 0 and heads % kv_heads:
+        findings.error("bad-param", f"{where}: n_heads={heads} is not a multiple of n_kv_heads={kv_heads}", task.id)
+
+
+def param_fault(name: str, value: Any, kind: str) -> str | None:
+    """What is wrong with one param, or None. `kind` is 'i' (int32) or 'f' (real)."""
+    if kind == "i":
+        if type(value) is not int:
+            return f"{name}={_show(value)} is not an int"
+        if not -_INT32 <= value < _INT32:
+            return f"{name} does not fit int32"
+    elif type(value) not in (int, float) or not isfinite(value):
+        return f"{name}={_show(value)} is not a finite number"
+    if name in LEAST and value < LEAST[name]:
+        return f"{name}={value} is less than {LEAST[name]}"
+    return None
+
+
+def _show(value: object) -> str:
+    return repr(value)[:40] if value is None or isinstance(value, bool | float | str) else f"a {type(value).__name__}"

@@ -1,0 +1,16 @@
+"""Format versions and the capacity limits that the on-device ABI fixes. Source: docs/ir.md."""
+
+from __future__ import annotations
+
+from typing import Final
+
+IR_VERSION: Final = "0.2.0"
+"""Version of the on-disk format; a minor bump adds fields, a major one breaks readers."""
+
+ABI_VERSION: Final = "0.2"
+"""Version of the on-device structs."""
+
+ABI_MAX_INPUTS: Final = 8
+ABI_MAX_OUTPUTS: Final = 4
+ABI_MAX_WAITS: Final = 8
+ABI_MAX_RANK: Final = 4
