@@ -1,0 +1,92 @@
+"""The weight floor: how fast a decode step could be if reading its weights were all it did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+from flywheel.ir.dtype import BufferKind
+from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.records import Buffer, Task
+from flywheel.ir.target import GpuTarget
+
+_IdSource = tuple[int, int | None]
+"""Where an EMBED's ids come from: (buffer, None), or (task, recipe step)."""
+
+
+def weight_bytes_read(program: MegakernelProgram) -> int:
+    """Bytes of weights that one step must read from HBM.
+
+    Each WEIGHT buffer that a task reads counts once, whole. One that is read only as the table of EMBEDs counts one
+    row (`shape[-1]` elements) per id, and the same ids once however many tiles gather by them.
+    `program` is taken to be valid.
+    """
+    buffers = {buffer.id: buffer for buffer in program.buffers}
+    weights = {buffer.id: buffer for buffer in program.buffers if buffer.kind is BufferKind.WEIGHT}
+    whole: dict[int, None] = {}
+    gathered: dict[int, dict[_IdSource, int]] = {}
+    for task in program.tasks:
+        if not any(read in weights and read not in whole for read in task.inputs):
+            continue
+        for read, ids in _reads(task, buffers):
+            if read not in weights:
+                continue
+            if ids is None:
+                whole[read] = None
+            else:
+                gathered.setdefault(read, {}).update(ids)
+    rows = {table: sum(ids.values()) for table, ids in gathered.items() if table not in whole}
+    return sum(weights[weight].nbytes for weight in whole) + sum(
+        _row_bytes(weights[table], count) for table, count in rows.items()
+    )
+
+
+def floor_us(weight_bytes: int, target: GpuTarget) -> float:
+    """Time in us that `target` needs to read `weight_bytes` at its datasheet bandwidth."""
+    return target.bandwidth_bound_us(weight_bytes)
+
+
+def floor_fraction(floor_us: float, latency_us: float) -> float:
+    """Share of the floor that a latency reaches: 1.0 is the floor itself, lower is slower."""
+    return floor_us / latency_us
+
+
+def _row_bytes(table: Buffer, rows: int) -> int:
+    return min(table.nbytes, table.dtype.nbytes(rows * table.shape[-1]))
+
+
+def _reads(task: Task, buffers: Mapping[int, Buffer]) -> Iterator[tuple[int, dict[_IdSource, int] | None]]:
+    """Each (buffer read, how many rows by which ids); None for the rows of a buffer that is read whole."""
+    if task.op is InstructionKind.FUSED:
+        yield from _recipe_reads(task, buffers)
+    elif task.op is InstructionKind.EMBED:
+        ids, table = task.inputs
+        yield ids, None
+        yield table, {(ids, None): buffers[ids].numel}
+    else:
+        for read in task.inputs:
+            yield read, None
+
+
+def _recipe_reads(task: Task, buffers: Mapping[int, Buffer]) -> Iterator[tuple[int, dict[_IdSource, int] | None]]:
+    steps: list[Mapping[str, Any]] = task.params["recipe"]["steps"]
+    for step in steps:
+        args: list[Mapping[str, int]] = step["args"]
+        for position, arg in enumerate(args):
+            if "in" not in arg:
+                continue
+            if step["op"] == InstructionKind.EMBED.name and position == 1:
+                yield task.inputs[arg["in"]], _recipe_ids(task, args[0], steps, buffers)
+            else:
+                yield task.inputs[arg["in"]], None
+
+
+def _recipe_ids(
+    task: Task, arg: Mapping[str, int], steps: list[Mapping[str, Any]], buffers: Mapping[int, Buffer]
+) -> dict[_IdSource, int]:
+    if "in" in arg:
+        ids = task.inputs[arg["in"]]
+        return {(ids, None): buffers[ids].numel}
+    return {(task.id, arg["s"]): prod(steps[arg["s"]]["out_shape"])}

@@ -1,0 +1,95 @@
+"""What became of a trial: a closed union, in which a latency cannot exist without correct logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, TypeAlias, assert_never
+
+from flywheel.measure.latency import MeasuredLatency, PredictedLatency
+from flywheel.measure.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Correct and timed on a GPU. Raises ValueError without a passing verdict."""
+
+    latency: MeasuredLatency
+    verdict: Verdict
+
+    def __post_init__(self) -> None:
+        if self.verdict.passed is not True:
+            raise ValueError(f"measured latency {self.latency.median_us} us: its verdict did not pass")
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Valid, and timed by a cost model only."""
+
+    latency: PredictedLatency
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Refused before it ran: by the lowerer or the validator. `codes` are the findings' codes."""
+
+    codes: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Incorrect:
+    """Ran, and its logits are wrong."""
+
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Implausible:
+    """Ran faster than its weights can be read: the measurement is wrong, not the schedule good."""
+
+    latency_us: float
+    floor_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOut:
+    """Did not finish within `limit_s`."""
+
+    limit_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """Died. `transient` is the infrastructure's failure, which is retried; otherwise the config's own."""
+
+    reason: str
+    transient: bool
+
+
+TrialOutcome: TypeAlias = Measured | Predicted | Rejected | Incorrect | Implausible | TimedOut | Crashed
+
+OUTCOME_NAMES: Final = ("measured", "predicted", "rejected", "incorrect", "implausible", "timed_out", "crashed")
+"""Every name that `outcome_name` gives."""
+
+
+def outcome_name(outcome: TrialOutcome) -> str:
+    """The outcome's name in rows, tables and logs."""
+    match outcome:
+        case Measured():
+            return "measured"
+        case Predicted():
+            return "predicted"
+        case Rejected():
+            return "rejected"
+        case Incorrect():
+            return "incorrect"
+        case Implausible():
+            return "implausible"
+        case TimedOut():
+            return "timed_out"
+        case Crashed():
+            return "crashed"
+        case _:
+            assert_never(outcome)

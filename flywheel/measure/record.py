@@ -1,0 +1,145 @@
+"""TrialRecord: one append-only row of what is known, and the one order and meaning of its columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
+from math import isfinite
+from types import NoneType
+from typing import Annotated, Any, Final, get_args, get_type_hints
+
+from flywheel.measure.outcome import OUTCOME_NAMES
+
+SOURCES: Final = ("search", "seed", "store")
+"""Why a trial was tried or answered: proposed by the sampler, enqueued as known good, answered from an earlier row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: its name (with its unit, where it has one), Python type, and what it holds."""
+
+    name: str
+    python_type: type
+    nullable: bool
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRecord:
+    """One trial of one campaign.
+
+    Raises ValueError where a value has the wrong type, is not finite or is an empty string, and where the numbers
+    contradict the outcome: `latency_us` belongs to measured rows alone, `predicted_us` may stand beside it.
+    """
+
+    campaign: Annotated[str, "name of the campaign"]
+    trial: Annotated[int, "number of the trial in its campaign, from 0"]
+    model: Annotated[str, "name of the model"]
+    gpu: Annotated[str, "name of the GPU target"]
+    dtype: Annotated[str, "dtype of weights and activations"]
+    context: Annotated[int, "tokens in the KV cache that the step attends to"]
+    config: Annotated[str, "the ScheduleConfig as canonical JSON"]
+    config_id: Annotated[str, "hash of the config"]
+    program_id: Annotated[str | None, "hash of the lowered program; absent where lowering refused the config"] = None
+    outcome: Annotated[str, "measured, predicted, rejected, incorrect, implausible, timed_out or crashed"]
+    reason: Annotated[str | None, "why it is neither measured nor predicted"] = None
+    predicted_us: Annotated[float | None, "latency of one step by the cost model"] = None
+    predictor: Annotated[str | None, "version of the cost model that gave predicted_us"] = None
+    latency_us: Annotated[float | None, "median measured latency of one step"] = None
+    p10_us: Annotated[float | None, "10th percentile of the measured latency"] = None
+    p90_us: Annotated[float | None, "90th percentile of the measured latency"] = None
+    weight_bytes: Annotated[int | None, "bytes of weights that one step must read"] = None
+    floor_us: Annotated[float | None, "time that weight_bytes take at the GPU's bandwidth"] = None
+    floor_fraction: Annotated[float | None, "floor_us over the measured, else the predicted latency"] = None
+    tasks: Annotated[int | None, "tasks of the program"] = None
+    ask_s: Annotated[float | None, "seconds the sampler took"] = None
+    lower_s: Annotated[float | None, "seconds lowering took"] = None
+    validate_s: Annotated[float | None, "seconds validation took"] = None
+    measure_s: Annotated[float | None, "seconds measuring or predicting took"] = None
+    source: Annotated[str, "search, seed (enqueued as known good) or store (answered from an earlier row)"]
+    sampler: Annotated[str, "name of the sampler"]
+    seed: Annotated[int, "seed of the campaign"]
+    flywheel_version: Annotated[str | None, "flywheel's version; absent in a source tree never installed"] = None
+    ir_version: Annotated[str, "version of the program format"]
+    python: Annotated[str, "Python's version"]
+    optuna: Annotated[str | None, "Optuna's version"] = None
+    host: Annotated[str, "name of the machine"]
+    commit: Annotated[str | None, "git commit of flywheel's source tree"] = None
+    gpu_driver: Annotated[str | None, "version of the GPU's driver"] = None
+    created_at: Annotated[str, "when the row was made, ISO 8601 in UTC"]
+
+    def __post_init__(self) -> None:
+        for column in COLUMNS:
+            fault = _fault(column, getattr(self, column.name))
+            if fault is not None:
+                raise ValueError(f"trial {self.trial} of campaign {self.campaign!r}: {column.name} {fault}")
+        contradiction = self._contradiction()
+        if contradiction is not None:
+            raise ValueError(f"trial {self.trial} of campaign {self.campaign!r}: {contradiction}")
+
+    def _contradiction(self) -> str | None:
+        if self.outcome not in OUTCOME_NAMES:
+            return f"outcome {self.outcome!r} is none of {', '.join(OUTCOME_NAMES)}"
+        if self.source not in SOURCES:
+            return f"source {self.source!r} is none of {', '.join(SOURCES)}"
+        if (self.latency_us is not None) != (self.outcome == "measured"):
+            return f"outcome {self.outcome!r} with latency_us {self.latency_us}; measured rows have one, others do not"
+        if self.latency_us is None and (self.p10_us is not None or self.p90_us is not None):
+            return "p10_us or p90_us without latency_us"
+        if (self.predicted_us is None) != (self.predictor is None):
+            return f"predicted_us {self.predicted_us} with predictor {self.predictor}; both or neither"
+        if self.outcome == "predicted" and self.predicted_us is None:
+            return "outcome 'predicted' without predicted_us"
+        return None
+
+    @property
+    def is_predicted(self) -> bool:
+        """True where the row's objective is a cost model's word, not a measurement."""
+        return self.outcome == "predicted"
+
+    @property
+    def objective_us(self) -> float | None:
+        """What a search minimises: the measured latency of a measured row, the prediction of a predicted one."""
+        match self.outcome:
+            case "measured":
+                return self.latency_us
+            case "predicted":
+                return self.predicted_us
+            case _:
+                return None
+
+
+def _fault(column: Column, value: Any) -> str | None:
+    if value is None:
+        return None if column.nullable else "is absent"
+    wanted = (int, float) if column.python_type is float else column.python_type
+    if isinstance(value, bool) or not isinstance(value, wanted):
+        return f"is {value!r}, not of type {column.python_type.__name__}"
+    if isinstance(value, float) and not isfinite(value):
+        return f"is {value}, not finite; absent is None"
+    if value == "":
+        return "is an empty string; absent is None"
+    if column.name == "created_at" and not _is_utc(str(value)):
+        return f"is {value!r}, not an ISO 8601 time in UTC"
+    return None
+
+
+def _is_utc(text: str) -> bool:
+    try:
+        return datetime.fromisoformat(text).utcoffset() == timedelta(0)
+    except ValueError:
+        return False
+
+
+def _columns() -> tuple[Column, ...]:
+    hints = get_type_hints(TrialRecord, include_extras=True)
+    columns = []
+    for field in fields(TrialRecord):
+        declared, meaning = get_args(hints[field.name])
+        kinds = get_args(declared) or (declared,)
+        columns.append(Column(field.name, kinds[0], NoneType in kinds, meaning))
+    return tuple(columns)
+
+
+COLUMNS: Final = _columns()
+"""The columns of a trial, in the order of TSV, CSV, SQL and the documentation."""

@@ -1,0 +1,41 @@
+"""Campaigns: what a search was asked to do, and how far it got."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+MEASURES: Final = ("predict", "cuda")
+"""How a campaign gets its latencies: from a cost model, or from a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Campaign:
+    """One search. `spec` is its campaign file as JSON, `created_at` ISO 8601 in UTC. Raises ValueError on `measure`."""
+
+    name: str
+    model: str
+    gpu: str
+    dtype: str
+    context: int
+    measure: str
+    sampler: str
+    seed: int
+    spec: str
+    created_at: str
+
+    def __post_init__(self) -> None:
+        if self.measure not in MEASURES:
+            raise ValueError(f"campaign {self.name!r}: measure {self.measure!r} is none of {', '.join(MEASURES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class CampaignSummary:
+    """A campaign with the number of its trials, in all and by outcome, and its best latencies, None where absent."""
+
+    campaign: Campaign
+    trials: int
+    outcomes: Mapping[str, int]
+    best_measured_us: float | None
+    best_predicted_us: float | None

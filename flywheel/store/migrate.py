@@ -1,0 +1,94 @@
+"""Bringing a store to this code's schema."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from contextlib import closing
+from typing import Final
+
+from sqlalchemy import Connection, Engine, Text, column, inspect, select, table, text
+
+from flywheel.errors import StoreError
+from flywheel.store.engine import BUSY_TIMEOUT_S, reading, reported, writing
+from flywheel.store.schema import SCHEMA_VERSION, VERSION_TABLE, metadata
+
+_VERSION: Final = select(column("version_num", Text)).select_from(table(VERSION_TABLE))
+_ADVISORY_LOCK: Final = 0x666C7977
+_RETRY_S: Final = 0.02
+
+
+def ensure_schema(engine: Engine, name: str) -> None:
+    """Create the schema, or migrate an older one forward; two short queries where it is up to date.
+
+    Safe against other processes that do the same. Raises StoreError on a newer schema and on a database that
+    holds another application's tables.
+    """
+    with reading(engine, name) as connection:
+        version = _read_version(connection)
+    if version == SCHEMA_VERSION:
+        return
+    _check_migratable(version, name)
+    if engine.dialect.name == "sqlite":
+        _enter_wal(engine, name)
+    with writing(engine, name) as connection:
+        if engine.dialect.name == "postgresql":
+            connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ADVISORY_LOCK})
+        version = _read_version(connection)
+        if version != SCHEMA_VERSION:
+            _check_migratable(version, name)
+            if version is None:
+                _check_free(connection, name)
+            _upgrade(connection, name)
+
+
+def _read_version(connection: Connection) -> str | None:
+    if not inspect(connection).has_table(VERSION_TABLE):
+        return None
+    version: str | None = connection.execute(_VERSION).scalar()
+    return version
+
+
+def _check_migratable(version: str | None, name: str) -> None:
+    if version is None:
+        return
+    if not version.isdecimal():
+        raise StoreError(f"store {name}: schema version {version!r} is not flywheel's; this code has {SCHEMA_VERSION}")
+    if int(version) > int(SCHEMA_VERSION):
+        raise StoreError(
+            f"store {name}: schema version {version} is newer than this code's {SCHEMA_VERSION}; upgrade flywheel"
+        )
+
+
+def _check_free(connection: Connection, name: str) -> None:
+    taken = sorted(set(inspect(connection).get_table_names()) & set(metadata.tables))
+    if taken:
+        raise StoreError(f"store {name}: holds another application's tables: {', '.join(taken)}")
+
+
+def _enter_wal(engine: Engine, name: str) -> None:
+    """Switch to write-ahead logging, which the file remembers. SQLite does not wait for the lock here: retry."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    with reported(name), closing(engine.raw_connection()) as connection:
+        while True:
+            try:
+                connection.cursor().execute("PRAGMA journal_mode=WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(_RETRY_S)
+
+
+def _upgrade(connection: Connection, name: str) -> None:
+    from alembic import command
+    from alembic.config import Config
+    from alembic.util import CommandError
+
+    config = Config()
+    config.set_main_option("script_location", "flywheel.store:migrations")
+    config.attributes["connection"] = connection
+    try:
+        command.upgrade(config, "head")
+    except CommandError as error:
+        raise StoreError(f"store {name}: cannot migrate to schema version {SCHEMA_VERSION}: {error}") from error

@@ -1,0 +1,145 @@
+"""The best-schedule JSON: one configuration, its numbers and where they come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from flywheel.errors import StoreError
+from flywheel.ir.config import ScheduleConfig
+from flywheel.ir.serde import parse_json, read_text
+from flywheel.measure.floor import floor_fraction
+from flywheel.measure.record import TrialRecord
+
+_T = TypeVar("_T")
+
+FORMAT: Final = "flywheel-schedule"
+FORMAT_VERSION: Final = 1
+"""Raised when an older reader would misread the file; added fields do not raise it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What a schedule file asks for: lower this config for this model, GPU, dtype and context."""
+
+    model: str
+    gpu: str
+    dtype: str
+    context: int
+    config: ScheduleConfig
+    config_id: str
+    program_id: str | None
+
+
+def schedule_document(record: TrialRecord, *, command: str) -> dict[str, Any]:
+    """JSON-ready document of a measured or predicted trial; `command` is the line that makes its program again.
+
+    `predicted` and `measured` are separate objects, null where absent. Raises StoreError for a trial without a latency.
+    """
+    if record.objective_us is None:
+        raise StoreError(
+            f"trial {record.trial} of campaign {record.campaign!r}: {record.outcome}, so it has no schedule to export"
+        )
+    return {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "model": record.model,
+        "gpu": record.gpu,
+        "dtype": record.dtype,
+        "context": record.context,
+        "config": json.loads(record.config),
+        "config_id": record.config_id,
+        "program_id": record.program_id,
+        "tasks": record.tasks,
+        "weight_bytes": record.weight_bytes,
+        "floor_us": record.floor_us,
+        "predicted": _predicted(record),
+        "measured": _measured(record),
+        "provenance": {
+            "campaign": record.campaign,
+            "trial": record.trial,
+            "source": record.source,
+            "sampler": record.sampler,
+            "seed": record.seed,
+            "flywheel_version": record.flywheel_version,
+            "ir_version": record.ir_version,
+            "python": record.python,
+            "optuna": record.optuna,
+            "commit": record.commit,
+            "host": record.host,
+            "gpu_driver": record.gpu_driver,
+            "created_at": record.created_at,
+        },
+        "command": command,
+    }
+
+
+def dump_schedule(document: Mapping[str, Any]) -> str:
+    """The file's text: sorted keys, two spaces, a newline at the end; the same document always gives the same bytes."""
+    return json.dumps(document, sort_keys=True, indent=2, allow_nan=False) + "\n"
+
+
+def load_schedule(path: str | Path) -> Schedule:
+    """Read a schedule file; unknown fields are dropped.
+
+    Raises IrFormatError where it cannot be read, is not JSON or its config is malformed, StoreError where it is not a
+    schedule that this code understands or its config is not the one that `config_id` names.
+    """
+    where = f"schedule {path}"
+    document = parse_json(read_text(Path(path)))
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise StoreError(f"{where}: is not a {FORMAT} file")
+    version = _field(document, "version", int, where)
+    if version != FORMAT_VERSION:
+        raise StoreError(f"{where}: version {version} is not the {FORMAT_VERSION} that this code reads")
+    config = ScheduleConfig.from_dict(document.get("config"))
+    config_id = _field(document, "config_id", str, where)
+    if config.config_id != config_id:
+        raise StoreError(f"{where}: config_id {config_id} is not its config's, {config.config_id}")
+    program_id = document.get("program_id")
+    return Schedule(
+        model=_field(document, "model", str, where),
+        gpu=_field(document, "gpu", str, where),
+        dtype=_field(document, "dtype", str, where),
+        context=_field(document, "context", int, where),
+        config=config,
+        config_id=config_id,
+        program_id=None if program_id is None else _field(document, "program_id", str, where),
+    )
+
+
+def _predicted(record: TrialRecord) -> dict[str, Any] | None:
+    if record.predicted_us is None:
+        return None
+    return {
+        "kind": "predicted",
+        "latency_us": record.predicted_us,
+        "predictor": record.predictor,
+        "floor_fraction": _fraction(record.floor_us, record.predicted_us),
+    }
+
+
+def _measured(record: TrialRecord) -> dict[str, Any] | None:
+    if record.latency_us is None:
+        return None
+    return {
+        "kind": "measured",
+        "median_us": record.latency_us,
+        "p10_us": record.p10_us,
+        "p90_us": record.p90_us,
+        "floor_fraction": _fraction(record.floor_us, record.latency_us),
+    }
+
+
+def _fraction(floor_us: float | None, latency_us: float) -> float | None:
+    return None if floor_us is None else floor_fraction(floor_us, latency_us)
+
+
+def _field(document: Mapping[str, Any], name: str, kind: type[_T], where: str) -> _T:
+    value = document.get(name)
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise StoreError(f"{where}: {name} is {value!r}, not of type {kind.__name__}")
+    return value

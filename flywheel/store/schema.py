@@ -1,0 +1,54 @@
+"""Tables of the trial store. A change here needs a migration in migrations/versions and a new SCHEMA_VERSION."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sqlalchemy import BigInteger, Column, Double, ForeignKey, Index, Integer, MetaData, Table, Text, UniqueConstraint
+from sqlalchemy.types import TypeEngine
+
+from flywheel.measure.record import COLUMNS
+
+SCHEMA_VERSION: Final = "0001"
+"""Revision of the newest migration."""
+
+VERSION_TABLE: Final = "schema_version"
+"""Table that holds a store's revision; the migrations own it."""
+
+_SQL_TYPES: Final[dict[type, type[TypeEngine[Any]]]] = {str: Text, int: BigInteger, float: Double}
+
+metadata: Final = MetaData()
+
+campaigns: Final = Table(
+    "campaigns",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("model", Text, nullable=False),
+    Column("gpu", Text, nullable=False),
+    Column("dtype", Text, nullable=False),
+    Column("context", BigInteger, nullable=False),
+    Column("measure", Text, nullable=False),
+    Column("sampler", Text, nullable=False),
+    Column("seed", BigInteger, nullable=False),
+    Column("spec", Text, nullable=False),
+    Column("created_at", Text, nullable=False),
+)
+
+trials: Final = Table(
+    "trials",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    *(
+        Column(
+            column.name,
+            _SQL_TYPES[column.python_type],
+            *([ForeignKey("campaigns.name", name="fk_trials_campaign")] if column.name == "campaign" else []),
+            nullable=column.nullable,
+        )
+        for column in COLUMNS
+    ),
+    UniqueConstraint("campaign", "trial", name="uq_trials_campaign_trial"),
+    Index("ix_trials_program_id", "program_id"),
+    Index("ix_trials_config_id", "config_id"),
+    Index("ix_trials_model_gpu", "model", "gpu"),
+)

@@ -1,0 +1,191 @@
+"""The trial store: campaigns and their append-only trials in SQL, and the questions asked of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Final, Self
+
+from sqlalchemy import ColumnElement, Connection, Engine, RowMapping, and_, func, insert, or_, select
+from sqlalchemy.exc import IntegrityError
+
+from flywheel.errors import StoreError
+from flywheel.measure.record import COLUMNS, TrialRecord
+from flywheel.store.campaign import Campaign, CampaignSummary
+from flywheel.store.engine import make_engine, reading, writing
+from flywheel.store.migrate import ensure_schema
+from flywheel.store.schema import campaigns, trials
+
+_NAMES: Final = tuple(column.name for column in COLUMNS)
+_RECORD: Final = tuple(trials.c[name] for name in _NAMES)
+_LASTING_OUTCOMES: Final = ("measured", "rejected", "incorrect")
+"""Outcomes that another trial of the same program would only repeat; a prediction is one for its predictor alone."""
+
+
+def open_store(url: str | Path, *, create: bool = True) -> Store:
+    """Open the store at a path (SQLite) or a `sqlite:` or `postgresql:` URL, creating or migrating it as needed.
+
+    With `create=False` a SQLite file must exist. Raises StoreError.
+    """
+    engine, name = make_engine(url, create=create)
+    try:
+        ensure_schema(engine, name)
+    except BaseException:
+        engine.dispose()
+        raise
+    return Store(engine, name)
+
+
+class Store:
+    """An open store; use as a context manager or call `close`. Every method raises StoreError on database trouble."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine = engine
+        self.name: Final = name
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._engine.dispose()
+
+    def create_campaign(self, campaign: Campaign) -> None:
+        """Add a campaign. Raises StoreError where the name is taken."""
+        values = {column.name: getattr(campaign, column.name) for column in campaigns.columns}
+        with writing(self._engine, self.name) as connection:
+            try:
+                connection.execute(insert(campaigns), values)
+            except IntegrityError:
+                raise StoreError(f"store {self.name}: campaign {campaign.name!r} already exists") from None
+
+    def campaign(self, name: str) -> Campaign | None:
+        """The campaign of that name; None where there is none."""
+        with reading(self._engine, self.name) as connection:
+            row = connection.execute(select(campaigns).where(campaigns.c.name == name)).mappings().one_or_none()
+        return None if row is None else Campaign(**row)
+
+    def campaigns(self) -> list[CampaignSummary]:
+        """Every campaign, oldest first, with its counts and best latencies."""
+        with reading(self._engine, self.name) as connection:
+            rows = connection.execute(select(campaigns).order_by(campaigns.c.created_at, campaigns.c.name)).mappings()
+            tallies = _tallies(connection)
+            return [_summary(Campaign(**row), tallies.get(row["name"], {})) for row in rows]
+
+    def append(self, record: TrialRecord) -> None:
+        """Add a trial for good. Raises StoreError where its campaign has that trial already, or does not exist."""
+        values = {name: getattr(record, name) for name in _NAMES}
+        with writing(self._engine, self.name) as connection:
+            try:
+                connection.execute(insert(trials), values)
+            except IntegrityError as error:
+                raise StoreError(f"store {self.name}: {_violation(record, error)}") from error
+
+    def trials(self, campaign: str) -> list[TrialRecord]:
+        """A campaign's trials by number."""
+        query = select(*_RECORD).where(trials.c.campaign == campaign).order_by(trials.c.trial)
+        with reading(self._engine, self.name) as connection:
+            return [self._record(row) for row in connection.execute(query).mappings()]
+
+    def seen(
+        self, program_id: str, *, gpu: str, dtype: str, measure: str, predictor: str | None = None
+    ) -> TrialRecord | None:
+        """The first trial of this program, on this GPU and under this kind of measure, that need not be repeated.
+
+        Measured, rejected and incorrect ones do; a predicted one does where `predictor` gave its prediction.
+        """
+        fact: ColumnElement[bool] = trials.c.outcome.in_(_LASTING_OUTCOMES)
+        if predictor is not None:
+            fact = or_(fact, and_(trials.c.outcome == "predicted", trials.c.predictor == predictor))
+        query = (
+            select(*_RECORD)
+            .join(campaigns, campaigns.c.name == trials.c.campaign)
+            .where(trials.c.program_id == program_id, trials.c.gpu == gpu, trials.c.dtype == dtype)
+            .where(campaigns.c.measure == measure, fact)
+            .order_by(trials.c.id)
+            .limit(1)
+        )
+        return self._first(query)
+
+    def best(
+        self,
+        *,
+        measured: bool,
+        campaign: str | None = None,
+        model: str | None = None,
+        gpu: str | None = None,
+        dtype: str | None = None,
+        context: int | None = None,
+        predictor: str | None = None,
+    ) -> TrialRecord | None:
+        """The fastest measured trial, or with `measured=False` the fastest predicted one, the first of equals.
+
+        Each name that is given narrows the search; None where no trial is left.
+        """
+        objective, outcome = (trials.c.latency_us, "measured") if measured else (trials.c.predicted_us, "predicted")
+        wanted = {
+            "campaign": campaign,
+            "model": model,
+            "gpu": gpu,
+            "dtype": dtype,
+            "context": context,
+            "predictor": predictor,
+        }
+        conditions = [trials.c[name] == value for name, value in wanted.items() if value is not None]
+        query = (
+            select(*_RECORD).where(trials.c.outcome == outcome, *conditions).order_by(objective, trials.c.id).limit(1)
+        )
+        return self._first(query)
+
+    def _first(self, query: Any) -> TrialRecord | None:
+        with reading(self._engine, self.name) as connection:
+            row = connection.execute(query).mappings().first()
+        return None if row is None else self._record(row)
+
+    def _record(self, row: RowMapping) -> TrialRecord:
+        try:
+            return TrialRecord(**row)
+        except ValueError as error:
+            raise StoreError(f"store {self.name}: {error}") from error
+
+
+def _violation(record: TrialRecord, error: IntegrityError) -> str:
+    if "foreign key" in str(error.orig).lower():
+        return f"campaign {record.campaign!r} does not exist"
+    return f"campaign {record.campaign!r} has trial {record.trial} already"
+
+
+def _tallies(connection: Connection) -> dict[str, dict[str, tuple[int, float | None, float | None]]]:
+    """By campaign and outcome: number of trials, lowest latency_us, lowest predicted_us."""
+    query = (
+        select(
+            trials.c.campaign,
+            trials.c.outcome,
+            func.count(),
+            func.min(trials.c.latency_us),
+            func.min(trials.c.predicted_us),
+        )
+        .group_by(trials.c.campaign, trials.c.outcome)
+        .order_by(trials.c.campaign, trials.c.outcome)
+    )
+    tallies: dict[str, dict[str, tuple[int, float | None, float | None]]] = {}
+    for campaign, outcome, count, latency_us, predicted_us in connection.execute(query):
+        tallies.setdefault(campaign, {})[outcome] = (count, latency_us, predicted_us)
+    return tallies
+
+
+def _summary(campaign: Campaign, tally: dict[str, tuple[int, float | None, float | None]]) -> CampaignSummary:
+    outcomes = {outcome: count for outcome, (count, _, _) in tally.items()}
+    measured, predicted = tally.get("measured"), tally.get("predicted")
+    return CampaignSummary(
+        campaign,
+        sum(outcomes.values()),
+        MappingProxyType(outcomes),
+        None if measured is None else measured[1],
+        None if predicted is None else predicted[2],
+    )

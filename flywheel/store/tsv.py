@@ -1,0 +1,90 @@
+"""Trials as TSV and CSV: the columns of COLUMNS, in that order, with empty cells for what is absent."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable
+from typing import Any, Final
+
+from flywheel.errors import StoreError
+from flywheel.measure.record import COLUMNS, Column, TrialRecord
+
+_ESCAPES: Final = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
+_UNESCAPES: Final = {escape: character for character, escape in _ESCAPES.items()}
+_BY_NAME: Final = {column.name: column for column in COLUMNS}
+
+
+def to_tsv(records: Iterable[TrialRecord]) -> str:
+    """One line a record under a header; tabs, newlines, carriage returns and backslashes are backslash-escaped."""
+    lines = ["\t".join(_BY_NAME)]
+    lines.extend("\t".join(_escape(cell) for cell in _cells(record)) for record in records)
+    return "\n".join(lines) + "\n"
+
+
+def to_csv(records: Iterable[TrialRecord]) -> str:
+    """One row a record under a header, quoted as RFC 4180 does, with newline as line end."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(_BY_NAME)
+    writer.writerows(_cells(record) for record in records)
+    return out.getvalue()
+
+
+def from_tsv(text: str) -> list[TrialRecord]:
+    """Records of a table that `to_tsv` wrote; a nullable column may be missing, none may be unknown.
+
+    Raises StoreError with the line number.
+    """
+    lines = text.removesuffix("\n").split("\n")
+    columns = _header(lines[0])
+    return [_record(number, line, columns) for number, line in enumerate(lines[1:], start=2)]
+
+
+def _header(line: str) -> list[Column]:
+    names = line.split("\t")
+    unknown = [name for name in names if name not in _BY_NAME]
+    if unknown:
+        raise StoreError(f"table line 1: unknown column {unknown[0]!r}")
+    if len(set(names)) != len(names):
+        raise StoreError("table line 1: a column appears twice")
+    missing = [column.name for column in COLUMNS if not column.nullable and column.name not in names]
+    if missing:
+        raise StoreError(f"table line 1: column {missing[0]} is missing")
+    return [_BY_NAME[name] for name in names]
+
+
+def _record(number: int, line: str, columns: list[Column]) -> TrialRecord:
+    cells = line.split("\t")
+    if len(cells) != len(columns):
+        raise StoreError(f"table line {number}: {len(cells)} cells under {len(columns)} columns")
+    values: dict[str, Any] = {}
+    for column, cell in zip(columns, cells, strict=True):
+        try:
+            values[column.name] = column.python_type(_unescape(cell)) if cell else None
+        except (ValueError, KeyError):
+            kind = column.python_type.__name__
+            raise StoreError(f"table line {number}: {column.name} is {cell!r}, not of type {kind}") from None
+    try:
+        return TrialRecord(**values)
+    except ValueError as error:
+        raise StoreError(f"table line {number}: {error}") from None
+
+
+def _cells(record: TrialRecord) -> list[str]:
+    return [_cell(column, getattr(record, column.name)) for column in COLUMNS]
+
+
+def _cell(column: Column, value: Any) -> str:
+    if value is None:
+        return ""
+    return float.__repr__(float(value)) if column.python_type is float else str(value)
+
+
+def _escape(cell: str) -> str:
+    return re.sub(r"[\\\t\n\r]", lambda found: _ESCAPES[found[0]], cell)
+
+
+def _unescape(cell: str) -> str:
+    return re.sub(r"\\.?", lambda found: _UNESCAPES[found[0]], cell, flags=re.DOTALL)

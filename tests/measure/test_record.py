@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from math import inf, nan
+from typing import Any
+
+import pytest
+
+from flywheel.measure.record import COLUMNS, TrialRecord
+
+Records = Callable[..., TrialRecord]
+
+
+def test_columns_are_the_fields_in_their_order_each_with_a_meaning() -> None:
+    assert [column.name for column in COLUMNS] == [field.name for field in fields(TrialRecord)]
+    assert all(column.meaning for column in COLUMNS)
+    by_name = {column.name: column for column in COLUMNS}
+    assert (by_name["latency_us"].python_type, by_name["latency_us"].nullable) == (float, True)
+    assert (by_name["context"].python_type, by_name["context"].nullable) == (int, False)
+
+
+def test_a_measured_row_is_minimised_by_its_measurement(make_record: Records) -> None:
+    record = make_record(outcome="measured", latency_us=10.0, predicted_us=5.0, predictor="1")
+    assert (record.objective_us, record.is_predicted) == (10.0, False)
+
+
+def test_a_predicted_row_is_minimised_by_its_prediction(make_record: Records) -> None:
+    record = make_record(outcome="predicted", predicted_us=5.0, predictor="1")
+    assert (record.objective_us, record.is_predicted) == (5.0, True)
+
+
+def test_another_row_has_no_objective_even_with_a_prediction(make_record: Records) -> None:
+    assert make_record(outcome="timed_out", predicted_us=5.0, predictor="1").objective_us is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"latency_us": 1.0}, "measured rows have one"),
+        ({"outcome": "measured"}, "measured rows have one"),
+        ({"outcome": "predicted"}, "without predicted_us"),
+        ({"predicted_us": 1.0}, "both or neither"),
+        ({"p10_us": 1.0}, "without latency_us"),
+        ({"outcome": "failed"}, "outcome 'failed' is none of"),
+        ({"source": "luck"}, "source 'luck' is none of"),
+        ({"floor_us": nan}, "floor_us is nan, not finite"),
+        ({"floor_us": inf}, "floor_us is inf, not finite"),
+        ({"reason": ""}, "reason is an empty string"),
+        ({"host": None}, "host is absent"),
+        ({"context": True}, "context is True, not of type int"),
+        ({"context": 1.0}, "context is 1.0, not of type int"),
+        ({"ask_s": "1"}, "ask_s is '1', not of type float"),
+        ({"created_at": "2026-01-02T03:04:05"}, "not an ISO 8601 time in UTC"),
+        ({"created_at": "2026-01-02T03:04:05+02:00"}, "not an ISO 8601 time in UTC"),
+        ({"created_at": "yesterday"}, "not an ISO 8601 time in UTC"),
+    ],
+)
+def test_a_row_that_contradicts_itself_is_refused(make_record: Records, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_record(**changes)

@@ -1,0 +1,191 @@
+"""Conformance of a store: what holds for every database behind it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import flywheel
+from flywheel.errors import StoreError
+from flywheel.measure.record import TrialRecord
+from flywheel.store.campaign import Campaign
+from flywheel.store.sql import Store, open_store
+
+Records = Callable[..., TrialRecord]
+Campaigns = Callable[..., Campaign]
+WORKER = Path(__file__).with_name("append_rows.py")
+
+
+@pytest.fixture(params=["sqlite"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """URL of an empty database, one per kind that the conformance suite covers."""
+    return {"sqlite": f"sqlite:///{tmp_path}/store with 100% blanks.db"}[request.param]
+
+
+@pytest.fixture
+def store(url: str, make_campaign: Campaigns) -> Iterator[Store]:
+    with open_store(url) as opened:
+        opened.create_campaign(make_campaign("first"))
+        opened.create_campaign(make_campaign("second"))
+        opened.create_campaign(make_campaign("on-gpu", measure="cuda"))
+        yield opened
+
+
+def test_a_row_comes_back_as_it_was_appended(store: Store, make_record: Records) -> None:
+    full = make_record(
+        "measured",
+        trial=3,
+        reason='tab\t, newline\n, quote " and µs',
+        predicted_us=0.1 + 0.2,
+        predictor="7",
+        weight_bytes=140_000_000_000,
+        floor_us=535.9,
+        floor_fraction=1 / 3,
+        tasks=12_000,
+        ask_s=1e-9,
+        lower_s=0.04,
+        validate_s=0.1,
+        measure_s=2.0,
+        seed=2**40,
+        flywheel_version="0.1.0",
+        optuna="5.0.0",
+        commit="a" * 40,
+        gpu_driver="580.1",
+    )
+    store.append(full)
+    store.append(make_record("rejected", trial=1, program_id=None))
+    assert store.trials("first") == [make_record("rejected", trial=1, program_id=None), full]
+
+
+def test_a_reopened_store_still_has_every_row(url: str, make_record: Records, make_campaign: Campaigns) -> None:
+    with open_store(url) as store:
+        store.create_campaign(make_campaign())
+        store.append(make_record(trial=0))
+    with open_store(url) as store:
+        store.append(make_record(trial=1))
+        assert store.campaign("first") == make_campaign()
+        assert [record.trial for record in store.trials("first")] == [0, 1]
+
+
+def test_a_trial_number_is_taken_once_per_campaign(store: Store, make_record: Records) -> None:
+    store.append(make_record(trial=5))
+    with pytest.raises(StoreError, match="campaign 'first' has trial 5 already"):
+        store.append(make_record("rejected", trial=5))
+    store.append(make_record(trial=5, campaign="second"))
+    assert store.trials("first") == [make_record(trial=5)]
+
+
+def test_a_trial_of_an_unknown_campaign_is_refused(store: Store, make_record: Records) -> None:
+    with pytest.raises(StoreError, match="campaign 'nowhere' does not exist"):
+        store.append(make_record(campaign="nowhere"))
+    assert store.trials("nowhere") == []
+
+
+def test_a_campaign_name_is_taken_once(store: Store, make_campaign: Campaigns) -> None:
+    with pytest.raises(StoreError, match="campaign 'first' already exists"):
+        store.create_campaign(make_campaign("first", seed=9))
+    assert store.campaign("first") == make_campaign("first")
+    assert store.campaign("nowhere") is None
+
+
+def test_a_summary_counts_outcomes_and_keeps_the_kinds_of_best_apart(store: Store, make_record: Records) -> None:
+    store.append(make_record("predicted", trial=0, predicted_us=900.0))
+    store.append(make_record("predicted", trial=1, predicted_us=800.0))
+    store.append(make_record("rejected", trial=2))
+    store.append(make_record("measured", trial=0, campaign="on-gpu", predicted_us=1.0, predictor="1"))
+    summaries = {summary.campaign.name: summary for summary in store.campaigns()}
+    first, second, on_gpu = summaries["first"], summaries["second"], summaries["on-gpu"]
+    assert (first.trials, dict(first.outcomes)) == (3, {"predicted": 2, "rejected": 1})
+    assert (first.best_predicted_us, first.best_measured_us) == (800.0, None)
+    assert (second.trials, second.best_predicted_us, second.best_measured_us) == (0, None, None)
+    assert (on_gpu.best_predicted_us, on_gpu.best_measured_us) == (None, 1000.25)
+
+
+def test_best_never_compares_a_prediction_with_a_measurement(store: Store, make_record: Records) -> None:
+    store.append(make_record("predicted", trial=0, predicted_us=1.0))
+    store.append(make_record("measured", trial=1, campaign="on-gpu", predicted_us=0.5, predictor="1"))
+    fastest_measured, fastest_predicted = store.best(measured=True), store.best(measured=False)
+    assert fastest_measured is not None and fastest_measured.objective_us == 1000.25
+    assert fastest_predicted is not None and fastest_predicted.objective_us == 1.0
+
+
+def test_best_is_the_first_of_equals_and_narrows_by_name(store: Store, make_record: Records) -> None:
+    for trial, predicted_us in enumerate([3.0, 2.0, 2.0]):
+        store.append(make_record(trial=trial, predicted_us=predicted_us))
+    store.append(make_record(trial=0, campaign="second", predicted_us=1.0, gpu="l4", predictor="2"))
+    best = store.best(measured=False, campaign="first", model="llama3.2-1b", gpu="h100", context=512)
+    assert best is not None and best.trial == 1
+    on_l4 = store.best(measured=False, gpu="l4", predictor="2")
+    assert on_l4 is not None and on_l4.campaign == "second"
+    assert store.best(measured=False, gpu="l4", predictor="1") is None
+
+
+def test_a_prediction_is_seen_by_its_own_cost_model_only(store: Store, make_record: Records) -> None:
+    store.append(make_record("predicted", predictor="1"))
+    key = {"gpu": "h100", "dtype": "BF16", "measure": "predict"}
+    assert store.seen("0123456789ab", predictor="1", **key) == make_record("predicted", predictor="1")
+    assert store.seen("0123456789ab", predictor="2", **key) is None
+    assert store.seen("0123456789ab", **key) is None
+
+
+@pytest.mark.parametrize("outcome", ["measured", "rejected", "incorrect"])
+def test_a_lasting_outcome_is_seen_in_later_campaigns(store: Store, make_record: Records, outcome: str) -> None:
+    store.append(make_record(outcome, campaign="on-gpu"))
+    found = store.seen("0123456789ab", gpu="h100", dtype="BF16", measure="cuda")
+    assert found == make_record(outcome, campaign="on-gpu")
+
+
+def test_other_programs_gpus_dtypes_measures_and_passing_troubles_are_not_seen(
+    store: Store, make_record: Records
+) -> None:
+    store.append(make_record("measured", campaign="on-gpu"))
+    store.append(make_record("crashed", campaign="on-gpu", trial=1, program_id="ffffffffffff"))
+    assert store.seen("0123456789ac", gpu="h100", dtype="BF16", measure="cuda") is None
+    assert store.seen("0123456789ab", gpu="h200", dtype="BF16", measure="cuda") is None
+    assert store.seen("0123456789ab", gpu="h100", dtype="F16", measure="cuda") is None
+    assert store.seen("0123456789ab", gpu="h100", dtype="BF16", measure="predict") is None
+    assert store.seen("ffffffffffff", gpu="h100", dtype="BF16", measure="cuda") is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"weight_bytes": 2**70}, {"reason": "\udcff"}], ids=["integer-too-large", "lone-surrogate"]
+)
+def test_a_value_that_the_database_cannot_hold_is_a_store_error(
+    store: Store, make_record: Records, changes: dict[str, object]
+) -> None:
+    with pytest.raises(StoreError, match="store"):
+        store.append(make_record(**changes))
+    assert store.trials("first") == []
+
+
+def test_two_processes_that_create_and_fill_one_store_lose_no_row(url: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(flywheel.__file__).parents[1])}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), url, name, "200"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for name in ("left", "right")
+    ]
+    for worker in workers:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n"
+    for worker in workers:
+        assert worker.stdin is not None
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+    for worker in workers:
+        _, complaints = worker.communicate(timeout=60)
+        assert (worker.returncode, complaints) == (0, "")
+    with open_store(url) as store:
+        assert [record.trial for record in store.trials("left")] == list(range(200))
+        assert [record.trial for record in store.trials("right")] == list(range(200))

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flywheel.errors import StoreError
+from flywheel.measure.record import COLUMNS, TrialRecord
+from flywheel.store.tsv import from_tsv, to_csv, to_tsv
+
+Records = Callable[..., TrialRecord]
+
+texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30)
+escapes = st.text("\\\t\n\rnrt\x0b\x85\u2028\"',", min_size=1, max_size=12)
+floats = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(
+    changes=st.fixed_dictionaries(
+        {
+            "reason": st.none() | texts | escapes,
+            "config": texts | escapes,
+            "host": escapes,
+            "predicted_us": floats,
+            "floor_fraction": st.none() | floats,
+            "weight_bytes": st.none() | st.integers(),
+            "trial": st.integers(min_value=0),
+        }
+    )
+)
+@settings(max_examples=200, deadline=None)
+def test_a_table_reads_back_as_it_was_written(make_record: Records, changes: dict[str, object]) -> None:
+    records = [make_record("predicted", **changes), make_record("rejected")]
+    text = to_tsv(records)
+    assert from_tsv(text) == records
+    assert text.count("\n") == 3
+    assert to_tsv(from_tsv(text)) == text
+
+
+def test_the_header_is_the_documented_order_and_absent_is_empty(make_record: Records) -> None:
+    header, row, end = to_tsv([make_record("rejected", reason="a\tb")]).split("\n")
+    assert header.split("\t") == [column.name for column in COLUMNS]
+    cells = dict(zip(header.split("\t"), row.split("\t"), strict=True))
+    assert (cells["latency_us"], cells["predicted_us"], cells["commit"]) == ("", "", "")
+    assert (cells["reason"], end) == (r"a\tb", "")
+
+
+def test_a_float_keeps_every_digit_and_an_integer_in_its_place_reads_as_float(make_record: Records) -> None:
+    text = to_tsv([make_record(predicted_us=0.1 + 0.2, floor_us=3)])
+    assert "\t0.30000000000000004\t" in text
+    assert "\t3.0\t" in text
+
+
+def test_csv_is_the_same_table_for_a_csv_reader(make_record: Records) -> None:
+    record = make_record("rejected", reason='line 1\nline 2, "quoted"')
+    header, row = csv.reader(io.StringIO(to_csv([record]), newline=""))
+    assert header == [column.name for column in COLUMNS]
+    assert row[header.index("reason")] == record.reason
+    assert row[header.index("latency_us")] == ""
+
+
+def test_no_records_give_a_header_alone() -> None:
+    assert from_tsv(to_tsv([])) == []
+
+
+def test_a_table_from_before_a_nullable_column_still_reads(make_record: Records) -> None:
+    record = make_record("rejected")
+    lines = [line.split("\t") for line in to_tsv([record]).splitlines()]
+    at = lines[0].index("gpu_driver")
+    older = "\n".join("\t".join(cells[:at] + cells[at + 1 :]) for cells in lines)
+    assert from_tsv(older) == [record]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("\t512\t", "\tmany\t", "line 3: context is 'many', not of type int"),
+        ("\t900.5\t", "\tnan\t", "line 3: .*predicted_us is nan, not finite"),
+        ("\t900.5\t", "\t", "line 3: .* cells under"),
+        ("\tlab\t", "\tl\\ab\t", "line 3: host is .*, not of type str"),
+        ("\tpredicted\t", "\tmeasured\t", "line 3: .*measured rows have one"),
+        ("\tlab\t", "\t\t", "line 3: .*host is absent"),
+    ],
+)
+def test_a_damaged_row_is_named_by_its_line(make_record: Records, old: str, new: str, message: str) -> None:
+    header, first, second, _ = to_tsv([make_record(), make_record(trial=1)]).split("\n")
+    with pytest.raises(StoreError, match=message):
+        from_tsv("\n".join([header, first, second.replace(old, new)]) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("context", "tokens", "line 1: unknown column 'tokens'"),
+        ("\tcontext", "", "line 1: column context is missing"),
+        ("reason", "context", "line 1: a column appears twice"),
+        ("campaign", "", "line 1: unknown column ''"),
+    ],
+)
+def test_a_damaged_header_is_refused(old: str, new: str, message: str) -> None:
+    with pytest.raises(StoreError, match=message):
+        from_tsv(to_tsv([]).replace(old, new, 1))
