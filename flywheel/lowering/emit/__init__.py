@@ -1,0 +1,34 @@
+"""From groups of operations to tile sets; one file a family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flywheel.ir import InstructionKind
+from flywheel.lowering.emit.attention import MERGE_LIMIT, emit_attention, emit_combine, partial_names
+from flywheel.lowering.emit.pointwise import emit_single
+from flywheel.lowering.emit.projection import emit_projection
+from flywheel.lowering.emit.scope import Scope
+from flywheel.lowering.fusion import Group
+from flywheel.lowering.work import TileSet
+
+_CACHE_OPS = (InstructionKind.KV_APPEND, InstructionKind.ATTENTION_TILE)
+
+
+def emit_block(scope: Scope, groups: Sequence[Group]) -> list[TileSet]:
+    """Tile sets of one block in execution order. Raises ConfigError where sizes and fusions contradict each other."""
+    sets: list[TileSet] = []
+    merging = any(group.merges for group in groups)
+    left: list[str] = []
+    for group in groups:
+        kinds = {op.kind for op in group.ops}
+        if InstructionKind.GEMV_TILE in kinds:
+            sets += emit_projection(scope, group, left if group.merges else ())
+        elif kinds.isdisjoint(_CACHE_OPS):
+            sets += emit_single(scope, group.ops[0])
+        else:
+            sets += emit_attention(scope, group)
+        if InstructionKind.ATTENTION_TILE in kinds:
+            merged, left = emit_combine(scope, partial_names(scope), MERGE_LIMIT if merging else 1)
+            sets += merged
+    return sets

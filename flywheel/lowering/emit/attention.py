@@ -1,0 +1,189 @@
+"""Rope, KV append, attention over KV heads and blocks, and the merge of its partials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from flywheel.errors import ConfigError
+from flywheel.ir import ABI_MAX_INPUTS, InstructionKind
+from flywheel.lowering.emit.scope import PARTIAL_EXTRA, Scope
+from flywheel.lowering.fusion import COMBINE, Group
+from flywheel.lowering.recipe import Arg, RecipeBuilder
+from flywheel.lowering.work import Tile, TileSet
+from flywheel.models.graph import Op
+
+_K = InstructionKind
+
+MERGE_LIMIT: Final = ABI_MAX_INPUTS - 2
+"""Partials that the output projection can merge: its weight and the residual take two operands."""
+
+
+def emit_attention(scope: Scope, group: Group) -> list[TileSet]:
+    """Tile sets of a group around the appends, the attention, or both; one task a KV head (and KV block)."""
+    ops = {op.name: op for op in group.ops}
+    appends = [op for op in group.ops if op.kind is _K.KV_APPEND]
+    if "attention" not in ops:
+        return _emit_append(scope, ops, appends)
+    if not appends:
+        return _emit_attend(scope, ops)
+    blocks = len(scope.tiling.kv_blocks())
+    if blocks > 1:
+        raise ConfigError(
+            f"fusion_grouping: append and attention fuse over one KV block, not {blocks}: "
+            f"tiling.attention.kv_block={scope.tiling.kv_block} is less than context {scope.graph.context}"
+        )
+    return [_append_and_attend(scope, ops, head) for head in range(scope.graph.n_kv_heads)]
+
+
+def partial_names(scope: Scope) -> list[str]:
+    """Partials that attention leaves: none where one block covers the context."""
+    blocks = len(scope.tiling.kv_blocks())
+    return [f"partial.b{block}" for block in range(blocks)] if blocks > 1 else []
+
+
+def emit_combine(scope: Scope, parts: Sequence[str], limit: int) -> tuple[list[TileSet], list[str]]:
+    """A tree of merges until `limit` partials are left, or with limit 1 until `attn` is written; what is left."""
+    sets: list[TileSet] = []
+    names, level = list(parts), 0
+    while len(names) > limit:
+        merges = max(-(-len(names) // ABI_MAX_INPUTS), min(limit, 2))
+        chunks = [names[len(names) * i // merges : len(names) * (i + 1) // merges] for i in range(merges)]
+        last = merges == 1
+        names = ["attn"] if last else [f"partial.l{level}.{index}" for index in range(merges)]
+        for chunk, output in zip(chunks, names, strict=True):
+            sets += [_emit_merge(scope, chunk, output, f"{COMBINE}.l{level}", head) for head in _merged_heads(scope)]
+        level += 1
+    return sets, names
+
+
+def _merged_heads(scope: Scope) -> range:
+    return range(scope.graph.n_kv_heads)
+
+
+def _emit_merge(scope: Scope, parts: Sequence[str], output: str, stage: str, head: int) -> TileSet:
+    graph = scope.graph
+    row = graph.group * (graph.head_dim + PARTIAL_EXTRA)
+    width = graph.group * graph.head_dim if output == "attn" else row
+    flops = 4 * row * len(parts)
+    signal = COMBINE if output == "attn" else output
+    if graph.n_kv_heads == 1:
+        return TileSet(COMBINE, stage, _K.ATTENTION_COMBINE, tuple(parts), (output,), signal,
+                       (Tile(scope.heads(), 0, flops),))  # fmt: skip
+    builder = RecipeBuilder()
+    args = [builder.columns(part, head * row, row, scope.tensor(part).dtype) for part in parts]
+    builder.step(_K.ATTENTION_COMBINE, args, width, scope.tensor(output).dtype, scope.heads(1), "final")
+    params = {"N_tile": width, "n_off": head * width, "recipe": builder.build()}
+    return TileSet(COMBINE, stage, _K.FUSED, tuple(builder.inputs), (output,), signal, (Tile(params, 0, flops),))
+
+
+def _emit_append(scope: Scope, ops: dict[str, Op], appends: Sequence[Op]) -> list[TileSet]:
+    """One task a KV head: for one side, or with both appends (and the key's norm and rope) in it."""
+    graph = scope.graph
+    name = appends[0].name if len(appends) == 1 else "kv_append"
+    pos = appends[0].params["pos"]
+    sets = []
+    for head in range(graph.n_kv_heads):
+        caches = tuple(_cache(op, head) for op in appends)
+        signal = f"{name}.h{head}"
+        if len(appends) == 1 and graph.n_kv_heads == 1:
+            inputs = (appends[0].inputs[0], *caches)
+            sets.append(TileSet(name, name, _K.KV_APPEND, inputs, caches, signal, (Tile({"pos": pos}, 0, graph.head_dim),)))
+            continue
+        builder = RecipeBuilder()
+        for index, op in enumerate(appends):
+            rows = _head_value(scope, builder, ops, op.inputs[0], head, graph.head_dim)
+            _append(scope, builder, op, rows, head, "final" if index == 0 else {"out": index})
+        params = {"pos": pos, "recipe": builder.build()}
+        flops = 8 * graph.head_dim
+        sets.append(TileSet(name, name, _K.FUSED, tuple(builder.inputs), caches, signal, (Tile(params, 0, flops),)))
+    return sets
+
+
+def _emit_attend(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
+    """One task a KV head and block; the blocks of one partial share its counter."""
+    graph, attention = scope.graph, ops["attention"]
+    blocks, parts = scope.tiling.kv_blocks(), partial_names(scope)
+    sets = []
+    for block, (start, length) in enumerate(blocks):
+        output = parts[block] if parts else attention.output
+        for head in range(graph.n_kv_heads):
+            window = {"kv_start": start, "kv_len": length}
+            tile_bytes, flops = _attend_cost(scope, length)
+            if graph.n_kv_heads == 1 and len(ops) == 1:
+                inputs = (attention.inputs[0], *_caches(attention, head))
+                params = {**attention.params, **window}
+                sets.append(TileSet("attention", "attention", _K.ATTENTION_TILE, inputs, (output,), output,
+                                    (Tile(params, tile_bytes, flops),)))  # fmt: skip
+                continue
+            builder = RecipeBuilder()
+            width = _attend(scope, builder, ops, head, bool(parts))
+            params = {**window, "N_tile": width, "n_off": head * width, "recipe": builder.build()}
+            sets.append(TileSet("attention", "attention", _K.FUSED, tuple(builder.inputs), (output,), output,
+                                (Tile(params, tile_bytes, flops),)))  # fmt: skip
+    return sets
+
+
+def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
+    graph, attention = scope.graph, ops["attention"]
+    builder = RecipeBuilder()
+    for index, name in enumerate(("k_append", "v_append")):
+        rows = _head_value(scope, builder, ops, ops[name].inputs[0], head, graph.head_dim)
+        _append(scope, builder, ops[name], rows, head, {"out": index + 1})
+    width = _attend(scope, builder, ops, head, partial=False)
+    tile_bytes, flops = _attend_cost(scope, graph.context)
+    params = {
+        "kv_start": 0, "kv_len": graph.context, "pos": ops["k_append"].params["pos"],
+        "N_tile": width, "n_off": head * width, "recipe": builder.build(),
+    }  # fmt: skip
+    outputs = (attention.output, *_caches(attention, head))
+    return TileSet("attention", "attention", _K.FUSED, tuple(builder.inputs), outputs, attention.output,
+                   (Tile(params, tile_bytes, flops),))  # fmt: skip
+
+
+def _append(
+    scope: Scope, builder: RecipeBuilder, op: Op, rows: Arg, head: int, out: str | dict[str, int]
+) -> None:
+    cache = builder.operand(_cache(op, head))
+    width = scope.graph.context * scope.graph.head_dim
+    builder.step(_K.KV_APPEND, [rows, cache], width, scope.dtype, {}, out)
+
+
+def _attend(scope: Scope, builder: RecipeBuilder, ops: dict[str, Op], head: int, partial: bool) -> int:
+    """Append the attention step of one KV head; columns that it writes."""
+    graph, attention = scope.graph, ops["attention"]
+    query = _head_value(scope, builder, ops, attention.inputs[0], head, graph.group * graph.head_dim)
+    caches = [builder.operand(name) for name in _caches(attention, head)]
+    extra = PARTIAL_EXTRA if partial else 0
+    width = graph.group * (graph.head_dim + extra)
+    own: dict[str, Any] = {**scope.heads(1), "scale": attention.params["scale"]}
+    output = scope.tensor("partial.b0" if partial else attention.output)
+    builder.step(_K.ATTENTION_TILE, [query, *caches], width, output.dtype, own, "final")
+    return width
+
+
+def _head_value(
+    scope: Scope, builder: RecipeBuilder, ops: dict[str, Op], name: str, head: int, width: int
+) -> Arg:
+    """The arg that holds one KV head's `width` columns of `name`, computed in the recipe where a fused op makes it."""
+    maker = next((op for op in ops.values() if op.output == name), None)
+    if maker is None:
+        return builder.columns(name, head * width, width, scope.dtype)
+    value = _head_value(scope, builder, ops, maker.inputs[0], head, width)
+    operands = [value, *(builder.operand(operand) for operand in maker.inputs[1:])]
+    return builder.step(maker.kind, operands, width, scope.dtype, maker.params)
+
+
+def _cache(op: Op, head: int) -> str:
+    """Cache of one KV head that an append writes."""
+    return f"{op.output}.h{head}"
+
+
+def _caches(attention: Op, head: int) -> tuple[str, ...]:
+    return tuple(f"{name}.h{head}" for name in attention.inputs[1:])
+
+
+def _attend_cost(scope: Scope, length: int) -> tuple[int, int]:
+    """Bytes of K and V that a tile streams, and its floating-point operations."""
+    graph = scope.graph
+    return 2 * graph.dtype.nbytes(length * graph.head_dim), 4 * graph.group * graph.head_dim * length

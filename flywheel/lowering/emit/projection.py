@@ -1,0 +1,90 @@
+"""Matrix-vector products: plain tiles, or with a norm, a merge of partials, SwiGLU or the residual fused in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flywheel.errors import ConfigError
+from flywheel.ir import InstructionKind
+from flywheel.lowering.emit.scope import Scope
+from flywheel.lowering.fusion import Group
+from flywheel.lowering.recipe import Arg, RecipeBuilder
+from flywheel.lowering.work import Tile, TileSet
+from flywheel.models.graph import Op
+
+_K = InstructionKind
+
+
+def emit_projection(scope: Scope, group: Group, partials: Sequence[str] = ()) -> list[TileSet]:
+    """Tile sets of a group around GEMVs; `partials` are merged into the input of the (only) GEMV.
+
+    Sibling GEMVs that nothing joins (q, k, v) become one set each, all repeating what comes before them.
+    """
+    anchors = [op for op in group.ops if op.kind is _K.GEMV_TILE]
+    first, last = group.ops.index(anchors[0]), group.ops.index(anchors[-1])
+    before, after = group.ops[:first], group.ops[last + 1 :]
+    units = [anchors] if after else [[anchor] for anchor in anchors]
+    return [_emit_unit(scope, before, unit, after, partials, group.names[0]) for unit in units]
+
+
+def _emit_unit(
+    scope: Scope, before: Sequence[Op], anchors: Sequence[Op], after: Sequence[Op], partials: Sequence[str], stage: str
+) -> TileSet:
+    name, output = anchors[0].name, after[-1].output if after else anchors[0].output
+    n_out = scope.tensor(anchors[0].inputs[1]).shape[0]
+    sizes = {anchor.name: scope.tiling.rows(anchor.name, n_out) for anchor in anchors}
+    if len(set(sizes.values())) > 1:
+        wanted = ", ".join(f"{key}={rows}" for key, rows in sizes.items())
+        raise ConfigError(f"tiling: fused projections need one N_tile, got {wanted}")
+    depth = anchors[0].params["K"]
+    row_bytes = sum(scope.tensor(anchor.inputs[1]).dtype.nbytes(depth) for anchor in anchors)
+    spans = scope.tiling.tiles(name, n_out)
+    plain = not before and not after and not partials
+    recipes = {}
+    inputs: tuple[str, ...] = anchors[0].inputs
+    if not plain:
+        for _, rows in spans:
+            if rows not in recipes:
+                recipes[rows], inputs = _recipe(scope, before, anchors, after, partials, rows)
+    tiles = tuple(
+        Tile(
+            {"K": depth, "N_tile": rows, "n_off": start}
+            if plain
+            else {"N_tile": rows, "n_off": start, "recipe": recipes[rows]},
+            rows * row_bytes,
+            2 * rows * depth * len(anchors),
+        )
+        for start, rows in spans
+    )
+    return TileSet(name, stage, _K.GEMV_TILE if plain else _K.FUSED, inputs, (output,), name, tiles)
+
+
+def _recipe(
+    scope: Scope, before: Sequence[Op], anchors: Sequence[Op], after: Sequence[Op], partials: Sequence[str], rows: int
+) -> tuple[dict[str, object], tuple[str, ...]]:
+    builder = RecipeBuilder()
+    values: dict[str, Arg] = {}
+    if partials:
+        source = anchors[0].inputs[0]
+        width = scope.tensor(source).width
+        args = [builder.operand(part) for part in partials]
+        values[source] = builder.step(_K.ATTENTION_COMBINE, args, width, scope.dtype, scope.heads())
+    for op in before:
+        args = [builder.operand(operand) for operand in op.inputs]
+        values[op.output] = builder.step(op.kind, args, scope.tensor(op.output).width, scope.dtype, op.params)
+    final = (after or anchors)[-1]
+    dtype = scope.tensor(final.output).dtype
+    for op in anchors:
+        args = [values.get(operand) or builder.operand(operand) for operand in op.inputs]
+        out = "final" if op is final else None
+        values[op.output] = builder.step(op.kind, args, rows, dtype if out else scope.dtype, op.params, out)
+    for op in after:
+        args = [values.get(operand) or _own_columns(builder, operand, rows, scope) for operand in op.inputs]
+        out = "final" if op is final else None
+        values[op.output] = builder.step(op.kind, args, rows, dtype if out else scope.dtype, op.params, out)
+    return builder.build(), tuple(builder.inputs)
+
+
+def _own_columns(builder: RecipeBuilder, name: str, rows: int, scope: Scope) -> Arg:
+    """The task's own columns of operand `name`: a COPY that inherits n_off and N_tile."""
+    return builder.step(_K.COPY, [builder.operand(name)], rows, scope.dtype)

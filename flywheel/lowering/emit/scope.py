@@ -1,0 +1,40 @@
+"""What every emitter needs to know: the tensors in sight and the tile sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from flywheel.ir import BufferKind, DType
+from flywheel.lowering.tiling import Tiling
+from flywheel.models.graph import Graph, Tensor
+
+PARTIAL_EXTRA: Final = 2
+"""Columns that a partial has behind each head's output: row maximum and sum of exponentials."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """One block of `graph` being emitted under `tiling`; `tensors` are those of the block and of what encloses it."""
+
+    graph: Graph
+    tiling: Tiling
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def dtype(self) -> DType:
+        """Element type of activations and weights."""
+        return self.graph.dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor by name; partials, which tiling brings about, are known by theirs."""
+        if name.startswith("partial."):
+            width = self.graph.n_heads * (self.graph.head_dim + PARTIAL_EXTRA)
+            return Tensor(name, BufferKind.ACTIVATION, DType.F32, (1, width))
+        return self.tensors[name]
+
+    def heads(self, n_kv_heads: int | None = None) -> dict[str, int]:
+        """Head params of an operation over `n_kv_heads` KV heads and their query heads; over all by default."""
+        count = self.graph.n_kv_heads if n_kv_heads is None else n_kv_heads
+        return {"head_dim": self.graph.head_dim, "n_heads": count * self.graph.group, "n_kv_heads": count}

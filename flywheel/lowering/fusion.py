@@ -1,0 +1,95 @@
+"""Which operations run as one task: `fusion_grouping` against the patterns that the VM can fuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from flywheel.errors import ConfigError
+from flywheel.models.graph import Block, Graph, Op
+
+COMBINE: Final = "attn_combine"
+"""The merge of split-KV partials: part of attention wherever its KV range is split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A fusable run of operations: `anchors` all, after any suffix of `before`, before any prefix of `after`."""
+
+    before: tuple[str, ...]
+    anchors: tuple[str, ...]
+    after: tuple[str, ...] = ()
+
+    def admits(self, group: frozenset[str], present: frozenset[str]) -> bool:
+        """Whether `group` is such a run in a model that has the operations `present`."""
+        before = [name for name in self.before if name in present]
+        heads = [frozenset(before[start:]) for start in range(len(before) + 1)]
+        tails = [frozenset(self.after[:end]) for end in range(len(self.after) + 1)]
+        return any(group == head.union(self.anchors, tail) for head in heads for tail in tails)
+
+
+PATTERNS: Final = {
+    "qkv": Pattern(("attn_norm",), ("q_proj", "k_proj", "v_proj")),
+    "append": Pattern(("k_norm", "k_rope"), ("k_append", "v_append")),
+    "attention": Pattern(("q_norm", "q_rope"), ("attention",)),
+    "append+attention": Pattern(
+        ("q_norm", "k_norm", "q_rope", "k_rope"), ("q_rope", "k_rope", "k_append", "v_append", "attention")
+    ),
+    "out": Pattern((COMBINE,), ("o_proj",), ("attn_add",)),
+    "mlp_in": Pattern(("mlp_norm",), ("gate_proj", "up_proj"), ("silu_mul",)),
+    "down": Pattern((), ("down_proj",), ("mlp_add",)),
+    "head": Pattern(("final_norm",), ("lm_head",)),
+}
+"""Every fusable run; `append+attention` needs the whole KV range in one block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Operations that become one kind of task, in execution order; `merges` where split-KV partials merge in them."""
+
+    ops: tuple[Op, ...]
+    merges: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the operations."""
+        return tuple(op.name for op in self.ops)
+
+
+def plan_fusion(graph: Graph, grouping: Sequence[Sequence[str]]) -> tuple[list[Group], list[Group], list[Group]]:
+    """Groups of the prologue, of a layer and of the epilogue, in execution order; an op in no group stands alone.
+
+    Raises ConfigError for unknown or repeated names, and for runs that are no pattern.
+    """
+    blocks = (graph.prologue, graph.layer, graph.epilogue)
+    present = frozenset(op.name for block in blocks for op in block.ops) | {COMBINE}
+    owner: dict[str, int] = {}
+    for index, names in enumerate(grouping):
+        where = f"fusion_grouping[{index}]"
+        for name in names:
+            if name not in present:
+                raise ConfigError(f"{where}: {graph.model} has no operation {name!r}")
+            if owner.setdefault(name, index) != index:
+                raise ConfigError(f"{where}: {name!r} is already in fusion_grouping[{owner[name]}]")
+        group = frozenset(names)
+        if len(group) > 1 and not any(pattern.admits(group, present) for pattern in PATTERNS.values()):
+            raise ConfigError(f"{where}: no kernel fuses {', '.join(names)}; see docs/ir.md for the runs that fuse")
+    prologue, layer, epilogue = (_groups(block, grouping, owner) for block in blocks)
+    return prologue, layer, epilogue
+
+
+def _groups(block: Block, grouping: Sequence[Sequence[str]], owner: dict[str, int]) -> list[Group]:
+    """A group stands where its last operation stood."""
+    left = {index: len(set(names) - {COMBINE}) for index, names in enumerate(grouping)}
+    members: dict[int, list[Op]] = {}
+    groups = []
+    for op in block.ops:
+        index = owner.get(op.name)
+        if index is None:
+            groups.append(Group((op,)))
+            continue
+        members.setdefault(index, []).append(op)
+        if len(members[index]) == left[index]:
+            groups.append(Group(tuple(members[index]), COMBINE in grouping[index]))
+    return groups

@@ -1,0 +1,96 @@
+"""From tile sets by name to nodes of one program: buffers, counters and waits, layer after layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flywheel.ir import READONLY_KINDS, Buffer, BufferKind, Counter, InstructionKind, MemSpace, Wait
+from flywheel.lowering.emit.scope import Scope
+from flywheel.lowering.work import Tile, TileSet
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A tile set in its place: ids instead of names, and what it waits for."""
+
+    label: str
+    stage: str
+    op: InstructionKind
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    counter: int
+    waits: tuple[Wait, ...]
+    tiles: tuple[Tile, ...]
+
+
+class Stamper:
+    """Builds the tables of a program by stamping blocks one behind the other.
+
+    Sets are stamped in topological order. A set waits for the counters of all tiles of what it reads, except those that
+    another of its waits implies.
+    """
+
+    __slots__ = ("_pending", "_written_by", "before", "buffers", "counters", "nodes")
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self.counters: list[Counter] = []
+        self.nodes: list[Node] = []
+        self.before: list[int] = []  # counter -> bit set of the counters that are complete before it is
+        self._pending: list[int] = []  # counter -> its number of tiles
+        self._written_by: dict[int, list[int]] = {}  # buffer -> counters
+
+    def stamp(self, scope: Scope, sets: Sequence[TileSet], outer: Mapping[str, int], layer: int | None) -> dict[str, int]:
+        """Append `sets` of one block; buffer ids by the block's tensor names. `outer` names what surrounds the block."""
+        ids = dict(outer)
+        prefix = "" if layer is None else f"L{layer}."
+        signals: dict[str, int] = {}
+        for tiles in sets:
+            for name in (*tiles.inputs, *tiles.outputs):
+                if name not in ids:
+                    ids[name] = self._buffer(scope, name, prefix, layer)
+            counter = signals.get(tiles.signal)
+            if counter is None:
+                counter = signals[tiles.signal] = len(self.counters)
+                self.counters.append(Counter(counter, 0, f"{prefix}{tiles.signal}"))
+                self.before.append(0)
+                self._pending.append(0)
+            self._pending[counter] += len(tiles.tiles)
+        for tiles in sets:
+            inputs = tuple([ids[name] for name in tiles.inputs])
+            outputs = tuple([ids[name] for name in tiles.outputs])
+            counter = signals[tiles.signal]
+            waits = self._waits(inputs, counter)
+            for buffer in outputs:
+                writers = self._written_by.setdefault(buffer, [])
+                if counter not in writers:
+                    writers.append(counter)
+            label = f"{prefix}{tiles.name}"
+            self.nodes.append(Node(label, f"{prefix}{tiles.stage}", tiles.op, inputs, outputs, counter, waits, tiles.tiles))
+        return ids
+
+    def _buffer(self, scope: Scope, name: str, prefix: str, layer: int | None) -> int:
+        tensor = scope.tensor(name)
+        source = tensor.source
+        if source is not None and layer is not None:
+            source = source.replace("{i}", str(layer))
+        space = MemSpace.GLOBAL_SCRATCH if tensor.kind is BufferKind.ACTIVATION else MemSpace.HBM
+        number = len(self.buffers)
+        self.buffers.append(Buffer(number, f"{prefix}{name}", tensor.kind, tensor.dtype, tensor.shape, space, source))
+        return number
+
+    def _waits(self, inputs: Sequence[int], own: int) -> tuple[Wait, ...]:
+        direct = {
+            counter
+            for buffer in inputs
+            if self.buffers[buffer].kind not in READONLY_KINDS
+            for counter in self._written_by.get(buffer, ())
+        }
+        implied = 0
+        for counter in direct:
+            implied |= self.before[counter]
+        needed = sorted(counter for counter in direct if not implied >> counter & 1)
+        for counter in needed:
+            self.before[own] |= self.before[counter] | 1 << counter
+        return tuple([Wait(counter, self._pending[counter]) for counter in needed])

@@ -1,0 +1,71 @@
+"""Tile sizes: what a config asks for, checked, and what stands where it asks for nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from flywheel.errors import ConfigError
+from flywheel.ir import InstructionKind, ScheduleConfig
+from flywheel.models.graph import Graph
+
+ROW_QUANTUM: Final = 16
+"""Rows of one matrix fragment (mma.m16n8k16): tiles are multiples of it."""
+
+KV_QUANTUM: Final = 16
+DEFAULT_KV_BLOCK: Final = 128
+
+_SIZES: Final = {"gemv": "N_tile", "attention": "kv_block", "stream": "chunk_bytes"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Rows per projection tile and positions per attention tile. Build it with `read_tiling`."""
+
+    config: ScheduleConfig
+    num_sms: int
+    kv_block: int
+    context: int
+
+    def rows(self, projection: str, n_out: int) -> int:
+        """Rows of a full tile of `projection`: its own size, else gemv's, else one tile a SM."""
+        tiling = self.config.tiling
+        for key in (f"gemv.{projection}", "gemv"):
+            rows = tiling.get(key, {}).get("N_tile")
+            if rows is not None:
+                return min(rows, n_out)
+        return min(even_rows(n_out, self.num_sms), n_out)
+
+    def tiles(self, projection: str, n_out: int) -> list[tuple[int, int]]:
+        """(first row, rows) of each tile; the last one may be shorter."""
+        rows = self.rows(projection, n_out)
+        return [(start, min(rows, n_out - start)) for start in range(0, n_out, rows)]
+
+    def kv_blocks(self) -> list[tuple[int, int]]:
+        """(first position, positions) of each KV block."""
+        return [
+            (start, min(self.kv_block, self.context - start)) for start in range(0, self.context, self.kv_block)
+        ]
+
+
+def even_rows(n_out: int, parts: int) -> int:
+    """Rows of a tile when `n_out` rows are spread over `parts` as evenly as fragments allow."""
+    return -(-n_out // (parts * ROW_QUANTUM)) * ROW_QUANTUM
+
+
+def read_tiling(config: ScheduleConfig, graph: Graph, num_sms: int) -> Tiling:
+    """Check every key and size of `config.tiling`. Raises ConfigError."""
+    blocks = (graph.prologue, graph.layer, graph.epilogue)
+    projections = {op.name for block in blocks for op in block.ops if op.kind is InstructionKind.GEMV_TILE}
+    for archetype, sizes in config.tiling.items():
+        family, _, projection = archetype.partition(".")
+        if family not in _SIZES or (projection and (family != "gemv" or projection not in projections)):
+            raise ConfigError(f"tiling.{archetype}: not one of {', '.join(_SIZES)}, gemv.<projection of {graph.model}>")
+        for name, size in sizes.items():
+            if name != _SIZES[family]:
+                raise ConfigError(f"tiling.{archetype}.{name}: the size of {family} is {_SIZES[family]}")
+            quantum = ROW_QUANTUM if family == "gemv" else KV_QUANTUM
+            if family != "stream" and (size <= 0 or size % quantum):
+                raise ConfigError(f"tiling.{archetype}.{name}={size} is not a positive multiple of {quantum}")
+    kv_block = config.tiling.get("attention", {}).get("kv_block", DEFAULT_KV_BLOCK)
+    return Tiling(config, num_sms, min(kv_block, graph.context), graph.context)

@@ -1,0 +1,160 @@
+"""The decode step of a pre-norm decoder: one new token against a context of cached ones."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from flywheel.errors import ConfigError
+from flywheel.ir import BufferKind, DType, InstructionKind
+from flywheel.models.graph import Block, Graph, Op, Tensor
+from flywheel.models.spec import (
+    LAYER_WEIGHT_KEYS,
+    DecoderSpec,
+    layer_weight_shapes,
+    model_weight_key,
+    model_weight_shapes,
+)
+
+DTYPES: Final = {"bf16": DType.BF16, "f16": DType.F16, "f32": DType.F32}
+"""Element types that a decode step can be lowered for, by the names that users type."""
+
+_K = InstructionKind
+_WEIGHT, _ACT, _CACHE = BufferKind.WEIGHT, BufferKind.ACTIVATION, BufferKind.KV_CACHE
+
+
+def decode_step(spec: DecoderSpec, context: int, dtype: DType = DType.BF16) -> Graph:
+    """One token at position `context - 1`, attending to `context` positions, itself included.
+
+    Each KV head has caches of its own, `[context, 1, head_dim]`. Raises ConfigError where the model does not reach
+    that far.
+    """
+    if not 1 <= context <= spec.max_position:
+        raise ConfigError(f"{spec.name}: context {context} is not in 1..{spec.max_position}")
+    return Graph(
+        model=spec.name,
+        dtype=dtype,
+        context=context,
+        n_layers=spec.n_layers,
+        n_heads=spec.n_heads,
+        n_kv_heads=spec.n_kv_heads,
+        head_dim=spec.head_dim,
+        prologue=_prologue(spec, dtype),
+        layer=_layer(spec, context, dtype),
+        epilogue=_epilogue(spec, dtype),
+    )
+
+
+def cache_names(side: str, n_kv_heads: int) -> tuple[str, ...]:
+    """Names of a layer's caches, `side` being "k" or "v"."""
+    return tuple(f"{side}_cache.h{head}" for head in range(n_kv_heads))
+
+
+def _prologue(spec: DecoderSpec, dtype: DType) -> Block:
+    table = model_weight_shapes(spec)["embed"]
+    return _block(
+        [
+            Tensor("token_id", BufferKind.IO_INPUT, DType.I32, (1,)),
+            Tensor("position", BufferKind.IO_INPUT, DType.I32, (1,)),
+            Tensor("embed.w", _WEIGHT, dtype, table, model_weight_key(spec, "embed")),
+            Tensor("x_out", _ACT, dtype, (1, spec.hidden)),
+        ],
+        [Op("embed", _K.EMBED, ("token_id", "embed.w"), "x_out", {"hidden": spec.hidden})],
+    )
+
+
+def _layer(spec: DecoderSpec, context: int, dtype: DType) -> Block:
+    shapes = layer_weight_shapes(spec)
+    tensors = [
+        Tensor(f"{role}.w", _WEIGHT, dtype, shape, LAYER_WEIGHT_KEYS[role])
+        for role, shape in shapes.items()
+    ]
+    widths = {
+        "attn_in": spec.hidden, "q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width,
+        "q_normed": spec.q_width, "k_normed": spec.kv_width, "q_rot": spec.q_width, "k_rot": spec.kv_width,
+        "attn": spec.q_width, "attn_out": spec.hidden, "x_mid": spec.hidden, "mlp_in": spec.hidden,
+        "gate": spec.intermediate, "up": spec.intermediate, "act": spec.intermediate, "mlp_out": spec.hidden,
+        "x_out": spec.hidden,
+    }  # fmt: skip
+    tensors += [Tensor(name, _ACT, dtype, (1, width)) for name, width in widths.items()]
+    caches = [cache_names(side, spec.n_kv_heads) for side in "kv"]
+    tensors += [Tensor(name, _CACHE, dtype, (context, 1, spec.head_dim)) for side in caches for name in side]
+    return _block(tensors, [*_attention_ops(spec, context), *_mlp_ops(spec)])
+
+
+def _attention_ops(spec: DecoderSpec, context: int) -> list[Op]:
+    hidden, head_dim = spec.hidden, spec.head_dim
+    per_head = {"eps": spec.norm_eps, "hidden": head_dim}
+    rope: dict[str, Any] = {"head_dim": head_dim, "theta": spec.rope_theta}
+    if spec.rope_scaling is not None:
+        scaling = spec.rope_scaling
+        rope |= {
+            "rope_factor": scaling.factor,
+            "rope_low_freq_factor": scaling.low_freq_factor,
+            "rope_high_freq_factor": scaling.high_freq_factor,
+            "rope_original_max_position": scaling.original_max_position,
+        }
+    attend = {
+        "head_dim": head_dim, "kv_start": 0, "kv_len": context, "scale": head_dim**-0.5,
+        "n_heads": spec.n_heads, "n_kv_heads": spec.n_kv_heads,
+    }  # fmt: skip
+    q, k = ("q_normed", "k_normed") if spec.qk_norm else ("q", "k")
+    norms = [
+        Op("q_norm", _K.RMSNORM, ("q", "q_norm.w"), "q_normed", per_head),
+        Op("k_norm", _K.RMSNORM, ("k", "k_norm.w"), "k_normed", per_head),
+    ]
+    return [
+        Op("attn_norm", _K.RMSNORM, ("x", "input_norm.w"), "attn_in", {"eps": spec.norm_eps, "hidden": hidden}),
+        *(_projection(spec, f"{side}_proj", "attn_in", side, hidden, f"{side}_bias") for side in "qkv"),
+        *(norms if spec.qk_norm else []),
+        Op("q_rope", _K.ROPE, (q, "position"), "q_rot", rope),
+        Op("k_rope", _K.ROPE, (k, "position"), "k_rot", rope),
+        Op("k_append", _K.KV_APPEND, ("k_rot",), "k_cache", {"pos": context - 1}),
+        Op("v_append", _K.KV_APPEND, ("v",), "v_cache", {"pos": context - 1}),
+        Op("attention", _K.ATTENTION_TILE, ("q_rot", "k_cache", "v_cache"), "attn", attend),
+        _projection(spec, "o_proj", "attn", "attn_out", spec.q_width),
+        Op("attn_add", _K.ADD, ("attn_out", "x"), "x_mid"),
+    ]
+
+
+def _mlp_ops(spec: DecoderSpec) -> list[Op]:
+    norm = {"eps": spec.norm_eps, "hidden": spec.hidden}
+    return [
+        Op("mlp_norm", _K.RMSNORM, ("x_mid", "post_attention_norm.w"), "mlp_in", norm),
+        _projection(spec, "gate_proj", "mlp_in", "gate", spec.hidden),
+        _projection(spec, "up_proj", "mlp_in", "up", spec.hidden),
+        Op("silu_mul", _K.SILU_MUL, ("gate", "up"), "act"),
+        _projection(spec, "down_proj", "act", "mlp_out", spec.intermediate),
+        Op("mlp_add", _K.ADD, ("mlp_out", "x_mid"), "x_out"),
+    ]
+
+
+def _epilogue(spec: DecoderSpec, dtype: DType) -> Block:
+    shapes = model_weight_shapes(spec)
+    tensors = [
+        Tensor("final_norm.w", _WEIGHT, dtype, shapes["final_norm"], model_weight_key(spec, "final_norm")),
+        Tensor("final_in", _ACT, dtype, (1, spec.hidden)),
+        Tensor("logits", BufferKind.IO_OUTPUT, DType.F32, (1, spec.vocab)),
+        Tensor("next_token", BufferKind.IO_OUTPUT, DType.I32, (1,)),
+    ]
+    head = "embed.w"
+    if not spec.tied_head:
+        head = "lm_head.w"
+        tensors.append(Tensor(head, _WEIGHT, dtype, shapes["lm_head"], model_weight_key(spec, "lm_head")))
+    norm = {"eps": spec.norm_eps, "hidden": spec.hidden}
+    return _block(
+        tensors,
+        [
+            Op("final_norm", _K.RMSNORM, ("x", "final_norm.w"), "final_in", norm),
+            Op("lm_head", _K.GEMV_TILE, ("final_in", head), "logits", {"K": spec.hidden}),
+            Op("argmax", _K.SAMPLE_ARGMAX, ("logits",), "next_token"),
+        ],
+    )
+
+
+def _projection(spec: DecoderSpec, name: str, x: str, out: str, depth: int, bias: str | None = None) -> Op:
+    operands = (x, f"{name}.w", f"{bias}.w") if bias and spec.qkv_bias else (x, f"{name}.w")
+    return Op(name, _K.GEMV_TILE, operands, out, {"K": depth})
+
+
+def _block(tensors: list[Tensor], ops: list[Op]) -> Block:
+    return Block({tensor.name: tensor for tensor in tensors}, tuple(ops))

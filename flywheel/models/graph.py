@@ -1,0 +1,69 @@
+"""A decode step as a graph of named operations, before any decision about how to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flywheel.ir import BufferKind, DType, InstructionKind
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A named value. Activations are `[1, width]`; `source` is the state-dict key of a weight."""
+
+    name: str
+    kind: BufferKind
+    dtype: DType
+    shape: tuple[int, ...]
+    source: str | None = None
+
+    @property
+    def width(self) -> int:
+        """Length of the last dimension."""
+        return self.shape[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation over whole tensors, by name."""
+
+    name: str
+    kind: InstructionKind
+    inputs: tuple[str, ...]
+    output: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Operations in execution order and the tensors that they name, but for those of an enclosing block."""
+
+    tensors: Mapping[str, Tensor]
+    ops: tuple[Op, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Embedding, `n_layers` times the same layer, head.
+
+    Layers read the residual stream as tensor `x` and write `x_out`, which is `x` to whatever follows. `{i}` in a
+    layer's `source` stands for its index. The cache operands `k_cache` and `v_cache` stand for one tensor a KV head.
+    """
+
+    model: str
+    dtype: DType
+    context: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    prologue: Block
+    layer: Block
+    epilogue: Block
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.n_heads // self.n_kv_heads
