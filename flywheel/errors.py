@@ -37,3 +37,7 @@ class NoGpuError(FlywheelError):
 
 class StoreError(FlywheelError):
     """The trial store cannot be opened, read or written."""
+
+
+class TrialExistsError(StoreError):
+    """A campaign has a trial of this number already: another process searches it too."""

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 from sqlalchemy import ColumnElement, Connection, Engine, RowMapping, and_, func, insert, or_, select
 from sqlalchemy.exc import IntegrityError
 
-from flywheel.errors import StoreError
+from flywheel.errors import StoreError, TrialExistsError
 from flywheel.measure.record import COLUMNS, TrialRecord
 from flywheel.store.campaign import Campaign, CampaignSummary
 from flywheel.store.engine import make_engine, reading, writing
@@ -78,13 +78,17 @@ class Store:
             return [_summary(Campaign(**row), tallies.get(row["name"], {})) for row in rows]
 
     def append(self, record: TrialRecord) -> None:
-        """Add a trial for good. Raises StoreError where its campaign has that trial already, or does not exist."""
+        """Add a trial for good. Raises TrialExistsError where its campaign has that trial already."""
         values = {name: getattr(record, name) for name in _NAMES}
         with writing(self._engine, self.name) as connection:
             try:
                 connection.execute(insert(trials), values)
             except IntegrityError as error:
-                raise StoreError(f"store {self.name}: {_violation(record, error)}") from error
+                if "foreign key" in str(error.orig).lower():
+                    raise StoreError(f"store {self.name}: campaign {record.campaign!r} does not exist") from error
+                raise TrialExistsError(
+                    f"store {self.name}: campaign {record.campaign!r} has trial {record.trial} already"
+                ) from error
 
     def trials(self, campaign: str) -> list[TrialRecord]:
         """A campaign's trials by number."""
@@ -152,12 +156,6 @@ class Store:
             return TrialRecord(**row)
         except ValueError as error:
             raise StoreError(f"store {self.name}: {error}") from error
-
-
-def _violation(record: TrialRecord, error: IntegrityError) -> str:
-    if "foreign key" in str(error.orig).lower():
-        return f"campaign {record.campaign!r} does not exist"
-    return f"campaign {record.campaign!r} has trial {record.trial} already"
 
 
 def _tallies(connection: Connection) -> dict[str, dict[str, tuple[int, float | None, float | None]]]:

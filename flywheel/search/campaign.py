@@ -1,0 +1,216 @@
+"""A campaign: ask, evaluate, append, tell, until a budget is spent. The store is the truth; the study is rebuilt from it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from math import prod
+from time import perf_counter
+
+from flywheel.errors import TrialExistsError, UsageError
+from flywheel.ir import ScheduleConfig
+from flywheel.ir.serde import config_from_dict
+from flywheel.measure.environment import Environment
+from flywheel.measure.record import TrialRecord
+from flywheel.search.engine import Engine
+from flywheel.search.evaluate import Evaluation
+from flywheel.search.rows import to_record
+from flywheel.search.space import Choice, Space
+from flywheel.search.spec import CampaignSpec
+from flywheel.search.study import Ask, CampaignStudy
+from flywheel.store.campaign import Campaign
+from flywheel.store.sql import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A finished trial and where the campaign stands. `elapsed_s` and `new_trials` are this run's."""
+
+    record: TrialRecord
+    best: TrialRecord | None
+    outcomes: dict[str, int]
+    trials: int
+    new_trials: int
+    elapsed_s: float
+    improved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CampaignResult:
+    """How a run of a campaign ended. `stopped` is trials, time, until, patience, exhausted or interrupted."""
+
+    name: str
+    best: TrialRecord | None
+    outcomes: dict[str, int]
+    trials: int
+    new_trials: int
+    elapsed_s: float
+    stopped: str
+
+
+Watch = Callable[[Progress], None]
+
+
+def open_campaign(spec: CampaignSpec, space: Space, store: Store, fresh: bool) -> str:
+    """Name of the campaign to run: the newest of that name, or with `fresh` a new one behind it (`name.2`, ...).
+
+    Raises UsageError where the campaign of that name searched something else.
+    """
+    assert spec.name is not None
+    taken = {summary.campaign.name: summary.campaign for summary in store.campaigns()}
+    names = [spec.name]
+    while names[-1] in taken:
+        names.append(f"{spec.name}.{len(names) + 1}")
+    newest = names[-2] if len(names) > 1 else None
+    if newest is not None and not fresh:
+        _check_same(taken[newest], spec, space)
+        return newest
+    workload = space.workload
+    described = {**asdict(spec), "fix": dict(spec.fix), "decoder": asdict(workload.spec)}
+    store.create_campaign(
+        Campaign(
+            name=names[-1],
+            model=spec.model,
+            gpu=spec.gpu,
+            dtype=spec.dtype,
+            context=spec.context,
+            measure=spec.measure,
+            sampler=spec.sampler,
+            seed=spec.seed,
+            spec=json.dumps(described, sort_keys=True),
+            created_at=_now(),
+        )
+    )
+    return names[-1]
+
+
+def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space) -> None:
+    for field in ("model", "gpu", "dtype", "context", "measure"):
+        before, now = getattr(campaign, field), getattr(spec, field)
+        if before != now:
+            raise UsageError(f"campaign {campaign.name!r} has {field}={before}, not {now}; --fresh starts a new one")
+    decoder = json.loads(campaign.spec).get("decoder")
+    if decoder != json.loads(json.dumps(asdict(space.workload.spec))):
+        raise UsageError(f"campaign {campaign.name!r} searched another model of that name; --fresh starts a new one")
+
+
+class CampaignRun:
+    """One run of a campaign. `run` drives it; every trial is appended to the store before the study learns of it."""
+
+    def __init__(
+        self, spec: CampaignSpec, name: str, space: Space, store: Store, engine: Engine, environment: Environment
+    ) -> None:
+        self._spec, self._name, self._space = spec, name, space
+        self._store, self._engine, self._environment = store, engine, environment
+        known = store.trials(name)
+        self._trials = self._next = len(known)
+        self._outcomes = Counter(record.outcome for record in known)
+        self._best = best_of(known)
+        self._stale = self._trials - 1 - self._best.trial if self._best is not None else self._trials
+        told = [(self._choice(record), record.objective_us) for record in known]
+        inside = [(choice, objective) for choice, objective in told if choice is not None]
+        self._study = CampaignStudy(space, spec.sampler, spec.seed, inside)
+        self._tried: set[str] = {record.config_id for record in known}
+        self._seeds: set[str] = set()
+        if spec.seeds:
+            for choice in space.known_good():
+                identity = space.to_config(choice).config_id
+                if identity not in self._tried | self._seeds:
+                    self._seeds.add(identity)
+                    self._study.enqueue(choice)
+
+    def run(self, watch: Watch, interrupted: Callable[[], bool]) -> CampaignResult:
+        """Run until a budget is spent or `interrupted`; trials under way are finished and kept."""
+        start = perf_counter()
+        flight: deque[tuple[Ask, ScheduleConfig, float, Callable[[], Evaluation]]] = deque()
+        first, size = self._trials, self._size()
+        while True:
+            stopped = self._spent(perf_counter() - start, size, interrupted)
+            while stopped is None and len(flight) < self._engine.width:
+                if self._trials + len(flight) >= min(self._spec.trials, size):
+                    break
+                asked = perf_counter()
+                ask = self._study.ask()
+                config = self._space.to_config(ask[1])
+                flight.append((ask, config, perf_counter() - asked, self._engine.submit(config)))
+            if not flight:
+                break
+            ask, config, ask_s, finish = flight.popleft()
+            record, improved = self._keep(config, ask_s, finish())
+            self._study.tell(ask[0], record.objective_us)
+            elapsed = perf_counter() - start
+            counts = dict(self._outcomes)
+            watch(Progress(record, self._best, counts, self._trials, self._trials - first, elapsed, improved))
+        elapsed = perf_counter() - start
+        return CampaignResult(
+            self._name, self._best, dict(self._outcomes), self._trials, self._trials - first, elapsed, stopped or "trials"
+        )
+
+    def _size(self) -> int:
+        """Trials after which nothing is left to try: a grid ends, the other samplers may repeat themselves."""
+        count = prod(len(dimension.values) for dimension in self._space.dimensions)
+        return count if self._spec.sampler == "grid" else max(count, self._spec.trials)
+
+    def _spent(self, elapsed_s: float, size: int, interrupted: Callable[[], bool]) -> str | None:
+        spec, best = self._spec, self._best
+        fraction = best.floor_fraction if best is not None else None
+        if interrupted():
+            return "interrupted"
+        if spec.until is not None and fraction is not None and fraction >= spec.until:
+            return "until"
+        if spec.time_s is not None and elapsed_s >= spec.time_s:
+            return "time"
+        if spec.patience is not None and self._stale >= spec.patience:
+            return "patience"
+        if self._trials >= spec.trials:
+            return "trials"
+        return "exhausted" if self._trials >= size else None
+
+    def _keep(self, config: ScheduleConfig, ask_s: float, evaluation: Evaluation) -> tuple[TrialRecord, bool]:
+        identity = config.config_id
+        source = "seed" if identity in self._seeds and identity not in self._tried else "search"
+        self._tried.add(identity)
+        record = to_record(
+            self._name, self._next, self._spec, config, evaluation, self._environment,
+            source=source, ask_s=ask_s, created_at=_now(),
+        )  # fmt: skip
+        record = self._append(record)
+        self._next = record.trial + 1
+        self._trials += 1
+        self._outcomes[record.outcome] += 1
+        improved = record.objective_us is not None and (self._best is None or _rank(record) < _rank(self._best))
+        if improved:
+            self._best = record
+        self._stale = 0 if improved else self._stale + 1
+        return record, improved
+
+    def _append(self, record: TrialRecord) -> TrialRecord:
+        """Append under the next free number: another process may be searching the same campaign."""
+        while True:
+            try:
+                self._store.append(record)
+            except TrialExistsError:
+                record = replace(record, trial=self._store.trials(self._name)[-1].trial + 1)
+            else:
+                return record
+
+    def _choice(self, record: TrialRecord) -> Choice | None:
+        return self._space.to_choice(config_from_dict(json.loads(record.config)))
+
+
+def best_of(records: Sequence[TrialRecord]) -> TrialRecord | None:
+    """The first of the records with the lowest objective; None where none has one."""
+    best = min(records, key=_rank, default=None)
+    return best if best is not None and best.objective_us is not None else None
+
+
+def _rank(record: TrialRecord) -> tuple[bool, float, int]:
+    objective = record.objective_us
+    return (objective is None, objective or 0.0, record.trial)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,124 @@
+"""Where evaluations run: in this process, or in a pool of processes that may die."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from flywheel.ir import ScheduleConfig
+from flywheel.measure.outcome import Crashed
+from flywheel.search.evaluate import Evaluation, Measure, Seen, evaluate
+from flywheel.search.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What an evaluation needs beside its config; must pickle for a pool."""
+
+    workload: Workload
+    open_seen: Callable[[], Seen]
+    measure: Measure
+
+
+class Engine(Protocol):
+    """Evaluates configs, up to `width` at a time."""
+
+    @property
+    def width(self) -> int:
+        """Evaluations that can run side by side."""
+        ...
+
+    def submit(self, config: ScheduleConfig) -> Callable[[], Evaluation]:
+        """Start an evaluation; calling the result waits for it."""
+        ...
+
+
+class InlineEngine:
+    """One evaluation at a time, in this process."""
+
+    width = 1
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._seen = bench.open_seen()
+
+    def submit(self, config: ScheduleConfig) -> Callable[[], Evaluation]:
+        """Evaluates when called."""
+        return lambda: evaluate(config, self._bench.workload, self._seen, self._bench.measure)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing to end."""
+
+
+class PoolEngine:
+    """`jobs` processes. A death costs every running evaluation one retry; the second death of a config is its outcome."""
+
+    def __init__(self, bench: Bench, jobs: int) -> None:
+        self._bench = bench
+        self.width = jobs
+        self._pool = self._start()
+
+    def _start(self) -> ProcessPoolExecutor:
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(self.width, context, initializer=_enter_worker, initargs=(self._bench,))
+
+    def submit(self, config: ScheduleConfig) -> Callable[[], Evaluation]:
+        """Starts at once where a process is free."""
+        state = [self._send(config)]
+        return lambda: self._wait(config, state[0])
+
+    def _send(self, config: ScheduleConfig) -> Future[Evaluation]:
+        try:
+            return self._pool.submit(_evaluate_in_worker, config)
+        except BrokenProcessPool:
+            self._pool = self._start()
+            return self._pool.submit(_evaluate_in_worker, config)
+
+    def _wait(self, config: ScheduleConfig, future: Future[Evaluation]) -> Evaluation:
+        try:
+            return future.result()
+        except BrokenProcessPool:
+            pass
+        try:  # alone, so that a second death is this config's own
+            with ProcessPoolExecutor(
+                1, multiprocessing.get_context("spawn"), initializer=_enter_worker, initargs=(self._bench,)
+            ) as lone:
+                return lone.submit(_evaluate_in_worker, config).result()
+        except BrokenProcessPool:
+            return Evaluation(Crashed("the evaluating process died twice", transient=False))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+_bench: Bench
+_seen: Seen
+
+
+def _enter_worker(bench: Bench) -> None:
+    global _bench, _seen  # one bench a process, for its whole life
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C drains: the coordinator decides
+    _bench, _seen = bench, bench.open_seen()
+    _ = bench.workload.graph
+    gc.freeze()
+
+
+def _evaluate_in_worker(config: ScheduleConfig) -> Evaluation:
+    return evaluate(config, _bench.workload, _seen, _bench.measure)

@@ -1,0 +1,234 @@
+"""The search space: a table of knobs, and the config that a choice of their values means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+from flywheel.errors import ConfigError, UsageError
+from flywheel.ir import ScheduleConfig, kernel_variant
+from flywheel.ir.variant import MAX_STAGED_BYTES, WARP
+from flywheel.lowering.fusion import PATTERNS
+from flywheel.lowering.tiling import even_rows
+from flywheel.search.workload import Workload
+
+Value = int | str
+Choice = Mapping[str, Value]
+Fixed = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One dimension: its values for a workload, in order where `ordered`, and what it decides."""
+
+    name: str
+    values: Callable[[Workload], Sequence[Value]]
+    ordered: bool
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """A knob with its values for one workload."""
+
+    name: str
+    values: tuple[Value, ...]
+    ordered: bool
+
+
+def _rows(projections: Sequence[str], *waves: float) -> Callable[[Workload], list[Value]]:
+    """Tile heights that give each SM about `waves` tiles of the projections together."""
+
+    def values(workload: Workload) -> list[Value]:
+        shapes = {op.name: op.inputs[1] for block in _blocks(workload) for op in block.ops if len(op.inputs) > 1}
+        tensors = {name: tensor for block in _blocks(workload) for name, tensor in block.tensors.items()}
+        n_out = sum(tensors[shapes[name]].shape[0] for name in projections)
+        return sorted({even_rows(n_out, max(1, round(workload.target.num_sms * wave))) for wave in waves})
+
+    return values
+
+
+def _blocks(workload: Workload) -> tuple[Any, ...]:
+    graph = workload.graph
+    return graph.prologue, graph.layer, graph.epilogue
+
+
+def _kv_blocks(workload: Workload) -> list[Value]:
+    """The context in 1, 2, 4 .. 32 blocks, of at least 32 positions each."""
+    context = workload.context
+    sizes = {-(-context // (parts * 16)) * 16 for parts in (1, 2, 4, 8, 16, 32)}
+    return sorted(size for size in sizes if size >= min(32, -(-context // 16) * 16))
+
+
+def _smem(workload: Workload) -> list[Value]:
+    """Five eighths, six, seven and all of what a block may opt into, as far as a weight ring fits."""
+    limit = workload.target.smem_bytes_per_block_optin
+    sizes = [limit * part // 8 // 1024 * 1024 for part in (5, 6, 7)] + [limit]
+    return [size for size in sizes if _fits(workload, size, 4096)]
+
+
+def _chunks(workload: Workload) -> list[Value]:
+    least = int(_smem(workload)[0])
+    return [chunk for chunk in (4096, 8192, 16384, 32768) if _fits(workload, least, chunk)]
+
+
+def _fits(workload: Workload, smem: int, chunk: int) -> bool:
+    graph = workload.graph
+    depth = max(op.params.get("K", 0) for block in _blocks(workload) for op in block.ops)
+    staged = min(graph.dtype.nbytes(depth), MAX_STAGED_BYTES)
+    config = ScheduleConfig(tiling={"stream": {"chunk_bytes": chunk}}, smem_bytes_per_block=smem)
+    try:
+        kernel_variant(config, workload.target, staged)
+    except ConfigError:
+        return False
+    return True
+
+
+def _just(*values: Value) -> Callable[[Workload], Sequence[Value]]:
+    return lambda _: values
+
+
+QKV: Final = ("q_proj", "k_proj", "v_proj")
+
+KNOBS: Final = (
+    Knob("rows.qkv", _rows(QKV, 0.5, 1, 2, 3), True, "rows a tile of q, k and v"),
+    Knob("rows.o", _rows(("o_proj",), 0.5, 1, 2), True, "rows a tile of the output projection"),
+    Knob("rows.gate_up", _rows(("gate_proj",), 0.5, 1, 2, 3), True, "rows a tile of gate, and of up"),
+    Knob("rows.down", _rows(("down_proj",), 0.5, 1, 2), True, "rows a tile of the down projection"),
+    Knob("rows.lm_head", _rows(("lm_head",), 1, 2, 4, 8), True, "rows a tile of the head"),
+    Knob("kv_block", _kv_blocks, True, "positions an attention tile"),
+    Knob("fuse.qkv", _just(0, 1), True, "1: the input norm in each q, k, v tile"),
+    Knob("fuse.append", _just(0, 1), True, "1: rope and both appends in one task a KV head"),
+    Knob("fuse.attention", _just(0, 1), True, "1: rope in the attention tile; with one KV block, the appends too"),
+    Knob("fuse.out", _just(0, 1, 2), True, "1: the residual in o_proj; 2: the merge of partials too"),
+    Knob("fuse.mlp_in", _just(0, 1, 2), True, "1: SwiGLU in the gate/up tile; 2: the norm too"),
+    Knob("fuse.down", _just(0, 1), True, "1: the residual in down_proj"),
+    Knob("fuse.head", _just(0, 1), True, "1: the final norm in each head tile"),
+    Knob("placement", _just("load_balance", "round_robin"), False, "sm_assignment"),
+    Knob("depth", _just(0, 1, 2, 3, 4, 6, 8), True, "pipelining_depth"),
+    Knob("pages", _just("graph_color", "linear", "none"), False, "page_allocation"),
+    Knob("threads", _just(*(WARP * (warps + 1) for warps in (4, 8, 12, 16))), True, "threads_per_block, loader included"),
+    Knob("smem", _smem, True, "smem_bytes_per_block"),
+    Knob("chunk", _chunks, True, "bytes of one weight copy"),
+)
+"""Every searched knob. Each value of each changes the program or the kernel variant."""
+
+_ROWS: Final = MappingProxyType(
+    {
+        "rows.qkv": QKV,
+        "rows.o": ("o_proj",),
+        "rows.gate_up": ("gate_proj", "up_proj"),
+        "rows.down": ("down_proj",),
+        "rows.lm_head": ("lm_head",),
+    }
+)
+
+_FUSED: Final = MappingProxyType(
+    {
+        ("fuse.qkv", 1): "attn_norm q_proj k_proj v_proj",
+        ("fuse.append", 1): "k_norm k_rope k_append v_append",
+        ("fuse.attention", 1): "q_norm q_rope attention",
+        ("fuse.out", 1): "o_proj attn_add",
+        ("fuse.out", 2): "attn_combine o_proj attn_add",
+        ("fuse.mlp_in", 1): "gate_proj up_proj silu_mul",
+        ("fuse.mlp_in", 2): "mlp_norm gate_proj up_proj silu_mul",
+        ("fuse.down", 1): "down_proj mlp_add",
+        ("fuse.head", 1): "final_norm lm_head",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The dimensions of one workload, in the order of KNOBS; a pinned one has a single value. Use `make_space`."""
+
+    workload: Workload
+    dimensions: tuple[Dimension, ...]
+
+    def to_config(self, choice: Choice) -> ScheduleConfig:
+        """The config that `choice`, one value a dimension, means."""
+        tiling: dict[str, dict[str, int]] = {
+            f"gemv.{projection}": {"N_tile": int(choice[knob])}
+            for knob, projections in _ROWS.items()
+            for projection in projections
+        }
+        tiling["attention"] = {"kv_block": int(choice["kv_block"])}
+        tiling["stream"] = {"chunk_bytes": int(choice["chunk"])}
+        return ScheduleConfig(
+            tiling=tiling,
+            fusion_grouping=self._grouping(choice),
+            sm_assignment=str(choice["placement"]),
+            pipelining_depth=int(choice["depth"]),
+            page_allocation=str(choice["pages"]),
+            threads_per_block=int(choice["threads"]),
+            smem_bytes_per_block=int(choice["smem"]),
+        )
+
+    def to_choice(self, config: ScheduleConfig) -> dict[str, Value] | None:
+        """The choice that means `config`, or None where it lies outside this space."""
+        groups = {frozenset(group) for group in config.fusion_grouping}
+        whole = frozenset(self._present("k_norm k_rope k_append v_append q_norm q_rope attention"))
+        choice: dict[str, Value] = {
+            "placement": config.sm_assignment if isinstance(config.sm_assignment, str) else "",
+            "depth": config.pipelining_depth,
+            "pages": config.page_allocation,
+            "threads": config.threads_per_block,
+            "smem": config.smem_bytes_per_block,
+            "chunk": config.tiling.get("stream", {}).get("chunk_bytes", 0),
+            "kv_block": config.tiling.get("attention", {}).get("kv_block", 0),
+        }
+        for knob, projections in _ROWS.items():
+            choice[knob] = config.tiling.get(f"gemv.{projections[0]}", {}).get("N_tile", 0)
+        for (knob, level), names in _FUSED.items():
+            fused = frozenset(self._present(names)) in groups
+            if fused or (whole in groups and knob in ("fuse.append", "fuse.attention")):
+                choice[knob] = level
+            choice.setdefault(knob, 0)
+        inside = all(choice[dimension.name] in dimension.values for dimension in self.dimensions)
+        return choice if inside and self.to_config(choice) == config else None
+
+    def known_good(self) -> list[dict[str, Value]]:
+        """Choices worth trying first: everything fused, one tile a SM, the deepest prefetch, by two KV splits."""
+        last = {dimension.name: dimension.values[-1] for dimension in self.dimensions}
+        one_tile = {name: self._nearest(name, projections) for name, projections in _ROWS.items()}
+        blocks = self._dimension("kv_block").values
+        base = {**last, **one_tile, "placement": self._dimension("placement").values[0],
+                "pages": self._dimension("pages").values[0]}  # fmt: skip
+        return [{**base, "kv_block": blocks[max(0, len(blocks) - back)]} for back in (1, 3)]
+
+    def _nearest(self, name: str, projections: Sequence[str]) -> Value:
+        wanted = int(_rows(projections[:1] if name == "rows.gate_up" else projections, 1)(self.workload)[0])
+        return min(self._dimension(name).values, key=lambda value: abs(int(value) - wanted))
+
+    def _dimension(self, name: str) -> Dimension:
+        return next(dimension for dimension in self.dimensions if dimension.name == name)
+
+    def _grouping(self, choice: Choice) -> tuple[tuple[str, ...], ...]:
+        names = {knob: names for (knob, level), names in _FUSED.items() if choice[knob] == level}
+        if int(choice["kv_block"]) >= self.workload.context and {"fuse.append", "fuse.attention"} <= names.keys():
+            names["fuse.append"] += " " + names.pop("fuse.attention")
+        return tuple(tuple(self._present(group)) for group in names.values())
+
+    def _present(self, names: str) -> list[str]:
+        ops = {op.name for block in _blocks(self.workload) for op in block.ops} | set(PATTERNS["out"].before)
+        return [name for name in names.split() if name in ops]
+
+
+def make_space(workload: Workload, fixed: Fixed = MappingProxyType({})) -> Space:
+    """The space of a workload, with some knobs pinned. Raises UsageError for an unknown knob or value."""
+    names = [knob.name for knob in KNOBS]
+    for name in fixed:
+        if name not in names:
+            raise UsageError(f"knob {name!r} is not one of {', '.join(names)}")
+    dimensions = []
+    for knob in KNOBS:
+        values = tuple(knob.values(workload))
+        if knob.name in fixed:
+            pinned = tuple(value for value in values if str(value) == fixed[knob.name])
+            if not pinned:
+                raise UsageError(f"knob {knob.name}={fixed[knob.name]}: not one of {', '.join(map(str, values))}")
+            values = pinned
+        dimensions.append(Dimension(knob.name, values, knob.ordered))
+    return Space(workload, tuple(dimensions))

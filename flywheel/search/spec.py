@@ -1,0 +1,90 @@
+"""Campaigns as data: what to search, how, and when to stop. A TOML file mirrors the options."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from flywheel.errors import UsageError
+
+DEFAULT_TRIALS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class CampaignSpec:
+    """One search. Budgets: `trials` in all, `time_s` of this run, `until` a floor fraction, `patience` trials without gain.
+
+    `name` is None until the campaign is named after what it searches. `fix` pins knobs by name.
+    """
+
+    model: str
+    gpu: str
+    dtype: str = "bf16"
+    context: int = 512
+    measure: str = "auto"
+    sampler: str = "tpe"
+    seed: int = 0
+    trials: int = DEFAULT_TRIALS
+    time_s: float | None = None
+    until: float | None = None
+    patience: int | None = None
+    jobs: int = 2
+    seeds: bool = True
+    fix: Mapping[str, str] = field(default_factory=dict)
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        for option, least in (("context", 1), ("trials", 1), ("jobs", 1), ("patience", 1), ("seed", 0)):
+            value = getattr(self, option)
+            if value is not None and value < least:
+                raise UsageError(f"{option}={value} is less than {least}")
+        if self.time_s is not None and self.time_s <= 0:
+            raise UsageError(f"time={self.time_s} is not positive")
+        if self.until is not None and not 0 < self.until <= 1:
+            raise UsageError(f"until={self.until} is not a floor fraction in 0..1")
+        if self.measure not in ("auto", "predict", "cuda"):
+            raise UsageError(f"measure={self.measure!r} is not one of auto, predict, cuda")
+
+
+_TOML_TYPES: Mapping[str, tuple[type, ...]] = {
+    "str": (str,),
+    "str | None": (str,),
+    "int": (int,),
+    "int | None": (int,),
+    "float | None": (int, float),
+    "bool": (bool,),
+}
+
+
+def read_campaign_file(path: Path) -> dict[str, Any]:
+    """Options of a campaign file, a flat TOML table with an optional [fix] table. Raises UsageError."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{path}: not TOML: {error}") from None
+    known = {entry.name: str(entry.type) for entry in fields(CampaignSpec)}
+    options: dict[str, Any] = {}
+    for name, value in data.items():
+        if name not in known:
+            raise UsageError(f"{path}: {name!r} is not one of {', '.join(known)}")
+        if name == "fix":
+            if not isinstance(value, dict):
+                raise UsageError(f"{path}: fix={value!r} is not a table of knobs")
+            options[name] = {knob: str(setting) for knob, setting in value.items()}
+            continue
+        wanted = _TOML_TYPES[known[name]]
+        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+            raise UsageError(f"{path}: {name}={value!r} is not of type {known[name]}")
+        options[name] = value
+    return options
+
+
+def with_name(spec: CampaignSpec, measure: str) -> CampaignSpec:
+    """`spec` with its measure settled and a name that says what it searches."""
+    name = spec.name or f"{spec.model}-{spec.gpu}-{spec.dtype}-c{spec.context}-{measure}-{spec.sampler}-s{spec.seed}"
+    return replace(spec, name=name, measure=measure)

@@ -1,0 +1,118 @@
+"""The Optuna study of one campaign: rebuilt from the store, asked for choices, told objectives."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.exceptions import ExperimentalWarning
+from optuna.trial import Trial, TrialState, create_trial
+
+from flywheel.search.samplers import make_sampler
+from flywheel.search.space import Choice, Dimension, Space, Value
+
+Ask = tuple[Trial, dict[str, Value]]
+
+FEASIBLE = "feasible"
+"""The constraint that a trial without an objective breaks."""
+
+
+class CampaignStudy:
+    """Ask for a choice, tell what it cost. Ordered knobs are integer indices into their values.
+
+    A choice without an objective (rejected, incorrect, ...) is told as the worst objective so far that breaks a constraint,
+    so that samplers learn to avoid it without a made-up number; before there is any, it is told as pruned.
+    """
+
+    def __init__(self, space: Space, sampler: str, seed: int, known: Sequence[tuple[Choice, float | None]]) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._space = space
+        self._searched = [dimension for dimension in space.dimensions if len(dimension.values) > 1]
+        self._worst: float | None = None
+        self._study = optuna.create_study(direction="minimize", sampler=make_sampler(sampler, seed, len(known)))
+        for choice, objective in known:
+            self._restore(choice, objective)
+
+    def enqueue(self, choice: Choice) -> None:
+        """Propose `choice` at the next ask."""
+        self._study.enqueue_trial({d.name: _encode(d, choice[d.name]) for d in self._searched})
+
+    def ask(self) -> Ask:
+        """A trial and the choice that it stands for."""
+        with _quiet():
+            trial = self._study.ask()
+            choice: dict[str, Value] = {d.name: d.values[0] for d in self._space.dimensions}
+            for dimension in self._searched:
+                choice[dimension.name] = _suggest(trial, dimension)
+        return trial, choice
+
+    def tell(self, trial: Trial, objective: float | None) -> None:
+        """The trial's latency in us, or None where it has none."""
+        with _quiet(), _exhaustible():
+            if objective is not None:
+                self._worst = objective if self._worst is None else max(self._worst, objective)
+                trial.set_constraint(FEASIBLE, 0.0)
+                self._study.tell(trial, objective)
+            elif self._worst is not None:
+                trial.set_constraint(FEASIBLE, 1.0)
+                self._study.tell(trial, self._worst)
+            else:
+                self._study.tell(trial, state=TrialState.PRUNED)
+
+    def forget(self, trial: Trial) -> None:
+        """Drop a trial that was asked for but never evaluated."""
+        self._study.tell(trial, state=TrialState.FAIL)
+
+    def _restore(self, choice: Choice, objective: float | None) -> None:
+        if objective is not None:
+            self._worst = objective if self._worst is None else max(self._worst, objective)
+        value = self._worst if objective is None else objective
+        with _quiet():
+            self._study.add_trial(
+                create_trial(
+                    state=TrialState.PRUNED if value is None else TrialState.COMPLETE,
+                    value=value,
+                    params={d.name: _encode(d, choice[d.name]) for d in self._searched},
+                    distributions={d.name: _distribution(d) for d in self._searched},
+                    constraints=None if value is None else {FEASIBLE: 0.0 if objective is not None else 1.0},
+                )
+            )
+
+
+def _distribution(dimension: Dimension) -> BaseDistribution:
+    if dimension.ordered:
+        return IntDistribution(0, len(dimension.values) - 1)
+    return CategoricalDistribution(dimension.values)
+
+
+def _encode(dimension: Dimension, value: Value) -> Value:
+    return dimension.values.index(value) if dimension.ordered else value
+
+
+def _suggest(trial: Trial, dimension: Dimension) -> Value:
+    if dimension.ordered:
+        return dimension.values[trial.suggest_int(dimension.name, 0, len(dimension.values) - 1)]
+    value = trial.suggest_categorical(dimension.name, dimension.values)
+    assert isinstance(value, int | str)
+    return value
+
+
+@contextmanager
+def _exhaustible() -> Iterator[None]:
+    """BruteForceSampler stops the study on its last trial, which Optuna allows inside `optimize` only."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Study.stop" not in str(error):
+            raise
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Optuna's experimental-feature warnings are ours to know, not the user's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        yield
