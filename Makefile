@@ -1,0 +1,45 @@
+PYTHON = python3
+ARGS = --model llama3-8b --gpu h100
+
+BIN = .venv/bin
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PINS = pyproject.toml constraints.txt
+
+.PHONY: search test clean constraints
+.NOTPARALLEL:
+
+search: .venv/.base
+	@$(BIN)/flywheel search $(ARGS)
+
+test: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest --quiet --numprocesses auto --timeout 300
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis flywheel.egg-info
+
+constraints: build/pins/.created
+	build/pins/bin/python -m pip install --quiet --editable '.[dev,postgres]'
+	{ echo "# Tested versions, written by: make constraints PYTHON=python3.11"; \
+	  build/pins/bin/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//'; } >constraints.txt
+	rm -rf build/pins
+
+.venv/.base: .venv/.created $(PINS)
+	@echo "flywheel: installing into .venv" >&2
+	@$(PIP_INSTALL) --constraint constraints.txt --editable . >&2
+	@touch $@
+
+.venv/.dev: .venv/.created $(PINS)
+	@echo "flywheel: installing into .venv, with what the tests need" >&2
+	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]' >&2
+	@touch .venv/.base $@
+
+%/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "flywheel: needs Python >= 3.11; $(PYTHON) is older or missing: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "flywheel: $(PYTHON) has no venv module: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -m venv --clear $*
+	@touch $@
