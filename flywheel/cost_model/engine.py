@@ -1,0 +1,299 @@
+"""Discrete events over the SM queues and one shared HBM.
+
+Time moves from one event to the next; nothing is sampled. Two things go on at once:
+
+- *Loaders.* One an SM, streaming the bytes of its queue in order. All that are active share the memory equally, so a
+  single running total, `volume` (bytes that each active loader has moved), describes them all: a loader reaches a
+  position of its stream when `volume` reaches a known value. A loader stops at the limit of its look-ahead and goes
+  on when a task starts. The look-ahead counts from the end of the running task, whose own slots are taken to be freed
+  as its bytes arrive: exact at every start of a task, early in between where the consumer is the slower one.
+- *Consumers.* One an SM, walking its queue. A task ends when its work is done and its last chunk has arrived and been
+  consumed; it adds 1 to its counter, and when that completes, those who wait see it `visibility_us` later.
+
+A blocking wait also costs `bubble_us` worth of the SM's weight stream. Measured: a kernel whose consumers do nothing
+and whose ring holds 5 us of stream still loses 2.2 us a hand-off, the same for short and long operations and at 3, 4
+and 5 of them a layer; one round trip less (data words that carry their own flag) gains only 0.05-0.2 us of it. With
+consumers that are slower than the memory, the same hand-off costs 0.9-1.3 us. So a part is latency that delays the
+consumer, and a part is lost stream that a consumer-bound kernel does not notice. Why the stream is lost is not known;
+here the loader owes those bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush, heapreplace
+
+HALF_BYTE = 0.5
+"""Positions in a stream are floats that stand for whole bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queues:
+    """All SM queues, one after the other, as columns: entry `i` of each list is one task.
+
+    `first[sm]..first[sm + 1]` are the entries of an SM. `stream_end` counts bytes from the start of the SM's stream,
+    and `limit` is how far its loader may be once the task has started, `early_limit` (by SM) before the first one
+    has. A gate is a pair (counter, threshold) that some task awaits.
+    """
+
+    first: list[int]
+    early_limit: list[float]
+    stream_end: list[int]
+    limit: list[float]
+    work_us: list[float]
+    tail_us: list[float]
+    signal: list[int]
+    gates: list[tuple[int, ...]]
+    counter_gates: list[list[tuple[int, int]]]
+    """Per counter: (gate, further signals that it takes after the one before), ascending."""
+    n_gates: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The machine as the engine needs it."""
+
+    total: float
+    """Bytes per us of all loaders together."""
+    loader: float
+    """Most bytes per us of one loader."""
+    visibility_us: float
+    bubble_bytes: float
+    poll_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What happened, `blocked_us` and `finish_us` by SM; `start_us` and `end_us`, where recorded, by queue entry."""
+
+    finish_us: list[float]
+    blocked_us: list[float]
+    stuck: int | None
+    """First queue entry that can never start, None where all tasks ended."""
+    start_us: list[float] = field(default_factory=list)
+    end_us: list[float] = field(default_factory=list)
+
+
+def simulate(queues: Queues, rates: Rates, record: bool = False) -> Trace:
+    """Run every queue to its end."""
+    engine = _Engine(queues, rates, record)
+    engine.run()
+    stuck = [head for head, stop in zip(engine.head, engine.stop, strict=True) if head < stop]
+    return Trace(engine.finish, engine.blocked, min(stuck, default=None), engine.starts, engine.ends)
+
+
+class _Engine:
+    """State of one run; lists are by SM, but for the columns of `Queues` and what is kept by counter or gate.
+
+    `arrivals` holds (volume, SM) at which a loader reaches the end of the running task's bytes, or its limit; an
+    entry counts only while `due[sm]` equals it. `ending[time]` names who is due at a time of `timers`: an SM whose
+    task ends, or ~gate. A method that sets a loader's next arrival returns its volume for the caller to queue, None
+    where it sets none.
+    """
+
+    __slots__ = (
+        "active", "arrivals", "base", "blocked", "chains", "done", "due", "ending", "ends", "finish", "gates",
+        "have", "head", "latest", "left", "limit", "limits", "n_active", "now", "open", "owed", "queues",
+        "rate", "rate_of", "rates", "record", "signal", "since", "slowest_us", "starts", "stop", "stream_end",
+        "tail", "timers", "volume", "waiters", "waiting", "work",
+    )  # fmt: skip
+
+    def __init__(self, queues: Queues, rates: Rates, record: bool) -> None:
+        sms = len(queues.first) - 1
+        self.queues, self.rates, self.record = queues, rates, record
+        self.stream_end, self.limits = queues.stream_end, queues.limit
+        self.work, self.tail = queues.work_us, queues.tail_us
+        self.signal, self.gates = queues.signal, queues.gates
+        self.rate_of = [0.0, *(min(rates.loader, rates.total / n) for n in range(1, sms + 1))]
+        self.slowest_us = 1 / self.rate_of[-1]
+        self.now = self.volume = self.rate = 0.0
+        self.n_active = 0
+        self.timers: list[float] = []
+        self.ending: dict[float, list[int]] = {}
+        self.arrivals: list[tuple[float, int]] = []
+        self.head, self.stop = queues.first[:-1], queues.first[1:]
+        self.active, self.waiting = [False] * sms, [False] * sms
+        self.base, self.have, self.owed, self.limit, self.done = ([0.0] * sms for _ in range(5))
+        self.due, self.since, self.blocked, self.finish = ([0.0] * sms for _ in range(4))
+        self.chains = [chain[::-1] for chain in queues.counter_gates]
+        self.left = [chain[-1][1] if chain else 0 for chain in self.chains]
+        self.latest = [0.0] * len(self.left)
+        self.open = [False] * queues.n_gates
+        self.waiters: list[list[int]] = [[] for _ in range(queues.n_gates)]
+        tasks = len(queues.signal) if record else 0
+        self.starts, self.ends = [0.0] * tasks, [0.0] * tasks
+
+    def run(self) -> None:
+        self._begin()
+        timers, arrivals, due = self.timers, self.arrivals, self.due
+        while True:
+            while arrivals and arrivals[0][0] != due[arrivals[0][1]]:
+                heappop(arrivals)
+            if arrivals:
+                volume, sm = arrivals[0]
+                now = self.now + (volume - self.volume) / self.rate
+                if not timers or now <= timers[0]:
+                    self.now, self.volume = now, volume
+                    again = self._arrive(sm)
+                    if again is None:
+                        heappop(arrivals)
+                    else:
+                        heapreplace(arrivals, (again, sm))
+                    continue
+            elif not timers:
+                return
+            now = heappop(timers)
+            self.volume += (now - self.now) * self.rate
+            self.now = now
+            for who in self.ending.pop(now):
+                if who < 0:
+                    self._release(~who, now)
+                else:
+                    again = self._finish(who, now)
+                    if again is not None:
+                        heappush(arrivals, (again, who))
+
+    def _begin(self) -> None:
+        """Loaders start at once, and so do the tasks that await nothing."""
+        for sm, limit in enumerate(self.queues.early_limit):
+            if self.head[sm] == self.stop[sm]:
+                continue
+            if limit:
+                self.limit[sm] = self.due[sm] = limit
+                self._activate(sm, 0.0)
+                heappush(self.arrivals, (limit, sm))
+            again = self._reach(sm, 0.0)
+            if again is not None:
+                heappush(self.arrivals, (again, sm))
+
+    def _at(self, time: float, who: int) -> None:
+        bucket = self.ending.get(time)
+        if bucket is None:
+            self.ending[time] = [who]
+            heappush(self.timers, time)
+        else:
+            bucket.append(who)
+
+    def _arrive(self, sm: int) -> float | None:
+        """The loader of `sm` is at the end of the running task's bytes, or at what was its limit."""
+        if self.waiting[sm]:
+            self.waiting[sm] = False
+            ready, done = self.now + self.tail[self.head[sm]], self.done[sm]
+            if ready >= done:
+                again = self._finish(sm, ready)
+                if again is not None:
+                    return again
+            else:
+                self._at(done, sm)
+        limit, base = self.limit[sm], self.base[sm]
+        if limit > self.volume + base + HALF_BYTE:
+            self.due[sm] = due = limit - base
+            return due
+        self.active[sm] = False
+        self.have[sm] = limit
+        self.due[sm] = -1.0
+        self.n_active = active = self.n_active - 1
+        self.rate = self.rate_of[active]
+        return None
+
+    def _finish(self, sm: int, time: float) -> float | None:
+        """The running task of `sm` ends at `time`: signal, then go to the next."""
+        head = self.head[sm]
+        if self.record:
+            self.ends[head] = time
+        counter = self.signal[head]
+        if time > self.latest[counter]:
+            self.latest[counter] = time
+        self.left[counter] = left = self.left[counter] - 1
+        if not left:
+            chain = self.chains[counter]
+            gate, _ = chain.pop()
+            self._at(self.latest[counter] + self.rates.visibility_us, ~gate)
+            if chain:
+                self.left[counter] = chain[-1][1]
+        self.head[sm] = head = head + 1
+        if head == self.stop[sm]:
+            self.finish[sm] = time
+            return None
+        return self._reach(sm, time)
+
+    def _reach(self, sm: int, time: float) -> float | None:
+        """`sm` comes to its next task: start it, or fall asleep at the first gate that is not open."""
+        gates = self.gates[self.head[sm]]
+        if not gates:
+            return self._start(sm, time)
+        for gate in gates:
+            if not self.open[gate]:
+                self.waiters[gate].append(sm)
+                self.since[sm] = time
+                return None
+        return self._start(sm, time + self.rates.poll_us)
+
+    def _release(self, gate: int, time: float) -> None:
+        """A gate opens: everybody who sleeps there goes on, or to the next closed gate."""
+        opened, since, visibility = self.open, self.since, self.rates.visibility_us
+        opened[gate] = True
+        for sm in self.waiters[gate]:
+            for other in self.gates[self.head[sm]]:
+                if not opened[other]:
+                    self.waiters[other].append(sm)
+                    break
+            else:
+                blocked = time - since[sm]
+                if blocked > 0.0:
+                    self.blocked[sm] += blocked
+                    self._lose(sm, blocked / visibility if blocked < visibility else 1.0)
+                    again = self._start(sm, time)
+                else:  # its turn comes after `time`: the last chunk before is still being consumed
+                    again = self._start(sm, since[sm] + self.rates.poll_us)
+                if again is not None:
+                    heappush(self.arrivals, (again, sm))
+
+    def _lose(self, sm: int, share: float) -> None:
+        """`share` of the bubble of a wait; one for a signal that is already on its way costs less than all of it."""
+        lost = self.rates.bubble_bytes * share
+        if self.active[sm]:
+            arrived = self.volume + self.base[sm]
+            if arrived > self.have[sm]:
+                self.have[sm] = arrived
+            self.base[sm] -= lost
+        elif lost > self.owed[sm]:
+            self.owed[sm] = lost
+
+    def _start(self, sm: int, time: float) -> float | None:
+        """The next task of `sm` starts at `time`."""
+        head, have = self.head[sm], self.have[sm] + HALF_BYTE
+        self.limit[sm] = limit = self.limits[head]
+        end = self.stream_end[head]
+        done = time + self.work[head]
+        if self.record:
+            self.starts[head] = time
+        streaming = self.active[sm]
+        if streaming:
+            base = self.base[sm]
+        elif limit > have:
+            base = self._activate(sm, have - HALF_BYTE)
+        else:
+            self._at(done, sm)
+            return None
+        missing = end - base - self.volume
+        # Where even the slowest memory brings the bytes before the work is done, there is no need to look again.
+        if missing < HALF_BYTE or end < have or self.now + missing * self.slowest_us + self.tail[head] <= done:
+            self._at(done, sm)
+            if streaming:
+                return None
+            self.due[sm] = due = limit - base
+            return due
+        self.waiting[sm] = True
+        self.done[sm] = done
+        self.due[sm] = due = end - base
+        return due
+
+    def _activate(self, sm: int, have: float) -> float:
+        """The loader of `sm`, stopped at `have` bytes, goes on; the new `base`."""
+        self.active[sm] = True
+        self.base[sm] = base = have - self.volume - self.owed[sm]
+        self.owed[sm] = 0.0
+        self.n_active = active = self.n_active + 1
+        self.rate = self.rate_of[active]
+        return base

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flywheel.cost_model.engine import Queues, Rates, simulate
+
+RATES = Rates(total=100.0, loader=80.0, visibility_us=1.0, bubble_bytes=0.0, poll_us=0.0)
+
+
+def queues(*sms: list[tuple[int, float]], ahead: float = 1e9, **changes: object) -> Queues:
+    """Queues of (bytes, work in us) that wait for nothing; each SM signals a counter of its own."""
+    ends, limits, early = [], [], []
+    for tasks in sms:
+        end, total = 0, sum(size for size, _ in tasks)
+        early.append(min(ahead, total))
+        for size, _ in tasks:
+            end += size
+            ends.append(end)
+            limits.append(min(end + ahead, total))
+    first = [0]
+    for tasks in sms:
+        first.append(first[-1] + len(tasks))
+    built = Queues(
+        first=first,
+        early_limit=early,
+        stream_end=ends,
+        limit=limits,
+        work_us=[work for tasks in sms for _, work in tasks],
+        tail_us=[0.0] * first[-1],
+        signal=[sm for sm, tasks in enumerate(sms) for _ in tasks],
+        gates=[()] * first[-1],
+        counter_gates=[[] for _ in sms],
+        n_gates=0,
+    )
+    return replace(built, **changes)  # type: ignore[arg-type]
+
+
+def test_one_loader_cannot_draw_more_than_its_own_rate() -> None:
+    assert simulate(queues([(800, 0.0)]), RATES).finish_us == [pytest.approx(10.0)]
+
+
+def test_loaders_share_the_memory_and_the_rest_goes_faster_when_one_is_done() -> None:
+    # 50 each until the first has its 500 at 10 us, then 80 for the other 500 of the second.
+    trace = simulate(queues([(500, 0.0)], [(1000, 0.0)]), RATES)
+    assert trace.finish_us == [pytest.approx(10.0), pytest.approx(16.25)]
+
+
+def test_a_task_ends_neither_before_its_work_nor_before_its_bytes() -> None:
+    assert simulate(queues([(80, 5.0)]), RATES).finish_us == [pytest.approx(5.0)]
+    assert simulate(queues([(800, 5.0)]), RATES).finish_us == [pytest.approx(10.0)]
+
+
+def test_bytes_of_the_next_task_arrive_during_the_work_of_this_one() -> None:
+    tasks = [(0, 10.0), (800, 0.0)]
+    assert simulate(queues(tasks), RATES).finish_us == [pytest.approx(10.0)]
+    assert simulate(queues(tasks, ahead=400.0), RATES).finish_us == [pytest.approx(15.0)]
+    assert simulate(queues(tasks, ahead=0.0), RATES).finish_us == [pytest.approx(20.0)]
+
+
+def two_sms_with_a_join(consumer_bytes: int) -> Queues:
+    """Both SMs work (3 and 5 us) and signal counter 0; then both wait for it and stream `consumer_bytes`."""
+    return queues(
+        [(0, 3.0), (consumer_bytes, 0.0)],
+        [(0, 5.0), (consumer_bytes, 0.0)],
+        signal=[0, 1, 0, 1],
+        gates=[(), (0,), (), (0,)],
+        counter_gates=[[(0, 2)], []],
+        n_gates=1,
+    )
+
+
+def test_a_join_opens_one_visibility_after_its_last_signal() -> None:
+    trace = simulate(two_sms_with_a_join(0), RATES)
+    assert trace.finish_us == [pytest.approx(6.0), pytest.approx(6.0)]
+    assert trace.blocked_us == [pytest.approx(3.0), pytest.approx(1.0)]
+
+
+def test_a_blocking_wait_costs_stream_only_where_the_stream_is_what_binds() -> None:
+    bubble = replace(RATES, bubble_bytes=100.0)
+    # 50 bytes per us each: 500 take 10 us, and the bubble 2 us more.
+    assert max(simulate(two_sms_with_a_join(500), RATES).finish_us) == pytest.approx(10.0)
+    assert max(simulate(two_sms_with_a_join(500), bubble).finish_us) == pytest.approx(12.0)
+    assert max(simulate(two_sms_with_a_join(50), bubble).finish_us) == pytest.approx(6.0)
+
+
+def test_a_wait_that_is_already_satisfied_costs_a_poll() -> None:
+    program = queues(
+        [(0, 1.0)],
+        [(0, 5.0), (0, 1.0)],
+        signal=[0, 1, 1],
+        gates=[(), (), (0,)],
+        counter_gates=[[(0, 1)], []],
+        n_gates=1,
+    )
+    assert simulate(program, replace(RATES, poll_us=0.25)).finish_us[1] == pytest.approx(6.25)
+
+
+def test_a_counter_opens_its_gates_in_the_order_of_their_thresholds() -> None:
+    program = queues(
+        [(0, 1.0), (0, 1.0)],
+        [(0, 0.0)],
+        [(0, 0.0)],
+        signal=[0, 0, 1, 1],
+        gates=[(), (), (1,), (0,)],
+        counter_gates=[[(0, 1), (1, 1)], []],
+        n_gates=2,
+    )
+    assert simulate(program, RATES).finish_us == [pytest.approx(2.0), pytest.approx(3.0), pytest.approx(2.0)]
+
+
+def test_a_queue_that_waits_for_ever_is_reported() -> None:
+    program = queues([(0, 1.0), (0, 1.0)], signal=[0, 0], gates=[(), (0,)], counter_gates=[[(0, 2)]], n_gates=1)
+    assert simulate(program, RATES).stuck == 1
+    assert simulate(queues([(0, 1.0)]), RATES).stuck is None
+
+
+def test_recording_changes_nothing_and_tells_when_each_task_ran() -> None:
+    program = two_sms_with_a_join(500)
+    trace = simulate(program, RATES, record=True)
+    assert trace.finish_us == simulate(program, RATES).finish_us
+    assert trace.start_us == [pytest.approx(t) for t in (0.0, 6.0, 0.0, 6.0)]
+    assert trace.end_us == [pytest.approx(t) for t in (3.0, 10.0, 5.0, 10.0)]

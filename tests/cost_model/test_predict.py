@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flywheel.cost_model import MACHINES, predict, timeline
+from flywheel.errors import ConfigError, InvalidProgramError
+from flywheel.ir import (
+    TARGETS,
+    Buffer,
+    BufferKind,
+    Counter,
+    DType,
+    InstructionKind,
+    MegakernelProgram,
+    ScheduleConfig,
+    Task,
+    Wait,
+)
+
+KIB = 1024
+ROWS = range(16)
+"""Positions in the measured table."""
+
+
+def test_probe_programs_read_what_the_models_read(probes: ModuleType) -> None:
+    def read_gb(chain: Any) -> float:
+        return float(probes.chain_program(chain, probes.MMA_8, 0).total_weight_bytes() / 1e9)
+
+    assert read_gb(probes.LLAMA_1B) == pytest.approx(2.471, abs=5e-4)
+    assert read_gb(probes.LLAMA_8B) == pytest.approx(15.009, abs=5e-4)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_measured_kernel_is_predicted_within_8_percent(probes: ModuleType, row: int) -> None:
+    probe = probes.PROBES[row]
+    assert probes.predicted_ms(probes.LLAMA_1B, probe.kernel, probe.handoffs) == pytest.approx(
+        probe.measured_1b_ms, rel=0.08
+    )
+    assert probes.predicted_ms(probes.LLAMA_8B, probe.kernel, probe.handoffs) == pytest.approx(
+        probe.measured_8b_ms, rel=0.08
+    )
+
+
+def test_every_measured_row_is_tested(probes: ModuleType) -> None:
+    assert len(probes.PROBES) == len(ROWS)
+
+
+def test_more_hand_offs_are_slower(probes: ModuleType) -> None:
+    for kernel in (probes.CUDA_16, probes.MMA_8, probes.B_16, probes.STREAM):
+        times = [probes.predicted_ms(probes.LLAMA_1B, kernel, handoffs) for handoffs in (0, 3, 4, 5, 6)]
+        assert all(fewer < more for fewer, more in pairwise(times)), kernel.name
+
+
+def test_the_small_model_loses_the_larger_share(probes: ModuleType) -> None:
+    for handoffs in (0, 4, 6):
+        small, large = (
+            predict(probes.chain_program(chain, probes.MMA_8, handoffs)) for chain in (probes.LLAMA_1B, probes.LLAMA_8B)
+        )
+        assert small.floor_us / small.latency_us < large.floor_us / large.latency_us
+
+
+def test_prefetch_is_faster_than_none_and_deeper_is_never_slower(probes: ModuleType) -> None:
+    times = [
+        predict(probes.chain_program(probes.LLAMA_1B, probes.MMA_8, 4, depth)).latency_us for depth in (0, 1, 2, 4, 8)
+    ]
+    assert times[1] < 0.95 * times[0]
+    assert all(deeper <= shallower * 1.002 for shallower, deeper in pairwise(times))
+
+
+def test_8_kib_copies_are_far_slower_than_16_kib_ones(probes: ModuleType) -> None:
+    small = replace(probes.STREAM, chunk_bytes=8 * KIB, ring_slots=24)
+    slow, fast = (probes.predicted_ms(probes.LLAMA_8B, kernel, 0) for kernel in (small, probes.STREAM))
+    assert 2810 < 15009 / slow < 2940
+    assert slow > 1.5 * fast
+
+
+def test_small_rings_are_slower(probes: ModuleType) -> None:
+    times = [
+        probes.predicted_ms(probes.LLAMA_1B, replace(probes.STREAM, ring_slots=slots), 4) for slots in (2, 3, 4, 6, 12)
+    ]
+    assert all(larger <= smaller for smaller, larger in pairwise(times))
+    assert times[0] > 1.5 * times[-1]
+
+
+def test_the_streaming_skeleton_reaches_the_read_ceiling_and_not_more(probes: ModuleType) -> None:
+    seconds = probes.predicted_ms(probes.LLAMA_8B, probes.STREAM, 0) / 1e3
+    assert 0.98 < 15.009 / seconds / MACHINES["h200"].read_gbs < 1.0
+
+
+def test_the_same_program_gets_the_same_prediction(probes: ModuleType) -> None:
+    programs = [probes.chain_program(probes.LLAMA_1B, probes.MMA_8, 4) for _ in range(2)]
+    assert predict(programs[0]) == predict(programs[0]) == predict(programs[1])
+
+
+def test_the_time_of_an_sm_is_work_waits_and_want_of_bytes(probes: ModuleType) -> None:
+    prediction = predict(probes.chain_program(probes.LLAMA_1B, probes.STREAM, 4))
+    columns = zip(prediction.busy_us, prediction.blocked_us, prediction.starved_us, prediction.finish_us, strict=True)
+    assert all(sum(parts) == pytest.approx(finish) for *parts, finish in columns)
+    assert prediction.latency_us > max(prediction.finish_us)
+
+
+def test_a_timeline_covers_every_task_once_in_queue_order_and_agrees_with_the_prediction(probes: ModuleType) -> None:
+    program = probes.chain_program(probes.LLAMA_1B, probes.MMA_8, 4)
+    spans = timeline(program)
+    assert sorted(span.task for span in spans) == list(range(len(program.tasks)))
+    for before, after in pairwise(spans):
+        assert before.start_us <= before.end_us
+        assert before.sm < after.sm or before.end_us <= after.start_us
+    last = {span.sm: span.end_us for span in spans}
+    assert predict(program).finish_us == tuple(last[sm] for sm in range(132))
+    signalled: dict[int, float] = {}
+    for span in spans:
+        counter = program.tasks[span.task].out_counter
+        signalled[counter] = max(span.end_us, signalled.get(counter, 0.0))
+    for span in spans:
+        assert all(span.start_us > signalled[wait.counter] for wait in program.tasks[span.task].waits)
+
+
+SMALL = replace(TARGETS["h200"], num_sms=4)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> MegakernelProgram:
+    """Stages over 4 SMs of random tile sizes, each waiting for one before it or for nothing."""
+    buffers: list[Buffer] = []
+    tasks: list[Task] = []
+    widths: list[int] = []
+    for stage in range(draw(st.integers(1, 6))):
+        width = draw(st.integers(1, 6))
+        awaited = draw(st.none() | st.integers(0, stage - 1)) if stage else None
+        waits = () if awaited is None else (Wait(awaited, widths[awaited]),)
+        weight = Buffer(len(buffers), "w", BufferKind.WEIGHT, DType.BF16, (width, draw(st.integers(1, 1 << 19))))
+        vector = Buffer(len(buffers) + 1, "x", BufferKind.ACTIVATION, DType.BF16, (1, draw(st.integers(1, 1 << 14))))
+        buffers += [weight, vector]
+        tasks += [
+            Task(
+                id=len(tasks) + turn,
+                op=InstructionKind.GEMV_TILE,
+                inputs=(vector.id, weight.id),
+                outputs=(vector.id,),
+                out_counter=stage,
+                waits=waits,
+                params={"K": weight.shape[1], "N_tile": 1, "n_off": turn},
+                sm=draw(st.integers(0, 3)),
+                est_bytes=2 * weight.shape[1],
+            )
+            for turn in range(width)
+        ]
+        widths.append(width)
+    config = ScheduleConfig(
+        tiling={"stream": {"chunk_bytes": draw(st.sampled_from([4, 8, 16, 32, 64])) * KIB}},
+        pipelining_depth=draw(st.integers(0, 8)),
+        threads_per_block=draw(st.sampled_from([64, 256, 1024])),
+    )
+    counters = tuple(Counter(number) for number in range(len(widths)))
+    return MegakernelProgram(target=SMALL, buffers=buffers, counters=counters, tasks=tasks, config=config)
+
+
+@given(programs())
+def test_no_program_beats_the_weight_floor_or_its_busiest_sm(program: MegakernelProgram) -> None:
+    prediction = predict(program)
+    assert prediction.latency_us > prediction.floor_us > 0
+    assert prediction.latency_us > max(prediction.busy_us)
+    assert prediction == predict(program)
+
+
+@given(programs())
+def test_dropping_every_wait_is_never_slower(program: MegakernelProgram) -> None:
+    free = replace(program, tasks=[replace(task, waits=()) for task in program.tasks])
+    assert predict(free).latency_us <= predict(program).latency_us * 1.01
+
+
+def one_task(**changes: Any) -> MegakernelProgram:
+    task = replace(Task(0, InstructionKind.NOP, (), (), 0, sm=0, label="only"), **changes)
+    return MegakernelProgram(target=TARGETS["h200"], counters=(Counter(0),), tasks=(task,))
+
+
+def test_a_long_activation_costs_the_task_that_reads_it() -> None:
+    logits = Buffer(0, "logits", BufferKind.ACTIVATION, DType.F32, (1, 128256))
+    argmax = one_task(op=InstructionKind.SAMPLE_ARGMAX, inputs=(0,))
+    slower = predict(replace(argmax, buffers=(logits,))).latency_us
+    short = replace(logits, shape=(1, 16))
+    # 513 KB at the 100 GB/s that one SM reads from L2.
+    assert slower - predict(replace(argmax, buffers=(short,))).latency_us == pytest.approx(5.13, abs=0.01)
+
+
+def test_arithmetic_costs_time_without_bytes_and_hides_behind_them() -> None:
+    def latency(**changes: Any) -> float:
+        return predict(one_task(**changes)).latency_us
+
+    assert latency(est_flops=1_000_000) > latency() + 2
+    assert latency(est_flops=1000, est_bytes=1_000_000) == latency(est_bytes=1_000_000)
+
+
+@pytest.mark.parametrize("sm", [None, -1, 132])
+def test_a_task_without_an_sm_of_the_target_is_refused_by_name(sm: int | None) -> None:
+    with pytest.raises(ConfigError, match=rf"task 0 \(only\): sm={sm} is not in 0\.\.131"):
+        predict(one_task(sm=sm))
+
+
+def test_a_program_without_a_target_is_refused() -> None:
+    with pytest.raises(ConfigError, match="target"):
+        predict(replace(one_task(), target=None))
+
+
+def test_a_program_that_waits_for_itself_is_refused_by_name() -> None:
+    with pytest.raises(InvalidProgramError, match=r"task 0 \(only\): never starts"):
+        predict(one_task(waits=(Wait(0, 1),)))
