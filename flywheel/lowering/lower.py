@@ -18,8 +18,8 @@ from flywheel.models.graph import Block, Graph, Tensor
 def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> MegakernelProgram:
     """The program that runs `graph` on `target` as `config` says.
 
-    It passes `validate(strict=True)`. Raises ConfigError where a field of the config is out of bounds for this model and
-    target, or contradicts another.
+    It passes `validate(strict=True)`. Raises ConfigError where a field of the config is out of bounds for this model
+    and target, or contradicts another.
     """
     tiling = read_tiling(config, graph, target.num_sms)
     groups = plan_fusion(graph, config.fusion_grouping)

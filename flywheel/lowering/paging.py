@@ -28,7 +28,11 @@ def allocate_pages(tables: Stamper, policy: str) -> PageAllocation | None:
     home: dict[int, int] = {}
     for buffer, life in lives.items():
         nbytes = tables.buffers[buffer].nbytes
-        free = [p for p, resident in enumerate(residents) if lives[resident].over_before(life)] if policy != "linear" else []
+        free = (
+            [p for p, resident in enumerate(residents) if lives[resident].over_before(life)]
+            if policy != "linear"
+            else []
+        )
         fitting = [page for page in free if sizes[page] >= nbytes]
         if fitting:
             page = min(fitting, key=lambda p: (sizes[p], p))
@@ -43,9 +47,7 @@ def allocate_pages(tables: Stamper, policy: str) -> PageAllocation | None:
         home[buffer] = page
         residents[page] = buffer
         spans[page] = (spans[page][0], max(spans[page][1], life.last_task))
-    pages = tuple(
-        Page(number, MemSpace.GLOBAL_SCRATCH, size, *spans[number]) for number, size in enumerate(sizes)
-    )
+    pages = tuple(Page(number, MemSpace.GLOBAL_SCRATCH, size, *spans[number]) for number, size in enumerate(sizes))
     return PageAllocation(home, pages)
 
 

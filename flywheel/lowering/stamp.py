@@ -41,8 +41,10 @@ class Stamper:
         self._pending: list[int] = []  # counter -> its number of tiles
         self._written_by: dict[int, list[int]] = {}  # buffer -> counters
 
-    def stamp(self, scope: Scope, sets: Sequence[TileSet], outer: Mapping[str, int], layer: int | None) -> dict[str, int]:
-        """Append `sets` of one block; buffer ids by the block's tensor names. `outer` names what surrounds the block."""
+    def stamp(
+        self, scope: Scope, sets: Sequence[TileSet], outer: Mapping[str, int], layer: int | None
+    ) -> dict[str, int]:
+        """Append `sets` of one block; buffer ids by the block's tensor names. `outer` names what surrounds it."""
         ids = dict(outer)
         prefix = "" if layer is None else f"L{layer}."
         signals: dict[str, int] = {}
@@ -67,7 +69,9 @@ class Stamper:
                 if counter not in writers:
                     writers.append(counter)
             label = f"{prefix}{tiles.name}"
-            self.nodes.append(Node(label, f"{prefix}{tiles.stage}", tiles.op, inputs, outputs, counter, waits, tiles.tiles))
+            self.nodes.append(
+                Node(label, f"{prefix}{tiles.stage}", tiles.op, inputs, outputs, counter, waits, tiles.tiles)
+            )
         return ids
 
     def _buffer(self, scope: Scope, name: str, prefix: str, layer: int | None) -> int:

@@ -43,9 +43,7 @@ class Tiling:
 
     def kv_blocks(self) -> list[tuple[int, int]]:
         """(first position, positions) of each KV block."""
-        return [
-            (start, min(self.kv_block, self.context - start)) for start in range(0, self.context, self.kv_block)
-        ]
+        return [(start, min(self.kv_block, self.context - start)) for start in range(0, self.context, self.kv_block)]
 
 
 def even_rows(n_out: int, parts: int) -> int:

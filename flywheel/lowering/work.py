@@ -21,8 +21,8 @@ class Tile(NamedTuple):
 class TileSet:
     """Tasks that share operands and the counter that they signal.
 
-    `stage` names the sets that run side by side and are spread over the SMs together; `signal` the counter, which sets that
-    write tiles of one buffer share. Waits follow from the operands.
+    `stage` names the sets that run side by side and are spread over the SMs together; `signal` the counter, which sets
+    that write tiles of one buffer share. Waits follow from the operands.
     """
 
     name: str

@@ -64,10 +64,7 @@ def _prologue(spec: DecoderSpec, dtype: DType) -> Block:
 
 def _layer(spec: DecoderSpec, context: int, dtype: DType) -> Block:
     shapes = layer_weight_shapes(spec)
-    tensors = [
-        Tensor(f"{role}.w", _WEIGHT, dtype, shape, LAYER_WEIGHT_KEYS[role])
-        for role, shape in shapes.items()
-    ]
+    tensors = [Tensor(f"{role}.w", _WEIGHT, dtype, shape, LAYER_WEIGHT_KEYS[role]) for role, shape in shapes.items()]
     widths = {
         "attn_in": spec.hidden, "q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width,
         "q_normed": spec.q_width, "k_normed": spec.kv_width, "q_rot": spec.q_width, "k_rot": spec.kv_width,

@@ -1,4 +1,7 @@
-"""A campaign: ask, evaluate, append, tell, until a budget is spent. The store is the truth; the study is rebuilt from it."""
+"""A campaign: ask, evaluate, append, tell, until a budget is spent.
+
+The store is the truth; the study is rebuilt from it.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +149,13 @@ class CampaignRun:
             watch(Progress(record, self._best, counts, self._trials, self._trials - first, elapsed, improved))
         elapsed = perf_counter() - start
         return CampaignResult(
-            self._name, self._best, dict(self._outcomes), self._trials, self._trials - first, elapsed, stopped or "trials"
+            self._name,
+            self._best,
+            dict(self._outcomes),
+            self._trials,
+            self._trials - first,
+            elapsed,
+            stopped or "trials",
         )
 
     def _size(self) -> int:

@@ -63,7 +63,10 @@ class InlineEngine:
 
 
 class PoolEngine:
-    """`jobs` processes. A death costs every running evaluation one retry; the second death of a config is its outcome."""
+    """`jobs` processes.
+
+    A death costs every running evaluation one retry; the second death of a config is its outcome.
+    """
 
     def __init__(self, bench: Bench, jobs: int) -> None:
         self._bench = bench

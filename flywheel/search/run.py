@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from math import prod
 
 from flywheel.cost_model import MODEL_VERSION, predict
 from flywheel.errors import NoGpuError, UnknownNameError
@@ -57,10 +59,7 @@ def run_search(
         name = open_campaign(spec, space, store, fresh)
         sizes = [len(dimension.values) for dimension in space.dimensions]
         known = len(store.trials(name))
-        count = 1
-        for size in sizes:
-            count *= size
-        announce(Start(spec, name, known, sum(size > 1 for size in sizes), count, environment))
+        announce(Start(spec, name, known, sum(size > 1 for size in sizes), prod(sizes), environment))
         bench = Bench(workload, partial(open_seen, store_url, workload.target.name, spec.dtype), predict_outcome)
         with InlineEngine(bench) if spec.jobs == 1 else PoolEngine(bench, spec.jobs) as engine:
             return CampaignRun(spec, name, space, store, engine, environment).run(watch, interrupted)
@@ -101,7 +100,7 @@ def settle_measure(wanted: str, target: GpuTarget, present: str | None) -> str:
 def is_target(device: str, target: GpuTarget) -> bool:
     """Whether a device name, as its driver gives it, is this target: "NVIDIA GeForce RTX 4090" is rtx4090."""
     words = re.findall(r"[a-z0-9]+", device.lower())
-    return target.name in {*words, *(first + second for first, second in zip(words, words[1:], strict=False))}
+    return target.name in {*words, *(first + second for first, second in pairwise(words))}
 
 
 def open_seen(store_url: str, gpu: str, dtype: str) -> Seen:

@@ -109,7 +109,9 @@ KNOBS: Final = (
     Knob("placement", _just("load_balance", "round_robin"), False, "sm_assignment"),
     Knob("depth", _just(0, 1, 2, 3, 4, 6, 8), True, "pipelining_depth"),
     Knob("pages", _just("graph_color", "linear", "none"), False, "page_allocation"),
-    Knob("threads", _just(*(WARP * (warps + 1) for warps in (4, 8, 12, 16))), True, "threads_per_block, loader included"),
+    Knob(
+        "threads", _just(*(WARP * (warps + 1) for warps in (4, 8, 12, 16))), True, "threads_per_block, loader included"
+    ),
     Knob("smem", _smem, True, "smem_bytes_per_block"),
     Knob("chunk", _chunks, True, "bytes of one weight copy"),
 )

@@ -15,7 +15,7 @@ DEFAULT_TRIALS = 120
 
 @dataclass(frozen=True, slots=True)
 class CampaignSpec:
-    """One search. Budgets: `trials` in all, `time_s` of this run, `until` a floor fraction, `patience` trials without gain.
+    """One search. Budgets: `trials` in all, `time_s` of this run, `until` a floor fraction, `patience` trials in vain.
 
     `name` is None until the campaign is named after what it searches. `fix` pins knobs by name.
     """

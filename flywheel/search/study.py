@@ -23,8 +23,8 @@ FEASIBLE = "feasible"
 class CampaignStudy:
     """Ask for a choice, tell what it cost. Ordered knobs are integer indices into their values.
 
-    A choice without an objective (rejected, incorrect, ...) is told as the worst objective so far that breaks a constraint,
-    so that samplers learn to avoid it without a made-up number; before there is any, it is told as pruned.
+    A choice without an objective (rejected, incorrect, ...) is told as the worst objective so far that breaks a
+    constraint, so that samplers learn to avoid it without a made-up number; before there is any, it is told as pruned.
     """
 
     def __init__(self, space: Space, sampler: str, seed: int, known: Sequence[tuple[Choice, float | None]]) -> None:

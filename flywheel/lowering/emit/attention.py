@@ -88,7 +88,9 @@ def _emit_append(scope: Scope, ops: dict[str, Op], appends: Sequence[Op]) -> lis
         signal = f"{name}.h{head}"
         if len(appends) == 1 and graph.n_kv_heads == 1:
             inputs = (appends[0].inputs[0], *caches)
-            sets.append(TileSet(name, name, _K.KV_APPEND, inputs, caches, signal, (Tile({"pos": pos}, 0, graph.head_dim),)))
+            sets.append(
+                TileSet(name, name, _K.KV_APPEND, inputs, caches, signal, (Tile({"pos": pos}, 0, graph.head_dim),))
+            )
             continue
         builder = RecipeBuilder()
         for index, op in enumerate(appends):
@@ -141,9 +143,7 @@ def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
                    (Tile(params, tile_bytes, flops),))  # fmt: skip
 
 
-def _append(
-    scope: Scope, builder: RecipeBuilder, op: Op, rows: Arg, head: int, out: str | dict[str, int]
-) -> None:
+def _append(scope: Scope, builder: RecipeBuilder, op: Op, rows: Arg, head: int, out: str | dict[str, int]) -> None:
     cache = builder.operand(_cache(op, head))
     width = scope.graph.context * scope.graph.head_dim
     builder.step(_K.KV_APPEND, [rows, cache], width, scope.dtype, {}, out)
@@ -162,9 +162,7 @@ def _attend(scope: Scope, builder: RecipeBuilder, ops: dict[str, Op], head: int,
     return width
 
 
-def _head_value(
-    scope: Scope, builder: RecipeBuilder, ops: dict[str, Op], name: str, head: int, width: int
-) -> Arg:
+def _head_value(scope: Scope, builder: RecipeBuilder, ops: dict[str, Op], name: str, head: int, width: int) -> Arg:
     """The arg that holds one KV head's `width` columns of `name`, computed in the recipe where a fused op makes it."""
     maker = next((op for op in ops.values() if op.output == name), None)
     if maker is None:
