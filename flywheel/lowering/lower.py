@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig, Task, variant_of
+from flywheel.ir.draft import TaskDraft
 from flywheel.lowering.emit import emit_block
 from flywheel.lowering.emit.scope import Scope
 from flywheel.lowering.fusion import plan_fusion
@@ -69,5 +70,6 @@ def _tasks(nodes: Sequence[Node], placed: Sequence[Sequence[int]]) -> tuple[Task
         )  # fmt: skip
         first = len(tasks)
         for number, ((params, nbytes, flops), sm) in enumerate(zip(node.tiles, sms, strict=True), first):
-            append(Task(number, op, inputs, outputs, counter, waits, params, sm, nbytes, flops, label))
+            draft = TaskDraft(number, op, inputs, outputs, counter, waits, params, sm, nbytes, flops, label)
+            append(draft.freeze())
     return tuple(tasks)

@@ -27,8 +27,12 @@ def weight_bytes_read(program: MegakernelProgram) -> int:
     weights = {buffer.id: buffer for buffer in program.buffers if buffer.kind is BufferKind.WEIGHT}
     whole: dict[int, None] = {}
     gathered: dict[int, dict[_IdSource, int]] = {}
+    settled: set[int] = set()  # operand records, which tiles share, whose weights are all in `whole`
     for task in program.tasks:
+        if id(task.inputs) in settled:
+            continue
         if not any(read in weights and read not in whole for read in task.inputs):
+            settled.add(id(task.inputs))
             continue
         for read, ids in _reads(task, buffers):
             if read not in weights:
