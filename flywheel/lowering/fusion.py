@@ -70,8 +70,9 @@ def plan_fusion(graph: Graph, grouping: Sequence[Sequence[str]]) -> tuple[list[G
         for name in names:
             if name not in present:
                 raise ConfigError(f"{where}: {graph.model} has no operation {name!r}")
-            if owner.setdefault(name, index) != index:
+            if name in owner:
                 raise ConfigError(f"{where}: {name!r} is already in fusion_grouping[{owner[name]}]")
+            owner[name] = index
         group = frozenset(names)
         if len(group) > 1 and not any(pattern.admits(group, present) for pattern in PATTERNS.values()):
             raise ConfigError(f"{where}: no kernel fuses {', '.join(names)}; see docs/ir.md for the runs that fuse")
@@ -81,7 +82,7 @@ def plan_fusion(graph: Graph, grouping: Sequence[Sequence[str]]) -> tuple[list[G
 
 def _groups(block: Block, grouping: Sequence[Sequence[str]], owner: dict[str, int]) -> list[Group]:
     """A group stands where its last operation stood."""
-    left = {index: len(set(names) - {COMBINE}) for index, names in enumerate(grouping)}
+    left = {index: len(names) - (COMBINE in names) for index, names in enumerate(grouping)}
     members: dict[int, list[Op]] = {}
     groups = []
     for op in block.ops:

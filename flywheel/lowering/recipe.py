@@ -35,7 +35,7 @@ class RecipeBuilder:
         params: Mapping[str, Any] | None = None,
         out: str | Mapping[str, int] | None = None,
     ) -> Arg:
-        """Append a step with a `[1, width]` result; the arg that reads it. `out` is "final", {"out": k} or new scratch."""
+        """Append a step with a `[1, width]` result; the arg that reads it. `out` is "final", {"out": k} or scratch."""
         self.steps.append(
             {
                 "op": op.name,

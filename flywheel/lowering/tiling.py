@@ -54,14 +54,15 @@ def even_rows(n_out: int, parts: int) -> int:
 def read_tiling(config: ScheduleConfig, graph: Graph, num_sms: int) -> Tiling:
     """Check every key and size of `config.tiling`. Raises ConfigError."""
     blocks = (graph.prologue, graph.layer, graph.epilogue)
-    projections = {op.name for block in blocks for op in block.ops if op.kind is InstructionKind.GEMV_TILE}
+    projections = [op.name for block in blocks for op in block.ops if op.kind is InstructionKind.GEMV_TILE]
     for archetype, sizes in config.tiling.items():
-        family, _, projection = archetype.partition(".")
-        if family not in _SIZES or (projection and (family != "gemv" or projection not in projections)):
-            raise ConfigError(f"tiling.{archetype}: not one of {', '.join(_SIZES)}, gemv.<projection of {graph.model}>")
+        family, dot, projection = archetype.partition(".")
+        if family not in _SIZES or (dot and (family != "gemv" or projection not in projections)):
+            known = ", ".join([*_SIZES, *(f"gemv.{name}" for name in projections)])
+            raise ConfigError(f"tiling: {archetype!r} is not one of {known}")
         for name, size in sizes.items():
             if name != _SIZES[family]:
-                raise ConfigError(f"tiling.{archetype}.{name}: the size of {family} is {_SIZES[family]}")
+                raise ConfigError(f"tiling.{archetype}: {name!r} is not {_SIZES[family]!r}, the only size of {family}")
             quantum = ROW_QUANTUM if family == "gemv" else KV_QUANTUM
             if family != "stream" and (size <= 0 or size % quantum):
                 raise ConfigError(f"tiling.{archetype}.{name}={size} is not a positive multiple of {quantum}")
