@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
+from flywheel.errors import FlywheelError
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.outcome import Crashed
 from flywheel.search.evaluate import Evaluation, Measure, Seen, evaluate
@@ -65,28 +66,25 @@ class InlineEngine:
 class PoolEngine:
     """`jobs` processes.
 
-    A death costs every running evaluation one retry; the second death of a config is its outcome.
+    A death costs every running evaluation one retry; the second death of a config is its outcome. Waiting for an
+    evaluation raises FlywheelError where processes cannot even start.
     """
 
     def __init__(self, bench: Bench, jobs: int) -> None:
         self._bench = bench
         self.width = jobs
-        self._pool = self._start()
-
-    def _start(self) -> ProcessPoolExecutor:
-        context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(self.width, context, initializer=_enter_worker, initargs=(self._bench,))
+        self._pool = _pool(bench, jobs)
 
     def submit(self, config: ScheduleConfig) -> Callable[[], Evaluation]:
         """Starts at once where a process is free."""
-        state = [self._send(config)]
-        return lambda: self._wait(config, state[0])
+        future = self._send(config)
+        return lambda: self._wait(config, future)
 
     def _send(self, config: ScheduleConfig) -> Future[Evaluation]:
         try:
             return self._pool.submit(_evaluate_in_worker, config)
         except BrokenProcessPool:
-            self._pool = self._start()
+            self._pool = _pool(self._bench, self.width)
             return self._pool.submit(_evaluate_in_worker, config)
 
     def _wait(self, config: ScheduleConfig, future: Future[Evaluation]) -> Evaluation:
@@ -94,13 +92,15 @@ class PoolEngine:
             return future.result()
         except BrokenProcessPool:
             pass
-        try:  # alone, so that a second death is this config's own
-            with ProcessPoolExecutor(
-                1, multiprocessing.get_context("spawn"), initializer=_enter_worker, initargs=(self._bench,)
-            ) as lone:
+        with _pool(self._bench, 1) as lone:  # alone, so that a second death is this config's own
+            try:
+                lone.submit(_ready).result()
+            except BrokenProcessPool:
+                raise FlywheelError("worker processes: they die before their first trial") from None
+            try:
                 return lone.submit(_evaluate_in_worker, config).result()
-        except BrokenProcessPool:
-            return Evaluation(Crashed("the evaluating process died twice", transient=False))
+            except BrokenProcessPool:
+                return Evaluation(Crashed("the evaluating process died twice", transient=False))
 
     def __enter__(self) -> Self:
         return self
@@ -109,6 +109,10 @@ class PoolEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _pool(bench: Bench, jobs: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_enter_worker, initargs=(bench,))
 
 
 _bench: Bench
@@ -121,6 +125,10 @@ def _enter_worker(bench: Bench) -> None:
     _bench, _seen = bench, bench.open_seen()
     _ = bench.workload.graph
     gc.freeze()
+
+
+def _ready() -> None:
+    """Returns from a process that has entered."""
 
 
 def _evaluate_in_worker(config: ScheduleConfig) -> Evaluation:

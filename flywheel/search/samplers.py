@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Final
 
 from optuna import samplers
@@ -43,6 +44,10 @@ SAMPLERS: Final[dict[str, Callable[[int], BaseSampler]]] = {
 """Every sampler; `grid` walks the whole space in random order, so pin knobs with it."""
 
 
+_NEEDS: Final = {"gp": ("scipy", "torch"), "cmaes": ("cmaes",)}
+"""What Optuna imports for a sampler, some of it only at the first ask."""
+
+
 def make_sampler(name: str, seed: int, known: int) -> BaseSampler:
     """A sampler for a campaign with `known` trials behind it: a resumed one must not repeat its first draws.
 
@@ -50,10 +55,9 @@ def make_sampler(name: str, seed: int, known: int) -> BaseSampler:
     """
     if name not in SAMPLERS:
         raise UnknownNameError(f"sampler {name!r} is not one of {', '.join(SAMPLERS)}")
+    missing = [module for module in _NEEDS.get(name, ()) if find_spec(module) is None]
+    if missing:
+        raise UsageError(f"sampler {name} needs {' and '.join(missing)}: pip install 'flywheel[samplers]'")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        try:
-            return SAMPLERS[name]((seed * 1_000_003 + known) % 2**32)
-        except ImportError as error:
-            missing = str(error).splitlines()[0]
-            raise UsageError(f"sampler {name}: {missing}; pip install 'flywheel[samplers]'") from None
+        return SAMPLERS[name]((seed * 1_000_003 + known) % 2**32)

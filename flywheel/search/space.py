@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.errors import ConfigError, UsageError
-from flywheel.ir import ScheduleConfig, kernel_variant
+from flywheel.ir import DType, ScheduleConfig, kernel_variant
 from flywheel.ir.variant import MAX_STAGED_BYTES, WARP
 from flywheel.lowering.fusion import PATTERNS
 from flywheel.lowering.tiling import even_rows
@@ -39,13 +39,14 @@ class Dimension:
 
 
 def _rows(projections: Sequence[str], *waves: float) -> Callable[[Workload], list[Value]]:
-    """Tile heights that give each SM about `waves` tiles of the projections together."""
+    """Tile heights that give each SM about `waves` tiles of the projections together, none above the tallest one."""
 
     def values(workload: Workload) -> list[Value]:
         shapes = {op.name: op.inputs[1] for block in _blocks(workload) for op in block.ops if len(op.inputs) > 1}
         tensors = {name: tensor for block in _blocks(workload) for name, tensor in block.tensors.items()}
-        n_out = sum(tensors[shapes[name]].shape[0] for name in projections)
-        return sorted({even_rows(n_out, max(1, round(workload.target.num_sms * wave))) for wave in waves})
+        heights = [tensors[shapes[name]].shape[0] for name in projections]
+        parts = [max(1, round(workload.target.num_sms * wave)) for wave in waves]
+        return sorted({min(even_rows(sum(heights), count), even_rows(max(heights), 1)) for count in parts})
 
     return values
 
@@ -77,7 +78,8 @@ def _chunks(workload: Workload) -> list[Value]:
 def _fits(workload: Workload, smem: int, chunk: int) -> bool:
     graph = workload.graph
     depth = max(op.params.get("K", 0) for block in _blocks(workload) for op in block.ops)
-    staged = min(graph.dtype.nbytes(depth), MAX_STAGED_BYTES)
+    merged = DType.F32.nbytes(graph.n_heads * graph.head_dim)  # o_proj's input, where partials merge in its tiles
+    staged = min(max(graph.dtype.nbytes(depth), merged), MAX_STAGED_BYTES)
     config = ScheduleConfig(tiling={"stream": {"chunk_bytes": chunk}}, smem_bytes_per_block=smem)
     try:
         kernel_variant(config, workload.target, staged)
@@ -230,7 +232,7 @@ def make_space(workload: Workload, fixed: Fixed = MappingProxyType({})) -> Space
         if knob.name in fixed:
             pinned = tuple(value for value in values if str(value) == fixed[knob.name])
             if not pinned:
-                raise UsageError(f"knob {knob.name}={fixed[knob.name]}: not one of {', '.join(map(str, values))}")
+                raise UsageError(f"knob {knob.name}={fixed[knob.name]!r} is not one of {', '.join(map(str, values))}")
             values = pinned
         dimensions.append(Dimension(knob.name, values, knob.ordered))
     return Space(workload, tuple(dimensions))

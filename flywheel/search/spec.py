@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ class CampaignSpec:
             value = getattr(self, option)
             if value is not None and value < least:
                 raise UsageError(f"{option}={value} is less than {least}")
-        if self.time_s is not None and self.time_s <= 0:
-            raise UsageError(f"time={self.time_s} is not positive")
+        if self.time_s is not None and not (self.time_s > 0 and isfinite(self.time_s)):
+            raise UsageError(f"time_s={self.time_s} is not positive and finite")
         if self.until is not None and not 0 < self.until <= 1:
             raise UsageError(f"until={self.until} is not a floor fraction in 0..1")
         if self.measure not in ("auto", "predict", "cuda"):

@@ -62,10 +62,6 @@ class CampaignStudy:
             else:
                 self._study.tell(trial, state=TrialState.PRUNED)
 
-    def forget(self, trial: Trial) -> None:
-        """Drop a trial that was asked for but never evaluated."""
-        self._study.tell(trial, state=TrialState.FAIL)
-
     def _restore(self, choice: Choice, objective: float | None) -> None:
         if objective is not None:
             self._worst = objective if self._worst is None else max(self._worst, objective)
