@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -47,16 +47,19 @@ def list_order_is_topological(tasks: Sequence[Task], produced: dict[int, int]) -
     return True
 
 
-def topological_positions(tasks: Sequence[Task]) -> list[int]:
-    """Positions in an order that respects every wait; tasks on or behind a cycle are missing from it."""
-    producers = producers_by_counter(tasks)
-    unfinished = {counter: len(members) for counter, members in producers.items()}
+def topological_positions(tasks: Sequence[Task]) -> Sequence[int]:
+    """Positions in an order that respects every wait, a `range` where the list is in such an order.
+
+    Tasks on or behind a cycle are missing from it.
+    """
+    unfinished: dict[int, int] = Counter([task.out_counter for task in tasks])
     if list_order_is_topological(tasks, unfinished):
-        return list(range(len(tasks)))
+        return range(len(tasks))
+    producers = unfinished.keys()
     waiting: dict[int, list[int]] = {}
     missing = []
     for index, task in enumerate(tasks):
-        counters = {wait.counter for wait in task.waits} & producers.keys()
+        counters = {wait.counter for wait in task.waits} & producers
         missing.append(len(counters))
         for counter in sorted(counters):
             waiting.setdefault(counter, []).append(index)

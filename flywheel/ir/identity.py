@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Task
@@ -12,48 +14,60 @@ from flywheel.ir.variant import variant_of
 
 
 def program_id(program: MegakernelProgram) -> str:
-    """First 16 hex digits of a SHA-256 over target, kernel variant, buffers, pages and tasks.
+    """First 16 hex digits of a SHA-256 over target, kernel variant, buffers, pages and tasks, by value.
 
-    Equal for two configs that lower to the same program and the same kernel. Raises ConfigError as `variant_of` does.
+    Equal for two configs that lower to the same program and the same kernel, and for a program and its copy from a
+    file. Raises ConfigError as `variant_of` does.
     """
     target, pages = program.target, program.pages
     lines = [
-        f"{program.ir_version} {target.name if target else None} {variant_of(program)!r}",
-        *(f"{b.id} {b.kind:d} {b.dtype:d} {tuple(b.shape)} {b.space:d} {b.source}" for b in program.buffers),
+        f"{program.ir_version} {target.name if target else None!r} {variant_of(program)!r}",
+        *(f"{b.id} {b.kind:d} {b.dtype:d} {tuple(b.shape)} {b.space:d} {b.source!r}" for b in program.buffers),
     ]
     if pages is not None:
         lines.append(repr(sorted(pages.buffer_to_page.items())))
         lines.extend(f"{page.id} {page.space:d} {page.nbytes}" for page in pages.pages)
     lines.extend(_task_lines(program.tasks))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 def _task_lines(tasks: Sequence[Task]) -> Iterator[str]:
-    """One line for all tasks that are neighbours and share everything but id, params and SM: the tiles of a projection."""
-    texts: dict[str, int] = {}  # text of a params record -> its number
-    recipes: dict[int, int] = {}  # identity of a recipe, which tiles share -> number of its text
-    numbers: dict[int, int] = {}  # identity of a params record -> number of its text
-    for own, record in {id(task.params): task.params for task in tasks}.items():
-        plain = dict(record)
-        recipe = plain.pop("recipe", None)
-        if recipe is not None:
-            if id(recipe) not in recipes:
-                recipes[id(recipe)] = texts.setdefault(repr(recipe), len(texts))
-            plain["recipe"] = recipes[id(recipe)]
-        numbers[own] = texts.setdefault(repr(sorted(plain.items())), len(texts))
+    """Tables of distinct params, operands and waits, then a line for each run of tasks that share all but params."""
+    params, texts = _numbered([task.params for task in tasks], _params)
     yield from texts
-    owns = [id(task.params) for task in tasks]
-    keys = [(task.op, id(task.inputs), id(task.outputs), task.out_counter, id(task.waits)) for task in tasks]
+    inputs, texts = _numbered([task.inputs for task in tasks], _ints)
+    yield from texts
+    outputs, texts = _numbered([task.outputs for task in tasks], _ints)
+    yield from texts
+    waits, texts = _numbered([task.waits for task in tasks], _waits)
+    yield from texts
+    ops, counters = [int(task.op) for task in tasks], [task.out_counter for task in tasks]
     first = 0
-    for _, run in groupby(keys):
+    for key, run in groupby(zip(ops, inputs, outputs, counters, waits, strict=True)):
         last = first + sum(1 for _ in run)
         some = tasks[first:last]
-        params = [numbers[own] for own in owns[first:last]]
-        yield f"{_operands(tasks[first])} {[task.id for task in some]} {params} {[task.sm for task in some]}"
+        yield f"{key} {[task.id for task in some]} {params[first:last]} {[task.sm for task in some]}"
         first = last
 
 
-def _operands(task: Task) -> str:
-    waits = ",".join(f"{wait.counter}>={wait.threshold}" for wait in task.waits)
-    inputs, outputs = ",".join(map(str, task.inputs)), ",".join(map(str, task.outputs))
-    return f"{task.op:d} {inputs} {outputs} {task.out_counter} {waits}"
+def _numbered(parts: Sequence[Any], text: Callable[[Any], str]) -> tuple[list[int], list[str]]:
+    """The number of each part and the texts by number; equal parts have one number, shared ones are read once."""
+    texts: dict[str, int] = {}
+    identities = list(map(id, parts))
+    numbers = {
+        identity: texts.setdefault(text(part), len(texts))
+        for identity, part in dict(zip(identities, parts, strict=True)).items()
+    }
+    return list(map(numbers.__getitem__, identities)), list(texts)
+
+
+def _params(params: Any) -> str:
+    return json.dumps(params, sort_keys=True, separators=(",", ":"))
+
+
+def _ints(numbers: Any) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _waits(waits: Any) -> str:
+    return ",".join(f"{wait.counter}>={wait.threshold}" for wait in waits)

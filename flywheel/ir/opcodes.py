@@ -114,4 +114,4 @@ RECIPE_PARAM_FIELDS: Final = MappingProxyType(
 """Params of a recipe's steps, which are compiled into the kernel variant: the struct's, and llama3 RoPE scaling."""
 
 INHERITED_PARAMS: Final = frozenset({"n_off", "N_tile", "pos", "kv_start", "kv_len"})
-"""Params that a recipe's step takes from its task when it does not name them: what changes from tile to tile or token to token."""
+"""Params that a recipe's step takes from its task when it does not name them: what changes by tile or by token."""

@@ -1,106 +1,145 @@
 """Happens-before between tasks, decided on counters.
 
-A task signals one counter, and a wait is a full join, so task `a` happens before task `b` exactly when `b` waits, directly
-or through other producers, on `a`'s counter. The oracle therefore walks counters and *wait classes* (tasks with the same
-set of awaited counters), of which a program has hundreds where it has tens of thousands of tasks. An SM's queue order is
-deliberately not part of the relation.
+A task signals one counter, and a wait is a full join, so task `a` happens before task `b` exactly when `b` waits,
+directly or through other producers, on `a`'s counter. The oracle therefore walks counters and *wait classes* (tasks
+with the same set of awaited counters), of which a program has hundreds where it has tens of thousands of tasks. An SM's
+queue order is deliberately not part of the relation.
 
-Reachability: levels bound the walk, chains (each counter continues the chain of one predecessor) answer most positive
-queries at once, and a depth-first walk decides the rest, so the answer is exact at any size.
+A question is a `Goal`, a set of counters, asked of one wait class after another: chains (each counter continues the
+chain of one predecessor) and the answers already given cut the walk short, levels bound it, and it is otherwise
+exhaustive, so the answer is exact at any size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from flywheel.ir.records import Task
+from flywheel.ir.records import Task, Wait
+
+
+class Goal:
+    """Counters that must all be complete before a task starts. Build it with `HappensBefore.goal`."""
+
+    __slots__ = ("counters", "floor", "known", "needs")
+
+    def __init__(self, counters: tuple[int, ...], needs: dict[int, int], floor: int) -> None:
+        self.counters = counters
+        self.needs = needs  # chain -> rank of the last counter wanted on it
+        self.floor = floor  # lowest level of a wanted counter
+        self.known: dict[int, bool] = {}  # wait class -> answer
 
 
 class HappensBefore:
     """The relation over `tasks`; `order` lists all their positions topologically. Waits must be full joins."""
 
-    __slots__ = ("_answers", "_chain", "_class_counters", "_counter_classes", "_level", "_rank", "wait_class")
+    __slots__ = ("_chain", "_class_counters", "_counter_classes", "_goals", "_level", "_rank", "wait_class")
 
     def __init__(self, tasks: Sequence[Task], order: Sequence[int]) -> None:
-        self.wait_class: list[int] = [0] * len(tasks)
         self._class_counters: list[tuple[int, ...]] = []
-        self._counter_classes: dict[int, set[int]] = {}
+        self._counter_classes: dict[int, list[int]] = {}
         self._level: dict[int, int] = {}
         self._chain: dict[int, int] = {}
         self._rank: dict[int, int] = {}
-        self._answers: dict[tuple[int, int], bool] = {}
-        by_identity: dict[int, int] = {}
-        by_counters: dict[tuple[int, ...], int] = {}
-        class_level: list[int] = []
+        self._goals: dict[int, Goal] = {}
+        identities = [id(task.waits) for task in tasks]
+        signals = dict.fromkeys(zip(identities, [task.out_counter for task in tasks], strict=True))
+        if not isinstance(order, range):
+            signals = dict.fromkeys((identities[index], tasks[index].out_counter) for index in order)
+        by_identity = self._classes(tasks, identities)
+        self.wait_class: list[int] = list(map(by_identity.__getitem__, identities))
         taken: set[int] = set()
-        levels, classes = self._level, self._counter_classes
-        for index in order:
-            task = tasks[index]
-            waits = task.waits
-            group = by_identity.get(id(waits))
-            if group is None:
-                counters = tuple(sorted({wait.counter for wait in waits}))
-                group = by_counters.setdefault(counters, len(self._class_counters))
-                if group == len(self._class_counters):
-                    self._class_counters.append(counters)
-                    class_level.append(1 + max((levels.get(counter, 0) for counter in counters), default=0))
-                by_identity[id(waits)] = group
-            self.wait_class[index] = group
-            counter = task.out_counter
-            groups = classes.get(counter)
-            if groups is None:
-                classes[counter] = {group}
-                levels[counter] = class_level[group]
-                self._extend_chain(counter, group, taken)
-            elif group not in groups:
-                groups.add(group)
-                levels[counter] = max(levels[counter], class_level[group])
+        for identity, counter in signals:
+            self._produce(counter, by_identity[identity], taken)
 
-    def _extend_chain(self, counter: int, group: int, taken: set[int]) -> None:
-        for before in self._class_counters[group]:
+    def _classes(self, tasks: Sequence[Task], identities: list[int]) -> dict[int, int]:
+        """Number the distinct sets of awaited counters; wait class by identity of the waits."""
+        shared: dict[int, Sequence[Wait]] = dict(zip(identities, [task.waits for task in tasks], strict=True))
+        by_counters: dict[tuple[int, ...], int] = {}
+        by_identity = {}
+        for identity, waits in shared.items():
+            counters = (waits[0].counter,) if len(waits) == 1 else tuple(sorted({wait.counter for wait in waits}))
+            group = by_identity[identity] = by_counters.setdefault(counters, len(by_counters))
+            if group == len(self._class_counters):
+                self._class_counters.append(counters)
+        return by_identity
+
+    def _produce(self, counter: int, group: int, taken: set[int]) -> None:
+        """Note that tasks of wait class `group` signal `counter`."""
+        awaited = self._class_counters[group]
+        levels = self._level
+        level = 1 + max([levels.get(before, 0) for before in awaited], default=0)
+        groups = self._counter_classes.get(counter)
+        if groups is not None:
+            if group not in groups:
+                groups.append(group)
+                levels[counter] = max(levels[counter], level)
+            return
+        self._counter_classes[counter] = [group]
+        levels[counter] = level
+        self._chain[counter], self._rank[counter] = counter, 0
+        for before in awaited:
             if before not in taken and before in self._chain:
                 taken.add(before)
                 self._chain[counter], self._rank[counter] = self._chain[before], self._rank[before] + 1
                 return
-        self._chain[counter], self._rank[counter] = counter, 0
-
-    def counter_before(self, counter: int, group: int) -> bool:
-        """Whether every producer of `counter` happens before every task of wait class `group`."""
-        key = (counter, group)
-        answer = self._answers.get(key)
-        if answer is None:
-            answer = self._answers[key] = self._walk(counter, group)
-        return answer
 
     @property
     def depth(self) -> int:
         """Number of levels: the longest chain of counters."""
         return max(self._level.values(), default=0)
 
-    def depth_of(self, counter: int) -> int:
-        """Level of a counter: 1 + the deepest counter that its producers await."""
-        return self._level.get(counter, 0)
+    def goal(self, counters: Collection[int]) -> Goal:
+        """The goal that every producer of `counters` has finished; one object for each single counter."""
+        if len(counters) == 1:
+            (counter,) = counters
+            goal = self._goals.get(counter)
+            if goal is None:
+                needs = {self._chain[counter]: self._rank[counter]}
+                goal = self._goals[counter] = Goal((counter,), needs, self._level[counter])
+            return goal
+        needs = {}
+        for counter in counters:
+            chain, rank = self._chain[counter], self._rank[counter]
+            if needs.get(chain, -1) < rank:
+                needs[chain] = rank
+        return Goal(tuple(counters), needs, min([self._level[counter] for counter in counters], default=0))
+
+    def reached(self, goal: Goal, group: int) -> bool:
+        """Whether every producer of the goal's counters happens before every task of wait class `group`."""
+        answer = goal.known.get(group)
+        if answer is None:
+            awaited = self._class_counters[group]
+            answer = all(counter in awaited for counter in goal.counters) or self._walk(goal, group)
+            goal.known[group] = answer
+        return answer
 
     def before(self, tasks: Sequence[Task], first: int, second: int) -> bool:
         """Whether the task at position `first` happens before the one at `second`."""
-        return self.counter_before(tasks[first].out_counter, self.wait_class[second])
+        return self.reached(self.goal((tasks[first].out_counter,)), self.wait_class[second])
 
-    def _walk(self, counter: int, group: int) -> bool:
-        if counter in self._class_counters[group]:
-            return True
-        chain, rank, level = self._chain.get(counter), self._rank.get(counter, 0), self._level.get(counter, 0)
-        stack, seen, done = list(self._class_counters[group]), set(self._class_counters[group]), {group}
+    def _walk(self, goal: Goal, group: int) -> bool:
+        missing, floor, known = dict(goal.needs), goal.floor, goal.known
+        single = len(missing) == 1
+        stack, done = list(self._class_counters[group]), {group}
+        seen = set(stack)
         while stack:
             current = stack.pop()
-            if current == counter or (self._chain.get(current) == chain and self._rank[current] >= rank):
-                return True
-            if self._level.get(current, 0) <= level:
+            rank = missing.get(self._chain[current])
+            if rank is not None and self._rank[current] >= rank:
+                del missing[self._chain[current]]
+                if not missing:
+                    return True
+            if self._level[current] <= floor:
                 continue
-            for before in self._counter_classes.get(current, ()):
-                if before not in done:
-                    done.add(before)
-                    for awaited in self._class_counters[before]:
-                        if awaited not in seen:
-                            seen.add(awaited)
-                            stack.append(awaited)
+            for before in self._counter_classes[current]:
+                if before in done:
+                    continue
+                done.add(before)
+                answer = known.get(before)
+                if answer:
+                    return True
+                if answer is None or not single:
+                    fresh = [counter for counter in self._class_counters[before] if counter not in seen]
+                    seen.update(fresh)
+                    stack.extend(fresh)
         return False

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from flywheel.errors import ConfigError
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Task
 
+_MOVING = frozenset({"pos", "kv_len"})
+
 
 def at_position(program: MegakernelProgram, pos: int) -> MegakernelProgram:
     """`program`, lowered for a whole context, patched so that its new token stands at `pos`.
 
-    KV windows shrink to the rows up to `pos`; one that starts behind it becomes empty. Raises ConfigError where `pos` is
-    behind the position that the program was lowered for.
+    KV windows shrink to the rows up to `pos`; one that starts behind it becomes empty. Raises ConfigError where `pos`
+    is behind the position that the program was lowered for, and where a recipe fixes a position that must move.
     """
     last = max((task.params["pos"] for task in program.tasks if "pos" in task.params), default=None)
-    if last is None or not 0 <= pos <= last:
+    if last is None:
+        raise ConfigError("program: no task has a param pos, so it stands at no position")
+    if not 0 <= pos <= last:
         raise ConfigError(f"position {pos} is not in 0..{last}, the positions of this program")
-    return replace(program, tasks=tuple(_patched(task, pos) for task in program.tasks))
+    moved: dict[int, Mapping[str, Any]] = {}  # by identity of params: equal layers share them
+    tasks = []
+    for task in program.tasks:
+        identity = id(task.params)
+        if identity not in moved:
+            moved[identity] = _moved(task, pos)
+        params = moved[identity]
+        tasks.append(task if params is task.params else replace(task, params=params))
+    return replace(program, tasks=tuple(tasks))
 
 
-def _patched(task: Task, pos: int) -> Task:
+def _moved(task: Task, pos: int) -> Mapping[str, Any]:
     params = task.params
-    if task.op not in (InstructionKind.KV_APPEND, InstructionKind.ATTENTION_TILE, InstructionKind.FUSED):
-        return task
+    if task.op is InstructionKind.FUSED:
+        for step in params["recipe"]["steps"]:
+            fixed = sorted(_MOVING & step.get("params", {}).keys())
+            if fixed:
+                raise ConfigError(f"task {task.id} ({task.label}): its recipe fixes {fixed[0]}, which must move")
     changed = {}
     if "pos" in params:
         changed["pos"] = pos
     if "kv_len" in params:
-        changed["kv_len"] = min(params["kv_len"], max(0, pos + 1 - params["kv_start"]))
-    return replace(task, params={**params, **changed}) if changed else task
+        changed["kv_len"] = min(params["kv_len"], max(0, pos + 1 - params.get("kv_start", 0)))
+    return {**params, **changed} if changed else params

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
+import marshal
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from enum import IntEnum
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from flywheel.errors import IrFormatError
 from flywheel.ir.config import ScheduleConfig
@@ -18,6 +18,7 @@ from flywheel.ir.dtype import BufferKind, DType, MemSpace
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
+from flywheel.ir.show import one_line, show
 from flywheel.ir.target import GpuTarget
 from flywheel.ir.version import ABI_VERSION, IR_VERSION
 
@@ -48,20 +49,19 @@ def read_text(path: Path) -> str:
         raise IrFormatError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise IrFormatError(f"{path}: not UTF-8 at byte {error.start}") from None
+    except ValueError as error:  # a NUL in the path
+        raise IrFormatError(f"{str(path)!r}: {error}") from None
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` to a temporary file beside `path`, then rename it into place. Raises OSError."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    draft = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with draft.open("x", encoding="utf-8") as file:
             file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(name).chmod(0o666 & ~umask)
-        Path(name).replace(path)
+        draft.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
 
 
@@ -135,14 +135,14 @@ def program_from_dict(data: object) -> MegakernelProgram:
     root = _dict(data, "program")
     version = _str(_get(root, "ir_version", "program"), "ir_version")
     if version.split(".")[0] != IR_VERSION.split(".")[0]:
-        raise IrFormatError(f"ir_version {version[:40]!r}: major version differs from {IR_VERSION}")
+        raise IrFormatError(f"ir_version {show(version)}: major version differs from {IR_VERSION}")
     target, pages, config = root.get("target"), root.get("pages"), root.get("config")
     return MegakernelProgram(
         meta=_dict(root.get("meta", {}), "meta"),
         target=None if target is None else target_from_dict(target),
         buffers=_records(root, "buffers", _buffer),
         counters=_records(root, "counters", _counter),
-        tasks=_records(root, "tasks", _task),
+        tasks=_records(root, "tasks", _Shared().task),
         pages=None if pages is None else _pages(pages),
         config=None if config is None else config_from_dict(config),
         ir_version=version,
@@ -173,7 +173,9 @@ def config_from_dict(data: object) -> ScheduleConfig:
     root = _dict(data, "config")
     default = ScheduleConfig()
     tiling = {
-        op: {name: _int(size, f"config.tiling.{op}.{name}") for name, size in _dict(tiles, f"config.tiling.{op}").items()}
+        op: {
+            name: _int(size, f"config.tiling.{op}.{name}") for name, size in _dict(tiles, f"config.tiling.{op}").items()
+        }
         for op, tiles in _dict(root.get("tiling", {}), "config.tiling").items()
     }
     grouping = tuple(
@@ -196,6 +198,36 @@ def config_from_dict(data: object) -> ScheduleConfig:
         threads_per_block=whole("threads_per_block"),
         smem_bytes_per_block=whole("smem_bytes_per_block"),
     )
+
+
+class _Shared:
+    """Equal operands, waits and recipes of a file as one object: validation decides once for each object."""
+
+    __slots__ = ("_ints", "_recipes", "_waits")
+
+    def __init__(self) -> None:
+        self._ints: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._waits: dict[tuple[Wait, ...], tuple[Wait, ...]] = {}
+        self._recipes: dict[bytes, Any] = {}
+
+    def task(self, data: Mapping[str, Any], where: str) -> Task:
+        """Read a task."""
+        task = _task(data, where)
+        params = task.params
+        if "recipe" in params:
+            try:
+                key = marshal.dumps(params["recipe"], 2)
+            except ValueError:  # nested too deeply, or not from JSON: left alone
+                pass
+            else:
+                params = {**params, "recipe": self._recipes.setdefault(key, params["recipe"])}
+        return replace(
+            task,
+            inputs=self._ints.setdefault(tuple(task.inputs), tuple(task.inputs)),
+            outputs=self._ints.setdefault(tuple(task.outputs), tuple(task.outputs)),
+            waits=self._waits.setdefault(tuple(task.waits), tuple(task.waits)),
+            params=params,
+        )
 
 
 def _buffer(data: Mapping[str, Any], where: str) -> Buffer:
@@ -269,12 +301,12 @@ def _records(root: Mapping[str, Any], name: str, read: Callable[[Mapping[str, An
 
 def _wrong(value: object, wanted: str, where: str, field: str) -> IrFormatError:
     place = f"{where}.{field}" if field else where
-    return IrFormatError(f"{place}: expected {wanted}, got {repr(value)[:60]}")
+    return IrFormatError(one_line(f"{place}: expected {wanted}, got {show(value)}"))
 
 
 def _get(data: Mapping[str, Any], key: str, where: str) -> Any:
     if key not in data:
-        raise IrFormatError(f"{where}: no {key!r}")
+        raise IrFormatError(one_line(f"{where}: no {key!r}"))
     return data[key]
 
 
@@ -285,9 +317,9 @@ def _int(value: object, where: str, field: str = "") -> int:
 
 
 def _number(value: object, where: str, field: str = "") -> float:
-    if type(value) not in (int, float) or not isfinite(value):  # type: ignore[arg-type]
-        raise _wrong(value, "a finite number", where, field)
-    return value  # type: ignore[return-value]
+    if type(value) is int or (type(value) is float and isfinite(value)):
+        return value
+    raise _wrong(value, "a finite number", where, field)
 
 
 def _estimate(value: object, where: str, field: str) -> int:
@@ -315,6 +347,9 @@ def _list(value: object, where: str, field: str = "") -> list[Any]:
 def _dict(value: object, where: str, field: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _wrong(value, "an object", where, field)
+    for key in value:
+        if type(key) is not str:
+            raise _wrong(key, "a string key", where, field)
     return value
 
 
@@ -325,11 +360,9 @@ def _ints(value: object, where: str, field: str) -> tuple[int, ...]:
 def _int_map(value: object, where: str) -> dict[int, int]:
     result = {}
     for key, item in _dict(value, where).items():
-        try:
-            number = int(key)
-        except (TypeError, ValueError):
-            raise _wrong(key, "an integer key", where, "") from None
-        result[number] = _int(item, where, str(key)[:40])
+        if not key.isascii() or not key.isdigit() or len(key) > 19 or str(int(key)) != key:
+            raise _wrong(key, "an integer key", where, "")
+        result[int(key)] = _int(item, where, key)
     return result
 
 

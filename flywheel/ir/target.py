@@ -34,7 +34,10 @@ class GpuTarget:
 
 
 _KIB, _MIB, _GB = 1024, 1024**2, 10**9
-_SMEM_90 = (228 * _KIB, 227 * _KIB)  # sm_90, sm_100: CUDA programming guide, "Technical specifications per compute capability"
+_SMEM_90 = (
+    228 * _KIB,
+    227 * _KIB,
+)  # sm_90, sm_100: CUDA programming guide, "Technical specifications per compute capability"
 _SMEM_80 = (164 * _KIB, 163 * _KIB)
 _SMEM_86 = (100 * _KIB, 99 * _KIB)  # sm_86, sm_89, sm_120
 

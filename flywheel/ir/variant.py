@@ -53,6 +53,7 @@ class KernelVariant:
 def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
     """Bytes of the longest vector that a matrix task keeps in shared memory, at most MAX_STAGED_BYTES."""
     widest, seen = 0, set()
+    bits = {buffer.id: buffer.dtype.bits for buffer in buffers}
     for task in tasks:
         if id(task.params) in seen:
             continue
@@ -60,7 +61,7 @@ def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
         steps = task.params["recipe"]["steps"] if task.op is InstructionKind.FUSED else ()
         depths = [task.params.get("K", 0), *(step.get("params", {}).get("K", 0) for step in steps)]
         if any(depths):
-            element = max(buffers[buffer].dtype.bits for buffer in task.inputs)
+            element = max(bits[buffer] for buffer in task.inputs)
             widest = max(widest, max(depths) * element // 8)
     return min(widest, MAX_STAGED_BYTES)
 
@@ -68,7 +69,7 @@ def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
 def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> KernelVariant:
     """The variant that `config` asks for on `target`, with `staged` bytes of activations kept on chip.
 
-    `smem_bytes_per_block = 0` takes all that the GPU lets a block opt into. Raises ConfigError on a bound that is broken.
+    `smem_bytes_per_block = 0` takes all that the GPU lets a block opt into. Raises ConfigError on a broken bound.
     """
     limit = target.smem_bytes_per_block_optin
     smem = config.smem_bytes_per_block or limit
@@ -98,4 +99,6 @@ def variant_of(program: MegakernelProgram) -> KernelVariant:
     """The variant of a program. Raises ConfigError where it has no target or an impossible config."""
     if program.target is None:
         raise ConfigError("program: no target, so no kernel variant")
-    return kernel_variant(program.config or ScheduleConfig(), program.target, staged_bytes(program.tasks, program.buffers))
+    return kernel_variant(
+        program.config or ScheduleConfig(), program.target, staged_bytes(program.tasks, program.buffers)
+    )

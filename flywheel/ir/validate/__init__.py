@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flywheel.ir.dag import find_cycle, topological_positions
 from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.show import show
 from flywheel.ir.validate.findings import CODES, Finding, Findings, ValidationResult
 from flywheel.ir.validate.liveness import check_queues, check_waits
 from flywheel.ir.validate.memory import check_pages, check_per_sm_buffers
@@ -37,8 +38,7 @@ def _prove(program: MegakernelProgram, findings: Findings, stats: dict[str, int]
         "weight_bytes": program.total_weight_bytes(),
         "scratch_bytes": program.pages.total_scratch_bytes if program.pages else 0,
     }
-    if program.target is not None and program.meta.get("gpu", program.target.name) != program.target.name:
-        findings.warn("gpu-label", f"meta.gpu={program.meta['gpu']!r} is not target.name={program.target.name!r}")
+    _check_gpu_label(program, findings)
     check_tasks(program, findings)
     check_waits(program, findings)
     if findings.errors:
@@ -56,3 +56,10 @@ def _prove(program: MegakernelProgram, findings: Findings, stats: dict[str, int]
     check_races(program, accesses, findings)
     check_per_sm_buffers(program, findings)
     check_pages(program, accesses, findings)
+
+
+def _check_gpu_label(program: MegakernelProgram, findings: Findings) -> None:
+    if program.target is not None and "gpu" in program.meta:
+        label, name = program.meta["gpu"], program.target.name
+        if type(label) is not str or label != name:
+            findings.warn("gpu-label", f"meta.gpu={show(label)} is not target.name={show(name)}")

@@ -1,93 +1,150 @@
-"""Tiles and KV windows stay inside their buffers."""
+"""Tiles, rows and KV windows stay inside their buffers, in a task and in each step of its recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
-from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.access import MATRIX_OPS, tile
+from flywheel.ir.dtype import BufferKind
+from flywheel.ir.opcodes import INHERITED_PARAMS, InstructionKind
 from flywheel.ir.records import Buffer, Task
-from flywheel.ir.validate.findings import Findings
-from flywheel.ir.validate.recipe import Recipe
+from flywheel.ir.validate.recipe import Recipe, Slot, Step
 
-_MATRIX = (InstructionKind.GEMV_TILE, InstructionKind.GEMM_TILE)
-
-Operands = list[Buffer | None]
+Fault = tuple[str, str]
+"""Code and text of a broken bound."""
 
 
-def check_bounds(task: Task, recipe: Recipe | None, buffers: Mapping[int, Buffer], findings: Findings) -> None:
-    """Bounds of a task, and of each step of its recipe whose operands are buffers."""
-    op = task.op
+def bound_faults(
+    task: Task, recipe: Recipe | None, inputs: Sequence[Buffer], outputs: Sequence[Buffer]
+) -> Iterator[Fault]:
+    """Broken bounds of a task whose operands and params are well-formed."""
     if recipe is None:
-        if op in _BOUNDED:
-            inputs: Operands = [buffers[number] for number in task.inputs]
-            _check(task, op, task.params, inputs, buffers[task.outputs[0]], findings)
+        check = _CHECKS.get(task.op)
+        if check is not None:
+            columns = tile(task.params) if task.op in MATRIX_OPS else None
+            yield from check(task.params, inputs, outputs[0], columns)
         return
-    params = task.params
-    end = params["n_off"] + params["N_tile"] if "n_off" in params and "N_tile" in params else None
-    final = buffers[task.outputs[0]]
-    if end is not None and end > final.numel:
-        _too_wide(task, end, final, findings)
+    yield from _recipe_faults(task.params, recipe, inputs, outputs)
+
+
+def _recipe_faults(
+    params: Mapping[str, Any], recipe: Recipe, inputs: Sequence[Buffer], outputs: Sequence[Buffer]
+) -> Iterator[Fault]:
+    inherited = {name: params[name] for name in INHERITED_PARAMS & params.keys()}
+    values: dict[Slot, Buffer] = {("in", number): buffer for number, buffer in enumerate(inputs)}
+    columns = tile(params)
     for step in recipe.steps:
-        if step.op in _BOUNDED:
-            operands = [buffers[task.inputs[number]] if role == "in" else None for role, number in step.args]
-            _check(task, step.op, {**params, **step.params}, operands, None, findings)
+        values[step.out] = step.result
+        if step.out[0] == "out":
+            yield from _output_faults(step, outputs[step.out[1]], columns if step.out[1] == 0 else None)
+        check = _CHECKS.get(step.op)
+        if check is not None:
+            # A matrix step leaves its N_tile columns at the start of its result.
+            own = {**inherited, **step.params}
+            yield from check(own, [values[arg] for arg in step.args], step.result, (0, own.get("N_tile", 0)))
 
 
-def _check(
-    task: Task, op: InstructionKind, params: Mapping[str, Any], inputs: Operands, output: Buffer | None, findings: Findings
-) -> None:
-    if op in _MATRIX:
-        _check_matrix(task, params, inputs, output, findings)
-    elif op is InstructionKind.ATTENTION_TILE:
-        row = params["n_kv_heads"] * params["head_dim"]
-        for cache in inputs[1:3]:
-            if cache is not None and (params["kv_start"] + params["kv_len"]) * row > cache.numel:
-                end = params["kv_start"] + params["kv_len"]
-                _past_cache(task, f"KV window ends at row {end}", cache, findings)
-    elif op is InstructionKind.KV_APPEND:
-        new, cache = inputs
-        if cache is not None:
-            row = cache.numel // cache.shape[0]
-            rows = new.numel // row if new is not None and len(new.shape) > 2 else 1
-            if params["pos"] + rows > cache.shape[0]:
-                _past_cache(task, f"appends {rows} rows at pos={params['pos']}", cache, findings)
-    elif op is InstructionKind.COPY and inputs[0] is not None and "n_off" in params and "N_tile" in params:
-        if params["n_off"] + params["N_tile"] > inputs[0].numel:
-            _too_wide(task, params["n_off"] + params["N_tile"], inputs[0], findings)
+def _output_faults(step: Step, output: Buffer, columns: tuple[int, int] | None) -> Iterator[Fault]:
+    """A recipe's result fills exactly the columns that count as written."""
+    width = step.result.numel
+    if columns is not None and output.kind is not BufferKind.KV_CACHE:
+        if columns[1] > output.numel:
+            yield "tile-bounds", _past(columns[1], output)
+        if width != columns[1] - columns[0]:
+            yield "tile-bounds", f"{step.result.name} makes {width} elements for a tile of {columns[1] - columns[0]}"
+    elif width > output.numel or (width < output.numel and step.op is not InstructionKind.KV_APPEND):
+        yield "tile-bounds", f"{step.result.name} makes {width} elements for the {output.numel} of {_name(output)}"
 
 
-def _check_matrix(
-    task: Task, params: Mapping[str, Any], inputs: Operands, output: Buffer | None, findings: Findings
-) -> None:
+def _matrix(
+    params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, columns: tuple[int, int] | None
+) -> Iterator[Fault]:
     x, weight = inputs[0], inputs[1]
-    bias = inputs[2] if len(inputs) > 2 else None
     depth, end = params["K"], params["n_off"] + params["N_tile"]
-    if weight is not None and len(weight.shape) == 2:
+    if len(weight.shape) == 2:
         if end > weight.shape[0]:
-            _too_wide(task, end, weight, findings)
+            yield "tile-bounds", _past(end, weight)
         if depth > weight.shape[1]:
-            findings.error("tile-bounds", _message(task, f"K={depth} exceeds the {weight.shape[1]} columns", weight), task.id)
-    if x is not None and depth > x.numel:
-        findings.error("tile-bounds", _message(task, f"K={depth} exceeds the {x.numel} elements", x), task.id)
-    if bias is not None and end > bias.numel:
-        _too_wide(task, end, bias, findings)
-    if output is not None:
-        rows = max(1, x.numel // depth) if x is not None else 1
-        if end > output.numel // rows:
-            _too_wide(task, end, output, findings)
+            yield "tile-bounds", f"K={depth} exceeds the {weight.shape[1]} columns of {_name(weight)}"
+    elif end * depth > weight.numel:
+        yield "tile-bounds", f"{end} rows of K={depth} exceed the {weight.numel} elements of {_name(weight)}"
+    if depth > x.numel:
+        yield "tile-bounds", f"K={depth} exceeds the {x.numel} elements of {_name(x)}"
+    if len(inputs) > 2 and end > inputs[2].numel:
+        yield "tile-bounds", _past(end, inputs[2])
+    rows = max(1, x.numel // depth)
+    if columns is not None and columns[1] > output.numel // rows:
+        yield "tile-bounds", _past(columns[1], output)
 
 
-def _too_wide(task: Task, end: int, buffer: Buffer, findings: Findings) -> None:
-    findings.error("tile-bounds", _message(task, f"the tile ends at {end}, past shape {tuple(buffer.shape)}", buffer), task.id)
+def _attention(
+    params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, columns: tuple[int, int] | None
+) -> Iterator[Fault]:
+    width = params["n_heads"] * params["head_dim"]
+    for buffer in (inputs[0], output):
+        if width > buffer.numel:
+            yield "tile-bounds", f"n_heads * head_dim = {width} exceeds the {buffer.numel} elements of {_name(buffer)}"
+    row, end = params["n_kv_heads"] * params["head_dim"], params["kv_start"] + params["kv_len"]
+    for cache in inputs[1:3]:
+        rows, width = _rows(cache, row)
+        if end > rows or width < row:
+            yield "kv-bounds", f"a KV window that ends at row {end} of {row} elements does not fit {_name(cache)}"
 
 
-def _past_cache(task: Task, what: str, cache: Buffer, findings: Findings) -> None:
-    findings.error("kv-bounds", _message(task, f"{what}, past the {cache.shape[0]} rows", cache), task.id)
+def _append(
+    params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, columns: tuple[int, int] | None
+) -> Iterator[Fault]:
+    new, cache = inputs[0], output if output.kind is BufferKind.KV_CACHE else inputs[1]
+    rows, width = _rows(cache, new.numel)
+    if new.numel % width or params["pos"] + new.numel // width > rows:
+        yield "kv-bounds", f"{new.numel} elements at pos={params['pos']} do not fit {_name(cache)}"
 
 
-def _message(task: Task, what: str, buffer: Buffer) -> str:
-    return f"task {task.id} ({task.label}): {what} of buffer {buffer.id} ({buffer.name})"
+def _rows(cache: Buffer, width: int) -> tuple[int, int]:
+    """Rows of a cache [max_seq, ...] and their elements; a flat one is cut into rows of `width`."""
+    if len(cache.shape) == 1:
+        return cache.numel // width, width
+    return cache.shape[0], cache.numel // cache.shape[0]
 
 
-_BOUNDED = frozenset({*_MATRIX, InstructionKind.ATTENTION_TILE, InstructionKind.KV_APPEND, InstructionKind.COPY})
+def _copy(
+    params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, columns: tuple[int, int] | None
+) -> Iterator[Fault]:
+    named = tile(params)
+    if named is not None:
+        if named[1] > inputs[0].numel:
+            yield "tile-bounds", _past(named[1], inputs[0])
+        if named[1] - named[0] > output.numel:
+            yield "tile-bounds", _past(named[1] - named[0], output)
+
+
+def _rows_of_hidden(first: int) -> Callable[..., Iterator[Fault]]:
+    def check(
+        params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, columns: tuple[int, int] | None
+    ) -> Iterator[Fault]:
+        for buffer in (*inputs[first:], output):
+            if params["hidden"] > buffer.numel:
+                yield "tile-bounds", f"hidden={params['hidden']} exceeds the {buffer.numel} elements of {_name(buffer)}"
+
+    return check
+
+
+def _past(end: int, buffer: Buffer) -> str:
+    return f"a tile that ends at {end} reaches past {_name(buffer)}"
+
+
+def _name(buffer: Buffer) -> str:
+    return f"{buffer.name} {list(buffer.shape)}"
+
+
+_CHECKS: Final[Mapping[InstructionKind, Callable[..., Iterator[Fault]]]] = {
+    InstructionKind.GEMV_TILE: _matrix,
+    InstructionKind.GEMM_TILE: _matrix,
+    InstructionKind.ATTENTION_TILE: _attention,
+    InstructionKind.KV_APPEND: _append,
+    InstructionKind.COPY: _copy,
+    InstructionKind.EMBED: _rows_of_hidden(1),
+    InstructionKind.RMSNORM: _rows_of_hidden(0),
+    InstructionKind.LAYERNORM: _rows_of_hidden(0),
+}

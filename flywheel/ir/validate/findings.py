@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
+from flywheel.ir.show import one_line
+
 CODES: Final = MappingProxyType(
     {
         "not-a-program": "the object is not a MegakernelProgram, or a field of it has the wrong type",
@@ -25,6 +27,7 @@ CODES: Final = MappingProxyType(
         "readonly-write": "a task writes a WEIGHT, CONST or IO_INPUT",
         "tile-bounds": "a tile reaches past its buffer",
         "kv-bounds": "a KV window or append reaches past its cache",
+        "kv-target": "a KV_APPEND whose cache operand is not the output that it writes",
         "sm-range": "an SM index outside the target",
         "unsatisfiable-wait": "a threshold that its producers can never reach",
         "partial-join": "a wait for some but not all producers of a counter",
@@ -84,21 +87,28 @@ class ValidationResult:
 class Findings:
     """Collector that the rules write to."""
 
-    __slots__ = ("errors", "strict", "warnings")
+    __slots__ = ("_warned", "errors", "strict", "warnings")
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
         self.errors: list[Finding] = []
         self.warnings: list[Finding] = []
+        self._warned: dict[str, int] = {}
 
     def error(self, code: str, message: str, task: int | None = None) -> None:
         """Record a broken rule."""
-        self.errors.append(Finding(code, message, task))
+        self.errors.append(Finding(code, one_line(message), task))
 
     def warn(self, code: str, message: str, task: int | None = None) -> None:
-        """Record a warning, or an error where strict validation asks for it."""
-        found = self.errors if self.strict and code in STRICT_CODES else self.warnings
-        found.append(Finding(code, message, task))
+        """Record a warning, or an error where strict validation asks for it; only the first MAX_FINDINGS of a code."""
+        self._warned[code] = self._warned.get(code, 0) + 1
+        if self._warned[code] <= MAX_FINDINGS:
+            found = self.errors if self.strict and code in STRICT_CODES else self.warnings
+            found.append(Finding(code, one_line(message), task))
+
+    def enough(self, code: str) -> bool:
+        """Whether warnings of this code are no longer recorded."""
+        return self._warned.get(code, 0) >= MAX_FINDINGS
 
     @property
     def full(self) -> bool:

@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
+from flywheel.ir.firing import stuck_in_queues
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Task
-from flywheel.ir.simulate import stuck_in_queues
 from flywheel.ir.validate.findings import MAX_FINDINGS, Findings
 
 
 def check_waits(program: MegakernelProgram, findings: Findings) -> None:
     """Every wait names a counter and needs exactly all of its producers."""
     known = {counter.id for counter in program.counters}
-    producers: dict[int, int] = {}
-    for task in program.tasks:
-        producers[task.out_counter] = producers.get(task.out_counter, 0) + 1
-    for counter in sorted(producers.keys() - known):
+    producers = Counter([task.out_counter for task in program.tasks])
+    for counter in sorted(producers.keys() - known)[:MAX_FINDINGS]:
         findings.error("unknown-counter", f"counter {counter} is signalled but not declared")
-    good: set[int] = set()
-    for task in program.tasks:
-        if id(task.waits) in good:
-            continue
-        before = len(findings.errors)
+    for task in {id(task.waits): task for task in reversed(program.tasks)}.values():
         for wait in task.waits:
-            _check_wait(task, wait.counter, wait.threshold, producers.get(wait.counter, 0), known, findings)
-        if len(findings.errors) == before:
-            good.add(id(task.waits))
-        elif findings.full:
+            _check_wait(task, wait.counter, wait.threshold, producers[wait.counter], known, findings)
+        if findings.full:
             return
 
 
 def _check_wait(task: Task, counter: int, threshold: int, count: int, known: set[int], findings: Findings) -> None:
+    if threshold == count > 0 and counter in known:
+        return
     where = f"task {task.id} ({task.label}): waits for counter {counter} >= {threshold}"
     if counter not in known:
         findings.error("unknown-counter", f"{where}, which is not declared", task.id)
     elif not 1 <= threshold <= count:
         findings.error("unsatisfiable-wait", f"{where}, which has {count} producers", task.id)
-    elif threshold != count:
+    else:
         findings.error("partial-join", f"{where}, but any of its {count} producers may be the first to signal", task.id)
 
 
 def check_queues(tasks: Sequence[Task], order: Sequence[int], findings: Findings) -> None:
     """Serial SM queues, in list order, all drain. A list that is a topological order always does."""
-    if isinstance(order, list) and order == list(range(len(tasks))):
+    if order == range(len(tasks)):
         return
     for index in stuck_in_queues(tasks)[:MAX_FINDINGS]:
         task = tasks[index]

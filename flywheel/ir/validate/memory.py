@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
+
 from flywheel.ir.dtype import PER_SM_SPACES, BufferKind
+from flywheel.ir.order import Goal
 from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.records import Buffer, Page
 from flywheel.ir.validate.findings import Findings
 from flywheel.ir.validate.races import Accesses
 
@@ -22,11 +27,8 @@ def check_per_sm_buffers(program: MegakernelProgram, findings: Findings) -> None
             continue
         for buffer in private.intersection((*task.inputs, *task.outputs)):
             if owner.setdefault(buffer, task.sm) != task.sm:
-                findings.error(
-                    "per-sm-buffer",
-                    f"task {task.id} ({task.label}): uses on-chip buffer {buffer} of SM {owner[buffer]} from SM {task.sm}",
-                    task.id,
-                )
+                what = f"on-chip buffer {buffer} of SM {owner[buffer]} from SM {task.sm}"
+                findings.error("per-sm-buffer", f"task {task.id} ({task.label}): uses {what}", task.id)
         if findings.full:
             return
 
@@ -35,32 +37,71 @@ def check_pages(program: MegakernelProgram, accesses: Accesses, findings: Findin
     """Pages exist, are large enough, and are reused only after every use of their former buffer."""
     if program.pages is None:
         return
-    buffers = {buffer.id: buffer for buffer in program.buffers}
     pages = {page.id: page for page in program.pages.pages}
     residents: dict[int, list[int]] = {}
     for number, page_number in sorted(program.pages.buffer_to_page.items()):
-        buffer, page = buffers.get(number), pages.get(page_number)
-        if buffer is None or page is None:
-            missing = f"buffer {number}" if buffer is None else f"page {page_number}"
-            findings.error("bad-page", f"buffer {number} -> page {page_number}: no {missing}")
-        elif buffer.kind is not BufferKind.ACTIVATION:
-            findings.error("bad-page", f"buffer {number} ({buffer.name}): a {buffer.kind.name} cannot be paged")
-        elif buffer.nbytes > page.nbytes:
-            findings.error(
-                "bad-page", f"buffer {number} ({buffer.name}): {buffer.nbytes} bytes do not fit page {page.id} of {page.nbytes}"
-            )
-        else:
+        fault = _misfit(number, page_number, accesses.buffers, pages)
+        if fault is not None:
+            findings.error("bad-page", fault)
+            if findings.full:
+                return
+        elif number in accesses.writes:
             residents.setdefault(page_number, []).append(number)
-    for page_number, members in residents.items():
-        _check_page(page_number, members, accesses, findings)
-        if findings.full:
-            return
+    shared = {number for members in residents.values() if len(members) > 1 for number in members}
+    if shared:
+        lives = _Lives(accesses, shared)
+        for page_number, members in residents.items():
+            lives.check_page(page_number, members, findings)
+            if findings.full or findings.enough("page-alias"):
+                return
 
 
-def _check_page(page: int, members: list[int], accesses: Accesses, findings: Findings) -> None:
-    written = sorted((accesses.first_write[buffer], buffer) for buffer in members if buffer in accesses.first_write)
-    for (_, earlier), (_, later) in zip(written, written[1:], strict=False):
-        if not accesses.all_uses_before_writes(earlier, later):
-            findings.warn(
-                "page-alias", f"page {page}: buffer {later} may be written while buffer {earlier} is still in use"
-            )
+def _misfit(number: int, page_number: int, buffers: Mapping[int, Buffer], pages: Mapping[int, Page]) -> str | None:
+    buffer, page = buffers.get(number), pages.get(page_number)
+    if buffer is None or page is None:
+        missing = f"buffer {number}" if buffer is None else f"page {page_number}"
+        return f"buffer {number} -> page {page_number}: no {missing}"
+    if buffer.kind is not BufferKind.ACTIVATION:
+        return f"buffer {number} ({buffer.name}): a {buffer.kind.name} cannot be paged"
+    if buffer.nbytes > page.nbytes:
+        return f"buffer {number} ({buffer.name}): {buffer.nbytes} bytes do not fit page {page.id} of {page.nbytes}"
+    return None
+
+
+class _Lives:
+    """First write, last uses and writers of the buffers that share pages."""
+
+    __slots__ = ("_accesses", "_first_write", "_used", "_writer_classes")
+
+    def __init__(self, accesses: Accesses, shared: set[int]) -> None:
+        self._accesses = accesses
+        tasks, wait_class, ranks = accesses.tasks, accesses.order.wait_class, accesses.ranks
+        signals: dict[int, set[int]] = {number: set() for number in shared}
+        self._first_write: dict[int, int] = {}
+        self._writer_classes: dict[int, set[int]] = {}
+        for number in shared:
+            writers = [index for _, _, index in accesses.writes[number]]
+            self._first_write[number] = min([ranks[index] for index in writers])
+            self._writer_classes[number] = {wait_class[index] for index in writers}
+            signals[number].update([tasks[index].out_counter for index in writers])
+        keys = zip([id(task.inputs) for task in tasks], [task.out_counter for task in tasks], strict=True)
+        for task in dict(zip(keys, tasks, strict=True)).values():
+            for number in shared.intersection(task.inputs):
+                signals[number].add(task.out_counter)
+        self._used: dict[int, Goal] = {number: accesses.order.goal(signals[number]) for number in shared}
+
+    def check_page(self, page: int, members: list[int], findings: Findings) -> None:
+        """Each member, in order of first write, is written only when every task that uses the one before it is done.
+
+        A member's writes are uses too, so what holds for neighbours holds for all.
+        """
+        order = self._accesses.order
+        written = sorted((self._first_write[number], number) for number in members) if len(members) > 1 else []
+        for (_, earlier), (_, later) in pairwise(written):
+            done = self._used[earlier]
+            if not all(order.reached(done, group) for group in self._writer_classes[later]):
+                findings.warn(
+                    "page-alias", f"page {page}: buffer {later} may be written while buffer {earlier} is still in use"
+                )
+                if findings.full or findings.enough("page-alias"):
+                    return

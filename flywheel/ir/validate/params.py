@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.records import Task
+from flywheel.ir.show import show
 from flywheel.ir.validate.findings import Findings
 
 LEAST: Final = MappingProxyType(
@@ -42,36 +43,42 @@ _INT32: Final = 2**31
 def check_params(task: Task, fields: Mapping[str, str], required: Sequence[str], findings: Findings) -> None:
     """Params of a task: required ones present, known ones of the right type and range, unknown ones warned of."""
     where = f"task {task.id} ({task.label})"
+    params = task.params
     for name in required:
-        if name not in task.params:
+        if name not in params:
             findings.error("missing-param", f"{where}: {task.op.name} needs param {name}", task.id)
-    for name, value in task.params.items():
-        if name == "recipe" and task.op is InstructionKind.FUSED:
-            continue
-        if name not in fields:
-            findings.warn("unknown-param", f"{where}: param {name!r:.60} does not reach the device", task.id)
-            continue
-        fault = param_fault(name, value, fields[name])
-        if fault is not None:
-            findings.error("bad-param", f"{where}: {fault}", task.id)
-    heads, kv_heads = task.params.get("n_heads"), task.params.get("n_kv_heads")
-    if type(heads) is int and type(kv_heads) is int and kv_heads > 0 and heads % kv_heads:
-        findings.error("bad-param", f"{where}: n_heads={heads} is not a multiple of n_kv_heads={kv_heads}", task.id)
+    for name, value in params.items():
+        kind = fields.get(name)
+        if kind is not None:
+            fault = param_fault(name, value, kind)
+            if fault is not None:
+                findings.error("bad-param", f"{where}: {fault}", task.id)
+        elif name != "recipe" or task.op is not InstructionKind.FUSED:
+            findings.warn("unknown-param", f"{where}: param {show(name)} does not reach the device", task.id)
+    fault = heads_fault(params)
+    if fault is not None:
+        findings.error("bad-param", f"{where}: {fault}", task.id)
 
 
 def param_fault(name: str, value: Any, kind: str) -> str | None:
     """What is wrong with one param, or None. `kind` is 'i' (int32) or 'f' (real)."""
     if kind == "i":
         if type(value) is not int:
-            return f"{name}={_show(value)} is not an int"
+            return f"{name}={show(value)} is not an int"
         if not -_INT32 <= value < _INT32:
-            return f"{name} does not fit int32"
-    elif type(value) not in (int, float) or not isfinite(value):
-        return f"{name}={_show(value)} is not a finite number"
+            return f"{name}={show(value)} does not fit int32"
+    elif not (type(value) is float and isfinite(value)) and not (type(value) is int and abs(value) < _INT32):
+        return f"{name}={show(value)} is not a finite number"
     if name in LEAST and value < LEAST[name]:
         return f"{name}={value} is less than {LEAST[name]}"
     return None
 
 
-def _show(value: object) -> str:
-    return repr(value)[:40] if value is None or isinstance(value, bool | float | str) else f"a {type(value).__name__}"
+def heads_fault(params: Mapping[str, Any]) -> str | None:
+    """What is wrong with the numbers of heads, or None."""
+    if "n_kv_heads" not in params:
+        return None
+    heads, kv_heads = params.get("n_heads"), params["n_kv_heads"]
+    if type(heads) is int and type(kv_heads) is int and kv_heads > 0 and heads % kv_heads:
+        return f"n_heads={heads} is not a multiple of n_kv_heads={kv_heads}"
+    return None

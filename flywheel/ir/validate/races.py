@@ -1,175 +1,267 @@
 """Race freedom: every write happens before every read of the same columns, and overlapping writes are ordered.
 
-Tasks share operand and wait records, so one decision per (operands, wait class) covers a whole projection; only where such a
-decision fails are single columns compared.
+The writers of any one column must form a chain, so only the last writer of each stretch of columns, its *frontier*, is
+compared with readers. Tasks share operand and wait records: one decision per (operands, wait class) covers a
+projection, and single columns are compared only where such a decision fails.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from flywheel.ir.access import Region, read_regions, written_region
+from flywheel.ir.access import WHOLE, Region, multi_row_buffers, read_regions, tile
 from flywheel.ir.dtype import READONLY_KINDS, BufferKind
-from flywheel.ir.order import HappensBefore
+from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.order import Goal, HappensBefore
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.validate.findings import Findings
 
-WHOLE: Region = (0, 1 << 62)
+Write = tuple[int, int, int]
+"""Start and end of the columns written, and the position of the writer."""
+
+_GEMV, _GEMM, _FUSED = InstructionKind.GEMV_TILE, InstructionKind.GEMM_TILE, InstructionKind.FUSED
+
+
+@dataclass(slots=True)
+class Frontier:
+    """Last writes of a buffer by column, sorted and disjoint. `goal` is that all of them are done."""
+
+    writes: list[Write]
+    goal: Goal
+    gaps: list[Region] = field(default_factory=list)
+
+    def overlapping(self, start: int, end: int) -> list[int]:
+        """Positions of the last writers of columns `start`..`end`."""
+        first = bisect_right(self.writes, start, key=lambda write: write[1])
+        last = bisect_left(self.writes, end, key=lambda write: write[0])
+        return [index for _, _, index in self.writes[first:last]]
+
+
+def _tiled_params(tasks: Sequence[Task]) -> list[Any]:
+    """Params of the tasks whose op writes tiles, None for the others."""
+    return [task.params if (op := task.op) is _GEMV or op is _FUSED or op is _GEMM else None for task in tasks]
 
 
 class Accesses:
     """Who reads and writes what, and in which order. `order` is a topological order of positions."""
 
-    __slots__ = ("_groups", "_users", "first_write", "order", "tasks", "writers")
+    __slots__ = ("buffers", "multi_row", "order", "ranks", "tasks", "writes")
 
     def __init__(self, program: MegakernelProgram, order: Sequence[int]) -> None:
         self.tasks = program.tasks
+        self.buffers: Mapping[int, Buffer] = {buffer.id: buffer for buffer in program.buffers}
         self.order = HappensBefore(self.tasks, order)
-        self.writers: dict[int, list[tuple[int, int, int]]] = {}  # buffer -> (start, end, position), topological
-        self.first_write: dict[int, int] = {}
-        self._groups: dict[int, set[int]] = {}  # buffer -> wait classes of its writers
-        self._users: dict[int, set[int]] = {}  # buffer -> counters that its readers and writers signal
-        caches = {buffer.id for buffer in program.buffers if buffer.kind is BufferKind.KV_CACHE}
-        shared: set[tuple[int, int]] = set()
-        wait_class = self.order.wait_class
-        for rank, index in enumerate(order):
-            task = self.tasks[index]
-            counter = task.out_counter
-            for slot, buffer in enumerate(task.outputs):
-                region = None if slot or buffer in caches else written_region(task)
-                start, end = region or WHOLE
-                if buffer in self.writers:
-                    self.writers[buffer].append((start, end, index))
-                    self._groups[buffer].add(wait_class[index])
-                    self._users[buffer].add(counter)
+        self.ranks: Sequence[int] = _ranks(order)
+        self.multi_row = multi_row_buffers(self.tasks, self.buffers)
+        self.writes: dict[int, list[Write]] = {}
+        self._collect_writes()
+
+    def _collect_writes(self) -> None:
+        regions = {id(None): WHOLE}  # by identity of params: the tiles of equal layers share them
+        writes, buffers, tasks = self.writes, self.buffers, self.tasks
+        for index, outputs, params in zip(
+            range(len(tasks)), [task.outputs for task in tasks], _tiled_params(tasks), strict=True
+        ):
+            identity = id(params)
+            region = regions.get(identity)
+            if region is None:
+                region = regions[identity] = tile(params) or WHOLE
+            start, end = region
+            for number in outputs:
+                if number in writes:
+                    writes[number].append((start, end, index))
                 else:
-                    self.writers[buffer] = [(start, end, index)]
-                    self.first_write[buffer] = rank
-                    self._groups[buffer] = {wait_class[index]}
-                    self._users.setdefault(buffer, set()).add(counter)
-            key = (id(task.inputs), counter)
-            if key not in shared:
-                shared.add(key)
-                for buffer in task.inputs:
-                    self._users.setdefault(buffer, set()).add(counter)
+                    writes[number] = [(start, end, index)]
+                start, end = WHOLE
+        for number, entries in writes.items():
+            if number in self.multi_row or buffers[number].kind is BufferKind.KV_CACHE:
+                writes[number] = [self._widened(number, entry) for entry in entries]
 
-    def all_uses_before_writes(self, earlier: int, later: int) -> bool:
-        """Whether every task that touches buffer `earlier` happens before every writer of buffer `later`."""
-        before = self.order.counter_before
-        return all(before(counter, group) for counter in self._users[earlier] for group in self._groups[later])
+    def _widened(self, number: int, entry: Write) -> Write:
+        """A write of a KV cache, or of a buffer of several rows, whose columns do not count."""
+        op = self.tasks[entry[2]].op
+        return entry if self.multi_row.get(number) and op in (_GEMV, _GEMM) else (*WHOLE, entry[2])
 
-    def written_before(self, buffer: int, group: int) -> bool:
-        """Whether every writer of `buffer` happens before every task of wait class `group`."""
-        counters = {self.tasks[index].out_counter for _, _, index in self.writers[buffer]}
-        return all(self.order.counter_before(counter, group) for counter in counters)
+    def width(self, buffer: Buffer) -> int:
+        """Columns of a buffer, as its writers count them."""
+        return buffer.numel // (self.multi_row.get(buffer.id) or 1)
+
+    def read(self, index: int, operand: int) -> list[Region] | None:
+        """Columns of an operand that a task reads, None for all of them."""
+        task = self.tasks[index]
+        return None if task.inputs[operand] in self.multi_row else read_regions(task, operand)
 
 
 def check_races(program: MegakernelProgram, accesses: Accesses, findings: Findings) -> None:
-    """Order of writes, order of reads, and outputs that nothing writes."""
-    buffers = {buffer.id: buffer for buffer in program.buffers}
-    disjoint = set()
-    for number, writers in accesses.writers.items():
-        writers.sort()
-        if _check_writes(buffers[number], writers, accesses, findings):
-            disjoint.add(number)
+    """Order of writes, order of reads, columns and outputs that nothing writes."""
+    frontiers: dict[int, Frontier] = {}
+    for number, writes in accesses.writes.items():
+        frontiers[number] = _frontier(accesses.buffers[number], writes, accesses, findings)
         if findings.full:
             return
-    transient = {b.id: b for b in program.buffers if b.kind not in READONLY_KINDS}
+    _check_outputs(program.buffers, frontiers, findings)
     wait_class = accesses.order.wait_class
-    safe: set[tuple[int, int]] = set()
-    settled: dict[tuple[int, int], bool] = {}
-    for index, task in enumerate(accesses.tasks):
-        group = wait_class[index]
-        if (id(task.inputs), group) in safe:
-            continue
-        clean = True
-        for operand, number in enumerate(task.inputs):
-            buffer = transient.get(number)
-            if buffer is None:
-                continue
-            if number in accesses.writers:
-                key = (number, group)
-                if key not in settled:
-                    settled[key] = accesses.written_before(number, group)
-                if settled[key]:
-                    continue
-            elif buffer.kind is BufferKind.KV_CACHE:
-                continue
-            clean = False
-            _check_read(index, operand, buffer, accesses, number in disjoint, findings)
-        if clean:
-            safe.add((id(task.inputs), group))
-        elif findings.full:
-            return
-    for buffer in program.buffers:
-        if buffer.kind is BufferKind.IO_OUTPUT and buffer.id not in accesses.writers:
-            findings.error("missing-output", f"buffer {buffer.id} ({buffer.name}): nothing writes this output")
-
-
-def _check_read(
-    index: int, operand: int, buffer: Buffer, accesses: Accesses, disjoint: bool, findings: Findings
-) -> None:
-    task, writers = accesses.tasks[index], accesses.writers.get(buffer.id, [])
-    name = f"task {task.id} ({task.label}): reads buffer {buffer.id} ({buffer.name})"
-    others = any(writer != index for _, _, writer in writers)
-    if not others:
-        if buffer.kind is not BufferKind.KV_CACHE:
-            findings.error("unwritten-read", f"{name}, which no other task writes", task.id)
+    keys = list(zip([id(task.inputs) for task in accesses.tasks], wait_class, strict=True))
+    doubtful = {
+        key
+        for key, task in dict(zip(keys, accesses.tasks, strict=True)).items()
+        if not _all_settled(task, key[1], accesses, frontiers)
+    }
+    if not doubtful:
         return
-    for start, end in read_regions(task, operand) or [WHOLE]:
-        for writer in _overlapping(writers, start, end, disjoint):
-            if writer != index and not accesses.order.before(accesses.tasks, writer, index):
-                other = accesses.tasks[writer]
-                findings.error("race-read", f"{name}, not ordered after task {other.id} ({other.label})", task.id)
+    for index, key in enumerate(keys):
+        if key in doubtful:
+            _check_reads(index, accesses, frontiers, findings)
+            if findings.full:
                 return
 
 
-def _overlapping(writers: list[tuple[int, int, int]], start: int, end: int, disjoint: bool) -> list[int]:
-    """Positions of the writers whose columns meet `start`..`end`; `writers` is sorted."""
-    last = bisect_right(writers, end - 1, key=lambda writer: writer[0])
-    first = max(0, bisect_right(writers, start, key=lambda writer: writer[0]) - 1) if disjoint else 0
-    return [index for _, upper, index in writers[first:last] if upper > start]
+def _check_outputs(buffers: Sequence[Buffer], frontiers: Mapping[int, Frontier], findings: Findings) -> None:
+    for buffer in buffers:
+        if buffer.kind is BufferKind.IO_OUTPUT:
+            if buffer.id not in frontiers:
+                findings.error("missing-output", f"buffer {buffer.id} ({buffer.name}): nothing writes this output")
+            elif frontiers[buffer.id].gaps:
+                _report_gap(buffer, frontiers[buffer.id].gaps[0], None, findings)
 
 
-def _check_writes(
-    buffer: Buffer, writers: list[tuple[int, int, int]], accesses: Accesses, findings: Findings
-) -> bool:
-    """Check that overlapping writers are ordered; True where no two overlap. `writers` is sorted."""
-    edge, gap = 0, False
-    disjoint = True
-    for start, end, _ in writers:
-        disjoint = disjoint and start >= edge
-        gap = gap or start > edge
-        edge = max(edge, end)
-    if edge != WHOLE[1] and (gap or edge not in (buffer.shape[-1], buffer.numel, buffer.numel // buffer.shape[0])):
-        findings.warn("partial-write", f"buffer {buffer.id} ({buffer.name}): some columns are never written")
-    if not disjoint and not _is_chain(writers, accesses):
-        _check_pairs(buffer, writers, accesses, findings)
-    return disjoint
+def _all_settled(task: Task, group: int, accesses: Accesses, frontiers: Mapping[int, Frontier]) -> bool:
+    """Whether all that the task reads is written, completely, before any task of wait class `group` starts."""
+    for number in task.inputs:
+        kind = accesses.buffers[number].kind
+        if kind in READONLY_KINDS:
+            continue
+        frontier = frontiers.get(number)
+        if frontier is None:
+            if kind is not BufferKind.KV_CACHE:
+                return False
+        elif frontier.gaps or not accesses.order.reached(frontier.goal, group):
+            return False
+    return True
 
 
-def _is_chain(writers: list[tuple[int, int, int]], accesses: Accesses) -> bool:
-    """Whether all writers are totally ordered, whatever they overlap."""
-    tasks, order = accesses.tasks, accesses.order
-    line = sorted((order.depth_of(tasks[index].out_counter), index) for _, _, index in writers)
-    return all(order.before(tasks, first, second) for (_, first), (_, second) in zip(line, line[1:], strict=False))
+def _check_reads(index: int, accesses: Accesses, frontiers: Mapping[int, Frontier], findings: Findings) -> None:
+    """Every read of one task, column by column."""
+    group = accesses.order.wait_class[index]
+    for operand, number in enumerate(accesses.tasks[index].inputs):
+        buffer = accesses.buffers[number]
+        if buffer.kind in READONLY_KINDS:
+            continue
+        writes = accesses.writes.get(number, [])
+        if not writes or (len(writes) == 1 and writes[0][2] == index):
+            if buffer.kind is not BufferKind.KV_CACHE:
+                findings.error(
+                    "unwritten-read",
+                    f"{_reads(accesses, index, buffer)}, which no other task writes",
+                    _id(accesses, index),
+                )
+            continue
+        frontier = frontiers[number]
+        if frontier.gaps or not accesses.order.reached(frontier.goal, group):
+            _check_columns(index, accesses.read(index, operand), buffer, frontier, accesses, findings)
 
 
-def _check_pairs(
-    buffer: Buffer, writers: list[tuple[int, int, int]], accesses: Accesses, findings: Findings
+def _check_columns(
+    index: int,
+    regions: list[Region] | None,
+    buffer: Buffer,
+    frontier: Frontier,
+    accesses: Accesses,
+    findings: Findings,
 ) -> None:
     tasks, order = accesses.tasks, accesses.order
-    active: list[tuple[int, int]] = []
-    for start, end, index in writers:
-        active = [(upper, other) for upper, other in active if upper > start]
-        for _, other in active:
-            if not (order.before(tasks, other, index) or order.before(tasks, index, other)):
+    for start, end in regions or [WHOLE]:
+        gap = next((gap for gap in frontier.gaps if gap[0] < end and start < gap[1]), None)
+        if gap is not None:
+            _report_gap(buffer, gap, tasks[index], findings)
+        for writer in frontier.overlapping(start, end):
+            if writer != index and not order.before(tasks, writer, index):
+                other = f"task {tasks[writer].id} ({tasks[writer].label})"
+                text = f"{_reads(accesses, index, buffer)}, not ordered after {other}"
+                findings.error("race-read", text, tasks[index].id)
+                return
+
+
+def _frontier(buffer: Buffer, writes: list[Write], accesses: Accesses, findings: Findings) -> Frontier:
+    """The last write of each column; overlapping writes that are in no order are errors."""
+    last = writes
+    if len(writes) > 1:
+        last = sorted(writes)
+        if any(map(_overlap, last, last[1:])):
+            last = _sweep(buffer, sorted(writes, key=lambda write: accesses.ranks[write[2]]), accesses, findings)
+    tasks = accesses.tasks
+    goal = accesses.order.goal({tasks[index].out_counter for _, _, index in last})
+    return Frontier(last, goal, _gaps(last, accesses.width(buffer)))
+
+
+def _overlap(first: Write, second: Write) -> bool:
+    return second[0] < first[1]
+
+
+def _gaps(writes: list[Write], width: int) -> list[Region]:
+    gaps, edge = [], 0
+    if writes[0][:2] == WHOLE:
+        return []
+    for start, end, _ in writes:
+        if start > edge:
+            gaps.append((edge, start))
+        edge = end
+    if edge < width:
+        gaps.append((edge, width))
+    return gaps
+
+
+def _sweep(buffer: Buffer, writes: list[Write], accesses: Accesses, findings: Findings) -> list[Write]:
+    """Lay `writes`, in topological order, over one another, each after all that it covers."""
+    tasks, order = accesses.tasks, accesses.order
+    top: list[Write] = []
+    for start, end, index in writes:
+        first = bisect_right(top, start, key=lambda write: write[1])
+        last = bisect_left(top, end, key=lambda write: write[0])
+        for other in {covered for _, _, covered in top[first:last]}:
+            if not order.before(tasks, other, index):
                 _report_pair(buffer, tasks[other], tasks[index], findings)
                 if findings.full:
-                    return
-        active.append((end, index))
+                    return top
+        pieces = [(start, end, index)]
+        if first < last and top[first][0] < start:
+            pieces.insert(0, (top[first][0], start, top[first][2]))
+        if first < last and top[last - 1][1] > end:
+            pieces.append((end, top[last - 1][1], top[last - 1][2]))
+        top[first:last] = pieces
+    return top
+
+
+def _reads(accesses: Accesses, index: int, buffer: Buffer) -> str:
+    task = accesses.tasks[index]
+    return f"task {task.id} ({task.label}): reads buffer {buffer.id} ({buffer.name})"
+
+
+def _id(accesses: Accesses, index: int) -> int:
+    return accesses.tasks[index].id
+
+
+def _ranks(order: Sequence[int]) -> Sequence[int]:
+    """Rank of each position in `order`."""
+    if isinstance(order, range):
+        return order
+    ranks = [0] * len(order)
+    for rank, index in enumerate(order):
+        ranks[index] = rank
+    return ranks
+
+
+def _report_gap(buffer: Buffer, gap: Region, reader: Task | None, findings: Findings) -> None:
+    who = "the host" if reader is None else f"task {reader.id} ({reader.label})"
+    findings.warn(
+        "partial-write",
+        f"buffer {buffer.id} ({buffer.name}): {who} reads columns {gap[0]}..{gap[1]}, which nothing writes",
+        None if reader is None else reader.id,
+    )
 
 
 def _report_pair(buffer: Buffer, first: Task, second: Task, findings: Findings) -> None:

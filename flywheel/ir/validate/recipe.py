@@ -4,29 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Final
 
-from flywheel.ir.dtype import DType
+from flywheel.ir.dtype import BufferKind, DType, MemSpace
 from flywheel.ir.opcodes import INHERITED_PARAMS, OP_REGISTRY, RECIPE_PARAM_FIELDS, InstructionKind
-from flywheel.ir.records import Task
+from flywheel.ir.records import Buffer, Task
+from flywheel.ir.show import show
 from flywheel.ir.validate.findings import Findings
-from flywheel.ir.validate.params import param_fault
+from flywheel.ir.validate.params import heads_fault, param_fault
 from flywheel.ir.version import ABI_MAX_RANK
 
 MAX_STEPS: Final = 64
+MAX_SLOT: Final = 1024
 
 NOT_PRIMITIVE: Final = frozenset({InstructionKind.FUSED, InstructionKind.NOP, InstructionKind.ALLREDUCE_SHARD})
+
+Slot = tuple[str, int]
+"""An operand or result: ("in", k), ("s", j) or ("out", k)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One checked step: the op, its operands (`("in", k)` or `("s", j)`), its own params and the size of its result."""
+    """One checked step: the op, its operands, its own params, where its result goes and what that looks like."""
 
     op: InstructionKind
-    args: tuple[tuple[str, int], ...]
+    args: tuple[Slot, ...]
     params: Mapping[str, Any]
-    out: tuple[str, int]
-    numel: int
+    out: Slot
+    result: Buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +44,30 @@ class Recipe:
     n_outputs: int
     inherits: frozenset[str]
 
-    def check_task(self, task: Task, findings: Findings) -> None:
-        """The task gives the recipe the operands and params that it uses."""
+    def check_task(self, task: Task, findings: Findings) -> bool:
+        """Whether the task gives the recipe the operands and params that it uses."""
         where = f"task {task.id} ({task.label})"
-        if self.n_inputs > len(task.inputs):
-            findings.error("bad-recipe", f"{where}: recipe uses input {self.n_inputs - 1} of {len(task.inputs)}", task.id)
-        if self.n_outputs != len(task.outputs):
-            findings.error(
-                "bad-recipe", f"{where}: recipe writes {self.n_outputs} outputs of {len(task.outputs)}", task.id
-            )
-        for name in sorted(self.inherits - task.params.keys()):
-            findings.error("missing-param", f"{where}: a step of the recipe needs param {name}", task.id)
+        before = len(findings.errors)
+        n_inputs, n_outputs = len(task.inputs), len(task.outputs)
+        if self.n_inputs > n_inputs:
+            findings.error("bad-recipe", f"{where}: recipe uses input {self.n_inputs - 1} of {n_inputs}", task.id)
+        if self.n_outputs != n_outputs:
+            findings.error("bad-recipe", f"{where}: recipe writes {self.n_outputs} outputs of {n_outputs}", task.id)
+        if not self.inherits <= task.params.keys():
+            missing = ", ".join(sorted(self.inherits - task.params.keys()))
+            findings.error("missing-param", f"{where}: a step of the recipe needs param {missing}", task.id)
+        if len(findings.errors) > before:
+            return False
+        for index, step in enumerate(self.steps):
+            if step.op is InstructionKind.KV_APPEND and not _appends_in_place(step, task):
+                text = f"recipe: step {index}: KV_APPEND must write the output that is its cache operand"
+                findings.error("kv-target", f"{where}: {text}", task.id)
+        return len(findings.errors) == before
+
+
+def _appends_in_place(step: Step, task: Task) -> bool:
+    (role, source), (kind, target) = step.args[1], step.out
+    return role == "in" and kind == "out" and task.inputs[source] == task.outputs[target]
 
 
 class _Fault(Exception):
@@ -58,7 +77,7 @@ class _Fault(Exception):
 def read_recipe(task: Task, data: object, findings: Findings) -> Recipe | None:
     """The recipe, or None where it is malformed."""
     try:
-        steps = _field(_mapping(data, "recipe"), "steps", list | tuple)
+        steps = _list(_mapping(data, "recipe"), "steps", "recipe")
         if not 1 <= len(steps) <= MAX_STEPS:
             raise _Fault(f"{len(steps)} steps, not 1..{MAX_STEPS}")
         return _read_steps(steps)
@@ -76,52 +95,59 @@ def _read_steps(items: Any) -> Recipe:
     for index, item in enumerate(items):
         step = _read_step(_mapping(item, f"step {index}"), f"step {index}", scratch)
         kind, slot = step.out
-        if slot in (outputs if kind == "out" else scratch):
+        written = outputs if kind == "out" else scratch
+        if slot in written:
             raise _Fault(f"step {index}: writes {kind} {slot} again")
-        (outputs if kind == "out" else scratch).add(slot)
-        inherits |= {
-            name
-            for name in OP_REGISTRY[step.op].required_params
-            if name in INHERITED_PARAMS and name not in step.params
-        }
+        written.add(slot)
+        inherits |= INHERITED_PARAMS.intersection(OP_REGISTRY[step.op].required_params) - step.params.keys()
         n_inputs = max([n_inputs, *(number + 1 for role, number in step.args if role == "in")])
         steps.append(step)
     if outputs != set(range(len(outputs))) or not outputs:
-        raise _Fault(f"writes outputs {sorted(outputs)}; 'final' and then every next one must be written")
+        raise _Fault(f"writes outputs {show(sorted(outputs))}; 'final' and then every next one must be written")
     return Recipe(tuple(steps), n_inputs, len(outputs), frozenset(inherits))
 
 
 def _read_step(item: Mapping[str, Any], where: str, scratch: set[int]) -> Step:
-    name = _field(item, "op", str, where)
+    name = _text(item, "op", where)
     op = InstructionKind.__members__.get(name)
     if op is None or op in NOT_PRIMITIVE:
-        raise _Fault(f"{where}: op {name[:40]!r} is not a primitive operation")
+        raise _Fault(f"{where}: op {show(name)} is not a primitive operation")
     spec = OP_REGISTRY[op]
-    args = tuple(_operand(arg, where, scratch) for arg in _field(item, "args", list | tuple, where))
+    args = tuple(_operand(arg, where, scratch) for arg in _list(item, "args", where))
     if not spec.min_inputs <= len(args) <= spec.max_inputs:
         raise _Fault(f"{where}: {name} has {len(args)} args, not {spec.min_inputs}..{spec.max_inputs}")
     params = _mapping(item.get("params", {}), f"{where}: params")
+    _check_params(params, f"{where}: {name}", spec.required_params)
+    dtype = DType.__members__.get(_text(item, "out_dtype", where))
+    if dtype is None:
+        raise _Fault(f"{where}: out_dtype {show(item['out_dtype'])} is not a DType")
+    shape = _list(item, "out_shape", where)
+    if not 1 <= len(shape) <= ABI_MAX_RANK or not all(type(dim) is int and 0 < dim < 2**31 for dim in shape):
+        raise _Fault(f"{where}: out_shape {show(shape)} is not 1..{ABI_MAX_RANK} positive ints")
+    if prod(shape) > 2**60:
+        raise _Fault(f"{where}: out_shape {show(shape)} holds more than 2^60 elements")
+    out = _target(item.get("out"), where)
+    result = Buffer(out[1], f"recipe {where}", BufferKind.ACTIVATION, dtype, tuple(shape), MemSpace.REGISTER)
+    return Step(op, args, params, out, result)
+
+
+def _check_params(params: Mapping[str, Any], where: str, required: tuple[str, ...]) -> None:
     for key, value in params.items():
-        fault = param_fault(key, value, RECIPE_PARAM_FIELDS[key]) if key in RECIPE_PARAM_FIELDS else f"{key!r:.40}: unknown"
+        kind = RECIPE_PARAM_FIELDS.get(key)
+        fault = f"{show(key)}: unknown" if kind is None else param_fault(key, value, kind)
         if fault is not None:
             raise _Fault(f"{where}: param {fault}")
-    for key in spec.required_params:
+    fault = heads_fault(params)
+    if fault is not None:
+        raise _Fault(f"{where}: {fault}")
+    for key in required:
         if key not in params and key not in INHERITED_PARAMS:
-            raise _Fault(f"{where}: {name} needs param {key}")
-    if _field(item, "out_dtype", str, where) not in DType.__members__:
-        raise _Fault(f"{where}: out_dtype {item['out_dtype'][:40]!r} is not a DType")
-    numel = 1
-    shape = _field(item, "out_shape", list | tuple, where)
-    if not 1 <= len(shape) <= ABI_MAX_RANK or not all(type(dim) is int and dim > 0 for dim in shape):
-        raise _Fault(f"{where}: out_shape is not 1..{ABI_MAX_RANK} positive ints")
-    for dim in shape:
-        numel *= dim
-    return Step(op, args, params, _target(item.get("out"), where), numel)
+            raise _Fault(f"{where}: needs param {key}")
 
 
-def _operand(arg: object, where: str, scratch: set[int]) -> tuple[str, int]:
+def _operand(arg: object, where: str, scratch: set[int]) -> Slot:
     pairs = list(_mapping(arg, f"{where}: arg").items())
-    if len(pairs) != 1 or pairs[0][0] not in ("in", "s") or type(pairs[0][1]) is not int or pairs[0][1] < 0:
+    if len(pairs) != 1 or pairs[0][0] not in ("in", "s") or not _slot(pairs[0][1]):
         raise _Fault(f'{where}: an arg is {{"in": k}} or {{"s": j}}')
     role, number = pairs[0]
     if role == "s" and number not in scratch:
@@ -129,24 +155,37 @@ def _operand(arg: object, where: str, scratch: set[int]) -> tuple[str, int]:
     return role, number
 
 
-def _target(out: object, where: str) -> tuple[str, int]:
-    if out == "final":
+def _target(out: object, where: str) -> Slot:
+    if type(out) is str and out == "final":
         return "out", 0
-    if type(out) is int and out >= 0:
-        return "s", out
-    if isinstance(out, Mapping) and list(out) == ["out"] and type(out["out"]) is int and out["out"] >= 0:
-        return "out", out["out"]
+    if _slot(out):
+        return "s", out  # type: ignore[return-value]
+    if type(out) is dict:
+        pairs = list(_mapping(out, f"{where}: out").items())
+        if len(pairs) == 1 and pairs[0][0] == "out" and _slot(pairs[0][1]):
+            return "out", pairs[0][1]
     raise _Fault(f'{where}: out is a scratch number, "final" or {{"out": k}}')
 
 
+def _slot(value: object) -> bool:
+    return type(value) is int and 0 <= value < MAX_SLOT
+
+
 def _mapping(value: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping) or not all(type(key) is str for key in value):
+    if type(value) is not dict or not set(map(type, value)) <= {str}:
         raise _Fault(f"{where}: expected an object")
     return value
 
 
-def _field(item: Mapping[str, Any], name: str, kind: Any, where: str = "recipe") -> Any:
+def _list(item: Mapping[str, Any], name: str, where: str) -> list[Any] | tuple[Any, ...]:
     value = item.get(name)
-    if not isinstance(value, kind):
-        raise _Fault(f"{where}: {name} is missing or of the wrong type")
+    if type(value) is not list and type(value) is not tuple:
+        raise _Fault(f"{where}: {name} is missing or not a list")
+    return value
+
+
+def _text(item: Mapping[str, Any], name: str, where: str) -> str:
+    value = item.get(name)
+    if type(value) is not str:
+        raise _Fault(f"{where}: {name} is missing or not a string")
     return value

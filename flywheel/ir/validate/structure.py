@@ -1,151 +1,286 @@
-"""Types, ids and references. After this pass every field has the type that its annotation says."""
+"""Types, ids and references. After this pass every field has the type that its annotation says, and no surprises.
+
+Only plain types count: a subclass of dict, list, int or a record could run code of its own when looked at.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from math import isfinite
-from typing import Any
+from math import isfinite, prod
+from operator import attrgetter
+from typing import Any, Final
 
 from flywheel.ir.config import ScheduleConfig
 from flywheel.ir.dtype import BufferKind, DType, MemSpace
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
+from flywheel.ir.show import show
 from flywheel.ir.target import GpuTarget
-from flywheel.ir.validate.findings import MAX_FINDINGS, Findings
+from flywheel.ir.validate.findings import Findings
 from flywheel.ir.version import ABI_MAX_RANK
+
+INT32: Final = 2**31
+INT64: Final = 2**63
+MAX_NUMEL: Final = 2**60
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one field of a record may hold: exact types, a range of numbers, and a check of each distinct object."""
+
+    field: str
+    types: frozenset[type]
+    wanted: str
+    code: str = "not-a-program"
+    low: int | None = None
+    high: int = INT64 - 1
+    each: Callable[[Any], bool] | None = None
+
+    def accepts(self, value: Any) -> bool:
+        """Whether one value keeps the rule."""
+        return self.accepts_all([value])
+
+    def accepts_all(self, column: Sequence[Any]) -> bool:
+        """Whether all values keep the rule; quick where many are one object."""
+        found = set(map(type, column))
+        if not found <= self.types:
+            return False
+        if self.low is not None:
+            numbers = [value for value in column if value is not None] if _NONE in found else column
+            if numbers and not (self.low <= min(numbers) and max(numbers) <= self.high):
+                return False
+        return self.each is None or all(map(self.each, dict(zip(map(id, column), column, strict=True)).values()))
 
 
 def check_structure(program: object, findings: Findings) -> bool:
     """Whether the later passes may rely on the types of `program`."""
-    if not isinstance(program, MegakernelProgram):
-        findings.error("not-a-program", f"expected a MegakernelProgram, got {type(program).__name__}")
+    if type(program) is not MegakernelProgram or not _complete(program, MegakernelProgram):
+        findings.error("not-a-program", f"expected a complete MegakernelProgram, got {show(program)}")
         return False
-    for name, kind in (("buffers", Buffer), ("counters", Counter), ("tasks", Task)):
-        if not _records(getattr(program, name), kind, name, findings):
-            return False
-    _header(program, findings)
-    for buffer in program.buffers:
-        _buffer(buffer, findings)
-    for counter in program.counters:
-        if not _whole(counter.init) or counter.init != 0:
-            findings.error("counter-init", f"counter {counter.id}: init={_show(counter.init)} is not 0")
-    for task in program.tasks:
-        _task(task, findings)
-        if findings.full:
-            break
+    tables: list[tuple[str, object, type]] = [
+        ("buffer", program.buffers, Buffer),
+        ("counter", program.counters, Counter),
+        ("task", program.tasks, Task),
+    ]
+    if _header(program, findings) and program.pages is not None:
+        tables.append(("page", program.pages.pages, Page))
+    for name, records, kind in tables:
+        if _records(name, records, kind, findings):
+            for rule in RULES[kind]:
+                _check_field(name, records, rule, findings)  # type: ignore[arg-type]
     if not findings.errors:
-        for name, records in (("buffer", program.buffers), ("counter", program.counters), ("task", program.tasks)):
-            _ids(name, records, findings)
-    if not findings.errors and program.pages is not None:
-        _ids("page", program.pages.pages, findings)
+        for name, records, _ in tables:
+            _unique(name, records, findings)  # type: ignore[arg-type]
     return not findings.errors
 
 
-def _header(program: MegakernelProgram, findings: Findings) -> None:
-    if not isinstance(program.meta, Mapping):
-        findings.error("not-a-program", f"meta: expected an object, got {_show(program.meta)}")
-    if program.config is not None and not isinstance(program.config, ScheduleConfig):
-        findings.error("not-a-program", f"config: expected a ScheduleConfig, got {_show(program.config)}")
-    target = program.target
-    if target is not None and not (isinstance(target, GpuTarget) and _whole(target.num_sms) and target.num_sms > 0):
-        findings.error("not-a-program", f"target: expected a GpuTarget with a positive num_sms, got {_show(target)}")
-    pages = program.pages
-    if pages is None:
-        return
-    if not isinstance(pages, PageAllocation) or not isinstance(pages.buffer_to_page, Mapping):
-        findings.error("not-a-program", f"pages: expected a PageAllocation, got {_show(pages)}")
-        return
-    if not _records(pages.pages, Page, "pages", findings):
-        return
-    if not all(_whole(number) for pair in pages.buffer_to_page.items() for number in pair):
-        findings.error("bad-page", "pages.buffer_to_page: an id is not an int")
-    for page in pages.pages:
-        if not _member(page.space, MemSpace) or not _whole(page.nbytes) or page.nbytes <= 0:
-            findings.error("bad-page", f"page {_show(page.id)}: space {_show(page.space)}, {_show(page.nbytes)} bytes")
-
-
-def _buffer(buffer: Buffer, findings: Findings) -> None:
-    name = f"buffer {_show(buffer.id)} ({_show(buffer.name)})"
-    for value, kind in ((buffer.kind, BufferKind), (buffer.dtype, DType), (buffer.space, MemSpace)):
-        if not _member(value, kind):
-            findings.error("bad-enum", f"{name}: {_show(value)} is not a {kind.__name__}")
-    shape = buffer.shape
-    if not _sequence(shape) or not all(_whole(dim) and dim > 0 for dim in shape):
-        findings.error("bad-shape", f"{name}: shape {_show(shape)} is not made of positive ints")
-    elif not 1 <= len(shape) <= ABI_MAX_RANK:
-        findings.error("bad-shape", f"{name}: rank {len(shape)} is not in 1..{ABI_MAX_RANK}")
-
-
-def _task(task: Task, findings: Findings) -> None:
-    if type(task.op) is not InstructionKind:
-        findings.error("bad-enum", f"task {_show(task.id)}: op {_show(task.op)} is not an InstructionKind", _id(task))
-    inputs, outputs, waits = task.inputs, task.outputs, task.waits
-    if not (_sequence(inputs) and _sequence(outputs) and all(map(_whole, inputs)) and all(map(_whole, outputs))):
-        findings.error("not-a-program", f"task {_show(task.id)}: inputs and outputs must be lists of ints", _id(task))
-    if not (_sequence(waits) and all(map(_wait, waits))):
-        findings.error("not-a-program", f"task {_show(task.id)}: waits must be a list of Wait", _id(task))
-    if not isinstance(task.params, Mapping):
-        findings.error("not-a-program", f"task {_show(task.id)}: params must be an object", _id(task))
-    if type(task.out_counter) is not int:
-        findings.error("not-a-program", f"task {_show(task.id)}: out_counter must be an int", _id(task))
-    if task.sm is not None and type(task.sm) is not int:
-        findings.error("sm-range", f"task {_show(task.id)}: sm={_show(task.sm)} is not an int", _id(task))
-    for name in ("est_bytes", "est_flops"):
-        value = getattr(task, name)
-        if (type(value) is not int and not (type(value) is float and isfinite(value))) or value < 0:
-            findings.error("bad-param", f"task {_show(task.id)}: {name}={_show(value)} is not a count", _id(task))
-
-
-def _ids(name: str, records: Sequence[Any], findings: Findings) -> None:
-    seen: set[int] = set()
-    for record in records:
-        number = record.id
-        if type(number) is not int or number < 0:
-            findings.error("bad-id", f"{name} id {_show(number)} is not a non-negative int")
-        elif number in seen:
-            findings.error("duplicate-id", f"{name} id {number} is used twice", number if name == "task" else None)
-        seen.add(number if type(number) is int else -1)
-        if len(findings.errors) >= MAX_FINDINGS:
-            return
-
-
-def _records(items: object, kind: type, name: str, findings: Findings) -> bool:
-    if not _sequence(items):
-        findings.error("not-a-program", f"{name}: expected a list, got {_show(items)}")
-        return False
-    for index, item in enumerate(items):  # type: ignore[var-annotated,arg-type]
-        if type(item) is not kind:
-            findings.error("not-a-program", f"{name}[{index}]: expected a {kind.__name__}, got {_show(item)}")
+def _header(program: MegakernelProgram, findings: Findings) -> bool:
+    """Check everything but the tables; whether the page table may be looked at."""
+    _check_record("program", program, MegakernelProgram, findings)
+    for name, kind in (("target", GpuTarget), ("config", ScheduleConfig), ("pages", PageAllocation)):
+        record = getattr(program, name)
+        if record is None:
+            continue
+        if type(record) is not kind or not _complete(record, kind):
+            findings.error("not-a-program", f"{name}: expected a {kind.__name__}, got {show(record)}")
             return False
+        _check_record(name, record, kind, findings)
     return True
 
 
-def _sequence(value: object) -> bool:
-    return type(value) in (tuple, list)
+def _check_record(name: str, record: object, kind: type, findings: Findings) -> None:
+    for rule in RULES[kind]:
+        value = getattr(record, rule.field)
+        if not rule.accepts(value):
+            findings.error(rule.code, f"{name}: {rule.field}={show(value)} is not {rule.wanted}")
 
 
-def _whole(value: object) -> bool:
-    return type(value) is int
+def _records(name: str, records: object, kind: type, findings: Findings) -> bool:
+    """Whether `records` is a plain sequence of `kind` records."""
+    if type(records) not in (tuple, list):
+        findings.error("not-a-program", f"{name}s: expected a list, got {show(records)}")
+        return False
+    items: Sequence[object] = records  # type: ignore[assignment]
+    if not set(map(type, items)) <= {kind}:
+        index = next(index for index, item in enumerate(items) if type(item) is not kind)
+        findings.error("not-a-program", f"{name}s[{index}]: expected a {kind.__name__}, got {show(items[index])}")
+        return False
+    return True
 
 
-def _wait(value: object) -> bool:
-    return type(value) is Wait and type(value.counter) is int and type(value.threshold) is int
+def _complete(record: object, kind: type) -> bool:
+    """Whether every field is set: `__new__` alone leaves them unset."""
+    return all(hasattr(record, rule.field) for rule in RULES[kind])
 
 
-def _member(value: object, kind: type[IntEnum]) -> bool:
-    return type(value) is kind
+def _check_field(name: str, records: Sequence[Any], rule: Rule, findings: Findings) -> None:
+    """Apply one rule to one field of every record."""
+    try:
+        column = list(map(attrgetter(rule.field), records))
+    except AttributeError:
+        findings.error("not-a-program", f"{name}s: {rule.field} of a record was never set")
+        return
+    if rule.accepts_all(column):
+        return
+    for index, value in enumerate(column):
+        if not rule.accepts(value):
+            number = getattr(records[index], "id", None)
+            findings.error(
+                rule.code,
+                f"{name} {show(number)}: {rule.field}={show(value)} is not {rule.wanted}",
+                number if name == "task" and type(number) is int and 0 <= number < INT32 else None,
+            )
+            if findings.full:
+                return
 
 
-def _id(task: Task) -> int | None:
-    return task.id if type(task.id) is int else None
+def _unique(name: str, records: Sequence[Any], findings: Findings) -> None:
+    if len({record.id for record in records}) == len(records):
+        return
+    seen: set[int] = set()
+    for record in records:
+        if record.id in seen:
+            findings.error(
+                "duplicate-id", f"{name} id {record.id} is used twice", record.id if name == "task" else None
+            )
+            if findings.full:
+                return
+        seen.add(record.id)
 
 
-def _show(value: object) -> str:
-    """`repr` cut to 60 characters, safe for values whose repr fails or does not end."""
-    if isinstance(value, int | float | str | None.__class__):
-        return repr(value)[:60] if not isinstance(value, int) or value.bit_length() < 1000 else "a huge int"
-    if isinstance(value, list | tuple) and len(value) <= 8 and all(isinstance(v, int | str | float) for v in value):
-        return "[" + ", ".join(_show(item) for item in value) + "]"
-    return f"a {type(value).__name__}"
+def _ints(value: Any) -> bool:
+    return set(map(type, value)) <= {int} and all(-INT64 <= number < INT64 for number in value)
+
+
+def _names(value: Any) -> bool:
+    return set(map(type, value)) <= {str}
+
+
+def _shape(value: Any) -> bool:
+    return (
+        1 <= len(value) <= ABI_MAX_RANK
+        and all(type(dim) is int and 0 < dim < INT64 for dim in value)
+        and prod(value) <= MAX_NUMEL
+    )
+
+
+def _waits(value: Any) -> bool:
+    return all(
+        type(wait) is Wait and all(type(getattr(wait, field, None)) is int for field in ("counter", "threshold"))
+        and -INT64 <= wait.counter < INT64 and -INT64 <= wait.threshold < INT64
+        for wait in value
+    )  # fmt: skip
+
+
+def _ids_to_ids(value: Any) -> bool:
+    return all(type(number) is int and 0 <= number < INT32 for pair in value.items() for number in pair)
+
+
+def _assignment(value: Any) -> bool:
+    return type(value) is str or _ids_to_ids(value)
+
+
+def _groups(value: Any) -> bool:
+    return all(type(group) in (tuple, list) and _names(group) for group in value)
+
+
+def _tiling(value: Any) -> bool:
+    return _names(value) and all(
+        type(sizes) is dict and _names(sizes) and _ints(sizes.values()) for sizes in value.values()
+    )
+
+
+def _int(field: str, wanted: str, code: str = "not-a-program", low: int = -INT64, high: int = INT64 - 1) -> Rule:
+    return Rule(field, frozenset({int}), wanted, code, low, high)
+
+
+def _enum(field: str, kind: type[IntEnum]) -> Rule:
+    return Rule(field, frozenset({kind}), f"a {kind.__name__}", "bad-enum")
+
+
+_NONE: Final = type(None)
+_DICT: Final = frozenset({dict})
+_LIST: Final = frozenset({tuple, list})
+_TEXT: Final = frozenset({str})
+_FLAG: Final = frozenset({bool})
+_ID: Final = _int("id", "an int in 0..2^31 - 1", "bad-id", 0, INT32 - 1)
+
+
+def _real(field: str) -> Rule:
+    return Rule(field, frozenset({int, float}), "a finite number", low=-INT64, each=isfinite)
+
+
+RULES: Final[Mapping[type, tuple[Rule, ...]]] = {
+    MegakernelProgram: (
+        Rule("meta", _DICT, "an object", each=_names),
+        Rule("ir_version", _TEXT, "a string"),
+        Rule("abi_version", _TEXT, "a string"),
+        *(Rule(name, _LIST, "a list") for name in ("buffers", "counters", "tasks")),
+        Rule("target", frozenset({GpuTarget, _NONE}), "a GpuTarget or null"),
+        Rule("config", frozenset({ScheduleConfig, _NONE}), "a ScheduleConfig or null"),
+        Rule("pages", frozenset({PageAllocation, _NONE}), "a PageAllocation or null"),
+    ),
+    Buffer: (
+        _ID,
+        Rule("name", _TEXT, "a string"),
+        _enum("kind", BufferKind),
+        _enum("dtype", DType),
+        Rule("shape", _LIST, f"1..{ABI_MAX_RANK} positive ints of at most 2^60 elements", "bad-shape", each=_shape),
+        _enum("space", MemSpace),
+        Rule("source", _TEXT | {_NONE}, "a string or null"),
+    ),
+    Counter: (
+        _ID,
+        _int("init", "0", "counter-init", 0, 0),
+        Rule("note", _TEXT, "a string"),
+    ),
+    Task: (
+        _ID,
+        _enum("op", InstructionKind),
+        Rule("inputs", _LIST, "a list of ints", each=_ints),
+        Rule("outputs", _LIST, "a list of ints", each=_ints),
+        _int("out_counter", "an int"),
+        Rule("waits", _LIST, "a list of Wait", each=_waits),
+        Rule("params", _DICT, "an object", each=_names),
+        Rule("sm", frozenset({int, _NONE}), "an int or null", "sm-range", -INT64),
+        _int("est_bytes", "a count", "bad-param", 0),
+        _int("est_flops", "a count", "bad-param", 0),
+        Rule("label", _TEXT, "a string"),
+    ),
+    Page: (
+        _ID,
+        _enum("space", MemSpace),
+        _int("nbytes", "a positive int", "bad-page", 1),
+        _int("live_start", "an int", "bad-page"),
+        _int("live_end", "an int", "bad-page"),
+    ),
+    PageAllocation: (
+        Rule("buffer_to_page", _DICT, "a map from ids to ids", "bad-page", each=_ids_to_ids),
+        Rule("pages", _LIST, "a list"),
+    ),
+    GpuTarget: (
+        Rule("name", _TEXT, "a string"),
+        *(
+            _int(name, "a positive int", low=1)
+            for name in (
+                "sm_arch", "num_sms", "smem_bytes_per_sm", "smem_bytes_per_block_optin", "regs_per_sm",
+                "max_threads_per_sm", "max_regs_per_thread",
+            )
+        ),
+        *(_int(name, "a count", low=0) for name in ("l2_bytes", "hbm_bytes")),
+        *(_real(name) for name in ("hbm_bandwidth_gbs", "fp16_tflops", "clock_ghz")),
+        *(Rule(name, _FLAG, "true or false") for name in ("supports_cooperative", "wddm_tdr")),
+        Rule("note", _TEXT, "a string"),
+    ),
+    ScheduleConfig: (
+        Rule("tiling", _DICT, "sizes by archetype", each=_tiling),
+        Rule("fusion_grouping", _LIST, "lists of names", each=_groups),
+        Rule("sm_assignment", _DICT | _TEXT, "a policy or a map from task ids to SMs", each=_assignment),
+        *(_int(name, "an int") for name in ("pipelining_depth", "threads_per_block", "smem_bytes_per_block")),
+        Rule("page_allocation", _TEXT, "a string"),
+    ),
+}  # fmt: skip
+"""Types of the fields of every record that a program holds."""

@@ -1,0 +1,33 @@
+"""Values of strangers in messages: short, on one line, and never an error of their own."""
+
+from __future__ import annotations
+
+MAX_SHOWN = 60
+
+
+def show(value: object) -> str:
+    """`repr` of numbers, strings and short lists of them, cut to 60 characters; of anything else the type's name.
+
+    Calls no method of a foreign class.
+    """
+    kind = type(value)
+    if kind is int:
+        return repr(value) if -(10**30) < value < 10**30 else "a huge int"  # type: ignore[operator]
+    if kind is str:
+        return _cut(repr(value[:MAX_SHOWN]))  # type: ignore[index]
+    if kind is float or kind is bool or value is None:
+        return repr(value)
+    if (kind is list or kind is tuple) and len(value) <= 8:  # type: ignore[arg-type]
+        items: tuple[object, ...] = tuple(value)  # type: ignore[arg-type]
+        if all(type(item) in (int, str, float, bool, type(None)) for item in items):
+            return _cut("[" + ", ".join(map(show, items)) + "]")
+    return f"a {kind.__name__}"
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks and without characters that UTF-8 cannot hold."""
+    return " ".join(text.encode("utf-8", "backslashreplace").decode().splitlines())
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
