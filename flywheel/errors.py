@@ -27,6 +27,10 @@ class UnsupportedModelError(FlywheelError):
     """A checkpoint's configuration cannot be represented exactly."""
 
 
+class WeightsError(FlywheelError):
+    """A tensor is missing, unknown, misshapen or unreadable, or weights do not fit a program."""
+
+
 class UsageError(FlywheelError):
     """Options that contradict each other or the campaign they name."""
 
@@ -41,3 +45,7 @@ class StoreError(FlywheelError):
 
 class TrialExistsError(StoreError):
     """A campaign has a trial of this number already: another process searches it too."""
+
+
+class TensorError(FlywheelError):
+    """A tensor is missing, not asked for, or not of the shape, type or values that a buffer holds."""

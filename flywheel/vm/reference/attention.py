@@ -1,0 +1,162 @@
+"""RoPE, the KV cache, attention over a window of it and the merge of its partials. Layouts: docs/ir.md.
+
+A partial is [n_heads, head_dim + 2]: per head `head_dim` outputs, already divided by l, then m, the largest scaled
+score, then l, the sum of exp(score - m). An empty window gives 0, -inf, 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from flywheel.errors import InvalidProgramError
+from flywheel.vm.reference.operands import Params, split, store
+
+PARTIAL_EXTRA: Final = 2
+
+_SCALING: Final = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")
+
+
+def rope(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """x [S, n_heads, head_dim] or any view of it, positions [S]: rotate-half embedding.
+
+    With the four `rope_*` params, frequencies are scaled as Llama 3.1 does.
+    """
+    x, positions = inputs
+    head_dim = params["head_dim"]
+    if head_dim % 2 or x.numel() % (positions.numel() * head_dim):
+        raise InvalidProgramError(f"{x.numel()} elements are not heads of {head_dim} at {positions.numel()} positions")
+    given = tuple(float(params[name]) for name in _SCALING if name in params)
+    if given and len(given) < len(_SCALING):
+        raise InvalidProgramError(f"RoPE scaling needs all of {', '.join(_SCALING)}")
+    frequencies = inverse_frequencies(head_dim, float(params["theta"]), given, x.device)
+    angles = positions.reshape(-1, 1, 1).float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    low, high = x.reshape(positions.numel(), -1, head_dim).float().chunk(2, dim=-1)
+    store(out, torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
+
+
+@lru_cache(maxsize=64)
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: tuple[float, ...], device: torch.device
+) -> Tensor:
+    """Radians per position of each pair, [head_dim / 2] in fp32; `scaling` is empty or (factor, low, high, original).
+
+    Source: the `default` and `llama3` RoPE types of transformers, whose fp32 arithmetic checkpoints are run with.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    plain = 1.0 / theta**exponents
+    if not scaling:
+        return plain.to(device)
+    factor, low, high, original = scaling
+    wavelengths = 2 * math.pi / plain
+    blend = (original / wavelengths - low) / (high - low) if high != low else torch.zeros_like(plain)
+    between = (1 - blend) * plain / factor + blend * plain
+    scaled = torch.where(wavelengths > original / low, plain / factor, between)
+    return torch.where(wavelengths < original / high, plain, scaled).to(device)
+
+
+def kv_append(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """New rows [T, n_kv_heads, head_dim] or any view of them, into rows `pos`.. of the cache, which is `out`."""
+    rows = split(inputs[0], out.numel() // out.shape[0])
+    end = params["pos"] + rows.shape[0]
+    if end > out.shape[0]:
+        raise InvalidProgramError(f"rows up to {end} do not fit a cache of {out.shape[0]}")
+    out.view(out.shape[0], -1)[params["pos"] : end].copy_(rows)
+
+
+def attention_tile(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """q [n_heads, head_dim] over rows `kv_start`..`kv_start + kv_len` of the caches [max_seq, n_kv_heads, head_dim].
+
+    The optional fourth input is added to the scaled scores: a mask [max_seq] or [n_heads, max_seq], indexed like the
+    cache's rows. A head that sees no row, or only masked ones, gives 0. `out` is whole or, by its size, a partial.
+    """
+    n_heads, n_kv_heads, head_dim = params["n_heads"], params["n_kv_heads"], params["head_dim"]
+    query = inputs[0].reshape(-1).float()
+    if query.numel() != n_heads * head_dim:
+        raise InvalidProgramError(f"a query of {query.numel()} elements is not {n_heads} heads of {head_dim}")
+    keys, values = (_window(cache, params) for cache in inputs[1:3])  # [n_kv_heads, rows, head_dim]
+    scores = query.view(n_kv_heads, -1, head_dim) @ keys.transpose(1, 2) * params["scale"]
+    if len(inputs) > 3:
+        scores = scores + _mask(inputs[3], inputs[1].shape[0], params)
+    highest = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:2], 1), -math.inf)
+    weights = torch.exp(scores - _finite(highest))
+    total = weights.sum(-1, keepdim=True)
+    _finish(out, _divide(weights @ values, total), highest, total, (n_heads, head_dim))
+
+
+def attention_combine(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """2..8 partials into one, normalised or a partial again, by the size of `out`.
+
+    Raises InvalidProgramError where neither params nor sizes tell the number of heads: `n_heads` and `head_dim` must be
+    given where `out` is a partial.
+    """
+    n_heads, head_dim = _heads(inputs[0].numel(), out.numel(), params)
+    parts = torch.stack([_partial(part, n_heads, head_dim) for part in inputs])
+    outputs, highs, totals = parts[..., :head_dim], parts[..., head_dim : head_dim + 1], parts[..., head_dim + 1 :]
+    highest = highs.amax(0)
+    weights = totals * torch.exp(highs - _finite(highest))
+    total = weights.sum(0)
+    _finish(out, _divide((weights * outputs).sum(0), total), highest, total, (n_heads, head_dim))
+
+
+def _heads(part: int, out: int, params: Params) -> tuple[int, int]:
+    known_heads, known_dim = params.get("n_heads"), params.get("head_dim")
+    if known_heads is not None:
+        return known_heads, known_dim or part // known_heads - PARTIAL_EXTRA
+    if known_dim is not None:
+        return part // (known_dim + PARTIAL_EXTRA), known_dim
+    n_heads = (part - out) // PARTIAL_EXTRA
+    if n_heads <= 0 or out % n_heads:
+        raise InvalidProgramError(f"sizes {part} -> {out} do not tell n_heads and head_dim; give them as params")
+    return n_heads, out // n_heads
+
+
+def _partial(part: Tensor, n_heads: int, head_dim: int) -> Tensor:
+    width = head_dim + PARTIAL_EXTRA
+    if part.numel() != n_heads * width:
+        raise InvalidProgramError(f"a partial of {part.numel()} elements is not {n_heads} heads of {head_dim} + 2")
+    return part.reshape(n_heads, width).float()
+
+
+def _window(cache: Tensor, params: Params) -> Tensor:
+    n_kv_heads, head_dim = params["n_kv_heads"], params["head_dim"]
+    rows = cache.reshape(cache.shape[0], -1)[params["kv_start"] : params["kv_start"] + params["kv_len"]]
+    if rows.shape[0] != params["kv_len"] or rows.shape[1] < n_kv_heads * head_dim:
+        raise InvalidProgramError(f"a KV window of {params['kv_len']} rows does not fit a cache {list(cache.shape)}")
+    heads = rows[:, : n_kv_heads * head_dim].reshape(-1, n_kv_heads, head_dim)
+    return heads.transpose(0, 1).float()
+
+
+def _mask(mask: Tensor, max_seq: int, params: Params) -> Tensor:
+    """[n_kv_heads, group or 1, rows] or [1, 1, rows]."""
+    rows = split(mask, max_seq)[:, params["kv_start"] : params["kv_start"] + params["kv_len"]].float()
+    if rows.shape[0] == 1:
+        return rows.unsqueeze(0)
+    if rows.shape[0] != params["n_heads"]:
+        raise InvalidProgramError(f"a mask of {rows.shape[0]} rows for {params['n_heads']} heads")
+    return rows.reshape(params["n_kv_heads"], -1, params["kv_len"])
+
+
+def _finite(highest: Tensor) -> Tensor:
+    """The reference point of exponentials: 0 where nothing was seen, so that exp(-inf) and not exp(NaN) is taken."""
+    return highest.masked_fill(highest == -math.inf, 0.0)
+
+
+def _divide(weighted: Tensor, total: Tensor) -> Tensor:
+    return (weighted / total).masked_fill(total == 0, 0.0)
+
+
+def _finish(out: Tensor, outputs: Tensor, highest: Tensor, total: Tensor, heads: tuple[int, int]) -> None:
+    n_heads, head_dim = heads
+    if out.numel() == n_heads * head_dim:
+        store(out, outputs)
+    elif out.numel() == n_heads * (head_dim + PARTIAL_EXTRA):
+        store(out, torch.cat((outputs, highest, total), dim=-1))
+    else:
+        raise InvalidProgramError(f"an output of {out.numel()} elements is not {n_heads} heads of {head_dim} (+ 2)")

@@ -1,0 +1,123 @@
+"""From tasks to calls: operands, columns and scratch resolved, so that a launch only computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flywheel.errors import InvalidProgramError
+from flywheel.ir import INHERITED_PARAMS, Buffer, BufferKind, DType, InstructionKind, Task
+from flywheel.ir.access import MATRIX_OPS, tile
+from flywheel.vm.reference.memory import TORCH_DTYPES, scratch
+from flywheel.vm.reference.operands import Call, Params, split
+from flywheel.vm.reference.ops import OPS, copy
+
+_K = InstructionKind
+
+
+class Binder:
+    """Binds the tasks of one program to `tensors` by buffer id.
+
+    Tasks run one at a time, so all recipes share scratch by step, shape and dtype.
+    """
+
+    __slots__ = ("_buffers", "_device", "_scratch", "_tensors")
+
+    def __init__(self, buffers: Sequence[Buffer], tensors: Mapping[int, Tensor], device: torch.device) -> None:
+        self._buffers = {buffer.id: buffer for buffer in buffers}
+        self._tensors = tensors
+        self._device = device
+        self._scratch: dict[tuple[int, tuple[int, ...], DType], Tensor] = {}
+
+    def bind(self, task: Task) -> list[Call]:
+        """The calls that run `task`. Raises InvalidProgramError where its operands do not fit each other."""
+        try:
+            if task.op is _K.FUSED:
+                return self._bind_recipe(task)
+            return self._bind_primitive(task)
+        except InvalidProgramError as error:
+            raise InvalidProgramError(f"task {task.id} ({task.label}): {task.op.name} {error}") from error
+
+    def _bind_primitive(self, task: Task) -> list[Call]:
+        if not task.outputs:
+            return []
+        inputs = tuple([self._operand(number, task.op, place) for place, number in enumerate(task.inputs)])
+        out = self._tensors[task.outputs[0]]
+        if task.op in MATRIX_OPS:
+            out = _tile_of(out, inputs[0], task.params, task.params["n_off"])
+        return [(OPS[task.op], inputs, out, task.params)]
+
+    def _bind_recipe(self, task: Task) -> list[Call]:
+        inherited = {name: task.params[name] for name in INHERITED_PARAMS if name in task.params}
+        slots: dict[int, Tensor] = {}
+        calls: list[Call] = []
+        for index, step in enumerate(task.params["recipe"]["steps"]):
+            op = InstructionKind[step["op"]]
+            inputs = tuple(
+                [
+                    slots[arg["s"]] if "s" in arg else self._operand(task.inputs[arg["in"]], op, place)
+                    for place, arg in enumerate(step["args"])
+                ]
+            )
+            out = step["out"]
+            target = None if type(out) is int else self._target(task, op, 0 if out == "final" else out["out"])
+            calls += self._bind_step(index, step, op, inputs, target, {**inherited, **step.get("params", {})}, slots)
+        return calls
+
+    def _bind_step(
+        self,
+        index: int,
+        step: Mapping[str, Any],
+        op: InstructionKind,
+        inputs: tuple[Tensor, ...],
+        target: Tensor | None,
+        params: Params,
+        slots: dict[int, Tensor],
+    ) -> list[Call]:
+        """One step; a second call where its result is rounded to another dtype than its output's."""
+        if op is _K.KV_APPEND and target is not None:
+            return [(OPS[op], inputs, target, params)]
+        shape, dtype = tuple(step["out_shape"]), DType[step["out_dtype"]]
+        moves: list[Call] = []
+        if target is not None and target.dtype is TORCH_DTYPES[dtype] and target.numel() == torch.Size(shape).numel():
+            result = target.view(shape)
+        else:
+            result = self._result(index, shape, dtype)
+            if target is None:
+                slots[step["out"]] = result
+            else:
+                moves.append((copy, (result,), target, {}))
+        out = _tile_of(result, inputs[0], params, 0) if op in MATRIX_OPS else result
+        return [(OPS[op], inputs, out, params), *moves]
+
+    def _target(self, task: Task, op: InstructionKind, place: int) -> Tensor:
+        """What a step writes of `outputs[place]`: the task's columns of the first, all of any other and of a cache."""
+        number = task.outputs[place]
+        columns = tile(task.params)
+        if place or columns is None or self._buffers[number].kind is BufferKind.KV_CACHE:
+            return self._tensors[number]
+        return self._tensors[number].view(-1)[slice(*columns)]
+
+    def _result(self, index: int, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        key = (index, shape, dtype)
+        if key not in self._scratch:
+            self._scratch[key] = scratch(shape, TORCH_DTYPES[dtype], self._device)
+        return self._scratch[key]
+
+    def _operand(self, number: int, op: InstructionKind, place: int) -> Tensor:
+        buffer = self._buffers[number]
+        if buffer.dtype is DType.I4 and (op is not _K.DEQUANT or place):
+            raise InvalidProgramError(f"reads buffer {number} ({buffer.name}): only DEQUANT's first operand may be I4")
+        return self._tensors[number]
+
+
+def _tile_of(out: Tensor, x: Tensor, params: Params, start: int) -> Tensor:
+    """Columns `start`..`start + N_tile` of `out`, which has as many rows as x [M, K]."""
+    rows = split(x, params["K"]).shape[0]
+    end = start + params["N_tile"]
+    if out.numel() % rows or end > out.numel() // rows:
+        raise InvalidProgramError(f"{out.numel()} elements do not hold {rows} rows of columns up to {end}")
+    return out.view(rows, -1)[:, start:end]

@@ -1,0 +1,166 @@
+"""The reference VM: counter-driven execution of a program in torch. A backend that disagrees with it is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from flywheel.errors import InvalidProgramError, TensorError
+from flywheel.ir import Buffer, BufferKind, MegakernelProgram, at_position, validate
+from flywheel.vm.reference.binding import Binder
+from flywheel.vm.reference.firing import firing_order
+from flywheel.vm.reference.memory import Arena, check_tensors, tensor_shape
+from flywheel.vm.reference.operands import Call
+
+RESIDENT = (BufferKind.WEIGHT, BufferKind.CONST, BufferKind.KV_CACHE)
+"""What stays in memory from launch to launch."""
+
+
+class ReferenceVM:
+    """A validated program. Tensors go in and out under the names of their buffers.
+
+    An I4 tensor is uint8, `[..., n / 2]`. Raises InvalidProgramError for a program that `validate(strict=True)`
+    rejects, or whose buffers cannot be told apart by name.
+    """
+
+    __slots__ = ("_order", "_order_key", "device", "program")
+
+    def __init__(self, program: MegakernelProgram, device: str | torch.device = "cpu") -> None:
+        result = validate(program, strict=True)
+        if not result.ok:
+            more = f" (and {len(result.errors) - 1} more)" if len(result.errors) > 1 else ""
+            raise InvalidProgramError(f"program: {result.errors[0]}{more}")
+        self._load(program, device)
+
+    @classmethod
+    def unchecked(cls, program: MegakernelProgram, device: str | torch.device = "cpu") -> Self:
+        """A VM of a program that need not be safe: to see what the proof rules out."""
+        machine = cls.__new__(cls)
+        machine._load(program, device)
+        return machine
+
+    def _load(self, program: MegakernelProgram, device: str | torch.device) -> None:
+        seen: set[str] = set()
+        for buffer in program.buffers:
+            tensor_shape(buffer)
+            if buffer.kind is not BufferKind.ACTIVATION and buffer.name in seen:
+                raise InvalidProgramError(f"buffer {buffer.id} ({buffer.name}): another buffer has this name")
+            if buffer.kind is not BufferKind.ACTIVATION:
+                seen.add(buffer.name)
+        self.program = program
+        self.device = torch.device(device)
+        self._order_key: tuple[str, int] | None = None
+        self._order: Sequence[int] = ()
+
+    def run(
+        self, buffers: Mapping[str, Tensor], order: str = "list", seed: int = 0, pos: int | None = None
+    ) -> dict[str, Tensor]:
+        """One launch: every WEIGHT, CONST, IO_INPUT and KV_CACHE in, every IO_OUTPUT and KV_CACHE out.
+
+        `pos` moves the program to a position (`at_position`); None leaves it where it was lowered. Nothing given is
+        modified: caches are copied, so use `bind` to generate. For `order` and `seed` see `firing_order`. Raises
+        TensorError naming the buffer whose tensor is missing, not asked for, misshapen or mistyped.
+        """
+        inputs = self.buffers(BufferKind.IO_INPUT)
+        caches = {buffer.name for buffer in self.buffers(BufferKind.KV_CACHE)}
+        check_tensors(self.buffers(*RESIDENT, BufferKind.IO_INPUT), buffers)
+        fed = {buffer.name: buffers[buffer.name] for buffer in inputs}
+        resident = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device).copy_(tensor)
+            if name in caches
+            else tensor
+            for name, tensor in buffers.items()
+            if name not in fed
+        }
+        return self.bind(resident).step(fed, pos, order, seed)
+
+    def bind(self, buffers: Mapping[str, Tensor]) -> BoundProgram:
+        """The program with its WEIGHT, CONST and KV_CACHE tensors, to launch many times; weights are neither copied nor
+        converted, and launches update caches in place. Raises TensorError as `run` does, and for a cache that cannot be
+        updated in place: strided, or on another device."""
+        check_tensors(self.buffers(*RESIDENT), buffers)
+        return BoundProgram(self, buffers)
+
+    def buffers(self, *kinds: BufferKind) -> list[Buffer]:
+        """Buffers of these kinds."""
+        return [buffer for buffer in self.program.buffers if buffer.kind in kinds]
+
+    def firing_order(self, order: str, seed: int) -> Sequence[int]:
+        """Positions in `program.tasks` as they fire; the last answer is kept, for `pos` does not change it."""
+        if self._order_key != (order, seed):
+            self._order = firing_order(self.program.tasks, order, seed)
+            self._order_key = (order, seed)
+        return self._order
+
+
+class BoundProgram:
+    """A program in memory. Build it with `ReferenceVM.bind`."""
+
+    __slots__ = ("_arena", "_binder", "_calls", "_machine", "_outputs", "_pos", "_tensors")
+
+    def __init__(self, machine: ReferenceVM, given: Mapping[str, Tensor]) -> None:
+        program = machine.program
+        self._machine = machine
+        self._arena = Arena(program, machine.device)
+        self._tensors = {
+            **self._arena.tensors(),
+            **{buffer.id: _resident(buffer, given[buffer.name], machine) for buffer in machine.buffers(*RESIDENT)},
+        }
+        self._outputs = machine.buffers(BufferKind.IO_OUTPUT, BufferKind.KV_CACHE)
+        self._binder = Binder(program.buffers, self._tensors, machine.device)
+        self._calls: list[list[Call]] = [self._binder.bind(task) for task in program.tasks]
+        self._pos: int | None = None
+
+    def step(
+        self, inputs: Mapping[str, Tensor], pos: int | None = None, order: str = "list", seed: int = 0
+    ) -> dict[str, Tensor]:
+        """One launch: every IO_INPUT in; copies of every IO_OUTPUT, and the caches themselves, out.
+
+        Params as in `ReferenceVM.run`. `pos = None` stays at the position of the last launch.
+        """
+        fed = self._machine.buffers(BufferKind.IO_INPUT)
+        check_tensors(fed, inputs)
+        if pos is not None:
+            self._move(pos)
+        firing = self._machine.firing_order(order, seed)
+        with torch.no_grad():
+            for buffer in fed:
+                self._tensors[buffer.id].copy_(inputs[buffer.name])
+            self._arena.poison()
+            self._fire(firing)
+            return {
+                buffer.name: tensor if buffer.kind is BufferKind.KV_CACHE else tensor.clone()
+                for buffer, tensor in [(buffer, self._tensors[buffer.id]) for buffer in self._outputs]
+            }
+
+    def _fire(self, firing: Sequence[int]) -> None:
+        calls, index = self._calls, 0
+        try:
+            for index in firing:
+                for op, inputs, out, params in calls[index]:
+                    op(inputs, out, params)
+        except (InvalidProgramError, TensorError) as error:
+            task = self._machine.program.tasks[index]
+            raise type(error)(f"task {task.id} ({task.label}): {task.op.name} {error}") from error
+
+    def _move(self, pos: int) -> None:
+        """Bind anew the tasks whose params differ at `pos`."""
+        if pos == self._pos:
+            return
+        program = self._machine.program
+        for index, (lowered, moved) in enumerate(zip(program.tasks, at_position(program, pos).tasks, strict=True)):
+            if moved is not lowered:
+                self._calls[index] = self._binder.bind(moved)
+        self._pos = pos
+
+
+def _resident(buffer: Buffer, tensor: Tensor, machine: ReferenceVM) -> Tensor:
+    moved = tensor.detach().to(machine.device).contiguous()
+    if buffer.kind is BufferKind.KV_CACHE and moved.data_ptr() != tensor.data_ptr():
+        raise TensorError(
+            f"buffer {buffer.id} ({buffer.name}): a cache, updated in place, must be contiguous and on {machine.device}"
+        )
+    return moved

@@ -1,0 +1,114 @@
+"""A program's memory: the caller's tensors, checked, and one poisoned arena for all that a launch writes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from flywheel.errors import InvalidProgramError, TensorError
+from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram
+
+TORCH_DTYPES: Final[Mapping[DType, torch.dtype]] = MappingProxyType(
+    {
+        DType.F32: torch.float32,
+        DType.F16: torch.float16,
+        DType.BF16: torch.bfloat16,
+        DType.F8E4M3: torch.float8_e4m3fn,
+        DType.F8E5M2: torch.float8_e5m2,
+        DType.I32: torch.int32,
+        DType.I8: torch.int8,
+        DType.I4: torch.uint8,
+        DType.U8: torch.uint8,
+        DType.BOOL: torch.bool,
+    }
+)
+"""How each element type is stored; I4 as bytes, two elements in each."""
+
+POISON: Final = 0xFF
+"""Byte that unwritten memory holds: NaN in every float type, -1 in the signed ones."""
+
+ALIGNMENT: Final = 256
+
+TRANSIENT: Final = (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
+
+
+def tensor_shape(buffer: Buffer) -> tuple[int, ...]:
+    """Shape of the tensor that holds a buffer: its own, with half the last dimension for I4.
+
+    Raises InvalidProgramError for I4 rows of an odd number of elements.
+    """
+    shape = tuple(buffer.shape)
+    if buffer.dtype is not DType.I4:
+        return shape
+    if shape[-1] % 2:
+        raise InvalidProgramError(f"buffer {buffer.id} ({buffer.name}): I4 rows of an odd length, {shape[-1]}")
+    return (*shape[:-1], shape[-1] // 2)
+
+
+def check_tensors(buffers: Collection[Buffer], given: Mapping[str, Tensor]) -> None:
+    """Each of `buffers`, and nothing else, is given under its name. Raises TensorError naming the first that is not."""
+    names = {buffer.name for buffer in buffers}
+    extra = next((name for name in given if name not in names), None)
+    if extra is not None:
+        raise TensorError(f"tensor {extra!r}: the program takes no buffer of this name here")
+    for buffer in buffers:
+        wanted = f"buffer {buffer.id} ({buffer.name}), {buffer.kind.name} {buffer.dtype.name} {list(buffer.shape)}"
+        tensor = given.get(buffer.name)
+        if tensor is None:
+            raise TensorError(f"{wanted}: no tensor given")
+        shape, dtype = tensor_shape(buffer), TORCH_DTYPES[buffer.dtype]
+        if tuple(tensor.shape) != shape:
+            raise TensorError(f"{wanted}: the tensor's shape is {list(tensor.shape)}, not {list(shape)}")
+        if tensor.dtype is not dtype:
+            raise TensorError(f"{wanted}: the tensor's dtype is {tensor.dtype}, not {dtype}")
+
+
+class Arena:
+    """One allocation for every activation, output and input of a program; buffers of one page share its bytes."""
+
+    __slots__ = ("_poisoned", "_tensors")
+
+    def __init__(self, program: MegakernelProgram, device: torch.device) -> None:
+        homes = program.pages.buffer_to_page if program.pages is not None else {}
+        sizes = {page.id: page.nbytes for page in program.pages.pages} if program.pages is not None else {}
+        offsets: dict[tuple[str, int], int] = {}
+        end = 0
+        transient = [buffer for buffer in program.buffers if buffer.kind in TRANSIENT]
+        inputs = [buffer for buffer in program.buffers if buffer.kind is BufferKind.IO_INPUT]
+        slots: dict[int, tuple[str, int]] = {}
+        poisoned = 0
+        for buffer in (*transient, *inputs):
+            page = homes.get(buffer.id)
+            slot = slots[buffer.id] = ("buffer", buffer.id) if page is None else ("page", page)
+            if slot not in offsets:
+                offsets[slot] = end
+                end += -(-(buffer.nbytes if page is None else sizes[page]) // ALIGNMENT) * ALIGNMENT
+            if buffer.kind in TRANSIENT:
+                poisoned = end
+        memory = torch.empty(end, dtype=torch.uint8, device=device)
+        self._poisoned = memory[:poisoned]
+        self._tensors = {
+            buffer.id: memory[offsets[slots[buffer.id]] :][: buffer.nbytes]
+            .view(TORCH_DTYPES[buffer.dtype])
+            .view(tensor_shape(buffer))
+            for buffer in (*transient, *inputs)
+        }
+
+    def poison(self) -> None:
+        """Forget the last launch: activations and outputs hold no number."""
+        self._poisoned.fill_(POISON)
+
+    def tensors(self) -> Mapping[int, Tensor]:
+        """Buffers by id."""
+        return self._tensors
+
+
+def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Poisoned memory of its own."""
+    elements = torch.Size(shape).numel()
+    octets = torch.full((elements * dtype.itemsize,), POISON, dtype=torch.uint8, device=device)
+    return octets.view(dtype).view(shape)

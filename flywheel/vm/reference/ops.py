@@ -1,0 +1,160 @@
+"""One function per primitive opcode, and the table of them. Conventions: docs/ir.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flywheel.errors import InvalidProgramError, TensorError
+from flywheel.ir import InstructionKind
+from flywheel.ir.access import tile
+from flywheel.vm.reference.attention import attention_combine, attention_tile, kv_append, rope
+from flywheel.vm.reference.dequant import dequant
+from flywheel.vm.reference.operands import Op, Params, rows_of, same_size, split, store
+
+BLOCK_WEIGHTS: Final = 1 << 17
+"""Weights that a CPU converts to fp32 at once: 512 KiB stay in its L2 cache until they are multiplied."""
+
+
+def nop(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """Nothing."""
+
+
+def copy(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """x, or the elements `n_off`..`n_off + N_tile` of it."""
+    columns = tile(params)
+    store(out, inputs[0] if columns is None else inputs[0].reshape(-1)[slice(*columns)])
+
+
+def embed(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """ids [S], table [V, hidden] -> rows [S, hidden]. Raises TensorError for an id that is no row."""
+    table, ids = rows_of(inputs[1], params["hidden"]), inputs[0].reshape(-1).long()
+    if not bool(((ids >= 0) & (ids < table.shape[0])).all()):
+        raise TensorError(f"ids {ids.tolist()[:8]} are not all in 0..{table.shape[0] - 1}")
+    store(out, table[ids])
+
+
+def rmsnorm(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """x * rsqrt(mean(x^2) + eps) * w over rows of `hidden` elements."""
+    x = split(inputs[0], params["hidden"]).float()
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + params["eps"])
+    store(out, x * scale * _vector(inputs[1], params))
+
+
+def layernorm(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """(x - mean) * rsqrt(variance + eps) * w [+ b] over rows of `hidden` elements."""
+    x = split(inputs[0], params["hidden"]).float()
+    bias = _vector(inputs[2], params) if len(inputs) > 2 else None
+    store(out, functional.layer_norm(x, x.shape[1:], _vector(inputs[1], params), bias, params["eps"]))
+
+
+def gemv_tile(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """Columns `n_off`..`n_off + N_tile` of x @ W.T [+ bias], which are all of `out`, [M, N_tile].
+
+    x [M, K], W [N_out, K], bias [N_out].
+    """
+    depth, start, end = params["K"], params["n_off"], params["n_off"] + params["N_tile"]
+    x = split(inputs[0], depth).float()
+    weight = rows_of(inputs[1], depth)
+    if end > weight.shape[0]:
+        raise InvalidProgramError(f"columns up to {end} of a weight of {weight.shape[0]} rows")
+    step = max(1, BLOCK_WEIGHTS // depth) if weight.device.type == "cpu" else end - start
+    blocks = [_product(x, weight[first : min(first + step, end)]) for first in range(start, end, step)]
+    result = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
+    store(out, result + inputs[2].reshape(-1)[start:end].float() if len(inputs) > 2 else result)
+
+
+def silu_mul(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """silu(gate) * up."""
+    gate, up = same_size(*inputs)
+    store(out, functional.silu(gate) * up)
+
+
+def gelu(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """x * Phi(x), with erf."""
+    store(out, functional.gelu(inputs[0].float()))
+
+
+def add(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """a + b."""
+    left, right = same_size(*inputs)
+    store(out, left + right)
+
+
+def mul(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """a * b, or a * `scale`."""
+    if len(inputs) == 2:
+        left, right = same_size(*inputs)
+        store(out, left * right)
+    elif "scale" in params:
+        store(out, inputs[0].float() * params["scale"])
+    else:
+        raise InvalidProgramError("one operand and no param scale")
+
+
+def softmax(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """Softmax over dimension `dim`, by default the last."""
+    x, dim = inputs[0].float(), params.get("dim", -1)
+    if not -x.dim() <= dim < x.dim():
+        raise InvalidProgramError(f"dim={dim} of a tensor of rank {x.dim()}")
+    store(out, x.softmax(dim))
+
+
+def allreduce_shard(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """Sum of the shards, in their order."""
+    total = inputs[0].reshape(-1).float()
+    for shard in inputs[1:]:
+        total = torch.add(*same_size(total, shard))
+    store(out, total)
+
+
+def sample_argmax(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
+    """Index of the largest element, the first of equals; one a row where `out` [S] has several."""
+    if inputs[0].numel() % out.numel():
+        raise InvalidProgramError(f"{inputs[0].numel()} logits are not {out.numel()} rows")
+    store(out, inputs[0].reshape(out.numel(), -1).float().argmax(-1))
+
+
+def _vector(weight: Tensor, params: Params) -> Tensor:
+    if weight.numel() < params["hidden"]:
+        raise InvalidProgramError(f"a weight of {weight.numel()} elements for hidden={params['hidden']}")
+    return weight.reshape(-1)[: params["hidden"]].float()
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [M, K] in fp32, weight [N, K] -> [M, N]."""
+    wide = weight.float()
+    return torch.mv(wide, x[0]).unsqueeze(0) if x.shape[0] == 1 else x @ wide.T
+
+
+_K = InstructionKind
+
+OPS: Final[Mapping[InstructionKind, Op]] = MappingProxyType(
+    {
+        _K.NOP: nop,
+        _K.COPY: copy,
+        _K.EMBED: embed,
+        _K.RMSNORM: rmsnorm,
+        _K.LAYERNORM: layernorm,
+        _K.GEMV_TILE: gemv_tile,
+        _K.GEMM_TILE: gemv_tile,
+        _K.ATTENTION_TILE: attention_tile,
+        _K.ROPE: rope,
+        _K.SILU_MUL: silu_mul,
+        _K.GELU: gelu,
+        _K.ADD: add,
+        _K.MUL: mul,
+        _K.DEQUANT: dequant,
+        _K.SOFTMAX: softmax,
+        _K.ALLREDUCE_SHARD: allreduce_shard,
+        _K.KV_APPEND: kv_append,
+        _K.SAMPLE_ARGMAX: sample_argmax,
+        _K.ATTENTION_COMBINE: attention_combine,
+    }
+)
+"""Every opcode but FUSED, whose recipes are made of these."""
