@@ -1,0 +1,306 @@
+"""What every lowered program is, whatever the model, the GPU and the config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flywheel.ir import (
+    ABI_MAX_INPUTS,
+    ABI_MAX_OUTPUTS,
+    ABI_MAX_WAITS,
+    TARGETS,
+    BufferKind,
+    GpuTarget,
+    InstructionKind,
+    MegakernelProgram,
+    ScheduleConfig,
+    Task,
+    at_position,
+    program_id,
+    validate,
+)
+from flywheel.ir.simulate import simulate_adversarial, simulate_counters
+from flywheel.lowering.fusion import PATTERNS
+from flywheel.lowering.lower import lower
+from flywheel.measure.floor import weight_bytes_read
+from flywheel.models.decoder import DTYPES, decode_step
+from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.search.space import make_space
+from flywheel.search.workload import Workload
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)
+TWO_SMS = replace(TARGETS["h100"], name="two", num_sms=2)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_scaling": SCALING},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, what to do with it, and the program that came of it."""
+
+    spec: DecoderSpec
+    context: int
+    dtype: str
+    target: GpuTarget
+    config: ScheduleConfig
+
+    @property
+    def program(self) -> MegakernelProgram:
+        return lower(decode_step(self.spec, self.context, DTYPES[self.dtype]), self.config, self.target)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> DecoderSpec:
+    """Small decoders of every family, in sizes that are multiples of little."""
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    n_kv_heads = draw(st.integers(1, 4))
+    return DecoderSpec(
+        name="small",
+        family=family,  # type: ignore[arg-type]
+        hidden=draw(st.integers(8, 200)),
+        intermediate=draw(st.integers(8, 400)),
+        n_layers=draw(st.integers(1, 3)),
+        n_heads=n_kv_heads * draw(st.integers(1, 3)),
+        n_kv_heads=n_kv_heads,
+        head_dim=draw(st.sampled_from((2, 6, 16, 40))),
+        vocab=draw(st.integers(2, 5000)),
+        rope_theta=1e4,
+        norm_eps=1e-5,
+        max_position=8192,
+        tied_head=draw(st.booleans()),
+        **{name: value for name, value in FAMILIES[family].items() if draw(st.booleans())},
+    )
+
+
+@st.composite
+def searched(draw: st.DrawFn, workload: Workload) -> ScheduleConfig:
+    """Any point of the search space."""
+    space = make_space(workload)
+    return space.to_config({dim.name: draw(st.sampled_from(dim.values)) for dim in space.dimensions})
+
+
+@st.composite
+def groupings(draw: st.DrawFn, workload: Workload) -> list[tuple[str, ...]]:
+    """Any compatible runs of the table of patterns, in any order of names."""
+    graph = workload.graph
+    present = {op.name for op in (*graph.layer.ops, *graph.epilogue.ops)} | set(PATTERNS["out"].before)
+    taken: set[str] = set()
+    groups = []
+    for pattern in draw(st.permutations(list(PATTERNS.values()))):
+        if draw(st.booleans()):
+            continue
+        before = [name for name in pattern.before if name in present]
+        names = {
+            *before[draw(st.integers(0, len(before))) :],
+            *pattern.anchors,
+            *pattern.after[: draw(st.integers(0, len(pattern.after)))],
+        }
+        if not names & taken:
+            taken |= names
+            groups.append(tuple(draw(st.permutations(sorted(names)))))
+    return groups
+
+
+@st.composite
+def foreign(draw: st.DrawFn, workload: Workload) -> ScheduleConfig:
+    """Configs that lower, most of them outside the search space."""
+    rows = st.integers(1, 40).map(lambda count: {"N_tile": 16 * count})
+    tiling: dict[str, Mapping[str, int]] = draw(
+        st.dictionaries(st.sampled_from(["gemv", *(f"gemv.{name}" for name in PROJECTIONS)]), rows)
+    )
+    groups = draw(groupings(workload))
+    if any({"gate_proj", "silu_mul"} <= {*group} for group in groups):
+        tiling = {**tiling, "gemv.gate_proj": {"N_tile": 48}, "gemv.up_proj": {"N_tile": 48}}
+    blocks = draw(st.integers(1, 60))
+    whole = any({"k_append", "attention"} <= {*group} for group in groups)
+    if whole or draw(st.booleans()):
+        size = -(-workload.context // (16 * (1 if whole else blocks))) * 16
+        tiling = {**tiling, "attention": {"kv_block": size}}
+    if draw(st.booleans()):
+        tiling = {**tiling, "stream": {"chunk_bytes": 1024 * draw(st.integers(1, 16))}}
+    config = ScheduleConfig(
+        tiling=tiling,
+        fusion_grouping=groups,
+        sm_assignment=draw(st.sampled_from(("load_balance", "round_robin"))),
+        pipelining_depth=draw(st.integers(0, 1024)),
+        page_allocation=draw(st.sampled_from(("linear", "graph_color", "none"))),
+        threads_per_block=32 * draw(st.integers(2, 32)),
+    )
+    if draw(st.booleans()):
+        return config
+    last = len(lower(workload.graph, config, workload.target).tasks) - 1
+    sms = st.integers(0, workload.target.num_sms - 1)
+    return replace(config, sm_assignment=draw(st.dictionaries(st.integers(0, last), sms, max_size=30)))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """A model, a context, a GPU and a config."""
+    context = draw(st.one_of(st.just(1), st.integers(2, 200), st.just(512), st.integers(2000, 5000)))
+    target = draw(st.sampled_from([TWO_SMS, *TARGETS.values()]))
+    workload = Workload("small", draw(specs()), target, draw(st.sampled_from(sorted(DTYPES))), context)
+    config = draw(st.one_of(st.just(ScheduleConfig()), searched(workload), foreign(workload)))
+    return Case(workload.spec, context, workload.dtype, target, config)
+
+
+def steps(task: Task) -> Iterator[tuple[str, list[int | None], Mapping[str, Any]]]:
+    """(op, buffers that it reads, params) of what a task does; None for scratch."""
+    if task.op is not InstructionKind.FUSED:
+        yield task.op.name, list(task.inputs), task.params
+        return
+    for step in task.params["recipe"]["steps"]:
+        read = [task.inputs[arg["in"]] if "in" in arg else None for arg in step["args"]]
+        yield step["op"], read, {**task.params, **step["params"]}
+
+
+def does(task: Task, op: str) -> bool:
+    return any(name == op for name, _, _ in steps(task))
+
+
+@given(cases())
+def test_every_program_is_proved(case: Case) -> None:
+    result = validate(case.program, strict=True)
+    assert result.ok, result.report()
+    assert not result.warnings
+
+
+@given(cases())
+def test_every_program_is_numbered_by_position_and_within_the_abi(case: Case) -> None:
+    program = case.program
+    for records in (program.tasks, program.buffers, program.counters):
+        assert [record.id for record in records] == list(range(len(records)))
+    for task in program.tasks:
+        assert len(task.inputs) <= ABI_MAX_INPUTS
+        assert len(task.outputs) <= ABI_MAX_OUTPUTS
+        assert len(task.waits) <= ABI_MAX_WAITS
+        assert task.sm is not None
+
+
+@given(cases())
+def test_no_firing_order_reads_too_early(case: Case) -> None:
+    program = case.program
+    assert simulate_adversarial(program, seeds=3) == []
+    assert simulate_counters(program)[1] == []
+
+
+@given(cases())
+def test_every_program_survives_the_file_format(case: Case) -> None:
+    program = case.program
+    text = program.to_json(indent=None)
+    again = MegakernelProgram.from_json(text)
+    assert again.to_json(indent=None) == text == case.program.to_json(indent=None)
+    assert program_id(again) == program_id(program)
+    assert again.config is not None
+    assert again.config.config_id == case.config.config_id
+
+
+@given(cases())
+def test_every_row_of_every_projection_is_computed_once(case: Case) -> None:
+    program = case.program
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for task in program.tasks:
+        for op, read, params in steps(task):
+            if op == "GEMV_TILE":
+                assert read[1] is not None
+                spans.setdefault(read[1], []).append((params["n_off"], params["N_tile"]))
+    assert len(spans) == 7 * case.spec.n_layers + 1
+    for weight, tiles in spans.items():
+        assert partitions(tiles, program.buffers[weight].shape[0])
+
+
+def partitions(spans: list[tuple[int, int]], end: int) -> bool:
+    """Whether the (start, length) spans cover 0..end, each position once."""
+    edge = 0
+    for start, length in sorted(spans):
+        if start != edge or length < 1:
+            return False
+        edge += length
+    return edge == end
+
+
+@given(cases())
+def test_every_weight_byte_is_streamed_once(case: Case) -> None:
+    program, spec = case.program, case.spec
+    element = DTYPES[case.dtype].bits // 8
+    streamed = sum(task.est_bytes for task in program.tasks if does(task, "GEMV_TILE"))
+    biases = spec.n_layers * (spec.q_width + 2 * spec.kv_width) * spec.qkv_bias
+    norms = spec.n_layers * 2 * (spec.hidden + spec.head_dim * spec.qk_norm) + spec.hidden
+    row = 0 if spec.tied_head else spec.hidden
+    assert streamed + element * (biases + norms + row) == weight_bytes_read(program)
+    matrices = [b for b in program.buffers if b.kind is BufferKind.WEIGHT and len(b.shape) == 2]
+    table = program.buffers[program.tasks[0].inputs[1]]
+    assert streamed == sum(b.nbytes for b in matrices) - (0 if spec.tied_head else table.nbytes)
+
+
+@given(cases())
+def test_every_projection_is_shared_by_all_sms(case: Case) -> None:
+    if not isinstance(case.config.sm_assignment, str):
+        return
+    together = next((group for group in case.config.fusion_grouping if "q_proj" in group), ())
+    users: dict[str, list[int | None]] = {}
+    for task in case.program.tasks:
+        if does(task, "GEMV_TILE"):
+            layer, _, name = task.label.rpartition(".")
+            stage = "qkv" if name in together else name
+            users.setdefault(f"{layer}.{stage}", []).append(task.sm)
+    for sms in users.values():
+        assert len(set(sms)) == min(case.target.num_sms, len(sms))
+
+
+@given(cases())
+def test_kv_blocks_partition_the_context_and_partials_are_merged(case: Case) -> None:
+    program = case.program
+    windows: dict[int, list[tuple[int, int]]] = {}
+    merged: dict[int, int] = {}
+    for task in program.tasks:
+        for op, read, params in steps(task):
+            if op == "ATTENTION_TILE":
+                assert read[1] is not None
+                windows.setdefault(read[1], []).append((params["kv_start"], params["kv_len"]))
+        if does(task, "ATTENTION_COMBINE"):
+            for number in task.inputs:
+                merged[number] = merged.get(number, 0) + 1
+    assert len(windows) == case.spec.n_layers * case.spec.n_kv_heads
+    assert all(partitions(spans, case.context) for spans in windows.values())
+    assert len({tuple(sorted(spans)) for spans in windows.values()}) == 1
+    partials = [b.id for b in program.buffers if "partial." in b.name]
+    assert bool(partials) == (len(next(iter(windows.values()))) > 1)
+    assert all(number in merged for number in partials)
+
+
+@given(cases(), st.data())
+def test_every_program_can_be_moved_along_the_sequence(case: Case, data: st.DataObject) -> None:
+    program = case.program
+    for pos in {0, case.context - 1, data.draw(st.integers(0, case.context - 1))}:
+        moved = at_position(program, pos)
+        result = validate(moved, strict=True)
+        assert result.ok, result.report()
+        reach = max(t.params["kv_start"] + t.params["kv_len"] for t in moved.tasks if t.params.get("kv_len"))
+        assert reach == pos + 1
+    assert at_position(program, case.context - 1).tasks == program.tasks
+
+
+@given(cases())
+def test_pages_hold_their_buffers_and_colouring_never_costs_memory(case: Case) -> None:
+    linear = replace(case, config=replace(case.config, page_allocation="linear")).program
+    coloured = replace(case, config=replace(case.config, page_allocation="graph_color")).program
+    bare = replace(case, config=replace(case.config, page_allocation="none")).program
+    assert bare.pages is None
+    assert linear.pages is not None
+    assert coloured.pages is not None
+    activations = {b.id for b in bare.buffers if b.kind is BufferKind.ACTIVATION}
+    assert linear.pages.buffer_to_page.keys() == coloured.pages.buffer_to_page.keys() == activations
+    assert len(linear.pages.pages) == len(activations)
+    assert coloured.pages.total_scratch_bytes <= linear.pages.total_scratch_bytes
+    assert json.dumps(coloured.to_dict()["tasks"]) == json.dumps(bare.to_dict()["tasks"])

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flywheel.errors import UsageError
+from flywheel.ir import TARGETS, GpuTarget, ScheduleConfig, program_id, variant_of
+from flywheel.ir.serde import config_from_dict
+from flywheel.lowering.lower import lower
+from flywheel.models.catalog import CATALOG
+from flywheel.models.spec import DecoderSpec
+from flywheel.search.space import KNOBS, Choice, Space, Value, make_space
+from flywheel.search.workload import Workload
+
+SMALL = DecoderSpec("small", "qwen3", 96, 160, 2, 4, 2, 16, 300, 1e4, 1e-6, 4096, qk_norm=True)
+FEW_SMS = replace(TARGETS["h100"], name="few", num_sms=6)
+
+
+def workload(
+    spec: DecoderSpec = SMALL, target: GpuTarget = FEW_SMS, context: int = 512, dtype: str = "bf16"
+) -> Workload:
+    return Workload(spec.name, spec, target, dtype, context)
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    return make_space(workload())
+
+
+@st.composite
+def choices(draw: st.DrawFn, space: Space) -> dict[str, Value]:
+    return {dim.name: draw(st.sampled_from(dim.values)) for dim in space.dimensions}
+
+
+def identity(space: Space, choice: Choice) -> str:
+    work = space.workload
+    return program_id(lower(work.graph, space.to_config(choice), work.target))
+
+
+def dead_values(space: Space, base: Choice) -> Iterator[str]:
+    """Pairs of values of one knob that lower to the same program."""
+    for dimension in space.dimensions:
+        programs = {value: identity(space, {**base, dimension.name: value}) for value in dimension.values}
+        for first, second in combinations(dimension.values, 2):
+            if programs[first] == programs[second]:
+                yield f"{dimension.name}: {first} and {second}"
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "qwen3-8b"])
+def test_every_value_of_every_knob_changes_the_program(model: str) -> None:
+    # Two layers do what all do, and leave time for some sixty programs.
+    spec = replace(CATALOG[model], n_layers=2)
+    searched = make_space(workload(spec, TARGETS["h100"]))
+    base = searched.known_good()[1]
+    assert int(base["kv_block"]) < 512
+    assert all(len(dimension.values) > 1 for dimension in searched.dimensions)
+    assert list(dead_values(searched, base)) == []
+
+
+@pytest.mark.parametrize("target", [*TARGETS.values(), FEW_SMS], ids=lambda target: target.name)
+@pytest.mark.parametrize("context", [64, 500])
+def test_no_value_is_dead_on_a_small_model(target: GpuTarget, context: int) -> None:
+    searched = make_space(workload(target=target, context=context))
+    assert list(dead_values(searched, searched.known_good()[1])) == []
+
+
+def test_knobs_are_the_dimensions_in_order(space: Space) -> None:
+    assert [dimension.name for dimension in space.dimensions] == [knob.name for knob in KNOBS]
+    assert all(knob.meaning for knob in KNOBS)
+    assert [dim.values for dim in space.dimensions] == [tuple(dict.fromkeys(dim.values)) for dim in space.dimensions]
+    assert all(list(dim.values) == sorted(map(int, dim.values)) for dim in space.dimensions if dim.ordered)
+
+
+@given(st.data())
+def test_a_choice_survives_its_config_and_the_config_its_file(space: Space, data: st.DataObject) -> None:
+    choice = data.draw(choices(space))
+    config = space.to_config(choice)
+    assert space.to_choice(config) == choice
+    assert space.to_choice(config_from_dict(config.to_dict())) == choice
+
+
+@given(st.data())
+def test_configs_outside_the_space_mean_no_choice(space: Space, data: st.DataObject) -> None:
+    config = space.to_config(data.draw(choices(space)))
+    for foreign in (
+        replace(config, pipelining_depth=5),
+        replace(config, threads_per_block=192),
+        replace(config, sm_assignment={0: 1}),
+        replace(config, tiling={**config.tiling, "gemv": {"N_tile": 16}}),
+        replace(config, tiling={**config.tiling, "gemv.up_proj": {"N_tile": 1600}}),
+        replace(config, tiling={}),
+        replace(config, fusion_grouping=(*config.fusion_grouping, ("embed",))),
+        ScheduleConfig(),
+    ):
+        assert space.to_choice(foreign) is None
+
+
+@pytest.mark.parametrize("model", ["llama3.2-1b", "qwen3-0.6b", "qwen2.5-7b", "smollm2-135m", "llama3-70b"])
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_every_ring_of_the_space_fits_every_gpu(model: str, dtype: str) -> None:
+    spec = replace(CATALOG[model], n_layers=1, vocab=512)
+    for target in TARGETS.values():
+        searched = make_space(workload(spec, target, dtype=dtype))
+        for base in searched.known_good():
+            for smem in values(searched, "smem"):
+                for chunk in values(searched, "chunk"):
+                    config = searched.to_config({**base, "smem": smem, "chunk": chunk})
+                    variant = variant_of(lower(searched.workload.graph, config, target))
+                    assert (variant.smem_bytes, variant.chunk_bytes) == (smem, chunk)
+
+
+def values(space: Space, name: str) -> tuple[Value, ...]:
+    return next(dimension.values for dimension in space.dimensions if dimension.name == name)
+
+
+def test_known_good_choices_are_in_the_space_and_fuse_everything(space: Space) -> None:
+    for choice in space.known_good():
+        assert space.to_choice(space.to_config(choice)) == choice
+        assert choice["fuse.out"] == choice["fuse.mlp_in"] == 2
+    whole, split = space.known_good()
+    assert whole["kv_block"] == 512
+    assert int(split["kv_block"]) < 512
+    assert any({"k_append", "attention"} <= {*group} for group in space.to_config(whole).fusion_grouping)
+
+
+@pytest.mark.parametrize("context", [1, 2, 17, 40, 4096])
+def test_every_context_has_a_space(context: int) -> None:
+    searched = make_space(workload(context=context))
+    blocks = [int(value) for value in values(searched, "kv_block")]
+    assert blocks[-1] >= context
+    assert all(block < context for block in blocks[:-1])
+    assert all(identity(searched, choice) for choice in searched.known_good())
+
+
+def test_pinned_knobs_have_one_value() -> None:
+    pinned = make_space(workload(), {"depth": "4", "pages": "none"})
+    assert values(pinned, "depth") == (4,)
+    assert values(pinned, "pages") == ("none",)
+    free = make_space(workload())
+    count, all_ = (prod(len(dim.values) for dim in each.dimensions) for each in (pinned, free))
+    assert count * len(values(free, "depth")) * len(values(free, "pages")) == all_
+
+
+@pytest.mark.parametrize(
+    ("fixed", "names"),
+    [
+        ({"warps": "4"}, ("'warps'", "rows.qkv", "chunk")),
+        ({"depth": "5"}, ("depth", "'5'", "0, 1, 2, 3, 4, 6, 8")),
+        ({"pages": "a\nb"}, ("pages", "graph_color")),
+    ],
+)
+def test_unknown_knobs_and_values_are_refused(fixed: dict[str, str], names: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError) as caught:
+        make_space(workload(), fixed)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(name in message for name in names)
