@@ -42,9 +42,7 @@ def rope(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
 
 
 @lru_cache(maxsize=64)
-def inverse_frequencies(
-    head_dim: int, theta: float, scaling: tuple[float, ...], device: torch.device
-) -> Tensor:
+def inverse_frequencies(head_dim: int, theta: float, scaling: tuple[float, ...], device: torch.device) -> Tensor:
     """Radians per position of each pair, [head_dim / 2] in fp32; `scaling` is empty or (factor, low, high, original).
 
     Source: the `default` and `llama3` RoPE types of transformers, whose fp32 arithmetic checkpoints are run with.
