@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from math import prod
 from time import perf_counter
 
-from flywheel.errors import TrialExistsError, UsageError
+from flywheel.errors import StoreError, TrialExistsError, UsageError
 from flywheel.ir import ScheduleConfig
 from flywheel.ir.serde import config_from_dict
 from flywheel.measure.environment import Environment
@@ -62,6 +62,13 @@ def open_campaign(spec: CampaignSpec, space: Space, store: Store, fresh: bool) -
 
     Raises UsageError where the campaign of that name searched something else.
     """
+    while (name := _open_or_create(spec, space, store, fresh)) is None:
+        pass
+    return name
+
+
+def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool) -> str | None:
+    """None where another process took the name in the meantime."""
     assert spec.name is not None
     taken = {summary.campaign.name: summary.campaign for summary in store.campaigns()}
     names = [spec.name]
@@ -73,21 +80,25 @@ def open_campaign(spec: CampaignSpec, space: Space, store: Store, fresh: bool) -
         return newest
     workload = space.workload
     described = {**asdict(spec), "fix": dict(spec.fix), "decoder": asdict(workload.spec)}
-    store.create_campaign(
-        Campaign(
-            name=names[-1],
-            model=spec.model,
-            gpu=spec.gpu,
-            dtype=spec.dtype,
-            context=spec.context,
-            measure=spec.measure,
-            sampler=spec.sampler,
-            seed=spec.seed,
-            spec=json.dumps(described, sort_keys=True),
-            created_at=_now(),
-        )
+    campaign = Campaign(
+        name=names[-1],
+        model=spec.model,
+        gpu=spec.gpu,
+        dtype=spec.dtype,
+        context=spec.context,
+        measure=spec.measure,
+        sampler=spec.sampler,
+        seed=spec.seed,
+        spec=json.dumps(described, sort_keys=True),
+        created_at=_now(),
     )
-    return names[-1]
+    try:
+        store.create_campaign(campaign)
+    except StoreError:
+        if store.campaign(campaign.name) is None:
+            raise
+        return None
+    return campaign.name
 
 
 def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space) -> None:
@@ -115,6 +126,10 @@ class CampaignRun:
         self._stale = self._trials - 1 - self._best.trial if self._best is not None else self._trials
         told = [(self._choice(record), record.objective_us) for record in known]
         inside = [(choice, objective) for choice, objective in told if choice is not None]
+        self._left: int | None = None  # configs that a grid has not tried yet
+        if spec.sampler == "grid":
+            tried = {space.to_config(choice).config_id for choice, _ in inside}
+            self._left = prod(len(dimension.values) for dimension in space.dimensions) - len(tried)
         self._study = CampaignStudy(space, spec.sampler, spec.seed, inside)
         self._tried: set[str] = {record.config_id for record in known}
         self._seeds: set[str] = set()
@@ -129,12 +144,10 @@ class CampaignRun:
         """Run until a budget is spent or `interrupted`; trials under way are finished and kept."""
         start = perf_counter()
         flight: deque[tuple[Ask, ScheduleConfig, float, Callable[[], Evaluation]]] = deque()
-        first, size = self._trials, self._size()
+        first = self._trials
         while True:
-            stopped = self._spent(perf_counter() - start, size, interrupted)
-            while stopped is None and len(flight) < self._engine.width:
-                if self._trials + len(flight) >= min(self._spec.trials, size):
-                    break
+            stopped = self._spent(perf_counter() - start, interrupted)
+            while stopped is None and len(flight) < min(self._engine.width, self._room()):
                 asked = perf_counter()
                 ask = self._study.ask()
                 config = self._space.to_config(ask[1])
@@ -158,12 +171,12 @@ class CampaignRun:
             stopped or "trials",
         )
 
-    def _size(self) -> int:
-        """Trials after which nothing is left to try: a grid ends, the other samplers may repeat themselves."""
-        count = prod(len(dimension.values) for dimension in self._space.dimensions)
-        return count if self._spec.sampler == "grid" else max(count, self._spec.trials)
+    def _room(self) -> int:
+        """Trials that are still wanted: a grid ends, the other samplers may repeat themselves."""
+        wanted = self._spec.trials - self._trials
+        return wanted if self._left is None else min(wanted, self._left)
 
-    def _spent(self, elapsed_s: float, size: int, interrupted: Callable[[], bool]) -> str | None:
+    def _spent(self, elapsed_s: float, interrupted: Callable[[], bool]) -> str | None:
         spec, best = self._spec, self._best
         fraction = best.floor_fraction if best is not None else None
         if interrupted():
@@ -176,11 +189,13 @@ class CampaignRun:
             return "patience"
         if self._trials >= spec.trials:
             return "trials"
-        return "exhausted" if self._trials >= size else None
+        return "exhausted" if self._room() <= 0 else None
 
     def _keep(self, config: ScheduleConfig, ask_s: float, evaluation: Evaluation) -> tuple[TrialRecord, bool]:
         identity = config.config_id
         source = "seed" if identity in self._seeds and identity not in self._tried else "search"
+        if self._left is not None and identity not in self._tried:
+            self._left -= 1
         self._tried.add(identity)
         record = to_record(
             self._name, self._next, self._spec, config, evaluation, self._environment,

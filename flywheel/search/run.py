@@ -20,6 +20,7 @@ from flywheel.models.catalog import CATALOG, resolve_model
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress, open_campaign
 from flywheel.search.engine import Bench, InlineEngine, PoolEngine
 from flywheel.search.evaluate import Seen
+from flywheel.search.samplers import make_sampler
 from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec, with_name
 from flywheel.search.workload import Workload
@@ -55,6 +56,7 @@ def run_search(
     workload = make_workload(spec.model, spec.gpu, spec.dtype, spec.context)
     spec = with_name(spec, settle_measure(spec.measure, workload.target, environment.gpu))
     space = make_space(workload, spec.fix)
+    make_sampler(spec.sampler, spec.seed, 0)  # raises before the store has a campaign that cannot run
     with open_store(store_url) as store:
         name = open_campaign(spec, space, store, fresh)
         sizes = [len(dimension.values) for dimension in space.dimensions]

@@ -108,7 +108,8 @@ def _exhaustible() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Optuna's experimental-feature warnings are ours to know, not the user's."""
+    """Which features are experimental, and that CMA-ES makes nothing of constraints, is ours to know."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
+        warnings.filterwarnings("ignore", "Constraints have been set", UserWarning)
         yield
