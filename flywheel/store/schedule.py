@@ -83,13 +83,16 @@ def dump_schedule(document: Mapping[str, Any]) -> str:
 
 
 def load_schedule(path: str | Path) -> Schedule:
-    """Read a schedule file; unknown fields are dropped.
+    """Read a schedule file. Raises as `schedule_from_document` does, IrFormatError also where it cannot be read."""
+    return schedule_from_document(parse_json(read_text(Path(path))), f"schedule {path}")
 
-    Raises IrFormatError where it cannot be read, is not JSON or its config is malformed, StoreError where it is not a
-    schedule that this code understands or its config is not the one that `config_id` names.
+
+def schedule_from_document(document: object, where: str) -> Schedule:
+    """Read a schedule; unknown fields are dropped. `where` names it in errors.
+
+    Raises IrFormatError where its config is malformed, StoreError where it is not a schedule that this code understands
+    or its config is not the one that `config_id` names.
     """
-    where = f"schedule {path}"
-    document = parse_json(read_text(Path(path)))
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise StoreError(f"{where}: is not a {FORMAT} file")
     version = _field(document, "version", int, where)

@@ -1,0 +1,123 @@
+"""`flywheel campaigns`: what a store has been asked, and how far it got."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flywheel.cli.options import command, json_option, store_option
+from flywheel.cli.provenance import find_campaign, search_command
+from flywheel.cli.text import ABSENT, counts, pairs, percent, show, show_json, table, us
+from flywheel.measure.record import TrialRecord
+
+if TYPE_CHECKING:
+    from flywheel.store.campaign import Campaign, CampaignSummary
+
+SHOWN = 5
+"""Best trials of one campaign that the text shows."""
+
+
+@command
+@click.argument("name", required=False)
+@store_option
+@json_option
+def campaigns(name: str | None, store: str, as_json: bool) -> None:
+    """List the campaigns of a store with their outcomes and best latencies, or show the campaign NAME."""
+    from flywheel.store.sql import open_store
+
+    with open_store(store, create=False) as opened:
+        summaries = opened.campaigns()
+        campaign = find_campaign(opened, name) if name is not None else None
+        trials = opened.trials(campaign.name) if campaign is not None else []
+        where = opened.name
+    if campaign is None:
+        _list(where, summaries, as_json)
+        return
+    summary = next(each for each in summaries if each.campaign.name == campaign.name)
+    if as_json:
+        best = [asdict(record) for record in _ranked(trials)[:SHOWN]]
+        show_json({"store": where, **_document(summary), "best": best})
+    else:
+        _show(where, summary, trials)
+
+
+def _list(where: str, summaries: list[CampaignSummary], as_json: bool) -> None:
+    if as_json:
+        show_json({"store": where, "campaigns": [_document(summary) for summary in summaries]})
+        return
+    if not summaries:
+        show(f"{where}: no campaigns")
+        return
+    headers = ("<campaign", "<model", "<GPU", "<dtype", "context", "<sampler", "trials", "best", "<", "<outcomes")
+    rows = []
+    for summary in summaries:
+        campaign = summary.campaign
+        best, kind = _best(summary)
+        rows.append(
+            (
+                campaign.name, campaign.model, campaign.gpu, campaign.dtype, str(campaign.context), campaign.sampler,
+                f"{summary.trials:,}", us(best), kind, counts(summary.outcomes),
+            )
+        )  # fmt: skip
+    show(table(headers, rows))
+
+
+def _best(summary: CampaignSummary) -> tuple[float | None, str]:
+    """(latency, "measured" or "predicted"): a prediction never stands in for a measurement."""
+    if summary.best_measured_us is not None:
+        return summary.best_measured_us, "measured"
+    return summary.best_predicted_us, "predicted" if summary.best_predicted_us is not None else ""
+
+
+def _document(summary: CampaignSummary) -> dict[str, Any]:
+    campaign = summary.campaign
+    return {
+        **asdict(campaign),
+        "spec": json.loads(campaign.spec),
+        "trials": summary.trials,
+        "outcomes": dict(summary.outcomes),
+        "best_measured_us": summary.best_measured_us,
+        "best_predicted_us": summary.best_predicted_us,
+    }
+
+
+def _ranked(trials: list[TrialRecord]) -> list[TrialRecord]:
+    """The trials that have an objective, measured ones first, best first; a config's first trial stands for it."""
+    ranked = sorted(
+        (record for record in trials if record.objective_us is not None),
+        key=lambda record: (record.is_predicted, record.objective_us, record.trial),
+    )
+    return list({record.config_id: record for record in reversed(ranked)}.values())[::-1]
+
+
+def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> None:
+    campaign: Campaign = summary.campaign
+    show(f"{campaign.name}: {campaign.model} on {campaign.gpu}, {campaign.dtype}, context {campaign.context}")
+    last = trials[-1].created_at if trials else ABSENT
+    show(
+        pairs(
+            [
+                ("started", campaign.created_at),
+                ("last trial", last),
+                ("trials", f"{summary.trials:,}: {counts(summary.outcomes)}"),
+                ("latencies", "predicted by a cost model" if campaign.measure == "predict" else "measured"),
+                ("store", where),
+                ("command", search_command(campaign)),
+            ]
+        )
+    )
+    best = _ranked(trials)[:SHOWN]
+    if best:
+        headers = ("trial", "latency", "<", "of floor", "<from", "<config", "<program")
+        rows = [
+            (str(r.trial), us(r.objective_us), r.outcome, percent(r.floor_fraction), r.source, r.config_id,
+             r.program_id or ABSENT)
+            for r in best
+        ]  # fmt: skip
+        show("\n" + table(headers, rows, indent="  "))
+    refused = [record for record in trials if record.reason is not None]
+    if refused:
+        show(f"\n  last without a latency: trial {refused[-1].trial}, {refused[-1].outcome}: {refused[-1].reason}")

@@ -1,0 +1,103 @@
+"""`flywheel models` and `flywheel targets`: what is known by name."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import click
+
+from flywheel.cli.options import DEFAULTS, SharedOption, command, json_option
+from flywheel.cli.text import show, show_json, size, table, us
+from flywheel.cost_model import machine_for
+from flywheel.errors import UnknownNameError
+from flywheel.ir import TARGETS, DType, GpuTarget
+from flywheel.ir.serde import target_to_dict
+from flywheel.models.catalog import CATALOG
+from flywheel.models.decoder import DTYPES
+from flywheel.models.spec import DecoderSpec, layer_weight_shapes, model_weight_shapes
+
+
+@command
+@click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="Add the weight floor on this GPU; repeatable.")
+@click.option("--dtype", cls=SharedOption, type=click.Choice(list(DTYPES)), default=DEFAULTS["dtype"],
+              show_default=True, help="Type of the weights.")  # fmt: skip
+@json_option
+def models(gpus: tuple[str, ...], dtype: str, as_json: bool) -> None:
+    """List the models known by name.
+
+    The floor is the time that reading a token's weights takes at the GPU's bandwidth.
+    """
+    targets = [_target(gpu) for gpu in gpus]
+    listed = [_model(spec, DTYPES[dtype], targets) for spec in CATALOG.values()]
+    if as_json:
+        show_json({"dtype": dtype, "models": listed})
+        return
+    headers = ("<model", "params", "layers", "hidden", "heads", "KV", "vocab", "max context", f"{dtype} read a token",
+               *(f"{target.name} floor" for target in targets))  # fmt: skip
+    rows = [
+        (
+            model["name"], f"{model['params'] / 1e9:.2f} B", str(model["layers"]), f"{model['hidden']:,}",
+            str(model["heads"]), str(model["kv_heads"]), f"{model['vocab']:,}", f"{model['max_context']:,}",
+            size(model["bytes_per_token"]), *(us(floor) for floor in model["floor_us"].values()),
+        )
+        for model in listed
+    ]  # fmt: skip
+    show(table(headers, rows))
+
+
+@command
+@json_option
+def targets(as_json: bool) -> None:
+    """List the GPUs known by name."""
+    if as_json:
+        documents = [
+            {**target_to_dict(target), "cost_model": machine_for(target).source} for target in TARGETS.values()
+        ]
+        show_json({"targets": documents})
+        return
+    headers = ("<GPU", "arch", "SMs", "HBM", "GB/s", "L2", "smem a block", "<cost model", "<source")
+    rows = [
+        (
+            target.name, f"sm_{target.sm_arch}", str(target.num_sms), f"{target.hbm_bytes / 1e9:.0f} GB",
+            f"{target.hbm_bandwidth_gbs:,.0f}", f"{target.l2_bytes / 2**20:.0f} MiB",
+            f"{target.smem_bytes_per_block_optin / 1024:.0f} KiB", machine_for(target).source, target.note,
+        )
+        for target in TARGETS.values()
+    ]  # fmt: skip
+    show(table(headers, rows))
+
+
+def bytes_per_token(spec: DecoderSpec, dtype: DType) -> int:
+    """Bytes of weights that one token reads: all of them, but of an embedding that is not also the head one row."""
+    a_layer = sum(map(prod, layer_weight_shapes(spec).values()))
+    shapes = dict(model_weight_shapes(spec))
+    if not spec.tied_head:
+        shapes["embed"] = (1, spec.hidden)
+    return dtype.nbytes(sum(map(prod, shapes.values())) + spec.n_layers * a_layer)
+
+
+def _model(spec: DecoderSpec, dtype: DType, targets: list[GpuTarget]) -> dict[str, Any]:
+    nbytes = bytes_per_token(spec, dtype)
+    return {
+        "name": spec.name,
+        "family": spec.family,
+        "params": spec.n_params,
+        "layers": spec.n_layers,
+        "hidden": spec.hidden,
+        "intermediate": spec.intermediate,
+        "heads": spec.n_heads,
+        "kv_heads": spec.n_kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab": spec.vocab,
+        "max_context": spec.max_position,
+        "tied_head": spec.tied_head,
+        "bytes_per_token": nbytes,
+        "floor_us": {target.name: target.bandwidth_bound_us(nbytes) for target in targets},
+    }
+
+
+def _target(name: str) -> GpuTarget:
+    if name not in TARGETS:
+        raise UnknownNameError(f"GPU {name!r} is not one of {', '.join(TARGETS)}")
+    return TARGETS[name]

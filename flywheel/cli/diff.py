@@ -1,0 +1,106 @@
+"""`flywheel diff`: what tells two programs apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+import click
+
+from flywheel.cli.exits import DIFFERENT
+from flywheel.cli.files import load_program
+from flywheel.cli.inspect import describe, operation
+from flywheel.cli.options import command, json_option
+from flywheel.cli.text import cell, show, show_json, table
+from flywheel.ir import MegakernelProgram
+
+TOTALS: Final = (
+    "program_id", "tasks", "buffers", "counters", "waits", "task_bytes", "weight_bytes", "scratch_bytes", "depth",
+    "predicted_us",
+)  # fmt: skip
+
+
+@command
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@json_option
+@click.pass_context
+def diff(ctx: click.Context, first: str, second: str, as_json: bool) -> None:
+    """Compare two programs: config, target, tasks, waits, bytes and predicted latency.
+
+    Exit code 0 if they are the same, 1 if they differ.
+    """
+    before, after = load_program(first), load_program(second)
+    same = before.to_dict() == after.to_dict()
+    document = {"a": first, "b": second, "same": same, **differences(before, after)}
+    if as_json:
+        show_json(document)
+    elif same:
+        show("same")
+    else:
+        _show(document)
+    if not same:
+        ctx.exit(DIFFERENT)
+
+
+def differences(before: MegakernelProgram, after: MegakernelProgram) -> dict[str, dict[str, list[Any]]]:
+    """By section, each name whose values differ, with both; None where a program has no such name."""
+    pair = (before, after)
+    sections: dict[str, list[Mapping[str, Any]]] = {
+        "totals": [_totals(program) for program in pair],
+        "meta": [program.meta for program in pair],
+        "target": [asdict(program.target) if program.target else {} for program in pair],
+        "config": [_flat(program.config.to_dict()) if program.config else {} for program in pair],
+        "tasks": [Counter(f"{operation(task.label)} ({task.op.name})" for task in program.tasks) for program in pair],
+    }
+    return {section: _differing(first, second) for section, (first, second) in sections.items()}
+
+
+def _totals(program: MegakernelProgram) -> dict[str, Any]:
+    facts = describe(program)
+    return {name: facts[name] for name in TOTALS}
+
+
+def _flat(value: object, name: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {name: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flat(inner, f"{name}.{key}" if name else str(key))
+    return flat
+
+
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
+    return {
+        name: [before.get(name), after.get(name)]
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name)
+    }
+
+
+def _show(document: Mapping[str, Any]) -> None:
+    rows = [
+        (section, name, _text(before), _text(after), _delta(before, after))
+        for section, names in document.items()
+        if isinstance(names, Mapping)
+        for name, (before, after) in names.items()
+    ]
+    if rows:
+        show(table(("<", "<", "A", "B", "B - A"), rows))
+    else:
+        show("the same but for names, notes or the order of records")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join("+".join(map(str, item)) if isinstance(item, list) else str(item) for item in value) or "none"
+    return f"{value:,.1f}" if isinstance(value, float) else cell(value)
+
+
+def _delta(before: object, after: object) -> str:
+    numbers = (int, float)
+    if not isinstance(before, numbers) or not isinstance(after, numbers) or isinstance(before, bool):
+        return ""
+    return f"{after - before:+,.1f}" if isinstance(after - before, float) else f"{after - before:+,}"

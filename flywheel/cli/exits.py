@@ -1,0 +1,48 @@
+"""Exit codes, and which error means which."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from flywheel.errors import (
+    ConfigError,
+    FlywheelError,
+    InvalidProgramError,
+    IrFormatError,
+    NoGpuError,
+    StoreError,
+    UnknownNameError,
+    UnsupportedModelError,
+    UsageError,
+)
+
+FAILED: Final = 1
+"""What no other code says: worker processes that die, a bug."""
+DIFFERENT: Final = 1
+"""`diff` only: the programs differ."""
+USAGE: Final = 2
+"""Options, names, configs or argument files that cannot be used."""
+REJECTED: Final = 3
+"""Nothing feasible was found, or a program or config was refused."""
+NO_GPU: Final = 4
+STORE: Final = 5
+ABORTED: Final = 130
+"""Interrupted: after a clean drain or, at the second signal, at once."""
+BROKEN_PIPE: Final = 141
+"""Whoever read the output closed it; silent."""
+
+_CODES: Final = (
+    (UsageError, USAGE),
+    (UnknownNameError, USAGE),
+    (ConfigError, USAGE),
+    (UnsupportedModelError, USAGE),
+    (IrFormatError, USAGE),
+    (InvalidProgramError, REJECTED),
+    (NoGpuError, NO_GPU),
+    (StoreError, STORE),
+)
+
+
+def exit_code(error: FlywheelError) -> int:
+    """The exit code of an error, and of its subclasses."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), FAILED)

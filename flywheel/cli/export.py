@@ -1,0 +1,154 @@
+"""`flywheel export`: the best schedule, its program, or the trials, as files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from flywheel.cli.options import (
+    DEFAULTS,
+    command,
+    json_option,
+    output_option,
+    store_option,
+    workload_options,
+    write_file,
+)
+from flywheel.cli.provenance import find_campaign, schedule_text
+from flywheel.cli.text import note, show_json, us
+from flywheel.errors import StoreError, UnknownNameError, UsageError
+from flywheel.measure.record import TrialRecord
+from flywheel.store.tsv import to_csv, to_tsv
+
+if TYPE_CHECKING:
+    from flywheel.store.sql import Store
+
+FORMATS = ("schedule", "program", "tsv", "csv")
+
+
+@command
+@click.option("--format", "form", type=click.Choice(FORMATS), required=True,
+              help="schedule: the best row's config, numbers and provenance. program: what it lowers to. "
+                   "tsv, csv: all trials.")  # fmt: skip
+@click.option("--campaign", metavar="NAME", help="Rows of this campaign only.")
+@workload_options
+@click.option("--measured/--predicted", default=None, help="Rows that count.  [default: measured if any are]")
+@store_option
+@output_option
+@json_option
+@click.pass_context
+def export(
+    ctx: click.Context,
+    form: str,
+    campaign: str | None,
+    model: str | None,
+    gpu: str | None,
+    dtype: str | None,
+    context: int | None,
+    measured: bool | None,
+    store: str,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Write the best row of a campaign, or of a model on a GPU, or all trials, to stdout or a file.
+
+    The same rows give the same bytes.
+    """
+    from flywheel.store.sql import open_store
+
+    wanted = _wanted(ctx, {"campaign": campaign, "model": model, "gpu": gpu, "dtype": dtype, "context": context})
+    facts: dict[str, Any]
+    with open_store(store, create=False) as opened:
+        if campaign is not None:
+            find_campaign(opened, campaign)
+        if form in ("tsv", "csv"):
+            records = _rows(opened, wanted, measured)
+            text = to_tsv(records) if form == "tsv" else to_csv(records)
+            facts = {"trials": [asdict(record) for record in records]} if output is None else {"trials": len(records)}
+        else:
+            record = _best(opened, wanted, measured)
+            origin = find_campaign(opened, record.campaign)
+            text = schedule_text(record, origin) if form == "schedule" else _program(record)
+            facts = {"campaign": record.campaign, "trial": record.trial, "program_id": record.program_id}
+            note(f"{record.campaign}, trial {record.trial}: {record.outcome} {us(record.objective_us)}")
+    if output is not None:
+        write_file(output, text)
+        note(f"wrote {output}")
+    if as_json and (output is not None or form in ("tsv", "csv")):
+        show_json({"format": form, "path": None if output is None else str(output), **facts})
+    elif output is None:
+        click.echo(text, nl=False)
+
+
+def _wanted(ctx: click.Context, names: Mapping[str, Any]) -> dict[str, Any]:
+    """What rows must have. To a campaign, only the command line adds: the environment may mean another one."""
+    return {
+        name: value
+        for name, value in names.items()
+        if value is not None
+        and (
+            names["campaign"] is None
+            or name == "campaign"
+            or ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        )
+    }
+
+
+def _rows(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> list[TrialRecord]:
+    kept = None if measured is None else "measured" if measured else "predicted"
+    return [
+        record
+        for summary in store.campaigns()
+        for record in (
+            store.trials(summary.campaign.name) if wanted.get("campaign") in (None, summary.campaign.name) else []
+        )
+        if all(getattr(record, name) == value for name, value in wanted.items()) and kept in (None, record.outcome)
+    ]
+
+
+def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> TrialRecord:
+    """The fastest row; of predicted ones, by this version's cost model if it has any.
+
+    Raises UsageError where rows of different work would compete, UnknownNameError where there is none.
+    """
+    from flywheel.cost_model import MODEL_VERSION
+
+    if "campaign" not in wanted:
+        for name in ("model", "gpu"):
+            if name not in wanted:
+                raise UsageError(f"export: the best of what? --campaign, or --model and --gpu; --{name} is missing")
+        wanted = {"dtype": DEFAULTS["dtype"], "context": DEFAULTS["context"], **wanted}
+    best = None
+    if measured is not False:
+        best = store.best(measured=True, **wanted)
+    if best is None and measured is not True:
+        best = store.best(measured=False, predictor=MODEL_VERSION, **wanted) or store.best(measured=False, **wanted)
+    if best is None:
+        kind = {None: "measured or predicted", True: "measured", False: "predicted"}[measured]
+        what = ", ".join(f"{name} {value}" for name, value in wanted.items())
+        raise UnknownNameError(f"store {store.name}: no {kind} trial of {what}; flywheel campaigns shows what there is")
+    return best
+
+
+def _program(record: TrialRecord) -> str:
+    """The row's program, lowered again. Raises StoreError where this version makes another one of its config."""
+    from flywheel.ir import program_id
+    from flywheel.ir.serde import config_from_dict
+    from flywheel.lowering.lower import lower
+    from flywheel.search.run import make_workload
+
+    workload = make_workload(record.model, record.gpu, record.dtype, record.context)
+    program = lower(workload.graph, config_from_dict(json.loads(record.config)), workload.target)
+    made = program_id(program)
+    if made != record.program_id:
+        raise StoreError(
+            f"trial {record.trial} of campaign {record.campaign!r}: this version lowers its config to program {made}, "
+            f"the row has {record.program_id}; search again with --fresh"
+        )
+    return program.to_json() + "\n"

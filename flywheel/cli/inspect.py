@@ -1,0 +1,178 @@
+"""`flywheel inspect`: what is in a program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import click
+
+from flywheel.cli.files import load_program
+from flywheel.cli.options import command, json_option
+from flywheel.cli.text import cell, pairs, percent, show, show_json, size, table, us
+from flywheel.cost_model import predict
+from flywheel.errors import ConfigError, InvalidProgramError
+from flywheel.ir import KernelVariant, MegakernelProgram, program_id, validate, variant_of
+from flywheel.measure.floor import floor_fraction
+
+
+@command
+@click.argument("file", metavar="FILE")
+@json_option
+def inspect(file: str, as_json: bool) -> None:
+    """Summarise a program: buffers, tasks, counters, depth, load of the SMs, pages and config; `-` is stdin."""
+    facts = describe(load_program(file))
+    if as_json:
+        show_json({"path": file, **facts})
+    else:
+        _show(file, facts)
+
+
+def describe(program: MegakernelProgram) -> dict[str, Any]:
+    """What is in a program, JSON-ready. None stands for what only a valid program on a target has."""
+    result = validate(program)
+    variant = _variant(program) if result.ok else None
+    buffers: dict[str, list[int]] = {}
+    for buffer in program.buffers:
+        tally = buffers.setdefault(buffer.kind.name, [0, 0])
+        tally[0] += 1
+        tally[1] += buffer.nbytes
+    pages = program.pages
+    return {
+        "program_id": program_id(program) if variant else None,
+        "ir_version": program.ir_version,
+        "valid": result.ok,
+        "errors": [str(finding) for finding in result.errors],
+        "warnings": [str(finding) for finding in result.warnings],
+        "meta": dict(program.meta),
+        "target": program.target.name if program.target else None,
+        "variant": _variant_document(variant),
+        "tasks": len(program.tasks),
+        "operations": _operations(program),
+        "buffers": {kind: {"count": count, "bytes": nbytes} for kind, (count, nbytes) in buffers.items()},
+        "counters": len(program.counters),
+        "waits": sum(len(task.waits) for task in program.tasks),
+        "depth": result.stats.get("levels"),
+        "task_bytes": sum(task.est_bytes for task in program.tasks),
+        "weight_bytes": program.total_weight_bytes(),
+        "scratch_bytes": pages.total_scratch_bytes if pages else None,
+        "pages": len(pages.pages) if pages else None,
+        "load": _load(program),
+        **(_predicted(program) if variant else {"predicted_us": None, "floor_us": None, "floor_fraction": None}),
+        "config": program.config.to_dict() if program.config else None,
+    }
+
+
+def _variant(program: MegakernelProgram) -> KernelVariant | None:
+    try:
+        return variant_of(program)
+    except ConfigError:
+        return None
+
+
+def _variant_document(variant: KernelVariant | None) -> dict[str, int] | None:
+    if variant is None:
+        return None
+    return {
+        "sm_arch": variant.sm_arch,
+        "threads": variant.threads,
+        "smem_bytes": variant.smem_bytes,
+        "staged_bytes": variant.staged_bytes,
+        "chunk_bytes": variant.chunk_bytes,
+        "ring_slots": variant.ring_slots,
+        "prefetch_depth": variant.prefetch_depth,
+    }
+
+
+def _load(program: MegakernelProgram) -> dict[str, Any] | None:
+    """Tasks and bytes an SM; None without SMs. `balance` is the mean of the bytes over their maximum."""
+    tasks: Counter[int] = Counter()
+    nbytes: Counter[int] = Counter()
+    for task in program.tasks:
+        if task.sm is not None:
+            tasks[task.sm] += 1
+            nbytes[task.sm] += task.est_bytes
+    if not tasks:
+        return None
+    sms = program.target.num_sms if program.target else len(tasks)
+    least = len(tasks) == sms
+    most = max(nbytes.values())
+    return {
+        "sms": len(tasks),
+        "sms_of_target": sms,
+        "tasks": [min(tasks.values()) if least else 0, max(tasks.values())],
+        "bytes": [min(nbytes.values()) if least else 0, most],
+        "balance": sum(nbytes.values()) / sms / most if most else None,
+    }
+
+
+def _predicted(program: MegakernelProgram) -> dict[str, float | None]:
+    try:
+        prediction = predict(program)
+    except (ConfigError, InvalidProgramError):
+        return {"predicted_us": None, "floor_us": None, "floor_fraction": None}
+    fraction = floor_fraction(prediction.floor_us, prediction.latency_us)
+    return {"predicted_us": prediction.latency_us, "floor_us": prediction.floor_us, "floor_fraction": fraction}
+
+
+def _show(file: str, facts: dict[str, Any]) -> None:
+    variant, load, errors = facts["variant"], facts["load"], facts["errors"]
+    show(f"{file}: program {facts['program_id'] or '(no identity)'}, IR {facts['ir_version']}")
+    meta = ", ".join(f"{name} {value}" for name, value in facts["meta"].items())
+    proof = "valid" if facts["valid"] else f"{len(errors)} errors, the first {errors[0]}"
+    lines = [
+        ("meta", meta or None),
+        ("proof", f"{proof}; {len(facts['warnings'])} warnings"),
+        ("predicted", facts["predicted_us"] and f"{us(facts['predicted_us'])}, {percent(facts['floor_fraction'])} "
+                                                f"of the {us(facts['floor_us'])} floor"),
+        ("kernel", variant and _kernel(variant)),
+        ("tasks", f"{facts['tasks']:,} that move {size(facts['task_bytes'])}, with {facts['waits']:,} waits"),
+        ("counters", f"{facts['counters']:,}, {cell(facts['depth'])} deep"),
+        ("SMs", load and _spread(load)),
+        ("pages", facts["pages"] and f"{facts['pages']:,}, {size(facts['scratch_bytes'])} of scratch"),
+        *(_config(facts["config"]) if facts["config"] is not None else ()),
+    ]  # fmt: skip
+    show(pairs(lines))
+    rows = [(kind, f"{tally['count']:,}", size(tally["bytes"])) for kind, tally in facts["buffers"].items()]
+    show("\n" + table(("<buffers", "count", "bytes"), rows, indent="  "))
+    operations = [(row["operation"], row["op"], f"{row['tasks']:,}", size(row["bytes"])) for row in facts["operations"]]
+    show("\n" + table(("<operations", "<opcode", "tasks", "bytes"), operations, indent="  "))
+
+
+def operation(label: str) -> str:
+    """A task's label without its layer: `L3.q_proj` is `q_proj`."""
+    layer, dot, name = label.partition(".")
+    return name if dot and layer[:1] == "L" and layer[1:].isdigit() else label
+
+
+def _operations(program: MegakernelProgram) -> list[dict[str, Any]]:
+    """Tasks and bytes by operation and opcode, in the order of their first task."""
+    tally: dict[tuple[str, str], list[int]] = {}
+    for task in program.tasks:
+        counted = tally.setdefault((operation(task.label), task.op.name), [0, 0])
+        counted[0] += 1
+        counted[1] += task.est_bytes
+    return [
+        {"operation": name, "op": op, "tasks": tasks, "bytes": nbytes} for (name, op), (tasks, nbytes) in tally.items()
+    ]
+
+
+def _kernel(variant: dict[str, int]) -> str:
+    ring = f"{variant['ring_slots']} x {variant['chunk_bytes'] // 1024} KiB ring"
+    return f"sm_{variant['sm_arch']}, {variant['threads']} threads, {ring}, prefetch {variant['prefetch_depth']} ahead"
+
+
+def _spread(load: dict[str, Any]) -> str:
+    (fewest, most), (least, largest) = load["tasks"], load["bytes"]
+    return (
+        f"{load['sms']} of {load['sms_of_target']}, each {fewest:,} to {most:,} tasks and {size(least)} to "
+        f"{size(largest)}; mean over maximum {percent(load['balance'])}"
+    )
+
+
+def _config(config: dict[str, Any]) -> list[tuple[str, str]]:
+    plain = [f"{name} {value}" for name, value in config.items() if isinstance(value, str | int)]
+    tiles = [f"{op} {' '.join(map(str, sizes.values()))}" for op, sizes in config["tiling"].items()]
+    fused = ["+".join(group) for group in config["fusion_grouping"]]
+    named = (("config", plain), ("tiling", tiles), ("fusion", fused))
+    return [(name, ", ".join(items) or "none") for name, items in named]

@@ -1,0 +1,113 @@
+"""`flywheel lower`: one program from a model, a GPU and a schedule config."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flywheel.cli.exits import REJECTED
+from flywheel.cli.files import load_config
+from flywheel.cli.options import DEFAULTS, command, json_option, output_option, setting, workload_options, write_file
+from flywheel.cli.text import note, percent, show, show_json, size, us
+from flywheel.cost_model import MODEL_VERSION, predict
+from flywheel.errors import ConfigError, UsageError
+from flywheel.ir import MegakernelProgram, ScheduleConfig, program_id
+from flywheel.measure.floor import floor_fraction, weight_bytes_read
+from flywheel.store.schedule import Schedule
+
+if TYPE_CHECKING:
+    from flywheel.search.space import Space
+
+
+@command
+@workload_options
+@click.option("--config", "config_file", metavar="FILE|-",
+              help="ScheduleConfig or exported schedule, as JSON.  [default: what search tries first]")  # fmt: skip
+@click.option("--set", "settings", type=setting, multiple=True, metavar="NAME=VALUE",
+              help="Set one knob of the search space; repeatable.")  # fmt: skip
+@output_option
+@json_option
+@click.pass_context
+def lower(
+    ctx: click.Context,
+    model: str | None,
+    gpu: str | None,
+    dtype: str | None,
+    context: int | None,
+    config_file: str | None,
+    settings: tuple[tuple[str, str], ...],
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Lower a model for a GPU: the program's JSON on stdout, a summary on stderr.
+
+    An exported schedule brings its model, GPU, dtype and context along; options override them. A config that the
+    lowerer refuses ends with exit code 3.
+    """
+    from flywheel.lowering.lower import lower as lower_graph
+    from flywheel.search.run import make_workload
+    from flywheel.search.space import make_space
+
+    given = load_config(config_file) if config_file is not None else None
+    named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context}
+    workload = make_workload(**_settle(named, given if isinstance(given, Schedule) else None))
+    config = given.config if isinstance(given, Schedule) else given
+    if config is None or settings:
+        knobs = dict(settings)
+        config = _choose(make_space(workload), make_space(workload, knobs), knobs, config)
+    try:
+        program = lower_graph(workload.graph, config, workload.target)
+    except ConfigError as error:
+        note(f"flywheel: rejected: {error}")
+        ctx.exit(REJECTED)
+    summary = _summary(program)
+    note(
+        f"{program.meta['model']} on {program.meta['gpu']}: {summary['tasks']:,} tasks on {summary['sms']} SMs, "
+        f"{size(summary['weight_bytes'])} of weights, floor {us(summary['floor_us'])}; "
+        f"predicted {us(summary['predicted_us'])}, {percent(summary['floor_fraction'])} of the floor; "
+        f"program {summary['program_id']}"
+    )
+    if output is None:
+        show(program.to_json())
+        return
+    write_file(output, program.to_json() + "\n")
+    if as_json:
+        show_json({"path": str(output), **summary})
+
+
+def _settle(named: dict[str, Any], schedule: Schedule | None) -> dict[str, Any]:
+    """Options, else the schedule's, else the defaults. Raises UsageError without a model or a GPU."""
+    settled = {}
+    for name, value in named.items():
+        fallback = DEFAULTS.get(name) if schedule is None else getattr(schedule, name)
+        settled[name] = value = fallback if value is None else value
+        if value is None:
+            raise UsageError(f"lower: no model and GPU without --{name} or an exported schedule as --config")
+    return settled
+
+
+def _choose(space: Space, pinned: Space, names: Collection[str], config: ScheduleConfig | None) -> ScheduleConfig:
+    """`config`, or what search tries first, with the knobs of `names` as `pinned` has them. Raises UsageError."""
+    choice = space.known_good()[0] if config is None else space.to_choice(config)
+    if choice is None:
+        raise UsageError("--set: the config lies outside the search space, so its knobs cannot be told apart")
+    settings = {knob.name: knob.values[0] for knob in pinned.dimensions if knob.name in names}
+    return space.to_config({**choice, **settings})
+
+
+def _summary(program: MegakernelProgram) -> dict[str, Any]:
+    prediction = predict(program)
+    return {
+        "program_id": program_id(program),
+        "config_id": program.config.config_id if program.config else None,
+        "tasks": len(program.tasks),
+        "sms": len({task.sm for task in program.tasks}),
+        "weight_bytes": weight_bytes_read(program),
+        "floor_us": prediction.floor_us,
+        "predicted_us": prediction.latency_us,
+        "floor_fraction": floor_fraction(prediction.floor_us, prediction.latency_us),
+        "predictor": MODEL_VERSION,
+    }

@@ -1,0 +1,163 @@
+"""The `flywheel` command: its table of commands, loaded one at a time, and what becomes of errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from types import TracebackType
+from typing import Any, Final
+
+import click
+
+from flywheel.cli.exits import ABORTED, BROKEN_PIPE, USAGE, exit_code
+from flywheel.cli.text import HELP
+from flywheel.errors import FlywheelError
+
+COMMANDS: Final = {
+    "search": ("flywheel.cli.search:search", "Search for the fastest schedule of a model on a GPU."),
+    "campaigns": ("flywheel.cli.campaigns:campaigns", "List the campaigns of a store, or show one."),
+    "export": ("flywheel.cli.export:export", "Write the best schedule, its program, or all trials as a table."),
+    "lower": ("flywheel.cli.lower:lower", "Turn a model and a schedule config into a program."),
+    "validate": ("flywheel.cli.validate:validate", "Prove programs free of deadlocks and races."),
+    "simulate": ("flywheel.cli.simulate:simulate", "Run a program's counters and predict its latency."),
+    "inspect": ("flywheel.cli.inspect:inspect", "Summarise a program."),
+    "diff": ("flywheel.cli.diff:diff", "Compare two programs."),
+    "models": ("flywheel.cli.catalog:models", "List the models known by name."),
+    "targets": ("flywheel.cli.catalog:targets", "List the GPUs known by name."),
+    "doctor": ("flywheel.cli.doctor:doctor", "Say what this machine has, and what that means."),
+}
+"""Name -> (module:command, one line of help), in the order of `--help`, which imports none of them."""
+
+
+class CommandTable(click.Group):
+    """The commands of COMMANDS; each is imported when it is called. Errors become one line and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command; None for another name."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(import_module(module), name)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does, with the closest name in the error."""
+        if args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
+            close = get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(COMMANDS)}"
+            raise click.UsageError(f"no command {args[0]!r}; {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The table, without importing a command."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+    def main(  # type: ignore[override]  # click overloads it on standalone_mode
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> int:
+        """Run; the exit code, which ends the process where `standalone_mode` says so."""
+        try:
+            code = super().main(args, prog_name or "flywheel", complete_var, standalone_mode=False, **extra)
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
+            code = USAGE
+        except click.ClickException as error:
+            _complain(_click_message(error))
+            code = USAGE
+        except click.Abort:
+            _complain("aborted")
+            code = ABORTED
+        code = code if isinstance(code, int) else 0
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; a flywheel error is one line on stderr, with `--debug` behind its traceback."""
+        debug = bool(ctx.params.get("debug"))
+        if debug:
+            sys.excepthook = sys.__excepthook__
+        try:
+            return super().invoke(ctx)
+        except FlywheelError as error:
+            if debug:
+                traceback.print_exception(error)
+            _complain(str(error))
+            return exit_code(error)
+        except BrokenPipeError:
+            _discard_output()
+            return BROKEN_PIPE
+
+
+@click.command(
+    "flywheel",
+    cls=CommandTable,
+    context_settings={**HELP, "auto_envvar_prefix": "FLYWHEEL"},
+    epilog="Results go to stdout, progress to stderr. FLYWHEEL_<COMMAND>_<OPTION> variables stand for options; "
+    "FLYWHEEL_MODEL, _GPU, _DTYPE, _CONTEXT, _STORE and _JSON for those of every command. "
+    "Exit codes: 0 done, 2 usage, 3 rejected or nothing feasible, 4 no such GPU here, 5 store trouble, "
+    "130 interrupted.",
+)
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, help="Show the version.",
+    callback=lambda ctx, _, wanted: _show_version(ctx) if wanted else None,
+)  # fmt: skip
+def cli(debug: bool) -> None:
+    """Search for the fastest schedule of an LLM decode step that runs as one persistent GPU kernel."""
+
+
+def main() -> int:
+    """Entry point; the exit code."""
+    sys.excepthook = _report_bug
+    return cli.main(standalone_mode=False)
+
+
+def _show_version(ctx: click.Context) -> None:
+    try:
+        number = version("flywheel")
+    except PackageNotFoundError:
+        number = "(a source tree that was never installed)"
+    click.echo(f"flywheel {number}")
+    ctx.exit()
+
+
+def _complain(message: str) -> None:
+    click.echo(f"flywheel: {' '.join(message.split())}", err=True)
+
+
+def _click_message(error: click.ClickException) -> str:
+    message = error.format_message().strip().removesuffix(".")
+    message = message[:1].lower() + message[1:]
+    ctx = error.ctx if isinstance(error, click.UsageError) else None
+    return f"{message}; see {ctx.command_path} --help" if ctx is not None else message
+
+
+def _discard_output() -> None:
+    """Whoever read our output has gone; so that the interpreter's last flush does not complain, too."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _report_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    _complain(f"internal error: {kind.__name__}: {error}; flywheel --debug shows where")

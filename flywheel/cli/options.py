@@ -1,0 +1,113 @@
+"""Options that several commands share, and the types of their values."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
+
+import click
+
+from flywheel.cli.text import HELP
+from flywheel.errors import UsageError
+from flywheel.search.spec import CampaignSpec
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+DEFAULT_STORE: Final = "flywheel.db"
+DEFAULTS: Final = MappingProxyType(
+    {field.name: field.default for field in fields(CampaignSpec) if field.default is not MISSING}
+)
+"""What a campaign takes where nothing says otherwise, by option."""
+
+_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)?")
+_SECONDS: Final = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class SharedOption(click.Option):
+    """Read from FLYWHEEL_<COMMAND>_<OPTION>, else from FLYWHEEL_<OPTION>, which all commands share."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """The variable's value; None where neither is set."""
+        return super().resolve_envvar_value(ctx) or os.environ.get(f"FLYWHEEL_{self.name}".upper()) or None
+
+
+def seconds(text: str) -> float:
+    """`90`, `90s`, `5m` or `1.5h` in seconds."""
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise click.BadParameter(f"{text!r} is not a duration such as 90, 90s, 5m or 1h")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def setting(text: str) -> tuple[str, str]:
+    """`NAME=VALUE` as a pair."""
+    name, _, value = text.partition("=")
+    if not name or not value:
+        raise click.BadParameter(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def command(function: Callable[..., Any]) -> click.Command:
+    """A command whose help is its docstring."""
+    return click.command(context_settings=dict(HELP))(function)
+
+
+def json_option(function: _F) -> _F:
+    """`--json`, as `as_json`."""
+    return click.option("--json", "as_json", cls=_Json, is_flag=True, help="JSON on stdout.")(function)
+
+
+class _Json(SharedOption):
+    """Its parameter is not called `json`, its variables are."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """The value of FLYWHEEL_<COMMAND>_JSON or FLYWHEEL_JSON."""
+        names = (f"{ctx.auto_envvar_prefix}_JSON", "FLYWHEEL_JSON")
+        return next((os.environ[name] for name in names if os.environ.get(name)), None)
+
+
+def store_option(function: _F) -> _F:
+    """`--store`."""
+    return click.option(
+        "--store", cls=SharedOption, default=DEFAULT_STORE, show_default=True, metavar="PATH|URL",
+        help="Trial store: a SQLite file, or a sqlite: or postgresql: URL.",
+    )(function)  # fmt: skip
+
+
+def workload_options(function: _F) -> _F:
+    """`--model`, `--gpu`, `--dtype` and `--context`, None where not given."""
+    for option in (
+        click.option("--context", cls=SharedOption, type=int, metavar="TOKENS",
+                     help=f"Tokens that the step attends to.  [default: {DEFAULTS['context']}]"),
+        click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
+                     help=f"Type of weights and activations.  [default: {DEFAULTS['dtype']}]"),
+        click.option("--gpu", cls=SharedOption, metavar="NAME", help="GPU to schedule for; see flywheel targets."),
+        click.option("--model", cls=SharedOption, metavar="NAME|PATH",
+                     help="Model by name (flywheel models), or the path of a Hugging Face config.json."),
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def output_option(function: _F) -> _F:
+    """`--output`, None for stdout."""
+    return click.option(
+        "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write there instead of to stdout."
+    )(function)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write `text` to `path`, replacing it atomically. Raises UsageError where that is impossible."""
+    from flywheel.ir.serde import write_atomically
+
+    if path.is_dir():
+        raise UsageError(f"{path}: is a directory")
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None

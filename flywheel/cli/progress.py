@@ -1,0 +1,205 @@
+"""A search as it runs, on stderr: a live panel on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Protocol, Self
+
+from flywheel.cli.text import counts, duration, note, percent, us
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from flywheel.search.campaign import Progress
+    from flywheel.search.run import Start
+    from flywheel.search.spec import CampaignSpec
+
+QUIET_S: Final = 10.0
+"""Longest silence of the plain lines."""
+SETTLED_S: Final = 2.0
+"""Start-up shows in a rate over less than this."""
+DRAINING: Final = "finishing the trials under way; again to abort"
+_REFRESH_HZ: Final = 8
+
+
+class Reporter(Protocol):
+    """Told of a search's start and of each trial; a context manager around both."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def start(self, start: Start) -> None:
+        """The campaign is known and about to run."""
+        ...
+
+    def watch(self, progress: Progress) -> None:
+        """A trial has ended."""
+        ...
+
+    def drain(self) -> None:
+        """Somebody interrupted; called from a signal handler."""
+        ...
+
+
+def make_reporter() -> Reporter:
+    """The live panel where stderr is a terminal that can draw it."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return PlainLines()
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return PlainLines() if console.is_dumb_terminal else LivePanel(console)
+
+
+def seconds_left(spec: CampaignSpec, trials: int, new_trials: int, elapsed_s: float) -> float | None:
+    """Seconds until the trials or the time run out, whichever is first; None before there is a rate."""
+    limits = [] if spec.time_s is None else [spec.time_s - elapsed_s]
+    if new_trials:
+        limits.append((spec.trials - trials) * elapsed_s / new_trials)
+    return max(0.0, min(limits)) if limits else None
+
+
+def _headline(start: Start) -> str:
+    spec = start.spec
+    return f"{spec.model} on {spec.gpu}, {spec.dtype}, context {spec.context}"
+
+
+class PlainLines:
+    """A line at the start, at each improvement, and after QUIET_S without one."""
+
+    def __init__(self) -> None:
+        self._spec: CampaignSpec | None = None
+        self._spoke = monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing to end."""
+
+    def start(self, start: Start) -> None:
+        """What is searched, and how large it is."""
+        self._spec = start.spec
+        self._spoke = monotonic()
+        known = f", resuming after {start.known} trials" if start.known else ""
+        note(
+            f"{_headline(start)}: {start.dimensions} knobs, {start.configurations:.1e} configurations, "
+            f"sampler {start.spec.sampler}{known}"
+        )
+
+    def watch(self, progress: Progress) -> None:
+        """One line, where there is something to say."""
+        if not progress.improved and monotonic() - self._spoke < QUIET_S:
+            return
+        self._spoke = monotonic()
+        assert self._spec is not None
+        best = progress.best
+        standing = "none feasible yet"
+        if best is not None:
+            standing = f"best {us(best.objective_us)} {best.outcome}, {percent(best.floor_fraction)} of floor"
+        width = len(str(self._spec.trials))
+        pace = f"  {progress.new_trials / progress.elapsed_s:.1f} trials/s" if progress.elapsed_s > SETTLED_S else ""
+        note(f"trial {progress.trials:>{width}}/{self._spec.trials}  {standing}{pace}")
+
+    def drain(self) -> None:
+        """Say so; buffered streams cannot be used from a signal handler."""
+        os.write(2, f"flywheel: {DRAINING}\n".encode())
+
+
+class LivePanel:
+    """A panel redrawn in place, gone when the search ends."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.live import Live
+
+        self._start: Start | None = None
+        self._progress: Progress | None = None
+        self._began = monotonic()
+        self._improved: tuple[int, float] | None = None
+        self._draining = False
+        self._live = Live(
+            get_renderable=self._render, console=console, refresh_per_second=_REFRESH_HZ, transient=True,
+            redirect_stdout=False,
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._start is not None:
+            self._live.stop()
+
+    def start(self, start: Start) -> None:
+        """Draw the panel for the first time."""
+        self._start, self._began = start, monotonic()
+        self._live.start(refresh=True)
+
+    def watch(self, progress: Progress) -> None:
+        """What the next redraw shows."""
+        self._progress = progress
+        if progress.improved:
+            self._improved = progress.record.trial, monotonic()
+
+    def drain(self) -> None:
+        """What the next redraw shows."""
+        self._draining = True
+
+    def _render(self) -> RenderableType:
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        start, progress = self._start, self._progress
+        if start is None:
+            return Text()
+        trials = progress.trials if progress is not None else start.known
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(
+            ProgressBar(start.spec.trials, trials, width=32), f"{trials}/{start.spec.trials}", *self._pace(start)
+        )
+        body = Table.grid(padding=(0, 2))
+        body.add_column(style="dim")
+        body.add_row("best", self._best())
+        body.add_row("trials", bar)
+        body.add_row("outcomes", counts(progress.outcomes) if progress is not None else "none")
+        body.add_row("improved", self._last())
+        if self._draining:
+            body.add_row("stopping", Text(DRAINING, style="yellow"))
+        title = Text(_headline(start), style="bold")
+        return Panel(body, title=title, title_align="left", subtitle=f"{start.spec.sampler}, seed {start.spec.seed}",
+                     subtitle_align="right", border_style="dim", width=min(78, self._live.console.width))  # fmt: skip
+
+    def _best(self) -> RenderableType:
+        from rich.text import Text
+
+        best = self._progress.best if self._progress is not None else None
+        if best is None:
+            return "none yet"
+        floor = f"floor {us(best.floor_us)}, {percent(best.floor_fraction)} reached"
+        return Text.assemble((us(best.objective_us), "bold green"), f" {best.outcome}; {floor}")
+
+    def _pace(self, start: Start) -> tuple[str, str]:
+        progress, elapsed_s = self._progress, monotonic() - self._began
+        if progress is None or not progress.elapsed_s:
+            return "", "starting"
+        left_s = seconds_left(start.spec, progress.trials, progress.new_trials, elapsed_s)
+        rate = f"{progress.new_trials / progress.elapsed_s:.1f}/s"
+        return rate, "" if left_s is None else f"{duration(left_s)} left"
+
+    def _last(self) -> str:
+        if self._improved is None or self._progress is None:
+            return "not in this run"
+        trial, when = self._improved
+        since = self._progress.record.trial - trial
+        return f"at trial {trial}, {since} trials and {duration(monotonic() - when)} ago"

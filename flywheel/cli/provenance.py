@@ -1,0 +1,66 @@
+"""Where a row comes from, as command lines, and how to find it again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Final
+
+from flywheel.errors import UnknownNameError
+from flywheel.measure.record import TrialRecord
+from flywheel.search.spec import CampaignSpec, with_name
+from flywheel.store.schedule import dump_schedule, schedule_document
+
+if TYPE_CHECKING:
+    from flywheel.store.campaign import Campaign
+    from flywheel.store.sql import Store
+
+_ALWAYS: Final = ("model", "gpu", "dtype", "context", "measure", "sampler", "seed", "trials")
+"""Options that a campaign's command states even where they are the defaults."""
+
+
+def find_campaign(store: Store, name: str) -> Campaign:
+    """The campaign of that name. Raises UnknownNameError with the closest names, StoreError."""
+    campaign = store.campaign(name)
+    if campaign is not None:
+        return campaign
+    names = [summary.campaign.name for summary in store.campaigns()]
+    close = get_close_matches(name, names, n=2, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}?" if close else "flywheel campaigns lists them"
+    raise UnknownNameError(f"store {store.name}: no campaign {name!r}; {hint}")
+
+
+def search_command(campaign: Campaign) -> str:
+    """The command line that runs the campaign as it was first asked for, in a store that does not have it."""
+    described = json.loads(campaign.spec)
+    known = {field.name: field.default for field in fields(CampaignSpec)}
+    spec = CampaignSpec(**{name: value for name, value in described.items() if name in known})
+    words = ["flywheel", "search"]
+    for name, default in known.items():
+        value = getattr(spec, name)
+        if name == "fix":
+            words += [word for knob, setting in sorted(value.items()) for word in ("--fix", f"{knob}={setting}")]
+        elif name == "name":
+            named = with_name(replace(spec, name=None), spec.measure).name != value
+            words += ["--name", str(value)] if named else []
+        elif name == "seeds":
+            words += [] if value else ["--no-seeds"]
+        elif name in _ALWAYS or (value != default and value is not None):
+            words += [f"--{name.removesuffix('_s')}", str(value)]
+    return shlex.join(words)
+
+
+def lower_command(record: TrialRecord) -> str:
+    """The command line that makes the row's program from its exported schedule, best.json."""
+    words = ["flywheel", "lower", "--model", record.model, "--gpu", record.gpu, "--dtype", record.dtype]
+    words += ["--context", str(record.context), "--config", "best.json"]
+    return shlex.join(words)
+
+
+def schedule_text(record: TrialRecord, campaign: Campaign) -> str:
+    """The best-schedule JSON of a row. Raises StoreError for a row without a latency."""
+    document = schedule_document(record, command=lower_command(record))
+    document["provenance"]["search"] = search_command(campaign)
+    return dump_schedule(document)

@@ -1,0 +1,227 @@
+"""`flywheel search`: run or resume a campaign."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flywheel.cli.drain import Drain
+from flywheel.cli.exits import ABORTED, REJECTED
+from flywheel.cli.options import (
+    DEFAULT_STORE,
+    DEFAULTS,
+    SharedOption,
+    command,
+    json_option,
+    seconds,
+    setting,
+    store_option,
+    workload_options,
+    write_file,
+)
+from flywheel.cli.progress import make_reporter
+from flywheel.cli.provenance import find_campaign, schedule_text
+from flywheel.cli.text import counts, duration, note, pairs, percent, show, show_json, us
+from flywheel.cost_model import MODEL_VERSION
+from flywheel.errors import UsageError
+from flywheel.search.spec import CampaignSpec, read_campaign_file
+
+if TYPE_CHECKING:
+    from flywheel.measure.record import TrialRecord
+    from flywheel.search.campaign import CampaignResult
+    from flywheel.search.run import Start
+
+SAMPLERS = ("tpe", "gp", "cmaes", "random", "grid")
+_STOPPED = {
+    "trials": "all trials are done",
+    "time": "the time is up",
+    "until": "the floor fraction is reached",
+    "patience": "no gain for too long",
+    "exhausted": "nothing is left to try",
+    "interrupted": "interrupted",
+}
+
+
+def _default(name: str, text: str) -> str:
+    return f"{text}  [default: {DEFAULTS[name]}]"
+
+
+@command
+@workload_options
+@click.option("--measure", cls=SharedOption, type=click.Choice(["auto", "predict", "cuda"]),
+              help=_default("measure", "Where latencies come from; auto: the GPU if it is here."))
+@click.option("--sampler", type=click.Choice(SAMPLERS), help=_default("sampler", "Optuna sampler."))
+@click.option("--seed", type=int, help=_default("seed", "Seed of the sampler."))
+@click.option("--trials", type=int, help=_default("trials", "Stop after so many trials, earlier runs included."))
+@click.option("--time", "time_s", type=seconds, metavar="DURATION", help="Stop this run after 90, 90s, 5m or 1h.")
+@click.option("--until", type=float, metavar="FRACTION", help="Stop at this fraction of the weight floor: 0.95.")
+@click.option("--patience", type=int, metavar="TRIALS", help="Stop after so many trials without gain.")
+@click.option("--jobs", type=int, help=_default("jobs", "Processes that evaluate."))
+@click.option("--seeds/--no-seeds", default=None, help="Try known good schedules first.  [default: seeds]")
+@click.option("--fix", type=setting, metavar="NAME=VALUE", multiple=True, help="Pin a knob; repeatable.")
+@click.option("--name", metavar="NAME", help="Name of the campaign.  [default: after what it searches]")
+@click.option("--campaign", "campaign_file", type=click.Path(path_type=Path), metavar="FILE.toml",
+              help="Options from a file; the command line and the environment override it.")
+@store_option
+@click.option("--fresh", is_flag=True, help="Start a new campaign instead of resuming the one of that name.")
+@click.option("--schedule", "schedule_file", type=click.Path(path_type=Path), metavar="FILE",
+              help="Also write the best schedule, as flywheel export does.")
+@json_option
+@click.pass_context
+def search(
+    ctx: click.Context,
+    /,
+    campaign_file: Path | None,
+    store: str,
+    fresh: bool,
+    schedule_file: Path | None,
+    as_json: bool,
+    fix: tuple[tuple[str, str], ...],
+    **options: Any,
+) -> None:  # fmt: skip
+    """Search for the fastest schedule of a model's decode step on a GPU.
+
+    Every trial goes to the store. Ctrl-C finishes the trials under way and ends with exit code 130; the same command
+    resumes. Without the GPU here, latencies are predicted by a cost model.
+    """
+    from flywheel.search.run import run_search
+
+    spec = make_spec(read_campaign_file(campaign_file) if campaign_file is not None else {}, options, dict(fix))
+    started: list[Start] = []
+
+    def announce(start: Start) -> None:
+        started.append(start)
+        note(_latency_source(start))
+        reporter.start(start)
+
+    with make_reporter() as reporter, Drain(reporter.drain) as drain:
+        result = run_search(
+            spec, store, fresh=fresh, announce=announce, watch=reporter.watch, interrupted=lambda: drain.requested
+        )
+    if schedule_file is not None and result.best is not None:
+        write_file(schedule_file, _schedule(store, result.best))
+    if as_json:
+        show_json(_document(started[0], result))
+    else:
+        _show(started[0], result, store, schedule_file)
+    if result.stopped == "interrupted":
+        command_line = "the same command without --fresh" if fresh else "the same command"
+        note(f"flywheel: stopped cleanly after {result.trials} trials; {command_line} resumes {result.name}")
+        ctx.exit(ABORTED)
+    if result.stopped == "trials" and not result.new_trials:
+        note(f"flywheel: all {result.trials} trials were there already; more --trials go on, --fresh starts over")
+    if result.best is None:
+        ctx.exit(REJECTED)
+
+
+def make_spec(file: dict[str, Any], options: dict[str, Any], fix: dict[str, str]) -> CampaignSpec:
+    """A campaign file's options under those that were given; pinned knobs are merged by name. Raises UsageError."""
+    settings = {**file, **{name: value for name, value in options.items() if value is not None}}
+    settings["fix"] = {**file.get("fix", {}), **fix}
+    for name, where in (("model", "models"), ("gpu", "targets")):
+        if name not in settings:
+            raise UsageError(f"search: --{name} is missing, here and in a campaign file; see flywheel {where}")
+    return CampaignSpec(**settings)
+
+
+def _latency_source(start: Start) -> str:
+    """Where this search's latencies come from, and why."""
+    wanted, present = start.spec.gpu, start.environment.gpu
+    if start.spec.measure != "predict":
+        return f"Latencies are measured on {present}."
+    why = f"no {wanted} here" if present is None else f"this machine's GPU is {present}"
+    return f"Latencies are predicted by the cost model (version {MODEL_VERSION}): {why}."
+
+
+def _schedule(store: str, best: TrialRecord) -> str:
+    from flywheel.store.sql import open_store
+
+    with open_store(store, create=False) as opened:
+        return schedule_text(best, find_campaign(opened, best.campaign))
+
+
+def _document(start: Start, result: CampaignResult) -> dict[str, Any]:
+    spec, best = start.spec, result.best
+    return {
+        "campaign": result.name,
+        "model": spec.model,
+        "gpu": spec.gpu,
+        "dtype": spec.dtype,
+        "context": spec.context,
+        "sampler": spec.sampler,
+        "seed": spec.seed,
+        "measure": spec.measure,
+        "predicted": spec.measure == "predict",
+        "predictor": MODEL_VERSION if spec.measure == "predict" else None,
+        "trials": result.trials,
+        "new_trials": result.new_trials,
+        "outcomes": result.outcomes,
+        "best": None if best is None else {
+            "trial": best.trial,
+            "config": json.loads(best.config),
+            "config_id": best.config_id,
+            "program_id": best.program_id,
+            "predicted_us": best.predicted_us,
+            "latency_us": best.latency_us,
+            "floor_us": best.floor_us,
+            "floor_fraction": best.floor_fraction,
+        },
+        "stopped": result.stopped,
+        "elapsed_s": result.elapsed_s,
+    }  # fmt: skip
+
+
+def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path | None) -> None:
+    from flywheel.store.engine import make_store_url, store_name
+
+    spec, best = start.spec, result.best
+    work = f"{spec.model} on {spec.gpu}, {spec.dtype}, context {spec.context}"
+    if best is None:
+        show(f"{work}: nothing feasible in {result.trials:,} trials")
+    else:
+        show(
+            f"{work}: {best.outcome} {us(best.objective_us)} a token; "
+            f"weight floor {us(best.floor_us)}, {percent(best.floor_fraction)} reached"
+        )
+    rate = ""
+    if result.new_trials:
+        rate = f" in {duration(result.elapsed_s)}, {result.new_trials / result.elapsed_s:.1f}/s"
+    words = ["flywheel", "export", "--format", "schedule", "--campaign", result.name]
+    where = store_name(make_store_url(store))  # without its password
+    words += ["--store", where] if store != DEFAULT_STORE else []
+    show(
+        pairs(
+            [
+                ("campaign", result.name),
+                ("trials", f"{result.trials:,}, {result.new_trials:,} of them new{rate}; {_STOPPED[result.stopped]}"),
+                ("outcomes", counts(result.outcomes)),
+                *(_found(spec, best) if best is not None else ()),
+                ("store", where),
+                *((("schedule", str(schedule_file)),) if schedule_file is not None and best is not None else ()),
+                *((("next", f"{shlex.join(words)} --output best.json"),) if best is not None else ()),
+            ]
+        )
+    )
+
+
+def _found(spec: CampaignSpec, best: TrialRecord) -> list[tuple[str, str | None]]:
+    where = f"trial {best.trial}, config {best.config_id}, program {best.program_id}"
+    return [("best", where), ("knobs", _knobs(spec, best))]
+
+
+def _knobs(spec: CampaignSpec, best: TrialRecord) -> str | None:
+    """Knobs of the best config that differ from the schedule that a search tries first, with its values."""
+    from flywheel.ir.serde import config_from_dict
+    from flywheel.search.run import make_workload
+    from flywheel.search.space import make_space
+
+    space = make_space(make_workload(spec.model, spec.gpu, spec.dtype, spec.context), spec.fix)
+    first, choice = space.known_good()[0], space.to_choice(config_from_dict(json.loads(best.config)))
+    if choice is None:
+        return None
+    differing = [f"{name} {value} (not {first[name]})" for name, value in choice.items() if value != first[name]]
+    return ", ".join(differing) or "those of the first known good schedule"

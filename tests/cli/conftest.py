@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from flywheel.cli.main import cli
+from flywheel.measure.environment import Environment, capture_environment
+
+Run = Callable[..., Result]
+
+MODEL = ("--model", "smollm2-135m", "--gpu", "l4")
+SEARCH = ("search", *MODEL, "--measure", "predict", "--jobs", "1")
+PYTHON_FLYWHEEL = (sys.executable, "-m", "flywheel")
+
+
+def invoke(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(cli, list(arguments), input=stdin)
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No options from outside, and a working directory of its own."""
+    for name in [name for name in os.environ if name.startswith("FLYWHEEL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run() -> Run:
+    """Run a command in this process: `run("models", "--json")`."""
+    return invoke
+
+
+@pytest.fixture
+def with_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Pretend that this machine has the GPU of that name, or none."""
+
+    def pretend(gpu: str | None) -> None:
+        def capture() -> Environment:
+            return replace(capture_environment(), gpu=gpu, driver=None if gpu is None else "1")
+
+        monkeypatch.setattr("flywheel.search.run.capture_environment", capture)
+
+    return pretend
+
+
+@pytest.fixture(scope="session")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with one finished campaign, `small`; tests read it only."""
+    store = tmp_path_factory.mktemp("searched") / "trials.db"
+    result = invoke(*SEARCH, "--trials", "5", "--name", "small", "--store", str(store))
+    assert result.exit_code == 0, result.stderr
+    return store
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A lowered program's file."""
+    path = tmp_path_factory.mktemp("program") / "program.json"
+    result = invoke("lower", *MODEL, "--output", str(path))
+    assert result.exit_code == 0, result.stderr
+    return path

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def other(run: Run) -> str:
+    result = run("lower", "--model", "smollm2-135m", "--gpu", "l4", "--set", "depth=2", "--output", "other.json",
+                 "--set", "fuse.down=0")  # fmt: skip
+    assert result.exit_code == 0
+    return "other.json"
+
+
+def test_a_program_is_the_same_as_itself(run: Run, program: Path) -> None:
+    result = run("diff", str(program), str(program))
+    assert (result.exit_code, result.stdout) == (0, "same\n")
+
+
+def test_two_programs_differ_in_config_tasks_and_prediction(run: Run, program: Path, other: str) -> None:
+    result = run("diff", str(program), other, "--json")
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert document["same"] is False
+    assert document["config"]["pipelining_depth"][1] == 2
+    assert document["target"] == {}
+    assert document["tasks"]["mlp_add (ADD)"][0] is None
+    before, after = document["totals"]["predicted_us"]
+    assert 0 < before != after > 0
+    assert "program_id" in document["totals"]
+
+
+def test_the_text_shows_both_sides(run: Run, program: Path, other: str) -> None:
+    result = run("diff", str(program), other)
+    assert result.exit_code == 1
+    assert "pipelining_depth" in result.stdout
+    assert "B - A" in result.stdout
+
+
+def test_a_file_that_cannot_be_read_is_code_2_not_a_difference(run: Run, program: Path) -> None:
+    assert run("diff", str(program), "missing.json").exit_code == 2

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+
+from flywheel.cli.drain import Drain
+from flywheel.measure.record import TrialRecord
+from flywheel.store.sql import open_store
+
+SEARCH = (
+    sys.executable, "-m", "flywheel", "search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict",
+    "--store", "trials.db", "--name", "c",
+)  # fmt: skip
+
+
+def trials() -> list[TrialRecord]:
+    with open_store("trials.db", create=False) as store:
+        return store.trials("c")
+
+
+def start_and_interrupt(number: signal.Signals, *options: str) -> tuple[int, str, str]:
+    """Signal a search after its first trial; (exit code, stdout, stderr)."""
+    process = subprocess.Popen(
+        [*SEARCH, "--trials", "500", *options], stdout=PIPE, stderr=PIPE, text=True
+    )
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if line.startswith("trial"):
+            break
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, "".join(seen) + err
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_an_interrupted_campaign_resumes_without_losing_or_repeating_a_trial(jobs: str, tmp_path: Path) -> None:
+    code, out, err = start_and_interrupt(signal.SIGINT, "--jobs", jobs)
+    assert code == 130
+    assert "interrupted" in out
+    assert "resumes c" in err
+    assert "Traceback" not in err
+    before = trials()
+    assert 1 <= len(before) < 500
+    wanted = len(before) + 3
+    done = subprocess.run(
+        [*SEARCH, "--jobs", jobs, "--trials", str(wanted)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    after = trials()
+    assert [record.trial for record in after] == list(range(wanted))
+    assert after[: len(before)] == before
+    assert not {record.config_id for record in before} & {record.config_id for record in after[len(before) :]}
+
+
+def test_sigterm_drains_too() -> None:
+    code, _, err = start_and_interrupt(signal.SIGTERM, "--jobs", "1")
+    assert code == 130
+    assert "resumes c" in err
+
+
+def test_the_first_signal_asks_and_the_second_aborts() -> None:
+    notices: list[None] = []
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), Drain(lambda: notices.append(None)) as drain:
+        assert not drain.requested
+        os.kill(os.getpid(), signal.SIGINT)
+        assert drain.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert len(notices) == 1
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_two_processes_search_one_campaign_at_once() -> None:
+    command = [*SEARCH, "--jobs", "1", "--trials", "6", "--json"]
+    running = [subprocess.Popen(command, stdout=PIPE, stderr=PIPE) for _ in range(2)]
+    made = 0
+    for process in running:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        made += json.loads(out)["new_trials"]
+    rows = trials()
+    assert len(rows) == made >= 6
+    assert [record.trial for record in rows] == list(range(made))

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from click.testing import Result
+
+from flywheel.ir import MegakernelProgram, ScheduleConfig
+
+Run = Callable[..., Result]
+WORK = ("--model", "smollm2-135m", "--gpu", "l4")
+
+
+def test_the_program_is_on_stdout_and_a_summary_on_stderr(run: Run, program: Path) -> None:
+    result = run("lower", *WORK)
+    assert result.exit_code == 0
+    assert result.stdout == program.read_text(encoding="utf-8")
+    assert "predicted" in result.stderr
+    assert "tasks on 58 SMs" in result.stderr
+
+
+def test_a_config_comes_from_a_file_or_stdin(run: Run) -> None:
+    text = json.dumps(ScheduleConfig(pipelining_depth=5).to_dict())
+    Path("config.json").write_text(text, encoding="utf-8")
+    from_file = run("lower", *WORK, "--config", "config.json")
+    assert from_file.exit_code == 0, from_file.stderr
+    config = MegakernelProgram.from_json(from_file.stdout).config
+    assert config is not None
+    assert config.pipelining_depth == 5
+    assert run("lower", *WORK, "--config", "-", stdin=text).stdout == from_file.stdout
+
+
+def test_set_changes_one_knob(run: Run, program: Path) -> None:
+    lowered = MegakernelProgram.from_json(run("lower", *WORK, "--set", "depth=2").stdout)
+    before = MegakernelProgram.load(program)
+    assert before.config is not None
+    assert lowered.config is not None
+    assert before.config.to_dict() == lowered.config.to_dict() | {"pipelining_depth": before.config.pipelining_depth}
+
+
+def test_json_describes_a_written_program(run: Run) -> None:
+    result = run("lower", *WORK, "--output", "p.json", "--json")
+    document = json.loads(result.stdout)
+    assert document["path"] == "p.json"
+    assert document["tasks"] == len(MegakernelProgram.load("p.json").tasks)
+    assert document["floor_us"] < document["predicted_us"]
+
+
+def test_a_malformed_config_is_a_usage_error(run: Run) -> None:
+    for text in ("{", '{"pipelining_depth": "two"}', '{"format": "flywheel-schedule", "version": 99}'):
+        Path("config.json").write_text(text, encoding="utf-8")
+        result = run("lower", *WORK, "--config", "config.json")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith("flywheel: config.json: ")
+
+
+def test_a_config_that_the_lowerer_refuses_is_code_3(run: Run) -> None:
+    Path("config.json").write_text('{"threads_per_block": 33}', encoding="utf-8")
+    result = run("lower", *WORK, "--config", "config.json")
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "threads_per_block=33" in result.stderr
+
+
+def test_no_model_and_no_schedule_is_a_usage_error(run: Run) -> None:
+    assert "--model" in run("lower", "--gpu", "l4").stderr
+    assert run("lower", "--gpu", "l4").exit_code == 2

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import click
+import pytest
+from click.testing import Result
+
+from flywheel.cli.exits import exit_code
+from flywheel.cli.main import COMMANDS, cli
+from flywheel.errors import (
+    ConfigError,
+    FlywheelError,
+    InvalidProgramError,
+    IrFormatError,
+    NoGpuError,
+    StoreError,
+    TrialExistsError,
+    UnknownNameError,
+    UnsupportedModelError,
+    UsageError,
+)
+
+Run = Callable[..., Result]
+FLYWHEEL = (sys.executable, "-m", "flywheel")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_of_the_table_has_help_and_json(name: str, run: Run) -> None:
+    result = run(name, "--help")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"Usage: flywheel {name}")
+    assert "--json" in result.stdout
+
+
+def test_help_lists_every_command_with_its_line(run: Run) -> None:
+    result = run("--help")
+    for name, (_, line) in COMMANDS.items():
+        assert name in result.stdout
+        assert line in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_asking_a_command_for_help_imports_nothing_slow(name: str) -> None:
+    code = (
+        "import sys; from flywheel.cli.main import cli; cli.main(sys.argv[1:], standalone_mode=False); "
+        "sys.exit(bool({'optuna', 'sqlalchemy', 'numpy', 'torch', 'pandas', 'rich.live'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, name, "--help"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (FlywheelError, 1),
+        (UsageError, 2),
+        (UnknownNameError, 2),
+        (ConfigError, 2),
+        (UnsupportedModelError, 2),
+        (IrFormatError, 2),
+        (InvalidProgramError, 3),
+        (NoGpuError, 4),
+        (StoreError, 5),
+        (TrialExistsError, 5),
+    ],
+)
+def test_each_error_has_its_exit_code(error: type[FlywheelError], code: int) -> None:
+    assert exit_code(error("why")) == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("serch",), "did you mean search?"),
+        (("search", "--modle", "x"), "--model"),
+        (("search",), "--model is missing"),
+        (("search", "--model", "smollm2-135m"), "flywheel targets"),
+        (("search", "--model", "smollm2", "--gpu", "h100"), "smollm2-135m"),
+        (("search", "--model", "smollm2-135m", "--gpu", "h1000"), "h100"),
+        (("search", "--model", "smollm2-135m", "--gpu", "l4", "--context", "9999999"), "8192"),
+        (("search", "--model", "smollm2-135m", "--gpu", "l4", "--time", "soon"), "not a duration"),
+        (("search", "--model", "smollm2-135m", "--gpu", "l4", "--fix", "depth"), "NAME=VALUE"),
+        (("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--fix", "deep=1"), "depth"),
+        (("inspect", "missing.json"), "missing.json: No such file"),
+        (("models", "--gpu", "h1000"), "h100"),
+        (("export", "--format", "xml"), "schedule"),
+        (("validate",), "FILE"),
+    ],
+)
+def test_usage_errors_are_one_line_with_a_hint_and_code_2(arguments: tuple[str, ...], expected: str, run: Run) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("flywheel: ")
+    assert expected in lines[0]
+
+
+def test_no_command_shows_the_help_on_stderr(run: Run) -> None:
+    result = run()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Commands:" in result.stderr
+
+
+def test_only_debug_shows_a_traceback(run: Run) -> None:
+    assert "Traceback" not in run("inspect", "missing.json").stderr
+    result = run("--debug", "inspect", "missing.json")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("flywheel: missing.json")
+
+
+def test_a_bug_is_one_line_without_debug() -> None:
+    code = "from flywheel.cli import main; main.COMMANDS['models'] = ('flywheel.cli.nowhere:x', ''); main.main()"
+    done = subprocess.run([sys.executable, "-c", code, "models"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("flywheel: internal error: ModuleNotFoundError")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_closed_pipe_is_silent() -> None:
+    process = subprocess.Popen([*FLYWHEEL, "targets"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    _, complaint = process.communicate()
+    assert complaint == b""
+    assert process.returncode == 141
+
+
+def test_version_is_one_line(run: Run) -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("flywheel ")
+
+
+def test_the_module_runs_as_a_program() -> None:
+    done = subprocess.run([*FLYWHEEL, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_group_is_a_click_command() -> None:
+    assert isinstance(cli, click.Group)
+    assert cli.list_commands(click.Context(cli)) == list(COMMANDS)

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from flywheel.cli.options import seconds
+from flywheel.cli.search import SAMPLERS, make_spec
+from flywheel.errors import ConfigError, UsageError
+from flywheel.search.spec import read_campaign_file
+from flywheel.store.sql import open_store
+
+Run = Callable[..., Result]
+WORK = ("--model", "smollm2-135m", "--gpu", "l4")
+SEARCH = ("search", *WORK, "--measure", "predict", "--jobs", "1")
+
+
+def configs(store: str, campaign: str) -> list[str]:
+    with open_store(store, create=False) as opened:
+        return [record.config_id for record in opened.trials(campaign)]
+
+
+def test_the_summary_is_on_stdout_and_progress_on_stderr(run: Run) -> None:
+    result = run(*SEARCH, "--trials", "2", "--name", "two")
+    assert result.exit_code == 0
+    first, *lines = result.stdout.splitlines()
+    assert first.startswith("smollm2-135m on l4, bf16, context 512: predicted ")
+    assert any("flywheel export --format schedule --campaign two" in line for line in lines)
+    assert "trial" in result.stderr
+    assert "best" in result.stderr
+
+
+def test_without_the_gpu_the_first_line_says_that_latencies_are_predicted(
+    run: Run, with_gpu: Callable[[str | None], None]
+) -> None:
+    with_gpu(None)
+    result = run("search", *WORK, "--jobs", "1", "--trials", "1")
+    assert result.stderr.splitlines()[0].startswith("Latencies are predicted by the cost model (version ")
+    assert result.stderr.splitlines()[0].endswith("no l4 here.")
+
+
+def test_json_is_one_document_that_says_predicted(run: Run) -> None:
+    result = run(*SEARCH, "--trials", "2", "--name", "two", "--json")
+    document = json.loads(result.stdout)
+    expected = {"campaign": "two", "model": "smollm2-135m", "gpu": "l4", "dtype": "bf16", "context": 512,
+                "measure": "predict", "predicted": True, "trials": 2, "new_trials": 2, "stopped": "trials",
+                "outcomes": {"predicted": 2}}  # fmt: skip
+    assert {name: document[name] for name in expected} == expected
+    best = document["best"]
+    assert best["latency_us"] is None
+    assert best["floor_fraction"] == pytest.approx(best["floor_us"] / best["predicted_us"])
+    assert best["config"]["pipelining_depth"] >= 0
+
+
+def test_the_same_command_resumes_and_fresh_starts_over(run: Run) -> None:
+    assert run(*SEARCH, "--trials", "2", "--name", "c").exit_code == 0
+    resumed = json.loads(run(*SEARCH, "--trials", "3", "--name", "c", "--json").stdout)
+    assert (resumed["trials"], resumed["new_trials"]) == (3, 1)
+    fresh = json.loads(run(*SEARCH, "--trials", "1", "--name", "c", "--fresh", "--json").stdout)
+    assert (fresh["campaign"], fresh["trials"]) == ("c.2", 1)
+    assert json.loads(run(*SEARCH, "--trials", "3", "--name", "c.2", "--json").stdout)["new_trials"] == 2
+    assert "more --trials go on" in run(*SEARCH, "--trials", "3", "--name", "c.2").stderr
+
+
+def test_the_same_seed_tries_the_same_configs_in_two_stores(run: Run) -> None:
+    for store, seed in (("a.db", "7"), ("b.db", "7"), ("c.db", "8")):
+        result = run(*SEARCH, "--trials", "12", "--seed", seed, "--store", store, "--name", "same")
+        assert result.exit_code == 0, result.stderr
+    assert configs("a.db", "same") == configs("b.db", "same")
+    assert configs("a.db", "same") != configs("c.db", "same")
+
+
+def test_another_gpu_here_stops_the_search_with_code_4(run: Run, with_gpu: Callable[[str | None], None]) -> None:
+    with_gpu("NVIDIA A100-SXM4-80GB")
+    result = run("search", *WORK, "--trials", "1")
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert "--measure predict" in result.stderr
+
+
+def test_measuring_without_the_gpu_is_code_4(run: Run, with_gpu: Callable[[str | None], None]) -> None:
+    with_gpu(None)
+    assert run("search", *WORK, "--measure", "cuda").exit_code == 4
+
+
+def test_a_store_that_cannot_be_opened_is_code_5(run: Run) -> None:
+    result = run(*SEARCH, "--trials", "1", "--store", "nowhere/trials.db")
+    assert result.exit_code == 5
+    assert "nowhere does not exist" in result.stderr
+
+
+def test_nothing_feasible_is_code_3(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigError("no such schedule")
+
+    monkeypatch.setattr("flywheel.search.evaluate.lower", refuse)
+    result = run(*SEARCH, "--trials", "2", "--json")
+    assert result.exit_code == 3
+    document = json.loads(result.stdout)
+    assert (document["best"], document["outcomes"]) == (None, {"rejected": 2})
+    assert "nothing feasible" in run(*SEARCH, "--trials", "3").stdout
+
+
+def test_a_bad_sampler_leaves_no_campaign_behind(run: Run) -> None:
+    Path("c.toml").write_text('sampler = "anneal"\n', encoding="utf-8")
+    result = run(*SEARCH, "--campaign", "c.toml")
+    assert result.exit_code == 2
+    assert "tpe" in result.stderr
+    assert not Path("flywheel.db").exists()
+
+
+def test_the_offered_samplers_are_those_of_search() -> None:
+    from flywheel.search.samplers import SAMPLERS as KNOWN
+
+    assert tuple(KNOWN) == SAMPLERS
+
+
+def test_command_line_beats_environment_beats_file_beats_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("c.toml").write_text(
+        'model = "smollm2-135m"\ngpu = "l4"\nmeasure = "predict"\njobs = 1\nseed = 3\ntrials = 9\ncontext = 64\n'
+        '[fix]\ndepth = 2\nthreads = 160\n',
+        encoding="utf-8",
+    )  # fmt: skip
+    monkeypatch.setenv("FLYWHEEL_SEARCH_SEED", "4")
+    monkeypatch.setenv("FLYWHEEL_SEARCH_TRIALS", "8")
+    monkeypatch.setenv("FLYWHEEL_CONTEXT", "128")
+    monkeypatch.setenv("FLYWHEEL_STORE", "elsewhere.db")
+    monkeypatch.setenv("FLYWHEEL_JSON", "1")
+    result = run("search", "--campaign", "c.toml", "--trials", "1", "--fix", "depth=4")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    settled = {name: document[name] for name in ("gpu", "seed", "trials", "context", "sampler")}
+    assert settled == {"gpu": "l4", "seed": 4, "trials": 1, "context": 128, "sampler": "tpe"}
+    assert document["best"]["config"]["pipelining_depth"] == 4
+    assert document["best"]["config"]["threads_per_block"] == 160
+    assert Path("elsewhere.db").exists()
+
+
+def test_an_unknown_key_of_a_campaign_file_is_a_usage_error(run: Run) -> None:
+    Path("c.toml").write_text("trails = 3\n", encoding="utf-8")
+    result = run("search", *WORK, "--campaign", "c.toml")
+    assert result.exit_code == 2
+    assert "'trails'" in result.stderr
+
+
+def test_every_campaign_option_of_the_file_is_an_option_of_the_command(run: Run) -> None:
+    from dataclasses import fields
+
+    from flywheel.search.spec import CampaignSpec
+
+    text = run("search", "--help").stdout
+    for field in fields(CampaignSpec):
+        assert f"--{field.name.removesuffix('_s')}" in text
+
+
+def test_options_that_were_not_given_do_not_hide_the_file() -> None:
+    options: dict[str, Any] = {"model": None, "seeds": None, "trials": 5}
+    file = {"model": "m", "gpu": "g", "seeds": False, "trials": 9, "fix": {"depth": "1"}}
+    spec = make_spec(file, options, {"chunk": "2"})
+    assert (spec.model, spec.seeds, spec.trials, dict(spec.fix)) == ("m", False, 5, {"depth": "1", "chunk": "2"})
+
+
+def test_a_campaign_file_that_is_not_there_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        read_campaign_file(Path("missing.toml"))
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("90", 90.0), ("90s", 90.0), ("5m", 300.0), ("1.5h", 5400.0)])
+def test_durations_have_units(text: str, wanted: float) -> None:
+    assert seconds(text) == wanted
+
+
+def test_the_schedule_can_be_written_by_the_search_itself(run: Run) -> None:
+    result = run(*SEARCH, "--trials", "1", "--name", "s", "--schedule", "best.json")
+    assert result.exit_code == 0
+    exported = run("export", "--format", "schedule", "--campaign", "s")
+    assert Path("best.json").read_text(encoding="utf-8") == exported.stdout
