@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ Run = Callable[..., Result]
 
 MODEL = ("--model", "smollm2-135m", "--gpu", "l4")
 SEARCH = ("search", *MODEL, "--measure", "predict", "--jobs", "1")
-PYTHON_FLYWHEEL = (sys.executable, "-m", "flywheel")
 
 
 def invoke(*arguments: str, stdin: str | None = None) -> Result:
