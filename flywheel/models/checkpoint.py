@@ -1,0 +1,161 @@
+"""Reads a checkpoint's safetensors, one file or shards with an index.
+
+The files are a stranger's: whatever they hold, the answer is exactly the wanted tensors or one WeightsError that names
+the tensor and the file. Source: huggingface/safetensors, `README.md`, section "Format".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from flywheel.errors import WeightsError
+from flywheel.models.spec import MODEL_WEIGHT_KEYS, Shape
+
+_SINGLE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+_MAX_INDEX_BYTES: Final = 64 * 1024**2
+_DTYPES: Final = ("F32", "F16", "BF16")
+# What old releases of transformers saved, and recompute from the config.
+_RECOMPUTED: Final = (".rotary_emb.inv_freq",)
+_TIED: Final = MappingProxyType({MODEL_WEIGHT_KEYS["lm_head"]: MODEL_WEIGHT_KEYS["embed"]})
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """An open safetensors file."""
+
+    name: str
+    handle: Any
+    keys: tuple[str, ...]
+
+    def check(self, key: str, shape: Shape) -> None:
+        header = self.handle.get_slice(key)
+        found, dtype = tuple(header.get_shape()), header.get_dtype()
+        if found != tuple(shape):
+            raise WeightsError(f"tensor {_shown(key)} in {self.name} is {list(found)}; wanted: {list(shape)}")
+        if dtype not in _DTYPES:
+            raise WeightsError(f"tensor {_shown(key)} in {self.name} is {dtype}; supported: {', '.join(_DTYPES)}")
+
+    def read(self, key: str) -> Tensor:
+        tensor: Tensor = self.handle.get_tensor(key)
+        return tensor
+
+
+def load_weights(path: Path, wanted: Mapping[str, Shape]) -> dict[str, Tensor]:
+    """The tensors called `wanted`, in that order, in the dtype of the file and mapped from it, not read.
+
+    `path` is a directory, a `config.json` in it, or one `.safetensors` file. Like transformers, a directory's
+    `model.safetensors` goes before an index. Nothing else may be in the files but rotary frequencies and, where
+    `wanted` has no `lm_head.weight`, one that equals the embedding.
+
+    Raises WeightsError if a tensor is missing, unknown, in two files, misshapen or not F32, F16 or BF16, if a file is
+    missing or corrupt, or if the index contradicts the shards or names a file outside the directory.
+    """
+    holders = _holders(path)
+    missing = [key for key in wanted if key not in holders]
+    if missing:
+        others = f", like {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise WeightsError(f"tensor {_shown(missing[0])} is not in {str(path)!r}{others}")
+    for key, file in holders.items():
+        _check_known(key, file, wanted)
+    for key, shape in wanted.items():
+        holders[key].check(key, shape)
+    weights = {key: holders[key].read(key) for key in wanted}
+    for key, twin in _TIED.items():
+        if key in holders and key not in wanted:
+            _check_tied(key, holders[key], twin, weights[twin])
+    return weights
+
+
+def _check_known(key: str, file: _File, wanted: Mapping[str, Shape]) -> None:
+    if key not in wanted and not key.endswith(_RECOMPUTED) and _TIED.get(key) not in wanted:
+        raise WeightsError(f"tensor {_shown(key)} in {file.name} is not one of this model's {len(wanted)}")
+
+
+def _check_tied(key: str, file: _File, twin: str, twin_weight: Tensor) -> None:
+    file.check(key, tuple(twin_weight.shape))
+    if not torch.equal(file.read(key), twin_weight):
+        raise WeightsError(f"tensor {_shown(key)} in {file.name} differs from {twin}; with a tied head they are one")
+
+
+def _holders(path: Path) -> dict[str, _File]:
+    """Key -> the file that holds it."""
+    folder = path.parent if path.name == "config.json" else path
+    try:
+        if not folder.is_dir():
+            return _keyed([_open(folder)])
+        if (folder / _SINGLE).exists() or not (folder / _INDEX).exists():
+            return _keyed([_open(folder / _SINGLE)])
+        shard_of = _read_index(folder / _INDEX)
+        holders = _keyed([_open(folder / name) for name in sorted(set(shard_of.values()))])
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{str(path)!r} cannot be read: {type(error).__name__}") from error
+    for key, name in shard_of.items():
+        if key not in holders or holders[key].name != name:
+            raise WeightsError(f"tensor {_shown(key)} is not in {name}, where {_INDEX} has it")
+    return holders
+
+
+def _keyed(files: list[_File]) -> dict[str, _File]:
+    holders: dict[str, _File] = {}
+    for file in files:
+        for key in file.keys:
+            if key in holders:
+                raise WeightsError(f"tensor {_shown(key)} is both in {holders[key].name} and in {file.name}")
+            holders[key] = file
+    return holders
+
+
+def _open(file: Path) -> _File:
+    if not file.is_file():
+        raise WeightsError(f"{str(file)!r} is missing")
+    try:
+        handle: Any = safe_open(file, framework="pt")
+        return _File(file.name, handle, tuple(handle.keys()))
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{str(file)!r} is not safetensors: {_one_line(error)}") from error
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Key -> name of a file beside the index."""
+    with index.open("rb") as stream:
+        raw = stream.read(_MAX_INDEX_BYTES + 1)
+    if len(raw) > _MAX_INDEX_BYTES:
+        raise WeightsError(f"{_INDEX} is larger than {_MAX_INDEX_BYTES} bytes")
+    try:
+        content: object = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{_INDEX} is not JSON: {_one_line(error)}") from error
+    shard_of = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise WeightsError(f"{_INDEX} has no weight_map from tensors to files")
+    for key, name in shard_of.items():
+        if not isinstance(name, str) or not _is_plain(name):
+            raise WeightsError(
+                f"{_INDEX} has tensor {_shown(key)} in {_shown(name)}, not a .safetensors file beside it"
+            )
+    return shard_of
+
+
+def _is_plain(name: str) -> bool:
+    """Whether `name` names a file of the directory on every system. The Hub's cache links it elsewhere, so what it
+    resolves to says nothing."""
+    bare = PurePosixPath(name).name == name and PureWindowsPath(name).name == name
+    return bare and name.isprintable() and name.endswith(".safetensors")
+
+
+def _shown(value: object) -> str:
+    return ascii(value if isinstance(value, str) else type(value).__name__)[:120]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:120]

@@ -1,0 +1,196 @@
+"""A decoder in plain torch: what the numbers of a decode step have to be.
+
+It shares nothing with the VM. Where roundings happen: every operation (a projection with its bias, a norm, RoPE, the
+attention of a token, SiLU times up, a residual add) computes in float32 and rounds its result once to the decoder's
+dtype; the cache holds that dtype. Logits are not rounded. transformers rounds inside these operations too, and its
+logits, so in bf16 the two agree to a tolerance only. With float64 everything is computed in float64 but for RoPE's
+angles: they are float32 in the code that models are trained with, and other angles are, far out, another model.
+
+Source: huggingface/transformers, `models/{llama,mistral,qwen2,qwen3}/modeling_*.py`, `modeling_rope_utils.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import pi
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from flywheel.errors import UsageError, WeightsError
+from flywheel.models.spec import DecoderSpec, layer_weight_key, layer_weight_shapes, model_weight_key
+from flywheel.models.weights import checkpoint_tensors
+
+_PREFILL_CHUNK: Final = 256  # tokens; bounds the scores to [n_heads, 256, context]
+
+LayerCache = tuple[Tensor, Tensor]
+"""Keys and values of one layer, both [n_positions, n_kv_heads, head_dim]. Keys are rotated."""
+
+
+class EagerDecoder:
+    """One sequence: a decoder, its weights and a cache of up to `context` positions.
+
+    `weights` has the keys of `checkpoint_tensors(spec)`; they are moved to `device` and converted to `dtype` (float16,
+    bfloat16, float32 or float64) here, and not copied where they have both. Raises WeightsError for a missing or
+    misshapen one, UsageError for a context that the model does not reach.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        context: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not 1 <= context <= spec.max_position:
+            raise UsageError(f"{spec.name}: context {context} is not in 1..{spec.max_position}")
+        for key, shape in checkpoint_tensors(spec).items():
+            if key not in weights or tuple(weights[key].shape) != shape:
+                fact = f"is {list(weights[key].shape)}" if key in weights else "is missing"
+                raise WeightsError(f"{spec.name}: tensor {key!r} {fact}; wanted: {list(shape)}")
+
+        def own(key: str) -> Tensor:
+            return weights[key].detach().to(device, dtype)
+
+        self.spec = spec
+        self.dtype = dtype
+        self.context = context
+        self.device = torch.device(device)
+        self._wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self._embed = own(model_weight_key(spec, "embed"))
+        self._final_norm = own(model_weight_key(spec, "final_norm"))
+        self._head = own(model_weight_key(spec, "lm_head")).to(self._wide)
+        roles = layer_weight_shapes(spec)
+        self._layers = [{role: own(layer_weight_key(role, i)) for role in roles} for i in range(spec.n_layers)]
+        self._frequencies = rope_frequencies(spec).to(device)
+        shape = (context, spec.n_kv_heads, spec.head_dim)
+        self._cache = [
+            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            for _ in range(spec.n_layers)
+        ]
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        """Positions in the cache; the next token's position."""
+        return self._length
+
+    def reset(self) -> None:
+        """Forget every position."""
+        self._length = 0
+
+    def step(self, token_id: int, position: int) -> Tensor:
+        """Logits [vocab] after `token_id` at `position`, float64 from a float64 decoder and float32 otherwise.
+
+        The token attends to the cached positions before it and to itself, and is cached; what the cache held from
+        `position` on is forgotten. Raises UsageError if an earlier position is not cached, or if the context ends.
+        """
+        if not 0 <= position <= self._length:
+            raise UsageError(f"{self.spec.name}: position {position} is not in 0..{self._length}, the cached ones")
+        self._length = position
+        return self.prefill([token_id])
+
+    def prefill(self, token_ids: Sequence[int]) -> Tensor:
+        """Append the tokens to the cache; the logits [vocab] after the last, as `step` on each in turn gives them up
+        to the order of sums. Raises UsageError for no tokens, unknown ones, or more than the context has room for."""
+        if not token_ids or self._length + len(token_ids) > self.context:
+            raise UsageError(
+                f"{self.spec.name}: {len(token_ids)} tokens at position {self._length}; supported: at least one, "
+                f"within context {self.context}"
+            )
+        unknown = [token for token in token_ids if not 0 <= token < self.spec.vocab]
+        if unknown:
+            raise UsageError(f"{self.spec.name}: token {unknown[0]} is not in 0..{self.spec.vocab - 1}")
+        tokens = torch.tensor(token_ids, device=self.device)
+        with torch.no_grad():
+            for start in range(0, len(tokens), _PREFILL_CHUNK):
+                hidden = self._forward(tokens[start : start + _PREFILL_CHUNK])
+            last = self._norm(hidden[-1], self._final_norm)
+            return linear(last.to(self._wide), self._head)
+
+    def read_cache(self) -> list[LayerCache]:
+        """The cached positions of every layer, as views."""
+        return [(k[: self._length], v[: self._length]) for k, v in self._cache]
+
+    def write_cache(self, layers: Sequence[LayerCache]) -> None:
+        """Replace the cache by copies of `layers`, all of one number of positions. Raises UsageError otherwise."""
+        length = len(layers[0][0]) if layers else 0
+        shape = (length, self.spec.n_kv_heads, self.spec.head_dim)
+        if len(layers) != self.spec.n_layers or length > self.context:
+            raise UsageError(
+                f"{self.spec.name}: a cache of {len(layers)} layers and {length} positions; supported: "
+                f"{self.spec.n_layers} layers, up to {self.context} positions"
+            )
+        for index, sides in enumerate(layers):
+            for side in sides:
+                if tuple(side.shape) != shape:
+                    raise UsageError(
+                        f"{self.spec.name}: the cache of layer {index} is {list(side.shape)}; wanted: {list(shape)}"
+                    )
+        for own, sides in zip(self._cache, layers, strict=True):
+            for mine, side in zip(own, sides, strict=True):
+                mine[:length] = side
+        self._length = length
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        """The residual stream [S, hidden] of the tokens [S], which follow the cached ones."""
+        start, stop = self._length, self._length + len(tokens)
+        angles = torch.arange(start, stop, device=self.device)[:, None].float() * self._frequencies
+        turn = torch.polar(torch.ones((), dtype=self._wide, device=self.device), angles.to(self._wide))[:, None, :]
+        x = self._embed[tokens]
+        for weights, cache in zip(self._layers, self._cache, strict=True):
+            x = x + self._attention(self._norm(x, weights["input_norm"]), weights, cache, turn)
+            x = x + self._mlp(self._norm(x, weights["post_attention_norm"]), weights)
+        self._length = stop
+        return x
+
+    def _attention(self, x: Tensor, weights: Mapping[str, Tensor], cache: LayerCache, turn: Tensor) -> Tensor:
+        """x: [S, hidden], normalised -> [S, hidden]. Appends to `cache`."""
+        spec, count, start = self.spec, len(x), self._length
+        q = linear(x, weights["q_proj"], weights.get("q_bias")).view(count, spec.n_heads, spec.head_dim)
+        k = linear(x, weights["k_proj"], weights.get("k_bias")).view(count, spec.n_kv_heads, spec.head_dim)
+        v = linear(x, weights["v_proj"], weights.get("v_bias")).view(count, spec.n_kv_heads, spec.head_dim)
+        if spec.qk_norm:
+            q, k = self._norm(q, weights["q_norm"]), self._norm(k, weights["k_norm"])
+        keys, values = cache
+        keys[start : start + count] = self._rotate(k, turn)
+        values[start : start + count] = v
+        seen_keys, seen_values = (side[: start + count].to(self._wide) for side in cache)
+        # Query head h = g * group + j reads KV head g.
+        grouped = self._rotate(q, turn).to(self._wide).view(count, spec.n_kv_heads, spec.group, spec.head_dim)
+        scores = torch.einsum("sgjd,tgd->gjst", grouped, seen_keys) * spec.head_dim**-0.5
+        later = torch.ones(count, start + count, dtype=torch.bool, device=self.device).triu(start + 1)
+        shares = scores.masked_fill(later, -torch.inf).softmax(-1)
+        mixed = torch.einsum("gjst,tgd->sgjd", shares, seen_values).to(self.dtype)
+        return linear(mixed.reshape(count, spec.q_width), weights["o_proj"])
+
+    def _mlp(self, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        gate, up = linear(x, weights["gate_proj"]), linear(x, weights["up_proj"])
+        return linear((silu(gate.to(self._wide)) * up.to(self._wide)).to(self.dtype), weights["down_proj"])
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.to(self._wide)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.spec.norm_eps)
+        return (wide * scale * weight.to(self._wide)).to(self.dtype)
+
+    def _rotate(self, x: Tensor, turn: Tensor) -> Tensor:
+        """x: [S, heads, head_dim]; elements i and i + head_dim / 2 are a complex number. turn: [S, 1, head_dim / 2]."""
+        low, high = x.to(self._wide).chunk(2, -1)
+        turned = torch.complex(low, high) * turn
+        return torch.cat((turned.real, turned.imag), -1).to(self.dtype)
+
+
+def rope_frequencies(spec: DecoderSpec) -> Tensor:
+    """Radians a position [head_dim / 2], float32, on the CPU: so every device turns by the same angles."""
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    frequencies = 1.0 / spec.rope_theta**exponents
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_position / (2 * pi / frequencies)  # within the original context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies

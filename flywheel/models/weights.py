@@ -1,0 +1,143 @@
+"""Weights by state-dict key: what a decoder needs, random ones, and which buffer of a program each of them fills."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from math import prod, sqrt
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flywheel.errors import WeightsError
+from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram
+from flywheel.models.spec import (
+    DecoderSpec,
+    Shape,
+    layer_weight_key,
+    layer_weight_shapes,
+    model_weight_key,
+    model_weight_shapes,
+)
+
+TORCH_DTYPES: Final[Mapping[DType, torch.dtype]] = MappingProxyType(
+    {
+        DType.F32: torch.float32,
+        DType.F16: torch.float16,
+        DType.BF16: torch.bfloat16,
+        DType.F8E4M3: torch.float8_e4m3fn,
+        DType.F8E5M2: torch.float8_e5m2,
+        DType.I32: torch.int32,
+        DType.I8: torch.int8,
+        DType.U8: torch.uint8,
+        DType.BOOL: torch.bool,
+    }
+)
+"""Element types that torch has too; I4 has no equal there."""
+
+_NORM_SPREAD: Final = 0.1
+_BIAS_SPREAD: Final = 0.2
+# Query gain 2 gives attention scores a deviation of 2. At 1 a long context averages out, and the logits would barely
+# notice a wrong cache.
+_QUERY_GAIN: Final = 2.0
+_CHUNK: Final = 2**22  # elements converted at a time
+
+
+def checkpoint_tensors(spec: DecoderSpec) -> dict[str, Shape]:
+    """State-dict key -> shape of every weight of `spec`. Matrices are [N_out, K_in]; a tied head is absent."""
+    return {key: shape for key, _, shape in _tensors(spec)}
+
+
+def _tensors(spec: DecoderSpec) -> list[tuple[str, str, Shape]]:
+    """(key, role, shape) of every weight."""
+    once = [(model_weight_key(spec, role), role, shape) for role, shape in model_weight_shapes(spec).items()]
+    a_layer = layer_weight_shapes(spec).items()
+    return [*once, *((layer_weight_key(role, i), role, shape) for i in range(spec.n_layers) for role, shape in a_layer)]
+
+
+def random_weights(
+    spec: DecoderSpec,
+    seed: int,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """Weights of every key of `checkpoint_tensors`, uniform around 0 with a deviation of `1 / sqrt(fan_in)`, so that
+    activations and logits have a deviation near 1; norms are around 1, and queries (q_norm's rows, where there is one)
+    twice as wide.
+
+    A tensor depends on its key, shape, `seed` and `dtype` alone: neither on the order nor on the device, since its bits
+    are drawn and scaled on the CPU with exactly rounded operations.
+    """
+
+    def draw(tensor: tuple[str, str, Shape]) -> tuple[str, Tensor]:
+        key, role, shape = tensor
+        return key, _draw(f"{seed}:{key}", shape, *_distribution(spec, role, shape), dtype).to(device)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(pool.map(draw, _tensors(spec)))
+
+
+def _distribution(spec: DecoderSpec, role: str, shape: Shape) -> tuple[float, float]:
+    """(mean, standard deviation) of a role's weights."""
+    if role.endswith("_bias"):
+        return 0.0, _BIAS_SPREAD
+    if role.endswith("norm"):
+        return (_QUERY_GAIN if role == "q_norm" else 1.0), _NORM_SPREAD
+    gain = _QUERY_GAIN if role == "q_proj" else 1.0
+    return 0.0, gain / sqrt(spec.hidden if role == "embed" else shape[1])
+
+
+def _draw(name: str, shape: Shape, mean: float, deviation: float, dtype: torch.dtype) -> Tensor:
+    """16 random bits an element; what numpy guarantees is the raw stream of its bit generators, nothing above it."""
+    stream = np.random.SFC64(int.from_bytes(sha256(name.encode()).digest(), "little"))
+    out = torch.empty(prod(shape), dtype=dtype)
+    step = deviation * sqrt(3.0) / 2**15
+    for start in range(0, len(out), _CHUNK):
+        part = out[start : start + _CHUNK]
+        bits = stream.random_raw((len(part) + 3) // 4).astype("<u8", copy=False).view("<i2")
+        part.copy_(torch.from_numpy(bits[: len(part)]).to(torch.float32).add_(0.5).mul_(step).add_(mean))
+    return out.view(shape)
+
+
+def bind(program: MegakernelProgram, weights: Mapping[str, Tensor], cast: bool = False) -> dict[str, Tensor]:
+    """Buffer name -> tensor of every WEIGHT and CONST buffer, looked up by its `source`, not copied.
+
+    With `cast`, a tensor of another dtype is converted, once for all the buffers that share it. Raises WeightsError for
+    a buffer whose tensor is missing or has another shape or, without `cast`, another dtype.
+    """
+    converted: dict[tuple[str, DType], Tensor] = {}
+    bound = {}
+    for buffer in program.buffers:
+        if buffer.kind in (BufferKind.WEIGHT, BufferKind.CONST):
+            source = buffer.source
+            if source is None or source not in weights:
+                wanted = "it has no source" if source is None else f"no tensor is called {source!r}"
+                raise WeightsError(f"buffer {buffer.name!r}: {wanted}")
+            if (source, buffer.dtype) not in converted:
+                converted[source, buffer.dtype] = _as_typed(buffer, weights[source], cast)
+            bound[buffer.name] = _as_shaped(buffer, converted[source, buffer.dtype])
+    return bound
+
+
+def _as_shaped(buffer: Buffer, tensor: Tensor) -> Tensor:
+    if tuple(tensor.shape) != tuple(buffer.shape):
+        raise WeightsError(
+            f"buffer {buffer.name!r} is {list(buffer.shape)}, its tensor {buffer.source!r} is {list(tensor.shape)}"
+        )
+    return tensor
+
+
+def _as_typed(buffer: Buffer, tensor: Tensor, cast: bool) -> Tensor:
+    dtype = TORCH_DTYPES.get(buffer.dtype)
+    if dtype is None:
+        raise WeightsError(f"buffer {buffer.name!r}: torch has no tensors of {buffer.dtype.name}")
+    if tensor.dtype == dtype:
+        return tensor
+    if not (cast and dtype.is_floating_point and tensor.dtype.is_floating_point):
+        raise WeightsError(f"buffer {buffer.name!r} is {dtype}, its tensor {buffer.source!r} is {tensor.dtype}")
+    return tensor.to(dtype)

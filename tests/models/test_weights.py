@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flywheel.errors import WeightsError
+from flywheel.ir import TARGETS, Buffer, BufferKind, DType, MegakernelProgram, ScheduleConfig
+from flywheel.lowering.lower import lower
+from flywheel.models.catalog import CATALOG
+from flywheel.models.decoder import decode_step
+from flywheel.models.eager import EagerDecoder
+from flywheel.models.spec import DecoderSpec
+from flywheel.models.weights import bind, checkpoint_tensors, random_weights
+
+SPEC = DecoderSpec("tiny", "qwen2", 64, 96, 2, 4, 2, 16, 160, 1e4, 1e-5, 64, qkv_bias=True)
+QWEN3 = DecoderSpec("tiny-qwen3", "qwen3", 256, 512, 2, 4, 2, 64, 500, 1e4, 1e-6, 64, qk_norm=True, tied_head=True)
+
+
+def weight_buffers(*buffers: Buffer) -> MegakernelProgram:
+    return MegakernelProgram(buffers=buffers)
+
+
+def weight(source: str | None, dtype: DType = DType.F32, shape: tuple[int, ...] = (4,), number: int = 0) -> Buffer:
+    return Buffer(number, f"w{number}", BufferKind.WEIGHT, dtype, shape, source=source)
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_a_checkpoint_holds_every_parameter_once(name: str) -> None:
+    spec = CATALOG[name]
+    shapes = checkpoint_tensors(spec)
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == spec.n_params
+    assert ("lm_head.weight" in shapes) is not spec.tied_head
+    assert shapes[f"model.layers.{spec.n_layers - 1}.mlp.down_proj.weight"] == (spec.hidden, spec.intermediate)
+
+
+def test_random_weights_are_what_a_checkpoint_holds() -> None:
+    weights = random_weights(SPEC, seed=0, dtype=torch.float16)
+    assert {key: tuple(tensor.shape) for key, tensor in weights.items()} == checkpoint_tensors(SPEC)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float16}
+
+
+def test_random_weights_are_the_same_everywhere() -> None:
+    key = "model.layers.1.self_attn.q_proj.weight"
+    drawn = random_weights(SPEC, seed=0, dtype=torch.float32)[key]
+    assert torch.equal(drawn, random_weights(SPEC, seed=0, dtype=torch.float32)[key])
+    assert drawn.flatten()[:4].tolist() == [
+        0.292932391166687,
+        -0.22626525163650513,
+        0.3073097765445709,
+        -0.03388858214020729,
+    ]
+    assert torch.equal(drawn.to(torch.bfloat16), random_weights(SPEC, seed=0)[key])
+
+
+def test_a_weight_depends_on_its_key_not_on_the_others() -> None:
+    deeper = dataclasses.replace(SPEC, n_layers=3, tied_head=True)
+    weights, others = random_weights(SPEC, seed=0), random_weights(deeper, seed=0)
+    shared = [key for key in weights if key in others]
+    assert len(shared) == len(weights) - 1
+    assert all(torch.equal(weights[key], others[key]) for key in shared)
+
+
+def test_seeds_and_keys_give_different_weights() -> None:
+    first, second = random_weights(SPEC, seed=0), random_weights(SPEC, seed=1)
+    assert not any(torch.equal(first[key], second[key]) for key in first)
+    gates = [first[f"model.layers.{layer}.mlp.{role}_proj.weight"] for layer in (0, 1) for role in ("gate", "up")]
+    assert not any(torch.equal(a, b) for number, a in enumerate(gates) for b in gates[:number])
+
+
+@pytest.mark.parametrize("spec", [SPEC, QWEN3], ids=lambda spec: spec.name)
+def test_random_weights_give_lively_logits(spec: DecoderSpec) -> None:
+    weights = random_weights(spec, seed=0, dtype=torch.float32)
+    decoder = EagerDecoder(spec, weights, torch.float32, 64)
+    rows = torch.stack([decoder.step(position % 40, position) for position in range(64)])
+    assert 0.5 < rows.std() < 2.0
+    assert rows.argmax(1).unique().numel() > 16
+    decoder.reset()
+    # The same token without its context.
+    assert (decoder.step(63 % 40, 0) - rows[63]).std() > 0.5
+
+
+def test_a_lowered_program_binds_every_weight_without_a_copy() -> None:
+    program = lower(decode_step(QWEN3, 16), ScheduleConfig(), TARGETS["h100"])
+    weights = random_weights(QWEN3, seed=0)
+    bound = bind(program, weights)
+    buffers = {buffer.name: buffer for buffer in program.buffers if buffer.kind is BufferKind.WEIGHT}
+    assert bound.keys() == buffers.keys()
+    assert all(bound[name] is weights[buffer.source or ""] for name, buffer in buffers.items())
+    assert {buffer.source for buffer in buffers.values()} == weights.keys()
+
+
+def test_a_cast_happens_once_for_a_shared_tensor() -> None:
+    program = weight_buffers(weight("w", DType.BF16), weight("w", DType.BF16, number=1), weight("w", number=2))
+    given = torch.tensor([1.0, 2.0, 3.0, 1 / 3])
+    bound = bind(program, {"w": given}, cast=True)
+    assert bound["w0"] is bound["w1"]
+    assert bound["w0"].dtype == torch.bfloat16
+    assert bound["w2"] is given
+
+
+def test_constants_are_bound_and_other_buffers_are_not() -> None:
+    kinds = [BufferKind.CONST, BufferKind.ACTIVATION, BufferKind.KV_CACHE, BufferKind.IO_INPUT, BufferKind.IO_OUTPUT]
+    buffers = [Buffer(number, kind.name, kind, DType.I8, (2,), source="x") for number, kind in enumerate(kinds)]
+    assert list(bind(weight_buffers(*buffers), {"x": torch.ones(2, dtype=torch.int8)})) == ["CONST"]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "cast", "message"),
+    [
+        (weight("absent"), True, "buffer 'w0': no tensor is called 'absent'"),
+        (weight(None), True, "buffer 'w0': it has no source"),
+        (weight("w", shape=(2, 2)), True, "buffer 'w0' is [2, 2], its tensor 'w' is [4]"),
+        (weight("w", DType.BF16), False, "buffer 'w0' is torch.bfloat16, its tensor 'w' is torch.float32"),
+        (weight("w", DType.I8), True, "buffer 'w0' is torch.int8, its tensor 'w' is torch.float32"),
+        (weight("w", DType.I4), True, "buffer 'w0': torch has no tensors of I4"),
+    ],
+)
+def test_a_buffer_that_no_tensor_fits_is_refused(buffer: Buffer, cast: bool, message: str) -> None:
+    with pytest.raises(WeightsError) as caught:
+        bind(weight_buffers(buffer), {"w": torch.ones(4)}, cast)
+    assert str(caught.value) == message
