@@ -6,11 +6,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Final
 
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Task
 from flywheel.ir.variant import variant_of
+
+_json: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def program_id(program: MegakernelProgram) -> str:
@@ -33,7 +35,17 @@ def program_id(program: MegakernelProgram) -> str:
 
 def _task_lines(tasks: Sequence[Task]) -> Iterator[str]:
     """Tables of distinct params, operands and waits, then a line for each run of tasks that share all but params."""
-    params, texts = _numbered([task.params for task in tasks], _params)
+    recipes: dict[int, str] = {}  # identity of a recipe, which the tiles of a projection share -> its digest
+
+    def params_text(params: Any) -> str:
+        recipe = params.get("recipe")
+        if recipe is None:
+            return _json(params)
+        if id(recipe) not in recipes:
+            recipes[id(recipe)] = hashlib.sha256(_json(recipe).encode()).hexdigest()
+        return _json({**params, "recipe": recipes[id(recipe)]})
+
+    params, texts = _numbered([task.params for task in tasks], params_text)
     yield from texts
     inputs, texts = _numbered([task.inputs for task in tasks], _ints)
     yield from texts
@@ -61,8 +73,6 @@ def _numbered(parts: Sequence[Any], text: Callable[[Any], str]) -> tuple[list[in
     return list(map(numbers.__getitem__, identities)), list(texts)
 
 
-def _params(params: Any) -> str:
-    return json.dumps(params, sort_keys=True, separators=(",", ":"))
 
 
 def _ints(numbers: Any) -> str:
