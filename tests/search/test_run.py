@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.errors import ConfigError, NoGpuError, UnknownNameError, UsageError
+from flywheel.ir import TARGETS
+from flywheel.search.run import Start, find_target, is_target, make_workload, run_search, settle_measure
+from flywheel.search.spec import CampaignSpec
+from flywheel.store.sql import open_store
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 160, "max_position_embeddings": 64, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """A model of one layer, by its path."""
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'store.db'}"
+
+
+def campaign(model: str, **changes: Any) -> CampaignSpec:
+    base = {"context": 32, "measure": "predict", "trials": 6, "jobs": 1, "name": "tiny"}
+    return CampaignSpec(model, "l4", **{**base, **changes})
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_search_runs_is_announced_and_resumes(tiny: str, url: str, jobs: int) -> None:
+    starts: list[Start] = []
+    done: list[Any] = []
+    result = run_search(campaign(tiny, jobs=jobs), url, announce=starts.append, watch=done.append)
+    assert (result.stopped, result.trials, len(done)) == ("trials", 6, 6)
+    assert (starts[0].name, starts[0].known) == ("tiny", 0)
+    assert starts[0].configurations > 10**4
+    again = run_search(campaign(tiny, jobs=jobs, trials=8), url, announce=starts.append)
+    assert (again.trials, again.new_trials, starts[1].known) == (8, 2, 6)
+    assert run_search(campaign(tiny, jobs=jobs), url, fresh=True, announce=starts.append).name == "tiny.2"
+    with open_store(url) as store:
+        assert all(0 < record.floor_fraction <= 1 for record in store.trials("tiny") if record.floor_fraction)
+
+
+def test_two_searches_at_once_into_one_campaign_lose_nothing(tiny: str, url: str) -> None:
+    run_search(campaign(tiny, trials=1), url)
+    with ThreadPoolExecutor(2) as both:
+        results = list(both.map(lambda seed: run_search(campaign(tiny, seed=seed, trials=10), url), (0, 1)))
+    with open_store(url) as store:
+        records = store.trials("tiny")
+    assert [record.trial for record in records] == list(range(1 + sum(result.new_trials for result in results)))
+    assert {record.seed for record in records} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "fact"),
+    [
+        ({"sampler": "nsga"}, UnknownNameError, "sampler 'nsga'"),
+        ({"fix": {"depth": "5"}}, UsageError, "knob depth='5'"),
+        ({"context": 65}, ConfigError, "context 65 is not in 1..64"),
+        ({"dtype": "int4"}, UnknownNameError, "dtype 'int4' is not one of bf16, f16, f32"),
+    ],
+)
+def test_a_search_that_cannot_start_leaves_no_campaign(
+    tiny: str, url: str, changes: dict[str, Any], error: type[Exception], fact: str
+) -> None:
+    with pytest.raises(error) as caught:
+        run_search(campaign(tiny, **changes), url)
+    assert fact in str(caught.value)
+    with open_store(url) as store:
+        assert store.campaigns() == []
+
+
+def test_unknown_gpus_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError, match=r"^GPU 'h1000' is not one of a100, .*rtx5090$"):
+        find_target("h1000")
+    assert make_workload("llama3-8b", "h100", "bf16", 512).target == TARGETS["h100"]
+
+
+@pytest.mark.parametrize(
+    ("device", "names"),
+    [
+        ("NVIDIA H100 80GB HBM3", ["h100"]),
+        ("NVIDIA H200", ["h200"]),
+        ("NVIDIA A100-SXM4-80GB", ["a100"]),
+        ("NVIDIA A10G", ["a10g"]),
+        ("NVIDIA A10", []),
+        ("NVIDIA L4", ["l4"]),
+        ("NVIDIA L40S", ["l40s"]),
+        ("NVIDIA L40", []),
+        ("NVIDIA B200", ["b200"]),
+        ("NVIDIA GB200", []),
+        ("NVIDIA GeForce RTX 4090", ["rtx4090"]),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", ["rtx5090"]),
+        ("Quadro RTX 4000", []),
+    ],
+)
+def test_a_driver_names_at_most_one_target(device: str, names: list[str]) -> None:
+    assert [target.name for target in TARGETS.values() if is_target(device, target)] == names
+
+
+def test_latencies_are_predicted_unless_that_would_surprise() -> None:
+    h100 = TARGETS["h100"]
+    assert settle_measure("auto", h100, None) == "predict"
+    assert settle_measure("predict", h100, "NVIDIA L4") == "predict"
+    with pytest.raises(NoGpuError, match=r"^--gpu h100: this machine has NVIDIA L4; --measure predict"):
+        settle_measure("auto", h100, "NVIDIA L4")
+    with pytest.raises(NoGpuError, match=r"^--measure cuda needs an h100: this machine has no GPU$"):
+        settle_measure("cuda", h100, None)
+    with pytest.raises(NoGpuError, match=r"^--measure cuda needs an h100: this machine has NVIDIA L4$"):
+        settle_measure("cuda", h100, "NVIDIA L4")
