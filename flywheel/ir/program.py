@@ -62,10 +62,10 @@ class MegakernelProgram:
 
     @staticmethod
     def load(path: str | Path) -> MegakernelProgram:
-        """Read a program file. Raises IrFormatError, also where the file cannot be read."""
-        from flywheel.ir.serde import read_text
+        """Read a program file. Raises IrFormatError that names the file, also where it cannot be read."""
+        from flywheel.ir.serde import read_program
 
-        return MegakernelProgram.from_json(read_text(Path(path)))
+        return read_program(Path(path))
 
     def total_weight_bytes(self) -> int:
         """Bytes of all WEIGHT buffers, whether this step reads them whole or not."""

@@ -53,6 +53,15 @@ def read_text(path: Path) -> str:
         raise IrFormatError(f"{str(path)!r}: {error}") from None
 
 
+def read_program(path: Path) -> MegakernelProgram:
+    """Read a program file. Raises IrFormatError that names the file."""
+    text = read_text(path)
+    try:
+        return MegakernelProgram.from_json(text)
+    except IrFormatError as error:
+        raise IrFormatError(f"{path}: {error}") from None
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` to a temporary file beside `path`, then rename it into place. Raises OSError."""
     draft = path.with_name(f".{path.name}.{uuid4().hex}")

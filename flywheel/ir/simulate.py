@@ -103,10 +103,11 @@ class _Watch:
                 if kinds[number] in READONLY_KINDS or not left.get(number, 1):
                     continue
                 others = [writer for writer in self.writers.get(number, ()) if writer != index]
+                if kinds[number] is BufferKind.KV_CACHE and (not others or number in task.outputs):
+                    continue
                 reads = f"task {task.id} ({task.label}): reads buffer {number}"
                 if not others:
-                    if kinds[number] is not BufferKind.KV_CACHE:
-                        found.append(f"{reads}, which nothing else writes")
+                    found.append(f"{reads}, which nothing else writes")
                     continue
                 early = next((w for w in others if w not in fired and self._overlap(w, index, operand)), None)
                 if early is not None:

@@ -80,5 +80,5 @@ def heads_fault(params: Mapping[str, Any]) -> str | None:
         return None
     heads, kv_heads = params.get("n_heads"), params["n_kv_heads"]
     if type(heads) is int and type(kv_heads) is int and kv_heads > 0 and heads % kv_heads:
-        return f"n_heads={heads} is not a multiple of n_kv_heads={kv_heads}"
+        return f"n_heads={show(heads)} is not a multiple of n_kv_heads={show(kv_heads)}"
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from flywheel.ir.access import WHOLE, Region, multi_row_buffers, read_regions, tile
@@ -28,11 +28,16 @@ _GEMV, _GEMM, _FUSED = InstructionKind.GEMV_TILE, InstructionKind.GEMM_TILE, Ins
 
 @dataclass(slots=True)
 class Frontier:
-    """Last writes of a buffer by column, sorted and disjoint. `goal` is that all of them are done."""
+    """Last writes of a buffer by column, sorted and disjoint. `goal` is that all of them are done.
+
+    `gaps` are the columns that nothing writes; `first` holds the columns that a writer is the first to write, for those
+    that overlap others.
+    """
 
     writes: list[Write]
     goal: Goal
-    gaps: list[Region] = field(default_factory=list)
+    gaps: list[Region]
+    first: dict[int, list[Region]]
 
     def overlapping(self, start: int, end: int) -> list[int]:
         """Positions of the last writers of columns `start`..`end`."""
@@ -145,11 +150,12 @@ def _all_settled(task: Task, group: int, accesses: Accesses, frontiers: Mapping[
 
 
 def _check_reads(index: int, accesses: Accesses, frontiers: Mapping[int, Frontier], findings: Findings) -> None:
-    """Every read of one task, column by column."""
+    """Every read of one task, column by column. A writer of a KV cache may read what earlier steps left there."""
+    task = accesses.tasks[index]
     group = accesses.order.wait_class[index]
-    for operand, number in enumerate(accesses.tasks[index].inputs):
+    for operand, number in enumerate(task.inputs):
         buffer = accesses.buffers[number]
-        if buffer.kind in READONLY_KINDS:
+        if buffer.kind in READONLY_KINDS or (buffer.kind is BufferKind.KV_CACHE and number in task.outputs):
             continue
         writes = accesses.writes.get(number, [])
         if not writes or (len(writes) == 1 and writes[0][2] == index):
@@ -157,7 +163,7 @@ def _check_reads(index: int, accesses: Accesses, frontiers: Mapping[int, Frontie
                 findings.error(
                     "unwritten-read",
                     f"{_reads(accesses, index, buffer)}, which no other task writes",
-                    _id(accesses, index),
+                    task.id,
                 )
             continue
         frontier = frontiers[number]
@@ -175,10 +181,12 @@ def _check_columns(
 ) -> None:
     tasks, order = accesses.tasks, accesses.order
     for start, end in regions or [WHOLE]:
-        gap = next((gap for gap in frontier.gaps if gap[0] < end and start < gap[1]), None)
+        writers = frontier.overlapping(start, end)
+        own = frontier.first.get(index, [WHOLE]) if index in writers else []
+        gap = next((gap for gap in (*frontier.gaps, *own) if gap[0] < end and start < gap[1]), None)
         if gap is not None:
             _report_gap(buffer, gap, tasks[index], findings)
-        for writer in frontier.overlapping(start, end):
+        for writer in writers:
             if writer != index and not order.before(tasks, writer, index):
                 other = f"task {tasks[writer].id} ({tasks[writer].label})"
                 text = f"{_reads(accesses, index, buffer)}, not ordered after {other}"
@@ -189,44 +197,48 @@ def _check_columns(
 def _frontier(buffer: Buffer, writes: list[Write], accesses: Accesses, findings: Findings) -> Frontier:
     """The last write of each column; overlapping writes that are in no order are errors."""
     last = writes
+    first: dict[int, list[Region]] = {}
     if len(writes) > 1:
         last = sorted(writes)
         if any(map(_overlap, last, last[1:])):
-            last = _sweep(buffer, sorted(writes, key=lambda write: accesses.ranks[write[2]]), accesses, findings)
+            writes = sorted(writes, key=lambda write: accesses.ranks[write[2]])
+            last = _sweep(buffer, writes, first, accesses, findings)
     tasks = accesses.tasks
     goal = accesses.order.goal({tasks[index].out_counter for _, _, index in last})
-    return Frontier(last, goal, _gaps(last, accesses.width(buffer)))
+    return Frontier(last, goal, _gaps(last, 0, accesses.width(buffer)), first)
 
 
 def _overlap(first: Write, second: Write) -> bool:
     return second[0] < first[1]
 
 
-def _gaps(writes: list[Write], width: int) -> list[Region]:
-    gaps, edge = [], 0
-    if writes[0][:2] == WHOLE:
-        return []
+def _gaps(writes: Sequence[Write], edge: int, stop: int) -> list[Region]:
+    """What sorted, disjoint `writes` leave of the columns `edge`..`stop`."""
+    gaps = []
     for start, end, _ in writes:
         if start > edge:
             gaps.append((edge, start))
-        edge = end
-    if edge < width:
-        gaps.append((edge, width))
+        edge = max(edge, end)
+    if edge < stop:
+        gaps.append((edge, stop))
     return gaps
 
 
-def _sweep(buffer: Buffer, writes: list[Write], accesses: Accesses, findings: Findings) -> list[Write]:
-    """Lay `writes`, in topological order, over one another, each after all that it covers."""
-    tasks, order = accesses.tasks, accesses.order
+def _sweep(
+    buffer: Buffer, writes: list[Write], fresh: dict[int, list[Region]], accesses: Accesses, findings: Findings
+) -> list[Write]:
+    """Lay `writes`, in topological order, over one another, each after all that it covers; fills `fresh`."""
+    tasks, order, width = accesses.tasks, accesses.order, accesses.width(buffer)
     top: list[Write] = []
     for start, end, index in writes:
         first = bisect_right(top, start, key=lambda write: write[1])
         last = bisect_left(top, end, key=lambda write: write[0])
-        for other in {covered for _, _, covered in top[first:last]}:
+        for other in dict.fromkeys(covered for _, _, covered in top[first:last]):
             if not order.before(tasks, other, index):
                 _report_pair(buffer, tasks[other], tasks[index], findings)
                 if findings.full:
                     return top
+        fresh[index] = _gaps(top[first:last], start, min(end, width))
         pieces = [(start, end, index)]
         if first < last and top[first][0] < start:
             pieces.insert(0, (top[first][0], start, top[first][2]))
@@ -239,10 +251,6 @@ def _sweep(buffer: Buffer, writes: list[Write], accesses: Accesses, findings: Fi
 def _reads(accesses: Accesses, index: int, buffer: Buffer) -> str:
     task = accesses.tasks[index]
     return f"task {task.id} ({task.label}): reads buffer {buffer.id} ({buffer.name})"
-
-
-def _id(accesses: Accesses, index: int) -> int:
-    return accesses.tasks[index].id
 
 
 def _ranks(order: Sequence[int]) -> Sequence[int]:
