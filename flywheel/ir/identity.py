@@ -73,8 +73,6 @@ def _numbered(parts: Sequence[Any], text: Callable[[Any], str]) -> tuple[list[in
     return list(map(numbers.__getitem__, identities)), list(texts)
 
 
-
-
 def _ints(numbers: Any) -> str:
     return ",".join(map(str, numbers))
 

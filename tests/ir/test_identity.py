@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from flywheel.errors import ConfigError
+from flywheel.ir import (
+    TARGETS,
+    Counter,
+    DType,
+    MegakernelProgram,
+    MemSpace,
+    PageAllocation,
+    ScheduleConfig,
+    Wait,
+    program_id,
+)
+
+Change = Callable[..., MegakernelProgram]
+
+
+def test_names_notes_estimates_and_provenance_do_not_matter(
+    tiny: MegakernelProgram, with_task: Change, with_buffer: Change
+) -> None:
+    same = [
+        replace(tiny, meta={"model": "other"}),
+        replace(tiny, counters=[Counter(c.id, note="renamed") for c in tiny.counters]),
+        with_task(tiny, 102, label="renamed", est_bytes=7, est_flops=9),
+        with_buffer(tiny, 12, name="renamed"),
+        replace(tiny, config=replace(tiny.config or ScheduleConfig(), page_allocation="linear")),
+    ]
+    assert {program_id(program) for program in same} == {program_id(tiny)}
+
+
+def test_a_copy_from_a_file_has_the_same_id(tiny: MegakernelProgram) -> None:
+    assert program_id(MegakernelProgram.from_json(tiny.to_json())) == program_id(tiny)
+
+
+def test_sharing_of_records_does_not_matter(tiny: MegakernelProgram) -> None:
+    apart = [
+        replace(task, inputs=list(task.inputs), waits=[Wait(w.counter, w.threshold) for w in task.waits])
+        for task in tiny.tasks
+    ]
+    assert program_id(replace(tiny, tasks=apart)) == program_id(tiny)
+
+
+def test_every_difference_in_meaning_matters(tiny: MegakernelProgram, with_task: Change, with_buffer: Change) -> None:
+    config = tiny.config or ScheduleConfig()
+    pages = tiny.pages or PageAllocation({}, ())
+    tasks = list(tiny.tasks)
+    recipe = {"steps": [dict(step) for step in tasks[8].params["recipe"]["steps"]]}
+    recipe["steps"][2]["op"] = "MUL"
+    different = [
+        tiny,
+        replace(tiny, target=TARGETS["h200"]),
+        replace(tiny, config=replace(config, threads_per_block=512)),
+        replace(tiny, config=replace(config, pipelining_depth=3)),
+        replace(tiny, config=replace(config, smem_bytes_per_block=65536)),
+        replace(tiny, pages=None),
+        replace(tiny, pages=PageAllocation({**pages.buffer_to_page, 21: 1}, pages.pages)),
+        replace(tiny, pages=PageAllocation(pages.buffer_to_page, [replace(p, nbytes=128) for p in pages.pages])),
+        replace(tiny, tasks=[tasks[1], tasks[0], *tasks[2:]]),
+        replace(tiny, tasks=tasks[:-1]),
+        replace(tiny, ir_version="0.3.0"),
+        with_task(tiny, 102, sm=5),
+        with_task(tiny, 102, sm=None),
+        with_task(tiny, 102, params={"n_off": 8}),
+        with_task(tiny, 101, params={"eps": 1e-6}),
+        with_task(tiny, 107, waits=(Wait(52, 2), Wait(54, 1))),
+        with_task(tiny, 107, waits=(Wait(52, 1), Wait(54, 1), Wait(55, 1))),
+        with_task(tiny, 107, inputs=(16, 20, 19)),
+        with_task(tiny, 112, outputs=(24,)),
+        with_task(tiny, 112, out_counter=58),
+        with_task(tiny, 112, id=113),
+        with_task(tiny, 108, params={"recipe": recipe}),
+        with_buffer(tiny, 12, dtype=DType.F16),
+        with_buffer(tiny, 12, shape=(32,)),
+        with_buffer(tiny, 12, space=MemSpace.HBM),
+        with_buffer(tiny, 13, source="other.weight"),
+        with_buffer(tiny, 13, source=None),
+        with_buffer(tiny, 13, source="None"),
+    ]
+    ids = [program_id(program) for program in different]
+    assert len(set(ids)) == len(ids)
+
+
+def test_ids_are_stable(tiny: MegakernelProgram) -> None:
+    assert program_id(tiny) == "d5642b0b351d3520"
+    assert len(program_id(tiny)) == 16
+
+
+def test_text_that_utf8_cannot_hold_still_has_an_id(tiny: MegakernelProgram, with_buffer: Change) -> None:
+    assert program_id(with_buffer(tiny, 13, source="\ud800")) != program_id(with_buffer(tiny, 13, source="\ud801"))
+
+
+def test_a_program_without_a_target_has_no_kernel_and_no_id(tiny: MegakernelProgram) -> None:
+    with pytest.raises(ConfigError):
+        program_id(replace(tiny, target=None))

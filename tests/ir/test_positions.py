@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from flywheel.errors import ConfigError
+from flywheel.ir import MegakernelProgram, at_position, validate
+
+Change = Callable[..., MegakernelProgram]
+
+
+def params_of(program: MegakernelProgram, number: int) -> dict[str, object]:
+    return dict(next(task.params for task in program.tasks if task.id == number))
+
+
+def test_appends_and_windows_follow_the_position(tiny: MegakernelProgram) -> None:
+    for pos in range(8):
+        moved = at_position(tiny, pos)
+        assert params_of(moved, 105)["pos"] == pos
+        assert (params_of(moved, 107)["kv_start"], params_of(moved, 107)["kv_len"]) == (0, pos + 1)
+        assert validate(moved, strict=True).ok
+
+
+def test_the_last_position_is_the_program_itself(tiny: MegakernelProgram) -> None:
+    assert at_position(tiny, 7).to_json() == tiny.to_json()
+
+
+def test_a_window_behind_the_position_is_empty_and_one_before_it_whole(
+    tiny: MegakernelProgram, with_task: Change
+) -> None:
+    late = with_task(tiny, 107, params={"kv_start": 4, "kv_len": 4})
+    assert [params_of(at_position(late, pos), 107)["kv_len"] for pos in (0, 3, 4, 6, 7)] == [0, 0, 1, 3, 4]
+    early = with_task(tiny, 107, params={"kv_start": 0, "kv_len": 2})
+    assert params_of(at_position(early, 7), 107)["kv_len"] == 2
+
+
+def test_everything_else_stays_the_same_object(tiny: MegakernelProgram) -> None:
+    moved = at_position(tiny, 3)
+    changed = [old.id for old, new in zip(tiny.tasks, moved.tasks, strict=True) if old is not new]
+    assert changed == [105, 106, 107]
+    assert moved.buffers is tiny.buffers
+
+
+@pytest.mark.parametrize("pos", [-1, 8, 1000])
+def test_a_position_outside_the_context_is_refused(pos: int, tiny: MegakernelProgram) -> None:
+    with pytest.raises(ConfigError, match=f"position {pos} is not in 0..7"):
+        at_position(tiny, pos)
+
+
+def test_a_program_without_positions_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no task has a param pos"):
+        at_position(MegakernelProgram(), 0)
+
+
+def test_a_recipe_that_fixes_a_position_is_refused(tiny: MegakernelProgram, with_task: Change) -> None:
+    steps = [{**step, "params": {**step["params"], "pos": 3}} for step in tiny.tasks[8].params["recipe"]["steps"]]
+    with pytest.raises(ConfigError, match="its recipe fixes pos"):
+        at_position(with_task(tiny, 108, params={"recipe": {"steps": steps}}), 3)
