@@ -52,12 +52,9 @@ class KernelVariant:
 
 def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
     """Bytes of the longest vector that a matrix task keeps in shared memory, at most MAX_STAGED_BYTES."""
-    widest, seen = 0, set()
+    widest = 0
     bits = {buffer.id: buffer.dtype.bits for buffer in buffers}
-    for task in tasks:
-        if id(task.params) in seen:
-            continue
-        seen.add(id(task.params))
+    for task in {id(task.params): task for task in tasks}.values():  # tiles share their params
         steps = task.params["recipe"]["steps"] if task.op is InstructionKind.FUSED else ()
         depths = [task.params.get("K", 0), *(step.get("params", {}).get("K", 0) for step in steps)]
         if any(depths):
