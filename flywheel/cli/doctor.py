@@ -51,7 +51,7 @@ def _version(package: str) -> str | None:
 
 def _match(gpu: str | None) -> str | None:
     from flywheel.ir import TARGETS
-    from flywheel.search.run import is_target
+    from flywheel.search.device import is_target
 
     if gpu is None:
         return None

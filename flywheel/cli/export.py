@@ -141,7 +141,7 @@ def _program(record: TrialRecord) -> str:
     from flywheel.ir import program_id
     from flywheel.ir.serde import config_from_dict
     from flywheel.lowering.lower import lower
-    from flywheel.search.run import make_workload
+    from flywheel.search.workload import make_workload
 
     workload = make_workload(record.model, record.gpu, record.dtype, record.context)
     program = lower(workload.graph, config_from_dict(json.loads(record.config)), workload.target)

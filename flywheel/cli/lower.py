@@ -48,8 +48,8 @@ def lower(
     lowerer refuses ends with exit code 3.
     """
     from flywheel.lowering.lower import lower as lower_graph
-    from flywheel.search.run import make_workload
     from flywheel.search.space import make_space
+    from flywheel.search.workload import make_workload
 
     given = load_config(config_file) if config_file is not None else None
     named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context}

@@ -216,8 +216,8 @@ def _found(spec: CampaignSpec, best: TrialRecord) -> list[tuple[str, str | None]
 def _knobs(spec: CampaignSpec, best: TrialRecord) -> str | None:
     """Knobs of the best config that differ from the schedule that a search tries first, with its values."""
     from flywheel.ir.serde import config_from_dict
-    from flywheel.search.run import make_workload
     from flywheel.search.space import make_space
+    from flywheel.search.workload import make_workload
 
     space = make_space(make_workload(spec.model, spec.gpu, spec.dtype, spec.context), spec.fix)
     first, choice = space.known_good()[0], space.to_choice(config_from_dict(json.loads(best.config)))

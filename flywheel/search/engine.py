@@ -5,18 +5,22 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 from flywheel.errors import FlywheelError
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.outcome import Crashed
 from flywheel.search.evaluate import Evaluation, Measure, Seen, evaluate
 from flywheel.search.workload import Workload
+
+GC_THRESHOLD: Final = 200_000
+"""Allocations between garbage collections in a worker: a program is tens of thousands of records and no cycle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +85,12 @@ class PoolEngine:
         return lambda: self._wait(config, future)
 
     def _send(self, config: ScheduleConfig) -> Future[Evaluation]:
-        try:
-            return self._pool.submit(_evaluate_in_worker, config)
-        except BrokenProcessPool:
-            self._pool = _pool(self._bench, self.width)
-            return self._pool.submit(_evaluate_in_worker, config)
+        with _sheltered():
+            try:
+                return self._pool.submit(_evaluate_in_worker, config)
+            except BrokenProcessPool:
+                self._pool = _pool(self._bench, self.width)
+                return self._pool.submit(_evaluate_in_worker, config)
 
     def _wait(self, config: ScheduleConfig, future: Future[Evaluation]) -> Evaluation:
         try:
@@ -94,7 +99,9 @@ class PoolEngine:
             pass
         with _pool(self._bench, 1) as lone:  # alone, so that a second death is this config's own
             try:
-                lone.submit(_ready).result()
+                with _sheltered():
+                    entered = lone.submit(_ready)
+                entered.result()
             except BrokenProcessPool:
                 raise FlywheelError("worker processes: they die before their first trial") from None
             try:
@@ -115,6 +122,16 @@ def _pool(bench: Bench, jobs: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_enter_worker, initargs=(bench,))
 
 
+@contextmanager
+def _sheltered() -> Iterator[None]:
+    """Processes that start in here inherit a blocked SIGINT, so that Ctrl-C cannot kill them before they ignore it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 _bench: Bench
 _seen: Seen
 
@@ -125,6 +142,7 @@ def _enter_worker(bench: Bench) -> None:
     _bench, _seen = bench, bench.open_seen()
     _ = bench.workload.graph
     gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
 
 
 def _ready() -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flywheel.errors import UnknownNameError
-from flywheel.ir import GpuTarget
+from flywheel.ir import TARGETS, GpuTarget
+from flywheel.models.catalog import CATALOG, resolve_model
 from flywheel.models.decoder import DTYPES, decode_step
 from flywheel.models.graph import Graph
 from flywheel.models.spec import DecoderSpec
@@ -30,3 +31,18 @@ class Workload:
     def graph(self) -> Graph:
         """The decode step. Raises ConfigError where the context is out of the model's reach."""
         return decode_step(self.spec, self.context, DTYPES[self.dtype])
+
+
+def make_workload(model: str, gpu: str, dtype: str, context: int) -> Workload:
+    """Resolve names. Raises UnknownNameError, UnsupportedModelError, ConfigError."""
+    decoder = resolve_model(model)
+    workload = Workload(model if model in CATALOG else decoder.name, decoder, find_target(gpu), dtype, context)
+    _ = workload.graph  # raises where the context is out of reach
+    return workload
+
+
+def find_target(name: str) -> GpuTarget:
+    """A built-in GPU by name. Raises UnknownNameError."""
+    if name not in TARGETS:
+        raise UnknownNameError(f"GPU {name!r} is not one of {', '.join(TARGETS)}")
+    return TARGETS[name]

@@ -16,7 +16,7 @@ from flywheel.models.spec import DecoderSpec
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress, open_campaign
 from flywheel.search.engine import Bench, Engine, InlineEngine
 from flywheel.search.evaluate import Evaluation, Measure
-from flywheel.search.run import open_seen
+from flywheel.search.predicting import open_seen
 from flywheel.search.space import Space, make_space
 from flywheel.search.spec import CampaignSpec
 from flywheel.search.workload import Workload

@@ -9,8 +9,10 @@ import pytest
 
 from flywheel.errors import ConfigError, NoGpuError, UnknownNameError, UsageError
 from flywheel.ir import TARGETS
-from flywheel.search.run import Start, find_target, is_target, make_workload, run_search, settle_measure
+from flywheel.search.device import is_target, settle_measure
+from flywheel.search.run import Start, run_search
 from flywheel.search.spec import CampaignSpec
+from flywheel.search.workload import find_target, make_workload
 from flywheel.store.sql import open_store
 
 TINY = {
