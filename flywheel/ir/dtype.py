@@ -20,6 +20,8 @@ class DType(IntEnum):
     U8 = 8
     BOOL = 9
 
+    __hash__ = int.__hash__  # members are keys in hot loops, and Enum hashes their names in Python
+
     @property
     def bits(self) -> int:
         """Bits of one element; I4 is packed two a byte."""
@@ -41,6 +43,8 @@ class MemSpace(IntEnum):
     SMEM = 2
     REGISTER = 3
 
+    __hash__ = int.__hash__
+
 
 class BufferKind(IntEnum):
     """What a buffer is for."""
@@ -51,6 +55,8 @@ class BufferKind(IntEnum):
     IO_INPUT = 3
     IO_OUTPUT = 4
     CONST = 5
+
+    __hash__ = int.__hash__
 
 
 READONLY_KINDS: Final = frozenset({BufferKind.WEIGHT, BufferKind.CONST, BufferKind.IO_INPUT})

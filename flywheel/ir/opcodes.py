@@ -32,6 +32,8 @@ class InstructionKind(IntEnum):
     ATTENTION_COMBINE = 18
     FUSED = 19
 
+    __hash__ = int.__hash__  # members are keys in hot loops, and Enum hashes their names in Python
+
 
 @dataclass(frozen=True, slots=True)
 class OpSpec:

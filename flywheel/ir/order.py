@@ -12,18 +12,17 @@ exhaustive, so the answer is exact at any size.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from flywheel.ir.records import Task, Wait
 
 
 class Goal:
-    """Counters that must all be complete before a task starts. Build it with `HappensBefore.goal`."""
+    """Counters that must all be complete before a task starts."""
 
-    __slots__ = ("counters", "floor", "known", "needs")
+    __slots__ = ("floor", "known", "needs")
 
-    def __init__(self, counters: tuple[int, ...], needs: dict[int, int], floor: int) -> None:
-        self.counters = counters
+    def __init__(self, needs: dict[int, int], floor: int) -> None:
         self.needs = needs  # chain -> rank of the last counter wanted on it
         self.floor = floor  # lowest level of a wanted counter
         self.known: dict[int, bool] = {}  # wait class -> answer
@@ -40,7 +39,7 @@ class HappensBefore:
         self._level: dict[int, int] = {}
         self._chain: dict[int, int] = {}
         self._rank: dict[int, int] = {}
-        self._goals: dict[int, Goal] = {}
+        self._goals: dict[tuple[int, ...], Goal] = {}
         identities = [id(task.waits) for task in tasks]
         signals = dict.fromkeys(zip(identities, [task.out_counter for task in tasks], strict=True))
         if not isinstance(order, range):
@@ -88,34 +87,33 @@ class HappensBefore:
         """Number of levels: the longest chain of counters."""
         return max(self._level.values(), default=0)
 
-    def goal(self, counters: Collection[int]) -> Goal:
-        """The goal that every producer of `counters` has finished; one object for each single counter."""
-        if len(counters) == 1:
-            (counter,) = counters
-            goal = self._goals.get(counter)
-            if goal is None:
-                needs = {self._chain[counter]: self._rank[counter]}
-                goal = self._goals[counter] = Goal((counter,), needs, self._level[counter])
-            return goal
-        needs = {}
-        for counter in counters:
-            chain, rank = self._chain[counter], self._rank[counter]
-            if needs.get(chain, -1) < rank:
-                needs[chain] = rank
-        return Goal(tuple(counters), needs, min([self._level[counter] for counter in counters], default=0))
-
-    def reached(self, goal: Goal, group: int) -> bool:
-        """Whether every producer of the goal's counters happens before every task of wait class `group`."""
+    def reached(self, signals: tuple[int, ...], group: int) -> bool:
+        """Whether every producer of the counters `signals` happens before every task of wait class `group`."""
+        awaited = self._class_counters[group]
+        for counter in signals:
+            if counter not in awaited:
+                break
+        else:
+            return True
+        goal = self._goals.get(signals)
+        if goal is None:
+            goal = self._goals[signals] = self._goal(signals)
         answer = goal.known.get(group)
         if answer is None:
-            awaited = self._class_counters[group]
-            answer = all(counter in awaited for counter in goal.counters) or self._walk(goal, group)
-            goal.known[group] = answer
+            answer = goal.known[group] = self._walk(goal, group)
         return answer
 
     def before(self, tasks: Sequence[Task], first: int, second: int) -> bool:
         """Whether the task at position `first` happens before the one at `second`."""
-        return self.reached(self.goal((tasks[first].out_counter,)), self.wait_class[second])
+        return self.reached((tasks[first].out_counter,), self.wait_class[second])
+
+    def _goal(self, signals: tuple[int, ...]) -> Goal:
+        needs: dict[int, int] = {}
+        for counter in signals:
+            chain, rank = self._chain[counter], self._rank[counter]
+            if needs.get(chain, -1) < rank:
+                needs[chain] = rank
+        return Goal(needs, min([self._level[counter] for counter in signals]))
 
     def _walk(self, goal: Goal, group: int) -> bool:
         missing, floor, known = dict(goal.needs), goal.floor, goal.known

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from flywheel.ir.dtype import PER_SM_SPACES, BufferKind
-from flywheel.ir.order import Goal
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Page
 from flywheel.ir.validate.findings import Findings
@@ -88,7 +87,7 @@ class _Lives:
         for task in dict(zip(keys, tasks, strict=True)).values():
             for number in shared.intersection(task.inputs):
                 signals[number].add(task.out_counter)
-        self._used: dict[int, Goal] = {number: accesses.order.goal(signals[number]) for number in shared}
+        self._used = {number: tuple(sorted(counters)) for number, counters in signals.items()}
 
     def check_page(self, page: int, members: list[int], findings: Findings) -> None:
         """Each member, in order of first write, is written only when every task that uses the one before it is done.

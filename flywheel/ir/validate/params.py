@@ -42,22 +42,25 @@ _INT32: Final = 2**31
 
 def check_params(task: Task, fields: Mapping[str, str], required: Sequence[str], findings: Findings) -> None:
     """Params of a task: required ones present, known ones of the right type and range, unknown ones warned of."""
-    where = f"task {task.id} ({task.label})"
     params = task.params
     for name in required:
         if name not in params:
-            findings.error("missing-param", f"{where}: {task.op.name} needs param {name}", task.id)
+            findings.error("missing-param", f"{_where(task)}: {task.op.name} needs param {name}", task.id)
     for name, value in params.items():
         kind = fields.get(name)
         if kind is not None:
             fault = param_fault(name, value, kind)
             if fault is not None:
-                findings.error("bad-param", f"{where}: {fault}", task.id)
+                findings.error("bad-param", f"{_where(task)}: {fault}", task.id)
         elif name != "recipe" or task.op is not InstructionKind.FUSED:
-            findings.warn("unknown-param", f"{where}: param {show(name)} does not reach the device", task.id)
+            findings.warn("unknown-param", f"{_where(task)}: param {show(name)} does not reach the device", task.id)
     fault = heads_fault(params)
     if fault is not None:
-        findings.error("bad-param", f"{where}: {fault}", task.id)
+        findings.error("bad-param", f"{_where(task)}: {fault}", task.id)
+
+
+def _where(task: Task) -> str:
+    return f"task {task.id} ({task.label})"
 
 
 def param_fault(name: str, value: Any, kind: str) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 from flywheel.ir.access import WHOLE, Region, multi_row_buffers, read_regions, tile
 from flywheel.ir.dtype import READONLY_KINDS, BufferKind
 from flywheel.ir.opcodes import InstructionKind
-from flywheel.ir.order import Goal, HappensBefore
+from flywheel.ir.order import HappensBefore
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.validate.findings import Findings
@@ -28,16 +28,16 @@ _GEMV, _GEMM, _FUSED = InstructionKind.GEMV_TILE, InstructionKind.GEMM_TILE, Ins
 
 @dataclass(slots=True)
 class Frontier:
-    """Last writes of a buffer by column, sorted and disjoint. `goal` is that all of them are done.
+    """Last writes of a buffer by column, sorted and disjoint, and the counters that they signal.
 
     `gaps` are the columns that nothing writes; `first` holds the columns that a writer is the first to write, for those
     that overlap others.
     """
 
     writes: list[Write]
-    goal: Goal
-    gaps: list[Region]
-    first: dict[int, list[Region]]
+    signals: tuple[int, ...]
+    gaps: Sequence[Region] = ()
+    first: Mapping[int, list[Region]] | None = None
 
     def overlapping(self, start: int, end: int) -> list[int]:
         """Positions of the last writers of columns `start`..`end`."""
@@ -106,7 +106,7 @@ def check_races(program: MegakernelProgram, accesses: Accesses, findings: Findin
     frontiers: dict[int, Frontier] = {}
     for number, writes in accesses.writes.items():
         frontiers[number] = _frontier(accesses.buffers[number], writes, accesses, findings)
-        if findings.full:
+        if findings.errors and findings.full:
             return
     _check_outputs(program.buffers, frontiers, findings)
     wait_class = accesses.order.wait_class
@@ -144,7 +144,7 @@ def _all_settled(task: Task, group: int, accesses: Accesses, frontiers: Mapping[
         if frontier is None:
             if kind is not BufferKind.KV_CACHE:
                 return False
-        elif frontier.gaps or not accesses.order.reached(frontier.goal, group):
+        elif frontier.gaps or not accesses.order.reached(frontier.signals, group):
             return False
     return True
 
@@ -167,7 +167,7 @@ def _check_reads(index: int, accesses: Accesses, frontiers: Mapping[int, Frontie
                 )
             continue
         frontier = frontiers[number]
-        if frontier.gaps or not accesses.order.reached(frontier.goal, group):
+        if frontier.gaps or not accesses.order.reached(frontier.signals, group):
             _check_columns(index, accesses.read(index, operand), buffer, frontier, accesses, findings)
 
 
@@ -182,7 +182,7 @@ def _check_columns(
     tasks, order = accesses.tasks, accesses.order
     for start, end in regions or [WHOLE]:
         writers = frontier.overlapping(start, end)
-        own = frontier.first.get(index, [WHOLE]) if index in writers else []
+        own = (frontier.first or {}).get(index, [WHOLE]) if index in writers else []
         gap = next((gap for gap in (*frontier.gaps, *own) if gap[0] < end and start < gap[1]), None)
         if gap is not None:
             _report_gap(buffer, gap, tasks[index], findings)
@@ -196,16 +196,16 @@ def _check_columns(
 
 def _frontier(buffer: Buffer, writes: list[Write], accesses: Accesses, findings: Findings) -> Frontier:
     """The last write of each column; overlapping writes that are in no order are errors."""
-    last = writes
+    tasks, (_, end, index) = accesses.tasks, writes[0]
+    if len(writes) == 1 and end == WHOLE[1]:
+        return Frontier(writes, (tasks[index].out_counter,))
     first: dict[int, list[Region]] = {}
-    if len(writes) > 1:
-        last = sorted(writes)
-        if any(map(_overlap, last, last[1:])):
-            writes = sorted(writes, key=lambda write: accesses.ranks[write[2]])
-            last = _sweep(buffer, writes, first, accesses, findings)
-    tasks = accesses.tasks
-    goal = accesses.order.goal({tasks[index].out_counter for _, _, index in last})
-    return Frontier(last, goal, _gaps(last, 0, accesses.width(buffer)), first)
+    last = sorted(writes)
+    if any(map(_overlap, last, last[1:])):
+        writes = sorted(writes, key=lambda write: accesses.ranks[write[2]])
+        last = _sweep(buffer, writes, first, accesses, findings)
+    signals = tuple(dict.fromkeys([tasks[index].out_counter for _, _, index in last]))
+    return Frontier(last, signals, _gaps(last, 0, accesses.width(buffer)), first)
 
 
 def _overlap(first: Write, second: Write) -> bool:

@@ -36,14 +36,14 @@ def check_tasks(program: MegakernelProgram, findings: Findings) -> None:
     )
     distinct = dict(zip(keys, tasks, strict=True))
     for task in distinct.values():
-        if findings.full:
-            return
         _check_operands(task, buffers, findings)
+        if findings.errors and findings.full:
+            return
     params = zip([id(task.op) for task in tasks], [id(task.params) for task in tasks], strict=True)
     for task in dict(zip(params, tasks, strict=True)).values():
-        if findings.full:
-            return
         check_params(task, PARAM_FIELDS, OP_REGISTRY[task.op].required_params, findings)
+        if findings.errors and findings.full:
+            return
     if not findings.errors:
         shape_of = _operand_shapes(distinct, buffers)
         decided = zip([id(task.params) for task in tasks], map(shape_of.__getitem__, keys), strict=True)
@@ -79,14 +79,16 @@ def _operand_shapes(
     distinct: Mapping[tuple[int, int, int], Task], buffers: Mapping[int, Buffer]
 ) -> dict[tuple[int, int, int], int]:
     """A number for each key of `distinct`, the same for tasks whose bounds differ by their params alone."""
-    looks = {number: (buffer.kind, *buffer.shape) for number, buffer in buffers.items()}
     numbers: dict[tuple[object, ...], int] = {}
+    looks = {
+        number: numbers.setdefault((buffer.kind, *buffer.shape), len(numbers)) for number, buffer in buffers.items()
+    }
     result = {}
     for key, task in distinct.items():
         signature = (
             int(task.op),
             *[looks[number] for number in task.inputs],
-            None,
+            -1,
             *[looks[number] for number in task.outputs],
             # Whether an append is in place depends on which output is which input.
             *[(slot, task.inputs.index(number)) for slot, number in enumerate(task.outputs) if number in task.inputs],
@@ -99,7 +101,7 @@ def _check_bounds(tasks: Iterable[Task], buffers: Mapping[int, Buffer], findings
     recipes: dict[int, Recipe | None] = {}
     for task in tasks:
         _check_task_bounds(task, recipes, buffers, findings)
-        if findings.full:
+        if findings.errors and findings.full:
             return
 
 
@@ -121,31 +123,38 @@ def _check_task_bounds(
 
 
 def _check_operands(task: Task, buffers: Mapping[int, Buffer], findings: Findings) -> None:
+    before = len(findings.errors)
+    _check_arity(task, findings)
+    for number in (*task.inputs, *task.outputs):
+        if number not in buffers:
+            role = "input" if number in task.inputs else "output"
+            findings.error("unknown-buffer", f"{_name(task)}: {role} {number} names no buffer", task.id)
+            return
+    for number in task.outputs:
+        if buffers[number].kind in READONLY_KINDS:
+            what = f"buffer {number} ({buffers[number].name}), a {buffers[number].kind.name}"
+            findings.error("readonly-write", f"{_name(task)} writes {what}", task.id)
+    if task.op is InstructionKind.KV_APPEND and len(findings.errors) == before:
+        cache, target = buffers[task.inputs[1]], task.outputs[0]
+        if cache.kind is BufferKind.KV_CACHE and cache.id != target:
+            what = f"cache {cache.id} and writes buffer {target}, not in place"
+            findings.error("kv-target", f"{_name(task)} takes {what}", task.id)
+
+
+def _check_arity(task: Task, findings: Findings) -> None:
     spec = OP_REGISTRY[task.op]
-    name = f"task {task.id} ({task.label}): {task.op.name}"
     n_inputs, n_outputs = len(task.inputs), len(task.outputs)
     most = spec.max_inputs if spec.max_inputs >= 0 else ABI_MAX_INPUTS
     if not spec.min_inputs <= n_inputs <= most:
         code = "abi-limit" if n_inputs > ABI_MAX_INPUTS else "arity"
-        findings.error(code, f"{name} has {n_inputs} inputs, not {spec.min_inputs}..{most}", task.id)
+        findings.error(code, f"{_name(task)} has {n_inputs} inputs, not {spec.min_inputs}..{most}", task.id)
     least, most = (spec.n_outputs, spec.n_outputs) if spec.n_outputs >= 0 else (1, ABI_MAX_OUTPUTS)
     if not least <= n_outputs <= most:
         code = "abi-limit" if n_outputs > ABI_MAX_OUTPUTS else "arity"
-        findings.error(code, f"{name} has {n_outputs} outputs, not {least}..{most}", task.id)
-    for role, numbers in (("input", task.inputs), ("output", task.outputs)):
-        unknown = next((number for number in numbers if number not in buffers), None)
-        if unknown is not None:
-            findings.error("unknown-buffer", f"{name}: {role} {unknown} names no buffer", task.id)
-            return
-    if len(set(task.outputs)) < n_outputs:
-        findings.error("arity", f"{name} writes one buffer as two outputs", task.id)
-    for number in task.outputs:
-        if buffers[number].kind in READONLY_KINDS:
-            what = f"buffer {number} ({buffers[number].name}), a {buffers[number].kind.name}"
-            findings.error("readonly-write", f"{name} writes {what}", task.id)
-    if task.op is InstructionKind.KV_APPEND and n_inputs == 2 and n_outputs == 1:
-        cache = buffers[task.inputs[1]]
-        if cache.kind is BufferKind.KV_CACHE and cache.id != task.outputs[0]:
-            findings.error(
-                "kv-target", f"{name} takes cache {cache.id} and writes buffer {task.outputs[0]}, not in place", task.id
-            )
+        findings.error(code, f"{_name(task)} has {n_outputs} outputs, not {least}..{most}", task.id)
+    elif n_outputs > 1 and len(set(task.outputs)) < n_outputs:
+        findings.error("arity", f"{_name(task)} writes one buffer as two outputs", task.id)
+
+
+def _name(task: Task) -> str:
+    return f"task {task.id} ({task.label}): {task.op.name}"
