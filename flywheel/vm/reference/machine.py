@@ -162,7 +162,7 @@ class BoundProgram:
 def _one_thread() -> Iterator[None]:
     """torch on one thread, process-wide, while a launch runs.
 
-    Tiles are too small to split: one token of llama3.2-1b took 0.64 s on one thread, 0.72 s on two, and over 15 s on two
+    Tiles are too small to split: a token of llama3.2-1b took 0.64 s on one thread, 0.72 s on two, and over 15 s on two
     while other processes wanted the cores. Sums also come out the same whatever the number of cores.
     """
     threads = torch.get_num_threads()

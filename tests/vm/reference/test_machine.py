@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -228,3 +229,18 @@ def test_a_wrong_input_is_one_clear_error(
     with pytest.raises(TensorError, match=message) as error:
         ReferenceVM(program).run(tensors)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("token", [7, 80], ids=["done", "failed"])
+def test_a_launch_leaves_the_number_of_threads_alone(token: int, lowered: Build, filled: Fill) -> None:
+    program = lowered()
+    tensors = filled(program)
+    tensors["token_id"].fill_(token)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with nullcontext() if token == 7 else pytest.raises(TensorError):
+            ReferenceVM(program).run(tensors)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
