@@ -279,6 +279,32 @@ def test_kv_blocks_partition_the_context_and_partials_are_merged(case: Case) -> 
     assert all(number in merged for number in partials)
 
 
+@given(cases())
+def test_every_kv_head_reads_its_own_columns(case: Case) -> None:
+    program = case.program
+    columns: dict[int, set[tuple[int, int]]] = {}
+    for task in program.tasks:
+        cut = [(read[0], params) for op, read, params in steps(task) if op == "COPY"]
+        if not (does(task, "ATTENTION_TILE") or does(task, "KV_APPEND") or task.label.endswith("attn_combine")):
+            continue
+        caches = {
+            program.buffers[number].name.rpartition(".h")[2] for number in task.inputs if is_cache(program, number)
+        }
+        head = int(caches.pop()) if caches else task.params.get("n_off", 0) // task.params.get("N_tile", 1)
+        assert not caches
+        assert "n_off" not in task.params or task.params["n_off"] == head * task.params["N_tile"]
+        for number, params in cut:
+            assert number is not None
+            assert params["n_off"] == head * params["N_tile"]
+            columns.setdefault(number, set()).add((params["n_off"], params["N_tile"]))
+    for number, spans in columns.items():
+        assert partitions(list(spans), program.buffers[number].shape[-1])
+
+
+def is_cache(program: MegakernelProgram, number: int) -> bool:
+    return program.buffers[number].kind is BufferKind.KV_CACHE
+
+
 @given(cases(), st.data())
 def test_every_program_can_be_moved_along_the_sequence(case: Case, data: st.DataObject) -> None:
     program = case.program

@@ -38,10 +38,13 @@ def test_load_balance_is_within_one_tile_of_even(costs: list[int], loads: list[i
 
 def test_sets_that_run_side_by_side_are_spread_together(lowered: Lowered) -> None:
     qkv = [("attn_norm", "q_proj", "k_proj", "v_proj")]
-    program = lowered(fusion_grouping=qkv, tiling={"gemv": {"N_tile": 32}})
-    tiles = Counter(task.sm for task in program.tasks if task.label in ("L0.q_proj", "L0.k_proj", "L0.v_proj"))
+    tiling = {"gemv": {"N_tile": 32}}
+    together = lowered(fusion_grouping=qkv, tiling=tiling, sm_assignment="round_robin")
+    apart = lowered(tiling=tiling, sm_assignment="round_robin")
+    names = ("L0.q_proj", "L0.k_proj", "L0.v_proj")
     # 64 + 32 + 32 rows in tiles of 32 are four tiles for six SMs.
-    assert sorted(tiles.values()) == [1, 1, 1, 1]
+    assert [task.sm for task in together.tasks if task.label in names] == [0, 1, 2, 3]
+    assert [task.sm for task in apart.tasks if task.label in names] == [0, 1, 0, 0]
 
 
 def test_an_explicit_map_decides_for_the_tasks_that_it_names(lowered: Lowered) -> None:

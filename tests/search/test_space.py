@@ -20,6 +20,7 @@ from flywheel.search.workload import Workload
 
 SMALL = DecoderSpec("small", "qwen3", 96, 160, 2, 4, 2, 16, 300, 1e4, 1e-6, 4096, qk_norm=True)
 FEW_SMS = replace(TARGETS["h100"], name="few", num_sms=6)
+TWO_SMS = replace(TARGETS["h100"], name="two", num_sms=2)
 
 
 def workload(
@@ -63,7 +64,7 @@ def test_every_value_of_every_knob_changes_the_program(model: str) -> None:
     assert list(dead_values(searched, base)) == []
 
 
-@pytest.mark.parametrize("target", [*TARGETS.values(), FEW_SMS], ids=lambda target: target.name)
+@pytest.mark.parametrize("target", [*TARGETS.values(), FEW_SMS, TWO_SMS], ids=lambda target: target.name)
 @pytest.mark.parametrize("context", [64, 500])
 def test_no_value_is_dead_on_a_small_model(target: GpuTarget, context: int) -> None:
     searched = make_space(workload(target=target, context=context))
