@@ -28,7 +28,7 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
     prologue, layer, epilogue = (emit_block(scope, part) for scope, part in zip(scopes, groups, strict=True))
 
     tables = Stamper()
-    shared = tables.stamp(scopes[0], prologue, {}, None)
+    shared = tables.stamp(scopes[0], prologue, tables.declare(scopes[0], ("token_id", "position")), None)
     outer = _enter(shared, shared["x_out"])
     for index in range(graph.n_layers):
         ids = tables.stamp(scopes[1], layer, outer, index)

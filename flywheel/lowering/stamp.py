@@ -41,6 +41,10 @@ class Stamper:
         self._pending: list[int] = []  # counter -> its number of tiles
         self._written_by: dict[int, list[int]] = {}  # buffer -> counters
 
+    def declare(self, scope: Scope, names: Sequence[str]) -> dict[str, int]:
+        """Buffers that all blocks share, whether the first block uses them or not; ids by name."""
+        return {name: self._buffer(scope, name, "", None) for name in names}
+
     def stamp(
         self, scope: Scope, sets: Sequence[TileSet], outer: Mapping[str, int], layer: int | None
     ) -> dict[str, int]:
