@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# One worker a core already: torch's own threads, which wait by spinning, made small tensors a hundred times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Two loaded cores make any deadline flaky, and a failure has to repeat on another machine.
 settings.register_profile(

@@ -171,3 +171,18 @@ def test_a_cache_of_another_shape_is_refused_and_changes_nothing() -> None:
             own.write_cache(layers)
     assert own.length == 4
     assert own.read_cache()[0][0].abs().max() > 0
+
+
+@pytest.mark.gpu
+@each_spec
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)], ids=["f32", "bf16"])
+def test_a_gpu_gives_the_numbers_of_the_cpu(spec: DecoderSpec, dtype: torch.dtype, bound: float) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    weights = random_weights(spec, seed=3, dtype=dtype)
+    on_gpu = random_weights(spec, seed=3, dtype=dtype, device="cuda")
+    assert all(torch.equal(tensor.cpu(), weights[key]) for key, tensor in on_gpu.items())
+    wanted, got = EagerDecoder(spec, weights, dtype, 64), EagerDecoder(spec, on_gpu, dtype, 64, "cuda")
+    wanted.prefill(IDS[:50])
+    got.prefill(IDS[:50])
+    assert (got.step(7, 50).cpu() - wanted.step(7, 50)).abs().max() < bound
