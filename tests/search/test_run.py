@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from flywheel.errors import ConfigError, NoGpuError, UnknownNameError, UsageError
-from flywheel.ir import TARGETS
-from flywheel.search.device import is_target, settle_measure
+from flywheel.errors import ConfigError, UnknownNameError, UsageError
 from flywheel.search.run import Start, run_search
 from flywheel.search.spec import CampaignSpec
-from flywheel.search.workload import find_target, make_workload
 from flywheel.store.sql import open_store
 
 TINY = {
@@ -83,43 +80,3 @@ def test_a_search_that_cannot_start_leaves_no_campaign(
     assert fact in str(caught.value)
     with open_store(url) as store:
         assert store.campaigns() == []
-
-
-def test_unknown_gpus_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnknownNameError, match=r"^GPU 'h1000' is not one of a100, .*rtx5090$"):
-        find_target("h1000")
-    assert make_workload("llama3-8b", "h100", "bf16", 512).target == TARGETS["h100"]
-
-
-@pytest.mark.parametrize(
-    ("device", "names"),
-    [
-        ("NVIDIA H100 80GB HBM3", ["h100"]),
-        ("NVIDIA H200", ["h200"]),
-        ("NVIDIA A100-SXM4-80GB", ["a100"]),
-        ("NVIDIA A10G", ["a10g"]),
-        ("NVIDIA A10", []),
-        ("NVIDIA L4", ["l4"]),
-        ("NVIDIA L40S", ["l40s"]),
-        ("NVIDIA L40", []),
-        ("NVIDIA B200", ["b200"]),
-        ("NVIDIA GB200", []),
-        ("NVIDIA GeForce RTX 4090", ["rtx4090"]),
-        ("NVIDIA GeForce RTX 5090 Laptop GPU", ["rtx5090"]),
-        ("Quadro RTX 4000", []),
-    ],
-)
-def test_a_driver_names_at_most_one_target(device: str, names: list[str]) -> None:
-    assert [target.name for target in TARGETS.values() if is_target(device, target)] == names
-
-
-def test_latencies_are_predicted_unless_that_would_surprise() -> None:
-    h100 = TARGETS["h100"]
-    assert settle_measure("auto", h100, None) == "predict"
-    assert settle_measure("predict", h100, "NVIDIA L4") == "predict"
-    with pytest.raises(NoGpuError, match=r"^--gpu h100: this machine has NVIDIA L4; --measure predict"):
-        settle_measure("auto", h100, "NVIDIA L4")
-    with pytest.raises(NoGpuError, match=r"^--measure cuda needs an h100: this machine has no GPU$"):
-        settle_measure("cuda", h100, None)
-    with pytest.raises(NoGpuError, match=r"^--measure cuda needs an h100: this machine has NVIDIA L4$"):
-        settle_measure("cuda", h100, "NVIDIA L4")
