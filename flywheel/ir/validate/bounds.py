@@ -112,11 +112,20 @@ def _copy(
     params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, columns: tuple[int, int] | None
 ) -> Iterator[Fault]:
     named = tile(params)
-    if named is not None:
-        if named[1] > inputs[0].numel:
-            yield "tile-bounds", _past(named[1], inputs[0])
-        if named[1] - named[0] > output.numel:
-            yield "tile-bounds", _past(named[1] - named[0], output)
+    if named is None:
+        yield from _elementwise(params, inputs, output, columns)
+    elif named[1] > inputs[0].numel:
+        yield "tile-bounds", _past(named[1], inputs[0])
+    elif named[1] - named[0] != output.numel:
+        yield "tile-bounds", f"a slice of {named[1] - named[0]} elements does not fill {_name(output)}"
+
+
+def _elementwise(
+    params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, columns: tuple[int, int] | None
+) -> Iterator[Fault]:
+    for buffer in inputs:
+        if buffer.numel < output.numel:
+            yield "tile-bounds", f"{_name(buffer)} has too few elements for {_name(output)}"
 
 
 def _rows_of_hidden(first: int) -> Callable[..., Iterator[Fault]]:
@@ -138,6 +147,17 @@ def _name(buffer: Buffer) -> str:
     return f"{buffer.name} {list(buffer.shape)}"
 
 
+_ELEMENTWISE: Final = (
+    InstructionKind.SILU_MUL,
+    InstructionKind.GELU,
+    InstructionKind.ADD,
+    InstructionKind.MUL,
+    InstructionKind.SOFTMAX,
+    InstructionKind.ALLREDUCE_SHARD,
+    InstructionKind.SAMPLE_ARGMAX,
+    InstructionKind.ATTENTION_COMBINE,
+)
+
 _CHECKS: Final[Mapping[InstructionKind, Callable[..., Iterator[Fault]]]] = {
     InstructionKind.GEMV_TILE: _matrix,
     InstructionKind.GEMM_TILE: _matrix,
@@ -147,4 +167,5 @@ _CHECKS: Final[Mapping[InstructionKind, Callable[..., Iterator[Fault]]]] = {
     InstructionKind.EMBED: _rows_of_hidden(1),
     InstructionKind.RMSNORM: _rows_of_hidden(0),
     InstructionKind.LAYERNORM: _rows_of_hidden(0),
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
 }

@@ -123,6 +123,8 @@ CASES: list[tuple[str, str, Plant]] = [
     ("tile-bounds", "fused", lambda p, task, buffer: task(p, 108, params={"n_off": 24})),
     ("tile-bounds", "too-wide", lambda p, task, buffer: _recipe(p, task, _widen)),
     ("tile-bounds", "query", lambda p, task, buffer: task(p, 107, params={"n_heads": 4})),
+    ("tile-bounds", "elementwise", lambda p, task, buffer: buffer(p, 26, shape=(65,))),
+    ("tile-bounds", "slice", lambda p, task, buffer: _recipe(p, task, lambda s: s[1].update(params={"n_off": 24}))),
     ("kv-bounds", "append", lambda p, task, buffer: task(p, 105, params={"pos": 8})),
     ("kv-bounds", "window", lambda p, task, buffer: task(p, 107, params={"kv_len": 9})),
     ("kv-bounds", "start", lambda p, task, buffer: task(p, 107, params={"kv_start": 1})),

@@ -162,7 +162,7 @@ def test_packed_elements_reach_dequant_only(chain: Build) -> None:
 
 
 def test_a_misfit_names_its_task(chain: Build) -> None:
-    buffers = {"x": (IN, F32, (1, 8)), "z": (IN, F32, (1, 6)), "y": (OUT, F32, (1, 8))}
+    buffers = {"x": (IN, F32, (1, 8)), "z": (IN, F32, (1, 10)), "y": (OUT, F32, (1, 8))}
     machine = ReferenceVM(chain(buffers, [("ADD", ["x", "z"], "y", {})]))
-    with pytest.raises(InvalidProgramError, match=r"task 0 \(t0\): ADD operands of 8 and 6 elements"):
-        machine.run({"x": random(1, 8), "z": random(1, 6)})
+    with pytest.raises(InvalidProgramError, match=r"task 0 \(t0\): ADD operands of 8 and 10 elements"):
+        machine.run({"x": random(1, 8), "z": random(1, 10)})
