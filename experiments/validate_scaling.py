@@ -2,7 +2,8 @@
 
 Shapes: `layers` is a lowered decoder (wide tiled stages with full joins, single-task stages between them, a residual
 that is read two stages after it is written, params shared by all layers); `chain` is one task after another; `counters`
-is a wide program whose every task signals a counter of its own.
+is a wide program whose every task signals a counter of its own. Times are CPU seconds of one thread, so that a busy
+machine does not change them; the median of as many runs as fit in two seconds.
 
     python experiments/validate_scaling.py [tasks ...]
 """
@@ -10,6 +11,7 @@ is a wide program whose every task signals a counter of its own.
 from __future__ import annotations
 
 import gc
+import platform
 import statistics
 import sys
 import time
@@ -107,9 +109,9 @@ def seconds(program: MegakernelProgram) -> Iterator[float]:
     """Times of repeated proofs: fewer where one takes long."""
     spent = 0.0
     while spent < 2.0:
-        start = time.perf_counter()
+        start = time.process_time()
         result = validate(program, strict=True)
-        lap = time.perf_counter() - start
+        lap = time.process_time() - start
         assert result.ok, result.report()
         spent += lap
         yield lap
@@ -117,7 +119,10 @@ def seconds(program: MegakernelProgram) -> Iterator[float]:
 
 def main(sizes: list[int]) -> None:
     """Print one row per shape and size, with the garbage collector on, as in the search, and off."""
-    rows = [f"{'shape':>9} {'tasks':>9} {'gc on s':>9} {'gc off s':>9} {'us/task':>8}"]
+    rows = [
+        f"validate(strict=True), CPU seconds, CPython {platform.python_version()} on {platform.machine()}",
+        f"{'shape':>9} {'tasks':>9} {'gc on s':>9} {'gc off s':>9} {'us/task':>8}",
+    ]
     for name, build in SHAPES.items():
         for size in sizes:
             program = build(size)

@@ -1,0 +1,51 @@
+"""docs/ir.md says what the code does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from flywheel.ir import OP_REGISTRY, PARAM_FIELDS, RECIPE_PARAM_FIELDS, TARGETS, MegakernelProgram, validate
+from flywheel.ir.validate.findings import CODES, STRICT_CODES
+
+TEXT = (Path(__file__).parents[2] / "docs" / "ir.md").read_text()
+
+
+def test_every_code_is_in_the_table_of_rules() -> None:
+    rows = dict(re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", TEXT, re.MULTILINE))
+    codes = {code: text for code, text in rows.items() if code not in ("meta", "target", "config")}
+    assert codes.keys() - {"buffers", "counters", "tasks", "pages", "tiling"} == CODES.keys()
+    assert {code for code, text in codes.items() if "strict error" in text} == STRICT_CODES
+
+
+def test_the_table_of_opcodes_is_the_registry() -> None:
+    rows = re.findall(r"^\| (\d+) \| ([A-Z_]+) \| (\S+) \| (\S+) \| ([^|]*?) *\|", TEXT, re.MULTILINE)
+    assert [(int(code), name) for code, name, *_ in rows] == [(int(kind), kind.name) for kind in OP_REGISTRY]
+    for (_, _, inputs, outputs, params), spec in zip(rows, OP_REGISTRY.values(), strict=True):
+        most = spec.max_inputs if spec.max_inputs >= 0 else 8
+        assert inputs == (str(most) if spec.min_inputs == most else f"{spec.min_inputs}-{most}")
+        assert outputs == (str(spec.n_outputs) if spec.n_outputs >= 0 else "1-4")
+        assert tuple(re.findall(r"\w+", params)) == spec.required_params
+
+
+def test_params_and_targets_are_named() -> None:
+    for name in (*PARAM_FIELDS, *RECIPE_PARAM_FIELDS):
+        assert f"`{name}`" in TEXT
+    for name in TARGETS:
+        assert re.search(rf"\b{name}\b", TEXT)
+
+
+def test_the_example_is_a_valid_program_as_it_would_be_written() -> None:
+    blocks = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
+    example = json.loads(blocks[-1])
+    program = MegakernelProgram.from_dict(example)
+    assert program.to_dict() == example
+    assert validate(program, strict=True).ok
+
+
+def test_links_within_the_page_lead_somewhere() -> None:
+    titles = re.findall(r"^#+ (.*)$", TEXT, re.MULTILINE)
+    headings = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
+    for link in re.findall(r"\]\(#([a-z-]+)\)", TEXT):
+        assert link in headings
