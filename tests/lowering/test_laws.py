@@ -188,6 +188,22 @@ def test_every_program_is_numbered_by_position_and_within_the_abi(case: Case) ->
 
 
 @given(cases())
+def test_inputs_weights_and_outputs_are_one_buffer_each(case: Case) -> None:
+    buffers = case.program.buffers
+    names = {kind: [b.name for b in buffers if b.kind is kind] for kind in BufferKind}
+    assert names[BufferKind.IO_INPUT] == ["token_id", "position"]
+    assert names[BufferKind.IO_OUTPUT] == ["logits", "next_token"]
+    assert len({b.name for b in buffers}) == len(buffers)
+    sources = [b.source for b in buffers if b.kind is BufferKind.WEIGHT]
+    assert None not in sources
+    assert len(set(sources)) == len(sources)
+    used = {number for task in case.program.tasks for number in (*task.inputs, *task.outputs)}
+    assert used == {b.id for b in buffers}
+    parameters = sum(b.numel for b in buffers if b.kind is BufferKind.WEIGHT)
+    assert parameters == case.spec.n_params
+
+
+@given(cases())
 def test_no_firing_order_reads_too_early(case: Case) -> None:
     program = case.program
     assert simulate_adversarial(program, seeds=3) == []
