@@ -46,10 +46,10 @@ def test_random_weights_are_the_same_everywhere() -> None:
     drawn = random_weights(SPEC, seed=0, dtype=torch.float32)[key]
     assert torch.equal(drawn, random_weights(SPEC, seed=0, dtype=torch.float32)[key])
     assert drawn.flatten()[:4].tolist() == [
-        0.292932391166687,
-        -0.22626525163650513,
-        0.3073097765445709,
-        -0.03388858214020729,
+        0.1464661955833435,
+        -0.11313262581825256,
+        0.15365488827228546,
+        -0.016944291070103645,
     ]
     assert torch.equal(drawn.to(torch.bfloat16), random_weights(SPEC, seed=0)[key])
 
