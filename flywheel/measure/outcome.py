@@ -73,6 +73,9 @@ TrialOutcome: TypeAlias = Measured | Predicted | Rejected | Incorrect | Implausi
 OUTCOME_NAMES: Final = ("measured", "predicted", "rejected", "incorrect", "implausible", "timed_out", "crashed")
 """Every name that `outcome_name` gives."""
 
+LASTING_OUTCOMES: Final = ("measured", "predicted", "rejected", "incorrect")
+"""Outcomes that another trial of the same program would only repeat; a prediction is one for its predictor alone."""
+
 
 def outcome_name(outcome: TrialOutcome) -> str:
     """The outcome's name in rows, tables and logs."""

@@ -17,6 +17,7 @@ from flywheel.errors import StoreError, TrialExistsError, UsageError
 from flywheel.ir import ScheduleConfig
 from flywheel.ir.serde import config_from_dict
 from flywheel.measure.environment import Environment
+from flywheel.measure.outcome import LASTING_OUTCOMES
 from flywheel.measure.record import TrialRecord
 from flywheel.search.engine import Engine
 from flywheel.search.evaluate import Evaluation
@@ -132,6 +133,7 @@ class CampaignRun:
             self._left = prod(len(dimension.values) for dimension in space.dimensions) - len(tried)
         self._study = CampaignStudy(space, spec.sampler, spec.seed, inside)
         self._tried: set[str] = {record.config_id for record in known}
+        self._answers: dict[str, Evaluation] = {}  # by config id, of this run: a sampler may repeat itself
         self._seeds: set[str] = set()
         if spec.seeds:
             for choice in space.known_good():
@@ -151,7 +153,8 @@ class CampaignRun:
                 asked = perf_counter()
                 ask = self._study.ask()
                 config = self._space.to_config(ask[1])
-                flight.append((ask, config, perf_counter() - asked, self._engine.submit(config)))
+                ask_s = perf_counter() - asked
+                flight.append((ask, config, ask_s, self._answer(config) or self._engine.submit(config)))
             if not flight:
                 break
             ask, config, ask_s, finish = flight.popleft()
@@ -202,6 +205,10 @@ class CampaignRun:
             source=source, ask_s=ask_s, created_at=_now(),
         )  # fmt: skip
         record = self._append(record)
+        if record.outcome in LASTING_OUTCOMES:
+            self._answers[identity] = replace(
+                evaluation, outcome=record, lower_s=None, validate_s=None, measure_s=None
+            )
         self._next = record.trial + 1
         self._trials += 1
         self._outcomes[record.outcome] += 1
@@ -210,6 +217,11 @@ class CampaignRun:
             self._best = record
         self._stale = 0 if improved else self._stale + 1
         return record, improved
+
+    def _answer(self, config: ScheduleConfig) -> Callable[[], Evaluation] | None:
+        """What this run already knows of a config."""
+        known = self._answers.get(config.config_id)
+        return None if known is None else lambda: known
 
     def _append(self, record: TrialRecord) -> TrialRecord:
         """Append under the next free number: another process may be searching the same campaign."""

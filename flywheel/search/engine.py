@@ -11,17 +11,13 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Protocol, Self
 
 from flywheel.errors import FlywheelError
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.outcome import Crashed
 from flywheel.search.evaluate import Evaluation, Measure, Seen, evaluate
 from flywheel.search.workload import Workload
-
-GC_THRESHOLD: Final = 200_000
-"""Allocations between garbage collections in a worker: a program is tens of thousands of records and no cycle."""
-
 
 @dataclass(frozen=True, slots=True)
 class Bench:
@@ -56,7 +52,7 @@ class InlineEngine:
 
     def submit(self, config: ScheduleConfig) -> Callable[[], Evaluation]:
         """Evaluates when called."""
-        return lambda: evaluate(config, self._bench.workload, self._seen, self._bench.measure)
+        return lambda: _evaluate(config, self._bench, self._seen)
 
     def __enter__(self) -> Self:
         return self
@@ -142,7 +138,6 @@ def _enter_worker(bench: Bench) -> None:
     _bench, _seen = bench, bench.open_seen()
     _ = bench.workload.graph
     gc.freeze()
-    gc.set_threshold(GC_THRESHOLD)
 
 
 def _ready() -> None:
@@ -150,4 +145,13 @@ def _ready() -> None:
 
 
 def _evaluate_in_worker(config: ScheduleConfig) -> Evaluation:
-    return evaluate(config, _bench.workload, _seen, _bench.measure)
+    return _evaluate(config, _bench, _seen)
+
+
+def _evaluate(config: ScheduleConfig, bench: Bench, seen: Seen) -> Evaluation:
+    """Without the cycle collector: a program is tens of thousands of records, which it would walk again and again."""
+    gc.disable()
+    try:
+        return evaluate(config, bench.workload, seen, bench.measure)
+    finally:
+        gc.enable()

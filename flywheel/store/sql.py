@@ -6,10 +6,11 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
-from sqlalchemy import ColumnElement, Connection, Engine, RowMapping, and_, func, insert, or_, select
+from sqlalchemy import Connection, Engine, RowMapping, and_, func, insert, or_, select
 from sqlalchemy.exc import IntegrityError
 
 from flywheel.errors import StoreError, TrialExistsError
+from flywheel.measure.outcome import LASTING_OUTCOMES
 from flywheel.measure.record import COLUMNS, TrialRecord
 from flywheel.store.campaign import Campaign, CampaignSummary
 from flywheel.store.engine import make_engine, reading, writing
@@ -18,8 +19,6 @@ from flywheel.store.schema import campaigns, trials
 
 _NAMES: Final = tuple(column.name for column in COLUMNS)
 _RECORD: Final = tuple(trials.c[name] for name in _NAMES)
-_LASTING_OUTCOMES: Final = ("measured", "rejected", "incorrect")
-"""Outcomes that another trial of the same program would only repeat; a prediction is one for its predictor alone."""
 
 
 def open_store(url: str | Path, *, create: bool = True) -> Store:
@@ -103,9 +102,10 @@ class Store:
 
         Measured, rejected and incorrect ones do; a predicted one does where `predictor` gave its prediction.
         """
-        fact: ColumnElement[bool] = trials.c.outcome.in_(_LASTING_OUTCOMES)
-        if predictor is not None:
-            fact = or_(fact, and_(trials.c.outcome == "predicted", trials.c.predictor == predictor))
+        fact = and_(
+            trials.c.outcome.in_(LASTING_OUTCOMES),
+            or_(trials.c.outcome != "predicted", trials.c.predictor == predictor),
+        )
         query = (
             select(*_RECORD)
             .join(campaigns, campaigns.c.name == trials.c.campaign)
