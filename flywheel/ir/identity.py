@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
@@ -34,10 +34,39 @@ def program_id(program: MegakernelProgram) -> str:
 
 
 def _task_lines(tasks: Sequence[Task]) -> Iterator[str]:
-    """Tables of distinct params, operands and waits, then a line for each run of tasks that share all but params."""
-    recipes: dict[int, str] = {}  # identity of a recipe, which the tiles of a projection share -> its digest
+    """Texts of distinct params, then for each run of tasks that are alike: what they share, and their ids, params, SMs.
 
-    def params_text(params: Any) -> str:
+    Tasks are first grouped by identity, since the tiles of a projection share their records; neighbours that turn out
+    to be equal join one run, so that the lines depend on values alone.
+    """
+    texts: dict[str, int] = {}
+    params = _numbers([task.params for task in tasks], texts)
+    yield from texts
+    keys = [(task.op, id(task.inputs), id(task.outputs), task.out_counter, id(task.waits)) for task in tasks]
+    head, start, first = "", 0, 0
+    for _, same in groupby(keys):
+        alike = _operands(tasks[first])
+        if alike != head:
+            yield _run(head, tasks[start:first], params[start:first])
+            head, start = alike, first
+        first += sum(1 for _ in same)
+    yield _run(head, tasks[start:], params[start:])
+
+
+def _run(head: str, tasks: Sequence[Task], params: Sequence[int]) -> str:
+    return f"{head} {[task.id for task in tasks]} {params} {[task.sm for task in tasks]}"
+
+
+def _operands(task: Task) -> str:
+    waits = ",".join([f"{wait.counter}>={wait.threshold}" for wait in task.waits])
+    return f"{task.op:d} {list(task.inputs)} {list(task.outputs)} {task.out_counter} {waits}"
+
+
+def _numbers(records: Sequence[Mapping[str, Any]], texts: dict[str, int]) -> list[int]:
+    """Number of each params record's text, which is added to `texts`; shared records are written out once."""
+    recipes: dict[int, str] = {}
+
+    def text(params: Mapping[str, Any]) -> str:
         recipe = params.get("recipe")
         if recipe is None:
             return _json(params)
@@ -45,37 +74,9 @@ def _task_lines(tasks: Sequence[Task]) -> Iterator[str]:
             recipes[id(recipe)] = hashlib.sha256(_json(recipe).encode()).hexdigest()
         return _json({**params, "recipe": recipes[id(recipe)]})
 
-    params, texts = _numbered([task.params for task in tasks], params_text)
-    yield from texts
-    inputs, texts = _numbered([task.inputs for task in tasks], _ints)
-    yield from texts
-    outputs, texts = _numbered([task.outputs for task in tasks], _ints)
-    yield from texts
-    waits, texts = _numbered([task.waits for task in tasks], _waits)
-    yield from texts
-    ops, counters = [int(task.op) for task in tasks], [task.out_counter for task in tasks]
-    first = 0
-    for key, run in groupby(zip(ops, inputs, outputs, counters, waits, strict=True)):
-        last = first + sum(1 for _ in run)
-        some = tasks[first:last]
-        yield f"{key} {[task.id for task in some]} {params[first:last]} {[task.sm for task in some]}"
-        first = last
-
-
-def _numbered(parts: Sequence[Any], text: Callable[[Any], str]) -> tuple[list[int], list[str]]:
-    """The number of each part and the texts by number; equal parts have one number, shared ones are read once."""
-    texts: dict[str, int] = {}
-    identities = list(map(id, parts))
+    identities = list(map(id, records))
     numbers = {
-        identity: texts.setdefault(text(part), len(texts))
-        for identity, part in dict(zip(identities, parts, strict=True)).items()
+        identity: texts.setdefault(text(record), len(texts))
+        for identity, record in dict(zip(identities, records, strict=True)).items()
     }
-    return list(map(numbers.__getitem__, identities)), list(texts)
-
-
-def _ints(numbers: Any) -> str:
-    return ",".join(map(str, numbers))
-
-
-def _waits(waits: Any) -> str:
-    return ",".join(f"{wait.counter}>={wait.threshold}" for wait in waits)
+    return list(map(numbers.__getitem__, identities))

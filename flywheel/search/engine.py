@@ -74,6 +74,9 @@ class PoolEngine:
         self._bench = bench
         self.width = jobs
         self._pool = _pool(bench, jobs)
+        with _sheltered():
+            for _ in range(jobs):  # start them now: their imports take longer than the first proposals
+                self._pool.submit(_ready)
 
     def submit(self, config: ScheduleConfig) -> Callable[[], Evaluation]:
         """Starts at once where a process is free."""

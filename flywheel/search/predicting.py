@@ -8,14 +8,16 @@ from flywheel.measure.latency import PredictedLatency
 from flywheel.measure.outcome import Predicted
 from flywheel.measure.record import TrialRecord
 from flywheel.search.evaluate import Seen
-from flywheel.store.sql import open_store
+from flywheel.store.sql import Store, open_store
 
 
 def open_seen(store_url: str, gpu: str, dtype: str) -> Seen:
-    """Look-up of earlier trials, with a connection of its own."""
-    store = open_store(store_url)
+    """Look-up of earlier trials, with a connection of its own that the first look-up opens."""
+    store: Store | None = None
 
     def seen(program: str) -> TrialRecord | None:
+        nonlocal store
+        store = store or open_store(store_url)
         return store.seen(program, gpu=gpu, dtype=dtype, measure="predict", predictor=MODEL_VERSION)
 
     return seen

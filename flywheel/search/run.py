@@ -49,11 +49,13 @@ def run_search(
     spec = with_name(spec, settle_measure(spec.measure, workload.target, environment.gpu))
     space = make_space(workload, spec.fix)
     make_sampler(spec.sampler, spec.seed, 0)  # raises before the store has a campaign that cannot run
-    with open_store(store_url) as store:
+    bench = Bench(workload, partial(open_seen, store_url, workload.target.name, spec.dtype), predict_outcome)
+    with (
+        InlineEngine(bench) if spec.jobs == 1 else PoolEngine(bench, spec.jobs) as engine,
+        open_store(store_url) as store,
+    ):
         name = open_campaign(spec, space, store, fresh)
         sizes = [len(dimension.values) for dimension in space.dimensions]
         known = len(store.trials(name))
         announce(Start(spec, name, known, sum(size > 1 for size in sizes), prod(sizes), environment))
-        bench = Bench(workload, partial(open_seen, store_url, workload.target.name, spec.dtype), predict_outcome)
-        with InlineEngine(bench) if spec.jobs == 1 else PoolEngine(bench, spec.jobs) as engine:
-            return CampaignRun(spec, name, space, store, engine, environment).run(watch, interrupted)
+        return CampaignRun(spec, name, space, store, engine, environment).run(watch, interrupted)

@@ -69,8 +69,10 @@ def check_structure(program: object, findings: Findings) -> bool:
         tables.append(("page", program.pages.pages, Page))
     for name, records, kind in tables:
         if _records(name, records, kind, findings):
+            shared = _distinct_tasks(records) if kind is Task else None  # type: ignore[arg-type]
             for rule in RULES[kind]:
-                _check_field(name, records, rule, findings)  # type: ignore[arg-type]
+                if shared is None or rule.field not in _SHARED or not _keeps(shared, rule):
+                    _check_field(name, records, rule, findings)  # type: ignore[arg-type]
     if not findings.errors:
         for name, records, _ in tables:
             _unique(name, records, findings)  # type: ignore[arg-type]
@@ -109,6 +111,20 @@ def _records(name: str, records: object, kind: type, findings: Findings) -> bool
         findings.error("not-a-program", f"{name}s[{index}]: expected a {kind.__name__}, got {show(items[index])}")
         return False
     return True
+
+
+def _distinct_tasks(tasks: Sequence[Task]) -> list[Task] | None:
+    """One task for each combination of the records in _SHARED; None where one was never set."""
+    try:
+        keys = [(id(t.op), id(t.inputs), id(t.outputs), id(t.waits), id(t.label)) for t in tasks]
+    except AttributeError:
+        return None
+    return list(dict(zip(keys, tasks, strict=True)).values())
+
+
+def _keeps(tasks: Sequence[Task], rule: Rule) -> bool:
+    """Whether all the tasks keep the rule of a field in _SHARED."""
+    return rule.accepts_all(list(map(attrgetter(rule.field), tasks)))
 
 
 def _complete(record: object, kind: type) -> bool:
@@ -213,6 +229,9 @@ def _int(field: str, wanted: str, code: str = "not-a-program", low: int = -INT64
 def _enum(field: str, kind: type[IntEnum]) -> Rule:
     return Rule(field, frozenset({kind}), f"a {kind.__name__}", "bad-enum")
 
+
+_SHARED: Final = frozenset({"op", "inputs", "outputs", "waits", "label"})
+"""Fields of a task that all tiles of a projection share as objects."""
 
 _NONE: Final = type(None)
 _DICT: Final = frozenset({dict})

@@ -106,6 +106,7 @@ def _emit_attend(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
     """One task a KV head and block; the blocks of one partial share its counter."""
     graph, attention = scope.graph, ops["attention"]
     blocks, parts = scope.tiling.kv_blocks(), partial_names(scope)
+    recipes = [_attend_recipe(scope, ops, head, bool(parts)) for head in range(graph.n_kv_heads)]
     sets = []
     for block, (start, length) in enumerate(blocks):
         output = parts[block] if parts else attention.output
@@ -118,12 +119,20 @@ def _emit_attend(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
                 sets.append(TileSet("attention", "attention", _K.ATTENTION_TILE, inputs, (output,), output,
                                     (Tile(params, tile_bytes, flops),)))  # fmt: skip
                 continue
-            builder = RecipeBuilder()
-            width = _attend(scope, builder, ops, head, bool(parts))
-            params = {**window, "N_tile": width, "n_off": head * width, "recipe": builder.build()}
-            sets.append(TileSet("attention", "attention", _K.FUSED, tuple(builder.inputs), (output,), output,
+            recipe, operands, width = recipes[head]
+            params = {**window, "N_tile": width, "n_off": head * width, "recipe": recipe}
+            sets.append(TileSet("attention", "attention", _K.FUSED, operands, (output,), output,
                                 (Tile(params, tile_bytes, flops),)))  # fmt: skip
     return sets
+
+
+def _attend_recipe(
+    scope: Scope, ops: dict[str, Op], head: int, partial: bool
+) -> tuple[dict[str, object], tuple[str, ...], int]:
+    """Recipe of one KV head's tiles, which differ by their windows alone, its operands and its columns."""
+    builder = RecipeBuilder()
+    width = _attend(scope, builder, ops, head, partial)
+    return builder.build(), tuple(builder.inputs), width
 
 
 def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
