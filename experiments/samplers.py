@@ -1,7 +1,7 @@
 """How close samplers come to the best known configuration, over seeds: `python experiments/samplers.py`.
 
-Every campaign starts cold (no known-good schedules) and is judged by the cost model. The best known configuration is the
-best of all campaigns, improved by coordinate descent until no single knob improves it further.
+Every campaign starts cold (no known-good schedules) and is judged by the cost model. The best known configuration is
+the best of all campaigns, improved by coordinate descent until no single knob improves it further.
 """
 
 from __future__ import annotations

@@ -131,6 +131,15 @@ def _is_utc(text: str) -> bool:
         return False
 
 
+def columns_markdown() -> str:
+    """The columns as a Markdown table, for docs/columns.md."""
+    lines = ["| column | type | meaning |", "|---|---|---|"]
+    for column in COLUMNS:
+        kind = column.python_type.__name__ + (", may be empty" if column.nullable else "")
+        lines.append(f"| `{column.name}` | {kind} | {column.meaning} |")
+    return "\n".join(lines) + "\n"
+
+
 def _columns() -> tuple[Column, ...]:
     hints = get_type_hints(TrialRecord, include_extras=True)
     columns = []

@@ -3,11 +3,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flywheel.measure.record import COLUMNS, TrialRecord
+from flywheel.measure.record import COLUMNS, TrialRecord, columns_markdown
 
 Records = Callable[..., TrialRecord]
 
@@ -59,3 +60,8 @@ def test_another_row_has_no_objective_even_with_a_prediction(make_record: Record
 def test_a_row_that_contradicts_itself_is_refused(make_record: Records, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_record(**changes)
+
+
+def test_the_documented_columns_are_the_columns() -> None:
+    page = Path(__file__).parents[2] / "docs" / "columns.md"
+    assert page.read_text(encoding="utf-8").endswith(columns_markdown())
