@@ -49,3 +49,7 @@ class TrialExistsError(StoreError):
 
 class TensorError(FlywheelError):
     """A tensor is missing, not asked for, or not of the shape, type or values that a buffer holds."""
+
+
+class MismatchError(FlywheelError):
+    """A program computed something else than the oracle."""

@@ -9,11 +9,14 @@ from flywheel.errors import (
     FlywheelError,
     InvalidProgramError,
     IrFormatError,
+    MismatchError,
     NoGpuError,
     StoreError,
+    TensorError,
     UnknownNameError,
     UnsupportedModelError,
     UsageError,
+    WeightsError,
 )
 
 FAILED: Final = 1
@@ -21,9 +24,9 @@ FAILED: Final = 1
 DIFFERENT: Final = 1
 """`diff` only: the programs differ."""
 USAGE: Final = 2
-"""Options, names, configs or argument files that cannot be used."""
+"""Options, names, configs, weights or argument files that cannot be used."""
 REJECTED: Final = 3
-"""Nothing feasible was found, or a program or config was refused."""
+"""Nothing feasible was found, a program or config was refused, or a program computed the wrong numbers."""
 NO_GPU: Final = 4
 STORE: Final = 5
 ABORTED: Final = 130
@@ -37,7 +40,10 @@ _CODES: Final = (
     (ConfigError, USAGE),
     (UnsupportedModelError, USAGE),
     (IrFormatError, USAGE),
+    (WeightsError, USAGE),
+    (TensorError, USAGE),
     (InvalidProgramError, REJECTED),
+    (MismatchError, REJECTED),
     (NoGpuError, NO_GPU),
     (StoreError, STORE),
 )

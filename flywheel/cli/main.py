@@ -25,6 +25,8 @@ COMMANDS: Final = {
     "lower": ("flywheel.cli.lower:lower", "Turn a model and a schedule config into a program."),
     "validate": ("flywheel.cli.validate:validate", "Prove programs free of deadlocks and races."),
     "simulate": ("flywheel.cli.simulate:simulate", "Run a program's counters and predict its latency."),
+    "verify": ("flywheel.cli.verify:verify", "Compare a program's logits with a model's."),
+    "generate": ("flywheel.cli.generate:generate", "Generate tokens with a model's program."),
     "inspect": ("flywheel.cli.inspect:inspect", "Summarise a program."),
     "diff": ("flywheel.cli.diff:diff", "Compare two programs."),
     "models": ("flywheel.cli.catalog:models", "List the models known by name."),
@@ -112,7 +114,7 @@ class CommandTable(click.Group):
     context_settings={**HELP, "auto_envvar_prefix": "FLYWHEEL"},
     epilog="Results go to stdout, progress to stderr. FLYWHEEL_<COMMAND>_<OPTION> variables stand for options; "
     "FLYWHEEL_MODEL, _GPU, _DTYPE, _CONTEXT, _STORE and _JSON for those of every command. "
-    "Exit codes: 0 done, 2 usage, 3 rejected or nothing feasible, 4 no such GPU here, 5 store trouble, "
+    "Exit codes: 0 done, 2 usage, 3 rejected, wrong or nothing feasible, 4 no such GPU here, 5 store trouble, "
     "130 interrupted.",
 )
 @click.option("--debug", is_flag=True, help="Show tracebacks.")

@@ -15,12 +15,15 @@ from flywheel.errors import (
     FlywheelError,
     InvalidProgramError,
     IrFormatError,
+    MismatchError,
     NoGpuError,
     StoreError,
+    TensorError,
     TrialExistsError,
     UnknownNameError,
     UnsupportedModelError,
     UsageError,
+    WeightsError,
 )
 
 Run = Callable[..., Result]
@@ -61,7 +64,10 @@ def test_asking_a_command_for_help_imports_nothing_slow(name: str) -> None:
         (ConfigError, 2),
         (UnsupportedModelError, 2),
         (IrFormatError, 2),
+        (WeightsError, 2),
+        (TensorError, 2),
         (InvalidProgramError, 3),
+        (MismatchError, 3),
         (NoGpuError, 4),
         (StoreError, 5),
         (TrialExistsError, 5),

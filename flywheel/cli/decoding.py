@@ -1,0 +1,135 @@
+"""What `generate` and `verify` share: their options, and a model's program in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from flywheel.cli.exits import REJECTED
+from flywheel.cli.options import DEFAULTS, SharedOption
+from flywheel.cli.text import note
+from flywheel.errors import ConfigError, NoGpuError, UsageError
+from flywheel.ir import MegakernelProgram, ScheduleConfig
+from flywheel.store.schedule import Schedule
+
+if TYPE_CHECKING:
+    from flywheel.decode.session import ReferenceSession
+    from flywheel.decode.source import Source, Weights
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+DEFAULT_GPU: Final = "h100"
+_EXTRAS: Final = {"torch": "torch", "safetensors": "hf", "tokenizers": "hf"}
+"""Module -> the extra that installs it."""
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """`0,7,512` as numbers."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a list of integers such as 0,7,512") from None
+
+
+def decode_options(function: _F) -> _F:
+    """`--model`, `--gpu`, `--dtype`, `--context`, `--device` and `--seed`."""
+    for option in (
+        click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
+                     help="Seed of whatever is random: weights where there is no checkpoint, tokens to verify with."),
+        click.option("--device", cls=SharedOption, type=click.Choice(["reference", "cuda"]), default="reference",
+                     show_default=True, help="What runs the program."),
+        click.option("--context", cls=SharedOption, type=int, metavar="TOKENS",
+                     help=f"Positions of the KV cache.  [default: the schedule's, else {DEFAULTS['context']}]"),
+        click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
+                     help="Type of weights and activations.  [default: the schedule's, else the checkpoint's, else "
+                          f"{DEFAULTS['dtype']}]"),
+        click.option("--gpu", cls=SharedOption, metavar="NAME",
+                     help=f"GPU to lower for.  [default: the schedule's, else {DEFAULT_GPU}]"),
+        click.option("--model", cls=SharedOption, metavar="DIR|NAME",
+                     help="Directory of a Hugging Face checkpoint, or a model by name, with random weights."),
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def check_device(device: str) -> None:
+    """Raises NoGpuError for a device that this version does not have."""
+    if device == "cuda":
+        raise NoGpuError("device cuda: the CUDA VM is not in this version; --device reference runs on the CPU")
+
+
+def check_installed(what: str, modules: Sequence[str]) -> None:
+    """Raises UsageError, with the command that installs them, where modules are missing."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        extras = ",".join(dict.fromkeys(_EXTRAS[module] for module in missing))
+        raise UsageError(f"{what} needs {' and '.join(missing)}: pip install 'flywheel[{extras}]'")
+
+
+def open_model(command: str, model: str) -> Source:
+    """A model with its checkpoint, if any. Raises UsageError where a library is missing, else as `open_source`."""
+    check_installed(command, ["torch"])
+    path = Path(model)
+    if any((path if path.is_dir() else path.parent).glob("*.safetensors*")):
+        check_installed(f"{command}, with a checkpoint,", ["safetensors"])
+    from flywheel.decode.source import open_source
+
+    return open_source(model)
+
+
+def open_session(
+    program: MegakernelProgram, source: Source, seed: int, order: str = "list"
+) -> tuple[ReferenceSession, Weights]:
+    """A program in the reference VM, and the model's weights in its dtype. Random ones are announced.
+
+    Raises as ReferenceSession does.
+    """
+    from flywheel.decode.interface import read_interface
+    from flywheel.decode.session import ReferenceSession
+
+    dtype = read_interface(program, source.spec).dtype
+    if source.stored is None:
+        where = f"{source.name} is a name" if source.folder is None else f"{source.folder} holds no safetensors"
+        note(f"flywheel: RANDOM WEIGHTS of seed {seed}: {where}, so what it says means nothing")
+    weights = source.weights(dtype, seed)
+    return ReferenceSession(program, source.spec, weights, order=order, seed=seed), weights
+
+
+def lower_model(
+    source: Source, given: Schedule | ScheduleConfig | None, gpu: str | None, dtype: str | None, context: int | None
+) -> MegakernelProgram:
+    """The program of a model: by options, else by the schedule, else by default; scheduled as what search tries first
+    where no config is given.
+
+    A config that the lowerer refuses ends the command. Raises UnknownNameError and ConfigError as the names and the
+    context deserve.
+    """
+    from flywheel.lowering.lower import lower
+    from flywheel.search.space import make_space
+    from flywheel.search.workload import Workload, find_target
+
+    schedule = given if isinstance(given, Schedule) else None
+    config = schedule.config if schedule is not None else given
+    fallback: dict[str, Any] = {
+        "gpu": DEFAULT_GPU,
+        "dtype": source.dtype or DEFAULTS["dtype"],
+        "context": min(DEFAULTS["context"], source.spec.max_position),
+    }
+    settled: dict[str, Any] = {
+        name: value if value is not None else getattr(schedule, name, fallback[name])
+        for name, value in (("gpu", gpu), ("dtype", dtype), ("context", context))
+    }
+    workload = Workload(source.name, source.spec, find_target(settled["gpu"]), settled["dtype"], settled["context"])
+    graph = workload.graph
+    if not isinstance(config, ScheduleConfig):
+        space = make_space(workload)
+        config = space.to_config(space.known_good()[0])
+    try:
+        return lower(graph, config, workload.target)
+    except ConfigError as error:
+        note(f"flywheel: rejected: {error}")
+        raise click.exceptions.Exit(REJECTED) from error

@@ -1,0 +1,137 @@
+"""`flywheel generate`: greedy text, or tokens, from a lowered model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import click
+
+from flywheel.cli.decoding import (
+    check_device,
+    check_installed,
+    decode_options,
+    integers,
+    lower_model,
+    open_model,
+    open_session,
+)
+from flywheel.cli.files import load_config
+from flywheel.cli.options import command, json_option
+from flywheel.cli.text import duration, note, show, show_json
+from flywheel.errors import UsageError
+from flywheel.ir import MegakernelProgram
+
+if TYPE_CHECKING:
+    from flywheel.decode.generate import Generation
+    from flywheel.decode.source import Source
+    from flywheel.models.tokenizer import Tokenizer
+
+
+@command
+@decode_options
+@click.option("--prompt", metavar="TEXT", help="Text to continue; needs the checkpoint's tokenizer.json.")
+@click.option("--prompt-ids", type=integers, metavar="ID,ID...", help="Token ids to continue.")
+@click.option("--max-tokens", type=int, default=32, show_default=True, metavar="N", help="Stop after so many tokens.")
+@click.option(
+    "--schedule",
+    "schedule_file",
+    metavar="FILE|-",
+    help="Exported schedule, or ScheduleConfig, as JSON.  [default: what search tries first]",
+)
+@click.option("--verify", is_flag=True, help="Compare every token with the eager oracle.")
+@json_option
+def generate(
+    model: str | None,
+    gpu: str | None,
+    dtype: str | None,
+    context: int | None,
+    device: str,
+    seed: int,
+    prompt: str | None,
+    prompt_ids: tuple[int, ...] | None,
+    max_tokens: int,
+    schedule_file: str | None,
+    verify: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Generate greedily through the lowered decode step, one launch a token, the prompt's tokens included.
+
+    An exported schedule brings its GPU, dtype and context along; options override them. With --verify, the first token
+    that is not the oracle's ends with exit code 3.
+    """
+    check_device(device)
+    if (prompt is None) == (prompt_ids is None):
+        raise UsageError("generate: give one of --prompt and --prompt-ids")
+    given = load_config(schedule_file) if schedule_file is not None else None
+    model = model if model is not None else getattr(given, "model", None)
+    if model is None:
+        raise UsageError("generate: no model; give --model, or an exported schedule as --schedule")
+    source = open_model("generate", model)
+    tokenizer = _tokenizer(source, required=prompt is not None)
+    ids = prompt_ids if tokenizer is None or prompt is None else tokenizer.encode(prompt)
+    program = lower_model(source, given, gpu, dtype, context)
+    generation = _run(program, source, ids or (), max_tokens, seed, verify)
+    text = None if tokenizer is None else tokenizer.decode(generation.token_ids)
+    if not as_json:
+        show(",".join(map(str, generation.token_ids)) if text is None else text)
+        note(_summary(generation, device))
+        return
+    show_json(
+        {
+            "model": source.name,
+            "token_ids": list(generation.token_ids),
+            "text": text,
+            "finish": generation.finish,
+            "tokens_per_s": generation.tokens_per_s,
+            "device": device,
+            "config_id": program.config.config_id if program.config is not None else None,
+            "verified": generation.ties is not None,
+            "ties": None if generation.ties is None else list(generation.ties),
+            "random_weights": source.stored is None,
+        }
+    )
+
+
+def _run(
+    program: MegakernelProgram, source: Source, ids: Sequence[int], max_tokens: int, seed: int, verify: bool
+) -> Generation:
+    """Raises UsageError, before weights are touched, where the context is too short."""
+    from flywheel.decode.generate import generate as run
+    from flywheel.decode.interface import read_interface
+    from flywheel.decode.request import make_request
+    from flywheel.decode.verify import make_oracle
+    from flywheel.models.tokenizer import end_ids
+
+    stop_ids = frozenset[int]() if source.folder is None else end_ids(source.folder)
+    context = read_interface(program, source.spec).context
+    request = make_request(ids, max_tokens, stop_ids, source.spec, context)
+    session, weights = open_session(program, source, seed)
+    return run(session, request, make_oracle(session, weights) if verify else None)
+
+
+def _summary(generation: Generation, device: str) -> str:
+    compared = ""
+    if generation.ties is not None:
+        tied = f", but for {len(generation.ties)} within rounding of it" if generation.ties else ""
+        compared = f"; every token is the oracle's{tied}"
+    return (
+        f"flywheel: {len(generation.token_ids)} tokens, ended by {generation.finish}; {generation.steps} steps in "
+        f"{duration(generation.seconds)}, {generation.tokens_per_s:.3g} a second on {device}{compared}"
+    )
+
+
+def _tokenizer(source: Source, required: bool) -> Tokenizer | None:
+    """The checkpoint's, if it has one and the library is here. Raises UsageError where that is not enough."""
+    from flywheel.models.tokenizer import Tokenizer, has_tokenizer
+
+    if source.folder is None:
+        if required:
+            raise UsageError(f"generate: {source.name} is a name, without a tokenizer for --prompt; give --prompt-ids")
+        return None
+    if required:
+        check_installed("--prompt", ["tokenizers"])
+    elif not has_tokenizer(source.folder) or find_spec("tokenizers") is None:
+        return None
+    return Tokenizer(source.folder)

@@ -1,0 +1,148 @@
+"""`flywheel verify`: the verdict on a program's logits."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from flywheel.cli.decoding import check_device, decode_options, integers, lower_model, open_model, open_session
+from flywheel.cli.exits import REJECTED
+from flywheel.cli.files import load_config, load_program
+from flywheel.cli.options import command, json_option
+from flywheel.cli.text import pairs, show, show_json
+from flywheel.errors import UsageError
+from flywheel.ir import MegakernelProgram, program_id
+from flywheel.models.catalog import CATALOG
+from flywheel.store.schedule import Schedule
+
+if TYPE_CHECKING:
+    from flywheel.decode.source import Source
+    from flywheel.measure.verdict import Verdict
+
+
+@command
+@click.argument("program_file", required=False, metavar="[PROGRAM|-]")
+@click.option(
+    "--config",
+    "config_file",
+    metavar="FILE|-",
+    help="Instead of a program: exported schedule, or ScheduleConfig, to lower.",
+)
+@decode_options
+@click.option(
+    "--positions",
+    type=integers,
+    metavar="P,P...",
+    help="Positions to compare at.  [default: 0, 1, 7, the middle and the last of the context]",
+)
+@click.option(
+    "--order",
+    type=click.Choice(["list", "adversarial", "queues"]),
+    default="list",
+    show_default=True,
+    help="Order in which ready tasks fire; --seed varies the last two.",
+)
+@json_option
+@click.pass_context
+def verify(
+    ctx: click.Context,
+    program_file: str | None,
+    config_file: str | None,
+    model: str | None,
+    gpu: str | None,
+    dtype: str | None,
+    context: int | None,
+    device: str,
+    seed: int,
+    positions: tuple[int, ...] | None,
+    order: str,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Run a program behind filled KV caches and compare its logits with an oracle that shares no code with it.
+
+    The program is a file, or what --config lowers to. Exit code 3 if the verdict is not a pass, which it never is
+    without a position after 0.
+    """
+    check_device(device)
+    if (program_file is None) == (config_file is None):
+        raise UsageError("verify: give one of PROGRAM and --config")
+    if program_file is not None:
+        program = load_program(program_file)
+        _refuse_lowering_options(ctx)
+        source = _open(model, next((name for name in CATALOG if name == program.meta.get("model")), None))
+    else:
+        given = load_config(config_file or "")
+        source = _open(model, given.model if isinstance(given, Schedule) else None)
+        program = lower_model(source, given, gpu, dtype, context)
+    verdict = _verdict(program, source, positions, seed, order)
+    if as_json:
+        show_json({**_document(verdict), "model": source.name, "program_id": program_id(program),
+                   "config_id": program.config.config_id if program.config else None, "device": device,
+                   "order": order, "seed": seed, "random_weights": source.stored is None})  # fmt: skip
+    else:
+        _show(verdict)
+    if not verdict.passed:
+        ctx.exit(REJECTED)
+
+
+def _refuse_lowering_options(ctx: click.Context) -> None:
+    """Those from the command line: variables stand for all commands. Raises UsageError."""
+    for name in ("gpu", "dtype", "context"):
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise UsageError(f"verify: --{name} goes with --config; a program brings its own")
+
+
+def _open(model: str | None, fallback: str | None) -> Source:
+    name = model if model is not None else fallback
+    if name is None:
+        raise UsageError("verify: no model; give --model")
+    return open_model("verify", name)
+
+
+def _verdict(
+    program: MegakernelProgram, source: Source, positions: tuple[int, ...] | None, seed: int, order: str
+) -> Verdict:
+    from flywheel.decode.verify import default_positions, make_oracle
+    from flywheel.decode.verify import verify as compare
+
+    session, weights = open_session(program, source, seed, order)
+    tried = positions if positions is not None else default_positions(session.context)
+    return compare(session, make_oracle(session, weights), tried, seed)
+
+
+def _document(verdict: Verdict) -> dict[str, Any]:
+    """An error that is no number is null; the reason says what it was."""
+    return {
+        "passed": verdict.passed,
+        "reason": verdict.reason,
+        "max_abs_error": verdict.max_abs_error if isfinite(verdict.max_abs_error) else None,
+        "max_rel_error": verdict.max_rel_error if isfinite(verdict.max_rel_error) else None,
+        "top1_agreement": verdict.top1_agreement,
+        "tolerance": {
+            "max_rel_error": verdict.tolerance.max_rel_error,
+            "min_top1_agreement": verdict.tolerance.min_top1_agreement,
+        },
+        "positions": list(verdict.positions),
+        "dtype": verdict.dtype,
+    }
+
+
+def _show(verdict: Verdict) -> None:
+    bound = verdict.tolerance
+    show("PASS" if verdict.passed else f"FAIL: {verdict.reason}")
+    show(
+        pairs(
+            [
+                ("max abs error", f"{verdict.max_abs_error:.3g}"),
+                (
+                    "max rel error",
+                    f"{verdict.max_rel_error:.3g} (at most {bound.max_rel_error:.3g} for {verdict.dtype})",
+                ),
+                ("top-1 agreement", f"{verdict.top1_agreement:.3g} (at least {bound.min_top1_agreement:.3g})"),
+                ("positions", ", ".join(map(str, verdict.positions))),
+            ]
+        )
+    )

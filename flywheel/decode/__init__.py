@@ -1,0 +1,1 @@
+"""Runs a lowered model token by token, and checks it."""

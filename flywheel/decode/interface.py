@@ -1,0 +1,89 @@
+"""What a program must look like from outside to be a decode step of a model: inputs, outputs and caches, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from flywheel.errors import TensorError
+from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram
+from flywheel.models.decoder import DTYPES, cache_names
+from flywheel.models.spec import DecoderSpec
+
+_SCALAR: Final = (1,)
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """Where a sequence lives in a program. `caches[layer]` is (names of the K buffers, of the V ones), a head each;
+    every one of them is `dtype [context, 1, head_dim]`."""
+
+    context: int
+    dtype: DType
+    caches: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+
+
+def read_interface(program: MegakernelProgram, spec: DecoderSpec) -> Interface:
+    """The interface of a program that is a decode step of `spec`; its weights are not looked at.
+
+    Raises TensorError, naming the buffer, where an input, output or cache is missing, unknown, misshapen or mistyped.
+    """
+    caches = tuple(
+        (_layer_caches(layer, "k", spec.n_kv_heads), _layer_caches(layer, "v", spec.n_kv_heads))
+        for layer in range(spec.n_layers)
+    )
+    found = {
+        buffer.name: buffer
+        for buffer in program.buffers
+        if buffer.kind in (BufferKind.IO_INPUT, BufferKind.IO_OUTPUT, BufferKind.KV_CACHE)
+    }
+    first = found.get(caches[0][0][0])
+    context, dtype = _context(first, spec), _dtype(first, spec)
+    wanted: dict[str, tuple[BufferKind, DType, tuple[int, ...]]] = {
+        "token_id": (BufferKind.IO_INPUT, DType.I32, _SCALAR),
+        "position": (BufferKind.IO_INPUT, DType.I32, _SCALAR),
+        "logits": (BufferKind.IO_OUTPUT, DType.F32, (1, spec.vocab)),
+        "next_token": (BufferKind.IO_OUTPUT, DType.I32, _SCALAR),
+    }
+    row = (BufferKind.KV_CACHE, dtype, (context, 1, spec.head_dim))
+    wanted |= {name: row for sides in caches for names in sides for name in names}
+    for name, buffer in found.items():
+        if name not in wanted:
+            raise TensorError(
+                f"buffer {buffer.id} ({name!r}): a decode step of {spec.name} has no {buffer.kind.name} of it"
+            )
+    for name, (kind, element, shape) in wanted.items():
+        described = f"{kind.name} {element.name} {list(shape)}"
+        if name not in found:
+            raise TensorError(f"program: has no buffer {name!r}; a decode step of {spec.name} has {described}")
+        buffer = found[name]
+        if (buffer.kind, buffer.dtype, tuple(buffer.shape)) != (kind, element, shape):
+            raise TensorError(f"{_described(buffer)}; in a decode step of {spec.name} it is {described}")
+    return Interface(context, dtype, caches)
+
+
+def _layer_caches(layer: int, side: str, n_kv_heads: int) -> tuple[str, ...]:
+    return tuple(f"L{layer}.{name}" for name in cache_names(side, n_kv_heads))
+
+
+def _context(cache: Buffer | None, spec: DecoderSpec) -> int:
+    """Positions of the caches; with none to look at, 1."""
+    if cache is None:
+        return 1
+    if cache.shape[0] > spec.max_position:
+        raise TensorError(f"{_described(cache)}; {spec.name} reaches {spec.max_position} positions")
+    return cache.shape[0]
+
+
+def _dtype(cache: Buffer | None, spec: DecoderSpec) -> DType:
+    """Type of the caches; with none to look at, BF16."""
+    if cache is None:
+        return DType.BF16
+    if cache.dtype not in DTYPES.values():
+        names = ", ".join(dtype.name for dtype in DTYPES.values())
+        raise TensorError(f"{_described(cache)}; caches of {spec.name} are one of {names}")
+    return cache.dtype
+
+
+def _described(buffer: Buffer) -> str:
+    return f"buffer {buffer.id} ({buffer.name!r}) is {buffer.kind.name} {buffer.dtype.name} {list(buffer.shape)}"

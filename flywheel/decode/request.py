@@ -1,0 +1,43 @@
+"""What is asked of a generation, checked before anything is loaded or lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flywheel.errors import UsageError
+from flywheel.models.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Continue `prompt`, token ids, greedily: until a token of `stop_ids`, which is kept, or for `max_tokens`."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+
+    @property
+    def positions(self) -> int:
+        """Positions that it may need; the last token is generated, not decoded."""
+        return len(self.prompt) + self.max_tokens - 1
+
+
+def make_request(
+    prompt: Sequence[int], max_tokens: int, stop_ids: frozenset[int], spec: DecoderSpec, context: int
+) -> Request:
+    """Raises UsageError for no prompt, an unknown token, no tokens to generate, or more than `context` positions."""
+    request = Request(tuple(prompt), max_tokens, stop_ids)
+    unknown = next((token for token in prompt if not 0 <= token < spec.vocab), None)
+    if unknown is not None:
+        raise UsageError(f"prompt: token {unknown} is not in 0..{spec.vocab - 1}, the vocabulary of {spec.name}")
+    if not prompt:
+        raise UsageError("prompt: has no tokens; at least one is needed")
+    if max_tokens < 1:
+        raise UsageError(f"max tokens: {max_tokens} is not positive")
+    if request.positions > context:
+        raise UsageError(
+            f"prompt: its {len(prompt)} tokens and {max_tokens} more need {request.positions} positions, "
+            f"the context has {context}"
+        )
+    return request

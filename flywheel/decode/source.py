@@ -1,0 +1,67 @@
+"""Where a model's weights come from: a checkpoint's directory, or a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from torch import Tensor
+
+from flywheel.ir import DType
+from flywheel.models.catalog import CATALOG, resolve_model
+from flywheel.models.decoder import DTYPES
+from flywheel.models.spec import DecoderSpec
+from flywheel.models.weights import TORCH_DTYPES, checkpoint_tensors, random_weights
+
+Weights = Mapping[str, Tensor]
+"""By the keys of `checkpoint_tensors`."""
+
+_NAMES: Final = MappingProxyType({TORCH_DTYPES[dtype]: name for name, dtype in DTYPES.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model. `folder` holds what belongs to it, its config.json at least; None for a model known by name only.
+    `stored` are the tensors of its checkpoint, mapped from the files; None where there is no checkpoint."""
+
+    name: str
+    spec: DecoderSpec
+    folder: Path | None
+    stored: Weights | None
+
+    @property
+    def dtype(self) -> str | None:
+        """The checkpoint's dtype, that of its first tensor, as a key of DTYPES; None without a checkpoint."""
+        return None if self.stored is None else _NAMES[next(iter(self.stored.values())).dtype]
+
+    def weights(self, dtype: DType, seed: int) -> Weights:
+        """Every weight in `dtype`: the checkpoint's, converted where they must be, else random ones."""
+        wanted = TORCH_DTYPES[dtype]
+        if self.stored is None:
+            return random_weights(self.spec, seed, wanted)
+        return {key: tensor.to(wanted) for key, tensor in self.stored.items()}
+
+
+def open_source(model: str) -> Source:
+    """The model of that name, or the one in that directory (or its config.json), with the safetensors in it if any.
+
+    Raises UnknownNameError and UnsupportedModelError as `resolve_model` does, WeightsError as `load_weights` does.
+    """
+    spec = resolve_model(model)
+    if model in CATALOG:
+        return Source(model, spec, None, None)
+    path = Path(model)
+    folder = path if path.is_dir() else path.parent if path.name == "config.json" else None
+    if folder is None or not has_checkpoint(folder):
+        return Source(spec.name, spec, folder, None)
+    from flywheel.models.checkpoint import load_weights
+
+    return Source(spec.name, spec, folder, load_weights(folder, checkpoint_tensors(spec)))
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there is any safetensors file, or the index of some."""
+    return any(folder.glob("*.safetensors*"))

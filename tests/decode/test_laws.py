@@ -1,0 +1,81 @@
+"""Whatever the model and the point of the search space, in whatever order tasks fire: the logits are the oracle's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flywheel.decode.session import ReferenceSession
+from flywheel.decode.verify import make_oracle, verify
+from flywheel.ir import TARGETS
+from flywheel.lowering.lower import lower
+from flywheel.models.decoder import DTYPES
+from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.weights import TORCH_DTYPES, random_weights
+from flywheel.search.space import KNOBS, Choice, make_space
+from flywheel.search.workload import Workload
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 32)},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+}
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> DecoderSpec:
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    n_kv_heads = draw(st.integers(1, 3))
+    return DecoderSpec(
+        name="drawn",
+        family=family,  # type: ignore[arg-type]
+        hidden=draw(st.integers(8, 100)),
+        intermediate=draw(st.integers(8, 150)),
+        n_layers=draw(st.integers(1, 2)),
+        n_heads=n_kv_heads * draw(st.integers(1, 3)),
+        n_kv_heads=n_kv_heads,
+        head_dim=draw(st.sampled_from((2, 6, 16, 32))),
+        vocab=draw(st.integers(2, 300)),
+        rope_theta=1e4,
+        norm_eps=1e-5,
+        max_position=512,
+        tied_head=draw(st.booleans()),
+        **{name: value for name, value in FAMILIES[family].items() if draw(st.booleans())},
+    )
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    target = replace(TARGETS["h100"], name="few", num_sms=draw(st.sampled_from((1, 2, 5, 16))))
+    return Workload("drawn", draw(specs()), target, draw(st.sampled_from(["f32", "bf16"])), draw(st.integers(2, 200)))
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> tuple[Workload, Choice]:
+    """A workload and any point of its search space."""
+    workload = draw(workloads())
+    dimensions = make_space(workload).dimensions
+    assert [dimension.name for dimension in dimensions] == [knob.name for knob in KNOBS]
+    return workload, {dimension.name: draw(st.sampled_from(dimension.values)) for dimension in dimensions}
+
+
+@settings(max_examples=80)
+@given(choices(), st.integers(0, 2**31), st.data())
+def test_every_lowered_program_gives_the_oracles_logits_in_any_order(
+    drawn: tuple[Workload, Choice], seed: int, data: st.DataObject
+) -> None:
+    workload, choice = drawn
+    program = lower(workload.graph, make_space(workload).to_config(choice), workload.target)
+    weights = random_weights(workload.spec, seed, TORCH_DTYPES[DTYPES[workload.dtype]])
+    last = workload.context - 1
+    positions = [last, data.draw(st.integers(0, last)), max(1, last // 2)]
+    for order in ("list", "adversarial", "queues"):
+        session = ReferenceSession(program, workload.spec, weights, order=order, seed=seed)
+        verdict = verify(session, make_oracle(session, weights), positions, seed)
+        # Two logits of few, drawn alike, may be nearer to each other than rounding: that is no fault of a program.
+        assert verdict.max_rel_error <= verdict.tolerance.max_rel_error, (order, verdict)
+        assert workload.dtype == "bf16" or verdict.passed, (order, verdict)

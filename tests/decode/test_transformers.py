@@ -1,0 +1,147 @@
+"""Three-way agreement on small checkpoints that transformers made: transformers == eager == a program in the VM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from flywheel.decode.generate import generate
+from flywheel.decode.request import Request
+from flywheel.decode.session import ReferenceSession
+from flywheel.decode.source import open_source
+from flywheel.decode.verify import make_oracle, verify
+from flywheel.ir import DType
+from flywheel.lowering.lower import lower
+from flywheel.models.decoder import DTYPES
+from flywheel.models.eager import EagerDecoder
+from flywheel.search.space import make_space
+from flywheel.search.workload import Workload, find_target
+
+CONTEXT = 160
+POSITIONS = (0, 1, 7, 63, 100, CONTEXT - 1)
+# transformers also rounds inside operations; over these 3 layers and logits of deviation 1 that is up to 0.17.
+BF16_ABS = 0.25
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
+    "llama-scaled": (LlamaForCausalLM, LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE)),
+    "llama-tied": (LlamaForCausalLM, LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    "mistral": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=None)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=32)),
+}
+
+Opened = tuple[PreTrainedModel, ReferenceSession, EagerDecoder]
+
+
+@pytest.fixture(params=FAMILIES)
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[str], Opened]]:
+    """`opened(dtype)`: a family's checkpoint as transformers reads it, as a program and as the oracle."""
+
+    def build(dtype: str) -> Opened:
+        kind, config = FAMILIES[request.param]
+        model = kind(config)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                deviation = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
+                mean = 1.0 if "norm" in name else 0.0
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation + mean)
+        precision = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+        model.to(precision).save_pretrained(tmp_path)
+        # A model converted in memory would have its RoPE frequencies rounded too.
+        model = kind.from_pretrained(tmp_path, dtype=precision).eval()
+        source = open_source(str(tmp_path))
+        assert source.dtype == dtype
+        workload = Workload(source.name, source.spec, find_target("h100"), dtype, CONTEXT)
+        space = make_space(workload)
+        program = lower(workload.graph, space.to_config(space.known_good()[1]), workload.target)
+        weights = source.weights(DTYPES[dtype], 0)
+        session = ReferenceSession(program, source.spec, weights, order="queues", seed=1)
+        return model, session, make_oracle(session, weights)
+
+    yield build
+
+
+def logits_three_ways(opened: Opened) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each [len(POSITIONS), vocab]."""
+    model, session, oracle = opened
+    ids = torch.randint(0, SIZES["vocab_size"], (CONTEXT,), generator=torch.Generator().manual_seed(11)).tolist()
+    with torch.no_grad():
+        theirs = model(torch.tensor([ids])).logits[0, list(POSITIONS)].float()
+    eager, ours = [], []
+    for position in POSITIONS:
+        oracle.reset()
+        if position:
+            oracle.prefill(ids[:position])
+        session.write_cache(oracle.read_cache())
+        ours.append(session.step(ids[position], position).logits)
+        eager.append(oracle.step(ids[position], position))
+    return theirs, torch.stack(eager), torch.stack(ours)
+
+
+def test_logits_agree_three_ways_in_float32(opened: Callable[[str], Opened]) -> None:
+    theirs, eager, ours = logits_three_ways(opened("f32"))
+    assert theirs.std() > 0.5
+    torch.testing.assert_close(eager, theirs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours, eager, atol=1e-4, rtol=1e-4)
+
+
+def test_logits_agree_three_ways_in_bfloat16(opened: Callable[[str], Opened]) -> None:
+    model, session, oracle = opened("bf16")
+    theirs, eager, ours = logits_three_ways((model, session, oracle))
+    torch.testing.assert_close(eager, theirs, atol=BF16_ABS, rtol=0.0)
+    torch.testing.assert_close(ours, theirs, atol=BF16_ABS, rtol=0.0)
+    verdict = verify(session, oracle, POSITIONS)
+    assert session.dtype is DType.BF16
+    assert verdict.passed, verdict.reason
+
+
+def test_greedy_generation_agrees_token_for_token(opened: Callable[[str], Opened]) -> None:
+    model, session, oracle = opened("f32")
+    prompt = torch.randint(0, SIZES["vocab_size"], (1, 40), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        # Without a mask, transformers would leave out the prompt's token 0, which it pads with.
+        wanted = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, min_new_tokens=32, max_new_tokens=32
+        )[0, 40:].tolist()
+    generation = generate(session, Request(tuple(prompt[0].tolist()), 32), oracle)
+    assert list(generation.token_ids) == wanted
+    assert len(set(wanted)) > 3
