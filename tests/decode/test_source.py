@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from flywheel.decode.source import open_source
+from flywheel.errors import UnknownNameError, WeightsError
+from flywheel.ir import DType
+from flywheel.models.weights import checkpoint_tensors, random_weights
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "vocab_size": 40, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's directory without weights."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    return tmp_path
+
+
+def stored_in(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    weights = random_weights(open_source(str(folder)).spec, 9, dtype)
+    save_file(weights, folder / "model.safetensors")
+    return weights
+
+
+def test_a_directory_without_weights_gets_random_ones_of_the_seed(folder: Path) -> None:
+    source = open_source(str(folder))
+    assert (source.name, source.folder, source.stored, source.dtype) == (folder.name, folder, None, None)
+    first, again, other = (source.weights(DType.F32, seed) for seed in (0, 0, 1))
+    assert first.keys() == checkpoint_tensors(source.spec).keys()
+    assert torch.equal(first["lm_head.weight"], again["lm_head.weight"])
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", ["", "config.json"])
+def test_a_checkpoint_is_read_in_its_own_dtype_and_converted_once_asked(name: str, folder: Path) -> None:
+    weights = stored_in(folder, torch.float16)
+    source = open_source(str(folder / name))
+    assert (source.dtype, source.folder) == ("f16", folder)
+    for key, tensor in source.weights(DType.F32, seed=0).items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, weights[key].float())
+
+
+def test_weights_of_the_wanted_dtype_are_not_copied(folder: Path) -> None:
+    stored_in(folder, torch.bfloat16)
+    source = open_source(str(folder))
+    assert source.stored is not None
+    for key, tensor in source.weights(DType.BF16, seed=0).items():
+        assert tensor.data_ptr() == source.stored[key].data_ptr()
+
+
+def test_a_name_has_no_checkpoint_and_no_folder() -> None:
+    source = open_source("smollm2-135m")
+    assert (source.name, source.folder, source.stored) == ("smollm2-135m", None, None)
+
+
+def test_another_file_than_config_json_has_no_checkpoint_beside_it(folder: Path) -> None:
+    stored_in(folder, torch.float32)
+    other = folder / "other.json"
+    other.write_text(json.dumps(CONFIG), encoding="utf-8")
+    assert open_source(str(other)).stored is None
+
+
+def test_broken_checkpoints_are_errors_not_random_weights(folder: Path) -> None:
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
+    with pytest.raises(WeightsError, match="missing"):
+        open_source(str(folder))
+    (folder / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(WeightsError, match="not safetensors"):
+        open_source(str(folder))
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(UnknownNameError):
+        open_source("no-such-model")
