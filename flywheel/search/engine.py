@@ -19,6 +19,7 @@ from flywheel.measure.outcome import Crashed
 from flywheel.search.evaluate import Evaluation, Measure, Seen, evaluate
 from flywheel.search.workload import Workload
 
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """What an evaluation needs beside its config; must pickle for a pool."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.trial import Trial, TrialState, create_trial
 
-from flywheel.search.samplers import make_sampler
+from flywheel.search.samplers import ORDER_AWARE, make_sampler
 from flywheel.search.space import Choice, Dimension, Space, Value
 
 Ask = tuple[Trial, dict[str, Value]]
@@ -21,7 +22,9 @@ FEASIBLE = "feasible"
 
 
 class CampaignStudy:
-    """Ask for a choice, tell what it cost. Ordered knobs are integer indices into their values.
+    """Ask for a choice, tell what it cost.
+
+    Ordered knobs are integer indices for the samplers in ORDER_AWARE, and categories like the others for the rest.
 
     A choice without an objective (rejected, incorrect, ...) is told as the worst objective so far that breaks a
     constraint, so that samplers learn to avoid it without a made-up number; before there is any, it is told as pruned.
@@ -30,7 +33,11 @@ class CampaignStudy:
     def __init__(self, space: Space, sampler: str, seed: int, known: Sequence[tuple[Choice, float | None]]) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._space = space
-        self._searched = [dimension for dimension in space.dimensions if len(dimension.values) > 1]
+        self._searched = [
+            replace(dimension, ordered=dimension.ordered and sampler in ORDER_AWARE)
+            for dimension in space.dimensions
+            if len(dimension.values) > 1
+        ]
         self._worst: float | None = None
         self._study = optuna.create_study(direction="minimize", sampler=make_sampler(sampler, seed, len(known)))
         for choice, objective in known:
