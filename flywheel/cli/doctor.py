@@ -15,7 +15,12 @@ from flywheel.cli.text import pairs, show, show_json
 from flywheel.errors import StoreError
 
 DEPENDENCIES: Final = ("optuna", "sqlalchemy", "alembic", "click", "rich", "numpy")
-EXTRAS: Final = {"samplers": ("cmaes", "scipy", "torch"), "postgres": ("psycopg",)}
+EXTRAS: Final = {
+    "torch": ("torch",),
+    "hf": ("safetensors", "tokenizers"),
+    "samplers": ("cmaes", "scipy", "torch"),
+    "postgres": ("psycopg",),
+}
 """Extra -> the modules that it installs."""
 
 
