@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flywheel.decode.request import Request
 from flywheel.decode.session import DecodeSession
+from flywheel.decode.verify import is_tie
 from flywheel.errors import MismatchError
 from flywheel.ir import DType
-from flywheel.measure.verdict import TOLERANCE
 from flywheel.models.eager import EagerDecoder
 
 Finish = Literal["eos", "length"]
@@ -64,14 +64,6 @@ def generate(session: DecodeSession, request: Request, oracle: EagerDecoder | No
     return Generation(tuple(tokens), finish, steps, seconds, None if oracle is None else tuple(ties))
 
 
-def is_tie(logits: Tensor, token: int, dtype: DType) -> bool:
-    """Whether rounding may decide between `token` and the first choice of the oracle's `logits`: where the verdict lets
-    top-1 disagree at all, if their logits are closer than what it lets one logit be off by."""
-    bound = TOLERANCE[dtype.name]
-    behind = float(logits.max() - logits[token])
-    return bound.min_top1_agreement < 1.0 and behind <= bound.max_rel_error * float(logits.abs().max())
-
-
 def _expected(oracle: EagerDecoder, request: Request, tokens: list[int]) -> Tensor:
     """The oracle's logits behind the prompt and `tokens`, all but the last of which it has seen."""
     if tokens:
@@ -83,6 +75,6 @@ def _expected(oracle: EagerDecoder, request: Request, tokens: list[int]) -> Tens
 def _agrees(token: int, logits: Tensor, dtype: DType, index: int) -> bool:
     """Whether `token` is the first choice; False for a tie. Raises MismatchError for any other."""
     expected = int(logits.argmax())
-    if token != expected and not (0 <= token < len(logits) and is_tie(logits, token, dtype)):
+    if token != expected and not is_tie(logits, token, dtype):
         raise MismatchError(f"token {index}: expected {expected}, got {token}")
     return token == expected

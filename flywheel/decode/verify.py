@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from flywheel.decode.session import DecodeSession
 from flywheel.decode.source import Weights
 from flywheel.errors import UsageError
-from flywheel.measure.verdict import Verdict, judge
+from flywheel.ir import DType
+from flywheel.measure.verdict import TOLERANCE, Verdict, judge
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.weights import TORCH_DTYPES
 
@@ -49,7 +51,7 @@ def verify(session: DecodeSession, oracle: EagerDecoder, positions: Sequence[int
         error = (got.logits.to(wanted.device) - wanted).abs().max()
         absolute.append(error)
         relative.append(error / wanted.abs().max())
-        agreed += got.token == int(wanted.argmax())
+        agreed += got.token == int(wanted.argmax()) or is_tie(wanted, got.token, session.dtype)
     return judge(
         max_abs_error=float(torch.stack(absolute).max()),
         max_rel_error=float(torch.stack(relative).max()),
@@ -57,3 +59,12 @@ def verify(session: DecodeSession, oracle: EagerDecoder, positions: Sequence[int
         positions=tried,
         dtype=session.dtype.name,
     )
+
+
+def is_tie(logits: Tensor, token: int, dtype: DType) -> bool:
+    """Whether rounding may decide between `token` and the first choice of the oracle's `logits`: where ties agree, if
+    their logits are closer than the verdict lets one logit be off by. False for what is no token."""
+    bound = TOLERANCE[dtype.name]
+    if not bound.ties_agree or not 0 <= token < len(logits):
+        return False
+    return float(logits.max() - logits[token]) <= bound.max_rel_error * float(logits.abs().max())

@@ -16,15 +16,18 @@ class Tolerance:
 
     max_rel_error: float
     min_top1_agreement: float
+    ties_agree: bool
+    """Whether a first choice agrees that the oracle puts within `max_rel_error` behind its own."""
 
 
 # Half types: 8 round-offs (2^-8 for BF16, 2^-11 for F16). F32: the room that sums taken in another order need.
-# Top-1 may flip between near-equal logits where activations are rounded to a half type.
+# Where activations are rounded to a half type, the first of two near-equal logits is rounding's choice: a correct
+# program picks another one than the oracle at about 6 % of positions (bf16, random weights, llama3.2-1b and others).
 TOLERANCE: Final = MappingProxyType(
     {
-        "F32": Tolerance(1e-4, 1.0),
-        "F16": Tolerance(8 * 2.0**-11, 0.75),
-        "BF16": Tolerance(8 * 2.0**-8, 0.75),
+        "F32": Tolerance(1e-4, 1.0, ties_agree=False),
+        "F16": Tolerance(8 * 2.0**-11, 1.0, ties_agree=True),
+        "BF16": Tolerance(8 * 2.0**-8, 1.0, ties_agree=True),
     }
 )
 """Tolerance by the name of the activations' dtype."""
@@ -35,7 +38,8 @@ class Verdict:
     """Comparison of logits with an oracle's.
 
     `max_rel_error` is the largest absolute error over the largest absolute logit of the oracle at that position,
-    `top1_agreement` the share of positions with the same argmax, `positions` those that were compared.
+    `top1_agreement` the share of positions with the same argmax (or a tie, where ties agree), `positions` those that
+    were compared.
     Raises ValueError where `passed` is claimed against the numbers.
     """
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from flywheel.decode.session import ReferenceSession, Step
-from flywheel.decode.verify import default_positions, verify
+from flywheel.decode.verify import default_positions, is_tie, verify
 from flywheel.errors import UsageError
 from flywheel.ir import Buffer, DType, MegakernelProgram, validate
 from flywheel.models.eager import EagerDecoder
@@ -157,3 +158,12 @@ def test_a_token_that_is_not_the_oracles_first_choice_disagrees(
     verdict = verify(session, oracle, [2, 4, 6, 7])
     assert verdict.top1_agreement == 0.75
     assert not verdict.passed
+
+
+def test_only_half_types_tie_and_only_within_rounding() -> None:
+    logits = torch.tensor([4.0, 3.95, 3.0, -4.0])
+    assert is_tie(logits, 1, DType.BF16)
+    assert not is_tie(logits, 2, DType.BF16)
+    assert not is_tie(logits, 1, DType.F16)
+    assert not is_tie(torch.tensor([4.0, 4.0]), 1, DType.F32)
+    assert not is_tie(logits, 9, DType.BF16)
