@@ -88,8 +88,7 @@ def test_tpe_learns_to_avoid_what_is_infeasible(lab: Any) -> None:
         told = [drive(CampaignStudy(space, sampler, seed, []), 50, unfused_only) for seed in range(3)]
         return sum(objective is None for run in told for _, objective in run[25:])
 
-    assert late_failures("random") > 25
-    assert late_failures("tpe") < 10
+    assert late_failures("tpe") < late_failures("random") / 2
 
 
 def test_an_enqueued_choice_is_asked_next(lab: Any) -> None:
