@@ -107,7 +107,10 @@ def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space) -> None:
         before, now = getattr(campaign, field), getattr(spec, field)
         if before != now:
             raise UsageError(f"campaign {campaign.name!r} has {field}={before}, not {now}; --fresh starts a new one")
-    decoder = json.loads(campaign.spec).get("decoder")
+    described = json.loads(campaign.spec)
+    if described.get("fix", {}) != dict(spec.fix):
+        raise UsageError(f"campaign {campaign.name!r} has other pinned knobs; --fresh or --name starts a new one")
+    decoder = described.get("decoder")
     if decoder != json.loads(json.dumps(asdict(space.workload.spec))):
         raise UsageError(f"campaign {campaign.name!r} searched another model of that name; --fresh starts a new one")
 
@@ -120,7 +123,13 @@ class CampaignRun:
     ) -> None:
         self._spec, self._name, self._space = spec, name, space
         self._store, self._engine, self._environment = store, engine, environment
-        known = store.trials(name)
+        self._own = 0  # trials of this run
+        self._answers: dict[str, Evaluation] = {}  # by config id, of this run: a sampler may repeat itself
+        self._seeds: set[str] = set()
+        self._learn(store.trials(name))
+
+    def _learn(self, known: Sequence[TrialRecord]) -> None:
+        """Stand where the campaign's rows stand: at the start, and again where another process has added some."""
         self._trials = self._next = len(known)
         self._outcomes = Counter(record.outcome for record in known)
         self._best = best_of(known)
@@ -128,25 +137,21 @@ class CampaignRun:
         told = [(self._choice(record), record.objective_us) for record in known]
         inside = [(choice, objective) for choice, objective in told if choice is not None]
         self._left: int | None = None  # configs that a grid has not tried yet
-        if spec.sampler == "grid":
-            tried = {space.to_config(choice).config_id for choice, _ in inside}
-            self._left = prod(len(dimension.values) for dimension in space.dimensions) - len(tried)
-        self._study = CampaignStudy(space, spec.sampler, spec.seed, inside)
-        self._tried: set[str] = {record.config_id for record in known}
-        self._answers: dict[str, Evaluation] = {}  # by config id, of this run: a sampler may repeat itself
-        self._seeds: set[str] = set()
-        if spec.seeds:
-            for choice in space.known_good():
-                identity = space.to_config(choice).config_id
-                if identity not in self._tried | self._seeds:
-                    self._seeds.add(identity)
-                    self._study.enqueue(choice)
+        if self._spec.sampler == "grid":
+            tried = {self._space.to_config(choice).config_id for choice, _ in inside}
+            self._left = prod(len(dimension.values) for dimension in self._space.dimensions) - len(tried)
+        self._study = CampaignStudy(self._space, self._spec.sampler, self._spec.seed, inside)
+        self._tried = {record.config_id for record in known}
+        for choice in self._space.known_good() if self._spec.seeds else ():
+            identity = self._space.to_config(choice).config_id
+            if identity not in self._tried | self._seeds:
+                self._seeds.add(identity)
+                self._study.enqueue(choice)
 
     def run(self, watch: Watch, interrupted: Callable[[], bool]) -> CampaignResult:
         """Run until a budget is spent or `interrupted`; trials under way are finished and kept."""
         start = perf_counter()
-        flight: deque[tuple[Ask, ScheduleConfig, float, Callable[[], Evaluation]]] = deque()
-        first = self._trials
+        flight: deque[tuple[CampaignStudy, Ask, ScheduleConfig, float, Callable[[], Evaluation]]] = deque()
         while True:
             stopped = self._spent(perf_counter() - start, interrupted)
             while stopped is None and len(flight) < min(self._engine.width, self._room()):
@@ -154,22 +159,26 @@ class CampaignRun:
                 ask = self._study.ask()
                 config = self._space.to_config(ask[1])
                 ask_s = perf_counter() - asked
-                flight.append((ask, config, ask_s, self._answer(config) or self._engine.submit(config)))
+                finish = self._answer(config) or self._engine.submit(config)
+                flight.append((self._study, ask, config, ask_s, finish))
             if not flight:
                 break
-            ask, config, ask_s, finish = flight.popleft()
+            study, (trial, choice), config, ask_s, finish = flight.popleft()
             record, improved = self._keep(config, ask_s, finish())
-            self._study.tell(ask[0], record.objective_us)
+            if study is self._study:
+                study.tell(trial, record.objective_us)
+            else:
+                self._study.add(choice, record.objective_us)
             elapsed = perf_counter() - start
             counts = dict(self._outcomes)
-            watch(Progress(record, self._best, counts, self._trials, self._trials - first, elapsed, improved))
+            watch(Progress(record, self._best, counts, self._trials, self._own, elapsed, improved))
         elapsed = perf_counter() - start
         return CampaignResult(
             self._name,
             self._best,
             dict(self._outcomes),
             self._trials,
-            self._trials - first,
+            self._own,
             elapsed,
             stopped or "trials",
         )
@@ -211,6 +220,7 @@ class CampaignRun:
             )
         self._next = record.trial + 1
         self._trials += 1
+        self._own += 1
         self._outcomes[record.outcome] += 1
         improved = record.objective_us is not None and (self._best is None or _rank(record) < _rank(self._best))
         if improved:
@@ -224,12 +234,13 @@ class CampaignRun:
         return None if known is None else lambda: known
 
     def _append(self, record: TrialRecord) -> TrialRecord:
-        """Append under the next free number: another process may be searching the same campaign."""
+        """Append under the next free number; where another process took it, learn what that process found."""
         while True:
             try:
                 self._store.append(record)
             except TrialExistsError:
-                record = replace(record, trial=self._store.trials(self._name)[-1].trial + 1)
+                self._learn(self._store.trials(self._name))
+                record = replace(record, trial=self._next)
             else:
                 return record
 

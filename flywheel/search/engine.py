@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -139,9 +141,18 @@ _seen: Seen
 def _enter_worker(bench: Bench) -> None:
     global _bench, _seen  # one bench a process, for its whole life
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C drains: the coordinator decides
+    threading.Thread(target=_die_with_parent, daemon=True).start()
     _bench, _seen = bench, bench.open_seen()
     _ = bench.workload.graph
     gc.freeze()
+
+
+def _die_with_parent() -> None:
+    """A coordinator that was killed leaves no process behind."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _ready() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
@@ -46,13 +46,14 @@ def run_search(
     """
     environment = capture_environment()
     workload = make_workload(spec.model, spec.gpu, spec.dtype, spec.context)
-    spec = with_name(spec, settle_measure(spec.measure, workload.target, environment.gpu))
+    measure = settle_measure(spec.measure, workload.target, environment.gpu)
+    spec = with_name(replace(spec, model=workload.model), measure)
     space = make_space(workload, spec.fix)
     make_sampler(spec.sampler, spec.seed, 0)  # raises before the store has a campaign that cannot run
     bench = Bench(workload, partial(open_seen, store_url, workload.target.name, spec.dtype), predict_outcome)
-    with (
-        InlineEngine(bench) if spec.jobs == 1 else PoolEngine(bench, spec.jobs) as engine,
+    with (  # the store closes last: the last connection to a SQLite file folds its write-ahead log into it
         open_store(store_url) as store,
+        InlineEngine(bench) if spec.jobs == 1 else PoolEngine(bench, spec.jobs) as engine,
     ):
         name = open_campaign(spec, space, store, fresh)
         sizes = [len(dimension.values) for dimension in space.dimensions]

@@ -42,6 +42,8 @@ class CampaignSpec:
             value = getattr(self, option)
             if value is not None and value < least:
                 raise UsageError(f"{option}={value} is less than {least}")
+        if self.seed >= 2**63:
+            raise UsageError(f"seed={self.seed} is not below 2^63")
         if self.time_s is not None and not (self.time_s > 0 and isfinite(self.time_s)):
             raise UsageError(f"time_s={self.time_s} is not positive and finite")
         if self.until is not None and not 0 < self.until <= 1:
@@ -87,5 +89,8 @@ def read_campaign_file(path: Path) -> dict[str, Any]:
 
 def with_name(spec: CampaignSpec, measure: str) -> CampaignSpec:
     """`spec` with its measure settled and a name that says what it searches."""
-    name = spec.name or f"{spec.model}-{spec.gpu}-{spec.dtype}-c{spec.context}-{measure}-{spec.sampler}-s{spec.seed}"
-    return replace(spec, name=name, measure=measure)
+    model = Path(spec.model).name  # of a model from a directory; a catalog name is its own
+    name = f"{model}-{spec.gpu}-{spec.dtype}-c{spec.context}-{measure}-{spec.sampler}-s{spec.seed}"
+    if spec.fix:
+        name += "-" + ",".join(f"{knob}={value}" for knob, value in sorted(spec.fix.items()))
+    return replace(spec, name=spec.name or name, measure=measure)

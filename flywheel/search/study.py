@@ -41,7 +41,7 @@ class CampaignStudy:
         self._worst: float | None = None
         self._study = optuna.create_study(direction="minimize", sampler=make_sampler(sampler, seed, len(known)))
         for choice, objective in known:
-            self._restore(choice, objective)
+            self.add(choice, objective)
 
     def enqueue(self, choice: Choice) -> None:
         """Propose `choice` at the next ask."""
@@ -69,7 +69,8 @@ class CampaignStudy:
             else:
                 self._study.tell(trial, state=TrialState.PRUNED)
 
-    def _restore(self, choice: Choice, objective: float | None) -> None:
+    def add(self, choice: Choice, objective: float | None) -> None:
+        """A trial that was not asked of this study."""
         if objective is not None:
             self._worst = objective if self._worst is None else max(self._worst, objective)
         value = self._worst if objective is None else objective

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from flywheel.errors import UnknownNameError
 from flywheel.ir import TARGETS, GpuTarget
@@ -15,7 +16,10 @@ from flywheel.models.spec import DecoderSpec
 
 @dataclass(frozen=True)
 class Workload:
-    """A decode step to schedule. `model` names the spec in stores and files; `dtype` is a key of DTYPES."""
+    """A decode step to schedule.
+
+    `model`, a catalog name or an absolute path, names the spec in stores and files; `dtype` is a key of DTYPES.
+    """
 
     model: str
     spec: DecoderSpec
@@ -36,7 +40,7 @@ class Workload:
 def make_workload(model: str, gpu: str, dtype: str, context: int) -> Workload:
     """Resolve names. Raises UnknownNameError, UnsupportedModelError, ConfigError."""
     decoder = resolve_model(model)
-    workload = Workload(model if model in CATALOG else decoder.name, decoder, find_target(gpu), dtype, context)
+    workload = Workload(model if model in CATALOG else _directory(model), decoder, find_target(gpu), dtype, context)
     _ = workload.graph  # raises where the context is out of reach
     return workload
 
@@ -46,3 +50,9 @@ def find_target(name: str) -> GpuTarget:
     if name not in TARGETS:
         raise UnknownNameError(f"GPU {name!r} is not one of {', '.join(TARGETS)}")
     return TARGETS[name]
+
+
+def _directory(path: str) -> str:
+    """One name for a checkpoint, wherever it is named from and whether by its directory or its config.json."""
+    absolute = Path(path).resolve()
+    return str(absolute.parent if absolute.name == "config.json" else absolute)

@@ -150,7 +150,7 @@ def test_infeasible_trials_are_kept_and_never_best(lab: Any, toy_measures: Modul
     assert best_of([]) is None
 
 
-def test_two_runs_of_one_campaign_share_its_numbers(lab: Any) -> None:
+def test_two_runs_of_one_campaign_share_its_numbers_and_its_budget(lab: Any) -> None:
     first, second = lab.campaign(lab.spec(trials=6)), lab.campaign(lab.spec(trials=6, seed=1))
     second_done = []
 
@@ -161,7 +161,27 @@ def test_two_runs_of_one_campaign_share_its_numbers(lab: Any) -> None:
     result = first.run(run_the_other, lambda: False)
     records = lab.store.trials("toy")
     assert [record.trial for record in records] == list(range(len(records)))
-    assert result.new_trials + second_done[0].new_trials == len(records) == 12
+    assert result.new_trials + second_done[0].new_trials == len(records)
+    assert 6 <= len(records) <= 7  # the trial under way when the budget was found spent is kept
+    assert result.trials == len(records)
+
+
+def test_a_run_that_learns_of_another_proposes_something_else(lab: Any) -> None:
+    first, second = lab.campaign(lab.spec(trials=12)), lab.campaign(lab.spec(trials=12))
+
+    def run_the_other(progress: Any) -> None:
+        if progress.new_trials == 1:
+            second.run(lambda _: None, lambda: second._own >= 5)
+
+    first.run(run_the_other, lambda: False)
+    configs = lab.configs()
+    assert len(set(configs)) > len(configs) // 2 + 1
+
+
+def test_other_pins_are_another_campaign(lab: Any) -> None:
+    open_campaign(lab.spec(), lab.space(), lab.store, fresh=False)
+    with pytest.raises(UsageError, match="other pinned knobs"):
+        open_campaign(replace(lab.spec(), fix={"depth": "0"}), lab.space(), lab.store, fresh=False)
 
 
 def test_a_name_is_resumed_unless_a_fresh_campaign_is_wanted(lab: Any) -> None:
