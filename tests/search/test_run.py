@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -80,3 +83,37 @@ def test_a_search_that_cannot_start_leaves_no_campaign(
     assert fact in str(caught.value)
     with open_store(url) as store:
         assert store.campaigns() == []
+
+
+def test_nothing_is_left_outside_the_store_file(tmp_path: Path) -> None:
+    url = str(tmp_path / "store.db")
+    run_search(CampaignSpec("smollm2-135m", "h100", context=16, trials=3, jobs=2, measure="predict"), url)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store.db"]
+
+
+def test_workers_die_with_a_killed_coordinator(tmp_path: Path) -> None:
+    script = (
+        "from flywheel.search.run import run_search\n"
+        "from flywheel.search.spec import CampaignSpec\n"
+        "if __name__ == '__main__':\n"
+        "    spec = CampaignSpec('smollm2-135m', 'h100', context=16, trials=100000, jobs=2, measure='predict')\n"
+        f"    run_search(spec, {str(tmp_path / 'store.db')!r}, watch=lambda _: print('trial', flush=True))\n"
+    )
+    (tmp_path / "search.py").write_text(script)
+    with subprocess.Popen([sys.executable, tmp_path / "search.py"], stdout=subprocess.PIPE) as coordinator:
+        assert coordinator.stdout is not None
+        coordinator.stdout.readline()
+        children = Path(f"/proc/{coordinator.pid}/task/{coordinator.pid}/children").read_text().split()
+        coordinator.kill()
+    assert len(children) >= 2
+    deadline = monotonic() + 20
+    while any(map(runs, children)) and monotonic() < deadline:
+        sleep(0.1)
+    assert not any(map(runs, children))
+
+
+def runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
