@@ -112,7 +112,7 @@ class CommandTable(click.Group):
     "flywheel",
     cls=CommandTable,
     context_settings={**HELP, "auto_envvar_prefix": "FLYWHEEL"},
-    epilog="Results go to stdout, progress to stderr. FLYWHEEL_<COMMAND>_<OPTION> variables stand for options; "
+    epilog="Results go to stdout, progress to stderr. FLYWHEEL_<COMMAND>_<FLAG> variables stand for options; "
     "FLYWHEEL_MODEL, _GPU, _DTYPE, _CONTEXT, _STORE and _JSON for those of every command. "
     "Exit codes: 0 done, 2 usage, 3 rejected, wrong or nothing feasible, 4 no such GPU here, 5 store trouble, "
     "130 interrupted.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
@@ -29,11 +28,7 @@ _SECONDS: Final = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class SharedOption(click.Option):
-    """Read from FLYWHEEL_<COMMAND>_<OPTION>, else from FLYWHEEL_<OPTION>, which all commands share."""
-
-    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
-        """The variable's value; None where neither is set."""
-        return super().resolve_envvar_value(ctx) or os.environ.get(f"FLYWHEEL_{self.name}".upper()) or None
+    """Read from FLYWHEEL_<COMMAND>_<FLAG>, else from FLYWHEEL_<FLAG>, which all commands share."""
 
 
 def seconds(text: str) -> float:
@@ -53,22 +48,25 @@ def setting(text: str) -> tuple[str, str]:
 
 
 def command(function: Callable[..., Any]) -> click.Command:
-    """A command whose help is its docstring."""
-    return click.command(context_settings=dict(HELP))(function)
+    """A command whose help is its docstring, and whose options are read from variables named after their flags."""
+    made = click.command(context_settings=dict(HELP))(function)
+    for option in made.params:
+        if isinstance(option, click.Option):
+            option.envvar = variables(made.name or "", option)
+            option.allow_from_autoenv = False
+    return made
+
+
+def variables(name: str, option: click.Option) -> list[str]:
+    """Environment variables that stand for an option of the command `name`, first the one that goes before."""
+    flag = next(flag for flag in option.opts if flag.startswith("--")).removeprefix("--")
+    prefixes = [f"FLYWHEEL_{name}", *(["FLYWHEEL"] if isinstance(option, SharedOption) else [])]
+    return [f"{prefix}_{flag}".upper().replace("-", "_") for prefix in prefixes]
 
 
 def json_option(function: _F) -> _F:
     """`--json`, as `as_json`."""
-    return click.option("--json", "as_json", cls=_Json, is_flag=True, help="JSON on stdout.")(function)
-
-
-class _Json(SharedOption):
-    """Its parameter is not called `json`, its variables are."""
-
-    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
-        """The value of FLYWHEEL_<COMMAND>_JSON or FLYWHEEL_JSON."""
-        names = (f"{ctx.auto_envvar_prefix}_JSON", "FLYWHEEL_JSON")
-        return next((os.environ[name] for name in names if os.environ.get(name)), None)
+    return click.option("--json", "as_json", cls=SharedOption, is_flag=True, help="JSON on stdout.")(function)
 
 
 def store_option(function: _F) -> _F:

@@ -151,3 +151,29 @@ def test_the_module_runs_as_a_program() -> None:
 def test_the_group_is_a_click_command() -> None:
     assert isinstance(cli, click.Group)
     assert cli.list_commands(click.Context(cli)) == list(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_read_from_the_variable_of_its_flag(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    for option in command.params:
+        if not isinstance(option, click.Option):
+            continue
+        flag = next(flag for flag in option.opts if flag.startswith("--"))
+        variable = f"FLYWHEEL_{name}_{flag[2:].replace('-', '_')}".upper()
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "1")
+            ctx = click.Context(command, info_name=name, auto_envvar_prefix=f"FLYWHEEL_{name.upper()}")
+            assert option.resolve_envvar_value(ctx) == "1", variable
+
+
+def test_variables_act_as_their_options_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYWHEEL_MODELS_GPU", "l4 h100")
+    monkeypatch.setenv("FLYWHEEL_SEARCH_TIME", "soon")
+    monkeypatch.setenv("FLYWHEEL_EXPORT_FORMAT", "xml")
+    assert "h100 floor" in run("models").stdout
+    assert "not a duration" in run("search").stderr
+    assert "xml" in run("export").stderr
+    monkeypatch.setenv("FLYWHEEL_JSON", "1")
+    assert run("targets").stdout.startswith("{")
