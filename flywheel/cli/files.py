@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from flywheel.errors import IrFormatError, StoreError, UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.ir.serde import parse_json, read_text
 from flywheel.store.schedule import FORMAT, Schedule, schedule_from_document
+
+
+_FIELDS: Final = frozenset(field.name for field in fields(ScheduleConfig))
 
 
 def load_program(path: str) -> MegakernelProgram:
@@ -30,6 +34,8 @@ def load_config(path: str) -> Schedule | ScheduleConfig:
     try:
         if isinstance(document, dict) and document.get("format") == FORMAT:
             return schedule_from_document(document, path)
+        if isinstance(document, dict) and document and not _FIELDS & document.keys():
+            raise IrFormatError("neither an exported schedule nor a ScheduleConfig: it has no field of one")
         return ScheduleConfig.from_dict(document)
     except IrFormatError as error:
         raise IrFormatError(f"{path}: {error}") from None

@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields, replace
 from enum import IntEnum
 from math import isfinite
 from pathlib import Path
+from stat import S_IMODE, S_ISREG
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -63,12 +64,26 @@ def read_program(path: Path) -> MegakernelProgram:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to a temporary file beside `path`, then rename it into place. Raises OSError."""
-    draft = path.with_name(f".{path.name}.{uuid4().hex}")
+    """Write `text` to a temporary file beside the one that `path` leads to, then rename it into place; the mode stays.
+
+    What is there but no regular file, as a device or a pipe, is written to instead. Raises OSError.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = None
+    if mode is not None and not S_ISREG(mode):
+        with path.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+        return
+    place = path.resolve()
+    draft = place.with_name(f".{place.name}.{uuid4().hex}")
     try:
         with draft.open("x", encoding="utf-8") as file:
+            if mode is not None:
+                draft.chmod(S_IMODE(mode))
             file.write(text)
-        draft.replace(path)
+        draft.replace(place)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise

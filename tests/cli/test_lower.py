@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,3 +67,33 @@ def test_a_config_that_the_lowerer_refuses_is_code_3(run: Run) -> None:
 def test_no_model_and_no_schedule_is_a_usage_error(run: Run) -> None:
     assert "--model" in run("lower", "--gpu", "l4").stderr
     assert run("lower", "--gpu", "l4").exit_code == 2
+
+
+def test_output_follows_links_and_keeps_the_mode(run: Run, program: Path) -> None:
+    real, link = Path("real.json"), Path("link.json")
+    real.write_text("old", encoding="utf-8")
+    real.chmod(0o600)
+    link.symlink_to(real)
+    assert run("lower", *WORK, "--output", str(link)).exit_code == 0
+    assert link.is_symlink()
+    assert real.read_text(encoding="utf-8") == program.read_text(encoding="utf-8")
+    assert real.stat().st_mode & 0o777 == 0o600
+    assert {path.name for path in Path().iterdir()} == {"real.json", "link.json"}
+
+
+def test_output_to_a_pipe_goes_through_it(run: Run, program: Path) -> None:
+    os.mkfifo("pipe")
+    received: list[str] = []
+    reader = threading.Thread(target=lambda: received.append(Path("pipe").read_text(encoding="utf-8")), daemon=True)
+    reader.start()
+    assert run("lower", *WORK, "--output", "pipe").exit_code == 0
+    reader.join(10)
+    assert received == [program.read_text(encoding="utf-8")]
+    assert Path("pipe").is_fifo()
+
+
+def test_a_program_is_no_config(run: Run, program: Path) -> None:
+    result = run("lower", *WORK, "--config", str(program))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "ScheduleConfig" in result.stderr
+    assert run("lower", *WORK, "--config", "-", stdin="{}").exit_code == 0
