@@ -15,17 +15,22 @@ from flywheel.store.schema import SCHEMA_VERSION, VERSION_TABLE, metadata
 
 _VERSION: Final = select(column("version_num", Text)).select_from(table(VERSION_TABLE))
 _ADVISORY_LOCK: Final = 0x666C7977
+_NAMED: Final = 5
 _RETRY_S: Final = 0.02
 
 
-def ensure_schema(engine: Engine, name: str) -> None:
+def ensure_schema(engine: Engine, name: str, *, create: bool = True) -> None:
     """Create the schema, or migrate an older one forward; two short queries where it is up to date.
 
-    Safe against other processes that do the same. Raises StoreError on a newer schema and on a database that
-    holds another application's tables.
+    Safe against other processes that do the same. Raises StoreError on a newer schema, on a database that holds another
+    application's tables and, with `create=False`, on one that holds no schema; none of these is written to.
     """
     with reading(engine, name) as connection:
         version = _read_version(connection)
+        if version is None:
+            if not create:
+                raise StoreError(f"store {name}: is not a flywheel store")
+            _check_free(connection, name)
     if version == SCHEMA_VERSION:
         return
     _check_migratable(version, name)
@@ -61,9 +66,12 @@ def _check_migratable(version: str | None, name: str) -> None:
 
 
 def _check_free(connection: Connection, name: str) -> None:
-    taken = sorted(set(inspect(connection).get_table_names()) & set(metadata.tables))
+    """No table but an empty one of versions; a PostgreSQL schema may be shared, so only ours must be free there."""
+    held = set(inspect(connection).get_table_names()) - {VERSION_TABLE}
+    taken = sorted(held if connection.dialect.name == "sqlite" else held & set(metadata.tables))
     if taken:
-        raise StoreError(f"store {name}: holds another application's tables: {', '.join(taken)}")
+        more = f" and {len(taken) - _NAMED} more" if len(taken) > _NAMED else ""
+        raise StoreError(f"store {name}: holds another application's tables: {', '.join(taken[:_NAMED])}{more}")
 
 
 def _enter_wal(engine: Engine, name: str) -> None:

@@ -24,11 +24,11 @@ _RECORD: Final = tuple(trials.c[name] for name in _NAMES)
 def open_store(url: str | Path, *, create: bool = True) -> Store:
     """Open the store at a path (SQLite) or a `sqlite:` or `postgresql:` URL, creating or migrating it as needed.
 
-    With `create=False` a SQLite file must exist. Raises StoreError.
+    With `create=False` it must be a store already, if of an older schema. Raises StoreError.
     """
     engine, name = make_engine(url, create=create)
     try:
-        ensure_schema(engine, name)
+        ensure_schema(engine, name, create=create)
     except BaseException:
         engine.dispose()
         raise

@@ -69,6 +69,37 @@ def test_another_applications_trials_are_left_alone(tmp_path: Path) -> None:
     connection.close()
 
 
+def foreign(path: Path) -> bytes:
+    """A file of another application, and its bytes."""
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE foo (number INTEGER)")
+    connection.close()
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("create", "fact"), [(False, "is not a flywheel store"), (True, "holds another application's tables: foo")]
+)
+def test_another_applications_file_is_not_written_to(tmp_path: Path, create: bool, fact: str) -> None:
+    path = tmp_path / "other.db"
+    before = foreign(path)
+    with pytest.raises(StoreError, match=rf"other\.db: {fact}"):
+        open_store(path, create=create)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_empty_file_becomes_a_store_only_when_asked(tmp_path: Path) -> None:
+    path = tmp_path / "empty.db"
+    path.touch()
+    with pytest.raises(StoreError, match="is not a flywheel store"):
+        open_store(path, create=False)
+    assert path.read_bytes() == b""
+    open_store(path).close()
+    with open_store(path, create=False) as store:
+        assert store.campaigns() == []
+
+
 def test_a_creation_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from alembic import op
 
