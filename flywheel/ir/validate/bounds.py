@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from flywheel.ir.access import MATRIX_OPS, tile
-from flywheel.ir.dtype import BufferKind
+from flywheel.ir.dtype import BufferKind, DType
 from flywheel.ir.opcodes import INHERITED_PARAMS, InstructionKind
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.validate.recipe import Recipe, Slot, Step
@@ -78,6 +78,15 @@ def _matrix(
         yield "tile-bounds", _past(columns[1], output)
 
 
+def _gemm(
+    params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, columns: tuple[int, int] | None
+) -> Iterator[Fault]:
+    yield from _matrix(params, inputs, output, columns)
+    rows = inputs[0].numel // params["K"]
+    if params["M_tile"] > rows:
+        yield "tile-bounds", f"M_tile={params['M_tile']} exceeds the {rows} rows of {_name(inputs[0])}"
+
+
 def _attention(
     params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, columns: tuple[int, int] | None
 ) -> Iterator[Fault]:
@@ -90,6 +99,10 @@ def _attention(
         rows, width = _rows(cache, row)
         if end > rows or width < row:
             yield "kv-bounds", f"a KV window that ends at row {end} of {row} elements does not fit {_name(cache)}"
+    if len(inputs) > 3:
+        rows, mask = _rows(inputs[1], row)[0], inputs[3]
+        if mask.numel not in (rows, params["n_heads"] * rows):
+            yield "tile-bounds", f"{_name(mask)} is no mask of {rows} cache rows, for all heads or each"
 
 
 def _append(
@@ -128,15 +141,70 @@ def _elementwise(
             yield "tile-bounds", f"{_name(buffer)} has too few elements for {_name(output)}"
 
 
-def _rows_of_hidden(first: int) -> Callable[..., Iterator[Fault]]:
-    def check(
-        params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, columns: tuple[int, int] | None
-    ) -> Iterator[Fault]:
-        for buffer in (*inputs[first:], output):
-            if params["hidden"] > buffer.numel:
-                yield "tile-bounds", f"hidden={params['hidden']} exceeds the {buffer.numel} elements of {_name(buffer)}"
+def _norm(
+    params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, columns: tuple[int, int] | None
+) -> Iterator[Fault]:
+    hidden, x = params["hidden"], inputs[0]
+    for buffer in (*inputs, output):
+        if hidden > buffer.numel:
+            yield "tile-bounds", f"hidden={hidden} exceeds the {buffer.numel} elements of {_name(buffer)}"
+    if x.numel % hidden:
+        yield "bad-param", f"hidden={hidden} does not divide the {x.numel} elements of {_name(x)}"
+    yield from _elementwise(params, [x], output, columns)
 
-    return check
+
+def _embed(
+    params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, columns: tuple[int, int] | None
+) -> Iterator[Fault]:
+    hidden, (ids, table) = params["hidden"], inputs
+    if hidden > table.numel:
+        yield "tile-bounds", f"hidden={hidden} exceeds the {table.numel} elements of {_name(table)}"
+    elif (len(table.shape) == 2 and hidden != table.shape[1]) or table.numel % hidden:
+        yield "bad-param", f"hidden={hidden} is not the width of {_name(table)}"
+    if ids.numel * hidden > output.numel:
+        yield (
+            "tile-bounds",
+            f"{ids.numel} rows of {hidden} elements do not fit {_name(output)}",
+        )
+
+
+def _rope(
+    params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, columns: tuple[int, int] | None
+) -> Iterator[Fault]:
+    head_dim, (x, positions) = params["head_dim"], inputs
+    if head_dim % 2:
+        yield "bad-param", f"head_dim={head_dim} of ROPE is odd"
+    if x.numel % head_dim:
+        yield "bad-param", f"head_dim={head_dim} does not divide the {x.numel} elements of {_name(x)}"
+    elif x.numel // head_dim % positions.numel:
+        yield "tile-bounds", f"{_name(x)} is not rows of heads of {head_dim} for each of {_name(positions)}"
+    yield from _elementwise(params, [x], output, columns)
+
+
+def _dequant(
+    params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, columns: tuple[int, int] | None
+) -> Iterator[Fault]:
+    packed, qdtype, group = inputs[0], params["qdtype"], params["group"]
+    if qdtype not in _QUANTISED:
+        yield "bad-param", f"qdtype={qdtype} is not I4, I8 or U8"
+        return
+    numel = packed.nbytes * (2 if qdtype == DType.I4 else 1)
+    if output.numel > numel:
+        yield "tile-bounds", f"{_name(packed)} holds {numel} {DType(qdtype).name}, too few for {_name(output)}"
+    rows = packed.numel // packed.shape[-1]
+    groups = rows * -(-(numel // rows) // group)
+    for scales in inputs[1:]:
+        if scales.numel < groups:
+            yield "tile-bounds", f"{_name(scales)} has too few elements for {groups} groups of {group} elements"
+
+
+def _softmax(
+    params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, columns: tuple[int, int] | None
+) -> Iterator[Fault]:
+    dim, rank = params.get("dim", -1), len(inputs[0].shape)
+    if not -rank <= dim < rank:
+        yield "bad-param", f"dim={dim} is not a dimension of {_name(inputs[0])}"
+    yield from _elementwise(params, inputs, output, columns)
 
 
 def _past(end: int, buffer: Buffer) -> str:
@@ -147,12 +215,13 @@ def _name(buffer: Buffer) -> str:
     return f"{buffer.name} {list(buffer.shape)}"
 
 
+_QUANTISED: Final = (DType.I4, DType.I8, DType.U8)
+
 _ELEMENTWISE: Final = (
     InstructionKind.SILU_MUL,
     InstructionKind.GELU,
     InstructionKind.ADD,
     InstructionKind.MUL,
-    InstructionKind.SOFTMAX,
     InstructionKind.ALLREDUCE_SHARD,
     InstructionKind.SAMPLE_ARGMAX,
     InstructionKind.ATTENTION_COMBINE,
@@ -160,12 +229,15 @@ _ELEMENTWISE: Final = (
 
 _CHECKS: Final[Mapping[InstructionKind, Callable[..., Iterator[Fault]]]] = {
     InstructionKind.GEMV_TILE: _matrix,
-    InstructionKind.GEMM_TILE: _matrix,
+    InstructionKind.GEMM_TILE: _gemm,
     InstructionKind.ATTENTION_TILE: _attention,
     InstructionKind.KV_APPEND: _append,
     InstructionKind.COPY: _copy,
-    InstructionKind.EMBED: _rows_of_hidden(1),
-    InstructionKind.RMSNORM: _rows_of_hidden(0),
-    InstructionKind.LAYERNORM: _rows_of_hidden(0),
+    InstructionKind.EMBED: _embed,
+    InstructionKind.RMSNORM: _norm,
+    InstructionKind.LAYERNORM: _norm,
+    InstructionKind.ROPE: _rope,
+    InstructionKind.DEQUANT: _dequant,
+    InstructionKind.SOFTMAX: _softmax,
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
 }

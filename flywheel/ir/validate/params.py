@@ -28,14 +28,13 @@ LEAST: Final = MappingProxyType(
         "qdtype": 0,
         "pos": 0,
         "eps": 0.0,
-        "theta": 0.0,
-        "rope_factor": 0.0,
-        "rope_low_freq_factor": 0.0,
-        "rope_high_freq_factor": 0.0,
         "rope_original_max_position": 1,
     }
 )
 """Smallest value of each bounded param; `scale` and `dim` may be negative."""
+
+POSITIVE: Final = frozenset({"theta", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor"})
+"""Params that are divisors or bases of powers: above 0."""
 
 _INT32: Final = 2**31
 
@@ -74,6 +73,8 @@ def param_fault(name: str, value: Any, kind: str) -> str | None:
         return f"{name}={show(value)} is not a finite number"
     if name in LEAST and value < LEAST[name]:
         return f"{name}={value} is less than {LEAST[name]}"
+    if name in POSITIVE and value <= 0:
+        return f"{name}={value} is not greater than 0"
     return None
 
 

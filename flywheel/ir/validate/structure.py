@@ -25,6 +25,7 @@ from flywheel.ir.version import ABI_MAX_RANK
 INT32: Final = 2**31
 INT64: Final = 2**63
 MAX_NUMEL: Final = 2**60
+MAX_SMS: Final = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +223,10 @@ def _tiling(value: Any) -> bool:
     )
 
 
+def _positive(value: Any) -> bool:
+    return value > 0 and isfinite(value)
+
+
 def _int(field: str, wanted: str, code: str = "not-a-program", low: int = -INT64, high: int = INT64 - 1) -> Rule:
     return Rule(field, frozenset({int}), wanted, code, low, high)
 
@@ -237,12 +242,13 @@ _NONE: Final = type(None)
 _DICT: Final = frozenset({dict})
 _LIST: Final = frozenset({tuple, list})
 _TEXT: Final = frozenset({str})
+_REAL: Final = frozenset({int, float})
 _FLAG: Final = frozenset({bool})
 _ID: Final = _int("id", "an int in 0..2^31 - 1", "bad-id", 0, INT32 - 1)
 
 
 def _real(field: str) -> Rule:
-    return Rule(field, frozenset({int, float}), "a finite number", low=-INT64, each=isfinite)
+    return Rule(field, _REAL, "a finite number", low=-INT64, each=isfinite)
 
 
 RULES: Final[Mapping[type, tuple[Rule, ...]]] = {
@@ -298,12 +304,14 @@ RULES: Final[Mapping[type, tuple[Rule, ...]]] = {
         *(
             _int(name, "a positive int", low=1)
             for name in (
-                "sm_arch", "num_sms", "smem_bytes_per_sm", "smem_bytes_per_block_optin", "regs_per_sm",
+                "sm_arch", "smem_bytes_per_sm", "smem_bytes_per_block_optin", "regs_per_sm",
                 "max_threads_per_sm", "max_regs_per_thread",
             )
         ),
+        _int("num_sms", f"an int in 1..{MAX_SMS}", low=1, high=MAX_SMS),
         *(_int(name, "a count", low=0) for name in ("l2_bytes", "hbm_bytes")),
-        *(_real(name) for name in ("hbm_bandwidth_gbs", "fp16_tflops", "clock_ghz")),
+        Rule("hbm_bandwidth_gbs", _REAL, "a finite number above 0", low=0, each=_positive),
+        *(_real(name) for name in ("fp16_tflops", "clock_ghz")),
         *(Rule(name, _FLAG, "true or false") for name in ("supports_cooperative", "wddm_tdr")),
         Rule("note", _TEXT, "a string"),
     ),

@@ -81,7 +81,8 @@ def _operand_shapes(
     """A number for each key of `distinct`, the same for tasks whose bounds differ by their params alone."""
     numbers: dict[tuple[object, ...], int] = {}
     looks = {
-        number: numbers.setdefault((buffer.kind, *buffer.shape), len(numbers)) for number, buffer in buffers.items()
+        number: numbers.setdefault((buffer.kind, buffer.dtype, *buffer.shape), len(numbers))
+        for number, buffer in buffers.items()
     }
     result = {}
     for key, task in distinct.items():

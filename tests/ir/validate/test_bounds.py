@@ -1,0 +1,134 @@
+"""Operands that the reference VM refuses, or a GPU would read or write past."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flywheel.ir import (
+    TARGETS,
+    Buffer,
+    BufferKind,
+    Counter,
+    DType,
+    InstructionKind,
+    MegakernelProgram,
+    Task,
+    validate,
+)
+
+_K = InstructionKind
+_F32, _I32, _U8, _I4 = DType.F32, DType.I32, DType.U8, DType.I4
+Operand = tuple[DType, tuple[int, ...]]
+Case = tuple[InstructionKind, list[Operand], Operand, dict[str, Any]]
+
+
+def f32(*shape: int) -> Operand:
+    return _F32, shape
+
+
+ROPE: Case = (_K.ROPE, [f32(2, 16), (_I32, (2,))], f32(2, 16), {"head_dim": 8, "theta": 1e4})
+NORM: Case = (_K.RMSNORM, [f32(2, 16), f32(16)], f32(2, 16), {"eps": 1e-5, "hidden": 16})
+LAYER: Case = (_K.LAYERNORM, [f32(2, 16), f32(16), f32(16)], f32(2, 16), {"eps": 1e-5, "hidden": 16})
+EMBED: Case = (_K.EMBED, [(_I32, (2,)), f32(8, 16)], f32(2, 16), {"hidden": 16})
+SOFTMAX: Case = (_K.SOFTMAX, [f32(2, 16)], f32(2, 16), {"dim": -2})
+NIBBLES: Case = (_K.DEQUANT, [(_I4, (2, 16)), f32(2, 2), f32(2, 2)], f32(2, 16), {"qdtype": int(_I4), "group": 8})
+PACKED: Case = (_K.DEQUANT, [(_U8, (2, 8)), f32(2, 2)], f32(2, 16), {"qdtype": int(_I4), "group": 8})
+OCTETS: Case = (_K.DEQUANT, [(_U8, (2, 16)), f32(2, 2)], f32(2, 16), {"qdtype": int(_U8), "group": 8})
+GEMM: Case = (
+    _K.GEMM_TILE, [f32(2, 16), f32(8, 16)], f32(2, 8), {"M_tile": 2, "K": 16, "N_tile": 8, "n_off": 0},
+)  # fmt: skip
+ATTEND: Case = (
+    _K.ATTENTION_TILE,
+    [f32(2, 4), f32(8, 1, 4), f32(8, 1, 4), f32(2, 8)],
+    f32(2, 4),
+    {"head_dim": 4, "n_heads": 2, "n_kv_heads": 1, "kv_start": 0, "kv_len": 8, "scale": 0.5},
+)
+FITTING = [ROPE, NORM, LAYER, EMBED, SOFTMAX, NIBBLES, PACKED, OCTETS, GEMM, ATTEND]
+
+
+def change(
+    case: Case, *, operands: dict[int, Operand] | None = None, out: Operand | None = None, **params: Any
+) -> Case:
+    op, inputs, output, given = case
+    changed = [(operands or {}).get(place, operand) for place, operand in enumerate(inputs)]
+    return op, changed, out or output, {**given, **params}
+
+
+def program(case: Case, *, fused: bool = False) -> MegakernelProgram:
+    op, inputs, (dtype, shape), params = case
+    buffers = [Buffer(n, f"in{n}", BufferKind.IO_INPUT, *operand) for n, operand in enumerate(inputs)]
+    buffers.append(Buffer(9, "out", BufferKind.IO_OUTPUT, dtype, shape))
+    places = tuple(range(len(inputs)))
+    if fused:
+        args = [{"in": place} for place in places]
+        step = {"op": op.name, "args": args, "params": params, "out": "final"}
+        params = {"recipe": {"steps": [{**step, "out_shape": list(shape), "out_dtype": dtype.name}]}}
+    task = Task(0, _K.FUSED if fused else op, places, (9,), 0, (), params, 0)
+    return MegakernelProgram(target=TARGETS["h100"], buffers=buffers, counters=[Counter(0)], tasks=[task])
+
+
+def codes(tested: MegakernelProgram) -> set[str]:
+    return {finding.code for finding in validate(tested, strict=True).errors}
+
+
+FAULTS = {
+    "odd head_dim": (change(ROPE, operands={0: f32(2, 15)}, out=f32(2, 15), head_dim=5), "bad-param"),
+    "head_dim that does not divide": (change(ROPE, head_dim=6), "bad-param"),
+    "rope into a larger output": (change(ROPE, out=f32(4, 16)), "tile-bounds"),
+    "positions for other rows": (change(ROPE, operands={1: (_I32, (3,))}), "tile-bounds"),
+    "norm into a larger output": (change(NORM, out=f32(4, 16)), "tile-bounds"),
+    "layer norm into a larger output": (change(LAYER, out=f32(4, 16)), "tile-bounds"),
+    "hidden that does not divide": (change(NORM, hidden=12), "bad-param"),
+    "layer norm's hidden that does not divide": (change(LAYER, hidden=12), "bad-param"),
+    "embed into a smaller output": (change(EMBED, out=f32(1, 16)), "tile-bounds"),
+    "hidden narrower than the table": (change(EMBED, hidden=8), "bad-param"),
+    "dim below the rank": (change(SOFTMAX, dim=-3), "bad-param"),
+    "dim above the rank": (change(SOFTMAX, dim=2), "bad-param"),
+    "qdtype of a float": (change(OCTETS, qdtype=int(_F32)), "bad-param"),
+    "qdtype of nothing": (change(OCTETS, qdtype=99), "bad-param"),
+    "dequant into a larger output": (change(OCTETS, out=f32(4, 16)), "tile-bounds"),
+    "nibbles read as octets": (change(NIBBLES, qdtype=int(_U8)), "tile-bounds"),
+    "too few scales": (change(NIBBLES, operands={1: f32(2, 1)}), "tile-bounds"),
+    "too few zeros": (change(NIBBLES, operands={2: f32(1, 2)}), "tile-bounds"),
+    "mask shorter than the cache": (change(ATTEND, operands={3: f32(7)}), "tile-bounds"),
+    "mask of too few heads": (change(ATTEND, operands={3: f32(3, 4)}), "tile-bounds"),
+    "more rows than x": (change(GEMM, M_tile=3), "tile-bounds"),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["task", "recipe"])
+@pytest.mark.parametrize("case", FITTING, ids=[case[0].name for case in FITTING])
+def test_operands_that_fit_are_accepted(case: Case, fused: bool) -> None:
+    if fused and case is GEMM:
+        case = change(GEMM, operands={0: f32(1, 16)}, out=f32(1, 8), M_tile=1)
+    assert codes(program(case, fused=fused)) == set()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["task", "recipe"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_operands_that_do_not_fit_are_rejected(name: str, fused: bool) -> None:
+    case, code = FAULTS[name]
+    assert code in codes(program(case, fused=fused))
+
+
+@pytest.mark.parametrize("theta", [0, 0.0, -1e4])
+def test_theta_is_above_zero(theta: float) -> None:
+    case = change(ROPE, theta=theta)
+    assert codes(program(case)) == {"bad-param"}
+    assert codes(program(case, fused=True)) == {"bad-recipe"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hbm_bandwidth_gbs", 0), ("hbm_bandwidth_gbs", -1.0), ("hbm_bandwidth_gbs", 10**400), ("num_sms", 65537)],
+)
+def test_a_target_that_no_gpu_has_is_rejected(field: str, value: float) -> None:
+    target = replace(TARGETS["h100"], **{field: value})  # type: ignore[arg-type]
+    assert codes(replace(program(NORM), target=target)) == {"not-a-program"}
+
+
+def test_a_target_of_the_most_sms_is_accepted() -> None:
+    assert validate(replace(program(NORM), target=replace(TARGETS["h100"], num_sms=65536)), strict=True).ok
