@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flywheel.ir import OP_REGISTRY, PARAM_FIELDS, RECIPE_PARAM_FIELDS, TARGETS, MegakernelProgram, validate
 from flywheel.ir.validate.findings import CODES, STRICT_CODES
+from flywheel.lowering.fusion import PATTERNS, Pattern
 
 TEXT = (Path(__file__).parents[2] / "docs" / "ir.md").read_text()
 
@@ -34,6 +35,13 @@ def test_params_and_targets_are_named() -> None:
         assert f"`{name}`" in TEXT
     for name in TARGETS:
         assert re.search(rf"\b{name}\b", TEXT)
+
+
+def test_the_runs_that_fuse_are_the_patterns_of_lowering() -> None:
+    section = TEXT.split("### Runs that fuse\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (\S+) \| ([`-].*) \| (`.*) \| ([`-].*) \|$", section, re.MULTILINE)
+    documented = {name: Pattern(*(tuple(re.findall(r"`(\w+)`", cell)) for cell in cells)) for name, *cells in rows}
+    assert documented == PATTERNS
 
 
 def test_the_example_is_a_valid_program_as_it_would_be_written() -> None:
