@@ -12,7 +12,6 @@ from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.ir.serde import parse_json, read_text
 from flywheel.store.schedule import FORMAT, Schedule, schedule_from_document
 
-
 _FIELDS: Final = frozenset(field.name for field in fields(ScheduleConfig))
 
 

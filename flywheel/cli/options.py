@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
@@ -25,6 +26,8 @@ DEFAULTS: Final = MappingProxyType(
 
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)?")
 _SECONDS: Final = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_NO_FILE: Final = re.compile(r":memory:|sqlite:/*(:memory:)?(\?.*)?")
+"""Stores that would be gone with the process."""
 
 
 class SharedOption(click.Option):
@@ -72,9 +75,16 @@ def json_option(function: _F) -> _F:
 def store_option(function: _F) -> _F:
     """`--store`."""
     return click.option(
-        "--store", cls=SharedOption, default=DEFAULT_STORE, show_default=True, metavar="PATH|URL",
+        "--store", cls=SharedOption, type=store_place, default=DEFAULT_STORE, show_default=True, metavar="PATH|URL",
         help="Trial store: a SQLite file, or a sqlite: or postgresql: URL.",
     )(function)  # fmt: skip
+
+
+def store_place(text: str) -> str:
+    """A store that outlives the process."""
+    if not text.strip() or _NO_FILE.fullmatch(text) is not None:
+        raise click.BadParameter(f"{text!r} names no file; want a path, sqlite:///PATH or postgresql://HOST/NAME")
+    return text
 
 
 def workload_options(function: _F) -> _F:
@@ -99,12 +109,21 @@ def output_option(function: _F) -> _F:
     )(function)
 
 
+def check_writable(path: Path) -> None:
+    """Raises UsageError where `write_file` could not write `path`, as far as can be told before."""
+    if path.is_dir():
+        raise UsageError(f"{path}: is a directory")
+    if not path.resolve().parent.is_dir():
+        raise UsageError(f"{path}: cannot be written: directory {path.parent} does not exist")
+    if not os.access(path.resolve().parent if path.is_file() or not path.exists() else path, os.W_OK):
+        raise UsageError(f"{path}: cannot be written: permission denied")
+
+
 def write_file(path: Path, text: str) -> None:
     """Write `text` to `path`, replacing it atomically. Raises UsageError where that is impossible."""
     from flywheel.ir.serde import write_atomically
 
-    if path.is_dir():
-        raise UsageError(f"{path}: is a directory")
+    check_writable(path)
     try:
         write_atomically(path, text)
     except OSError as error:

@@ -15,6 +15,7 @@ from flywheel.cli.options import (
     DEFAULT_STORE,
     DEFAULTS,
     SharedOption,
+    check_writable,
     command,
     json_option,
     seconds,
@@ -53,7 +54,7 @@ def _default(name: str, text: str) -> str:
 @command
 @workload_options
 @click.option("--measure", cls=SharedOption, type=click.Choice(["auto", "predict", "cuda"]),
-              help=_default("measure", "Where latencies come from; auto: the GPU if it is here."))
+              help=_default("measure", "Where latencies come from; auto: predict; this version has no CUDA VM."))
 @click.option("--sampler", type=click.Choice(SAMPLERS), help=_default("sampler", "Optuna sampler."))
 @click.option("--seed", type=int, help=_default("seed", "Seed of the sampler."))
 @click.option("--trials", type=int, help=_default("trials", "Stop after so many trials, earlier runs included."))
@@ -91,6 +92,8 @@ def search(
     from flywheel.search.run import run_search
 
     spec = make_spec(read_campaign_file(campaign_file) if campaign_file is not None else {}, options, dict(fix))
+    if schedule_file is not None:
+        check_writable(schedule_file)
     started: list[Start] = []
 
     def announce(start: Start) -> None:
@@ -102,12 +105,12 @@ def search(
         result = run_search(
             spec, store, fresh=fresh, announce=announce, watch=reporter.watch, interrupted=lambda: drain.requested
         )
-    if schedule_file is not None and result.best is not None:
-        write_file(schedule_file, _schedule(store, result.best))
     if as_json:
         show_json(_document(started[0], result))
     else:
         _show(started[0], result, store, schedule_file)
+    if schedule_file is not None and result.best is not None:
+        write_file(schedule_file, _schedule(store, result.best))
     if result.stopped == "interrupted":
         command_line = "the same command without --fresh" if fresh else "the same command"
         note(f"flywheel: stopped cleanly after {result.trials} trials; {command_line} resumes {result.name}")
@@ -125,6 +128,9 @@ def make_spec(file: dict[str, Any], options: dict[str, Any], fix: dict[str, str]
     for name, where in (("model", "models"), ("gpu", "targets")):
         if name not in settings:
             raise UsageError(f"search: --{name} is missing, here and in a campaign file; see flywheel {where}")
+    name = settings.get("name")
+    if name is not None and not (name.strip() and name.isprintable()):
+        raise UsageError(f"search: name {name!r} is empty or cannot be printed")
     return CampaignSpec(**settings)
 
 
@@ -133,7 +139,7 @@ def _latency_source(start: Start) -> str:
     wanted, present = start.spec.gpu, start.environment.gpu
     if start.spec.measure != "predict":
         return f"Latencies are measured on {present}."
-    why = f"no {wanted} here" if present is None else f"this machine's GPU is {present}"
+    why = f"no {wanted} here" if present is None else f"this version has no CUDA VM for this machine's {present}"
     return f"Latencies are predicted by the cost model (version {MODEL_VERSION}): {why}."
 
 

@@ -178,3 +178,46 @@ def test_the_schedule_can_be_written_by_the_search_itself(run: Run) -> None:
     assert result.exit_code == 0
     exported = run("export", "--format", "schedule", "--campaign", "s")
     assert Path("best.json").read_text(encoding="utf-8") == exported.stdout
+
+
+def test_with_the_gpu_the_first_line_says_that_there_is_no_vm_for_it(
+    run: Run, with_gpu: Callable[[str | None], None]
+) -> None:
+    with_gpu("NVIDIA L4")
+    first = run("search", *WORK, "--jobs", "1", "--trials", "1").stderr.splitlines()[0]
+    assert "predicted" in first
+    assert "this version has no CUDA VM" in first
+
+
+@pytest.mark.parametrize("place", [".", "nowhere/best.json"])
+def test_a_schedule_that_cannot_be_written_stops_the_search_before_it_starts(place: str, run: Run) -> None:
+    result = run(*SEARCH, "--trials", "1", "--schedule", place)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert not Path("flywheel.db").exists()
+
+
+def test_the_result_is_shown_even_if_writing_the_schedule_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("flywheel.ir.serde.write_atomically", fail)
+    result = run(*SEARCH, "--trials", "1", "--schedule", "best.json", "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["trials"] == 1
+    assert "best.json: cannot be written: No space left" in result.stderr
+
+
+@pytest.mark.parametrize("store", ["", " ", "sqlite://", "sqlite:///", "sqlite:///:memory:", ":memory:"])
+def test_a_store_that_is_no_file_is_a_usage_error(store: str, run: Run) -> None:
+    result = run(*SEARCH, "--trials", "1", "--store", store)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "names no file" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\nb", "a\x1b[2Jb", "a\udc80"])
+def test_a_name_that_cannot_be_read_is_a_usage_error(name: str, run: Run) -> None:
+    result = run(*SEARCH, "--trials", "1", "--name", name)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
