@@ -20,6 +20,7 @@ EXTRAS: Final = {
     "hf": ("safetensors", "tokenizers"),
     "samplers": ("cmaes", "scipy", "torch"),
     "postgres": ("psycopg",),
+    "plots": ("matplotlib",),
 }
 """Extra -> the modules that it installs."""
 
