@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -20,6 +21,7 @@ TOTALS: Final = (
     "program_id", "tasks", "buffers", "counters", "waits", "task_bytes", "weight_bytes", "scratch_bytes", "depth",
     "predicted_us",
 )  # fmt: skip
+RECORDS: Final = ("tasks", "buffers", "counters", "pages", "buffers on pages")
 
 
 @command
@@ -33,7 +35,7 @@ def diff(ctx: click.Context, first: str, second: str, as_json: bool) -> None:
     Exit code 0 if they are the same, 1 if they differ.
     """
     before, after = load_program(first), load_program(second)
-    same = before.to_dict() == after.to_dict()
+    same = _canonical(before.to_dict()) == _canonical(after.to_dict())
     document = {"a": first, "b": second, "same": same, **differences(before, after)}
     if as_json:
         show_json(document)
@@ -46,21 +48,50 @@ def diff(ctx: click.Context, first: str, second: str, as_json: bool) -> None:
 
 
 def differences(before: MegakernelProgram, after: MegakernelProgram) -> dict[str, dict[str, list[Any]]]:
-    """By section, each name whose values differ, with both; None where a program has no such name."""
+    """By section, each name whose values differ, with both; None where a program has no such name.
+
+    `records` counts, by kind, those that only one of the two programs has.
+    """
     pair = (before, after)
     sections: dict[str, list[Mapping[str, Any]]] = {
-        "totals": [_totals(program) for program in pair],
+        "totals": [_flat(_totals(program)) for program in pair],
         "meta": [program.meta for program in pair],
         "target": [asdict(program.target) if program.target else {} for program in pair],
         "config": [_flat(program.config.to_dict()) if program.config else {} for program in pair],
         "tasks": [Counter(f"{operation(task.label)} ({task.op.name})" for task in program.tasks) for program in pair],
     }
-    return {section: _differing(first, second) for section, (first, second) in sections.items()}
+    differing = {section: _differing(first, second) for section, (first, second) in sections.items()}
+    return differing | {"records": _changed(before.to_dict(), after.to_dict())}
 
 
 def _totals(program: MegakernelProgram) -> dict[str, Any]:
     facts = describe(program)
-    return {name: facts[name] for name in TOTALS}
+    return {"ir_version": program.ir_version, "abi_version": program.abi_version} | {n: facts[n] for n in TOTALS}
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
+    """By kind, how many records only the first and only the second program has; kinds without any are left out."""
+    changed = {}
+    for kind in RECORDS:
+        first, second = _records(before, kind), _records(after, kind)
+        if first != second:
+            changed[f"{kind} only here"] = [(first - second).total(), (second - first).total()]
+    return changed
+
+
+def _records(document: dict[str, Any], kind: str) -> Counter[str]:
+    """Canonical text of each record of a kind -> how often it is there."""
+    if kind in ("tasks", "buffers", "counters"):
+        return Counter(map(_canonical, document[kind]))
+    pages = document["pages"]
+    if pages is None:
+        return Counter()
+    return Counter(map(_canonical, pages["pages"] if kind == "pages" else pages["buffer_to_page"].items()))
+
+
+def _canonical(value: object) -> str:
+    """Text that is the same for the same value; NaN is itself."""
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _flat(value: object, name: str = "") -> dict[str, Any]:
@@ -76,7 +107,7 @@ def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
     return {
         name: [before.get(name), after.get(name)]
         for name in dict.fromkeys([*before, *after])
-        if before.get(name) != after.get(name)
+        if _canonical(before.get(name)) != _canonical(after.get(name))
     }
 
 
@@ -90,7 +121,7 @@ def _show(document: Mapping[str, Any]) -> None:
     if rows:
         show(table(("<", "<", "A", "B", "B - A"), rows))
     else:
-        show("the same but for names, notes or the order of records")
+        show("the same but for the order of records")
 
 
 def _text(value: object) -> str:

@@ -9,8 +9,8 @@ import click
 
 from flywheel.cli.files import load_program
 from flywheel.cli.options import command, json_option
-from flywheel.cli.text import cell, pairs, percent, show, show_json, size, table, us
-from flywheel.cost_model import predict
+from flywheel.cli.text import cell, escaped, pairs, percent, show, show_json, size, table, us
+from flywheel.cost_model import Prediction, predict
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import KernelVariant, MegakernelProgram, program_id, validate, variant_of
 from flywheel.measure.floor import floor_fraction
@@ -106,9 +106,19 @@ def _load(program: MegakernelProgram) -> dict[str, Any] | None:
     }
 
 
+def predict_latency(program: MegakernelProgram) -> Prediction:
+    """What the cost model says. Raises ConfigError without tasks, a bandwidth or what else it needs."""
+    if not program.tasks:
+        raise ConfigError("the program has no tasks")
+    target = program.target
+    if target is not None and not target.hbm_bandwidth_gbs > 0:
+        raise ConfigError(f"target {target.name}: hbm_bandwidth_gbs={target.hbm_bandwidth_gbs} is not above 0")
+    return predict(program)
+
+
 def _predicted(program: MegakernelProgram) -> dict[str, float | None]:
     try:
-        prediction = predict(program)
+        prediction = predict_latency(program)
     except (ConfigError, InvalidProgramError):
         return {"predicted_us": None, "floor_us": None, "floor_fraction": None}
     fraction = floor_fraction(prediction.floor_us, prediction.latency_us)
@@ -117,7 +127,7 @@ def _predicted(program: MegakernelProgram) -> dict[str, float | None]:
 
 def _show(file: str, facts: dict[str, Any]) -> None:
     variant, load, errors = facts["variant"], facts["load"], facts["errors"]
-    show(f"{file}: program {facts['program_id'] or '(no identity)'}, IR {facts['ir_version']}")
+    show(f"{escaped(file)}: program {facts['program_id'] or '(no identity)'}, IR {facts['ir_version']}")
     meta = ", ".join(f"{name} {value}" for name, value in facts["meta"].items())
     proof = "valid" if facts["valid"] else f"{len(errors)} errors, the first {errors[0]}"
     lines = [

@@ -15,7 +15,7 @@ from typing import Any, Final
 import click
 
 from flywheel.cli.exits import ABORTED, BROKEN_PIPE, USAGE, exit_code
-from flywheel.cli.text import HELP
+from flywheel.cli.text import HELP, escaped
 from flywheel.errors import FlywheelError
 
 COMMANDS: Final = {
@@ -142,7 +142,7 @@ def _show_version(ctx: click.Context) -> None:
 
 
 def _complain(message: str) -> None:
-    click.echo(f"flywheel: {' '.join(message.split())}", err=True)
+    click.echo(f"flywheel: {escaped(' '.join(message.split()))}", err=True)
 
 
 def _click_message(error: click.ClickException) -> str:

@@ -128,9 +128,9 @@ def make_spec(file: dict[str, Any], options: dict[str, Any], fix: dict[str, str]
     for name, where in (("model", "models"), ("gpu", "targets")):
         if name not in settings:
             raise UsageError(f"search: --{name} is missing, here and in a campaign file; see flywheel {where}")
-    name = settings.get("name")
-    if name is not None and not (name.strip() and name.isprintable()):
-        raise UsageError(f"search: name {name!r} is empty or cannot be printed")
+    title = settings.get("name")
+    if title is not None and not (title.strip() and title.isprintable()):
+        raise UsageError(f"search: name {title!r} is empty or cannot be printed")
     return CampaignSpec(**settings)
 
 

@@ -9,10 +9,10 @@ import click
 
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_program
-from flywheel.cli.inspect import operation
+from flywheel.cli.inspect import operation, predict_latency
 from flywheel.cli.options import command, json_option
-from flywheel.cli.text import pairs, percent, show, show_json, size, table, us
-from flywheel.cost_model import MODEL_VERSION, predict, timeline
+from flywheel.cli.text import escaped, pairs, percent, show, show_json, size, table, us
+from flywheel.cost_model import MODEL_VERSION, timeline
 from flywheel.errors import ConfigError
 from flywheel.ir import MegakernelProgram, validate
 from flywheel.measure.floor import floor_fraction
@@ -72,7 +72,7 @@ _SIMULATED = frozenset({"cycle", "queue-deadlock", "partial-join", "race-read", 
 
 
 def _predicted(program: MegakernelProgram) -> dict[str, Any]:
-    prediction = predict(program)
+    prediction = predict_latency(program)
     running: Counter[str] = Counter()
     names = {task.id: operation(task.label) for task in program.tasks}
     for span in timeline(program):
@@ -106,7 +106,7 @@ def _show(file: str, document: dict[str, Any]) -> None:
     if prediction is not None:
         shares = ", ".join(f"{name} {percent(prediction[name])}" for name in ("busy", "blocked", "starved"))
     stuck = document["stuck"]
-    show(f"{file}: {'valid' if document['valid'] else 'NOT VALID'}")
+    show(f"{escaped(file)}: {'valid' if document['valid'] else 'NOT VALID'}")
     show(
         pairs(
             [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -15,24 +16,44 @@ ABSENT: Final = "-"
 
 
 def show(text: str) -> None:
-    """A line, or lines, of the result, on stdout."""
-    click.echo(text)
+    """A line, or lines, of the result, on stdout. What a file or a user named is `escaped` before it gets here."""
+    click.echo(_encodable(text))
 
 
 def note(text: str) -> None:
     """A line of progress or advice, on stderr."""
-    click.echo(text, err=True)
+    click.echo(_encodable(text), err=True)
 
 
 def show_json(document: object, indent: int | None = 2) -> None:
-    """The result as one JSON document on stdout."""
-    click.echo(json.dumps(document, indent=indent, allow_nan=False))
+    """The result as one JSON document on stdout; numbers that are not finite are null."""
+    click.echo(json.dumps(_finite(document), indent=indent, allow_nan=False))
+
+
+def escaped(text: str) -> str:
+    """`text` on one line: line breaks, ESC, lone surrogates and all else that cannot be printed as Python has them."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _finite(value: object) -> object:
+    """`value` with null for NaN and infinities, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "") -> str:
     """Columns, those of numbers to the right. A header that starts with `<` is of words; the sign is not shown."""
     words = [header.startswith("<") for header in headers]
-    cells = [[header.removeprefix("<") for header in headers], *map(list, rows)]
+    cells = [[header.removeprefix("<") for header in headers], *([escaped(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for row in cells:
@@ -48,7 +69,7 @@ def pairs(items: Iterable[tuple[str, str | None]], indent: str = "  ") -> str:
     """Names in one column, values in the next; a pair without a value is left out."""
     shown = [(name, value) for name, value in items if value is not None]
     width = max((len(name) for name, _ in shown), default=0)
-    return "\n".join(f"{indent}{name.ljust(width)}  {value}" for name, value in shown)
+    return "\n".join(f"{indent}{name.ljust(width)}  {escaped(value)}" for name, value in shown)
 
 
 def counts(numbers: Mapping[str, int]) -> str:

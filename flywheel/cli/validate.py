@@ -9,7 +9,7 @@ import click
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_program
 from flywheel.cli.options import command, json_option
-from flywheel.cli.text import show, show_json
+from flywheel.cli.text import escaped, show, show_json
 from flywheel.errors import IrFormatError
 from flywheel.ir import Finding, ValidationResult
 from flywheel.ir import validate as prove
@@ -35,7 +35,7 @@ def validate(ctx: click.Context, files: tuple[str, ...], strict: bool, as_json: 
         if as_json:
             show_json({"path": path, **_document(result)}, indent=None)
         else:
-            show(f"{path}: {result.report()}")
+            show(f"{escaped(path)}: {result.report()}")
     if not accepted:
         ctx.exit(REJECTED)
 

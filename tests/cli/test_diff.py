@@ -45,3 +45,44 @@ def test_the_text_shows_both_sides(run: Run, program: Path, other: str) -> None:
 
 def test_a_file_that_cannot_be_read_is_code_2_not_a_difference(run: Run, program: Path) -> None:
     assert run("diff", str(program), "missing.json").exit_code == 2
+
+
+def test_records_are_compared_by_value(run: Run, program: Path) -> None:
+    document = json.loads(program.read_text(encoding="utf-8")) | {"target": None}
+    Path("a.json").write_text(json.dumps(document), encoding="utf-8")
+    document["tasks"][3]["params"]["source"] = "elsewhere"
+    document["counters"][0]["note"] = "renamed"
+    Path("b.json").write_text(json.dumps(document), encoding="utf-8")
+    result = run("diff", "a.json", "b.json", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["records"] == {"tasks only here": [1, 1], "counters only here": [1, 1]}
+    text = run("diff", "a.json", "b.json").stdout
+    assert "tasks only here" in text
+    assert "the same" not in text
+
+
+def test_programs_in_another_order_are_said_to_be_so(run: Run, program: Path) -> None:
+    document = json.loads(program.read_text(encoding="utf-8"))
+    document["counters"].reverse()
+    Path("b.json").write_text(json.dumps(document), encoding="utf-8")
+    result = run("diff", str(program), "b.json", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["records"]) == (1, {})
+
+
+def test_buffers_are_rows_of_numbers(run: Run, program: Path) -> None:
+    document = json.loads(program.read_text(encoding="utf-8"))
+    document["buffers"][0]["shape"][0] += 64
+    Path("b.json").write_text(json.dumps(document), encoding="utf-8")
+    text = run("diff", str(program), "b.json").stdout
+    assert "buffers." in text
+    assert "{" not in text
+
+
+def test_a_number_that_json_lacks_is_null_and_equals_itself(run: Run, program: Path) -> None:
+    document = json.loads(program.read_text(encoding="utf-8"))
+    document["meta"]["odd"] = float("nan")
+    Path("nan.json").write_text(json.dumps(document), encoding="utf-8")
+    result = run("diff", str(program), "nan.json", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["meta"]) == (1, {"odd": [None, None]})
+    assert run("diff", "nan.json", "nan.json").stdout == "same\n"
+    assert json.loads(run("inspect", "nan.json", "--json").stdout)["meta"]["odd"] is None

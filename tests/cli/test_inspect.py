@@ -44,3 +44,12 @@ def test_an_invalid_program_is_described_without_what_it_lacks(run: Run) -> None
 def test_an_operation_is_a_label_without_its_layer() -> None:
     names = {"L3.q_proj": "q_proj", "lm_head": "lm_head", "Layer.x": "Layer.x", "L.x": "L.x"}
     assert {label: operation(label) for label in names} == names
+
+
+def test_strings_of_a_file_cannot_steer_the_terminal(run: Run, program: Path) -> None:
+    document = json.loads(program.read_text(encoding="utf-8"))
+    document["meta"]["odd"] = "a\x1b[2Jb\nc\ud800d"
+    result = run("inspect", "-", stdin=json.dumps(document))
+    assert result.exit_code == 0
+    assert "odd a\\x1b[2Jb\\nc\\ud800d" in result.stdout
+    assert "\x1b[2J" not in result.stdout

@@ -3,12 +3,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 
 import click
 import pytest
 from click.testing import Result
 
-from flywheel.cli.exits import exit_code
+from flywheel.cli.exits import ABORTED, BROKEN_PIPE, DIFFERENT, FAILED, NO_GPU, REJECTED, STORE, USAGE, exit_code
 from flywheel.cli.main import COMMANDS, cli
 from flywheel.errors import (
     ConfigError,
@@ -25,6 +27,7 @@ from flywheel.errors import (
     UsageError,
     WeightsError,
 )
+from flywheel.search.spec import CampaignSpec
 
 Run = Callable[..., Result]
 FLYWHEEL = (sys.executable, "-m", "flywheel")
@@ -177,3 +180,12 @@ def test_variables_act_as_their_options_do(run: Run, monkeypatch: pytest.MonkeyP
     assert "xml" in run("export").stderr
     monkeypatch.setenv("FLYWHEEL_JSON", "1")
     assert run("targets").stdout.startswith("{")
+
+
+def test_the_manual_lists_every_exit_code_and_every_name_of_a_campaign_file() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    for code in (0, FAILED, DIFFERENT, USAGE, REJECTED, NO_GPU, STORE, ABORTED, BROKEN_PIPE):
+        assert f"| {code} |" in manual
+    campaign_file = manual[manual.index("A campaign file") : manual.index("```toml")]
+    for field in fields(CampaignSpec):
+        assert f"`[{field.name}]`" in campaign_file or f"`{field.name}`" in campaign_file

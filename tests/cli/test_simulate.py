@@ -53,3 +53,17 @@ def test_without_a_target_there_is_no_prediction(run: Run, program: Path) -> Non
     result = run("simulate", "-", "--seeds", "1", "--json", stdin=json.dumps(document))
     assert result.exit_code == 0
     assert json.loads(result.stdout)["prediction"] is None
+
+
+@pytest.mark.parametrize("change", ["tasks", "bandwidth"])
+def test_what_cannot_be_predicted_is_no_internal_error(change: str, run: Run, program: Path) -> None:
+    document = json.loads(program.read_text(encoding="utf-8"))
+    if change == "tasks":
+        document |= {"tasks": [], "counters": [], "pages": None}
+    else:
+        document["target"]["hbm_bandwidth_gbs"] = 0
+    for command in ("simulate", "inspect"):
+        result = run(command, "-", "--json", stdin=json.dumps(document))
+        assert result.exit_code in (0, 3)
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert json.loads(run("simulate", "-", "--json", stdin=json.dumps(document)).stdout)["prediction"] is None
