@@ -10,12 +10,12 @@ import click
 from flywheel.cli.options import DEFAULTS, SharedOption, command, json_option
 from flywheel.cli.text import show, show_json, size, table, us
 from flywheel.cost_model import machine_for
-from flywheel.errors import UnknownNameError
 from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.ir.serde import target_to_dict
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
 from flywheel.models.spec import DecoderSpec, layer_weight_shapes, model_weight_shapes
+from flywheel.search.workload import find_target
 
 
 @command
@@ -28,7 +28,7 @@ def models(gpus: tuple[str, ...], dtype: str, as_json: bool) -> None:
 
     The floor is the time that reading a token's weights takes at the GPU's bandwidth.
     """
-    targets = [_target(gpu) for gpu in gpus]
+    targets = [find_target(gpu) for gpu in gpus]
     listed = [_model(spec, DTYPES[dtype], targets) for spec in CATALOG.values()]
     if as_json:
         show_json({"dtype": dtype, "models": listed})
@@ -95,9 +95,3 @@ def _model(spec: DecoderSpec, dtype: DType, targets: list[GpuTarget]) -> dict[st
         "bytes_per_token": nbytes,
         "floor_us": {target.name: target.bandwidth_bound_us(nbytes) for target in targets},
     }
-
-
-def _target(name: str) -> GpuTarget:
-    if name not in TARGETS:
-        raise UnknownNameError(f"GPU {name!r} is not one of {', '.join(TARGETS)}")
-    return TARGETS[name]
