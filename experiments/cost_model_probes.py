@@ -25,7 +25,7 @@ from flywheel.ir import (
     Task,
     Wait,
 )
-from flywheel.ir.variant import RESERVED_BYTES
+from flywheel.ir.variant import MAX_THREADS, MIN_STAGED_BYTES, RESERVED_BYTES
 
 KIB = 1024
 H200 = TARGETS["h200"]
@@ -117,8 +117,9 @@ class _Draft:
         self._config = ScheduleConfig(
             tiling={"stream": {"chunk_bytes": kernel.chunk_bytes}},
             pipelining_depth=depth,
-            threads_per_block=32 * (kernel.warps + 1),
-            smem_bytes_per_block=RESERVED_BYTES + kernel.chunk_bytes * kernel.ring_slots,
+            # As many matrix warps as the probe had consumers; the largest block has 15, of 16.
+            threads_per_block=min(32 * (2 * kernel.warps + 2), MAX_THREADS),
+            smem_bytes_per_block=RESERVED_BYTES + MIN_STAGED_BYTES + kernel.chunk_bytes * kernel.ring_slots,
         )
         self._buffers: list[Buffer] = []
         self._tasks: list[Task] = []

@@ -14,7 +14,7 @@ from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import BufferKind, KernelVariant, MegakernelProgram, Task, variant_of
 from flywheel.measure.floor import floor_us, weight_bytes_read
 
-MODEL_VERSION: Final = "1"
+MODEL_VERSION: Final = "2"
 """Changes whenever the same program may get another prediction."""
 
 STREAMED_KINDS: Final = frozenset({BufferKind.WEIGHT, BufferKind.KV_CACHE, BufferKind.CONST})
@@ -146,7 +146,7 @@ def _costs(
     program: MegakernelProgram, ordered: list[Task], variant: KernelVariant, machine: Machine
 ) -> tuple[list[float], list[float]]:
     """(work, time from the last chunk's arrival to the end) of each task."""
-    consumer, warps, chunk = machine.consumer, variant.consumer_warps, variant.chunk_bytes
+    consumer, warps, chunk = machine.consumer, variant.matrix_warps, variant.chunk_bytes
     task_us, byte_us = consumer.task_us(warps), 1 / consumer.rate(warps)
     flop_us = 1 / (consumer.flops_per_warp_us * warps)
     activation_us = 1 / (machine.activation_gbs * 1e3)

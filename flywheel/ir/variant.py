@@ -4,27 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from math import prod
+from typing import Final, NamedTuple
 
 from flywheel.errors import ConfigError
+from flywheel.ir.access import MATRIX_OPS
 from flywheel.ir.config import ScheduleConfig
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.target import GpuTarget
 
-RESERVED_BYTES: Final = 8 * 1024
-"""Shared memory for barriers, instruction words and reductions."""
+RESERVED_BYTES: Final = 16 * 1024
+"""Shared memory for barriers, instruction words, partial sums and reductions."""
+
+MIN_STAGED_BYTES: Final = 16 * 1024
+"""Least size of the staging area, where the values between a task's steps live too."""
 
 MAX_STAGED_BYTES: Final = 64 * 1024
-"""A longer activation vector is staged in slices."""
+"""Most that the staging area grows to; the VM refuses a longer operand."""
+
+WORK_BYTES: Final = 8 * 1024
+"""End of the staging area that kernels without a matrix operand take for themselves."""
 
 MIN_RING_SLOTS: Final = 2
+
+MAX_RING_SLOTS: Final = 64
+"""Slots whose barriers fit the reserved bytes; 64 of the smallest useful chunk outlast any stall."""
 
 CHUNK_BYTES: Final = (32768, 16384, 8192, 4096)
 """Bytes of one bulk copy, in order of preference where the config names none."""
 
+INFLIGHT_BYTES: Final = 96 * 1024
+"""Bytes that one SM has on their way from memory at once, where the config does not say. About 64 KiB saturate an H200;
+more only queue up, and everything else that goes to memory queues behind them."""
+
 WARP: Final = 32
+
+MIN_WARPS: Final = 4
+"""One to stream, one to wait and to fetch tasks, and at least one each that multiplies and that does the rest."""
+
+MAX_THREADS: Final = 1024
+
+FRAGMENT_K: Final = 16
+"""Weights are multiplied in blocks of 16 x 16; operands are padded to whole ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +56,14 @@ class KernelVariant:
 
     sm_arch: int
     threads: int
+    matrix_warps: int
+    """Warps that multiply streamed weights."""
     smem_bytes: int
     staged_bytes: int
     chunk_bytes: int
     ring_slots: int
+    inflight_chunks: int
+    """Copies on their way at once; the others of a full ring have landed."""
     prefetch_depth: int
 
     @property
@@ -45,26 +72,70 @@ class KernelVariant:
         return self.chunk_bytes * self.ring_slots
 
     @property
-    def consumer_warps(self) -> int:
-        """Warps that compute; one more streams."""
-        return self.threads // WARP - 1
+    def vector_warps(self) -> int:
+        """Warps that do everything else."""
+        return self.threads // WARP - 2 - self.matrix_warps
+
+
+def operand_stride(rows: int, depth: int) -> int:
+    """Elements from one row of a staged operand [rows, depth] to the next; several rows must not meet in one bank."""
+    return FRAGMENT_K * (-(-depth // FRAGMENT_K) + (rows > 1))
 
 
 def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
-    """Bytes of the longest vector that a matrix task keeps in shared memory, at most MAX_STAGED_BYTES."""
-    widest = 0
-    bits = {buffer.id: buffer.dtype.bits for buffer in buffers}
-    for task in {id(task.params): task for task in tasks}.values():  # tiles share their params
-        steps = task.params["recipe"]["steps"] if task.op is InstructionKind.FUSED else ()
-        depths = [task.params.get("K", 0), *(step.get("params", {}).get("K", 0) for step in steps)]
-        if any(depths):
-            element = max(bits[buffer] for buffer in task.inputs)
-            widest = max(widest, max(depths) * element // 8)
-    return min(widest, MAX_STAGED_BYTES)
+    """Bytes of the largest operand that a matrix task keeps in shared memory, in its weight's type; within
+    MIN_STAGED_BYTES and MAX_STAGED_BYTES."""
+    known = {buffer.id: buffer for buffer in buffers}
+    alike: dict[tuple[int, int], Task] = {}  # tiles share their operands and their recipe
+    for task in tasks:
+        params = task.params
+        recipe = params.get("recipe")
+        alike[id(task.inputs), params.get("K", 0) if recipe is None else id(recipe)] = task
+    largest = MIN_STAGED_BYTES
+    recipes: dict[int, list[_Product]] = {}
+    for task in alike.values():
+        for product in _products(task, recipes):
+            weight = known[task.inputs[product.weight]]
+            numel = known[task.inputs[product.x]].numel if product.numel is None else product.numel
+            rows = max(1, numel // product.depth)
+            largest = max(largest, weight.dtype.nbytes(rows * operand_stride(rows, product.depth)))
+    return min(largest, MAX_STAGED_BYTES)
+
+
+class _Product(NamedTuple):
+    """A matrix step: inputs that x and the weight are, elements of an x made by the recipe, and K."""
+
+    x: int
+    weight: int
+    numel: int | None
+    depth: int
+
+
+def _products(task: Task, recipes: dict[int, list[_Product]]) -> list[_Product]:
+    """The matrix steps of a task; of its recipe, read once for all tasks that share it."""
+    if task.op in MATRIX_OPS:
+        depth = task.params.get("K", 0)
+        return [_Product(0, 1, None, depth)] if depth > 0 else []
+    if task.op is not InstructionKind.FUSED:
+        return []
+    recipe = task.params["recipe"]
+    if id(recipe) not in recipes:
+        products = recipes[id(recipe)] = []
+        made: dict[int, int] = {}
+        for step in recipe["steps"]:
+            depth = step.get("params", {}).get("K", 0)
+            if InstructionKind[step["op"]] in MATRIX_OPS and depth > 0:
+                x, weight = step["args"][:2]
+                if "in" in weight:
+                    numel = made[x["s"]] if "s" in x else None
+                    products.append(_Product(x.get("in", 0), weight["in"], numel, depth))
+            if type(step["out"]) is int:
+                made[step["out"]] = prod(step["out_shape"])
+    return recipes[id(recipe)]
 
 
 def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> KernelVariant:
-    """The variant that `config` asks for on `target`, with `staged` bytes of activations kept on chip.
+    """The variant that `config` asks for on `target`, with `staged` bytes of activations kept on chip, or the least.
 
     `smem_bytes_per_block = 0` takes all that the GPU lets a block opt into. Raises ConfigError on a broken bound.
     """
@@ -73,23 +144,36 @@ def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> Ke
     if not 0 < smem <= limit:
         raise ConfigError(f"smem_bytes_per_block={smem} is not in 0..{limit} ({target.name})")
     threads = config.threads_per_block
-    if threads % WARP or not 2 * WARP <= threads <= min(1024, target.max_threads_per_sm):
-        raise ConfigError(f"threads_per_block={threads} is not a multiple of {WARP} in {2 * WARP}..1024")
+    least, most = MIN_WARPS * WARP, min(MAX_THREADS, target.max_threads_per_sm)
+    if threads % WARP or not least <= threads <= most:
+        raise ConfigError(f"threads_per_block={threads} is not a multiple of {WARP} in {least}..{most}")
     if not 0 <= config.pipelining_depth <= 1024:
         raise ConfigError(f"pipelining_depth={config.pipelining_depth} is not in 0..1024")
+    staged = max(staged, MIN_STAGED_BYTES)
     room = smem - staged - RESERVED_BYTES
-    asked = config.tiling.get("stream", {}).get("chunk_bytes")
+    warps = threads // WARP - 2  # beside the loader and the control warp
+    matrix_warps = min(config.tiling.get("warps", {}).get("matrix", -(-warps // 2)), warps - 1)
+    if matrix_warps < 1:
+        raise ConfigError(f"tiling.warps.matrix={matrix_warps} is not positive")
+    stream = config.tiling.get("stream", {})
+    asked = stream.get("chunk_bytes")
     fitting = [chunk for chunk in CHUNK_BYTES if chunk * MIN_RING_SLOTS <= room]
     chunk = asked if asked is not None else (fitting[0] if fitting else CHUNK_BYTES[-1])
     if chunk <= 0 or chunk % 1024:
         raise ConfigError(f"tiling.stream.chunk_bytes={chunk} is not a positive multiple of 1024")
-    slots = room // chunk
+    slots = min(room // chunk, MAX_RING_SLOTS)
     if slots < MIN_RING_SLOTS:
         raise ConfigError(
             f"smem_bytes_per_block={smem}: {room} bytes are left for the weight ring, "
             f"which needs {MIN_RING_SLOTS} chunks of {chunk}"
         )
-    return KernelVariant(target.sm_arch, threads, smem, staged, chunk, slots, config.pipelining_depth)
+    inflight = stream.get("inflight_bytes", INFLIGHT_BYTES)
+    if inflight <= 0:
+        raise ConfigError(f"tiling.stream.inflight_bytes={inflight} is not positive")
+    inflight_chunks = min(-(-inflight // chunk), slots)
+    return KernelVariant(
+        target.sm_arch, threads, matrix_warps, smem, staged, chunk, slots, inflight_chunks, config.pipelining_depth
+    )
 
 
 def variant_of(program: MegakernelProgram) -> KernelVariant:

@@ -15,7 +15,15 @@ ROW_QUANTUM: Final = 16
 KV_QUANTUM: Final = 16
 DEFAULT_KV_BLOCK: Final = 128
 
-_SIZES: Final = {"gemv": "N_tile", "attention": "kv_block", "stream": "chunk_bytes"}
+_SIZES: Final = {
+    "gemv": ("N_tile",),
+    "attention": ("kv_block",),
+    "stream": ("chunk_bytes", "inflight_bytes"),
+    "warps": ("matrix",),
+}
+
+_TILES: Final = ("gemv", "attention")
+"""Families whose sizes cut tensors; the others' are the kernel variant's, which checks them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +69,11 @@ def read_tiling(config: ScheduleConfig, graph: Graph, num_sms: int) -> Tiling:
             known = ", ".join([*_SIZES, *(f"gemv.{name}" for name in projections)])
             raise ConfigError(f"tiling: {archetype!r} is not one of {known}")
         for name, size in sizes.items():
-            if name != _SIZES[family]:
-                raise ConfigError(f"tiling.{archetype}: {name!r} is not {_SIZES[family]!r}, the only size of {family}")
+            if name not in _SIZES[family]:
+                known = " and ".join(map(repr, _SIZES[family]))
+                raise ConfigError(f"tiling.{archetype}: {name!r} is no size of {family}, which has {known}")
             quantum = ROW_QUANTUM if family == "gemv" else KV_QUANTUM
-            if family != "stream" and (size <= 0 or size % quantum):
+            if family in _TILES and (size <= 0 or size % quantum):
                 raise ConfigError(f"tiling.{archetype}.{name}={size} is not a positive multiple of {quantum}")
     kv_block = config.tiling.get("attention", {}).get("kv_block", DEFAULT_KV_BLOCK)
     return Tiling(config, num_sms, min(kv_block, graph.context), graph.context)

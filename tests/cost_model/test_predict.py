@@ -157,7 +157,7 @@ def programs(draw: st.DrawFn) -> MegakernelProgram:
     config = ScheduleConfig(
         tiling={"stream": {"chunk_bytes": draw(st.sampled_from([4, 8, 16, 32, 64])) * KIB}},
         pipelining_depth=draw(st.integers(0, 8)),
-        threads_per_block=draw(st.sampled_from([64, 256, 1024])),
+        threads_per_block=draw(st.sampled_from([128, 256, 1024])),
     )
     counters = tuple(Counter(number) for number in range(len(widths)))
     return MegakernelProgram(target=SMALL, buffers=buffers, counters=counters, tasks=tasks, config=config)

@@ -6,8 +6,19 @@ from dataclasses import replace
 import pytest
 
 from flywheel.errors import ConfigError
-from flywheel.ir import TARGETS, MegakernelProgram, ScheduleConfig, kernel_variant, variant_of
-from flywheel.ir.variant import MAX_STAGED_BYTES, RESERVED_BYTES, staged_bytes
+from flywheel.ir import (
+    TARGETS,
+    Buffer,
+    BufferKind,
+    DType,
+    InstructionKind,
+    MegakernelProgram,
+    ScheduleConfig,
+    Task,
+    kernel_variant,
+    variant_of,
+)
+from flywheel.ir.variant import MAX_STAGED_BYTES, MIN_STAGED_BYTES, RESERVED_BYTES, staged_bytes
 
 H100 = TARGETS["h100"]
 
@@ -17,14 +28,22 @@ def test_the_ring_takes_what_staging_and_reserve_leave() -> None:
     assert variant.smem_bytes == H100.smem_bytes_per_block_optin
     assert variant.ring_bytes + 16384 + RESERVED_BYTES <= variant.smem_bytes
     assert variant.ring_bytes + variant.chunk_bytes + 16384 + RESERVED_BYTES > variant.smem_bytes
-    assert (variant.threads, variant.consumer_warps, variant.prefetch_depth) == (256, 7, 2)
+    assert (variant.threads, variant.matrix_warps, variant.vector_warps, variant.prefetch_depth) == (256, 3, 3, 2)
     assert variant.sm_arch == 90
 
 
 def test_a_config_names_its_chunk() -> None:
     config = ScheduleConfig(tiling={"stream": {"chunk_bytes": 8192}}, smem_bytes_per_block=65536)
     variant = kernel_variant(config, H100, 0)
-    assert (variant.smem_bytes, variant.chunk_bytes, variant.ring_slots) == (65536, 8192, 7)
+    assert (variant.smem_bytes, variant.chunk_bytes, variant.ring_slots) == (65536, 8192, 4)
+
+
+@pytest.mark.parametrize(("warps", "matrix", "vector"), [(4, 1, 1), (5, 2, 1), (6, 2, 2), (10, 4, 4), (32, 15, 15)])
+def test_a_loader_and_a_control_warp_leave_the_rest_to_matrix_and_vector_warps(
+    warps: int, matrix: int, vector: int
+) -> None:
+    variant = kernel_variant(ScheduleConfig(threads_per_block=32 * warps), H100, 0)
+    assert (variant.matrix_warps, variant.vector_warps) == (matrix, vector)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +53,7 @@ def test_a_config_names_its_chunk() -> None:
         (ScheduleConfig(smem_bytes_per_block=H100.smem_bytes_per_block_optin + 1), 0),
         (ScheduleConfig(threads_per_block=0), 0),
         (ScheduleConfig(threads_per_block=32), 0),
+        (ScheduleConfig(threads_per_block=96), 0),
         (ScheduleConfig(threads_per_block=100), 0),
         (ScheduleConfig(threads_per_block=2048), 0),
         (ScheduleConfig(pipelining_depth=-1), 0),
@@ -50,13 +70,37 @@ def test_a_broken_bound_is_a_config_error(config: ScheduleConfig, staged: int) -
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_the_longest_vector_is_staged_whatever_the_ids_of_its_buffers(
+def test_the_longest_operand_is_staged_whatever_the_ids_of_its_buffers(
     tiny: MegakernelProgram, with_task: Callable[..., MegakernelProgram]
 ) -> None:
-    assert staged_bytes(tiny.tasks, tiny.buffers) == 32 * 2
-    assert staged_bytes(tiny.tasks, list(reversed(tiny.buffers))) == 32 * 2
-    deep = with_task(tiny, 102, params={"K": 10**6})
-    assert staged_bytes(deep.tasks, deep.buffers) == MAX_STAGED_BYTES
+    assert staged_bytes(tiny.tasks, tiny.buffers) == MIN_STAGED_BYTES
+    deep = with_task(tiny, 102, params={"K": 10007})
+    assert staged_bytes(deep.tasks, deep.buffers) == 10016 * 2
+    assert staged_bytes(deep.tasks, list(reversed(deep.buffers))) == 10016 * 2
+    deepest = with_task(tiny, 102, params={"K": 10**6})
+    assert staged_bytes(deepest.tasks, deepest.buffers) == MAX_STAGED_BYTES
+
+
+def test_several_rows_are_staged_apart() -> None:
+    shapes = {"x": (4, 4000), "w": (32, 4000), "y": (4, 32)}
+    buffers = [Buffer(number, name, BufferKind.CONST, DType.F16, shape) for number, (name, shape) in
+               enumerate(shapes.items())]  # fmt: skip
+    task = Task(0, InstructionKind.GEMV_TILE, (0, 1), (2,), 0, params={"K": 4000, "N_tile": 32, "n_off": 0})
+    assert staged_bytes([task], buffers) == 4 * 4016 * 2
+
+
+def test_an_operand_made_by_its_recipe_is_staged_in_the_type_of_its_weight() -> None:
+    steps = [
+        {"op": "COPY", "args": [{"in": 0}], "out": 0, "params": {}, "out_shape": [1, 10000], "out_dtype": "F32"},
+        {"op": "GEMV_TILE", "args": [{"s": 0}, {"in": 1}], "out": "final", "params": {"K": 10000},
+         "out_shape": [1, 8], "out_dtype": "F32"},
+    ]  # fmt: skip
+    buffers = [
+        Buffer(0, "x", BufferKind.IO_INPUT, DType.F32, (1, 10000)),
+        Buffer(1, "w", BufferKind.WEIGHT, DType.BF16, (8, 10000)),
+    ]
+    params = {"N_tile": 8, "n_off": 0, "recipe": {"steps": steps}}
+    assert staged_bytes([Task(0, InstructionKind.FUSED, (0, 1), (2,), 0, params=params)], buffers) == 20000
 
 
 def test_a_program_without_a_config_has_the_default_variant(tiny: MegakernelProgram) -> None:

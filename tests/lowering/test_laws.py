@@ -135,7 +135,7 @@ def foreign(draw: st.DrawFn, workload: Workload) -> ScheduleConfig:
         sm_assignment=draw(st.sampled_from(("load_balance", "round_robin"))),
         pipelining_depth=draw(st.integers(0, 1024)),
         page_allocation=draw(st.sampled_from(("linear", "graph_color", "none"))),
-        threads_per_block=32 * draw(st.integers(2, 32)),
+        threads_per_block=32 * draw(st.integers(4, 32)),
     )
     if draw(st.booleans()):
         return config

@@ -1,0 +1,299 @@
+"""The device ABI as data: constants, and the structs that `pack` fills and the kernel reads.
+
+`abi_codegen` writes them as C, `numpy_struct` gives them to Python; nothing else says how a struct looks. Names that
+the IR specification fixes keep its prefix, `amk_`. Source: docs/ir.md, "Device structs"; docs/vm.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from flywheel.ir import ABI_MAX_INPUTS, ABI_MAX_OUTPUTS, ABI_MAX_RANK, ABI_MAX_WAITS, InstructionKind
+from flywheel.ir.opcodes import PARAM_FIELDS
+
+MAX_STEPS: Final = 16
+"""Steps of one task; a recipe with more is refused at load."""
+
+MAX_ROWS: Final = 8
+"""Activation rows of one matrix task: the columns of an mma.m16n8k16 fragment."""
+
+FRAGMENT_ROWS: Final = 16
+"""A weight fragment is FRAGMENT_ROWS x FRAGMENT_K elements, which 32 lanes hold 8 each."""
+
+RESULT_REF: Final = 16
+"""An operand ref below this is a task input; from here on it is the scratch result of step `ref - RESULT_REF`."""
+
+SPILLED: Final = 1 << 30
+"""Added to a scratch offset that counts from the SM's slice of the workspace instead of from the staging area."""
+
+ABSENT: Final = -1
+"""A ref, table index or counter that is not there."""
+
+COUNTER_STRIDE: Final = 128
+"""Bytes from one counter to the next: a cache line each."""
+
+PARTIALS_BYTES: Final = 8 * 1024
+"""Shared memory for the partial sums of matrix steps: two passes."""
+
+
+class InstructionFlag(IntFlag):
+    """What the kernel must know of a task beside its params."""
+
+    TILED = 1
+    """Of a FUSED task whose params name n_off and N_tile: output 0, which is no KV cache, is written from n_off on."""
+    MOVES_POS = 2
+    """`pos` is the launch's position."""
+    MOVES_WINDOW = 4
+    """`kv_len` is cut behind the launch's position."""
+    X_STAGED = 8
+    """The SM's task before this one left the same matrix operand staged: steps before the first matrix step are
+    skipped, and that step does not stage."""
+
+
+class StepFlag(IntFlag):
+    """Params that a step takes from its task, and how a matrix step treats its operand."""
+
+    OWN_N_OFF = 1
+    OWN_N_TILE = 2
+    OWN_POS = 4
+    OWN_KV_START = 8
+    OWN_KV_LEN = 16
+    """Where a step of a recipe does not name one of these itself (no flag), the task's value holds."""
+    STAGE = 32
+    """A matrix step that must copy its operand to the start of the staging area first."""
+    X_IN_PLACE = 64
+    """A matrix step whose operand an earlier step wrote there, in the weight's dtype; its first reader announces it."""
+    REUSE_X = 128
+    """A matrix step whose operand the matrix step before it in this task left staged."""
+    INDEX_FROM_ZERO = 256
+    """A matrix step writes its columns from the start of its result (recipes), not from n_off."""
+    HAS_SCALE = 512
+    HAS_DIM = 1024
+    HAS_HEADS = 2048
+    HAS_HEAD_DIM = 4096
+    HAS_COLUMNS = 8192
+    """Optional params that are there: `scale`, `dim`, `n_heads`, `head_dim`; n_off and N_tile, own or the task's."""
+    HAS_M_TILE = 16384
+    VIEW = 32768
+    """A COPY of columns that nothing need run for: its readers look at the columns where they are."""
+
+
+class Epilogue(IntEnum):
+    """What a matrix step does to its rounded product before it stores it, `other` being `epilogue_arg`."""
+
+    NONE = 0
+    ADD = 1
+    """product + other, in the task's columns (a residual)."""
+    SILU_MUL = 2
+    """silu(other) * product, `other` being a scratch result (the gate)."""
+
+
+class SegmentFlag(IntFlag):
+    """How a matrix warp treats a segment."""
+
+    FRESH_X = 1
+    """Its operand is announced anew: wait for the next staging."""
+
+
+class Layout(IntEnum):
+    """Order of a buffer's elements in device memory."""
+
+    ROWS = 0
+    """Row-major."""
+    FRAGMENTS = 1
+    """[ceil(rows / 16)][ceil(width / 16)][32 lanes][8]: lane 4g + t of a block holds, of its 16 x 16 elements, rows g
+    and g + 8 at columns 4t..4t+3, in the order (g; 4t, 4t+1), (g+8; 4t, 4t+1), (g; 4t+2, 4t+3), (g+8; 4t+2, 4t+3).
+    Elements beyond the matrix are zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One member: a C type of CTYPES or the name of a struct, how many, and what it means."""
+
+    type: str
+    name: str
+    count: int = 1
+    note: str = ""
+
+
+CTYPES: Final[Mapping[str, tuple[str, int]]] = MappingProxyType(
+    {
+        "uint64_t": ("<u8", 8),
+        "int64_t": ("<i8", 8),
+        "uint32_t": ("<u4", 4),
+        "int32_t": ("<i4", 4),
+        "float": ("<f4", 4),
+        "int16_t": ("<i2", 2),
+    }
+)
+"""C type -> (numpy type, bytes)."""
+
+_PARAM_TYPES: Final = {"i": "int32_t", "f": "float"}
+
+STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
+    {
+        "amk_params_t": tuple(Field(_PARAM_TYPES[code], name) for name, code in PARAM_FIELDS.items()),
+        "amk_buffer_t": (
+            Field("uint64_t", "ptr", note="device address"),
+            Field("int64_t", "numel"),
+            Field("int32_t", "rank"),
+            Field("int32_t", "dtype", note="DType"),
+            Field("int32_t", "space", note="MemSpace"),
+            Field("int32_t", "layout", note="Layout"),
+            Field("int32_t", "shape", ABI_MAX_RANK),
+            Field("int64_t", "stride", ABI_MAX_RANK, note="in elements, of the logical row-major tensor"),
+        ),
+        "amk_instruction_t": (
+            Field("int32_t", "op", note="InstructionKind"),
+            Field("int32_t", "n_inputs"),
+            Field("int32_t", "n_outputs"),
+            Field("int32_t", "n_waits"),
+            Field("int32_t", "inputs", ABI_MAX_INPUTS, note="rows of the buffer table"),
+            Field("int32_t", "outputs", ABI_MAX_OUTPUTS),
+            Field("int32_t", "wait_counter", ABI_MAX_WAITS, note="rows of the counter table"),
+            Field("uint32_t", "wait_threshold", ABI_MAX_WAITS),
+            Field("int32_t", "out_counter"),
+            Field("int32_t", "sm"),
+            Field("amk_params_t", "params"),
+            Field("int32_t", "task", note="place in program.tasks, for reports"),
+            Field("int32_t", "first_step", note="row of the step table"),
+            Field("int32_t", "n_steps"),
+            Field("uint32_t", "flags", note="InstructionFlag"),
+            Field("int32_t", "reserved"),
+        ),
+        "amk_step_t": (
+            Field("int16_t", "op", note="InstructionKind, never FUSED"),
+            Field("int16_t", "n_args"),
+            Field("int16_t", "args", ABI_MAX_INPUTS, note="operand refs"),
+            Field("int16_t", "out", note="output of the task, or -1: scratch"),
+            Field("int16_t", "out_dtype", note="DType that the result is rounded to before anything else"),
+            Field("uint32_t", "flags", note="StepFlag"),
+            Field("int32_t", "out_numel", note="elements of the result; of a tiled task's final step, of its tile"),
+            Field("int32_t", "scratch", note="byte offset of the result, where it is scratch"),
+            Field("int32_t", "rope", note="offset of its inverse frequencies in the float table"),
+            Field("int32_t", "rows", note="of a matrix step, activation rows M; else of the result, see docs/vm.md"),
+            Field("int32_t", "kblocks", note="fragments that span K; of SOFTMAX, elements along its dimension"),
+            Field("int32_t", "chunk_kblocks", note="fragments of a chunk, at most; of SOFTMAX, its stride"),
+            Field("int32_t", "row_chunks", note="chunks of one row block"),
+            Field("int16_t", "epilogue", note="Epilogue"),
+            Field("int16_t", "epilogue_arg", note="operand ref"),
+            Field("amk_params_t", "params"),
+        ),
+        "amk_segment_t": (
+            Field("uint64_t", "src", note="device address of the first fragment"),
+            Field("int32_t", "queue_index", note="place of its task in the SM's queue"),
+            Field("int32_t", "row_blocks", note="blocks of 16 weight rows: one pass"),
+            Field("uint32_t", "row_stride", note="bytes from one row block to the next"),
+            Field("int32_t", "kblocks"),
+            Field("int32_t", "chunk_kblocks"),
+            Field("int32_t", "row_chunks"),
+            Field("int32_t", "rows", note="activation rows, M"),
+            Field("uint32_t", "flags", note="SegmentFlag"),
+        ),
+        "amk_report_t": (
+            Field("uint32_t", "fault", note="Fault"),
+            Field("int32_t", "task"),
+            Field("int32_t", "counter", note="counter waited for, or the value at fault"),
+            Field("uint32_t", "threshold"),
+            Field("uint32_t", "value"),
+            Field("int32_t", "sm"),
+        ),
+        "amk_trace_t": (
+            Field("uint64_t", "ns", 6, note="Stamp: nanoseconds of the GPU's global timer; 0: not passed"),
+        ),
+        "amk_program_t": (
+            Field("uint64_t", "buffers", note="amk_buffer_t[]"),
+            Field("uint64_t", "counters", note="uint32_t[2][n_counters * COUNTER_STRIDE / 4]: launches alternate"),
+            Field("uint64_t", "instructions", note="amk_instruction_t[], SM after SM"),
+            Field("uint64_t", "queues", note="int32_t[n_sms + 1]: first instruction of each SM"),
+            Field("uint64_t", "steps", note="amk_step_t[]"),
+            Field("uint64_t", "segments", note="amk_segment_t[], SM after SM"),
+            Field("uint64_t", "streams", note="int32_t[n_sms + 1]: first segment of each SM"),
+            Field("uint64_t", "floats", note="float[]: inverse frequencies"),
+            Field("uint64_t", "workspace", note="spilled scratch, workspace_stride bytes an SM"),
+            Field("uint64_t", "abort_flag", note="uint32_t in host memory, set by a watchdog"),
+            Field("uint64_t", "state", note="uint32_t[2]: launches done, blocks that left the current one"),
+            Field("uint64_t", "report", note="amk_report_t, first fault of a launch"),
+            Field("uint64_t", "trace", note="amk_trace_t[], one an instruction, where the variant traces; else 0"),
+            Field("int32_t", "n_counters"),
+            Field("int32_t", "workspace_stride"),
+            Field("int32_t", "ring_slots"),
+            Field("int32_t", "chunk_bytes"),
+            Field("int32_t", "staged_bytes"),
+            Field("int32_t", "prefetch_depth"),
+            Field("int32_t", "pass_blocks", note="row blocks of one pass at most"),
+            Field("int32_t", "inflight_chunks", note="bulk copies on their way at once"),
+        ),
+    }
+)
+"""Members of each struct, in order; alignments are natural and no struct has padding."""
+
+
+class Stamp(IntEnum):
+    """What a traced task has come to."""
+
+    CURRENT = 0
+    """The vector warps turned to it."""
+    READY = 1
+    """Its counters have been waited for."""
+    STAGED = 2
+    """The operand of its last matrix step to stage one is announced."""
+    MULTIPLIED = 3
+    """The last pass of its last matrix step is complete."""
+    STORED = 4
+    """Its last step is done."""
+    DONE = 5
+    """It has signalled."""
+
+
+class Fault(IntEnum):
+    """Why a launch stopped, or what it noticed."""
+
+    NONE = 0
+    ABORTED = 1
+    """The watchdog ended it while a task waited for a counter."""
+    BAD_TOKEN = 2
+    """An EMBED id is no row of its table."""
+
+
+
+_K = InstructionKind
+
+KERNELS: Final[Mapping[InstructionKind, str]] = MappingProxyType(
+    {
+        _K.COPY: "copy",
+        _K.EMBED: "embed",
+        _K.RMSNORM: "rmsnorm",
+        _K.LAYERNORM: "layernorm",
+        _K.GEMV_TILE: "matrix",
+        _K.GEMM_TILE: "matrix",
+        _K.ATTENTION_TILE: "attention_tile",
+        _K.ROPE: "rope",
+        _K.SILU_MUL: "silu_mul",
+        _K.GELU: "gelu",
+        _K.ADD: "add",
+        _K.MUL: "mul",
+        _K.DEQUANT: "dequant",
+        _K.SOFTMAX: "softmax",
+        _K.KV_APPEND: "kv_append",
+        _K.SAMPLE_ARGMAX: "sample_argmax",
+        _K.ATTENTION_COMBINE: "attention_combine",
+    }
+)
+"""What runs each opcode on the device: function `op_<name>` of `ops/<name>.cuh`. NOP has nothing to run, FUSED is its
+steps, and ALLREDUCE_SHARD has no kernel: one GPU runs the program."""
+
+
+def numpy_struct(name: str) -> np.dtype[np.void]:
+    """The numpy type of struct `name`, byte for byte the device's; nested structs are fields of their own types."""
+    fields: list[tuple[str, object] | tuple[str, object, tuple[int]]] = []
+    for field in STRUCTS[name]:
+        kind = CTYPES[field.type][0] if field.type in CTYPES else numpy_struct(field.type)
+        fields.append((field.name, kind) if field.count == 1 else (field.name, kind, (field.count,)))
+    return np.dtype(fields)

@@ -1,0 +1,174 @@
+"""The living end of a GPU worker: sends it programs, kills it when it hangs, replaces it when it dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from types import TracebackType
+from typing import Final, Self
+
+from flywheel.errors import FlywheelError
+from flywheel.ir import MegakernelProgram
+from flywheel.measure.contest import Contest
+from flywheel.measure.outcome import Crashed, TimedOut, TrialOutcome
+from flywheel.vm.child import sheltered
+from flywheel.vm.worker import Answer, MakeBench, Question, Ready, Unable, serve
+
+_EXIT_S: Final = 5.0
+"""What a worker that was told to end, or killed, may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Wall seconds. `start_s`: until the bench is built. `answer_s`: from a program to its outcome; what a launch may
+    take is the bench's business, and far less."""
+
+    start_s: float = 900.0
+    answer_s: float = 300.0
+
+
+class Client:
+    """One worker process at a time, which builds `make_bench()` and measures with it.
+
+    Outcomes beside those of the bench, of `worker.answer`: TimedOut for a worker that had to be killed, and Crashed for
+    one that died twice over one program; after the first death the program is tried again, in a new worker.
+    """
+
+    def __init__(self, make_bench: MakeBench, limits: Limits | None = None) -> None:
+        self._make_bench = make_bench
+        self._limits = limits or Limits()
+        self._process: SpawnProcess | None = None
+        self._connection: Connection | None = None
+        self._rivals: tuple[MegakernelProgram, ...] = ()  # those that the worker has
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and self._process is not None:
+            self._process.kill()  # nobody wants what it may be measuring
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id; None where there is none."""
+        return None if self._process is None else self._process.pid
+
+    def ready(self) -> None:
+        """Return with a worker that waits for programs: start the first one, replace a dead one.
+
+        Raises what `make_bench` raised where that is a FlywheelError, else a FlywheelError that says why none starts.
+        """
+        if self._process is None or not self._process.is_alive():
+            self.close()
+            self._start()
+
+    def measure(self, program: MegakernelProgram) -> TrialOutcome:
+        """The outcome of a program. Raises as `ready` does where no worker starts."""
+        first = self.attempt(program).outcome
+        if not (isinstance(first, Crashed) and first.transient):
+            return first
+        second = self.attempt(program).outcome
+        if isinstance(second, Crashed) and second.transient:
+            return Crashed(f"{first.reason}, then again: {second.reason}", transient=False)
+        return second
+
+    def close(self) -> None:
+        """End the worker, if any."""
+        process, connection = self._process, self._connection
+        self._process = self._connection = None
+        self._rivals = ()
+        if connection is not None:
+            connection.close()
+        if process is not None:
+            process.join(_EXIT_S)
+            process.kill()
+            process.join(_EXIT_S)
+
+    def attempt(
+        self, program: MegakernelProgram, rivals: tuple[MegakernelProgram, ...] = (), rounds: int = 1
+    ) -> Contest:
+        """Measure a program, against `rivals` where there are any, without a second try: a death is Crashed and
+        transient. The same `rivals` object is not sent twice. Raises as `ready` does."""
+        self.ready()
+        process, connection, limit_s = self._process, self._connection, self._limits.answer_s
+        known, self._rivals = rivals is self._rivals, rivals
+        assert process is not None
+        assert connection is not None
+        answer: Answer | None = None
+        # An error of the connection: the worker is dead, and its last message may be cut off.
+        with _killed_after(process, limit_s) as late, suppress(EOFError, OSError):
+            connection.send(Question(program, None if known else rivals, rounds))
+            answer = connection.recv()
+        if answer is None:
+            death = _death(process)
+            self.close()
+            if late.is_set():
+                return Contest(TimedOut(limit_s, f"the GPU worker gave no answer within {limit_s:g} s and was killed"))
+            return Contest(Crashed(f"the GPU worker died: {death}", transient=True))
+        if answer.last:
+            self.close()
+        return answer.contest
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, self._make_bench), name="flywheel-gpu", daemon=True)
+        with sheltered():
+            process.start()
+        theirs.close()  # or its death would not end what is read here
+        self._process, self._connection = process, ours
+        hello: Ready | Unable | None = None
+        with _killed_after(process, self._limits.start_s) as late, suppress(EOFError, OSError):
+            hello = ours.recv()
+        match hello:
+            case Ready():
+                return
+            case Unable(error):
+                self.close()
+                raise error
+        death = _death(process)
+        self.close()
+        if late.is_set():
+            raise FlywheelError(f"GPU worker: not ready after {self._limits.start_s:g} s")
+        raise FlywheelError(f"GPU worker: died before it was ready: {death}")
+
+
+@contextmanager
+def _killed_after(process: SpawnProcess, limit_s: float) -> Iterator[threading.Event]:
+    """Kills the process when the time is up, and says so: whatever is read from it or written to it then ends."""
+    late = threading.Event()
+
+    def kill() -> None:
+        late.set()
+        process.kill()
+
+    timer = threading.Timer(limit_s, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield late
+    finally:
+        timer.cancel()
+
+
+def _death(process: SpawnProcess) -> str:
+    """How a process ended whose connection is closed; one that lingers is killed."""
+    process.join(_EXIT_S)
+    code = process.exitcode
+    if code is None:
+        return "it closed its connection"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"signal {-code}"

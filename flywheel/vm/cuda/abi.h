@@ -1,0 +1,337 @@
+// Written by `python -m flywheel.vm.abi_codegen`; change the tables there instead.
+#pragma once
+
+#ifdef __CUDACC_RTC__
+typedef signed short int16_t;
+typedef int int32_t;
+typedef long long int64_t;
+typedef unsigned short uint16_t;
+typedef unsigned char uint8_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+#else
+#include <stdint.h>
+#endif
+
+// NVRTC can say where a member is from CUDA 13.5 on; before, a struct's size must do.
+#if __CUDACC_VER_MAJOR__ > 13 || (__CUDACC_VER_MAJOR__ == 13 && __CUDACC_VER_MINOR__ >= 5)
+#define FW_ASSERT_OFFSET(type, member, offset) \
+  static_assert(__builtin_offsetof(type, member) == offset, #type "." #member)
+#else
+#define FW_ASSERT_OFFSET(type, member, offset) static_assert(offset < sizeof(type), #type "." #member)
+#endif
+
+typedef int32_t amk_opcode_t;
+typedef int32_t amk_dtype_t;
+typedef int32_t amk_memspace_t;
+typedef uint32_t amk_counter_t;
+
+#define AMK_ABI_VERSION_MAJOR 0
+#define AMK_ABI_VERSION_MINOR 2
+#define AMK_MAX_INPUTS 8
+#define AMK_MAX_OUTPUTS 4
+#define AMK_MAX_WAITS 8
+#define AMK_MAX_RANK 4
+#define FW_MAX_STEPS 16
+#define FW_MAX_ROWS 8
+#define FW_FRAGMENT_ROWS 16
+#define FW_FRAGMENT_K 16
+#define FW_RESULT_REF 16
+#define FW_SPILLED 1073741824
+#define FW_ABSENT (-1)
+#define FW_COUNTER_STRIDE 128
+#define FW_RESERVED_BYTES 16384
+#define FW_PARTIALS_BYTES 8192
+#define FW_MIN_STAGED_BYTES 16384
+#define FW_WORK_BYTES 8192
+#define FW_MAX_RING_SLOTS 64
+#define FW_WARP 32
+#define AMK_OP_NOP 0
+#define AMK_OP_COPY 1
+#define AMK_OP_EMBED 2
+#define AMK_OP_RMSNORM 3
+#define AMK_OP_LAYERNORM 4
+#define AMK_OP_GEMV_TILE 5
+#define AMK_OP_GEMM_TILE 6
+#define AMK_OP_ATTENTION_TILE 7
+#define AMK_OP_ROPE 8
+#define AMK_OP_SILU_MUL 9
+#define AMK_OP_GELU 10
+#define AMK_OP_ADD 11
+#define AMK_OP_MUL 12
+#define AMK_OP_DEQUANT 13
+#define AMK_OP_SOFTMAX 14
+#define AMK_OP_ALLREDUCE_SHARD 15
+#define AMK_OP_KV_APPEND 16
+#define AMK_OP_SAMPLE_ARGMAX 17
+#define AMK_OP_ATTENTION_COMBINE 18
+#define AMK_OP_FUSED 19
+#define AMK_DTYPE_F32 0
+#define AMK_DTYPE_F16 1
+#define AMK_DTYPE_BF16 2
+#define AMK_DTYPE_F8E4M3 3
+#define AMK_DTYPE_F8E5M2 4
+#define AMK_DTYPE_I32 5
+#define AMK_DTYPE_I8 6
+#define AMK_DTYPE_I4 7
+#define AMK_DTYPE_U8 8
+#define AMK_DTYPE_BOOL 9
+#define AMK_MEMSPACE_HBM 0
+#define AMK_MEMSPACE_GLOBAL_SCRATCH 1
+#define AMK_MEMSPACE_SMEM 2
+#define AMK_MEMSPACE_REGISTER 3
+#define FW_INSTRUCTION_TILED 1
+#define FW_INSTRUCTION_MOVES_POS 2
+#define FW_INSTRUCTION_MOVES_WINDOW 4
+#define FW_INSTRUCTION_X_STAGED 8
+#define FW_STEP_OWN_N_OFF 1
+#define FW_STEP_OWN_N_TILE 2
+#define FW_STEP_OWN_POS 4
+#define FW_STEP_OWN_KV_START 8
+#define FW_STEP_OWN_KV_LEN 16
+#define FW_STEP_STAGE 32
+#define FW_STEP_X_IN_PLACE 64
+#define FW_STEP_REUSE_X 128
+#define FW_STEP_INDEX_FROM_ZERO 256
+#define FW_STEP_HAS_SCALE 512
+#define FW_STEP_HAS_DIM 1024
+#define FW_STEP_HAS_HEADS 2048
+#define FW_STEP_HAS_HEAD_DIM 4096
+#define FW_STEP_HAS_COLUMNS 8192
+#define FW_STEP_HAS_M_TILE 16384
+#define FW_STEP_VIEW 32768
+#define FW_EPILOGUE_NONE 0
+#define FW_EPILOGUE_ADD 1
+#define FW_EPILOGUE_SILU_MUL 2
+#define FW_SEGMENT_FRESH_X 1
+#define FW_LAYOUT_ROWS 0
+#define FW_LAYOUT_FRAGMENTS 1
+#define FW_STAMP_CURRENT 0
+#define FW_STAMP_READY 1
+#define FW_STAMP_STAGED 2
+#define FW_STAMP_MULTIPLIED 3
+#define FW_STAMP_STORED 4
+#define FW_STAMP_DONE 5
+#define FW_FAULT_NONE 0
+#define FW_FAULT_ABORTED 1
+#define FW_FAULT_BAD_TOKEN 2
+
+struct amk_params_t {
+  int32_t hidden;
+  float eps;
+  int32_t K;
+  int32_t M_tile;
+  int32_t N_tile;
+  int32_t n_off;
+  int32_t head_dim;
+  int32_t n_heads;
+  int32_t n_kv_heads;
+  int32_t kv_start;
+  int32_t kv_len;
+  float scale;
+  float theta;
+  int32_t qdtype;
+  int32_t group;
+  int32_t pos;
+  int32_t dim;
+};
+static_assert(sizeof(amk_params_t) == 68, "amk_params_t");
+FW_ASSERT_OFFSET(amk_params_t, hidden, 0);
+FW_ASSERT_OFFSET(amk_params_t, eps, 4);
+FW_ASSERT_OFFSET(amk_params_t, K, 8);
+FW_ASSERT_OFFSET(amk_params_t, M_tile, 12);
+FW_ASSERT_OFFSET(amk_params_t, N_tile, 16);
+FW_ASSERT_OFFSET(amk_params_t, n_off, 20);
+FW_ASSERT_OFFSET(amk_params_t, head_dim, 24);
+FW_ASSERT_OFFSET(amk_params_t, n_heads, 28);
+FW_ASSERT_OFFSET(amk_params_t, n_kv_heads, 32);
+FW_ASSERT_OFFSET(amk_params_t, kv_start, 36);
+FW_ASSERT_OFFSET(amk_params_t, kv_len, 40);
+FW_ASSERT_OFFSET(amk_params_t, scale, 44);
+FW_ASSERT_OFFSET(amk_params_t, theta, 48);
+FW_ASSERT_OFFSET(amk_params_t, qdtype, 52);
+FW_ASSERT_OFFSET(amk_params_t, group, 56);
+FW_ASSERT_OFFSET(amk_params_t, pos, 60);
+FW_ASSERT_OFFSET(amk_params_t, dim, 64);
+
+struct amk_buffer_t {
+  uint64_t ptr;  // device address
+  int64_t numel;
+  int32_t rank;
+  int32_t dtype;  // DType
+  int32_t space;  // MemSpace
+  int32_t layout;  // Layout
+  int32_t shape[4];
+  int64_t stride[4];  // in elements, of the logical row-major tensor
+};
+static_assert(sizeof(amk_buffer_t) == 80, "amk_buffer_t");
+FW_ASSERT_OFFSET(amk_buffer_t, ptr, 0);
+FW_ASSERT_OFFSET(amk_buffer_t, numel, 8);
+FW_ASSERT_OFFSET(amk_buffer_t, rank, 16);
+FW_ASSERT_OFFSET(amk_buffer_t, dtype, 20);
+FW_ASSERT_OFFSET(amk_buffer_t, space, 24);
+FW_ASSERT_OFFSET(amk_buffer_t, layout, 28);
+FW_ASSERT_OFFSET(amk_buffer_t, shape, 32);
+FW_ASSERT_OFFSET(amk_buffer_t, stride, 48);
+
+struct amk_instruction_t {
+  int32_t op;  // InstructionKind
+  int32_t n_inputs;
+  int32_t n_outputs;
+  int32_t n_waits;
+  int32_t inputs[8];  // rows of the buffer table
+  int32_t outputs[4];
+  int32_t wait_counter[8];  // rows of the counter table
+  uint32_t wait_threshold[8];
+  int32_t out_counter;
+  int32_t sm;
+  amk_params_t params;
+  int32_t task;  // place in program.tasks, for reports
+  int32_t first_step;  // row of the step table
+  int32_t n_steps;
+  uint32_t flags;  // InstructionFlag
+  int32_t reserved;
+};
+static_assert(sizeof(amk_instruction_t) == 224, "amk_instruction_t");
+FW_ASSERT_OFFSET(amk_instruction_t, op, 0);
+FW_ASSERT_OFFSET(amk_instruction_t, n_inputs, 4);
+FW_ASSERT_OFFSET(amk_instruction_t, n_outputs, 8);
+FW_ASSERT_OFFSET(amk_instruction_t, n_waits, 12);
+FW_ASSERT_OFFSET(amk_instruction_t, inputs, 16);
+FW_ASSERT_OFFSET(amk_instruction_t, outputs, 48);
+FW_ASSERT_OFFSET(amk_instruction_t, wait_counter, 64);
+FW_ASSERT_OFFSET(amk_instruction_t, wait_threshold, 96);
+FW_ASSERT_OFFSET(amk_instruction_t, out_counter, 128);
+FW_ASSERT_OFFSET(amk_instruction_t, sm, 132);
+FW_ASSERT_OFFSET(amk_instruction_t, params, 136);
+FW_ASSERT_OFFSET(amk_instruction_t, task, 204);
+FW_ASSERT_OFFSET(amk_instruction_t, first_step, 208);
+FW_ASSERT_OFFSET(amk_instruction_t, n_steps, 212);
+FW_ASSERT_OFFSET(amk_instruction_t, flags, 216);
+FW_ASSERT_OFFSET(amk_instruction_t, reserved, 220);
+
+struct amk_step_t {
+  int16_t op;  // InstructionKind, never FUSED
+  int16_t n_args;
+  int16_t args[8];  // operand refs
+  int16_t out;  // output of the task, or -1: scratch
+  int16_t out_dtype;  // DType that the result is rounded to before anything else
+  uint32_t flags;  // StepFlag
+  int32_t out_numel;  // elements of the result; of a tiled task's final step, of its tile
+  int32_t scratch;  // byte offset of the result, where it is scratch
+  int32_t rope;  // offset of its inverse frequencies in the float table
+  int32_t rows;  // of a matrix step, activation rows M; else of the result, see docs/vm.md
+  int32_t kblocks;  // fragments that span K; of SOFTMAX, elements along its dimension
+  int32_t chunk_kblocks;  // fragments of a chunk, at most; of SOFTMAX, its stride
+  int32_t row_chunks;  // chunks of one row block
+  int16_t epilogue;  // Epilogue
+  int16_t epilogue_arg;  // operand ref
+  amk_params_t params;
+};
+static_assert(sizeof(amk_step_t) == 128, "amk_step_t");
+FW_ASSERT_OFFSET(amk_step_t, op, 0);
+FW_ASSERT_OFFSET(amk_step_t, n_args, 2);
+FW_ASSERT_OFFSET(amk_step_t, args, 4);
+FW_ASSERT_OFFSET(amk_step_t, out, 20);
+FW_ASSERT_OFFSET(amk_step_t, out_dtype, 22);
+FW_ASSERT_OFFSET(amk_step_t, flags, 24);
+FW_ASSERT_OFFSET(amk_step_t, out_numel, 28);
+FW_ASSERT_OFFSET(amk_step_t, scratch, 32);
+FW_ASSERT_OFFSET(amk_step_t, rope, 36);
+FW_ASSERT_OFFSET(amk_step_t, rows, 40);
+FW_ASSERT_OFFSET(amk_step_t, kblocks, 44);
+FW_ASSERT_OFFSET(amk_step_t, chunk_kblocks, 48);
+FW_ASSERT_OFFSET(amk_step_t, row_chunks, 52);
+FW_ASSERT_OFFSET(amk_step_t, epilogue, 56);
+FW_ASSERT_OFFSET(amk_step_t, epilogue_arg, 58);
+FW_ASSERT_OFFSET(amk_step_t, params, 60);
+
+struct amk_segment_t {
+  uint64_t src;  // device address of the first fragment
+  int32_t queue_index;  // place of its task in the SM's queue
+  int32_t row_blocks;  // blocks of 16 weight rows: one pass
+  uint32_t row_stride;  // bytes from one row block to the next
+  int32_t kblocks;
+  int32_t chunk_kblocks;
+  int32_t row_chunks;
+  int32_t rows;  // activation rows, M
+  uint32_t flags;  // SegmentFlag
+};
+static_assert(sizeof(amk_segment_t) == 40, "amk_segment_t");
+FW_ASSERT_OFFSET(amk_segment_t, src, 0);
+FW_ASSERT_OFFSET(amk_segment_t, queue_index, 8);
+FW_ASSERT_OFFSET(amk_segment_t, row_blocks, 12);
+FW_ASSERT_OFFSET(amk_segment_t, row_stride, 16);
+FW_ASSERT_OFFSET(amk_segment_t, kblocks, 20);
+FW_ASSERT_OFFSET(amk_segment_t, chunk_kblocks, 24);
+FW_ASSERT_OFFSET(amk_segment_t, row_chunks, 28);
+FW_ASSERT_OFFSET(amk_segment_t, rows, 32);
+FW_ASSERT_OFFSET(amk_segment_t, flags, 36);
+
+struct amk_report_t {
+  uint32_t fault;  // Fault
+  int32_t task;
+  int32_t counter;  // counter waited for, or the value at fault
+  uint32_t threshold;
+  uint32_t value;
+  int32_t sm;
+};
+static_assert(sizeof(amk_report_t) == 24, "amk_report_t");
+FW_ASSERT_OFFSET(amk_report_t, fault, 0);
+FW_ASSERT_OFFSET(amk_report_t, task, 4);
+FW_ASSERT_OFFSET(amk_report_t, counter, 8);
+FW_ASSERT_OFFSET(amk_report_t, threshold, 12);
+FW_ASSERT_OFFSET(amk_report_t, value, 16);
+FW_ASSERT_OFFSET(amk_report_t, sm, 20);
+
+struct amk_trace_t {
+  uint64_t ns[6];  // Stamp: nanoseconds of the GPU's global timer; 0: not passed
+};
+static_assert(sizeof(amk_trace_t) == 48, "amk_trace_t");
+FW_ASSERT_OFFSET(amk_trace_t, ns, 0);
+
+struct amk_program_t {
+  uint64_t buffers;  // amk_buffer_t[]
+  uint64_t counters;  // uint32_t[2][n_counters * COUNTER_STRIDE / 4]: launches alternate
+  uint64_t instructions;  // amk_instruction_t[], SM after SM
+  uint64_t queues;  // int32_t[n_sms + 1]: first instruction of each SM
+  uint64_t steps;  // amk_step_t[]
+  uint64_t segments;  // amk_segment_t[], SM after SM
+  uint64_t streams;  // int32_t[n_sms + 1]: first segment of each SM
+  uint64_t floats;  // float[]: inverse frequencies
+  uint64_t workspace;  // spilled scratch, workspace_stride bytes an SM
+  uint64_t abort_flag;  // uint32_t in host memory, set by a watchdog
+  uint64_t state;  // uint32_t[2]: launches done, blocks that left the current one
+  uint64_t report;  // amk_report_t, first fault of a launch
+  uint64_t trace;  // amk_trace_t[], one an instruction, where the variant traces; else 0
+  int32_t n_counters;
+  int32_t workspace_stride;
+  int32_t ring_slots;
+  int32_t chunk_bytes;
+  int32_t staged_bytes;
+  int32_t prefetch_depth;
+  int32_t pass_blocks;  // row blocks of one pass at most
+  int32_t inflight_chunks;  // bulk copies on their way at once
+};
+static_assert(sizeof(amk_program_t) == 136, "amk_program_t");
+FW_ASSERT_OFFSET(amk_program_t, buffers, 0);
+FW_ASSERT_OFFSET(amk_program_t, counters, 8);
+FW_ASSERT_OFFSET(amk_program_t, instructions, 16);
+FW_ASSERT_OFFSET(amk_program_t, queues, 24);
+FW_ASSERT_OFFSET(amk_program_t, steps, 32);
+FW_ASSERT_OFFSET(amk_program_t, segments, 40);
+FW_ASSERT_OFFSET(amk_program_t, streams, 48);
+FW_ASSERT_OFFSET(amk_program_t, floats, 56);
+FW_ASSERT_OFFSET(amk_program_t, workspace, 64);
+FW_ASSERT_OFFSET(amk_program_t, abort_flag, 72);
+FW_ASSERT_OFFSET(amk_program_t, state, 80);
+FW_ASSERT_OFFSET(amk_program_t, report, 88);
+FW_ASSERT_OFFSET(amk_program_t, trace, 96);
+FW_ASSERT_OFFSET(amk_program_t, n_counters, 104);
+FW_ASSERT_OFFSET(amk_program_t, workspace_stride, 108);
+FW_ASSERT_OFFSET(amk_program_t, ring_slots, 112);
+FW_ASSERT_OFFSET(amk_program_t, chunk_bytes, 116);
+FW_ASSERT_OFFSET(amk_program_t, staged_bytes, 120);
+FW_ASSERT_OFFSET(amk_program_t, prefetch_depth, 124);
+FW_ASSERT_OFFSET(amk_program_t, pass_blocks, 128);
+FW_ASSERT_OFFSET(amk_program_t, inflight_chunks, 132);

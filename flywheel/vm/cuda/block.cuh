@@ -1,0 +1,82 @@
+// One block's shared memory, and how its warps divide the work: a loader, a control warp, matrix warps, vector warps.
+#pragma once
+
+#include "numeric.cuh"
+#include "ring.cuh"
+
+constexpr int WARP = 32;
+constexpr int WARPS = FW_THREADS / WARP;
+constexpr int MATRIX_WARPS = FW_MATRIX_WARPS;
+constexpr int VECTOR_WARPS = WARPS - 2 - MATRIX_WARPS;
+constexpr int VECTOR_THREADS = VECTOR_WARPS * WARP;
+constexpr int LOADER_WARP = 0;
+constexpr int CONTROL_WARP = 1;
+constexpr int FIRST_MATRIX_WARP = 2;
+constexpr int FIRST_VECTOR_WARP = FIRST_MATRIX_WARP + MATRIX_WARPS;
+constexpr int VECTOR_BARRIER = 1;
+
+constexpr int TASK_SLOTS = 2;
+constexpr int PARTIAL_BYTES = FW_PARTIALS_BYTES;
+constexpr int PARTIAL_OFFSET = FW_RESERVED_BYTES - PARTIAL_BYTES;
+
+static_assert(WARPS >= 4 && VECTOR_WARPS >= 1, "a block needs four warps");
+
+extern __shared__ __align__(1024) char dynamic_shared[];
+
+__device__ __forceinline__ int lane_id() { return threadIdx.x % WARP; }
+
+// A task as the vector warps see it: fetched ahead, operands resolved, params inherited and moved to the launch's position,
+// so that a step begins with nothing but shared-memory loads.
+struct TaskSlot {
+    amk_instruction_t instruction;
+    Operand inputs[AMK_MAX_INPUTS];
+    Operand results[FW_MAX_STEPS];  // what each step writes: scratch, or an output
+    amk_step_t steps[FW_MAX_STEPS];
+};
+
+// The reserved bytes at the start of shared memory. Behind them lie the pass buffers, the staging area and the ring.
+struct Block {
+    amk_program_t program;
+    Ring ring;
+    int queue_first, queue_end;    // instructions
+    int stream_first, stream_end;  // segments
+    uint32_t* counters;            // this launch's set
+    int position;                  // of the launch, or -1
+    uint32_t aborted;
+    int32_t progress;  // place in the queue of the task that the vector warps are at
+    int32_t passes;    // passes of matrix steps that they have taken over
+    uint64_t ring_full[FW_MAX_RING_SLOTS];
+    uint64_t ring_empty[FW_MAX_RING_SLOTS];
+    uint64_t x_full;            // the matrix operand is staged
+    uint64_t partial_full[2];   // all chunks of a pass are multiplied
+    uint64_t partial_empty[2];  // its partials have been read
+    uint64_t task_ready[TASK_SLOTS];
+    uint64_t task_free[TASK_SLOTS];
+    float reduce[WARP];
+    alignas(16) TaskSlot tasks[TASK_SLOTS];
+
+    // [pass_blocks][MATRIX_WARPS][rows][16], two in turn.
+    __device__ __forceinline__ float* partial(int pass) const {
+        return reinterpret_cast<float*>(dynamic_shared + PARTIAL_OFFSET + (pass & 1) * (PARTIAL_BYTES / 2));
+    }
+    __device__ __forceinline__ char* staging() const { return dynamic_shared + FW_RESERVED_BYTES; }
+    __device__ __forceinline__ uint32_t* counter(int index) const { return counters + index * (FW_COUNTER_STRIDE / 4); }
+    __device__ __forceinline__ bool is_aborted() const { return *const_cast<const volatile uint32_t*>(&aborted) != 0; }
+    __device__ __forceinline__ void abort() { *const_cast<volatile uint32_t*>(&aborted) = 1; }
+};
+
+__device__ __forceinline__ Block& this_block() { return *reinterpret_cast<Block*>(dynamic_shared); }
+
+static_assert(sizeof(Block) <= PARTIAL_OFFSET, "barriers and task slots outgrow the reserved bytes");
+
+// The first fault of a launch is the one reported.
+__device__ __forceinline__ void report(const amk_program_t& program, int fault, int task, int counter, uint32_t threshold,
+                                       uint32_t value) {
+    amk_report_t* report = reinterpret_cast<amk_report_t*>(program.report);
+    if (atomicCAS(&report->fault, 0u, static_cast<uint32_t>(fault)) != 0u) return;
+    report->task = task;
+    report->counter = counter;
+    report->threshold = threshold;
+    report->value = value;
+    report->sm = blockIdx.x;
+}

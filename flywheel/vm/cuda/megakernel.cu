@@ -1,0 +1,101 @@
+// One decode step as one cooperative launch: one block per SM, each walking its queue of tasks. Source: docs/vm.md.
+#include "vm_loop.cuh"
+
+__device__ __forceinline__ void init_barriers(Block& block) {
+    for (int slot = 0; slot < block.program.ring_slots; slot++) {
+        barrier_init(&block.ring_full[slot], FW_RING_ARRIVALS);
+        barrier_init(&block.ring_empty[slot], 1);
+    }
+    barrier_init(&block.x_full, 1);
+    for (int i = 0; i < 2; i++) {
+        barrier_init(&block.partial_full[i], MATRIX_WARPS);
+        barrier_init(&block.partial_empty[i], VECTOR_WARPS);
+    }
+    for (int i = 0; i < TASK_SLOTS; i++) {
+        barrier_init(&block.task_ready[i], 1);
+        barrier_init(&block.task_free[i], 1);
+    }
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // before bulk copies may complete on them
+#endif
+}
+
+// Launches alternate between two sets of counters; each clears the set of the next one.
+__device__ __forceinline__ uint32_t* counter_set(const amk_program_t& program, uint32_t launch) {
+    return reinterpret_cast<uint32_t*>(program.counters) +
+           static_cast<long long>(launch & 1) * program.n_counters * (FW_COUNTER_STRIDE / 4);
+}
+
+__device__ __forceinline__ void enter(Block& block, uint32_t launch, int position) {
+    const amk_program_t& program = block.program;
+    const int32_t* queues = reinterpret_cast<const int32_t*>(program.queues);
+    const int32_t* streams = reinterpret_cast<const int32_t*>(program.streams);
+    block.ring = {block.staging() + program.staged_bytes, block.ring_full, block.ring_empty, program.ring_slots,
+                  program.chunk_bytes};
+    block.queue_first = queues[blockIdx.x];
+    block.queue_end = queues[blockIdx.x + 1];
+    block.stream_first = streams[blockIdx.x];
+    block.stream_end = streams[blockIdx.x + 1];
+    block.counters = counter_set(program, launch);
+    block.position = position;
+    block.aborted = 0;
+    block.progress = 0;
+    block.passes = 0;
+    init_barriers(block);
+}
+
+// The last block to leave counts the launch.
+__device__ __forceinline__ void leave(const amk_program_t& program, uint32_t launch) {
+    uint32_t* state = reinterpret_cast<uint32_t*>(program.state);
+    __threadfence();
+    if (atomicAdd(&state[1], 1u) == gridDim.x - 1) {
+        state[1] = 0;
+        state[0] = launch + 1;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(FW_THREADS, 1) megakernel(const amk_program_t* device_program, int position) {
+    Block& block = this_block();
+    if (threadIdx.x < sizeof(amk_program_t) / 8) {
+        reinterpret_cast<uint64_t*>(&block.program)[threadIdx.x] = reinterpret_cast<const uint64_t*>(device_program)[threadIdx.x];
+    }
+    __syncthreads();
+    const amk_program_t& program = block.program;
+    const uint32_t launch = *reinterpret_cast<const volatile uint32_t*>(program.state);
+    uint32_t* cleared = counter_set(program, launch + 1);
+    for (int i = blockIdx.x * FW_THREADS + threadIdx.x; i < program.n_counters; i += gridDim.x * FW_THREADS) {
+        cleared[i * (FW_COUNTER_STRIDE / 4)] = 0;
+    }
+    if (threadIdx.x == 0) enter(block, launch, position);
+    __syncthreads();
+
+    const int warp = threadIdx.x / WARP;
+    if (warp == LOADER_WARP) {
+        if (FW_RING_ARRIVALS == WARP || lane_id() == 0) run_loader();
+    } else if (warp == CONTROL_WARP) {
+        run_control();
+    } else if (warp < FIRST_VECTOR_WARP) {
+        run_matrix_warp(warp - FIRST_MATRIX_WARP);
+    } else {
+        run_vector_warps();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) leave(program, launch);
+}
+
+// src [rows, width] row-major to fragments, zero behind the matrix: abi.py, Layout.FRAGMENTS. A thread a lane of a fragment.
+extern "C" __global__ void pack_matrix(const element_t* src, element_t* dst, int rows, int width) {
+    const int column_blocks = (width + 15) / 16;
+    const long long total = static_cast<long long>((rows + 15) / 16) * column_blocks * WARP;
+    const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
+    for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < total; i += step) {
+        const int lane = static_cast<int>(i % WARP);
+        const long long fragment = i / WARP;
+        const int row = static_cast<int>(fragment / column_blocks) * 16 + lane / 4;
+        const int column = static_cast<int>(fragment % column_blocks) * 16 + lane % 4 * 4;
+        for (int e = 0; e < 8; e++) {
+            const int r = row + (e / 2 % 2) * 8, c = column + e / 4 * 2 + e % 2;
+            dst[i * 8 + e] = r < rows && c < width ? src[static_cast<long long>(r) * width + c] : element_t(0);
+        }
+    }
+}

@@ -1,0 +1,122 @@
+// Element types: bits to floats and back, one at a time or 16 bytes at once. The variant's float type is FW_DTYPE: a
+// buffer of floats is F32 or that. Rounding is to nearest even, once, when a value is stored.
+#pragma once
+
+#include "abi.h"
+
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+
+#if FW_DTYPE == AMK_DTYPE_F32
+typedef float element_t;
+#else
+typedef unsigned short element_t;
+#endif
+
+__device__ __forceinline__ float half_to_float(unsigned short bits) {
+#if FW_DTYPE == AMK_DTYPE_F16
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+#else
+    return __uint_as_float(static_cast<unsigned>(bits) << 16);
+#endif
+}
+
+__device__ __forceinline__ unsigned short float_to_half(float value) {
+    unsigned short bits;
+#if FW_DTYPE == AMK_DTYPE_F16
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#else
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#endif
+    return bits;
+}
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(unsigned short bits) { return half_to_float(bits); }
+
+template <typename T> __device__ __forceinline__ T from_float(float value);
+template <> __device__ __forceinline__ float from_float<float>(float value) { return value; }
+template <> __device__ __forceinline__ unsigned short from_float<unsigned short>(float value) {
+    return float_to_half(value);
+}
+
+__device__ __forceinline__ bool is_half(int dtype) { return dtype == AMK_DTYPE_F16 || dtype == AMK_DTYPE_BF16; }
+
+// `value` as a buffer of `dtype` would hold it.
+__device__ __forceinline__ float round_to(int dtype, float value) {
+    return is_half(dtype) ? half_to_float(float_to_half(value)) : value;
+}
+
+// What a step reads or writes: `numel` elements at `ptr`, as rows of `width`.
+struct Operand {
+    char* ptr;
+    int numel;
+    int dtype;
+    int width;
+    int rows;
+    int layout;
+};
+
+__device__ __forceinline__ float load(const Operand& x, int i) {
+    return x.dtype == AMK_DTYPE_F32 ? reinterpret_cast<const float*>(x.ptr)[i]
+                                    : half_to_float(reinterpret_cast<const unsigned short*>(x.ptr)[i]);
+}
+
+__device__ __forceinline__ void store(const Operand& x, int i, float value) {
+    if (x.dtype == AMK_DTYPE_F32) {
+        reinterpret_cast<float*>(x.ptr)[i] = value;
+    } else {
+        reinterpret_cast<unsigned short*>(x.ptr)[i] = float_to_half(value);
+    }
+}
+
+// I32 as it is, I8 and U8 widened.
+__device__ __forceinline__ int load_int(const Operand& x, int i) {
+    if (x.dtype == AMK_DTYPE_I32) return reinterpret_cast<const int*>(x.ptr)[i];
+    if (x.dtype == AMK_DTYPE_I8) return reinterpret_cast<const signed char*>(x.ptr)[i];
+    return reinterpret_cast<const unsigned char*>(x.ptr)[i];
+}
+
+__device__ __forceinline__ void store_int(const Operand& x, int i, int value) {
+    reinterpret_cast<int*>(x.ptr)[i] = value;
+}
+
+__device__ __forceinline__ int element_bytes(int dtype) {
+    if (dtype == AMK_DTYPE_F32 || dtype == AMK_DTYPE_I32) return 4;
+    return is_half(dtype) ? 2 : 1;
+}
+
+// 16 bytes: N elements of type T, in words, so that unrolled code keeps them in registers.
+template <typename T> struct Vec16 {
+    static constexpr int N = 16 / sizeof(T);
+    uint32_t word[4];
+
+    __device__ __forceinline__ float operator[](int i) const {
+        if (sizeof(T) == 4) return __uint_as_float(word[i]);
+        return half_to_float(static_cast<unsigned short>(i % 2 ? word[i / 2] >> 16 : word[i / 2] & 0xffff));
+    }
+    __device__ __forceinline__ void set(int i, float value) {
+        if (sizeof(T) == 4) {
+            word[i] = __float_as_uint(value);
+        } else {
+            const uint32_t bits = float_to_half(value);
+            word[i / 2] = i % 2 ? (word[i / 2] & 0xffff) | bits << 16 : (word[i / 2] & 0xffff0000) | bits;
+        }
+    }
+};
+
+template <typename T> __device__ __forceinline__ Vec16<T> load16(const void* from) {
+    const uint4 bits = *reinterpret_cast<const uint4*>(from);
+    return {{bits.x, bits.y, bits.z, bits.w}};
+}
+
+template <typename T> __device__ __forceinline__ void store16(void* to, const Vec16<T>& v) {
+    *reinterpret_cast<uint4*>(to) = {v.word[0], v.word[1], v.word[2], v.word[3]};
+}
+
+__device__ __forceinline__ bool aligned16(const void* address) {
+    return (reinterpret_cast<unsigned long long>(address) & 15) == 0;
+}

@@ -1,0 +1,139 @@
+// ATTENTION_COMBINE: 2..8 partials [n_heads, head_dim + 2] into one, normalised or, where the result is as wide, a partial.
+// With M the largest m and w = l * exp(m - M) of each part: sum(w * o) / sum(w), and M and sum(w); nothing seen gives 0.
+// Rounding: fp32 throughout, once to the step's dtype, then to the output's.
+// A warp takes some heads at once, two elements a lane; lane p of eight makes the weight of part p. Nothing waits.
+#pragma once
+
+#include "../pointwise.cuh"
+
+// Heads that a warp loads before it computes any: the latency of L2 is what this costs.
+constexpr int COMBINE_HEADS = FW_THREADS <= 320 ? 4 : 2;
+
+struct HeadLayout {
+    int n_heads, head_dim;
+};
+
+// From params, or where they are absent from the sizes of a part and of the result.
+__device__ __forceinline__ HeadLayout head_layout(const amk_step_t& step, int part, int result) {
+    const int n_heads = step.params.n_heads, head_dim = step.params.head_dim;
+    if (step.flags & FW_STEP_HAS_HEADS) {
+        return {n_heads, step.flags & FW_STEP_HAS_HEAD_DIM ? head_dim : part / n_heads - 2};
+    }
+    if (step.flags & FW_STEP_HAS_HEAD_DIM) return {part / (head_dim + 2), head_dim};
+    const int heads = (part - result) / 2;
+    return {heads, result / heads};
+}
+
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+
+// Of one head, from m and l of the part that this lane of eight has, if there is one. `weight` is that part's, over the
+// sum of all; 0 where nothing was seen.
+struct Merged {
+    float highest, sum, weight;
+    __device__ __forceinline__ Merged(float2 stats, int lane, int parts) {
+        const float lowest = -__int_as_float(0x7f800000);
+        const bool there = lane % AMK_MAX_INPUTS < parts;
+        const float high = highest = there ? stats.x : lowest;
+#pragma unroll
+        for (int offset = AMK_MAX_INPUTS / 2; offset > 0; offset /= 2) {
+            highest = max_or_nan(highest, __shfl_xor_sync(~0u, highest, offset));
+        }
+        weight = sum = there ? stats.y * __expf(high - (highest == lowest ? 0.0f : highest)) : 0.0f;
+#pragma unroll
+        for (int offset = AMK_MAX_INPUTS / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+        weight *= sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+    }
+};
+
+// Rows of the result in slices of WARP pairs, some heads at once; a partial's last pair is m and l. `part` is this lane's.
+__device__ __forceinline__ void combine_pairs(
+    Vm vm, const amk_step_t& step, const Operand& part, const Operand& out, HeadLayout layout, int row) {
+    const int parts = step.n_args, dtype = step.out_dtype, lane = vm.lane();
+    const int n_heads = layout.n_heads, pairs = layout.head_dim / 2;
+    const float2* own = reinterpret_cast<const float2*>(part.ptr);
+    const float2* all[AMK_MAX_INPUTS];
+#pragma unroll
+    for (int p = 0; p < AMK_MAX_INPUTS; p++) {
+        all[p] = reinterpret_cast<const float2*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(own), p));
+    }
+#pragma unroll 1
+    for (int pair = lane; pair - lane < row / 2; pair += WARP) {
+        const int column = min(pair, pairs);
+#pragma unroll 1
+        for (int first = vm.warp() * COMBINE_HEADS; first < n_heads; first += VECTOR_WARPS * COMBINE_HEADS) {
+            float2 stats[COMBINE_HEADS], value[COMBINE_HEADS][AMK_MAX_INPUTS];
+#pragma unroll
+            for (int h = 0; h < COMBINE_HEADS; h++) {
+                const int base = min(first + h, n_heads - 1) * (pairs + 1);
+                stats[h] = own[base + pairs];
+#pragma unroll
+                for (int p = 0; p < AMK_MAX_INPUTS; p++) {
+                    value[h][p] = p < parts ? all[p][base + column] : float2{0.0f, 0.0f};
+                }
+            }
+#pragma unroll
+            for (int h = 0; h < COMBINE_HEADS; h++) {
+                const Merged merged(stats[h], lane, parts);
+                float x = 0.0f, y = 0.0f;
+#pragma unroll
+                for (int p = 0; p < AMK_MAX_INPUTS; p++) {
+                    const float weight = __shfl_sync(~0u, merged.weight, p);
+                    x += weight * value[h][p].x;
+                    y += weight * value[h][p].y;
+                }
+                if (merged.sum == 0.0f) x = y = 0.0f;
+                if (pair >= pairs) {
+                    x = merged.highest;
+                    y = merged.sum;
+                }
+                if (pair < row / 2 && first + h < n_heads) {
+                    const int at = (first + h) * row + 2 * pair;
+                    store_result(dtype, out, at, x);
+                    store_result(dtype, out, at + 1, y);
+                }
+            }
+        }
+    }
+}
+
+// Any float types, alignments and head_dim: a warp a head, one element after the other.
+__device__ __forceinline__ void combine_elements(
+    Vm vm, const amk_step_t& step, const Operand& part, const Operand& out, HeadLayout layout, int row) {
+    const int head_dim = layout.head_dim, parts = step.n_args;
+#pragma unroll 1
+    for (int head = vm.warp(); head < layout.n_heads; head += VECTOR_WARPS) {
+        const int base = head * (head_dim + 2);
+        const float2 stats = {load(part, base + head_dim), load(part, base + head_dim + 1)};
+        const Merged merged(stats, vm.lane(), parts);
+#pragma unroll 1
+        for (int column = vm.lane(); column - vm.lane() < row; column += WARP) {
+            float value = 0.0f;
+#pragma unroll 1
+            for (int p = 0; p < parts; p++) {
+                const float weight = __shfl_sync(~0u, merged.weight, p);
+                if (column < head_dim) value += weight * load(vm.arg(step, p), base + column);
+            }
+            if (merged.sum == 0.0f) value = 0.0f;
+            if (column == head_dim) value = merged.highest;
+            if (column > head_dim) value = merged.sum;
+            if (column < row) store_result(step.out_dtype, out, head * row + column, value);
+        }
+    }
+}
+
+FW_MICRO_KERNEL op_attention_combine(Vm vm, const amk_step_t& step) {
+    const Operand out = vm.out(step);
+    const Operand part = vm.arg(step, min(vm.lane() % AMK_MAX_INPUTS, step.n_args - 1));
+    const HeadLayout layout = head_layout(step, part.numel, out.numel);
+    const int row = out.numel / layout.n_heads;
+    const bool pairs = part.dtype == AMK_DTYPE_F32 && reinterpret_cast<uint64_t>(part.ptr) % 8 == 0;
+    if (layout.head_dim % 2 == 0 && __all_sync(~0u, pairs)) {
+        combine_pairs(vm, step, part, out, layout, row);
+    } else {
+        combine_elements(vm, step, part, out, layout, row);
+    }
+}

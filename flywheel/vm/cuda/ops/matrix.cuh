@@ -1,0 +1,102 @@
+// GEMV_TILE and GEMM_TILE [x, W, bias?]: columns n_off..n_off+N_tile of x @ W.T + bias, x [rows, K], W [N_out, K].
+// Stages and announces x, then takes over pass after pass what the matrix warps multiplied: adds up the partials of a row
+// in the order of K, adds the bias, rounds to out_dtype, applies the epilogue, and stores rounded to the output's dtype.
+// Half a warp takes 16 rows of W for one row of x; x is [rows][x_stride] at the start of the staging area, zero behind K.
+#pragma once
+
+#include "../vm.cuh"
+
+constexpr int STAGE_LOADS = 4;  // in flight, a thread
+
+__device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step) {
+    const element_t* source = reinterpret_cast<const element_t*>(vm.arg(step, 0).ptr);
+    element_t* staged = reinterpret_cast<element_t*>(vm.block().staging());
+    const int depth = step.params.K, padded = step.kblocks * 16, stride = x_stride(step.kblocks, step.rows);
+    constexpr int N = 16 / sizeof(element_t), STEP = VECTOR_THREADS * N;
+#pragma unroll 1
+    for (int m = 0; m < step.rows; m++, source += depth, staged += stride) {
+        if (depth != padded || !aligned16(source)) {
+#pragma unroll 1
+            for (int i = vm.thread(); i < padded; i += VECTOR_THREADS) staged[i] = i < depth ? source[i] : element_t(0);
+            continue;
+        }
+#pragma unroll 1
+        for (int i = vm.thread() * N; i < depth; i += STAGE_LOADS * STEP) {
+            uint4 kept[STAGE_LOADS];
+#pragma unroll
+            for (int k = 0; k < STAGE_LOADS; k++) {
+                kept[k] = *reinterpret_cast<const uint4*>(source + min(i + k * STEP, depth - N));  // not unset: that spills
+            }
+#pragma unroll
+            for (int k = 0; k < STAGE_LOADS; k++) {
+                if (i + k * STEP < depth) *reinterpret_cast<uint4*>(staged + i + k * STEP) = kept[k];
+            }
+        }
+    }
+    vm.sync();
+}
+
+// Sixteen rows of W for one row of x, and the half warp's lane in it.
+struct Unit {
+    int number, block, m, column;  // column: of the tile; outside of it for rows that only fill a block
+    __device__ __forceinline__ Unit(int its_number, int rows, int first_column, int row)
+        : number(its_number), block(rows == 1 ? its_number : its_number / rows) {
+        m = number - block * rows;
+        column = block * 16 + row + first_column;
+    }
+};
+
+FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
+    if (!(step.flags & FW_STEP_REUSE_X) && &step != x_staged_step(*vm.task())) {
+        if (step.flags & FW_STEP_STAGE) stage_x(vm, step);
+        if (vm.thread() == 0) barrier_arrive(&vm.block().x_full);
+        vm.stamp(FW_STAMP_STAGED);
+    }
+    const Operand out = vm.out(step);
+    const int epilogue = step.epilogue, rows = step.rows, n_off = vm.n_off(step), n_tile = vm.n_tile(step);
+    const int start = step.flags & FW_STEP_INDEX_FROM_ZERO ? 0 : n_off;  // column of out that the tile begins at
+    const int pitch = step.flags & FW_STEP_INDEX_FROM_ZERO ? n_tile : out.numel / rows;
+    const Operand other = epilogue != FW_EPILOGUE_NONE ? vm.operand(step.epilogue_arg) : out;
+    const int other_start = epilogue == FW_EPILOGUE_ADD ? n_off : 0;
+    const int other_pitch = epilogue == FW_EPILOGUE_ADD ? other.numel / rows : n_tile;
+    const Operand* bias = step.n_args > 2 ? &vm.arg(step, 2) : nullptr;
+    const int slots = min(step.row_chunks, active_warps(vm.block())), pass_blocks = vm.block().program.pass_blocks;
+    const int first_unit = vm.warp() * 2 + vm.lane() / 16, row = vm.lane() % 16;
+    int pass = vm.block().passes;
+    int first_column = n_off / 16 * 16 - n_off;
+#pragma unroll 1
+    for (int left = (n_off + n_tile + 15) / 16 - n_off / 16; left > 0; left -= pass_blocks) {
+        const int units = min(pass_blocks, left) * rows;
+        Unit unit(first_unit, rows, first_column, row);
+        const auto operand = [&](const Unit& u) {  // of the epilogue; loaded before it is needed
+            const bool needed = epilogue != FW_EPILOGUE_NONE && u.number < units && u.column >= 0 && u.column < n_tile;
+            return needed ? load(other, u.m * other_pitch + other_start + u.column) : 0.0f;
+        };
+        float extra = operand(unit);
+        if (!vm.wait(&vm.block().partial_full[pass & 1], (pass >> 1) & 1)) return;
+        vm.stamp(FW_STAMP_MULTIPLIED);
+        const float* partials = vm.block().partial(pass);
+#pragma unroll 1
+        while (unit.number < units) {
+            const float* partial = partials + (unit.block * MATRIX_WARPS * rows + unit.m) * PARTIAL_ROWS + row;
+            float value = partial[0];
+#pragma unroll 4
+            for (int slot = 1; slot < slots; slot++) value += partial[slot * rows * PARTIAL_ROWS];
+            if (unit.column >= 0 && unit.column < n_tile) {
+                if (bias) value += load(*bias, n_off + unit.column);
+                value = round_to(step.out_dtype, value);
+                if (epilogue == FW_EPILOGUE_ADD) value += extra;
+                if (epilogue == FW_EPILOGUE_SILU_MUL) value *= extra / (1.0f + __expf(-extra));
+                store(out, unit.m * pitch + start + unit.column, value);
+            }
+            unit = Unit(unit.number + 2 * VECTOR_WARPS, rows, first_column, row);
+            extra = operand(unit);
+        }
+        __syncwarp();
+        if (vm.lane() == 0) barrier_arrive(&vm.block().partial_empty[pass & 1]);
+        pass++;
+        first_column += pass_blocks * 16;
+    }
+    vm.sync();  // everyone has read the count
+    if (vm.thread() == 0) vm.block().passes = pass;
+}

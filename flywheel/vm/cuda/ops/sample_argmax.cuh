@@ -1,0 +1,74 @@
+// SAMPLE_ARGMAX: index of the largest element of each row, the first of equals; NaN is larger than any number.
+// Operands: logits [S, V] of any float type, out I32 [S]; V need not divide into anything.
+// Rounding: none; elements are compared as they are.
+// Row after row, all threads on one; of aligned F32 several 16-byte loads a thread in flight; then two reductions.
+#pragma once
+
+#include "../pointwise.cuh"
+
+// 16-byte loads that a thread has in flight: one SM has to read the whole vocabulary.
+constexpr int ARGMAX_LOADS = FW_THREADS <= 320 ? 16 : 8;
+
+// The best of what a thread has seen, which it sees in ascending order. `index` may stand for elements of -inf only.
+struct Best {
+    float value;
+    int index;
+    __device__ __forceinline__ void see(float other, int at) {
+        if (!(other <= value) && value == value) {
+            value = other;
+            index = at;
+        }
+    }
+};
+
+// Order of floats as unsigned ints: -0 is 0, NaN above all.
+__device__ __forceinline__ uint32_t ordered(float value) {
+    if (value != value) return ~0u;
+    const uint32_t bits = __float_as_uint(value + 0.0f);
+    return bits >> 31 ? ~bits : bits | 1u << 31;
+}
+
+// Over all vector threads; floats only carry the bits.
+__device__ __forceinline__ uint32_t largest(Vm vm, uint32_t value) {
+    return __float_as_uint(vm.reduce(__uint_as_float(value), [](float a, float b) {
+        return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
+    }));
+}
+
+// The first groups * 4 elements of an F32 row.
+__device__ __forceinline__ void scan16(int thread, const char* row, int groups, Best& best) {
+    constexpr int stride = VECTOR_THREADS;
+#pragma unroll 1
+    for (int first = thread; first < groups; first += ARGMAX_LOADS * stride) {
+        Vec16<float> loaded[ARGMAX_LOADS];
+#pragma unroll
+        for (int k = 0; k < ARGMAX_LOADS; k++) {
+            // Behind the end the last group once more, which changes nothing.
+            loaded[k] = load16<float>(row + min(first + k * stride, groups - 1) * 16ll);
+        }
+#pragma unroll
+        for (int k = 0; k < ARGMAX_LOADS; k++) {
+            const int at = min(first + k * stride, groups - 1) * 4;
+#pragma unroll
+            for (int i = 0; i < 4; i++) best.see(loaded[k][i], at + i);
+        }
+    }
+}
+
+FW_MICRO_KERNEL op_sample_argmax(Vm vm, const amk_step_t& step) {
+    const Operand logits = vm.arg(step, 0), out = vm.out(step);
+    const int thread = vm.thread(), width = logits.numel / out.numel;
+    for (int s = 0; s < out.numel; s++) {
+        Operand row = logits;
+        row.ptr += static_cast<int64_t>(s) * width * element_bytes(logits.dtype);
+        const int groups = row.dtype == AMK_DTYPE_F32 && aligned16(row.ptr) ? width / 4 : 0;
+        const int first = thread < groups ? thread * 4 : groups * 4 + thread;
+        Best best{-__int_as_float(0x7f800000), first < width ? first : 0x7fffffff};
+        scan16(thread, row.ptr, groups, best);
+#pragma unroll 1
+        for (int i = groups * 4 + thread; i < width; i += VECTOR_THREADS) best.see(load(row, i), i);
+        const uint32_t key = ordered(best.value), top = largest(vm, key);
+        const uint32_t earliest = largest(vm, key == top ? ~static_cast<uint32_t>(best.index) : 0u);
+        if (thread == 0) store_int(out, s, static_cast<int>(~earliest));
+    }
+}

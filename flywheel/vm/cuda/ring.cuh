@@ -1,0 +1,83 @@
+// Weight prefetch: chunks of global memory into a ring of shared-memory slots, each with a full and an empty barrier.
+// From sm_90 on one thread issues bulk copies; before, a warp issues 16-byte asynchronous copies behind the same interface.
+#pragma once
+
+#include "sync.cuh"
+
+#if __CUDA_ARCH__ >= 900
+#define FW_RING_ARRIVALS 1
+#else
+#define FW_RING_ARRIVALS 32
+#endif
+
+// A place in the ring: slot and the parity of its current round.
+struct RingPlace {
+    int slot;
+    uint32_t round;
+    __device__ __forceinline__ void advance(int by, int slots) {
+        slot += by;
+        while (slot >= slots) {
+            slot -= slots;
+            round ^= 1;
+        }
+    }
+};
+
+struct Ring {
+    char* slots;
+    uint64_t* full;
+    uint64_t* empty;
+    int n_slots;
+    int chunk_bytes;
+
+    __device__ __forceinline__ char* slot(const RingPlace& place) const {
+        return slots + place.slot * chunk_bytes;
+    }
+    // For a warp that takes every `w`-th chunk, w being no more than there are slots. It may come while the chunk before
+    // its own is still on its way into the slot: copies land in any order. The parity of `full` cannot tell that round from
+    // the one before it, so the warp first waits until that chunk was taken out.
+    __device__ __forceinline__ bool wait_filled(const RingPlace& place, const volatile uint32_t* aborted) const {
+        return warp_barrier_wait(&empty[place.slot], place.round ^ 1, aborted) &&
+               warp_barrier_wait(&full[place.slot], place.round, aborted);
+    }
+    // A fresh barrier counts as emptied: its previous phase has the other parity. For all threads that fill.
+    __device__ __forceinline__ bool wait_empty(const RingPlace& place, const volatile uint32_t* aborted) const {
+#if FW_RING_ARRIVALS == 1
+        return barrier_wait(&empty[place.slot], place.round ^ 1, aborted);
+#else
+        return warp_barrier_wait(&empty[place.slot], place.round ^ 1, aborted);
+#endif
+    }
+    // For all threads that fill, and a chunk whose slot has not been filled again.
+    __device__ __forceinline__ bool wait_landed(const RingPlace& place, const volatile uint32_t* aborted) const {
+#if FW_RING_ARRIVALS == 1
+        return barrier_wait(&full[place.slot], place.round, aborted);
+#else
+        return warp_barrier_wait(&full[place.slot], place.round, aborted);
+#endif
+    }
+    __device__ __forceinline__ void release(const RingPlace& place) const { barrier_arrive(&empty[place.slot]); }
+
+    // All lanes of the loader warp; `bytes` is a multiple of 512.
+    __device__ __forceinline__ void fill(const RingPlace& place, const char* source, uint32_t bytes, int lane) const {
+#if __CUDA_ARCH__ >= 900
+        if (lane != 0) return;
+        uint32_t barrier = shared_address(&full[place.slot]);
+        uint64_t policy;  // weights are read once a launch
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier), "r"(bytes)
+                     : "memory");
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+                shared_address(slot(place))),
+            "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+            : "memory");
+#else
+        uint32_t target = shared_address(slot(place));
+        for (uint32_t offset = lane * 16; offset < bytes; offset += 32 * 16) {
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + offset), "l"(source + offset) : "memory");
+        }
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&full[place.slot])) : "memory");
+#endif
+    }
+};

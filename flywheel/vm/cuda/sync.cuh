@@ -1,0 +1,98 @@
+// The only code that touches counters, and the barriers inside a block. Source: docs/ir.md, "Device structs".
+#pragma once
+
+#include "abi.h"
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- counters: device scope ----
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    return value;
+}
+
+// Add 1 after everything that this thread has seen, or that a barrier has ordered before it: the fence covers the writes of
+// the block's other threads too. Fence and relaxed add are one release; an add that is a release itself would fence twice.
+__device__ __forceinline__ void signal(uint32_t* counter) {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+__device__ __forceinline__ uint32_t read_host_word(const uint32_t* word) {
+    uint32_t value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+// Grows from nothing to about a microsecond, so that a short wait is seen at once and a long one leaves L2 alone.
+struct Backoff {
+    uint32_t polls = 0;
+    __device__ __forceinline__ void pause() {
+        polls++;
+        if (polls > 256) __nanosleep(polls < 1024 ? 32 : polls < 4096 ? 256 : 1024);
+    }
+    __device__ __forceinline__ bool ask_host() const { return polls > 256 && polls % 64 == 0; }
+};
+
+// ---- mbarriers: one block ----
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ bool barrier_test(uint64_t* barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{ .reg .pred p;\n"
+#if __CUDA_ARCH__ >= 900
+        "mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
+#else
+        "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+#endif
+        "selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
+// Wait for the phase of `parity`. False where the launch is being aborted instead.
+__device__ __forceinline__ bool barrier_wait(uint64_t* barrier, uint32_t parity, const volatile uint32_t* aborted) {
+    while (!barrier_test(barrier, parity)) {
+        if (*aborted) return false;
+    }
+    return true;
+}
+
+// The same for all lanes of a warp, which agree on the answer.
+__device__ __forceinline__ bool warp_barrier_wait(uint64_t* barrier, uint32_t parity, const volatile uint32_t* aborted) {
+    return __all_sync(~0u, barrier_wait(barrier, parity, aborted));
+}
+
+// ---- named barrier of some warps ----
+
+__device__ __forceinline__ void named_barrier(int number, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// The same, and whether `value` held in all of them.
+__device__ __forceinline__ bool named_barrier_all(int number, int threads, bool value) {
+    uint32_t all;
+    asm volatile(
+        "{ .reg .pred mine, all;\n"
+        "setp.ne.u32 mine, %1, 0;\n"
+        "barrier.cta.red.and.pred all, %2, %3, mine;\n"
+        "selp.u32 %0, 1, 0, all; }"
+        : "=r"(all)
+        : "r"(static_cast<uint32_t>(value)), "r"(number), "r"(threads)
+        : "memory");
+    return all != 0;
+}

@@ -1,0 +1,90 @@
+// What a micro-kernel sees: its operands and params, the vector warps that run it, and their reductions.
+#pragma once
+
+#include "multiply.cuh"
+
+// The task's first matrix step, where the task before it left its operand staged; else null.
+__device__ __forceinline__ const amk_step_t* x_staged_step(const TaskSlot& task) {
+    if (!(task.instruction.flags & FW_INSTRUCTION_X_STAGED)) return nullptr;
+    const amk_step_t* step = task.steps;
+    while (step->op != AMK_OP_GEMV_TILE && step->op != AMK_OP_GEMM_TILE) step++;
+    return step;
+}
+
+// How every operation in ops/ is declared: op_x(Vm vm, const amk_step_t& step). Not inlined, so that the registers that
+// one needs are not taken from the others.
+#define FW_MICRO_KERNEL __device__ __noinline__ void
+
+struct Vm {
+    static constexpr int threads = VECTOR_THREADS, warps = VECTOR_WARPS;
+
+    __device__ __forceinline__ int thread() const { return threadIdx.x - FIRST_VECTOR_WARP * WARP; }
+    __device__ __forceinline__ int warp() const { return threadIdx.x / WARP - FIRST_VECTOR_WARP; }
+    __device__ __forceinline__ int lane() const { return lane_id(); }
+    __device__ __forceinline__ Block& block() const { return this_block(); }
+    __device__ __forceinline__ TaskSlot* task() const { return &block().tasks[block().progress % TASK_SLOTS]; }
+    // FW_WORK_BYTES at the end of the staging area, in tasks without a matrix step.
+    __device__ __forceinline__ char* work() const { return block().staging() + block().program.staged_bytes - FW_WORK_BYTES; }
+    // Tables of inverse frequencies.
+    __device__ __forceinline__ const float* floats() const { return reinterpret_cast<const float*>(block().program.floats); }
+
+    __device__ __forceinline__ void sync() const { named_barrier(VECTOR_BARRIER, VECTOR_THREADS); }
+
+    // Note the time in the task's trace, where the variant keeps one.
+    __device__ __forceinline__ void stamp(int event) const {
+#ifdef FW_TRACE
+        if (thread() != 0) return;
+        uint64_t now;
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+        amk_trace_t* traces = reinterpret_cast<amk_trace_t*>(block().program.trace);
+        traces[block().queue_first + block().progress].ns[event] = now;
+#endif
+    }
+
+    // Wait for a phase; all vector threads go on together, or, where the launch is being aborted, none does. One warp polls:
+    // the others would take issue slots from the matrix warps.
+    __device__ __forceinline__ bool wait(uint64_t* barrier, uint32_t parity) const {
+        const bool passed = warp() > 0 || barrier_wait(barrier, parity, &block().aborted);
+        return named_barrier_all(VECTOR_BARRIER, VECTOR_THREADS, passed);
+    }
+
+    // Over all vector threads, the result in each. Both calls of a pair may follow each other without a barrier between.
+    template <typename Combine> __device__ __forceinline__ float reduce(float value, Combine combine) const {
+#pragma unroll
+        for (int offset = WARP / 2; offset > 0; offset /= 2) value = combine(value, __shfl_xor_sync(~0u, value, offset));
+        if (VECTOR_WARPS == 1) return value;
+        sync();  // those who still read the last result
+        if (lane() == 0) block().reduce[warp()] = value;
+        sync();
+        value = block().reduce[0];
+        for (int w = 1; w < VECTOR_WARPS; w++) value = combine(value, block().reduce[w]);
+        return value;
+    }
+    __device__ __forceinline__ float sum(float value) const {
+        return reduce(value, [](float a, float b) { return a + b; });
+    }
+    __device__ __forceinline__ float max(float value) const {
+        return reduce(value, [](float a, float b) { return fmaxf(a, b); });
+    }
+
+    __device__ __forceinline__ const Operand& operand(int ref) const {
+        return ref < FW_RESULT_REF ? task()->inputs[ref] : task()->results[ref - FW_RESULT_REF];
+    }
+    __device__ __forceinline__ const Operand& arg(const amk_step_t& step, int i) const { return operand(step.args[i]); }
+
+    // The scratch result, the whole output, or of a tiled recipe's output 0 the task's columns.
+    __device__ __forceinline__ const Operand& out(const amk_step_t& step) const {
+        return task()->results[&step - task()->steps];
+    }
+
+    // The step's own, or its task's.
+    __device__ __forceinline__ int n_off(const amk_step_t& step) const { return step.params.n_off; }
+    __device__ __forceinline__ int n_tile(const amk_step_t& step) const { return step.params.N_tile; }
+    __device__ __forceinline__ int pos(const amk_step_t& step) const { return step.params.pos; }
+    __device__ __forceinline__ int kv_start(const amk_step_t& step) const { return step.params.kv_start; }
+    __device__ __forceinline__ int kv_len(const amk_step_t& step) const { return step.params.kv_len; }
+
+    __device__ __forceinline__ void fault(int code, int value) const {
+        report(block().program, code, task()->instruction.task, value, 0, 0);
+    }
+};

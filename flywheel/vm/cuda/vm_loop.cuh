@@ -1,0 +1,218 @@
+// The loops of a block's other roles. The loader streams weights ahead of every dependency; the control warp fetches tasks
+// and waits for their counters; the vector warps run their steps and signal.
+#pragma once
+
+#include "dispatch.cuh"
+#include "vm.cuh"
+
+// ---- loader ----
+
+// Bulk copies that are under way must land before the block may end.
+__device__ __forceinline__ void drain(Block& block, RingPlace place, int issued) {
+    const int pending = min(issued, block.ring.n_slots);
+    for (int i = 0; i < pending; i++) {
+        place.slot--;
+        if (place.slot < 0) {
+            place.slot += block.ring.n_slots;
+            place.round ^= 1;
+        }
+        while (!barrier_test(&block.ring.full[place.slot], place.round)) {}
+    }
+}
+
+// Weights of a task are read once the vector warps are `prefetch_depth` tasks before it; 0 reads nothing ahead.
+__device__ __forceinline__ bool may_stream(Block& block, int queue_index) {
+    const volatile int32_t* progress = &block.progress;
+    while (*progress + block.program.prefetch_depth < queue_index) {
+        if (block.is_aborted()) return false;
+        __nanosleep(64);
+    }
+    return true;
+}
+
+__device__ __noinline__ void run_loader() {
+    Block& block = this_block();
+    const amk_segment_t* segments = reinterpret_cast<const amk_segment_t*>(block.program.segments);
+    RingPlace place = {0, 0}, landed = {0, 0};
+    int issued = 0;
+    amk_segment_t next = {};
+    if (block.stream_first < block.stream_end) next = segments[block.stream_first];
+    for (int index = block.stream_first; index < block.stream_end; index++) {
+        const amk_segment_t segment = next;
+        if (index + 1 < block.stream_end) next = segments[index + 1];
+        if (!may_stream(block, segment.queue_index)) return drain(block, place, issued);
+        const char* row = reinterpret_cast<const char*>(segment.src);
+        for (int row_block = 0; row_block < segment.row_blocks; row_block++, row += segment.row_stride) {
+            for (int k = 0; k < segment.kblocks; k += segment.chunk_kblocks) {
+                if (!block.ring.wait_empty(place, &block.aborted)) return drain(block, place, issued);
+                if (issued >= block.program.inflight_chunks) {
+                    if (!block.ring.wait_landed(landed, &block.aborted)) return drain(block, place, issued);
+                    landed.advance(1, block.ring.n_slots);
+                }
+                const uint32_t bytes = min(segment.chunk_kblocks, segment.kblocks - k) * FRAGMENT_BYTES;
+                block.ring.fill(place, row + static_cast<long long>(k) * FRAGMENT_BYTES, bytes, lane_id());
+                place.advance(1, block.ring.n_slots);
+                issued++;
+            }
+        }
+    }
+}
+
+// ---- control ----
+
+// Waits as barrier_wait does, and asks the host's watchdog meanwhile.
+__device__ __forceinline__ bool wait_watched(Block& block, uint64_t* barrier, uint32_t parity) {
+    Backoff backoff;
+    while (!barrier_test(barrier, parity)) {
+        if (block.is_aborted()) return false;
+        backoff.pause();
+        if (backoff.ask_host() && read_host_word(reinterpret_cast<const uint32_t*>(block.program.abort_flag))) {
+            block.abort();
+            return false;
+        }
+    }
+    return true;
+}
+
+__device__ __forceinline__ bool wait_counter(Block& block, const amk_instruction_t& instruction, int wait) {
+    const uint32_t* counter = block.counter(instruction.wait_counter[wait]);
+    const uint32_t threshold = instruction.wait_threshold[wait];
+    Backoff backoff;
+    uint32_t value;
+    while ((value = load_acquire(counter)) < threshold) {
+        if (block.is_aborted()) return false;
+        backoff.pause();
+        if (backoff.ask_host() && read_host_word(reinterpret_cast<const uint32_t*>(block.program.abort_flag))) {
+            report(block.program, FW_FAULT_ABORTED, instruction.task, instruction.wait_counter[wait], threshold, value);
+            block.abort();
+            return false;
+        }
+    }
+    return true;
+}
+
+template <typename T> __device__ __forceinline__ void copy_words(T* to, const T* from, int count, int lane) {
+    static_assert(sizeof(T) % 16 == 0, "copied in 16-byte words");
+    for (int i = lane; i < count * static_cast<int>(sizeof(T) / 16); i += WARP) {
+        reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+    }
+}
+
+__device__ __forceinline__ Operand resolve(Block& block, int index) {
+    const amk_buffer_t& buffer = reinterpret_cast<const amk_buffer_t*>(block.program.buffers)[index];
+    const int numel = static_cast<int>(buffer.numel), width = buffer.shape[buffer.rank - 1];
+    return {reinterpret_cast<char*>(buffer.ptr), numel, buffer.dtype, width, numel / width, buffer.layout};
+}
+
+__device__ __forceinline__ Operand scratch(Block& block, const amk_step_t& step) {
+    char* spilled = reinterpret_cast<char*>(block.program.workspace) +
+                    static_cast<long long>(blockIdx.x) * block.program.workspace_stride;
+    char* base = step.scratch & FW_SPILLED ? spilled : block.staging();
+    return {base + (step.scratch & ~FW_SPILLED), step.out_numel, step.out_dtype, step.out_numel / step.rows, step.rows,
+            FW_LAYOUT_ROWS};
+}
+
+// Columns of an input, in place of a copy of them.
+__device__ __forceinline__ Operand view(Block& block, const amk_instruction_t& instruction, const amk_step_t& step) {
+    Operand source = resolve(block, instruction.inputs[step.args[0]]);
+    source.ptr += static_cast<long long>(step.params.n_off) * element_bytes(source.dtype);
+    source.numel = step.out_numel;
+    source.width = step.out_numel / step.rows;
+    source.rows = step.rows;
+    return source;
+}
+
+// What a step writes: scratch, a whole output, or of a tiled recipe's output 0 the task's columns. Of a step with its params.
+__device__ __forceinline__ Operand result(Block& block, const amk_instruction_t& instruction, const amk_step_t& step) {
+    if (step.flags & FW_STEP_VIEW) return view(block, instruction, step);
+    if (step.out < 0) return scratch(block, step);
+    Operand target = resolve(block, instruction.outputs[step.out]);
+    if (step.out == 0 && instruction.op == AMK_OP_FUSED && (instruction.flags & FW_INSTRUCTION_TILED)) {
+        target.ptr += static_cast<long long>(instruction.params.n_off) * element_bytes(target.dtype);
+        target.numel = target.width = instruction.params.N_tile;
+        target.rows = 1;
+    }
+    return target;
+}
+
+// Task params as ir/positions.py moves them.
+__device__ __forceinline__ void move_to(amk_instruction_t& instruction, int position) {
+    if (position < 0) return;
+    amk_params_t& params = instruction.params;
+    if (instruction.flags & FW_INSTRUCTION_MOVES_POS) params.pos = position;
+    if (instruction.flags & FW_INSTRUCTION_MOVES_WINDOW) {
+        params.kv_len = min(params.kv_len, max(0, position + 1 - params.kv_start));
+    }
+}
+
+__device__ __forceinline__ void inherit(amk_step_t& step, const amk_params_t& task) {
+    if (!(step.flags & FW_STEP_OWN_N_OFF)) step.params.n_off = task.n_off;
+    if (!(step.flags & FW_STEP_OWN_N_TILE)) step.params.N_tile = task.N_tile;
+    if (!(step.flags & FW_STEP_OWN_POS)) step.params.pos = task.pos;
+    if (!(step.flags & FW_STEP_OWN_KV_START)) step.params.kv_start = task.kv_start;
+    if (!(step.flags & FW_STEP_OWN_KV_LEN)) step.params.kv_len = task.kv_len;
+}
+
+__device__ __forceinline__ void fetch(Block& block, TaskSlot& task, int index) {
+    const int lane = lane_id();
+    copy_words(&task.instruction, reinterpret_cast<const amk_instruction_t*>(block.program.instructions) + index, 1, lane);
+    __syncwarp();
+    if (lane == 0) move_to(task.instruction, block.position);
+    const amk_instruction_t& instruction = task.instruction;
+    copy_words(task.steps, reinterpret_cast<const amk_step_t*>(block.program.steps) + instruction.first_step,
+               instruction.n_steps, lane);
+    if (lane < instruction.n_inputs) task.inputs[lane] = resolve(block, instruction.inputs[lane]);
+    __syncwarp();
+    if (lane < instruction.n_steps) {
+        inherit(task.steps[lane], instruction.params);
+        task.results[lane] = result(block, instruction, task.steps[lane]);
+    }
+    __syncwarp();
+}
+
+__device__ __noinline__ void run_control() {
+    Block& block = this_block();
+    const int count = block.queue_end - block.queue_first;
+    for (int index = 0; index < count; index++) {
+        const int slot = index % TASK_SLOTS;
+        const uint32_t round = (index / TASK_SLOTS) & 1;
+        if (!__all_sync(~0u, wait_watched(block, &block.task_free[slot], round ^ 1))) return;
+        TaskSlot& task = block.tasks[slot];
+        fetch(block, task, block.queue_first + index);
+        const bool met = lane_id() >= task.instruction.n_waits || wait_counter(block, task.instruction, lane_id());
+        if (!__all_sync(~0u, met)) return;
+        __syncwarp();  // what each lane acquired is ordered before the arrival of this one
+        if (lane_id() == 0) barrier_arrive(&block.task_ready[slot]);
+    }
+    for (int index = max(0, count - TASK_SLOTS); index < count; index++) {  // stay to watch the last ones
+        if (!wait_watched(block, &block.task_free[index % TASK_SLOTS], (index / TASK_SLOTS) & 1)) return;
+    }
+}
+
+// ---- vector warps ----
+
+__device__ __noinline__ void run_vector_warps() {
+    Block& block = this_block();
+    const Vm vm;
+    const int count = block.queue_end - block.queue_first;
+    for (int index = 0; index < count; index++) {
+        const int slot = index % TASK_SLOTS;
+        if (vm.thread() == 0) *const_cast<volatile int32_t*>(&block.progress) = index;
+        vm.stamp(FW_STAMP_CURRENT);
+        if (!vm.wait(&block.task_ready[slot], (index / TASK_SLOTS) & 1)) return;
+        vm.stamp(FW_STAMP_READY);
+        const amk_step_t* staged = x_staged_step(*vm.task());
+        const amk_step_t* end = vm.task()->steps + vm.task()->instruction.n_steps;
+        for (const amk_step_t* step = staged ? staged : vm.task()->steps; step < end; step++) {
+            if (step->flags & FW_STEP_VIEW) continue;
+            dispatch(vm, *step);
+            vm.sync();  // its result is there for the next step, or for the signal
+        }
+        vm.stamp(FW_STAMP_STORED);
+        if (vm.thread() == 0) {
+            signal(block.counter(vm.task()->instruction.out_counter));
+            vm.stamp(FW_STAMP_DONE);
+            barrier_arrive(&block.task_free[slot]);
+        }
+    }
+}

@@ -1,0 +1,125 @@
+"""What the kernel has no code for, step by step. Each function raises InvalidProgramError that says what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from flywheel.errors import InvalidProgramError
+from flywheel.ir import Buffer, BufferKind, DType, InstructionKind, KernelVariant
+from flywheel.ir.variant import WORK_BYTES
+from flywheel.vm.abi import ABSENT, KERNELS, MAX_ROWS, MAX_STEPS, RESULT_REF
+from flywheel.vm.pack.step import Form, Operand, Step, look
+
+_K = InstructionKind
+
+HALVES: Final = (DType.F16, DType.BF16)
+
+IDS: Final = (DType.I32, DType.I8, DType.U8)
+
+BYTES: Final = (DType.I8, DType.U8, DType.I4)
+
+MAX_HEAD_DIM: Final = 256
+"""What the lanes of an attention warp hold."""
+
+MAX_WIDTH: Final = 1 << 26
+"""Of a matrix: the bytes of 16 of its rows are a uint32."""
+
+_OPERAND_TYPES: Final = {
+    (_K.EMBED, 0): IDS,
+    (_K.ROPE, 1): IDS,
+    (_K.DEQUANT, 0): BYTES,
+}
+"""Operands that are no floats."""
+
+_WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
+
+
+def float_type(buffers: Iterable[Buffer]) -> DType:
+    """The float type of a program: its half type, or F32 without one. Raises InvalidProgramError where it has both."""
+    first: dict[DType, Buffer] = {}
+    for buffer in buffers:
+        if buffer.dtype in HALVES:
+            first.setdefault(buffer.dtype, buffer)
+    if len(first) > 1:
+        one, other = first.values()
+        raise InvalidProgramError(
+            f"buffer {other.id} ({other.name}): {other.dtype.name} beside the {one.dtype.name} of "
+            f"buffer {one.id} ({one.name}); a kernel has one half type"
+        )
+    return next(iter(first), DType.F32)
+
+
+def check_steps(steps: Sequence[Step], form: Form, dtype: DType, variant: KernelVariant) -> None:
+    """Every step has a kernel for its operands."""
+    if len(steps) > MAX_STEPS:
+        raise InvalidProgramError(f"has {len(steps)} steps, not 1..{MAX_STEPS}")
+    for index, step in enumerate(steps):
+        if step.op not in KERNELS:
+            raise InvalidProgramError(f"step {index}: {step.op.name} has no kernel")
+        args = [look(ref, steps[:index], form) for ref in step.args]
+        try:
+            _check_types(step, args, form, dtype)
+            _check_sizes([*args, step.result])
+            if step.matrix:
+                _check_matrix(step, args, dtype)
+            elif step.op is _K.ATTENTION_TILE:
+                _check_attention(step, args, variant)
+        except InvalidProgramError as error:
+            raise InvalidProgramError(f"{error}" if form.recipe is None else f"step {index}: {error}") from error
+
+
+def _check_types(step: Step, args: Sequence[Operand], form: Form, dtype: DType) -> None:
+    floats = (DType.F32, dtype) if dtype is not DType.F32 else (dtype,)
+    stored = step.result.dtype if step.out == ABSENT else form.outputs[step.out].dtype
+    if step.op is _K.COPY and len({args[0].dtype, step.result.dtype, stored}) == 1 and stored is not DType.I4:
+        return
+    for place, operand in enumerate(args):
+        _expect(operand.dtype, _OPERAND_TYPES.get((step.op, place), floats), f"{step.op.name} operand {place}")
+    made = (DType.I32,) if step.op is _K.SAMPLE_ARGMAX else floats
+    for result in (step.result.dtype, stored):
+        _expect(result, made, f"{step.op.name} result")
+    if step.op is _K.DEQUANT and step.params["qdtype"] not in BYTES:
+        raise InvalidProgramError(f"qdtype={step.params['qdtype']} is not I4, I8 or U8")
+
+
+def _expect(found: DType, wanted: Sequence[DType], what: str) -> None:
+    if found not in wanted:
+        raise InvalidProgramError(f"{what} is {found.name}, not {' or '.join(each.name for each in wanted)}")
+
+
+def _check_sizes(operands: Iterable[Operand]) -> None:
+    for operand in operands:
+        if operand.numel >= 2**31:
+            raise InvalidProgramError(f"an operand of {operand.numel} elements; the kernel counts to 2^31 - 1")
+
+
+def _check_matrix(step: Step, args: Sequence[Operand], dtype: DType) -> None:
+    x, weight, depth = args[0], args[1], step.params["K"]
+    if step.args[1] >= RESULT_REF or weight.kind not in _WEIGHT_KINDS:
+        raise InvalidProgramError("the matrix is no WEIGHT or CONST buffer")
+    if len(weight.shape) != 2:
+        raise InvalidProgramError(f"the matrix has shape {list(weight.shape)}, not [rows, columns]")
+    if weight.shape[1] >= MAX_WIDTH:
+        raise InvalidProgramError(f"the matrix has rows of {weight.shape[1]} elements, not fewer than {MAX_WIDTH}")
+    for operand, name in ((weight, "matrix"), (x, "vector")):
+        if operand.dtype is not dtype:
+            raise InvalidProgramError(f"the {name} is {operand.dtype.name}, not {dtype.name} as the program is")
+    if x.numel % depth:
+        raise InvalidProgramError(f"{x.numel} elements are not rows of K={depth}")
+    if x.numel // depth > MAX_ROWS:
+        raise InvalidProgramError(f"{x.numel // depth} rows of x, more than {MAX_ROWS}")
+
+
+def _check_attention(step: Step, args: Sequence[Operand], variant: KernelVariant) -> None:
+    head_dim, row = step.params["head_dim"], step.params["n_kv_heads"] * step.params["head_dim"]
+    for cache in args[1:3]:
+        if cache.numel // cache.shape[0] != row:
+            raise InvalidProgramError(f"a cache {list(cache.shape)} has no rows of {row} elements")
+    if head_dim > MAX_HEAD_DIM:
+        raise InvalidProgramError(f"head_dim={head_dim} is above {MAX_HEAD_DIM}")
+    needed = variant.vector_warps * (head_dim + 2) * 4
+    if needed > WORK_BYTES:
+        raise InvalidProgramError(
+            f"head_dim={head_dim} on {variant.vector_warps} vector warps takes {needed} bytes of {WORK_BYTES}"
+        )

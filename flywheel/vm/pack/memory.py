@@ -1,0 +1,64 @@
+"""The buffer table, and where activations, inputs and outputs lie in one allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flywheel.errors import InvalidProgramError
+from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram
+from flywheel.vm.abi import Layout, numpy_struct
+
+ALIGNMENT: Final = 256
+
+_WRITTEN: Final = (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
+
+
+def buffer_table(buffers: Sequence[Buffer], fragments: Mapping[int, object]) -> npt.NDArray[np.void]:
+    """One row a buffer, in order, without addresses; those whose row is in `fragments` hold weight fragments."""
+    table = np.zeros(len(buffers), numpy_struct("amk_buffer_t"))
+    for name in ("numel", "dtype", "space"):
+        table[name] = [getattr(buffer, name) for buffer in buffers]
+    table["rank"] = [len(buffer.shape) for buffer in buffers]
+    width = table["shape"].shape[1]
+    table["shape"] = [(*buffer.shape, *[0] * (width - len(buffer.shape))) for buffer in buffers]
+    table["stride"] = [(*buffer.contiguous_strides(), *[0] * (width - len(buffer.shape))) for buffer in buffers]
+    table["layout"][list(fragments)] = Layout.FRAGMENTS
+    return table
+
+
+def check_buffers(buffers: Sequence[Buffer]) -> None:
+    """Raises InvalidProgramError for I4 rows that end within a byte."""
+    for buffer in buffers:
+        if buffer.dtype is DType.I4 and buffer.shape[-1] % 2:
+            name = f"buffer {buffer.id} ({buffer.name})"
+            raise InvalidProgramError(f"{name}: I4 rows of an odd length, {buffer.shape[-1]}")
+
+
+def place_buffers(program: MegakernelProgram) -> tuple[dict[int, int], int]:
+    """(byte offset of each activation, output and input by row, bytes of all of them).
+
+    Buffers of one page share its bytes. What a launch writes comes first, then what it is given.
+    """
+    homes = program.pages.buffer_to_page if program.pages is not None else {}
+    sizes = {page.id: page.nbytes for page in program.pages.pages} if program.pages is not None else {}
+    pages: dict[int, int] = {}
+    offsets: dict[int, int] = {}
+    end = 0
+    for kinds in (_WRITTEN, (BufferKind.IO_INPUT,)):
+        for row, buffer in enumerate(program.buffers):
+            if buffer.kind not in kinds:
+                continue
+            page = homes.get(buffer.id)
+            if page in pages:
+                offsets[row] = pages[page]
+                continue
+            offsets[row] = end
+            if page is not None:
+                pages[page] = end
+            nbytes = buffer.nbytes if page is None else sizes[page]
+            end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return offsets, end

@@ -1,0 +1,144 @@
+"""Where values between steps live: staged operands of matrix steps, scratch results, and what is spilled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from flywheel.errors import InvalidProgramError
+from flywheel.ir import InstructionKind
+from flywheel.ir.variant import FRAGMENT_K, WORK_BYTES, operand_stride
+from flywheel.vm.abi import ABSENT, RESULT_REF, SPILLED, StepFlag
+from flywheel.vm.pack.step import Form, Step, look
+
+ALIGNMENT: Final = 16
+"""Of a scratch result: the width of the kernels' loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """One operand at the start of the staging area, for matrix steps `steps`; it stays from step `start` to `end`."""
+
+    ref: int
+    steps: tuple[int, ...]
+    nbytes: int
+    start: int
+    end: int
+    in_place: bool
+
+    def flag(self, step: int) -> StepFlag:
+        """How matrix step `step` treats the operand."""
+        if step != self.steps[0]:
+            return StepFlag.REUSE_X
+        return StepFlag.X_IN_PLACE if self.in_place else StepFlag.STAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Stagings in order, the byte offset of each step's scratch result, and the bytes that were spilled."""
+
+    stagings: tuple[Staging, ...]
+    offsets: tuple[int, ...]
+    spilled_bytes: int
+
+    def is_in_place(self, step: int) -> bool:
+        """Whether a step's result is a staged operand where it is."""
+        return any(staging.in_place and staging.ref == RESULT_REF + step for staging in self.stagings)
+
+    def staging(self, step: int) -> Staging:
+        """The staging that matrix step `step` multiplies."""
+        return next(staging for staging in self.stagings if step in staging.steps)
+
+
+def place_values(steps: Sequence[Step], form: Form, staged_bytes: int) -> Placement:
+    """Place what the steps make, in a staging area of `staged_bytes`.
+
+    Nothing shares bytes with what is still needed; the last staged operand stays until the task ends, for the SM's
+    next one. Raises InvalidProgramError for an operand that is longer than the area.
+    """
+    last_use = _last_uses(steps)
+    attends = any(step.op is InstructionKind.ATTENTION_TILE for step in steps)
+    stagings = _stagings(steps, form, last_use, reuse=not attends)
+    limit = staged_bytes if stagings and not attends else staged_bytes - WORK_BYTES
+    for staging in stagings:
+        if staging.nbytes > limit:
+            raise InvalidProgramError(f"stages an operand of {staging.nbytes} bytes in an area of {limit}")
+    offsets = [ABSENT] * len(steps)
+    taken = [(staging.start, staging.end, 0, staging.nbytes) for staging in stagings]
+    spilled: list[tuple[int, int, int, int]] = []
+    in_place = {staging.ref - RESULT_REF for staging in stagings if staging.in_place}
+    for index, step in enumerate(steps):
+        if step.out != ABSENT:
+            continue
+        if index in in_place:
+            offsets[index] = 0
+            continue
+        nbytes = _aligned(step.result.nbytes)
+        offset = _free(taken, index, last_use[index], nbytes)
+        if offset + nbytes <= limit:
+            offsets[index] = offset
+            taken.append((index, last_use[index], offset, offset + nbytes))
+        else:
+            offset = _free(spilled, index, last_use[index], nbytes)
+            if offset + nbytes >= SPILLED:
+                raise InvalidProgramError(f"step {index} makes {step.result.nbytes} bytes of scratch")
+            offsets[index] = SPILLED + offset
+            spilled.append((index, last_use[index], offset, offset + nbytes))
+    return Placement(stagings, tuple(offsets), max((end for *_, end in spilled), default=0))
+
+
+def _last_uses(steps: Sequence[Step]) -> list[int]:
+    """The last step that reads each step's result; itself where none does."""
+    last = list(range(len(steps)))
+    for index, step in enumerate(steps):
+        for ref in step.reads:
+            if ref >= RESULT_REF:
+                last[ref - RESULT_REF] = index
+    return last
+
+
+def _stagings(steps: Sequence[Step], form: Form, last_use: Sequence[int], reuse: bool) -> tuple[Staging, ...]:
+    """Runs of matrix steps that multiply the same operand, which is staged once for each run.
+
+    Without `reuse` every matrix step stages anew, so that no matrix warp runs ahead into what follows it.
+    """
+    runs: list[tuple[int, int, list[int]]] = []  # (ref, K, steps)
+    for index, step in enumerate(steps):
+        if step.matrix:
+            x, depth = step.args[0], int(step.params["K"])
+            if reuse and runs and runs[-1][:2] == (x, depth) and not (x < RESULT_REF and form.written[x] is not None):
+                runs[-1][2].append(index)
+            else:
+                runs.append((x, depth, [index]))
+    stagings: list[Staging] = []
+    for number, (x, depth, members) in enumerate(runs):
+        value = look(x, steps, form)
+        rows = value.numel // depth
+        nbytes = value.dtype.nbytes(rows * operand_stride(rows, depth))
+        until = runs[number + 1][2][0] if number + 1 < len(runs) else None
+        end = len(steps) if until is None else members[-1]
+        made = x - RESULT_REF
+        in_place = x >= RESULT_REF and rows == 1 and depth % FRAGMENT_K == 0
+        if in_place:
+            end = max(end, last_use[made])
+            in_place = (until is None or end < until) and (not stagings or stagings[-1].end < made)
+        if not in_place:
+            end = len(steps) if until is None else members[-1]
+        start = made if in_place else members[0]
+        stagings.append(Staging(x, tuple(members), nbytes, start, end, in_place))
+    return tuple(stagings)
+
+
+def _free(taken: Sequence[tuple[int, int, int, int]], start: int, end: int, nbytes: int) -> int:
+    """The lowest offset of `nbytes` that nothing occupies between steps `start` and `end`."""
+    offset = 0
+    for low, high in sorted((low, high) for first, last, low, high in taken if first <= end and start <= last):
+        if offset + nbytes <= low:
+            break
+        offset = max(offset, _aligned(high))
+    return offset
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,196 @@
+"""`pack`: a program as the tables that the kernel reads. Source of the tables: vm/abi.py, docs/vm.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flywheel.errors import ConfigError, InvalidProgramError
+from flywheel.ir import DType, InstructionKind, KernelVariant, MegakernelProgram, Task, variant_of
+from flywheel.vm.abi import FRAGMENT_ROWS, PARTIALS_BYTES, InstructionFlag
+from flywheel.vm.pack.checks import float_type
+from flywheel.vm.pack.memory import ALIGNMENT, buffer_table, check_buffers, place_buffers
+from flywheel.vm.pack.nodes import Node, group_tasks, make_nodes, node_rows, params_rows, weight_rows
+from flywheel.vm.pack.stream import matrix_entries, segments_of, tile_of
+from flywheel.vm.pack.template import STEP, Template, fragment_bytes
+
+Table = npt.NDArray[np.void]
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedProgram:
+    """A program without addresses: buffers have none yet, and a segment's `src` counts from the start of its weight.
+
+    Structs are those of vm/abi.py. `instructions` and `segments` stand SM after SM, those of SM s from `queues[s]` and
+    `streams[s]` on; operands, counters and `segment_buffers` are rows of the program's lists. `arena_offsets` places
+    activations, inputs and outputs, by row, in one allocation of `arena_bytes`.
+    """
+
+    program: MegakernelProgram
+    variant: KernelVariant
+    dtype: DType
+    buffers: Table
+    instructions: Table
+    queues: Ints
+    steps: Table
+    segments: Table
+    segment_buffers: Ints
+    streams: Ints
+    floats: npt.NDArray[np.float32]
+    n_counters: int
+    workspace_stride: int
+    pass_blocks: int
+    arena_bytes: int
+    arena_offsets: Mapping[int, int]
+    labels: tuple[str, ...]
+    last_position: int | None
+    """Position that the program was lowered for; None where no task has one."""
+    fixed_position: str | None
+    """A task whose recipe fixes what a move to another position must change, with its label."""
+
+    def check_position(self, pos: int) -> None:
+        """Raises ConfigError where a launch cannot move to `pos`, as `at_position` does."""
+        if self.last_position is None:
+            raise ConfigError("program: no task has a param pos, so it stands at no position")
+        if not 0 <= pos <= self.last_position:
+            raise ConfigError(f"position {pos} is not in 0..{self.last_position}, the positions of this program")
+        if self.fixed_position is not None:
+            raise ConfigError(f"{self.fixed_position}: its recipe fixes a position, which must move")
+
+
+def pack(program: MegakernelProgram) -> PackedProgram:
+    """The tables of a program that `validate(strict=True)` accepts.
+
+    Raises ConfigError where it has no target or an impossible config, and InvalidProgramError, naming the task, for
+    what the kernel cannot run.
+    """
+    variant = variant_of(program)
+    check_buffers(program.buffers)
+    dtype = float_type(program.buffers)
+    grouping = group_tasks(program.tasks)
+    nodes, templates, floats = make_nodes(program, grouping, dtype, variant)
+    steps, first_steps = _step_table(templates)
+    pass_blocks = _pass_blocks(steps, variant)
+    buffers = buffer_table(program.buffers, weight_rows(nodes, templates, program.buffers))
+
+    sms, order = _queue_order(program)
+    node_of = grouping.node_of[order]
+    counters = {counter.id: row for row, counter in enumerate(program.counters)}
+    instructions = node_rows(nodes, first_steps, templates, counters)[node_of]
+    instructions["params"] = params_rows(grouping.params)[grouping.params_of[order]]
+    instructions["task"], instructions["sm"] = order, sms
+    num_sms = program.target.num_sms if program.target is not None else 0
+    queues = np.searchsorted(sms, np.arange(num_sms + 1)).astype(np.int32)
+    instructions["flags"][_finds_x_staged(nodes, templates, node_of, sms)] |= np.uint32(InstructionFlag.X_STAGED)
+
+    forms = np.array([node.form for node in nodes], np.int64)[node_of]
+    entries = matrix_entries(instructions, [template.matrices for template in templates], forms)
+    _check_tiles(program.tasks, instructions, steps, entries)
+    segments, segment_buffers, streams = segments_of(
+        instructions, queues, steps, buffers, entries, fragment_bytes(dtype), pass_blocks
+    )
+    spilled = max((template.spilled_bytes for template in templates), default=0)
+    arena_offsets, arena_bytes = place_buffers(program)
+    return PackedProgram(
+        program, variant, dtype, buffers, instructions, queues, steps, segments, segment_buffers, streams, floats,
+        n_counters=len(program.counters),
+        workspace_stride=-(-spilled // ALIGNMENT) * ALIGNMENT,
+        pass_blocks=pass_blocks,
+        arena_bytes=arena_bytes,
+        arena_offsets=arena_offsets,
+        labels=tuple([f"task {task.id} ({task.label})" for task in program.tasks]),
+        last_position=max((each["pos"] for each in grouping.params if "pos" in each), default=None),
+        fixed_position=_fixed(grouping.firsts),
+    )  # fmt: skip
+
+
+def _step_table(templates: Sequence[Template]) -> tuple[Table, list[int]]:
+    """(the steps of all templates, equal runs once; where those of each template begin)."""
+    known: dict[bytes, int] = {}
+    runs, firsts, end = [np.zeros(0, STEP)], [], 0
+    for template in templates:
+        key = template.steps.tobytes()
+        if key not in known:
+            known[key] = end
+            runs.append(template.steps)
+            end += len(template.steps)
+        firsts.append(known[key])
+    return np.concatenate(runs), firsts
+
+
+def _pass_blocks(steps: Table, variant: KernelVariant) -> int:
+    """Row blocks whose partial sums fit half of the partials, for all matrix steps alike."""
+    rows = steps["rows"][steps["row_chunks"] > 0]
+    most = int(rows.max()) if len(rows) else 1
+    blocks = PARTIALS_BYTES // 2 // (variant.matrix_warps * FRAGMENT_ROWS * 4 * most)
+    if blocks < 1:
+        raise InvalidProgramError(
+            f"program: partial sums of {most} rows by {variant.matrix_warps} matrix warps do not fit "
+            f"{PARTIALS_BYTES // 2} bytes"
+        )
+    return blocks
+
+
+def _queue_order(program: MegakernelProgram) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(SM of each instruction, its place in `program.tasks`), SM after SM and in list order on each."""
+    placed = [task.sm for task in program.tasks]
+    if None in placed:
+        task = program.tasks[placed.index(None)]
+        raise InvalidProgramError(f"task {task.id} ({task.label}): has no SM")
+    sms = np.array(placed, np.int64)
+    order = np.argsort(sms, kind="stable")
+    return sms[order], order
+
+
+def _finds_x_staged(
+    nodes: Sequence[Node], templates: Sequence[Template], node_of: npt.NDArray[np.int64], sms: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Which instructions find their first matrix operand staged by the one before them on their SM.
+
+    The operands are the same function of the same buffers. These hold the same for both: whoever writes what a task
+    reads happens before that task, so nothing is written any more once it was read.
+    """
+    keys: dict[object, int] = {}
+    columns: list[list[int]] = [[], []]
+    for node in nodes:
+        template = templates[node.form]
+        for value, column in zip((template.skipped_x, template.left_x), columns, strict=True):
+            column.append(-1 if value is None else keys.setdefault(value.over(node.inputs), len(keys)))
+    found, left = (np.array(column, np.int64)[node_of] for column in columns)
+    marks = np.zeros(len(node_of), np.bool_)
+    marks[1:] = (sms[:-1] == sms[1:]) & (found[1:] >= 0) & (found[1:] == left[:-1])
+    return marks
+
+
+def _check_tiles(
+    tasks: Sequence[Task], instructions: Table, steps: Table, entries: tuple[npt.NDArray[np.int64], ...]
+) -> None:
+    """A recipe's matrix step makes what its tile says: its kernel writes rows of N_tile columns."""
+    instruction, step = entries
+    _, n_tile = tile_of(instructions, steps, instruction, step)
+    fused = instructions["op"][instruction] == InstructionKind.FUSED
+    wrong = fused & (steps["out_numel"][step] != n_tile * steps["rows"][step])
+    if wrong.any():
+        first = int(np.flatnonzero(wrong)[0])
+        task = tasks[int(instructions["task"][instruction[first]])]
+        raise InvalidProgramError(
+            f"task {task.id} ({task.label}): FUSED makes {steps['out_numel'][step[first]]} elements "
+            f"of a matrix tile of {n_tile[first]} columns"
+        )
+
+
+def _fixed(tasks: Sequence[Task]) -> str | None:
+    """The first of `tasks` whose recipe fixes `pos` or `kv_len`."""
+    seen: set[int] = set()
+    for task in tasks:
+        if task.op is not InstructionKind.FUSED or id(task.params["recipe"]) in seen:
+            continue
+        seen.add(id(task.params["recipe"]))
+        for step in task.params["recipe"]["steps"]:
+            if {"pos", "kv_len"} & step.get("params", {}).keys():
+                return f"task {task.id} ({task.label})"
+    return None

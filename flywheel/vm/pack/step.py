@@ -1,0 +1,205 @@
+"""Tasks as steps: what a plain opcode or a recipe does, with operand refs instead of names.
+
+A ref below RESULT_REF is an input of the task, from there on the scratch result of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from flywheel.errors import InvalidProgramError
+from flywheel.ir import INHERITED_PARAMS, BufferKind, DType, InstructionKind
+from flywheel.ir.access import MATRIX_OPS
+from flywheel.vm.abi import ABSENT, RESULT_REF, Epilogue
+
+_K = InstructionKind
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """What an operand or a result looks like; scratch has no kind."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    kind: BufferKind | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the last dimension."""
+        return prod(self.shape[:-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.dtype.nbytes(self.numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What tasks that run the same steps have in common: all but the ids of their buffers and the params of a tile.
+
+    `own` are the params of a plain opcode that stay the same from tile to tile; `given` names those that may differ.
+    `written[k]` is the output that input k is, if it is one.
+    """
+
+    op: InstructionKind
+    recipe: Mapping[str, Any] | None
+    own: Mapping[str, Any]
+    given: frozenset[str]
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    written: tuple[int | None, ...]
+
+    @property
+    def columns(self) -> bool:
+        """Whether the task names columns."""
+        return {"n_off", "N_tile"} <= self.given
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One primitive operation. `params` are its own; `out` is an output of the task, or ABSENT for scratch.
+
+    `result` is what it makes, in the dtype that it rounds to first.
+    """
+
+    op: InstructionKind
+    args: tuple[int, ...]
+    params: Mapping[str, Any]
+    out: int
+    result: Operand
+    epilogue: Epilogue = Epilogue.NONE
+    other: int = ABSENT
+
+    @property
+    def matrix(self) -> bool:
+        """Whether matrix warps take part."""
+        return self.op in MATRIX_OPS
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Refs of all operands."""
+        return self.args if self.other == ABSENT else (*self.args, self.other)
+
+
+def steps_of(form: Form) -> list[Step]:
+    """The steps of a task, with what one kernel does at once as one step."""
+    if form.op is _K.NOP:
+        return []
+    if form.recipe is None:
+        result = replace(form.outputs[0], kind=None)
+        return [Step(form.op, tuple(range(len(form.inputs))), form.own, 0, result)]
+    return _renumbered(_fused(_recipe_steps(form.recipe["steps"], form), form))
+
+
+def _recipe_steps(items: Sequence[Mapping[str, Any]], form: Form) -> dict[int, Step]:
+    """Steps by their place in the recipe, which their refs count from RESULT_REF."""
+    made: dict[int, int] = {}
+    steps: dict[int, Step] = {}
+    for index, item in enumerate(items):
+        op, out = InstructionKind[item["op"]], item["out"]
+        args = tuple(made[arg["s"]] if "s" in arg else arg["in"] for arg in item["args"])
+        result = Operand(DType[item["out_dtype"]], tuple(item["out_shape"]))
+        place = ABSENT
+        if type(out) is int:
+            made[out] = RESULT_REF + index
+        else:
+            place = 0 if out == "final" else out["out"]
+            if op is _K.KV_APPEND:  # writes the rows alone, and rounds once
+                result = replace(form.outputs[place], kind=None)
+        steps[index] = Step(op, args, item.get("params", {}), place, result)
+    return steps
+
+
+def _fused(steps: dict[int, Step], form: Form) -> dict[int, Step]:
+    """The steps with additions and SwiGLUs taken into the matrix step that makes their operand."""
+    uses: dict[int, int] = {}
+    for step in steps.values():
+        for ref in step.args:
+            uses[ref] = uses.get(ref, 0) + 1
+    for index, step in list(steps.items()):
+        if step.op is _K.ADD:
+            for product, other in (step.args, step.args[::-1]):
+                if _adds(steps, uses, form, step, product, other):
+                    copied = steps.pop(other - RESULT_REF)
+                    _absorb(steps, index, product, Epilogue.ADD, copied.args[0])
+                    break
+        elif step.op is _K.SILU_MUL:
+            gate, product = step.args
+            if _gates(steps, uses, form, step, gate, product):
+                _absorb(steps, index, product, Epilogue.SILU_MUL, gate)
+    return steps
+
+
+def _absorb(steps: dict[int, Step], index: int, product: int, epilogue: Epilogue, other: int) -> None:
+    """Step `index` as the epilogue of the matrix step that makes `product`, which moves to its place."""
+    last, matrix = steps[index], steps.pop(product - RESULT_REF)
+    steps[index] = replace(matrix, out=last.out, epilogue=epilogue, other=other)
+
+
+def _takes(steps: dict[int, Step], uses: Mapping[int, int], form: Form, step: Step, product: int) -> bool:
+    """Whether `product` is a matrix step's, for `step` alone, and rounding it before storing the sum loses nothing."""
+    matrix = steps.get(product - RESULT_REF)
+    if matrix is None or not matrix.matrix or uses[product] != 1 or matrix.epilogue is not Epilogue.NONE:
+        return False
+    if step.result.numel != matrix.result.numel:
+        return False
+    if any(ref < RESULT_REF and form.written[ref] is not None for ref in matrix.args):
+        return False  # it moves to the place of `step`, past whatever writes that
+    if step.out == ABSENT:
+        return step.result.dtype is matrix.result.dtype
+    return step.result.dtype in (DType.F32, form.outputs[step.out].dtype)
+
+
+def _adds(steps: dict[int, Step], uses: Mapping[int, int], form: Form, step: Step, product: int, other: int) -> bool:
+    """Whether `other` is the task's own columns of an input, which the matrix step of the same columns can add."""
+    copied = steps.get(other - RESULT_REF)
+    if copied is None or copied.op is not _K.COPY or uses[other] != 1 or copied.args[0] >= RESULT_REF:
+        return False
+    if not form.columns or {"n_off", "N_tile"} & copied.params.keys() or not _takes(steps, uses, form, step, product):
+        return False
+    matrix, source = steps[product - RESULT_REF], form.inputs[copied.args[0]]
+    if {"n_off", "N_tile"} & matrix.params.keys() or matrix.result.rows != 1:
+        return False
+    return form.written[copied.args[0]] is None and copied.result.dtype in (source.dtype, DType.F32)
+
+
+def _gates(steps: dict[int, Step], uses: Mapping[int, int], form: Form, step: Step, gate: int, product: int) -> bool:
+    """Whether the gate is a scratch value that the matrix step of the other operand can take."""
+    made = steps.get(gate - RESULT_REF)
+    return made is not None and gate != product and _takes(steps, uses, form, step, product)
+
+
+def _renumbered(steps: dict[int, Step]) -> list[Step]:
+    """The steps that are left, in order, with refs that count them."""
+    places = {RESULT_REF + index: RESULT_REF + place for place, index in enumerate(sorted(steps))}
+    return [
+        replace(
+            step,
+            args=tuple(places.get(ref, ref) for ref in step.args),
+            other=places.get(step.other, step.other),
+        )
+        for _, step in sorted(steps.items())
+    ]
+
+
+def inherited(step: Step, form: Form, name: str) -> bool:
+    """Whether `step` takes param `name` from the task."""
+    return name in INHERITED_PARAMS and name in form.given and name not in step.params
+
+
+def look(ref: int, steps: Sequence[Step], form: Form) -> Operand:
+    """What a ref stands for. Raises InvalidProgramError for a scratch result that no step before made."""
+    if ref < RESULT_REF:
+        return form.inputs[ref]
+    if ref - RESULT_REF >= len(steps):
+        raise InvalidProgramError(f"operand {ref} is made by no step")
+    return steps[ref - RESULT_REF].result

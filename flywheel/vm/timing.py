@@ -1,0 +1,158 @@
+"""How long launches take on the GPU, by CUDA events, and what clocks they ran at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+from typing import Any, Final
+
+import numpy as np
+
+from flywheel.measure.latency import GpuState, L2State, MeasuredLatency
+from flywheel.vm.driver import Gpu, Memory
+from flywheel.vm.loader import LoadedProgram
+from flywheel.vm.nvml import read_state
+
+_FLUSH_FACTOR: Final = 2
+"""Bytes written to empty the L2 cache, over its size: what replaces its lines is not strictly the oldest first."""
+
+_HEAD_START: Final = 10
+"""Flushes before a batch. They keep the GPU busy while the host enqueues, so that no launch waits for the host."""
+
+_BATCH_US: Final = 30_000.0
+"""A batch that lasts this long shows the clocks under load; NVML is asked while it runs."""
+
+_MOST_TIMES: Final = 10
+"""Launches of a batch at most, over samples."""
+
+HOPELESS: Final = 3.0
+"""A program whose first sample takes so many times its rival's is timed no further."""
+
+
+def time_launches(
+    loaded: LoadedProgram,
+    pos: int | None,
+    *,
+    samples: int = 30,
+    warmup: int = 3,
+    l2: L2State = "flushed",
+    limit_s: float = 10.0,
+) -> MeasuredLatency:
+    """Time `samples` launches one by one, and at least as many back to back, after `warmup` ones that do not count.
+
+    All at position `pos`, whose KV rows each launch writes anew. The clocks are those under the batch; whatever held
+    clocks down at any time is in `throttle`. `limit_s` is for each group of launches.
+    Raises LaunchTimeoutError, GpuFaultError and TensorError as `LoadedProgram.sync` does.
+    """
+    gpu = loaded.gpu
+    flush = gpu.alloc(_FLUSH_FACTOR * gpu.l2_bytes)
+    try:
+        singles = _time_singles(loaded, pos, samples, warmup, flush if l2 == "flushed" else None, limit_s)
+    finally:
+        gpu.free(flush)
+    return time_batch(loaded, pos, summarise(singles, warmup, l2), limit_s)
+
+
+def time_in_turn(
+    loaded: Sequence[LoadedProgram], pos: int | None, *, samples: int, warmup: int, limit_s: float = 10.0
+) -> list[list[float]]:
+    """Samples in us of each program: sample i of one is taken right beside sample i of the others.
+
+    The order is reversed from one sample to the next, and the L2 cache emptied before each launch. Each program gets
+    `warmup` launches that do not count. Where the first one's first sample is HOPELESS beside the second's, that is the
+    only one of each. Raises as `time_launches` does.
+    """
+    gpu = loaded[0].gpu
+    flush = gpu.alloc(_FLUSH_FACTOR * gpu.l2_bytes)
+    try:
+        times = _time_turns(loaded, pos, warmup + 1, flush, limit_s, skipped=warmup)
+        if times[0][0] <= HOPELESS * times[1][0]:
+            more = _time_turns(loaded, pos, samples - 1, flush, limit_s)
+            times = [first + rest for first, rest in zip(times, more, strict=True)]
+    finally:
+        gpu.free(flush)
+    return times
+
+
+def time_batch(
+    loaded: LoadedProgram, pos: int | None, latency: MeasuredLatency, limit_s: float = 10.0
+) -> MeasuredLatency:
+    """`latency` with the time of one launch among many back to back, and the state of the GPU before and under them.
+
+    Raises as `time_launches` does.
+    """
+    gpu = loaded.gpu
+    before = read_state(gpu.pci_bus_id)
+    flush = gpu.alloc(_FLUSH_FACTOR * gpu.l2_bytes)
+    try:
+        count = min(max(latency.samples, ceil(_BATCH_US / latency.median_us)), _MOST_TIMES * latency.samples)
+        batch_us, under_load = _time_batch(loaded, pos, count, flush, limit_s)
+    finally:
+        gpu.free(flush)
+    return replace(latency, batch_us=batch_us, gpu_state=_both(before, under_load))
+
+
+def summarise(samples_us: Sequence[float], warmup: int, l2: L2State = "flushed") -> MeasuredLatency:
+    """The latency that samples stand for."""
+    p10, median, p90 = (float(value) for value in np.percentile(samples_us, (10, 50, 90)))
+    return MeasuredLatency(median, p10, p90, len(samples_us), warmup, l2)
+
+
+def _time_turns(
+    loaded: Sequence[LoadedProgram], pos: int | None, turns: int, flush: Memory, limit_s: float, skipped: int = 0
+) -> list[list[float]]:
+    gpu = loaded[0].gpu
+    events: list[list[tuple[Any, Any]]] = [[] for _ in loaded]
+    order = list(zip(loaded, events, strict=True))
+    for turn in range(turns):
+        for program, noted in order if turn % 2 else reversed(order):
+            gpu.fill(flush, turn & 0xFF)
+            start = gpu.record()
+            program.launch(pos)
+            noted.append((start, gpu.record()))
+    for program in loaded:
+        program.sync(limit_s)
+    return [[gpu.elapsed_us(start, end) for start, end in noted[skipped:]] for noted in events]
+
+
+def _time_singles(
+    loaded: LoadedProgram, pos: int | None, samples: int, warmup: int, flush: Memory | None, limit_s: float
+) -> list[float]:
+    gpu = loaded.gpu
+    events = []
+    for sample in range(warmup + samples):
+        if flush is not None:
+            gpu.fill(flush, sample & 0xFF)
+        start = gpu.record()
+        loaded.launch(pos)
+        events.append((start, gpu.record()))
+    loaded.sync(limit_s)
+    return [gpu.elapsed_us(start, end) for start, end in events[warmup:]]
+
+
+def _time_batch(
+    loaded: LoadedProgram, pos: int | None, count: int, flush: Memory, limit_s: float
+) -> tuple[float, GpuState]:
+    """(time of one launch, state of the GPU while they run)."""
+    gpu: Gpu = loaded.gpu
+    for byte in range(_HEAD_START):
+        gpu.fill(flush, byte)
+    start = gpu.record()
+    for _ in range(count):
+        loaded.launch(pos)
+    end = gpu.record()
+    state = read_state(gpu.pci_bus_id)
+    loaded.sync(limit_s)
+    return gpu.elapsed_us(start, end) / count, state
+
+
+def _both(before: GpuState, after: GpuState) -> GpuState:
+    """`after`, with whatever held the clocks down, and the most strangers, in either."""
+    strangers = [state.strangers for state in (before, after) if state.strangers is not None]
+    after = replace(after, strangers=max(strangers, default=None))
+    if before.throttle is None or after.throttle is None:
+        return after
+    reasons = dict.fromkeys(f"{before.throttle},{after.throttle}".split(","))
+    named = [reason for reason in reasons if reason != "none"]
+    return replace(after, throttle=",".join(named) or "none")

@@ -1,0 +1,292 @@
+"""The tables of a packed program, interpreted in numpy and torch the way the kernel does, byte for byte in its memory.
+
+It knows nothing of recipes or tasks: what it computes is what the tables say. Asserts hold the protocol between the
+loader, the matrix warps and the vector warps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flywheel.ir import PARAM_FIELDS, DType, InstructionKind, MegakernelProgram
+from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.variant import WORK_BYTES
+from flywheel.vm.abi import (
+    PARTIALS_BYTES,
+    RESULT_REF,
+    SPILLED,
+    Epilogue,
+    InstructionFlag,
+    Layout,
+    SegmentFlag,
+    StepFlag,
+)
+from flywheel.vm.fragments import from_fragments, to_fragments
+from flywheel.vm.pack import PackedProgram
+from flywheel.vm.reference.memory import TORCH_DTYPES
+from flywheel.vm.reference.ops import OPS
+
+K = InstructionKind
+OWNED = {
+    "n_off": StepFlag.OWN_N_OFF, "N_tile": StepFlag.OWN_N_TILE, "pos": StepFlag.OWN_POS,
+    "kv_start": StepFlag.OWN_KV_START, "kv_len": StepFlag.OWN_KV_LEN,
+}  # fmt: skip
+OPTIONAL = {
+    "scale": (StepFlag.HAS_SCALE, (K.MUL,)),
+    "n_heads": (StepFlag.HAS_HEADS, (K.ATTENTION_COMBINE,)),
+    "head_dim": (StepFlag.HAS_HEAD_DIM, (K.ATTENTION_COMBINE,)),
+}
+NAN_BYTE = 0xFF
+
+
+def bits_of(tensor: Tensor) -> Any:
+    return tensor.contiguous().view(torch.uint8).numpy()
+
+
+@dataclass
+class Sm:
+    """One block: what it has on chip, and how far it is in its queue and its stream."""
+
+    queue: int
+    queue_end: int
+    stream: int
+    staging: Any
+    workspace: Any
+    announced: Any = None
+
+
+class TableVM:
+    def __init__(self, packed: PackedProgram, program: MegakernelProgram, tensors: Mapping[str, Tensor]) -> None:
+        self.packed, self.program = packed, program
+        self.arena = np.full(packed.arena_bytes, NAN_BYTE, np.uint8)
+        self.memory: dict[int, Any] = {}
+        for row, buffer in enumerate(program.buffers):
+            if row in packed.arena_offsets:
+                offset = packed.arena_offsets[row]
+                assert offset % 256 == 0
+                self.memory[row] = self.arena[offset : offset + buffer.nbytes]
+                assert len(self.memory[row]) == buffer.nbytes
+                if buffer.name in tensors:
+                    self.memory[row][:] = bits_of(tensors[buffer.name]).reshape(-1)
+            elif packed.buffers["layout"][row] == Layout.FRAGMENTS:
+                element = TORCH_DTYPES[buffer.dtype].itemsize
+                bits = bits_of(tensors[buffer.name]).reshape(-1).view(f"u{element}").reshape(buffer.shape)
+                self.memory[row] = to_fragments(bits).view(np.uint8)
+            else:
+                self.memory[row] = bits_of(tensors[buffer.name]).reshape(-1).copy()
+
+    def run(self, pos: int = -1) -> dict[str, Tensor]:
+        """One launch; the program's outputs and caches by name."""
+        packed = self.packed
+        variant = packed.variant
+        self.counters = [0] * packed.n_counters
+        sms = [
+            Sm(int(first), int(end), int(stream), np.full(variant.staged_bytes, NAN_BYTE, np.uint8),
+               np.full(packed.workspace_stride, NAN_BYTE, np.uint8))
+            for first, end, stream in zip(packed.queues, packed.queues[1:], packed.streams, strict=False)
+        ]  # fmt: skip
+        moved = True
+        while moved:
+            moved = False
+            for number, sm in enumerate(sms):
+                while sm.queue < sm.queue_end and self._ready(packed.instructions[sm.queue]):
+                    self._task(number, sm, pos)
+                    moved = True
+        for number, sm in enumerate(sms):
+            assert sm.queue == sm.queue_end, "stuck"
+            assert sm.stream == packed.streams[number + 1], "weights were streamed that nothing multiplied"
+        kinds = ("IO_OUTPUT", "KV_CACHE")
+        return {
+            buffer.name: self._tensor(row, buffer.dtype).view(buffer.shape)
+            for row, buffer in enumerate(self.program.buffers)
+            if buffer.kind.name in kinds
+        }
+
+    def _ready(self, instruction: Any) -> bool:
+        return all(
+            self.counters[instruction["wait_counter"][i]] >= instruction["wait_threshold"][i]
+            for i in range(instruction["n_waits"])
+        )
+
+    def _task(self, number: int, sm: Sm, pos: int) -> None:
+        packed = self.packed
+        instruction = packed.instructions[sm.queue]
+        assert instruction["sm"] == number
+        params = {name: instruction["params"][name].item() for name in PARAM_FIELDS}
+        if pos >= 0 and instruction["flags"] & InstructionFlag.MOVES_POS:
+            params["pos"] = pos
+        if pos >= 0 and instruction["flags"] & InstructionFlag.MOVES_WINDOW:
+            params["kv_len"] = min(params["kv_len"], max(0, pos + 1 - params["kv_start"]))
+        steps = packed.steps[instruction["first_step"] :][: instruction["n_steps"]]
+        reuses = bool(instruction["flags"] & InstructionFlag.X_STAGED)
+        first = next(i for i, step in enumerate(steps) if step["op"] in MATRIX_OPS) if reuses else 0
+        for step in steps[first:]:
+            if step["op"] in MATRIX_OPS:
+                self._matrix(sm, instruction, steps, step, params)
+            else:
+                self._vector(sm, instruction, steps, step, params)
+        self.counters[instruction["out_counter"]] += 1
+        sm.queue += 1
+
+    def _tensor(self, row: int, dtype: DType) -> Tensor:
+        return torch.from_numpy(self.memory[row]).view(TORCH_DTYPES[dtype])
+
+    def _scratch(self, sm: Sm, step: Any) -> Tensor:
+        dtype = TORCH_DTYPES[DType(int(step["out_dtype"]))]
+        scratch, nbytes = int(step["scratch"]), int(step["out_numel"]) * dtype.itemsize
+        assert scratch >= 0 and scratch % 16 == 0
+        area = sm.workspace if scratch & SPILLED else sm.staging
+        start = scratch & ~SPILLED
+        assert start + nbytes <= len(area)
+        flat = torch.from_numpy(area[start : start + nbytes]).view(dtype)
+        return flat.view(max(1, int(step["rows"])), -1) if step["op"] in MATRIX_OPS else flat
+
+    def _operand(self, sm: Sm, instruction: Any, steps: Any, ref: int) -> Tensor:
+        if ref >= RESULT_REF:
+            return self._scratch(sm, steps[ref - RESULT_REF])
+        assert 0 <= ref < instruction["n_inputs"]
+        row = int(instruction["inputs"][ref])
+        buffer = self.packed.buffers[row]
+        shape = [int(dim) for dim in buffer["shape"][: buffer["rank"]]]
+        tensor = self._tensor(row, DType(int(buffer["dtype"])))
+        if buffer["layout"] == Layout.FRAGMENTS:
+            bits = from_fragments(self.memory[row].view(f"u{tensor.element_size()}"), shape[0], shape[1])
+            tensor = torch.from_numpy(np.ascontiguousarray(bits).view(np.uint8).reshape(-1)).view(tensor.dtype)
+        return tensor.view(shape) if tensor.numel() == prod(shape) else tensor.view(*shape[:-1], -1)
+
+    def _out(self, sm: Sm, instruction: Any, step: Any, params: Mapping[str, Any]) -> Tensor:
+        """All of what a step may write, flat."""
+        if step["out"] < 0:
+            return self._scratch(sm, step).view(-1)
+        row = int(instruction["outputs"][step["out"]])
+        tensor = self._tensor(row, DType(int(self.packed.buffers["dtype"][row])))
+        if step["out"] == 0 and instruction["op"] == K.FUSED and instruction["flags"] & InstructionFlag.TILED:
+            return tensor[params["n_off"] : params["n_off"] + params["N_tile"]]
+        return tensor
+
+    def _own(self, step: Any, params: Mapping[str, Any], name: str) -> Any:
+        return step["params"][name].item() if step["flags"] & OWNED[name] else params[name]
+
+    def _vector(self, sm: Sm, instruction: Any, steps: Any, step: Any, params: Mapping[str, Any]) -> None:
+        op = InstructionKind(int(step["op"]))
+        inputs = [self._operand(sm, instruction, steps, int(ref)) for ref in step["args"][: step["n_args"]]]
+        given = {name: step["params"][name].item() for name in PARAM_FIELDS}
+        given |= {name: self._own(step, params, name) for name in OWNED}
+        for name, (flag, ops) in OPTIONAL.items():
+            if op in ops and not step["flags"] & flag:
+                del given[name]
+        if op is K.COPY and not step["flags"] & StepFlag.HAS_COLUMNS:
+            del given["n_off"]
+        out = self._out(sm, instruction, step, params)
+        if op is K.KV_APPEND:
+            assert step["rows"] == inputs[1].numel() // inputs[1].shape[0]
+            OPS[op](inputs, out.view(inputs[1].shape), given)
+            return
+        assert out.numel() == step["out_numel"]
+        result = torch.empty(out.numel(), dtype=TORCH_DTYPES[DType(int(step["out_dtype"]))])
+        if op is K.ROPE:
+            self._rope(inputs, result, step)
+        elif op is K.SOFTMAX:
+            shape = (int(step["rows"]), int(step["kblocks"]), int(step["chunk_kblocks"]))
+            result.copy_(inputs[0].reshape(shape).float().softmax(1).reshape(-1))
+        else:
+            OPS[op](inputs, result, given)
+        if op is K.ATTENTION_TILE:
+            sm.staging[-WORK_BYTES:] = NAN_BYTE
+        out.copy_(result)
+
+    def _rope(self, inputs: list[Tensor], result: Tensor, step: Any) -> None:
+        x, positions = inputs
+        head_dim = int(step["params"]["head_dim"])
+        frequencies = torch.from_numpy(self.packed.floats[step["rope"] :][: head_dim // 2])
+        angles = positions.reshape(-1, 1, 1).float() * frequencies
+        low, high = x.reshape(positions.numel(), -1, head_dim).float().chunk(2, dim=-1)
+        turned = torch.cat((low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()), dim=-1)
+        result.copy_(turned.reshape(-1))
+
+    def _matrix(self, sm: Sm, instruction: Any, steps: Any, step: Any, params: Mapping[str, Any]) -> None:
+        flags, rows, kblocks = int(step["flags"]), int(step["rows"]), int(step["kblocks"])
+        how = StepFlag(flags) & (StepFlag.STAGE | StepFlag.X_IN_PLACE | StepFlag.REUSE_X)
+        assert how in (StepFlag.STAGE, StepFlag.X_IN_PLACE, StepFlag.REUSE_X)
+        x = self._operand(sm, instruction, steps, int(step["args"][0])).reshape(rows, -1)
+        stride = 16 * (kblocks + (rows > 1))
+        dtype = TORCH_DTYPES[self.packed.dtype]
+        assert x.dtype is dtype
+        staged = torch.from_numpy(sm.staging)[: rows * stride * dtype.itemsize].view(dtype).view(rows, stride)
+        fresh = not instruction["flags"] & InstructionFlag.X_STAGED and how is not StepFlag.REUSE_X
+        if fresh and how is StepFlag.STAGE:
+            copied = x.clone()
+            staged[:, : kblocks * 16] = 0
+            staged[:, : copied.shape[1]] = copied
+        operand = staged[:, : kblocks * 16].clone()
+        if fresh:
+            sm.announced = operand
+        # Matrix warps may read it at any time since it was announced: it must be the same all along.
+        assert sm.announced is not None and torch.equal(sm.announced, operand)
+        assert torch.equal(operand[:, : x.shape[1]], x) or instruction["flags"] & InstructionFlag.X_STAGED
+        n_off, n_tile = self._own(step, params, "n_off"), self._own(step, params, "N_tile")
+        product = self._stream(sm, instruction, step, operand.float(), fresh, n_off // 16, -(-(n_off + n_tile) // 16))
+        self._store(sm, instruction, steps, step, params, product[:, n_off % 16 :][:, :n_tile], n_off)
+
+    def _stream(self, sm: Sm, instruction: Any, step: Any, x: Tensor, fresh: bool, first: int, end: int) -> Tensor:
+        packed = self.packed
+        element = TORCH_DTYPES[packed.dtype].itemsize
+        fragment = 256 * element
+        products = []
+        block = first
+        while block < end:
+            assert sm.stream < len(packed.segments)
+            segment = packed.segments[sm.stream]
+            row = int(instruction["inputs"][step["args"][1]])
+            assert packed.segment_buffers[sm.stream] == row
+            assert segment["queue_index"] == sm.queue - packed.queues[instruction["sm"]]
+            assert bool(segment["flags"] & SegmentFlag.FRESH_X) == (fresh and block == first)
+            blocks, kblocks = int(segment["row_blocks"]), int(segment["kblocks"])
+            assert 0 < blocks <= packed.pass_blocks
+            assert blocks * packed.variant.matrix_warps * len(x) * 64 <= PARTIALS_BYTES // 2
+            for name in ("kblocks", "chunk_kblocks", "row_chunks", "rows"):
+                assert segment[name] == step[name]
+            assert segment["chunk_kblocks"] * fragment <= packed.variant.chunk_bytes
+            assert 0 <= segment["row_chunks"] * segment["chunk_kblocks"] - kblocks < segment["chunk_kblocks"]
+            stride, src = int(segment["row_stride"]), int(segment["src"])
+            assert src == block * stride
+            memory = self.memory[row]
+            for row_block in range(blocks):
+                at = src + row_block * stride
+                octets = memory[at : at + kblocks * fragment]
+                assert len(octets) == kblocks * fragment
+                weights = from_fragments(octets.view(f"u{element}"), 16, kblocks * 16)
+                tensor = torch.from_numpy(np.ascontiguousarray(weights).view(np.uint8)).view(TORCH_DTYPES[packed.dtype])
+                products.append(x @ tensor.view(16, -1).float().T)
+            block += blocks
+            sm.stream += 1
+        assert block == end
+        return torch.cat(products, dim=1)
+
+    def _store(
+        self, sm: Sm, instruction: Any, steps: Any, step: Any, params: Mapping[str, Any], product: Tensor, n_off: int
+    ) -> None:
+        rows, n_tile = product.shape
+        if step["n_args"] > 2:
+            bias = self._operand(sm, instruction, steps, int(step["args"][2])).reshape(-1)
+            product = product + bias[n_off : n_off + n_tile].float()
+        value = product.to(TORCH_DTYPES[DType(int(step["out_dtype"]))]).float()
+        if step["epilogue"] == Epilogue.ADD:
+            other = self._operand(sm, instruction, steps, int(step["epilogue_arg"])).reshape(rows, -1)
+            value = value + other[:, n_off : n_off + n_tile].float()
+        elif step["epilogue"] == Epilogue.SILU_MUL:
+            gate = self._operand(sm, instruction, steps, int(step["epilogue_arg"])).reshape(rows, -1)
+            value = torch.nn.functional.silu(gate.float()) * value
+        out = self._out(sm, instruction, step, params)
+        if step["flags"] & StepFlag.INDEX_FROM_ZERO:
+            assert out.numel() == rows * n_tile
+            out.copy_(value.reshape(-1))
+        else:
+            out.view(rows, -1)[:, n_off : n_off + n_tile] = value.to(out.dtype)

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from time import monotonic, sleep
+from types import ModuleType
+
+import pytest
+
+from flywheel.errors import FlywheelError, NoGpuError
+from flywheel.ir import MegakernelProgram
+from flywheel.measure.outcome import Crashed, Incorrect, Measured, Rejected, TimedOut, TrialOutcome
+from flywheel.vm.client import Client, Limits
+
+GOOD = MegakernelProgram()
+
+
+@pytest.fixture(scope="module")
+def fakes() -> Iterator[ModuleType]:
+    """The module of fake benches; spawned workers inherit the path to it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        yield importlib.import_module("fake_benches")
+
+
+@pytest.fixture
+def client(fakes: ModuleType, tmp_path: Path) -> Iterator[Client]:
+    with Client(partial(fakes.make_fake, str(tmp_path)), Limits(start_s=60, answer_s=60)) as client:
+        yield client
+
+
+def starts(folder: Path) -> int:
+    return len((folder / "starts").read_text(encoding="utf-8").splitlines())
+
+
+def act(what: str) -> MegakernelProgram:
+    return MegakernelProgram(meta={"act": what})
+
+
+def test_one_worker_measures_all(client: Client, tmp_path: Path) -> None:
+    for _ in range(3):
+        assert isinstance(client.measure(GOOD), Measured)
+    assert starts(tmp_path) == 1
+
+
+SURVIVED: dict[str, TrialOutcome] = {
+    "time out": TimedOut(0.5, "task 3 (L0.q) waits for counter 2: 1 of 6 after 0.5 s"),
+    "memory": Rejected(("gpu-memory",), "workspace: 9 GB wanted, 1 GB free"),
+    "compile": Crashed("compile: vm_loop.cuh(12): error: expected a ;", transient=False),
+    "config": Rejected(("load",), "grid of 140 blocks; 132 are co-resident"),
+    "invalid": Rejected(("load",), "task 9: opcode ALLREDUCE_SHARD has no kernel"),
+}
+
+
+@pytest.mark.parametrize("what", SURVIVED)
+def test_a_failure_that_leaves_the_gpu_whole_keeps_its_worker(what: str, client: Client, tmp_path: Path) -> None:
+    assert client.measure(act(what)) == SURVIVED[what]
+    assert isinstance(client.measure(GOOD), Measured)
+    assert starts(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("fault", "launch: an illegal memory access"), ("surprise", "ZeroDivisionError: division by zero")],
+)
+def test_a_broken_context_ends_its_worker_not_the_next_program(
+    what: str, reason: str, client: Client, tmp_path: Path
+) -> None:
+    assert client.measure(act(what)) == Crashed(reason, transient=False)
+    assert isinstance(client.measure(GOOD), Measured)
+    assert starts(tmp_path) == 2
+
+
+@pytest.mark.parametrize(("what", "reason"), [("wrong", "exceeds"), ("nan", "max absolute error is nan")])
+def test_wrong_logits_are_incorrect_with_their_verdict(what: str, reason: str, client: Client) -> None:
+    outcome = client.measure(act(what))
+    assert isinstance(outcome, Incorrect)
+    assert reason in outcome.reason
+    assert outcome.verdict.reason == outcome.reason
+
+
+@pytest.mark.parametrize("what", ["hang", "hang in C"])
+def test_a_worker_that_does_not_answer_is_killed_and_replaced(what: str, fakes: ModuleType, tmp_path: Path) -> None:
+    with Client(partial(fakes.make_fake, str(tmp_path)), Limits(start_s=60, answer_s=1.0)) as client:
+        before = client.measure(GOOD), client.pid
+        outcome = client.measure(act(what))
+        assert outcome == TimedOut(1.0, "the GPU worker gave no answer within 1 s and was killed")
+        assert before[1] is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(before[1], 0)
+        assert isinstance(client.measure(GOOD), Measured)
+    assert starts(tmp_path) == 2
+
+
+def test_a_stopped_worker_is_killed_however_large_the_program(fakes: ModuleType, tmp_path: Path) -> None:
+    with Client(partial(fakes.make_fake, str(tmp_path)), Limits(start_s=60, answer_s=1.0)) as client:
+        client.ready()
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)
+        outcome = client.measure(MegakernelProgram(meta={"padding": "x" * 10**7}))
+        assert isinstance(outcome, TimedOut)
+        assert isinstance(client.measure(GOOD), Measured)
+
+
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [("killed", "signal 9 (SIGKILL)"), ("segfault", "signal 11 (SIGSEGV)"), ("exit", "exit code 3")],
+)
+def test_a_program_that_kills_two_workers_has_crashed(what: str, how: str, client: Client, tmp_path: Path) -> None:
+    died = f"the GPU worker died: {how}"
+    assert client.measure(act(what)) == Crashed(f"{died}, then again: {died}", transient=False)
+    assert isinstance(client.measure(GOOD), Measured)
+    assert starts(tmp_path) == 3
+
+
+def test_a_program_whose_worker_was_killed_from_outside_is_measured_by_the_next(client: Client, tmp_path: Path) -> None:
+    assert isinstance(client.measure(act("killed once")), Measured)
+    assert starts(tmp_path) == 2
+
+
+def test_a_worker_killed_while_idle_costs_no_trial(client: Client, tmp_path: Path) -> None:
+    client.ready()
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    assert isinstance(client.measure(GOOD), Measured)
+    assert starts(tmp_path) == 2
+
+
+def test_what_a_worker_prints_is_neither_an_answer_nor_on_stdout(fakes: ModuleType, tmp_path: Path) -> None:
+    script = (
+        "import sys, functools\n"
+        "from flywheel.ir import MegakernelProgram\n"
+        "from flywheel.vm.client import Client\n"
+        "import fake_benches\n"
+        "if __name__ == '__main__':\n"
+        "    with Client(functools.partial(fake_benches.make_fake, sys.argv[1])) as client:\n"
+        "        print(type(client.measure(MegakernelProgram(meta={'act': 'chatter'}))).__name__)\n"
+    )
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{root}"}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py", tmp_path], capture_output=True, env=environment, timeout=60
+    )
+    assert done.stdout == b"Measured\n"
+    assert b"garbage" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "fact"),
+    [
+        ("without_a_gpu", NoGpuError, "^device cuda: this machine has no GPU$"),
+        ("without_a_package", FlywheelError, "^GPU worker: cannot start: ModuleNotFoundError: No module named"),
+        ("dying_at_the_start", FlywheelError, "^GPU worker: died before it was ready: exit code 7$"),
+        ("never_ready", FlywheelError, "^GPU worker: not ready after 3 s$"),
+    ],
+)
+def test_a_worker_that_cannot_start_is_one_clear_error(
+    make: str, kind: type[FlywheelError], fact: str, fakes: ModuleType
+) -> None:
+    limits = Limits(start_s=3 if make == "never_ready" else 60)
+    with Client(getattr(fakes, make), limits) as client, pytest.raises(kind, match=fact):
+        client.ready()
+    assert client.pid is None
+
+
+def test_a_worker_dies_with_its_parent(tmp_path: Path) -> None:
+    script = (
+        "import sys, functools\n"
+        "from flywheel.ir import MegakernelProgram\n"
+        "from flywheel.vm.client import Client\n"
+        "import fake_benches\n"
+        "if __name__ == '__main__':\n"
+        "    client = Client(functools.partial(fake_benches.make_fake, sys.argv[1]))\n"
+        "    client.ready()\n"
+        "    print(client.pid, flush=True)\n"
+        "    client.measure(MegakernelProgram(meta={'act': 'hang'}))\n"
+    )
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{root}"}
+    command = [sys.executable, tmp_path / "script.py", tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        parent.kill()
+    deadline = monotonic() + 20
+    while runs(worker) and monotonic() < deadline:
+        sleep(0.05)
+    assert not runs(worker)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
