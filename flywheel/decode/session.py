@@ -9,16 +9,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import read_interface
 from flywheel.decode.source import Weights
 from flywheel.errors import UsageError
 from flywheel.ir import DType, MegakernelProgram
+from flywheel.models.eager import LayerCache
 from flywheel.models.spec import DecoderSpec
-from flywheel.models.weights import TORCH_DTYPES, bind
+from flywheel.models.weights import bind
 from flywheel.vm.reference import ReferenceVM
-
-LayerCache = tuple[Tensor, Tensor]
-"""Keys and values of one layer, both [n_positions, n_kv_heads, head_dim]. Keys are rotated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,24 +77,15 @@ class ReferenceSession:
         self.context = interface.context
         self._order = order
         self._seed = seed
-        shape = (spec.n_layers, 2, spec.n_kv_heads, self.context, 1, spec.head_dim)
-        self._caches = torch.full(shape, torch.nan, dtype=TORCH_DTYPES[self.dtype], device=machine.device)
-        heads = {
-            name: self._caches[layer, side, head]
-            for layer, sides in enumerate(interface.caches)
-            for side, names in enumerate(sides)
-            for head, name in enumerate(names)
-        }
+        self._caches = KvCaches(spec, self.dtype, self.context, machine.device)
+        heads = self._caches.by_name(interface)
         self._bound = machine.bind({**bind(program, weights, cast=True), **heads})
         self._token = torch.zeros(1, dtype=torch.int32)
         self._position = torch.zeros(1, dtype=torch.int32)
 
     def step(self, token_id: int, position: int) -> Step:
         """As DecodeSession says; ConfigError where the program was lowered for fewer positions than it has caches."""
-        if not 0 <= token_id < self.spec.vocab:
-            raise UsageError(f"{self.spec.name}: token {token_id} is not in 0..{self.spec.vocab - 1}")
-        if not 0 <= position < self.context:
-            raise UsageError(f"{self.spec.name}: position {position} is not in 0..{self.context - 1}")
+        check_place(self.spec, self.context, token_id, position)
         self._token[0], self._position[0] = token_id, position
         inputs = {"token_id": self._token, "position": self._position}
         outputs = self._bound.step(inputs, position, self._order, self._seed)
@@ -103,13 +93,12 @@ class ReferenceSession:
 
     def write_cache(self, layers: Sequence[LayerCache]) -> None:
         """As DecodeSession says. Raises UsageError for another number of layers, or more positions than there are."""
-        length = len(layers[0][0]) if layers else 0
-        if len(layers) != self.spec.n_layers or length > self.context:
-            raise UsageError(
-                f"{self.spec.name}: a cache of {len(layers)} layers and {length} positions; supported: "
-                f"{self.spec.n_layers} layers, up to {self.context} positions"
-            )
-        self._caches.fill_(torch.nan)
-        for own, sides in zip(self._caches, layers, strict=True):
-            for heads, side in zip(own, sides, strict=True):
-                heads[:, :length, 0].copy_(side.transpose(0, 1))
+        self._caches.write(layers)
+
+
+def check_place(spec: DecoderSpec, context: int, token_id: int, position: int) -> None:
+    """Raises UsageError for a token that is not in the vocabulary, or a position outside the context."""
+    if not 0 <= token_id < spec.vocab:
+        raise UsageError(f"{spec.name}: token {token_id} is not in 0..{spec.vocab - 1}")
+    if not 0 <= position < context:
+        raise UsageError(f"{spec.name}: position {position} is not in 0..{context - 1}")

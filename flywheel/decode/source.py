@@ -37,12 +37,13 @@ class Source:
         """The checkpoint's dtype, that of its first tensor, as a key of DTYPES; None without a checkpoint."""
         return None if self.stored is None else _NAMES[next(iter(self.stored.values())).dtype]
 
-    def weights(self, dtype: DType, seed: int) -> Weights:
-        """Every weight in `dtype`: the checkpoint's, converted where they must be, else random ones."""
+    def weights(self, dtype: DType, seed: int, device: str = "cpu") -> Weights:
+        """Every weight in `dtype`, on a device of torch: the checkpoint's, converted where they must be, else random
+        ones."""
         wanted = TORCH_DTYPES[dtype]
         if self.stored is None:
-            return random_weights(self.spec, seed, wanted)
-        return {key: tensor.to(wanted) for key, tensor in self.stored.items()}
+            return random_weights(self.spec, seed, wanted, device)
+        return {key: tensor.to(device, wanted) for key, tensor in self.stored.items()}
 
 
 def open_source(model: str) -> Source:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flywheel.decode.session import DecodeSession
+from flywheel.decode.session import DecodeSession, Step
 from flywheel.decode.source import Weights
 from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.measure.verdict import TOLERANCE, Verdict, judge
-from flywheel.models.eager import EagerDecoder
+from flywheel.models.eager import EagerDecoder, LayerCache
 from flywheel.models.weights import TORCH_DTYPES
 
 
@@ -22,43 +23,84 @@ def default_positions(context: int) -> tuple[int, ...]:
 
 
 def make_oracle(session: DecodeSession, weights: Weights) -> EagerDecoder:
-    """The oracle of a session: its model, dtype and context, with the same weights."""
-    return EagerDecoder(session.spec, weights, TORCH_DTYPES[session.dtype], session.context)
+    """The oracle of a session: its model, dtype and context, with the same weights, where those are."""
+    device = next(iter(weights.values())).device
+    return EagerDecoder(session.spec, weights, TORCH_DTYPES[session.dtype], session.context, device)
 
 
-def verify(session: DecodeSession, oracle: EagerDecoder, positions: Sequence[int], seed: int = 0) -> Verdict:
-    """Compare one launch at each of `positions`, over random tokens, with the oracle.
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What the oracle makes of random `tokens`, one a position: its `logits` at each of `positions`, and `cache`, what
+    it had cached before the last of them; before an earlier one, it is the beginning of that."""
 
-    Before it, the session's caches are what the oracle cached of the tokens before that position, and nothing after.
-    `oracle` has the session's model, dtype and context. Raises UsageError for positions outside the context.
+    positions: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logits: tuple[Tensor, ...]
+    cache: tuple[LayerCache, ...]
+
+    def cache_before(self, position: int) -> list[LayerCache]:
+        """What stands before one of `positions`, as views."""
+        return [(keys[:position], values[:position]) for keys, values in self.cache]
+
+
+def expect(oracle: EagerDecoder, positions: Sequence[int], seed: int = 0) -> Expectation:
+    """The oracle's part of a comparison, which holds for every program of its model, dtype and context.
+
+    Raises UsageError for no positions, and for one outside the oracle's context.
     """
     tried = sorted(set(positions))
     if not tried:
         raise UsageError("positions: none given; at least one after 0 is needed")
-    outside = next((position for position in tried if not 0 <= position < session.context), None)
+    outside = next((position for position in tried if not 0 <= position < oracle.context), None)
     if outside is not None:
-        raise UsageError(f"position {outside} is not in 0..{session.context - 1}, the program's context")
+        raise UsageError(f"position {outside} is not in 0..{oracle.context - 1}, the program's context")
     generator = torch.Generator().manual_seed(seed)
-    tokens: list[int] = torch.randint(0, session.spec.vocab, (tried[-1] + 1,), generator=generator).tolist()
+    tokens: list[int] = torch.randint(0, oracle.spec.vocab, (tried[-1] + 1,), generator=generator).tolist()
     oracle.reset()
-    absolute, relative, agreed = [], [], 0
+    logits = []
     for position in tried:
         if position > oracle.length:
             oracle.prefill(tokens[oracle.length : position])
-        session.write_cache(oracle.read_cache())
-        got = session.step(tokens[position], position)
-        wanted = oracle.step(tokens[position], position)
-        error = (got.logits.to(wanted.device) - wanted).abs().max()
+        logits.append(oracle.step(tokens[position], position))
+    cache = tuple((keys[: tried[-1]].clone(), values[: tried[-1]].clone()) for keys, values in oracle.read_cache())
+    return Expectation(tuple(tried), tuple(tokens), tuple(logits), cache)
+
+
+def compare(session: DecodeSession, expected: Expectation) -> Verdict:
+    """The verdict on one launch at each of the expected positions.
+
+    Before it, the session's caches are what the oracle had cached before that position, and nothing after. The session
+    has the oracle's model, dtype and context.
+    """
+
+    def launched() -> Iterator[Step]:
+        for position in expected.positions:
+            session.write_cache(expected.cache_before(position))
+            yield session.step(expected.tokens[position], position)
+
+    return judge_steps(launched(), expected.logits, expected.positions, session.dtype)
+
+
+def judge_steps(steps: Iterable[Step], wanted: Sequence[Tensor], positions: Sequence[int], dtype: DType) -> Verdict:
+    """The verdict on what launches at `positions` gave, against the oracle's logits there."""
+    absolute, relative, agreed = [], [], 0
+    for got, logits in zip(steps, wanted, strict=True):
+        error = (got.logits.to(logits.device) - logits).abs().max()
         absolute.append(error)
-        relative.append(error / wanted.abs().max())
-        agreed += got.token == int(wanted.argmax()) or is_tie(wanted, got.token, session.dtype)
+        relative.append(error / logits.abs().max())
+        agreed += got.token == int(logits.argmax()) or is_tie(logits, got.token, dtype)
     return judge(
         max_abs_error=float(torch.stack(absolute).max()),
         max_rel_error=float(torch.stack(relative).max()),
-        top1_agreement=agreed / len(tried),
-        positions=tried,
-        dtype=session.dtype.name,
+        top1_agreement=agreed / len(positions),
+        positions=positions,
+        dtype=dtype.name,
     )
+
+
+def verify(session: DecodeSession, oracle: EagerDecoder, positions: Sequence[int], seed: int = 0) -> Verdict:
+    """Compare one launch at each of `positions`, over random tokens, with the oracle. Raises as `expect` does."""
+    return compare(session, expect(oracle, positions, seed))
 
 
 def is_tie(logits: Tensor, token: int, dtype: DType) -> bool:

@@ -70,12 +70,12 @@ def random_weights(
     0.016.
 
     A tensor depends on its key, shape, `seed` and `dtype` alone: neither on the order nor on the device, since its bits
-    are drawn and scaled on the CPU with exactly rounded operations.
+    are drawn on the CPU and scaled, on `device`, with exactly rounded operations.
     """
 
     def draw(tensor: tuple[str, str, Shape]) -> tuple[str, Tensor]:
         key, role, shape = tensor
-        return key, _draw(f"{seed}:{key}", shape, *_distribution(role, shape), dtype).to(device)
+        return key, _draw(f"{seed}:{key}", shape, *_distribution(role, shape), dtype, device)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return dict(pool.map(draw, _tensors(spec)))
@@ -90,15 +90,18 @@ def _distribution(role: str, shape: Shape) -> tuple[float, float]:
     return 0.0, 1 / sqrt(shape[1])
 
 
-def _draw(name: str, shape: Shape, mean: float, deviation: float, dtype: torch.dtype) -> Tensor:
+def _draw(
+    name: str, shape: Shape, mean: float, deviation: float, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
     """16 random bits an element; what numpy guarantees is the raw stream of its bit generators, nothing above it."""
     stream = np.random.SFC64(int.from_bytes(sha256(name.encode()).digest(), "little"))
-    out = torch.empty(prod(shape), dtype=dtype)
+    out = torch.empty(prod(shape), dtype=dtype, device=device)
     step = deviation * sqrt(3.0) / 2**15
     for start in range(0, len(out), _CHUNK):
         part = out[start : start + _CHUNK]
         bits = stream.random_raw((len(part) + 3) // 4).astype("<u8", copy=False).view("<i2")
-        part.copy_(torch.from_numpy(bits[: len(part)]).to(torch.float32).add_(0.5).mul_(step).add_(mean))
+        drawn = torch.from_numpy(bits[: len(part)]).to(device)
+        part.copy_(drawn.to(torch.float32).add_(0.5).mul_(step).add_(mean))
     return out.view(shape)
 
 

@@ -1,0 +1,169 @@
+"""Runs launches of small decode steps under compute-sanitizer, and records what it finds.
+
+    python experiments/sanitize.py [--commit COMMIT] [--record FILE] [tool ...]
+    python experiments/sanitize.py launch
+
+The tools are memcheck (accesses out of bounds) and racecheck (races in shared memory) by default. With `launch`, the
+launches alone, which the sanitizer wraps: one model unfused, fused with its KV range split, and fused in one block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flywheel.ir import TARGETS, BufferKind, GpuTarget, ScheduleConfig
+from flywheel.lowering.lower import lower
+from flywheel.measure.environment import capture_environment
+from flywheel.models.decoder import DTYPES, decode_step
+from flywheel.models.spec import DecoderSpec
+from flywheel.models.weights import TORCH_DTYPES, bind, random_weights
+from flywheel.vm.driver import Gpu, load_variant, open_gpu
+from flywheel.vm.loader import LoadedProgram, ResidentWeights, needed_weights
+from flywheel.vm.nvrtc import arch_name, compile_variant
+from flywheel.vm.pack import pack
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "results" / "gpu" / "sanitizer.txt"
+TOOLS = ("memcheck", "racecheck")
+SPEC = DecoderSpec("tiny", "qwen3", 128, 192, 2, 4, 2, 64, 300, 1e4, 1e-6, 128, qkv_bias=True, qk_norm=True)
+CONTEXT = 96
+SMS = 4
+LIMIT_S = 600.0
+
+ONE_BLOCK = (
+    ("attn_norm", "q_proj", "k_proj", "v_proj"),
+    ("q_norm", "k_norm", "q_rope", "k_rope", "k_append", "v_append", "attention"),
+    ("o_proj", "attn_add"),
+    ("mlp_norm", "gate_proj", "up_proj", "silu_mul"),
+    ("down_proj", "mlp_add"),
+    ("final_norm", "lm_head"),
+)
+SPLIT = (
+    ONE_BLOCK[0],
+    ("k_norm", "k_rope", "k_append", "v_append"),
+    ("q_norm", "q_rope", "attention"),
+    ("attn_combine", "o_proj", "attn_add"),
+    *ONE_BLOCK[3:],
+)
+CONFIGS = {
+    "unfused": ScheduleConfig(threads_per_block=192),
+    "fused, split": ScheduleConfig(
+        tiling={"attention": {"kv_block": 32}, "stream": {"chunk_bytes": 4096}},
+        fusion_grouping=SPLIT, threads_per_block=320,
+    ),
+    "fused, one block": ScheduleConfig(fusion_grouping=ONE_BLOCK, threads_per_block=512),
+}  # fmt: skip
+
+
+def main() -> int:
+    """Run the tools, record, print."""
+    parser = argparse.ArgumentParser(description="the kernel under compute-sanitizer")
+    parser.add_argument("--commit", help="commit of the source, where it is no checkout")
+    parser.add_argument("--record", type=Path, default=RECORD)
+    parser.add_argument("tools", nargs="*", default=TOOLS, help="tools of compute-sanitizer, or `launch`")
+    arguments = parser.parse_args()
+    if list(arguments.tools) == ["launch"]:
+        launch_all()
+        return 0
+    sanitizer = find_sanitizer()
+    environment = capture_environment()
+    lines = [
+        f"source as of commit {arguments.commit or environment.commit or 'unknown'}",
+        f"{environment.gpu}, driver {environment.driver}; launches: {', '.join(CONFIGS)}",
+        version_of(sanitizer),
+    ]
+    code = 0
+    for tool in arguments.tools:
+        options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+        done = subprocess.run(
+            [sanitizer, *options, sys.executable, __file__, "launch"],
+            cwd=ROOT, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+        print(done.stdout)
+        launched = sum(line.startswith("launched ") for line in done.stdout.splitlines())
+        found = [line.removeprefix("========= ") for line in done.stdout.splitlines() if "SUMMARY" in line]
+        lines += ["", f"compute-sanitizer {' '.join(options)} python experiments/sanitize.py launch"]
+        lines += [f"{launched} of {len(CONFIGS)} launches ended, exit code {done.returncode}", *found]
+        code = code or done.returncode or int(launched != len(CONFIGS) or not found)
+    text = "\n".join([*lines, ""])
+    arguments.record.parent.mkdir(parents=True, exist_ok=True)
+    arguments.record.write_text(text, encoding="utf-8")
+    print(text)
+    return code
+
+
+def find_sanitizer() -> str:
+    """compute-sanitizer, on the path or in the CUDA toolkit."""
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
+    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=str(toolkit))
+    if found is None:
+        sys.exit("compute-sanitizer is neither on the path nor in CUDA_HOME")
+    return found
+
+
+def version_of(sanitizer: str) -> str:
+    """Its own words."""
+    done = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=False)
+    return next((line for line in done.stdout.splitlines() if "ersion" in line), "compute-sanitizer of unknown version")
+
+
+def launch_all() -> None:
+    """One launch of each config at the last position, behind a random past."""
+    gpu = open_gpu()
+    target = replace(
+        TARGETS["h100"], name="few", num_sms=SMS, sm_arch=gpu.sm_arch, smem_bytes_per_block_optin=gpu.smem_optin_bytes,
+    )  # fmt: skip
+    for name, config in CONFIGS.items():
+        launch(gpu, target, config)
+        print(f"launched {name}", flush=True)
+
+
+def launch(gpu: Gpu, target: GpuTarget, config: ScheduleConfig) -> None:
+    """Lower, load and launch once; the logits must be numbers."""
+    dtype = DTYPES["bf16"]
+    program = lower(decode_step(SPEC, CONTEXT, dtype), config, target)
+    packed = pack(program)
+    kernel = load_variant(gpu, compile_variant(
+        arch_name(gpu.sm_arch), packed.variant.threads, packed.dtype, matrix_warps=packed.variant.matrix_warps
+    ))
+    tensors = bind(program, random_weights(SPEC, 0, TORCH_DTYPES[dtype]))
+    random = np.random.default_rng(0)
+    caches = {}
+    for buffer in program.buffers:
+        if buffer.kind is BufferKind.KV_CACHE:
+            caches[buffer.name] = memory = gpu.alloc(buffer.nbytes)
+            past = random.standard_normal(tuple(buffer.shape)).astype(np.float32)
+            gpu.upload(memory, (past.view(np.uint32) >> 16).astype(np.uint16))
+    with ResidentWeights(gpu, packed.dtype) as weights:
+        for name, buffer, layout in needed_weights(packed):
+            weights.put(name, bits(tensors[buffer.name]), tuple(buffer.shape), buffer.dtype, layout)
+        addresses = {name: memory.address for name, memory in caches.items()}
+        with LoadedProgram(gpu, packed, kernel, weights, addresses) as loaded:
+            loaded.poison()
+            loaded.write_input("token_id", np.array([7], np.int32))
+            loaded.write_input("position", np.array([CONTEXT - 1], np.int32))
+            loaded.launch()
+            loaded.sync(LIMIT_S)
+            assert np.isfinite(loaded.read_output("logits")).all()
+    for memory in caches.values():
+        gpu.free(memory)
+
+
+def bits(tensor: Tensor) -> Any:
+    """A BF16 tensor as numpy holds it."""
+    return tensor.contiguous().view(torch.uint16).numpy()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Measures programs of one model on the GPU: load, compare with the oracle, time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch, time_sessions
+from flywheel.decode.source import Source
+from flywheel.decode.verify import compare, default_positions, expect, judge_steps
+from flywheel.errors import GpuMemoryError
+from flywheel.ir import DType, MegakernelProgram
+from flywheel.measure.contest import Contest
+from flywheel.measure.floor import floor_us, weight_bytes_read
+from flywheel.measure.latency import MeasuredLatency
+from flywheel.measure.outcome import Implausible, Incorrect, Measured, TrialOutcome
+from flywheel.measure.verdict import Verdict
+from flywheel.models.eager import EagerDecoder
+from flywheel.models.weights import TORCH_DTYPES
+from flywheel.vm.driver import open_gpu
+from flywheel.vm.timing import summarise
+
+_SAMPLES: Final = 30
+_WARMUP: Final = 3
+
+
+class CudaBench:
+    """A model's weights and caches on the GPU, and what the oracle expects of any program of it.
+
+    Everything that programs share is made here: weights (the checkpoint's, else random ones of `seed`), packed, and the
+    oracle's logits and caches at `default_positions(context)`. Launches are timed at the last position, behind the
+    oracle's caches.
+    Raises NoGpuError, KernelCompileError, GpuMemoryError, and UsageError for a context that the model does not reach.
+    """
+
+    def __init__(self, source: Source, dtype: DType, context: int, seed: int = 0) -> None:
+        gpu = open_gpu()
+        prepare_torch()
+        try:
+            weights = source.weights(dtype, seed, "cuda")
+            oracle = EagerDecoder(source.spec, weights, TORCH_DTYPES[dtype], context, "cuda")
+            self._expected = expect(oracle, default_positions(context), seed)
+            del oracle
+            torch.cuda.empty_cache()  # what the VM allocates is not torch's
+            self._model = CudaModel(gpu, source.spec, dtype, context, weights)
+            self._model.pack_matrices()
+        except torch.OutOfMemoryError as error:
+            raise GpuMemoryError(f"{source.name}: {str(error).splitlines()[0]}") from error
+        self._last: Final = (self._expected.tokens[self._expected.positions[-1]], self._expected.positions[-1])
+        self._rivals: Sequence[MegakernelProgram] = ()
+        self._kept: list[tuple[CudaSession, Verdict]] = []  # the rivals, loaded
+
+    def measure(self, program: MegakernelProgram) -> TrialOutcome:
+        """As `vm.worker.Bench` says: Measured, Incorrect or Implausible.
+
+        Raises as `CudaModel.load`, LaunchTimeoutError and GpuFaultError.
+        """
+        with self._model.load(program) as session:
+            verdict = compare(session, self._expected)
+            if not verdict.passed:
+                return Incorrect(verdict, str(verdict.reason))
+            latency = session.time(*self._last, samples=_SAMPLES, warmup=_WARMUP)
+            return self._judge_last(session) or judge_latency(program, latency, verdict)
+
+    def compare(self, program: MegakernelProgram, rivals: Sequence[MegakernelProgram], rounds: int) -> Contest:
+        """As `vm.worker.Bench` says; of what is Incorrect, there are no times. Raises as `measure` does.
+
+        In one round, the rivals stay loaded for the next call. In several, each loads everything anew and in another
+        order, so that where a program happens to lie in memory is not taken for its speed.
+        """
+        try:
+            if rounds == 1:
+                return self._compare_once(program, rivals)
+            self._drop_rivals()
+            return self._compare_in_rounds((program, *rivals), rounds)
+        except BaseException:
+            self._drop_rivals()  # whatever stopped the candidate's launches stopped theirs
+            raise
+
+    def _compare_once(self, program: MegakernelProgram, rivals: Sequence[MegakernelProgram]) -> Contest:
+        if rivals is not self._rivals:
+            self._drop_rivals()
+            for rival in rivals:
+                session = self._model.load(rival)
+                self._kept.append((session, compare(session, self._expected)))
+            self._rivals = rivals
+        with self._model.load(program) as session:
+            verdict = compare(session, self._expected)
+            if not verdict.passed:
+                return Contest(Incorrect(verdict, str(verdict.reason)))
+            sessions = [session, *(kept for kept, _ in self._kept)]
+            times = time_sessions(sessions, *self._last, samples=_SAMPLES, warmup=_WARMUP)
+            latency = self._with_batch(session, _summarise(times[:1]))
+            wrong = [self._judge_last(each) for each in sessions]
+        verdicts = [verdict, *(found for _, found in self._kept)]
+        return _contest((program, *rivals), verdicts, wrong, [[samples] for samples in times], latency)
+
+    def _compare_in_rounds(self, programs: Sequence[MegakernelProgram], rounds: int) -> Contest:
+        times: list[list[list[float]]] = [[] for _ in programs]
+        for turn in range(rounds):
+            with ExitStack() as stack:
+                order = [(turn + place) % len(programs) for place in range(len(programs))]
+                loaded = {place: stack.enter_context(self._model.load(programs[place])) for place in order}
+                sessions = [loaded[place] for place in range(len(programs))]
+                verdicts = [compare(session, self._expected) for session in sessions]
+                found = time_sessions(sessions, *self._last, samples=_SAMPLES, warmup=_WARMUP)
+                for rounds_of_one, samples in zip(times, found, strict=True):
+                    rounds_of_one.append(samples)
+                wrong = [self._judge_last(session) for session in sessions]
+                if turn == rounds - 1 or any(wrong) or not all(verdict.passed for verdict in verdicts):
+                    latency = self._with_batch(sessions[0], _summarise(times[0]))
+                    break
+        return _contest(programs, verdicts, wrong, times, latency)
+
+    def _with_batch(self, session: CudaSession, latency: MeasuredLatency) -> MeasuredLatency:
+        """With the state of the GPU under many launches, but for a program that was cut short."""
+        return latency if latency.samples == 1 else session.time_batch(self._last[1], latency)
+
+    def _judge_last(self, session: CudaSession) -> Incorrect | None:
+        """Of the launches that were timed, the last must have computed what the slower ones did; None where it has."""
+        expected, position = self._expected, self._last[1]
+        verdict = judge_steps([session.read()], expected.logits[-1:], [position], session.dtype)
+        return None if verdict.passed else Incorrect(verdict, f"while timed: {verdict.reason}")
+
+    def _drop_rivals(self) -> None:
+        while self._kept:
+            self._kept.pop()[0].close()
+        self._rivals = ()
+
+
+def _contest(
+    programs: Sequence[MegakernelProgram],
+    verdicts: Sequence[Verdict],
+    wrong: Sequence[Incorrect | None],
+    times_us: Sequence[Sequence[Sequence[float]]],
+    first: MeasuredLatency,
+) -> Contest:
+    """Of programs that were timed together; all had the GPU in the state that `first` has."""
+    outcomes: list[TrialOutcome] = []
+    for program, verdict, fault, rounds in zip(programs, verdicts, wrong, times_us, strict=True):
+        latency = first if not outcomes else replace(_summarise(rounds), gpu_state=first.gpu_state)
+        if not verdict.passed:
+            outcomes.append(Incorrect(verdict, str(verdict.reason)))
+        else:
+            outcomes.append(fault or judge_latency(program, latency, verdict))
+    return Contest(
+        outcomes[0], tuple(outcomes[1:]), tuple(tuple(tuple(samples) for samples in rounds) for rounds in times_us)
+    )
+
+
+def _summarise(rounds: Sequence[Sequence[float]]) -> MeasuredLatency:
+    return summarise([us for samples in rounds for us in samples], _WARMUP)
+
+
+def judge_latency(program: MegakernelProgram, latency: MeasuredLatency, verdict: Verdict) -> Measured | Implausible:
+    """Implausible where the latency is below the floor of the program's target."""
+    assert program.target is not None
+    floor = floor_us(weight_bytes_read(program), program.target)
+    return Measured(latency, verdict) if latency.median_us >= floor else Implausible(latency.median_us, floor)

@@ -1,0 +1,56 @@
+"""One sequence's KV caches on a device, as a decode step's buffers see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flywheel.decode.interface import Interface
+from flywheel.errors import UsageError
+from flywheel.ir import DType
+from flywheel.models.eager import LayerCache
+from flywheel.models.spec import DecoderSpec
+from flywheel.models.weights import TORCH_DTYPES
+
+
+class KvCaches:
+    """Keys and values of every layer and KV head, `dtype [context, 1, head_dim]` each.
+
+    Positions that no token has written hold NaN, so that reading them shows.
+    """
+
+    def __init__(self, spec: DecoderSpec, dtype: DType, context: int, device: torch.device | str) -> None:
+        self._spec, self._context = spec, context
+        shape = (spec.n_layers, 2, spec.n_kv_heads, context, 1, spec.head_dim)
+        self._rows = torch.full(shape, torch.nan, dtype=TORCH_DTYPES[dtype], device=device)
+
+    def by_name(self, interface: Interface) -> dict[str, Tensor]:
+        """Cache buffer -> its rows, which are contiguous, of a program of the same model, type and context."""
+        return {
+            name: self._rows[layer, side, head]
+            for layer, sides in enumerate(interface.caches)
+            for side, names in enumerate(sides)
+            for head, name in enumerate(names)
+        }
+
+    def clear(self) -> None:
+        """Forget every position."""
+        self._rows.fill_(torch.nan)
+
+    def write(self, layers: Sequence[LayerCache]) -> None:
+        """Replace all by copies of `layers`; positions after theirs hold nothing.
+
+        Raises UsageError for another number of layers, or more positions than there are.
+        """
+        length = len(layers[0][0]) if layers else 0
+        if len(layers) != self._spec.n_layers or length > self._context:
+            raise UsageError(
+                f"{self._spec.name}: a cache of {len(layers)} layers and {length} positions; supported: "
+                f"{self._spec.n_layers} layers, up to {self._context} positions"
+            )
+        self.clear()
+        for own, sides in zip(self._rows, layers, strict=True):
+            for heads, side in zip(own, sides, strict=True):
+                heads[:, :length, 0].copy_(side.transpose(0, 1))

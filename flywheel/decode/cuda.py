@@ -1,0 +1,216 @@
+"""One sequence on a GPU: a model's weights and caches in its memory, and any number of programs that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Self
+
+import numpy as np
+import torch
+
+from flywheel.decode.caches import KvCaches
+from flywheel.decode.interface import read_interface
+from flywheel.decode.session import Step, check_place
+from flywheel.decode.source import Weights
+from flywheel.errors import InvalidProgramError, NoGpuError, TensorError
+from flywheel.ir import BufferKind, DType, KernelVariant, MegakernelProgram, validate
+from flywheel.measure.latency import MeasuredLatency
+from flywheel.models.eager import LayerCache
+from flywheel.models.spec import DecoderSpec, model_weight_key
+from flywheel.models.weights import TORCH_DTYPES, bind
+from flywheel.vm.abi import Layout
+from flywheel.vm.driver import Gpu, LoadedKernel, load_variant
+from flywheel.vm.loader import LoadedProgram
+from flywheel.vm.nvrtc import arch_name, compile_variant
+from flywheel.vm.pack import PackedProgram, pack
+from flywheel.vm.timing import time_batch, time_in_turn, time_launches
+from flywheel.vm.weights import ResidentWeights
+
+LAUNCH_LIMIT_S: Final = 5.0
+"""What a launch may take: the slowest of the known GPUs reads all its memory in 0.1 s."""
+
+_DEVICE: Final = "cuda"
+_WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
+
+
+def prepare_torch() -> None:
+    """Let the oracle sum in float32 on the GPU, as it says; process-wide. Raises NoGpuError where torch finds none."""
+    if not torch.cuda.is_available():
+        build = f"was built for CUDA {torch.version.cuda}" if torch.version.cuda else "was built without CUDA"
+        raise NoGpuError(f"device cuda: torch {torch.__version__} {build}, and finds no GPU that it can use")
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+class CudaModel:
+    """A model on the GPU of `open_gpu`, for programs of one dtype and context: its weights, and a sequence's caches.
+
+    `weights` are moved there and converted where they must be. Matrices are packed once, by `pack_matrices` or by the
+    first program that multiplies by them; other schedules of the model move nothing. Raises as `prepare_torch` does.
+    """
+
+    def __init__(self, gpu: Gpu, spec: DecoderSpec, dtype: DType, context: int, weights: Weights) -> None:
+        prepare_torch()
+        self.gpu: Final = gpu
+        self.spec: Final = spec
+        self.dtype: Final = dtype
+        self.context: Final = context
+        wanted = TORCH_DTYPES[dtype]
+        self.weights: Final[Weights] = {
+            key: tensor.detach().to(_DEVICE, wanted).contiguous() for key, tensor in weights.items()
+        }
+        self.resident: Final = ResidentWeights(gpu, dtype)
+        self.caches: Final = KvCaches(spec, dtype, context, _DEVICE)
+        self._kernels: dict[tuple[int, int], LoadedKernel] = {}
+        torch.cuda.synchronize()  # the VM's stream does not wait for torch's
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the packed weights back."""
+        self.resident.close()
+
+    def clear(self) -> None:
+        """Forget the sequence."""
+        self.caches.clear()
+        torch.cuda.synchronize()
+
+    def pack_matrices(self) -> None:
+        """Pack what a decode step multiplies by, before any program does. Raises GpuMemoryError, KernelCompileError."""
+        table = model_weight_key(self.spec, "embed")
+        for name, tensor in self.weights.items():
+            if tensor.ndim == 2 and (name != table or self.spec.tied_head):
+                self.resident.put(name, tensor.data_ptr(), tensor.shape, self.dtype, Layout.FRAGMENTS)
+        self.gpu.sync()
+
+    def load(self, program: MegakernelProgram) -> CudaSession:
+        """A session of a program; it may stand beside others.
+
+        Raises InvalidProgramError for an unsafe program and for what has no kernel, ConfigError for one that does not
+        fit the GPU, TensorError for one that is no decode step of the model in its dtype and context, WeightsError
+        where its weights are not the model's, KernelCompileError, GpuMemoryError and GpuFaultError.
+        """
+        result = validate(program, strict=True)
+        if not result.ok:
+            more = f" (and {len(result.errors) - 1} more)" if len(result.errors) > 1 else ""
+            raise InvalidProgramError(f"program: {result.errors[0]}{more}")
+        return self.load_packed(pack(program))
+
+    def load_packed(self, packed: PackedProgram) -> CudaSession:
+        """As `load`, for a program that need not be safe: to see what the proof rules out."""
+        program = packed.program
+        interface = read_interface(program, self.spec)
+        if (interface.dtype, interface.context) != (self.dtype, self.context):
+            raise TensorError(
+                f"program: caches of {interface.context} positions in {interface.dtype.name}; "
+                f"the model on the GPU has {self.context} in {self.dtype.name}"
+            )
+        caches = {name: rows.data_ptr() for name, rows in self.caches.by_name(interface).items()}
+        kernel = self._kernel(packed.variant)
+        self._place_weights(packed)
+        return CudaSession(self, LoadedProgram(self.gpu, packed, kernel, self.resident, caches))
+
+    def _kernel(self, variant: KernelVariant) -> LoadedKernel:
+        key = variant.threads, variant.matrix_warps
+        if key not in self._kernels:
+            compiled = compile_variant(
+                arch_name(self.gpu.sm_arch), variant.threads, self.dtype, matrix_warps=variant.matrix_warps
+            )
+            self._kernels[key] = load_variant(self.gpu, compiled)
+        return self._kernels[key]
+
+    def _place_weights(self, packed: PackedProgram) -> None:
+        """What the program reads row-major stays torch's; its matrices are packed where they are not yet."""
+        bound = bind(packed.program, self.weights)
+        layouts = packed.buffers["layout"]
+        for row, buffer in enumerate(packed.program.buffers):
+            if buffer.kind not in _WEIGHT_KINDS:
+                continue
+            name, tensor = buffer.source or buffer.name, bound[buffer.name]
+            if layouts[row] == Layout.ROWS:
+                self.resident.borrow(name, tensor.data_ptr())
+            else:
+                self.resident.put(name, tensor.data_ptr(), buffer.shape, buffer.dtype, Layout.FRAGMENTS)
+
+
+class CudaSession:
+    """A program on the GPU, over its model's weights and caches. Build it with `CudaModel.load`, and close it.
+
+    What a launch must write is NaN before it, so that reading what it has not written shows.
+    """
+
+    def __init__(self, model: CudaModel, loaded: LoadedProgram, limit_s: float = LAUNCH_LIMIT_S) -> None:
+        self.spec: Final = model.spec
+        self.dtype: Final = model.dtype
+        self.context: Final = model.context
+        self._caches = model.caches
+        self._loaded = loaded
+        self._limit_s = limit_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the program's memory back."""
+        self._loaded.close()
+
+    def step(self, token_id: int, position: int) -> Step:
+        """As DecodeSession says; ConfigError where the program was lowered for fewer positions than it has caches.
+
+        Raises LaunchTimeoutError and GpuFaultError as `LoadedProgram.sync` does.
+        """
+        self._prepare(token_id, position)
+        self._loaded.launch(position)
+        self._loaded.sync(self._limit_s)
+        return self.read()
+
+    def read(self) -> Step:
+        """What the last launch gave; logits are on the CPU."""
+        logits = torch.from_numpy(self._loaded.read_output("logits"))
+        return Step(logits[0], int(self._loaded.read_output("next_token")[0]))
+
+    def write_cache(self, layers: Sequence[LayerCache]) -> None:
+        """As DecodeSession says. Raises UsageError for another number of layers, or more positions than there are."""
+        self._caches.write(layers)
+        torch.cuda.synchronize()
+
+    def time(self, token_id: int, position: int, *, samples: int, warmup: int) -> MeasuredLatency:
+        """Time launches at a position, behind what the caches hold, the L2 cache emptied before each.
+
+        Raises as `step` does.
+        """
+        self._prepare(token_id, position)
+        return time_launches(
+            self._loaded, position, samples=samples, warmup=warmup, l2="flushed", limit_s=self._limit_s
+        )
+
+    def time_batch(self, position: int, latency: MeasuredLatency) -> MeasuredLatency:
+        """Behind `time_sessions`: `latency` with what `time` adds to its single launches. Raises as `step` does."""
+        return time_batch(self._loaded, position, latency, self._limit_s)
+
+    def _prepare(self, token_id: int, position: int) -> None:
+        check_place(self.spec, self.context, token_id, position)
+        self._loaded.poison()
+        self._loaded.write_input("token_id", np.array([token_id], np.int32))
+        self._loaded.write_input("position", np.array([position], np.int32))
+
+
+def time_sessions(
+    sessions: Sequence[CudaSession], token_id: int, position: int, *, samples: int, warmup: int
+) -> list[list[float]]:
+    """Samples in us of sessions of one model, launched in turn as `time_in_turn` has it, behind what the caches hold.
+
+    Raises as `CudaSession.step` does.
+    """
+    for session in sessions:
+        session._prepare(token_id, position)
+    loaded = [session._loaded for session in sessions]
+    return time_in_turn(loaded, position, samples=samples, warmup=warmup, limit_s=sessions[0]._limit_s)

@@ -1,0 +1,300 @@
+"""Programs on the GPU against the reference VM on the same GPU. The one place that knows the loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flywheel.errors import NoGpuError
+from flywheel.ir import (
+    TARGETS,
+    Buffer,
+    BufferKind,
+    Counter,
+    DType,
+    GpuTarget,
+    InstructionKind,
+    MegakernelProgram,
+    ScheduleConfig,
+    Task,
+    Wait,
+)
+from flywheel.vm.reference import ReferenceVM
+from flywheel.vm.reference.memory import TORCH_DTYPES, tensor_shape
+
+FLOATS = (DType.F32, DType.F16, DType.BF16)
+SPACING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+SUMS = 1e-5
+"""Share of the largest element that sums in another order may be off by."""
+
+FLIPS = 0.1
+"""Share of results that may round the other way, where there are at least FEWEST_FLIPS."""
+
+FEWEST_FLIPS = 64
+
+LIMIT_S = 10.0
+"""Time for one launch, after which it is stopped."""
+
+POISON = 0xFF
+"""Byte that outputs hold before a launch."""
+
+Tensors = Mapping[str, Tensor]
+Run = Callable[..., dict[str, Tensor]]
+TaskRow = tuple[str, Sequence[str], str | Sequence[str], Mapping[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Any:
+    """The first GPU, or a skip that says why there is none."""
+    from flywheel.vm.driver import open_gpu
+
+    try:
+        return open_gpu()
+    except NoGpuError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def target(gpu: Any) -> GpuTarget:
+    """This GPU as a target."""
+    return replace(
+        TARGETS["h100"],
+        name="this",
+        sm_arch=gpu.sm_arch,
+        num_sms=gpu.num_sms,
+        smem_bytes_per_sm=gpu.smem_optin_bytes + 1024,
+        smem_bytes_per_block_optin=gpu.smem_optin_bytes,
+        l2_bytes=gpu.l2_bytes,
+    )
+
+
+@pytest.fixture(scope="session")
+def run(gpu: Any) -> Run:
+    """`run(program, tensors, pos)`: one launch on the GPU over poisoned memory; every IO_OUTPUT and KV_CACHE, on it.
+
+    Tensors are those of `ReferenceVM.run`, on the GPU; none is modified.
+    """
+    from flywheel.vm.driver import load_variant
+    from flywheel.vm.loader import LoadedProgram, ResidentWeights, needed_weights
+    from flywheel.vm.nvrtc import arch_name, compile_variant
+    from flywheel.vm.pack import pack
+
+    kernels: dict[tuple[int, int, DType], Any] = {}
+    resident: dict[DType, Any] = {}
+
+    def launch(program: MegakernelProgram, tensors: Tensors, pos: int | None) -> dict[str, Tensor]:
+        packed = pack(program)
+        key = packed.variant.threads, packed.variant.matrix_warps, packed.dtype
+        if key not in kernels:
+            threads, matrix_warps, dtype = key
+            compiled = compile_variant(arch_name(gpu.sm_arch), threads, dtype, matrix_warps=matrix_warps)
+            kernels[key] = load_variant(gpu, compiled)
+        weights = resident.setdefault(packed.dtype, ResidentWeights(gpu, packed.dtype))
+        named = {buffer.name: buffer for buffer in program.buffers}
+        copies = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+        outputs = {
+            buffer.name: torch.empty(tensor_shape(buffer), dtype=TORCH_DTYPES[buffer.dtype], device="cuda")
+            for buffer in program.buffers
+            if buffer.kind is BufferKind.IO_OUTPUT
+        }
+        torch.cuda.synchronize()
+        try:
+            for name, buffer, layout in needed_weights(packed):
+                weights.put(name, copies[buffer.name].data_ptr(), tuple(buffer.shape), buffer.dtype, layout)
+            caches = {name: copies[name] for name in copies if named[name].kind is BufferKind.KV_CACHE}
+            addresses = {name: tensor.data_ptr() for name, tensor in caches.items()}
+            with LoadedProgram(gpu, packed, kernels[key], weights, addresses) as loaded:
+                loaded.poison()
+                for name, tensor in copies.items():
+                    if named[name].kind is BufferKind.IO_INPUT:
+                        gpu.copy(loaded.address(name), tensor.data_ptr(), named[name].nbytes)
+                loaded.launch(pos)
+                loaded.sync(LIMIT_S)
+                for name, tensor in outputs.items():
+                    gpu.copy(tensor.data_ptr(), loaded.address(name), named[name].nbytes)
+                gpu.sync()
+        finally:
+            weights.close()
+        return {**outputs, **caches}
+
+    return launch
+
+
+@pytest.fixture(scope="session")
+def step() -> Callable[..., dict[str, Any]]:
+    """`step(op, args, out, width, dtype, **params)`: a recipe step; args are "in0", "s1" and so on."""
+
+    def build(op: str, args: Sequence[str], out: object, width: int, dtype: DType, **params: Any) -> dict[str, Any]:
+        refs = [{"in": int(arg[2:])} if arg.startswith("in") else {"s": int(arg[1:])} for arg in args]
+        return {"op": op, "args": refs, "out": out, "params": params, "out_shape": [1, width], "out_dtype": dtype.name}
+
+    return build
+
+
+def build_program(
+    target: GpuTarget,
+    config: ScheduleConfig,
+    buffers: Mapping[str, tuple[Any, ...]],
+    tasks: Sequence[TaskRow],
+    parallel: bool,
+) -> MegakernelProgram:
+    """Tasks dealt to the SMs in turn, each after the one before it, or, `parallel`, after whatever writes its inputs.
+
+    Buffers are name -> (kind, dtype, shape).
+    """
+    ids = {name: number for number, name in enumerate(buffers)}
+    counters: dict[tuple[str, ...] | int, int] = {}
+    producers: dict[int, int] = {}
+    written: dict[str, int] = {}
+    built = []
+    for number, (op, inputs, outputs, params) in enumerate(tasks):
+        names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+        counter = counters.setdefault(names if parallel else number, len(counters))
+        if parallel:
+            after = sorted({written[name] for name in inputs if name in written})
+        else:
+            after = [counter - 1] if number else []
+        waits = tuple(Wait(other, producers[other]) for other in after)
+        built.append(
+            Task(
+                number, InstructionKind[op], tuple(ids[name] for name in inputs), tuple(ids[name] for name in names),
+                counter, waits, dict(params), number % target.num_sms, label=f"t{number}",
+            )
+        )  # fmt: skip
+        producers[counter] = producers.get(counter, 0) + 1
+        written |= dict.fromkeys(names, counter)
+    weights = (BufferKind.WEIGHT, BufferKind.CONST)
+    return MegakernelProgram(
+        target=target,
+        buffers=tuple(
+            Buffer(ids[name], name, kind, dtype, shape, source=name if kind in weights else None)
+            for name, (kind, dtype, shape) in buffers.items()
+        ),
+        counters=tuple(Counter(number) for number in range(len(counters))),
+        tasks=tuple(built),
+        config=config,
+    )
+
+
+def fill(buffer: Buffer, given: Tensor | None, seed: int) -> Tensor:
+    """What goes into a buffer: as given, or random floats; matrices keep the scale of what they multiply."""
+    shape, dtype = tensor_shape(buffer), TORCH_DTYPES[buffer.dtype]
+    if given is not None:
+        return given.reshape(shape).to(dtype)
+    assert buffer.dtype in FLOATS, f"{buffer.name}: integers have to be given"
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if buffer.kind is BufferKind.WEIGHT and len(shape) == 2:
+        values /= shape[-1] ** 0.5
+    return values.to(dtype)
+
+
+def check_written(got: Tensor, want: Tensor) -> None:
+    """Nothing still holds the poison of before the launch."""
+    octets = [tensor.contiguous().view(torch.uint8).view(-1, tensor.element_size()) for tensor in (got, want)]
+    poisoned, wanted = ((each == POISON).all(-1) for each in octets)
+    left = int((poisoned & ~wanted).sum())
+    assert not left, f"{left} of {len(poisoned)} elements were never written"
+
+
+def check_close(got: Tensor, want: Tensor, roundings: int, half: torch.dtype, extra: float) -> None:
+    """As `agree` says, for tensors of one scale."""
+    rounded = SPACING.get(want.dtype, 0.0)
+    got, want = got.double().reshape(-1), want.double().reshape(-1)
+    assert torch.equal(got.isnan(), want.isnan()), f"{int(got.isnan().sum())} NaN, not {int(want.isnan().sum())}"
+    finite = want.isfinite()
+    assert torch.equal(got[~finite].nan_to_num(), want[~finite].nan_to_num())
+    got, want = got[finite], want[finite]
+    if not len(want):
+        return
+    largest = float(want.abs().max())
+    bound = want.abs() * rounded + largest * (SUMS + extra + roundings * SPACING.get(half, 0.0))
+    off = (got - want).abs()
+    worst = int((off - bound).argmax())
+    assert bool((off <= bound).all()), (
+        f"element {worst} is {float(got[worst])}, not {float(want[worst])}: off by {float(off[worst]):.3g}, above "
+        f"{float(bound[worst]):.3g}; {int((off > bound).sum())} of {len(off)} elements are"
+    )
+    if rounded and not roundings and not extra and len(off) >= FEWEST_FLIPS:
+        flipped = float((off > largest * SUMS).double().mean())
+        assert flipped <= FLIPS, f"{flipped:.0%} of the elements round another way"
+
+
+@pytest.fixture(scope="session")
+def agree() -> Callable[..., None]:
+    """`agree(got, want, roundings, half, extra, split)`: equal but for the order of sums, `roundings` results rounded
+    to `half` on the way and `extra`, a share of the largest element; NaN and infinities in the same places.
+
+    With `split`, rows are outputs up to that column, then m, then l, each of a scale of its own.
+    """
+
+    def check(
+        got: Tensor, want: Tensor, roundings: int = 0, half: torch.dtype = torch.float32, extra: float = 0.0,
+        split: int | None = None,
+    ) -> None:  # fmt: skip
+        assert got.shape == want.shape and got.dtype == want.dtype
+        check_written(got, want)
+        edges = [0, want.shape[-1]] if split is None else [0, split, split + 1, split + 2]
+        for first, end in pairwise(edges):
+            check_close(got[..., first:end], want[..., first:end], roundings, half, extra)
+
+    return check
+
+
+@pytest.fixture
+def conform(run: Run, target: GpuTarget, agree: Callable[..., None]) -> Callable[..., None]:
+    """`conform(buffers, tasks, tensors, ...)`: the program of these tasks does on the GPU what the reference VM says.
+
+    Inputs, weights and caches that `tensors` does not name are random. `exact` asks for the same values, `roundings`,
+    `extra` and `split` are those of `agree`. With `on_gpu_alone`, what comes out is not looked at.
+    """
+
+    def check(
+        buffers: Mapping[str, tuple[BufferKind, DType, tuple[int, ...]]],
+        tasks: Sequence[TaskRow],
+        tensors: Tensors | None = None,
+        *,
+        exact: bool = False,
+        roundings: int = 0,
+        extra: float = 0.0,
+        split: int | None = None,
+        threads: int = 192,
+        chunk_bytes: int | None = None,
+        pipelining_depth: int = 2,
+        sms: int = 2,
+        parallel: bool = False,
+        pos: int | None = None,
+        on_gpu_alone: bool = False,
+    ) -> None:
+        config = ScheduleConfig(
+            tiling={} if chunk_bytes is None else {"stream": {"chunk_bytes": chunk_bytes}},
+            pipelining_depth=pipelining_depth,
+            threads_per_block=threads,
+        )
+        few = replace(target, name="few", num_sms=sms)
+        program = build_program(few, config, buffers, tasks, parallel)
+        given = tensors or {}
+        filled = {
+            buffer.name: fill(buffer, given.get(buffer.name), buffer.id).cuda()
+            for buffer in program.buffers
+            if buffer.kind not in (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
+        }
+        got = run(program, filled, pos)
+        if on_gpu_alone:
+            return
+        want = ReferenceVM(program, "cuda").run(filled, pos=pos)
+        half = next((buffer.dtype for buffer in program.buffers if buffer.dtype in FLOATS[1:]), DType.F32)
+        assert got.keys() == want.keys()
+        for name, tensor in want.items():
+            if exact:
+                check_written(got[name], tensor)
+                assert torch.equal(got[name].nan_to_num(), tensor.nan_to_num()), name
+            else:
+                agree(got[name], tensor, roundings, TORCH_DTYPES[half], extra, split)
+
+    return check

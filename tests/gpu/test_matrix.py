@@ -1,0 +1,117 @@
+"""Matrix tiles on the GPU, against the reference VM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flywheel.ir import BufferKind, DType
+
+pytestmark = pytest.mark.gpu
+
+IN, OUT, ACT, WEIGHT = BufferKind.IO_INPUT, BufferKind.IO_OUTPUT, BufferKind.ACTIVATION, BufferKind.WEIGHT
+F32, F16, BF16 = DType.F32, DType.F16, DType.BF16
+FLOATS = (F32, F16, BF16)
+Conform = Callable[..., None]
+
+SPLITS = {
+    "whole": [(0, 40)],
+    "aligned": [(0, 16), (16, 16), (32, 8)],
+    "odd": [(0, 5), (5, 16), (21, 18), (39, 1)],
+}
+
+
+def tiles(op: str, inputs: list[str], spans: list[tuple[int, int]], **params: int) -> list[Any]:
+    return [(op, inputs, "y", {**params, "n_off": start, "N_tile": width}) for start, width in spans]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("spans", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("depth", [1, 16, 17, 33, 100, 2048])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gemv_tiles(conform: Conform, dtype: DType, spans: list[tuple[int, int]], depth: int, biased: bool) -> None:
+    buffers = {
+        "x": (IN, dtype, (1, depth)), "w": (WEIGHT, dtype, (40, depth)), "b": (WEIGHT, dtype, (40,)),
+        "y": (OUT, dtype, (1, 40)),
+    }  # fmt: skip
+    if not biased:
+        del buffers["b"]
+    conform(buffers, tiles("GEMV_TILE", ["x", "w", "b"] if biased else ["x", "w"], spans, K=depth))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("threads", [192, 320, 448, 512])
+@pytest.mark.parametrize("chunk", [4096, 16384])
+@pytest.mark.parametrize(("depth", "width"), [(64, 1000), (4096, 300), (14336, 40), (2064, 129)])
+def test_gemv_of_many_chunks_and_passes(
+    conform: Conform, dtype: DType, threads: int, chunk: int, depth: int, width: int
+) -> None:
+    buffers = {"x": (IN, dtype, (1, depth)), "w": (WEIGHT, dtype, (width, depth)), "y": (OUT, F32, (1, width))}
+    spans = [(0, width // 3), (width // 3, width - width // 3)]
+    conform(buffers, tiles("GEMV_TILE", ["x", "w"], spans, K=depth), threads=threads, chunk_bytes=chunk)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("spans", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("depth", [16, 40, 512])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gemm_tiles_of_several_rows(
+    conform: Conform, dtype: DType, rows: int, spans: list[tuple[int, int]], depth: int, biased: bool
+) -> None:
+    buffers = {
+        "x": (IN, dtype, (rows, depth)), "w": (WEIGHT, dtype, (40, depth)), "b": (WEIGHT, dtype, (40,)),
+        "y": (OUT, dtype, (rows, 40)),
+    }  # fmt: skip
+    if not biased:
+        del buffers["b"]
+    inputs = ["x", "w", "b"] if biased else ["x", "w"]
+    conform(buffers, tiles("GEMM_TILE", inputs, spans, K=depth, M_tile=rows))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("depth", "width"), [(32, 64), (20, 50), (16, 17)])
+def test_a_matrix_may_be_wider_than_its_operand(
+    conform: Conform, dtype: DType, rows: int, depth: int, width: int
+) -> None:
+    buffers = {"x": (IN, dtype, (rows, depth)), "w": (WEIGHT, dtype, (40, width)), "y": (OUT, F32, (rows, 40))}
+    conform(buffers, tiles("GEMM_TILE", ["x", "w"], SPLITS["odd"], K=depth, M_tile=rows))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_an_operand_stays_staged_between_tiles(conform: Conform, dtype: DType) -> None:
+    """Tiles of two matrices and two operands in turn, on the same SMs."""
+    buffers: dict[str, Any] = {
+        "x": (IN, dtype, (1, 96)), "x2": (IN, dtype, (1, 96)), "w": (WEIGHT, dtype, (64, 96)),
+        "w2": (WEIGHT, dtype, (64, 96)), "y": (OUT, F32, (1, 64)), "y2": (OUT, F32, (1, 64)), "y3": (OUT, F32, (1, 64)),
+    }  # fmt: skip
+    tasks = [
+        ("GEMV_TILE", inputs, out, {"K": 96, "n_off": start, "N_tile": 32})
+        for start in (0, 32)
+        for inputs, out in ((["x", "w"], "y"), (["x", "w2"], "y2"), (["x2", "w"], "y3"))
+    ]
+    conform(buffers, tasks, sms=1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("depth", [0, 1, 4])
+def test_a_chain_of_layers_over_all_sms(conform: Conform, dtype: DType, depth: int) -> None:
+    """Each layer waits for all tiles of the one before, so that a lost or early signal shows."""
+    layers, width = 6, 256
+    buffers: dict[str, Any] = {"x0": (IN, dtype, (1, width))}
+    tasks: list[Any] = []
+    for layer in range(layers):
+        kind = OUT if layer == layers - 1 else ACT
+        buffers[f"w{layer}"] = (WEIGHT, dtype, (width, width))
+        buffers[f"x{layer + 1}"] = (kind, dtype, (1, width))
+        tasks += [
+            ("GEMV_TILE", [f"x{layer}", f"w{layer}"], f"x{layer + 1}", {"K": width, "n_off": start, "N_tile": 24})
+            for start in range(0, width - 16, 24)
+        ]
+        tasks.append(
+            ("GEMV_TILE", [f"x{layer}", f"w{layer}"], f"x{layer + 1}", {"K": width, "n_off": 240, "N_tile": 16})
+        )
+    conform(buffers, tasks, sms=16, parallel=True, pipelining_depth=depth, roundings=layers)
