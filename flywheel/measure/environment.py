@@ -22,7 +22,8 @@ class Environment:
     """Software and machine of one run; None for what is not installed or not there.
 
     `flywheel_version` is None in a source tree that was never installed; `commit` ends in `-dirty` where tracked files
-    differ from it; `driver` and `gpu` are those of the first NVIDIA GPU.
+    differ from it; `driver` and `gpu` are those of the first NVIDIA GPU that a process here may use. `nvrtc` and
+    `kernels`, the compiler of what is measured and a digest of its sources, are None where nothing is measured.
     """
 
     flywheel_version: str | None
@@ -37,6 +38,8 @@ class Environment:
     torch: str | None
     driver: str | None
     gpu: str | None
+    nvrtc: str | None = None
+    kernels: str | None = None
 
 
 def capture_environment() -> Environment:
@@ -72,12 +75,29 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+def list_gpus() -> list[tuple[str, str]]:
+    """(id for CUDA_VISIBLE_DEVICES, name) of each NVIDIA GPU that a process here may use."""
+    return [(gpu, name) for _, name, gpu in _gpus() if gpu and name]
+
+
 def _driver_and_gpu() -> tuple[str | None, str | None]:
-    listing = _output("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
-    if listing is None:
-        return None, None
-    driver, _, gpu = listing.splitlines()[0].partition(", ")
-    return driver or None, gpu or None
+    for driver, name, _ in _gpus():
+        return driver or None, name or None
+    return None, None
+
+
+def _gpus() -> list[tuple[str, str, str]]:
+    """(driver, name, id) of each."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed == "":
+        return []
+    chosen = [] if allowed is None else [f"--id={allowed}"]
+    listing = _output("nvidia-smi", *chosen, "--query-gpu=driver_version,name,uuid", "--format=csv,noheader")
+    found = []
+    for line in (listing or "").splitlines():
+        driver, name, gpu = [*line.split(", "), "", ""][:3]
+        found.append((driver, name, gpu))
+    return found
 
 
 def _output(program: str, *arguments: str) -> str | None:

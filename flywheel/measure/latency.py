@@ -11,10 +11,28 @@ L2State = Literal["flushed", "warm"]
 
 
 @dataclass(frozen=True, slots=True)
+class GpuState:
+    """Clocks, power and temperature of a GPU at one moment; None where it does not tell.
+
+    `throttle` names what holds the clocks down, separated by commas, or is "none"; `strangers` is the number of other
+    processes that compute on the GPU.
+    """
+
+    sm_clock_mhz: int | None = None
+    mem_clock_mhz: int | None = None
+    power_w: float | None = None
+    temperature_c: int | None = None
+    throttle: str | None = None
+    strangers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredLatency:
     """Time of one launch over `samples` runs on a GPU, after `warmup` runs that do not count.
 
-    Raises ValueError unless 0 < p10_us <= median_us <= p90_us, all finite, over at least one sample.
+    `batch_us` is the time of one launch among many back to back, `gpu_state` the GPU's while those ran.
+    Raises ValueError unless 0 < p10_us <= median_us <= p90_us, all finite, over at least one sample, and `batch_us`,
+    where it is there, is finite and positive.
     """
 
     median_us: float
@@ -23,6 +41,8 @@ class MeasuredLatency:
     samples: int
     warmup: int
     l2_state: L2State
+    batch_us: float | None = None
+    gpu_state: GpuState | None = None
 
     def __post_init__(self) -> None:
         if not (0.0 < self.p10_us <= self.median_us <= self.p90_us and isfinite(self.p90_us)):
@@ -32,6 +52,8 @@ class MeasuredLatency:
             )
         if self.samples < 1 or self.warmup < 0:
             raise ValueError(f"measured latency: {self.samples} samples after {self.warmup} warm-up runs; need >= 1")
+        if self.batch_us is not None and not (self.batch_us > 0.0 and isfinite(self.batch_us)):
+            raise ValueError(f"measured latency: {self.batch_us} us in a batch is not finite and positive")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,19 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 
 from flywheel.measure.outcome import OUTCOME_NAMES
 
-SOURCES: Final = ("search", "seed", "store")
-"""Why a trial was tried or answered: proposed by the sampler, enqueued as known good, answered from an earlier row."""
+SOURCES: Final = ("search", "seed", "store", "final")
+"""Why a trial was tried or answered: proposed by the sampler, enqueued as known good, answered from an earlier row,
+measured again among the best of a campaign."""
+
+
+MEASURED_WITH: Final = (
+    "p10_us", "p90_us", "samples", "l2_state", "batch_us", "sm_clock_mhz", "mem_clock_mhz", "power_w", "temperature_c",
+    "throttle", "strangers",
+)  # fmt: skip
+"""Columns that only a measured latency may bring along."""
+
+COMPARED_WITH: Final = ("rival_us", "gain_low_us", "gain_high_us")
+"""Columns of a measured latency that had a rival: all or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,20 @@ class TrialRecord:
     latency_us: Annotated[float | None, "median measured latency of one step"] = None
     p10_us: Annotated[float | None, "10th percentile of the measured latency"] = None
     p90_us: Annotated[float | None, "90th percentile of the measured latency"] = None
+    samples: Annotated[int | None, "launches that were timed"] = None
+    l2_state: Annotated[str | None, "flushed before each of them, or warm from the one before"] = None
+    batch_us: Annotated[float | None, "measured latency of one step among as many back to back"] = None
+    sm_clock_mhz: Annotated[int | None, "the GPU's clock while those ran"] = None
+    mem_clock_mhz: Annotated[int | None, "its memory's clock then"] = None
+    power_w: Annotated[float | None, "what it drew then"] = None
+    temperature_c: Annotated[int | None, "its temperature then"] = None
+    throttle: Annotated[str | None, "what held its clocks down at any time, or none"] = None
+    strangers: Annotated[int | None, "other processes that computed on it at any time"] = None
+    rival_us: Annotated[float | None, "median of a rival launched in turn: the best so far, in a final the fastest"] = (
+        None
+    )
+    gain_low_us: Annotated[float | None, "least that it takes less than that rival, of a 99 % interval"] = None
+    gain_high_us: Annotated[float | None, "most that it takes less than that rival, of that interval"] = None
     weight_bytes: Annotated[int | None, "bytes of weights that one step must read"] = None
     floor_us: Annotated[float | None, "time that weight_bytes take at the GPU's bandwidth"] = None
     floor_fraction: Annotated[float | None, "floor_us over the measured, else the predicted latency"] = None
@@ -56,7 +81,7 @@ class TrialRecord:
     lower_s: Annotated[float | None, "seconds lowering took"] = None
     validate_s: Annotated[float | None, "seconds validation took"] = None
     measure_s: Annotated[float | None, "seconds measuring or predicting took"] = None
-    source: Annotated[str, "search, seed (enqueued as known good) or store (answered from an earlier row)"]
+    source: Annotated[str, "search, seed (known good), store (answered by an earlier row) or final (measured again)"]
     sampler: Annotated[str, "name of the sampler"]
     seed: Annotated[int, "seed of the campaign"]
     flywheel_version: Annotated[str | None, "flywheel's version; absent in a source tree never installed"] = None
@@ -65,7 +90,10 @@ class TrialRecord:
     optuna: Annotated[str | None, "Optuna's version"] = None
     host: Annotated[str, "name of the machine"]
     commit: Annotated[str | None, "git commit of flywheel's source tree"] = None
+    gpu_name: Annotated[str | None, "the machine's GPU, as its driver names it"] = None
     gpu_driver: Annotated[str | None, "version of the GPU's driver"] = None
+    nvrtc: Annotated[str | None, "version of the compiler of the kernels that were measured"] = None
+    kernels: Annotated[str | None, "digest of the sources of those kernels"] = None
     created_at: Annotated[str, "when the row was made, ISO 8601 in UTC"]
 
     def __post_init__(self) -> None:
@@ -84,8 +112,13 @@ class TrialRecord:
             return f"source {self.source!r} is none of {', '.join(SOURCES)}"
         if (self.latency_us is not None) != (self.outcome == "measured"):
             return f"outcome {self.outcome!r} with latency_us {self.latency_us}; measured rows have one, others do not"
-        if self.latency_us is None and (self.p10_us is not None or self.p90_us is not None):
-            return "p10_us or p90_us without latency_us"
+        for name in (*MEASURED_WITH, *COMPARED_WITH):
+            if self.latency_us is None and getattr(self, name) is not None:
+                return f"{name} without latency_us"
+        if len({getattr(self, name) is None for name in COMPARED_WITH}) > 1:
+            return f"{', '.join(COMPARED_WITH)}: all or none"
+        if self.source == "final" and self.outcome != "measured":
+            return f"a final with outcome {self.outcome!r}; only what is measured stands in one"
         if (self.predicted_us is None) != (self.predictor is None):
             return f"predicted_us {self.predicted_us} with predictor {self.predictor}; both or neither"
         if self.outcome == "predicted" and self.predicted_us is None:
@@ -96,6 +129,14 @@ class TrialRecord:
     def is_predicted(self) -> bool:
         """True where the row's objective is a cost model's word, not a measurement."""
         return self.outcome == "predicted"
+
+    @property
+    def may_be_best(self) -> bool:
+        """Whether the row has an objective, and one that is not just its rival's within the noise. A final's may be:
+        which one is the fastest there is all that it says."""
+        if self.objective_us is None:
+            return False
+        return self.source == "final" or self.gain_low_us is None or self.gain_low_us > 0.0
 
     @property
     def objective_us(self) -> float | None:

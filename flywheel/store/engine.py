@@ -7,43 +7,70 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, IntegrityError, SQLAlchemyError
+from sqlalchemy.pool import QueuePool
 
 from flywheel.errors import StoreError
 
 BUSY_TIMEOUT_S: Final = 30
+"""How long a lock held by somebody else, and a server that does not answer, are waited for."""
 
 _WRITES: Final = "flywheel_writes"
-_FACTS: Final = (
-    ("database is locked", f"is locked by another process; waited {BUSY_TIMEOUT_S} s"),
+_FACTS: Final = (  # by SQLSTATE or, without one, by words of the message
+    ("database is locked", "is locked by another process; waited {limit} s"),
+    ("55p03", "is locked by another session; waited {limit} s"),
+    ("connection timeout expired", "does not answer; waited {limit} s"),
     ("readonly database", "is read-only"),
     ("not a database", "is not a SQLite database"),
     ("malformed", "is damaged: SQLite finds its image malformed"),
     ("disk is full", "cannot grow: the disk is full"),
+    ("53100", "cannot grow: the disk is full"),
     ("unable to open database file", "cannot be opened"),
     ("disk i/o error", "cannot be read or written: I/O error"),
 )
+_VIOLATIONS: Final = {
+    "SQLITE_CONSTRAINT_FOREIGNKEY": "foreign key",
+    "SQLITE_CONSTRAINT_PRIMARYKEY": "unique",
+    "SQLITE_CONSTRAINT_UNIQUE": "unique",
+    "23503": "foreign key",
+    "23505": "unique",
+}
+_SECRETS: Final = ("password", "sslpassword")
+"""Parameters of a PostgreSQL URL that no message repeats."""
+_READING: Final[dict[str, dict[str, str]]] = {
+    "sqlite": {},
+    "postgresql": {"isolation_level": "REPEATABLE READ"},  # SQLite's own: every query of a transaction sees one state
+}
 
 
 def make_engine(url: str | Path, *, create: bool) -> tuple[Engine, str]:
     """Engine for a path (SQLite) or a `sqlite:` or `postgresql:` URL, and the name that errors give the store.
 
     Raises StoreError for another kind of database, a driver that is not installed, a path that cannot hold a file and,
-    with `create=False`, one that holds none.
+    with `create=False`, one that holds none. Connecting raises it for a database in memory, and for a file that is no
+    longer the one that was connected to first.
     """
     where = make_store_url(url)
     name = store_name(where)
     if where.get_backend_name() == "sqlite":
         _check_path(where, name, create)
         # isolation_level None: sqlite3 begins no transactions of its own, the "begin" event below does.
-        engine = create_engine(where, connect_args={"timeout": BUSY_TIMEOUT_S, "isolation_level": None})
+        arguments = {"timeout": BUSY_TIMEOUT_S, "isolation_level": None}
+        engine = create_engine(where, connect_args=arguments, poolclass=QueuePool)
+        file = _File(name)
+        event.listen(engine, "do_connect", file.check_same)
+        event.listen(engine, "connect", file.learn)
         event.listen(engine, "connect", _set_pragmas)
+        event.listen(engine, "begin", file.check_same)
         event.listen(engine, "begin", _begin)
         return engine, name
+    limits = {"connect_timeout": BUSY_TIMEOUT_S, "options": f"-c lock_timeout={BUSY_TIMEOUT_S}s"}
+    unsaid = {name: value for name, value in limits.items() if name not in where.query}
     try:
-        return create_engine(where, pool_pre_ping=True), name
+        return create_engine(where, pool_pre_ping=True, connect_args=unsaid), name
     except ImportError:
         raise StoreError(f"store {name}: its driver psycopg is not installed; install flywheel[postgres]") from None
 
@@ -69,19 +96,21 @@ def store_name(url: URL) -> str:
     """What errors call the store: a SQLite file's path, or the URL without its password."""
     if url.get_backend_name() == "sqlite" and url.database:
         return url.database
-    return url.render_as_string(hide_password=True)
+    shown = url.set(drivername=url.get_backend_name()).difference_update_query(_SECRETS)
+    return shown.render_as_string(hide_password=True)
 
 
 @contextmanager
 def reading(engine: Engine, name: str) -> Iterator[Connection]:
     """A connection in a transaction that sees one state of the store. Raises StoreError."""
-    with reported(name), engine.connect() as connection:
+    options = _READING[engine.dialect.name]
+    with reported(name), engine.connect().execution_options(**options) as connection:
         yield connection
 
 
 @contextmanager
 def writing(engine: Engine, name: str) -> Iterator[Connection]:
-    """A connection in a transaction that holds the write lock from its start. Raises StoreError."""
+    """A connection in a transaction, which on SQLite holds the write lock from its start. Raises StoreError."""
     with reported(name), engine.connect().execution_options(**{_WRITES: True}) as connection, connection.begin():
         yield connection
 
@@ -95,18 +124,58 @@ def reported(name: str) -> Iterator[None]:
         raise StoreError(f"store {name}: {_fact(error)}") from error
 
 
+def violated(error: IntegrityError) -> str | None:
+    """Which kind of constraint an insertion broke: "foreign key" or "unique"; None for another."""
+    code = getattr(error.orig, "sqlite_errorname", None) or getattr(error.orig, "sqlstate", None)
+    return _VIOLATIONS.get(code or "")
+
+
 def _fact(error: Exception) -> str:
-    text = str(getattr(error, "orig", None) or error)
-    lowered = text.lower()
+    if getattr(error, "connection_invalidated", False):
+        return "lost the connection to its server"
+    cause = getattr(error, "orig", None) or error
+    text = str(cause)
+    searched = (getattr(cause, "sqlstate", None) or text).lower()
     for needle, fact in _FACTS:
-        if needle in lowered:
-            return fact
+        if needle in searched:
+            return fact.format(limit=BUSY_TIMEOUT_S)
     return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
 
 
+class _File:
+    """The file of a SQLite store, which must stay the one that was opened: SQLite goes on writing to a removed one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._path = ""
+        self._identity: tuple[int, int] | None = None
+
+    def learn(self, connection: sqlite3.Connection, _record: object) -> None:
+        """Remember which file a first connection found. Raises StoreError where there is none."""
+        self._path = connection.execute("PRAGMA database_list").fetchone()[2]
+        if not self._path:
+            raise StoreError(f"store {self._name}: is in memory, so it would be gone with the process; want a file")
+        self._identity = self._identity or self._find()
+        self.check_same()
+
+    def check_same(self, *_event: object) -> None:
+        """Raises StoreError where the path no longer leads to that file."""
+        if self._identity is not None and self._find() != self._identity:
+            raise StoreError(f"store {self._name}: its file was removed or replaced while it was open")
+
+    def _find(self) -> tuple[int, int] | None:
+        try:
+            found = Path(self._path).stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+
 def _check_path(url: URL, name: str, create: bool) -> None:
-    database = url.database
-    if not database or database == ":memory:" or database.startswith("file:"):
+    database = url.database or ""
+    if "uri" in url.query:
+        database = unquote(urlsplit(database).path)
+    if database in ("", ":memory:") or url.query.get("mode") == "memory":
         return
     path = Path(database)
     if path.is_dir():

@@ -12,7 +12,7 @@ from flywheel.errors import StoreError
 from flywheel.ir.config import ScheduleConfig
 from flywheel.ir.serde import parse_json, read_text
 from flywheel.measure.floor import floor_fraction
-from flywheel.measure.record import TrialRecord
+from flywheel.measure.record import MEASURED_WITH, TrialRecord
 
 _T = TypeVar("_T")
 
@@ -70,7 +70,10 @@ def schedule_document(record: TrialRecord, *, command: str) -> dict[str, Any]:
             "optuna": record.optuna,
             "commit": record.commit,
             "host": record.host,
+            "gpu_name": record.gpu_name,
             "gpu_driver": record.gpu_driver,
+            "nvrtc": record.nvrtc,
+            "kernels": record.kernels,
             "created_at": record.created_at,
         },
         "command": command,
@@ -131,8 +134,7 @@ def _measured(record: TrialRecord) -> dict[str, Any] | None:
     return {
         "kind": "measured",
         "median_us": record.latency_us,
-        "p10_us": record.p10_us,
-        "p90_us": record.p90_us,
+        **{name: getattr(record, name) for name in MEASURED_WITH},
         "floor_fraction": _fraction(record.floor_us, record.latency_us),
     }
 

@@ -9,7 +9,7 @@ from sqlalchemy.types import TypeEngine
 
 from flywheel.measure.record import COLUMNS
 
-SCHEMA_VERSION: Final = "0001"
+SCHEMA_VERSION: Final = "0003"
 """Revision of the newest migration."""
 
 VERSION_TABLE: Final = "schema_version"
@@ -52,3 +52,18 @@ trials: Final = Table(
     Index("ix_trials_config_id", "config_id"),
     Index("ix_trials_model_gpu", "model", "gpu"),
 )
+
+ceilings: Final = Table(
+    "ceilings",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("gpu", Text, nullable=False),
+    Column("gpu_driver", Text),
+    Column("host", Text, nullable=False),
+    Column("read_gbs", Double, nullable=False),
+    Column("read_kernel", Text, nullable=False),
+    Column("hand_off_us", Double, nullable=False),
+    Column("created_at", Text, nullable=False),
+    Index("ix_ceilings_gpu", "gpu"),
+)
+"""What `flywheel doctor --probe` measured, append-only; the newest row of a GPU holds."""

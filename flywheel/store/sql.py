@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
-from sqlalchemy import Connection, Engine, RowMapping, and_, func, insert, or_, select
+from sqlalchemy import Connection, Engine, RowMapping, and_, case, exists, func, insert, or_, select
 from sqlalchemy.exc import IntegrityError
 
 from flywheel.errors import StoreError, TrialExistsError
+from flywheel.measure.ceiling import Ceiling
 from flywheel.measure.outcome import LASTING_OUTCOMES
 from flywheel.measure.record import COLUMNS, TrialRecord
 from flywheel.store.campaign import Campaign, CampaignSummary
-from flywheel.store.engine import make_engine, reading, writing
+from flywheel.store.engine import make_engine, reading, violated, writing
 from flywheel.store.migrate import ensure_schema
-from flywheel.store.schema import campaigns, trials
+from flywheel.store.schema import campaigns, ceilings, trials
 
 _NAMES: Final = tuple(column.name for column in COLUMNS)
 _RECORD: Final = tuple(trials.c[name] for name in _NAMES)
+_finals: Final = trials.alias("finals")
+_HOLDS: Final = and_(
+    or_(trials.c.gain_low_us.is_(None), trials.c.gain_low_us > 0.0, trials.c.source == "final"),
+    ~exists().where(
+        _finals.c.campaign == trials.c.campaign,
+        _finals.c.program_id == trials.c.program_id,
+        _finals.c.source == "final",
+        _finals.c.id > trials.c.id,
+    ),
+)
+"""Of a row: `may_be_best`, and no later final of its program stands in its place."""
 
 
 def open_store(url: str | Path, *, create: bool = True) -> Store:
@@ -60,7 +74,9 @@ class Store:
         with writing(self._engine, self.name) as connection:
             try:
                 connection.execute(insert(campaigns), values)
-            except IntegrityError:
+            except IntegrityError as error:
+                if violated(error) is None:
+                    raise
                 raise StoreError(f"store {self.name}: campaign {campaign.name!r} already exists") from None
 
     def campaign(self, name: str) -> Campaign | None:
@@ -72,9 +88,10 @@ class Store:
     def campaigns(self) -> list[CampaignSummary]:
         """Every campaign, oldest first, with its counts and best latencies."""
         with reading(self._engine, self.name) as connection:
-            rows = connection.execute(select(campaigns).order_by(campaigns.c.created_at, campaigns.c.name)).mappings()
+            found = [Campaign(**row) for row in connection.execute(select(campaigns)).mappings()]
             tallies = _tallies(connection)
-            return [_summary(Campaign(**row), tallies.get(row["name"], {})) for row in rows]
+        found.sort(key=lambda campaign: (campaign.created_at, campaign.name))  # by code point, whatever the database's
+        return [_summary(campaign, tallies.get(campaign.name, {})) for campaign in found]
 
     def append(self, record: TrialRecord) -> None:
         """Add a trial for good. Raises TrialExistsError where its campaign has that trial already."""
@@ -83,11 +100,13 @@ class Store:
             try:
                 connection.execute(insert(trials), values)
             except IntegrityError as error:
-                if "foreign key" in str(error.orig).lower():
-                    raise StoreError(f"store {self.name}: campaign {record.campaign!r} does not exist") from error
-                raise TrialExistsError(
-                    f"store {self.name}: campaign {record.campaign!r} has trial {record.trial} already"
-                ) from error
+                campaign = f"store {self.name}: campaign {record.campaign!r}"
+                match violated(error):
+                    case "foreign key":
+                        raise StoreError(f"{campaign} does not exist") from error
+                    case "unique":
+                        raise TrialExistsError(f"{campaign} has trial {record.trial} already") from error
+                raise
 
     def trials(self, campaign: str) -> list[TrialRecord]:
         """A campaign's trials by number."""
@@ -96,11 +115,19 @@ class Store:
             return [self._record(row) for row in connection.execute(query).mappings()]
 
     def seen(
-        self, program_id: str, *, gpu: str, dtype: str, measure: str, predictor: str | None = None
+        self,
+        program_id: str,
+        *,
+        gpu: str,
+        dtype: str,
+        measure: str,
+        predictor: str | None = None,
+        machine: Mapping[str, str | None] = MappingProxyType({}),
     ) -> TrialRecord | None:
         """The first trial of this program, on this GPU and under this kind of measure, that need not be repeated.
 
-        Measured, rejected and incorrect ones do; a predicted one does where `predictor` gave its prediction.
+        Measured, rejected and incorrect ones do; a predicted one does where `predictor` gave its prediction. `machine`
+        holds columns that must be as they are there, absent ones too.
         """
         fact = and_(
             trials.c.outcome.in_(LASTING_OUTCOMES),
@@ -110,7 +137,7 @@ class Store:
             select(*_RECORD)
             .join(campaigns, campaigns.c.name == trials.c.campaign)
             .where(trials.c.program_id == program_id, trials.c.gpu == gpu, trials.c.dtype == dtype)
-            .where(campaigns.c.measure == measure, fact)
+            .where(campaigns.c.measure == measure, fact, *(trials.c[name] == value for name, value in machine.items()))
             .order_by(trials.c.id)
             .limit(1)
         )
@@ -129,7 +156,9 @@ class Store:
     ) -> TrialRecord | None:
         """The fastest measured trial, or with `measured=False` the fastest predicted one, the first of equals.
 
-        Each name that is given narrows the search; None where no trial is left.
+        Only of what still holds: a program's final replaces what was measured of it before, and a trial within the
+        noise of its rival is no better than that. Each name that is given narrows the search; None where no trial is
+        left.
         """
         objective, outcome = (trials.c.latency_us, "measured") if measured else (trials.c.predicted_us, "predicted")
         wanted = {
@@ -142,9 +171,25 @@ class Store:
         }
         conditions = [trials.c[name] == value for name, value in wanted.items() if value is not None]
         query = (
-            select(*_RECORD).where(trials.c.outcome == outcome, *conditions).order_by(objective, trials.c.id).limit(1)
+            select(*_RECORD)
+            .where(trials.c.outcome == outcome, _HOLDS, *conditions)
+            .order_by(objective, trials.c.id)
+            .limit(1)
         )
         return self._first(query)
+
+    def append_ceiling(self, ceiling: Ceiling) -> None:
+        """Add what a probing of a GPU found."""
+        with writing(self._engine, self.name) as connection:
+            connection.execute(insert(ceilings), asdict(ceiling))
+
+    def ceiling(self, gpu: str) -> Ceiling | None:
+        """What the newest probing of the GPU of that name found; None where there was none."""
+        columns = [ceilings.c[field.name] for field in fields(Ceiling)]
+        query = select(*columns).where(ceilings.c.gpu == gpu).order_by(ceilings.c.id.desc()).limit(1)
+        with reading(self._engine, self.name) as connection:
+            row = connection.execute(query).mappings().first()
+        return None if row is None else Ceiling(**row)
 
     def _first(self, query: Any) -> TrialRecord | None:
         with reading(self._engine, self.name) as connection:
@@ -159,14 +204,14 @@ class Store:
 
 
 def _tallies(connection: Connection) -> dict[str, dict[str, tuple[int, float | None, float | None]]]:
-    """By campaign and outcome: number of trials, lowest latency_us, lowest predicted_us."""
+    """By campaign and outcome: number of trials, finals aside; lowest latency_us and predicted_us of what holds."""
     query = (
         select(
             trials.c.campaign,
             trials.c.outcome,
-            func.count(),
-            func.min(trials.c.latency_us),
-            func.min(trials.c.predicted_us),
+            func.sum(case((trials.c.source == "final", 0), else_=1)),
+            func.min(case((_HOLDS, trials.c.latency_us))),
+            func.min(case((_HOLDS, trials.c.predicted_us))),
         )
         .group_by(trials.c.campaign, trials.c.outcome)
         .order_by(trials.c.campaign, trials.c.outcome)

@@ -18,6 +18,12 @@ def test_a_measurement_has_samples() -> None:
         MeasuredLatency(2.0, 1.0, 3.0, samples=0, warmup=2, l2_state="flushed")
 
 
+@pytest.mark.parametrize("batch_us", [0.0, -1.0, inf, nan])
+def test_a_batch_is_finite_and_positive(batch_us: float) -> None:
+    with pytest.raises(ValueError, match="us in a batch is not finite and positive"):
+        MeasuredLatency(2.0, 1.0, 3.0, samples=1, warmup=0, l2_state="warm", batch_us=batch_us)
+
+
 @pytest.mark.parametrize("latency_us", [0.0, -1.0, inf, nan])
 def test_a_prediction_is_finite_and_positive(latency_us: float) -> None:
     with pytest.raises(ValueError, match="not finite and positive"):

@@ -33,13 +33,15 @@ def test_predicted_and_measured_are_separate_objects(make_record: Records) -> No
         "predictor": "1",
         "floor_fraction": 0.5,
     }
-    measured = schedule_document(make_record("measured", predicted_us=800.0, predictor="1"), command=COMMAND)
-    assert measured["measured"] == {
+    record = make_record("measured", predicted_us=800.0, predictor="1", samples=30, sm_clock_mhz=1980)
+    measured = schedule_document(record, command=COMMAND)
+    assert {name: value for name, value in measured["measured"].items() if value is not None} == {
         "kind": "measured",
         "median_us": 1000.25,
         "p10_us": 990.0,
         "p90_us": 1010.0,
-        "floor_fraction": None,
+        "samples": 30,
+        "sm_clock_mhz": 1980,
     }
     assert measured["predicted"]["latency_us"] == 800.0
 

@@ -5,31 +5,32 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import func, select
 
 import flywheel
 from flywheel.errors import StoreError
+from flywheel.measure.ceiling import Ceiling
 from flywheel.measure.record import TrialRecord
 from flywheel.store.campaign import Campaign
+from flywheel.store.engine import reading
+from flywheel.store.schema import trials
 from flywheel.store.sql import Store, open_store
 
 Records = Callable[..., TrialRecord]
 Campaigns = Callable[..., Campaign]
-WORKER = Path(__file__).with_name("append_rows.py")
-
-
-@pytest.fixture(params=["sqlite"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of an empty database, one per kind that the conformance suite covers."""
-    return {"sqlite": f"sqlite:///{tmp_path}/store with 100% blanks.db"}[request.param]
+WRITERS = Path(__file__).with_name("append_rows.py")
 
 
 @pytest.fixture
-def store(url: str, make_campaign: Campaigns) -> Iterator[Store]:
-    with open_store(url) as opened:
+def store(store_url: str, make_campaign: Campaigns) -> Iterator[Store]:
+    with open_store(store_url) as opened:
         opened.create_campaign(make_campaign("first"))
         opened.create_campaign(make_campaign("second"))
         opened.create_campaign(make_campaign("on-gpu", measure="cuda"))
@@ -62,11 +63,11 @@ def test_a_row_comes_back_as_it_was_appended(store: Store, make_record: Records)
     assert store.trials("first") == [make_record("rejected", trial=1, program_id=None), full]
 
 
-def test_a_reopened_store_still_has_every_row(url: str, make_record: Records, make_campaign: Campaigns) -> None:
-    with open_store(url) as store:
+def test_a_reopened_store_still_has_every_row(store_url: str, make_record: Records, make_campaign: Campaigns) -> None:
+    with open_store(store_url) as store:
         store.create_campaign(make_campaign())
         store.append(make_record(trial=0))
-    with open_store(url) as store:
+    with open_store(store_url) as store:
         store.append(make_record(trial=1))
         assert store.campaign("first") == make_campaign()
         assert [record.trial for record in store.trials("first")] == [0, 1]
@@ -93,6 +94,12 @@ def test_a_campaign_name_is_taken_once(store: Store, make_campaign: Campaigns) -
     assert store.campaign("nowhere") is None
 
 
+def test_a_campaign_that_lacks_something_is_not_said_to_exist(store: Store, make_campaign: Campaigns) -> None:
+    with pytest.raises(StoreError, match=r"(?i)not[ -]null"):
+        store.create_campaign(make_campaign("third", model=None))
+    assert store.campaign("third") is None
+
+
 def test_a_summary_counts_outcomes_and_keeps_the_kinds_of_best_apart(store: Store, make_record: Records) -> None:
     store.append(make_record("predicted", trial=0, predicted_us=900.0))
     store.append(make_record("predicted", trial=1, predicted_us=800.0))
@@ -104,6 +111,26 @@ def test_a_summary_counts_outcomes_and_keeps_the_kinds_of_best_apart(store: Stor
     assert (first.best_predicted_us, first.best_measured_us) == (800.0, None)
     assert (second.trials, second.best_predicted_us, second.best_measured_us) == (0, None, None)
     assert (on_gpu.best_predicted_us, on_gpu.best_measured_us) == (None, 1000.25)
+
+
+def test_campaigns_of_one_moment_are_listed_by_the_code_points_of_their_names(
+    store_url: str, make_campaign: Campaigns
+) -> None:
+    with open_store(store_url) as store:
+        for name in ("b", "a", "B", "_", "ä"):
+            store.create_campaign(make_campaign(name))
+        store.create_campaign(make_campaign("z", created_at="2025-01-02T03:04:05+00:00"))
+        assert [summary.campaign.name for summary in store.campaigns()] == ["z", "B", "_", "a", "b", "ä"]
+
+
+def test_a_reader_sees_one_state_of_the_store(store_url: str, store: Store, make_record: Records) -> None:
+    rows = select(func.count()).select_from(trials)
+    with open_store(store_url) as other:
+        with reading(other._engine, other.name) as connection:
+            before = connection.execute(rows).scalar()
+            store.append(make_record())
+            after = connection.execute(rows).scalar()
+        assert (before, after, len(other.trials("first"))) == (0, 0, 1)
 
 
 def test_best_never_compares_a_prediction_with_a_measurement(store: Store, make_record: Records) -> None:
@@ -163,29 +190,41 @@ def test_a_value_that_the_database_cannot_hold_is_a_store_error(
     assert store.trials("first") == []
 
 
-def test_two_processes_that_create_and_fill_one_store_lose_no_row(url: str) -> None:
+def write_rows(url: str, writers: int, rows: int) -> Store:
+    """The store into which so many processes at once have appended so many rows in all."""
     environment = {**os.environ, "PYTHONPATH": str(Path(flywheel.__file__).parents[1])}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), url, name, "200"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for name in ("left", "right")
-    ]
-    for worker in workers:
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == "ready\n"
-    for worker in workers:
-        assert worker.stdin is not None
-        worker.stdin.write("go\n")
-        worker.stdin.flush()
-    for worker in workers:
-        _, complaints = worker.communicate(timeout=60)
-        assert (worker.returncode, complaints) == (0, "")
-    with open_store(url) as store:
-        assert [record.trial for record in store.trials("left")] == list(range(200))
-        assert [record.trial for record in store.trials("right")] == list(range(200))
+    command = [sys.executable, str(WRITERS), url, str(writers), str(rows)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return open_store(url, create=False)
+
+
+@pytest.mark.parametrize("rows", [pytest.param(10_000, marks=pytest.mark.slow), 160])
+def test_of_eight_writers_rows_none_is_lost_and_none_is_there_twice(store_url: str, rows: int) -> None:
+    with write_rows(store_url, 8, rows) as store:
+        for campaign in ("shared", *(f"own-{writer}" for writer in range(8))):
+            records = store.trials(campaign)
+            assert [record.trial for record in records] == list(range(len(records)))
+            authors = Counter((record.host, record.seed) for record in records)
+            hosts = [f"writer-{n}" for n in range(8)] if campaign == "shared" else [campaign.replace("own", "writer")]
+            assert authors == Counter((host, number) for host in hosts for number in range(rows // 16))
+
+
+def test_a_measurement_answers_only_for_the_machine_that_it_was_made_on(store: Store, make_record: Records) -> None:
+    machine = {"gpu_name": "NVIDIA H200", "gpu_driver": "580.1", "nvrtc": "13.5", "kernels": "feed"}
+    wanted: dict[str, Any] = {"gpu": "h100", "dtype": "BF16", "measure": "cuda"}
+    record = make_record("measured", campaign="on-gpu", **machine)
+    store.append(record)
+    assert store.seen("0123456789ab", **wanted, machine=machine) == record
+    for name in machine:
+        for other in ("another", None):
+            assert store.seen("0123456789ab", **wanted, machine={**machine, name: other}) is None
+
+
+def test_the_newest_probing_of_a_gpu_holds(store: Store) -> None:
+    first = Ceiling("NVIDIA H200", "580.1", "lab", 4500.0, "loads", 1.5, "2026-01-02T03:04:05+00:00")
+    second = replace(first, read_gbs=4608.0, gpu_driver=None)
+    assert store.ceiling("NVIDIA H200") is None
+    for found in (first, second, replace(first, gpu="NVIDIA L4")):
+        store.append_ceiling(found)
+    assert store.ceiling("NVIDIA H200") == second

@@ -1,0 +1,101 @@
+"""Keeping a mirror in step with a store that grows, from a process of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from flywheel.errors import FlywheelError, MirrorError, StoreError
+from flywheel.measure.record import TrialRecord
+from flywheel.store.campaign import Campaign
+from flywheel.store.mirror import Views
+from flywheel.store.mlflow import Mirror
+from flywheel.store.sql import open_store
+
+FOLLOW_S: Final = 2.0
+"""Time between two looks at the store; after trouble it doubles, up to MOST_S."""
+MOST_S: Final = 30.0
+FILES_S: Final = 60.0
+"""Artifacts of a campaign that grows are written no oftener than this: they cost a lowering."""
+GRACE_S: Final = 20.0
+"""How long the last look is tried again before the rest is left to the next sync."""
+
+_TICK_S: Final = 0.1
+
+
+@dataclass(slots=True)
+class Follower:
+    """One mirror of one store: `look` brings it up to date, and remembers what it has seen.
+
+    `names` narrows the campaigns; empty means all of them. One is marked as running from its second look with new rows
+    on, or where `running` says so, from the first.
+    """
+
+    url: str
+    mirror: Mirror
+    names: Collection[str]
+    children: str
+    views: Views
+    running: bool = False
+    _seen: dict[str, int] = field(default_factory=dict)
+    _files: dict[str, float] = field(default_factory=dict)
+
+    def look(self, last: bool) -> int:
+        """Bring every campaign with new rows up to date, with the `last` look as finished; how much was missing.
+
+        Raises StoreError and MirrorError.
+        """
+        with open_store(self.url, create=False) as store:
+            summaries = [each for each in store.campaigns() if not self.names or each.campaign.name in self.names]
+            grown = [each for each in summaries if last or self._seen.get(each.campaign.name) != each.trials]
+            written = 0
+            for each in grown:
+                written += self._sync(each.campaign, store.trials(each.campaign.name), last)
+        return written
+
+    def _sync(self, campaign: Campaign, records: Sequence[TrialRecord], last: bool) -> int:
+        name, now = campaign.name, time.monotonic()
+        live = not last and (self.running or name in self._seen)
+        files = last or name not in self._files or now - self._files[name] >= FILES_S
+        written = self.mirror.sync(campaign, records, self.children, self.views, live=live, files=files)
+        self._seen[name] = len(records)
+        if files:
+            self._files[name] = now
+        return written
+
+
+def follow(follower: Follower, ended: Callable[[], bool], tell: Callable[[str], None]) -> bool:
+    """Look again and again until `ended`, then once more; whether that last look succeeded.
+
+    Trouble with the store or the server is told, each kind once in a row, and waited out: nothing is lost, since
+    the next look makes up for it.
+    """
+    told, pause = "", FOLLOW_S
+    while not ended():
+        told = _try(follower, False, told, tell)
+        pause = min(MOST_S, 2 * pause) if told else FOLLOW_S
+        until = time.monotonic() + pause
+        while time.monotonic() < until and not ended():
+            time.sleep(_TICK_S)
+    deadline = time.monotonic() + GRACE_S
+    while (told := _try(follower, True, told, tell)) and time.monotonic() < deadline:
+        time.sleep(FOLLOW_S)
+    return not told
+
+
+def _try(follower: Follower, last: bool, told: str, tell: Callable[[str], None]) -> str:
+    """The trouble of one look, which is told unless it was `told` before; empty without any."""
+    try:
+        follower.look(last)
+    except (MirrorError, StoreError) as error:
+        trouble = _fact(error)
+        if trouble != told:
+            tell(trouble)
+        return trouble
+    return ""
+
+
+def _fact(error: FlywheelError) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,142 @@
+"""What a mirror shows of a campaign, as names and numbers: pure, so that a mirror can be rebuilt and compared."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from hashlib import sha256
+from typing import Any, Final
+
+from flywheel.measure.record import TrialRecord
+from flywheel.store.campaign import Campaign
+
+MAX_VALUE: Final = 500
+"""Longest parameter: what every MLflow server since 1.x takes."""
+
+_ENVIRONMENT: Final = (
+    "flywheel_version", "ir_version", "python", "optuna", "host", "commit", "gpu_name", "gpu_driver", "nvrtc",
+    "kernels",
+)  # fmt: skip
+_NUMBERS: Final = (
+    "predicted_us", "latency_us", "p10_us", "p90_us", "samples", "batch_us", "sm_clock_mhz", "mem_clock_mhz", "power_w",
+    "temperature_c", "floor_us", "floor_fraction", "weight_bytes", "tasks", "ask_s", "lower_s", "validate_s",
+    "measure_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One value of a series: `step` is the number of a trial, `time_ms` when its row was made, since 1970 in UTC."""
+
+    name: str
+    value: float
+    step: int
+    time_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """What the rows say only together with the code that made them: a trial's knobs, and a campaign's files by path.
+
+    Both are pure: the same rows give the same text.
+    """
+
+    knobs: Callable[[Campaign, TrialRecord], Mapping[str, str]]
+    files: Callable[[Campaign, Sequence[TrialRecord]], Mapping[str, str]]
+
+
+def campaign_key(campaign: Campaign) -> str:
+    """What tells a campaign from all others, in whatever store it lies: 32 hexadecimal digits."""
+    told = json.dumps([campaign.name, campaign.created_at, campaign.spec])
+    return sha256(told.encode()).hexdigest()[:32]
+
+
+def campaign_params(campaign: Campaign, records: Sequence[TrialRecord]) -> dict[str, str]:
+    """What was searched, and the environment of its first trial; what is absent is left out."""
+    described = {**json.loads(campaign.spec), **{name: getattr(campaign, name) for name in _CAMPAIGN}}
+    described |= {name: getattr(records[0], name) for name in _ENVIRONMENT} if records else {}
+    return to_params(dict(_flat(described)))
+
+
+_CAMPAIGN: Final = ("model", "gpu", "dtype", "context", "measure", "sampler", "seed", "created_at")
+
+
+def trial_params(record: TrialRecord, knobs: Mapping[str, str]) -> dict[str, str]:
+    """A trial's knobs, and the names of what it tried."""
+    return to_params({**knobs, "config_id": record.config_id, "program_id": record.program_id})
+
+
+def campaign_points(records: Sequence[TrialRecord]) -> Iterator[Point]:
+    """The series of a campaign, trial by trial: latencies, the best so far, its floor fraction, counts of outcomes.
+
+    Predicted and measured latencies are series of their own.
+    """
+    counts: Counter[str] = Counter()
+    best: dict[str, TrialRecord] = {}
+    for record in records:
+        time_ms = to_ms(record.created_at)
+        counts[record.outcome] += 1
+        found: dict[str, float | None] = {f"outcomes/{record.outcome}": counts[record.outcome]}
+        found |= {"predicted/latency_us": record.predicted_us, "measured/latency_us": record.latency_us}
+        if _improves(record, best.get(record.outcome)):
+            best[record.outcome] = record
+        for kind, holder in best.items():
+            found |= {f"{kind}/best_us": holder.objective_us, f"{kind}/best_floor_fraction": holder.floor_fraction}
+        yield from (Point(name, value, record.trial, time_ms) for name, value in found.items() if value is not None)
+
+
+def trial_points(record: TrialRecord) -> list[Point]:
+    """The numbers of one trial."""
+    time_ms = to_ms(record.created_at)
+    numbers = {name: getattr(record, name) for name in _NUMBERS}
+    return [Point(name, value, record.trial, time_ms) for name, value in numbers.items() if value is not None]
+
+
+def kept(records: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """The trials that were the best of their kind, measured or predicted, when they ended."""
+    best: dict[str, TrialRecord] = {}
+    incumbents = []
+    for record in records:
+        if _improves(record, best.get(record.outcome)):
+            best[record.outcome] = record
+            incumbents.append(record)
+    return incumbents
+
+
+def best_trial(records: Sequence[TrialRecord]) -> TrialRecord | None:
+    """The fastest measured trial, else the fastest predicted one, the first of equals; None where there is neither."""
+    last = {record.outcome: record for record in kept(records)}
+    return last.get("measured") or last.get("predicted")
+
+
+def to_params(values: Mapping[str, Any]) -> dict[str, str]:
+    """Names and values as MLflow takes them, without those that are absent."""
+    return {
+        re.sub(r"[^\w .:/-]", "_", name)[:250]: str(value)[:MAX_VALUE]
+        for name, value in sorted(values.items())
+        if value is not None and str(value)
+    }
+
+
+def to_ms(moment: str) -> int:
+    """An ISO 8601 time as milliseconds since 1970."""
+    return round(datetime.fromisoformat(moment).timestamp() * 1000)
+
+
+def _improves(record: TrialRecord, best: TrialRecord | None) -> bool:
+    if record.objective_us is None:
+        return False
+    return best is None or best.objective_us is None or record.objective_us < best.objective_us
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested tables as `outer.inner`, lists as JSON."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, json.dumps(value) if isinstance(value, list) else value

@@ -1,0 +1,303 @@
+"""A mirror of campaigns in MLflow, for people to watch: one run a campaign, child runs for its trials.
+
+It is made of rows alone, is found again by its tags, and is only ever added to: it may lag, be down or be lost, and
+`Mirror.sync` makes up for all of it. Source: the tracking API of MLflow 3.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from flywheel.errors import MirrorError, UsageError
+from flywheel.measure.record import TrialRecord
+from flywheel.store.campaign import Campaign
+from flywheel.store.engine import make_store_url
+from flywheel.store.mirror import (
+    Point,
+    Views,
+    best_trial,
+    campaign_key,
+    campaign_params,
+    campaign_points,
+    kept,
+    to_ms,
+    trial_params,
+    trial_points,
+)
+
+EXPERIMENT: Final = "flywheel"
+CHILDREN: Final = ("all", "kept", "none")
+"""Which trials get a run of their own: every one, those that were the best so far, or none."""
+
+_KEY, _TRIAL, _TRIALS, _FILES = "flywheel.key", "flywheel.trial", "flywheel.trials", "flywheel.files"
+_PARENT, _NOTE = "mlflow.parentRunId", "mlflow.note.content"
+_TRAINING: Final = {"mlflow.experimentKind": "custom_model_development"}
+"""Has the pages show runs and metrics, not traces of language models."""
+
+_PATIENCE: Final = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+"""How long one request may take, where the environment does not say; MLflow's own patience is minutes. And nothing is
+sent to anybody but the tracking server."""
+
+
+def check_installed() -> None:
+    """Raises UsageError without the mlflow package."""
+    if find_spec("mlflow") is None:
+        raise UsageError("mlflow is not installed: pip install 'flywheel[mlflow]'")
+
+
+def local_tracking(store_url: str) -> str:
+    """Tracking URI beside a SQLite store, else in the working directory: a SQLite file, mlflow.db."""
+    where = make_store_url(store_url)
+    local = where.get_backend_name() == "sqlite" and where.database
+    folder = Path(where.database).resolve().parent if local and where.database else Path.cwd()
+    return f"sqlite:///{folder / 'mlflow.db'}"
+
+
+def shown(uri: str) -> str:
+    """A tracking URI without its password."""
+    parts = urlsplit(uri)
+    if "@" not in parts.netloc:
+        return uri
+    user = parts.netloc.rpartition("@")[0].partition(":")[0]
+    return uri.replace(parts.netloc, f"{user}:***@{parts.netloc.rpartition('@')[2]}", 1)
+
+
+class Mirror:
+    """The experiment `flywheel` of one tracking server or file. Raises UsageError without the mlflow package.
+
+    Every method raises MirrorError on trouble with the server; what was written before stays, and is not written again.
+    """
+
+    def __init__(self, uri: str) -> None:
+        check_installed()
+        self.uri: Final = uri
+        for name, value in _PATIENCE.items():
+            os.environ.setdefault(name, value)
+        self._connected: tuple[Any, str] | None = None
+
+    def pages(self) -> str:
+        """Where a server of this mirror shows the campaigns, behind its address."""
+        with _reported(self.uri):
+            return f"/#/experiments/{self._connect()[1]}/runs?workflowType=machine_learning"
+
+    def sync(
+        self,
+        campaign: Campaign,
+        records: Sequence[TrialRecord],
+        children: str,
+        views: Views,
+        *,
+        live: bool = False,
+        files: bool = True,
+    ) -> int:
+        """Bring the campaign's run up to its rows, `records` by number; how many things were missing and are there now.
+
+        `live` leaves it marked as running; `files=False` leaves its artifacts as they are.
+        """
+        with _reported(self.uri):
+            client, experiment = self._connect()
+            run = _campaign_run(client, experiment, campaign)
+            written = self._write_rows(client, run, campaign_params(campaign, records), campaign_points(records))
+            chosen = {"all": list(records), "kept": kept(records), "none": []}[children]
+            written += self._write_children(client, experiment, run, campaign, chosen, views)
+            if files:
+                written += self._write_files(client, run, campaign, records, views)
+            tags = {_TRIALS: str(len(records)), _NOTE: _describe(campaign, records)}
+            written += _write_tags(client, run, tags)
+            return written + _write_status(client, run, campaign, records, live)
+
+    def _connect(self) -> tuple[Any, str]:
+        """(client, experiment's id)."""
+        if self._connected is None:
+            from mlflow import MlflowClient
+            from mlflow.exceptions import MlflowException
+
+            for name in ("alembic", "mlflow"):
+                logging.getLogger(name).setLevel(logging.ERROR)
+            client = MlflowClient(self.uri)
+            found = client.get_experiment_by_name(EXPERIMENT)
+            if found is None:
+                try:
+                    client.create_experiment(EXPERIMENT, _artifact_folder(self.uri), _TRAINING)
+                except MlflowException:
+                    if client.get_experiment_by_name(EXPERIMENT) is None:
+                        raise
+                found = client.get_experiment_by_name(EXPERIMENT)
+            self._connected = client, found.experiment_id
+        return self._connected
+
+    def _write_rows(self, client: Any, run: Any, params: Mapping[str, str], points: Iterator[Point]) -> int:
+        from mlflow.entities import Metric, Param
+
+        missing: list[Any] = []
+        for name, series in groupby(sorted(points, key=lambda point: point.name), key=lambda point: point.name):
+            known = client.get_metric_history(run.info.run_id, name) if name in run.data.metrics else ()
+            steps = {metric.step for metric in known}
+            missing += [Metric(name, each.value, each.time_ms, each.step) for each in series if each.step not in steps]
+        unsaid = [Param(name, value) for name, value in params.items() if name not in run.data.params]
+        if missing or unsaid:
+            client.log_batch(run.info.run_id, metrics=missing, params=unsaid)
+        return len(missing) + len(unsaid)
+
+    def _write_children(
+        self, client: Any, experiment: str, parent: Any, campaign: Campaign, chosen: list[TrialRecord], views: Views
+    ) -> int:
+        ended = {"FINISHED", "FAILED"}
+        known = _children(client, experiment, parent)
+        missing = [each for each in chosen if each.trial not in known or known[each.trial].info.status not in ended]
+        for record in missing:
+            if record.trial not in known:
+                tags = {_PARENT: parent.info.run_id, _TRIAL: str(record.trial), **_trial_tags(record)}
+                client.create_run(experiment, to_ms(record.created_at), tags, f"trial {record.trial}")
+        if any(record.trial not in known for record in missing):
+            known = _children(client, experiment, parent)
+        for record in missing:
+            child = known[record.trial]
+            params = trial_params(record, views.knobs(campaign, record))
+            self._write_rows(client, child, params, iter(trial_points(record)))
+            status = "FINISHED" if record.objective_us is not None else "FAILED"
+            client.set_terminated(child.info.run_id, status, to_ms(record.created_at))
+        return len(missing)
+
+    def _write_files(
+        self, client: Any, run: Any, campaign: Campaign, records: Sequence[TrialRecord], views: Views
+    ) -> int:
+        """Write the files that differ from what the run's tag names; without new rows, look only for lost ones."""
+        before: dict[str, str] = json.loads(run.data.tags.get(_FILES, "{}"))
+        present = _artifacts(client, run.info.run_id, before)
+        stamp = f"{len(records)} rows, flywheel {_version()}"
+        if before.get("", "") == stamp and before.keys() - {""} <= present:
+            return 0
+        files = views.files(campaign, records)
+        digests = {path: sha256(text.encode()).hexdigest()[:16] for path, text in files.items()}
+        stale = [path for path, digest in digests.items() if before.get(path) != digest or path not in present]
+        for path in stale:
+            client.log_text(run.info.run_id, files[path], path)
+        client.set_tag(run.info.run_id, _FILES, json.dumps({"": stamp, **digests}, sort_keys=True))
+        return len(stale)
+
+
+def _campaign_run(client: Any, experiment: str, campaign: Campaign) -> Any:
+    """The run of a campaign, made where there is none. Of several, which two processes may make, all take the same."""
+    query = f"tags.`{_KEY}` = '{campaign_key(campaign)}'"
+    found = list(client.search_runs([experiment], query))
+    if not found:
+        client.create_run(experiment, to_ms(campaign.created_at), {_KEY: campaign_key(campaign)}, campaign.name[:250])
+        found = list(client.search_runs([experiment], query))
+    return _settle(client, found)
+
+
+def _children(client: Any, experiment: str, parent: Any) -> dict[int, Any]:
+    """Child runs by trial."""
+    query, token, found = f"tags.`{_PARENT}` = '{parent.info.run_id}'", None, []
+    while token != "":
+        page = client.search_runs([experiment], query, page_token=token)
+        found += list(page)
+        token = page.token or ""
+    twins: dict[int, list[Any]] = {}
+    for run in found:
+        twins.setdefault(int(run.data.tags[_TRIAL]), []).append(run)
+    return {trial: _settle(client, runs) for trial, runs in twins.items()}
+
+
+def _settle(client: Any, runs: list[Any]) -> Any:
+    """Keep one of the runs that stand for the same thing, by a rule that every process follows; delete the others."""
+    first, *others = sorted(runs, key=lambda run: (_TRIALS not in run.data.tags, run.info.run_id))
+    for other in others:
+        client.delete_run(other.info.run_id)
+    return first
+
+
+def _artifacts(client: Any, run_id: str, paths: Mapping[str, str]) -> set[str]:
+    folders = {"/".join(PurePosixPath(path).parts[:-1]) for path in paths}
+    return {entry.path for folder in sorted(folders) for entry in client.list_artifacts(run_id, folder or None)}
+
+
+def _write_tags(client: Any, run: Any, tags: Mapping[str, str]) -> int:
+    changed = {name: value for name, value in tags.items() if run.data.tags.get(name) != value}
+    for name, value in changed.items():
+        client.set_tag(run.info.run_id, name, value)
+    return len(changed)
+
+
+def _write_status(client: Any, run: Any, campaign: Campaign, records: Sequence[TrialRecord], live: bool) -> int:
+    """Running, or finished when its last row was made."""
+    end = to_ms(records[-1].created_at if records else campaign.created_at)
+    if live:
+        if run.info.status == "RUNNING":
+            return 0
+        client.update_run(run.info.run_id, status="RUNNING")
+    elif (run.info.status, run.info.end_time) == ("FINISHED", end):
+        return 0
+    else:
+        client.set_terminated(run.info.run_id, "FINISHED", end)
+    return 1
+
+
+def _trial_tags(record: TrialRecord) -> dict[str, str]:
+    tags = {"outcome": record.outcome, "source": record.source, "reason": record.reason, "throttle": record.throttle}
+    return {f"flywheel.{name}": value[:2000] for name, value in tags.items() if value is not None}
+
+
+def _describe(campaign: Campaign, records: Sequence[TrialRecord]) -> str:
+    """The run's description, in Markdown."""
+    best = best_trial(records)
+    work = f"`{campaign.model}` on `{campaign.gpu}`, {campaign.dtype}, context {campaign.context}"
+    if best is None or best.objective_us is None:
+        return f"{work}: no feasible schedule in {len(records)} trials."
+    floor = "" if best.floor_fraction is None else f", {best.floor_fraction:.1%} of the weight floor"
+    said = f"**{best.outcome}** {best.objective_us:,.1f} us a token{floor}"
+    return f"{work}: {said}; trial {best.trial} of {len(records)}."
+
+
+def _artifact_folder(uri: str) -> str | None:
+    """Where a local tracking file keeps artifacts; a server decides for itself."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    return (Path(uri.removeprefix("sqlite:///")).resolve().parent / "mlflow-artifacts").as_uri()
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("flywheel")
+    except PackageNotFoundError:
+        return "(never installed)"
+
+
+@contextmanager
+def _reported(uri: str) -> Iterator[None]:
+    """Turn whatever MLflow raises into a MirrorError that names the server."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        raise MirrorError(f"MLflow {shown(uri)}: {_fact(error).replace(uri, shown(uri))}") from error
+
+
+def _fact(error: Exception) -> str:
+    """The first line of what MLflow says; of a request that failed, only why."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if said.startswith("API request to"):
+        cause = said.rpartition(": ")[2].strip(" \"'()")
+        return f"does not answer: {cause}"
+    return said

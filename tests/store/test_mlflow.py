@@ -1,0 +1,219 @@
+"""The mirror against MLflow itself, on its SQLite backend."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.errors import MirrorError, UsageError
+from flywheel.measure.record import TrialRecord
+from flywheel.store.campaign import Campaign
+from flywheel.store.mirror import Views
+from flywheel.store.mlflow import EXPERIMENT, Mirror, local_tracking
+
+Records = Callable[..., TrialRecord]
+Campaigns = Callable[..., Campaign]
+
+
+def knobs(_: Campaign, record: TrialRecord) -> Mapping[str, str]:
+    return {"depth": str(record.trial % 3)}
+
+
+def files(campaign: Campaign, records: Sequence[TrialRecord]) -> Mapping[str, str]:
+    return {"best.json": f"{campaign.name} {len(records)}\n", "plots/history.svg": "<svg/>\n"}
+
+
+VIEWS = Views(knobs, files)
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty tracking file: MLflow takes seconds to make one."""
+    from mlflow import MlflowClient
+
+    path = tmp_path_factory.mktemp("template") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def uri(template: Path, tmp_path: Path) -> str:
+    shutil.copy(template, tmp_path / "mlflow.db")
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+@pytest.fixture
+def rows(make_record: Records) -> list[TrialRecord]:
+    """Five trials: three improve, one does not, one is rejected."""
+    times = (900.0, 950.0, 800.0, None, 700.0)
+    return [
+        make_record("rejected", trial=trial)
+        if us is None
+        else make_record(trial=trial, predicted_us=us, floor_us=500.0, floor_fraction=500.0 / us)
+        for trial, us in enumerate(times)
+    ]
+
+
+def everything(uri: str) -> list[Any]:
+    """All that MLflow holds of the experiment, in an order of its own."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    found = []
+    for run in client.search_runs([experiment.experiment_id]):
+        history = {
+            name: [(m.step, m.value, m.timestamp) for m in client.get_metric_history(run.info.run_id, name)]
+            for name in sorted(run.data.metrics)
+        }
+        paths = [entry.path for entry in client.list_artifacts(run.info.run_id)]
+        info, data = run.info, run.data
+        found.append((info.run_name, info.status, info.end_time, data.params, data.tags, history, paths))
+    return sorted(found, key=lambda entry: str(entry[0]))
+
+
+def by_name(uri: str) -> dict[str, Any]:
+    return {name: entry for name, *entry in everything(uri)}
+
+
+def test_a_campaign_is_one_run_with_its_series_parameters_and_files(
+    uri: str, rows: list[TrialRecord], make_campaign: Campaigns
+) -> None:
+    assert Mirror(uri).sync(make_campaign(), rows, "none", VIEWS) > 0
+    status, end, params, tags, history, paths = by_name(uri)["first"]
+    assert (status, end) == ("FINISHED", 1767323045000)
+    assert (params["model"], params["measure"], params["host"]) == ("llama3.2-1b", "predict", "lab")
+    assert [value for _, value, _ in history["predicted/best_us"]] == [900.0, 900.0, 800.0, 800.0, 700.0]
+    assert [step for step, _, _ in history["predicted/best_us"]] == [0, 1, 2, 3, 4]
+    assert history["predicted/best_floor_fraction"][-1][1] == pytest.approx(500 / 700)
+    assert history["outcomes/rejected"] == [(3, 1.0, 1767323045000)]
+    assert "**predicted** 700.0 us" in tags["mlflow.note.content"]
+    assert paths == ["best.json", "plots"]
+
+
+def test_syncing_twice_changes_nothing(uri: str, rows: list[TrialRecord], make_campaign: Campaigns) -> None:
+    campaign = make_campaign()
+    Mirror(uri).sync(campaign, rows, "all", VIEWS)
+    before = everything(uri)
+    assert Mirror(uri).sync(campaign, rows, "all", VIEWS) == 0
+    assert everything(uri) == before
+
+
+def test_a_mirror_that_grew_with_the_campaign_is_the_one_that_is_rebuilt_at_its_end(
+    uri: str, template: Path, tmp_path: Path, rows: list[TrialRecord], make_campaign: Campaigns
+) -> None:
+    campaign, mirror = make_campaign(), Mirror(uri)
+    for count in range(len(rows) + 1):
+        mirror.sync(campaign, rows[:count], "kept", VIEWS, live=True, files=count == 2)
+    assert by_name(uri)["first"][0] == "RUNNING"
+    mirror.sync(campaign, rows, "kept", VIEWS)
+    (tmp_path / "other").mkdir()
+    shutil.copy(template, tmp_path / "other" / "mlflow.db")
+    fresh = f"sqlite:///{tmp_path / 'other' / 'mlflow.db'}"
+    Mirror(fresh).sync(campaign, rows, "kept", VIEWS)
+    grown, rebuilt = everything(uri), everything(fresh)
+    for *_, tags, _, _ in [*grown, *rebuilt]:
+        tags.pop("mlflow.parentRunId", None)
+    assert grown == rebuilt
+
+
+@pytest.mark.parametrize(("children", "trials"), [("all", [0, 1, 2, 3, 4]), ("kept", [0, 2, 4]), ("none", [])])
+def test_children_are_all_trials_or_the_kept_ones_or_none(
+    children: str, trials: list[int], uri: str, rows: list[TrialRecord], make_campaign: Campaigns
+) -> None:
+    Mirror(uri).sync(make_campaign(), rows, children, VIEWS)
+    runs = by_name(uri)
+    assert sorted(runs) == sorted(["first", *(f"trial {trial}" for trial in trials)])
+    for trial in trials:
+        status, _, params, tags, history, _ = runs[f"trial {trial}"]
+        assert status == ("FAILED" if trial == 3 else "FINISHED")
+        assert params["depth"] == str(trial % 3)
+        assert tags["flywheel.outcome"] == rows[trial].outcome
+        assert ("predicted_us" in history) == (trial != 3)
+
+
+def test_what_was_lost_comes_back(uri: str, rows: list[TrialRecord], make_campaign: Campaigns, tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    campaign, mirror = make_campaign(), Mirror(uri)
+    mirror.sync(campaign, rows, "none", VIEWS)
+    lost = next((tmp_path / "mlflow-artifacts").rglob("history.svg"))
+    lost.unlink()
+    assert mirror.sync(campaign, rows, "none", VIEWS) == 1
+    assert lost.read_text(encoding="utf-8") == "<svg/>\n"
+    client = MlflowClient(uri)
+    run = client.search_runs([client.get_experiment_by_name(EXPERIMENT).experiment_id])[0]
+    before = by_name(uri)
+    client.delete_run(run.info.run_id)
+    mirror.sync(campaign, rows, "none", VIEWS)
+    assert by_name(uri) == before
+
+
+def test_of_two_runs_that_two_processes_made_at_once_one_stays(
+    uri: str, rows: list[TrialRecord], make_campaign: Campaigns
+) -> None:
+    from mlflow import MlflowClient
+
+    campaign, mirror = make_campaign(), Mirror(uri)
+    mirror.sync(campaign, rows[:3], "kept", VIEWS)
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
+    for run in client.search_runs([experiment]):
+        tags = {name: value for name, value in run.data.tags.items() if name != "flywheel.trials"}
+        client.create_run(experiment, tags=tags, run_name=run.info.run_name)
+    mirror.sync(campaign, rows, "kept", VIEWS)
+    names = sorted(run.info.run_name for run in client.search_runs([experiment]))
+    assert names == ["first", "trial 0", "trial 2", "trial 4"]
+    assert [step for step, _, _ in by_name(uri)["first"][4]["predicted/best_us"]] == [0, 1, 2, 3, 4]
+
+
+def test_more_points_than_one_request_takes_all_arrive(
+    uri: str, make_record: Records, make_campaign: Campaigns
+) -> None:
+    rows = [make_record(trial=trial, predicted_us=5000.0 - trial) for trial in range(700)]
+    Mirror(uri).sync(make_campaign(), rows, "none", VIEWS)
+    history = by_name(uri)["first"][4]
+    assert {name: len(points) for name, points in history.items()} == dict.fromkeys(
+        ("outcomes/predicted", "predicted/best_us", "predicted/latency_us"), 700
+    )
+
+
+def test_a_server_that_is_not_there_is_one_line_within_seconds(
+    rows: list[TrialRecord], make_campaign: Campaigns
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start = time.monotonic()
+    silent = rf"^MLflow http://me:\*\*\*@127\.0\.0\.1:{port}: does not answer: .*refused$"
+    with pytest.raises(MirrorError, match=silent) as caught:
+        Mirror(f"http://me:secret@127.0.0.1:{port}").sync(make_campaign(), rows, "kept", VIEWS)
+    assert time.monotonic() - start < 30
+    assert "\n" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_that_is_no_database_is_a_mirror_error(
+    tmp_path: Path, rows: list[TrialRecord], make_campaign: Campaigns
+) -> None:
+    (tmp_path / "mlflow.db").write_bytes(b"not a database, certainly" * 100)
+    with pytest.raises(MirrorError, match=r"mlflow\.db"):
+        Mirror(f"sqlite:///{tmp_path / 'mlflow.db'}").sync(make_campaign(), rows, "none", VIEWS)
+
+
+def test_without_mlflow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flywheel.store.mlflow.find_spec", lambda _: None)
+    with pytest.raises(UsageError, match=r"flywheel\[mlflow\]"):
+        Mirror("sqlite:///x.db")
+
+
+def test_the_local_mirror_lies_beside_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert local_tracking(str(tmp_path / "trials.db")) == f"sqlite:///{tmp_path / 'mlflow.db'}"
+    monkeypatch.chdir(tmp_path)
+    assert local_tracking("postgresql://lab/trials") == f"sqlite:///{tmp_path / 'mlflow.db'}"
