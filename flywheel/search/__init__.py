@@ -1,0 +1,21 @@
+"""Where to look. The package is callable: `flywheel.search(model=..., gpu=...)` is `flywheel.search.api.search`."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _CallablePackage(ModuleType):
+    """A package and a function share the name `flywheel.search`, and importing a package rebinds its parent's name to
+    it: a function of that name in `flywheel` would be gone after its own first call. Python lets a module have a class
+    of its own; type checkers see the function, which `flywheel` declares."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        from flywheel.search.api import search
+
+        return search(*arguments, **options)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

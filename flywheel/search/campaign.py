@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from math import prod
@@ -17,14 +17,18 @@ from flywheel.errors import StoreError, TrialExistsError, UsageError
 from flywheel.ir import ScheduleConfig
 from flywheel.ir.serde import config_from_dict
 from flywheel.measure.environment import Environment
-from flywheel.measure.outcome import LASTING_OUTCOMES
+from flywheel.measure.outcome import LASTING_OUTCOMES, Measured
 from flywheel.measure.record import TrialRecord
 from flywheel.search.engine import Engine
 from flywheel.search.evaluate import Evaluation
+from flywheel.search.finals import ROUNDS, finalists, gains, standing, tied_with
+from flywheel.search.importing import priors_of
+from flywheel.search.noise import gain
 from flywheel.search.rows import to_record
-from flywheel.search.space import Choice, Space
-from flywheel.search.spec import CampaignSpec
+from flywheel.search.space import Choice, Space, Value
+from flywheel.search.spec import CampaignSpec, to_campaign
 from flywheel.search.study import Ask, CampaignStudy
+from flywheel.search.warm import choose_starts, described, starts_of
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store
 
@@ -44,7 +48,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class CampaignResult:
-    """How a run of a campaign ended. `stopped` is trials, time, until, patience, exhausted or interrupted."""
+    """How a run of a campaign ended. `stopped` is trials, time, until, patience, exhausted or interrupted.
+
+    `tied` are rows that `best` cannot be told from, where it was measured in a final.
+    """
 
     name: str
     best: TrialRecord | None
@@ -53,6 +60,7 @@ class CampaignResult:
     new_trials: int
     elapsed_s: float
     stopped: str
+    tied: tuple[TrialRecord, ...] = ()
 
 
 Watch = Callable[[Progress], None]
@@ -79,20 +87,8 @@ def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool)
     if newest is not None and not fresh:
         _check_same(taken[newest], spec, space)
         return newest
-    workload = space.workload
-    described = {**asdict(spec), "fix": dict(spec.fix), "decoder": asdict(workload.spec)}
-    campaign = Campaign(
-        name=names[-1],
-        model=spec.model,
-        gpu=spec.gpu,
-        dtype=spec.dtype,
-        context=spec.context,
-        measure=spec.measure,
-        sampler=spec.sampler,
-        seed=spec.seed,
-        spec=json.dumps(described, sort_keys=True),
-        created_at=_now(),
-    )
+    starts = choose_starts(store, space, spec.measure) if spec.seeds and spec.warm else []
+    campaign = to_campaign(spec, names[-1], decoder=asdict(space.workload.spec), created_at=_now(), **described(starts))
     try:
         store.create_campaign(campaign)
     except StoreError:
@@ -126,14 +122,22 @@ class CampaignRun:
         self._own = 0  # trials of this run
         self._answers: dict[str, Evaluation] = {}  # by config id, of this run: a sampler may repeat itself
         self._seeds: set[str] = set()
+        campaign = store.campaign(name)
+        self._priors = [] if campaign is None else priors_of(campaign)
+        if campaign is not None and spec.warm:
+            self._priors += [start.config for start in starts_of(campaign)]
         self._learn(store.trials(name))
 
     def _learn(self, known: Sequence[TrialRecord]) -> None:
         """Stand where the campaign's rows stand: at the start, and again where another process has added some."""
-        self._trials = self._next = len(known)
-        self._outcomes = Counter(record.outcome for record in known)
+        self._next = 1 + max((record.trial for record in known), default=-1)  # imported trials may leave gaps
         self._best = best_of(known)
-        self._stale = self._trials - 1 - self._best.trial if self._best is not None else self._trials
+        known = [record for record in known if record.source != "final"]  # no trials: what they try was tried
+        self._trials = len(known)
+        self._outcomes = Counter(record.outcome for record in known)
+        found = [record.trial for record in known if self._best and record.program_id == self._best.program_id]
+        last = min(found, default=-1)
+        self._stale = sum(record.trial > last for record in known)
         told = [(self._choice(record), record.objective_us) for record in known]
         inside = [(choice, objective) for choice, objective in told if choice is not None]
         self._left: int | None = None  # configs that a grid has not tried yet
@@ -142,11 +146,15 @@ class CampaignRun:
             self._left = prod(len(dimension.values) for dimension in self._space.dimensions) - len(tried)
         self._study = CampaignStudy(self._space, self._spec.sampler, self._spec.seed, inside)
         self._tried = {record.config_id for record in known}
-        for choice in self._space.known_good() if self._spec.seeds else ():
+        for choice in self._first() if self._spec.seeds else ():
             identity = self._space.to_config(choice).config_id
             if identity not in self._tried | self._seeds:
                 self._seeds.add(identity)
                 self._study.enqueue(choice)
+
+    def _first(self) -> list[dict[str, Value]]:
+        """What is tried before the sampler is asked: what was imported, what is good nearby, what is good anywhere."""
+        return [*map(self._space.nearest, self._priors), *self._space.known_good()]
 
     def run(self, watch: Watch, interrupted: Callable[[], bool]) -> CampaignResult:
         """Run until a budget is spent or `interrupted`; trials under way are finished and kept."""
@@ -159,7 +167,7 @@ class CampaignRun:
                 ask = self._study.ask()
                 config = self._space.to_config(ask[1])
                 ask_s = perf_counter() - asked
-                finish = self._answer(config) or self._engine.submit(config)
+                finish = self._answer(config) or self._engine.submit(config, self._rivals(config))
                 flight.append((self._study, ask, config, ask_s, finish))
             if not flight:
                 break
@@ -172,16 +180,56 @@ class CampaignRun:
             elapsed = perf_counter() - start
             counts = dict(self._outcomes)
             watch(Progress(record, self._best, counts, self._trials, self._own, elapsed, improved))
-        elapsed = perf_counter() - start
+        if stopped != "interrupted":
+            for record, improved in self._hold_final():
+                elapsed = perf_counter() - start
+                watch(Progress(record, self._best, dict(self._outcomes), self._trials, self._own, elapsed, improved))
         return CampaignResult(
             self._name,
             self._best,
             dict(self._outcomes),
             self._trials,
             self._own,
-            elapsed,
+            perf_counter() - start,
             stopped or "trials",
+            tuple(tied_with(self._best, self._store.trials(self._name))),
         )
+
+    def _rivals(self, config: ScheduleConfig) -> tuple[ScheduleConfig, ...]:
+        """What a config is measured against: the best so far."""
+        if self._spec.measure != "cuda" or self._best is None or self._best.config_id == config.config_id:
+            return ()
+        return (_config(self._best),)
+
+    def _hold_final(self) -> Iterator[tuple[TrialRecord, bool]]:
+        """Measure the best programs again, in turn; none of that counts as a trial, or where a worker dies of it."""
+        chosen = finalists(self._store.trials(self._name)) if self._spec.measure == "cuda" else []
+        if not chosen:
+            return
+        configs = [_config(record) for record in chosen]
+        evaluation = self._engine.submit(configs[0], configs[1:], ROUNDS)()
+        contest = evaluation.contest
+        if contest is None or not contest.times_us:
+            return
+        results = (contest.outcome, *contest.rivals)
+        now = _now()
+        for record, config, outcome, compared in zip(
+            chosen, configs, results, gains(contest, self._spec.seed), strict=True
+        ):
+            if not isinstance(outcome, Measured):
+                continue
+            measured = Evaluation(
+                outcome, record.program_id, record.tasks, record.weight_bytes, record.floor_us,
+                environment=evaluation.environment,
+            )  # fmt: skip
+            row = to_record(
+                self._name, self._next, self._spec, config, measured, self._environment,
+                source="final", ask_s=None, created_at=now, compared=compared,
+            )  # fmt: skip
+            row = self._append(row)
+            self._next = row.trial + 1
+            before, self._best = self._best, best_of(self._store.trials(self._name))
+            yield row, self._best is not None and self._best != before
 
     def _room(self) -> int:
         """Trials that are still wanted: a grid ends, the other samplers may repeat themselves."""
@@ -209,20 +257,24 @@ class CampaignRun:
         if self._left is not None and identity not in self._tried:
             self._left -= 1
         self._tried.add(identity)
+        contest = evaluation.contest
+        compared = None
+        if contest is not None and contest.times_us and isinstance(contest.outcome, Measured):
+            compared = gain(contest.times_us[0], contest.times_us[1], self._spec.seed)
         record = to_record(
             self._name, self._next, self._spec, config, evaluation, self._environment,
-            source=source, ask_s=ask_s, created_at=_now(),
+            source=source, ask_s=ask_s, created_at=_now(), compared=compared,
         )  # fmt: skip
         record = self._append(record)
         if record.outcome in LASTING_OUTCOMES:
             self._answers[identity] = replace(
-                evaluation, outcome=record, lower_s=None, validate_s=None, measure_s=None
+                evaluation, outcome=record, lower_s=None, validate_s=None, measure_s=None, contest=None
             )
         self._next = record.trial + 1
         self._trials += 1
         self._own += 1
         self._outcomes[record.outcome] += 1
-        improved = record.objective_us is not None and (self._best is None or _rank(record) < _rank(self._best))
+        improved = record.may_be_best and (self._best is None or _rank(record) < _rank(self._best))
         if improved:
             self._best = record
         self._stale = 0 if improved else self._stale + 1
@@ -245,13 +297,16 @@ class CampaignRun:
                 return record
 
     def _choice(self, record: TrialRecord) -> Choice | None:
-        return self._space.to_choice(config_from_dict(json.loads(record.config)))
+        return self._space.to_choice(_config(record))
 
 
 def best_of(records: Sequence[TrialRecord]) -> TrialRecord | None:
-    """The first of the records with the lowest objective; None where none has one."""
-    best = min(records, key=_rank, default=None)
-    return best if best is not None and best.objective_us is not None else None
+    """The first of a campaign's records with the lowest objective, as `Store.best` has it; None where none may be."""
+    return min((record for record in standing(records) if record.may_be_best), key=_rank, default=None)
+
+
+def _config(record: TrialRecord) -> ScheduleConfig:
+    return config_from_dict(json.loads(record.config))
 
 
 def _rank(record: TrialRecord) -> tuple[bool, float, int]:

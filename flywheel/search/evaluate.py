@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from flywheel.errors import ConfigError
 from flywheel.ir import MegakernelProgram, ScheduleConfig, program_id, validate
 from flywheel.lowering.lower import lower
+from flywheel.measure.contest import Contest
+from flywheel.measure.environment import Environment
 from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.outcome import Rejected, TrialOutcome
 from flywheel.measure.record import TrialRecord
@@ -23,7 +25,10 @@ Seen = Callable[[str], TrialRecord | None]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What became of a config. `outcome` is a TrialRecord where an earlier trial answered. Seconds are wall time."""
+    """What became of a config. `outcome` is a TrialRecord where an earlier trial answered. Seconds are wall time.
+
+    `contest` holds the samples where it was measured beside others, `environment` where it was; None: in this process.
+    """
 
     outcome: TrialOutcome | TrialRecord
     program_id: str | None = None
@@ -33,31 +38,72 @@ class Evaluation:
     lower_s: float | None = None
     validate_s: float | None = None
     measure_s: float | None = None
+    contest: Contest | None = None
+    environment: Environment | None = None
 
 
-def evaluate(config: ScheduleConfig, workload: Workload, seen: Seen, measure: Measure) -> Evaluation:
-    """Never raises for what a config can cause: that is an outcome."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A config on its way to be measured: its program, or `refused` by the lowerer or the validator.
+
+    The program stays where it was made: what crosses processes is `facts` alone.
+    """
+
+    program: MegakernelProgram | None
+    refused: Rejected | None
+    program_id: str | None = None
+    tasks: int | None = None
+    weight_bytes: int | None = None
+    floor_us: float | None = None
+    lower_s: float | None = None
+    validate_s: float | None = None
+
+    @property
+    def facts(self) -> Prepared:
+        """All but the program."""
+        return replace(self, program=None)
+
+    def ended(self, outcome: TrialOutcome | TrialRecord, measure_s: float | None = None) -> Evaluation:
+        """The evaluation that ends with `outcome`."""
+        return Evaluation(
+            outcome, self.program_id, self.tasks, self.weight_bytes, self.floor_us, self.lower_s, self.validate_s,
+            measure_s,
+        )  # fmt: skip
+
+
+def prepare(config: ScheduleConfig, workload: Workload) -> Prepared:
+    """Lower and validate. Never raises for what a config can cause: that is an outcome."""
     start = perf_counter()
     try:
         program = lower(workload.graph, config, workload.target)
     except ConfigError as error:
-        return Evaluation(Rejected(("config",), str(error)), lower_s=perf_counter() - start)
+        return Prepared(None, Rejected(("config",), str(error)), lower_s=perf_counter() - start)
     lowered = perf_counter()
     result = validate(program, strict=True)
     validated = perf_counter()
-    identity, weight_bytes = program_id(program), weight_bytes_read(program)
-    outcome: TrialOutcome | TrialRecord | None
-    if result.ok:
-        outcome = seen(identity) or measure(program)
-    else:
-        outcome = Rejected(tuple(sorted({found.code for found in result.errors})), str(result.errors[0]))
-    return Evaluation(
-        outcome=outcome,
-        program_id=identity,
+    refused = None
+    if not result.ok:
+        refused = Rejected(tuple(sorted({found.code for found in result.errors})), str(result.errors[0]))
+    weight_bytes = weight_bytes_read(program)
+    return Prepared(
+        program=program,
+        refused=refused,
+        program_id=program_id(program),
         tasks=len(program.tasks),
         weight_bytes=weight_bytes,
         floor_us=floor_us(weight_bytes, workload.target),
         lower_s=lowered - start,
         validate_s=validated - lowered,
-        measure_s=perf_counter() - validated,
     )
+
+
+def evaluate(config: ScheduleConfig, workload: Workload, seen: Seen, measure: Measure) -> Evaluation:
+    """Never raises for what a config can cause: that is an outcome."""
+    prepared = prepare(config, workload)
+    if prepared.refused is not None:
+        return prepared.ended(prepared.refused)
+    assert prepared.program is not None
+    assert prepared.program_id is not None
+    start = perf_counter()
+    outcome = seen(prepared.program_id) or measure(prepared.program)
+    return prepared.ended(outcome, perf_counter() - start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flywheel.cost_model import MODEL_VERSION, predict
 from flywheel.ir import MegakernelProgram
+from flywheel.measure.environment import Environment
 from flywheel.measure.latency import PredictedLatency
 from flywheel.measure.outcome import Predicted
 from flywheel.measure.record import TrialRecord
@@ -17,10 +18,15 @@ def open_seen(store_url: str, gpu: str, dtype: str) -> Seen:
 
     def seen(program: str) -> TrialRecord | None:
         nonlocal store
-        store = store or open_store(store_url)
+        store = store or open_store(store_url, create=False)
         return store.seen(program, gpu=gpu, dtype=dtype, measure="predict", predictor=MODEL_VERSION)
 
     return seen
+
+
+def look(store: Store, gpu: str, dtype: str, program_id: str, environment: Environment) -> TrialRecord | None:
+    """The earlier prediction of a program by this cost model, wherever it was made."""
+    return store.seen(program_id, gpu=gpu, dtype=dtype, measure="predict", predictor=MODEL_VERSION)
 
 
 def predict_outcome(program: MegakernelProgram) -> Predicted:

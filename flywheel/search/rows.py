@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, assert_never
 
 from flywheel.ir import ScheduleConfig
@@ -20,8 +20,9 @@ from flywheel.measure.outcome import (
     TrialOutcome,
     outcome_name,
 )
-from flywheel.measure.record import TrialRecord
+from flywheel.measure.record import MEASURED_WITH, TrialRecord
 from flywheel.search.evaluate import Evaluation
+from flywheel.search.noise import Gain
 from flywheel.search.spec import CampaignSpec
 
 
@@ -34,16 +35,17 @@ def to_record(
     environment: Environment,
     *,
     source: str,
-    ask_s: float,
+    ask_s: float | None,
     created_at: str,
+    compared: Gain | None = None,
 ) -> TrialRecord:
-    """The row of one trial; one that an earlier row answered keeps that row's outcome and numbers."""
-    earlier = evaluation.outcome if isinstance(evaluation.outcome, TrialRecord) else None
-    if earlier is not None:
-        result = {name: getattr(earlier, name) for name in _RESULT}
-    else:
-        assert not isinstance(evaluation.outcome, TrialRecord)
-        result = _result(evaluation.outcome)
+    """The row of one trial; one that an earlier row answered keeps that row's outcome and numbers, but for what it was
+    `compared` with. `environment` is the coordinator's: where the trial ran is in the evaluation."""
+    earlier = isinstance(evaluation.outcome, TrialRecord)
+    result = _result(evaluation.outcome)
+    place = evaluation.environment or environment
+    if compared is not None:
+        result |= {"rival_us": compared.rival_us, "gain_low_us": compared.low_us, "gain_high_us": compared.high_us}
     row = TrialRecord(
         campaign=campaign,
         trial=trial,
@@ -61,16 +63,19 @@ def to_record(
         lower_s=evaluation.lower_s,
         validate_s=evaluation.validate_s,
         measure_s=evaluation.measure_s,
-        source="store" if earlier is not None else source,
+        source="store" if earlier else source,
         sampler=spec.sampler,
         seed=spec.seed,
         flywheel_version=environment.flywheel_version,
         ir_version=environment.ir_version,
         python=environment.python,
         optuna=environment.optuna,
-        host=environment.host,
+        host=place.host,
         commit=environment.commit,
-        gpu_driver=environment.driver,
+        gpu_name=place.gpu,
+        gpu_driver=place.driver,
+        nvrtc=place.nvrtc,
+        kernels=place.kernels,
         created_at=created_at,
         **result,
     )
@@ -79,14 +84,23 @@ def to_record(
     return replace(row, floor_fraction=floor_fraction(row.floor_us, row.objective_us))
 
 
-_RESULT = ("outcome", "reason", "predicted_us", "predictor", "latency_us", "p10_us", "p90_us")
+_RESULT = ("outcome", "reason", "predicted_us", "predictor", "latency_us", *MEASURED_WITH)
 
 
-def _result(outcome: TrialOutcome) -> dict[str, Any]:
+def _result(outcome: TrialOutcome | TrialRecord) -> dict[str, Any]:
+    if isinstance(outcome, TrialRecord):
+        return {name: getattr(outcome, name) for name in _RESULT}
+    return result_columns(outcome)
+
+
+def result_columns(outcome: TrialOutcome) -> dict[str, Any]:
+    """What an outcome says, by column of a trial; the columns that it says nothing of are left out."""
     row: dict[str, Any] = {"outcome": outcome_name(outcome)}
     match outcome:
         case Measured(latency):
             row |= {"latency_us": latency.median_us, "p10_us": latency.p10_us, "p90_us": latency.p90_us}
+            row |= {"samples": latency.samples, "l2_state": latency.l2_state, "batch_us": latency.batch_us}
+            row |= {} if latency.gpu_state is None else asdict(latency.gpu_state)
         case Predicted(prediction):
             row |= {"predicted_us": prediction.latency_us, "predictor": prediction.model_version}
         case Rejected(codes, reason):

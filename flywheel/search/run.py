@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 
-from flywheel.measure.environment import Environment, capture_environment
+from flywheel.measure.environment import Environment
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress, open_campaign
-from flywheel.search.device import settle_measure
-from flywheel.search.engine import Bench, InlineEngine, PoolEngine
-from flywheel.search.predicting import open_seen, predict_outcome
 from flywheel.search.samplers import make_sampler
+from flywheel.search.sites import open_engine, open_site
 from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec, with_name
+from flywheel.search.warm import WarmStart, starts_of
 from flywheel.search.workload import make_workload
 from flywheel.store.sql import open_store
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A campaign about to run: its settled spec and name, where it stands, and its environment."""
+    """A campaign about to run: its settled spec and name, where it stands, its environment, and what it starts from."""
 
     spec: CampaignSpec
     name: str
@@ -29,6 +27,7 @@ class Start:
     dimensions: int
     configurations: int
     environment: Environment
+    starts: tuple[WarmStart, ...] = ()
 
 
 def run_search(
@@ -42,21 +41,22 @@ def run_search(
 ) -> CampaignResult:
     """Run or resume the campaign that `spec` describes, in the store at `store_url`.
 
-    Raises UnknownNameError, UnsupportedModelError, ConfigError, UsageError, NoGpuError and StoreError.
+    Raises UnknownNameError, UnsupportedModelError, ConfigError, UsageError, NoGpuError, KernelCompileError and
+    StoreError; a worker that cannot start on the GPU raises what stops it.
     """
-    environment = capture_environment()
     workload = make_workload(spec.model, spec.gpu, spec.dtype, spec.context)
-    measure = settle_measure(spec.measure, workload.target, environment.gpu)
-    spec = with_name(replace(spec, model=workload.model), measure)
     space = make_space(workload, spec.fix)
     make_sampler(spec.sampler, spec.seed, 0)  # raises before the store has a campaign that cannot run
-    bench = Bench(workload, partial(open_seen, store_url, workload.target.name, spec.dtype), predict_outcome)
-    with (  # the store closes last: the last connection to a SQLite file folds its write-ahead log into it
-        open_store(store_url) as store,
-        InlineEngine(bench) if spec.jobs == 1 else PoolEngine(bench, spec.jobs) as engine,
-    ):
-        name = open_campaign(spec, space, store, fresh)
-        sizes = [len(dimension.values) for dimension in space.dimensions]
-        known = len(store.trials(name))
-        announce(Start(spec, name, known, sum(size > 1 for size in sizes), prod(sizes), environment))
-        return CampaignRun(spec, name, space, store, engine, environment).run(watch, interrupted)
+    with open_site(spec, workload.target) as site:
+        spec = with_name(replace(spec, model=workload.model), site.measure)
+        with (  # the store closes last: the last connection to a SQLite file folds its write-ahead log into it
+            open_store(store_url) as store,
+            open_engine(spec, site, workload, store, store_url) as (engine, environment),
+        ):
+            name = open_campaign(spec, space, store, fresh)
+            sizes = [len(dimension.values) for dimension in space.dimensions]
+            known = len(store.trials(name))
+            campaign = store.campaign(name)
+            starts = tuple(starts_of(campaign)) if campaign is not None and spec.seeds and spec.warm else ()
+            announce(Start(spec, name, known, sum(size > 1 for size in sizes), prod(sizes), environment, starts))
+            return CampaignRun(spec, name, space, store, engine, environment).run(watch, interrupted)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.errors import ConfigError, UsageError
-from flywheel.ir import DType, ScheduleConfig, kernel_variant
-from flywheel.ir.variant import MAX_STAGED_BYTES, WARP
+from flywheel.ir import KernelVariant, ScheduleConfig, kernel_variant
+from flywheel.ir.variant import MAX_STAGED_BYTES, WARP, operand_stride
 from flywheel.lowering.fusion import PATTERNS
 from flywheel.lowering.tiling import even_rows
 from flywheel.search.workload import Workload
@@ -75,17 +76,28 @@ def _chunks(workload: Workload) -> list[Value]:
     return [chunk for chunk in (4096, 8192, 16384, 32768) if _fits(workload, least, chunk)]
 
 
+def _inflight(workload: Workload) -> list[Value]:
+    """What keeps memory busy, and what fills more and more of the largest ring."""
+    ring = _variant(workload, workload.target.smem_bytes_per_block_optin, 4096).ring_bytes
+    sizes: list[Value] = [size * 1024 for size in (32, 64, 96, 128) if size * 1024 <= ring]
+    return sizes or [ring]
+
+
 def _fits(workload: Workload, smem: int, chunk: int) -> bool:
-    graph = workload.graph
-    depth = max(op.params.get("K", 0) for block in _blocks(workload) for op in block.ops)
-    merged = DType.F32.nbytes(graph.n_heads * graph.head_dim)  # o_proj's input, where partials merge in its tiles
-    staged = min(max(graph.dtype.nbytes(depth), merged), MAX_STAGED_BYTES)
-    config = ScheduleConfig(tiling={"stream": {"chunk_bytes": chunk}}, smem_bytes_per_block=smem)
     try:
-        kernel_variant(config, workload.target, staged)
+        _variant(workload, smem, chunk)
     except ConfigError:
         return False
     return True
+
+
+def _variant(workload: Workload, smem: int, chunk: int) -> KernelVariant:
+    """The variant with so much shared memory and chunks of that size. Raises ConfigError where no ring fits."""
+    graph = workload.graph
+    depth = max(op.params.get("K", 0) for block in _blocks(workload) for op in block.ops)
+    staged = min(graph.dtype.nbytes(operand_stride(1, depth)), MAX_STAGED_BYTES)
+    config = ScheduleConfig(tiling={"stream": {"chunk_bytes": chunk}}, smem_bytes_per_block=smem)
+    return kernel_variant(config, workload.target, staged)
 
 
 def _just(*values: Value) -> Callable[[Workload], Sequence[Value]]:
@@ -111,13 +123,16 @@ KNOBS: Final = (
     Knob("placement", _just("load_balance", "round_robin"), False, "sm_assignment"),
     Knob("depth", _just(0, 1, 2, 3, 4, 6, 8), True, "pipelining_depth"),
     Knob("pages", _just("graph_color", "linear", "none"), False, "page_allocation"),
-    Knob(
-        "threads", _just(*(WARP * (warps + 1) for warps in (4, 8, 12, 16))), True, "threads_per_block, loader included"
-    ),
+    Knob("threads", _just(*(WARP * warps for warps in (6, 10, 14, 16))), True, "threads_per_block"),
+    Knob("matrix", _just(2, 4, 8), True, "warps that multiply, as far as they leave one for the rest"),
     Knob("smem", _smem, True, "smem_bytes_per_block"),
     Knob("chunk", _chunks, True, "bytes of one weight copy"),
+    Knob("inflight", _inflight, True, "bytes of weight copies under way"),
 )
 """Every searched knob. Each value of each changes the program or the kernel variant."""
+
+_GOOD_ON_H200: Final = MappingProxyType({"threads": 448, "matrix": 4, "chunk": 16384, "inflight": 98304})
+"""Block and ring that were the fastest of a few with llama3.2-1b and llama3-8b on an H200."""
 
 _ROWS: Final = MappingProxyType(
     {
@@ -159,7 +174,8 @@ class Space:
             for projection in projections
         }
         tiling["attention"] = {"kv_block": int(choice["kv_block"])}
-        tiling["stream"] = {"chunk_bytes": int(choice["chunk"])}
+        tiling["stream"] = {"chunk_bytes": int(choice["chunk"]), "inflight_bytes": int(choice["inflight"])}
+        tiling["warps"] = {"matrix": int(choice["matrix"])}
         return ScheduleConfig(
             tiling=tiling,
             fusion_grouping=self._grouping(choice),
@@ -172,30 +188,61 @@ class Space:
 
     def to_choice(self, config: ScheduleConfig) -> dict[str, Value] | None:
         """The choice that means `config`, or None where it lies outside this space."""
+        choice = self._read(config)
+        inside = all(choice[dimension.name] in dimension.values for dimension in self.dimensions)
+        return choice if inside and self.to_config(choice) == config else None
+
+    def nearest(self, config: ScheduleConfig) -> dict[str, Value]:
+        """The choice that means `config`, or where it lies outside this space, one near it.
+
+        Of each knob the value nearest to the config's; where the config says nothing of it, or names a run of
+        operations that is none of PATTERNS, what `known_good` has first.
+        """
+        exact = self.to_choice(config)
+        if exact is not None:
+            return exact
+        read, choice = self._read(config), self.known_good()[0]
+        fuses = any(value for name, value in read.items() if name.startswith("fuse."))
+        for dimension in self.dimensions:
+            name, value = dimension.name, read[dimension.name]
+            if name.startswith("fuse.") and not fuses:
+                continue
+            if value in dimension.values:
+                choice[name] = value
+            elif isinstance(value, int) and value > 0:
+                choice[name] = min(dimension.values, key=partial(_distance, value))
+        return choice
+
+    def _read(self, config: ScheduleConfig) -> dict[str, Value]:
+        """What a config says of each knob, be it one of its values or not; 0 or "" where it says nothing."""
         groups = {frozenset(group) for group in config.fusion_grouping}
         whole = frozenset(self._present("k_norm k_rope k_append v_append q_norm q_rope attention"))
+        tiling = config.tiling
         choice: dict[str, Value] = {
             "placement": config.sm_assignment if isinstance(config.sm_assignment, str) else "",
             "depth": config.pipelining_depth,
             "pages": config.page_allocation,
             "threads": config.threads_per_block,
             "smem": config.smem_bytes_per_block,
-            "chunk": config.tiling.get("stream", {}).get("chunk_bytes", 0),
-            "kv_block": config.tiling.get("attention", {}).get("kv_block", 0),
+            "chunk": tiling.get("stream", {}).get("chunk_bytes", 0),
+            "inflight": tiling.get("stream", {}).get("inflight_bytes", 0),
+            "matrix": tiling.get("warps", {}).get("matrix", 0),
+            "kv_block": tiling.get("attention", {}).get("kv_block", 0),
         }
         for knob, projections in _ROWS.items():
-            choice[knob] = config.tiling.get(f"gemv.{projections[0]}", {}).get("N_tile", 0)
+            own = tiling.get(f"gemv.{projections[0]}", {})
+            choice[knob] = own.get("N_tile", tiling.get("gemv", {}).get("N_tile", 0))
         for (knob, level), names in _FUSED.items():
             fused = frozenset(self._present(names)) in groups
             if fused or (whole in groups and knob in ("fuse.append", "fuse.attention")):
                 choice[knob] = level
             choice.setdefault(knob, 0)
-        inside = all(choice[dimension.name] in dimension.values for dimension in self.dimensions)
-        return choice if inside and self.to_config(choice) == config else None
+        return choice
 
     def known_good(self) -> list[dict[str, Value]]:
         """Choices worth trying first: everything fused, one tile a SM, the deepest prefetch, by two KV splits."""
         last = {dimension.name: dimension.values[-1] for dimension in self.dimensions}
+        last |= {name: self._nearest_value(name, value) for name, value in _GOOD_ON_H200.items()}
         one_tile = {name: self._nearest(name, projections) for name, projections in _ROWS.items()}
         blocks = self._dimension("kv_block").values
         base = {**last, **one_tile, "placement": self._dimension("placement").values[0],
@@ -204,7 +251,10 @@ class Space:
 
     def _nearest(self, name: str, projections: Sequence[str]) -> Value:
         wanted = int(_rows(projections[:1] if name == "rows.gate_up" else projections, 1)(self.workload)[0])
-        return min(self._dimension(name).values, key=lambda value: abs(int(value) - wanted))
+        return self._nearest_value(name, wanted)
+
+    def _nearest_value(self, name: str, wanted: int) -> Value:
+        return min(self._dimension(name).values, key=partial(_distance, wanted))
 
     def _dimension(self, name: str) -> Dimension:
         return next(dimension for dimension in self.dimensions if dimension.name == name)
@@ -218,6 +268,10 @@ class Space:
     def _present(self, names: str) -> list[str]:
         ops = {op.name for block in _blocks(self.workload) for op in block.ops} | set(PATTERNS["out"].before)
         return [name for name in names.split() if name in ops]
+
+
+def _distance(wanted: int, value: Value) -> int:
+    return abs(int(value) - wanted)
 
 
 def make_space(workload: Workload, fixed: Fixed = MappingProxyType({})) -> Space:

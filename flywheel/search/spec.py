@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from flywheel.errors import UsageError
+from flywheel.store.campaign import Campaign
 
 DEFAULT_TRIALS = 120
 
@@ -18,7 +20,10 @@ DEFAULT_TRIALS = 120
 class CampaignSpec:
     """One search. Budgets: `trials` in all, `time_s` of this run, `until` a floor fraction, `patience` trials in vain.
 
-    `name` is None until the campaign is named after what it searches. `fix` pins knobs by name.
+    `name` is None until the campaign is named after what it searches. `fix` pins knobs by name. With `seeds`, schedules
+    that are good elsewhere are tried first; with `warm` too, those that the store has of the nearest work. `jobs`
+    processes predict on this machine; `workers` are the GPUs that measure, or on Ray the processes that predict, None
+    for as many as there are.
     """
 
     model: str
@@ -33,12 +38,16 @@ class CampaignSpec:
     until: float | None = None
     patience: int | None = None
     jobs: int = 2
+    engine: str = "local"
+    workers: int | None = None
+    ray_address: str | None = None
     seeds: bool = True
+    warm: bool = True
     fix: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for option, least in (("context", 1), ("trials", 1), ("jobs", 1), ("patience", 1), ("seed", 0)):
+        for option, least in (("context", 1), ("trials", 1), ("jobs", 1), ("patience", 1), ("workers", 1), ("seed", 0)):
             value = getattr(self, option)
             if value is not None and value < least:
                 raise UsageError(f"{option}={value} is less than {least}")
@@ -50,6 +59,10 @@ class CampaignSpec:
             raise UsageError(f"until={self.until} is not a floor fraction in 0..1")
         if self.measure not in ("auto", "predict", "cuda"):
             raise UsageError(f"measure={self.measure!r} is not one of auto, predict, cuda")
+        if self.engine not in ("local", "ray"):
+            raise UsageError(f"engine={self.engine!r} is not one of local, ray")
+        if self.ray_address is not None and self.engine != "ray":
+            raise UsageError(f"ray_address={self.ray_address!r} is for engine='ray', not {self.engine!r}")
 
 
 _TOML_TYPES: Mapping[str, tuple[type, ...]] = {
@@ -94,3 +107,21 @@ def with_name(spec: CampaignSpec, measure: str) -> CampaignSpec:
     if spec.fix:
         name += "-" + ",".join(f"{knob}={value}" for knob, value in sorted(spec.fix.items()))
     return replace(spec, name=spec.name or name, measure=measure)
+
+
+def to_campaign(
+    spec: CampaignSpec, name: str, *, decoder: Mapping[str, Any] | None, created_at: str, **more: Any
+) -> Campaign:
+    """The campaign `name` as a store keeps it: the spec, what its model is, and whatever `more` there is to know."""
+    return Campaign(
+        name=name,
+        model=spec.model,
+        gpu=spec.gpu,
+        dtype=spec.dtype,
+        context=spec.context,
+        measure=spec.measure,
+        sampler=spec.sampler,
+        seed=spec.seed,
+        spec=json.dumps({**asdict(spec), "fix": dict(spec.fix), "decoder": decoder, **more}, sort_keys=True),
+        created_at=created_at,
+    )

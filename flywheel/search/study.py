@@ -85,6 +85,11 @@ class CampaignStudy:
                 )
             )
 
+    def importances(self) -> dict[str, float]:
+        """Share of each searched knob in telling the best tenth of the trials from the others, largest first."""
+        with _quiet():
+            return optuna.importance.get_param_importances(self._study)
+
 
 def _distribution(dimension: Dimension) -> BaseDistribution:
     if dimension.ordered:

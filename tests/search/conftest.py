@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ PINNED = {
     "rows.qkv": "32", "rows.o": "32", "rows.gate_up": "32", "rows.down": "32", "rows.lm_head": "64",
     "kv_block": "64", "fuse.qkv": "1", "fuse.append": "1", "fuse.attention": "1", "fuse.out": "1",
     "fuse.mlp_in": "1", "fuse.down": "1", "fuse.head": "1", "placement": "load_balance",
-    "pages": "none", "smem": "232448", "chunk": "32768",
+    "pages": "none", "smem": "232448", "chunk": "32768", "matrix": "4", "inflight": "98304",
 }  # fmt: skip
 """All but the depth (7 values) and the threads (4)."""
 
@@ -42,7 +42,9 @@ class WideEngine:
         self._inline = InlineEngine(bench)
         self.submitted: list[ScheduleConfig] = []
 
-    def submit(self, config: ScheduleConfig) -> Callable[[], Evaluation]:
+    def submit(
+        self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig] = (), rounds: int = 1
+    ) -> Callable[[], Evaluation]:
         self.submitted.append(config)
         return self._inline.submit(config)
 

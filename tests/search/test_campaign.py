@@ -67,7 +67,7 @@ def test_a_seed_decides_every_proposal(lab: Any, wide: Callable[..., Any], sampl
 
 
 def test_repeated_programs_are_answered_from_the_store(lab: Any) -> None:
-    lab.run(lab.spec(trials=40), space=lab.space(threads="288"))
+    lab.run(lab.spec(trials=40), space=lab.space(threads="320"))
     records = lab.store.trials("toy")
     first: dict[str, Any] = {}
     for record in records:
@@ -92,8 +92,8 @@ def test_a_grid_tries_each_config_once_and_ends(lab: Any, wide: Callable[..., An
 
 
 def test_a_grid_of_other_pins_goes_on_in_the_same_campaign(lab: Any) -> None:
-    lab.run(lab.spec(sampler="grid", trials=100), space=lab.space(threads="288"))
-    result = lab.run(lab.spec(sampler="grid", trials=100), space=lab.space(threads="416"))
+    lab.run(lab.spec(sampler="grid", trials=100), space=lab.space(threads="320"))
+    result = lab.run(lab.spec(sampler="grid", trials=100), space=lab.space(threads="512"))
     assert (result.stopped, result.new_trials) == ("exhausted", 7)
     assert len(set(lab.configs())) == 14
 

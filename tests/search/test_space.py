@@ -91,7 +91,7 @@ def test_configs_outside_the_space_mean_no_choice(space: Space, data: st.DataObj
     config = space.to_config(data.draw(choices(space)))
     for foreign in (
         replace(config, pipelining_depth=5),
-        replace(config, threads_per_block=192),
+        replace(config, threads_per_block=224),
         replace(config, sm_assignment={0: 1}),
         replace(config, tiling={**config.tiling, "gemv": {"N_tile": 16}}),
         replace(config, tiling={**config.tiling, "gemv.up_proj": {"N_tile": 1600}}),
@@ -162,3 +162,48 @@ def test_unknown_knobs_and_values_are_refused(fixed: dict[str, str], names: tupl
     message = str(caught.value)
     assert "\n" not in message
     assert all(name in message for name in names)
+
+
+@given(data=st.data())
+def test_nearest_gives_back_what_the_space_has(space: Space, data: st.DataObject) -> None:
+    choice = data.draw(choices(space))
+    assert space.to_config(space.nearest(space.to_config(choice))) == space.to_config(choice)
+
+
+sizes = st.integers(-1, 300_000)
+names = st.sampled_from(["gemv", "gemv.q_proj", "gemv.lm_head", "attention", "stream", "unknown"])
+strangers = st.builds(
+    ScheduleConfig,
+    tiling=st.dictionaries(names, st.dictionaries(st.sampled_from(["N_tile", "kv_block", "chunk_bytes"]), sizes)),
+    fusion_grouping=st.lists(st.lists(st.sampled_from(["rmsnorm", "gemv", "o_proj", "attn_add", "gate"]), max_size=3)),
+    sm_assignment=st.sampled_from(["load_balance", "round_robin", "other"]) | st.just({0: 1}),
+    pipelining_depth=sizes, page_allocation=st.sampled_from(["none", "linear", "other"]), threads_per_block=sizes,
+    smem_bytes_per_block=sizes,
+)  # fmt: skip
+
+
+@given(config=strangers)
+def test_nearest_of_any_config_is_of_the_space_and_lowers(space: Space, config: ScheduleConfig) -> None:
+    choice = space.nearest(config)
+    assert all(choice[dimension.name] in dimension.values for dimension in space.dimensions)
+    assert space.to_choice(space.to_config(choice)) is not None
+
+
+def test_nearest_takes_what_a_foreign_config_says_and_no_more(space: Space) -> None:
+    foreign = ScheduleConfig(
+        tiling={"gemv": {"N_tile": 64}}, fusion_grouping=(("rmsnorm", "gemv"),), pipelining_depth=5,
+        page_allocation="linear", threads_per_block=600,
+    )  # fmt: skip
+    choice, good = space.nearest(foreign), space.known_good()[0]
+    heights = next(dimension.values for dimension in space.dimensions if dimension.name == "rows.lm_head")
+    assert choice["rows.lm_head"] == min(heights, key=lambda rows: abs(int(rows) - 64))
+    assert (choice["depth"], choice["pages"], choice["threads"]) == (4, "linear", 512)
+    unsaid = ("fuse.qkv", "fuse.mlp_in", "kv_block", "smem", "chunk")
+    assert {name: choice[name] for name in unsaid} == {name: good[name] for name in unsaid}
+
+
+def test_nearest_keeps_pinned_knobs_and_a_known_fusion() -> None:
+    pinned = make_space(workload(), {"depth": "1"})
+    config = ScheduleConfig(fusion_grouping=(("o_proj", "attn_add"),), pipelining_depth=8)
+    choice = pinned.nearest(config)
+    assert (choice["depth"], choice["fuse.out"], choice["fuse.qkv"]) == (1, 1, 0)

@@ -1,0 +1,92 @@
+"""`flywheel.search(...)`: what the command does, as a function."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flywheel.ir import ScheduleConfig
+from flywheel.measure.record import TrialRecord
+from flywheel.search.campaign import Progress
+from flywheel.search.run import run_search
+from flywheel.search.spec import DEFAULT_TRIALS, CampaignSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """How a search ended. `best` is the row of the fastest schedule and `config` that schedule, both None where nothing
+    feasible was found; `store` and `campaign` say where all rows are.
+
+    `tied` are rows that the best one, measured in a final, cannot be told from.
+    `outcomes` counts the campaign's trials by outcome, `new_trials` those of this call. `stopped` is trials, time,
+    until, patience or exhausted.
+    """
+
+    campaign: str
+    store: str
+    best: TrialRecord | None
+    config: ScheduleConfig | None
+    outcomes: Mapping[str, int]
+    trials: int
+    new_trials: int
+    elapsed_s: float
+    stopped: str
+    tied: tuple[TrialRecord, ...] = ()
+
+
+def search(
+    *,
+    model: str,
+    gpu: str,
+    dtype: str = "bf16",
+    context: int = 512,
+    measure: str = "auto",
+    sampler: str = "tpe",
+    seed: int = 0,
+    trials: int = DEFAULT_TRIALS,
+    time_s: float | None = None,
+    until: float | None = None,
+    patience: int | None = None,
+    jobs: int = 1,
+    engine: str = "local",
+    workers: int | None = None,
+    ray_address: str | None = None,
+    seeds: bool = True,
+    warm: bool = True,
+    fix: Mapping[str, str | int] | None = None,
+    name: str | None = None,
+    store: str | Path = "flywheel.db",
+    fresh: bool = False,
+    watch: Callable[[Progress], None] | None = None,
+) -> SearchResult:
+    """Search for the fastest schedule of a model's decode step on a GPU, as the command with the same options does.
+
+    `watch` is called after every trial. The campaign is resumed where the store has it, unless `fresh`. `jobs` is 1
+    where the command's is 2: more processes, and the one that measures on a GPU, are spawned, so a script that asks for
+    them must do so under `if __name__ == "__main__"`. Ctrl-C ends the call; every trial that had ended is kept.
+
+    Raises UnknownNameError, UnsupportedModelError, ConfigError, UsageError, NoGpuError, KernelCompileError and
+    StoreError, all FlywheelErrors.
+    """
+    spec = CampaignSpec(
+        model=model, gpu=gpu, dtype=dtype, context=context, measure=measure, sampler=sampler, seed=seed, trials=trials,
+        time_s=time_s, until=until, patience=patience, jobs=jobs, engine=engine,
+        workers=workers, ray_address=ray_address, seeds=seeds, warm=warm, name=name,
+        fix={knob: str(value) for knob, value in (fix or {}).items()},
+    )  # fmt: skip
+    result = run_search(spec, str(store), fresh=fresh, watch=watch or (lambda _: None))
+    best = result.best
+    return SearchResult(
+        campaign=result.name,
+        store=str(store),
+        best=best,
+        config=None if best is None else ScheduleConfig.from_dict(json.loads(best.config)),
+        outcomes=result.outcomes,
+        trials=result.trials,
+        new_trials=result.new_trials,
+        elapsed_s=result.elapsed_s,
+        stopped=result.stopped,
+        tied=result.tied,
+    )

@@ -1,0 +1,135 @@
+"""Stations in Ray actors, one a GPU, or one a processor where latencies are predicted. Source: Ray 2.60's core API."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from flywheel.errors import FlywheelError, UsageError, WorkerDiedError
+from flywheel.ir import ScheduleConfig
+from flywheel.measure.contest import Contest
+from flywheel.measure.environment import Environment
+from flywheel.search.evaluate import Prepared
+from flywheel.search.processes import CALL_S, START_S
+from flywheel.search.station import Setup, Station
+
+_LANES: Final = ("prepare", "measure")
+"""Methods of one lane run one after the other, those of two side by side."""
+
+_POLL_S: Final = 1.0
+
+_CONNECT_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What the nodes of a cluster have in all."""
+
+    cpus: int
+    gpus: int
+
+
+@contextmanager
+def connect(address: str | None) -> Iterator[Cluster]:
+    """Be a driver of the cluster whose head is at `address`, HOST:PORT, or without one of a cluster on this machine
+    that ends with it.
+
+    Raises UsageError where there is none, or where this process is a driver already.
+    """
+    if ray.is_initialized():
+        raise UsageError("ray: this process is connected to a cluster already")
+    if address is not None:
+        _check_head(address)
+    try:
+        ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        raise UsageError(f"ray: no cluster at {address or 'this machine'}: {str(error).splitlines()[0]}") from error
+    try:
+        resources = ray.cluster_resources()
+        yield Cluster(cpus=int(resources.get("CPU", 0)), gpus=int(resources.get("GPU", 0)))
+    finally:
+        ray.shutdown()
+
+
+def _check_head(address: str) -> None:
+    """Ray itself tries for minutes. Raises UsageError."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal()):
+        raise UsageError(f"ray: {address!r} is not HOST:PORT of a cluster's head")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"ray: no cluster at {address}: {error}") from error
+
+
+class RayHost:
+    """A station in an actor that has `gpus` GPUs and a processor to itself."""
+
+    def __init__(self, name: str, setup: Setup, gpus: int) -> None:
+        self.name: Final = name
+        self._setup = setup
+        self._gpus = gpus
+        self._actor: Any = None
+
+    def start(self) -> Environment:
+        """As `Host.start`. Where there is no room for it, it waits for some."""
+        self.end(now=True)
+        made = ray.remote(concurrency_groups=dict.fromkeys(_LANES, 1))(Station).options(
+            num_cpus=1, num_gpus=self._gpus, scheduling_strategy="SPREAD"
+        )
+        self._actor = made.remote(self._setup, {})
+        environment: Environment = self._call("prepare", "ready", (), START_S)
+        return environment
+
+    def prepare(self, config: ScheduleConfig) -> Prepared:
+        """As `Host.prepare`."""
+        prepared: Prepared = self._call("prepare", "prepare", (config,), CALL_S)
+        return prepared
+
+    def measure(self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig], rounds: int) -> tuple[Contest, float]:
+        """As `Host.measure`."""
+        measured: tuple[Contest, float] = self._call("measure", "measure", (config, tuple(rivals), rounds), CALL_S)
+        return measured
+
+    def end(self, now: bool) -> None:
+        """As `Host.end`."""
+        actor, self._actor = self._actor, None
+        if actor is None or not ray.is_initialized():
+            return
+        if not now:
+            with suppress(RayError):
+                ray.get(actor.close.remote(), timeout=CALL_S)
+        ray.kill(actor)
+
+    def _call(self, lane: str, method: str, arguments: tuple[Any, ...], limit_s: float) -> Any:
+        actor, waited_s = self._actor, 0.0
+        if actor is None:
+            raise WorkerDiedError(f"{self.name}: has ended")
+        try:
+            asked = getattr(actor, method).options(concurrency_group=lane).remote(*arguments)
+            while not ray.wait([asked], timeout=_POLL_S)[0]:
+                waited_s += _POLL_S
+                if self._actor is not actor:  # ended while it waited for room
+                    raise WorkerDiedError(f"{self.name}: was ended")
+                if waited_s >= limit_s:
+                    self.end(now=True)
+                    raise WorkerDiedError(f"{self.name}: no answer within {limit_s:g} s")
+            return ray.get(asked)
+        except RayTaskError as error:
+            if isinstance(error.cause, FlywheelError):
+                raise error.cause from None
+            raise
+        except RayError as error:
+            raise WorkerDiedError(f"{self.name}: {_line(error)}") from error
+
+
+def _line(error: RayError) -> str:
+    """What Ray says of a death, without its advice."""
+    return str(error).splitlines()[0]

@@ -1,0 +1,125 @@
+"""What a store takes from a file: trials as they were, or priors, configs that a campaign tries before all others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from flywheel.errors import FlywheelError, StoreError, UsageError
+from flywheel.ir import ScheduleConfig
+from flywheel.measure.record import TrialRecord
+from flywheel.models.catalog import resolve_model
+from flywheel.search.space import make_space
+from flywheel.search.spec import CampaignSpec, to_campaign
+from flywheel.search.warm import choose_starts, described
+from flywheel.search.workload import Workload
+from flywheel.store.campaign import Campaign
+from flywheel.store.sql import Store
+
+_SAME: Final = ("model", "gpu", "dtype", "context")
+_RAN: Final = frozenset({"measured", "incorrect", "implausible", "timed_out"})
+"""Outcomes that only a GPU gives."""
+
+_PRIORS: Final = "priors"
+"""Where the JSON of a campaign's spec keeps its priors."""
+
+
+def import_trials(store: Store, name: str, records: Sequence[TrialRecord]) -> tuple[Campaign, int]:
+    """Make the trials of one campaign those of the campaign `name`; the campaign, and how many of them were new.
+
+    Trials that it has already are left as they are, so that what was cut off can be repeated. Raises UsageError for
+    trials that are not of one campaign or not of one kind, or of other work than the campaign is, and StoreError where
+    it has another trial of the same number.
+    """
+    _check_one_campaign(records)
+    campaign = _campaign_of(name, records)
+    known = store.campaign(name)
+    if known is None:
+        store.create_campaign(campaign)
+    else:
+        for field in (*_SAME, "measure"):
+            before, now = getattr(known, field), getattr(campaign, field)
+            if before != now:
+                raise UsageError(f"campaign {name!r} has {field}={before}, the trials have {now}")
+    there = {record.trial: record for record in store.trials(name)}
+    renamed = [replace(record, campaign=name) for record in records]
+    for record in renamed:
+        if there.get(record.trial, record) != record:
+            raise StoreError(f"store {store.name}: campaign {name!r} has another trial {record.trial}")
+    new = [record for record in renamed if record.trial not in there]
+    for record in new:
+        store.append(record)
+    return known or campaign, len(new)
+
+
+def import_priors(
+    store: Store, name: str, workload: Workload, measure: str, configs: Sequence[ScheduleConfig]
+) -> Campaign:
+    """Create the campaign `name`, without trials, which a search of the same name then begins with `configs`.
+
+    `measure` is predict or cuda. Raises UsageError where the store has a campaign of that name.
+    """
+    if store.campaign(name) is not None:
+        raise UsageError(f"campaign {name!r} exists; priors begin a new one")
+    spec = CampaignSpec(
+        workload.model, workload.target.name, workload.dtype, workload.context, measure=measure, name=name
+    )
+    priors = {_PRIORS: [config.to_dict() for config in configs]}
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    starts = described(choose_starts(store, make_space(workload), measure))
+    campaign = to_campaign(spec, name, decoder=asdict(workload.spec), created_at=now, **priors, **starts)
+    store.create_campaign(campaign)
+    return campaign
+
+
+def priors_of(campaign: Campaign) -> list[ScheduleConfig]:
+    """The configs that were imported for a campaign to try first."""
+    return [ScheduleConfig.from_dict(config) for config in json.loads(campaign.spec).get(_PRIORS, [])]
+
+
+def _check_one_campaign(records: Sequence[TrialRecord]) -> None:
+    if not records:
+        raise UsageError("import: no trials")
+    names = sorted({record.campaign for record in records})
+    if len(names) > 1:
+        raise UsageError(f"import: trials of {len(names)} campaigns: {', '.join(names)}; --campaign picks one")
+    for field in _SAME:
+        values = sorted({str(getattr(record, field)) for record in records})
+        if len(values) > 1:
+            raise UsageError(f"import: campaign {names[0]!r} has trials of {field} {' and of '.join(values)}")
+    numbers = [record.trial for record in records]
+    if len(set(numbers)) != len(numbers):
+        twice = next(number for number in numbers if numbers.count(number) > 1)
+        raise UsageError(f"import: campaign {names[0]!r} has two trials {twice}")
+
+
+def _campaign_of(name: str, records: Sequence[TrialRecord]) -> Campaign:
+    """The campaign that the trials are of, as far as they tell."""
+    first = records[0]
+    outcomes = {record.outcome for record in records}
+    measured = bool(outcomes & _RAN) or any(record.nvrtc is not None for record in records)
+    if measured and "predicted" in outcomes:
+        raise UsageError(f"import: campaign {first.campaign!r} has measured and predicted trials")
+    spec = CampaignSpec(
+        first.model,
+        first.gpu,
+        first.dtype,
+        first.context,
+        measure="cuda" if measured else "predict",
+        sampler=first.sampler,
+        seed=first.seed,
+        name=name,
+    )
+    started = min(record.created_at for record in records)
+    return to_campaign(spec, name, decoder=_decoder(first.model), created_at=started)
+
+
+def _decoder(model: str) -> Mapping[str, Any] | None:
+    """What the model is here; None where it is not, and the campaign cannot go on."""
+    try:
+        return asdict(resolve_model(model))
+    except FlywheelError:
+        return None

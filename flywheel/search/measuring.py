@@ -1,0 +1,61 @@
+"""Evaluating on a GPU. Imported before the worker starts, so it stays light: what computes is imported there."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+
+from flywheel.errors import ConfigError, KernelCompileError, NoGpuError, UsageError
+from flywheel.ir import DType, GpuTarget, MegakernelProgram, variant_of
+from flywheel.measure.environment import Environment, capture_environment
+from flywheel.measure.record import TrialRecord
+from flywheel.models.decoder import DTYPES
+from flywheel.search.device import is_target, missing_modules
+from flywheel.store.sql import Store
+from flywheel.vm.nvrtc import arch_name, compile_variant, nvrtc_version, source_digest
+from flywheel.vm.worker import Bench
+
+
+def look(store: Store, gpu: str, dtype: str, program_id: str, environment: Environment) -> TrialRecord | None:
+    """The earlier measurement of a program by the same kernels under the same driver on the same kind of GPU."""
+    machine = {
+        "gpu_name": environment.gpu,
+        "gpu_driver": environment.driver,
+        "nvrtc": environment.nvrtc,
+        "kernels": environment.kernels,
+    }
+    return store.seen(program_id, gpu=gpu, dtype=dtype, measure="cuda", machine=machine)
+
+
+def capture(target: GpuTarget) -> Environment:
+    """Where a station measures. Raises NoGpuError where its GPU is not `target`, UsageError where packages are missing,
+    KernelCompileError without a compiler."""
+    environment = capture_environment()
+    if environment.gpu is None or not is_target(environment.gpu, target):
+        raise NoGpuError(f"--measure cuda needs an {target.name}: {environment.host} has {environment.gpu or 'no GPU'}")
+    missing = missing_modules()
+    if missing:
+        raise UsageError(f"{environment.host}: {' and '.join(missing)} missing: pip install 'flywheel[cuda,torch]'")
+    return replace(environment, nvrtc=nvrtc_version(), kernels=source_digest()[:16])
+
+
+def make_bench(model: str, dtype: str, context: int) -> Bench:
+    """The bench of a model by name or directory; `dtype` is a key of DTYPES. Raises as CudaBench and open_source do."""
+    from flywheel.decode.bench import CudaBench
+    from flywheel.decode.source import open_source
+
+    return CudaBench(open_source(model), DTYPES[dtype], context)
+
+
+def compile_ahead(dtype: str, program: MegakernelProgram) -> None:
+    """Put a program's kernel into the cache of compiled ones. Whatever stops that will stop the measurement, too."""
+    assert program.target is not None
+    with suppress(ConfigError, KernelCompileError):
+        variant = variant_of(program)
+        _compile(program.target.sm_arch, variant.threads, variant.matrix_warps, DTYPES[dtype])
+
+
+@cache
+def _compile(sm_arch: int, threads: int, matrix_warps: int, dtype: DType) -> None:
+    compile_variant(arch_name(sm_arch), threads, dtype, matrix_warps=matrix_warps)

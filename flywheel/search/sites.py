@@ -1,0 +1,103 @@
+"""Where a campaign's trials run: in this process, in processes of this machine, or on a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Final
+
+from flywheel.errors import NoGpuError, UsageError
+from flywheel.ir import GpuTarget
+from flywheel.measure.environment import Environment, capture_environment, list_gpus
+from flywheel.search import measuring, predicting
+from flywheel.search.device import is_target, missing_modules, settle_measure
+from flywheel.search.engine import Bench, Engine, InlineEngine
+from flywheel.search.fleet import Fleet
+from flywheel.search.host import Host
+from flywheel.search.processes import ProcessHost
+from flywheel.search.spec import CampaignSpec
+from flywheel.search.station import Measuring, Predicting, Setup
+from flywheel.search.workload import Workload
+from flywheel.store.sql import Store
+
+_AHEAD: Final = 1
+"""Configs that a host prepares while it measures another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Machines: how latencies are got there, predict or cuda, and what puts stations onto them."""
+
+    measure: str
+    make_hosts: Callable[[Setup], Sequence[Host]]
+
+
+@contextmanager
+def open_site(spec: CampaignSpec, target: GpuTarget) -> Iterator[Site]:
+    """What `spec.engine` stands for. Raises NoGpuError and UsageError as `settle_measure` does, and UsageError where
+    there are fewer GPUs or processors than workers, or no cluster."""
+    if spec.engine == "local":
+        yield _here(spec, target)
+        return
+    if find_spec("ray") is None:
+        raise UsageError("--engine ray needs ray: pip install 'flywheel[ray]'")
+    from flywheel.search.cluster import RayHost, connect
+
+    with connect(spec.ray_address) as cluster:
+        if spec.measure == "cuda" and not cluster.gpus:
+            raise NoGpuError(f"--measure cuda needs an {target.name}: no node of the Ray cluster has a GPU")
+        measure = "cuda" if cluster.gpus and spec.measure != "predict" else "predict"
+        gpus, there = (1, cluster.gpus) if measure == "cuda" else (0, cluster.cpus)
+        count = _workers(spec.workers or there, there, "the Ray cluster", "GPUs" if gpus else "processors")
+        names = [f"actor {number}" for number in range(count)]
+        yield Site(measure, lambda setup: [RayHost(name, setup, gpus) for name in names])
+
+
+def _here(spec: CampaignSpec, target: GpuTarget) -> Site:
+    found = [(gpu, name) for gpu, name in list_gpus() if is_target(name, target)]
+    present = found[0][1] if found else capture_environment().gpu
+    measure = settle_measure(spec.measure, target, present, missing_modules())
+    if measure == "predict":
+        count = spec.workers or spec.jobs
+        return Site(measure, lambda setup: [ProcessHost(f"process {number}", setup) for number in range(count)])
+    # A GPU that the driver lists without an id is the one that CUDA takes by itself.
+    chosen = [(gpu, {"CUDA_VISIBLE_DEVICES": gpu}) for gpu, _ in found] or [(present or "GPU", {})]
+    count = _workers(spec.workers or len(chosen), len(chosen), "this machine", f"{target.name} GPUs")
+    return Site(measure, lambda setup: [ProcessHost(name, setup, environ) for name, environ in chosen[:count]])
+
+
+def _workers(wanted: int, there: int, where: str, what: str) -> int:
+    if wanted > there:
+        raise UsageError(f"--workers {wanted}: {where} has {there} {what}")
+    return wanted
+
+
+@contextmanager
+def open_engine(
+    spec: CampaignSpec, site: Site, workload: Workload, store: Store, store_url: str
+) -> Iterator[tuple[Engine, Environment]]:
+    """An engine at a site, and where it measures or, to predict, where it is asked.
+
+    `spec.measure` is the site's. Raises what stops a host that measures, or any on Ray, from starting.
+    """
+    gpu = workload.target.name
+    if spec.measure == "predict" and spec.engine == "local" and (spec.workers or spec.jobs) == 1:
+        bench = Bench(workload, partial(predicting.open_seen, store_url, gpu, spec.dtype), predicting.predict_outcome)
+        with InlineEngine(bench) as engine:
+            yield engine, capture_environment()
+        return
+    measured = spec.measure == "cuda"
+    if measured:
+        bench_of = partial(measuring.make_bench, spec.model, spec.dtype, spec.context)
+        means = Measuring(bench_of, partial(measuring.compile_ahead, spec.dtype))
+        setup = Setup(workload, means, partial(measuring.capture, workload.target))
+    else:
+        setup = Setup(workload, Predicting(predicting.predict_outcome))
+    look = partial(measuring.look if measured else predicting.look, store, gpu, spec.dtype)
+    with Fleet(site.make_hosts(setup), look, ahead=_AHEAD if measured else 0, measured=measured) as fleet:
+        # Processes that predict here start while the first proposals are made.
+        waited = measured or spec.engine == "ray"
+        yield fleet, fleet.ready()[0] if waited else capture_environment()

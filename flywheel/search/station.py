@@ -1,0 +1,131 @@
+"""Where trials run: prepares configs, and measures them here or in a child that may be killed.
+
+The same on this machine and on a cluster: `processes` puts a station into a process, `cluster` into a Ray actor. Both
+import this before there is anything to compute with, so it stays light.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Final
+
+from flywheel.ir import MegakernelProgram, ScheduleConfig
+from flywheel.measure.contest import Contest
+from flywheel.measure.environment import Environment, capture_environment
+from flywheel.search.evaluate import Measure, Prepared, prepare
+from flywheel.search.workload import Workload
+from flywheel.vm.client import Client, Limits
+from flywheel.vm.worker import MakeBench
+
+_KEPT: Final = 8
+"""Programs that wait for their turn or were the rivals of late, of each kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicting:
+    """Latencies are a function's word. Must pickle, as must all of a Setup."""
+
+    measure: Measure
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """Latencies are measured by a bench, in a child of the station. `compile_ahead` does what can be done about a
+    program's kernel before its turn."""
+
+    make_bench: MakeBench
+    compile_ahead: Callable[[MegakernelProgram], None] | None = None
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a station is for. `capture` describes its machine."""
+
+    workload: Workload
+    means: Predicting | Measuring
+    capture: Callable[[], Environment] = capture_environment
+
+
+class Station:
+    """One place. `prepare` and `measure` may run side by side, each once at a time."""
+
+    def __init__(self, setup: Setup, environ: Mapping[str, str]) -> None:
+        os.environ.update(environ)
+        self._setup = setup
+        self._prepared: dict[str, Prepared] = {}  # by config id, oldest first
+        self._rivals: tuple[tuple[str, ...], tuple[MegakernelProgram, ...]] = ((), ())
+        self._client: Client | None = None
+        match setup.means:
+            case Measuring(make_bench, _, limits):
+                self._client = Client(make_bench, limits)
+
+    def ready(self) -> Environment:
+        """Where this is, once it can measure. Raises what `capture` raises, and what stops its child from starting."""
+        environment = self._setup.capture()
+        if self._client is not None:
+            self._client.ready()
+        _ = self._setup.workload.graph
+        gc.freeze()
+        return environment
+
+    def prepare(self, config: ScheduleConfig) -> Prepared:
+        """Lower, validate, and compile ahead; what is said of the program, which stays here."""
+        prepared = self._make(config)
+        self._prepared[config.config_id] = prepared
+        while len(self._prepared) > _KEPT:
+            del self._prepared[next(iter(self._prepared))]
+        return prepared.facts
+
+    def measure(self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig], rounds: int) -> tuple[Contest, float]:
+        """(what came of a config that was not refused, seconds that took). A child's death is Crashed and transient.
+
+        Raises what stops a child from starting.
+        """
+        program = self._take(config)
+        names = tuple(rival.config_id for rival in rivals)
+        if names != self._rivals[0]:
+            self._rivals = names, tuple(self._program(rival) for rival in rivals)
+        if self._client is not None:
+            self._client.ready()  # a new child's start is nobody's time
+        start = perf_counter()
+        match self._setup.means:
+            case Predicting(measure):
+                contest = Contest(measure(program))
+            case Measuring():
+                assert self._client is not None
+                contest = self._client.attempt(program, self._rivals[1], rounds)
+        return contest, perf_counter() - start
+
+    def close(self) -> None:
+        """End the child, if any."""
+        if self._client is not None:
+            self._client.close()
+
+    def _take(self, config: ScheduleConfig) -> MegakernelProgram:
+        prepared = self._prepared.pop(config.config_id, None)
+        if prepared is None or prepared.program is None:
+            return self._program(config)
+        return prepared.program
+
+    def _program(self, config: ScheduleConfig) -> MegakernelProgram:
+        program = self._make(config).program
+        assert program is not None
+        return program
+
+    def _make(self, config: ScheduleConfig) -> Prepared:
+        """Without the cycle collector, which would walk a program's tens of thousands of records again and again."""
+        gc.disable()
+        try:
+            prepared = prepare(config, self._setup.workload)
+            if prepared.refused is None and prepared.program is not None:
+                match self._setup.means:
+                    case Measuring(_, compile_ahead) if compile_ahead is not None:
+                        compile_ahead(prepared.program)
+        finally:
+            gc.enable()
+        return prepared

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flywheel
+from flywheel.errors import StoreError, UsageError
+from flywheel.search.api import SearchResult
+from flywheel.search.api import search as function
+from flywheel.search.spec import CampaignSpec
+from flywheel.store.sql import open_store
+
+WORK = {"model": "smollm2-135m", "gpu": "l4", "measure": "predict"}
+search: Callable[..., SearchResult] = flywheel.search
+
+
+def test_it_takes_what_a_campaign_takes_with_the_same_defaults() -> None:
+    parameters = inspect.signature(function).parameters
+    known = {field.name: field for field in fields(CampaignSpec)}
+    assert parameters.keys() - known.keys() == {"store", "fresh", "watch"}
+    assert known.keys() <= parameters.keys()
+    for name, field in known.items():
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        if name not in ("fix", "jobs"):
+            assert parameters[name].default == default, name
+
+
+def test_a_search_returns_its_best_row_and_where_all_rows_are(tmp_path: Path) -> None:
+    store, seen = tmp_path / "trials.db", []
+    result = search(**WORK, trials=3, name="api", store=store, fix={"depth": 2}, watch=seen.append)
+    assert (result.campaign, result.trials, result.new_trials, result.stopped) == ("api", 3, 3, "trials")
+    with open_store(result.store, create=False) as opened:
+        rows = opened.trials("api")
+    assert result.best == min(rows, key=lambda row: row.predicted_us or 0.0)
+    assert result.config is not None
+    assert result.config.config_id == result.best.config_id
+    assert result.config.pipelining_depth == 2
+    assert [progress.record for progress in seen] == rows
+    again = search(**WORK, trials=4, name="api", store=store, fix={"depth": 2})
+    assert (again.trials, again.new_trials) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"), [({"trials": 0}, UsageError), ({"store": "nowhere/trials.db"}, StoreError)]
+)
+def test_its_errors_are_flywheel_s(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        search(**{**WORK, **options})
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_flywheel_imports_nothing_of_it() -> None:
+    assert python("import sys, flywheel; print([m for m in sys.modules if m.startswith('flywheel.')])") == "[]"
+
+
+@pytest.mark.parametrize("before", ["", "import flywheel.search.spec; ", "from flywheel.search import campaign; "])
+def test_the_name_can_be_called_whatever_was_imported_before(before: str) -> None:
+    code = f"{before}import flywheel; print(callable(flywheel.search), flywheel.search.__name__)"
+    assert python(code) == "True flywheel.search"
+
+
+def test_an_unknown_name_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'serach'"):
+        flywheel.serach  # noqa: B018
+
+
+def test_load_schedule_is_there_and_starts_nothing_else() -> None:
+    assert python("import flywheel; print(flywheel.load_schedule.__module__)") == "flywheel.store.schedule"

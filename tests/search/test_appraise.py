@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flywheel.cost_model import MODEL_VERSION
+from flywheel.errors import NoGpuError
+from flywheel.ir import ScheduleConfig
+from flywheel.measure.outcome import Predicted, Rejected
+from flywheel.search.appraise import appraise, changes
+from flywheel.search.importing import import_trials
+
+
+def test_a_config_is_compared_with_the_best_of_the_same_work(lab: Any) -> None:
+    result = lab.run(lab.spec(trials=5))
+    config = lab.space().to_config(lab.space().known_good()[0])
+    found = appraise(config, lab.workload, "predict", lab.store)
+    assert isinstance(found.outcome, Predicted)
+    assert found.incumbent == result.best
+    other = replace(lab.workload, context=65)
+    assert appraise(config, other, "predict", lab.store).incumbent is None
+    assert appraise(config, lab.workload, "predict", None).incumbent is None
+
+
+def test_predictions_of_another_cost_model_do_not_compete(lab: Any) -> None:
+    lab.run(lab.spec(trials=2))
+    import_trials(lab.store, "old", [replace(row, predictor="0") for row in lab.store.trials("toy")])
+    config = lab.space().to_config(lab.space().known_good()[0])
+    incumbent = appraise(config, lab.workload, "predict", lab.store).incumbent
+    assert incumbent is not None
+    assert (incumbent.predictor, incumbent.campaign) == (MODEL_VERSION, "toy")
+
+
+def test_the_incumbent_s_knobs_stand_before_the_config_s(lab: Any) -> None:
+    space = lab.space()
+    good = space.known_good()[0]
+    before = space.to_config({**good, "depth": 1})
+    after = space.to_config({**good, "depth": 3, "threads": 192})
+    assert changes(space, before, after) == {"depth": (1, 3), "threads": (good["threads"], 192)}
+    assert changes(space, after, after) == {}
+
+
+def test_outside_the_space_the_config_s_own_parameters_differ(lab: Any) -> None:
+    space = lab.space()
+    before = space.to_config(space.known_good()[0])
+    found = changes(space, before, ScheduleConfig(pipelining_depth=5))
+    assert found["pipelining_depth"] == (before.pipelining_depth, 5)
+    assert found["tiling.gemv.lm_head.N_tile"] == (64, 0)
+
+
+def test_a_config_that_lowering_refuses_has_codes_and_no_latency(lab: Any) -> None:
+    found = appraise(ScheduleConfig(threads_per_block=33), lab.workload, "predict", lab.store)
+    assert isinstance(found.outcome, Rejected)
+    assert found.outcome.codes == ("config",)
+    assert found.evaluation.program_id is None
+
+
+def test_measuring_needs_the_gpu(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flywheel.search.appraise.settle_measure", _refuse)
+    with pytest.raises(NoGpuError):
+        appraise(ScheduleConfig(), lab.workload, "cuda", None)
+
+
+def _refuse(*_: object) -> str:
+    raise NoGpuError("none here")

@@ -1,0 +1,33 @@
+"""Coordinators that are killed with no chance to say goodbye."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("kills", "jobs"), [pytest.param(50, "1,2", marks=pytest.mark.slow), (3, "1")], ids=["long", "short"]
+)
+def test_a_campaign_whose_coordinator_is_killed_resumes_without_loss_or_repeat(
+    store_url: str, kills: int, jobs: str
+) -> None:
+    script = [sys.executable, str(ROOT / "experiments" / "crash_resume.py")]
+    done = subprocess.run(
+        [*script, "--kills", str(kills), "--jobs", jobs, "--store", store_url],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert [(row[1], row[3], row[-1]) for row in rows] == [
+        (sampler, str(kills), "ok") for sampler in ("tpe", "grid") for _ in jobs.split(",")
+    ]

@@ -1,0 +1,173 @@
+"""Measured campaigns on a GPU that is made up: its latencies are those of `smooth`, with noise and drift."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from flywheel.ir import ScheduleConfig
+from flywheel.measure.contest import Contest
+from flywheel.measure.outcome import Crashed
+from flywheel.search.evaluate import Evaluation, prepare
+from flywheel.search.finals import FINALISTS, ROUNDS, finalists, standing, tied_with
+
+SAMPLES = 30
+
+
+class NoisyEngine:
+    """Measures one at a time. `latency_us` of a program is what it takes without `noise`, a share, and without the
+    `drift` of the clocks, a share an evaluation."""
+
+    width = 1
+
+    def __init__(self, lab: Any, toys: ModuleType, *, noise: float = 0.003, drift: float = 0.0, seed: int = 0) -> None:
+        self._lab, self._toys, self._noise, self._drift = lab, toys, noise, drift
+        self._chance = random.Random(seed)
+        self._clock = 1.0
+        self.asked: list[tuple[ScheduleConfig, tuple[ScheduleConfig, ...], int]] = []
+        self.crashes = False
+        self.latency_us: Callable[[Any], float] = toys.toy_us
+
+    def submit(
+        self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig] = (), rounds: int = 1
+    ) -> Callable[[], Evaluation]:
+        return lambda: self._evaluate(config, tuple(rivals), rounds)
+
+    def _evaluate(self, config: ScheduleConfig, rivals: tuple[ScheduleConfig, ...], rounds: int) -> Evaluation:
+        self.asked.append((config, rivals, rounds))
+        self._clock += self._drift
+        prepared = [prepare(each, self._lab.workload) for each in (config, *rivals)]
+        if self.crashes:
+            return prepared[0].ended(Crashed("died twice", transient=False))
+        times = tuple(self._times(self.latency_us(each.program), rounds) for each in prepared)
+        outcomes = [self._toys.measured(median(sum(found, ())), SAMPLES) for found in times]
+        contest = Contest(outcomes[0], tuple(outcomes[1:]), times if rivals else ())
+        return replace(prepared[0].ended(outcomes[0], 0.1), contest=contest)
+
+    def _times(self, true_us: float, rounds: int) -> tuple[tuple[float, ...], ...]:
+        def sample() -> float:
+            return true_us * self._clock * self._chance.lognormvariate(0.0, self._noise)
+
+        return tuple(tuple(sample() for _ in range(SAMPLES)) for _ in range(rounds))
+
+
+@pytest.fixture
+def engine(lab: Any, toy_measures: ModuleType) -> Callable[..., NoisyEngine]:
+    return lambda **options: NoisyEngine(lab, toy_measures, **options)
+
+
+def measured_spec(lab: Any, **changes: Any) -> Any:
+    return lab.spec(measure="cuda", sampler="grid", trials=7, **changes)
+
+
+def run(lab: Any, engine: NoisyEngine, **changes: Any) -> Any:
+    return lab.run(measured_spec(lab, **changes), engine, lab.space(threads="320"))
+
+
+def test_every_trial_after_the_first_is_measured_against_the_best_so_far(
+    lab: Any, engine: Callable[..., NoisyEngine]
+) -> None:
+    noisy = engine()
+    run(lab, noisy)
+    trials = [record for record in lab.store.trials("toy") if record.source != "final"]
+    (_, first, _), *others = noisy.asked[:7]
+    assert first == ()
+    assert all(len(rivals) == 1 for _, rivals, _ in others)
+    assert [record.rival_us is None for record in trials] == [True] + [False] * 6
+    best = trials[0]
+    for record, (_, (rival,), _) in zip(trials[1:], others, strict=True):
+        assert rival.config_id == best.config_id
+        if record.may_be_best and record.latency_us < best.latency_us:
+            best = record
+
+
+def test_the_best_are_measured_again_in_turn_and_the_winner_is_sure(
+    lab: Any, engine: Callable[..., NoisyEngine]
+) -> None:
+    noisy = engine(noise=0.001)
+    result = run(lab, noisy)
+    _, rivals, rounds = noisy.asked[-1]
+    assert (len(rivals), rounds) == (FINALISTS - 1, ROUNDS)
+    finals = [record for record in lab.store.trials("toy") if record.source == "final"]
+    assert [record.trial for record in finals] == list(range(7, 7 + FINALISTS))
+    assert (result.trials, result.new_trials, result.outcomes) == (7, 7, {"measured": 7})
+    assert result.best.source == "final"
+    assert '"pipelining_depth":8' in result.best.config
+    assert result.best.gain_low_us > 0
+    assert result.tied == ()
+    assert lab.store.best(measured=True, campaign="toy") == result.best
+    (summary,) = lab.store.campaigns()
+    assert (summary.trials, summary.best_measured_us) == (7, result.best.latency_us)
+
+
+def test_twins_are_tied(lab: Any, engine: Callable[..., NoisyEngine]) -> None:
+    noisy = engine()
+    noisy.latency_us = lambda program: 1000.0
+    result = run(lab, noisy)
+    assert result.best.source == "final"
+    assert result.best.gain_low_us <= 0
+    assert 1 <= len(result.tied) < FINALISTS
+    assert result.best not in result.tied
+
+
+def test_a_final_is_held_once_and_again_when_something_is_new(lab: Any, engine: Callable[..., NoisyEngine]) -> None:
+    first = run(lab, engine(noise=0.001))
+    idle = engine()
+    again = run(lab, idle)
+    assert (again.best, again.new_trials, idle.asked) == (first.best, 0, [])
+    more = engine(noise=0.001)
+    more.latency_us = lambda program: 20.0
+    lab.run(replace(measured_spec(lab), trials=8), more, lab.space())
+    assert [rounds for _, _, rounds in more.asked] == [1, ROUNDS]
+
+
+def test_luck_while_the_clocks_were_high_does_not_win(lab: Any, engine: Callable[..., NoisyEngine]) -> None:
+    result = run(lab, engine(noise=0.001, drift=0.05))
+    assert '"pipelining_depth":8' in result.best.config
+    assert result.best.gain_low_us > 0
+
+
+def test_a_trial_within_the_noise_of_its_rival_is_not_the_best(lab: Any, engine: Callable[..., NoisyEngine]) -> None:
+    noisy = engine()
+    noisy.latency_us = lambda program: 1000.0
+    improved = []
+    lab.run(
+        measured_spec(lab), noisy, lab.space(threads="320"), watch=lambda progress: improved.append(progress.improved)
+    )
+    trials = [record for record in lab.store.trials("toy") if record.source != "final"]
+    assert improved[:7] == [True, *(record.gain_low_us > 0 and record.may_be_best for record in trials[1:])]
+    assert sum(improved[:7]) <= 2
+
+
+def test_a_final_that_kills_its_worker_leaves_the_campaign_as_it_was(
+    lab: Any, engine: Callable[..., NoisyEngine]
+) -> None:
+    noisy = engine(noise=0.001)
+
+    def break_down(progress: Any) -> None:
+        noisy.crashes = progress.trials == 7
+
+    result = lab.run(measured_spec(lab), noisy, lab.space(threads="320"), watch=break_down)
+    assert result.best.source == "search"
+    assert (len(lab.configs()), result.tied) == (7, ())
+
+
+def test_an_interrupted_campaign_holds_no_final(lab: Any, engine: Callable[..., NoisyEngine]) -> None:
+    noisy = engine()
+    lab.run(measured_spec(lab), noisy, lab.space(threads="320"), interrupted=lambda: len(noisy.asked) >= 4)
+    assert {record.source for record in lab.store.trials("toy")} == {"search"}
+
+
+def test_predictions_have_no_rivals_and_no_final(lab: Any) -> None:
+    lab.run(lab.spec(sampler="grid", trials=7), space=lab.space(threads="320"))
+    records = lab.store.trials("toy")
+    assert {(record.rival_us, record.source) for record in records} == {(None, "search")}
+    assert finalists(records) == []
+    assert standing(records) == records
+    assert tied_with(records[0], records) == []

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flywheel.errors import NoGpuError, UsageError
+from flywheel.ir import TARGETS
+from flywheel.search import sites
+from flywheel.search.engine import InlineEngine
+from flywheel.search.fleet import Fleet
+from flywheel.search.processes import ProcessHost
+from flywheel.search.sites import open_engine, open_site
+from flywheel.search.spec import CampaignSpec
+from flywheel.search.station import Predicting, Setup
+
+H100 = TARGETS["h100"]
+GPUS = [("GPU-a", "NVIDIA L4"), ("GPU-b", "NVIDIA H100 80GB HBM3"), ("GPU-c", "NVIDIA H100 80GB HBM3")]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with an L4 and two H100s, and all that measuring takes."""
+    monkeypatch.setattr(sites, "list_gpus", lambda: GPUS)
+    monkeypatch.setattr(sites, "missing_modules", list)
+
+
+def hosts(lab: Any, **options: Any) -> list[ProcessHost]:
+    with open_site(CampaignSpec("small", "h100", **options), H100) as site:
+        made = site.make_hosts(Setup(lab.workload, Predicting(lab.measure)))
+    return [host for host in made if isinstance(host, ProcessHost)]
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(("workers", "used"), [(None, ["GPU-b", "GPU-c"]), (1, ["GPU-b"])])
+def test_every_gpu_of_the_wanted_model_gets_a_worker_of_its_own(lab: Any, workers: int | None, used: list[str]) -> None:
+    made = hosts(lab, workers=workers)
+    assert [host.name for host in made] == used
+    assert [host._environ for host in made] == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in used]
+
+
+@pytest.mark.usefixtures("gpus")
+def test_more_workers_than_gpus_are_refused(lab: Any) -> None:
+    with pytest.raises(UsageError, match=r"^--workers 3: this machine has 2 h100 GPUs$"):
+        hosts(lab, workers=3)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_predictions_take_processes_wherever_gpus_are(lab: Any) -> None:
+    assert [host.name for host in hosts(lab, measure="predict", jobs=2)] == ["process 0", "process 1"]
+    assert len(hosts(lab, measure="predict", jobs=2, workers=3)) == 3
+
+
+def test_a_machine_without_a_gpu_measures_nothing(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sites, "list_gpus", list)
+    with pytest.raises(NoGpuError, match=r"^--measure cuda needs an h100: this machine has no GPU$"):
+        hosts(lab, measure="cuda")
+
+
+@pytest.mark.parametrize(("jobs", "kind"), [(1, InlineEngine), (2, Fleet)])
+def test_one_process_that_predicts_is_this_one(lab: Any, jobs: int, kind: type) -> None:
+    spec = lab.spec(jobs=jobs)
+    with (
+        open_site(spec, lab.workload.target) as site,
+        open_engine(spec, site, lab.workload, lab.store, lab.url) as (engine, environment),
+    ):
+        assert isinstance(engine, kind)
+        assert environment.host
+
+
+def test_an_engine_that_is_not_installed_is_named(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sites, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"^--engine ray needs ray: pip install 'flywheel\[ray\]'$"):
+        hosts(lab, engine="ray")
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({"engine": "slurm"}, "engine='slurm' is not one of local, ray"),
+        ({"ray_address": "head:6379"}, "ray_address='head:6379' is for engine='ray'"),
+        ({"workers": 0}, "workers=0 is less than 1"),
+    ],
+)
+def test_an_engine_that_makes_no_sense_is_refused(options: dict[str, Any], fact: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        CampaignSpec("small", "h100", **options)
+    assert fact in str(caught.value)
