@@ -1,0 +1,1 @@
+"""A campaign as people look at it: one page, and its pictures."""

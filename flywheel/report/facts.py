@@ -1,0 +1,98 @@
+"""What a report shows, computed from a campaign's rows and this version's code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flywheel.cost_model import MODEL_VERSION, Prediction, TaskSpan, predict, timeline
+from flywheel.errors import FlywheelError
+from flywheel.ir import MegakernelProgram, program_id
+from flywheel.ir.serde import config_from_dict
+from flywheel.lowering.lower import lower
+from flywheel.measure.record import TrialRecord
+from flywheel.search.importance import importances
+from flywheel.search.space import Choice, Dimension, Space, make_space
+from flywheel.search.workload import Workload, make_workload
+from flywheel.store.campaign import Campaign
+from flywheel.store.mirror import best_trial
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """What a campaign searched: its dimensions, each trial's choice of them, and how much each mattered.
+
+    `choices` follow the records, None outside the space; `importances` sum to 1, and are empty with too few trials.
+    """
+
+    dimensions: tuple[Dimension, ...]
+    choices: tuple[Choice | None, ...]
+    first: Choice
+    importances: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The best trial's program as the cost model sees it. `predictor` is the model's version."""
+
+    program: MegakernelProgram
+    spans: tuple[TaskSpan, ...]
+    prediction: Prediction
+    predictor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that a report shows. Where `knobs` or `schedule` is None, `missing` says why."""
+
+    campaign: Campaign
+    records: tuple[TrialRecord, ...]
+    best: TrialRecord | None
+    knobs: Knobs | None
+    schedule: Schedule | None
+    missing: str | None
+
+
+def gather(campaign: Campaign, records: Sequence[TrialRecord]) -> Facts:
+    """The facts of a campaign, `records` by number.
+
+    A model that is gone, or a config that lowers to another program today, leaves a part out and raises nothing.
+    """
+    best = best_trial(records)
+    try:
+        workload = make_workload(campaign.model, campaign.gpu, campaign.dtype, campaign.context)
+        knobs = _knobs(make_space(workload, json.loads(campaign.spec).get("fix", {})), records)
+    except FlywheelError as error:
+        return Facts(campaign, tuple(records), best, None, None, str(error))
+    if best is None:
+        return Facts(campaign, tuple(records), None, knobs, None, "no trial has a latency")
+    try:
+        schedule = _schedule(workload, best)
+    except FlywheelError as error:
+        return Facts(campaign, tuple(records), best, knobs, None, str(error))
+    missing = None if schedule else f"trial {best.trial}: this version lowers its config to another program"
+    return Facts(campaign, tuple(records), best, knobs, schedule, missing)
+
+
+def trial_knobs(campaign: Campaign, record: TrialRecord) -> dict[str, str]:
+    """A trial's knobs as text; none where the model is gone or the config lies outside the space."""
+    try:
+        workload = make_workload(campaign.model, campaign.gpu, campaign.dtype, campaign.context)
+        choice = make_space(workload).to_choice(config_from_dict(json.loads(record.config)))
+    except FlywheelError:
+        return {}
+    return {name: str(value) for name, value in (choice or {}).items()}
+
+
+def _knobs(space: Space, records: Sequence[TrialRecord]) -> Knobs:
+    choices = tuple(space.to_choice(config_from_dict(json.loads(record.config))) for record in records)
+    told = [(choice, row.objective_us) for choice, row in zip(choices, records, strict=True) if choice is not None]
+    return Knobs(space.dimensions, choices, space.known_good()[0], importances(space, told))
+
+
+def _schedule(workload: Workload, best: TrialRecord) -> Schedule | None:
+    program = lower(workload.graph, config_from_dict(json.loads(best.config)), workload.target)
+    if program_id(program) != best.program_id:
+        return None
+    return Schedule(program, tuple(timeline(program)), predict(program), MODEL_VERSION)

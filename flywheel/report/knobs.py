@@ -1,0 +1,93 @@
+"""Pictures of the searched knobs: how much each mattered, and which values led where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from flywheel.measure.record import TrialRecord
+from flywheel.report.facts import Knobs
+from flywheel.report.history import WIDTH
+from flywheel.report.svg import Axis, element, label, picture, polyline, short, tip
+from flywheel.search.space import Choice, Dimension
+
+MOST_LINES: Final = 1000
+RAMP: Final = ("#d8dee6", "#a9c3d9", "#6f9fc4", "#3b76a8", "#1d4f84")
+"""From the slowest fifth of the trials to the fastest."""
+BEST: Final = "#d9631e"
+
+_TOP, _BOTTOM, _LEFT = 96.0, 400.0, 40.0
+
+
+def importance(knobs: Knobs) -> str | None:
+    """A bar a knob, the most important first; None where nothing is known."""
+    if not knobs.importances:
+        return None
+    parts = []
+    most = max(knobs.importances.values())
+    for row, (name, share) in enumerate(knobs.importances.items()):
+        y = 20.0 + row * 22
+        length = share / most * 640 if most else 0.0
+        parts += [
+            label(128, y + 4, name, "end"),
+            element("rect", tip(f"{name}: {share:.1%}"), x=136, y=y - 7, width=length, height=14, fill=RAMP[3]),
+            label(142 + length, y + 4, f"{share:.1%}", "faint"),
+        ]
+    return picture(WIDTH, 16.0 + 22 * len(knobs.importances), "Importance of knobs", parts)
+
+
+def coordinates(knobs: Knobs, records: Sequence[TrialRecord], best: TrialRecord | None) -> str | None:
+    """An axis a knob and one of latency, a line a trial; the best in front. None where there is no line to draw."""
+    axes = [dimension for dimension in knobs.dimensions if len(dimension.values) > 1]
+    ranked = sorted(
+        ((r.objective_us, r, c) for r, c in zip(records, knobs.choices, strict=True) if r.objective_us and c),
+        key=lambda entry: (-entry[0], -entry[1].trial),
+    )[-MOST_LINES:]
+    if not axes or not ranked:
+        return None
+    step = (WIDTH - _LEFT - 60) / len(axes)
+    places = [_LEFT + step * number for number in range(len(axes) + 1)]
+    slowest, fastest = ranked[0][0], ranked[-1][0]
+    up = Axis(fastest, slowest if slowest > fastest else fastest * 1.01, _BOTTOM, _TOP)
+    fifths: list[list[str]] = [[] for _ in RAMP]
+    chosen = None
+    for rank, (latency, record, choice) in enumerate(ranked):
+        line = polyline([*_line(axes, places, choice), (places[-1], up(latency))])
+        fifths[rank * len(RAMP) // len(ranked)].append(line)
+        if best is not None and record.trial == best.trial:
+            chosen = line
+    parts = [
+        element("path", d="".join(lines), stroke=colour, stroke_opacity=0.55, fill="none")
+        for colour, lines in zip(RAMP, fifths, strict=True)
+        if lines
+    ]
+    if chosen is not None:
+        parts.append(element("path", d=chosen, stroke=BEST, stroke_width=2.5, fill="none", class_="best"))
+    for dimension, x in zip(axes, places, strict=False):
+        parts += _axis(dimension, x)
+    parts += [
+        element("path", d=f"M{places[-1]} {_TOP}V{_BOTTOM}", class_="axis"),
+        _name(places[-1], "latency, us"),
+        *(label(places[-1] + 6, up(value) + 4, short(value), "faint", font_size=10) for value in up.ticks(5)),
+    ]
+    return picture(WIDTH, _BOTTOM + 16, "Knobs and latency of every trial", parts)
+
+
+def _line(axes: Sequence[Dimension], places: Sequence[float], choice: Choice) -> list[tuple[float, float]]:
+    return [(x, _height(axis, axis.values.index(choice[axis.name]))) for axis, x in zip(axes, places, strict=False)]
+
+
+def _height(dimension: Dimension, index: int) -> float:
+    return _BOTTOM - index / (len(dimension.values) - 1) * (_BOTTOM - _TOP)
+
+
+def _axis(dimension: Dimension, x: float) -> list[str]:
+    values = [
+        label(x + 3, _height(dimension, index) - 3, str(value), "faint halo", font_size=10)
+        for index, value in enumerate(dimension.values)
+    ]
+    return [element("path", d=f"M{x:.2f} {_TOP}V{_BOTTOM}", class_="axis"), _name(x, dimension.name), *values]
+
+
+def _name(x: float, text: str) -> str:
+    return label(x, _TOP - 14, text, transform=f"rotate(-38 {x:.2f} {_TOP - 14})", font_size=11)

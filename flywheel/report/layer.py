@@ -1,0 +1,112 @@
+"""A picture of one layer of a schedule on every SM, and where the SMs' time goes, both by the cost model."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final
+
+from flywheel.cost_model import TaskSpan
+from flywheel.report.facts import Schedule
+from flywheel.report.history import WIDTH
+from flywheel.report.svg import Axis, boxes, element, label, picture, short
+
+COLOURS: Final = (
+    "#4269a5", "#efb118", "#d9631e", "#4a9d7f", "#a463c2", "#6cc5b0", "#c7527f", "#9c6b4e", "#97bbf5", "#8a96a3",
+)  # fmt: skip
+
+_LABEL: Final = re.compile(r"L(\d+)\.(.+)")
+_LEFT, _TOP, _SPACE = 54.0, 12.0, 420.0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One operation's tasks and their part of the time that all tasks take."""
+
+    operation: str
+    tasks: int
+    time_share: float
+
+
+def shares(schedule: Schedule) -> list[Share]:
+    """The operations of the whole step, layers together, those that take most time first."""
+    names = {task.id: _operation(task.label) for task in schedule.program.tasks}
+    counts: Counter[str] = Counter()
+    times: dict[str, float] = {}
+    for span in schedule.spans:
+        name = names[span.task]
+        counts[name] += 1
+        times[name] = times.get(name, 0.0) + span.end_us - span.start_us
+    total = sum(times.values()) or 1.0
+    found = [Share(name, counts[name], spent / total) for name, spent in times.items()]
+    return sorted(found, key=lambda share: (-share.time_share, share.operation))
+
+
+def layer(schedule: Schedule) -> str:
+    """The middle layer, an SM a row; the whole step where no task belongs to a layer."""
+    labels = {task.id: task.label for task in schedule.program.tasks}
+    numbers = sorted({int(found[1]) for text in labels.values() if (found := _LABEL.match(text))})
+    chosen = numbers[len(numbers) // 2] if numbers else None
+    prefix = "" if chosen is None else f"L{chosen}."
+    spans = [span for span in schedule.spans if labels[span.task].startswith(prefix)]
+    names: dict[str, list[TaskSpan]] = {}
+    for span in sorted(spans, key=lambda span: span.task):
+        names.setdefault(_operation(labels[span.task]), []).append(span)
+    start, end = min(span.start_us for span in spans), max(span.end_us for span in spans)
+    sms = max(span.sm for span in schedule.spans) + 1
+    row = max(2.0, min(9.0, _SPACE / sms))
+    across = Axis(0.0, max(end - start, 1e-3), _LEFT, WIDTH - 20)
+    bottom = _TOP + row * sms
+    parts = [
+        element("path", d=_boxes(mine, across, start, row), fill=_colour(order), class_="tasks")
+        for order, mine in enumerate(names.values())
+    ]
+    parts += [
+        element("path", d=f"M{_LEFT} {_TOP}V{bottom:.2f}H{WIDTH - 20}", class_="axis"),
+        *(label(across(value), bottom + 16, short(value), "middle faint") for value in across.ticks(10)),
+        *(label(_LEFT - 6, _TOP + row * (sm + 0.5) + 4, str(sm), "end faint") for sm in _rows(sms)),
+        label((_LEFT + WIDTH) / 2, bottom + 34, f"us since {_what(chosen)} began; a row is an SM", "middle faint"),
+    ]
+    return picture(WIDTH, bottom + 50 + 20 * _lines(len(names)), f"{_what(chosen)}, by the cost model",
+                   [*parts, *_legend(list(names), bottom + 56)])  # fmt: skip
+
+
+def _what(chosen: int | None) -> str:
+    return "the step" if chosen is None else f"layer {chosen}"
+
+
+def _operation(text: str) -> str:
+    found = _LABEL.match(text)
+    return found[2] if found else text
+
+
+def _boxes(spans: list[TaskSpan], across: Axis, start: float, row: float) -> str:
+    gap = 0.5 if row > 3 else 0.0
+    return boxes(
+        (left, _TOP + row * span.sm, across(span.end_us - start) - left, row - gap)
+        for span in spans
+        for left in (across(span.start_us - start),)
+    )
+
+
+def _rows(sms: int) -> list[int]:
+    step = max(1, sms // 8)
+    return list(range(0, sms, step))
+
+
+def _colour(order: int) -> str:
+    return COLOURS[order % len(COLOURS)]
+
+
+def _lines(names: int) -> int:
+    return -(-names // 4)
+
+
+def _legend(names: list[str], y: float) -> list[str]:
+    parts = []
+    for order, name in enumerate(names):
+        x, line = _LEFT + order % 4 * 220, y + order // 4 * 20
+        parts.append(element("rect", x=x, y=line - 10, width=12, height=12, fill=_colour(order)))
+        parts.append(label(x + 18, line, name if len(name) <= 30 else name[:29] + "…"))
+    return parts

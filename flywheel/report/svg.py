@@ -1,0 +1,120 @@
+"""SVG by hand: elements as text, in which everything is escaped, and axes with round ticks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+from math import ceil, floor, isfinite, log10
+from typing import Final
+
+STYLE: Final = (
+    "svg{font:12px system-ui,sans-serif;fill:#1d2733}"
+    ".axis{stroke:#8a96a3;stroke-width:1;fill:none}.grid{stroke:#e6eaee;stroke-width:1;fill:none}"
+    ".halo{paint-order:stroke;stroke:#fff;stroke-width:3}.faint{fill:#5b6875}.end{text-anchor:end}.middle{text-anchor:middle}"
+)
+"""Looks of every picture; a page says it once."""
+
+
+def element(name: str, /, *children: str, **attributes: float | str | None) -> str:
+    """`<name ...>children</name>`: attributes are escaped and None is left out, children are markup already.
+
+    `class_` stands for class, and other underscores for hyphens.
+    """
+    said = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(_number(value) if not isinstance(value, str) else value)}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return f"<{name}{said}>{''.join(children)}</{name}>" if children else f"<{name}{said}/>"
+
+
+def words(text: str) -> str:
+    """Text of strangers as markup: escaped, and without the control characters that XML cannot hold."""
+    return escape("".join(char if char.isprintable() else repr(char)[1:-1] for char in text))
+
+
+def label(x: float, y: float, text: str, class_: str | None = None, **attributes: float | str | None) -> str:
+    """Text at a place."""
+    return element("text", words(text), x=x, y=y, class_=class_, **attributes)
+
+
+def tip(text: str) -> str:
+    """What shows under the pointer; the first child of its element."""
+    return element("title", words(text))
+
+
+def picture(width: float, height: float, title: str, parts: Iterable[str]) -> str:
+    """A whole picture, for a page or as a file."""
+    return element(
+        "svg", element("title", words(title)), *parts, xmlns="http://www.w3.org/2000/svg", role="img",
+        viewBox=f"0 0 {_number(width)} {_number(height)}", width=width, height=height,
+    )  # fmt: skip
+
+
+def standalone(drawing: str) -> str:
+    """A picture as a file of its own, on white."""
+    head, _, rest = drawing.partition(">")
+    back = element("rect", width="100%", height="100%", fill="#fff")
+    return f"{head}>{element('style', STYLE)}{back}{rest}\n"
+
+
+def polyline(points: Iterable[tuple[float, float]]) -> str:
+    """The `d` of a path through the points."""
+    return "M" + "L".join(f"{_number(x)} {_number(y)}" for x, y in points)
+
+
+def dots(points: Iterable[tuple[float, float]]) -> str:
+    """The `d` of a path that, stroked with round caps, is a dot at each point."""
+    return "".join(f"M{_number(x)} {_number(y)}h0" for x, y in points)
+
+
+def boxes(rectangles: Iterable[tuple[float, float, float, float]]) -> str:
+    """The `d` of a path that fills rectangles, each x, y, width, height."""
+    return "".join(
+        f"M{_number(x)} {_number(y)}h{_number(width)}v{_number(height)}h{_number(-width)}z"
+        for x, y, width, height in rectangles
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Maps low..high to start..end pixels, linearly or, where `log`, by ratio; low < high, and 0 < low if `log`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """The pixel of a value."""
+        if self.log:
+            share = log10(value / self.low) / log10(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, most: int = 6) -> list[float]:
+        """At most about so many round values within the axis; 1, 2 or 5 times powers of ten apart."""
+        if self.log and self.high / self.low > 20:
+            powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
+            rounds = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+            return [value for value in rounds if self.low <= value <= self.high]
+        rough = (self.high - self.low) / most
+        power = 10.0 ** floor(log10(rough))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+        first, last = ceil(self.low / step), floor(self.high / step)
+        return [number * step for number in range(first, last + 1)]
+
+
+def short(value: float) -> str:
+    """A tick's number: no more digits than it needs."""
+    return f"{value:,.0f}" if value == round(value) else f"{value:,.6g}"
+
+
+def _number(value: float) -> str:
+    if not isfinite(value):
+        raise ValueError(f"{value} is no place in a picture")
+    text = f"{value:.2f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text

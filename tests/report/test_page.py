@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from flywheel.cost_model import timeline
+from flywheel.ir import program_id
+from flywheel.ir.serde import config_from_dict, parse_json
+from flywheel.lowering.lower import lower
+from flywheel.measure.record import TrialRecord
+from flywheel.report.facts import Facts, gather, trial_knobs
+from flywheel.report.history import COLOURS, history
+from flywheel.report.layer import shares
+from flywheel.report.page import page, pictures
+from flywheel.search.importance import LEAST_TRIALS
+from flywheel.search.workload import make_workload
+from flywheel.store.campaign import Campaign
+
+Records = Callable[..., list[TrialRecord]]
+Campaigns = Callable[..., Campaign]
+REJECTED: Any = {
+    "outcome": "rejected", "reason": "no", "predicted_us": None, "predictor": None, "floor_fraction": None,
+}  # fmt: skip
+ALL = {"history.svg", "outcomes.svg", "importance.svg", "coordinates.svg", "layer.svg"}
+
+
+@pytest.fixture(scope="module")
+def facts(make_records: Records, make_campaign: Campaigns) -> Facts:
+    """A campaign whose best trial lowers to the program that its row names."""
+    records = make_records(40)
+    workload = make_workload("smollm2-135m", "l4", "bf16", 512)
+    program = lower(workload.graph, config_from_dict(parse_json(records[0].config)), workload.target)
+    return gather(make_campaign(), [replace(record, program_id=program_id(program)) for record in records])
+
+
+class Tags(HTMLParser):
+    """Collects the tags that stay open, and what would be fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta",):
+            self.open.append(tag)
+        self.fetched += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset", "data")]
+        self.fetched += [tag] if tag in ("script", "link", "iframe", "img") else []
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parse(text: str) -> Tags:
+    tags = Tags()
+    tags.feed(text)
+    assert tags.open == []
+    return tags
+
+
+def test_the_page_fetches_nothing_and_closes_what_it_opens(facts: Facts) -> None:
+    text = page(facts, '{"a": 1}', "flywheel search")
+    assert parse(text).fetched == []
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_the_same_rows_give_the_same_bytes(facts: Facts) -> None:
+    again = gather(facts.campaign, facts.records)
+    assert page(again, None, "x") == page(facts, None, "x")
+    assert pictures(again) == pictures(facts)
+
+
+def test_every_picture_is_a_file_that_stands_alone(facts: Facts) -> None:
+    drawn = pictures(facts)
+    assert drawn.keys() == ALL
+    for drawing in drawn.values():
+        assert ElementTree.fromstring(drawing).tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_ten_thousand_trials_fit_in_two_megabytes(
+    make_records: Records, make_campaign: Campaigns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flywheel.report.facts.importances", lambda *_: {"depth": 1.0})  # the bytes of 19 bars are few
+    facts = gather(make_campaign(), make_records(10_000))
+    assert len(page(facts, None, "x").encode()) < 2_000_000
+
+
+@pytest.mark.parametrize("field", ["name", "model", "sampler"])
+def test_names_of_strangers_are_only_text(field: str, make_records: Records, make_campaign: Campaigns) -> None:
+    evil = '<script src="http://x">alert(1)</script>\x1b'
+    changed: Any = {field: evil}
+    text = page(gather(make_campaign(**changed), make_records(2)), f'"{evil}"', evil)
+    assert parse(text).fetched == []
+    assert "\x1b" not in text
+    assert "&lt;script" in text
+
+
+def test_reasons_and_hosts_of_strangers_are_only_text(make_records: Records, make_campaign: Campaigns) -> None:
+    evil = "</td><script>alert(1)</script>"
+    rows = make_records(3, **{**REJECTED, "reason": evil, "host": evil})
+    assert parse(page(gather(make_campaign(), rows), None, "x")).fetched == []
+
+
+def test_predicted_and_measured_latencies_are_told_apart(make_records: Records, make_campaign: Campaigns) -> None:
+    predicted = make_records(5)
+    measured = [
+        replace(row, trial=5 + row.trial, outcome="measured", latency_us=2500.0, p10_us=2400.0, p90_us=2600.0)
+        for row in predicted
+    ]
+    only = page(gather(make_campaign(), predicted), None, "x")
+    assert "predicted by a cost model" in only
+    assert "measured: " not in only
+    both = history([*predicted, *measured])
+    assert both is not None
+    assert "measured: 5 trials" in both
+    assert "predicted: 10 trials" in both
+    assert COLOURS["measured"] in both
+    text = page(gather(make_campaign(), [*predicted, *measured]), None, "x")
+    assert "2,500.0 us a token</b>best, measured" in text
+
+
+def test_the_floor_is_a_line_below_every_latency(make_records: Records) -> None:
+    drawing = history(make_records(8))
+    assert drawing is not None
+    root = ElementTree.fromstring(drawing)
+    line = next(each for each in root.iter() if each.get("class") == "floor")
+    floor = float(re.findall(r"[\d.]+", line.get("d") or "")[1])
+    marks = [each.get("cy") for each in root.iter() if each.tag.endswith("circle")]
+    heights = [float(y) for y in marks if y and y != "18"]  # 18 is the legend's
+    assert heights
+    assert max(heights) < floor
+    assert "weight floor, 1,500.0 us" in drawing
+
+
+def test_a_model_that_is_gone_leaves_out_what_needs_it(make_records: Records, make_campaign: Campaigns) -> None:
+    facts = gather(make_campaign(model="/gone/model"), make_records(3))
+    assert facts.knobs is None
+    assert facts.schedule is None
+    text = page(facts, None, "x")
+    assert "Not known: " in text
+    assert "2,000.0 us" in text
+    assert pictures(facts).keys() == {"history.svg", "outcomes.svg"}
+    assert trial_knobs(facts.campaign, facts.records[0]) == {}
+
+
+def test_a_config_that_lowers_to_another_program_has_no_timeline(
+    make_records: Records, make_campaign: Campaigns
+) -> None:
+    facts = gather(make_campaign(), make_records(3))
+    assert facts.schedule is None
+    assert "another program" in page(facts, None, "x")
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_campaign_without_latencies_is_a_page(count: int, make_records: Records, make_campaign: Campaigns) -> None:
+    rows = make_records(count, **REJECTED)
+    text = page(gather(make_campaign(), rows), None, "x")
+    parse(text)
+    assert "No trial has a latency." in text
+
+
+def test_importances_sum_to_one_and_need_enough_trials(make_records: Records, make_campaign: Campaigns) -> None:
+    enough = gather(make_campaign(), make_records(LEAST_TRIALS + 20)).knobs
+    few = gather(make_campaign(), make_records(LEAST_TRIALS - 1)).knobs
+    assert enough is not None
+    assert few is not None
+    assert sum(enough.importances.values()) == pytest.approx(1)
+    assert max(enough.importances, key=lambda name: enough.importances[name]) in ("depth", "chunk")
+    assert few.importances == {}
+
+
+def test_the_layer_shows_each_of_its_tasks_once(facts: Facts) -> None:
+    assert facts.schedule is not None
+    program = facts.schedule.program
+    layers = sorted({int(found[1]) for task in program.tasks if (found := re.match(r"L(\d+)\.", task.label))})
+    middle = [task for task in program.tasks if task.label.startswith(f"L{layers[len(layers) // 2]}.")]
+    root = ElementTree.fromstring(pictures(facts)["layer.svg"])
+    paths = [each.get("d") or "" for each in root.iter() if each.get("class") == "tasks"]
+    assert sum(path.count("M") for path in paths) == len(middle)
+    assert sum(share.tasks for share in shares(facts.schedule)) == len(timeline(program))
+    assert sum(share.time_share for share in shares(facts.schedule)) == pytest.approx(1)
+
+
+def test_a_trials_knobs_are_those_of_its_config(make_records: Records, make_campaign: Campaigns) -> None:
+    knobs = trial_knobs(make_campaign(), make_records(1)[0])
+    assert (knobs["depth"], knobs["chunk"]) == ("1", "4096")
