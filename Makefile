@@ -20,10 +20,12 @@ test: .venv/.dev
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis flywheel.egg-info
 
+# No pin of nvidia-cuda-nvrtc: each of torch's CUDA builds asks for one exact version of it.
 constraints: build/pins/.created
-	build/pins/bin/python -m pip install --quiet --editable '.[dev,postgres]'
+	build/pins/bin/python -m pip install --quiet --editable '.[dev]'
 	{ echo "# Tested versions, written by: make constraints PYTHON=python3.11"; \
-	  build/pins/bin/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//'; } >constraints.txt
+	  build/pins/bin/python -m pip freeze --all --exclude pip --exclude nvidia-cuda-nvrtc --exclude-editable \
+	  | sed 's/+cpu$$//'; } >constraints.txt
 	rm -rf build/pins
 
 .venv/.base: .venv/.created $(PINS)

@@ -1,0 +1,29 @@
+"""flywheel searches for the fastest schedule of a megakernel. From Python:
+
+    result = flywheel.search(model="llama3-8b", gpu="h100", trials=200)
+    schedule = flywheel.load_schedule("best.json")
+
+Nothing is imported before it is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flywheel.search.api import search
+    from flywheel.store.schedule import load_schedule
+
+__all__ = ["load_schedule", "search"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public functions, on first use; `search` is a package that can be called."""
+    match name:
+        case "search":
+            return import_module("flywheel.search")
+        case "load_schedule":
+            return import_module("flywheel.store.schedule").load_schedule
+        case _:
+            raise AttributeError(f"module 'flywheel' has no attribute {name!r}")

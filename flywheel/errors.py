@@ -39,8 +39,16 @@ class NoGpuError(FlywheelError):
     """The GPU that the work needs is not on this machine."""
 
 
+class WorkerDiedError(FlywheelError):
+    """A process or machine that evaluates trials is gone, with whatever it was doing."""
+
+
 class StoreError(FlywheelError):
     """The trial store cannot be opened, read or written."""
+
+
+class MirrorError(FlywheelError):
+    """The MLflow server, or the file that stands for one, cannot be reached, read or written."""
 
 
 class TrialExistsError(StoreError):
@@ -53,3 +61,26 @@ class TensorError(FlywheelError):
 
 class MismatchError(FlywheelError):
     """A program computed something else than the oracle."""
+
+
+class KernelCompileError(FlywheelError):
+    """The kernel does not compile for an architecture, or there is no compiler."""
+
+
+class GpuMemoryError(FlywheelError):
+    """The GPU has less free memory than was asked for."""
+
+
+class GpuFaultError(FlywheelError):
+    """A launch broke the GPU's context, or cannot be stopped: only a new process can use the GPU again."""
+
+
+class LaunchTimeoutError(FlywheelError):
+    """A launch did not end within `limit_s` and was stopped; the GPU is fine."""
+
+    def __init__(self, message: str, limit_s: float) -> None:
+        super().__init__(message)
+        self.limit_s = limit_s
+
+    def __reduce__(self) -> tuple[type[LaunchTimeoutError], tuple[str, float]]:
+        return type(self), (str(self), self.limit_s)

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from postgres_server import Server
 
 # One worker a core already: torch's own threads, which wait by spinning, made small tensors a hundred times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,3 +36,27 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"--require-gpu: {report.longrepr[2] if isinstance(report.longrepr, tuple) else 'skipped'}"
     return report
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[Server]:
+    """A PostgreSQL server of this session's own; without its programs, every test that wants it fails."""
+    from postgres_server import MISSING, Server, find_binaries
+
+    binaries = find_binaries()
+    if binaries is None:
+        pytest.fail(MISSING, pytrace=False)
+    with Server(binaries) as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """URL of an empty database of each kind that a store can be in."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path}/store with 100% blanks.db"
+        return
+    server: Server = request.getfixturevalue("postgres_server")
+    url = server.create_database()
+    yield url
+    server.drop_database(url)

@@ -12,12 +12,12 @@ import click
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.options import DEFAULTS, SharedOption
 from flywheel.cli.text import note
-from flywheel.errors import ConfigError, NoGpuError, UsageError
+from flywheel.errors import ConfigError, UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
-    from flywheel.decode.session import ReferenceSession
+    from flywheel.decode.session import DecodeSession
     from flywheel.decode.source import Source, Weights
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -48,7 +48,7 @@ def decode_options(function: _F) -> _F:
                      help="Type of weights and activations.  [default: the schedule's, else the checkpoint's, else "
                           f"{DEFAULTS['dtype']}]"),
         click.option("--gpu", cls=SharedOption, metavar="NAME",
-                     help=f"GPU to lower for.  [default: the schedule's, else {DEFAULT_GPU}]"),
+                     help=f"GPU to lower for.  [default: the schedule's, else the device's, else {DEFAULT_GPU}]"),
         click.option("--model", cls=SharedOption, metavar="DIR|NAME",
                      help="Directory of a Hugging Face checkpoint, or a model by name, with random weights."),
     ):  # fmt: skip
@@ -57,9 +57,11 @@ def decode_options(function: _F) -> _F:
 
 
 def check_device(device: str) -> None:
-    """Raises NoGpuError for a device that this version does not have."""
+    """Raises NoGpuError for `cuda` where there is no GPU, or nothing to use it with."""
     if device == "cuda":
-        raise NoGpuError("device cuda: the CUDA VM is not in this version; --device reference runs on the CPU")
+        from flywheel.vm.driver import open_gpu
+
+        open_gpu()
 
 
 def check_installed(what: str, modules: Sequence[str]) -> None:
@@ -82,28 +84,41 @@ def open_model(command: str, model: str) -> Source:
 
 
 def open_session(
-    program: MegakernelProgram, source: Source, seed: int, order: str = "list"
-) -> tuple[ReferenceSession, Weights]:
-    """A program in the reference VM, and the model's weights in its dtype. Random ones are announced.
+    program: MegakernelProgram, source: Source, seed: int, device: str = "reference", order: str = "list"
+) -> tuple[DecodeSession, Weights]:
+    """A program on a device, and the model's weights in its dtype, there too. Random ones are announced.
 
-    Raises as ReferenceSession does.
+    Raises as ReferenceSession or CudaModel and its `load` do.
     """
     from flywheel.decode.interface import read_interface
     from flywheel.decode.session import ReferenceSession
 
-    dtype = read_interface(program, source.spec).dtype
+    interface = read_interface(program, source.spec)
+    dtype = interface.dtype
     if source.stored is None:
         where = f"{source.name} is a name" if source.folder is None else f"{source.folder} holds no safetensors"
         note(f"flywheel: RANDOM WEIGHTS of seed {seed}: {where}, so what it says means nothing")
+    if device == "cuda":
+        from flywheel.decode.cuda import CudaModel, prepare_torch
+        from flywheel.vm.driver import open_gpu
+
+        prepare_torch()
+        weights = source.weights(dtype, seed, "cuda")
+        return CudaModel(open_gpu(), source.spec, dtype, interface.context, weights).load(program), weights
     weights = source.weights(dtype, seed)
     return ReferenceSession(program, source.spec, weights, order=order, seed=seed), weights
 
 
 def lower_model(
-    source: Source, given: Schedule | ScheduleConfig | None, gpu: str | None, dtype: str | None, context: int | None
+    source: Source,
+    given: Schedule | ScheduleConfig | None,
+    gpu: str | None,
+    dtype: str | None,
+    context: int | None,
+    device: str = "reference",
 ) -> MegakernelProgram:
-    """The program of a model: by options, else by the schedule, else by default; scheduled as what search tries first
-    where no config is given.
+    """The program of a model: by options, else by the schedule, else by default, which for the device `cuda` is this
+    machine's GPU; scheduled as what search tries first where no config is given.
 
     A config that the lowerer refuses ends the command. Raises UnknownNameError and ConfigError as the names and the
     context deserve.
@@ -115,7 +130,7 @@ def lower_model(
     schedule = given if isinstance(given, Schedule) else None
     config = schedule.config if schedule is not None else given
     fallback: dict[str, Any] = {
-        "gpu": DEFAULT_GPU,
+        "gpu": _default_gpu(device),
         "dtype": source.dtype or DEFAULTS["dtype"],
         "context": min(DEFAULTS["context"], source.spec.max_position),
     }
@@ -133,3 +148,17 @@ def lower_model(
     except ConfigError as error:
         note(f"flywheel: rejected: {error}")
         raise click.exceptions.Exit(REJECTED) from error
+
+
+def _default_gpu(device: str) -> str:
+    if device != "cuda":
+        return DEFAULT_GPU
+    from flywheel.ir import TARGETS
+    from flywheel.search.device import is_target
+    from flywheel.vm.driver import open_gpu
+
+    name = open_gpu().name
+    found = next((target.name for target in TARGETS.values() if is_target(name, target)), None)
+    if found is None:
+        raise UsageError(f"--device cuda: {name} is not one of flywheel targets; say which one it is like with --gpu")
+    return found

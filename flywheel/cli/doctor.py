@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import asdict
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import click
 
 from flywheel.cli.options import command, json_option, store_option
-from flywheel.cli.text import pairs, show, show_json
+from flywheel.cli.text import note, pairs, percent, show, show_json
 from flywheel.errors import StoreError
+
+if TYPE_CHECKING:
+    from flywheel.measure.environment import Environment
 
 DEPENDENCIES: Final = ("optuna", "sqlalchemy", "alembic", "click", "rich", "numpy")
 EXTRAS: Final = {
@@ -20,27 +25,42 @@ EXTRAS: Final = {
     "hf": ("safetensors", "tokenizers"),
     "samplers": ("cmaes", "scipy", "torch"),
     "postgres": ("psycopg",),
+    "mlflow": ("mlflow",),
+    "ray": ("ray",),
     "plots": ("matplotlib",),
+    "cuda": ("cuda-bindings", "cuda-core", "nvidia-cuda-nvrtc", "nvidia-ml-py"),
+    "cuda12": ("cuda-bindings", "cuda-core", "nvidia-cuda-nvrtc-cu12", "nvidia-ml-py"),
 }
-"""Extra -> the modules that it installs."""
+"""Extra -> the packages that it installs."""
 
 
 @command
+@click.option("--probe", is_flag=True, help="Measure how fast the GPU reads and hands over, and store it.")
 @store_option
 @json_option
-def doctor(store: str, as_json: bool) -> None:
-    """Say what this machine has: Python, packages, GPU and store. Exits 0 whatever it finds."""
+def doctor(probe: bool, store: str, as_json: bool) -> None:
+    """Say what this machine has: Python, packages, GPU and store. Exits 0 whatever it finds.
+
+    With --probe it first measures the GPU, which takes some seconds: the best rate at which plain kernels read its
+    memory, and the time of a hand-off between two SMs. That needs a GPU, or ends with exit code 4.
+    """
     from flywheel.measure.environment import capture_environment
+    from flywheel.search.device import missing_modules
 
     environment = capture_environment()
+    if probe:
+        _probe(store, environment)
     report: dict[str, Any] = {
         "environment": asdict(environment),
         "dependencies": {name: _version(name) for name in DEPENDENCIES},
-        "extras": {
-            extra: [module for module in modules if find_spec(module) is None] for extra, modules in EXTRAS.items()
+        "extras": {extra: [name for name in packages if _version(name) is None] for extra, packages in EXTRAS.items()},
+        "gpu": {
+            "name": environment.gpu,
+            "driver": environment.driver,
+            "target": _match(environment.gpu),
+            "missing": missing_modules(),
         },
-        "gpu": {"name": environment.gpu, "driver": environment.driver, "target": _match(environment.gpu)},
-        "store": _store(store),
+        "store": _store(store, environment.gpu),
     }
     if as_json:
         show_json(report)
@@ -64,15 +84,30 @@ def _match(gpu: str | None) -> str | None:
     return next((name for name, target in TARGETS.items() if is_target(gpu, target)), None)
 
 
-def _store(url: str) -> dict[str, Any]:
-    """Its state, without creating it."""
+def _probe(url: str, environment: Environment) -> None:
+    """Measure the GPU and add what was found to the store. Raises as `open_gpu`, `probe` and `open_store` do."""
+    from flywheel.measure.ceiling import Ceiling
+    from flywheel.store.sql import open_store
+    from flywheel.vm.driver import open_gpu
+    from flywheel.vm.probes import probe
+
+    gpu = open_gpu()
+    with open_store(url) as store:
+        note(f"flywheel: probing {gpu.name}")
+        found = probe(gpu)
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        store.append_ceiling(Ceiling(gpu.name, environment.driver, environment.host, **asdict(found), created_at=now))
+
+
+def _store(url: str, gpu: str | None) -> dict[str, Any]:
+    """Its state, with what it knows of the GPU, without creating it."""
     from flywheel.store.engine import make_store_url, store_name
     from flywheel.store.schema import SCHEMA_VERSION
     from flywheel.store.sql import open_store
 
     found: dict[str, Any] = {
         "name": None, "exists": False, "writable": None, "schema_version": None, "campaigns": None, "trials": None,
-        "problem": None,
+        "problem": None, "ceiling": None,
     }  # fmt: skip
     try:
         where = make_store_url(url)
@@ -84,11 +119,13 @@ def _store(url: str) -> dict[str, Any]:
                 return found
         with open_store(url, create=False) as store:
             summaries = store.campaigns()
+            ceiling = None if gpu is None else store.ceiling(gpu)
     except StoreError as error:
         return {**found, "problem": str(error)}
     trials = sum(summary.trials for summary in summaries)
     return {
         **found, "exists": True, "schema_version": SCHEMA_VERSION, "campaigns": len(summaries), "trials": trials,
+        "ceiling": None if ceiling is None else asdict(ceiling),
     }  # fmt: skip
 
 
@@ -105,6 +142,7 @@ def _show(report: dict[str, Any]) -> None:
         *((f"[{extra}]", "installed" if not absent else f"not installed ({', '.join(absent)} missing)")
           for extra, absent in report["extras"].items()),
         ("GPU", _gpu_line(gpu)),
+        ("measured", _ceiling_line(gpu, store["ceiling"])),
         ("store", _store_line(store)),
     ]  # fmt: skip
     show(pairs(lines, indent=""))
@@ -114,7 +152,28 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
     if gpu["name"] is None:
         return "none that nvidia-smi knows: latencies are predicted by the cost model"
     target = f"--gpu {gpu['target']}" if gpu["target"] else "none of the known GPUs (flywheel targets)"
-    return f"{gpu['name']}, driver {gpu['driver']}: {target}; this version has no CUDA VM, so latencies are predicted"
+    if gpu["missing"]:
+        target += (
+            f"; latencies are predicted until pip install 'flywheel[cuda,torch]' ({', '.join(gpu['missing'])} missing)"
+        )
+    return f"{gpu['name']}, driver {gpu['driver']}: {target}"
+
+
+def _ceiling_line(gpu: dict[str, Any], ceiling: dict[str, Any] | None) -> str | None:
+    """What the card itself was measured to do."""
+    from flywheel.ir import TARGETS
+
+    if gpu["name"] is None:
+        return None
+    if ceiling is None:
+        return "nothing yet of what this GPU can do; flywheel doctor --probe"
+    of = ""
+    if gpu["target"] is not None:
+        of = f" ({percent(ceiling['read_gbs'] / TARGETS[gpu['target']].hbm_bandwidth_gbs)} of the datasheet's)"
+    return (
+        f"reads {ceiling['read_gbs']:,.0f} GB/s{of} with {ceiling['read_kernel']}; "
+        f"a hand-off takes {ceiling['hand_off_us']:.2f} us"
+    )
 
 
 def _store_line(store: dict[str, Any]) -> str:

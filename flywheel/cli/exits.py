@@ -20,7 +20,7 @@ from flywheel.errors import (
 )
 
 FAILED: Final = 1
-"""What no other code says: worker processes that die, a bug."""
+"""What no other code says: an MLflow server that cannot be reached, worker processes that die, a bug."""
 DIFFERENT: Final = 1
 """`diff` only: the programs differ."""
 USAGE: Final = 2

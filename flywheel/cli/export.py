@@ -23,19 +23,20 @@ from flywheel.cli.options import (
 from flywheel.cli.provenance import find_campaign, schedule_text
 from flywheel.cli.text import note, show_json, us
 from flywheel.errors import StoreError, UnknownNameError, UsageError
+from flywheel.interop.t4 import dump_t4, to_t4
 from flywheel.measure.record import TrialRecord
 from flywheel.store.tsv import to_csv, to_tsv
 
 if TYPE_CHECKING:
     from flywheel.store.sql import Store
 
-FORMATS = ("schedule", "program", "tsv", "csv")
+FORMATS = ("schedule", "program", "tsv", "csv", "t4")
 
 
 @command
 @click.option("--format", "form", type=click.Choice(FORMATS), required=True,
               help="schedule: the best row's config, numbers and provenance. program: what it lowers to. "
-                   "tsv, csv: all trials.")  # fmt: skip
+                   "tsv, csv: all trials. t4: those of one model and GPU as Kernel Tuner has them.")  # fmt: skip
 @click.option("--campaign", metavar="NAME", help="Rows of this campaign only.")
 @workload_options
 @click.option("--measured/--predicted", default=None, help="Rows that count.  [default: measured if any are]")
@@ -71,6 +72,9 @@ def export(
             records = _rows(opened, wanted, measured)
             text = to_tsv(records) if form == "tsv" else to_csv(records)
             facts = {"trials": [asdict(record) for record in records]} if output is None else {"trials": len(records)}
+        elif form == "t4":
+            document = _t4(_rows(opened, wanted, None), measured)
+            text, facts = dump_t4(document), {"trials": len(document["results"])}
         else:
             record = _best(opened, wanted, measured)
             origin = find_campaign(opened, record.campaign)
@@ -110,6 +114,21 @@ def _rows(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> lis
         )
         if all(getattr(record, name) == value for name, value in wanted.items()) and kept in (None, record.outcome)
     ]
+
+
+def _t4(records: list[TrialRecord], measured: bool | None) -> dict[str, Any]:
+    """The trials as T4. Raises UnknownNameError where none has a latency of the kind that counts."""
+    if measured is None:
+        measured = any(record.outcome == "measured" for record in records)
+    kind = "measured" if measured else "predicted"
+    if not any(record.outcome == kind for record in records):
+        raise UnknownNameError(f"export: no {kind} trial; flywheel campaigns shows what there is")
+    document = to_t4(records, measured=measured)
+    kept = document["results"]
+    valid = sum(result["invalidity"] == "correct" for result in kept)
+    left = f"; left out {len(records) - len(kept)} with latencies of another kind" if len(kept) < len(records) else ""
+    note(f"{len(kept)} trials, {valid} of them {kind}{left}")
+    return document
 
 
 def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> TrialRecord:

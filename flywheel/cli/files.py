@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
+from flywheel.cli.options import DEFAULTS
 from flywheel.errors import IrFormatError, StoreError, UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.ir.serde import parse_json, read_text
@@ -40,6 +42,30 @@ def load_config(path: str) -> Schedule | ScheduleConfig:
         raise IrFormatError(f"{path}: {error}") from None
     except StoreError as error:
         raise UsageError(str(error)) from None
+
+
+def settle_work(who: str, named: Mapping[str, Any], schedule: Schedule | None) -> dict[str, Any]:
+    """Model, GPU, dtype and context: the options, else the schedule's, else the defaults.
+
+    Raises UsageError, which names the command `who`, without a model or a GPU.
+    """
+    settled = {}
+    for name, value in named.items():
+        fallback = DEFAULTS.get(name) if schedule is None else getattr(schedule, name)
+        settled[name] = value = fallback if value is None else value
+        if value is None:
+            raise UsageError(f"{who}: no model and GPU without --{name} or an exported schedule")
+    return settled
+
+
+def read_argument(path: str) -> str:
+    """Text of a file or, of `-`, of stdin. Raises IrFormatError where it is not UTF-8 or cannot be read."""
+    if path != "-":
+        return read_text(Path(path))
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise IrFormatError(f"-: not UTF-8 at byte {error.start}") from None
 
 
 def _document(path: str) -> Any:

@@ -71,8 +71,8 @@ def generate(
     source = open_model("generate", model)
     tokenizer = _tokenizer(source, required=prompt is not None)
     ids = prompt_ids if tokenizer is None or prompt is None else tokenizer.encode(prompt)
-    program = lower_model(source, given, gpu, dtype, context)
-    generation = _run(program, source, ids or (), max_tokens, seed, verify)
+    program = lower_model(source, given, gpu, dtype, context, device)
+    generation = _run(program, source, ids or (), max_tokens, device, seed, verify)
     text = None if tokenizer is None else tokenizer.decode(generation.token_ids)
     if not as_json:
         show(",".join(map(str, generation.token_ids)) if text is None else text)
@@ -95,7 +95,13 @@ def generate(
 
 
 def _run(
-    program: MegakernelProgram, source: Source, ids: Sequence[int], max_tokens: int, seed: int, verify: bool
+    program: MegakernelProgram,
+    source: Source,
+    ids: Sequence[int],
+    max_tokens: int,
+    device: str,
+    seed: int,
+    verify: bool,
 ) -> Generation:
     """Raises UsageError, before weights are touched, where the context is too short."""
     from flywheel.decode.generate import generate as run
@@ -107,7 +113,7 @@ def _run(
     stop_ids = frozenset[int]() if source.folder is None else end_ids(source.folder)
     context = read_interface(program, source.spec).context
     request = make_request(ids, max_tokens, stop_ids, source.spec, context)
-    session, weights = open_session(program, source, seed)
+    session, weights = open_session(program, source, seed, device)
     return run(session, request, make_oracle(session, weights) if verify else None)
 
 

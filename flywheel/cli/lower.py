@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flywheel.cli.exits import REJECTED
-from flywheel.cli.files import load_config
-from flywheel.cli.options import DEFAULTS, command, json_option, output_option, setting, workload_options, write_file
+from flywheel.cli.files import load_config, settle_work
+from flywheel.cli.options import command, json_option, output_option, setting, workload_options, write_file
 from flywheel.cli.text import note, percent, show, show_json, size, us
 from flywheel.cost_model import MODEL_VERSION, predict
 from flywheel.errors import ConfigError, UsageError
@@ -53,7 +53,7 @@ def lower(
 
     given = load_config(config_file) if config_file is not None else None
     named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context}
-    workload = make_workload(**_settle(named, given if isinstance(given, Schedule) else None))
+    workload = make_workload(**settle_work("lower", named, given if isinstance(given, Schedule) else None))
     config = given.config if isinstance(given, Schedule) else given
     if config is None or settings:
         knobs = dict(settings)
@@ -76,17 +76,6 @@ def lower(
     write_file(output, program.to_json() + "\n")
     if as_json:
         show_json({"path": str(output), **summary})
-
-
-def _settle(named: dict[str, Any], schedule: Schedule | None) -> dict[str, Any]:
-    """Options, else the schedule's, else the defaults. Raises UsageError without a model or a GPU."""
-    settled = {}
-    for name, value in named.items():
-        fallback = DEFAULTS.get(name) if schedule is None else getattr(schedule, name)
-        settled[name] = value = fallback if value is None else value
-        if value is None:
-            raise UsageError(f"lower: no model and GPU without --{name} or an exported schedule as --config")
-    return settled
 
 
 def _choose(space: Space, pinned: Space, names: Collection[str], config: ScheduleConfig | None) -> ScheduleConfig:

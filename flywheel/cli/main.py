@@ -21,7 +21,12 @@ from flywheel.errors import FlywheelError
 COMMANDS: Final = {
     "search": ("flywheel.cli.search:search", "Search for the fastest schedule of a model on a GPU."),
     "campaigns": ("flywheel.cli.campaigns:campaigns", "List the campaigns of a store, or show one."),
-    "export": ("flywheel.cli.export:export", "Write the best schedule, its program, or all trials as a table."),
+    "export": ("flywheel.cli.export:export", "Write the best schedule, its program, or all trials."),
+    "import": ("flywheel.cli.importing:import_file", "Take trials, or schedules to try first, from a file."),
+    "evaluate": ("flywheel.cli.evaluate:evaluate", "Say what one schedule is worth."),
+    "report": ("flywheel.cli.report:report", "Write a campaign as one HTML page."),
+    "mlflow": ("flywheel.cli.mlflow:mlflow", "Mirror campaigns in MLflow."),
+    "dashboard": ("flywheel.cli.dashboard:dashboard", "Show the store's campaigns in MLflow's browser pages."),
     "lower": ("flywheel.cli.lower:lower", "Turn a model and a schedule config into a program."),
     "validate": ("flywheel.cli.validate:validate", "Prove programs free of deadlocks and races."),
     "simulate": ("flywheel.cli.simulate:simulate", "Run a program's counters and predict its latency."),

@@ -26,7 +26,7 @@ DEFAULTS: Final = MappingProxyType(
 
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)?")
 _SECONDS: Final = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-_NO_FILE: Final = re.compile(r":memory:|sqlite:/*(:memory:)?(\?.*)?")
+_NO_FILE: Final = re.compile(r":memory:|sqlite:/*(:memory:)?(\?.*)?|sqlite:.*[?&]mode=memory(&.*)?")
 """Stores that would be gone with the process."""
 
 
@@ -42,6 +42,12 @@ def seconds(text: str) -> float:
     return float(found[1]) * _SECONDS[found[2]]
 
 
+def check_name(who: str, name: str) -> None:
+    """Raises UsageError, which names the command `who`, for a campaign's name that nobody could read or repeat."""
+    if not (name.strip() and name.isprintable()):
+        raise UsageError(f"{who}: name {name!r} is empty or cannot be printed")
+
+
 def setting(text: str) -> tuple[str, str]:
     """`NAME=VALUE` as a pair."""
     name, _, value = text.partition("=")
@@ -50,9 +56,12 @@ def setting(text: str) -> tuple[str, str]:
     return name, value
 
 
-def command(function: Callable[..., Any]) -> click.Command:
-    """A command whose help is its docstring, and whose options are read from variables named after their flags."""
-    made = click.command(context_settings=dict(HELP))(function)
+def command(function: Callable[..., Any], name: str | None = None) -> click.Command:
+    """A command whose help is its docstring, and whose options are read from variables named after their flags.
+
+    `name` stands where the function cannot have the command's.
+    """
+    made = click.command(name, context_settings=dict(HELP))(function)
     for option in made.params:
         if isinstance(option, click.Option):
             option.envvar = variables(made.name or "", option)

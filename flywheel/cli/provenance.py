@@ -47,6 +47,8 @@ def search_command(campaign: Campaign) -> str:
             words += ["--name", str(value)] if named else []
         elif name == "seeds":
             words += [] if value else ["--no-seeds"]
+        elif name == "warm":
+            words += [] if value else ["--cold"]
         elif name in _ALWAYS or (value != default and value is not None):
             words += [f"--{name.removesuffix('_s')}", str(value)]
     return shlex.join(words)

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flywheel.cli.drain import Drain
+from flywheel.cli.events import JsonLines, show_event
 from flywheel.cli.exits import ABORTED, REJECTED
+from flywheel.cli.mlflow import CHILDREN, Beside, tracking_option
 from flywheel.cli.options import (
     DEFAULT_STORE,
     DEFAULTS,
     SharedOption,
+    check_name,
     check_writable,
     command,
     json_option,
@@ -26,7 +29,7 @@ from flywheel.cli.options import (
 )
 from flywheel.cli.progress import make_reporter
 from flywheel.cli.provenance import find_campaign, schedule_text
-from flywheel.cli.text import counts, duration, note, pairs, percent, show, show_json, us
+from flywheel.cli.text import counts, duration, escaped, note, pairs, percent, show, show_json, us
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import UsageError
 from flywheel.search.spec import CampaignSpec, read_campaign_file
@@ -53,25 +56,52 @@ def _default(name: str, text: str) -> str:
 
 @command
 @workload_options
-@click.option("--measure", cls=SharedOption, type=click.Choice(["auto", "predict", "cuda"]),
-              help=_default("measure", "Where latencies come from; auto: predict; this version has no CUDA VM."))
+@click.option(
+    "--measure",
+    cls=SharedOption,
+    type=click.Choice(["auto", "predict", "cuda"]),
+    help=_default("measure", "Where latencies come from; auto: cuda with that GPU here, else predict."),
+)
 @click.option("--sampler", type=click.Choice(SAMPLERS), help=_default("sampler", "Optuna sampler."))
 @click.option("--seed", type=int, help=_default("seed", "Seed of the sampler."))
 @click.option("--trials", type=int, help=_default("trials", "Stop after so many trials, earlier runs included."))
 @click.option("--time", "time_s", type=seconds, metavar="DURATION", help="Stop this run after 90, 90s, 5m or 1h.")
 @click.option("--until", type=float, metavar="FRACTION", help="Stop at this fraction of the weight floor: 0.95.")
 @click.option("--patience", type=int, metavar="TRIALS", help="Stop after so many trials without gain.")
-@click.option("--jobs", type=int, help=_default("jobs", "Processes that evaluate."))
+@click.option("--jobs", type=int, help=_default("jobs", "Processes of this machine that predict."))
+@click.option(
+    "--engine", type=click.Choice(["local", "ray"]), help=_default("engine", "This machine, or a Ray cluster.")
+)
+@click.option("--ray-address", metavar="HOST:PORT", help="Of the cluster's head.  [default: a cluster of this machine]")
+@click.option("--workers", type=int, help="GPUs that measure, or Ray's processes that predict.  [default: all of them]")
 @click.option("--seeds/--no-seeds", default=None, help="Try known good schedules first.  [default: seeds]")
+@click.option(
+    "--warm/--cold", default=None,
+    help="Before those, try the best schedules that the store has of the nearest models and GPUs.  [default: warm]",
+)
 @click.option("--fix", type=setting, metavar="NAME=VALUE", multiple=True, help="Pin a knob; repeatable.")
 @click.option("--name", metavar="NAME", help="Name of the campaign.  [default: after what it searches]")
-@click.option("--campaign", "campaign_file", type=click.Path(path_type=Path), metavar="FILE.toml",
-              help="Options from a file; the command line and the environment override it.")
+@click.option(
+    "--campaign",
+    "campaign_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE.toml",
+    help="Options from a file; the command line and the environment override it.",
+)
 @store_option
 @click.option("--fresh", is_flag=True, help="Start a new campaign instead of resuming the one of that name.")
-@click.option("--schedule", "schedule_file", type=click.Path(path_type=Path), metavar="FILE",
-              help="Also write the best schedule, as flywheel export does.")
+@click.option(
+    "--schedule",
+    "schedule_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write the best schedule, as flywheel export does.",
+)
+@click.option("--mlflow", "children", type=click.Choice(CHILDREN),
+              help="Mirror the campaign in MLflow, from a process of its own, with runs of these trials.")
+@tracking_option
 @json_option
+@click.option("--jsonl", is_flag=True, help="One JSON object an event on stdout, as it happens, instead of a summary.")
 @click.pass_context
 def search(
     ctx: click.Context,
@@ -80,45 +110,71 @@ def search(
     store: str,
     fresh: bool,
     schedule_file: Path | None,
+    children: str | None,
+    tracking_uri: str | None,
     as_json: bool,
+    jsonl: bool,
     fix: tuple[tuple[str, str], ...],
     **options: Any,
 ) -> None:  # fmt: skip
     """Search for the fastest schedule of a model's decode step on a GPU.
 
     Every trial goes to the store. Ctrl-C finishes the trials under way and ends with exit code 130; the same command
-    resumes. Without the GPU here, latencies are predicted by a cost model.
+    resumes. With the GPU here, schedules are run, checked against an oracle and timed, one at a time; without it,
+    latencies are predicted by a cost model.
     """
     from flywheel.search.run import run_search
+    from flywheel.store.mlflow import check_installed
 
     spec = make_spec(read_campaign_file(campaign_file) if campaign_file is not None else {}, options, dict(fix))
     if schedule_file is not None:
         check_writable(schedule_file)
+    if children is not None:
+        check_installed()
     started: list[Start] = []
+    mirrors: list[Beside] = []
 
     def announce(start: Start) -> None:
         started.append(start)
-        note(_latency_source(start))
+        note(_latency_source(start, asked=spec.measure))
+        if start.starts and not start.known:
+            note(_beginning(start))
+        if children is not None:
+            mirrors.append(Beside(store, start.name, children, tracking_uri))
         reporter.start(start)
 
-    with make_reporter() as reporter, Drain(reporter.drain) as drain:
+    with JsonLines(make_reporter()) if jsonl else make_reporter() as reporter, Drain(reporter.drain) as drain:
         result = run_search(
             spec, store, fresh=fresh, announce=announce, watch=reporter.watch, interrupted=lambda: drain.requested
         )
-    if as_json:
-        show_json(_document(started[0], result))
-    else:
-        _show(started[0], result, store, schedule_file)
+    for trouble in filter(None, (mirror.trouble() for mirror in mirrors)):
+        note(f"flywheel: the mirror lags: {escaped(trouble)}; flywheel mlflow sync makes up for it")
+    _present(started[0], result, store, schedule_file, "jsonl" if jsonl else "json" if as_json else "text")
+    ctx.exit(_exit_code(result, fresh))
+
+
+def _present(start: Start, result: CampaignResult, store: str, schedule_file: Path | None, form: str) -> None:
+    """How the search ended, on stdout, and its best schedule, where a file is asked for."""
+    match form:
+        case "jsonl":
+            show_event("end", _document(start, result))
+        case "json":
+            show_json(_document(start, result))
+        case _:
+            _show(start, result, store, schedule_file)
     if schedule_file is not None and result.best is not None:
         write_file(schedule_file, _schedule(store, result.best))
+
+
+def _exit_code(result: CampaignResult, fresh: bool) -> int:
+    """The exit code, with advice on stderr where there is some."""
     if result.stopped == "interrupted":
         command_line = "the same command without --fresh" if fresh else "the same command"
         note(f"flywheel: stopped cleanly after {result.trials} trials; {command_line} resumes {result.name}")
-        ctx.exit(ABORTED)
+        return ABORTED
     if result.stopped == "trials" and not result.new_trials:
         note(f"flywheel: all {result.trials} trials were there already; more --trials go on, --fresh starts over")
-    if result.best is None:
-        ctx.exit(REJECTED)
+    return 0 if result.best is not None else REJECTED
 
 
 def make_spec(file: dict[str, Any], options: dict[str, Any], fix: dict[str, str]) -> CampaignSpec:
@@ -128,19 +184,30 @@ def make_spec(file: dict[str, Any], options: dict[str, Any], fix: dict[str, str]
     for name, where in (("model", "models"), ("gpu", "targets")):
         if name not in settings:
             raise UsageError(f"search: --{name} is missing, here and in a campaign file; see flywheel {where}")
-    title = settings.get("name")
-    if title is not None and not (title.strip() and title.isprintable()):
-        raise UsageError(f"search: name {title!r} is empty or cannot be printed")
+    if settings.get("name") is not None:
+        check_name("search", settings["name"])
     return CampaignSpec(**settings)
 
 
-def _latency_source(start: Start) -> str:
+def _latency_source(start: Start, asked: str) -> str:
     """Where this search's latencies come from, and why."""
-    wanted, present = start.spec.gpu, start.environment.gpu
+    wanted, environment = start.spec.gpu, start.environment
+    present = environment.gpu
     if start.spec.measure != "predict":
-        return f"Latencies are measured on {present}."
-    why = f"no {wanted} here" if present is None else f"this version has no CUDA VM for this machine's {present}"
+        return f"Latencies are measured on {present}, driver {environment.driver}, NVRTC {environment.nvrtc}."
+    if asked == "predict":
+        why = "--measure predict"
+    elif present is None:
+        why = f"no {wanted} here"
+    else:
+        why = f"pip install 'flywheel[cuda,torch]' to measure on this machine's {present}"
     return f"Latencies are predicted by the cost model (version {MODEL_VERSION}): {why}."
+
+
+def _beginning(start: Start) -> str:
+    """Whose schedules this search tries first."""
+    works = [f"{warm.model} on {warm.gpu}, {warm.dtype}, context {warm.context}" for warm in start.starts]
+    return escaped(f"Begins with the best schedules of {'; '.join(works)}, tried again here; --cold goes without.")
 
 
 def _schedule(store: str, best: TrialRecord) -> str:
@@ -176,6 +243,7 @@ def _document(start: Start, result: CampaignResult) -> dict[str, Any]:
             "floor_us": best.floor_us,
             "floor_fraction": best.floor_fraction,
         },
+        "tied": [record.trial for record in result.tied],
         "stopped": result.stopped,
         "elapsed_s": result.elapsed_s,
     }  # fmt: skip
@@ -206,6 +274,7 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
                 ("trials", f"{result.trials:,}, {result.new_trials:,} of them new{rate}; {_STOPPED[result.stopped]}"),
                 ("outcomes", counts(result.outcomes)),
                 *(_found(spec, best) if best is not None else ()),
+                *((("tied", _tied(result)),) if result.tied else ()),
                 ("store", where),
                 *((("schedule", str(schedule_file)),) if schedule_file is not None and best is not None else ()),
                 *((("next", f"{shlex.join(words)} --output best.json"),) if best is not None else ()),
@@ -217,6 +286,12 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
 def _found(spec: CampaignSpec, best: TrialRecord) -> list[tuple[str, str | None]]:
     where = f"trial {best.trial}, config {best.config_id}, program {best.program_id}"
     return [("best", where), ("knobs", _knobs(spec, best))]
+
+
+def _tied(result: CampaignResult) -> str:
+    """What the final could not tell from the best."""
+    rows = [f"trial {record.trial} ({us(record.latency_us)})" for record in result.tied]
+    return f"with {', '.join(rows)}: the difference is within the noise"
 
 
 def _knobs(spec: CampaignSpec, best: TrialRecord) -> str | None:

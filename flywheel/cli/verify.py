@@ -67,6 +67,8 @@ def verify(
     without a position after 0.
     """
     check_device(device)
+    if device == "cuda" and order != "list":
+        raise UsageError(f"verify: --order {order} goes with --device reference; on a GPU tasks fire as they can")
     if (program_file is None) == (config_file is None):
         raise UsageError("verify: give one of PROGRAM and --config")
     if program_file is not None:
@@ -76,8 +78,8 @@ def verify(
     else:
         given = load_config(config_file or "")
         source = _open(model, given.model if isinstance(given, Schedule) else None)
-        program = lower_model(source, given, gpu, dtype, context)
-    verdict = _verdict(program, source, positions, seed, order)
+        program = lower_model(source, given, gpu, dtype, context, device)
+    verdict = _verdict(program, source, positions, device, seed, order)
     if as_json:
         show_json({**_document(verdict), "model": source.name, "program_id": program_id(program),
                    "config_id": program.config.config_id if program.config else None, "device": device,
@@ -103,12 +105,17 @@ def _open(model: str | None, fallback: str | None) -> Source:
 
 
 def _verdict(
-    program: MegakernelProgram, source: Source, positions: tuple[int, ...] | None, seed: int, order: str
+    program: MegakernelProgram,
+    source: Source,
+    positions: tuple[int, ...] | None,
+    device: str,
+    seed: int,
+    order: str,
 ) -> Verdict:
     from flywheel.decode.verify import default_positions, make_oracle
     from flywheel.decode.verify import verify as compare
 
-    session, weights = open_session(program, source, seed, order)
+    session, weights = open_session(program, source, seed, device, order)
     tried = positions if positions is not None else default_positions(session.context)
     return compare(session, make_oracle(session, weights), tried, seed)
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,14 +39,15 @@ def run() -> Run:
 
 
 @pytest.fixture
-def with_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
-    """Pretend that this machine has the GPU of that name, or none."""
+def with_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretend that this machine has the GPU of that name, or none: `with_gpu(name, driver="1")`."""
 
-    def pretend(gpu: str | None) -> None:
+    def pretend(gpu: str | None, driver: str = "1") -> None:
         def capture() -> Environment:
-            return replace(capture_environment(), gpu=gpu, driver=None if gpu is None else "1")
+            return replace(capture_environment(), gpu=gpu, driver=None if gpu is None else driver)
 
-        monkeypatch.setattr("flywheel.search.run.capture_environment", capture)
+        monkeypatch.setattr("flywheel.search.sites.capture_environment", capture)
+        monkeypatch.setattr("flywheel.search.sites.list_gpus", list)
 
     return pretend
 
@@ -56,6 +59,14 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = invoke(*SEARCH, "--trials", "5", "--name", "small", "--store", str(store))
     assert result.exit_code == 0, result.stderr
     return store
+
+
+@pytest.fixture
+def store(searched: Path) -> str:
+    """A copy of that store, to be written to."""
+    with closing(sqlite3.connect(searched)) as source, closing(sqlite3.connect("trials.db")) as copy:
+        source.backup(copy)  # what is still in its write-ahead log, too
+    return "trials.db"
 
 
 @pytest.fixture(scope="session")

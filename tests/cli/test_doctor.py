@@ -4,11 +4,17 @@ import json
 import re
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from click.testing import Result
 
 from flywheel.cli.doctor import DEPENDENCIES, EXTRAS
+from flywheel.errors import NoGpuError
+from flywheel.measure.ceiling import Ceiling
+from flywheel.measure.environment import capture_environment
+from flywheel.store.sql import open_store
 
 Run = Callable[..., Result]
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -40,5 +46,40 @@ def test_doctor_exits_0_and_reports_a_store_in_trouble(run: Run) -> None:
     assert run("doctor", "--store", "mysql://x/y").exit_code == 0
 
 
-def test_doctor_says_honestly_that_latencies_are_predicted(run: Run) -> None:
+def test_doctor_says_honestly_that_latencies_are_predicted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, None)
     assert "predicted" in run("doctor").stdout
+
+
+def test_doctor_shows_what_was_measured_of_this_gpu_and_of_no_other(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def ceiling(gpu: str, read_gbs: float) -> Ceiling:
+        return Ceiling(gpu, "1", "lab", read_gbs, "ring of 6 x 32 KiB an SM", 1.25, "2026-01-02T03:04:05+00:00")
+
+    pretend(monkeypatch, "NVIDIA H200")
+    store = str(tmp_path / "trials.db")
+    assert "doctor --probe" in run("doctor", "--store", store).stdout
+    with open_store(store) as opened:
+        for found in (ceiling("NVIDIA H200", 4000.0), ceiling("NVIDIA H200", 4608.0), ceiling("NVIDIA L4", 280.0)):
+            opened.append_ceiling(found)
+    assert json.loads(run("doctor", "--store", store, "--json").stdout)["store"]["ceiling"]["read_gbs"] == 4608.0
+    shown = run("doctor", "--store", store).stdout
+    assert "reads 4,608 GB/s (96.0 % of the datasheet's) with ring of 6 x 32 KiB an SM" in shown
+    assert "a hand-off takes 1.25 us" in shown
+
+
+def test_probing_without_a_gpu_is_code_4_and_leaves_no_store(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise NoGpuError("GPU 0: no driver")
+
+    monkeypatch.setattr("flywheel.vm.driver.open_gpu", absent)
+    result = run("doctor", "--probe")
+    assert (result.exit_code, result.stdout, result.stderr) == (4, "", "flywheel: GPU 0: no driver\n")
+    assert not Path("flywheel.db").exists()
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, gpu: str | None) -> None:
+    """This machine has the GPU of that name, or none."""
+    environment = replace(capture_environment(), gpu=gpu, driver=None if gpu is None else "1")
+    monkeypatch.setattr("flywheel.measure.environment.capture_environment", lambda: environment)

@@ -26,7 +26,7 @@ def export(run: Run, searched: Path) -> Run:
     return exported
 
 
-@pytest.mark.parametrize("form", ["schedule", "program", "tsv", "csv"])
+@pytest.mark.parametrize("form", ["schedule", "program", "tsv", "csv", "t4"])
 def test_the_same_rows_give_the_same_bytes_on_stdout_and_in_a_file(form: str, export: Run) -> None:
     first = export(form, "--campaign", "small")
     assert first.exit_code == 0, first.stderr
@@ -125,3 +125,25 @@ def test_a_row_whose_program_has_changed_is_store_trouble(export: Run, monkeypat
     result = export("program", "--campaign", "small")
     assert (result.exit_code, result.stdout) == (5, "")
     assert "program another" in result.stderr
+
+
+def test_t4_holds_one_kind_of_latency_and_says_which(export: Run) -> None:
+    result = export("t4", "--campaign", "small")
+    assert (result.exit_code, result.stderr) == (0, "5 trials, 5 of them predicted\n")
+    document = json.loads(result.stdout)
+    assert document["metadata"]["latencies"] == "predicted"
+    assert {tuple(found["objectives"]) for found in document["results"]} == {("predicted_time",)}
+    assert export("t4", "--campaign", "small", "--predicted").stdout == result.stdout
+    measured = export("t4", "--campaign", "small", "--measured")
+    assert (measured.exit_code, measured.stdout) == (2, "")
+    assert "no measured trial" in measured.stderr
+
+
+def test_t4_of_different_work_is_a_usage_error(run: Run, searched: Path) -> None:
+    rows = run("export", "--format", "tsv", "--store", searched).stdout
+    assert run("import", "-", "--as", "a", "--store", "two.db", stdin=rows).exit_code == 0
+    other = rows.replace("\tbf16\t512\t", "\tbf16\t64\t")
+    assert run("import", "-", "--as", "b", "--store", "two.db", stdin=other).exit_code == 0
+    result = run("export", "--format", "t4", "--store", "two.db")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert run("export", "--format", "t4", "--store", "two.db", "--context", "64").exit_code == 0

@@ -13,6 +13,7 @@ from click.testing import Result
 from transformers import LlamaForCausalLM
 
 from flywheel.decode.session import ReferenceSession, Step
+from flywheel.errors import NoGpuError
 from flywheel.ir import ScheduleConfig
 
 Run = Callable[..., Result]
@@ -179,11 +180,13 @@ def test_a_model_is_needed(run: Run) -> None:
     assert "--model" in result.stderr
 
 
-def test_cuda_is_not_there_yet(run: Run, checkpoint: Path) -> None:
+def test_cuda_without_a_gpu_is_code_4(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise NoGpuError("GPU 0: no driver")
+
+    monkeypatch.setattr("flywheel.vm.driver.open_gpu", absent)
     result = run("generate", "--model", checkpoint, "--prompt-ids", "1", "--device", "cuda")
-    assert (result.exit_code, result.stdout) == (4, "")
-    assert len(result.stderr.splitlines()) == 1
-    assert "not in this version" in result.stderr
+    assert (result.exit_code, result.stdout, result.stderr) == (4, "", "flywheel: GPU 0: no driver\n")
 
 
 @pytest.mark.parametrize(

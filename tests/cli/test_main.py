@@ -17,6 +17,7 @@ from flywheel.errors import (
     FlywheelError,
     InvalidProgramError,
     IrFormatError,
+    MirrorError,
     MismatchError,
     NoGpuError,
     StoreError,
@@ -62,6 +63,7 @@ def test_asking_a_command_for_help_imports_nothing_slow(name: str) -> None:
     ("error", "code"),
     [
         (FlywheelError, 1),
+        (MirrorError, 1),
         (UsageError, 2),
         (UnknownNameError, 2),
         (ConfigError, 2),

@@ -26,6 +26,7 @@ def campaign(spec: CampaignSpec) -> Campaign:
         (CampaignSpec("m", "h100"), ""),
         (CampaignSpec("m", "h100", time_s=90.0, until=0.9), " --time 90.0 --until 0.9"),
         (CampaignSpec("m", "h100", seeds=False, jobs=1), " --jobs 1 --no-seeds"),
+        (CampaignSpec("m", "h100", warm=False), " --cold"),
         (CampaignSpec("m", "h100", fix={"depth": "2", "chunk": "4096"}, name="a b"),
          " --fix chunk=4096 --fix depth=2 --name 'a b'"),
     ],

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,18 @@ from click.testing import Result
 from flywheel.cli.options import seconds
 from flywheel.cli.search import SAMPLERS, make_spec
 from flywheel.errors import ConfigError, UsageError
+from flywheel.ir import MegakernelProgram
+from flywheel.measure.environment import capture_environment
+from flywheel.measure.latency import GpuState, MeasuredLatency
+from flywheel.measure.outcome import Measured
+from flywheel.measure.record import TrialRecord
+from flywheel.measure.verdict import judge
+from flywheel.search.engine import Bench, InlineEngine
+from flywheel.search.measuring import look
 from flywheel.search.spec import read_campaign_file
-from flywheel.store.sql import open_store
+from flywheel.search.workload import Workload
+from flywheel.store.sql import Store, open_store
+from flywheel.vm.nvrtc import nvrtc_version
 
 Run = Callable[..., Result]
 WORK = ("--model", "smollm2-135m", "--gpu", "l4")
@@ -35,7 +48,7 @@ def test_the_summary_is_on_stdout_and_progress_on_stderr(run: Run) -> None:
 
 
 def test_without_the_gpu_the_first_line_says_that_latencies_are_predicted(
-    run: Run, with_gpu: Callable[[str | None], None]
+    run: Run, with_gpu: Callable[..., None]
 ) -> None:
     with_gpu(None)
     result = run("search", *WORK, "--jobs", "1", "--trials", "1")
@@ -74,14 +87,14 @@ def test_the_same_seed_tries_the_same_configs_in_two_stores(run: Run) -> None:
     assert configs("a.db", "same") != configs("c.db", "same")
 
 
-def test_another_gpu_here_stops_the_search_with_code_4(run: Run, with_gpu: Callable[[str | None], None]) -> None:
+def test_another_gpu_here_stops_the_search_with_code_4(run: Run, with_gpu: Callable[..., None]) -> None:
     with_gpu("NVIDIA A100-SXM4-80GB")
     result = run("search", *WORK, "--trials", "1")
     assert (result.exit_code, result.stdout) == (4, "")
     assert "--measure predict" in result.stderr
 
 
-def test_measuring_without_the_gpu_is_code_4(run: Run, with_gpu: Callable[[str | None], None]) -> None:
+def test_measuring_without_the_gpu_is_code_4(run: Run, with_gpu: Callable[..., None]) -> None:
     with_gpu(None)
     assert run("search", *WORK, "--measure", "cuda").exit_code == 4
 
@@ -121,7 +134,7 @@ def test_the_offered_samplers_are_those_of_search() -> None:
 def test_command_line_beats_environment_beats_file_beats_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("c.toml").write_text(
         'model = "smollm2-135m"\ngpu = "l4"\nmeasure = "predict"\njobs = 1\nseed = 3\ntrials = 9\ncontext = 64\n'
-        '[fix]\ndepth = 2\nthreads = 160\n',
+        '[fix]\ndepth = 2\nthreads = 192\n',
         encoding="utf-8",
     )  # fmt: skip
     monkeypatch.setenv("FLYWHEEL_SEARCH_SEED", "4")
@@ -135,7 +148,7 @@ def test_command_line_beats_environment_beats_file_beats_default(run: Run, monke
     settled = {name: document[name] for name in ("gpu", "seed", "trials", "context", "sampler")}
     assert settled == {"gpu": "l4", "seed": 4, "trials": 1, "context": 128, "sampler": "tpe"}
     assert document["best"]["config"]["pipelining_depth"] == 4
-    assert document["best"]["config"]["threads_per_block"] == 160
+    assert document["best"]["config"]["threads_per_block"] == 192
     assert Path("elsewhere.db").exists()
 
 
@@ -153,7 +166,7 @@ def test_every_campaign_option_of_the_file_is_an_option_of_the_command(run: Run)
 
     text = run("search", "--help").stdout
     for field in fields(CampaignSpec):
-        assert f"--{field.name.removesuffix('_s')}" in text
+        assert f"--{field.name.removesuffix('_s').replace('_', '-')}" in text
 
 
 def test_options_that_were_not_given_do_not_hide_the_file() -> None:
@@ -180,13 +193,72 @@ def test_the_schedule_can_be_written_by_the_search_itself(run: Run) -> None:
     assert Path("best.json").read_text(encoding="utf-8") == exported.stdout
 
 
-def test_with_the_gpu_the_first_line_says_that_there_is_no_vm_for_it(
-    run: Run, with_gpu: Callable[[str | None], None]
+def test_with_the_gpu_but_without_its_packages_the_first_line_says_what_to_install(
+    run: Run, with_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_gpu("NVIDIA L4")
+    monkeypatch.setattr("flywheel.search.sites.missing_modules", lambda: ["cuda.core"])
     first = run("search", *WORK, "--jobs", "1", "--trials", "1").stderr.splitlines()[0]
     assert "predicted" in first
-    assert "this version has no CUDA VM" in first
+    assert "pip install 'flywheel[cuda,torch]' to measure on this machine's NVIDIA L4" in first
+    result = run("search", *WORK, "--measure", "cuda")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="pretends a GPU that its worker does not find")
+def test_a_worker_that_cannot_start_ends_the_search_before_there_is_a_campaign(
+    run: Run, with_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpu("NVIDIA L4")
+    monkeypatch.setattr("flywheel.search.sites.missing_modules", list)
+    result = run("search", *WORK)
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert result.stderr.startswith("flywheel: --measure cuda needs an l4: ") and len(result.stderr.splitlines()) == 1
+    assert json.loads(run("campaigns", "--json").stdout)["campaigns"] == []
+
+
+def test_what_the_worker_measures_lands_in_rows_with_the_gpu_they_were_measured_on(
+    run: Run, with_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(_: object, program: MegakernelProgram) -> Measured:
+        verdict = judge(max_abs_error=0.0, max_rel_error=0.0, top1_agreement=1.0, positions=[1], dtype="BF16")
+        state = GpuState(1980, 2619, 410.5, 51, "none")
+        latency = MeasuredLatency(950.0 + len(program.tasks), 900.0, 9e9, 30, 3, "flushed", 940.0, state)
+        return Measured(latency, verdict)
+
+    driver = "1"
+
+    @contextmanager
+    def inline(_: object, site: object, workload: Workload, store: Store, store_url: str) -> Iterator[Any]:
+        here = replace(capture_environment(), gpu="NVIDIA L4", driver=driver, nvrtc=nvrtc_version(), kernels="0123")
+
+        def seen(program_id: str) -> TrialRecord | None:
+            return look(store, workload.target.name, "bf16", program_id, here)
+
+        yield InlineEngine(Bench(workload, lambda: seen, lambda program: measure(None, program))), here
+
+    with_gpu("NVIDIA L4")
+    monkeypatch.setattr("flywheel.search.sites.missing_modules", list)
+    monkeypatch.setattr("flywheel.search.run.open_engine", inline)
+    result = run("search", *WORK, "--trials", "3", "--name", "m", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.startswith("Latencies are measured on NVIDIA L4, driver 1, NVRTC ")
+    assert json.loads(result.stdout)["outcomes"] == {"measured": 3}
+    with open_store("flywheel.db", create=False) as store:
+        rows = store.trials("m")
+    assert {(row.gpu_name, row.gpu_driver, row.samples, row.l2_state) for row in rows} == {
+        ("NVIDIA L4", "1", 30, "flushed")
+    }
+    assert {(row.sm_clock_mhz, row.power_w, row.throttle, row.batch_us) for row in rows} == {(1980, 410.5, "none", 940)}
+    assert all(row.nvrtc and row.kernels for row in rows)
+    again = json.loads(run("search", *WORK, "--trials", "3", "--name", "again", "--json").stdout)
+    assert again["best"]["latency_us"] == json.loads(result.stdout)["best"]["latency_us"]
+    with open_store("flywheel.db", create=False) as store:
+        assert {row.source for row in store.trials("again")} == {"store"}
+    driver = "2"
+    run("search", *WORK, "--trials", "3", "--name", "newer")
+    with open_store("flywheel.db", create=False) as store:
+        assert "store" not in {row.source for row in store.trials("newer")}
 
 
 @pytest.mark.parametrize("place", [".", "nowhere/best.json"])
@@ -208,7 +280,10 @@ def test_the_result_is_shown_even_if_writing_the_schedule_fails(run: Run, monkey
     assert "best.json: cannot be written: No space left" in result.stderr
 
 
-@pytest.mark.parametrize("store", ["", " ", "sqlite://", "sqlite:///", "sqlite:///:memory:", ":memory:"])
+@pytest.mark.parametrize(
+    "store",
+    ["", " ", "sqlite://", "sqlite:///", "sqlite:///:memory:", ":memory:", "sqlite:///file:x?mode=memory&uri=true"],
+)
 def test_a_store_that_is_no_file_is_a_usage_error(store: str, run: Run) -> None:
     result = run(*SEARCH, "--trials", "1", "--store", store)
     assert (result.exit_code, result.stdout) == (2, "")
@@ -221,3 +296,17 @@ def test_a_name_that_cannot_be_read_is_a_usage_error(name: str, run: Run) -> Non
     result = run(*SEARCH, "--trials", "1", "--name", name)
     assert (result.exit_code, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_search_says_whose_schedules_it_begins_with_and_cold_ones_have_none(run: Run) -> None:
+    near = ("search", "--model", "smollm2-135m", "--gpu", "l40s", *SEARCH[5:], "--trials", "1")
+    assert "Begins with" not in run(*near, "--name", "near").stderr
+    warm = run(*SEARCH, "--trials", "1", "--name", "warm", "--jsonl")
+    assert "Begins with the best schedules of smollm2-135m on l40s, bf16, context 512, tried again here" in warm.stderr
+    starts = json.loads(warm.stdout.splitlines()[0])["starts"]
+    assert [(start["campaign"], start["trial"], start["gpu"]) for start in starts] == [("near", 0, "l40s")]
+    assert starts[0]["distance"] > 0
+    assert "Begins with" not in run(*SEARCH, "--trials", "2", "--name", "warm").stderr
+    cold = run(*SEARCH, "--trials", "1", "--name", "cold", "--cold", "--jsonl")
+    assert "Begins with" not in cold.stderr
+    assert json.loads(cold.stdout.splitlines()[0])["starts"] == []

@@ -9,6 +9,7 @@ import pytest
 from click.testing import Result
 
 from flywheel.decode.session import ReferenceSession
+from flywheel.errors import NoGpuError
 from flywheel.ir import ScheduleConfig
 
 Run = Callable[..., Result]
@@ -210,6 +211,12 @@ def test_an_error_that_is_no_number_is_null(
     assert "not a finite number" in json.loads(result.stdout)["reason"]
 
 
-def test_cuda_is_not_there_yet(run: Run, lowered: Path, checkpoint: Path) -> None:
+def test_cuda_without_a_gpu_is_code_4(
+    run: Run, lowered: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent() -> None:
+        raise NoGpuError("GPU 0: no driver")
+
+    monkeypatch.setattr("flywheel.vm.driver.open_gpu", absent)
     result = run("verify", lowered, "--model", checkpoint, "--device", "cuda")
-    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (4, "", 1)
+    assert (result.exit_code, result.stdout, result.stderr) == (4, "", "flywheel: GPU 0: no driver\n")

@@ -1,0 +1,121 @@
+"""`flywheel dashboard`: MLflow's pages on the local store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import click
+
+from flywheel.cli.drain import Drain
+from flywheel.cli.mlflow import children_option, make_follower, place, tracking_option
+from flywheel.cli.options import command, json_option, store_option
+from flywheel.cli.text import note, show, show_json
+from flywheel.errors import MirrorError, UsageError
+
+HOST: Final = "127.0.0.1"
+START_S: Final = 120.0
+"""MLflow's server takes seconds to start, on a loaded machine many."""
+STOP_S: Final = 10.0
+
+
+@command
+@click.option("--port", type=click.IntRange(0, 65535), default=0, metavar="PORT",
+              help="Port of the pages.  [default: a free one]")  # fmt: skip
+@tracking_option
+@children_option
+@store_option
+@json_option
+def dashboard(port: int, tracking_uri: str | None, children: str, store: str, as_json: bool) -> None:
+    """Show the store's campaigns in MLflow's browser pages, for this machine only, until Ctrl-C.
+
+    The mirror is brought up to date first and follows the store as long as the pages are open.
+    """
+    from flywheel.store.follow import follow
+
+    follower = make_follower(store, tracking_uri, (), children)
+    uri = follower.mirror.uri
+    if "://" in uri and uri.split("://")[0] in ("http", "https", "databricks"):
+        raise UsageError(f"{place(follower)}: is a server already; flywheel mlflow sync fills it")
+    follower.look(last=False)
+    pages = follower.mirror.pages()
+    with Drain(lambda: None) as drain, serve(uri, port or free_port(), lambda: drain.requested) as (address, runs):
+        if as_json:
+            show_json({"url": address + pages, "tracking_uri": place(follower)}, indent=None)
+        else:
+            show(address + pages)
+            note(f"flywheel: MLflow on {place(follower)}; Ctrl-C ends it")
+        sys.stdout.flush()
+        follow(follower, lambda: drain.requested or not runs(), lambda trouble: note(f"flywheel: {trouble}"))
+        if not drain.requested:
+            raise MirrorError("MLflow's server has ended by itself; mlflow server says why")
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        number: int = probe.getsockname()[1]
+    return number
+
+
+@contextmanager
+def serve(uri: str, port: int, stop: Callable[[], bool]) -> Iterator[tuple[str, Callable[[], bool]]]:
+    """MLflow's server on a tracking file: its address, once it answers, and whether it runs. Ends with the block.
+
+    Raises MirrorError where it does not answer within START_S.
+    """
+    words = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--host", HOST, "--port", str(port),
+             "--workers", "1", *_artifacts(uri)]  # fmt: skip
+    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    server = subprocess.Popen(
+        words, env={**os.environ, **quiet}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        address = f"http://{HOST}:{port}"
+        _await(address, lambda: server.poll() is None and not stop())
+        yield address, lambda: server.poll() is None
+    finally:
+        _end(server)
+
+
+def _artifacts(uri: str) -> list[str]:
+    if not uri.startswith("sqlite:///"):
+        return []
+    folder = Path(uri.removeprefix("sqlite:///")).resolve().parent / "mlflow-artifacts"
+    return ["--artifacts-destination", folder.as_uri()]
+
+
+def _await(address: str, goes_on: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + START_S
+    while goes_on() and time.monotonic() < deadline:
+        try:
+            with urlopen(f"{address}/health", timeout=2):
+                return
+        except (URLError, OSError):
+            time.sleep(0.1)
+    raise MirrorError(f"MLflow's server does not answer at {address}")
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """End the server and its workers, which are one process group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(server.pid, number)
+            server.wait(STOP_S)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+        return

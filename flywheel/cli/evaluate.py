@@ -1,0 +1,146 @@
+"""`flywheel evaluate`: what one schedule is worth, in one call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+from click.core import ParameterSource
+
+from flywheel.cli.exits import REJECTED
+from flywheel.cli.files import load_config, settle_work
+from flywheel.cli.options import SharedOption, command, json_option, store_option, workload_options
+from flywheel.cli.text import escaped, pairs, percent, show, show_json, us
+from flywheel.measure.floor import floor_fraction
+from flywheel.measure.outcome import Measured, Predicted, Rejected
+from flywheel.measure.record import TrialRecord
+from flywheel.store.schedule import Schedule
+
+if TYPE_CHECKING:
+    from flywheel.search.appraise import Appraisal
+    from flywheel.search.workload import Workload
+
+SHOWN: Final = 8
+"""Differences from the incumbent that the text shows."""
+_NUMBERS: Final = ("predicted_us", "predictor", "latency_us", "p10_us", "p90_us", "samples", "throttle")
+"""Columns of the verdict beside its outcome and reason, null where absent."""
+
+
+@command
+@click.argument("config_file", metavar="CONFIG|-")
+@workload_options
+@click.option("--measure", cls=SharedOption, type=click.Choice(["auto", "predict", "cuda"]), default="auto",
+              show_default=True, help="Where the latency comes from; auto: cuda with that GPU here, else predict.")
+@store_option
+@json_option
+@click.pass_context
+def evaluate(
+    ctx: click.Context,
+    config_file: str,
+    model: str | None,
+    gpu: str | None,
+    dtype: str | None,
+    context: int | None,
+    measure: str,
+    store: str,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Lower, validate and predict or measure one ScheduleConfig or exported schedule, and compare it with the best
+    that the store knows of the same work.
+
+    Writes nothing. Exit code 0 with a latency, 3 without one. A schedule brings its model, GPU, dtype and context
+    along; options override them.
+    """
+    from flywheel.search.appraise import appraise
+    from flywheel.search.workload import make_workload
+    from flywheel.store.sql import open_store
+
+    given = load_config(config_file)
+    schedule = given if isinstance(given, Schedule) else None
+    named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context}
+    workload = make_workload(**settle_work("evaluate", named, schedule))
+    config = given.config if isinstance(given, Schedule) else given
+    if ctx.get_parameter_source("store") is ParameterSource.DEFAULT and not Path(store).exists():
+        found = appraise(config, workload, measure, None)
+    else:
+        with open_store(store, create=False) as opened:
+            found = appraise(config, workload, measure, opened)
+    document = _document(workload, config.config_id, found)
+    if as_json:
+        show_json(document)
+    else:
+        _show(document)
+    if not isinstance(found.outcome, Measured | Predicted):
+        ctx.exit(REJECTED)
+
+
+def _document(workload: Workload, config_id: str, found: Appraisal) -> dict[str, Any]:
+    from flywheel.search.rows import result_columns
+
+    evaluation, outcome = found.evaluation, found.outcome
+    columns = result_columns(outcome)
+    latency_us = columns.get("latency_us", columns.get("predicted_us"))
+    floor_us = evaluation.floor_us
+    return {
+        "model": workload.model,
+        "gpu": workload.target.name,
+        "dtype": workload.dtype,
+        "context": workload.context,
+        "measure": found.measure,
+        "outcome": columns["outcome"],
+        "codes": list(outcome.codes) if isinstance(outcome, Rejected) else [],
+        "reason": columns.get("reason"),
+        **{name: columns.get(name) for name in _NUMBERS},
+        "floor_us": floor_us,
+        "floor_fraction": None if floor_us is None or latency_us is None else floor_fraction(floor_us, latency_us),
+        "config_id": config_id,
+        "program_id": evaluation.program_id,
+        "tasks": evaluation.tasks,
+        "incumbent": None if found.incumbent is None else _incumbent(found.incumbent, latency_us),
+        "changed": None if found.incumbent is None else {name: list(pair) for name, pair in found.changed.items()},
+    }
+
+
+def _incumbent(record: TrialRecord, latency_us: float | None) -> dict[str, Any]:
+    best_us = record.objective_us
+    assert best_us is not None
+    return {
+        "campaign": record.campaign,
+        "trial": record.trial,
+        "config_id": record.config_id,
+        "outcome": record.outcome,
+        "latency_us": record.latency_us,
+        "predicted_us": record.predicted_us,
+        "speedup": None if latency_us is None else best_us / latency_us,
+    }
+
+
+def _show(document: dict[str, Any]) -> None:
+    latency_us = document["latency_us"] or document["predicted_us"]
+    work = f"{document['model']} on {document['gpu']}, {document['dtype']}, context {document['context']}"
+    verdict = document["outcome"].replace("_", " ")
+    if latency_us is not None:
+        verdict += f" {us(latency_us)} a token; weight floor {us(document['floor_us'])}, "
+        verdict += f"{percent(document['floor_fraction'])} reached"
+    show(escaped(f"{work}: {verdict}"))
+    best, changed = document["incumbent"], document["changed"]
+    against = None
+    if best is not None:
+        best_us = best["latency_us"] or best["predicted_us"]
+        against = f"trial {best['trial']} of {best['campaign']}, {us(best_us)}"
+        against += f"; this is {best['speedup']:.3f}x as fast" if best["speedup"] is not None else ""
+    knobs = [f"{name} {after} (not {before})" for name, (before, after) in (changed or {}).items()]
+    if len(knobs) > SHOWN:
+        knobs[SHOWN:] = [f"and {len(knobs) - SHOWN} more"]
+    show(
+        pairs(
+            [
+                ("reason", document["reason"]),
+                ("config", document["config_id"]),
+                ("program", document["program_id"]),
+                ("incumbent", against),
+                ("changed", ", ".join(knobs) or (None if changed is None else "nothing")),
+            ]
+        )
+    )

@@ -1,0 +1,82 @@
+"""A search as JSON lines on stdout: one event a line, as it happens. docs/operations.md has their fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from flywheel.cli.progress import Reporter
+from flywheel.cli.text import show_json
+from flywheel.cost_model import MODEL_VERSION
+from flywheel.measure.record import TrialRecord
+
+if TYPE_CHECKING:
+    from flywheel.search.campaign import Progress
+    from flywheel.search.run import Start
+
+EVENTS_VERSION: Final = 1
+"""Raised when an older reader would misread the lines; added fields do not raise it."""
+
+_SEARCHED: Final = ("model", "gpu", "dtype", "context", "sampler", "seed", "measure")
+_STARTS: Final = ("model", "gpu", "dtype", "context", "campaign", "trial", "distance")
+_BUDGETS: Final = ("trials", "time_s", "until", "patience")
+_TRIAL: Final = ("trial", "outcome", "reason", "source", "config_id", "program_id", "latency_us", "predicted_us",
+                 "predictor", "floor_us", "floor_fraction", "tasks")  # fmt: skip
+
+
+class JsonLines:
+    """The events `start`, `trial` and `best` on stdout, and what `reporter` shows of them on stderr."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+
+    def __enter__(self) -> Self:
+        self._reporter.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reporter.__exit__(kind, error, trace)
+
+    def start(self, start: Start) -> None:
+        """What is searched, and how far it got before."""
+        spec = start.spec
+        show_event(
+            "start",
+            {
+                "version": EVENTS_VERSION,
+                "campaign": start.name,
+                **{name: getattr(spec, name) for name in _SEARCHED},
+                "predictor": MODEL_VERSION if spec.measure == "predict" else None,
+                "known": start.known,
+                "dimensions": start.dimensions,
+                "configurations": start.configurations,
+                "starts": [{name: getattr(warm, name) for name in _STARTS} for warm in start.starts],
+                "budget": {name: getattr(spec, name) for name in _BUDGETS},
+            },
+        )
+        self._reporter.start(start)
+
+    def watch(self, progress: Progress) -> None:
+        """A trial has ended; where it is the best so far, that is an event too."""
+        fields = {**_trial(progress.record), "trials": progress.trials, "elapsed_s": progress.elapsed_s}
+        show_event("trial", fields)
+        if progress.improved:
+            show_event("best", fields)
+        self._reporter.watch(progress)
+
+    def drain(self) -> None:
+        """The end event will say so."""
+        self._reporter.drain()
+
+
+def show_event(event: str, fields: Mapping[str, Any]) -> None:
+    """One line on stdout."""
+    show_json({"event": event, **fields}, indent=None)
+
+
+def _trial(record: TrialRecord) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in _TRIAL} | {"config": json.loads(record.config)}

@@ -1,0 +1,169 @@
+"""`flywheel import`: trials, or schedules to try first, from a file."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from flywheel.cli.files import read_argument, settle_work
+from flywheel.cli.options import (
+    DEFAULT_STORE,
+    SharedOption,
+    check_name,
+    command,
+    json_option,
+    store_option,
+    workload_options,
+)
+from flywheel.cli.provenance import search_command
+from flywheel.cli.text import counts, escaped, note, pairs, show, show_json
+from flywheel.errors import IrFormatError, StoreError, UsageError
+from flywheel.interop.amk import MARK, read_results
+from flywheel.ir import ScheduleConfig
+from flywheel.ir.serde import parse_json, read_text
+from flywheel.store.schedule import schedule_from_document
+from flywheel.store.tsv import from_tsv
+
+if TYPE_CHECKING:
+    from flywheel.store.campaign import Campaign
+    from flywheel.store.sql import Store
+
+PRIORS: Final = 10
+"""Schedules of a foreign table that are tried first, unless --best says otherwise."""
+
+
+@partial(command, name="import")
+@click.argument("path", metavar="FILE|-")
+@click.option("--as", "name", required=True, metavar="CAMPAIGN", help="Name of the campaign to make of it.")
+@click.option("--campaign", metavar="NAME", help="Trials of this campaign only, where the table has several.")
+@workload_options
+@click.option("--measure", cls=SharedOption, type=click.Choice(["auto", "predict", "cuda"]), default="auto",
+              show_default=True, help="Where a campaign that begins with schedules gets its latencies.")
+@click.option("--corpus", type=click.Path(path_type=Path), metavar="FILE.jsonl",
+              help="AutoMegaKernel's corpus, for the schedules that its table names by id.")
+@click.option("--best", type=click.IntRange(1), default=PRIORS, show_default=True, metavar="N",
+              help="Take so many schedules of a foreign table, best first.")
+@store_option
+@json_option
+def import_file(
+    path: str,
+    name: str,
+    campaign: str | None,
+    measure: str,
+    corpus: Path | None,
+    best: int,
+    store: str,
+    as_json: bool,
+    **work: Any,
+) -> None:  # fmt: skip
+    """Make a campaign of a file.
+
+    A table that flywheel export wrote becomes the trials that it holds; repeating the command adds what is missing.
+    An AutoMegaKernel results.tsv, or an exported schedule, becomes a campaign without trials whose search tries those
+    schedules first: numbers from elsewhere order them, and are never results here.
+    """
+    from flywheel.store.sql import open_store
+
+    check_name("import", name)
+    text = read_argument(path)
+    first = text.split("\n", 1)[0].split("\t")
+    with open_store(store) as opened:
+        if text.lstrip().startswith("{"):
+            document = _schedule(opened, name, parse_json(text), path, measure, work)
+        elif MARK in first:
+            known = read_text(corpus) if corpus is not None else ""
+            document = _foreign(opened, name, text, known, path, measure, best, work)
+        elif "config_id" in first:
+            document = _trials(opened, name, text, path, {"campaign": campaign, **work})
+        else:
+            raise UsageError(f"{path}: neither flywheel's nor AutoMegaKernel's trials, and no exported schedule")
+    if store != DEFAULT_STORE:
+        document["command"] += f" --store {shlex.quote(document['store'])}"
+    if as_json:
+        show_json(document)
+    else:
+        _show(document)
+
+
+def _trials(store: Store, name: str, text: str, path: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    from flywheel.search.importing import import_trials
+
+    asked = {column: value for column, value in wanted.items() if value is not None}
+    try:
+        records = from_tsv(text)
+    except StoreError as error:
+        raise UsageError(f"{path}: {error}") from None
+    kept = [record for record in records if all(getattr(record, column) == value for column, value in asked.items())]
+    if not kept:
+        what = ", ".join(f"{column} {value}" for column, value in asked.items())
+        raise UsageError(f"{path}: no trials{f' of {what}' if what else ''}")
+    made, new = import_trials(store, name, kept)
+    return {**_document(store, made), "trials": len(kept), "new_trials": new, "priors": 0}
+
+
+def _schedule(
+    store: Store, name: str, parsed: object, path: str, measure: str, work: dict[str, Any]
+) -> dict[str, Any]:
+    try:
+        schedule = schedule_from_document(parsed, path)
+    except StoreError as error:
+        raise UsageError(str(error)) from None
+    return _priors(store, name, settle_work("import", work, schedule), measure, [schedule.config])
+
+
+def _foreign(
+    store: Store, name: str, text: str, corpus: str, path: str, measure: str, best: int, work: dict[str, Any]
+) -> dict[str, Any]:
+    settled = settle_work("import", work, None)
+    try:
+        table = read_results(text, corpus)
+    except IrFormatError as error:
+        raise IrFormatError(f"{path}: {error}") from None
+    if table.ignored:
+        note(escaped(f"{path}: columns that say nothing of a schedule: {', '.join(table.ignored)}"))
+    if table.skipped:
+        note(escaped(f"{path}: rows without a schedule to try: {counts(table.skipped)}"))
+    if not table.configs:
+        raise UsageError(f"{path}: no row has a schedule; --corpus names the file that may have them by id")
+    return _priors(store, name, settled, measure, table.configs[:best]) | {"skipped": dict(table.skipped)}
+
+
+def _priors(
+    store: Store, name: str, work: dict[str, Any], measure: str, configs: Sequence[ScheduleConfig]
+) -> dict[str, Any]:
+    from flywheel.measure.environment import capture_environment
+    from flywheel.search.device import missing_modules, settle_measure
+    from flywheel.search.importing import import_priors
+    from flywheel.search.workload import make_workload
+
+    workload = make_workload(**work)
+    settled = settle_measure(measure, workload.target, capture_environment().gpu, missing_modules())
+    made = import_priors(store, name, workload, settled, configs)
+    return {**_document(store, made), "trials": 0, "new_trials": 0, "priors": len(configs)}
+
+
+def _document(store: Store, campaign: Campaign) -> dict[str, Any]:
+    return {
+        "campaign": campaign.name,
+        "model": campaign.model,
+        "gpu": campaign.gpu,
+        "dtype": campaign.dtype,
+        "context": campaign.context,
+        "measure": campaign.measure,
+        "store": store.name,
+        "command": search_command(campaign),
+    }
+
+
+def _show(document: dict[str, Any]) -> None:
+    work = f"{document['model']} on {document['gpu']}, {document['dtype']}, context {document['context']}"
+    brought = f"{document['trials']:,} trials, {document['new_trials']:,} of them new"
+    if document["priors"]:
+        brought = f"{document['priors']} schedules to try first, no trials"
+    show(escaped(f"{document['campaign']}: {work}: {brought}"))
+    show(pairs([("store", document["store"]), ("next", document["command"])]))

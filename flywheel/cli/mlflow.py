@@ -1,0 +1,170 @@
+"""`flywheel mlflow`: campaigns in MLflow, rebuilt from the store or kept in step with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from flywheel.cli.drain import Drain
+from flywheel.cli.exits import FAILED
+from flywheel.cli.options import SharedOption, command, json_option, store_option
+from flywheel.cli.provenance import find_campaign
+from flywheel.cli.report import views
+from flywheel.cli.text import escaped, note, show, show_json
+
+if TYPE_CHECKING:
+    from flywheel.store.follow import Follower
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+CHILDREN: Final = ("all", "kept", "none")
+_NICENESS: Final = 10
+"""A mirror beside a search takes what the search leaves."""
+
+
+def tracking_option(function: _F) -> _F:
+    """`--tracking-uri`, None where not given."""
+    return click.option(
+        "--tracking-uri", cls=SharedOption, metavar="URI",
+        help="MLflow server or file.  [default: MLFLOW_TRACKING_URI, else mlflow.db beside the store]",
+    )(function)  # fmt: skip
+
+
+def children_option(function: _F) -> _F:
+    """`--children`."""
+    return click.option(
+        "--children", type=click.Choice(CHILDREN), default="kept", show_default=True,
+        help="Trials with a run of their own: all, those that were the best so far, or none.",
+    )(function)  # fmt: skip
+
+
+@command
+@click.argument("action", type=click.Choice(["sync"]), metavar="sync")
+@click.argument("campaigns", nargs=-1, metavar="[CAMPAIGN]...")
+@tracking_option
+@children_option
+@click.option("--follow", is_flag=True, help="Go on as the store grows, until Ctrl-C.")
+@click.option("--pid", type=int, metavar="PID", help="With --follow: only until this process has ended.")
+@store_option
+@json_option
+@click.pass_context
+def mlflow(
+    ctx: click.Context,
+    action: str,
+    campaigns: tuple[str, ...],
+    tracking_uri: str | None,
+    children: str,
+    follow: bool,
+    pid: int | None,
+    store: str,
+    as_json: bool,
+) -> None:
+    """Mirror campaigns of the store, all or those named, in MLflow.
+
+    Each is one run of the experiment `flywheel`, made of its rows: what is missing is added, and a second sync changes
+    nothing. The store is the truth; a server that was down or has lost its data is made up for by the next sync.
+    """
+    from flywheel.store.sql import open_store
+
+    with open_store(store, create=False) as opened:
+        for name in campaigns:
+            find_campaign(opened, name)
+    follower = make_follower(store, tracking_uri, campaigns, children)
+    if follow:
+        follower.running = pid is not None
+        ctx.exit(_follow(follower, pid))
+    written = follower.look(last=True)
+    if as_json:
+        show_json({"tracking_uri": place(follower), "written": written})
+    else:
+        show(f"{place(follower)}: {f'{written:,} things added' if written else 'nothing was missing'}")
+
+
+def make_follower(store: str, tracking_uri: str | None, campaigns: tuple[str, ...], children: str) -> Follower:
+    """A mirror of the store, not yet connected. Raises UsageError without the mlflow package."""
+    from flywheel.store.follow import Follower
+    from flywheel.store.mlflow import Mirror
+
+    return Follower(store, Mirror(tracking_place(store, tracking_uri)), campaigns, children, views())
+
+
+def tracking_place(store: str, tracking_uri: str | None) -> str:
+    """The tracking URI that is meant."""
+    from flywheel.store.mlflow import local_tracking
+
+    return tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or local_tracking(store)
+
+
+def place(follower: Follower) -> str:
+    """Where a follower writes, without a password."""
+    from flywheel.store.mlflow import shown
+
+    return shown(follower.mirror.uri)
+
+
+def _follow(follower: Follower, pid: int | None) -> int:
+    """Follow; the exit code. What read our stderr may be gone before us."""
+    from flywheel.store.follow import follow
+
+    def tell(trouble: str) -> None:
+        with suppress(OSError):
+            note(f"flywheel: {escaped(trouble)}")
+
+    runs = _watch(pid)
+    with Drain(lambda: None) as drain:
+        done = follow(follower, lambda: drain.requested or not runs(), tell)
+    return 0 if done else FAILED
+
+
+def _watch(pid: int | None) -> Callable[[], bool]:
+    """Whether a process still runs; None always does.
+
+    Our parent does as long as it is our parent: another process may take its number.
+    """
+    if pid is None:
+        return lambda: True
+    if pid == os.getppid():
+        return lambda: os.getppid() == pid
+
+    def runs() -> bool:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+    return runs
+
+
+class Beside:
+    """A process that mirrors one campaign until this one has ended. It is never waited for."""
+
+    def __init__(self, store: str, campaign: str, children: str, tracking_uri: str | None) -> None:
+        # In our session, where its low priority counts, but out of Ctrl-C's reach.
+        words = [sys.executable, "-m", "flywheel", "mlflow", "sync", "--follow", "--pid", str(os.getpid()),
+                 "--children", children, "--", campaign]  # fmt: skip
+        # Not as arguments, which everybody on the machine can read: there may be passwords in them.
+        places = {"FLYWHEEL_MLFLOW_STORE": store, "FLYWHEEL_MLFLOW_TRACKING_URI": tracking_place(store, tracking_uri)}
+        self._process = subprocess.Popen(
+            words, env={**os.environ, **places}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, process_group=0,
+        )  # fmt: skip
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+
+    def trouble(self) -> str | None:
+        """The last thing that the process complained of so far; None where it did not."""
+        assert self._process.stderr is not None
+        said = (self._process.stderr.read() or b"").decode(errors="replace").splitlines()
+        complaints = [line.removeprefix("flywheel: ") for line in said if line.startswith("flywheel: ")]
+        self._process.returncode = self._process.poll() or 0  # it outlives us, and Popen would warn
+        return complaints[-1] if complaints else None

@@ -1,0 +1,73 @@
+"""`flywheel report`: a campaign as one HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flywheel.cli.options import check_writable, command, json_option, store_option, write_file
+from flywheel.cli.provenance import find_campaign, schedule_text, search_command
+from flywheel.cli.text import note, show, show_json
+
+if TYPE_CHECKING:
+    from flywheel.measure.record import TrialRecord
+    from flywheel.store.campaign import Campaign
+    from flywheel.store.mirror import Views
+
+PAGE = "report.html"
+
+
+@command
+@click.argument("campaign")
+@click.option("--out", "output", type=click.Path(path_type=Path), metavar="FILE.html",
+              help="Write there, - is stdout.  [default: CAMPAIGN.html]")  # fmt: skip
+@store_option
+@json_option
+def report(campaign: str, output: Path | None, store: str, as_json: bool) -> None:
+    """Write one HTML page about CAMPAIGN, with nothing to fetch.
+
+    It shows the history with the weight floor, outcomes, knobs, and the best schedule on every SM. The same rows give
+    the same bytes.
+    """
+    from flywheel.store.sql import open_store
+
+    target = Path(f"{campaign.replace('/', '_')}.html") if output is None else output
+    if str(target) != "-":
+        check_writable(target)
+    with open_store(store, create=False) as opened:
+        found = find_campaign(opened, campaign)
+        records = opened.trials(found.name)
+    text = campaign_files(found, records)[PAGE]
+    if str(target) == "-":
+        click.echo(text, nl=False)
+        return
+    write_file(target, text)
+    if as_json:
+        show_json({"campaign": found.name, "path": str(target), "trials": len(records), "bytes": len(text.encode())})
+    else:
+        show(f"{target}: {len(records):,} trials, {len(text.encode()) / 1e3:,.0f} kB")
+        note("open it in any browser; it fetches nothing")
+
+
+def campaign_files(campaign: Campaign, records: Sequence[TrialRecord]) -> Mapping[str, str]:
+    """Everything that a campaign's rows say, as files by path: the page, its pictures, the best schedule, the table."""
+    from flywheel.report.facts import gather
+    from flywheel.report.page import page, pictures
+    from flywheel.store.tsv import to_tsv
+
+    facts = gather(campaign, records)
+    schedule = schedule_text(facts.best, campaign) if facts.best is not None else None
+    files = {PAGE: page(facts, schedule, search_command(campaign)), "results.tsv": to_tsv(records)}
+    files |= {} if schedule is None else {"best_schedule.json": schedule}
+    return files | {f"plots/{name}": drawing for name, drawing in pictures(facts).items()}
+
+
+def views() -> Views:
+    """What a mirror takes from this version's code."""
+    from flywheel.report.facts import trial_knobs
+    from flywheel.store.mirror import Views
+
+    return Views(trial_knobs, campaign_files)

@@ -1,0 +1,100 @@
+"""MLflow's own pages in a real browser: what a person finds there of a campaign."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from click.testing import Result
+
+# The flags without network: Chromium would otherwise look for updates, and complain.
+FLAGS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+PATIENCE_MS = 60_000
+REQUIRE_BROWSER = "FLYWHEEL_REQUIRE_BROWSER"
+SCREENSHOT = "MLFLOW_SCREENSHOT"
+"""Where the variable says, the test leaves the picture for docs/."""
+
+
+@pytest.fixture
+def chromium() -> str:
+    """Debian's browser. Where REQUIRE_BROWSER is set, as .ci/run does once it has one, missing it is a failure."""
+    found = shutil.which("chromium")
+    if found is None:
+        if os.environ.get(REQUIRE_BROWSER):
+            pytest.fail("no chromium here: apt-get install chromium")
+        pytest.skip("no chromium here: apt-get install chromium")
+    return found
+
+
+@pytest.fixture
+def address(run: Callable[..., Result]) -> Iterator[str]:
+    """The dashboard of a store with one campaign, `small`; Ctrl-C ends it, and its server with it."""
+    search = ("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--jobs", "1")
+    assert run(*search, "--trials", "24", "--name", "small", "--store", "trials.db").exit_code == 0
+    command = [sys.executable, "-m", "flywheel", "dashboard", "--store", "trials.db", "--children", "kept", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    try:
+        assert line, process.communicate()[1]
+        url = json.loads(line)["url"]
+        assert url.startswith("http://127.0.0.1:")
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+    with pytest.raises(OSError, match=r"."):
+        from urllib.request import urlopen
+
+        urlopen(url, timeout=2)
+
+
+def test_a_browser_finds_the_campaign_its_metrics_a_plot_and_the_best_schedule(address: str, chromium: str) -> None:
+    from playwright.sync_api import expect, sync_playwright
+
+    foreign: list[str] = []
+    with (
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=chromium, args=[*FLAGS]) as browser,
+    ):
+        page = browser.new_page(viewport={"width": 1280, "height": 640})
+        page.set_default_timeout(PATIENCE_MS)
+        expect.set_options(timeout=PATIENCE_MS)
+        page.on("request", lambda made: foreign.append(made.url) if made.url.startswith("http") else None)
+        page.goto(address)
+        page.get_by_role("link", name="small", exact=True).first.click()
+        expect(page.get_by_text("Finished").first).to_be_visible()
+        expect(page.get_by_text("us a token").first).to_be_visible()
+        expect(page.get_by_text("predicted/best_us").first).to_be_visible()
+        run = page.url.split("?")[0]
+        page.get_by_role("tab", name="Model metrics").click()
+        expect(page.locator(".js-plotly-plot").first).to_be_visible()
+        page.get_by_role("tab", name="Artifacts").click()
+        page.get_by_text("best_schedule.json").first.click()
+        expect(page.get_by_text('"flywheel-schedule"').first).to_be_visible()
+        page.get_by_text("report.html").first.click()
+        report = page.frame_locator("iframe").first
+        expect(report.get_by_role("heading", name="small")).to_be_visible()
+        expect(report.locator("svg")).not_to_have_count(0)
+        page.get_by_text("plots", exact=True).first.click()
+        page.get_by_text("history.svg").first.click()
+        plot = page.locator("img[src*='blob:'], img[src*='history.svg'], img[src*='get-artifact']").first
+        expect(plot).to_be_visible()
+        assert plot.evaluate("image => image.naturalWidth") > 0
+        if os.environ.get(SCREENSHOT):
+            page.get_by_role("button", name="Close", exact=True).first.click()
+            page.wait_for_timeout(1000)
+            page.screenshot(path=os.environ[SCREENSHOT], mask=[page.get_by_text("Path:")], mask_color="#fff")
+    assert re.search(r"/runs/[0-9a-f]{32}", run)
+    assert [url for url in foreign if not url.startswith(address.split("#")[0])] == []

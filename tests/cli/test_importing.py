@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from flywheel.interop.amk import schedule_id
+from flywheel.ir import ScheduleConfig
+from flywheel.store.sql import open_store
+
+Run = Callable[..., Result]
+WORK = ("--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict")
+AMK = "experiment\ttag\tloop\tmodel\tgpu\tcorrectness\tlatency_us\tschedule\n"
+
+
+def foreign(*depths: int) -> str:
+    """A results.tsv whose later rows are faster."""
+    rows = [
+        f"{number}\tkept\tschedule\ttoy\trtx5090\tPASS\t{100 - number}\t"
+        f"{json.dumps(ScheduleConfig(pipelining_depth=depth, threads_per_block=320).to_dict())}\n"
+        for number, depth in enumerate(depths)
+    ]
+    return AMK + "".join(rows)
+
+
+@pytest.fixture
+def table(run: Run, searched: Path) -> str:
+    """The finished campaign `small` as TSV."""
+    return run("export", "--format", "tsv", "--campaign", "small", "--store", searched).stdout
+
+
+def test_an_exported_table_comes_back_as_it_was(run: Run, table: str) -> None:
+    Path("small.tsv").write_text(table, encoding="utf-8")
+    result = run("import", "small.tsv", "--as", "small", "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert (document["trials"], document["new_trials"], document["priors"]) == (5, 5, 0)
+    assert run("export", "--format", "tsv").stdout == table
+    again = json.loads(run("import", "-", "--as", "small", "--json", stdin=table).stdout)
+    assert (again["trials"], again["new_trials"]) == (5, 0)
+
+
+def test_the_command_that_it_names_goes_on_from_there(run: Run, table: str) -> None:
+    command = json.loads(run("import", "-", "--as", "copy", "--json", stdin=table).stdout)["command"]
+    assert command.endswith("--name copy")
+    result = run(*command.split()[1:], "--trials", "6", "--jobs", "1", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["new_trials"] == 1
+
+
+def test_another_store_is_in_the_command(run: Run, table: str) -> None:
+    result = run("import", "-", "--as", "copy", "--store", "other.db", stdin=table)
+    assert result.stdout.startswith("copy: smollm2-135m on l4, bf16, context 512: 5 trials, 5 of them new\n")
+    assert result.stdout.splitlines()[-1].endswith("--name copy --store other.db")
+
+
+def test_of_several_campaigns_one_is_picked(run: Run, table: str) -> None:
+    header, *rows = table.splitlines()
+    both = "\n".join([header, *rows, *(row.replace("small", "large", 1) for row in rows[:2])]) + "\n"
+    result = run("import", "-", "--as", "one", stdin=both)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "trials of 2 campaigns: large, small; --campaign picks one" in result.stderr
+    result = run("import", "-", "--as", "one", "--campaign", "large", "--json", stdin=both)
+    assert json.loads(result.stdout)["trials"] == 2
+
+
+def test_schedules_of_a_foreign_table_are_tried_first_and_are_no_trials(run: Run) -> None:
+    result = run("import", "-", "--as", "foreign", *WORK, "--best", "2", stdin=foreign(1, 2, 3))
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.splitlines() == ["-: columns that say nothing of a schedule: experiment, tag"]
+    assert "2 schedules to try first, no trials" in result.stdout
+    with open_store("flywheel.db", create=False) as store:
+        assert store.trials("foreign") == []
+    command = result.stdout.splitlines()[-1].split("flywheel ", 1)[1]
+    assert run(*command.split(), "--trials", "3", "--jobs", "1").exit_code == 0
+    with open_store("flywheel.db", create=False) as store:
+        configs = [ScheduleConfig.from_dict(json.loads(row.config)) for row in store.trials("foreign")]
+    assert [config.pipelining_depth for config in configs[:2]] == [3, 2]
+    assert [config.threads_per_block for config in configs[:2]] == [320, 320]
+
+
+def test_an_exported_schedule_begins_a_campaign(run: Run, searched: Path) -> None:
+    exported = run("export", "--format", "schedule", "--campaign", "small", "--store", searched).stdout
+    result = run("import", "-", "--as", "warm", "--measure", "predict", "--json", stdin=exported)
+    document = json.loads(result.stdout)
+    assert (document["model"], document["gpu"], document["priors"]) == ("smollm2-135m", "l4", 1)
+    searched_again = run("search", *WORK, "--name", "warm", "--trials", "1", "--jobs", "1", "--json")
+    assert json.loads(searched_again.stdout)["best"]["config_id"] == json.loads(exported)["config_id"]
+
+
+def test_a_corpus_has_the_schedules_that_rows_name(run: Run) -> None:
+    schedule = ScheduleConfig(pipelining_depth=6).to_dict()
+    Path("corpus.jsonl").write_text(json.dumps({"schedule": schedule}) + "\n", encoding="utf-8")
+    rows = f"correctness\tschedule_id\nPASS\t{schedule_id(schedule)}\nFAIL\tsch_1\n"
+    result = run("import", "-", "--as", "c", *WORK, "--corpus", "corpus.jsonl", "--json", stdin=rows)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["skipped"] == {"verdict is not PASS": 1}
+    assert run("import", "-", "--as", "d", *WORK, stdin=rows).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("a\tb\n1\t2\n", WORK, "neither flywheel's nor AutoMegaKernel's trials"),
+        ("", WORK, "neither flywheel's nor"),
+        (AMK, WORK, "no row has a schedule"),
+        (foreign(1), (), "--model"),
+        ('{"format": "other"}', WORK, "is not a flywheel-schedule file"),
+        ("{", WORK, "JSON"),
+    ],
+)
+def test_what_cannot_be_used_is_a_usage_error_of_one_line(
+    run: Run, text: str, options: tuple[str, ...], message: str
+) -> None:
+    result = run("import", "-", "--as", "x", *options, stdin=text)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr.splitlines()[-1]
+
+
+def test_a_damaged_table_is_a_usage_error_that_names_the_line(run: Run, table: str) -> None:
+    result = run("import", "-", "--as", "x", stdin=table.replace("\tl4\t", "\t", 1))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("flywheel: -: table line 2: ")
+    empty = run("import", "-", "--as", "x", stdin=table.splitlines()[0] + "\n")
+    assert (empty.exit_code, "no trials" in empty.stderr) == (2, True)
+    narrowed = run("import", "-", "--as", "x", "--gpu", "h100", stdin=table)
+    assert (narrowed.exit_code, "no trials of gpu h100" in narrowed.stderr) == (2, True)
+
+
+def test_a_name_that_cannot_be_printed_is_refused(run: Run, table: str) -> None:
+    assert run("import", "-", "--as", "a\nb", stdin=table).exit_code == 2

@@ -1,0 +1,212 @@
+"""The mirror as a process of its own: a server that is dead, hangs or dies takes nothing from the search."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from flywheel.cli.dashboard import free_port, serve
+from flywheel.cli.mlflow import CHILDREN
+from flywheel.store import mlflow as mirror
+from flywheel.store.sql import open_store
+
+Run = Callable[..., Result]
+
+MOST_DELAY_S = 5.0
+"""What a mirror may add between a search's last trial and its end, on a loaded machine: nothing waits for it."""
+SEARCH = (
+    "search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--jobs", "1", "--name", "c", "--json",
+)  # fmt: skip
+
+
+@pytest.fixture
+def dead() -> str:
+    """A server that is not there."""
+    return f"http://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def hung() -> Iterator[str]:
+    """A server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        held: list[socket.socket] = []
+
+        def accept() -> None:
+            try:
+                while True:
+                    held.append(listener.accept()[0])
+            except OSError:
+                return
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        for connection in held:
+            connection.close()
+
+
+@pytest.fixture
+def searches() -> Iterator[Callable[..., tuple[dict[str, Any], str, float]]]:
+    """Run a search in a process: (its JSON, its stderr, seconds from its last trial to its end). Ends its mirrors."""
+    started: list[int] = []
+
+    def search(store: str, *options: str) -> tuple[dict[str, Any], str, float]:
+        command = [sys.executable, "-m", "flywheel", *SEARCH, "--store", store, *options]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process.pid)
+        out, err = process.communicate(timeout=120)
+        ended = time.time()
+        assert process.returncode == 0, err
+        with open_store(store, create=False) as opened:
+            last = datetime.fromisoformat(opened.trials("c")[-1].created_at).timestamp()
+        return json.loads(out), err, ended - last
+
+    yield search
+    for parent in started:
+        for process in processes("--pid", parent):
+            os.kill(process, signal.SIGKILL)
+
+
+def processes(option: str, value: int) -> list[int]:
+    """Processes of MLflow's and of its mirrors that were given that value of an option."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it has just ended
+            continue
+        if "mlflow" in words and option in words and words[words.index(option) + 1] == str(value):
+            found.append(int(entry.parent.name))
+    return found
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait; a mirror gets little of a busy machine."""
+    deadline = time.monotonic() + 180
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def facts(document: dict[str, Any]) -> dict[str, Any]:
+    """What a search found, without its times."""
+    return {name: value for name, value in document.items() if name not in ("elapsed_s", "events")}
+
+
+def runs(uri: str) -> dict[str, Any]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("flywheel")
+    found = [] if experiment is None else client.search_runs([experiment.experiment_id])
+    return {run.info.run_name: run for run in found}
+
+
+def test_sync_mirrors_beside_the_store_and_then_finds_nothing_missing(run: Run, store: str) -> None:
+    first = run("mlflow", "sync", "--store", store, "--json")
+    assert first.exit_code == 0, first.stderr
+    assert json.loads(first.stdout)["written"] > 20
+    again = run("mlflow", "sync", "small", "--store", store)
+    assert again.stdout == f"sqlite:///{Path.cwd() / 'mlflow.db'}: nothing was missing\n"
+    found = runs(f"sqlite:///{Path.cwd() / 'mlflow.db'}")
+    assert found["small"].info.status == "FINISHED"
+    assert "trial 0" in found
+    files = {path.name for path in Path("mlflow-artifacts").rglob("*") if path.is_file()}
+    assert {"best_schedule.json", "report.html", "results.tsv", "history.svg", "layer.svg"} <= files
+
+
+def test_an_unknown_campaign_is_a_usage_error_before_anything_is_written(run: Run, searched: Path) -> None:
+    result = run("mlflow", "sync", "smal", "--store", searched, "--tracking-uri", "sqlite:///m.db")
+    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
+    assert not Path("m.db").exists()
+
+
+def test_a_dead_server_is_one_line_and_code_1(run: Run, searched: Path, dead: str) -> None:
+    result = run("mlflow", "sync", "--store", searched, "--tracking-uri", dead)
+    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (1, "", 1)
+    assert dead in result.stderr
+
+
+def test_the_offered_children_are_those_of_the_mirror() -> None:
+    assert CHILDREN == mirror.CHILDREN
+
+
+def test_without_mlflow_a_search_that_wants_it_does_not_start(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror, "find_spec", lambda _: None)
+    result = run(*SEARCH, "--trials", "1", "--mlflow", "kept")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "flywheel[mlflow]" in result.stderr
+    assert not Path("flywheel.db").exists()
+
+
+@pytest.mark.parametrize("kind", ["dead", "hung"])
+def test_a_server_that_does_not_answer_slows_nothing_and_loses_nothing(
+    kind: str, request: pytest.FixtureRequest, run: Run, searches: Callable[..., tuple[dict[str, Any], str, float]]
+) -> None:
+    plain, _, _ = searches("plain.db", "--trials", "6")
+    options = ("--trials", "6", "--mlflow", "all", "--tracking-uri", request.getfixturevalue(kind))
+    mirrored, _, delay = searches("mirrored.db", *options)
+    assert facts(mirrored) == facts(plain)
+    assert delay < MOST_DELAY_S
+    result = run("mlflow", "sync", "--children", "all", "--store", "mirrored.db", "--tracking-uri", "sqlite:///m.db")
+    assert result.exit_code == 0, result.stderr
+    assert sorted(runs("sqlite:///m.db")) == ["c", *(f"trial {trial}" for trial in range(6))]
+
+
+def trials(store: str) -> int:
+    with open_store(store, create=False) as opened:
+        return len(opened.trials("c"))
+
+
+def test_a_server_killed_in_the_middle_takes_nothing_from_the_search_and_is_made_up_for(run: Run) -> None:
+    uri = f"sqlite:///{Path.cwd() / 'server.db'}"
+    port = free_port()
+    options = ("--store", "s.db", "--trials", "100000", "--sampler", "random", "--mlflow", "kept", "--tracking-uri")
+    with serve(uri, port, lambda: False) as (address, _):
+        command = [sys.executable, "-m", "flywheel", *SEARCH, *options, address]
+        search = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        until(lambda: "trial 0" in runs(uri))
+        os.killpg(os.getpgid(processes("--port", port)[0]), signal.SIGKILL)
+    before = trials("s.db")
+    until(lambda: trials("s.db") >= before + 10)
+    search.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    out, err = search.communicate(timeout=60)
+    assert time.monotonic() - start < MOST_DELAY_S
+    assert search.returncode == 130, err
+    for process in processes("--pid", search.pid):
+        os.kill(process, signal.SIGKILL)
+    found = json.loads(out)
+    assert found["trials"] == trials("s.db")
+    with serve(uri, port, lambda: False) as (address, _):
+        assert run("mlflow", "sync", "--store", "s.db", "--tracking-uri", address).exit_code == 0
+        again = run("mlflow", "sync", "--store", "s.db", "--tracking-uri", address)
+        assert again.stdout.endswith("nothing was missing\n")
+        parent = runs(address)["c"]
+        assert parent.data.tags["flywheel.trials"] == str(found["trials"])
+        assert parent.data.metrics["predicted/best_us"] == found["best"]["predicted_us"]
+
+
+def test_the_mirror_beside_a_search_follows_it_to_its_end_and_ends(
+    searches: Callable[..., tuple[dict[str, Any], str, float]]
+) -> None:
+    uri = f"sqlite:///{Path.cwd() / 'm.db'}"
+    searches("trials.db", "--trials", "8", "--mlflow", "none", "--tracking-uri", uri)
+    until(lambda: "c" in runs(uri) and runs(uri)["c"].info.status == "FINISHED")
+    assert list(runs(uri)) == ["c"]
+    assert runs(uri)["c"].data.tags["flywheel.trials"] == "8"
+    files = {path.name for path in Path("mlflow-artifacts").rglob("*")}
+    assert {"best_schedule.json", "report.html"} <= files
