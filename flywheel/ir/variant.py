@@ -86,14 +86,16 @@ def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
     """Bytes of the largest operand that a matrix task keeps in shared memory, in its weight's type; within
     MIN_STAGED_BYTES and MAX_STAGED_BYTES."""
     known = {buffer.id: buffer for buffer in buffers}
-    alike: dict[tuple[int, int], Task] = {}  # tiles share their operands and their recipe
+    largest = MIN_STAGED_BYTES
+    recipes: dict[int, list[_Product]] = {}
+    before: tuple[object, object, object] = (None, None, None)
     for task in tasks:
         params = task.params
         recipe = params.get("recipe")
-        alike[id(task.inputs), params.get("K", 0) if recipe is None else id(recipe)] = task
-    largest = MIN_STAGED_BYTES
-    recipes: dict[int, list[_Product]] = {}
-    for task in alike.values():
+        inputs, made_by, depth = before
+        if task.inputs is inputs and recipe is made_by and (recipe is not None or params.get("K") == depth):
+            continue  # one more tile of the same
+        before = task.inputs, recipe, params.get("K")
         for product in _products(task, recipes):
             weight = known[task.inputs[product.weight]]
             numel = known[task.inputs[product.x]].numel if product.numel is None else product.numel
