@@ -1,0 +1,220 @@
+"""What a user would run instead: a decode step in plain torch, written for speed.
+
+One token in, one token out, with one product for q, k and v and one for gate and up, a static KV cache and
+`scaled_dot_product_attention` over the part of it that is filled. Positions are constants of the step, so whoever
+captures or compiles it gets slices of fixed shape. It shares the oracle's weights and none of its code.
+
+Source: meta-pytorch/gpt-fast, `model.py`; huggingface/transformers, `modeling_rope_utils.py` (`llama3`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
+
+from flywheel.decode.session import Step, check_place
+from flywheel.decode.source import Weights
+from flywheel.errors import UsageError
+from flywheel.ir import DType
+from flywheel.models.eager import LayerCache
+from flywheel.models.spec import DecoderSpec, layer_weight_key, model_weight_key
+from flywheel.models.weights import TORCH_DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """A layer's weights: `qkv` [q_width + 2 kv_width, hidden], `gate_up` [2 intermediate, hidden]; None where the
+    family has no such weight."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    post_attention_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FusedWeights:
+    """A model's weights on one device. `head` is `embed` where they are tied."""
+
+    embed: Tensor
+    layers: tuple[FusedLayer, ...]
+    final_norm: Tensor
+    head: Tensor
+
+
+def fuse(spec: DecoderSpec, weights: Weights) -> FusedWeights:
+    """Join what is multiplied by the same vector; copies that, and shares the rest with `weights`, which has the keys
+    of `checkpoint_tensors(spec)`, all of one dtype on one device."""
+
+    def of(layer: int, *roles: str) -> Tensor:
+        parts = [weights[layer_weight_key(role, layer)].detach() for role in roles]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def layer(i: int) -> FusedLayer:
+        return FusedLayer(
+            input_norm=of(i, "input_norm"),
+            qkv=of(i, "q_proj", "k_proj", "v_proj"),
+            qkv_bias=of(i, "q_bias", "k_bias", "v_bias") if spec.qkv_bias else None,
+            q_norm=of(i, "q_norm") if spec.qk_norm else None,
+            k_norm=of(i, "k_norm") if spec.qk_norm else None,
+            output=of(i, "o_proj"),
+            post_attention_norm=of(i, "post_attention_norm"),
+            gate_up=of(i, "gate_proj", "up_proj"),
+            down=of(i, "down_proj"),
+        )
+
+    embed, final_norm, head = (weights[model_weight_key(spec, role)] for role in ("embed", "final_norm", "lm_head"))
+    return FusedWeights(embed, tuple(layer(i) for i in range(spec.n_layers)), final_norm, head)
+
+
+class TorchDecoder:
+    """One sequence: a DecodeSession whose step is torch's own operations, on the device of `weights` and in its dtype.
+
+    `token` int64 [1] is where a step reads its token. With `inline_attention`, attention is arithmetic for a compiler to
+    make kernels of, instead of torch's own. Positions that no token has written hold NaN, so that reading them shows.
+    Raises UsageError for a context that the model does not reach.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: FusedWeights,
+        dtype: DType,
+        context: int,
+        inline_attention: bool = False,
+    ) -> None:
+        if not 1 <= context <= spec.max_position:
+            raise UsageError(f"{spec.name}: context {context} is not in 1..{spec.max_position}")
+        self.spec = spec
+        self.dtype = dtype
+        self.context = context
+        self._weights = weights
+        self._attend = _attend_inline if inline_attention else _attend
+        device = weights.embed.device
+        self.token = torch.zeros(1, dtype=torch.int64, device=device)
+        shape = (1, spec.n_kv_heads, context, spec.head_dim)
+        # Each of its own: writes to views of one tensor would make a compiled step copy all of it.
+        self._layers = [
+            (layer, *(torch.full(shape, torch.nan, dtype=TORCH_DTYPES[dtype], device=device) for _ in range(2)))
+            for layer in weights.layers
+        ]
+        # [context, 1, head_dim] each; the sine of the lower half is negated, as `_rotate` wants it.
+        self._cosines, self._sines = (table[:, None].to(device) for table in rope_tables(spec, context))
+
+    @torch.no_grad()
+    def step(self, token_id: int, position: int) -> Step:
+        """As DecodeSession says; logits are float32."""
+        check_place(self.spec, self.context, token_id, position)
+        self.token.fill_(token_id)
+        logits, token = self.forward(position)
+        return Step(logits[0].float(), int(token))
+
+    @torch.no_grad()
+    def write_cache(self, layers: Sequence[LayerCache]) -> None:
+        """As DecodeSession says. Raises UsageError for another number of layers, or more positions than there are."""
+        length = len(layers[0][0]) if layers else 0
+        if len(layers) != self.spec.n_layers or length > self.context:
+            raise UsageError(
+                f"{self.spec.name}: a cache of {len(layers)} layers and {length} positions; supported: "
+                f"{self.spec.n_layers} layers, up to {self.context} positions"
+            )
+        for (_, *own), sides in zip(self._layers, layers, strict=True):
+            for mine, side in zip(own, sides, strict=True):
+                mine.fill_(torch.nan)
+                mine[0, :, :length].copy_(side.transpose(0, 1))
+
+    def forward(self, position: int) -> tuple[Tensor, Tensor]:
+        """(logits [1, vocab] in the decoder's dtype, their argmax [1]) of `token` at a position that is cached here.
+
+        Reads nothing on the host, so that it can be captured in a CUDA graph.
+        """
+        eps, width = self.spec.norm_eps, (self.spec.hidden,)
+        cosine, sine = self._cosines[position], self._sines[position]
+        x = embedding(self.token, self._weights.embed)
+        for layer, keys, values in self._layers:
+            normed = rms_norm(x, width, layer.input_norm, eps)
+            x = x + self._attention(normed, layer, keys, values, position, cosine, sine)
+            gate, up = linear(rms_norm(x, width, layer.post_attention_norm, eps), layer.gate_up).chunk(2, -1)
+            x = x + linear(silu(gate) * up, layer.down)
+        logits = linear(rms_norm(x, width, self._weights.final_norm, eps), self._weights.head)
+        return logits, logits.argmax(-1)
+
+    def _attention(
+        self, x: Tensor, layer: FusedLayer, keys: Tensor, values: Tensor, position: int, cosine: Tensor, sine: Tensor
+    ) -> Tensor:
+        """x: [1, hidden], normalised -> [1, hidden]. keys, values: [1, n_kv_heads, context, head_dim]."""
+        spec = self.spec
+        heads = _project(x, layer.qkv, layer.qkv_bias).view(-1, spec.head_dim)
+        q, k, v = heads.split((spec.n_heads, spec.n_kv_heads, spec.n_kv_heads))
+        if layer.q_norm is None or layer.k_norm is None:
+            turned = _rotate(heads[: spec.n_heads + spec.n_kv_heads], cosine, sine)
+            q, k = turned.split((spec.n_heads, spec.n_kv_heads))
+        else:
+            q = _rotate(rms_norm(q, (spec.head_dim,), layer.q_norm, spec.norm_eps), cosine, sine)
+            k = _rotate(rms_norm(k, (spec.head_dim,), layer.k_norm, spec.norm_eps), cosine, sine)
+        keys[0, :, position] = k
+        values[0, :, position] = v
+        seen = slice(position + 1)
+        mixed = self._attend(q.to(x.dtype).view(1, spec.n_heads, 1, -1), keys[:, :, seen], values[:, :, seen])
+        return linear(mixed.view(1, spec.q_width), layer.output)
+
+
+def rope_tables(spec: DecoderSpec, context: int) -> tuple[Tensor, Tensor]:
+    """(cosines, signed sines) float32 [context, head_dim], on the CPU, of rotate-half RoPE: the sine of a lower half is
+    negated."""
+    step = 2.0 * math.log(spec.rope_theta) / spec.head_dim
+    frequencies = [math.exp(-step * pair) for pair in range(spec.head_dim // 2)]
+    angles = torch.outer(torch.arange(context).float(), torch.tensor([_scaled(spec, f) for f in frequencies]))
+    return angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
+
+
+def _scaled(spec: DecoderSpec, frequency: float) -> float:
+    """Llama 3's frequency: kept, divided by the factor, or between the two."""
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return frequency
+    wavelength = 2 * math.pi / frequency
+    if wavelength < scaling.original_max_position / scaling.high_freq_factor:
+        return frequency
+    if wavelength > scaling.original_max_position / scaling.low_freq_factor:
+        return frequency / scaling.factor
+    turns = scaling.original_max_position / wavelength
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A compiler turns a product with one row into a reduction of its own, but not where it comes with a bias."""
+    if bias is None or not torch.compiler.is_compiling():
+        return linear(x, weight, bias)
+    return linear(x, weight) + bias
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """q: [1, n_heads, 1, head_dim], keys and values: [1, n_kv_heads, seen, head_dim] -> as q."""
+    return scaled_dot_product_attention(q, keys, values, enable_gqa=q.shape[1] > keys.shape[1])
+
+
+def _attend_inline(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """As `_attend`, of sums of products, which a compiler fuses where it would call a library for a product."""
+    _, kv_heads, seen, head_dim = keys.shape
+    grouped = q.view(kv_heads, -1, 1, head_dim).float() * head_dim**-0.5
+    scores = (grouped * keys.view(kv_heads, 1, seen, head_dim)).sum(-1)
+    mixed = (scores.softmax(-1)[..., None] * values.view(kv_heads, 1, seen, head_dim)).sum(-2)
+    return mixed.to(q.dtype).view_as(q)
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """x: [heads, head_dim] -> the same, turned, in float32. cosine, sine: float32 [1, head_dim]."""
+    halves = x.view(len(x), 2, -1).flip(1).view_as(x)
+    return torch.addcmul(x * cosine, halves, sine)

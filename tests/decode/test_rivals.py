@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flywheel.decode.rivals import TorchDecoder, fuse, rope_tables
+from flywheel.decode.verify import compare, default_positions, expect
+from flywheel.errors import UsageError
+from flywheel.ir import DType
+from flywheel.models.catalog import CATALOG
+from flywheel.models.eager import EagerDecoder, rope_frequencies
+from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.weights import TORCH_DTYPES, random_weights
+
+CONTEXT = 48
+LLAMA = DecoderSpec("llama", "llama", 64, 96, 2, 4, 2, 16, 120, 1e4, 1e-5, 128)
+SPECS = (
+    LLAMA,
+    dataclasses.replace(LLAMA, name="scaled", tied_head=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32)),
+    dataclasses.replace(LLAMA, name="mistral", family="mistral", n_kv_heads=4),
+    dataclasses.replace(LLAMA, name="qwen2", family="qwen2", qkv_bias=True),
+    dataclasses.replace(LLAMA, name="qwen3", family="qwen3", head_dim=32, qk_norm=True, tied_head=True),
+    dataclasses.replace(LLAMA, name="odd", hidden=72, intermediate=104, n_heads=3, n_kv_heads=1, head_dim=24),
+)
+
+each_spec = pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
+
+
+def pair(spec: DecoderSpec, dtype: DType = DType.F32, inline: bool = False) -> tuple[TorchDecoder, EagerDecoder]:
+    weights = random_weights(spec, 3, TORCH_DTYPES[dtype])
+    oracle = EagerDecoder(spec, weights, TORCH_DTYPES[dtype], CONTEXT)
+    return TorchDecoder(spec, fuse(spec, weights), dtype, CONTEXT, inline), oracle
+
+
+@each_spec
+@pytest.mark.parametrize("inline", [False, True], ids=["library", "inline"])
+def test_logits_are_the_oracles_behind_filled_caches(spec: DecoderSpec, inline: bool) -> None:
+    decoder, oracle = pair(spec, inline=inline)
+    verdict = compare(decoder, expect(oracle, (0, 1, 7, 24, 40, 47), seed=5))
+    assert verdict.passed, verdict.reason
+    assert verdict.top1_agreement == 1.0
+
+
+@each_spec
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F16])
+def test_half_types_pass_the_verdict(spec: DecoderSpec, dtype: DType) -> None:
+    decoder, oracle = pair(spec, dtype)
+    verdict = compare(decoder, expect(oracle, default_positions(CONTEXT), seed=1))
+    assert verdict.passed, verdict.reason
+
+
+@each_spec
+def test_a_sequence_of_its_own_steps_is_the_oracles(spec: DecoderSpec) -> None:
+    decoder, oracle = pair(spec)
+    for position, token in enumerate((3, 79, 0, 3, 41, 119)):
+        torch.testing.assert_close(
+            decoder.step(token, position).logits, oracle.step(token, position), atol=1e-4, rtol=0.0
+        )
+
+
+def test_a_wrong_cache_fails_the_verdict() -> None:
+    decoder, oracle = pair(LLAMA)
+    expected = expect(oracle, (0, 7, 40))
+    cache = tuple((keys, values.roll(1, 0)) for keys, values in expected.cache)
+    assert not compare(decoder, dataclasses.replace(expected, cache=cache)).passed
+
+
+def test_a_position_that_no_token_has_written_shows() -> None:
+    decoder, oracle = pair(LLAMA)
+    oracle.prefill(range(5))
+    decoder.write_cache(oracle.read_cache())
+    assert decoder.step(1, 5).logits.isfinite().all()
+    assert decoder.step(1, 8).logits.isnan().any()
+
+
+def test_products_with_the_same_vector_are_one_and_the_rest_is_shared() -> None:
+    spec = SPECS[3]
+    weights = random_weights(spec, 3, torch.float32)
+    fused = fuse(spec, weights)
+    layer = fused.layers[1]
+    assert layer.qkv.shape == (spec.q_width + 2 * spec.kv_width, spec.hidden)
+    assert layer.gate_up.shape == (2 * spec.intermediate, spec.hidden)
+    assert layer.qkv_bias is not None
+    assert torch.equal(layer.qkv_bias[-spec.kv_width :], weights["model.layers.1.self_attn.v_proj.bias"])
+    assert layer.down.data_ptr() == weights["model.layers.1.mlp.down_proj.weight"].data_ptr()
+    assert fused.head.data_ptr() == weights["lm_head.weight"].data_ptr()
+
+
+def test_a_tied_head_is_the_table() -> None:
+    fused = fuse(SPECS[1], random_weights(SPECS[1], 3, torch.float32))
+    assert fused.head.data_ptr() == fused.embed.data_ptr()
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_angles_are_the_oracles_for_every_known_model(name: str) -> None:
+    spec = CATALOG[name]
+    cosines, sines = rope_tables(spec, 64)
+    angles = torch.outer(torch.arange(64).float(), rope_frequencies(spec))
+    torch.testing.assert_close(cosines, angles.cos().repeat(1, 2), atol=1e-5, rtol=0.0)
+    torch.testing.assert_close(sines[:, spec.head_dim // 2 :], angles.sin(), atol=1e-5, rtol=0.0)
+    assert torch.equal(sines[:, : spec.head_dim // 2], -sines[:, spec.head_dim // 2 :])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    decoder, _ = pair(LLAMA)
+    for token, position in ((-1, 0), (120, 0), (0, CONTEXT)):
+        with pytest.raises(UsageError, match=r"is not in 0\.\."):
+            decoder.step(token, position)
+    with pytest.raises(UsageError, match="a cache of 1 layers"):
+        decoder.write_cache([(torch.zeros(1, 2, 16), torch.zeros(1, 2, 16))])
+    with pytest.raises(UsageError, match=r"context 129 is not in 1\.\.128"):
+        TorchDecoder(LLAMA, fuse(LLAMA, random_weights(LLAMA, 0)), DType.BF16, 129)
