@@ -10,8 +10,9 @@ import click
 
 from flywheel.cli.options import command, json_option, store_option
 from flywheel.cli.provenance import find_campaign, search_command
-from flywheel.cli.text import ABSENT, counts, pairs, percent, show, show_json, table, us
+from flywheel.cli.text import ABSENT, counts, pairs, percent, show, show_json, table, ties, us
 from flywheel.measure.record import TrialRecord
+from flywheel.measure.standing import best_of, ranked, tied_with
 
 if TYPE_CHECKING:
     from flywheel.store.campaign import Campaign, CampaignSummary
@@ -38,8 +39,9 @@ def campaigns(name: str | None, store: str, as_json: bool) -> None:
         return
     summary = next(each for each in summaries if each.campaign.name == campaign.name)
     if as_json:
-        best = [asdict(record) for record in _ranked(trials)[:SHOWN]]
-        show_json({"store": where, **_document(summary), "best": best})
+        best = [asdict(record) for record in ranked(trials)[:SHOWN]]
+        tied = [record.trial for record in tied_with(best_of(trials), trials)]
+        show_json({"store": where, **_document(summary), "best": best, "tied": tied})
     else:
         _show(where, summary, trials)
 
@@ -84,15 +86,6 @@ def _document(summary: CampaignSummary) -> dict[str, Any]:
     }
 
 
-def _ranked(trials: list[TrialRecord]) -> list[TrialRecord]:
-    """The trials that have an objective, measured ones first, best first; a config's first trial stands for it."""
-    ranked = sorted(
-        (record for record in trials if record.objective_us is not None),
-        key=lambda record: (record.is_predicted, record.objective_us, record.trial),
-    )
-    return list({record.config_id: record for record in reversed(ranked)}.values())[::-1]
-
-
 def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> None:
     campaign: Campaign = summary.campaign
     show(f"{campaign.name}: {campaign.model} on {campaign.gpu}, {campaign.dtype}, context {campaign.context}")
@@ -104,12 +97,13 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> No
                 ("last trial", last),
                 ("trials", f"{summary.trials:,}: {counts(summary.outcomes)}"),
                 ("latencies", "predicted by a cost model" if campaign.measure == "predict" else "measured"),
+                ("tied", ties((record.trial, record.latency_us) for record in tied_with(best_of(trials), trials))),
                 ("store", where),
                 ("command", search_command(campaign)),
             ]
         )
     )
-    best = _ranked(trials)[:SHOWN]
+    best = ranked(trials)[:SHOWN]
     if best:
         headers = ("trial", "latency", "<", "of floor", "<from", "<config", "<program")
         rows = [

@@ -27,7 +27,7 @@ _TRIAL: Final = ("trial", "outcome", "reason", "source", "config_id", "program_i
 
 
 class JsonLines:
-    """The events `start`, `trial` and `best` on stdout, and what `reporter` shows of them on stderr."""
+    """The events `start`, `trial`, `final` and `best` on stdout, and what `reporter` shows of them on stderr."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -61,9 +61,9 @@ class JsonLines:
         self._reporter.start(start)
 
     def watch(self, progress: Progress) -> None:
-        """A trial has ended; where it is the best so far, that is an event too."""
+        """A trial has ended, or a final has measured a program again; the best so far is an event, too."""
         fields = {**_trial(progress.record), "trials": progress.trials, "elapsed_s": progress.elapsed_s}
-        show_event("trial", fields)
+        show_event("final" if progress.record.source == "final" else "trial", fields)
         if progress.improved:
             show_event("best", fields)
         self._reporter.watch(progress)

@@ -25,6 +25,7 @@ from flywheel.cli.text import note, show_json, us
 from flywheel.errors import StoreError, UnknownNameError, UsageError
 from flywheel.interop.t4 import dump_t4, to_t4
 from flywheel.measure.record import TrialRecord
+from flywheel.measure.standing import trials_of
 from flywheel.store.tsv import to_csv, to_tsv
 
 if TYPE_CHECKING:
@@ -126,8 +127,9 @@ def _t4(records: list[TrialRecord], measured: bool | None) -> dict[str, Any]:
     document = to_t4(records, measured=measured)
     kept = document["results"]
     valid = sum(result["invalidity"] == "correct" for result in kept)
-    left = f"; left out {len(records) - len(kept)} with latencies of another kind" if len(kept) < len(records) else ""
-    note(f"{len(kept)} trials, {valid} of them {kind}{left}")
+    rest = len(trials_of(records)) - len(kept)
+    left = f"; left out {rest} with a latency of another kind or another trial's config" if rest else ""
+    note(f"{len(kept)} configs, {valid} of them {kind}{left}")
     return document
 
 

@@ -26,6 +26,7 @@ from flywheel.errors import IrFormatError, StoreError, UsageError
 from flywheel.interop.amk import MARK, read_results
 from flywheel.ir import ScheduleConfig
 from flywheel.ir.serde import parse_json, read_text
+from flywheel.measure.standing import trials_of
 from flywheel.store.schedule import schedule_from_document
 from flywheel.store.tsv import from_tsv
 
@@ -103,7 +104,7 @@ def _trials(store: Store, name: str, text: str, path: str, wanted: dict[str, Any
         what = ", ".join(f"{column} {value}" for column, value in asked.items())
         raise UsageError(f"{path}: no trials{f' of {what}' if what else ''}")
     made, new = import_trials(store, name, kept)
-    return {**_document(store, made), "trials": len(kept), "new_trials": new, "priors": 0}
+    return {**_document(store, made), "trials": len(trials_of(kept)), "new_trials": new, "priors": 0}
 
 
 def _schedule(

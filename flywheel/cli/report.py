@@ -11,6 +11,7 @@ import click
 from flywheel.cli.options import check_writable, command, json_option, store_option, write_file
 from flywheel.cli.provenance import find_campaign, schedule_text, search_command
 from flywheel.cli.text import note, show, show_json
+from flywheel.measure.standing import trials_of
 
 if TYPE_CHECKING:
     from flywheel.measure.record import TrialRecord
@@ -45,10 +46,11 @@ def report(campaign: str, output: Path | None, store: str, as_json: bool) -> Non
         click.echo(text, nl=False)
         return
     write_file(target, text)
+    trials = len(trials_of(records))
     if as_json:
-        show_json({"campaign": found.name, "path": str(target), "trials": len(records), "bytes": len(text.encode())})
+        show_json({"campaign": found.name, "path": str(target), "trials": trials, "bytes": len(text.encode())})
     else:
-        show(f"{target}: {len(records):,} trials, {len(text.encode()) / 1e3:,.0f} kB")
+        show(f"{target}: {trials:,} trials, {len(text.encode()) / 1e3:,.0f} kB")
         note("open it in any browser; it fetches nothing")
 
 

@@ -29,7 +29,7 @@ from flywheel.cli.options import (
 )
 from flywheel.cli.progress import make_reporter
 from flywheel.cli.provenance import find_campaign, schedule_text
-from flywheel.cli.text import counts, duration, escaped, note, pairs, percent, show, show_json, us
+from flywheel.cli.text import counts, duration, escaped, note, pairs, percent, show, show_json, ties, us
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import UsageError
 from flywheel.search.spec import CampaignSpec, read_campaign_file
@@ -274,7 +274,7 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
                 ("trials", f"{result.trials:,}, {result.new_trials:,} of them new{rate}; {_STOPPED[result.stopped]}"),
                 ("outcomes", counts(result.outcomes)),
                 *(_found(spec, best) if best is not None else ()),
-                *((("tied", _tied(result)),) if result.tied else ()),
+                ("tied", ties((record.trial, record.latency_us) for record in result.tied)),
                 ("store", where),
                 *((("schedule", str(schedule_file)),) if schedule_file is not None and best is not None else ()),
                 *((("next", f"{shlex.join(words)} --output best.json"),) if best is not None else ()),
@@ -286,12 +286,6 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
 def _found(spec: CampaignSpec, best: TrialRecord) -> list[tuple[str, str | None]]:
     where = f"trial {best.trial}, config {best.config_id}, program {best.program_id}"
     return [("best", where), ("knobs", _knobs(spec, best))]
-
-
-def _tied(result: CampaignResult) -> str:
-    """What the final could not tell from the best."""
-    rows = [f"trial {record.trial} ({us(record.latency_us)})" for record in result.tied]
-    return f"with {', '.join(rows)}: the difference is within the noise"
 
 
 def _knobs(spec: CampaignSpec, best: TrialRecord) -> str | None:

@@ -83,6 +83,12 @@ def us(value: float | None) -> str:
     return ABSENT if value is None else f"{value:,.1f} us"
 
 
+def ties(trials: Iterable[tuple[int, float | None]]) -> str | None:
+    """What a final could not tell from the best, as numbers and latencies; None where it could."""
+    rows = [f"trial {number} ({us(latency_us)})" for number, latency_us in trials]
+    return f"with {', '.join(rows)}: the difference is within the noise" if rows else None
+
+
 def percent(value: float | None) -> str:
     """A fraction."""
     return ABSENT if value is None else f"{value * 100:.1f} %"

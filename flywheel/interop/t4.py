@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.errors import UsageError
 from flywheel.ir.config import ScheduleConfig
-from flywheel.measure.record import TrialRecord
+from flywheel.measure.record import COMPARED_WITH, MEASURED_WITH, TrialRecord
+from flywheel.measure.standing import trials_of
 
 SCHEMA_VERSION: Final = "1.0.0"
 
@@ -38,13 +40,17 @@ _ERROR: Final = "RuntimeFailedConfig"
 
 _WORK: Final = ("model", "gpu", "dtype", "context")
 
+_MEASURED: Final = ("latency_us", *MEASURED_WITH, *COMPARED_WITH, "floor_fraction")
+
 
 def to_t4(records: Iterable[TrialRecord], *, measured: bool) -> dict[str, Any]:
     """JSON-ready T4 results of trials of one model, GPU, dtype and context; times in milliseconds.
 
     A file has one objective. With `measured` its valid results are the measured trials; without, those that were
     predicted by the version of the cost model that predicted last. Trials without any latency are invalid results;
-    those with a latency of another kind are left out. Raises UsageError for trials of different work.
+    those with a latency of another kind are left out. A final is no result: its numbers stand in those of its program's
+    trials. Each config is there once, by its first trial with a latency or else its first. Raises UsageError for trials
+    of different work.
     """
     rows = list(records)
     work = {tuple(getattr(row, name) for name in _WORK) for row in rows}
@@ -53,10 +59,11 @@ def to_t4(records: Iterable[TrialRecord], *, measured: bool) -> dict[str, Any]:
     kind = "measured" if measured else "predicted"
     last = max((row for row in rows if row.outcome == kind), key=lambda row: row.created_at, default=None)
     predictor = None if last is None or measured else last.predictor
-    kept = [
-        row for row in rows
+    comparable = [
+        row for row in _settled(rows)
         if row.objective_us is None or (row.outcome == kind and (measured or row.predictor == predictor))
     ]  # fmt: skip
+    kept = _once(comparable)
     parameters = configurations([ScheduleConfig.from_dict(json.loads(row.config)) for row in kept])
     return {
         "schema_version": SCHEMA_VERSION,
@@ -68,6 +75,25 @@ def to_t4(records: Iterable[TrialRecord], *, measured: bool) -> dict[str, Any]:
         },
         "results": [_result(row, found, OBJECTIVES[kind]) for row, found in zip(kept, parameters, strict=True)],
     }
+
+
+def _settled(rows: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """The trials, with what the last final of their campaign found of their program."""
+    finals = {(row.campaign, row.program_id): row for row in rows if row.source == "final"}
+    found = []
+    for row in trials_of(rows):
+        final = finals.get((row.campaign, row.program_id)) if row.outcome == "measured" else None
+        found.append(row if final is None else replace(row, **{name: getattr(final, name) for name in _MEASURED}))
+    return found
+
+
+def _once(rows: Sequence[TrialRecord]) -> list[TrialRecord]:
+    chosen: dict[str, TrialRecord] = {}
+    for row in rows:
+        known = chosen.get(row.config_id)
+        if known is None or (known.objective_us is None and row.objective_us is not None):
+            chosen[row.config_id] = row
+    return list(chosen.values())
 
 
 def dump_t4(document: Mapping[str, Any]) -> str:

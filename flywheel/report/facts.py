@@ -12,22 +12,24 @@ from flywheel.ir import MegakernelProgram, program_id
 from flywheel.ir.serde import config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
+from flywheel.measure.standing import best_of, tied_with, trials_of
 from flywheel.search.importance import importances
 from flywheel.search.space import Choice, Dimension, Space, make_space
 from flywheel.search.workload import Workload, make_workload
 from flywheel.store.campaign import Campaign
-from flywheel.store.mirror import best_trial
 
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
     """What a campaign searched: its dimensions, each trial's choice of them, and how much each mattered.
 
-    `choices` follow the records, None outside the space; `importances` sum to 1, and are empty with too few trials.
+    `choices` follow the trials, `best` is the best row's, all None outside the space; `importances` sum to 1, and are
+    empty with too few trials.
     """
 
     dimensions: tuple[Dimension, ...]
     choices: tuple[Choice | None, ...]
+    best: Choice | None
     first: Choice
     importances: Mapping[str, float]
 
@@ -44,11 +46,14 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that a report shows. Where `knobs` or `schedule` is None, `missing` says why."""
+    """All that a report shows. `records` are all rows, `trials` those that are no finals; `tied` is what `best` cannot
+    be told from. Where `knobs` or `schedule` is None, `missing` says why."""
 
     campaign: Campaign
     records: tuple[TrialRecord, ...]
+    trials: tuple[TrialRecord, ...]
     best: TrialRecord | None
+    tied: tuple[TrialRecord, ...]
     knobs: Knobs | None
     schedule: Schedule | None
     missing: str | None
@@ -59,20 +64,21 @@ def gather(campaign: Campaign, records: Sequence[TrialRecord]) -> Facts:
 
     A model that is gone, or a config that lowers to another program today, leaves a part out and raises nothing.
     """
-    best = best_trial(records)
+    best, trials = best_of(records), tuple(trials_of(records))
+    knobs, schedule, missing = None, None, None
     try:
         workload = make_workload(campaign.model, campaign.gpu, campaign.dtype, campaign.context)
-        knobs = _knobs(make_space(workload, json.loads(campaign.spec).get("fix", {})), records)
+        knobs = _knobs(make_space(workload, json.loads(campaign.spec).get("fix", {})), trials, best)
+        schedule = None if best is None else _schedule(workload, best)
     except FlywheelError as error:
-        return Facts(campaign, tuple(records), best, None, None, str(error))
-    if best is None:
-        return Facts(campaign, tuple(records), None, knobs, None, "no trial has a latency")
-    try:
-        schedule = _schedule(workload, best)
-    except FlywheelError as error:
-        return Facts(campaign, tuple(records), best, knobs, None, str(error))
-    missing = None if schedule else f"trial {best.trial}: this version lowers its config to another program"
-    return Facts(campaign, tuple(records), best, knobs, schedule, missing)
+        missing = str(error)
+    if missing is None and schedule is None:
+        missing = (
+            "no trial has a latency"
+            if best is None
+            else f"trial {best.trial}: this version lowers its config to another program"
+        )
+    return Facts(campaign, tuple(records), trials, best, tuple(tied_with(best, records)), knobs, schedule, missing)
 
 
 def trial_knobs(campaign: Campaign, record: TrialRecord) -> dict[str, str]:
@@ -85,10 +91,15 @@ def trial_knobs(campaign: Campaign, record: TrialRecord) -> dict[str, str]:
     return {name: str(value) for name, value in (choice or {}).items()}
 
 
-def _knobs(space: Space, records: Sequence[TrialRecord]) -> Knobs:
-    choices = tuple(space.to_choice(config_from_dict(json.loads(record.config))) for record in records)
-    told = [(choice, row.objective_us) for choice, row in zip(choices, records, strict=True) if choice is not None]
-    return Knobs(space.dimensions, choices, space.known_good()[0], importances(space, told))
+def _knobs(space: Space, trials: Sequence[TrialRecord], best: TrialRecord | None) -> Knobs:
+    choices = tuple(_choice(space, record) for record in trials)
+    told = [(choice, row.objective_us) for choice, row in zip(choices, trials, strict=True) if choice is not None]
+    chosen = None if best is None else _choice(space, best)
+    return Knobs(space.dimensions, choices, chosen, space.known_good()[0], importances(space, told))
+
+
+def _choice(space: Space, record: TrialRecord) -> Choice | None:
+    return space.to_choice(config_from_dict(json.loads(record.config)))
 
 
 def _schedule(workload: Workload, best: TrialRecord) -> Schedule | None:

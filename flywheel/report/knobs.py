@@ -36,26 +36,28 @@ def importance(knobs: Knobs) -> str | None:
     return picture(WIDTH, 16.0 + 22 * len(knobs.importances), "Importance of knobs", parts)
 
 
-def coordinates(knobs: Knobs, records: Sequence[TrialRecord], best: TrialRecord | None) -> str | None:
+def coordinates(knobs: Knobs, trials: Sequence[TrialRecord], best: TrialRecord | None) -> str | None:
     """An axis a knob and one of latency, a line a trial; the best in front. None where there is no line to draw."""
     axes = [dimension for dimension in knobs.dimensions if len(dimension.values) > 1]
     ranked = sorted(
-        ((r.objective_us, r, c) for r, c in zip(records, knobs.choices, strict=True) if r.objective_us and c),
-        key=lambda entry: (-entry[0], -entry[1].trial),
+        ((r.objective_us, r.trial, c) for r, c in zip(trials, knobs.choices, strict=True) if r.objective_us and c),
+        key=lambda entry: (-entry[0], -entry[1]),
     )[-MOST_LINES:]
     if not axes or not ranked:
         return None
     step = (WIDTH - _LEFT - 60) / len(axes)
     places = [_LEFT + step * number for number in range(len(axes) + 1)]
-    slowest, fastest = ranked[0][0], ranked[-1][0]
+    ends = [ranked[0][0], ranked[-1][0]]
+    ends += [best.objective_us] if best is not None and best.objective_us is not None else []
+    slowest, fastest = max(ends), min(ends)
     up = Axis(fastest, slowest if slowest > fastest else fastest * 1.01, _BOTTOM, _TOP)
     fifths: list[list[str]] = [[] for _ in RAMP]
-    chosen = None
-    for rank, (latency, record, choice) in enumerate(ranked):
+    for rank, (latency, _, choice) in enumerate(ranked):
         line = polyline([*_line(axes, places, choice), (places[-1], up(latency))])
         fifths[rank * len(RAMP) // len(ranked)].append(line)
-        if best is not None and record.trial == best.trial:
-            chosen = line
+    chosen = None
+    if best is not None and best.objective_us is not None and knobs.best is not None:
+        chosen = polyline([*_line(axes, places, knobs.best), (places[-1], up(best.objective_us))])
     parts = [
         element("path", d="".join(lines), stroke=colour, stroke_opacity=0.55, fill="none")
         for colour, lines in zip(RAMP, fifths, strict=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from flywheel.measure.record import TrialRecord
+from flywheel.measure.standing import ranked
 from flywheel.report.facts import Facts
 from flywheel.report.history import COLOURS, history, outcomes
 from flywheel.report.knobs import MOST_LINES, coordinates, importance
@@ -42,7 +43,7 @@ def page(facts: Facts, schedule_json: str | None, command: str) -> str:
     body = [
         *_head(facts),
         *_history(facts),
-        *_outcomes(facts.records),
+        *_outcomes(facts.trials),
         *_knobs(facts),
         *_layer(facts),
         *_best(facts, schedule_json),
@@ -57,9 +58,9 @@ def pictures(facts: Facts) -> dict[str, str]:
     """Each picture that the facts allow, as an SVG file by name."""
     drawn = {
         "history": history(facts.records),
-        "outcomes": outcomes(facts.records) if facts.records else None,
+        "outcomes": outcomes(facts.trials) if facts.trials else None,
         "importance": importance(facts.knobs) if facts.knobs else None,
-        "coordinates": coordinates(facts.knobs, facts.records, facts.best) if facts.knobs else None,
+        "coordinates": coordinates(facts.knobs, facts.trials, facts.best) if facts.knobs else None,
         "layer": layer(facts.schedule) if facts.schedule else None,
     }
     return {f"{name}.svg": standalone(drawing) for name, drawing in drawn.items() if drawing is not None}
@@ -78,13 +79,32 @@ def _head(facts: Facts) -> list[str]:
             tiles.append(("weight floor", f"{best.floor_us:,.1f} us"))
         if best.floor_fraction is not None:
             tiles.append(("of the floor", f"{best.floor_fraction:.1%}"))
-    tiles.append(("trials", f"{len(facts.records):,}"))
+    tiles.append(("trials", f"{len(facts.trials):,}"))
     colour = COLOURS["failed"] if best is None else COLOURS[best.outcome]
     return [
         element("h1", words(campaign.name)),
         element("p", words(work), " ", element("span", words(kind), class_="kind", style=f"background:{colour}")),
         element("div", *(element("div", element("b", words(v)), words(n)) for n, v in tiles), class_="tiles"),
+        *([] if best is None or best.is_predicted else [_note(text) for text in _certainty(best, facts.tied)]),
     ]
+
+
+def _certainty(best: TrialRecord, tied: Sequence[TrialRecord]) -> list[str]:
+    """How sure it is that a measured row is the best, and what disturbed its measurement."""
+    said = []
+    if best.source != "final":
+        said.append("No final was held: these trials were measured at different times, so their order may be chance.")
+    elif tied:
+        others = ", ".join(f"trial {record.trial} ({record.latency_us:,.1f} us)" for record in tied)
+        said.append(f"Tied with {others}: the difference is within the noise of the final.")
+    elif best.gain_low_us is not None:
+        least, most = best.gain_low_us, best.gain_high_us
+        said.append(f"In the final it took {least:,.2f} to {most:,.2f} us less than the next (99 % interval).")
+    if best.throttle not in (None, "none"):
+        said.append(f"While it was measured, clocks were held down: {best.throttle}.")
+    if best.strangers:
+        said.append(f"While it was measured, {best.strangers} other processes computed on the GPU.")
+    return said
 
 
 def _history(facts: Facts) -> list[str]:
@@ -93,27 +113,28 @@ def _history(facts: Facts) -> list[str]:
         return [_section("History"), _note("No trial has a latency.")]
     return [
         _section("History"),
-        _note("Hollow blue: predicted by the cost model. Full orange: measured on a GPU. The line is the best so far; "
-              "no schedule can be faster than the floor, the weights' bytes over the memory's bandwidth."),
+        _note("Hollow blue: predicted by the cost model. Full orange: measured on a GPU, and the best of them again in "
+              "turn as diamonds. The line is the best so far: a trial within the noise of it is none. No "
+              "schedule can be faster than the floor, the weights' bytes over the memory's bandwidth."),
         drawn,
     ]  # fmt: skip
 
 
-def _outcomes(records: Sequence[TrialRecord]) -> list[str]:
-    if not records:
+def _outcomes(trials: Sequence[TrialRecord]) -> list[str]:
+    if not trials:
         return []
-    reasons = Counter(record.reason for record in records if record.reason is not None)
+    reasons = Counter(record.reason for record in trials if record.reason is not None)
     rows = [(f"{count:,}", reason) for reason, count in reasons.most_common(SHOWN)]
     table = [_table(("trials", "reason"), rows, numbers=(0,))] if rows else []
-    return [_section("Outcomes"), outcomes(records), *table]
+    return [_section("Outcomes"), outcomes(trials), *table]
 
 
 def _knobs(facts: Facts) -> list[str]:
     if facts.knobs is None:
         return [_section("Knobs"), _note(f"Not known: {facts.missing}")]
     bars = importance(facts.knobs)
-    lines = coordinates(facts.knobs, facts.records, facts.best)
-    cut = f" Only the best {MOST_LINES:,} are drawn." if len(facts.records) > MOST_LINES else ""
+    lines = coordinates(facts.knobs, facts.trials, facts.best)
+    cut = f" Only the best {MOST_LINES:,} are drawn." if len(facts.trials) > MOST_LINES else ""
     return [
         _section("Importance of knobs"),
         _note("Share of each knob in telling the best tenth of the trials from the others (PED-ANOVA). A sampler that "
@@ -146,24 +167,17 @@ def _layer(facts: Facts) -> list[str]:
 
 
 def _best(facts: Facts, schedule_json: str | None) -> list[str]:
-    ranked = sorted(
-        (record for record in facts.records if record.objective_us is not None),
-        key=lambda record: (record.is_predicted, record.objective_us, record.trial),
-    )
-    first = {record.config_id: record for record in reversed(ranked)}
-    top = sorted(first.values(), key=ranked.index)[:SHOWN]
     rows = [
         (str(r.trial), f"{r.objective_us:,.1f}", r.outcome, _percent(r.floor_fraction), r.source, r.config_id,
          r.program_id or "")
-        for r in top
+        for r in ranked(facts.records)[:SHOWN]
     ]  # fmt: skip
     headers = ("trial", "us", "", "of floor", "from", "config", "program")
     parts = [_section("Best trials"), _table(headers, rows, numbers=(0, 1, 3)) if rows else ""]
-    if facts.knobs is not None and facts.best is not None:
-        choice = facts.knobs.choices[facts.records.index(facts.best)]
-        if choice is not None:
-            compared = [(name, str(value), str(facts.knobs.first[name])) for name, value in choice.items()]
-            parts += [_section("The best schedule's knobs"), _table(("knob", "best", "known good"), compared)]
+    if facts.knobs is not None and facts.knobs.best is not None:
+        first = facts.knobs.first
+        compared = [(name, str(value), str(first[name])) for name, value in facts.knobs.best.items()]
+        parts += [_section("The best schedule's knobs"), _table(("knob", "best", "known good"), compared)]
     if schedule_json is not None:
         said = element("pre", words_of_lines(schedule_json))
         parts.append(element("details", element("summary", "best schedule, as flywheel export writes it"), said))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from math import prod
@@ -19,11 +20,12 @@ from flywheel.ir.serde import config_from_dict
 from flywheel.measure.environment import Environment
 from flywheel.measure.outcome import LASTING_OUTCOMES, Measured
 from flywheel.measure.record import TrialRecord
+from flywheel.measure.standing import best_of, tied_with, trials_of
 from flywheel.search.engine import Engine
 from flywheel.search.evaluate import Evaluation
-from flywheel.search.finals import ROUNDS, finalists, gains, standing, tied_with
+from flywheel.search.finals import ROUNDS, finalists, gains
 from flywheel.search.importing import priors_of
-from flywheel.search.noise import gain
+from flywheel.search.noise import Gain, gain
 from flywheel.search.rows import to_record
 from flywheel.search.space import Choice, Space, Value
 from flywheel.search.spec import CampaignSpec, to_campaign
@@ -132,7 +134,8 @@ class CampaignRun:
         """Stand where the campaign's rows stand: at the start, and again where another process has added some."""
         self._next = 1 + max((record.trial for record in known), default=-1)  # imported trials may leave gaps
         self._best = best_of(known)
-        known = [record for record in known if record.source != "final"]  # no trials: what they try was tried
+        known = trials_of(known)
+        self._programs = {record.program_id for record in known}
         self._trials = len(known)
         self._outcomes = Counter(record.outcome for record in known)
         found = [record.trial for record in known if self._best and record.program_id == self._best.program_id]
@@ -181,8 +184,8 @@ class CampaignRun:
             counts = dict(self._outcomes)
             watch(Progress(record, self._best, counts, self._trials, self._own, elapsed, improved))
         if stopped != "interrupted":
-            for record, improved in self._hold_final():
-                elapsed = perf_counter() - start
+            for record in self._hold_final():
+                elapsed, improved = perf_counter() - start, record == self._best
                 watch(Progress(record, self._best, dict(self._outcomes), self._trials, self._own, elapsed, improved))
         return CampaignResult(
             self._name,
@@ -201,35 +204,63 @@ class CampaignRun:
             return ()
         return (_config(self._best),)
 
-    def _hold_final(self) -> Iterator[tuple[TrialRecord, bool]]:
-        """Measure the best programs again, in turn; none of that counts as a trial, or where a worker dies of it."""
-        chosen = finalists(self._store.trials(self._name)) if self._spec.measure == "cuda" else []
-        if not chosen:
-            return
-        configs = [_config(record) for record in chosen]
-        evaluation = self._engine.submit(configs[0], configs[1:], ROUNDS)()
-        contest = evaluation.contest
-        if contest is None or not contest.times_us:
-            return
-        results = (contest.outcome, *contest.rivals)
-        now = _now()
-        for record, config, outcome, compared in zip(
-            chosen, configs, results, gains(contest, self._spec.seed), strict=True
-        ):
-            if not isinstance(outcome, Measured):
-                continue
-            measured = Evaluation(
-                outcome, record.program_id, record.tasks, record.weight_bytes, record.floor_us,
-                environment=evaluation.environment,
-            )  # fmt: skip
-            row = to_record(
-                self._name, self._next, self._spec, config, measured, self._environment,
-                source="final", ask_s=None, created_at=now, compared=compared,
-            )  # fmt: skip
-            row = self._append(row)
-            self._next = row.trial + 1
-            before, self._best = self._best, best_of(self._store.trials(self._name))
-            yield row, self._best is not None and self._best != before
+    def _hold_final(self) -> list[TrialRecord]:
+        """Measure the best programs again, in turn: the rows of that, none where a worker dies of it.
+
+        They take the place of all rows before them, so another process's new ones may call for another final.
+        """
+        while chosen := finalists(self._store.trials(self._name)) if self._spec.measure == "cuda" else []:
+            rows = self._measure_final(chosen)
+            if not rows or self._append_final(rows, chosen):
+                return rows
+        return []
+
+    def _measure_final(self, chosen: Sequence[TrialRecord]) -> list[TrialRecord]:
+        """A row for each program, not yet numbered. One that turns out wrong has none, and ends that contest: the
+        others are measured again."""
+        while True:
+            configs = [_config(record) for record in chosen]
+            evaluation = self._engine.submit(configs[0], configs[1:], ROUNDS)()
+            contest = evaluation.contest
+            if contest is None or not contest.times_us:
+                return []
+            found = [*zip(chosen, (contest.outcome, *contest.rivals), strict=True)]
+            right = [(record, outcome) for record, outcome in found if isinstance(outcome, Measured)]
+            if len(right) < 2 or len(right) == len(found):
+                compared = gains(contest, self._spec.seed) if len(right) > 1 else [None]
+                now = _now()
+                return [
+                    self._final_row(record, outcome, compared, evaluation.environment, now)
+                    for (record, outcome), compared in zip(right, compared, strict=False)
+                ]
+            chosen = [record for record, _ in right]
+
+    def _final_row(
+        self, record: TrialRecord, outcome: Measured, compared: Gain | None, where: Environment | None, now: str
+    ) -> TrialRecord:
+        """Of the program of an earlier row; its number is still that row's."""
+        measured = Evaluation(
+            outcome, record.program_id, record.tasks, record.weight_bytes, record.floor_us, environment=where
+        )
+        return to_record(
+            self._name, record.trial, self._spec, _config(record), measured, self._environment,
+            source="final", ask_s=None, created_at=now, compared=compared,
+        )  # fmt: skip
+
+    def _append_final(self, rows: list[TrialRecord], chosen: Sequence[TrialRecord]) -> bool:
+        """Number the rows and append them, all or none; False where the `chosen` are no longer the ones to choose."""
+        programs = [record.program_id for record in chosen]
+        while True:
+            known = self._store.trials(self._name)
+            self._best = best_of(known)
+            if [record.program_id for record in finalists(known)] != programs:
+                return False
+            first = 1 + max(record.trial for record in known)
+            rows[:] = [replace(row, trial=first + place) for place, row in enumerate(rows)]
+            with suppress(TrialExistsError):
+                self._store.append_all(rows)
+                self._best = best_of([*known, *rows])
+                return True
 
     def _room(self) -> int:
         """Trials that are still wanted: a grid ends, the other samplers may repeat themselves."""
@@ -274,7 +305,10 @@ class CampaignRun:
         self._trials += 1
         self._own += 1
         self._outcomes[record.outcome] += 1
-        improved = record.may_be_best and (self._best is None or _rank(record) < _rank(self._best))
+        repeated = record.source == "store" and record.program_id in self._programs
+        self._programs.add(record.program_id)
+        best = self._best
+        improved = record.may_be_best and not repeated and (best is None or _rank(record) < _rank(best))
         if improved:
             self._best = record
         self._stale = 0 if improved else self._stale + 1
@@ -298,11 +332,6 @@ class CampaignRun:
 
     def _choice(self, record: TrialRecord) -> Choice | None:
         return self._space.to_choice(_config(record))
-
-
-def best_of(records: Sequence[TrialRecord]) -> TrialRecord | None:
-    """The first of a campaign's records with the lowest objective, as `Store.best` has it; None where none may be."""
-    return min((record for record in standing(records) if record.may_be_best), key=_rank, default=None)
 
 
 def _config(record: TrialRecord) -> ScheduleConfig:

@@ -8,21 +8,12 @@ from typing import Final
 
 from flywheel.measure.contest import Contest
 from flywheel.measure.record import TrialRecord
+from flywheel.measure.standing import standing
 from flywheel.search.noise import Gain, gain
 
 FINALISTS: Final = 5
 ROUNDS: Final = 12
 """Times that all of them are loaded anew and timed."""
-
-
-def standing(records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """Rows with an objective that still hold: a program's newest final replaces all that was said of it before."""
-    settled = {record.program_id: record for record in records if record.source == "final"}
-    return [
-        record
-        for record in records
-        if record.objective_us is not None and settled.get(record.program_id, record) is record
-    ]
 
 
 def finalists(records: Sequence[TrialRecord]) -> list[TrialRecord]:
@@ -43,20 +34,3 @@ def gains(contest: Contest, seed: int) -> list[Gain]:
     order = sorted(range(len(medians)), key=medians.__getitem__)
     rivals = [order[1] if place == order[0] else order[0] for place in range(len(medians))]
     return [gain(rounds, contest.times_us[rival], seed) for rounds, rival in zip(contest.times_us, rivals, strict=True)]
-
-
-def tied_with(best: TrialRecord | None, records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """Where `best` is the fastest of a final: the others there that it cannot be told from. Else none.
-
-    Rows of one final share their time.
-    """
-    if best is None or best.source != "final":
-        return []
-    return [
-        record
-        for record in standing(records)
-        if (record.source, record.created_at) == ("final", best.created_at)
-        and record.trial != best.trial
-        and record.gain_high_us is not None
-        and record.gain_high_us >= 0.0
-    ]

@@ -11,6 +11,7 @@ from typing import Any, Final
 from flywheel.errors import FlywheelError, StoreError, UsageError
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.record import TrialRecord
+from flywheel.measure.standing import trials_of
 from flywheel.models.catalog import resolve_model
 from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec, to_campaign
@@ -49,10 +50,9 @@ def import_trials(store: Store, name: str, records: Sequence[TrialRecord]) -> tu
     for record in renamed:
         if there.get(record.trial, record) != record:
             raise StoreError(f"store {store.name}: campaign {name!r} has another trial {record.trial}")
-    new = [record for record in renamed if record.trial not in there]
-    for record in new:
-        store.append(record)
-    return known or campaign, len(new)
+    new = sorted((record for record in renamed if record.trial not in there), key=lambda record: record.trial)
+    store.append_all(new)
+    return known or campaign, len(trials_of(new))
 
 
 def import_priors(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from flywheel.measure.environment import Environment
+from flywheel.measure.standing import trials_of
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress, open_campaign
 from flywheel.search.samplers import make_sampler
 from flywheel.search.sites import open_engine, open_site
@@ -55,7 +56,7 @@ def run_search(
         ):
             name = open_campaign(spec, space, store, fresh)
             sizes = [len(dimension.values) for dimension in space.dimensions]
-            known = len(store.trials(name))
+            known = len(trials_of(store.trials(name)))
             campaign = store.campaign(name)
             starts = tuple(starts_of(campaign)) if campaign is not None and spec.seeds and spec.warm else ()
             announce(Start(spec, name, known, sum(size > 1 for size in sizes), prod(sizes), environment, starts))

@@ -32,9 +32,13 @@ class Campaign:
 
 @dataclass(frozen=True, slots=True)
 class CampaignSummary:
-    """A campaign with the number of its trials, in all and by outcome, and its best latencies, None where absent."""
+    """A campaign with the number of its trials, in all and by outcome, and its best latencies, None where absent.
+
+    `rows` are its trials and what was measured in finals.
+    """
 
     campaign: Campaign
+    rows: int
     trials: int
     outcomes: Mapping[str, int]
     best_measured_us: float | None

@@ -49,7 +49,7 @@ class Follower:
         """
         with open_store(self.url, create=False) as store:
             summaries = [each for each in store.campaigns() if not self.names or each.campaign.name in self.names]
-            grown = [each for each in summaries if last or self._seen.get(each.campaign.name) != each.trials]
+            grown = [each for each in summaries if last or self._seen.get(each.campaign.name) != each.rows]
             written = 0
             for each in grown:
                 written += self._sync(each.campaign, store.trials(each.campaign.name), last)

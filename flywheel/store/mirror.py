@@ -12,6 +12,7 @@ from hashlib import sha256
 from typing import Any, Final
 
 from flywheel.measure.record import TrialRecord
+from flywheel.measure.standing import best_so_far
 from flywheel.store.campaign import Campaign
 
 MAX_VALUE: Final = 500
@@ -71,21 +72,22 @@ def trial_params(record: TrialRecord, knobs: Mapping[str, str]) -> dict[str, str
 
 
 def campaign_points(records: Sequence[TrialRecord]) -> Iterator[Point]:
-    """The series of a campaign, trial by trial: latencies, the best so far, its floor fraction, counts of outcomes.
+    """The series of a campaign, row by row: latencies, the best so far, its floor fraction, counts of outcomes.
 
-    Predicted and measured latencies are series of their own.
+    Predicted and measured latencies are series of their own, and so are those of a final, which counts as no outcome.
     """
     counts: Counter[str] = Counter()
-    best: dict[str, TrialRecord] = {}
-    for record in records:
-        time_ms = to_ms(record.created_at)
-        counts[record.outcome] += 1
-        found: dict[str, float | None] = {f"outcomes/{record.outcome}": counts[record.outcome]}
-        found |= {"predicted/latency_us": record.predicted_us, "measured/latency_us": record.latency_us}
-        if _improves(record, best.get(record.outcome)):
-            best[record.outcome] = record
+    for record, best in best_so_far(records):
+        found: dict[str, float | None]
+        if record.source == "final":
+            found = {"measured/final_us": record.latency_us}
+        else:
+            counts[record.outcome] += 1
+            found = {f"outcomes/{record.outcome}": counts[record.outcome]}
+            found |= {"predicted/latency_us": record.predicted_us, "measured/latency_us": record.latency_us}
         for kind, holder in best.items():
             found |= {f"{kind}/best_us": holder.objective_us, f"{kind}/best_floor_fraction": holder.floor_fraction}
+        time_ms = to_ms(record.created_at)
         yield from (Point(name, value, record.trial, time_ms) for name, value in found.items() if value is not None)
 
 
@@ -94,23 +96,6 @@ def trial_points(record: TrialRecord) -> list[Point]:
     time_ms = to_ms(record.created_at)
     numbers = {name: getattr(record, name) for name in _NUMBERS}
     return [Point(name, value, record.trial, time_ms) for name, value in numbers.items() if value is not None]
-
-
-def kept(records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The trials that were the best of their kind, measured or predicted, when they ended."""
-    best: dict[str, TrialRecord] = {}
-    incumbents = []
-    for record in records:
-        if _improves(record, best.get(record.outcome)):
-            best[record.outcome] = record
-            incumbents.append(record)
-    return incumbents
-
-
-def best_trial(records: Sequence[TrialRecord]) -> TrialRecord | None:
-    """The fastest measured trial, else the fastest predicted one, the first of equals; None where there is neither."""
-    last = {record.outcome: record for record in kept(records)}
-    return last.get("measured") or last.get("predicted")
 
 
 def to_params(values: Mapping[str, Any]) -> dict[str, str]:
@@ -125,12 +110,6 @@ def to_params(values: Mapping[str, Any]) -> dict[str, str]:
 def to_ms(moment: str) -> int:
     """An ISO 8601 time as milliseconds since 1970."""
     return round(datetime.fromisoformat(moment).timestamp() * 1000)
-
-
-def _improves(record: TrialRecord, best: TrialRecord | None) -> bool:
-    if record.objective_us is None:
-        return False
-    return best is None or best.objective_us is None or record.objective_us < best.objective_us
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

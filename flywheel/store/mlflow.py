@@ -22,16 +22,15 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from flywheel.errors import MirrorError, UsageError
 from flywheel.measure.record import TrialRecord
+from flywheel.measure.standing import best_of, incumbents, tied_with, trials_of
 from flywheel.store.campaign import Campaign
 from flywheel.store.engine import make_store_url
 from flywheel.store.mirror import (
     Point,
     Views,
-    best_trial,
     campaign_key,
     campaign_params,
     campaign_points,
-    kept,
     to_ms,
     trial_params,
     trial_points,
@@ -115,11 +114,11 @@ class Mirror:
             client, experiment = self._connect()
             run = _campaign_run(client, experiment, campaign)
             written = self._write_rows(client, run, campaign_params(campaign, records), campaign_points(records))
-            chosen = {"all": list(records), "kept": kept(records), "none": []}[children]
+            chosen = {"all": list(records), "kept": incumbents(records), "none": []}[children]
             written += self._write_children(client, experiment, run, campaign, chosen, views)
             if files:
                 written += self._write_files(client, run, campaign, records, views)
-            tags = {_TRIALS: str(len(records)), _NOTE: _describe(campaign, records)}
+            tags = {_TRIALS: str(len(trials_of(records))), _NOTE: _describe(campaign, records)}
             written += _write_tags(client, run, tags)
             return written + _write_status(client, run, campaign, records, live)
 
@@ -165,7 +164,8 @@ class Mirror:
         for record in missing:
             if record.trial not in known:
                 tags = {_PARENT: parent.info.run_id, _TRIAL: str(record.trial), **_trial_tags(record)}
-                client.create_run(experiment, to_ms(record.created_at), tags, f"trial {record.trial}")
+                name = f"{'final' if record.source == 'final' else 'trial'} {record.trial}"
+                client.create_run(experiment, to_ms(record.created_at), tags, name)
         if any(record.trial not in known for record in missing):
             known = _children(client, experiment, parent)
         for record in missing:
@@ -258,13 +258,14 @@ def _trial_tags(record: TrialRecord) -> dict[str, str]:
 
 def _describe(campaign: Campaign, records: Sequence[TrialRecord]) -> str:
     """The run's description, in Markdown."""
-    best = best_trial(records)
+    best, count = best_of(records), len(trials_of(records))
     work = f"`{campaign.model}` on `{campaign.gpu}`, {campaign.dtype}, context {campaign.context}"
     if best is None or best.objective_us is None:
-        return f"{work}: no feasible schedule in {len(records)} trials."
+        return f"{work}: no feasible schedule in {count} trials."
     floor = "" if best.floor_fraction is None else f", {best.floor_fraction:.1%} of the weight floor"
     said = f"**{best.outcome}** {best.objective_us:,.1f} us a token{floor}"
-    return f"{work}: {said}; trial {best.trial} of {len(records)}."
+    tied = ", ".join(str(record.trial) for record in tied_with(best, records))
+    return f"{work}: {said}; trial {best.trial}, of {count} trials{f'; **tied** with trial {tied}' if tied else ''}."
 
 
 def _artifact_folder(uri: str) -> str | None:

@@ -12,7 +12,7 @@ from flywheel.errors import StoreError
 from flywheel.ir.config import ScheduleConfig
 from flywheel.ir.serde import parse_json, read_text
 from flywheel.measure.floor import floor_fraction
-from flywheel.measure.record import MEASURED_WITH, TrialRecord
+from flywheel.measure.record import COMPARED_WITH, MEASURED_WITH, TrialRecord
 
 _T = TypeVar("_T")
 
@@ -134,7 +134,7 @@ def _measured(record: TrialRecord) -> dict[str, Any] | None:
     return {
         "kind": "measured",
         "median_us": record.latency_us,
-        **{name: getattr(record, name) for name in MEASURED_WITH},
+        **{name: getattr(record, name) for name in (*MEASURED_WITH, *COMPARED_WITH)},
         "floor_fraction": _fraction(record.floor_us, record.latency_us),
     }
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
-from sqlalchemy import Connection, Engine, RowMapping, and_, case, exists, func, insert, or_, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    RowMapping,
+    Subquery,
+    and_,
+    case,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+)
 from sqlalchemy.exc import IntegrityError
 
 from flywheel.errors import StoreError, TrialExistsError
@@ -22,17 +35,19 @@ from flywheel.store.schema import campaigns, ceilings, trials
 
 _NAMES: Final = tuple(column.name for column in COLUMNS)
 _RECORD: Final = tuple(trials.c[name] for name in _NAMES)
-_finals: Final = trials.alias("finals")
-_HOLDS: Final = and_(
+_earlier: Final = trials.alias("earlier")
+_CLAIMS: Final = and_(
     or_(trials.c.gain_low_us.is_(None), trials.c.gain_low_us > 0.0, trials.c.source == "final"),
-    ~exists().where(
-        _finals.c.campaign == trials.c.campaign,
-        _finals.c.program_id == trials.c.program_id,
-        _finals.c.source == "final",
-        _finals.c.id > trials.c.id,
+    or_(
+        trials.c.source != "store",
+        ~exists().where(
+            _earlier.c.campaign == trials.c.campaign,
+            _earlier.c.program_id == trials.c.program_id,
+            _earlier.c.trial < trials.c.trial,
+        ),
     ),
 )
-"""Of a row: `may_be_best`, and no later final of its program stands in its place."""
+"""Of a row: `may_be_best`, and no earlier one of its campaign answered it."""
 
 
 def open_store(url: str | Path, *, create: bool = True) -> Store:
@@ -95,18 +110,22 @@ class Store:
 
     def append(self, record: TrialRecord) -> None:
         """Add a trial for good. Raises TrialExistsError where its campaign has that trial already."""
-        values = {name: getattr(record, name) for name in _NAMES}
+        self.append_all((record,))
+
+    def append_all(self, records: Sequence[TrialRecord]) -> None:
+        """Add rows for good, all or none. Raises TrialExistsError where a campaign has one of these trials already."""
         with writing(self._engine, self.name) as connection:
-            try:
-                connection.execute(insert(trials), values)
-            except IntegrityError as error:
-                campaign = f"store {self.name}: campaign {record.campaign!r}"
-                match violated(error):
-                    case "foreign key":
-                        raise StoreError(f"{campaign} does not exist") from error
-                    case "unique":
-                        raise TrialExistsError(f"{campaign} has trial {record.trial} already") from error
-                raise
+            for record in records:
+                try:
+                    connection.execute(insert(trials), {name: getattr(record, name) for name in _NAMES})
+                except IntegrityError as error:
+                    campaign = f"store {self.name}: campaign {record.campaign!r}"
+                    match violated(error):
+                        case "foreign key":
+                            raise StoreError(f"{campaign} does not exist") from error
+                        case "unique":
+                            raise TrialExistsError(f"{campaign} has trial {record.trial} already") from error
+                    raise
 
     def trials(self, campaign: str) -> list[TrialRecord]:
         """A campaign's trials by number."""
@@ -124,7 +143,8 @@ class Store:
         predictor: str | None = None,
         machine: Mapping[str, str | None] = MappingProxyType({}),
     ) -> TrialRecord | None:
-        """The first trial of this program, on this GPU and under this kind of measure, that need not be repeated.
+        """The trial of this program, on this GPU and under this kind of measure, that need not be repeated: the newest
+        final, else the first.
 
         Measured, rejected and incorrect ones do; a predicted one does where `predictor` gave its prediction. `machine`
         holds columns that must be as they are there, absent ones too.
@@ -138,7 +158,7 @@ class Store:
             .join(campaigns, campaigns.c.name == trials.c.campaign)
             .where(trials.c.program_id == program_id, trials.c.gpu == gpu, trials.c.dtype == dtype)
             .where(campaigns.c.measure == measure, fact, *(trials.c[name] == value for name, value in machine.items()))
-            .order_by(trials.c.id)
+            .order_by(case((trials.c.source == "final", -trials.c.id), else_=trials.c.id))
             .limit(1)
         )
         return self._first(query)
@@ -156,24 +176,20 @@ class Store:
     ) -> TrialRecord | None:
         """The fastest measured trial, or with `measured=False` the fastest predicted one, the first of equals.
 
-        Only of what still holds: a program's final replaces what was measured of it before, and a trial within the
-        noise of its rival is no better than that. Each name that is given narrows the search; None where no trial is
-        left.
+        As `measure.standing.best_of` has it: a campaign's final replaces what was measured before, and a trial within
+        the noise of its rival is no better than that. Each name that is given narrows the search; None where no trial
+        is left.
         """
         objective, outcome = (trials.c.latency_us, "measured") if measured else (trials.c.predicted_us, "predicted")
-        wanted = {
-            "campaign": campaign,
-            "model": model,
-            "gpu": gpu,
-            "dtype": dtype,
-            "context": context,
-            "predictor": predictor,
-        }
-        conditions = [trials.c[name] == value for name, value in wanted.items() if value is not None]
+        work = {"campaign": campaign, "model": model, "gpu": gpu, "dtype": dtype, "context": context}
+        conditions = [trials.c[name] == value for name, value in work.items() if value is not None]
+        last, holds = _lasting(conditions)
+        conditions += [] if predictor is None else [trials.c.predictor == predictor]
         query = (
             select(*_RECORD)
-            .where(trials.c.outcome == outcome, _HOLDS, *conditions)
-            .order_by(objective, trials.c.id)
+            .outerjoin(last, last.c.campaign == trials.c.campaign)
+            .where(trials.c.outcome == outcome, _CLAIMS, holds, *conditions)
+            .order_by(objective, trials.c.id if campaign is None else trials.c.trial)
             .limit(1)
         )
         return self._first(query)
@@ -203,32 +219,68 @@ class Store:
             raise StoreError(f"store {self.name}: {error}") from error
 
 
-def _tallies(connection: Connection) -> dict[str, dict[str, tuple[int, float | None, float | None]]]:
-    """By campaign and outcome: number of trials, finals aside; lowest latency_us and predicted_us of what holds."""
+def _lasting(conditions: Sequence[ColumnElement[bool]]) -> tuple[Subquery, ColumnElement[bool]]:
+    """The last final of each campaign, to be joined by campaign, and of a row: no later final takes its place.
+
+    `conditions` narrow the rows that are looked at.
+    """
+    newest = (
+        select(trials.c.campaign, func.max(trials.c.trial).label("trial"))
+        .where(trials.c.source == "final", *conditions)
+        .group_by(trials.c.campaign)
+        .subquery()
+    )
+    final = trials.alias("final")
+    last = (
+        select(final.c.campaign, final.c.trial, final.c.created_at)
+        .join(newest, and_(newest.c.campaign == final.c.campaign, newest.c.trial == final.c.trial))
+        .subquery()
+    )
+    same = and_(trials.c.source == "final", trials.c.created_at == last.c.created_at)
+    return last, or_(last.c.trial.is_(None), trials.c.trial > last.c.trial, same)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tally:
+    """Of one outcome in a campaign: rows, those that are trials, and the latencies of the best."""
+
+    rows: int
+    trials: int
+    latency_us: float | None
+    predicted_us: float | None
+
+
+def _tallies(connection: Connection) -> dict[str, dict[str, _Tally]]:
+    """By campaign and outcome."""
+    last, holds = _lasting(())
+    lasting = and_(_CLAIMS, holds)
     query = (
         select(
             trials.c.campaign,
             trials.c.outcome,
+            func.count(),
             func.sum(case((trials.c.source == "final", 0), else_=1)),
-            func.min(case((_HOLDS, trials.c.latency_us))),
-            func.min(case((_HOLDS, trials.c.predicted_us))),
+            func.min(case((lasting, trials.c.latency_us))),
+            func.min(case((lasting, trials.c.predicted_us))),
         )
+        .outerjoin(last, last.c.campaign == trials.c.campaign)
         .group_by(trials.c.campaign, trials.c.outcome)
         .order_by(trials.c.campaign, trials.c.outcome)
     )
-    tallies: dict[str, dict[str, tuple[int, float | None, float | None]]] = {}
-    for campaign, outcome, count, latency_us, predicted_us in connection.execute(query):
-        tallies.setdefault(campaign, {})[outcome] = (count, latency_us, predicted_us)
+    tallies: dict[str, dict[str, _Tally]] = {}
+    for campaign, outcome, *numbers in connection.execute(query):
+        tallies.setdefault(campaign, {})[outcome] = _Tally(*numbers)
     return tallies
 
 
-def _summary(campaign: Campaign, tally: dict[str, tuple[int, float | None, float | None]]) -> CampaignSummary:
-    outcomes = {outcome: count for outcome, (count, _, _) in tally.items()}
-    measured, predicted = tally.get("measured"), tally.get("predicted")
+def _summary(campaign: Campaign, tallies: dict[str, _Tally]) -> CampaignSummary:
+    outcomes = {outcome: tally.trials for outcome, tally in tallies.items() if tally.trials}
+    measured, predicted = tallies.get("measured"), tallies.get("predicted")
     return CampaignSummary(
         campaign,
+        sum(tally.rows for tally in tallies.values()),
         sum(outcomes.values()),
         MappingProxyType(outcomes),
-        None if measured is None else measured[1],
-        None if predicted is None else predicted[2],
+        None if measured is None else measured.latency_us,
+        None if predicted is None else predicted.predicted_us,
     )

@@ -129,7 +129,7 @@ def test_a_row_whose_program_has_changed_is_store_trouble(export: Run, monkeypat
 
 def test_t4_holds_one_kind_of_latency_and_says_which(export: Run) -> None:
     result = export("t4", "--campaign", "small")
-    assert (result.exit_code, result.stderr) == (0, "5 trials, 5 of them predicted\n")
+    assert (result.exit_code, result.stderr) == (0, "5 configs, 5 of them predicted\n")
     document = json.loads(result.stdout)
     assert document["metadata"]["latencies"] == "predicted"
     assert {tuple(found["objectives"]) for found in document["results"]} == {("predicted_time",)}

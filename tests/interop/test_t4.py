@@ -79,12 +79,12 @@ def test_any_rows_of_one_work_make_a_file_of_the_form_with_one_objective(
     make_record: Records, data: st.DataObject, measured: bool
 ) -> None:
     kinds = data.draw(st.lists(outcomes, max_size=6))
-    config = ScheduleConfig(tiling={"gemv": {"N_tile": data.draw(st.integers(16, 64))}}, fusion_grouping=(("a", "b"),))
-    records = [
-        make_record(kind, trial=trial, config=dump_json(config.to_dict(), None),
-            lower_s=data.draw(st.none() | st.floats(0, 10)))
-        for trial, kind in enumerate(kinds)
-    ]  # fmt: skip
+    records = []
+    for trial, kind in enumerate(kinds):
+        tiling = {"gemv": {"N_tile": data.draw(st.integers(16, 64)), "K": trial}}
+        config = ScheduleConfig(tiling=tiling, fusion_grouping=(("a", "b"),))
+        records.append(make_record(kind, trial=trial, config=dump_json(config.to_dict(), None),
+            config_id=config.config_id, lower_s=data.draw(st.none() | st.floats(0, 10))))  # fmt: skip
     document = to_t4(records, measured=measured)
     jsonschema.validate(json.loads(dump_t4(document)), FORM)
     objective = "time" if measured else "predicted_time"
@@ -130,6 +130,24 @@ def test_predictions_of_an_older_cost_model_are_left_out(make_record: Records) -
     document = to_t4([newer, older], measured=False)
     assert [values(result)["trial"] for result in document["results"]] == ["first/1"]
     assert document["metadata"]["predictor"] == "2"
+
+
+def test_a_final_stands_in_its_trials_result_and_is_none_of_its_own(make_record: Records) -> None:
+    trial = make_record("measured", program_id="a", latency_us=1000.0, measure_s=2.0, lower_s=0.5)
+    final = make_record("measured", trial=1, program_id="a", latency_us=1100.0, p10_us=1090.0, p90_us=1110.0,
+                        source="final", created_at="2026-01-02T04:00:00+00:00")  # fmt: skip
+    (result,) = to_t4([trial, final], measured=True)["results"]
+    assert result["timestamp"] == trial.created_at
+    assert result["times"]["runtimes"] == [1.1]
+    assert result["times"]["benchmark"] == 2000.0
+    assert (values(result)["time"], values(result)["time_p10"], values(result)["trial"]) == (1.1, 1.09, "first/0")
+
+
+def test_no_config_is_there_twice(make_record: Records) -> None:
+    again = make_record("measured", trial=2, source="store")
+    other = make_record("crashed", trial=3, config_id="other")
+    document = to_t4([make_record("timed_out"), make_record("measured", trial=1), again, other], measured=True)
+    assert [values(result)["trial"] for result in document["results"]] == ["first/1", "first/3"]
 
 
 def test_rows_of_different_work_are_refused(make_record: Records) -> None:

@@ -30,7 +30,7 @@ def _record(**changes: Any) -> TrialRecord:
     return TrialRecord(**{**fields, **changes})
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_record() -> Callable[..., TrialRecord]:
     """Factory of rows, rejected unless `outcome` says otherwise."""
     return _record

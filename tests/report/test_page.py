@@ -131,6 +131,61 @@ def test_predicted_and_measured_latencies_are_told_apart(make_records: Records, 
     assert "2,500.0 us a token</b>best, measured" in text
 
 
+def held(make_records: Records, *, high_us: float) -> list[TrialRecord]:
+    """Three measured trials, and a final of the best two, of which the second one surely wins below `high_us` 0."""
+    measured = {"outcome": "measured", "predicted_us": None, "predictor": None}
+    trials = [
+        replace(row, **measured, latency_us=2000.0 + row.trial, program_id=f"p{row.trial}")  # type: ignore[arg-type]
+        for row in make_records(3)
+    ]
+    gains = ((2100.0, -3.0, high_us), (2090.0, -high_us, 3.0))
+    return trials + [
+        replace(row, trial=3 + row.trial, source="final", latency_us=us, rival_us=2090.0, gain_low_us=low,
+                gain_high_us=high)
+        for row, (us, low, high) in zip(trials[:2], gains, strict=True)
+    ]  # fmt: skip
+
+
+def test_a_final_is_no_trial_and_its_fastest_is_the_best(make_records: Records, make_campaign: Campaigns) -> None:
+    facts = gather(make_campaign(), held(make_records, high_us=-1.0))
+    assert (facts.best, len(facts.trials), facts.tied) == (facts.records[4], 3, ())
+    text = page(facts, None, "x")
+    assert "2,090.0 us a token</b>best, measured" in text
+    assert "<b>3</b>trials" in text
+    assert "measured: 3 trials" in text
+    assert "measured again in finals: 2" in text
+    assert "3 (100.0%)" in text
+    assert text.count('class="final"') == 3  # two, and the legend's
+    assert "it took 1.00 to 3.00 us less than the next (99 % interval)" in text
+    assert "Tied" not in text
+    assert re.findall(r'<tr><td class="n">(\d+)</td>', text)[:3] == ["4", "3", "2"]
+
+
+def test_a_best_that_is_tied_says_so(make_records: Records, make_campaign: Campaigns) -> None:
+    text = page(gather(make_campaign(), held(make_records, high_us=1.0)), None, "x")
+    assert "Tied with trial 3 (2,100.0 us): the difference is within the noise of the final." in text
+    assert "99 % interval" not in text
+
+
+def test_a_best_without_a_final_or_with_company_says_so(make_records: Records, make_campaign: Campaigns) -> None:
+    trials = held(make_records, high_us=1.0)[:3]
+    crowded = [replace(row, throttle="power", strangers=2) for row in trials]
+    text = page(gather(make_campaign(), crowded), None, "x")
+    assert "No final was held" in text
+    assert "clocks were held down: power." in text
+    assert "2 other processes computed on the GPU" in text
+    assert "No final was held" not in page(gather(make_campaign(), make_records(3)), None, "x")
+
+
+def test_the_staircase_leaves_out_what_is_within_the_noise(make_records: Records) -> None:
+    trials = held(make_records, high_us=1.0)[:2]
+    lucky = replace(trials[1], latency_us=1990.0, rival_us=1991.0, gain_low_us=-1.0, gain_high_us=2.0)
+    drawing = history([trials[0], lucky])
+    assert drawing is not None
+    assert "trial 0: measured 2,000.0 us" in drawing
+    assert "trial 1: measured" not in drawing
+
+
 def test_the_floor_is_a_line_below_every_latency(make_records: Records) -> None:
     drawing = history(make_records(8))
     assert drawing is not None

@@ -11,7 +11,8 @@ import pytest
 from flywheel.errors import UsageError
 from flywheel.measure.latency import PredictedLatency
 from flywheel.measure.outcome import Predicted
-from flywheel.search.campaign import best_of, open_campaign
+from flywheel.measure.standing import best_of
+from flywheel.search.campaign import open_campaign
 from flywheel.search.engine import InlineEngine
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload

@@ -13,9 +13,10 @@ import pytest
 
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.contest import Contest
-from flywheel.measure.outcome import Crashed
+from flywheel.measure.outcome import Crashed, Implausible, TrialOutcome
+from flywheel.measure.standing import standing, tied_with
 from flywheel.search.evaluate import Evaluation, prepare
-from flywheel.search.finals import FINALISTS, ROUNDS, finalists, standing, tied_with
+from flywheel.search.finals import FINALISTS, ROUNDS, finalists
 
 SAMPLES = 30
 
@@ -32,6 +33,7 @@ class NoisyEngine:
         self._clock = 1.0
         self.asked: list[tuple[ScheduleConfig, tuple[ScheduleConfig, ...], int]] = []
         self.crashes = False
+        self.wrong_depths: tuple[int, ...] = ()  # of programs whose fault only a final finds
         self.latency_us: Callable[[Any], float] = toys.toy_us
 
     def submit(
@@ -46,7 +48,10 @@ class NoisyEngine:
         if self.crashes:
             return prepared[0].ended(Crashed("died twice", transient=False))
         times = tuple(self._times(self.latency_us(each.program), rounds) for each in prepared)
-        outcomes = [self._toys.measured(median(sum(found, ())), SAMPLES) for found in times]
+        outcomes: list[TrialOutcome] = [self._toys.measured(median(sum(found, ())), SAMPLES) for found in times]
+        for place, each in enumerate((config, *rivals)):
+            if rounds > 1 and each.pipelining_depth in self.wrong_depths:
+                outcomes[place] = Implausible(1.0, 2.0)
         contest = Contest(outcomes[0], tuple(outcomes[1:]), times if rivals else ())
         return replace(prepared[0].ended(outcomes[0], 0.1), contest=contest)
 
@@ -156,6 +161,73 @@ def test_a_final_that_kills_its_worker_leaves_the_campaign_as_it_was(
     result = lab.run(measured_spec(lab), noisy, lab.space(threads="320"), watch=break_down)
     assert result.best.source == "search"
     assert (len(lab.configs()), result.tied) == (7, ())
+
+
+def test_a_program_that_turns_out_wrong_in_a_final_is_out_and_the_others_meet_again(
+    lab: Any, engine: Callable[..., NoisyEngine]
+) -> None:
+    noisy = engine(noise=0.001)
+    noisy.wrong_depths = (8,)  # the fastest there is
+    result = run(lab, noisy)
+    assert [(len(rivals), rounds) for _, rivals, rounds in noisy.asked[7:]] == [(4, ROUNDS), (3, ROUNDS)]
+    assert len([record for record in lab.store.trials("toy") if record.source == "final"]) == 4
+    assert '"pipelining_depth":8' not in result.best.config
+    assert lab.store.best(measured=True, campaign="toy") == result.best
+
+
+def test_a_final_in_which_one_is_right_names_it(lab: Any, engine: Callable[..., NoisyEngine]) -> None:
+    noisy = engine(noise=0.001)
+    noisy.wrong_depths = (3, 4, 6, 8)
+    result = run(lab, noisy)
+    assert (result.best.source, result.best.gain_low_us, result.tied) == ("final", None, ())
+    again = run(lab, engine())
+    assert again.best == result.best
+
+
+def test_another_processs_better_trial_calls_for_another_final(lab: Any, engine: Callable[..., NoisyEngine]) -> None:
+    """Whatever it found while the first one was held must not be lost in it."""
+    noisy = engine(noise=0.001)
+    submit = noisy.submit
+
+    def meddle(config: ScheduleConfig, rivals: Any = (), rounds: int = 1) -> Callable[[], Evaluation]:
+        records = lab.store.trials("toy")
+        if rounds > 1 and len(records) == 7:
+            lab.store.append(replace(records[0], trial=7, program_id="theirs", latency_us=1.0))
+        return submit(config, rivals, rounds)
+
+    noisy.submit = meddle  # type: ignore[method-assign]
+    run(lab, noisy)
+    finals = [record for record in lab.store.trials("toy") if record.source == "final"]
+    assert [rounds for _, _, rounds in noisy.asked[7:]] == [ROUNDS, ROUNDS]
+    assert "theirs" in {record.program_id for record in finals}
+    assert [record.trial for record in finals] == list(range(8, 8 + FINALISTS))
+    assert len({record.created_at for record in finals}) == 1
+
+
+def test_another_processs_slower_trial_only_moves_the_numbers(lab: Any, engine: Callable[..., NoisyEngine]) -> None:
+    noisy = engine(noise=0.001)
+    append_all = lab.store.append_all
+
+    def meddle(rows: list[Any]) -> None:
+        if rows[0].source == "final" and len(lab.store.trials("toy")) == 7:
+            append_all([replace(rows[0], trial=7, source="search", program_id="slow", latency_us=1e6)])
+        append_all(rows)
+
+    lab.store.append_all = meddle
+    result = run(lab, noisy)
+    assert [rounds for _, _, rounds in noisy.asked[7:]] == [ROUNDS]
+    assert [record.trial for record in lab.store.trials("toy")] == list(range(8 + FINALISTS))
+    assert result.best == lab.store.best(measured=True, campaign="toy")
+
+
+def test_the_winner_of_a_final_is_the_only_row_of_it_that_is_news(
+    lab: Any, engine: Callable[..., NoisyEngine]
+) -> None:
+    seen: list[Any] = []
+    result = lab.run(measured_spec(lab), engine(noise=0.001), lab.space(threads="320"), watch=seen.append)
+    finals = [progress for progress in seen if progress.record.source == "final"]
+    assert [progress.record for progress in finals if progress.improved] == [result.best]
+    assert {(progress.trials, progress.new_trials) for progress in finals} == {(7, 7)}
 
 
 def test_an_interrupted_campaign_holds_no_final(lab: Any, engine: Callable[..., NoisyEngine]) -> None:

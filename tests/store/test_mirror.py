@@ -11,11 +11,9 @@ from flywheel.measure.record import TrialRecord
 from flywheel.store.campaign import Campaign
 from flywheel.store.mirror import (
     MAX_VALUE,
-    best_trial,
     campaign_key,
     campaign_params,
     campaign_points,
-    kept,
     trial_points,
 )
 from flywheel.store.mlflow import shown
@@ -44,10 +42,20 @@ def test_a_prediction_never_enters_a_measured_series(make_record: Records) -> No
     ]
     assert series(records, "measured/best_us") == [(1, 1000.25), (2, 1000.25)]
     assert series(records, "predicted/best_us") == [(0, 10.0), (1, 10.0), (2, 10.0)]
-    assert [record.trial for record in kept(records)] == [0, 1]
-    best = best_trial(records)
-    assert best is not None
-    assert best.trial == 1
+
+
+def test_a_final_is_a_series_of_its_own_and_counts_as_no_outcome(make_record: Records) -> None:
+    records = [
+        make_record("measured", trial=0, program_id="a", latency_us=100.0),
+        make_record("measured", trial=1, program_id="b", latency_us=99.0, rival_us=99.1, gain_low_us=-1.0,
+                    gain_high_us=1.0),
+        make_record("measured", trial=2, program_id="b", latency_us=103.0, source="final"),
+        make_record("measured", trial=3, program_id="a", latency_us=102.0, source="final"),
+    ]  # fmt: skip
+    assert series(records, "measured/latency_us") == [(0, 100.0), (1, 99.0)]
+    assert series(records, "measured/final_us") == [(2, 103.0), (3, 102.0)]
+    assert series(records, "measured/best_us") == [(0, 100.0), (1, 100.0), (2, 102.0), (3, 102.0)]
+    assert series(records, "outcomes/measured") == [(0, 1), (1, 2)]
 
 
 @given(st.lists(st.one_of(st.none(), st.floats(1, 1e6)), max_size=30))
@@ -60,7 +68,6 @@ def test_the_best_so_far_falls_and_ends_at_the_least(make_record: Records, times
     assert best == sorted(best, reverse=True)
     feasible = [us for us in times if us is not None]
     assert best[-1:] == ([min(feasible)] if feasible else [])
-    assert len({record.objective_us for record in kept(records)}) == len(kept(records))
 
 
 def test_parameters_are_the_spec_and_the_environment_without_what_is_absent(

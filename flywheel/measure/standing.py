@@ -1,0 +1,125 @@
+"""Which rows of a campaign are trials, which of them still hold, and which one is the best.
+
+The one home of that in Python; `Store.best` says the same in SQL. Every function takes the rows of one campaign, by
+number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+from flywheel.measure.record import TrialRecord
+
+
+def trials_of(records: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """The rows that are trials: a final measures again what a trial tried."""
+    return [record for record in records if record.source != "final"]
+
+
+def standing(records: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """The rows whose latency holds.
+
+    A final was held among the fastest of all that was there, so it takes the place of every row before it. A row that
+    an earlier one of its program answered says what that one said.
+    """
+    last = max((record for record in records if record.source == "final"), key=_number, default=None)
+    known: set[str | None] = set()
+    kept = []
+    for record in records:
+        lasts = last is None or record.trial > last.trial or _final(record) == _final(last)
+        if record.objective_us is not None and lasts and not _repeats(record, known):
+            kept.append(record)
+        known.add(record.program_id)
+    return kept
+
+
+def best_so_far(records: Sequence[TrialRecord]) -> Iterator[tuple[TrialRecord, Mapping[str, TrialRecord]]]:
+    """Each row, and the best there was with it, by kind: measured or predicted. Rows of one final came at once.
+
+    The best is the fastest row that holds and `may_be_best`, the first of equals. After a final it may be slower than
+    it was before, being better known.
+    """
+    best: dict[str, TrialRecord] = {}
+    known: set[str | None] = set()
+    for _, together in groupby(records, key=_final):
+        rows = list(together)
+        if rows[0].source == "final":
+            best = {**best, "measured": min(rows, key=_rank)}
+        for record in rows:
+            before = best.get(record.outcome)
+            if (
+                record.source != "final"
+                and record.may_be_best
+                and not _repeats(record, known)
+                and (before is None or _rank(record) < _rank(before))
+            ):
+                best = {**best, record.outcome: record}
+            known.add(record.program_id)
+            yield record, best
+
+
+def incumbents(records: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """The rows that were the best of their kind, measured or predicted, when they came."""
+    shown: dict[str, TrialRecord] = {}
+    found = []
+    for _, best in best_so_far(records):
+        for kind, record in best.items():
+            if shown.get(kind) is not record:
+                shown[kind] = record
+                found.append(record)
+    return found
+
+
+def best_of(records: Sequence[TrialRecord]) -> TrialRecord | None:
+    """The best measured row, else the best predicted one; None where there is neither."""
+    best: Mapping[str, TrialRecord] = {}
+    for _, found in best_so_far(records):
+        best = found
+    return best.get("measured") or best.get("predicted")
+
+
+def tied_with(best: TrialRecord | None, records: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """Where `best` is the fastest of a final: the others there that it cannot be told from. Else none."""
+    if best is None or best.source != "final":
+        return []
+    return [
+        record
+        for record in records
+        if _final(record) == _final(best)
+        and record.trial != best.trial
+        and record.gain_high_us is not None
+        and record.gain_high_us >= 0.0
+    ]
+
+
+def ranked(records: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """A row for each config with a latency: the best, then the others that hold, then the rest, each by latency and
+    with what is measured before what is predicted."""
+    best, holds = best_of(records), {record.trial for record in standing(records)}
+    rows = sorted(
+        (record for record in records if record.objective_us is not None),
+        key=lambda record: (record is not best, record.trial not in holds, record.is_predicted, _rank(record)),
+    )
+    first: dict[str, TrialRecord] = {}
+    for record in rows:
+        first.setdefault(record.config_id, record)
+    return list(first.values())
+
+
+def _repeats(record: TrialRecord, known: set[str | None]) -> bool:
+    return record.source == "store" and record.program_id in known
+
+
+def _final(record: TrialRecord) -> tuple[int | None, str]:
+    """The same for rows of one final, which share their time, and different for all others."""
+    return (None if record.source == "final" else record.trial), record.created_at
+
+
+def _rank(record: TrialRecord) -> tuple[float, int]:
+    assert record.objective_us is not None
+    return record.objective_us, record.trial
+
+
+def _number(record: TrialRecord) -> int:
+    return record.trial

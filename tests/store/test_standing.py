@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from flywheel.errors import StoreError, TrialExistsError
+from flywheel.measure.record import TrialRecord
+from flywheel.measure.standing import best_of, trials_of
+from flywheel.store.campaign import Campaign
+from flywheel.store.sql import Store, open_store
+
+Records = Callable[..., TrialRecord]
+Campaigns = Callable[..., Campaign]
+CAMPAIGNS = 60
+
+
+@pytest.fixture
+def store(store_url: str, make_campaign: Campaigns) -> Iterator[Store]:
+    with open_store(store_url) as opened:
+        opened.create_campaign(make_campaign("first"))
+        yield opened
+
+
+def drawn(make_record: Records, campaign: str, chance: random.Random) -> list[TrialRecord]:
+    """Rows of a campaign with few programs, equal latencies, gains above and below zero, and finals."""
+    records: list[TrialRecord] = []
+    moment = f"2026-01-02T{chance.randrange(24):02}:00:00+00:00"
+    for trial in range(chance.randrange(14)):
+        source = chance.choice(("search", "search", "store", "final"))
+        if source == "final" and not (records and records[-1].source == "final"):
+            moment = f"2026-01-02T00:00:{trial:02}+00:00"
+        low = chance.choice((None, -1.0, 0.0, 1.0))
+        gains = {} if low is None else {"rival_us": 100.0, "gain_low_us": low, "gain_high_us": low + 1.0}
+        kind = "measured" if source == "final" or chance.random() < 0.8 else "crashed"
+        numbers = {"latency_us": chance.choice((98.0, 99.0, 100.0, 101.0)), **gains} if kind == "measured" else {}
+        record = make_record(
+            kind, campaign=campaign, trial=trial, program_id=chance.choice("abc"), source=source, created_at=moment,
+            **numbers,
+        )  # fmt: skip
+        records.append(record)
+    return records
+
+
+def test_sql_and_python_name_the_same_best_of_every_campaign(
+    store: Store, make_record: Records, make_campaign: Campaigns
+) -> None:
+    chance = random.Random(7)
+    written = {}
+    for number in range(CAMPAIGNS):
+        name = f"campaign {number}"
+        store.create_campaign(make_campaign(name, measure="cuda"))
+        written[name] = drawn(make_record, name, chance)
+        store.append_all(sorted(written[name], key=lambda _: chance.random()))  # as imports in pieces may do
+    summaries = {summary.campaign.name: summary for summary in store.campaigns()}
+    for name, records in written.items():
+        best = best_of(records)
+        assert store.best(measured=True, campaign=name) == best
+        assert summaries[name].best_measured_us == (None if best is None else best.latency_us)
+        assert (summaries[name].rows, summaries[name].trials) == (len(records), len(trials_of(records)))
+        assert sum(summaries[name].outcomes.values()) == summaries[name].trials
+    bests = [best for best in map(best_of, written.values()) if best is not None]
+    found = store.best(measured=True, model="llama3.2-1b", gpu="h100")
+    assert found is not None
+    assert found.latency_us == min(best.latency_us for best in bests if best.latency_us is not None)
+    assert any(record.source == "final" for record in bests)
+
+
+def test_rows_that_belong_together_are_there_all_or_not_at_all(store: Store, make_record: Records) -> None:
+    store.append(make_record(trial=2))
+    with pytest.raises(TrialExistsError, match="trial 2 already"):
+        store.append_all([make_record(trial=trial) for trial in (1, 2, 3)])
+    assert [record.trial for record in store.trials("first")] == [2]
+    with pytest.raises(StoreError, match="campaign 'nowhere' does not exist"):
+        store.append_all([make_record(trial=3), make_record(campaign="nowhere")])
+    assert [record.trial for record in store.trials("first")] == [2]
+    store.append_all([])
+
+
+def test_a_final_answers_before_the_trial_that_it_measured_again(
+    store: Store, make_record: Records, make_campaign: Campaigns
+) -> None:
+    store.create_campaign(make_campaign("on-gpu", measure="cuda"))
+    rows = [
+        make_record("measured", campaign="on-gpu", trial=trial, source=source, latency_us=us)
+        for trial, (source, us) in enumerate([("search", 99.0), ("final", 101.0), ("search", 98.0), ("final", 102.0)])
+    ]
+    store.append_all(rows)
+    found = store.seen("0123456789ab", gpu="h100", dtype="BF16", measure="cuda")
+    assert found == rows[3]
