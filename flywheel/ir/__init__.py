@@ -8,7 +8,9 @@ from flywheel.ir.opcodes import (
     OP_REGISTRY,
     PARAM_FIELDS,
     RECIPE_PARAM_FIELDS,
+    TASK_PARAM_FIELDS,
     InstructionKind,
+    KvRows,
     OpSpec,
 )
 from flywheel.ir.positions import at_position
@@ -40,6 +42,7 @@ __all__ = [
     "READONLY_KINDS",
     "RECIPE_PARAM_FIELDS",
     "TARGETS",
+    "TASK_PARAM_FIELDS",
     "Buffer",
     "BufferKind",
     "Counter",
@@ -48,6 +51,7 @@ __all__ = [
     "GpuTarget",
     "InstructionKind",
     "KernelVariant",
+    "KvRows",
     "MegakernelProgram",
     "MemSpace",
     "OpSpec",

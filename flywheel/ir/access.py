@@ -4,7 +4,8 @@ A region is a half-open range of columns: of the elements of a row for a matrix 
 anything else, which is the same where the output has one row. A task with `n_off` and `N_tile` writes those columns of
 `outputs[0]`; every other write, and every KV cache, counts whole. A COPY, or a FUSED input that the recipe uses only
 through column-slicing COPY steps, is read in those columns alone; every other read counts whole. Where matrix tiles
-write several rows of a buffer, only they have columns: everything else counts whole.
+write several rows of a buffer, only they have columns: everything else counts whole. Of a KV cache, a task with
+`kv_rows` PAST reads rows that an append at or behind its window does not touch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.opcodes import InstructionKind, KvRows
 from flywheel.ir.records import Buffer, Task
 
 Region = tuple[int, int]
@@ -55,6 +56,13 @@ def read_regions(task: Task, operand: int) -> list[Region] | None:
     return regions
 
 
+def appends_behind(writer: Task, reader: Task, operand: int) -> bool:
+    """Whether what `writer` writes of a KV cache, operand `operand` of `reader`, are rows behind all that the latter
+    reads, at whatever position the program stands."""
+    end, row = _past_rows_end(reader, operand), _appended_row(writer, writer.outputs.index(reader.inputs[operand]))
+    return end is not None and row is not None and end <= row
+
+
 def multi_row_buffers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> dict[int, int | None]:
     """Buffers that matrix tiles write over more than one row, with the number of rows, None where tiles disagree.
 
@@ -78,3 +86,37 @@ def multi_row_buffers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> d
 
 def _inherited(task: Task) -> dict[str, Any]:
     return {name: task.params[name] for name in ("n_off", "N_tile") if name in task.params}
+
+
+def _past_rows_end(task: Task, operand: int) -> int | None:
+    """Row before which a task with `kv_rows` PAST stops reading the operand; None where it may read any row of it.
+
+    0 where its window is empty. At whatever position the program stands, that row is not behind it.
+    """
+    params = task.params
+    if params.get("kv_rows") != KvRows.PAST:
+        return None
+    caches = [(task.op.name, [{"in": number} for number in range(len(task.inputs))])]
+    if task.op is InstructionKind.FUSED:
+        caches = [(step["op"], step["args"]) for step in params["recipe"]["steps"]]
+    for name, args in caches:
+        for place, arg in enumerate(args):
+            if arg.get("in") == operand and not (name == "ATTENTION_TILE" and place in (1, 2)):
+                return None
+    end: int = params["kv_start"] + params["kv_len"]
+    return end if params["kv_len"] > 0 else 0
+
+
+def _appended_row(task: Task, output: int) -> int | None:
+    """First row of a cache that the task may write as `outputs[output]`; None where that may be any."""
+    if task.op is InstructionKind.KV_APPEND:
+        pos: int = task.params["pos"]
+        return pos
+    if task.op is not InstructionKind.FUSED:
+        return None
+    target = ({"out": output}, "final") if output == 0 else ({"out": output},)
+    writers = [step for step in task.params["recipe"]["steps"] if step["out"] in target]
+    if any(step["op"] != "KV_APPEND" for step in writers):
+        return None
+    rows = [{**task.params, **step.get("params", {})}["pos"] for step in writers]
+    return min(rows, default=None)

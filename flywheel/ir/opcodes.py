@@ -35,6 +35,15 @@ class InstructionKind(IntEnum):
     __hash__ = int.__hash__  # members are keys in hot loops, and Enum hashes their names in Python
 
 
+class KvRows(IntEnum):
+    """Rows of its window that a task attends to, where `kv_rows` names them; without it, all up to `pos`."""
+
+    PAST = 1
+    """Those before `pos`: what earlier launches left there, so that no append of this one is waited for."""
+    NEW = 2
+    """The one at `pos`, wherever that moves."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpSpec:
     """Arity and required params of one opcode; -1 means up to the ABI's limit."""
@@ -103,6 +112,9 @@ PARAM_FIELDS: Final = MappingProxyType(
     }
 )
 """Scalar params in struct order: 'i' is int32, 'f' a float. `recipe` is FUSED's alone and never marshalled."""
+
+TASK_PARAM_FIELDS: Final = MappingProxyType(dict(PARAM_FIELDS) | {"kv_rows": "i"})
+"""Params of a task: the struct's, and `kv_rows`, a KvRows, which says how the window moves."""
 
 RECIPE_PARAM_FIELDS: Final = MappingProxyType(
     dict(PARAM_FIELDS)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from flywheel.errors import ConfigError
-from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.opcodes import InstructionKind, KvRows
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Task
 
@@ -17,8 +17,9 @@ _MOVING = frozenset({"pos", "kv_len"})
 def at_position(program: MegakernelProgram, pos: int) -> MegakernelProgram:
     """`program`, lowered for a whole context, patched so that its new token stands at `pos`.
 
-    KV windows shrink to the rows up to `pos`; one that starts behind it becomes empty. Raises ConfigError where `pos`
-    is behind the position that the program was lowered for, and where a recipe fixes a position that must move.
+    KV windows shrink to the rows up to `pos`, or with `kv_rows` to those before it or to that one; one that starts
+    behind it becomes empty. Raises ConfigError where `pos` is behind the position that the program was lowered for, and
+    where a recipe fixes a position that must move.
     """
     last = max((task.params["pos"] for task in program.tasks if "pos" in task.params), default=None)
     if last is None:
@@ -47,5 +48,12 @@ def _moved(task: Task, pos: int) -> Mapping[str, Any]:
     if "pos" in params:
         changed["pos"] = pos
     if "kv_len" in params:
-        changed["kv_len"] = min(params["kv_len"], max(0, pos + 1 - params.get("kv_start", 0)))
+        changed |= _moved_window(params, pos)
     return {**params, **changed} if changed else params
+
+
+def _moved_window(params: Mapping[str, Any], pos: int) -> dict[str, int]:
+    if params.get("kv_rows") == KvRows.NEW:
+        return {"kv_start": pos, "kv_len": 1}
+    end = pos if params.get("kv_rows") == KvRows.PAST else pos + 1
+    return {"kv_len": min(params["kv_len"], max(0, end - params.get("kv_start", 0)))}

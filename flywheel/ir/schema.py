@@ -13,7 +13,7 @@ from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from flywheel.ir.config import ScheduleConfig
 from flywheel.ir.dtype import DType
-from flywheel.ir.opcodes import PARAM_FIELDS, RECIPE_PARAM_FIELDS, InstructionKind
+from flywheel.ir.opcodes import RECIPE_PARAM_FIELDS, TASK_PARAM_FIELDS, InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
 from flywheel.ir.target import GpuTarget
@@ -44,7 +44,7 @@ def json_schema() -> Schema:
     program = defs.pop(MegakernelProgram.__name__)
     program["required"] = list(_ALWAYS_WRITTEN)
     program["properties"]["ir_version"] = {"type": "string", "pattern": rf"^{IR_VERSION.split('.')[0]}(\.|$)"}
-    params = {name: _PARAM_TYPES[kind] for name, kind in PARAM_FIELDS.items()}
+    params = {name: _PARAM_TYPES[kind] for name, kind in TASK_PARAM_FIELDS.items()}
     defs["Task"]["properties"]["params"] = {
         "type": "object",
         "properties": {**params, "recipe": {"$ref": "#/$defs/Recipe"}},

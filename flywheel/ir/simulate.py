@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from flywheel.ir.access import multi_row_buffers, read_regions, written_region
+from flywheel.ir.access import appends_behind, multi_row_buffers, read_regions, written_region
 from flywheel.ir.dtype import READONLY_KINDS, BufferKind
 from flywheel.ir.firing import fire
 from flywheel.ir.records import Buffer, Task
@@ -79,11 +79,12 @@ def _suspects(tasks: Sequence[Task], writers: Mapping[int, Sequence[int]]) -> li
 class _Watch:
     """What must be written before each read."""
 
-    __slots__ = ("_multi_row", "_program", "writers")
+    __slots__ = ("_caches", "_multi_row", "_program", "writers")
 
     def __init__(self, program: MegakernelProgram) -> None:
         self._program = program
         buffers: dict[int, Buffer] = {buffer.id: buffer for buffer in program.buffers}
+        self._caches = {buffer.id for buffer in program.buffers if buffer.kind is BufferKind.KV_CACHE}
         self._multi_row = multi_row_buffers(program.tasks, buffers)
         self.writers: dict[int, list[int]] = {}
         for index, task in enumerate(program.tasks):
@@ -121,6 +122,8 @@ class _Watch:
         """Whether what `writer` writes of an operand of `reader` is among what `reader` reads."""
         tasks = self._program.tasks
         number = tasks[reader].inputs[operand]
+        if number in self._caches and appends_behind(tasks[writer], tasks[reader], operand):
+            return False
         written = written_region(tasks[writer]) if tasks[writer].outputs[0] == number else None
         regions = None if number in self._multi_row else read_regions(tasks[reader], operand)
         if written is None or regions is None:

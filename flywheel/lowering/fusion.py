@@ -41,7 +41,7 @@ PATTERNS: Final = {
     "down": Pattern((), ("down_proj",), ("mlp_add",)),
     "head": Pattern(("final_norm",), ("lm_head",)),
 }
-"""Every fusable run; `append+attention` needs the whole KV range in one block."""
+"""Every fusable run. With several KV blocks, `append+attention` is a task for the new row beside those for the past."""
 
 
 @dataclass(frozen=True, slots=True)

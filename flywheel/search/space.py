@@ -114,8 +114,8 @@ KNOBS: Final = (
     Knob("rows.lm_head", _rows(("lm_head",), 1, 2, 4, 8), True, "rows a tile of the head"),
     Knob("kv_block", _kv_blocks, True, "positions an attention tile"),
     Knob("fuse.qkv", _just(0, 1), True, "1: the input norm in each q, k, v tile"),
-    Knob("fuse.append", _just(0, 1), True, "1: rope and both appends in one task a KV head"),
-    Knob("fuse.attention", _just(0, 1), True, "1: rope in the attention tile; with one KV block, the appends too"),
+    Knob("fuse.attention", _just(0, 1, 2, 3, 4), True, "1: rope and both appends in one task a KV head; 2: rope in the "
+         "attention tile; 3: both; 4: all in one, which with several KV blocks attends to the new row alone"),
     Knob("fuse.out", _just(0, 1, 2), True, "1: the residual in o_proj; 2: the merge of partials too"),
     Knob("fuse.mlp_in", _just(0, 1, 2), True, "1: SwiGLU in the gate/up tile; 2: the norm too"),
     Knob("fuse.down", _just(0, 1), True, "1: the residual in down_proj"),
@@ -147,8 +147,10 @@ _ROWS: Final = MappingProxyType(
 _FUSED: Final = MappingProxyType(
     {
         ("fuse.qkv", 1): "attn_norm q_proj k_proj v_proj",
-        ("fuse.append", 1): "k_norm k_rope k_append v_append",
-        ("fuse.attention", 1): "q_norm q_rope attention",
+        ("fuse.attention", 1): "k_norm k_rope k_append v_append",
+        ("fuse.attention", 2): "q_norm q_rope attention",
+        ("fuse.attention", 3): "k_norm k_rope k_append v_append; q_norm q_rope attention",
+        ("fuse.attention", 4): "k_norm k_rope k_append v_append q_norm q_rope attention",
         ("fuse.out", 1): "o_proj attn_add",
         ("fuse.out", 2): "attn_combine o_proj attn_add",
         ("fuse.mlp_in", 1): "gate_proj up_proj silu_mul",
@@ -216,7 +218,6 @@ class Space:
     def _read(self, config: ScheduleConfig) -> dict[str, Value]:
         """What a config says of each knob, be it one of its values or not; 0 or "" where it says nothing."""
         groups = {frozenset(group) for group in config.fusion_grouping}
-        whole = frozenset(self._present("k_norm k_rope k_append v_append q_norm q_rope attention"))
         tiling = config.tiling
         choice: dict[str, Value] = {
             "placement": config.sm_assignment if isinstance(config.sm_assignment, str) else "",
@@ -233,8 +234,7 @@ class Space:
             own = tiling.get(f"gemv.{projections[0]}", {})
             choice[knob] = own.get("N_tile", tiling.get("gemv", {}).get("N_tile", 0))
         for (knob, level), names in _FUSED.items():
-            fused = frozenset(self._present(names)) in groups
-            if fused or (whole in groups and knob in ("fuse.append", "fuse.attention")):
+            if {frozenset(group) for group in self._groups(names)} <= groups:
                 choice[knob] = level
             choice.setdefault(knob, 0)
         return choice
@@ -260,14 +260,14 @@ class Space:
         return next(dimension for dimension in self.dimensions if dimension.name == name)
 
     def _grouping(self, choice: Choice) -> tuple[tuple[str, ...], ...]:
-        names = {knob: names for (knob, level), names in _FUSED.items() if choice[knob] == level}
-        if int(choice["kv_block"]) >= self.workload.context and {"fuse.append", "fuse.attention"} <= names.keys():
-            names["fuse.append"] += " " + names.pop("fuse.attention")
-        return tuple(tuple(self._present(group)) for group in names.values())
+        return tuple(
+            group for (knob, level), names in _FUSED.items() if choice[knob] == level for group in self._groups(names)
+        )
 
-    def _present(self, names: str) -> list[str]:
+    def _groups(self, names: str) -> list[tuple[str, ...]]:
+        """Groups of _FUSED, without the operations that the model lacks."""
         ops = {op.name for block in _blocks(self.workload) for op in block.ops} | set(PATTERNS["out"].before)
-        return [name for name in names.split() if name in ops]
+        return [tuple(name for name in group.split() if name in ops) for group in names.split(";")]
 
 
 def _distance(wanted: int, value: Value) -> int:

@@ -54,6 +54,10 @@ class InstructionFlag(IntFlag):
     X_STAGED = 8
     """The SM's task before this one left the same matrix operand staged: steps before the first matrix step are
     skipped, and that step does not stage."""
+    WINDOW_PAST = 16
+    """With MOVES_WINDOW: cut before the launch's position (KvRows.PAST)."""
+    WINDOW_NEW = 32
+    """With MOVES_WINDOW: `kv_start` is the launch's position (KvRows.NEW)."""
 
 
 class StepFlag(IntFlag):

@@ -173,6 +173,11 @@ class Gpu:
 
     # Launches and time.
 
+    @property
+    def stream_handle(self) -> int:
+        """The stream as a CUstream, for libraries that enqueue on it."""
+        return int(self._stream.handle)
+
     def load(self, unit: CompiledUnit) -> dict[str, Any]:
         """The entry functions of a compiled unit, each allowed all the shared memory that a block can have.
 

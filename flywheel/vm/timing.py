@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from typing import Any, Final
 
@@ -25,6 +26,9 @@ _BATCH_US: Final = 30_000.0
 
 _MOST_TIMES: Final = 10
 """Launches of a batch at most, over samples."""
+
+Launch = Callable[[], None]
+"""Enqueues one launch of something on the stream of a Gpu."""
 
 HOPELESS: Final = 3.0
 """A program whose first sample takes so many times its rival's is timed no further."""
@@ -64,15 +68,49 @@ def time_in_turn(
     only one of each. Raises as `time_launches` does.
     """
     gpu = loaded[0].gpu
+    launches = [partial(program.launch, pos) for program in loaded]
+
+    def finish() -> None:
+        for program in loaded:
+            program.sync(limit_s)
+
     flush = gpu.alloc(_FLUSH_FACTOR * gpu.l2_bytes)
     try:
-        times = _time_turns(loaded, pos, warmup + 1, flush, limit_s, skipped=warmup)
+        times = _time_turns(gpu, launches, finish, warmup + 1, flush, skipped=warmup)
         if times[0][0] <= HOPELESS * times[1][0]:
-            more = _time_turns(loaded, pos, samples - 1, flush, limit_s)
+            more = _time_turns(gpu, launches, finish, samples - 1, flush)
             times = [first + rest for first, rest in zip(times, more, strict=True)]
     finally:
         gpu.free(flush)
     return times
+
+
+def time_contestants(
+    gpu: Gpu, launches: Sequence[Launch], finish: Launch, *, samples: int, warmup: int
+) -> list[list[float]]:
+    """As `time_in_turn`, of whatever can be launched on the GPU's stream, and none is cut short.
+
+    `finish` waits for all launches so far. The GPU is kept busy while the host gets ahead of it, so that no sample
+    holds the time that the host takes to enqueue. Raises as `finish` does.
+    """
+    flush = gpu.alloc(_FLUSH_FACTOR * gpu.l2_bytes)
+    try:
+        _keep_busy(gpu, flush)
+        return _time_turns(gpu, launches, finish, warmup + samples, flush, skipped=warmup)
+    finally:
+        gpu.free(flush)
+
+
+def time_back_to_back(gpu: Gpu, launch: Launch, finish: Launch, latency: MeasuredLatency) -> MeasuredLatency:
+    """As `time_batch`, of whatever can be launched on the GPU's stream. Raises as `finish` does."""
+    before = read_state(gpu.pci_bus_id)
+    flush = gpu.alloc(_FLUSH_FACTOR * gpu.l2_bytes)
+    try:
+        count = min(max(latency.samples, ceil(_BATCH_US / latency.median_us)), _MOST_TIMES * latency.samples)
+        batch_us, under_load = _time_batch(gpu, launch, finish, count, flush)
+    finally:
+        gpu.free(flush)
+    return replace(latency, batch_us=batch_us, gpu_state=_both(before, under_load))
 
 
 def time_batch(
@@ -82,15 +120,7 @@ def time_batch(
 
     Raises as `time_launches` does.
     """
-    gpu = loaded.gpu
-    before = read_state(gpu.pci_bus_id)
-    flush = gpu.alloc(_FLUSH_FACTOR * gpu.l2_bytes)
-    try:
-        count = min(max(latency.samples, ceil(_BATCH_US / latency.median_us)), _MOST_TIMES * latency.samples)
-        batch_us, under_load = _time_batch(loaded, pos, count, flush, limit_s)
-    finally:
-        gpu.free(flush)
-    return replace(latency, batch_us=batch_us, gpu_state=_both(before, under_load))
+    return time_back_to_back(loaded.gpu, partial(loaded.launch, pos), partial(loaded.sync, limit_s), latency)
 
 
 def summarise(samples_us: Sequence[float], warmup: int, l2: L2State = "flushed") -> MeasuredLatency:
@@ -100,19 +130,17 @@ def summarise(samples_us: Sequence[float], warmup: int, l2: L2State = "flushed")
 
 
 def _time_turns(
-    loaded: Sequence[LoadedProgram], pos: int | None, turns: int, flush: Memory, limit_s: float, skipped: int = 0
+    gpu: Gpu, launches: Sequence[Launch], finish: Launch, turns: int, flush: Memory, skipped: int = 0
 ) -> list[list[float]]:
-    gpu = loaded[0].gpu
-    events: list[list[tuple[Any, Any]]] = [[] for _ in loaded]
-    order = list(zip(loaded, events, strict=True))
+    events: list[list[tuple[Any, Any]]] = [[] for _ in launches]
+    order = list(zip(launches, events, strict=True))
     for turn in range(turns):
-        for program, noted in order if turn % 2 else reversed(order):
+        for launch, noted in order if turn % 2 else reversed(order):
             gpu.fill(flush, turn & 0xFF)
             start = gpu.record()
-            program.launch(pos)
+            launch()
             noted.append((start, gpu.record()))
-    for program in loaded:
-        program.sync(limit_s)
+    finish()
     return [[gpu.elapsed_us(start, end) for start, end in noted[skipped:]] for noted in events]
 
 
@@ -131,20 +159,21 @@ def _time_singles(
     return [gpu.elapsed_us(start, end) for start, end in events[warmup:]]
 
 
-def _time_batch(
-    loaded: LoadedProgram, pos: int | None, count: int, flush: Memory, limit_s: float
-) -> tuple[float, GpuState]:
+def _time_batch(gpu: Gpu, launch: Launch, finish: Launch, count: int, flush: Memory) -> tuple[float, GpuState]:
     """(time of one launch, state of the GPU while they run)."""
-    gpu: Gpu = loaded.gpu
-    for byte in range(_HEAD_START):
-        gpu.fill(flush, byte)
+    _keep_busy(gpu, flush)
     start = gpu.record()
     for _ in range(count):
-        loaded.launch(pos)
+        launch()
     end = gpu.record()
     state = read_state(gpu.pci_bus_id)
-    loaded.sync(limit_s)
+    finish()
     return gpu.elapsed_us(start, end) / count, state
+
+
+def _keep_busy(gpu: Gpu, flush: Memory) -> None:
+    for byte in range(_HEAD_START):
+        gpu.fill(flush, byte)
 
 
 def _both(before: GpuState, after: GpuState) -> GpuState:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from flywheel.errors import ConfigError
-from flywheel.ir import MegakernelProgram, at_position, validate
+from flywheel.ir import KvRows, MegakernelProgram, at_position, validate
 
 Change = Callable[..., MegakernelProgram]
 
@@ -33,6 +33,19 @@ def test_a_window_behind_the_position_is_empty_and_one_before_it_whole(
     assert [params_of(at_position(late, pos), 107)["kv_len"] for pos in (0, 3, 4, 6, 7)] == [0, 0, 1, 3, 4]
     early = with_task(tiny, 107, params={"kv_start": 0, "kv_len": 2})
     assert params_of(at_position(early, 7), 107)["kv_len"] == 2
+
+
+def test_a_window_of_the_past_ends_before_the_position_and_a_new_one_is_its_row(
+    tiny: MegakernelProgram, with_task: Change
+) -> None:
+    past = with_task(tiny, 107, params={"kv_start": 4, "kv_len": 3, "kv_rows": KvRows.PAST.value, "pos": 7})
+    assert [params_of(at_position(past, pos), 107)["kv_len"] for pos in (0, 4, 5, 7)] == [0, 0, 1, 3]
+    new = with_task(tiny, 107, params={"kv_start": 7, "kv_len": 1, "kv_rows": KvRows.NEW.value, "pos": 7})
+    for pos in range(8):
+        params = params_of(at_position(new, pos), 107)
+        assert (params["kv_start"], params["kv_len"], params["pos"]) == (pos, 1, pos)
+        assert validate(at_position(new, pos), strict=True).ok
+        assert validate(at_position(past, pos), strict=True).ok
 
 
 def test_everything_else_stays_the_same_object(tiny: MegakernelProgram) -> None:

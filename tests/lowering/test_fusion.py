@@ -35,19 +35,16 @@ def kinds(task: Task) -> list[str]:
 @pytest.mark.parametrize("tiling", [WHOLE, SPLIT], ids=["whole", "split"])
 @pytest.mark.parametrize("name", sorted(PATTERNS))
 def test_every_run_of_every_pattern_lowers_alone(
-    name: str, tiling: dict[str, dict[str, int]], lowered: Lowered
+    name: str, tiling: dict[str, dict[str, int]], lowered: Lowered, spec: DecoderSpec
 ) -> None:
     plain = lowered(tiling=tiling)
     for run in runs(PATTERNS[name]):
-        if name == "append+attention" and tiling is SPLIT:
-            with pytest.raises(ConfigError, match="over one KV block, not 4"):
-                lowered(tiling=tiling, fusion_grouping=[run])
-            continue
         program = lowered(tiling=tiling, fusion_grouping=[run])
         result = validate(program, strict=True)
         assert result.ok, result.report()
+        more = 1 if name == "append+attention" and tiling is SPLIT else 0  # a partial of the new row
         assert len(program.tasks) <= len(plain.tasks)
-        assert len(program.buffers) <= len(plain.buffers)
+        assert len(program.buffers) <= len(plain.buffers) + more * spec.n_layers
 
 
 @pytest.mark.parametrize(
@@ -85,6 +82,27 @@ def test_each_operation_runs_once_however_it_is_fused(lowered: Lowered, spec: De
         assert counts[0][name] == counts[1][name]
     appended = spec.n_layers * spec.n_kv_heads * 2
     assert counts[0]["KV_APPEND"] == appended
+
+
+def test_attention_to_the_past_waits_for_no_append_and_the_new_row_for_no_past(lowered: Lowered) -> None:
+    grouping = [("q_norm", "k_norm", "q_rope", "k_rope", "k_append", "v_append", "attention")]
+    program = lowered(tiling=SPLIT, fusion_grouping=grouping)
+    tasks = [task for task in program.tasks if task.label == "L1.attention"]
+    windows = {(task.params["kv_rows"], task.params["kv_start"], task.params["kv_len"]) for task in tasks}
+    assert windows == {(1, 0, 16), (1, 16, 16), (1, 32, 16), (1, 48, 15), (2, 63, 1)}
+    signals = {task.out_counter for task in tasks}
+    assert not signals & {wait.counter for task in tasks for wait in task.waits}
+    appends = [task for task in tasks if "KV_APPEND" in kinds(task)]
+    assert {task.params["kv_rows"] for task in appends} == {2}
+    assert {len(task.outputs) for task in appends} == {3}
+
+
+def test_a_block_of_nothing_but_the_new_row_has_no_past(lowered: Lowered) -> None:
+    grouping = [("q_norm", "k_norm", "q_rope", "k_rope", "k_append", "v_append", "attention")]
+    program = lowered(context=33, tiling=SPLIT, fusion_grouping=grouping)
+    names = {buffer.name for buffer in program.buffers if buffer.name.startswith("L1.partial.")}
+    assert names == {"L1.partial.b0", "L1.partial.b1", "L1.partial.new"}
+    assert validate(program, strict=True).ok
 
 
 def test_groups_of_one_and_names_in_any_order_change_nothing(lowered: Lowered) -> None:

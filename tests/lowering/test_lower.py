@@ -140,10 +140,6 @@ def test_the_whole_catalog_lowers_on_every_gpu() -> None:
         ({"fusion_grouping": [["attn_norm", "q_proj"]]}, ("fusion_grouping[0]", "attn_norm, q_proj")),
         ({"fusion_grouping": [["k_norm", "k_append", "v_append"]]}, ("fusion_grouping[0]", "k_norm")),
         (
-            {"fusion_grouping": [SPLIT_APPEND + SPLIT_ATTENTION], "tiling": {"attention": {"kv_block": 32}}},
-            ("fusion_grouping", "kv_block=32", "context 64", "not 2"),
-        ),
-        (
             {
                 "fusion_grouping": [["gate_proj", "up_proj", "silu_mul"]],
                 "tiling": {"gemv.gate_proj": {"N_tile": 16}, "gemv.up_proj": {"N_tile": 32}},

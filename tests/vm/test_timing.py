@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from flywheel.measure.latency import GpuState
 from flywheel.vm import timing
-from flywheel.vm.timing import HOPELESS, time_in_turn, time_launches
+from flywheel.vm.timing import HOPELESS, summarise, time_back_to_back, time_contestants, time_in_turn, time_launches
 
 
 class Loaded:
@@ -103,6 +104,39 @@ def test_a_hopeless_program_is_cut_after_its_first_sample(host_gpu: Any, factor:
     times = time_in_turn([slow, fast], None, samples=5, warmup=2)
     assert [len(found) for found in times] == [samples, samples]
     assert slow.launches == fast.launches == 2 + samples
+
+
+def test_contestants_of_any_kind_take_turns_behind_an_emptied_cache(host_gpu: Any) -> None:
+    order: list[str] = []
+    fills: list[int] = []
+    host_gpu.fill = lambda memory, byte: (fills.append(memory.nbytes), order.append("fill"))
+
+    def launch(name: str, us: float) -> None:
+        order.append(name)
+        host_gpu.clock_us += us
+
+    launches = [partial(launch, "ours", 10.0), partial(launch, "graph", 900.0), partial(launch, "other", 20.0)]
+    times = time_contestants(host_gpu, launches, lambda: order.append("finish"), samples=3, warmup=1)
+    assert times == [[10.0] * 3, [900.0] * 3, [20.0] * 3]  # none is hopeless
+    one, other = ["ours", "graph", "other"], ["other", "graph", "ours"]
+    assert [name for name in order if name != "fill"] == [*other, *one, *other, *one, "finish"]
+    head_start = 10
+    assert order[head_start:-1:2] == ["fill"] * 12
+    assert set(fills) == {2 * host_gpu.l2_bytes}
+    assert host_gpu.held == {}
+
+
+def test_a_batch_of_any_kind_counts_one_launch(host_gpu: Any) -> None:
+    finished: list[float] = []
+
+    def launch() -> None:
+        host_gpu.clock_us += 300.0
+
+    latency = summarise([500.0] * 30, 3)
+    measured = time_back_to_back(host_gpu, launch, lambda: finished.append(host_gpu.clock_us), latency)
+    assert (measured.batch_us, measured.median_us) == (300.0, 500.0)
+    assert finished == [60 * 300.0]
+    assert measured.gpu_state == GpuState(1500, 2500, 400.0, 50, "none")
 
 
 def test_the_flushing_memory_is_given_back_when_a_launch_fails(host_gpu: Any) -> None:

@@ -7,7 +7,7 @@ from math import isfinite
 from types import MappingProxyType
 from typing import Any, Final
 
-from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.opcodes import InstructionKind, KvRows
 from flywheel.ir.records import Task
 from flywheel.ir.show import show
 from flywheel.ir.validate.findings import Findings
@@ -53,9 +53,9 @@ def check_params(task: Task, fields: Mapping[str, str], required: Sequence[str],
                 findings.error("bad-param", f"{_where(task)}: {fault}", task.id)
         elif name != "recipe" or task.op is not InstructionKind.FUSED:
             findings.warn("unknown-param", f"{_where(task)}: param {show(name)} does not reach the device", task.id)
-    fault = heads_fault(params)
-    if fault is not None:
-        findings.error("bad-param", f"{_where(task)}: {fault}", task.id)
+    for fault in (heads_fault(params), _rows_fault(params)):
+        if fault is not None:
+            findings.error("bad-param", f"{_where(task)}: {fault}", task.id)
 
 
 def _where(task: Task) -> str:
@@ -85,4 +85,21 @@ def heads_fault(params: Mapping[str, Any]) -> str | None:
     heads, kv_heads = params.get("n_heads"), params["n_kv_heads"]
     if type(heads) is int and type(kv_heads) is int and kv_heads > 0 and heads % kv_heads:
         return f"n_heads={show(heads)} is not a multiple of n_kv_heads={show(kv_heads)}"
+    return None
+
+
+def _rows_fault(params: Mapping[str, Any]) -> str | None:
+    """What is wrong with `kv_rows`, or None: its window lies before `pos`, or is the row at `pos`."""
+    if "kv_rows" not in params:
+        return None
+    rows, place = params["kv_rows"], [params.get(name) for name in ("pos", "kv_start", "kv_len")]
+    if rows not in tuple(KvRows):
+        return f"kv_rows={show(rows)} is not one of {', '.join(f'{each.value} ({each.name})' for each in KvRows)}"
+    pos, start, length = (value if type(value) is int else None for value in place)
+    if pos is None or start is None or length is None:
+        return "kv_rows without pos, kv_start and kv_len"
+    if rows == KvRows.NEW and (start, length) != (pos, 1):
+        return f"kv_rows={rows} (NEW) with rows {start}..{start + length} as its window, not the one at pos={pos}"
+    if rows == KvRows.PAST and length > 0 and start + length > pos:
+        return f"kv_rows={rows} (PAST) with a window that ends at row {start + length}, behind pos={pos}"
     return None

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flywheel.ir.access import WHOLE, Region, multi_row_buffers, read_regions, tile
+from flywheel.ir.access import WHOLE, Region, appends_behind, multi_row_buffers, read_regions, tile
 from flywheel.ir.dtype import READONLY_KINDS, BufferKind
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.order import HappensBefore
@@ -165,6 +165,9 @@ def _check_reads(index: int, accesses: Accesses, frontiers: Mapping[int, Frontie
                     f"{_reads(accesses, index, buffer)}, which no other task writes",
                     task.id,
                 )
+            continue
+        behind = (appends_behind(accesses.tasks[writer], task, operand) for _, _, writer in writes)
+        if buffer.kind is BufferKind.KV_CACHE and all(behind):
             continue
         frontier = frontiers[number]
         if frontier.gaps or not accesses.order.reached(frontier.signals, group):

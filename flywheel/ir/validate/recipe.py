@@ -56,6 +56,10 @@ class Recipe:
         if not self.inherits <= task.params.keys():
             missing = ", ".join(sorted(self.inherits - task.params.keys()))
             findings.error("missing-param", f"{where}: a step of the recipe needs param {missing}", task.id)
+        fixed = [name for step in self.steps for name in ("pos", "kv_start", "kv_len") if name in step.params]
+        if fixed and "kv_rows" in task.params:
+            text = f"recipe: a step has its own {fixed[0]}, which kv_rows leaves to the task"
+            findings.error("bad-recipe", f"{where}: {text}", task.id)
         if len(findings.errors) > before:
             return False
         for index, step in enumerate(self.steps):

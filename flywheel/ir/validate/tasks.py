@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flywheel.ir.dtype import READONLY_KINDS, BufferKind
-from flywheel.ir.opcodes import OP_REGISTRY, PARAM_FIELDS, InstructionKind
+from flywheel.ir.opcodes import OP_REGISTRY, TASK_PARAM_FIELDS, InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.validate.bounds import bound_faults
@@ -41,7 +41,7 @@ def check_tasks(program: MegakernelProgram, findings: Findings) -> None:
             return
     params = zip([id(task.op) for task in tasks], [id(task.params) for task in tasks], strict=True)
     for task in dict(zip(params, tasks, strict=True)).values():
-        check_params(task, PARAM_FIELDS, OP_REGISTRY[task.op].required_params, findings)
+        check_params(task, TASK_PARAM_FIELDS, OP_REGISTRY[task.op].required_params, findings)
         if findings.errors and findings.full:
             return
     if not findings.errors:
@@ -108,7 +108,7 @@ def _check_bounds(distinct: Mapping[tuple[int, int], Task], buffers: Mapping[int
     alike: dict[tuple[object, ...], list[Task]] = {}
     for (_, shape), task in distinct.items():
         params = task.params
-        rest = tuple([item for item in params.items() if item[0] in PARAM_FIELDS and item[0] != "n_off"])
+        rest = tuple([item for item in params.items() if item[0] in TASK_PARAM_FIELDS and item[0] != "n_off"])
         key = (int(task.op), shape, id(params.get("recipe")), "n_off" in params, rest)
         alike.setdefault(key, []).append(task)
     for tiles in alike.values():

@@ -29,6 +29,6 @@ def emit_block(scope: Scope, groups: Sequence[Group]) -> list[TileSet]:
         else:
             sets += emit_attention(scope, group)
         if InstructionKind.ATTENTION_TILE in kinds:
-            merged, left = emit_combine(scope, partial_names(scope), MERGE_LIMIT if merging else 1)
+            merged, left = emit_combine(scope, partial_names(scope, group), MERGE_LIMIT if merging else 1)
             sets += merged
     return sets

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from flywheel.errors import ConfigError
-from flywheel.ir import ABI_MAX_INPUTS, InstructionKind
+from flywheel.ir import ABI_MAX_INPUTS, InstructionKind, KvRows
 from flywheel.lowering.emit.scope import PARTIAL_EXTRA, Scope
 from flywheel.lowering.fusion import COMBINE, Group
 from flywheel.lowering.recipe import Arg, RecipeBuilder
@@ -14,6 +13,9 @@ from flywheel.lowering.work import Tile, TileSet
 from flywheel.models.graph import Op
 
 _K = InstructionKind
+
+_NEW: Final = "partial.new"
+"""Of the row that a launch appends."""
 
 MERGE_LIMIT: Final = ABI_MAX_INPUTS - 2
 """Partials that the output projection can merge: its weight and the residual take two operands."""
@@ -27,19 +29,23 @@ def emit_attention(scope: Scope, group: Group) -> list[TileSet]:
         return _emit_append(scope, ops, appends)
     if not appends:
         return _emit_attend(scope, ops)
-    blocks = len(scope.tiling.kv_blocks())
-    if blocks > 1:
-        raise ConfigError(
-            f"fusion_grouping: append and attention fuse over one KV block, not {blocks}: "
-            f"tiling.attention.kv_block={scope.tiling.kv_block} is less than context {scope.graph.context}"
-        )
-    return [_append_and_attend(scope, ops, head) for head in range(scope.graph.n_kv_heads)]
+    heads = range(scope.graph.n_kv_heads)
+    past = _emit_past(scope, ops) if len(scope.tiling.kv_blocks()) > 1 else []
+    # The past first, so that it finds no writer of its caches to wait for.
+    return [*past, *(_append_and_attend(scope, ops, head) for head in heads)]
 
 
-def partial_names(scope: Scope) -> list[str]:
-    """Partials that attention leaves: none where one block covers the context."""
+def partial_names(scope: Scope, group: Group) -> list[str]:
+    """Partials that the attention of a group leaves: none where one block covers the context.
+
+    Where it appends too, one of each block's past rows and one of the new row.
+    """
     blocks = len(scope.tiling.kv_blocks())
-    return [f"partial.b{block}" for block in range(blocks)] if blocks > 1 else []
+    if blocks == 1:
+        return []
+    if any(op.kind is _K.KV_APPEND for op in group.ops):
+        return [*(_block_name(block) for block in range(len(_past_blocks(scope)))), _NEW]
+    return [_block_name(block) for block in range(blocks)]
 
 
 def emit_combine(scope: Scope, parts: Sequence[str], limit: int) -> tuple[list[TileSet], list[str]]:
@@ -103,16 +109,33 @@ def _emit_append(scope: Scope, ops: dict[str, Op], appends: Sequence[Op]) -> lis
 
 
 def _emit_attend(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
-    """One task a KV head and block; the blocks of one partial share its counter."""
+    """One task a KV head and block, over all rows of the block up to the new one."""
+    blocks = scope.tiling.kv_blocks()
+    windows = [{"kv_start": start, "kv_len": length} for start, length in blocks]
+    names = [_block_name(block) for block in range(len(blocks))] if len(blocks) > 1 else [ops["attention"].output]
+    return _emit_windows(scope, ops, windows, names)
+
+
+def _emit_past(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
+    """The same over the rows before the new one."""
+    pos = ops["k_append"].params["pos"]
+    windows = [
+        {"kv_start": start, "kv_len": length, "kv_rows": KvRows.PAST.value, "pos": pos}
+        for start, length in _past_blocks(scope)
+    ]
+    return _emit_windows(scope, ops, windows, [_block_name(block) for block in range(len(windows))])
+
+
+def _emit_windows(
+    scope: Scope, ops: dict[str, Op], windows: Sequence[dict[str, int]], outputs: Sequence[str]
+) -> list[TileSet]:
+    """One task a KV head and window; those of one output share its counter."""
     graph, attention = scope.graph, ops["attention"]
-    blocks, parts = scope.tiling.kv_blocks(), partial_names(scope)
-    recipes = [_attend_recipe(scope, ops, head, bool(parts)) for head in range(graph.n_kv_heads)]
+    recipes = [_attend_recipe(scope, ops, head, outputs[0]) for head in range(graph.n_kv_heads)]
     sets = []
-    for block, (start, length) in enumerate(blocks):
-        output = parts[block] if parts else attention.output
+    for window, output in zip(windows, outputs, strict=True):
+        tile_bytes, flops = _attend_cost(scope, window["kv_len"])
         for head in range(graph.n_kv_heads):
-            window = {"kv_start": start, "kv_len": length}
-            tile_bytes, flops = _attend_cost(scope, length)
             if graph.n_kv_heads == 1 and len(ops) == 1:
                 inputs = (attention.inputs[0], *_caches(attention, head))
                 params = {**attention.params, **window}
@@ -126,29 +149,43 @@ def _emit_attend(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
     return sets
 
 
+def _block_name(block: int) -> str:
+    return f"partial.b{block}"
+
+
+def _past_blocks(scope: Scope) -> list[tuple[int, int]]:
+    """The KV blocks without the last position; a block of nothing else is gone."""
+    last = scope.graph.context - 1
+    return [(start, min(length, last - start)) for start, length in scope.tiling.kv_blocks() if start < last]
+
+
 def _attend_recipe(
-    scope: Scope, ops: dict[str, Op], head: int, partial: bool
+    scope: Scope, ops: dict[str, Op], head: int, output: str
 ) -> tuple[dict[str, object], tuple[str, ...], int]:
     """Recipe of one KV head's tiles, which differ by their windows alone, its operands and its columns."""
     builder = RecipeBuilder()
-    width = _attend(scope, builder, ops, head, partial)
+    width = _attend(scope, builder, ops, head, output)
     return builder.build(), tuple(builder.inputs), width
 
 
 def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
+    """One KV head's appends and attention: over the whole context, or where that has blocks, over the new row."""
     graph, attention = scope.graph, ops["attention"]
+    pos = ops["k_append"].params["pos"]
+    whole = len(scope.tiling.kv_blocks()) == 1
+    output = attention.output if whole else _NEW
     builder = RecipeBuilder()
     for index, name in enumerate(("k_append", "v_append")):
         rows = _head_value(scope, builder, ops, ops[name].inputs[0], head, graph.head_dim)
         _append(scope, builder, ops[name], rows, head, {"out": index + 1})
-    width = _attend(scope, builder, ops, head, partial=False)
-    tile_bytes, flops = _attend_cost(scope, graph.context)
-    params = {
-        "kv_start": 0, "kv_len": graph.context, "pos": ops["k_append"].params["pos"],
-        "N_tile": width, "n_off": head * width, "recipe": builder.build(),
-    }  # fmt: skip
-    outputs = (attention.output, *_caches(attention, head))
-    return TileSet("attention", "attention", _K.FUSED, tuple(builder.inputs), outputs, attention.output,
+    width = _attend(scope, builder, ops, head, output)
+    window = {"kv_start": 0, "kv_len": graph.context}
+    if not whole:
+        window = {"kv_start": pos, "kv_len": 1, "kv_rows": KvRows.NEW.value}
+    tile_bytes, flops = _attend_cost(scope, window["kv_len"])
+    params = {**window, "pos": pos, "N_tile": width, "n_off": head * width, "recipe": builder.build()}
+    outputs = (output, *_caches(attention, head))
+    return TileSet("attention", "attention", _K.FUSED, tuple(builder.inputs), outputs, output,
                    (Tile(params, tile_bytes, flops),))  # fmt: skip
 
 
@@ -158,16 +195,15 @@ def _append(scope: Scope, builder: RecipeBuilder, op: Op, rows: Arg, head: int, 
     builder.step(_K.KV_APPEND, [rows, cache], width, scope.dtype, {}, out)
 
 
-def _attend(scope: Scope, builder: RecipeBuilder, ops: dict[str, Op], head: int, partial: bool) -> int:
-    """Append the attention step of one KV head; columns that it writes."""
+def _attend(scope: Scope, builder: RecipeBuilder, ops: dict[str, Op], head: int, output: str) -> int:
+    """Append the attention step of one KV head; columns of `output` that it writes, a partial's if it is one."""
     graph, attention = scope.graph, ops["attention"]
     query = _head_value(scope, builder, ops, attention.inputs[0], head, graph.group * graph.head_dim)
     caches = [builder.operand(name) for name in _caches(attention, head)]
-    extra = PARTIAL_EXTRA if partial else 0
+    extra = 0 if output == attention.output else PARTIAL_EXTRA
     width = graph.group * (graph.head_dim + extra)
     own: dict[str, Any] = {**scope.heads(1), "scale": attention.params["scale"]}
-    output = scope.tensor("partial.b0" if partial else attention.output)
-    builder.step(_K.ATTENTION_TILE, [query, *caches], width, output.dtype, own, "final")
+    builder.step(_K.ATTENTION_TILE, [query, *caches], width, scope.tensor(output).dtype, own, "final")
     return width
 
 

@@ -83,7 +83,7 @@ def _kind(params: Mapping[str, Any]) -> Hashable:
     """What of a task's params decides on its steps: the recipe, what no tile changes, and which others there are."""
     names = params.keys()
     own = tuple(sorted((name, params[name]) for name in _OWN_PARAMS & names))
-    return id(params.get("recipe")), own, frozenset(INHERITED_PARAMS & names)
+    return id(params.get("recipe")), own, frozenset(INHERITED_PARAMS & names), params.get("kv_rows")
 
 
 def make_nodes(
@@ -126,6 +126,7 @@ def _form(task: Task, inputs: Sequence[Operand], outputs: Sequence[Operand], wri
         recipe=params["recipe"] if task.op is InstructionKind.FUSED else None,
         own={name: params[name] for name in sorted(_OWN_PARAMS & params.keys())},
         given=frozenset(INHERITED_PARAMS & params.keys()),
+        kv_rows=params.get("kv_rows"),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         written=written,

@@ -47,13 +47,14 @@ class Form:
     """What tasks that run the same steps have in common: all but the ids of their buffers and the params of a tile.
 
     `own` are the params of a plain opcode that stay the same from tile to tile; `given` names those that may differ.
-    `written[k]` is the output that input k is, if it is one.
+    `written[k]` is the output that input k is, if it is one; `kv_rows` a KvRows or None.
     """
 
     op: InstructionKind
     recipe: Mapping[str, Any] | None
     own: Mapping[str, Any]
     given: frozenset[str]
+    kv_rows: int | None
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
     written: tuple[int | None, ...]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.errors import InvalidProgramError
-from flywheel.ir import INHERITED_PARAMS, PARAM_FIELDS, BufferKind, DType, InstructionKind, KernelVariant
+from flywheel.ir import INHERITED_PARAMS, PARAM_FIELDS, BufferKind, DType, InstructionKind, KernelVariant, KvRows
 from flywheel.ir.variant import FRAGMENT_K
 from flywheel.vm.abi import ABSENT, FRAGMENT_ROWS, RESULT_REF, InstructionFlag, StepFlag, numpy_struct
 from flywheel.vm.pack.checks import check_steps
@@ -111,6 +111,8 @@ def _instruction_flags(form: Form) -> InstructionFlag:
         flags |= InstructionFlag.MOVES_POS
     if "kv_len" in form.given:
         flags |= InstructionFlag.MOVES_WINDOW
+    if form.kv_rows is not None:
+        flags |= InstructionFlag.WINDOW_PAST if form.kv_rows == KvRows.PAST else InstructionFlag.WINDOW_NEW
     return flags
 
 

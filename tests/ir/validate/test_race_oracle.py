@@ -29,6 +29,8 @@ BUFFERS = (
     *(Buffer(number, f"t{number}", BufferKind.ACTIVATION, DType.F32, (1, WIDTH)) for number in TRANSIENT),
 )
 ALL = frozenset(range(WIDTH))
+FIRST_ROW = frozenset({WIDTH})
+"""A further column of the cache: what an append at row 0 writes too, and all that attention to the past reads."""
 
 Access = tuple[int, frozenset[int]]
 Body = tuple[InstructionKind, tuple[int, ...], tuple[int, ...], dict[str, Any], list[Access], list[Access]]
@@ -53,17 +55,23 @@ def _body(dice: random.Random, written: list[int]) -> Body:
     if kind == 1:
         return InstructionKind.GELU, (source,), (target,), {}, [(source, ALL)], [(target, ALL)]
     if kind == 2:
+        pos = dice.randrange(2)
         return (
             InstructionKind.KV_APPEND,
             (source, CACHE),
             (CACHE,),
-            {"pos": 0},
+            {"pos": pos},
             [(source, ALL), (CACHE, ALL)],
-            [(CACHE, ALL)],
+            [(CACHE, ALL if pos else ALL | FIRST_ROW)],
         )
     if kind == 3:
         heads = {"head_dim": WIDTH, "n_heads": 1, "n_kv_heads": 1, "kv_start": 0, "kv_len": 1, "scale": 1.0}
         inputs = (source, CACHE, CACHE)
+        if dice.random() < 0.5:
+            past = {**heads, "pos": 1, "kv_rows": 1}
+            return InstructionKind.ATTENTION_TILE, inputs, (target,), past, [(source, ALL), (CACHE, FIRST_ROW)], [
+                (target, ALL)
+            ]
         return InstructionKind.ATTENTION_TILE, inputs, (target,), heads, [(source, ALL), (CACHE, ALL)], [(target, ALL)]
     step = {"op": "COPY", "out_shape": [1, width], "out_dtype": "F32"}
     if kind == 4:

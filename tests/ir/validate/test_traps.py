@@ -62,6 +62,41 @@ def test_kv_read_before_append_is_rejected() -> None:
     assert codes(program([attend(0, ()), append(1, (Wait(0, 1),))], buffers)) == {"race-read"}
 
 
+def past(params: dict[str, int], inputs: tuple[int, ...] = (0, 1, 1)) -> Task:
+    """Attention to the past alone, in no order with anything."""
+    return Task(1, _K.ATTENTION_TILE, inputs, (2,), 1, (), {**ATTEND, "kv_len": 7, "pos": 7, "kv_rows": 1, **params})
+
+
+def test_rows_before_an_append_may_be_read_beside_it() -> None:
+    buffers = (NEW, CACHE, OUT)
+    assert codes(program([append(0), past({})], buffers)) == set()
+    assert codes(program([append(0), past({"kv_start": 3, "kv_len": 4})], buffers)) == set()
+    assert codes(program([append(0, pos=6), past({"kv_len": 6})], buffers)) == set()
+    # Without `kv_rows` the window grows into the new row as the program moves.
+    plain = {name: value for name, value in past({}).params.items() if name != "kv_rows"}
+    assert codes(program([append(0), replace(past({}), params=plain)], buffers)) == {"race-read"}
+
+
+def test_what_may_reach_the_appended_rows_is_no_read_of_the_past() -> None:
+    buffers = (NEW, CACHE, OUT)
+    assert codes(program([append(0, pos=6), past({})], buffers)) == {"race-read"}
+    assert codes(program([append(0), past({"kv_len": 8})], buffers)) == {"bad-param"}
+    assert codes(program([append(0), past({}, inputs=(1, 1, 1))], buffers)) == {"race-read"}
+    written = {"op": "COPY", "args": [{"in": 0}], "out": "final", "params": {}, "out_shape": [4], "out_dtype": "F32"}
+    for recipe in ({"steps": [{**written, "out_shape": [8, 1, 4], "args": [{"in": 1}]}]},):
+        whole = Task(0, _K.FUSED, (0, 1), (1,), 0, (), {"pos": 7, "recipe": recipe})
+        assert codes(program([whole, past({})], buffers)) == {"race-read"}
+
+
+def test_a_new_window_is_the_row_at_pos() -> None:
+    buffers = (NEW, CACHE, OUT)
+    row = {"kv_rows": 2, "kv_start": 7, "kv_len": 1}
+    assert codes(program([past(row)], buffers)) == set()
+    assert codes(program([append(0), past(row)], buffers)) == {"race-read"}
+    for broken in ({"kv_start": 6}, {"kv_len": 2}, {"kv_len": 0}, {"kv_rows": 3}, {"kv_rows": 0}, {"kv_rows": "2"}):
+        assert codes(program([past({**row, **broken})], buffers)) == {"bad-param"}
+
+
 def test_reading_a_cache_that_this_step_does_not_write_is_accepted() -> None:
     assert codes(program([attend(0, ())], (NEW, CACHE, OUT))) == set()
 

@@ -123,7 +123,10 @@ class TableVM:
         if pos >= 0 and instruction["flags"] & InstructionFlag.MOVES_POS:
             params["pos"] = pos
         if pos >= 0 and instruction["flags"] & InstructionFlag.MOVES_WINDOW:
-            params["kv_len"] = min(params["kv_len"], max(0, pos + 1 - params["kv_start"]))
+            if instruction["flags"] & InstructionFlag.WINDOW_NEW:
+                params["kv_start"] = pos
+            end = pos if instruction["flags"] & InstructionFlag.WINDOW_PAST else pos + 1
+            params["kv_len"] = min(params["kv_len"], max(0, end - params["kv_start"]))
         steps = packed.steps[instruction["first_step"] :][: instruction["n_steps"]]
         reuses = bool(instruction["flags"] & InstructionFlag.X_STAGED)
         first = next(i for i, step in enumerate(steps) if step["op"] in MATRIX_OPS) if reuses else 0

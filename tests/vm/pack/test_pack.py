@@ -28,6 +28,9 @@ CONFIGS = {
         tiling={"gemv": {"N_tile": 32}, "attention": {"kv_block": 48}},
         fusion_grouping=(("attn_norm", "q_proj", "k_proj", "v_proj"), ATTEND, ("o_proj", "attn_add")),
     ),
+    "beside": ScheduleConfig(
+        tiling={"attention": {"kv_block": 16}}, fusion_grouping=(ATTEND, ("attn_combine", "o_proj"))
+    ),
 }
 IN, WEIGHT, ACT, OUT, KV = (
     BufferKind.IO_INPUT, BufferKind.WEIGHT, BufferKind.ACTIVATION, BufferKind.IO_OUTPUT, BufferKind.KV_CACHE,
@@ -63,7 +66,9 @@ def test_moved_params_are_those_of_the_moved_program(name: str, pos: int) -> Non
     moves = flags & int(InstructionFlag.MOVES_POS) != 0
     cut = flags & int(InstructionFlag.MOVES_WINDOW) != 0
     params["pos"][moves] = pos
-    params["kv_len"][cut] = np.minimum(params["kv_len"], np.maximum(0, pos + 1 - params["kv_start"]))[cut]
+    params["kv_start"][flags & int(InstructionFlag.WINDOW_NEW) != 0] = pos
+    end = np.where(flags & int(InstructionFlag.WINDOW_PAST), pos, pos + 1)
+    params["kv_len"][cut] = np.minimum(params["kv_len"], np.maximum(0, end - params["kv_start"]))[cut]
     assert np.array_equal(params, moved.instructions["params"])
     assert moves.any() and cut.any()
     assert np.array_equal(packed.steps, moved.steps)

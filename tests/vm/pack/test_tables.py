@@ -46,12 +46,11 @@ def programs(draw: st.DrawFn) -> MegakernelProgram:
         if group and admitted and not taken & set(group) and draw(st.integers(0, 3)):
             groups.append(group)
             taken |= set(group)
-    whole = any({"k_append", "attention"} <= {*group} for group in groups)
     rows = 16 * draw(st.integers(1, 7))
     config = ScheduleConfig(
         tiling={
             "gemv": {"N_tile": rows},
-            "attention": {"kv_block": CONTEXT if whole else draw(st.sampled_from((16, 32, CONTEXT)))},
+            "attention": {"kv_block": draw(st.sampled_from((16, 32, CONTEXT)))},
             "stream": {"chunk_bytes": draw(st.sampled_from((1024, 2048, 32768)))},
         },
         fusion_grouping=tuple(groups),

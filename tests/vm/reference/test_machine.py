@@ -35,11 +35,17 @@ FUSED = ScheduleConfig(
         ("down_proj", "mlp_add"),
     ),
 )
+BESIDE = ScheduleConfig(
+    tiling={"attention": {"kv_block": 16}},
+    fusion_grouping=(("q_norm", "k_norm", "q_rope", "k_rope", "k_append", "v_append", "attention"),),
+)
+"""The new row's attention beside that to the past."""
+
 ORDERS = [("list", 0), *(("adversarial", seed) for seed in range(6)), *(("queues", seed) for seed in range(3))]
 
 
 @pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
-@pytest.mark.parametrize("config", [ScheduleConfig(), FUSED], ids=["plain", "fused"])
+@pytest.mark.parametrize("config", [ScheduleConfig(), FUSED, BESIDE], ids=["plain", "fused", "beside"])
 def test_every_firing_order_gives_the_same_bits(
     config: ScheduleConfig, dtype: DType, lowered: Build, filled: Fill
 ) -> None:
@@ -64,8 +70,9 @@ def test_run_gives_outputs_and_caches_and_modifies_nothing(lowered: Build, fille
     assert changed.nonzero().flatten().tolist() == [11]
 
 
-def test_rows_behind_the_position_do_not_matter(lowered: Build, filled: Fill) -> None:
-    program = lowered(FUSED)
+@pytest.mark.parametrize("config", [FUSED, BESIDE], ids=["fused", "beside"])
+def test_rows_behind_the_position_do_not_matter(config: ScheduleConfig, lowered: Build, filled: Fill) -> None:
+    program = lowered(config)
     tensors = filled(program, 20)
     clean = ReferenceVM(program).run(tensors, pos=20)["logits"]
     for name in tensors:
@@ -74,8 +81,11 @@ def test_rows_behind_the_position_do_not_matter(lowered: Build, filled: Fill) ->
     assert torch.equal(ReferenceVM(program).run(tensors, pos=20)["logits"], clean)
 
 
-def test_a_position_by_param_equals_a_program_moved_there(lowered: Build, filled: Fill) -> None:
-    program = lowered(FUSED)
+@pytest.mark.parametrize("config", [FUSED, BESIDE], ids=["fused", "beside"])
+def test_a_position_by_param_equals_a_program_moved_there(
+    config: ScheduleConfig, lowered: Build, filled: Fill
+) -> None:
+    program = lowered(config)
     bound = ReferenceVM(program).bind({k: v for k, v in filled(program).items() if v.dtype is not torch.int32})
     for pos in (0, 30, 7):
         inputs = {k: v for k, v in filled(program, pos).items() if v.dtype is torch.int32}
