@@ -1,16 +1,21 @@
 """What a program should cost: a prediction of its latency from its queues and the GPU's constants."""
 
-from flywheel.cost_model.machine import MACHINES, Consumer, Machine, machine_for
+from flywheel.cost_model.calibration import STOCK, Predictor, open_predictor
+from flywheel.cost_model.machine import MACHINES, Consumer, Machine, Vector, machine_for
 from flywheel.cost_model.predict import MODEL_VERSION, Prediction, TaskSpan, predict, timeline
 
 __all__ = [
     "MACHINES",
     "MODEL_VERSION",
+    "STOCK",
     "Consumer",
     "Machine",
     "Prediction",
+    "Predictor",
     "TaskSpan",
+    "Vector",
     "machine_for",
+    "open_predictor",
     "predict",
     "timeline",
 ]

@@ -8,6 +8,9 @@ and the consumers are fitted to the chains. The fit cannot tell a consumer that 
 from a memory that it disturbs, so what it says of a card with more bandwidth an SM (b200) is the least certain part.
 `latency_us`, `poll_us`, `sm_read_gbs` and `activation_gbs` are estimates.
 
+What those kernels did not have is free here until `flywheel calibrate` fits it to what a GPU was measured to take:
+norms, merges, attention and signals (`Vector`), copies limited to less than the ring, operands that stay in place.
+
 The other GPUs are scaled from it, not measured:
 
 - `read_gbs` is 0.9606 of the datasheet, the H200's 4611 of 4800 GB/s; 0.92 on architectures without bulk copies
@@ -45,9 +48,9 @@ class Consumer:
     half_warps: float
     flops_per_warp_us: float
 
-    def task_us(self, warps: int) -> float:
-        """Time of one task besides its bytes."""
-        return self.warp_us * warps + self.stage_us / warps
+    def task_us(self, warps: int, staged: float = 1.0) -> float:
+        """Time of one task besides its bytes, where it stages that part of its operand."""
+        return self.warp_us * warps + self.stage_us / warps * staged
 
     def rate(self, warps: int) -> float:
         """Bytes per us that `warps` warps consume."""
@@ -71,11 +74,28 @@ STREAM_ONLY: Final = Consumer(0.0, 0.8, 0.0, 1e6, 0.4, _FLOPS_PER_WARP_US)
 
 
 @dataclass(frozen=True, slots=True)
+class Vector:
+    """What the warps that do not multiply add to a task, in us; all free where nothing was calibrated."""
+
+    task_us: float = 0.0
+    """Fetching a task and signalling its end."""
+    step_us: float = 0.0
+    """A step that is none of the following, and no product."""
+    norm_us: float = 0.0
+    """A norm."""
+    merge_us: float = 0.0
+    """One head of one partial of attention that is merged, on one warp."""
+    attend_us: float = 0.0
+    """A thousand operations of attention, on one warp."""
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
-    """Constants of one GPU. Rates are GB/s, times us; `source` says whether they were measured on such a card."""
+    """Constants of one GPU. Rates are GB/s, times us; `source` says whether they were measured on such a card, scaled
+    from one that was, or fitted to what programs took."""
 
     name: str
-    source: Literal["measured", "scaled"]
+    source: Literal["measured", "scaled", "calibrated"]
     num_sms: int
     read_gbs: float
     """Best rate at which all SMs together read HBM."""
@@ -98,15 +118,23 @@ class Machine:
     launch_us: float
     """Launch, the first bytes and the final drain."""
     consumer: Consumer
+    vector: Vector = Vector()
+    restage_share: float = 1.0
+    """Of what staging an operand takes, the part for a task that multiplies the operand of the task before it."""
+    round_trip_us: float = 0.0
+    """An SM draws at most its copies under way per this time; 0: that is not what holds it back."""
 
     @property
     def share(self) -> float:
         """Bytes per us of one SM when all read."""
         return self.read_gbs * 1e3 / self.num_sms
 
-    def loader_rate(self, chunk_bytes: int, ring_bytes: int) -> float:
-        """Most bytes per us that the loader of one SM can bring in."""
-        return min(self.sm_read_gbs * 1e3, chunk_bytes / self.copy_us, ring_bytes / self.in_flight_us)
+    def loader_rate(self, chunk_bytes: int, ring_bytes: int, inflight_bytes: int | None = None) -> float:
+        """Most bytes per us that the loader of one SM can bring in, with at most `inflight_bytes` under way at once."""
+        rate = min(self.sm_read_gbs * 1e3, chunk_bytes / self.copy_us, ring_bytes / self.in_flight_us)
+        if inflight_bytes is None or self.round_trip_us == 0.0:
+            return rate
+        return min(rate, inflight_bytes / self.round_trip_us)
 
     @property
     def in_flight_bytes(self) -> float:

@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+from flywheel.ir import MegakernelProgram
+
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "cost_model_probes.py"
 
 
@@ -19,3 +21,26 @@ def probes() -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def works() -> ModuleType:
+    """Small models whose measurements are made up."""
+    path = Path(__file__).parent / "works.py"
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def work(works: ModuleType) -> MegakernelProgram:
+    """A program with every kind of step: attention in parts, merges, norms, several tiles an SM."""
+    found: MegakernelProgram = next(
+        program
+        for program in works.programs(0, 60)
+        if any("combine" in task.label for task in program.tasks) and program.config.pipelining_depth
+    )
+    return found

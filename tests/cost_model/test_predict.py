@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.cost_model import MACHINES, predict, timeline
+from flywheel.cost_model import MACHINES, Vector, predict, timeline
+from flywheel.cost_model.demand import demand_of
+from flywheel.cost_model.predict import latency_us
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import (
     TARGETS,
@@ -213,3 +215,18 @@ def test_a_program_without_a_target_is_refused() -> None:
 def test_a_program_that_waits_for_itself_is_refused_by_name() -> None:
     with pytest.raises(InvalidProgramError, match=r"task 0 \(only\): never starts"):
         predict(one_task(waits=(Wait(0, 1),)))
+
+
+def test_what_a_calibration_adds_costs_time(work: MegakernelProgram) -> None:
+    machine = MACHINES["h200"]
+    stock = predict(work, machine).latency_us
+    for name in ("task_us", "step_us", "norm_us", "merge_us", "attend_us"):
+        assert predict(work, replace(machine, vector=Vector(**{name: 1.0}))).latency_us > stock
+    assert predict(work, replace(machine, round_trip_us=6.0)).latency_us > stock
+    assert predict(work, replace(machine, restage_share=0.0)).latency_us < stock
+
+
+def test_a_demand_is_priced_as_its_program_is_predicted(work: MegakernelProgram) -> None:
+    machine = replace(MACHINES["h200"], vector=Vector(1.0, 1.0, 1.0, 1.0, 1.0), round_trip_us=2.0)
+    found = predict(work, machine)
+    assert latency_us(demand_of(work), machine, found.floor_us) == found.latency_us

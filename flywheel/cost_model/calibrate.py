@@ -1,0 +1,244 @@
+"""Fitting a machine's constants to what programs were measured to take.
+
+A fit moves the constants of FREE, each within bounds that are physically sensible, until predictions agree with
+measurements: Levenberg-Marquardt on the logarithm of predicted over measured. What programs cannot tell apart
+stays near where it began, held there by a weak prior. Same samples, same constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flywheel.cost_model.demand import Demand
+from flywheel.cost_model.machine import Machine
+from flywheel.cost_model.predict import latency_us
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """A constant that a fit may move from `low` to `high`: a field of Machine, or of a part of it by `part.field`.
+
+    `begin` is where a fit begins instead of at the machine's own value, from where small moves would change nothing.
+    """
+
+    name: str
+    low: float
+    high: float
+    begin: float | None = None
+
+
+FREE: Final = (
+    Free("read_gbs", 50.0, 20000.0),
+    Free("visibility_us", 0.2, 5.0),
+    Free("bubble_us", 0.0, 6.0),
+    Free("copy_us", 0.05, 2.0),
+    Free("in_flight_us", 0.3, 6.0),
+    Free("round_trip_us", 0.0, 6.0, begin=2.0),
+    Free("latency_us", 0.2, 6.0),
+    Free("launch_us", 1.0, 60.0),
+    Free("activation_gbs", 2.0, 500.0),
+    Free("restage_share", 0.0, 1.0, begin=0.5),
+    Free("consumer.warp_us", 0.0, 1.0),
+    Free("consumer.stage_us", 0.0, 30.0),
+    Free("consumer.chunk_us", 0.0, 1.0),
+    Free("consumer.bytes_per_us", 2e3, 2e5),
+    Free("consumer.half_warps", 0.0, 10.0),
+    Free("vector.task_us", 0.0, 6.0),
+    Free("vector.step_us", 0.0, 6.0),
+    Free("vector.norm_us", 0.0, 12.0),
+    Free("vector.merge_us", 0.0, 4.0),
+    Free("vector.attend_us", 0.0, 4.0),
+)
+"""The constants that a fit moves where nothing pins them, in us, GB/s or bytes per us."""
+
+_WIDE: Final = 20.0
+"""Bounds further apart than that factor are searched by their logarithm."""
+
+_PRIOR: Final = 0.02
+"""Error in the logarithm of a latency that weighs as much as moving a constant through its whole range."""
+
+_OUTLIER: Final = 0.15
+"""Beyond it, an error in the logarithm counts by its size, not by its square."""
+
+_STEP: Final = 0.01
+_ROUNDS: Final = 40
+_FRESH: Final = 8
+"""Steps after which derivatives are taken anew."""
+_ENOUGH: Final = 5e-3
+"""Share of the cost that a step from fresh derivatives must gain for another one."""
+_MOST_DAMPING: Final = 1e4
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a program asks and what it was measured to take; `floor_us` is its weight floor."""
+
+    demand: Demand
+    floor_us: float
+    latency_us: float
+
+    def predicted_us(self, machine: Machine) -> float:
+        """What it should take on `machine`."""
+        return latency_us(self.demand, machine, self.floor_us)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How predictions stand to measurements of `n` configs. Errors are of the measured latency, sizes only.
+
+    `spearman` is None where ranks say nothing: fewer than two configs, or all alike.
+    """
+
+    n: int
+    spearman: float | None
+    median_error: float
+    p90_error: float
+
+
+def score(predicted_us: Sequence[float], measured_us: Sequence[float]) -> Score:
+    """Compare predictions with measurements, one or more of each."""
+    predicted, measured = np.asarray(predicted_us), np.asarray(measured_us)
+    errors = np.abs(predicted / measured - 1)
+    mine, theirs = _ranks(predicted), _ranks(measured)
+    alike = np.ptp(mine) == 0 or np.ptp(theirs) == 0
+    spearman = None if alike else float(np.corrcoef(mine, theirs)[0, 1])
+    return Score(len(measured), spearman, float(np.median(errors)), float(np.quantile(errors, 0.9)))
+
+
+def _ranks(values: Array) -> Array:
+    """Ranks from 0; equal values share the mean of theirs."""
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return np.asarray((ends - (counts + 1) / 2)[group], dtype=np.float64)
+
+
+def fit(
+    machine: Machine,
+    samples: Sequence[Sample],
+    pinned: Collection[str] = (),
+    watch: Callable[[float], None] = lambda _: None,
+) -> Machine:
+    """`machine` with the constants of FREE, but for those `pinned` by name, moved to where `samples` agree best.
+
+    `watch` is told the root mean square error of the logarithm after every step.
+    """
+    scales = [_Scale(free, _get(machine, free.name)) for free in FREE if free.name not in pinned]
+
+    def build(place: Array) -> Machine:
+        built = machine
+        for scale, at in zip(scales, place, strict=True):
+            built = _set(built, scale.name, scale.value(float(at)))
+        return built
+
+    begin = np.array([scale.begin for scale in scales])
+    measured = np.log([sample.latency_us for sample in samples])
+
+    def residuals(place: Array) -> Array:
+        built = build(place)
+        errors = np.log([sample.predicted_us(built) for sample in samples]) - measured
+        return np.concatenate([errors, (place - begin) * (_PRIOR * len(samples) ** 0.5)])
+
+    place = _descend(residuals, begin, lambda found: watch(float(np.sqrt(np.mean(found[: len(samples)] ** 2)))))
+    return replace(build(place), source="calibrated")
+
+
+class _Scale:
+    """A constant as a place from 0 to 1 between its bounds."""
+
+    def __init__(self, free: Free, value: float) -> None:
+        self.name = free.name
+        self._low, self._high = free.low, free.high
+        self._log = free.low > 0 and free.high / free.low > _WIDE
+        self._start = value if free.begin is None else free.begin
+        inside = min(max(self._start, free.low), free.high)
+        span = np.log([free.low, inside, free.high]) if self._log else np.array([free.low, inside, free.high])
+        self.begin = float((span[1] - span[0]) / (span[2] - span[0]))
+
+    def value(self, place: float) -> float:
+        """The constant at a place; at the place where the fit began, exactly what it was there."""
+        if place == self.begin:
+            return self._start
+        if self._log:
+            return float(self._low * (self._high / self._low) ** place)
+        return self._low + (self._high - self._low) * place
+
+
+def _descend(
+    residuals: Callable[[Array], Array], place: Array, watch: Callable[[Array], None]
+) -> Array:
+    """Levenberg-Marquardt within 0..1. Derivatives are differences, kept up to date by Broyden's rule in between."""
+    found = residuals(place)
+    cost, damping, age = _cost(found), 1e-2, 0
+    slopes = _slopes(residuals, place, found)
+    for _ in range(_ROUNDS):
+        weights = _weights(found)
+        held = _held(place, slopes.T @ (weights * found))
+        normal = slopes.T @ (weights[:, None] * slopes)
+        normal += damping * np.diag(np.diag(normal))
+        normal[held, :] = normal[:, held] = 0.0
+        normal[held, held] = 1.0
+        pull = np.where(held, 0.0, -(slopes.T @ (weights * found)))
+        tried = np.clip(place + np.linalg.solve(normal, pull), 0.0, 1.0)
+        there = residuals(tried)
+        gain = cost - _cost(there)
+        step = tried - place
+        if gain > 0:
+            slopes += np.outer(there - found - slopes @ step, step) / max(float(step @ step), 1e-12)
+            place, found, cost, damping, age = tried, there, cost - gain, damping / 3, age + 1
+            watch(found)
+            if gain > _ENOUGH * cost and age < _FRESH:
+                continue
+            if gain <= _ENOUGH * cost and age == 1:
+                break
+        elif age == 0:
+            damping *= 8
+            if damping > _MOST_DAMPING:
+                break
+            continue
+        slopes, age = _slopes(residuals, place, found), 0
+    return place
+
+
+def _weights(found: Array) -> Array:
+    """Of squares, so that what is far off counts by its size."""
+    return np.minimum(1.0, _OUTLIER / np.maximum(np.abs(found), 1e-12))
+
+
+def _cost(found: Array) -> float:
+    """Huber's: squares up to _OUTLIER, straight lines beyond."""
+    sizes = np.abs(found)
+    return float(np.sum(np.where(sizes <= _OUTLIER, sizes**2, _OUTLIER * (2 * sizes - _OUTLIER))))
+
+
+def _held(place: Array, gradient: Array) -> npt.NDArray[np.bool_]:
+    """What is at a bound and would go beyond."""
+    return np.asarray(((place <= 0.0) & (gradient > 0.0)) | ((place >= 1.0) & (gradient < 0.0)))
+
+
+def _slopes(residuals: Callable[[Array], Array], place: Array, found: Array) -> Array:
+    columns = []
+    for number, at in enumerate(place):
+        step = _STEP if at + _STEP <= 1.0 else -_STEP
+        moved = place.copy()
+        moved[number] += step
+        columns.append((residuals(moved) - found) / step)
+    return np.stack(columns, axis=1)
+
+
+def _get(machine: Machine, name: str) -> float:
+    part, _, field = name.rpartition(".")
+    value: float = getattr(getattr(machine, part) if part else machine, field)
+    return value
+
+
+def _set(machine: Machine, name: str, value: float) -> Machine:
+    part, _, field = name.rpartition(".")
+    changes: dict[str, Any] = {field: value}
+    return replace(machine, **({part: replace(getattr(machine, part), **changes)} if part else changes))

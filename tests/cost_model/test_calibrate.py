@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+
+from flywheel.cost_model import Machine
+from flywheel.cost_model.calibrate import FREE, Sample, Score, fit, score
+
+FITTED, HELD_BACK = slice(0, 30), slice(30, 60)
+
+
+def scored(machine: Machine, samples: Sequence[Sample]) -> Score:
+    return score([sample.predicted_us(machine) for sample in samples], [sample.latency_us for sample in samples])
+
+
+@pytest.fixture(scope="module")
+def fitted(works: ModuleType) -> Machine:
+    machine: Machine = fit(works.STOCK, [*works.samples(0, 60)[FITTED], *works.samples(1, 60)[FITTED]])
+    return machine
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_configs_that_were_held_back_are_predicted_and_ranked(number: int, fitted: Machine, works: ModuleType) -> None:
+    held_back = works.samples(number, 60)[HELD_BACK]
+    before, after = scored(works.STOCK, held_back), scored(fitted, held_back)
+    assert before.median_error > 0.1
+    assert after.median_error <= 0.04
+    assert after.spearman is not None and after.spearman >= 0.95
+    assert after.n == 30
+
+
+def test_the_same_samples_give_the_same_constants(fitted: Machine, works: ModuleType) -> None:
+    samples = works.samples(0, 60)[:12]
+    assert fit(works.STOCK, samples) == fit(works.STOCK, samples)
+    assert fitted.source == "calibrated"
+    assert fitted.num_sms == works.STOCK.num_sms
+
+
+def test_what_is_pinned_stays_and_the_rest_stays_within_bounds(works: ModuleType) -> None:
+    machine = replace(works.STOCK, visibility_us=0.59)
+    pinned = {"visibility_us", "read_gbs", *(free.name for free in FREE if free.name.startswith("consumer."))}
+    found = fit(machine, works.samples(0, 60)[:12], pinned)
+    assert (found.visibility_us, found.read_gbs, found.consumer) == (0.59, machine.read_gbs, machine.consumer)
+    for free in FREE:
+        if free.name not in pinned:
+            part, _, field = free.name.rpartition(".")
+            assert free.low <= getattr(getattr(found, part) if part else found, field) <= free.high
+
+
+def test_every_step_is_told_and_none_is_worse(works: ModuleType) -> None:
+    errors: list[float] = []
+    fit(works.STOCK, works.samples(1, 60)[:12], watch=errors.append)
+    assert len(errors) > 2
+    assert errors[-1] < errors[0]
+
+
+def test_a_score_ranks_and_measures() -> None:
+    assert score([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]) == Score(3, pytest.approx(1.0), pytest.approx(0.9), 0.9)
+    assert score([3.0, 2.0, 1.0], [10.0, 20.0, 30.0]).spearman == pytest.approx(-1.0)
+    assert score([1.0, 1.0], [1.0, 2.0]).spearman is None
+    assert score([11.0], [10.0]) == Score(1, None, pytest.approx(0.1), pytest.approx(0.1))
+    # 2, 2 share rank 1.5 of 1..4; rank correlation by hand
+    assert score([1.0, 2.0, 2.0, 4.0], [1.0, 2.0, 3.0, 4.0]).spearman == pytest.approx(0.9486832980505138)
