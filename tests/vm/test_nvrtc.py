@@ -33,8 +33,9 @@ VARIANTS: tuple[tuple[str, int, DType], ...] = (
 """Each architecture with a kernel of its own, each thread count that the space has, each element type; where there is a
 choice, most threads: they have the fewest registers."""
 
-CORES, LIMIT_S = 2, 20.0
-"""How long all of them may take, by the clock of the processors: other tests run at the same time."""
+LIMIT_S = 180.0
+"""More than all of them take on any machine, by the clock of the processors: six times what results/compile_speed.txt
+has. What is above it is no slow machine."""
 
 REGISTERS_PER_PARTITION = 16384
 """An SM has four partitions, among which a block's warps are dealt out; registers come in eights."""
@@ -83,7 +84,7 @@ def test_every_variant_fits_one_block_on_an_sm_and_spills_nothing(tmp_path: Path
     took_s = time.process_time() - start
     named = {f"{kernel.arch} {kernel.threads} {kernel.dtype.name}": unfit(kernel) for kernel in kernels}
     assert {name: faults for name, faults in named.items() if faults} == {}
-    assert took_s < CORES * LIMIT_S
+    assert took_s < LIMIT_S
 
 
 def test_every_target_has_an_architecture() -> None:

@@ -28,6 +28,10 @@ __device__ __forceinline__ uint32_t read_host_word(const uint32_t* word) {
     return value;
 }
 
+__device__ __forceinline__ void prefetch_l2(const void* line) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+}
+
 // Grows from nothing to about a microsecond, so that a short wait is seen at once and a long one leaves L2 alone.
 struct Backoff {
     uint32_t polls = 0;

@@ -172,6 +172,25 @@ __device__ __forceinline__ void fetch(Block& block, TaskSlot& task, int index) {
     __syncwarp();
 }
 
+// Rows of a KV cache that attention will read, on their way to L2 while its task waits: all but the newest are there since
+// earlier launches. Of a long window its beginning, so that the stream of weights keeps its share of the memory.
+__device__ __forceinline__ void prefetch_windows(const TaskSlot& task) {
+    constexpr int LINE = 128, LIMIT = 64 * 1024;
+    const int lane = lane_id();
+    const bool attends = lane < task.instruction.n_steps && task.steps[lane].op == AMK_OP_ATTENTION_TILE;
+    for (uint32_t left = __ballot_sync(~0u, attends); left != 0; left &= left - 1) {
+        const amk_step_t& step = task.steps[__ffs(left) - 1];
+        for (int arg = 1; arg <= 2; arg++) {
+            if (step.args[arg] >= FW_RESULT_REF) continue;
+            const Operand& cache = task.inputs[step.args[arg]];
+            const int row = step.params.n_kv_heads * step.params.head_dim * element_bytes(cache.dtype);
+            const char* rows = cache.ptr + static_cast<long long>(step.params.kv_start) * row;
+            const int bytes = min(static_cast<long long>(step.params.kv_len) * row, static_cast<long long>(LIMIT));
+            for (int at = lane * LINE; at < bytes; at += WARP * LINE) prefetch_l2(rows + at);
+        }
+    }
+}
+
 __device__ __noinline__ void run_control() {
     Block& block = this_block();
     const int count = block.queue_end - block.queue_first;
@@ -181,6 +200,7 @@ __device__ __noinline__ void run_control() {
         if (!__all_sync(~0u, wait_watched(block, &block.task_free[slot], round ^ 1))) return;
         TaskSlot& task = block.tasks[slot];
         fetch(block, task, block.queue_first + index);
+        prefetch_windows(task);
         const bool met = lane_id() >= task.instruction.n_waits || wait_counter(block, task.instruction, lane_id());
         if (!__all_sync(~0u, met)) return;
         __syncwarp();  // what each lane acquired is ordered before the arrival of this one

@@ -1,0 +1,46 @@
+"""How long NVRTC takes for the kernel variants that the tests compile: `python experiments/compile_speed.py`.
+
+Each is compiled alone, without a cache, on one thread; then all of them on two.
+"""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from flywheel.ir import DType
+from flywheel.vm.nvrtc import CompiledVariant, compile_variant
+
+VARIANTS: tuple[tuple[str, int, DType], ...] = (
+    *((arch, 512, DType.BF16) for arch in ("sm_80", "sm_100a", "sm_120")),
+    *(("sm_90a", threads, DType.BF16) for threads in (192, 320, 448, 512)),
+    *(("sm_90a", 512, dtype) for dtype in (DType.F16, DType.F32)),
+)
+"""As in tests/vm/test_nvrtc.py."""
+
+
+def compiled(variant: tuple[str, int, DType]) -> CompiledVariant:
+    """A variant, compiled into an empty cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        return compile_variant(*variant, Path(folder))
+
+
+def main() -> None:
+    """Print a line a variant and the time of all."""
+    print(f"Python {platform.python_version()}, {platform.machine()}")
+    for variant in VARIANTS:
+        start = time.perf_counter()
+        kernel = compiled(variant)
+        took_s = time.perf_counter() - start
+        print(f"{kernel.arch:<8}{kernel.threads:>5}  {kernel.dtype.name:<5}{took_s:>6.1f} s  {kernel.usage.registers} registers")
+    start = time.perf_counter()
+    with ThreadPoolExecutor(2) as pool:
+        count = len(list(pool.map(compiled, VARIANTS)))
+    print(f"all {count} on two threads: {time.perf_counter() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
