@@ -24,6 +24,7 @@ CODES: dict[str, type[IntEnum]] = {
     "FW_EPILOGUE_": abi.Epilogue,
     "FW_LAYOUT_": abi.Layout,
     "FW_STAMP_": abi.Stamp,
+    "FW_ANCHOR_": abi.Anchor,
     "FW_FAULT_": abi.Fault,
 }
 FLAGS: dict[str, Any] = {

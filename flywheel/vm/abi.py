@@ -209,7 +209,7 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "sm"),
         ),
         "amk_trace_t": (
-            Field("uint64_t", "ns", 6, note="Stamp: nanoseconds of the GPU's global timer; 0: not passed"),
+            Field("uint64_t", "at", 6, note="Stamp: cycles of the SM's clock; 0: not passed. Or of an SM, Anchor"),
         ),
         "amk_program_t": (
             Field("uint64_t", "buffers", note="amk_buffer_t[]"),
@@ -224,7 +224,7 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("uint64_t", "abort_flag", note="uint32_t in host memory, set by a watchdog"),
             Field("uint64_t", "state", note="uint32_t[2]: launches done, blocks that left the current one"),
             Field("uint64_t", "report", note="amk_report_t, first fault of a launch"),
-            Field("uint64_t", "trace", note="amk_trace_t[], one an instruction, where the variant traces; else 0"),
+            Field("uint64_t", "trace", note="amk_trace_t[], one an instruction, then one an SM; without a trace 0"),
             Field("int32_t", "n_counters"),
             Field("int32_t", "workspace_stride"),
             Field("int32_t", "ring_slots"),
@@ -254,6 +254,22 @@ class Stamp(IntEnum):
     """Its last step is done."""
     DONE = 5
     """It has signalled."""
+
+
+class Anchor(IntEnum):
+    """Of an SM: what ties its clock to the global timer, which all share but which ticks slowly; and its waits."""
+
+    FIRST_NS = 0
+    """The global timer at one of its ticks, when the launch began."""
+    FIRST_CYCLES = 1
+    """The SM's clock at that tick."""
+    LAST_NS = 2
+    """The same when it ended."""
+    LAST_CYCLES = 3
+    STALLED = 4
+    """Cycles that its loader waited for a free slot of the ring, or to be allowed to read that far ahead."""
+    STARVED = 5
+    """Cycles that its first matrix warp waited for weights, with their operand staged."""
 
 
 class Fault(IntEnum):

@@ -40,6 +40,7 @@ PREFIXES: Final[Mapping[str, type[IntEnum] | type[IntFlag]]] = MappingProxyType(
         "FW_SEGMENT": abi.SegmentFlag,
         "FW_LAYOUT": abi.Layout,
         "FW_STAMP": abi.Stamp,
+        "FW_ANCHOR": abi.Anchor,
         "FW_FAULT": abi.Fault,
     }
 )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from flywheel.errors import ConfigError, GpuFaultError, LaunchTimeoutError, TensorError
 from flywheel.ir import Buffer, BufferKind
-from flywheel.vm.abi import ABSENT, COUNTER_STRIDE, Fault, Layout, Stamp, numpy_struct
+from flywheel.vm.abi import ABSENT, COUNTER_STRIDE, Anchor, Fault, Layout, Stamp, numpy_struct
 from flywheel.vm.driver import Gpu, LoadedKernel, Memory, check_fit
 from flywheel.vm.elements import stored, stored_type, values
 from flywheel.vm.pack import PackedProgram
@@ -44,6 +44,21 @@ def needed_weights(packed: PackedProgram) -> Iterator[tuple[str, Buffer, Layout]
 def _weight_key(packed: PackedProgram, row: int) -> tuple[str, Layout]:
     buffer = packed.program.buffers[row]
     return buffer.source or buffer.name, Layout(int(packed.buffers["layout"][row]))
+
+
+def stamps_ns(
+    stamps: npt.NDArray[np.uint64], anchors: npt.NDArray[np.uint64], sms: npt.NDArray[np.integer[Any]]
+) -> npt.NDArray[np.uint64]:
+    """Stamps [instruction, Stamp] in ns of the global timer, from cycles of the clocks of their SMs; 0 stays 0.
+
+    `anchors` are [SM, Anchor]; one of an SM that was not launched yet is zero.
+    """
+    ties = (Anchor.FIRST_NS, Anchor.FIRST_CYCLES, Anchor.LAST_NS, Anchor.LAST_CYCLES)
+    first_ns, first, last_ns, last = (anchors[:, each].astype(np.int64)[sms, None] for each in ties)
+    ns_per_cycle = (last_ns - first_ns) / np.maximum(last - first, 1)
+    # In integers: the timer counts from 1970, where a float has no more nanoseconds.
+    found = first_ns + np.rint((stamps.astype(np.int64) - first) * ns_per_cycle).astype(np.int64)
+    return np.where(stamps == 0, 0, found).astype(np.uint64)
 
 
 class LoadedProgram:
@@ -80,7 +95,8 @@ class LoadedProgram:
             self._counters = self._take(2 * packed.n_counters * COUNTER_STRIDE)
             self._state = self._take(_STATE_BYTES)
             self._report = self._take(_REPORT.itemsize)
-            self._trace = self._take(len(packed.instructions) * _TRACE.itemsize) if kernel.variant.trace else None
+            traced = len(packed.instructions) + self._grid if kernel.variant.trace else 0
+            self._trace = self._take(traced * _TRACE.itemsize) if traced else None
             self._reset()
             self._program = self._upload_program()
         except BaseException:
@@ -134,10 +150,29 @@ class LoadedProgram:
         )
 
     def read_trace(self) -> npt.NDArray[np.uint64]:
-        """[instruction, Stamp] of the last launch, in ns. Raises ConfigError where the kernel keeps no trace."""
+        """[instruction, Stamp] of the last launch, in ns of the GPU's global timer; 0 where a task did not get there.
+
+        Raises ConfigError where the kernel keeps no trace.
+        """
+        stamps, anchors = self._read_stamps()
+        return stamps_ns(stamps, anchors, self.packed.instructions["sm"])
+
+    def read_waits(self) -> npt.NDArray[np.float64]:
+        """[SM, 2] of the last launch, as shares of its time: the loader stalled, the matrix warps starved (Anchor).
+
+        Raises ConfigError where the kernel keeps no trace.
+        """
+        anchors = self._read_stamps()[1].astype(np.float64)
+        took = anchors[:, Anchor.LAST_CYCLES] - anchors[:, Anchor.FIRST_CYCLES]
+        return anchors[:, [Anchor.STALLED, Anchor.STARVED]] / np.maximum(took, 1.0)[:, None]
+
+    def _read_stamps(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """([instruction, Stamp], [SM, Anchor])."""
         if self._trace is None:
             raise ConfigError("kernel: compiled without trace")
-        return self.gpu.download(self._trace, np.uint64, (len(self.packed.instructions), len(Stamp)))
+        count = len(self.packed.instructions)
+        rows = self.gpu.download(self._trace, np.uint64, (count + self._grid, len(Stamp)))
+        return rows[:count], rows[count:]
 
     def sync(self, limit_s: float) -> None:
         """Wait for all launches so far, and look at what they report.
@@ -184,9 +219,10 @@ class LoadedProgram:
         return self.gpu.download(self._report, _REPORT, (1,))[0]  # type: ignore[no-any-return]
 
     def _reset(self) -> None:
-        """Before the first launch and after one that went wrong: no launch done, no fault, all counters at 0."""
-        for memory in (self._counters, self._state, self._report):
-            self.gpu.fill(memory, 0)
+        """Before the first launch and after one that went wrong: no launch, fault or stamp, all counters at 0."""
+        for memory in (self._counters, self._state, self._report, self._trace):
+            if memory is not None:
+                self.gpu.fill(memory, 0)
 
     def _upload_program(self) -> Memory:
         packed, variant = self.packed, self.packed.variant

@@ -114,6 +114,12 @@ typedef uint32_t amk_counter_t;
 #define FW_STAMP_MULTIPLIED 3
 #define FW_STAMP_STORED 4
 #define FW_STAMP_DONE 5
+#define FW_ANCHOR_FIRST_NS 0
+#define FW_ANCHOR_FIRST_CYCLES 1
+#define FW_ANCHOR_LAST_NS 2
+#define FW_ANCHOR_LAST_CYCLES 3
+#define FW_ANCHOR_STALLED 4
+#define FW_ANCHOR_STARVED 5
 #define FW_FAULT_NONE 0
 #define FW_FAULT_ABORTED 1
 #define FW_FAULT_BAD_TOKEN 2
@@ -287,10 +293,10 @@ FW_ASSERT_OFFSET(amk_report_t, value, 16);
 FW_ASSERT_OFFSET(amk_report_t, sm, 20);
 
 struct amk_trace_t {
-  uint64_t ns[6];  // Stamp: nanoseconds of the GPU's global timer; 0: not passed
+  uint64_t at[6];  // Stamp: cycles of the SM's clock; 0: not passed. Or of an SM, Anchor
 };
 static_assert(sizeof(amk_trace_t) == 48, "amk_trace_t");
-FW_ASSERT_OFFSET(amk_trace_t, ns, 0);
+FW_ASSERT_OFFSET(amk_trace_t, at, 0);
 
 struct amk_program_t {
   uint64_t buffers;  // amk_buffer_t[]
@@ -305,7 +311,7 @@ struct amk_program_t {
   uint64_t abort_flag;  // uint32_t in host memory, set by a watchdog
   uint64_t state;  // uint32_t[2]: launches done, blocks that left the current one
   uint64_t report;  // amk_report_t, first fault of a launch
-  uint64_t trace;  // amk_trace_t[], one an instruction, where the variant traces; else 0
+  uint64_t trace;  // amk_trace_t[], one an instruction, then one an SM; without a trace 0
   int32_t n_counters;
   int32_t workspace_stride;
   int32_t ring_slots;

@@ -69,6 +69,34 @@ __device__ __forceinline__ Block& this_block() { return *reinterpret_cast<Block*
 
 static_assert(sizeof(Block) <= PARTIAL_OFFSET, "barriers and task slots outgrow the reserved bytes");
 
+// The SM's own row of the trace, behind those of all instructions.
+__device__ __forceinline__ amk_trace_t& sm_trace(const Block& block) {
+    const int instructions = reinterpret_cast<const int32_t*>(block.program.queues)[gridDim.x];
+    return reinterpret_cast<amk_trace_t*>(block.program.trace)[instructions + blockIdx.x];
+}
+
+// Cycles that a warp waits for something, where the variant keeps a trace; one lane tells.
+struct Waited {
+#ifdef FW_TRACE
+    uint64_t sum = 0, since = 0;
+#endif
+    __device__ __forceinline__ void begin() {
+#ifdef FW_TRACE
+        since = cycles();
+#endif
+    }
+    __device__ __forceinline__ void end() {
+#ifdef FW_TRACE
+        sum += cycles() - since;
+#endif
+    }
+    __device__ __forceinline__ void tell(const Block& block, int anchor) const {
+#ifdef FW_TRACE
+        if (lane_id() == 0) sm_trace(block).at[anchor] = sum;
+#endif
+    }
+};
+
 // The first fault of a launch is the one reported.
 __device__ __forceinline__ void report(const amk_program_t& program, int fault, int task, int counter, uint32_t threshold,
                                        uint32_t value) {

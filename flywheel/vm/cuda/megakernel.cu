@@ -54,6 +54,18 @@ __device__ __forceinline__ void leave(const amk_program_t& program, uint32_t lau
     }
 }
 
+// A tick of the global timer and the SM's clock at that moment, to `at` and behind it.
+__device__ __forceinline__ void anchor(const Block& block, int at) {
+#ifdef FW_TRACE
+    amk_trace_t& trace = sm_trace(block);
+    const uint64_t before = global_ns();
+    uint64_t now = before;
+    while (now == before) now = global_ns();
+    trace.at[at + 1] = cycles();
+    trace.at[at] = now;
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(FW_THREADS, 1) megakernel(const amk_program_t* device_program, int position) {
     Block& block = this_block();
     if (threadIdx.x < sizeof(amk_program_t) / 8) {
@@ -66,7 +78,10 @@ extern "C" __global__ void __launch_bounds__(FW_THREADS, 1) megakernel(const amk
     for (int i = blockIdx.x * FW_THREADS + threadIdx.x; i < program.n_counters; i += gridDim.x * FW_THREADS) {
         cleared[i * (FW_COUNTER_STRIDE / 4)] = 0;
     }
-    if (threadIdx.x == 0) enter(block, launch, position);
+    if (threadIdx.x == 0) {
+        enter(block, launch, position);
+        anchor(block, FW_ANCHOR_FIRST_NS);
+    }
     __syncthreads();
 
     const int warp = threadIdx.x / WARP;
@@ -80,7 +95,10 @@ extern "C" __global__ void __launch_bounds__(FW_THREADS, 1) megakernel(const amk
         run_vector_warps();
     }
     __syncthreads();
-    if (threadIdx.x == 0) leave(program, launch);
+    if (threadIdx.x == 0) {
+        anchor(block, FW_ANCHOR_LAST_NS);
+        leave(program, launch);
+    }
 }
 
 // src [rows, width] row-major to fragments, zero behind the matrix: abi.py, Layout.FRAGMENTS. A thread a lane of a fragment.

@@ -138,6 +138,7 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
     place.advance(warp, slots);
     int chunk = warp < warps ? warp : 0x7fffffff;  // the warp's next one, counted from the start of the segment
     uint32_t x_round = 0;                          // stagings seen
+    Waited waited;
     amk_segment_t next = {};
     if (block.stream_first < block.stream_end) next = segments[block.stream_first];
 #pragma unroll 1
@@ -164,7 +165,9 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
             }
             const int k = piece * segment.chunk_kblocks;
             const int count = min(segment.chunk_kblocks, segment.kblocks - k);
+            waited.begin();
             if (!ring.wait_filled(place, &block.aborted)) return;
+            waited.end();
             product.add(ring.slot(place), x + k * 16, stride, segment.rows, count, lane);
             __syncwarp();
             if (lane == 0) ring.release(place);
@@ -183,4 +186,5 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         __syncwarp();
         if (lane == 0) barrier_arrive(&block.partial_full[buffer]);
     }
+    if (warp == 0) waited.tell(block, FW_ANCHOR_STARVED);
 }

@@ -32,6 +32,18 @@ __device__ __forceinline__ void prefetch_l2(const void* line) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
 
+__device__ __forceinline__ uint64_t cycles() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %clock64;" : "=l"(now)::"memory");
+    return now;
+}
+
+__device__ __forceinline__ uint64_t global_ns() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
+    return now;
+}
+
 // Grows from nothing to about a microsecond, so that a short wait is seen at once and a long one leaves L2 alone.
 struct Backoff {
     uint32_t polls = 0;

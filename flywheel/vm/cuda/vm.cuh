@@ -34,10 +34,8 @@ struct Vm {
     __device__ __forceinline__ void stamp(int event) const {
 #ifdef FW_TRACE
         if (thread() != 0) return;
-        uint64_t now;
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
         amk_trace_t* traces = reinterpret_cast<amk_trace_t*>(block().program.trace);
-        traces[block().queue_first + block().progress].ns[event] = now;
+        traces[block().queue_first + block().progress].at[event] = cycles();
 #endif
     }
 

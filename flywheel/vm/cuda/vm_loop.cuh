@@ -35,16 +35,21 @@ __device__ __noinline__ void run_loader() {
     const amk_segment_t* segments = reinterpret_cast<const amk_segment_t*>(block.program.segments);
     RingPlace place = {0, 0}, landed = {0, 0};
     int issued = 0;
+    Waited waited;
     amk_segment_t next = {};
     if (block.stream_first < block.stream_end) next = segments[block.stream_first];
     for (int index = block.stream_first; index < block.stream_end; index++) {
         const amk_segment_t segment = next;
         if (index + 1 < block.stream_end) next = segments[index + 1];
+        waited.begin();
         if (!may_stream(block, segment.queue_index)) return drain(block, place, issued);
+        waited.end();
         const char* row = reinterpret_cast<const char*>(segment.src);
         for (int row_block = 0; row_block < segment.row_blocks; row_block++, row += segment.row_stride) {
             for (int k = 0; k < segment.kblocks; k += segment.chunk_kblocks) {
+                waited.begin();
                 if (!block.ring.wait_empty(place, &block.aborted)) return drain(block, place, issued);
+                waited.end();
                 if (issued >= block.program.inflight_chunks) {
                     if (!block.ring.wait_landed(landed, &block.aborted)) return drain(block, place, issued);
                     landed.advance(1, block.ring.n_slots);
@@ -56,6 +61,7 @@ __device__ __noinline__ void run_loader() {
             }
         }
     }
+    waited.tell(block, FW_ANCHOR_STALLED);
 }
 
 // ---- control ----
