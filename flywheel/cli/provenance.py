@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final
 
+from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import UnknownNameError
 from flywheel.measure.record import TrialRecord
 from flywheel.search.spec import CampaignSpec, with_name
@@ -43,7 +44,8 @@ def search_command(campaign: Campaign) -> str:
         if name == "fix":
             words += [word for knob, setting in sorted(value.items()) for word in ("--fix", f"{knob}={setting}")]
         elif name == "name":
-            named = with_name(replace(spec, name=None), spec.measure).name != value
+            predictor = described.get("predictor", MODEL_VERSION)
+            named = with_name(replace(spec, name=None), spec.measure, predictor).name != value
             words += ["--name", str(value)] if named else []
         elif name == "seeds":
             words += [] if value else ["--no-seeds"]

@@ -11,7 +11,7 @@ from flywheel.ir import ScheduleConfig
 from flywheel.measure.record import TrialRecord
 from flywheel.search.campaign import Progress
 from flywheel.search.run import run_search
-from flywheel.search.spec import DEFAULT_TRIALS, CampaignSpec
+from flywheel.search.spec import DEFAULT_TRIALS, CampaignSpec, check_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ def search(
     ray_address: str | None = None,
     seeds: bool = True,
     warm: bool = True,
+    machine: str | Path | None = None,
+    prefilter: float | None = None,
     fix: Mapping[str, str | int] | None = None,
     name: str | None = None,
     store: str | Path = "flywheel.db",
@@ -70,10 +72,13 @@ def search(
     Raises UnknownNameError, UnsupportedModelError, ConfigError, UsageError, NoGpuError, KernelCompileError and
     StoreError, all FlywheelErrors.
     """
+    if name is not None:
+        check_name("search", name)
     spec = CampaignSpec(
         model=model, gpu=gpu, dtype=dtype, context=context, measure=measure, sampler=sampler, seed=seed, trials=trials,
         time_s=time_s, until=until, patience=patience, jobs=jobs, engine=engine,
         workers=workers, ray_address=ray_address, seeds=seeds, warm=warm, name=name,
+        machine=None if machine is None else str(machine), prefilter=prefilter,
         fix={knob: str(value) for knob, value in (fix or {}).items()},
     )  # fmt: skip
     result = run_search(spec, str(store), fresh=fresh, watch=watch or (lambda _: None))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from flywheel.cost_model import MODEL_VERSION
+from flywheel.cost_model import STOCK, Predictor
 from flywheel.interop.t4 import configurations
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.environment import capture_environment
@@ -39,15 +39,17 @@ class Appraisal:
     changed: Mapping[str, tuple[Value, Value]]
 
 
-def appraise(config: ScheduleConfig, workload: Workload, measure: str, store: Store | None) -> Appraisal:
+def appraise(
+    config: ScheduleConfig, workload: Workload, measure: str, store: Store | None, predictor: Predictor = STOCK
+) -> Appraisal:
     """Lower, validate, and measure or predict; nothing is written, and no earlier trial answers.
 
     `measure` is auto, predict or cuda. Raises NoGpuError and UsageError where cuda cannot be had, StoreError, and what
     stops a GPU worker from starting.
     """
     settled = settle_measure(measure, workload.target, capture_environment().gpu, missing_modules())
-    incumbent = None if store is None else _incumbent(store, workload, settled)
-    with _measure(settled, workload) as run:
+    incumbent = None if store is None else _incumbent(store, workload, settled, predictor)
+    with _measure(settled, workload, predictor) as run:
         evaluation = evaluate(config, workload, lambda _: None, run)
     assert not isinstance(evaluation.outcome, TrialRecord)  # nothing was looked up
     changed: Mapping[str, tuple[Value, Value]] = {}
@@ -64,7 +66,7 @@ def changes(space: Space, before: ScheduleConfig, after: ScheduleConfig) -> dict
     return {name: (first[name], second[name]) for name in first if first[name] != second[name]}
 
 
-def _incumbent(store: Store, workload: Workload, measure: str) -> TrialRecord | None:
+def _incumbent(store: Store, workload: Workload, measure: str, predictor: Predictor) -> TrialRecord | None:
     measured = measure == "cuda"
     return store.best(
         measured=measured,
@@ -72,15 +74,15 @@ def _incumbent(store: Store, workload: Workload, measure: str) -> TrialRecord | 
         gpu=workload.target.name,
         dtype=workload.dtype,
         context=workload.context,
-        predictor=None if measured else MODEL_VERSION,
+        predictor=None if measured else predictor.version,
     )
 
 
 @contextmanager
-def _measure(kind: str, workload: Workload) -> Iterator[Measure]:
+def _measure(kind: str, workload: Workload, predictor: Predictor) -> Iterator[Measure]:
     """The cost model, or the worker that owns the GPU."""
     if kind == "predict":
-        yield predicting.predict_outcome
+        yield partial(predicting.predict_outcome, predictor=predictor)
         return
     with Client(partial(measuring.make_bench, workload.model, workload.dtype, workload.context)) as client:
         client.ready()

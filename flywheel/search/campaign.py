@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from math import prod
 from time import perf_counter
 
+from flywheel.cost_model import MODEL_VERSION, STOCK, Predictor
 from flywheel.errors import StoreError, TrialExistsError, UsageError
 from flywheel.ir import ScheduleConfig
 from flywheel.ir.serde import config_from_dict
@@ -26,9 +27,10 @@ from flywheel.search.evaluate import Evaluation
 from flywheel.search.finals import ROUNDS, finalists, gains
 from flywheel.search.importing import priors_of
 from flywheel.search.noise import Gain, gain
+from flywheel.search.prefilter import Prefilter
 from flywheel.search.rows import to_record
 from flywheel.search.space import Choice, Space, Value
-from flywheel.search.spec import CampaignSpec, to_campaign
+from flywheel.search.spec import CampaignSpec, constants_of, to_campaign
 from flywheel.search.study import Ask, CampaignStudy
 from flywheel.search.warm import choose_starts, described, starts_of
 from flywheel.store.campaign import Campaign
@@ -68,17 +70,21 @@ class CampaignResult:
 Watch = Callable[[Progress], None]
 
 
-def open_campaign(spec: CampaignSpec, space: Space, store: Store, fresh: bool) -> str:
+def open_campaign(
+    spec: CampaignSpec, space: Space, store: Store, fresh: bool, predictor: str = MODEL_VERSION
+) -> str:
     """Name of the campaign to run: the newest of that name, or with `fresh` a new one behind it (`name.2`, ...).
+
+    `predictor` is the version of the cost model that it asks.
 
     Raises UsageError where the campaign of that name searched something else.
     """
-    while (name := _open_or_create(spec, space, store, fresh)) is None:
+    while (name := _open_or_create(spec, space, store, fresh, predictor)) is None:
         pass
     return name
 
 
-def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool) -> str | None:
+def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool, predictor: str) -> str | None:
     """None where another process took the name in the meantime."""
     assert spec.name is not None
     taken = {summary.campaign.name: summary.campaign for summary in store.campaigns()}
@@ -87,10 +93,11 @@ def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool)
         names.append(f"{spec.name}.{len(names) + 1}")
     newest = names[-2] if len(names) > 1 else None
     if newest is not None and not fresh:
-        _check_same(taken[newest], spec, space)
+        _check_same(taken[newest], spec, space, predictor)
         return newest
-    starts = choose_starts(store, space, spec.measure) if spec.seeds and spec.warm else []
-    campaign = to_campaign(spec, names[-1], decoder=asdict(space.workload.spec), created_at=_now(), **described(starts))
+    starts = choose_starts(store, space, spec.measure, predictor) if spec.seeds and spec.warm else []
+    known = {"decoder": asdict(space.workload.spec), "predictor": predictor, **described(starts)}
+    campaign = to_campaign(spec, names[-1], created_at=_now(), **known)
     try:
         store.create_campaign(campaign)
     except StoreError:
@@ -100,7 +107,7 @@ def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool)
     return campaign.name
 
 
-def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space) -> None:
+def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space, predictor: str) -> None:
     for field in ("model", "gpu", "dtype", "context", "measure"):
         before, now = getattr(campaign, field), getattr(spec, field)
         if before != now:
@@ -108,19 +115,40 @@ def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space) -> None:
     described = json.loads(campaign.spec)
     if described.get("fix", {}) != dict(spec.fix):
         raise UsageError(f"campaign {campaign.name!r} has other pinned knobs; --fresh or --name starts a new one")
+    before = described.get("predictor", MODEL_VERSION)
+    if spec.measure == "predict" and constants_of(before) != constants_of(predictor):
+        raise UsageError(
+            f"campaign {campaign.name!r} was predicted by {before}, not {predictor}; --fresh or --name starts a new one"
+        )
     decoder = described.get("decoder")
     if decoder != json.loads(json.dumps(asdict(space.workload.spec))):
         raise UsageError(f"campaign {campaign.name!r} searched another model of that name; --fresh starts a new one")
+
+
+def _check_gpu(name: str, known: Sequence[TrialRecord], gpu: str | None) -> None:
+    """Two GPUs may share a target: an H100 is one with HBM3 or on a PCIe card."""
+    for record in known:
+        if None not in (gpu, record.gpu_name, record.latency_us) and record.gpu_name != gpu:
+            raise UsageError(f"campaign {name!r} was measured on {record.gpu_name}, not {gpu}; --fresh starts a new one")
 
 
 class CampaignRun:
     """One run of a campaign. `run` drives it; every trial is appended to the store before the study learns of it."""
 
     def __init__(
-        self, spec: CampaignSpec, name: str, space: Space, store: Store, engine: Engine, environment: Environment
+        self,
+        spec: CampaignSpec,
+        name: str,
+        space: Space,
+        store: Store,
+        engine: Engine,
+        environment: Environment,
+        predictor: Predictor = STOCK,
     ) -> None:
         self._spec, self._name, self._space = spec, name, space
         self._store, self._engine, self._environment = store, engine, environment
+        factor = spec.prefilter
+        self._prefilter = None if factor is None else Prefilter(factor, predictor, space.workload)
         self._own = 0  # trials of this run
         self._answers: dict[str, Evaluation] = {}  # by config id, of this run: a sampler may repeat itself
         self._seeds: set[str] = set()
@@ -131,7 +159,12 @@ class CampaignRun:
         self._learn(store.trials(name))
 
     def _learn(self, known: Sequence[TrialRecord]) -> None:
-        """Stand where the campaign's rows stand: at the start, and again where another process has added some."""
+        """Stand where the campaign's rows stand: at the start, and again where another process has added some.
+
+        Raises UsageError where they were measured on another GPU.
+        """
+        if self._spec.measure == "cuda":
+            _check_gpu(self._name, known, self._environment.gpu)
         self._next = 1 + max((record.trial for record in known), default=-1)  # imported trials may leave gaps
         self._best = best_of(known)
         known = trials_of(known)
@@ -141,7 +174,7 @@ class CampaignRun:
         found = [record.trial for record in known if self._best and record.program_id == self._best.program_id]
         last = min(found, default=-1)
         self._stale = sum(record.trial > last for record in known)
-        told = [(self._choice(record), record.objective_us) for record in known]
+        told = [(self._choice(record), self._objective_us(record)) for record in known]
         inside = [(choice, objective) for choice, objective in told if choice is not None]
         self._left: int | None = None  # configs that a grid has not tried yet
         if self._spec.sampler == "grid":
@@ -170,16 +203,16 @@ class CampaignRun:
                 ask = self._study.ask()
                 config = self._space.to_config(ask[1])
                 ask_s = perf_counter() - asked
-                finish = self._answer(config) or self._engine.submit(config, self._rivals(config))
+                finish = self._answer(config) or self._submit(config)
                 flight.append((self._study, ask, config, ask_s, finish))
             if not flight:
                 break
             study, (trial, choice), config, ask_s, finish = flight.popleft()
             record, improved = self._keep(config, ask_s, finish())
             if study is self._study:
-                study.tell(trial, record.objective_us)
+                study.tell(trial, self._objective_us(record))
             else:
-                self._study.add(choice, record.objective_us)
+                self._study.add(choice, self._objective_us(record))
             elapsed = perf_counter() - start
             counts = dict(self._outcomes)
             watch(Progress(record, self._best, counts, self._trials, self._own, elapsed, improved))
@@ -197,6 +230,13 @@ class CampaignRun:
             stopped or "trials",
             tuple(tied_with(self._best, self._store.trials(self._name))),
         )
+
+    def _submit(self, config: ScheduleConfig) -> Callable[[], Evaluation]:
+        """What is good elsewhere is measured, whatever is predicted of it."""
+        limit_us = None
+        if self._prefilter is not None and config.config_id not in self._seeds:
+            limit_us = self._prefilter.limit_us(self._best)
+        return self._engine.submit(config, self._rivals(config), limit_us=limit_us)
 
     def _rivals(self, config: ScheduleConfig) -> tuple[ScheduleConfig, ...]:
         """What a config is measured against: the best so far."""
@@ -297,7 +337,7 @@ class CampaignRun:
             source=source, ask_s=ask_s, created_at=_now(), compared=compared,
         )  # fmt: skip
         record = self._append(record)
-        if record.outcome in LASTING_OUTCOMES:
+        if record.outcome in LASTING_OUTCOMES and not self._unmeasured(record):
             self._answers[identity] = replace(
                 evaluation, outcome=record, lower_s=None, validate_s=None, measure_s=None, contest=None
             )
@@ -308,7 +348,8 @@ class CampaignRun:
         repeated = record.source == "store" and record.program_id in self._programs
         self._programs.add(record.program_id)
         best = self._best
-        improved = record.may_be_best and not repeated and (best is None or _rank(record) < _rank(best))
+        worth = record.may_be_best and not self._unmeasured(record)
+        improved = worth and not repeated and (best is None or _rank(record) < _rank(best))
         if improved:
             self._best = record
         self._stale = 0 if improved else self._stale + 1
@@ -329,6 +370,14 @@ class CampaignRun:
                 record = replace(record, trial=self._next)
             else:
                 return record
+
+    def _unmeasured(self, record: TrialRecord) -> bool:
+        """Whether the row says that a measurement was not worth its time: no fact about what it would have found."""
+        return record.is_predicted and self._spec.measure == "cuda"
+
+    def _objective_us(self, record: TrialRecord) -> float | None:
+        """What the study is told."""
+        return None if self._unmeasured(record) else record.objective_us
 
     def _choice(self, record: TrialRecord) -> Choice | None:
         return self._space.to_choice(_config(record))

@@ -31,9 +31,16 @@ class Engine(Protocol):
         ...
 
     def submit(
-        self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig] = (), rounds: int = 1
+        self,
+        config: ScheduleConfig,
+        rivals: Sequence[ScheduleConfig] = (),
+        rounds: int = 1,
+        limit_us: float | None = None,
     ) -> Callable[[], Evaluation]:
         """Start an evaluation; calling the result waits for it.
+
+        What is predicted to take more than `limit_us` is not measured, unless an earlier trial answers: its outcome is
+        that prediction.
 
         What is measured is measured against `rivals`, configs that were measured before, launched in turn with it,
         `rounds` times from their loading on. In more than one round, no earlier trial answers.
@@ -42,7 +49,7 @@ class Engine(Protocol):
 
 
 class InlineEngine:
-    """One evaluation at a time, in this process, which has no rivals."""
+    """One evaluation at a time, in this process, which has no rivals and no limit."""
 
     width = 1
 
@@ -51,7 +58,11 @@ class InlineEngine:
         self._seen = bench.open_seen()
 
     def submit(
-        self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig] = (), rounds: int = 1
+        self,
+        config: ScheduleConfig,
+        rivals: Sequence[ScheduleConfig] = (),
+        rounds: int = 1,
+        limit_us: float | None = None,
     ) -> Callable[[], Evaluation]:
         """Evaluates when called."""
         return lambda: _evaluate(config, self._bench, self._seen)

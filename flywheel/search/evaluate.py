@@ -12,6 +12,7 @@ from flywheel.lowering.lower import lower
 from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
 from flywheel.measure.floor import floor_us, weight_bytes_read
+from flywheel.measure.latency import PredictedLatency
 from flywheel.measure.outcome import Rejected, TrialOutcome
 from flywheel.measure.record import TrialRecord
 from flywheel.search.workload import Workload
@@ -28,6 +29,7 @@ class Evaluation:
     """What became of a config. `outcome` is a TrialRecord where an earlier trial answered. Seconds are wall time.
 
     `contest` holds the samples where it was measured beside others, `environment` where it was; None: in this process.
+    `predicted` is the cost model's word where it was asked before anything was measured.
     """
 
     outcome: TrialOutcome | TrialRecord
@@ -40,11 +42,13 @@ class Evaluation:
     measure_s: float | None = None
     contest: Contest | None = None
     environment: Environment | None = None
+    predicted: PredictedLatency | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A config on its way to be measured: its program, or `refused` by the lowerer or the validator.
+    """A config on its way to be measured: its program, or `refused` by the lowerer or the validator; what is
+    `predicted` of it, where that was asked.
 
     The program stays where it was made: what crosses processes is `facts` alone.
     """
@@ -57,6 +61,7 @@ class Prepared:
     floor_us: float | None = None
     lower_s: float | None = None
     validate_s: float | None = None
+    predicted: PredictedLatency | None = None
 
     @property
     def facts(self) -> Prepared:
@@ -67,7 +72,7 @@ class Prepared:
         """The evaluation that ends with `outcome`."""
         return Evaluation(
             outcome, self.program_id, self.tasks, self.weight_bytes, self.floor_us, self.lower_s, self.validate_s,
-            measure_s,
+            measure_s, predicted=self.predicted,
         )  # fmt: skip
 
 

@@ -17,9 +17,9 @@ from typing import Final, Self
 from flywheel.errors import FlywheelError, StoreError, UsageError, WorkerDiedError
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.environment import Environment
-from flywheel.measure.outcome import Crashed
+from flywheel.measure.outcome import Crashed, Predicted
 from flywheel.measure.record import TrialRecord
-from flywheel.search.evaluate import Evaluation
+from flywheel.search.evaluate import Evaluation, Prepared
 from flywheel.search.host import Host
 
 Look = Callable[[str, Environment], TrialRecord | None]
@@ -43,7 +43,9 @@ class _Task:
     config: ScheduleConfig
     rivals: Sequence[ScheduleConfig]
     rounds: int
+    limit_us: float | None = None
     future: Future[Evaluation] = field(default_factory=Future)
+    prepared: Prepared | None = None
     deaths: list[str] = field(default_factory=list)
     died_at: _Post | None = None
 
@@ -115,10 +117,14 @@ class Fleet:
             return [post.environment for post in self._posts if post.environment is not None]
 
     def submit(
-        self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig] = (), rounds: int = 1
+        self,
+        config: ScheduleConfig,
+        rivals: Sequence[ScheduleConfig] = (),
+        rounds: int = 1,
+        limit_us: float | None = None,
     ) -> Callable[[], Evaluation]:
         """As `Engine.submit`."""
-        task = _Task(config, rivals, rounds)
+        task = _Task(config, rivals, rounds, limit_us)
         with self._changed:
             self._queue.append(task)
             self._settle()
@@ -157,7 +163,7 @@ class Fleet:
 
     def _evaluate(self, post: _Post, life: int, task: _Task) -> Evaluation:
         with _turn(post, post.preparing, life):
-            prepared = post.host.prepare(task.config)
+            task.prepared = prepared = post.host.prepare(task.config)
         if prepared.refused is not None:
             return prepared.ended(prepared.refused)
         assert prepared.program_id is not None
@@ -165,6 +171,9 @@ class Fleet:
         known = self._look(prepared.program_id, post.environment) if task.rounds == 1 else None
         if known is not None:
             return prepared.ended(known)
+        predicted = prepared.predicted
+        if task.limit_us is not None and predicted is not None and predicted.latency_us > task.limit_us:
+            return prepared.ended(Predicted(predicted))
         with _turn(post, post.measuring, life):
             contest, measure_s = post.host.measure(task.config, task.rivals, task.rounds)
         ended = prepared.ended(contest.outcome, measure_s)
@@ -192,8 +201,9 @@ class Fleet:
             self._put_back(post, task)
             return
         reason = f"{task.deaths[0]}, then again: {task.deaths[1]}"
-        crashed = Evaluation(Crashed(reason, transient=False), environment=post.environment)
-        self._finish(post, task).set_result(crashed)
+        prepared = task.prepared or Prepared(None, None)
+        crashed = prepared.ended(Crashed(reason, transient=False))
+        self._finish(post, task).set_result(replace(crashed, environment=post.environment))
 
     def _put_back(self, post: _Post, task: _Task) -> None:
         with self._changed:

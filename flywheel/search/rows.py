@@ -44,6 +44,8 @@ def to_record(
     earlier = isinstance(evaluation.outcome, TrialRecord)
     result = _result(evaluation.outcome)
     place = evaluation.environment or environment
+    if evaluation.predicted is not None:
+        result |= {"predicted_us": evaluation.predicted.latency_us, "predictor": evaluation.predicted.model_version}
     if compared is not None:
         result |= {"rival_us": compared.rival_us, "gain_low_us": compared.low_us, "gain_high_us": compared.high_us}
     row = TrialRecord(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
+from flywheel.cost_model import MODEL_VERSION, open_predictor
 from flywheel.measure.environment import Environment
 from flywheel.measure.standing import trials_of
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress, open_campaign
@@ -20,7 +21,10 @@ from flywheel.store.sql import open_store
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A campaign about to run: its settled spec and name, where it stands, its environment, and what it starts from."""
+    """A campaign about to run: its settled spec and name, where it stands, its environment, and what it starts from.
+
+    `predictor` is the version of the cost model that it would predict with.
+    """
 
     spec: CampaignSpec
     name: str
@@ -29,6 +33,7 @@ class Start:
     configurations: int
     environment: Environment
     starts: tuple[WarmStart, ...] = ()
+    predictor: str = MODEL_VERSION
 
 
 def run_search(
@@ -48,16 +53,19 @@ def run_search(
     workload = make_workload(spec.model, spec.gpu, spec.dtype, spec.context)
     space = make_space(workload, spec.fix)
     make_sampler(spec.sampler, spec.seed, 0)  # raises before the store has a campaign that cannot run
+    predictor = open_predictor(spec.machine, workload.target)
     with open_site(spec, workload.target) as site:
-        spec = with_name(replace(spec, model=workload.model), site.measure)
+        spec = with_name(replace(spec, model=workload.model), site.measure, predictor.version)
         with (  # the store closes last: the last connection to a SQLite file folds its write-ahead log into it
             open_store(store_url) as store,
-            open_engine(spec, site, workload, store, store_url) as (engine, environment),
+            open_engine(spec, site, workload, store, store_url, predictor) as (engine, environment),
         ):
-            name = open_campaign(spec, space, store, fresh)
+            name = open_campaign(spec, space, store, fresh, predictor.version)
             sizes = [len(dimension.values) for dimension in space.dimensions]
             known = len(trials_of(store.trials(name)))
             campaign = store.campaign(name)
             starts = tuple(starts_of(campaign)) if campaign is not None and spec.seeds and spec.warm else ()
-            announce(Start(spec, name, known, sum(size > 1 for size in sizes), prod(sizes), environment, starts))
-            return CampaignRun(spec, name, space, store, engine, environment).run(watch, interrupted)
+            searched = sum(size > 1 for size in sizes)
+            announce(Start(spec, name, known, searched, prod(sizes), environment, starts, predictor.version))
+            campaign_run = CampaignRun(spec, name, space, store, engine, environment, predictor)
+            return campaign_run.run(watch, interrupted)

@@ -9,6 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Final
 
+from flywheel.cost_model import STOCK, Predictor
 from flywheel.errors import NoGpuError, UsageError
 from flywheel.ir import GpuTarget
 from flywheel.measure.environment import Environment, capture_environment, list_gpus
@@ -77,7 +78,7 @@ def _workers(wanted: int, there: int, where: str, what: str) -> int:
 
 @contextmanager
 def open_engine(
-    spec: CampaignSpec, site: Site, workload: Workload, store: Store, store_url: str
+    spec: CampaignSpec, site: Site, workload: Workload, store: Store, store_url: str, predictor: Predictor = STOCK
 ) -> Iterator[tuple[Engine, Environment]]:
     """An engine at a site, and where it measures or, to predict, where it is asked.
 
@@ -85,7 +86,8 @@ def open_engine(
     """
     gpu = workload.target.name
     if spec.measure == "predict" and spec.engine == "local" and (spec.workers or spec.jobs) == 1:
-        bench = Bench(workload, partial(predicting.open_seen, store_url, gpu, spec.dtype), predicting.predict_outcome)
+        seen = partial(predicting.open_seen, store_url, gpu, spec.dtype, predictor.version)
+        bench = Bench(workload, seen, partial(predicting.predict_outcome, predictor=predictor))
         with InlineEngine(bench) as engine:
             yield engine, capture_environment()
         return
@@ -93,10 +95,12 @@ def open_engine(
     if measured:
         bench_of = partial(measuring.make_bench, spec.model, spec.dtype, spec.context)
         means = Measuring(bench_of, partial(measuring.compile_ahead, spec.dtype))
-        setup = Setup(workload, means, partial(measuring.capture, workload.target))
+        filtering = predictor if spec.prefilter is not None else None
+        setup = Setup(workload, means, partial(measuring.capture, workload.target), filtering)
+        look = partial(measuring.look, store, gpu, spec.dtype)
     else:
-        setup = Setup(workload, Predicting(predicting.predict_outcome))
-    look = partial(measuring.look if measured else predicting.look, store, gpu, spec.dtype)
+        setup = Setup(workload, Predicting(partial(predicting.predict_outcome, predictor=predictor)))
+        look = partial(predicting.look, store, gpu, spec.dtype, version=predictor.version)
     with Fleet(site.make_hosts(setup), look, ahead=_AHEAD if measured else 0, measured=measured) as fleet:
         # Processes that predict here start while the first proposals are made.
         waited = measured or spec.engine == "ray"

@@ -10,6 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import UsageError
 from flywheel.store.campaign import Campaign
 
@@ -23,7 +24,8 @@ class CampaignSpec:
     `name` is None until the campaign is named after what it searches. `fix` pins knobs by name. With `seeds`, schedules
     that are good elsewhere are tried first; with `warm` too, those that the store has of the nearest work. `jobs`
     processes predict on this machine; `workers` are the GPUs that measure, or on Ray the processes that predict, None
-    for as many as there are.
+    for as many as there are. `machine` is the file of a calibration, which predicts instead of the GPU's own constants.
+    With `prefilter`, what is predicted to take more than that many times what is predicted of the best is not measured.
     """
 
     model: str
@@ -43,6 +45,8 @@ class CampaignSpec:
     ray_address: str | None = None
     seeds: bool = True
     warm: bool = True
+    machine: str | None = None
+    prefilter: float | None = None
     fix: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
 
@@ -59,10 +63,18 @@ class CampaignSpec:
             raise UsageError(f"until={self.until} is not a floor fraction in 0..1")
         if self.measure not in ("auto", "predict", "cuda"):
             raise UsageError(f"measure={self.measure!r} is not one of auto, predict, cuda")
+        if self.prefilter is not None:
+            self._check_prefilter(self.prefilter)
         if self.engine not in ("local", "ray"):
             raise UsageError(f"engine={self.engine!r} is not one of local, ray")
         if self.ray_address is not None and self.engine != "ray":
             raise UsageError(f"ray_address={self.ray_address!r} is for engine='ray', not {self.engine!r}")
+
+    def _check_prefilter(self, factor: float) -> None:
+        if not (factor >= 1 and isfinite(factor)):
+            raise UsageError(f"prefilter={factor} is not a finite factor of at least 1")
+        if self.measure == "predict":
+            raise UsageError(f"prefilter={factor} saves measurements; measure='predict' makes none")
 
 
 _TOML_TYPES: Mapping[str, tuple[type, ...]] = {
@@ -100,13 +112,30 @@ def read_campaign_file(path: Path) -> dict[str, Any]:
     return options
 
 
-def with_name(spec: CampaignSpec, measure: str) -> CampaignSpec:
-    """`spec` with its measure settled and a name that says what it searches."""
+def check_name(who: str, name: str) -> None:
+    """Raises UsageError, which names the command `who`, for a campaign's name that nobody could read or repeat."""
+    if not (name.strip() and name.isprintable()):
+        raise UsageError(f"{who}: name {name!r} is empty or cannot be printed")
+
+
+def with_name(spec: CampaignSpec, measure: str, predictor: str = MODEL_VERSION) -> CampaignSpec:
+    """`spec` with its measure settled, and what goes with it, and a name that says what it searches.
+
+    `predictor` is the version of the cost model; the constants of a calibration are part of what predictions are.
+    """
     model = Path(spec.model).name  # of a model from a directory; a catalog name is its own
     name = f"{model}-{spec.gpu}-{spec.dtype}-c{spec.context}-{measure}-{spec.sampler}-s{spec.seed}"
     if spec.fix:
         name += "-" + ",".join(f"{knob}={value}" for knob, value in sorted(spec.fix.items()))
-    return replace(spec, name=spec.name or name, measure=measure)
+    if measure == "predict" and constants_of(predictor):
+        name += "-" + constants_of(predictor).replace(":", "")
+    prefilter = None if measure == "predict" else spec.prefilter
+    return replace(spec, name=spec.name or name, measure=measure, prefilter=prefilter)
+
+
+def constants_of(predictor: str) -> str:
+    """Which calibration a version of the cost model names; "" for the constants that come with it."""
+    return predictor.partition("+")[2]
 
 
 def to_campaign(

@@ -9,10 +9,11 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Final
 
+from flywheel.cost_model import Predictor
 from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment, capture_environment
@@ -44,11 +45,12 @@ class Measuring:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a station is for. `capture` describes its machine."""
+    """What a station is for. `capture` describes its machine; with a `predictor`, it predicts what it prepares."""
 
     workload: Workload
     means: Predicting | Measuring
     capture: Callable[[], Environment] = capture_environment
+    predictor: Predictor | None = None
 
 
 class Station:
@@ -75,7 +77,9 @@ class Station:
 
     def prepare(self, config: ScheduleConfig) -> Prepared:
         """Lower, validate, and compile ahead; what is said of the program, which stays here."""
-        prepared = self._make(config)
+        prepared, predictor = self._make(config), self._setup.predictor
+        if predictor is not None and prepared.refused is None and prepared.program is not None:
+            prepared = replace(prepared, predicted=predictor.predict(prepared.program))
         self._prepared[config.config_id] = prepared
         while len(self._prepared) > _KEPT:
             del self._prepared[next(iter(self._prepared))]

@@ -115,13 +115,14 @@ def carry(choice: Choice, source: Workload, space: Space) -> dict[str, Value]:
     return carried
 
 
-def choose_starts(store: Store, space: Space, measure: str) -> list[WarmStart]:
+def choose_starts(store: Store, space: Space, measure: str, predictor: str = MODEL_VERSION) -> list[WarmStart]:
     """The best schedules of the NEIGHBOURS pieces of work in the store that are nearest to the space's, nearest first.
 
     Work is a model's dimensions, a GPU, a dtype and a context, whatever the model's name. Of one piece, latencies of
     the campaign's own kind (`measure`, predict or cuda) decide where there are any, else the others. The same work
     counts too, at distance 0, unless the store could answer for its schedule: then nothing would be measured, only
-    copied. Works that are as far away go by GPU, dtype, context and dimensions. Raises StoreError.
+    copied; `predictor` is the version of the cost model that the campaign asks. Works that are as far away go by GPU,
+    dtype, context and dimensions. Raises StoreError.
     """
     workload = space.workload
     works: dict[str, tuple[Workload, list[Campaign]]] = {}
@@ -133,9 +134,9 @@ def choose_starts(store: Store, space: Space, measure: str) -> list[WarmStart]:
     starts: list[WarmStart] = []
     for apart, identity in ordered:
         work, campaigns = works[identity]
-        best = _best(store, campaigns, measure)
+        best = _best(store, campaigns, measure, predictor)
         same = identity == _identity(workload)
-        if best is not None and not (same and _answers(store, best, measure)):
+        if best is not None and not (same and _answers(store, best, measure, predictor)):
             starts.append(_start(best, work, space, apart))
         if len(starts) == NEIGHBOURS:
             break
@@ -186,7 +187,7 @@ def _identity(work: Workload) -> str:
     return f"{work.target.name} {work.dtype} {work.context:012} {decoder}"
 
 
-def _best(store: Store, campaigns: Sequence[Campaign], measure: str) -> TrialRecord | None:
+def _best(store: Store, campaigns: Sequence[Campaign], measure: str, predictor: str) -> TrialRecord | None:
     for own in (True, False):
         found = [
             store.best(measured=campaign.measure == "cuda", campaign=campaign.name)
@@ -195,17 +196,18 @@ def _best(store: Store, campaigns: Sequence[Campaign], measure: str) -> TrialRec
         ]
         records = [record for record in found if record is not None]
         if records:
-            return min(records, key=_rank)
+            return min(records, key=partial(_rank, predictor))
     return None
 
 
-def _rank(record: TrialRecord) -> tuple[bool, float, str, int]:
-    """Predictions by an older cost model come last."""
+def _rank(predictor: str, record: TrialRecord) -> tuple[bool, float, str, int]:
+    """Predictions by another version of the cost model come last."""
     assert record.objective_us is not None
-    return record.predictor not in (None, MODEL_VERSION), record.objective_us, record.campaign, record.trial
+    other = record.is_predicted and record.predictor != predictor
+    return other, record.objective_us, record.campaign, record.trial
 
 
-def _answers(store: Store, record: TrialRecord, measure: str) -> bool:
+def _answers(store: Store, record: TrialRecord, measure: str, predictor: str) -> bool:
     """Whether a trial of the record's program might be answered by an earlier one, on whatever driver."""
     if record.program_id is None or record.is_predicted is (measure == "cuda"):
         return False
@@ -215,7 +217,7 @@ def _answers(store: Store, record: TrialRecord, measure: str) -> bool:
         gpu=record.gpu,
         dtype=record.dtype,
         measure=measure,
-        predictor=MODEL_VERSION,
+        predictor=predictor,
         machine=machine,
     )
     return seen is not None

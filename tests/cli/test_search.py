@@ -229,7 +229,9 @@ def test_what_the_worker_measures_lands_in_rows_with_the_gpu_they_were_measured_
     driver = "1"
 
     @contextmanager
-    def inline(_: object, site: object, workload: Workload, store: Store, store_url: str) -> Iterator[Any]:
+    def inline(
+        _: object, site: object, workload: Workload, store: Store, store_url: str, predictor: object
+    ) -> Iterator[Any]:
         here = replace(capture_environment(), gpu="NVIDIA L4", driver=driver, nvrtc=nvrtc_version(), kernels="0123")
 
         def seen(program_id: str) -> TrialRecord | None:

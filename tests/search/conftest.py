@@ -43,7 +43,11 @@ class WideEngine:
         self.submitted: list[ScheduleConfig] = []
 
     def submit(
-        self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig] = (), rounds: int = 1
+        self,
+        config: ScheduleConfig,
+        rivals: Sequence[ScheduleConfig] = (),
+        rounds: int = 1,
+        limit_us: float | None = None,
     ) -> Callable[[], Evaluation]:
         self.submitted.append(config)
         return self._inline.submit(config)

@@ -37,7 +37,11 @@ class NoisyEngine:
         self.latency_us: Callable[[Any], float] = toys.toy_us
 
     def submit(
-        self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig] = (), rounds: int = 1
+        self,
+        config: ScheduleConfig,
+        rivals: Sequence[ScheduleConfig] = (),
+        rounds: int = 1,
+        limit_us: float | None = None,
     ) -> Callable[[], Evaluation]:
         return lambda: self._evaluate(config, tuple(rivals), rounds)
 
@@ -189,7 +193,9 @@ def test_another_processs_better_trial_calls_for_another_final(lab: Any, engine:
     noisy = engine(noise=0.001)
     submit = noisy.submit
 
-    def meddle(config: ScheduleConfig, rivals: Any = (), rounds: int = 1) -> Callable[[], Evaluation]:
+    def meddle(
+        config: ScheduleConfig, rivals: Any = (), rounds: int = 1, limit_us: float | None = None
+    ) -> Callable[[], Evaluation]:
         records = lab.store.trials("toy")
         if rounds > 1 and len(records) == 7:
             lab.store.append(replace(records[0], trial=7, program_id="theirs", latency_us=1.0))

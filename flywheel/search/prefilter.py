@@ -1,0 +1,39 @@
+"""Which schedules of a campaign are not worth measuring, by the cost model's word. What is kept is never its choice."""
+
+from __future__ import annotations
+
+import json
+
+from flywheel.cost_model import Predictor
+from flywheel.errors import ConfigError
+from flywheel.ir.serde import config_from_dict
+from flywheel.lowering.lower import lower
+from flywheel.measure.record import TrialRecord
+from flywheel.search.workload import Workload
+
+
+class Prefilter:
+    """Measures what is predicted to take at most `factor` times what is predicted of the best so far."""
+
+    def __init__(self, factor: float, predictor: Predictor, workload: Workload) -> None:
+        self._factor, self._predictor, self._workload = factor, predictor, workload
+        self._known: dict[str, float | None] = {}  # by config id
+
+    def limit_us(self, best: TrialRecord | None) -> float | None:
+        """What a candidate may be predicted to take and yet be measured, while `best` is the best so far; None for no
+        limit, where nothing is measured yet or nothing can be predicted of it."""
+        if best is None or best.latency_us is None:
+            return None
+        predicted_us = best.predicted_us if best.predictor == self._predictor.version else self._predict(best)
+        return None if predicted_us is None else self._factor * predicted_us
+
+    def _predict(self, best: TrialRecord) -> float | None:
+        """Of a row that another predictor, or none, said something of."""
+        if best.config_id not in self._known:
+            work = self._workload
+            try:
+                program = lower(work.graph, config_from_dict(json.loads(best.config)), work.target)
+                self._known[best.config_id] = self._predictor.predict(program).latency_us
+            except ConfigError:  # a row of other versions
+                self._known[best.config_id] = None
+        return self._known[best.config_id]
