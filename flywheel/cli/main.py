@@ -31,6 +31,7 @@ COMMANDS: Final = {
     "validate": ("flywheel.cli.validate:validate", "Prove programs free of deadlocks and races."),
     "simulate": ("flywheel.cli.simulate:simulate", "Run a program's counters and predict its latency."),
     "verify": ("flywheel.cli.verify:verify", "Compare a program's logits with a model's."),
+    "bench": ("flywheel.cli.bench:bench", "Time the best schedule beside PyTorch on this GPU."),
     "generate": ("flywheel.cli.generate:generate", "Generate tokens with a model's program."),
     "inspect": ("flywheel.cli.inspect:inspect", "Summarise a program."),
     "diff": ("flywheel.cli.diff:diff", "Compare two programs."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final, Self
 
 import numpy as np
@@ -23,7 +24,7 @@ from flywheel.vm.driver import Gpu, LoadedKernel, load_variant
 from flywheel.vm.loader import LoadedProgram
 from flywheel.vm.nvrtc import arch_name, compile_variant
 from flywheel.vm.pack import PackedProgram, pack
-from flywheel.vm.timing import time_batch, time_in_turn, time_launches
+from flywheel.vm.timing import Launch, time_batch, time_in_turn, time_launches
 from flywheel.vm.weights import ResidentWeights
 
 LAUNCH_LIMIT_S: Final = 5.0
@@ -195,6 +196,25 @@ class CudaSession:
     def time_batch(self, position: int, latency: MeasuredLatency) -> MeasuredLatency:
         """Behind `time_sessions`: `latency` with what `time` adds to its single launches. Raises as `step` does."""
         return time_batch(self._loaded, position, latency, self._limit_s)
+
+    def launcher(self, token_id: int, position: int) -> tuple[Launch, Launch]:
+        """What enqueues a launch of one step, behind what the caches hold, and what waits for all of them; the latter
+        raises as `step` does."""
+        self._prepare(token_id, position)
+        return partial(self._loaded.launch, position), partial(self._loaded.sync, self._limit_s)
+
+    def trace(self, token_id: int, position: int, *, warmup: int) -> tuple[float, LaunchTrace]:
+        """(time in us by CUDA events, trace) of one launch, behind what the caches hold, after `warmup` others; the L2
+        cache is emptied before each.
+
+        Raises as `step` does, ConfigError where the program was loaded without `trace`, TraceError for stamps that
+        cannot be.
+        """
+        self._prepare(token_id, position)
+        launch, finish = partial(self._loaded.launch, position), partial(self._loaded.sync, self._limit_s)
+        ((latency_us,),) = time_contestants(self._loaded.gpu, [launch], finish, samples=1, warmup=warmup)
+        stamps, waits = self._loaded.read_trace(), self._loaded.read_waits()
+        return latency_us, read_stamps(self._loaded.packed, stamps, waits)
 
     def _prepare(self, token_id: int, position: int) -> None:
         check_place(self.spec, self.context, token_id, position)

@@ -80,9 +80,9 @@ def fuse(spec: DecoderSpec, weights: Weights) -> FusedWeights:
 class TorchDecoder:
     """One sequence: a DecodeSession whose step is torch's own operations, on the device of `weights` and in its dtype.
 
-    `token` int64 [1] is where a step reads its token. With `inline_attention`, attention is arithmetic for a compiler to
-    make kernels of, instead of torch's own. Positions that no token has written hold NaN, so that reading them shows.
-    Raises UsageError for a context that the model does not reach.
+    `token` int64 [1] is where a step reads its token. With `inline_attention`, attention is arithmetic for a compiler
+    to make kernels of, instead of torch's own. Positions that no token has written hold NaN, so that reading them
+    shows. Raises UsageError for a context that the model does not reach.
     """
 
     def __init__(
@@ -102,12 +102,13 @@ class TorchDecoder:
         self._attend = _attend_inline if inline_attention else _attend
         device = weights.embed.device
         self.token = torch.zeros(1, dtype=torch.int64, device=device)
-        shape = (1, spec.n_kv_heads, context, spec.head_dim)
-        # Each of its own: writes to views of one tensor would make a compiled step copy all of it.
-        self._layers = [
-            (layer, *(torch.full(shape, torch.nan, dtype=TORCH_DTYPES[dtype], device=device) for _ in range(2)))
-            for layer in weights.layers
-        ]
+
+        def empty() -> Tensor:
+            shape = (1, spec.n_kv_heads, context, spec.head_dim)
+            return torch.full(shape, torch.nan, dtype=TORCH_DTYPES[dtype], device=device)
+
+        # Tensors of their own: writes to views of one tensor would make a compiled step copy all of it.
+        self._layers = [(layer, empty(), empty()) for layer in weights.layers]
         # [context, 1, head_dim] each; the sine of the lower half is negated, as `_rotate` wants it.
         self._cosines, self._sines = (table[:, None].to(device) for table in rope_tables(spec, context))
 
@@ -128,8 +129,8 @@ class TorchDecoder:
                 f"{self.spec.name}: a cache of {len(layers)} layers and {length} positions; supported: "
                 f"{self.spec.n_layers} layers, up to {self.context} positions"
             )
-        for (_, *own), sides in zip(self._layers, layers, strict=True):
-            for mine, side in zip(own, sides, strict=True):
+        for (_, keys, values), sides in zip(self._layers, layers, strict=True):
+            for mine, side in zip((keys, values), sides, strict=True):
                 mine.fill_(torch.nan)
                 mine[0, :, :length].copy_(side.transpose(0, 1))
 
@@ -155,10 +156,10 @@ class TorchDecoder:
         """x: [1, hidden], normalised -> [1, hidden]. keys, values: [1, n_kv_heads, context, head_dim]."""
         spec = self.spec
         heads = _project(x, layer.qkv, layer.qkv_bias).view(-1, spec.head_dim)
-        q, k, v = heads.split((spec.n_heads, spec.n_kv_heads, spec.n_kv_heads))
+        q, k, v = torch.split(heads, [spec.n_heads, spec.n_kv_heads, spec.n_kv_heads])
         if layer.q_norm is None or layer.k_norm is None:
             turned = _rotate(heads[: spec.n_heads + spec.n_kv_heads], cosine, sine)
-            q, k = turned.split((spec.n_heads, spec.n_kv_heads))
+            q, k = torch.split(turned, [spec.n_heads, spec.n_kv_heads])
         else:
             q = _rotate(rms_norm(q, (spec.head_dim,), layer.q_norm, spec.norm_eps), cosine, sine)
             k = _rotate(rms_norm(k, (spec.head_dim,), layer.k_norm, spec.norm_eps), cosine, sine)
@@ -210,11 +211,12 @@ def _attend_inline(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     _, kv_heads, seen, head_dim = keys.shape
     grouped = q.view(kv_heads, -1, 1, head_dim).float() * head_dim**-0.5
     scores = (grouped * keys.view(kv_heads, 1, seen, head_dim)).sum(-1)
-    mixed = (scores.softmax(-1)[..., None] * values.view(kv_heads, 1, seen, head_dim)).sum(-2)
-    return mixed.to(q.dtype).view_as(q)
+    mixed: Tensor = (scores.softmax(-1)[..., None] * values.view(kv_heads, 1, seen, head_dim)).sum(-2)
+    return mixed.to(q.dtype).view(q.shape)
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """x: [heads, head_dim] -> the same, turned, in float32. cosine, sine: float32 [1, head_dim]."""
     halves = x.view(len(x), 2, -1).flip(1).view_as(x)
-    return torch.addcmul(x * cosine, halves, sine)
+    turned: Tensor = torch.addcmul(x * cosine, halves, sine)
+    return turned

@@ -1,0 +1,314 @@
+"""`flywheel bench`: the best known schedule beside what PyTorch makes of the same step, on this GPU."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+from click.core import ParameterSource
+
+from flywheel.cli.decoding import check_device, integers, open_model
+from flywheel.cli.exits import REJECTED
+from flywheel.cli.files import load_config
+from flywheel.cli.options import (
+    DEFAULTS,
+    SharedOption,
+    check_writable,
+    command,
+    json_option,
+    store_option,
+    write_file,
+)
+from flywheel.cli.standings import bench_environment, draw, show_bench
+from flywheel.cli.text import note, show_json
+from flywheel.decode.lineup import RIVALS, Rival
+from flywheel.errors import ConfigError, UnknownNameError, UsageError
+from flywheel.ir import TARGETS, GpuTarget, MegakernelProgram, ScheduleConfig
+from flywheel.store.schedule import Schedule
+
+if TYPE_CHECKING:
+    from flywheel.decode.source import Source
+    from flywheel.measure.comparison import Comparison
+
+FORMAT: Final = "flywheel-bench"
+FORMAT_VERSION: Final = 1
+"""Raised when an older reader would misread the document; added fields do not raise it."""
+SAMPLES: Final = 20
+"""Of each contestant, a round."""
+
+
+def rival_names(text: str) -> tuple[Rival, ...]:
+    """`cublas,compile` as rivals, each once."""
+    names = list(dict.fromkeys(text.split(",")))
+    unknown = next((name for name in names if name not in RIVALS), None)
+    if unknown is not None:
+        raise click.BadParameter(f"{unknown!r} is not one of {', '.join(RIVALS)}")
+    return tuple(RIVALS[name] for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is compared: a model, as `name` was given, on a GPU, at contexts of at least 2."""
+
+    source: Source
+    name: str
+    target: GpuTarget
+    dtype: str
+    contexts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A schedule lowered for one context; `origin` says where it is from, JSON-ready."""
+
+    context: int
+    program: MegakernelProgram
+    origin: Mapping[str, Any]
+
+
+@command
+@click.option("--model", cls=SharedOption, metavar="NAME|DIR",
+              help="Model by name, with random weights, or the directory of a checkpoint.")
+@click.option("--against", type=rival_names, default="cublas,compile", show_default=True, metavar="NAME,...",
+              help=f"Rivals to time beside the schedule: {', '.join(RIVALS)}.")
+@click.option("--context", "contexts", cls=SharedOption, type=integers, metavar="N,N...",
+              help=f"Tokens that the step attends to.  [default: the schedule's, else {DEFAULTS['context']}]")
+@click.option("--batch", type=int, default=1, show_default=True, metavar="N", help="Sequences a step; 1 so far.")
+@click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
+              help="Type of weights and activations.  [default: the schedule's, else the checkpoint's, else bf16]")
+@click.option("--gpu", cls=SharedOption, metavar="NAME", help="GPU to lower for.  [default: the one here]")
+@click.option("--config", "config_file", metavar="FILE|-",
+              help="Exported schedule, or ScheduleConfig.  [default: the store's best of each context]")
+@click.option("--campaign", metavar="NAME", help="The best of this campaign of the store.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, metavar="N",
+              help=f"Rounds of {SAMPLES} samples each; one loads the schedule anew.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
+              help="Seed of the tokens, and of the weights where there is no checkpoint.")
+@click.option("--picture", type=click.Path(path_type=Path), metavar="FILE.svg", help="Draw the times as bars.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE.json",
+              help="Write the JSON document, with all samples.")
+@store_option
+@json_option
+@click.pass_context
+def bench(
+    ctx: click.Context,
+    model: str | None,
+    against: tuple[Rival, ...],
+    contexts: tuple[int, ...] | None,
+    batch: int,
+    dtype: str | None,
+    gpu: str | None,
+    config_file: str | None,
+    campaign: str | None,
+    rounds: int,
+    seed: int,
+    picture: Path | None,
+    store: str,
+    output: Path | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Time the best known schedule beside CUDA-graphed PyTorch and torch.compile, in turn, on this machine's GPU.
+
+    Everything happens in one process: the rate at which this GPU reads is measured first, then each contestant's logits
+    are compared with the eager oracle's, and who passes is timed in rounds, the L2 cache emptied before each sample.
+    Exit code 3 if any contestant has no time.
+    """
+    _check(batch, config_file, campaign, (output, picture))
+    given = None if config_file is None else load_config(config_file)
+    work = _settle(given, model, gpu, dtype, contexts)
+    if given is not None:
+        chosen = [_from_file(work, context, given, str(config_file)) for context in work.contexts]
+    elif ctx.get_parameter_source("store") is ParameterSource.DEFAULT and not Path(store).exists():
+        raise _nothing_known(work, work.contexts[0], store)
+    else:
+        chosen = _from_store(work, store, campaign)
+    document, comparisons = _compete(work, chosen, against, rounds, seed)
+    document["command"] = spoken(ctx)
+    if output is not None:
+        write_file(output, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    if picture is not None:
+        write_file(picture, draw(document, comparisons))
+    if as_json:
+        show_json(document)
+    else:
+        show_bench(document, comparisons)
+    if any(entry.latency is None for comparison in comparisons for entry in comparison.entries):
+        ctx.exit(REJECTED)
+
+
+def _check(batch: int, config_file: str | None, campaign: str | None, files: Sequence[Path | None]) -> None:
+    """Raises UsageError for what no GPU could help with."""
+    if batch != 1:
+        raise UsageError(f"bench: --batch {batch}: programs decode one sequence; only --batch 1 is there")
+    if config_file is not None and campaign is not None:
+        raise UsageError("bench: --config and --campaign both name a schedule; give one")
+    for path in files:
+        if path is not None:
+            check_writable(path)
+
+
+def _settle(
+    given: Schedule | ScheduleConfig | None,
+    model: str | None,
+    gpu: str | None,
+    dtype: str | None,
+    contexts: tuple[int, ...] | None,
+) -> Work:
+    """What is compared: by options, else by the schedule, else by default. Raises UsageError, NoGpuError, and as names
+    deserve."""
+    schedule = given if isinstance(given, Schedule) else None
+    name = model if model is not None or schedule is None else schedule.model
+    if name is None:
+        raise UsageError("bench: no model; give --model, or an exported schedule with --config")
+    asked = contexts or ((DEFAULTS["context"] if schedule is None else schedule.context),)
+    short = next((context for context in asked if context < 2), None)
+    if short is not None:
+        raise UsageError(f"bench: --context {short}: a token must attend to another one; at least 2")
+    check_device("cuda")
+    source = open_model("bench", name)
+    settled = dtype or (None if schedule is None else schedule.dtype) or source.dtype or DEFAULTS["dtype"]
+    return Work(source, name, _target(gpu), settled, tuple(dict.fromkeys(asked)))
+
+
+def _target(gpu: str | None) -> GpuTarget:
+    """The target of that name, else the one that this machine's GPU is. Raises UnknownNameError, UsageError."""
+    from flywheel.search.device import is_target
+    from flywheel.search.workload import find_target
+    from flywheel.vm.driver import open_gpu
+
+    if gpu is not None:
+        return find_target(gpu)
+    here = open_gpu().name
+    found = next((target for target in TARGETS.values() if is_target(here, target)), None)
+    if found is None:
+        raise UsageError(f"bench: {here} is not one of flywheel targets; say which one it is like with --gpu")
+    return found
+
+
+def _from_file(work: Work, context: int, given: Schedule | ScheduleConfig, path: str) -> Chosen:
+    config = given.config if isinstance(given, Schedule) else given
+    origin: dict[str, Any] = {"file": path, "config_id": config.config_id}
+    if isinstance(given, Schedule):
+        origin["found_for"] = {"model": given.model, "gpu": given.gpu, "dtype": given.dtype, "context": given.context}
+    return _lowered(work, context, config, origin)
+
+
+def _from_store(work: Work, url: str, campaign: str | None) -> list[Chosen]:
+    """The best measured row of each context. Raises UnknownNameError, with the search that finds one, without any."""
+    from flywheel.cli.provenance import find_campaign
+    from flywheel.ir.serde import config_from_dict
+    from flywheel.search.workload import make_workload
+    from flywheel.store.sql import open_store
+
+    chosen = []
+    with open_store(url, create=False) as store:
+        if campaign is not None:
+            find_campaign(store, campaign)
+        for context in work.contexts:
+            workload = make_workload(work.name, work.target.name, work.dtype, context)
+            row = store.best(
+                measured=True, campaign=campaign, model=workload.model, gpu=workload.target.name, dtype=workload.dtype,
+                context=context,
+            )  # fmt: skip
+            if row is None:
+                raise _nothing_known(work, context, store.name, campaign)
+            config = config_from_dict(json.loads(row.config))
+            known = ("campaign", "trial", "config_id", "latency_us", "program_id", "created_at")
+            chosen.append(_lowered(work, context, config, {name: getattr(row, name) for name in known}))
+    return chosen
+
+
+def _nothing_known(work: Work, context: int, store: str, campaign: str | None = None) -> UnknownNameError:
+    search = ["flywheel", "search", "--model", work.name, "--gpu", work.target.name, "--dtype", work.dtype]
+    search += ["--context", str(context), "--measure", "cuda"]
+    where = f"store {store}" + ("" if campaign is None else f", campaign {campaign!r}")
+    return UnknownNameError(
+        f"{where}: no measured schedule of {work.name} on {work.target.name}, {work.dtype}, context {context}; "
+        f"find one with: {shlex.join(search)}"
+    )
+
+
+def _lowered(work: Work, context: int, config: ScheduleConfig, origin: Mapping[str, Any]) -> Chosen:
+    """A config that the lowerer refuses ends the command."""
+    from flywheel.ir import program_id
+    from flywheel.lowering.lower import lower
+    from flywheel.search.workload import make_workload
+
+    graph = make_workload(work.name, work.target.name, work.dtype, context).graph
+    try:
+        program = lower(graph, config, work.target)
+    except ConfigError as error:
+        note(f"flywheel: rejected: {error}")
+        raise click.exceptions.Exit(REJECTED) from error
+    made = program_id(program)
+    if origin.get("program_id") not in (None, made):
+        note(f"flywheel: context {context}: this version lowers the config to another program than was measured")
+    return Chosen(context, program, {**origin, "program_id": made})
+
+
+def _compete(
+    work: Work, chosen: Sequence[Chosen], rivals: Sequence[Rival], rounds: int, seed: int
+) -> tuple[dict[str, Any], list[Comparison]]:
+    """The document, without the command, and the comparisons that are in it. Raises as `probe` and `Contests` do."""
+    from flywheel.decode.contestants import Contests, Plan
+    from flywheel.decode.cuda import prepare_torch
+    from flywheel.measure.comparison import comparison_document
+    from flywheel.models.decoder import DTYPES
+    from flywheel.vm.driver import open_gpu
+    from flywheel.vm.probes import probe
+
+    prepare_torch()
+    gpu = open_gpu()
+    _say(f"probing {gpu.name}")
+    probed = probe(gpu)
+    contests = Contests(gpu, work.source, DTYPES[work.dtype], seed, _say)
+    comparisons = [
+        contests.hold(each.program, each.context, rivals, probed.read_gbs, Plan(rounds, SAMPLES)) for each in chosen
+    ]
+    document = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "model": work.name,
+        "gpu": work.target.name,
+        "dtype": work.dtype,
+        "batch": 1,
+        "random_weights": work.source.stored is None,
+        "seed": seed,
+        "rounds": rounds,
+        "samples": SAMPLES,
+        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": bench_environment(gpu),
+        "ceiling": {**asdict(probed), "datasheet_gbs": work.target.hbm_bandwidth_gbs},
+        "comparisons": [
+            {**comparison_document(comparison), "schedule": dict(each.origin)}
+            for comparison, each in zip(comparisons, chosen, strict=True)
+        ],
+    }
+    return document, comparisons
+
+
+def _say(line: str) -> None:
+    note(f"flywheel: {line}")
+
+
+def spoken(ctx: click.Context) -> str:
+    """The command line that says what this one was told, wherever it was told it."""
+    words = [ctx.command_path]
+    for option in ctx.command.params:
+        told = ctx.get_parameter_source(option.name or "")
+        if told not in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT):
+            continue
+        value = ctx.params[option.name or ""]
+        flag = next(flag for flag in option.opts if flag.startswith("--"))
+        if isinstance(value, bool):
+            words += [flag] if value else []
+        else:
+            parts = value if isinstance(value, tuple) else (value,)
+            words += [flag, ",".join(part.name if isinstance(part, Rival) else str(part) for part in parts)]
+    return shlex.join(words[0].split() + words[1:])

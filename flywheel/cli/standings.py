@@ -1,0 +1,96 @@
+"""How `flywheel bench` shows what it found: where it was measured, tables and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from flywheel.cli.text import ABSENT, escaped, pairs, percent, show, size, table, us
+
+if TYPE_CHECKING:
+    from flywheel.measure.comparison import Comparison, Entry
+    from flywheel.vm.driver import Gpu
+
+
+def bench_environment(gpu: Gpu) -> dict[str, Any]:
+    """Versions of all that was measured with. `cuda_driver` is the newest CUDA that the driver speaks, `cuda_torch` the
+    one that torch was built with."""
+    from flywheel.decode.contestants import TORCH_CUDA
+    from flywheel.measure.environment import capture_environment
+    from flywheel.vm.nvrtc import nvrtc_version, source_digest
+
+    here = replace(capture_environment(), gpu=gpu.name, nvrtc=nvrtc_version(), kernels=source_digest()[:16])
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = None
+    return {**asdict(here), "cuda_driver": gpu.cuda_version, "cuda_torch": TORCH_CUDA, "triton": triton}
+
+
+def draw(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -> str:
+    """The picture, as a file."""
+    from flywheel.report.bars import bars
+    from flywheel.report.svg import standalone
+
+    title = f"{document['model']} on {document['environment']['gpu']}, {document['dtype']}, batch {document['batch']}"
+    return standalone(bars(title, comparisons))
+
+
+def show_bench(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -> None:
+    """What was measured with, then a table for each context. The document is that of the comparisons."""
+    environment, ceiling = document["environment"], document["ceiling"]
+    work = f"{document['model']} on {environment['gpu']}, {document['dtype']}, batch {document['batch']}"
+    show(escaped(f"{work}: us a token, in {document['rounds']} rounds of {document['samples']} samples"))
+    versions = [("driver", environment["driver"]), ("NVRTC", environment["nvrtc"]), ("torch", environment["torch"]),
+                ("triton", environment["triton"]), ("CUDA", environment["cuda_torch"])]  # fmt: skip
+    share = percent(ceiling["read_gbs"] / ceiling["datasheet_gbs"])
+    show(pairs([
+        ("versions", ", ".join(f"{name} {found}" for name, found in versions if found)),
+        ("commit", environment["commit"]),
+        ("read ceiling", f"{ceiling['read_gbs']:,.0f} GB/s with {ceiling['read_kernel']}, measured in this run; "
+                         f"{share} of the datasheet's {ceiling['datasheet_gbs']:,.0f}"),
+        ("weights", f"random, of seed {document['seed']}" if document["random_weights"] else "the checkpoint's"),
+        *dict.fromkeys((entry.name, entry.how) for each in comparisons for entry in each.entries),
+    ]))  # fmt: skip
+    for comparison, described in zip(comparisons, document["comparisons"], strict=True):
+        _show_one(comparison, described["schedule"])
+
+
+def _show_one(comparison: Comparison, origin: Mapping[str, Any]) -> None:
+    from flywheel.measure.comparison import reason_of
+
+    found = origin.get("file") or f"trial {origin['trial']} of {origin['campaign']}"
+    show("")
+    show(escaped(f"context {comparison.context:,}: {size(comparison.weight_bytes)} of weights need "
+                 f"{us(comparison.ceiling_us)} at the read ceiling, {us(comparison.floor_us)} at the datasheet's "
+                 f"bandwidth; schedule {origin['config_id']}, {found}"))  # fmt: skip
+    names = [entry.name for entry in comparison.entries]
+    headers = ["<name", "median us", "p10", "p90", "back to back", "GB/s", "of floor", "of ceiling",
+               *(f"x {name}" for name in names[1:]), "<verdict"]  # fmt: skip
+    show(table(headers, [_row(comparison, entry, names[1:]) for entry in comparison.entries], indent="  "))
+    for entry in comparison.entries:
+        if entry.latency is None:
+            show(escaped(f"  {entry.name} is not timed: {reason_of(entry.outcome)}"))
+
+
+def _row(comparison: Comparison, entry: Entry, rivals: Sequence[str]) -> list[str]:
+    from flywheel.measure.comparison import standing
+    from flywheel.measure.outcome import outcome_name
+
+    found = standing(comparison, entry)
+    if found is None or entry.verdict is None:
+        return [entry.name, *([ABSENT] * (7 + len(rivals))), outcome_name(entry.outcome)]
+    latency = found.latency
+    times = (latency.median_us, latency.p10_us, latency.p90_us, latency.batch_us)
+    against = (found.speedups.get(name) for name in rivals)
+    return [
+        entry.name,
+        *(ABSENT if time is None else f"{time:,.1f}" for time in times),
+        f"{found.weights_gbs:,.0f}",
+        percent(found.floor_fraction),
+        percent(found.ceiling_fraction),
+        *(ABSENT if factor is None else f"{factor:.2f}" for factor in against),
+        f"pass ({entry.verdict.max_rel_error:.2g})",
+    ]

@@ -1,0 +1,32 @@
+"""The rivals that a schedule can be measured against, by name; what runs them is `contestants`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A decode step of `rivals.TorchDecoder` in a CUDA graph. `compiled`: by torch.compile; `inline_attention`: with
+    attention as arithmetic that the compiler makes kernels of, not as torch's own."""
+
+    name: str
+    how: str
+    compiled: bool = False
+    inline_attention: bool = False
+
+
+RIVALS: Final[Mapping[str, Rival]] = MappingProxyType(
+    {
+        rival.name: rival
+        for rival in (
+            Rival("cublas", "PyTorch eager in a CUDA graph"),
+            Rival("compile", "torch.compile max-autotune in a CUDA graph", compiled=True),
+            Rival("compile-inline", "as compile, attention left to the compiler", compiled=True, inline_attention=True),
+        )
+    }
+)
+"""Rivals by name."""

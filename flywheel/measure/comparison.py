@@ -1,0 +1,150 @@
+"""Contestants for one decode step that were timed in turn on one GPU, and how each stands beside the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import isfinite
+from types import MappingProxyType
+from typing import Any
+
+from flywheel.measure.contest import Rounds
+from flywheel.measure.floor import floor_fraction
+from flywheel.measure.latency import MeasuredLatency
+from flywheel.measure.outcome import Implausible, Incorrect, Measured, outcome_name
+from flywheel.measure.verdict import Verdict
+
+CompetingOutcome = Measured | Incorrect | Implausible
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One contestant: `how` says what runs, in a few words.
+
+    `times_us` are its samples by round, beside which those of the others were taken, and `batches_us` the time of one
+    launch among many back to back, a round each; both are empty without a latency.
+    Raises ValueError where they are there without one.
+    """
+
+    name: str
+    how: str
+    outcome: CompetingOutcome
+    times_us: Rounds = ()
+    batches_us: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.outcome, Measured) and (self.times_us or self.batches_us):
+            raise ValueError(f"{self.name}: {outcome_name(self.outcome)}, yet with times")
+
+    @property
+    def latency(self) -> MeasuredLatency | None:
+        """None of a contestant whose logits, or whose time, cannot be."""
+        return self.outcome.latency if isinstance(self.outcome, Measured) else None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """None where the time was impossible, whatever the logits were."""
+        return None if isinstance(self.outcome, Implausible) else self.outcome.verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Contestants for one step at the last position of `context`; the first one is the schedule that is compared.
+
+    `weight_bytes` is what the step must read, `floor_us` the time of that at the bandwidth of the GPU's datasheet and
+    `ceiling_us` at the best rate that a plain kernel reached in the same run.
+    """
+
+    context: int
+    weight_bytes: int
+    floor_us: float
+    ceiling_us: float
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """An entry with a latency. `weights_gbs` counts weights alone, fractions are of its median, and `speedups` say how
+    many times as fast it is as each of the other entries with a latency, by name."""
+
+    latency: MeasuredLatency
+    weights_gbs: float
+    floor_fraction: float
+    ceiling_fraction: float
+    speedups: Mapping[str, float]
+
+
+def standing(comparison: Comparison, entry: Entry) -> Standing | None:
+    """How an entry of the comparison stands; None without a latency."""
+    latency = entry.latency
+    if latency is None:
+        return None
+    others = {
+        other.name: other.latency.median_us / latency.median_us
+        for other in comparison.entries
+        if other is not entry and other.latency is not None
+    }
+    return Standing(
+        latency,
+        comparison.weight_bytes / latency.median_us / 1e3,
+        floor_fraction(comparison.floor_us, latency.median_us),
+        floor_fraction(comparison.ceiling_us, latency.median_us),
+        MappingProxyType(others),
+    )
+
+
+def comparison_document(comparison: Comparison) -> dict[str, Any]:
+    """JSON-ready; what an entry does not have is null, and so is an error that is no number."""
+    return {
+        "context": comparison.context,
+        "weight_bytes": comparison.weight_bytes,
+        "floor_us": comparison.floor_us,
+        "ceiling_us": comparison.ceiling_us,
+        "contestants": [_entry(comparison, entry) for entry in comparison.entries],
+    }
+
+
+def _entry(comparison: Comparison, entry: Entry) -> dict[str, Any]:
+    found = standing(comparison, entry)
+    latency, state = (None, None) if found is None else (found.latency, found.latency.gpu_state)
+    return {
+        "name": entry.name,
+        "how": entry.how,
+        "outcome": outcome_name(entry.outcome),
+        "reason": reason_of(entry.outcome),
+        "verdict": None if entry.verdict is None else _verdict(entry.verdict),
+        "median_us": None if latency is None else latency.median_us,
+        "p10_us": None if latency is None else latency.p10_us,
+        "p90_us": None if latency is None else latency.p90_us,
+        "batch_us": None if latency is None else latency.batch_us,
+        "samples": None if latency is None else latency.samples,
+        "l2_state": None if latency is None else latency.l2_state,
+        "weights_gbs": None if found is None else found.weights_gbs,
+        "floor_fraction": None if found is None else found.floor_fraction,
+        "ceiling_fraction": None if found is None else found.ceiling_fraction,
+        "speedups": {} if found is None else dict(found.speedups),
+        "gpu_state": None if state is None else asdict(state),
+        "times_us": [list(samples) for samples in entry.times_us],
+        "batches_us": list(entry.batches_us),
+    }
+
+
+def reason_of(outcome: CompetingOutcome) -> str | None:
+    """Why there is no latency; None where there is."""
+    match outcome:
+        case Measured():
+            return None
+        case Incorrect(reason=reason):
+            return reason
+        case Implausible(latency_us=latency_us, floor_us=floor_us):
+            return f"{latency_us:.1f} us is below the weight floor of {floor_us:.1f} us"
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "passed": verdict.passed,
+        "max_abs_error": verdict.max_abs_error if isfinite(verdict.max_abs_error) else None,
+        "max_rel_error": verdict.max_rel_error if isfinite(verdict.max_rel_error) else None,
+        "top1_agreement": verdict.top1_agreement,
+        "positions": list(verdict.positions),
+    }

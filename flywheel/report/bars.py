@@ -1,0 +1,87 @@
+"""A picture of comparisons: each contestant's time as a bar, beside the times that its weights alone need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from flywheel.measure.comparison import Comparison, Entry, standing
+from flywheel.measure.outcome import outcome_name
+from flywheel.report.svg import Axis, element, label, picture, polyline, short, tip
+
+OURS_COLOUR: Final = "#d9631e"
+RIVAL_COLOUR: Final = "#8a96a3"
+FLOOR_COLOUR: Final = "#b3123c"
+
+_WIDTH, _LEFT, _RIGHT = 960.0, 130.0, 720.0
+_TOP, _ROW, _BAR, _HEADING, _AXIS = 48.0, 30.0, 18.0, 26.0, 44.0
+
+
+def bars(title: str, comparisons: Sequence[Comparison]) -> str:
+    """One group of bars a comparison, on one axis that starts at 0; p10 to p90 is a line in each bar's end.
+
+    Solid lines mark the weights' time at the rate that was measured, dashed ones at the datasheet's.
+    """
+    times = [entry.latency.p90_us for each in comparisons for entry in each.entries if entry.latency is not None]
+    longest = max([*times, *(each.ceiling_us for each in comparisons)])
+    across = Axis(0.0, longest * 1.02, _LEFT, _RIGHT)
+    parts = [label(_LEFT, 20, title), *_legend()]
+    y = _TOP
+    groups = []
+    for comparison in comparisons:
+        height = _ROW * len(comparison.entries)
+        groups.append(label(_LEFT, y + 16, f"context {comparison.context:,}", "faint"))
+        groups += _group(comparison, across, y + _HEADING)
+        y += _HEADING + height + 8
+    for value in across.ticks(8):
+        x = across(value)
+        parts += [
+            element("path", d=polyline([(x, _TOP), (x, y)]), class_="grid"),
+            label(x, y + 18, short(value), "middle faint"),
+        ]
+    parts += [*groups, label((_LEFT + _RIGHT) / 2, y + 36, "us a token, median", "middle faint")]
+    return picture(_WIDTH, y + _AXIS, title, parts)
+
+
+def _group(comparison: Comparison, across: Axis, top: float) -> list[str]:
+    bottom = top + _ROW * len(comparison.entries)
+    parts = []
+    for row, entry in enumerate(comparison.entries):
+        parts += _bar(comparison, entry, across, top + _ROW * row, OURS_COLOUR if row == 0 else RIVAL_COLOUR)
+    for value, dashes in ((comparison.ceiling_us, None), (comparison.floor_us, "5 4")):
+        line = polyline([(across(value), top - 4), (across(value), bottom)])
+        said = tip(f"weights alone: {value:,.1f} us")
+        parts.append(element("path", said, d=line, stroke=FLOOR_COLOUR, stroke_dasharray=dashes, fill="none"))
+    return parts
+
+
+def _bar(comparison: Comparison, entry: Entry, across: Axis, top: float, colour: str) -> list[str]:
+    middle = top + _ROW / 2
+    named = label(_LEFT - 8, middle + 4, entry.name, "end")
+    found = standing(comparison, entry)
+    if found is None:
+        return [named, label(_LEFT + 6, middle + 4, f"{outcome_name(entry.outcome)}: not timed", "faint")]
+    latency = found.latency
+    said = tip(f"{entry.name}, {entry.how}: {latency.median_us:,.1f} us, p10 {latency.p10_us:,.1f}, "
+               f"p90 {latency.p90_us:,.1f}")  # fmt: skip
+    end = across(latency.median_us)
+    spread = polyline([(across(latency.p10_us), middle), (across(latency.p90_us), middle)])
+    numbers = f"{latency.median_us:,.0f} us, {found.ceiling_fraction:.1%} of the read ceiling"
+    return [
+        named,
+        element("rect", said, x=_LEFT, y=middle - _BAR / 2, width=end - _LEFT, height=_BAR, fill=colour),
+        element("path", d=spread, stroke="#1d2733", stroke_width=2, fill="none"),
+        label(max(end, across(latency.p90_us)) + 8, middle + 4, numbers, "halo"),
+    ]
+
+
+def _legend() -> list[str]:
+    parts = []
+    for x, dashes, text in (
+        (_LEFT, None, "weights at the read rate measured in this run"),
+        (_LEFT + 330, "5 4", "weights at the datasheet's bandwidth"),
+    ):
+        line = polyline([(x, 34), (x + 24, 34)])
+        parts.append(element("path", d=line, stroke=FLOOR_COLOUR, stroke_dasharray=dashes, fill="none"))
+        parts.append(label(x + 32, 38, text, "faint"))
+    return parts

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import json
+import shlex
+import sqlite3
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import Result
+
+from flywheel.decode.lineup import Rival
+from flywheel.errors import NoGpuError
+from flywheel.ir import MegakernelProgram, ScheduleConfig
+from flywheel.measure.comparison import Comparison, Entry
+from flywheel.measure.latency import MeasuredLatency
+from flywheel.measure.outcome import Incorrect, Measured
+from flywheel.measure.verdict import judge
+from flywheel.store.sql import open_store
+from flywheel.vm.probes import Probed
+
+Run = Callable[..., Result]
+
+WORK = ("--model", "smollm2-135m")
+TIMES = {"flywheel": 100.0, "cublas": 400.0, "compile": 250.0, "compile-inline": 200.0}
+
+
+def entry(name: str, how: str, wrong: bool) -> Entry:
+    verdict = judge(
+        max_abs_error=0.1, max_rel_error=0.5 if wrong else 0.01, top1_agreement=1.0, positions=(0, 63), dtype="BF16"
+    )
+    if wrong:
+        return Entry(name, how, Incorrect(verdict, str(verdict.reason)))
+    us = TIMES[name]
+    latency = MeasuredLatency(us, us - 1, us + 1, 40, 3, "flushed", us - 2)
+    return Entry(name, how, Measured(latency, verdict), ((us,) * 20, (us,) * 20), (us - 2, us - 2))
+
+
+class FakeContests:
+    """Stands for what a GPU would say. `asked` holds what each was given; whoever is in `wrong` computes nonsense."""
+
+    asked: list[dict[str, Any]]
+    wrong: set[str]
+
+    def __init__(self, gpu: Any, source: Any, dtype: Any, seed: int, say: Callable[[str], None]) -> None:
+        say(f"{source.name} in {dtype.name} of seed {seed} on {gpu.name}")
+
+    def hold(
+        self, program: MegakernelProgram, context: int, rivals: Sequence[Rival], read_gbs: float, plan: Any
+    ) -> Comparison:
+        self.asked.append({"program": program, "context": context, "rivals": [rival.name for rival in rivals],
+                           "rounds": plan.rounds, "samples": plan.samples})  # fmt: skip
+        entries = [entry("flywheel", "the program", "flywheel" in self.wrong)]
+        entries += [entry(rival.name, rival.how, rival.name in self.wrong) for rival in rivals]
+        return Comparison(context, 270_000_000, 90.0, 270_000_000 / read_gbs / 1e3, tuple(entries))
+
+
+@pytest.fixture
+def l4(monkeypatch: pytest.MonkeyPatch) -> type[FakeContests]:
+    """Pretend that an L4 is here."""
+    gpu = SimpleNamespace(name="NVIDIA L4", cuda_version="13.0")
+    FakeContests.asked, FakeContests.wrong = [], set()
+    monkeypatch.setattr("flywheel.vm.driver.open_gpu", lambda: gpu)
+    monkeypatch.setattr("flywheel.decode.cuda.prepare_torch", lambda: None)
+    monkeypatch.setattr("flywheel.vm.probes.probe", lambda gpu: Probed(2700.0, "some kernel", 1.0))
+    monkeypatch.setattr("flywheel.vm.nvrtc.nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr("flywheel.decode.contestants.Contests", FakeContests)
+    return FakeContests
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A config's file."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(ScheduleConfig(tiling={"attention": {"kv_block": 32}}).to_dict()), encoding="utf-8")
+    return path
+
+
+def measured_store(store: str) -> None:
+    """Make the searched campaign's rows measured ones."""
+    with closing(sqlite3.connect(store)) as connection, connection:
+        connection.execute(
+            "UPDATE trials SET outcome = 'measured', latency_us = predicted_us, predicted_us = NULL, predictor = NULL"
+        )
+
+
+def test_a_table_says_how_each_stands_and_a_document_holds_every_sample(
+    run: Run, l4: type[FakeContests], config: Path
+) -> None:
+    arguments = ("bench", *WORK, "--config", config, "--context", "64,128", "--rounds", 2)
+    arguments = (*arguments, "--output", "table.json", "--picture", "bench.svg")
+    result = run(*arguments)
+    assert result.exit_code == 0, result.stderr
+    assert [(each["context"], each["rivals"], each["rounds"]) for each in l4.asked] == [
+        (64, ["cublas", "compile"], 2),
+        (128, ["cublas", "compile"], 2),
+    ]
+    header = next(line for line in result.stdout.splitlines() if line.split()[:2] == ["name", "median"])
+    wanted = "name median us p10 p90 back to back GB/s of floor of ceiling x cublas x compile verdict"
+    assert " ".join(header.split()) == wanted
+    ours = next(line for line in result.stdout.splitlines() if line.split()[:2] == ["flywheel", "100.0"])
+    assert " ".join(ours.split()) == "flywheel 100.0 99.0 101.0 98.0 2,700 90.0 % 100.0 % 4.00 2.50 pass (0.01)"
+    assert "2,700 GB/s with some kernel, measured in this run" in result.stdout
+    document = json.loads(Path("table.json").read_text(encoding="utf-8"))
+    assert (document["format"], document["version"], document["batch"]) == ("flywheel-bench", 1, 1)
+    assert sorted(shlex.split(document["command"])) == sorted(["flywheel", *map(str, arguments)])
+    assert document["environment"].keys() >= {"gpu", "driver", "nvrtc", "torch", "cuda_torch", "cuda_driver", "commit"}
+    assert document["ceiling"]["read_gbs"] == 2700.0
+    first = document["comparisons"][0]
+    assert first["schedule"]["file"] == str(config)
+    assert [each["name"] for each in first["contestants"]] == ["flywheel", "cublas", "compile"]
+    assert sum(map(len, first["contestants"][1]["times_us"])) == 40
+    drawing = ElementTree.parse("bench.svg").getroot()
+    assert drawing.tag.endswith("svg")
+
+
+def test_json_on_stdout_is_the_document(run: Run, l4: type[FakeContests], config: Path) -> None:
+    result = run("bench", *WORK, "--config", config, "--against", "compile-inline", "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert [each["name"] for each in document["comparisons"][0]["contestants"]] == ["flywheel", "compile-inline"]
+    assert document["comparisons"][0]["context"] == 512
+    assert document["random_weights"] is True
+
+
+def test_the_stores_best_measured_row_is_what_is_compared(run: Run, l4: type[FakeContests], store: str) -> None:
+    measured_store(store)
+    with open_store(store, create=False) as opened:
+        best = opened.best(measured=True, model="smollm2-135m", gpu="l4", dtype="bf16", context=512)
+    assert best is not None
+    for more in ((), ("--campaign", "small")):
+        result = run("bench", *WORK, "--store", store, *more, "--json")
+        assert result.exit_code == 0, result.stderr
+        schedule = json.loads(result.stdout)["comparisons"][0]["schedule"]
+        assert (schedule["campaign"], schedule["trial"]) == ("small", best.trial)
+        assert schedule["program_id"] == best.program_id
+    assert l4.asked[0]["program"].config.config_id == best.config_id
+
+
+def test_without_a_measured_schedule_the_search_for_one_is_named(
+    run: Run, l4: type[FakeContests], store: str
+) -> None:
+    for arguments in ((), ("--store", store), ("--store", store, "--campaign", "small", "--context", "64")):
+        result = run("bench", *WORK, *arguments)
+        assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
+        assert "no measured schedule of smollm2-135m on l4, bf16, context" in result.stderr
+        assert "flywheel search --model smollm2-135m --gpu l4 --dtype bf16 --context" in result.stderr
+    assert l4.asked == []
+
+
+def test_whose_logits_are_wrong_has_no_time_and_the_code_says_so(
+    run: Run, l4: type[FakeContests], config: Path
+) -> None:
+    l4.wrong = {"compile"}
+    result = run("bench", *WORK, "--config", config, "--picture", "bench.svg")
+    assert result.exit_code == 3
+    row = next(line for line in result.stdout.splitlines() if line.split()[0:2] == ["compile", "-"])
+    assert row.split() == ["compile", *"---------", "incorrect"]
+    assert "compile is not timed: max relative error 0.5 exceeds" in result.stdout
+
+
+def test_a_schedule_brings_its_model_and_context(run: Run, l4: type[FakeContests], store: str) -> None:
+    exported = run("export", "--format", "schedule", "--campaign", "small", "--store", store)
+    Path("best.json").write_text(exported.stdout, encoding="utf-8")
+    result = run("bench", "--config", "best.json", "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert (document["model"], document["comparisons"][0]["context"]) == ("smollm2-135m", 512)
+    assert document["comparisons"][0]["schedule"]["found_for"]["gpu"] == "l4"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((*WORK, "--batch", "2"), "--batch 2: programs decode one sequence; only --batch 1"),
+        ((*WORK, "--against", "cublas,magic"), "'magic' is not one of cublas, compile, compile-inline"),
+        ((*WORK, "--context", "512,1"), "--context 1: a token must attend to another one; at least 2"),
+        ((*WORK, "--config", "config.json", "--campaign", "c"), "give one"),
+        ((*WORK, "--output", "absent/table.json"), "absent/table.json"),
+        (("--config", "config.json"), "no model"),
+        ((*WORK, "--config", "config.json", "--dtype", "f8"), "dtype 'f8'"),
+        (("--model", "llama9", "--config", "config.json"), "llama9"),
+    ],
+)
+def test_usage_errors_are_one_line(
+    arguments: tuple[str, ...], why: str, run: Run, l4: type[FakeContests], config: Path
+) -> None:
+    result = run("bench", *arguments)
+    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
+    assert why in result.stderr
+    assert l4.asked == []
+
+
+def test_a_config_that_the_lowerer_refuses_is_code_3(run: Run, l4: type[FakeContests], config: Path) -> None:
+    config.write_text('{"threads_per_block": 33}', encoding="utf-8")
+    result = run("bench", *WORK, "--config", config)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr.startswith("flywheel: rejected: ")
+
+
+def test_without_a_gpu_it_is_code_4(run: Run, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise NoGpuError("GPU 0: no driver")
+
+    monkeypatch.setattr("flywheel.vm.driver.open_gpu", absent)
+    result = run("bench", *WORK, "--config", config)
+    assert (result.exit_code, result.stdout, result.stderr) == (4, "", "flywheel: GPU 0: no driver\n")
+
+
+def test_another_gpu_must_be_named(
+    run: Run, l4: type[FakeContests], config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(name="NVIDIA T4", cuda_version="13.0")
+    monkeypatch.setattr("flywheel.vm.driver.open_gpu", lambda: gpu)
+    result = run("bench", *WORK, "--config", config)
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert "NVIDIA T4 is not one of flywheel targets" in result.stderr
+    assert run("bench", *WORK, "--config", config, "--gpu", "l4").exit_code == 0
