@@ -60,6 +60,21 @@ def test_a_sequence_of_its_own_steps_is_the_oracles(spec: DecoderSpec) -> None:
         )
 
 
+@pytest.mark.parametrize("inline", [False, True], ids=["library", "inline"])
+def test_the_step_is_one_graph_to_a_compiler(inline: bool) -> None:
+    spec = dataclasses.replace(SPECS[4], n_layers=1, qkv_bias=True)
+    decoder, oracle = pair(spec, inline=inline)
+    expected = expect(oracle, (0, 40))
+    decoder.write_cache(expected.cache_before(40))
+    decoder.token.fill_(expected.tokens[40])
+    torch._dynamo.reset()
+    with torch.no_grad():
+        forward = torch.compile(decoder.forward, backend="aot_eager", fullgraph=True, dynamic=False)
+        logits, token = forward(40)
+    torch.testing.assert_close(logits[0], expected.logits[1], atol=1e-4, rtol=0.0)
+    assert int(token) == int(expected.logits[1].argmax())
+
+
 def test_a_wrong_cache_fails_the_verdict() -> None:
     decoder, oracle = pair(LLAMA)
     expected = expect(oracle, (0, 7, 40))
