@@ -119,13 +119,24 @@ def _ranks(values: Array) -> Array:
     return np.asarray((ends - (counts + 1) / 2)[group], dtype=np.float64)
 
 
+Price = Callable[[Sequence[Machine]], Sequence[Sequence[float]]]
+"""By machine, what every sample should take on it, in us."""
+
+
+def price_here(samples: Sequence[Sample]) -> Price:
+    """Prices samples in this process."""
+    return lambda machines: [[sample.predicted_us(machine) for sample in samples] for machine in machines]
+
+
 def fit(
     machine: Machine,
-    samples: Sequence[Sample],
+    measured_us: Sequence[float],
+    price: Price,
     pinned: Collection[str] = (),
     watch: Callable[[float], None] = lambda _: None,
 ) -> Machine:
-    """`machine` with the constants of FREE, but for those `pinned` by name, moved to where `samples` agree best.
+    """`machine` with the constants of FREE, but for those `pinned` by name, moved to where the prices of the samples
+    agree best with what they were measured to take.
 
     `watch` is told the root mean square error of the logarithm after every step.
     """
@@ -138,14 +149,13 @@ def fit(
         return built
 
     begin = np.array([scale.begin for scale in scales])
-    measured = np.log([sample.latency_us for sample in samples])
+    count, measured = len(measured_us), np.log(measured_us)
 
-    def residuals(place: Array) -> Array:
-        built = build(place)
-        errors = np.log([sample.predicted_us(built) for sample in samples]) - measured
-        return np.concatenate([errors, (place - begin) * (_PRIOR * len(samples) ** 0.5)])
+    def residuals(places: Sequence[Array]) -> Array:
+        errors = np.log(price([build(place) for place in places])) - measured
+        return np.hstack([errors, (np.stack(places) - begin) * (_PRIOR * count**0.5)])
 
-    place = _descend(residuals, begin, lambda found: watch(float(np.sqrt(np.mean(found[: len(samples)] ** 2)))))
+    place = _descend(residuals, begin, lambda found: watch(float(np.sqrt(np.mean(found[:count] ** 2)))))
     return replace(build(place), source="calibrated")
 
 
@@ -171,10 +181,13 @@ class _Scale:
 
 
 def _descend(
-    residuals: Callable[[Array], Array], place: Array, watch: Callable[[Array], None]
+    residuals: Callable[[Sequence[Array]], Array], place: Array, watch: Callable[[Array], None]
 ) -> Array:
-    """Levenberg-Marquardt within 0..1. Derivatives are differences, kept up to date by Broyden's rule in between."""
-    found = residuals(place)
+    """Levenberg-Marquardt within 0..1. Derivatives are differences, kept up to date by Broyden's rule in between.
+
+    `residuals` has a row for each place.
+    """
+    found = residuals([place])[0]
     cost, damping, age = _cost(found), 1e-2, 0
     slopes = _slopes(residuals, place, found)
     for _ in range(_ROUNDS):
@@ -186,7 +199,7 @@ def _descend(
         normal[held, held] = 1.0
         pull = np.where(held, 0.0, -(slopes.T @ (weights * found)))
         tried = np.clip(place + np.linalg.solve(normal, pull), 0.0, 1.0)
-        there = residuals(tried)
+        there = residuals([tried])[0]
         gain = cost - _cost(there)
         step = tried - place
         if gain > 0:
@@ -222,14 +235,10 @@ def _held(place: Array, gradient: Array) -> npt.NDArray[np.bool_]:
     return np.asarray(((place <= 0.0) & (gradient > 0.0)) | ((place >= 1.0) & (gradient < 0.0)))
 
 
-def _slopes(residuals: Callable[[Array], Array], place: Array, found: Array) -> Array:
-    columns = []
-    for number, at in enumerate(place):
-        step = _STEP if at + _STEP <= 1.0 else -_STEP
-        moved = place.copy()
-        moved[number] += step
-        columns.append((residuals(moved) - found) / step)
-    return np.stack(columns, axis=1)
+def _slopes(residuals: Callable[[Sequence[Array]], Array], place: Array, found: Array) -> Array:
+    steps = np.where(place + _STEP <= 1.0, _STEP, -_STEP)
+    moved = residuals([place + step for step in np.diag(steps)])
+    return np.asarray(((moved - found) / steps[:, None]).T)
 
 
 def _get(machine: Machine, name: str) -> float:

@@ -101,7 +101,8 @@ def _campaign_of(name: str, records: Sequence[TrialRecord]) -> Campaign:
     first = records[0]
     outcomes = {record.outcome for record in records}
     measured = bool(outcomes & _RAN) or any(record.nvrtc is not None for record in records)
-    if measured and "predicted" in outcomes:
+    # A campaign that measures may have predicted what it did not find worth measuring, under the same compiler.
+    if measured and any(record.outcome == "predicted" and record.nvrtc is None for record in records):
         raise UsageError(f"import: campaign {first.campaign!r} has measured and predicted trials")
     spec = CampaignSpec(
         first.model,

@@ -127,15 +127,15 @@ def choose_starts(store: Store, space: Space, measure: str, predictor: str = MOD
     workload = space.workload
     works: dict[str, tuple[Workload, list[Campaign]]] = {}
     for summary in store.campaigns():
-        work = _work(summary.campaign)
+        work = work_of(summary.campaign)
         if work is not None and (summary.best_measured_us, summary.best_predicted_us) != (None, None):
-            works.setdefault(_identity(work), (work, []))[1].append(summary.campaign)
+            works.setdefault(identity_of(work), (work, []))[1].append(summary.campaign)
     ordered = sorted((distance(work, workload), identity) for identity, (work, _) in works.items())
     starts: list[WarmStart] = []
     for apart, identity in ordered:
         work, campaigns = works[identity]
         best = _best(store, campaigns, measure, predictor)
-        same = identity == _identity(workload)
+        same = identity == identity_of(workload)
         if best is not None and not (same and _answers(store, best, measure, predictor)):
             starts.append(_start(best, work, space, apart))
         if len(starts) == NEIGHBOURS:
@@ -168,7 +168,7 @@ def _fields(start: WarmStart) -> dict[str, Any]:
     return {field.name: getattr(start, field.name) for field in fields(start)}
 
 
-def _work(campaign: Campaign) -> Workload | None:
+def work_of(campaign: Campaign) -> Workload | None:
     """What a campaign optimised; None where its model's dimensions or its GPU are not known here."""
     decoder = json.loads(campaign.spec).get("decoder")
     if decoder is None or campaign.gpu not in TARGETS or campaign.dtype not in DTYPES:
@@ -181,7 +181,7 @@ def _work(campaign: Campaign) -> Workload | None:
     return Workload(campaign.model, spec, TARGETS[campaign.gpu], campaign.dtype, campaign.context)
 
 
-def _identity(work: Workload) -> str:
+def identity_of(work: Workload) -> str:
     """Equal for the same work."""
     decoder = json.dumps(asdict(replace(work.spec, name="")), sort_keys=True)
     return f"{work.target.name} {work.dtype} {work.context:012} {decoder}"
