@@ -58,6 +58,8 @@ class KernelVariant:
     threads: int
     matrix_warps: int
     """Warps that multiply streamed weights."""
+    chunk_warps: int
+    """How many of them share a chunk; those left over multiply nothing."""
     smem_bytes: int
     staged_bytes: int
     chunk_bytes: int
@@ -157,6 +159,9 @@ def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> Ke
     matrix_warps = min(config.tiling.get("warps", {}).get("matrix", -(-warps // 2)), warps - 1)
     if matrix_warps < 1:
         raise ConfigError(f"tiling.warps.matrix={matrix_warps} is not positive")
+    chunk_warps = config.tiling.get("warps", {}).get("chunk", 1)
+    if not 1 <= chunk_warps <= matrix_warps:
+        raise ConfigError(f"tiling.warps.chunk={chunk_warps} is not in 1..{matrix_warps}, the warps that multiply")
     stream = config.tiling.get("stream", {})
     asked = stream.get("chunk_bytes")
     fitting = [chunk for chunk in CHUNK_BYTES if chunk * MIN_RING_SLOTS <= room]
@@ -174,8 +179,9 @@ def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> Ke
         raise ConfigError(f"tiling.stream.inflight_bytes={inflight} is not positive")
     inflight_chunks = min(-(-inflight // chunk), slots)
     return KernelVariant(
-        target.sm_arch, threads, matrix_warps, smem, staged, chunk, slots, inflight_chunks, config.pipelining_depth
-    )
+        target.sm_arch, threads, matrix_warps, chunk_warps, smem, staged, chunk, slots, inflight_chunks,
+        config.pipelining_depth,
+    )  # fmt: skip
 
 
 def variant_of(program: MegakernelProgram) -> KernelVariant:

@@ -19,7 +19,7 @@ _SIZES: Final = {
     "gemv": ("N_tile",),
     "attention": ("kv_block",),
     "stream": ("chunk_bytes", "inflight_bytes"),
-    "warps": ("matrix",),
+    "warps": ("matrix", "chunk"),
 }
 
 _TILES: Final = ("gemv", "attention")

@@ -125,13 +125,14 @@ KNOBS: Final = (
     Knob("pages", _just("graph_color", "linear", "none"), False, "page_allocation"),
     Knob("threads", _just(*(WARP * warps for warps in (6, 10, 14, 16))), True, "threads_per_block"),
     Knob("matrix", _just(2, 4, 8), True, "warps that multiply, as far as they leave one for the rest"),
+    Knob("share", _just(1, 2), True, "warps that share a chunk"),
     Knob("smem", _smem, True, "smem_bytes_per_block"),
     Knob("chunk", _chunks, True, "bytes of one weight copy"),
     Knob("inflight", _inflight, True, "bytes of weight copies under way"),
 )
 """Every searched knob. Each value of each changes the program or the kernel variant."""
 
-_GOOD_ON_H200: Final = MappingProxyType({"threads": 448, "matrix": 4, "chunk": 16384, "inflight": 98304})
+_GOOD_ON_H200: Final = MappingProxyType({"threads": 448, "matrix": 4, "share": 1, "chunk": 16384, "inflight": 98304})
 """Block and ring that were the fastest of a few with llama3.2-1b and llama3-8b on an H200."""
 
 _ROWS: Final = MappingProxyType(
@@ -177,7 +178,7 @@ class Space:
         }
         tiling["attention"] = {"kv_block": int(choice["kv_block"])}
         tiling["stream"] = {"chunk_bytes": int(choice["chunk"]), "inflight_bytes": int(choice["inflight"])}
-        tiling["warps"] = {"matrix": int(choice["matrix"])}
+        tiling["warps"] = {"matrix": int(choice["matrix"]), "chunk": int(choice["share"])}
         return ScheduleConfig(
             tiling=tiling,
             fusion_grouping=self._grouping(choice),
@@ -228,6 +229,7 @@ class Space:
             "chunk": tiling.get("stream", {}).get("chunk_bytes", 0),
             "inflight": tiling.get("stream", {}).get("inflight_bytes", 0),
             "matrix": tiling.get("warps", {}).get("matrix", 0),
+            "share": tiling.get("warps", {}).get("chunk", 1),
             "kv_block": tiling.get("attention", {}).get("kv_block", 0),
         }
         for knob, projections in _ROWS.items():

@@ -233,6 +233,8 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "prefetch_depth"),
             Field("int32_t", "pass_blocks", note="row blocks of one pass at most"),
             Field("int32_t", "inflight_chunks", note="bulk copies on their way at once"),
+            Field("int32_t", "chunk_warps", note="matrix warps that share a chunk"),
+            Field("int32_t", "reserved"),
         ),
     }
 )

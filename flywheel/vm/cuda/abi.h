@@ -320,8 +320,10 @@ struct amk_program_t {
   int32_t prefetch_depth;
   int32_t pass_blocks;  // row blocks of one pass at most
   int32_t inflight_chunks;  // bulk copies on their way at once
+  int32_t chunk_warps;  // matrix warps that share a chunk
+  int32_t reserved;
 };
-static_assert(sizeof(amk_program_t) == 136, "amk_program_t");
+static_assert(sizeof(amk_program_t) == 144, "amk_program_t");
 FW_ASSERT_OFFSET(amk_program_t, buffers, 0);
 FW_ASSERT_OFFSET(amk_program_t, counters, 8);
 FW_ASSERT_OFFSET(amk_program_t, instructions, 16);
@@ -343,3 +345,5 @@ FW_ASSERT_OFFSET(amk_program_t, staged_bytes, 120);
 FW_ASSERT_OFFSET(amk_program_t, prefetch_depth, 124);
 FW_ASSERT_OFFSET(amk_program_t, pass_blocks, 128);
 FW_ASSERT_OFFSET(amk_program_t, inflight_chunks, 132);
+FW_ASSERT_OFFSET(amk_program_t, chunk_warps, 136);
+FW_ASSERT_OFFSET(amk_program_t, reserved, 140);

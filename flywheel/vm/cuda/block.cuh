@@ -59,13 +59,22 @@ struct Block {
     __device__ __forceinline__ float* partial(int pass) const {
         return reinterpret_cast<float*>(dynamic_shared + PARTIAL_OFFSET + (pass & 1) * (PARTIAL_BYTES / 2));
     }
-    __device__ __forceinline__ char* staging() const { return dynamic_shared + FW_RESERVED_BYTES; }
+    __device__ __forceinline__ char* staging() {
+        return reinterpret_cast<char*>(this) + FW_RESERVED_BYTES;
+    }
     __device__ __forceinline__ uint32_t* counter(int index) const { return counters + index * (FW_COUNTER_STRIDE / 4); }
     __device__ __forceinline__ bool is_aborted() const { return *const_cast<const volatile uint32_t*>(&aborted) != 0; }
     __device__ __forceinline__ void abort() { *const_cast<volatile uint32_t*>(&aborted) = 1; }
 };
 
 __device__ __forceinline__ Block& this_block() { return *reinterpret_cast<Block*>(dynamic_shared); }
+
+// The same for a loop that must not wait: there the compiler would find out the address again each time.
+__device__ __forceinline__ Block& kept_block() {
+    Block* block = &this_block();
+    asm volatile("" : "+l"(block));
+    return *block;
+}
 
 static_assert(sizeof(Block) <= PARTIAL_OFFSET, "barriers and task slots outgrow the reserved bytes");
 

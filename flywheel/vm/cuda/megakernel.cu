@@ -4,7 +4,7 @@
 __device__ __forceinline__ void init_barriers(Block& block) {
     for (int slot = 0; slot < block.program.ring_slots; slot++) {
         barrier_init(&block.ring_full[slot], FW_RING_ARRIVALS);
-        barrier_init(&block.ring_empty[slot], 1);
+        barrier_init(&block.ring_empty[slot], block.program.chunk_warps);
     }
     barrier_init(&block.x_full, 1);
     for (int i = 0; i < 2; i++) {

@@ -1,6 +1,6 @@
-// Matrix warps: weight fragments from the ring times the staged operand. Chunk g of the SM's stream belongs to warp
-// g % active_warps. A warp adds up its chunks of a row block in registers and leaves them as one partial; the vector warps
-// add the partials of a row block, in a fixed order.
+// Matrix warps: weight fragments from the ring times the staged operand. Chunk g of the SM's stream belongs to group
+// g % chunk_groups of `chunk_warps` warps, each of which takes a part of its K. A warp adds up its parts of a row block in
+// registers and leaves them as one partial; the vector warps add the partials of a row block, in a fixed order.
 #pragma once
 
 #include "block.cuh"
@@ -75,10 +75,29 @@ __device__ __forceinline__ void mma(float (&acc)[4], const uint4& a, const uint2
                  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
-// Four accumulators, so that products do not wait for each other, and all operands of a round loaded before the first.
+// A fragment a chain: weights and the vector.
+struct Round {
+    static constexpr int FRAGMENTS = 4, STEP = 16 * sizeof(element_t);
+    uint4 w[FRAGMENTS];
+    uint2 v[FRAGMENTS];
+
+    __device__ __forceinline__ void load(uint32_t a, uint32_t b) {
+#pragma unroll
+        for (int i = 0; i < FRAGMENTS; i++) {
+            w[i] = load_shared16(a + i * FRAGMENT_BYTES);
+            v[i] = load_shared8(b + i * STEP);
+        }
+    }
+    __device__ __forceinline__ void multiply(float (&acc)[FRAGMENTS][4]) const {
+#pragma unroll
+        for (int i = 0; i < FRAGMENTS; i++) mma(acc[i], w[i], v[i]);
+    }
+};
+
+// Four accumulators, so that products do not wait for each other, and the next round loaded while one is multiplied.
 // Columns are activation rows; where there are fewer than eight, the rest repeat the last one and are dropped.
 struct Product {
-    static constexpr int CHAINS = 4, ROUND = 8;
+    static constexpr int CHAINS = Round::FRAGMENTS;
     float acc[CHAINS][4];
 
     __device__ __forceinline__ void clear() {
@@ -89,23 +108,34 @@ struct Product {
         }
     }
     __device__ __forceinline__ void add(const char* fragments, const element_t* x, int x_stride, int rows, int count, int lane) {
-        const uint32_t step = 16 * sizeof(element_t);
         uint32_t a = shared_address(fragments) + lane * 16;
         uint32_t b = shared_address(x + min(lane >> 2, rows - 1) * x_stride + (lane & 3) * 4);
+        const auto take = [&](Round& round) {
+            round.load(a, b);
+            a += Round::FRAGMENTS * FRAGMENT_BYTES;
+            b += Round::FRAGMENTS * Round::STEP;
+            count -= Round::FRAGMENTS;
+        };
+        if (count >= Round::FRAGMENTS) {
+            Round even, odd;
+            take(even);
 #pragma unroll 1
-        for (; count >= ROUND; count -= ROUND, a += ROUND * FRAGMENT_BYTES, b += ROUND * step) {
-            uint4 w[ROUND];
-            uint2 v[ROUND];
-#pragma unroll
-            for (int i = 0; i < ROUND; i++) {
-                w[i] = load_shared16(a + i * FRAGMENT_BYTES);
-                v[i] = load_shared8(b + i * step);
+            while (count >= 2 * Round::FRAGMENTS) {
+                take(odd);
+                even.multiply(acc);
+                take(even);
+                odd.multiply(acc);
             }
-#pragma unroll
-            for (int i = 0; i < ROUND; i++) mma(acc[i % CHAINS], w[i], v[i]);
+            if (count >= Round::FRAGMENTS) {
+                take(odd);
+                even.multiply(acc);
+                odd.multiply(acc);
+            } else {
+                even.multiply(acc);
+            }
         }
 #pragma unroll 1
-        for (; count > 0; count--, a += FRAGMENT_BYTES, b += step) mma(acc[0], load_shared16(a), load_shared8(b));
+        for (; count > 0; count--, a += FRAGMENT_BYTES, b += Round::STEP) mma(acc[0], load_shared16(a), load_shared8(b));
     }
     __device__ __forceinline__ void flush(float* partial, int rows, int lane) {
         int row = lane >> 2, m = (lane & 3) * 2;
@@ -122,21 +152,24 @@ struct Product {
 #endif
 
 // No more than there are ring slots: the parity of a slot's round tells a chunk only from the one before it.
-__device__ __forceinline__ int active_warps(const Block& block) { return min(MATRIX_WARPS, block.ring.n_slots); }
+__device__ __forceinline__ int chunk_groups(const Block& block) {
+    return min(MATRIX_WARPS / block.program.chunk_warps, block.ring.n_slots);
+}
 
 // Elements from one staged activation row to the next; one fragment more than K where there are several, for the banks.
 __device__ __forceinline__ int x_stride(int kblocks, int rows) { return 16 * (kblocks + (rows > 1)); }
 
 __device__ __noinline__ void run_matrix_warp(int warp) {
-    Block& block = this_block();
+    Block& block = kept_block();
     const int lane = lane_id();
     const amk_segment_t* segments = reinterpret_cast<const amk_segment_t*>(block.program.segments);
     const element_t* x = reinterpret_cast<const element_t*>(block.staging());
-    const int warps = active_warps(block), slots = block.ring.n_slots;
+    const int groups = chunk_groups(block), members = block.program.chunk_warps, slots = block.ring.n_slots;
+    const int group = warp / members, member = warp - group * members;
     const Ring ring = block.ring;
     RingPlace place = {0, 0};
-    place.advance(warp, slots);
-    int chunk = warp < warps ? warp : 0x7fffffff;  // the warp's next one, counted from the start of the segment
+    place.advance(group, slots);
+    int chunk = group < groups ? group : 0x7fffffff;  // the group's next one, counted from the start of the segment
     uint32_t x_round = 0;                          // stagings seen
     Waited waited;
     amk_segment_t next = {};
@@ -145,34 +178,35 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
     for (int index = block.stream_first, pass = 0; index < block.stream_end; index++, pass++) {
         const amk_segment_t segment = next;
         if (index + 1 < block.stream_end) next = segments[index + 1];
-        const int buffer = pass & 1;
+        const int buffer = pass & 1, total = segment.row_blocks * segment.row_chunks;
+        int row_block = chunk / segment.row_chunks, piece = chunk - row_block * segment.row_chunks;
         if (segment.flags & FW_SEGMENT_FRESH_X) {
             if (!warp_barrier_wait(&block.x_full, x_round & 1, &block.aborted)) return;
             x_round++;
         }
         if (!warp_barrier_wait(&block.partial_empty[buffer], ((pass >> 1) & 1) ^ 1, &block.aborted)) return;
-        const int total = segment.row_blocks * segment.row_chunks;
         const int stride = x_stride(segment.kblocks, segment.rows), partial_stride = segment.rows * PARTIAL_ROWS;
-        int row_block = chunk / segment.row_chunks, piece = chunk - row_block * segment.row_chunks;
         float* partials = block.partial(pass);
         float* target = nullptr;
         Product product;
 #pragma unroll 1
-        for (; chunk < total; chunk += warps) {
-            if (target == nullptr) {  // its first piece of a row block is below `warps`, and names the partial
+        for (; chunk < total; chunk += groups) {
+            if (target == nullptr) {  // its first piece of a row block is below `groups`, and names the partial
                 product.clear();
-                target = partials + (row_block * MATRIX_WARPS + piece) * partial_stride;
+                target = partials + (row_block * MATRIX_WARPS + piece * members + member) * partial_stride;
             }
             const int k = piece * segment.chunk_kblocks;
-            const int count = min(segment.chunk_kblocks, segment.kblocks - k);
+            const int whole = min(segment.chunk_kblocks, segment.kblocks - k);
+            const int first = members == 1 ? 0 : whole * member / members;
+            const int count = (members == 1 ? whole : whole * (member + 1) / members) - first;
             waited.begin();
             if (!ring.wait_filled(place, &block.aborted)) return;
             waited.end();
-            product.add(ring.slot(place), x + k * 16, stride, segment.rows, count, lane);
+            product.add(ring.slot(place) + first * FRAGMENT_BYTES, x + (k + first) * 16, stride, segment.rows, count, lane);
             __syncwarp();
             if (lane == 0) ring.release(place);
-            place.advance(warps, slots);
-            piece += warps;
+            place.advance(groups, slots);
+            piece += groups;
             if (piece >= segment.row_chunks) {
                 product.flush(target, segment.rows, lane);
                 target = nullptr;
@@ -182,7 +216,7 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
                 } while (piece >= segment.row_chunks);
             }
         }
-        if (warp < warps) chunk -= total;
+        if (group < groups) chunk -= total;
         __syncwarp();
         if (lane == 0) barrier_arrive(&block.partial_full[buffer]);
     }

@@ -35,10 +35,15 @@ struct Ring {
     }
     // For a warp that takes every `w`-th chunk, w being no more than there are slots. It may come while the chunk before
     // its own is still on its way into the slot: copies land in any order. The parity of `full` cannot tell that round from
-    // the one before it, so the warp first waits until that chunk was taken out.
+    // the one before it, so it counts only once that chunk was taken out: both are asked at once, in this order.
     __device__ __forceinline__ bool wait_filled(const RingPlace& place, const volatile uint32_t* aborted) const {
-        return warp_barrier_wait(&empty[place.slot], place.round ^ 1, aborted) &&
-               warp_barrier_wait(&full[place.slot], place.round, aborted);
+        bool passed;
+        do {
+            const bool taken = barrier_test(&empty[place.slot], place.round ^ 1);
+            const bool landed = barrier_test(&full[place.slot], place.round);
+            passed = taken && landed;
+        } while (!passed && !*aborted);
+        return __all_sync(~0u, passed);
     }
     // A fresh barrier counts as emptied: its previous phase has the other parity. For all threads that fill.
     __device__ __forceinline__ bool wait_empty(const RingPlace& place, const volatile uint32_t* aborted) const {

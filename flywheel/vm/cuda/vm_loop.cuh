@@ -178,21 +178,31 @@ __device__ __forceinline__ void fetch(Block& block, TaskSlot& task, int index) {
     __syncwarp();
 }
 
-// Rows of a KV cache that attention will read, on their way to L2 while its task waits: all but the newest are there since
-// earlier launches. Of a long window its beginning, so that the stream of weights keeps its share of the memory.
-__device__ __forceinline__ void prefetch_windows(const TaskSlot& task) {
+// Some bytes on their way to L2: no more than leave the stream of weights its share of the memory. All lanes.
+__device__ __forceinline__ void prefetch_bytes(const char* from, long long bytes) {
     constexpr int LINE = 128, LIMIT = 64 * 1024;
-    const int lane = lane_id();
-    const bool attends = lane < task.instruction.n_steps && task.steps[lane].op == AMK_OP_ATTENTION_TILE;
-    for (uint32_t left = __ballot_sync(~0u, attends); left != 0; left &= left - 1) {
+    const int count = static_cast<int>(min(bytes, static_cast<long long>(LIMIT)));
+    for (int at = lane_id() * LINE; at < count; at += WARP * LINE) prefetch_l2(from + at);
+}
+
+// What a task will read that does not come of this launch, while the task waits for what does: the rows of a KV cache,
+// all but the newest, and the weights of its norms.
+__device__ __forceinline__ void prefetch_operands(const TaskSlot& task) {
+    const amk_instruction_t& instruction = task.instruction;
+    const int lane = lane_id(), op = lane < instruction.n_steps ? task.steps[lane].op : AMK_OP_NOP;
+    const bool norms = op == AMK_OP_RMSNORM && !(instruction.flags & FW_INSTRUCTION_X_STAGED);
+    for (uint32_t left = __ballot_sync(~0u, norms || op == AMK_OP_ATTENTION_TILE); left != 0; left &= left - 1) {
         const amk_step_t& step = task.steps[__ffs(left) - 1];
-        for (int arg = 1; arg <= 2; arg++) {
+        for (int arg = 1; arg < step.n_args; arg++) {
             if (step.args[arg] >= FW_RESULT_REF) continue;
-            const Operand& cache = task.inputs[step.args[arg]];
-            const int row = step.params.n_kv_heads * step.params.head_dim * element_bytes(cache.dtype);
-            const char* rows = cache.ptr + static_cast<long long>(step.params.kv_start) * row;
-            const int bytes = min(static_cast<long long>(step.params.kv_len) * row, static_cast<long long>(LIMIT));
-            for (int at = lane * LINE; at < bytes; at += WARP * LINE) prefetch_l2(rows + at);
+            const Operand& operand = task.inputs[step.args[arg]];
+            const int element = element_bytes(operand.dtype);
+            if (step.op == AMK_OP_RMSNORM) {
+                prefetch_bytes(operand.ptr, static_cast<long long>(operand.numel) * element);
+            } else if (arg <= 2) {
+                const long long row = step.params.n_kv_heads * step.params.head_dim * element;
+                prefetch_bytes(operand.ptr + step.params.kv_start * row, step.params.kv_len * row);
+            }
         }
     }
 }
@@ -206,7 +216,7 @@ __device__ __noinline__ void run_control() {
         if (!__all_sync(~0u, wait_watched(block, &block.task_free[slot], round ^ 1))) return;
         TaskSlot& task = block.tasks[slot];
         fetch(block, task, block.queue_first + index);
-        prefetch_windows(task);
+        prefetch_operands(task);
         const bool met = lane_id() >= task.instruction.n_waits || wait_counter(block, task.instruction, lane_id());
         if (!__all_sync(~0u, met)) return;
         __syncwarp();  // what each lane acquired is ordered before the arrival of this one

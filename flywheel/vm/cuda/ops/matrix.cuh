@@ -60,7 +60,8 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     const int other_start = epilogue == FW_EPILOGUE_ADD ? n_off : 0;
     const int other_pitch = epilogue == FW_EPILOGUE_ADD ? other.numel / rows : n_tile;
     const Operand* bias = step.n_args > 2 ? &vm.arg(step, 2) : nullptr;
-    const int slots = min(step.row_chunks, active_warps(vm.block())), pass_blocks = vm.block().program.pass_blocks;
+    const int slots = min(step.row_chunks, chunk_groups(vm.block())) * vm.block().program.chunk_warps;
+    const int pass_blocks = vm.block().program.pass_blocks;
     const int first_unit = vm.warp() * 2 + vm.lane() / 16, row = vm.lane() % 16;
     int pass = vm.block().passes;
     int first_column = n_off / 16 * 16 - n_off;
