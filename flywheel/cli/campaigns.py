@@ -10,9 +10,9 @@ import click
 
 from flywheel.cli.options import command, json_option, store_option
 from flywheel.cli.provenance import find_campaign, search_command
-from flywheel.cli.text import ABSENT, counts, pairs, percent, show, show_json, table, ties, us
+from flywheel.cli.text import ABSENT, counts, escaped, pairs, percent, show, show_json, table, ties, us
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import best_of, ranked, tied_with
+from flywheel.measure.standing import best_of, disturbed, ranked, tied_with
 
 if TYPE_CHECKING:
     from flywheel.store.campaign import Campaign, CampaignSummary
@@ -51,7 +51,7 @@ def _list(where: str, summaries: list[CampaignSummary], as_json: bool) -> None:
         show_json({"store": where, "campaigns": [_document(summary) for summary in summaries]})
         return
     if not summaries:
-        show(f"{where}: no campaigns")
+        show(escaped(f"{where}: no campaigns"))
         return
     headers = ("<campaign", "<model", "<GPU", "<dtype", "context", "<sampler", "trials", "best", "<", "<outcomes")
     rows = []
@@ -88,7 +88,8 @@ def _document(summary: CampaignSummary) -> dict[str, Any]:
 
 def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> None:
     campaign: Campaign = summary.campaign
-    show(f"{campaign.name}: {campaign.model} on {campaign.gpu}, {campaign.dtype}, context {campaign.context}")
+    work = f"{campaign.model} on {campaign.gpu}, {campaign.dtype}, context {campaign.context}"
+    show(escaped(f"{campaign.name}: {work}"))
     last = trials[-1].created_at if trials else ABSENT
     show(
         pairs(
@@ -105,13 +106,15 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> No
     )
     best = ranked(trials)[:SHOWN]
     if best:
-        headers = ("trial", "latency", "<", "of floor", "<from", "<config", "<program")
+        headers = ("trial", "latency", "<", "of floor", "<from", "<config", "<program", "<")
         rows = [
             (str(r.trial), us(r.objective_us), r.outcome, percent(r.floor_fraction), r.source, r.config_id,
-             r.program_id or ABSENT)
+             r.program_id or ABSENT, disturbed(r) or "")
             for r in best
         ]  # fmt: skip
         show("\n" + table(headers, rows, indent="  "))
     refused = [record for record in trials if record.reason is not None]
     if refused:
-        show(f"\n  last without a latency: trial {refused[-1].trial}, {refused[-1].outcome}: {refused[-1].reason}")
+        record = refused[-1]
+        said = escaped(f"trial {record.trial}, {record.outcome.replace('_', ' ')}: {record.reason}")
+        show(f"\n  last without a latency: {said}")

@@ -12,6 +12,7 @@ from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_config, settle_work
 from flywheel.cli.options import SharedOption, command, json_option, store_option, workload_options
 from flywheel.cli.text import escaped, pairs, percent, show, show_json, us
+from flywheel.cost_model import open_predictor
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.outcome import Measured, Predicted, Rejected
 from flywheel.measure.record import TrialRecord
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 SHOWN: Final = 8
 """Differences from the incumbent that the text shows."""
-_NUMBERS: Final = ("predicted_us", "predictor", "latency_us", "p10_us", "p90_us", "samples", "throttle")
+_NUMBERS: Final = ("predicted_us", "predictor", "latency_us", "p10_us", "p90_us", "samples", "throttle", "strangers")
 """Columns of the verdict beside its outcome and reason, null where absent."""
 
 
@@ -32,6 +33,7 @@ _NUMBERS: Final = ("predicted_us", "predictor", "latency_us", "p10_us", "p90_us"
 @workload_options
 @click.option("--measure", cls=SharedOption, type=click.Choice(["auto", "predict", "cuda"]), default="auto",
               show_default=True, help="Where the latency comes from; auto: cuda with that GPU here, else predict.")
+@click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
 @store_option
 @json_option
 @click.pass_context
@@ -43,6 +45,7 @@ def evaluate(
     dtype: str | None,
     context: int | None,
     measure: str,
+    machine: str | None,
     store: str,
     as_json: bool,
 ) -> None:  # fmt: skip
@@ -60,12 +63,13 @@ def evaluate(
     schedule = given if isinstance(given, Schedule) else None
     named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context}
     workload = make_workload(**settle_work("evaluate", named, schedule))
+    predictor = open_predictor(machine, workload.target)
     config = given.config if isinstance(given, Schedule) else given
     if ctx.get_parameter_source("store") is ParameterSource.DEFAULT and not Path(store).exists():
-        found = appraise(config, workload, measure, None)
+        found = appraise(config, workload, measure, None, predictor)
     else:
         with open_store(store, create=False) as opened:
-            found = appraise(config, workload, measure, opened)
+            found = appraise(config, workload, measure, opened, predictor)
     document = _document(workload, config.config_id, found)
     if as_json:
         show_json(document)

@@ -21,7 +21,7 @@ from flywheel.cli.options import (
     write_file,
 )
 from flywheel.cli.provenance import find_campaign, schedule_text
-from flywheel.cli.text import note, show_json, us
+from flywheel.cli.text import escaped, note, show_json, us
 from flywheel.errors import StoreError, UnknownNameError, UsageError
 from flywheel.interop.t4 import dump_t4, to_t4
 from flywheel.measure.record import TrialRecord
@@ -81,10 +81,10 @@ def export(
             origin = find_campaign(opened, record.campaign)
             text = schedule_text(record, origin) if form == "schedule" else _program(record)
             facts = {"campaign": record.campaign, "trial": record.trial, "program_id": record.program_id}
-            note(f"{record.campaign}, trial {record.trial}: {record.outcome} {us(record.objective_us)}")
+            note(escaped(f"{record.campaign}, trial {record.trial}: {record.outcome} {us(record.objective_us)}"))
     if output is not None:
         write_file(output, text)
-        note(f"wrote {output}")
+        note(escaped(f"wrote {output}"))
     if as_json and (output is not None or form in ("tsv", "csv")):
         show_json({"format": form, "path": None if output is None else str(output), **facts})
     elif output is None:

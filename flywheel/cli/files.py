@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.cli.options import DEFAULTS
+from flywheel.cli.text import escaped, note
 from flywheel.errors import IrFormatError, StoreError, UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.ir.serde import parse_json, read_text
@@ -37,11 +38,15 @@ def load_config(path: str) -> Schedule | ScheduleConfig:
             return schedule_from_document(document, path)
         if isinstance(document, dict) and document and not _FIELDS & document.keys():
             raise IrFormatError("neither an exported schedule nor a ScheduleConfig: it has no field of one")
-        return ScheduleConfig.from_dict(document)
+        config = ScheduleConfig.from_dict(document)
     except IrFormatError as error:
         raise IrFormatError(f"{path}: {error}") from None
     except StoreError as error:
         raise UsageError(str(error)) from None
+    unknown = sorted(document.keys() - _FIELDS)
+    if unknown:
+        note(escaped(f"{path}: no fields of a ScheduleConfig, so ignored: {', '.join(unknown)}"))
+    return config
 
 
 def settle_work(who: str, named: Mapping[str, Any], schedule: Schedule | None) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from flywheel.cli.files import read_argument, settle_work
 from flywheel.cli.options import (
     DEFAULT_STORE,
     SharedOption,
-    check_name,
     command,
     json_option,
     store_option,
@@ -27,6 +26,7 @@ from flywheel.interop.amk import MARK, read_results
 from flywheel.ir import ScheduleConfig
 from flywheel.ir.serde import parse_json, read_text
 from flywheel.measure.standing import trials_of
+from flywheel.search.spec import check_name
 from flywheel.store.schedule import schedule_from_document
 from flywheel.store.tsv import from_tsv
 

@@ -42,12 +42,6 @@ def seconds(text: str) -> float:
     return float(found[1]) * _SECONDS[found[2]]
 
 
-def check_name(who: str, name: str) -> None:
-    """Raises UsageError, which names the command `who`, for a campaign's name that nobody could read or repeat."""
-    if not (name.strip() and name.isprintable()):
-        raise UsageError(f"{who}: name {name!r} is empty or cannot be printed")
-
-
 def setting(text: str) -> tuple[str, str]:
     """`NAME=VALUE` as a pair."""
     name, _, value = text.partition("=")
@@ -120,7 +114,11 @@ def output_option(function: _F) -> _F:
 
 def check_writable(path: Path) -> None:
     """Raises UsageError where `write_file` could not write `path`, as far as can be told before."""
-    if path.is_dir():
+    try:
+        is_directory = path.is_dir()
+    except OSError as error:  # a name that no file can have
+        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
+    if is_directory:
         raise UsageError(f"{path}: is a directory")
     if not path.resolve().parent.is_dir():
         raise UsageError(f"{path}: cannot be written: directory {path.parent} does not exist")

@@ -17,7 +17,6 @@ from flywheel.cli.options import (
     DEFAULT_STORE,
     DEFAULTS,
     SharedOption,
-    check_name,
     check_writable,
     command,
     json_option,
@@ -30,9 +29,8 @@ from flywheel.cli.options import (
 from flywheel.cli.progress import make_reporter
 from flywheel.cli.provenance import find_campaign, schedule_text
 from flywheel.cli.text import counts, duration, escaped, note, pairs, percent, show, show_json, ties, us
-from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import UsageError
-from flywheel.search.spec import CampaignSpec, read_campaign_file
+from flywheel.search.spec import CampaignSpec, check_name, read_campaign_file
 
 if TYPE_CHECKING:
     from flywheel.measure.record import TrialRecord
@@ -48,6 +46,9 @@ _STOPPED = {
     "exhausted": "nothing is left to try",
     "interrupted": "interrupted",
 }
+
+
+_UNCERTAIN = "none was held: the best may be so by chance"
 
 
 def _default(name: str, text: str) -> str:
@@ -79,6 +80,9 @@ def _default(name: str, text: str) -> str:
     "--warm/--cold", default=None,
     help="Before those, try the best schedules that the store has of the nearest models and GPUs.  [default: warm]",
 )
+@click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
+@click.option("--prefilter", type=float, metavar="FACTOR",
+              help="Do not measure what is predicted to take more than FACTOR times what is predicted of the best.")
 @click.option("--fix", type=setting, metavar="NAME=VALUE", multiple=True, help="Pin a knob; repeatable.")
 @click.option("--name", metavar="NAME", help="Name of the campaign.  [default: after what it searches]")
 @click.option(
@@ -201,7 +205,7 @@ def _latency_source(start: Start, asked: str) -> str:
         why = f"no {wanted} here"
     else:
         why = f"pip install 'flywheel[cuda,torch]' to measure on this machine's {present}"
-    return f"Latencies are predicted by the cost model (version {MODEL_VERSION}): {why}."
+    return f"Latencies are predicted by the cost model (version {start.predictor}): {why}."
 
 
 def _beginning(start: Start) -> str:
@@ -229,10 +233,11 @@ def _document(start: Start, result: CampaignResult) -> dict[str, Any]:
         "seed": spec.seed,
         "measure": spec.measure,
         "predicted": spec.measure == "predict",
-        "predictor": MODEL_VERSION if spec.measure == "predict" else None,
+        "predictor": start.predictor if spec.measure == "predict" else None,
         "trials": result.trials,
         "new_trials": result.new_trials,
         "outcomes": result.outcomes,
+        "saved": _saved(spec, result),
         "best": None if best is None else {
             "trial": best.trial,
             "config": json.loads(best.config),
@@ -253,7 +258,7 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
     from flywheel.store.engine import make_store_url, store_name
 
     spec, best = start.spec, result.best
-    work = f"{spec.model} on {spec.gpu}, {spec.dtype}, context {spec.context}"
+    work = escaped(f"{spec.model} on {spec.gpu}, {spec.dtype}, context {spec.context}")
     if best is None:
         show(f"{work}: nothing feasible in {result.trials:,} trials")
     else:
@@ -273,14 +278,21 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
                 ("campaign", result.name),
                 ("trials", f"{result.trials:,}, {result.new_trials:,} of them new{rate}; {_STOPPED[result.stopped]}"),
                 ("outcomes", counts(result.outcomes)),
+                ("saved", f"{saved:,} measurements saved by predictions" if (saved := _saved(spec, result)) else None),
                 *(_found(spec, best) if best is not None else ()),
                 ("tied", ties((record.trial, record.latency_us) for record in result.tied)),
+                ("final", None if best is None or best.is_predicted or best.source == "final" else _UNCERTAIN),
                 ("store", where),
                 *((("schedule", str(schedule_file)),) if schedule_file is not None and best is not None else ()),
                 *((("next", f"{shlex.join(words)} --output best.json"),) if best is not None else ()),
             ]
         )
     )
+
+
+def _saved(spec: CampaignSpec, result: CampaignResult) -> int:
+    """Trials of a campaign that measures which were not measured, for what was predicted of them."""
+    return result.outcomes.get("predicted", 0) if spec.measure == "cuda" else 0
 
 
 def _found(spec: CampaignSpec, best: TrialRecord) -> list[tuple[str, str | None]]:

@@ -12,6 +12,11 @@ from itertools import groupby
 from flywheel.measure.record import TrialRecord
 
 
+def compared(records: Sequence[TrialRecord]) -> str:
+    """The kind of latencies that compare in a campaign: measured where there are any, else predicted."""
+    return "measured" if any(record.outcome == "measured" for record in records) else "predicted"
+
+
 def trials_of(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     """The rows that are trials: a final measures again what a trial tried."""
     return [record for record in records if record.source != "final"]
@@ -38,7 +43,7 @@ def best_so_far(records: Sequence[TrialRecord]) -> Iterator[tuple[TrialRecord, M
     """Each row, and the best there was with it, by kind: measured or predicted. Rows of one final came at once.
 
     The best is the fastest row that holds and `may_be_best`, the first of equals. After a final it may be slower than
-    it was before, being better known.
+    it was before, being better known. What is only predicted once something is measured was not worth measuring.
     """
     best: dict[str, TrialRecord] = {}
     known: set[str | None] = set()
@@ -51,6 +56,7 @@ def best_so_far(records: Sequence[TrialRecord]) -> Iterator[tuple[TrialRecord, M
             if (
                 record.source != "final"
                 and record.may_be_best
+                and not (record.is_predicted and "measured" in best)
                 and not _repeats(record, known)
                 and (before is None or _rank(record) < _rank(before))
             ):
@@ -105,6 +111,13 @@ def ranked(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     for record in rows:
         first.setdefault(record.config_id, record)
     return list(first.values())
+
+
+def disturbed(record: TrialRecord) -> str | None:
+    """What marks a measured row: clocks that were held down, strangers on the GPU. None where nothing does."""
+    marks = [] if record.throttle in (None, "none") else [f"throttled ({record.throttle})"]
+    marks += [f"strangers ({record.strangers})"] if record.strangers else []
+    return ", ".join(marks) or None
 
 
 def _repeats(record: TrialRecord, known: set[str | None]) -> bool:

@@ -12,7 +12,7 @@ from flywheel.ir import MegakernelProgram, program_id
 from flywheel.ir.serde import config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import best_of, tied_with, trials_of
+from flywheel.measure.standing import best_of, compared, tied_with, trials_of
 from flywheel.search.importance import importances
 from flywheel.search.space import Choice, Dimension, Space, make_space
 from flywheel.search.workload import Workload, make_workload
@@ -93,7 +93,12 @@ def trial_knobs(campaign: Campaign, record: TrialRecord) -> dict[str, str]:
 
 def _knobs(space: Space, trials: Sequence[TrialRecord], best: TrialRecord | None) -> Knobs:
     choices = tuple(_choice(space, record) for record in trials)
-    told = [(choice, row.objective_us) for choice, row in zip(choices, trials, strict=True) if choice is not None]
+    kind = compared(trials)
+    told = [
+        (choice, row.objective_us if row.outcome == kind else None)
+        for choice, row in zip(choices, trials, strict=True)
+        if choice is not None
+    ]
     chosen = None if best is None else _choice(space, best)
     return Knobs(space.dimensions, choices, chosen, space.known_good()[0], importances(space, told))
 

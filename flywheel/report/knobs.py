@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from flywheel.measure.record import TrialRecord
+from flywheel.measure.standing import compared
 from flywheel.report.facts import Knobs
 from flywheel.report.history import WIDTH
-from flywheel.report.svg import Axis, element, label, picture, polyline, short, tip
+from flywheel.report.svg import Axis, element, label, picture, polyline, short, tip, words
 from flywheel.search.space import Choice, Dimension
 
 MOST_LINES: Final = 1000
@@ -17,6 +18,8 @@ RAMP: Final = ("#d8dee6", "#a9c3d9", "#6f9fc4", "#3b76a8", "#1d4f84")
 BEST: Final = "#d9631e"
 
 _TOP, _BOTTOM, _LEFT = 96.0, 400.0, 40.0
+_CHARACTER: Final = 6.0
+"""Width of a small one, or a little more."""
 
 
 def importance(knobs: Knobs) -> str | None:
@@ -38,9 +41,14 @@ def importance(knobs: Knobs) -> str | None:
 
 def coordinates(knobs: Knobs, trials: Sequence[TrialRecord], best: TrialRecord | None) -> str | None:
     """An axis a knob and one of latency, a line a trial; the best in front. None where there is no line to draw."""
+    kind = compared(trials)
     axes = [dimension for dimension in knobs.dimensions if len(dimension.values) > 1]
     ranked = sorted(
-        ((r.objective_us, r.trial, c) for r, c in zip(trials, knobs.choices, strict=True) if r.objective_us and c),
+        (
+            (record.objective_us, record.trial, choice)
+            for record, choice in zip(trials, knobs.choices, strict=True)
+            if record.outcome == kind and record.objective_us is not None and choice is not None
+        ),
         key=lambda entry: (-entry[0], -entry[1]),
     )[-MOST_LINES:]
     if not axes or not ranked:
@@ -50,7 +58,7 @@ def coordinates(knobs: Knobs, trials: Sequence[TrialRecord], best: TrialRecord |
     ends = [ranked[0][0], ranked[-1][0]]
     ends += [best.objective_us] if best is not None and best.objective_us is not None else []
     slowest, fastest = max(ends), min(ends)
-    up = Axis(fastest, slowest if slowest > fastest else fastest * 1.01, _BOTTOM, _TOP)
+    up = Axis(fastest, slowest if slowest > fastest else fastest * 1.01, _BOTTOM, _TOP, log=True)
     fifths: list[list[str]] = [[] for _ in RAMP]
     for rank, (latency, _, choice) in enumerate(ranked):
         line = polyline([*_line(axes, places, choice), (places[-1], up(latency))])
@@ -66,7 +74,7 @@ def coordinates(knobs: Knobs, trials: Sequence[TrialRecord], best: TrialRecord |
     if chosen is not None:
         parts.append(element("path", d=chosen, stroke=BEST, stroke_width=2.5, fill="none", class_="best"))
     for dimension, x in zip(axes, places, strict=False):
-        parts += _axis(dimension, x)
+        parts += _axis(dimension, x, int(step / _CHARACTER))
     parts += [
         element("path", d=f"M{places[-1]} {_TOP}V{_BOTTOM}", class_="axis"),
         _name(places[-1], "latency, us"),
@@ -83,11 +91,14 @@ def _height(dimension: Dimension, index: int) -> float:
     return _BOTTOM - index / (len(dimension.values) - 1) * (_BOTTOM - _TOP)
 
 
-def _axis(dimension: Dimension, x: float) -> list[str]:
+def _axis(dimension: Dimension, x: float, most: int) -> list[str]:
+    """An axis with its values, names of more than `most` characters cut short."""
+    texts = [(str(value), _height(dimension, index) - 3) for index, value in enumerate(dimension.values)]
     values = [
-        label(x + 3, _height(dimension, index) - 3, str(value), "faint halo", font_size=10)
-        for index, value in enumerate(dimension.values)
-    ]
+        element("text", tip(text), words(text if len(text) <= most else text[: most - 1] + "…"), x=x + 3, y=y,
+                class_="faint halo", font_size=10)
+        for text, y in texts
+    ]  # fmt: skip
     return [element("path", d=f"M{x:.2f} {_TOP}V{_BOTTOM}", class_="axis"), _name(x, dimension.name), *values]
 
 

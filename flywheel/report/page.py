@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import ranked
+from flywheel.measure.standing import disturbed, ranked
 from flywheel.report.facts import Facts
 from flywheel.report.history import COLOURS, history, outcomes
 from flywheel.report.knobs import MOST_LINES, coordinates, importance
@@ -100,10 +100,9 @@ def _certainty(best: TrialRecord, tied: Sequence[TrialRecord]) -> list[str]:
     elif best.gain_low_us is not None:
         least, most = best.gain_low_us, best.gain_high_us
         said.append(f"In the final it took {least:,.2f} to {most:,.2f} us less than the next (99 % interval).")
-    if best.throttle not in (None, "none"):
-        said.append(f"While it was measured, clocks were held down: {best.throttle}.")
-    if best.strangers:
-        said.append(f"While it was measured, {best.strangers} other processes computed on the GPU.")
+    marks = disturbed(best)
+    if marks is not None:
+        said.append(f"While it was measured, the GPU's clocks were held down or others computed on it: {marks}.")
     return said
 
 
@@ -169,10 +168,10 @@ def _layer(facts: Facts) -> list[str]:
 def _best(facts: Facts, schedule_json: str | None) -> list[str]:
     rows = [
         (str(r.trial), f"{r.objective_us:,.1f}", r.outcome, _percent(r.floor_fraction), r.source, r.config_id,
-         r.program_id or "")
+         r.program_id or "", disturbed(r) or "")
         for r in ranked(facts.records)[:SHOWN]
     ]  # fmt: skip
-    headers = ("trial", "us", "", "of floor", "from", "config", "program")
+    headers = ("trial", "us", "", "of floor", "from", "config", "program", "")
     parts = [_section("Best trials"), _table(headers, rows, numbers=(0, 1, 3)) if rows else ""]
     if facts.knobs is not None and facts.knobs.best is not None:
         first = facts.knobs.first

@@ -129,7 +129,7 @@ def _check_gpu(name: str, known: Sequence[TrialRecord], gpu: str | None) -> None
     """Two GPUs may share a target: an H100 is one with HBM3 or on a PCIe card."""
     for record in known:
         if None not in (gpu, record.gpu_name, record.latency_us) and record.gpu_name != gpu:
-            raise UsageError(f"campaign {name!r} was measured on {record.gpu_name}, not {gpu}; --fresh starts a new one")
+            raise UsageError(f"campaign {name!r} was measured on {record.gpu_name}, not {gpu}; --fresh starts another")
 
 
 class CampaignRun:
@@ -239,10 +239,12 @@ class CampaignRun:
         return self._engine.submit(config, self._rivals(config), limit_us=limit_us)
 
     def _rivals(self, config: ScheduleConfig) -> tuple[ScheduleConfig, ...]:
-        """What a config is measured against: the best so far."""
-        if self._spec.measure != "cuda" or self._best is None or self._best.config_id == config.config_id:
+        """What a config is measured against: the best so far, if by these kernels: others may not have one for it."""
+        best, here = self._best, self._environment
+        if self._spec.measure != "cuda" or best is None or best.config_id == config.config_id:
             return ()
-        return (_config(self._best),)
+        alike = (best.gpu_driver, best.nvrtc, best.kernels) == (here.driver, here.nvrtc, here.kernels)
+        return (_config(best),) if alike else ()
 
     def _hold_final(self) -> list[TrialRecord]:
         """Measure the best programs again, in turn: the rows of that, none where a worker dies of it.

@@ -17,7 +17,7 @@ from flywheel.ir import ScheduleConfig
 from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
 from flywheel.search.evaluate import Prepared
-from flywheel.search.processes import CALL_S, START_S
+from flywheel.search.processes import CALL_S, MEASURE_S, START_S
 from flywheel.search.station import Setup, Station
 
 _LANES: Final = ("prepare", "measure")
@@ -95,7 +95,8 @@ class RayHost:
 
     def measure(self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig], rounds: int) -> tuple[Contest, float]:
         """As `Host.measure`."""
-        measured: tuple[Contest, float] = self._call("measure", "measure", (config, tuple(rivals), rounds), CALL_S)
+        asked = config, tuple(rivals), rounds
+        measured: tuple[Contest, float] = self._call("measure", "measure", asked, MEASURE_S)
         return measured
 
     def end(self, now: bool) -> None:
@@ -125,6 +126,8 @@ class RayHost:
         except RayTaskError as error:
             if isinstance(error.cause, FlywheelError):
                 raise error.cause from None
+            if self._actor is not actor:  # what breaks while it is being ended is no news
+                raise WorkerDiedError(f"{self.name}: was ended") from error
             raise
         except RayError as error:
             raise WorkerDiedError(f"{self.name}: {_line(error)}") from error

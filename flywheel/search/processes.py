@@ -27,6 +27,9 @@ START_S: Final = 960.0
 CALL_S: Final = 360.0
 """Wall seconds of one call: a little more than the child's answer may take."""
 
+MEASURE_S: Final = START_S + CALL_S
+"""Wall seconds of a measurement, before which a child may have to be started anew."""
+
 _EXIT_S: Final = 10.0
 
 
@@ -64,7 +67,8 @@ class ProcessHost:
 
     def measure(self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig], rounds: int) -> tuple[Contest, float]:
         """As `Host.measure`."""
-        measured: tuple[Contest, float] = self._call(1, "measure", (config, tuple(rivals), rounds), CALL_S)
+        asked = config, tuple(rivals), rounds
+        measured: tuple[Contest, float] = self._call(1, "measure", asked, MEASURE_S)
         return measured
 
     def end(self, now: bool) -> None:

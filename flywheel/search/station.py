@@ -88,12 +88,14 @@ class Station:
     def measure(self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig], rounds: int) -> tuple[Contest, float]:
         """(what came of a config that was not refused, seconds that took). A child's death is Crashed and transient.
 
-        Raises what stops a child from starting.
+        It stands alone where one of its rivals is refused today. Raises what stops a child from starting.
         """
         program = self._take(config)
         names = tuple(rival.config_id for rival in rivals)
         if names != self._rivals[0]:
-            self._rivals = names, tuple(self._program(rival) for rival in rivals)
+            found = [self._make(rival) for rival in rivals]
+            programs = tuple(each.program for each in found if each.refused is None and each.program is not None)
+            self._rivals = names, programs if len(programs) == len(rivals) else ()
         if self._client is not None:
             self._client.ready()  # a new child's start is nobody's time
         start = perf_counter()
@@ -112,12 +114,7 @@ class Station:
 
     def _take(self, config: ScheduleConfig) -> MegakernelProgram:
         prepared = self._prepared.pop(config.config_id, None)
-        if prepared is None or prepared.program is None:
-            return self._program(config)
-        return prepared.program
-
-    def _program(self, config: ScheduleConfig) -> MegakernelProgram:
-        program = self._make(config).program
+        program = (prepared or self._make(config)).program
         assert program is not None
         return program
 

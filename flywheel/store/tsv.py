@@ -37,7 +37,7 @@ def from_tsv(text: str) -> list[TrialRecord]:
 
     Raises StoreError with the line number.
     """
-    lines = text.removesuffix("\n").split("\n")
+    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
     columns = _header(lines[0])
     return [_record(number, line, columns) for number, line in enumerate(lines[1:], start=2)]
 

@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from click.testing import Result
+
+from flywheel.store.sql import open_store
+from flywheel.store.tsv import to_tsv
 
 Run = Callable[..., Result]
 
@@ -40,3 +44,12 @@ def test_a_missing_or_broken_store_is_code_5(run: Run) -> None:
     result = run("campaigns", "--store", "broken.db")
     assert result.exit_code == 5
     assert "not a SQLite database" in result.stderr
+
+
+def test_reasons_of_strangers_are_only_text(run: Run, searched: Path) -> None:
+    with open_store(searched) as store:
+        row = store.trials("small")[0]
+    refused = replace(row, outcome="timed_out", reason="\x1b[31mred", predicted_us=None, predictor=None)
+    Path("rows.tsv").write_text(to_tsv([refused]), encoding="utf-8")
+    assert run("import", "rows.tsv", "--as", "theirs").exit_code == 0
+    assert r"trial 0, timed out: \x1b[31mred" in run("campaigns", "theirs").stdout

@@ -20,8 +20,8 @@ Run = Callable[..., Result]
 WORK = ("--model", "smollm2-135m", "--gpu", "l4")
 FIELDS = {
     "model", "gpu", "dtype", "context", "measure", "outcome", "codes", "reason", "predicted_us", "predictor",
-    "latency_us", "p10_us", "p90_us", "samples", "throttle", "floor_us", "floor_fraction", "config_id", "program_id",
-    "tasks", "incumbent", "changed",
+    "latency_us", "p10_us", "p90_us", "samples", "throttle", "strangers", "floor_us", "floor_fraction",
+    "config_id", "program_id", "tasks", "incumbent", "changed",
 }  # fmt: skip
 
 
@@ -135,3 +135,12 @@ def test_measuring_without_the_gpu_is_code_4(run: Run, monkeypatch: pytest.Monke
     monkeypatch.setattr("flywheel.search.appraise.capture_environment", lambda: bare)
     result = run("evaluate", "-", *WORK, "--measure", "cuda", stdin=config())
     assert (result.exit_code, result.stdout) == (4, "")
+
+
+def test_fields_that_are_none_of_a_config_are_named(run: Run) -> None:
+    """A misspelt field must not pass for what was asked."""
+    result = run("evaluate", "-", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--json",
+                 stdin='{"pipelining_depth": 4, "pipelining": 8, "\\u001b": 1}')  # fmt: skip
+    assert result.exit_code == 0
+    assert result.stderr == r"-: no fields of a ScheduleConfig, so ignored: \x1b, pipelining" + "\n"
+    assert json.loads(result.stdout)["outcome"] == "predicted"

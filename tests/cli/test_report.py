@@ -55,3 +55,12 @@ def test_a_campaign_whose_name_is_a_path_stays_in_the_directory(run: Run, store:
     result = run("report", "../up", "--store", store)
     assert result.exit_code == 0, result.stderr
     assert Path(".._up.html").exists()
+
+
+def test_a_campaign_whose_name_no_file_can_have_needs_out(run: Run, searched: Path) -> None:
+    rows = run("export", "--format", "tsv", "--store", searched).stdout
+    assert run("import", "-", "--as", "n" * 300, "--store", "long.db", stdin=rows).exit_code == 0
+    result = run("report", "n" * 300, "--store", "long.db")
+    assert result.exit_code == 2
+    assert "cannot be written: File name too long" in result.stderr
+    assert run("report", "n" * 300, "--store", "long.db", "--out", "long.html").exit_code == 0

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import best_of, best_so_far, incumbents, ranked, standing, tied_with, trials_of
+from flywheel.measure.standing import best_of, best_so_far, compared, incumbents, ranked, standing, tied_with, trials_of
 
 Row = tuple[str, float, float | None, str]
 """Program, latency, least gain over its rival, source."""
@@ -82,6 +82,16 @@ def test_an_answer_from_an_earlier_row_is_no_second_chance(rows: Rows) -> None:
     assert standing(again) == standing(after)
     (elsewhere,) = rows(("b", 99.0, None, "store"))
     assert best_of([elsewhere]) == elsewhere
+
+
+def test_what_was_not_worth_measuring_is_never_the_best(
+    rows: Rows, make_record: Callable[..., TrialRecord]
+) -> None:
+    measured = rows(("a", 100.0, None, "search"))
+    spared = make_record(trial=1, outcome="predicted", predicted_us=90.0, predictor="2", program_id="b")
+    assert incumbents([*measured, spared]) == measured
+    assert ranked([*measured, spared])[0] == measured[0]
+    assert (compared([*measured, spared]), compared([spared])) == ("measured", "predicted")
 
 
 def test_without_a_final_nothing_is_tied(rows: Rows) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from flywheel.errors import UsageError
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.contest import Contest
 from flywheel.measure.outcome import Crashed, Implausible, TrialOutcome
@@ -234,6 +235,24 @@ def test_the_winner_of_a_final_is_the_only_row_of_it_that_is_news(
     finals = [progress for progress in seen if progress.record.source == "final"]
     assert [progress.record for progress in finals if progress.improved] == [result.best]
     assert {(progress.trials, progress.new_trials) for progress in finals} == {(7, 7)}
+
+
+def test_rows_of_other_kernels_are_no_rivals(lab: Any, engine: Callable[..., NoisyEngine]) -> None:
+    """These may not even have a kernel for the program: that would be the candidate's fault."""
+    run(lab, engine())
+    lab.environment = replace(lab.environment, kernels="newer")
+    noisy = engine()
+    noisy.latency_us = lambda program: 20.0
+    lab.run(replace(measured_spec(lab), trials=9), noisy, lab.space())
+    assert [len(rivals) for _, rivals, _ in noisy.asked] == [0, 1, FINALISTS - 1]
+
+
+def test_a_campaign_stays_on_its_gpu(lab: Any, engine: Callable[..., NoisyEngine]) -> None:
+    lab.environment = replace(lab.environment, gpu="NVIDIA H100 80GB HBM3")
+    run(lab, engine())
+    lab.environment = replace(lab.environment, gpu="NVIDIA H100 PCIe")
+    with pytest.raises(UsageError, match="measured on NVIDIA H100 80GB HBM3, not NVIDIA H100 PCIe; --fresh"):
+        run(lab, engine())
 
 
 def test_an_interrupted_campaign_holds_no_final(lab: Any, engine: Callable[..., NoisyEngine]) -> None:

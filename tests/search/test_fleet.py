@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -125,6 +126,19 @@ def test_a_config_that_kills_its_station_crashes_alone(lab: Any, fleets: Fleets,
     (dead,) = [record for record in lab.store.trials("toy") if record.outcome == "crashed"]
     assert '"pipelining_depth":4' in dead.config
     assert "then again:" in dead.reason
+    assert (dead.program_id is None, dead.tasks is None, dead.floor_us is None) == (False, False, False)
+
+
+def test_a_rival_that_is_refused_today_is_none(
+    fleets: Fleets, measuring: Callable[..., Setup], configs: list[ScheduleConfig]
+) -> None:
+    with fleets(measuring()) as fleet:
+        fleet.ready()
+        alone = fleet.submit(configs[1], (replace(configs[2], pipelining_depth=-1),))()
+        against = fleet.submit(configs[1], (configs[2],))()
+    assert isinstance(alone.outcome, Measured)
+    assert alone.contest is not None and against.contest is not None
+    assert (len(alone.contest.times_us), len(against.contest.times_us)) == (0, 2)
 
 
 @pytest.mark.parametrize("victim", ["child", "station"])

@@ -104,3 +104,8 @@ def test_a_damaged_row_is_named_by_its_line(make_record: Records, old: str, new:
 def test_a_damaged_header_is_refused(old: str, new: str, message: str) -> None:
     with pytest.raises(StoreError, match=message):
         from_tsv(to_tsv([]).replace(old, new, 1))
+
+
+def test_a_table_with_windows_line_ends_is_the_same_table(make_record: Records) -> None:
+    records = [make_record(trial=trial, reason="a\r\nb") for trial in range(2)]
+    assert from_tsv(to_tsv(records).replace("\n", "\r\n")) == records
