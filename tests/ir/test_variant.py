@@ -64,18 +64,6 @@ def test_a_loader_and_a_control_warp_leave_the_rest_to_matrix_and_vector_warps(
         (ScheduleConfig(smem_bytes_per_block=16384), 8192),
     ],
 )
-def test_warps_that_multiply_may_share_chunks_as_far_as_there_are_some() -> None:
-    target = TARGETS["h200"]
-
-    def sharing(warps: dict[str, int]) -> int:
-        return kernel_variant(ScheduleConfig(tiling={"warps": warps}, threads_per_block=448), target, 0).chunk_warps
-
-    assert [sharing({}), sharing({"matrix": 4, "chunk": 4}), sharing({"matrix": 3, "chunk": 2})] == [1, 4, 2]
-    for chunk in (0, -1, 5):
-        with pytest.raises(ConfigError, match=f"tiling.warps.chunk={chunk} is not in 1..4"):
-            sharing({"matrix": 4, "chunk": chunk})
-
-
 def test_a_broken_bound_is_a_config_error(config: ScheduleConfig, staged: int) -> None:
     with pytest.raises(ConfigError) as caught:
         kernel_variant(config, H100, staged)
@@ -119,3 +107,15 @@ def test_a_program_without_a_config_has_the_default_variant(tiny: MegakernelProg
     assert variant_of(replace(tiny, config=None)) == variant_of(replace(tiny, config=ScheduleConfig()))
     with pytest.raises(ConfigError, match="no target"):
         variant_of(replace(tiny, target=None))
+
+
+def test_warps_that_multiply_may_share_chunks_as_far_as_there_are_some() -> None:
+    target = TARGETS["h200"]
+
+    def sharing(warps: dict[str, int]) -> int:
+        return kernel_variant(ScheduleConfig(tiling={"warps": warps}, threads_per_block=448), target, 0).chunk_warps
+
+    assert [sharing({}), sharing({"matrix": 4, "chunk": 4}), sharing({"matrix": 3, "chunk": 2})] == [1, 4, 2]
+    for chunk in (0, -1, 5):
+        with pytest.raises(ConfigError, match=f"tiling.warps.chunk={chunk} is not in 1..4"):
+            sharing({"matrix": 4, "chunk": chunk})
