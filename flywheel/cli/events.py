@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from flywheel.cli.progress import Reporter
 from flywheel.cli.text import show_json
-from flywheel.cost_model import MODEL_VERSION
 from flywheel.measure.record import TrialRecord
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class JsonLines:
                 "version": EVENTS_VERSION,
                 "campaign": start.name,
                 **{name: getattr(spec, name) for name in _SEARCHED},
-                "predictor": MODEL_VERSION if spec.measure == "predict" else None,
+                "predictor": start.predictor if spec.measure == "predict" else None,
                 "known": start.known,
                 "dimensions": start.dimensions,
                 "configurations": start.configurations,

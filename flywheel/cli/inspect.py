@@ -10,7 +10,7 @@ import click
 from flywheel.cli.files import load_program
 from flywheel.cli.options import command, json_option
 from flywheel.cli.text import cell, escaped, pairs, percent, show, show_json, size, table, us
-from flywheel.cost_model import Prediction, predict
+from flywheel.cost_model import Machine, Prediction, predict
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import KernelVariant, MegakernelProgram, program_id, validate, variant_of
 from flywheel.measure.floor import floor_fraction
@@ -106,14 +106,17 @@ def _load(program: MegakernelProgram) -> dict[str, Any] | None:
     }
 
 
-def predict_latency(program: MegakernelProgram) -> Prediction:
-    """What the cost model says. Raises ConfigError without tasks, a bandwidth or what else it needs."""
+def predict_latency(program: MegakernelProgram, machine: Machine | None = None) -> Prediction:
+    """What the cost model says, with the constants of `machine` if given.
+
+    Raises ConfigError without tasks, a bandwidth or what else it needs.
+    """
     if not program.tasks:
         raise ConfigError("the program has no tasks")
     target = program.target
     if target is not None and not target.hbm_bandwidth_gbs > 0:
         raise ConfigError(f"target {target.name}: hbm_bandwidth_gbs={target.hbm_bandwidth_gbs} is not above 0")
-    return predict(program)
+    return predict(program, machine)
 
 
 def _predicted(program: MegakernelProgram) -> dict[str, float | None]:

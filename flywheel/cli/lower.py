@@ -12,7 +12,7 @@ from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_config, settle_work
 from flywheel.cli.options import command, json_option, output_option, setting, workload_options, write_file
 from flywheel.cli.text import note, percent, show, show_json, size, us
-from flywheel.cost_model import MODEL_VERSION, predict
+from flywheel.cost_model import Predictor, open_predictor, predict
 from flywheel.errors import ConfigError, UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig, program_id
 from flywheel.measure.floor import floor_fraction, weight_bytes_read
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
               help="ScheduleConfig or exported schedule, as JSON.  [default: what search tries first]")  # fmt: skip
 @click.option("--set", "settings", type=setting, multiple=True, metavar="NAME=VALUE",
               help="Set one knob of the search space; repeatable.")  # fmt: skip
+@click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
 @output_option
 @json_option
 @click.pass_context
@@ -39,6 +40,7 @@ def lower(
     context: int | None,
     config_file: str | None,
     settings: tuple[tuple[str, str], ...],
+    machine: str | None,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -54,6 +56,7 @@ def lower(
     given = load_config(config_file) if config_file is not None else None
     named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context}
     workload = make_workload(**settle_work("lower", named, given if isinstance(given, Schedule) else None))
+    predictor = open_predictor(machine, workload.target)
     config = given.config if isinstance(given, Schedule) else given
     if config is None or settings:
         knobs = dict(settings)
@@ -63,7 +66,7 @@ def lower(
     except ConfigError as error:
         note(f"flywheel: rejected: {error}")
         ctx.exit(REJECTED)
-    summary = _summary(program)
+    summary = _summary(program, predictor)
     note(
         f"{program.meta['model']} on {program.meta['gpu']}: {summary['tasks']:,} tasks on {summary['sms']} SMs, "
         f"{size(summary['weight_bytes'])} of weights, floor {us(summary['floor_us'])}; "
@@ -87,8 +90,8 @@ def _choose(space: Space, pinned: Space, names: Collection[str], config: Schedul
     return space.to_config({**choice, **settings})
 
 
-def _summary(program: MegakernelProgram) -> dict[str, Any]:
-    prediction = predict(program)
+def _summary(program: MegakernelProgram, predictor: Predictor) -> dict[str, Any]:
+    prediction = predict(program, predictor.machine)
     return {
         "program_id": program_id(program),
         "config_id": program.config.config_id if program.config else None,
@@ -98,5 +101,5 @@ def _summary(program: MegakernelProgram) -> dict[str, Any]:
         "floor_us": prediction.floor_us,
         "predicted_us": prediction.latency_us,
         "floor_fraction": floor_fraction(prediction.floor_us, prediction.latency_us),
-        "predictor": MODEL_VERSION,
+        "predictor": predictor.version,
     }

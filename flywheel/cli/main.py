@@ -35,6 +35,7 @@ COMMANDS: Final = {
     "generate": ("flywheel.cli.generate:generate", "Generate tokens with a model's program."),
     "inspect": ("flywheel.cli.inspect:inspect", "Summarise a program."),
     "diff": ("flywheel.cli.diff:diff", "Compare two programs."),
+    "calibrate": ("flywheel.cli.calibrate:calibrate", "Fit the cost model to what a GPU was measured to do."),
     "models": ("flywheel.cli.catalog:models", "List the models known by name."),
     "targets": ("flywheel.cli.catalog:targets", "List the GPUs known by name."),
     "doctor": ("flywheel.cli.doctor:doctor", "Say what this machine has, and what that means."),

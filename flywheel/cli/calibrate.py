@@ -1,0 +1,135 @@
+"""`flywheel calibrate`: fit the cost model's constants of a GPU to what it was measured to do."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from flywheel.cli.options import SharedOption, check_writable, command, json_option, store_option, write_file
+from flywheel.cli.provenance import find_campaign
+from flywheel.cli.text import ABSENT, note, pairs, percent, show, show_json, table
+from flywheel.cost_model import MODEL_VERSION
+
+if TYPE_CHECKING:
+    from flywheel.search.calibrating import Calibrated, Selection
+
+_MOST_JOBS: Final = 8
+
+
+@command
+@click.option("--gpu", cls=SharedOption, metavar="NAME", required=True, help="GPU that was measured on.")
+@store_option
+@click.option("--campaign", "campaigns", metavar="NAME", multiple=True,
+              help="Use what this campaign measured; repeatable.  [default: every campaign of the GPU]")
+@click.option("--held-back", type=click.FloatRange(0.1, 0.9), default=0.5, show_default=True, metavar="SHARE",
+              help="Configs of each model that nothing is fitted to, to say how good the fit is.")
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N",
+              help=f"Processes that predict.  [default: one a processor, {_MOST_JOBS} at most]")
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("machine.json"), show_default=True,
+              metavar="FILE", help="Write the constants there, for --machine of other commands.")
+@json_option
+def calibrate(
+    gpu: str,
+    store: str,
+    campaigns: tuple[str, ...],
+    held_back: float,
+    jobs: int | None,
+    output: Path,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Fit the cost model's constants of a GPU to what campaigns measured on it, and say how well the rest is predicted.
+
+    What flywheel doctor --probe measured is taken as it is. Rows of one GPU, driver, compiler and kernels count, those
+    of the newest measured row. The result is a file that search, evaluate, lower and simulate take as --machine.
+    """
+    from flywheel.cost_model.calibration import dump_calibration
+    from flywheel.search.calibrating import calibrate as run_calibration
+    from flywheel.search.calibrating import select
+    from flywheel.search.pricing import open_pool
+    from flywheel.store.sql import open_store
+
+    check_writable(output)
+    with open_store(store, create=False) as opened:
+        for name in campaigns:
+            find_campaign(opened, name)
+        selection = select(opened, gpu, campaigns)
+        gpu_name = selection.place["gpu_name"]
+        ceiling = None if gpu_name is None else opened.ceiling(gpu_name)
+    if ceiling is None:
+        note(f"flywheel: no probe of {gpu_name} in the store, so its read rate is fitted, too; flywheel doctor --probe")
+    with open_pool(jobs or min(os.cpu_count() or 1, _MOST_JOBS)) as pool:
+        found = run_calibration(selection, ceiling, held_back, pool, lambda told: note(f"flywheel: {told}"))
+    document = _document(selection, found, output)
+    if as_json:
+        show_json(document)
+    else:
+        _show(document)
+    write_file(output, dump_calibration(found.calibration))
+
+
+def _document(selection: Selection, found: Calibrated, output: Path) -> dict[str, Any]:
+    return {
+        "gpu": selection.gpu,
+        **selection.place,
+        "path": str(output),
+        "predictor": found.calibration.predictor.version,
+        "before": MODEL_VERSION,
+        "pinned": dict(found.pinned),
+        "campaigns": list(selection.campaigns),
+        "elsewhere": selection.elsewhere,
+        "few": dict(selection.few),
+        "disturbed": [work.workload.model for work in selection.works if work.disturbed],
+        "works": [asdict(work) for work in found.works],
+        "machine": asdict(found.calibration.machine),
+    }
+
+
+def _show(document: dict[str, Any]) -> None:
+    works = document["works"]
+    fitted, held = sum(work["fitted"] for work in works), sum(work["after"]["n"] for work in works)
+    show(f"{document['gpu']}: fitted to {fitted} programs and compared with {held} that were held back")
+    few = [f"{count} configs of {name}" for name, count in document["few"].items()]
+    left_out = [
+        *([f"{document['elsewhere']:,} rows of other GPUs, drivers or kernels"] if document["elsewhere"] else []),
+        *([f"{', '.join(few)}: too few"] if few else []),
+        *([f"{changed} programs that are lowered otherwise today"] if (changed := _changed(works)) else []),
+    ]
+    pinned = [f"{name} {value:,.5g}" for name, value in document["pinned"].items()]
+    measured = f"{document['gpu_name']}, driver {document['gpu_driver']}, NVRTC {document['nvrtc']}"
+    show(
+        pairs(
+            [
+                ("measured", f"{measured}, kernels {document['kernels']}"),
+                ("campaigns", ", ".join(document["campaigns"])),
+                ("pinned", f"{', '.join(pinned)}: as probed" if pinned else None),
+                ("disturbed", ", ".join(document["disturbed"]) or None),
+                ("left out", "; ".join(left_out) or None),
+                ("predictor", f"{document['predictor']} (not {document['before']})"),
+                ("written", document["path"]),
+            ]
+        )
+    )
+    rows = [
+        (
+            f"{work['model']}, {work['dtype']}, context {work['context']}",
+            str(work["after"]["n"]),
+            *(cell for when in ("before", "after") for cell in _cells(work[when])),
+        )
+        for work in works
+    ]
+    headers = ("<held back", "configs", "Spearman before", "median", "p90", "Spearman after", "median", "p90")
+    show("\n" + table(headers, rows, indent="  "))
+
+
+def _changed(works: list[dict[str, Any]]) -> int:
+    return sum(work["changed"] for work in works)
+
+
+def _cells(score: dict[str, Any]) -> tuple[str, str, str]:
+    spearman = score["spearman"]
+    ranked = ABSENT if spearman is None else f"{spearman:.3f}"
+    return ranked, percent(score["median_error"]), percent(score["p90_error"])
