@@ -63,6 +63,10 @@ class MismatchError(FlywheelError):
     """A program computed something else than the oracle."""
 
 
+class TraceError(FlywheelError):
+    """Stamps of a traced launch are absent, or not in the order in which a task passes them."""
+
+
 class KernelCompileError(FlywheelError):
     """The kernel does not compile for an architecture, or there is no compiler."""
 
