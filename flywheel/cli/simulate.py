@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import click
@@ -10,10 +11,10 @@ import click
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_program
 from flywheel.cli.inspect import operation, predict_latency
-from flywheel.cli.options import command, json_option
-from flywheel.cli.text import escaped, pairs, percent, show, show_json, size, table, us
-from flywheel.cost_model import MODEL_VERSION, timeline
-from flywheel.errors import ConfigError
+from flywheel.cli.options import check_writable, command, json_option, write_file
+from flywheel.cli.text import escaped, note, pairs, percent, show, show_json, size, table, us
+from flywheel.cost_model import STOCK, Predictor, open_predictor, timeline
+from flywheel.errors import ConfigError, UsageError
 from flywheel.ir import MegakernelProgram, validate
 from flywheel.measure.floor import floor_fraction
 
@@ -24,24 +25,50 @@ SHOWN = 5
 @command
 @click.argument("file", metavar="FILE")
 @click.option("--seeds", type=click.IntRange(min=0), default=16, show_default=True, help="Worst-case orders to try.")
+@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE.json",
+              help="Write the predicted timeline, for ui.perfetto.dev or chrome://tracing.")
+@click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
 @json_option
 @click.pass_context
-def simulate(ctx: click.Context, file: str, seeds: int, as_json: bool) -> None:
+def simulate(
+    ctx: click.Context, file: str, seeds: int, trace: Path | None, machine: str | None, as_json: bool
+) -> None:
     """Run a program's counters, look for races in adversarial orders, and predict its latency; `-` is stdin.
 
     Exit code 3 if a task never fires, a race shows or the program is not valid.
     """
     program = load_program(file)
-    document = run_program(program, seeds)
+    if trace is not None:
+        check_writable(trace)
+    predictor = STOCK
+    if machine is not None and program.target is not None:
+        predictor = open_predictor(machine, program.target)
+    document = run_program(program, seeds, predictor)
     if as_json:
         show_json(document)
     else:
         _show(file, document)
     if document["errors"] or document["stuck"] or document["violations"]:
         ctx.exit(REJECTED)
+    if trace is not None:
+        _write_trace(program, document, trace, predictor)
 
 
-def run_program(program: MegakernelProgram, seeds: int) -> dict[str, Any]:
+def _write_trace(program: MegakernelProgram, document: dict[str, Any], path: Path, predictor: Predictor) -> None:
+    """Raises UsageError for a program without a prediction."""
+    from flywheel.report.chrome import chrome_trace, predicted_slices
+    from flywheel.report.layer import BY_MODEL
+
+    if document["prediction"] is None:
+        raise UsageError(f"{path}: not written, as there is no prediction: {document['unpredicted']}")
+    name = str(program.meta.get("model", "a program"))
+    on = f" on {program.target.name}" if program.target is not None else ""
+    slices = predicted_slices(program.tasks, timeline(program, predictor.machine))
+    write_file(path, chrome_trace(f"{name}{on}, {BY_MODEL}", slices, document["prediction"]))
+    note(f"wrote {path}; ui.perfetto.dev opens it")
+
+
+def run_program(program: MegakernelProgram, seeds: int, predictor: Predictor = STOCK) -> dict[str, Any]:
     """What the simulations say, JSON-ready.
 
     Races are not looked for in a malformed program. Without validity, target or SMs there is no prediction.
@@ -61,7 +88,7 @@ def run_program(program: MegakernelProgram, seeds: int) -> dict[str, Any]:
     }
     if result.ok and not stuck:
         try:
-            return document | _predicted(program)
+            return document | _predicted(program, predictor)
         except ConfigError as error:
             document["unpredicted"] = str(error)
     return document
@@ -71,11 +98,11 @@ _SIMULATED = frozenset({"cycle", "queue-deadlock", "partial-join", "race-read", 
 """What is wrong with programs that are well-formed: firing orders can show it."""
 
 
-def _predicted(program: MegakernelProgram) -> dict[str, Any]:
-    prediction = predict_latency(program)
+def _predicted(program: MegakernelProgram, predictor: Predictor) -> dict[str, Any]:
+    prediction = predict_latency(program, predictor.machine)
     running: Counter[str] = Counter()
     names = {task.id: operation(task.label) for task in program.tasks}
-    for span in timeline(program):
+    for span in timeline(program, predictor.machine):
         running[names[span.task]] += span.end_us - span.start_us  # type: ignore[assignment]  # a Counter adds floats, too
     total = sum(running.values())
     n_tasks = Counter(names.values())
@@ -88,7 +115,7 @@ def _predicted(program: MegakernelProgram) -> dict[str, Any]:
             "latency_us": prediction.latency_us,
             "floor_us": prediction.floor_us,
             "floor_fraction": floor_fraction(prediction.floor_us, prediction.latency_us),
-            "predictor": MODEL_VERSION,
+            "predictor": predictor.version,
             "busy": sum(prediction.busy_us) / finish,
             "blocked": sum(prediction.blocked_us) / finish,
             "starved": sum(prediction.starved_us) / finish,

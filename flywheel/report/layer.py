@@ -1,14 +1,16 @@
-"""A picture of one layer of a schedule on every SM, and where the SMs' time goes, both by the cost model."""
+"""A picture of one layer of a schedule on every SM, and where the SMs' time goes: as the cost model has it, or as it
+was measured."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from flywheel.cost_model import TaskSpan
-from flywheel.report.facts import Schedule
+from flywheel.ir import MegakernelProgram
 from flywheel.report.history import WIDTH
 from flywheel.report.svg import Axis, boxes, element, label, picture, short
 
@@ -16,8 +18,23 @@ COLOURS: Final = (
     "#4269a5", "#efb118", "#d9631e", "#4a9d7f", "#a463c2", "#6cc5b0", "#c7527f", "#9c6b4e", "#97bbf5", "#8a96a3",
 )  # fmt: skip
 
+BY_MODEL: Final = "by the cost model"
+"""Where the spans of a prediction come from."""
+
 _LABEL: Final = re.compile(r"L(\d+)\.(.+)")
 _LEFT, _TOP, _SPACE = 54.0, 12.0, 420.0
+
+
+class Timeline(Protocol):
+    """A program, and a span of each of its tasks: from when its counters were met until it signalled."""
+
+    @property
+    def program(self) -> MegakernelProgram:
+        """What ran."""
+
+    @property
+    def spans(self) -> Sequence[TaskSpan]:
+        """In any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +46,12 @@ class Share:
     time_share: float
 
 
-def shares(schedule: Schedule) -> list[Share]:
+def shares(timeline: Timeline) -> list[Share]:
     """The operations of the whole step, layers together, those that take most time first."""
-    names = {task.id: _operation(task.label) for task in schedule.program.tasks}
+    names = {task.id: operation(task.label) for task in timeline.program.tasks}
     counts: Counter[str] = Counter()
     times: dict[str, float] = {}
-    for span in schedule.spans:
+    for span in timeline.spans:
         name = names[span.task]
         counts[name] += 1
         times[name] = times.get(name, 0.0) + span.end_us - span.start_us
@@ -43,18 +60,18 @@ def shares(schedule: Schedule) -> list[Share]:
     return sorted(found, key=lambda share: (-share.time_share, share.operation))
 
 
-def layer(schedule: Schedule) -> str:
-    """The middle layer, an SM a row; the whole step where no task belongs to a layer."""
-    labels = {task.id: task.label for task in schedule.program.tasks}
+def layer(timeline: Timeline, origin: str = BY_MODEL) -> str:
+    """The middle layer, an SM a row; the whole step where no task belongs to a layer. `origin` is said of the spans."""
+    labels = {task.id: task.label for task in timeline.program.tasks}
     numbers = sorted({int(found[1]) for text in labels.values() if (found := _LABEL.match(text))})
     chosen = numbers[len(numbers) // 2] if numbers else None
     prefix = "" if chosen is None else f"L{chosen}."
-    spans = [span for span in schedule.spans if labels[span.task].startswith(prefix)]
+    spans = [span for span in timeline.spans if labels[span.task].startswith(prefix)]
     names: dict[str, list[TaskSpan]] = {}
     for span in sorted(spans, key=lambda span: span.task):
-        names.setdefault(_operation(labels[span.task]), []).append(span)
+        names.setdefault(operation(labels[span.task]), []).append(span)
     start, end = min(span.start_us for span in spans), max(span.end_us for span in spans)
-    sms = max(span.sm for span in schedule.spans) + 1
+    sms = max(span.sm for span in timeline.spans) + 1
     row = max(2.0, min(9.0, _SPACE / sms))
     across = Axis(0.0, max(end - start, 1e-3), _LEFT, WIDTH - 20)
     bottom = _TOP + row * sms
@@ -66,19 +83,21 @@ def layer(schedule: Schedule) -> str:
         element("path", d=f"M{_LEFT} {_TOP}V{bottom:.2f}H{WIDTH - 20}", class_="axis"),
         *(label(across(value), bottom + 16, short(value), "middle faint") for value in across.ticks(10)),
         *(label(_LEFT - 6, _TOP + row * (sm + 0.5) + 4, str(sm), "end faint") for sm in _rows(sms)),
-        label((_LEFT + WIDTH) / 2, bottom + 34, f"us since {_what(chosen)} began; a row is an SM", "middle faint"),
+        label((_LEFT + WIDTH) / 2, bottom + 34, f"us since {_what(chosen)} began, {origin}; a row is an SM",
+              "middle faint"),
     ]
-    return picture(WIDTH, bottom + 50 + 20 * _lines(len(names)), f"{_what(chosen)}, by the cost model",
+    return picture(WIDTH, bottom + 50 + 20 * _lines(len(names)), f"{_what(chosen)}, {origin}",
                    [*parts, *_legend(list(names), bottom + 56)])  # fmt: skip
+
+
+def operation(text: str) -> str:
+    """A task's label without its layer: `L3.q_proj` is `q_proj`."""
+    found = _LABEL.match(text)
+    return found[2] if found else text
 
 
 def _what(chosen: int | None) -> str:
     return "the step" if chosen is None else f"layer {chosen}"
-
-
-def _operation(text: str) -> str:
-    found = _LABEL.match(text)
-    return found[2] if found else text
 
 
 def _boxes(spans: list[TaskSpan], across: Axis, start: float, row: float) -> str:

@@ -67,3 +67,21 @@ def test_what_cannot_be_predicted_is_no_internal_error(change: str, run: Run, pr
         assert result.exit_code in (0, 3)
         assert result.exception is None or isinstance(result.exception, SystemExit)
     assert json.loads(run("simulate", "-", "--json", stdin=json.dumps(document)).stdout)["prediction"] is None
+
+
+def test_a_predicted_timeline_is_a_trace_file(run: Run, program: Path) -> None:
+    result = run("simulate", str(program), "--seeds", "0", "--trace", "t.json", "--json")
+    assert result.exit_code == 0, result.stderr
+    tasks = json.loads(result.stdout)["fired"]
+    trace = json.loads(Path("t.json").read_text(encoding="utf-8"))
+    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == tasks
+    assert trace["traceEvents"][0]["args"]["name"] == "smollm2-135m on l4, by the cost model"
+    assert trace["otherData"]["latency_us"] > 0
+
+
+def test_without_a_prediction_there_is_no_trace_file(run: Run, program: Path) -> None:
+    document = json.loads(program.read_text(encoding="utf-8")) | {"target": None}
+    result = run("simulate", "-", "--seeds", "0", "--trace", "t.json", stdin=json.dumps(document))
+    assert result.exit_code == 2
+    assert "t.json: not written, as there is no prediction: " in result.stderr
+    assert not Path("t.json").exists()

@@ -1,0 +1,139 @@
+"""A traced launch by operation: what its time was spent on, and what its hand-offs cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from flywheel.cost_model import TaskSpan
+from flywheel.ir import MegakernelProgram
+from flywheel.report.layer import operation
+from flywheel.vm.trace import HandOff, LaunchTrace, Phase, TracedTask, hand_offs
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A traced launch as what `layer` draws and `shares` counts: spans without their waiting."""
+
+    program: MegakernelProgram
+    spans: tuple[TaskSpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OperationTimes:
+    """One operation, all layers together. `bytes` are those of weights, constants and KV caches, as the lowerer counts
+    them at the last position of the context.
+
+    `sm_us` is what a mean SM spends in it, waiting included; `phases_us` divides that, all of Phase in order.
+    `busy_us` is the time in which any SM is between start and store of such a task. Bytes over it are `gbs`: more than
+    memory gives where weights had been read ahead, None without bytes or time.
+    """
+
+    operation: str
+    tasks: int
+    bytes: int
+    sm_us: float
+    phases_us: Mapping[Phase, float]
+    busy_us: float
+
+    @property
+    def gbs(self) -> float | None:
+        """GB/s while the operation runs."""
+        return self.bytes / self.busy_us / 1e3 if self.bytes and self.busy_us else None
+
+    def share(self, phase: Phase) -> float:
+        """Of the operation's time."""
+        return self.phases_us[phase] / self.sm_us if self.sm_us else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffTimes:
+    """The hand-offs to one operation, all layers together: `after` are the operations that signal its counters.
+
+    `waited` of its `tasks` were there before the last signal. Of those: `median_us` and `max_us` are from that signal
+    to the start, None where there are none; `sm_held_us` and `sm_hand_off_us` are what a mean SM spends until the last
+    signal and from it on.
+    """
+
+    operation: str
+    after: tuple[str, ...]
+    tasks: int
+    waited: int
+    median_us: float | None
+    max_us: float | None
+    sm_held_us: float
+    sm_hand_off_us: float
+
+
+def measured(program: MegakernelProgram, trace: LaunchTrace) -> Measured:
+    """A launch of `program`."""
+    return Measured(
+        program,
+        tuple(TaskSpan(each.task.id, each.sm, each.ready_us, each.done_us) for each in trace.tasks),
+    )
+
+
+def operation_times(trace: LaunchTrace) -> list[OperationTimes]:
+    """Those that take most time first."""
+    found = [_times(name, tasks, trace.sms) for name, tasks in _by_operation(trace.tasks).items()]
+    return sorted(found, key=lambda each: (-each.sm_us, each.operation))
+
+
+def idle_us(trace: LaunchTrace) -> float:
+    """What a mean SM spends outside of tasks, from the first stamp of the launch to the last."""
+    return trace.span_us - sum(each.done_us - each.current_us for each in trace.tasks) / trace.sms
+
+
+def hand_off_times(trace: LaunchTrace) -> list[HandOffTimes]:
+    """In the order in which the operations come in the program."""
+    names: dict[int, dict[str, None]] = {}
+    for traced in sorted(trace.tasks, key=lambda traced: traced.task.id):
+        names.setdefault(traced.task.out_counter, {})[operation(traced.task.label)] = None
+    grouped: dict[str, list[HandOff]] = {}
+    for found in sorted(hand_offs(trace), key=lambda found: found.task.task.id):
+        grouped.setdefault(operation(found.task.task.label), []).append(found)
+    return [_hand_offs(name, together, names, trace.sms) for name, together in grouped.items()]
+
+
+def _by_operation(tasks: Iterable[TracedTask]) -> dict[str, list[TracedTask]]:
+    grouped: dict[str, list[TracedTask]] = {}
+    for traced in tasks:
+        grouped.setdefault(operation(traced.task.label), []).append(traced)
+    return grouped
+
+
+def _times(name: str, tasks: Sequence[TracedTask], sms: int) -> OperationTimes:
+    phases = dict.fromkeys(Phase, 0.0)
+    for traced in tasks:
+        for phase, start, end in traced.phases:
+            phases[phase] += (end - start) / sms
+    busy = _covered((traced.ready_us, traced.phases[-1].start_us) for traced in tasks)
+    total = sum(traced.done_us - traced.current_us for traced in tasks) / sms
+    return OperationTimes(name, len(tasks), sum(traced.task.est_bytes for traced in tasks), total, phases, busy)
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of spans."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        if end > reached:
+            covered += end - max(start, reached)
+            reached = end
+    return covered
+
+
+def _hand_offs(name: str, found: Sequence[HandOff], names: Mapping[int, Iterable[str]], sms: int) -> HandOffTimes:
+    after = {each: None for one in found for wait in one.task.task.waits for each in names.get(wait.counter, ())}
+    waited = [each for each in found if each.waited]
+    latencies = [each.latency_us for each in waited]
+    return HandOffTimes(
+        operation=name,
+        after=tuple(after),
+        tasks=len(found),
+        waited=len(waited),
+        median_us=median(latencies) if latencies else None,
+        max_us=max(latencies, default=None),
+        sm_held_us=sum(each.held_us for each in waited) / sms,
+        sm_hand_off_us=sum(latencies) / sms,
+    )

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from traces import small_program, small_trace
+
+from flywheel.cost_model import timeline
+from flywheel.report.chrome import chrome_trace, measured_slices, predicted_slices
+from flywheel.report.layer import BY_MODEL, layer, operation, shares
+from flywheel.report.svg import standalone
+from flywheel.report.traced import hand_off_times, idle_us, measured, operation_times
+from flywheel.vm.trace import Phase, hand_offs
+
+PHASES = {phase.value for phase in Phase}
+
+
+def read(text: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(metadata, slices)."""
+    events = json.loads(text)["traceEvents"]
+    return [event for event in events if event["ph"] == "M"], [event for event in events if event["ph"] == "X"]
+
+
+def test_operations_and_idleness_make_up_the_whole_launch() -> None:
+    trace, times = small_trace(), operation_times(small_trace())
+    assert sum(each.sm_us for each in times) + idle_us(trace) == pytest.approx(trace.span_us)
+    assert idle_us(trace) >= 0
+    assert sum(each.tasks for each in times) == len(trace.tasks)
+    assert sum(each.bytes for each in times) == sum(task.est_bytes for task in small_program().tasks)
+    assert [each.sm_us for each in times] == sorted((each.sm_us for each in times), reverse=True)
+
+
+def test_phases_make_up_an_operation() -> None:
+    for each in operation_times(small_trace()):
+        assert sum(each.phases_us.values()) == pytest.approx(each.sm_us)
+        assert sum(each.share(phase) for phase in Phase) == pytest.approx(1.0)
+
+
+def test_a_rate_is_of_the_time_in_which_any_sm_is_at_it() -> None:
+    head = next(each for each in operation_times(small_trace()) if each.operation == "lm_head")
+    tasks = [each for each in small_trace().tasks if each.task.label == "lm_head"]
+    starts, ends = [each.ready_us for each in tasks], [each.phases[-1].start_us for each in tasks]
+    assert max(end - start for start, end in zip(starts, ends, strict=True)) <= head.busy_us <= max(ends) - min(starts)
+    assert head.gbs == pytest.approx(head.bytes / head.busy_us / 1e3)
+
+
+def test_what_moves_nothing_has_no_rate() -> None:
+    without = [each for each in operation_times(small_trace()) if not each.bytes]
+    assert without
+    assert {each.gbs for each in without} == {None}
+
+
+def test_hand_offs_name_who_signals_and_divide_the_waiting() -> None:
+    trace, found = small_trace(), {each.operation: each for each in hand_off_times(small_trace())}
+    assert "embed" not in found
+    assert found["lm_head"].after == ("final_norm",)
+    assert found["attention"].after == ("q_rope", "k_append", "v_append")
+    assert sum(each.tasks for each in found.values()) == len(hand_offs(trace))
+    for each in found.values():
+        assert 0 <= each.waited <= each.tasks
+        assert (each.median_us is None) == (each.max_us is None) == (each.waited == 0)
+        if each.median_us is not None and each.max_us is not None:
+            assert 0 < each.median_us <= each.max_us
+    divided = sum(each.sm_held_us + each.sm_hand_off_us for each in found.values()) * trace.sms
+    waiting = sum(each.task.phases[0].end_us - each.task.phases[0].start_us for each in hand_offs(trace) if each.waited)
+    assert divided == pytest.approx(waiting)
+
+
+def test_a_measured_layer_is_drawn_as_a_predicted_one_and_says_so() -> None:
+    program = small_program()
+    drawn = standalone(layer(measured(program, small_trace()), "measured on an H100"))
+    root = ElementTree.fromstring(drawn)
+    texts = [each.text or "" for each in root.iter() if each.tag.endswith(("title", "text"))]
+    assert texts[0] == "layer 1, measured on an H100"
+    assert any("began, measured on an H100" in text for text in texts)
+    assert BY_MODEL not in drawn
+    boxes = [each.get("d") or "" for each in root.iter() if each.get("class") == "tasks"]
+    assert sum(path.count("M") for path in boxes) == sum(task.label.startswith("L1.") for task in program.tasks)
+    assert not re.search(r"\b(?:href|src)=", drawn)
+    assert "script" not in drawn
+
+
+def test_shares_of_measured_spans_leave_out_the_waiting() -> None:
+    found = {each.operation: each.time_share for each in shares(measured(small_program(), small_trace()))}
+    times = operation_times(small_trace())
+    working = {each.operation: each.sm_us - each.phases_us[Phase.WAIT] for each in times}
+    for name, share in found.items():
+        assert share == pytest.approx(working[name] / sum(working.values()))
+
+
+@pytest.mark.parametrize("kind", ["measured", "predicted"])
+def test_a_trace_file_has_one_track_an_sm_and_each_task_once(kind: str) -> None:
+    program = small_program()
+    if kind == "measured":
+        slices = measured_slices(small_trace())
+    else:
+        slices = predicted_slices(program.tasks, timeline(program))
+    names, events = read(chrome_trace("small, somewhere", slices, {"position": 63}))
+    assert names[0]["args"] == {"name": "small, somewhere"}
+    tracks = {event["tid"]: event["args"]["name"] for event in names if event["name"] == "thread_name"}
+    assert tracks == {sm + 1: f"SM {sm}" for sm in range(6)}
+    assert {event["tid"] for event in events} == tracks.keys()
+    assert {event["pid"] for event in names + events} == {1}
+    tasks = {event["args"]["task"]: event for event in events if event["cat"] == "task"}
+    assert len(tasks) == sum(event["cat"] == "task" for event in events) == len(program.tasks)
+    for task in program.tasks:
+        event = tasks[task.id]
+        assert (event["name"], event["args"]["label"]) == (operation(task.label), task.label)
+        assert (event["tid"], event["args"]["bytes"]) == (task.sm + 1 if task.sm is not None else None, task.est_bytes)
+        assert event["args"]["waits"].count("counter") == len(task.waits)
+
+
+def test_a_trace_file_is_in_the_order_of_time_and_parts_lie_within_tasks() -> None:
+    _, events = read(chrome_trace("t", measured_slices(small_trace()), {}))
+    assert [event["ts"] for event in events] == sorted(event["ts"] for event in events)
+    assert min(event["dur"] for event in events) >= 0
+    ends: dict[int, tuple[int, int]] = {}  # of the task, of its last part; whole ns
+    for event in events:
+        start, end = round(event["ts"] * 1e3), round((event["ts"] + event["dur"]) * 1e3)
+        task_end, part_end = ends.get(event["tid"], (0, 0))
+        if event["cat"] == "task":
+            assert start >= task_end
+            ends[event["tid"]] = end, start
+        else:
+            assert event["name"] in PHASES
+            assert part_end <= start < end <= task_end
+            ends[event["tid"]] = task_end, end
+
+
+def test_the_same_launch_gives_the_same_file() -> None:
+    slices = measured_slices(small_trace())
+    text = chrome_trace("t", slices, {"a": None})
+    assert text == chrome_trace("t", slices[::-1], {"a": None})
+    assert json.loads(text)["otherData"] == {"a": None}
