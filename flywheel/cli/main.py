@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
+from errno import ENOSPC
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
@@ -14,7 +15,7 @@ from typing import Any, Final
 
 import click
 
-from flywheel.cli.exits import ABORTED, BROKEN_PIPE, USAGE, exit_code
+from flywheel.cli.exits import ABORTED, BROKEN_PIPE, FAILED, USAGE, exit_code
 from flywheel.cli.text import HELP, escaped
 from flywheel.errors import FlywheelError
 
@@ -32,6 +33,7 @@ COMMANDS: Final = {
     "simulate": ("flywheel.cli.simulate:simulate", "Run a program's counters and predict its latency."),
     "verify": ("flywheel.cli.verify:verify", "Compare a program's logits with a model's."),
     "bench": ("flywheel.cli.bench:bench", "Time the best schedule beside PyTorch on this GPU."),
+    "trace": ("flywheel.cli.trace:trace", "Show what a launch spends its time on, on this GPU."),
     "generate": ("flywheel.cli.generate:generate", "Generate tokens with a model's program."),
     "inspect": ("flywheel.cli.inspect:inspect", "Summarise a program."),
     "diff": ("flywheel.cli.diff:diff", "Compare two programs."),
@@ -113,6 +115,12 @@ class CommandTable(click.Group):
         except BrokenPipeError:
             _discard_output()
             return BROKEN_PIPE
+        except OSError as error:
+            if error.errno != ENOSPC or error.filename is not None:
+                raise
+            _discard_output()
+            _complain(f"output: cannot be written: {error.strerror}")
+            return FAILED
 
 
 @click.command(
@@ -160,11 +168,11 @@ def _click_message(error: click.ClickException) -> str:
 
 
 def _discard_output() -> None:
-    """Whoever read our output has gone; so that the interpreter's last flush does not complain, too."""
+    """Our output goes nowhere; so that the interpreter's last flush does not complain, too."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BrokenPipeError:
+        except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -24,7 +24,8 @@ from flywheel.vm.driver import Gpu, LoadedKernel, load_variant
 from flywheel.vm.loader import LoadedProgram
 from flywheel.vm.nvrtc import arch_name, compile_variant
 from flywheel.vm.pack import PackedProgram, pack
-from flywheel.vm.timing import Launch, time_batch, time_in_turn, time_launches
+from flywheel.vm.timing import Launch, time_batch, time_contestants, time_in_turn, time_launches
+from flywheel.vm.trace import LaunchTrace, read_stamps
 from flywheel.vm.weights import ResidentWeights
 
 LAUNCH_LIMIT_S: Final = 5.0
@@ -63,7 +64,7 @@ class CudaModel:
         }
         self.resident: Final = ResidentWeights(gpu, dtype)
         self.caches: Final = KvCaches(spec, dtype, context, _DEVICE)
-        self._kernels: dict[tuple[int, int], LoadedKernel] = {}
+        self._kernels: dict[tuple[int, int, bool], LoadedKernel] = {}
         torch.cuda.synchronize()  # the VM's stream does not wait for torch's
 
     def __enter__(self) -> Self:
@@ -89,8 +90,8 @@ class CudaModel:
                 self.resident.put(name, tensor.data_ptr(), tensor.shape, self.dtype, Layout.FRAGMENTS)
         self.gpu.sync()
 
-    def load(self, program: MegakernelProgram) -> CudaSession:
-        """A session of a program; it may stand beside others.
+    def load(self, program: MegakernelProgram, *, trace: bool = False) -> CudaSession:
+        """A session of a program; it may stand beside others. With `trace`, its launches leave stamps.
 
         Raises InvalidProgramError for an unsafe program and for what has no kernel, ConfigError for one that does not
         fit the GPU, TensorError for one that is no decode step of the model in its dtype and context, WeightsError
@@ -100,9 +101,9 @@ class CudaModel:
         if not result.ok:
             more = f" (and {len(result.errors) - 1} more)" if len(result.errors) > 1 else ""
             raise InvalidProgramError(f"program: {result.errors[0]}{more}")
-        return self.load_packed(pack(program))
+        return self.load_packed(pack(program), trace=trace)
 
-    def load_packed(self, packed: PackedProgram) -> CudaSession:
+    def load_packed(self, packed: PackedProgram, *, trace: bool = False) -> CudaSession:
         """As `load`, for a program that need not be safe: to see what the proof rules out."""
         program = packed.program
         interface = read_interface(program, self.spec)
@@ -112,15 +113,15 @@ class CudaModel:
                 f"the model on the GPU has {self.context} in {self.dtype.name}"
             )
         caches = {name: rows.data_ptr() for name, rows in self.caches.by_name(interface).items()}
-        kernel = self._kernel(packed.variant)
+        kernel = self._kernel(packed.variant, trace)
         self._place_weights(packed)
         return CudaSession(self, LoadedProgram(self.gpu, packed, kernel, self.resident, caches))
 
-    def _kernel(self, variant: KernelVariant) -> LoadedKernel:
-        key = variant.threads, variant.matrix_warps
+    def _kernel(self, variant: KernelVariant, trace: bool) -> LoadedKernel:
+        key = variant.threads, variant.matrix_warps, trace
         if key not in self._kernels:
             compiled = compile_variant(
-                arch_name(self.gpu.sm_arch), variant.threads, self.dtype, matrix_warps=variant.matrix_warps
+                arch_name(self.gpu.sm_arch), variant.threads, self.dtype, matrix_warps=variant.matrix_warps, trace=trace
             )
             self._kernels[key] = load_variant(self.gpu, compiled)
         return self._kernels[key]
@@ -210,8 +211,7 @@ class CudaSession:
         Raises as `step` does, ConfigError where the program was loaded without `trace`, TraceError for stamps that
         cannot be.
         """
-        self._prepare(token_id, position)
-        launch, finish = partial(self._loaded.launch, position), partial(self._loaded.sync, self._limit_s)
+        launch, finish = self.launcher(token_id, position)
         ((latency_us,),) = time_contestants(self._loaded.gpu, [launch], finish, samples=1, warmup=warmup)
         stamps, waits = self._loaded.read_trace(), self._loaded.read_waits()
         return latency_us, read_stamps(self._loaded.packed, stamps, waits)

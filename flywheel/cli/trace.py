@@ -1,0 +1,238 @@
+"""`flywheel trace`: where the time of one launch goes, on this GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flywheel.cli.decoding import check_device, lower_model, open_model
+from flywheel.cli.files import load_config
+from flywheel.cli.options import (
+    DEFAULTS,
+    SharedOption,
+    check_writable,
+    command,
+    json_option,
+    store_option,
+    write_file,
+)
+from flywheel.cli.text import ABSENT, escaped, note, pairs, percent, show, show_json, size, table, us
+from flywheel.errors import UnknownNameError, UsageError
+from flywheel.ir import MegakernelProgram, program_id
+from flywheel.store.schedule import Schedule
+
+if TYPE_CHECKING:
+    from flywheel.decode.source import Source
+    from flywheel.decode.trace import TracedStep
+
+
+@command
+@click.option("--model", cls=SharedOption, metavar="NAME|DIR",
+              help="Model by name, with random weights, or the directory of a checkpoint.  [default: the schedule's]")
+@click.option("--config", "config_file", metavar="FILE|-",
+              help="Exported schedule, or ScheduleConfig.  [default: what search tries first]")
+@click.option("--campaign", metavar="NAME", help="The best schedule of this campaign of the store.")
+@click.option("--gpu", cls=SharedOption, metavar="NAME",
+              help="GPU to lower for.  [default: the schedule's, else the one here]")
+@click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
+              help="Type of weights and activations.  [default: the schedule's, else the checkpoint's, else "
+                   f"{DEFAULTS['dtype']}]")
+@click.option("--context", cls=SharedOption, type=int, metavar="TOKENS",
+              help=f"Positions of the KV cache.  [default: the schedule's, else {DEFAULTS['context']}]")
+@click.option("--position", type=click.IntRange(min=1), metavar="P",
+              help="Position to decode at.  [default: the last of the context]")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
+              help="Seed of the tokens, and of the weights where there is no checkpoint.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE.json",
+              help="Write the trace, for ui.perfetto.dev or chrome://tracing.")
+@click.option("--picture", type=click.Path(path_type=Path), metavar="FILE.svg",
+              help="Draw the middle layer on every SM.")
+@store_option
+@json_option
+def trace(
+    model: str | None,
+    config_file: str | None,
+    campaign: str | None,
+    gpu: str | None,
+    dtype: str | None,
+    context: int | None,
+    position: int | None,
+    seed: int,
+    output: Path | None,
+    picture: Path | None,
+    store: str,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Show what one launch spends its time on, from stamps that its tasks leave on this machine's GPU.
+
+    A table by operation, one by hand-off, and, where asked for, a file for Perfetto and a picture. The logits are
+    compared with the oracle's first, with a trace and without: exit code 3 if they are wrong.
+    """
+    if config_file is not None and campaign is not None:
+        raise UsageError("trace: --config and --campaign both name a schedule; give one")
+    for path in (output, picture):
+        if path is not None:
+            check_writable(path)
+    check_device("cuda")
+    given = load_config(config_file) if config_file is not None else _best(store, campaign) if campaign else None
+    schedule = given if isinstance(given, Schedule) else None
+    name = model if model is not None or schedule is None else schedule.model
+    if name is None:
+        raise UsageError("trace: no model; give --model, or an exported schedule with --config")
+    source = open_model("trace", name)
+    program = lower_model(source, given, gpu, dtype, context, "cuda")
+    traced = _run(program, source, position, seed)
+    document = {
+        "model": source.name,
+        "config_id": program.config.config_id if program.config else None,
+        "program_id": program_id(program),
+        "random_weights": source.stored is None,
+        "seed": seed,
+        **describe(traced),
+    }
+    if schedule is not None and schedule.program_id not in (None, document["program_id"]):
+        note(f"flywheel: this is not the schedule's program {schedule.program_id}, but what its config lowers to here")
+    _write(program, traced, document, output, picture)
+    if as_json:
+        show_json({**document, "trace": _named(output), "picture": _named(picture)})
+    else:
+        _show(document)
+
+
+def _best(store: str, campaign: str) -> Schedule:
+    """The best schedule of a campaign: measured, else predicted. Raises UnknownNameError, StoreError."""
+    from flywheel.cli.provenance import find_campaign
+    from flywheel.ir.serde import config_from_dict
+    from flywheel.measure.standing import best_of
+    from flywheel.store.sql import open_store
+
+    with open_store(store, create=False) as opened:
+        origin = find_campaign(opened, campaign)
+        best = best_of(opened.trials(origin.name))
+        if best is None:
+            raise UnknownNameError(f"store {opened.name}: no trial of campaign {campaign!r} has a latency")
+    note(escaped(f"{best.campaign}, trial {best.trial}: {best.outcome} {us(best.objective_us)}"))
+    config = config_from_dict(json.loads(best.config))
+    return Schedule(best.model, best.gpu, best.dtype, best.context, config, best.config_id, best.program_id)
+
+
+def _run(program: MegakernelProgram, source: Source, position: int | None, seed: int) -> TracedStep:
+    from flywheel.decode.trace import trace_step
+
+    if source.stored is None:
+        note(f"flywheel: random weights of seed {seed}: they take the time that a checkpoint's do")
+    return trace_step(program, source, position, seed)
+
+
+def describe(traced: TracedStep) -> dict[str, Any]:
+    """What was found, JSON-ready. Shares of an operation are of its own time, those of the launch of all SMs'."""
+    from flywheel.report.traced import hand_off_times, idle_us, operation_times
+    from flywheel.vm.trace import Phase
+
+    launch, operations = traced.trace, operation_times(traced.trace)
+    span = launch.span_us
+    return {
+        "gpu_name": traced.gpu_name,
+        "position": traced.position,
+        "verdict": {
+            "max_rel_error": traced.verdict.max_rel_error,
+            "positions": list(traced.verdict.positions),
+        },
+        "latency_us": traced.latency.median_us,
+        "traced_us": traced.traced_us,
+        "span_us": span,
+        "tasks": len(launch.tasks),
+        "sms": launch.sms,
+        "phases": {phase: sum(each.phases_us[phase] for each in operations) / span for phase in Phase},
+        "idle": idle_us(launch) / span,
+        "loader_stalled": launch.stalled,
+        "matrix_starved": launch.starved,
+        "operations": [
+            {
+                "operation": each.operation,
+                "tasks": each.tasks,
+                "bytes": each.bytes,
+                "sm_us": each.sm_us,
+                "busy_us": each.busy_us,
+                "gbs": each.gbs,
+                "phases": {phase: each.share(phase) for phase in Phase},
+            }
+            for each in operations
+        ],
+        "hand_offs": [
+            {
+                "operation": each.operation,
+                "after": list(each.after),
+                "tasks": each.tasks,
+                "waited": each.waited,
+                "median_us": each.median_us,
+                "max_us": each.max_us,
+                "sm_held_us": each.sm_held_us,
+                "sm_hand_off_us": each.sm_hand_off_us,
+            }
+            for each in hand_off_times(launch)
+        ],
+    }
+
+
+def _write(
+    program: MegakernelProgram, traced: TracedStep, document: dict[str, Any], output: Path | None, picture: Path | None
+) -> None:
+    from flywheel.report.chrome import chrome_trace, measured_slices
+    from flywheel.report.layer import layer
+    from flywheel.report.svg import standalone
+    from flywheel.report.traced import measured
+
+    origin = f"measured on {traced.gpu_name}"
+    if output is not None:
+        plain = {name: value for name, value in document.items() if not isinstance(value, dict | list)}
+        write_file(output, chrome_trace(f"{document['model']}, {origin}", measured_slices(traced.trace), plain))
+        note(f"wrote {output}; ui.perfetto.dev opens it")
+    if picture is not None:
+        write_file(picture, standalone(layer(measured(program, traced.trace), origin)))
+        note(f"wrote {picture}")
+
+
+def _show(document: dict[str, Any]) -> None:
+    spent = [*document["phases"].items(), ("idle", document["idle"])]
+    step = f"{document['model']} on {document['gpu_name']}, position {document['position']:,}"
+    size_of = f"{document['tasks']:,} tasks on {document['sms']} SMs"
+    show(escaped(f"{step}: {size_of}, program {document['program_id']}"))
+    show(
+        pairs(
+            [
+                ("latency", f"{us(document['latency_us'])} without a trace, {us(document['traced_us'])} with it; "
+                            f"{us(document['span_us'])} from the first stamp to the last"),
+                ("an SM", ", ".join(f"{name} {percent(share)}" for name, share in spent)),
+                ("its loader", f"stalled {percent(document['loader_stalled'])}: the ring full, or too far ahead"),
+                ("matrix warps", f"starved {percent(document['matrix_starved'])}: the operand there, no weights"),
+                ("logits", f"right at {', '.join(map(str, document['verdict']['positions']))}: max rel error "
+                           f"{document['verdict']['max_rel_error']:.3g}"),
+            ]
+        )
+    )  # fmt: skip
+    phases = list(document["phases"])
+    rows = [
+        (row["operation"], f"{row['tasks']:,}", size(row["bytes"]), f"{row['sm_us']:,.1f}",
+         ABSENT if row["gbs"] is None else f"{row['gbs']:,.0f}", *(percent(row["phases"][name]) for name in phases))
+        for row in document["operations"]
+    ]  # fmt: skip
+    show("\n" + table(("<operation", "tasks", "bytes", "us an SM", "GB/s", *phases), rows, indent="  "))
+    rows = [
+        (row["operation"], ", ".join(row["after"]), f"{row['waited']:,} of {row['tasks']:,}", _two(row["median_us"]),
+         _two(row["max_us"]), _two(row["sm_held_us"]), _two(row["sm_hand_off_us"]))
+        for row in document["hand_offs"]
+    ]  # fmt: skip
+    headers = ("<hand-off to", "<after", "waited", "median us", "max us", "before, us an SM", "after, us an SM")
+    show("\n" + table(headers, rows, indent="  "))
+
+
+def _two(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:,.2f}"
+
+
+def _named(path: Path | None) -> str | None:
+    return None if path is None else str(path)

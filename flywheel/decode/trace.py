@@ -1,0 +1,90 @@
+"""One decode step with a trace: a program's logits are right, then one launch of its traced variant is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch
+from flywheel.decode.interface import read_interface
+from flywheel.decode.source import Source
+from flywheel.decode.verify import Expectation, compare, default_positions, expect, judge_steps
+from flywheel.errors import GpuMemoryError, MismatchError, UsageError
+from flywheel.ir import MegakernelProgram
+from flywheel.measure.latency import MeasuredLatency
+from flywheel.measure.verdict import Verdict
+from flywheel.models.eager import EagerDecoder
+from flywheel.models.weights import TORCH_DTYPES
+from flywheel.vm.driver import open_gpu
+from flywheel.vm.trace import LaunchTrace
+
+_SAMPLES: Final = 30
+_WARMUP: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """A step at `position` on the GPU of that name. `verdict` is that of the variant with a trace.
+
+    `latency` was measured without a trace; `traced_us` is what the traced launch took, by CUDA events.
+    """
+
+    gpu_name: str
+    position: int
+    verdict: Verdict
+    latency: MeasuredLatency
+    traced_us: float
+    trace: LaunchTrace
+
+
+def trace_step(program: MegakernelProgram, source: Source, position: int | None = None, seed: int = 0) -> TracedStep:
+    """Trace a program of a model at a position, the last one unless given, behind the oracle's caches.
+
+    Raises MismatchError where the logits, with a trace or without, are wrong at any of the default positions or this
+    one; UsageError for position 0 and for one outside the context; TraceError; NoGpuError; and as `CudaModel.load` and
+    `CudaSession.step` do.
+    """
+    if position == 0:
+        raise UsageError("trace: position 0 has nothing to attend to, so its logits prove nothing; at least 1")
+    interface = read_interface(program, source.spec)
+    place = interface.context - 1 if position is None else position
+    prepare_torch()
+    gpu = open_gpu()
+    try:
+        weights = source.weights(interface.dtype, seed, "cuda")
+        oracle = EagerDecoder(source.spec, weights, TORCH_DTYPES[interface.dtype], interface.context, "cuda")
+        expected = expect(oracle, (*default_positions(interface.context), place), seed)
+        del oracle
+        torch.cuda.empty_cache()  # what the VM allocates is not torch's
+        with CudaModel(gpu, source.spec, interface.dtype, interface.context, weights) as model:
+            with model.load(program) as plain:
+                _check(plain, expected, place)
+                latency = plain.time(expected.tokens[place], place, samples=_SAMPLES, warmup=_WARMUP)
+            with model.load(program, trace=True) as session:
+                verdict = _check(session, expected, place)
+                traced_us, trace = session.trace(expected.tokens[place], place, warmup=_WARMUP)
+                _check_last(session, expected, place)
+    except torch.OutOfMemoryError as error:
+        raise GpuMemoryError(f"{source.name}: {str(error).splitlines()[0]}") from error
+    return TracedStep(gpu.name, place, verdict, latency, traced_us, trace)
+
+
+def _check(session: CudaSession, expected: Expectation, place: int) -> Verdict:
+    """The verdict, a pass. Leaves the caches as they are before `place`."""
+    verdict = compare(session, expected)
+    _refuse(verdict, "")
+    session.write_cache(expected.cache_before(place))
+    return verdict
+
+
+def _check_last(session: CudaSession, expected: Expectation, place: int) -> None:
+    """What the traced launch itself has computed."""
+    wanted = expected.logits[expected.positions.index(place)]
+    _refuse(judge_steps([session.read()], [wanted], [place], session.dtype), f" at position {place}, while traced")
+
+
+def _refuse(verdict: Verdict, where: str) -> None:
+    if not verdict.passed:
+        raise MismatchError(f"program: logits are wrong{where}: {verdict.reason}")
