@@ -4,27 +4,31 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from flywheel.cost_model import Predictor
+from flywheel.cost_model import MODEL_VERSION, STOCK, Predictor
 from flywheel.errors import UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
 from flywheel.measure.latency import PredictedLatency
+from flywheel.measure.outcome import Crashed, Measured, Predicted
 from flywheel.measure.record import TrialRecord
 from flywheel.search import measuring, prefilter
 from flywheel.search.campaign import CampaignResult, CampaignRun, open_campaign
 from flywheel.search.evaluate import Prepared
 from flywheel.search.fleet import Fleet
 from flywheel.search.prefilter import Prefilter
+from flywheel.search.processes import ProcessHost
 from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec, with_name
-from flywheel.search.station import Predicting, Setup, Station
+from flywheel.search.station import Measuring, Predicting, Setup, Station
 from flywheel.search.study import CampaignStudy
+from flywheel.vm.client import Limits
 
 
 @dataclass(frozen=True)
@@ -202,3 +206,25 @@ def test_only_measurements_can_be_saved() -> None:
     auto = CampaignSpec("m", "h100", prefilter=2.0)
     assert with_name(auto, "predict").prefilter is None
     assert with_name(auto, "cuda").prefilter == 2.0
+
+
+def test_processes_predict_what_they_prepare_and_measure_what_is_within_the_limit(
+    lab: Any, toy_measures: ModuleType, tmp_path: Path
+) -> None:
+    space = lab.space()
+    configs = [space.to_config({**space.known_good()[0], "depth": depth}) for depth in (0, 2, 4)]  # the last one dies
+    means = Measuring(partial(toy_measures.make_toy, str(tmp_path), "child"), limits=Limits(start_s=120, answer_s=120))
+    host = ProcessHost("gpu", Setup(lab.workload, means, toy_measures.here, STOCK))
+    with Fleet([host], lambda *_: None, ahead=1) as fleet:
+        first = fleet.submit(configs[0])()
+        assert isinstance(first.outcome, Measured) and first.predicted is not None
+        limit_us = first.predicted.latency_us
+        slow, spared, died = (
+            fleet.submit(config, limit_us=limit)
+            for config, limit in ((configs[1], limit_us / 2), (configs[2], limit_us / 2), (configs[2], None))
+        )
+        assert slow().outcome == Predicted(slow().predicted)
+        assert slow().predicted.model_version == MODEL_VERSION
+        assert spared().outcome == Predicted(spared().predicted)
+        assert isinstance(died().outcome, Crashed)
+    assert len((tmp_path / "attempts").read_text().split()) == 2
