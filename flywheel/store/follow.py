@@ -40,29 +40,36 @@ class Follower:
     views: Views
     running: bool = False
     _seen: dict[str, int] = field(default_factory=dict)
-    _files: dict[str, float] = field(default_factory=dict)
+    _files: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def look(self, last: bool) -> int:
-        """Bring every campaign with new rows up to date, with the `last` look as finished; how much was missing.
+        """Bring every campaign with new rows, or with files that lag, up to date, with the `last` look as finished; how
+        much was missing.
 
         Raises StoreError and MirrorError.
         """
         with open_store(self.url, create=False) as store:
             summaries = [each for each in store.campaigns() if not self.names or each.campaign.name in self.names]
-            grown = [each for each in summaries if last or self._seen.get(each.campaign.name) != each.rows]
             written = 0
-            for each in grown:
-                written += self._sync(each.campaign, store.trials(each.campaign.name), last)
+            for each in summaries:
+                name, files = each.campaign.name, last or self._files_are_due(each.campaign.name, each.rows)
+                if files or self._seen.get(name) != each.rows:
+                    written += self._sync(each.campaign, store.trials(name), last, files)
         return written
 
-    def _sync(self, campaign: Campaign, records: Sequence[TrialRecord], last: bool) -> int:
+    def _files_are_due(self, name: str, rows: int) -> bool:
+        if name not in self._files:
+            return True
+        known, when = self._files[name]
+        return known != rows and time.monotonic() - when >= FILES_S
+
+    def _sync(self, campaign: Campaign, records: Sequence[TrialRecord], last: bool, files: bool) -> int:
         name, now = campaign.name, time.monotonic()
         live = not last and (self.running or name in self._seen)
-        files = last or name not in self._files or now - self._files[name] >= FILES_S
         written = self.mirror.sync(campaign, records, self.children, self.views, live=live, files=files)
         self._seen[name] = len(records)
         if files:
-            self._files[name] = now
+            self._files[name] = len(records), now
         return written
 
 

@@ -64,6 +64,28 @@ def test_only_campaigns_with_new_rows_are_looked_at_again(store: Store, mirror: 
     assert mirror.synced[3:] == [("first", 1, False, True), ("second", 2, False, True)]
 
 
+def test_a_final_is_noticed_though_no_trial_is_new(store: Store, mirror: Recorder, make_record: Records) -> None:
+    follower = make_follower(store, mirror, "first")
+    follower.look(last=False)
+    store.append(make_record("measured", trial=1, source="final"))
+    follower.look(last=False)
+    follower.look(last=False)
+    assert mirror.synced == [("first", 1, False, True), ("first", 2, True, False)]
+
+
+def test_files_catch_up_after_the_last_row_too(
+    store: Store, mirror: Recorder, make_record: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follower = make_follower(store, mirror, "first")
+    follower.look(last=False)
+    store.append(make_record(trial=1))
+    follower.look(last=False)
+    monkeypatch.setattr(following, "FILES_S", 0.0)
+    follower.look(last=False)
+    follower.look(last=False)
+    assert [files for _, _, _, files in mirror.synced] == [True, False, True]
+
+
 def test_what_a_process_is_searching_is_running_until_the_last_look(store: Store, mirror: Recorder) -> None:
     follower = make_follower(store, mirror, "first")
     follower.running = True
