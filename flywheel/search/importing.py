@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import FlywheelError, StoreError, UsageError
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.record import TrialRecord
@@ -115,7 +116,8 @@ def _campaign_of(name: str, records: Sequence[TrialRecord]) -> Campaign:
         name=name,
     )
     started = min(record.created_at for record in records)
-    return to_campaign(spec, name, decoder=_decoder(first.model), created_at=started)
+    predictor = next((record.predictor for record in records if record.is_predicted), MODEL_VERSION)
+    return to_campaign(spec, name, decoder=_decoder(first.model), created_at=started, predictor=predictor)
 
 
 def _decoder(model: str) -> Mapping[str, Any] | None:

@@ -4,59 +4,66 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 
 from flywheel.cost_model import Machine
 from flywheel.cost_model.calibrate import Price, Sample, price_here
 from flywheel.errors import WorkerDiedError
 from flywheel.vm.child import enter_child, sheltered
 
-_share: list[Price] = []
-"""In a process of the pool: prices its samples."""
-
 
 @contextmanager
 def open_pool(jobs: int) -> Iterator[Callable[[Sequence[Sample]], Price]]:
-    """Something that makes a Price of samples; with more than one job, that many processes share them.
+    """Something that makes a Price of samples; with more than one job, that many processes share them, until the end.
 
     What it makes raises WorkerDiedError where one of these dies.
     """
-    with ExitStack() as stack:
+    workers: list[tuple[SpawnProcess, Connection]] = []
 
-        def pool(samples: Sequence[Sample]) -> Price:
-            if jobs == 1 or len(samples) < jobs:
-                return price_here(samples)
-            context = multiprocessing.get_context("spawn")
-            executors = [
-                stack.enter_context(
-                    ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(samples[number::jobs],))
-                )
-                for number in range(jobs)
-            ]
+    def pool(samples: Sequence[Sample]) -> Price:
+        if jobs == 1 or len(samples) < jobs:
+            return price_here(samples)
+        context = multiprocessing.get_context("spawn")
+        shares: list[Connection] = []
+        for number in range(jobs):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, samples[number::jobs]), daemon=True)
+            with sheltered():
+                process.start()
+            theirs.close()
+            workers.append((process, ours))
+            shares.append(ours)
+        return lambda machines: _price(shares, machines, len(samples))
 
-            def price(machines: Sequence[Machine]) -> list[list[float]]:
-                priced = [[0.0] * len(samples) for _ in machines]
-                try:
-                    with sheltered():
-                        shares = [executor.submit(_price, machines) for executor in executors]
-                    for number, share in enumerate(shares):
-                        for row, found in zip(priced, share.result(), strict=True):
-                            row[number::jobs] = found
-                except BrokenProcessPool as error:
-                    raise WorkerDiedError("a process that predicts died; --jobs 1 goes without") from error
-                return priced
-
-            return price
-
+    try:
         yield pool
+    finally:
+        for process, ours in workers:
+            process.kill()
+            process.join()
+            ours.close()
 
 
-def _begin(samples: Sequence[Sample]) -> None:
+def _price(shares: Sequence[Connection], machines: Sequence[Machine], count: int) -> list[list[float]]:
+    """Of `count` samples, every worker has each one that is as many places behind its first as there are workers."""
+    priced = [[0.0] * count for _ in machines]
+    try:
+        for share in shares:
+            share.send(machines)
+        for number, share in enumerate(shares):
+            for row, found in zip(priced, share.recv(), strict=True):
+                row[number :: len(shares)] = found
+    except (EOFError, OSError) as error:
+        raise WorkerDiedError("a process that predicts died; --jobs 1 goes without") from error
+    return priced
+
+
+def _serve(machines: Connection, samples: Sequence[Sample]) -> None:
+    """A worker's process: until the other end closes."""
     enter_child()
-    _share.append(price_here(samples))
-
-
-def _price(machines: Sequence[Machine]) -> Sequence[Sequence[float]]:
-    return _share[0](machines)
+    price = price_here(samples)
+    with suppress(EOFError, OSError):
+        while True:
+            machines.send(price(machines.recv()))

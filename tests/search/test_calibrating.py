@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -10,8 +11,9 @@ import imagined
 import pytest
 
 from flywheel.cost_model import MODEL_VERSION, predict
+from flywheel.cost_model.calibrate import price_here
 from flywheel.cost_model.calibration import dump_calibration
-from flywheel.errors import UnknownNameError, UsageError
+from flywheel.errors import UnknownNameError, UsageError, WorkerDiedError
 from flywheel.ir import program_id
 from flywheel.measure.ceiling import Ceiling
 from flywheel.measure.environment import Environment
@@ -204,3 +206,15 @@ def test_programs_that_are_others_today_are_left_out(lab: Lab, monkeypatch: pyte
     monkeypatch.setattr("flywheel.search.calibrating.program_id", lambda program: "another")
     with pytest.raises(UsageError, match="0 programs to fit to, beside 15 that are lowered otherwise today"):
         run(lab)
+
+
+def test_a_process_that_dies_is_one_line_and_none_is_left(lab: Lab) -> None:
+    samples = imagined.samples(0, 60)[:4]
+    with open_pool(2) as pool:
+        price = pool(samples)
+        assert price([imagined.TRUTH]) == price_here(samples)([imagined.TRUTH])
+        first, second = multiprocessing.active_children()
+        first.kill()
+        with pytest.raises(WorkerDiedError, match="a process that predicts died"):
+            price([imagined.TRUTH])
+    assert not first.is_alive() and not second.is_alive()
