@@ -6,8 +6,6 @@
 
 #include "../pointwise.cuh"
 
-// Heads that a warp loads before it computes any: the latency of L2 is what this costs.
-constexpr int COMBINE_HEADS = FW_THREADS <= 320 ? 4 : 2;
 
 struct HeadLayout {
     int n_heads, head_dim;
@@ -49,38 +47,40 @@ struct Merged {
     }
 };
 
-// Rows of the result in slices of WARP pairs, some heads at once; a partial's last pair is m and l. `part` is this lane's.
+// Of at most PARTS parts, rows of the result in slices of WARP pairs; a partial's last pair is m and l. `part` is this lane's.
+// HEADS are loaded before any is computed: the latency of L2 is what this costs.
+template <int PARTS, int HEADS>
 __device__ __forceinline__ void combine_pairs(
     Vm vm, const amk_step_t& step, const Operand& part, const Operand& out, HeadLayout layout, int row) {
     const int parts = step.n_args, dtype = step.out_dtype, lane = vm.lane();
     const int n_heads = layout.n_heads, pairs = layout.head_dim / 2;
     const float2* own = reinterpret_cast<const float2*>(part.ptr);
-    const float2* all[AMK_MAX_INPUTS];
+    const float2* all[PARTS];
 #pragma unroll
-    for (int p = 0; p < AMK_MAX_INPUTS; p++) {
+    for (int p = 0; p < PARTS; p++) {
         all[p] = reinterpret_cast<const float2*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(own), p));
     }
 #pragma unroll 1
     for (int pair = lane; pair - lane < row / 2; pair += WARP) {
         const int column = min(pair, pairs);
 #pragma unroll 1
-        for (int first = vm.warp() * COMBINE_HEADS; first < n_heads; first += VECTOR_WARPS * COMBINE_HEADS) {
-            float2 stats[COMBINE_HEADS], value[COMBINE_HEADS][AMK_MAX_INPUTS];
+        for (int first = vm.warp() * HEADS; first < n_heads; first += VECTOR_WARPS * HEADS) {
+            float2 stats[HEADS], value[HEADS][PARTS];
 #pragma unroll
-            for (int h = 0; h < COMBINE_HEADS; h++) {
+            for (int h = 0; h < HEADS; h++) {
                 const int base = min(first + h, n_heads - 1) * (pairs + 1);
                 stats[h] = own[base + pairs];
 #pragma unroll
-                for (int p = 0; p < AMK_MAX_INPUTS; p++) {
+                for (int p = 0; p < PARTS; p++) {
                     value[h][p] = p < parts ? all[p][base + column] : float2{0.0f, 0.0f};
                 }
             }
 #pragma unroll
-            for (int h = 0; h < COMBINE_HEADS; h++) {
+            for (int h = 0; h < HEADS; h++) {
                 const Merged merged(stats[h], lane, parts);
                 float x = 0.0f, y = 0.0f;
 #pragma unroll
-                for (int p = 0; p < AMK_MAX_INPUTS; p++) {
+                for (int p = 0; p < PARTS; p++) {
                     const float weight = __shfl_sync(~0u, merged.weight, p);
                     x += weight * value[h][p].x;
                     y += weight * value[h][p].y;
@@ -132,7 +132,11 @@ FW_MICRO_KERNEL op_attention_combine(Vm vm, const amk_step_t& step) {
     const int row = out.numel / layout.n_heads;
     const bool pairs = part.dtype == AMK_DTYPE_F32 && reinterpret_cast<uint64_t>(part.ptr) % 8 == 0;
     if (layout.head_dim % 2 == 0 && __all_sync(~0u, pairs)) {
-        combine_pairs(vm, step, part, out, layout, row);
+        if (step.n_args <= 6) {  // as many as fit beside a weight and a residual
+            combine_pairs<6, 4>(vm, step, part, out, layout, row);
+        } else {
+            combine_pairs<AMK_MAX_INPUTS, 2>(vm, step, part, out, layout, row);
+        }
     } else {
         combine_elements(vm, step, part, out, layout, row);
     }

@@ -7,7 +7,7 @@
 #include "../pointwise.cuh"
 
 // 16-byte loads that a thread has in flight: one SM has to read the whole vocabulary.
-constexpr int ARGMAX_LOADS = FW_THREADS <= 320 ? 16 : 8;
+constexpr int ARGMAX_LOADS = 16;
 
 // The best of what a thread has seen, which it sees in ascending order. `index` may stand for elements of -inf only.
 struct Best {
