@@ -4,7 +4,8 @@
     python experiments/sanitize.py launch
 
 The tools are memcheck (accesses out of bounds) and racecheck (races in shared memory) by default. With `launch`, the
-launches alone, which the sanitizer wraps: one model unfused, fused with its KV range split, and fused in one block.
+launches alone, which the sanitizer wraps: one model unfused, fused with its KV range
+split, fused in one block, and with attention to the past beside the append.
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ CONFIGS = {
         fusion_grouping=SPLIT, threads_per_block=320,
     ),
     "fused, one block": ScheduleConfig(fusion_grouping=ONE_BLOCK, threads_per_block=512),
+    "fused, the past beside the new row": ScheduleConfig(
+        tiling={"attention": {"kv_block": 32}, "warps": {"matrix": 4, "chunk": 2}},
+        fusion_grouping=ONE_BLOCK, threads_per_block=448,
+    ),
 }  # fmt: skip
 
 
