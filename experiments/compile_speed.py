@@ -35,7 +35,8 @@ def main() -> None:
         start = time.perf_counter()
         kernel = compiled(variant)
         took_s = time.perf_counter() - start
-        print(f"{kernel.arch:<8}{kernel.threads:>5}  {kernel.dtype.name:<5}{took_s:>6.1f} s  {kernel.usage.registers} registers")
+        name = f"{kernel.arch:<8}{kernel.threads:>5}  {kernel.dtype.name:<5}"
+        print(f"{name}{took_s:>6.1f} s  {kernel.usage.registers} registers")
     start = time.perf_counter()
     with ThreadPoolExecutor(2) as pool:
         count = len(list(pool.map(compiled, VARIANTS)))
