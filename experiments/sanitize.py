@@ -1,11 +1,12 @@
 """Runs launches of small decode steps under compute-sanitizer, and records what it finds.
 
     python experiments/sanitize.py [--commit COMMIT] [--record FILE] [tool ...]
-    python experiments/sanitize.py launch
+    python experiments/sanitize.py launch|launch-every-thread
 
 The tools are memcheck (accesses out of bounds) and racecheck (races in shared memory) by default. With `launch`, the
-launches alone, which the sanitizer wraps: one model unfused, fused with its KV range
-split, fused in one block, and with attention to the past beside the append.
+launches alone, which the sanitizer wraps: one model unfused, fused with its KV range split, fused in one block, and with
+attention to the past beside the append. racecheck wraps kernels in which every thread arrives and waits itself
+(FW_EVERY_THREAD): it follows no order that passes through a third thread.
 """
 
 from __future__ import annotations
@@ -71,15 +72,18 @@ CONFIGS = {
 }  # fmt: skip
 
 
+EVERY_THREAD = "launch-every-thread"
+
+
 def main() -> int:
     """Run the tools, record, print."""
     parser = argparse.ArgumentParser(description="the kernel under compute-sanitizer")
     parser.add_argument("--commit", help="commit of the source, where it is no checkout")
     parser.add_argument("--record", type=Path, default=RECORD)
-    parser.add_argument("tools", nargs="*", default=TOOLS, help="tools of compute-sanitizer, or `launch`")
+    parser.add_argument("tools", nargs="*", default=TOOLS, help="tools of compute-sanitizer, or the launches")
     arguments = parser.parse_args()
-    if list(arguments.tools) == ["launch"]:
-        launch_all()
+    if list(arguments.tools) in (["launch"], [EVERY_THREAD]):
+        launch_all(every_thread=arguments.tools == [EVERY_THREAD])
         return 0
     sanitizer = find_sanitizer()
     environment = capture_environment()
@@ -91,14 +95,15 @@ def main() -> int:
     code = 0
     for tool in arguments.tools:
         options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+        launches = EVERY_THREAD if tool == "racecheck" else "launch"
         done = subprocess.run(
-            [sanitizer, *options, sys.executable, __file__, "launch"],
+            [sanitizer, *options, sys.executable, __file__, launches],
             cwd=ROOT, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
         print(done.stdout)
         launched = sum(line.startswith("launched ") for line in done.stdout.splitlines())
         found = [line.removeprefix("========= ") for line in done.stdout.splitlines() if "SUMMARY" in line]
-        lines += ["", f"compute-sanitizer {' '.join(options)} python experiments/sanitize.py launch"]
+        lines += ["", f"compute-sanitizer {' '.join(options)} python experiments/sanitize.py {launches}"]
         lines += [f"{launched} of {len(CONFIGS)} launches ended, exit code {done.returncode}", *found]
         code = code or done.returncode or int(launched != len(CONFIGS) or not found)
     text = "\n".join([*lines, ""])
@@ -123,24 +128,25 @@ def version_of(sanitizer: str) -> str:
     return next((line for line in done.stdout.splitlines() if "ersion" in line), "compute-sanitizer of unknown version")
 
 
-def launch_all() -> None:
+def launch_all(every_thread: bool) -> None:
     """One launch of each config at the last position, behind a random past."""
     gpu = open_gpu()
     target = replace(
         TARGETS["h100"], name="few", num_sms=SMS, sm_arch=gpu.sm_arch, smem_bytes_per_block_optin=gpu.smem_optin_bytes,
     )  # fmt: skip
     for name, config in CONFIGS.items():
-        launch(gpu, target, config)
+        launch(gpu, target, config, every_thread)
         print(f"launched {name}", flush=True)
 
 
-def launch(gpu: Gpu, target: GpuTarget, config: ScheduleConfig) -> None:
+def launch(gpu: Gpu, target: GpuTarget, config: ScheduleConfig, every_thread: bool) -> None:
     """Lower, load and launch once; the logits must be numbers."""
     dtype = DTYPES["bf16"]
     program = lower(decode_step(SPEC, CONTEXT, dtype), config, target)
     packed = pack(program)
     kernel = load_variant(gpu, compile_variant(
-        arch_name(gpu.sm_arch), packed.variant.threads, packed.dtype, matrix_warps=packed.variant.matrix_warps
+        arch_name(gpu.sm_arch), packed.variant.threads, packed.dtype, matrix_warps=packed.variant.matrix_warps,
+        every_thread=every_thread,
     ))
     tensors = bind(program, random_weights(SPEC, 0, TORCH_DTYPES[dtype]))
     random = np.random.default_rng(0)

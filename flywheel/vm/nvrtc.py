@@ -111,11 +111,13 @@ def compile_variant(
     *,
     matrix_warps: int | None = None,
     trace: bool = False,
+    every_thread: bool = False,
     sources: Path = SOURCES,
 ) -> CompiledVariant:
     """The kernel in `sources` for `arch`, as `compile_unit` has it; with `trace`, tasks note their times.
 
-    `matrix_warps` is half of what the loader and the control warp leave, rounded up, unless given.
+    `matrix_warps` is half of what the loader and the control warp leave, rounded up, unless given. `every_thread` is for
+    race detectors: no thread arrives or waits for others.
 
     Raises ConfigError for a dtype without a kernel.
     """
@@ -125,6 +127,8 @@ def compile_variant(
     defines = {"FW_THREADS": str(threads), "FW_MATRIX_WARPS": str(multiplying), "FW_DTYPE": str(int(dtype))}
     if trace:
         defines["FW_TRACE"] = "1"
+    if every_thread:
+        defines["FW_EVERY_THREAD"] = "1"
     unit = compile_unit("megakernel.cu", arch, defines, cache_dir, sources=sources)
     return CompiledVariant(unit.arch, unit.key, unit.cubin, unit.log, unit.entries, threads, dtype, multiplying, trace)
 

@@ -15,6 +15,16 @@ constexpr int FIRST_MATRIX_WARP = 2;
 constexpr int FIRST_VECTOR_WARP = FIRST_MATRIX_WARP + MATRIX_WARPS;
 constexpr int VECTOR_BARRIER = 1;
 
+// One thread arrives at a barrier for its warp, or for all vector warps, and one warp waits for the others. With
+// FW_EVERY_THREAD all of them do both themselves: compute-sanitizer follows no order that passes through a third thread.
+#ifdef FW_EVERY_THREAD
+constexpr bool EVERY_THREAD = true;
+#else
+constexpr bool EVERY_THREAD = false;
+#endif
+constexpr int WARP_ARRIVALS = EVERY_THREAD ? WARP : 1;
+constexpr int VECTOR_ARRIVALS = EVERY_THREAD ? VECTOR_THREADS : 1;
+
 constexpr int TASK_SLOTS = 2;
 constexpr int PARTIAL_BYTES = FW_PARTIALS_BYTES;
 constexpr int PARTIAL_OFFSET = FW_RESERVED_BYTES - PARTIAL_BYTES;
@@ -63,6 +73,16 @@ struct Block {
         return reinterpret_cast<char*>(this) + FW_RESERVED_BYTES;
     }
     __device__ __forceinline__ uint32_t* counter(int index) const { return counters + index * (FW_COUNTER_STRIDE / 4); }
+    __device__ __forceinline__ void set_progress(int index) {
+        if (EVERY_THREAD) {
+            atomicExch(&progress, index);
+        } else {
+            *const_cast<volatile int32_t*>(&progress) = index;
+        }
+    }
+    __device__ __forceinline__ int poll_progress() {
+        return EVERY_THREAD ? atomicAdd(&progress, 0) : *const_cast<const volatile int32_t*>(&progress);
+    }
     __device__ __forceinline__ bool is_aborted() const { return *const_cast<const volatile uint32_t*>(&aborted) != 0; }
     __device__ __forceinline__ void abort() { *const_cast<volatile uint32_t*>(&aborted) = 1; }
 };

@@ -4,16 +4,16 @@
 __device__ __forceinline__ void init_barriers(Block& block) {
     for (int slot = 0; slot < block.program.ring_slots; slot++) {
         barrier_init(&block.ring_full[slot], FW_RING_ARRIVALS);
-        barrier_init(&block.ring_empty[slot], block.program.chunk_warps);
+        barrier_init(&block.ring_empty[slot], block.program.chunk_warps * WARP_ARRIVALS);
     }
-    barrier_init(&block.x_full, 1);
+    barrier_init(&block.x_full, VECTOR_ARRIVALS);
     for (int i = 0; i < 2; i++) {
-        barrier_init(&block.partial_full[i], MATRIX_WARPS);
-        barrier_init(&block.partial_empty[i], VECTOR_WARPS);
+        barrier_init(&block.partial_full[i], MATRIX_WARPS * WARP_ARRIVALS);
+        barrier_init(&block.partial_empty[i], VECTOR_WARPS * WARP_ARRIVALS);
     }
     for (int i = 0; i < TASK_SLOTS; i++) {
-        barrier_init(&block.task_ready[i], 1);
-        barrier_init(&block.task_free[i], 1);
+        barrier_init(&block.task_ready[i], WARP_ARRIVALS);
+        barrier_init(&block.task_free[i], VECTOR_ARRIVALS);
     }
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // before bulk copies may complete on them

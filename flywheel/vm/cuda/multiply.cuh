@@ -204,7 +204,7 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
             waited.end();
             product.add(ring.slot(place) + first * FRAGMENT_BYTES, x + (k + first) * 16, stride, segment.rows, count, lane);
             __syncwarp();
-            if (lane == 0) ring.release(place);
+            if (lane < WARP_ARRIVALS) ring.release(place);
             place.advance(groups, slots);
             piece += groups;
             if (piece >= segment.row_chunks) {
@@ -218,7 +218,7 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         }
         if (group < groups) chunk -= total;
         __syncwarp();
-        if (lane == 0) barrier_arrive(&block.partial_full[buffer]);
+        if (lane < WARP_ARRIVALS) barrier_arrive(&block.partial_full[buffer]);
     }
     if (warp == 0) waited.tell(block, FW_ANCHOR_STARVED);
 }

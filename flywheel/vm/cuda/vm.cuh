@@ -42,7 +42,7 @@ struct Vm {
     // Wait for a phase; all vector threads go on together, or, where the launch is being aborted, none does. One warp polls:
     // the others would take issue slots from the matrix warps.
     __device__ __forceinline__ bool wait(uint64_t* barrier, uint32_t parity) const {
-        const bool passed = warp() > 0 || barrier_wait(barrier, parity, &block().aborted);
+        const bool passed = (warp() > 0 && !EVERY_THREAD) || barrier_wait(barrier, parity, &block().aborted);
         return named_barrier_all(VECTOR_BARRIER, VECTOR_THREADS, passed);
     }
 

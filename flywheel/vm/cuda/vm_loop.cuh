@@ -22,8 +22,7 @@ __device__ __forceinline__ void drain(Block& block, RingPlace place, int issued)
 
 // Weights of a task are read once the vector warps are `prefetch_depth` tasks before it; 0 reads nothing ahead.
 __device__ __forceinline__ bool may_stream(Block& block, int queue_index) {
-    const volatile int32_t* progress = &block.progress;
-    while (*progress + block.program.prefetch_depth < queue_index) {
+    while (block.poll_progress() + block.program.prefetch_depth < queue_index) {
         if (block.is_aborted()) return false;
         __nanosleep(64);
     }
@@ -220,7 +219,7 @@ __device__ __noinline__ void run_control() {
         const bool met = lane_id() >= task.instruction.n_waits || wait_counter(block, task.instruction, lane_id());
         if (!__all_sync(~0u, met)) return;
         __syncwarp();  // what each lane acquired is ordered before the arrival of this one
-        if (lane_id() == 0) barrier_arrive(&block.task_ready[slot]);
+        if (lane_id() < WARP_ARRIVALS) barrier_arrive(&block.task_ready[slot]);
     }
     for (int index = max(0, count - TASK_SLOTS); index < count; index++) {  // stay to watch the last ones
         if (!wait_watched(block, &block.task_free[index % TASK_SLOTS], (index / TASK_SLOTS) & 1)) return;
@@ -235,7 +234,7 @@ __device__ __noinline__ void run_vector_warps() {
     const int count = block.queue_end - block.queue_first;
     for (int index = 0; index < count; index++) {
         const int slot = index % TASK_SLOTS;
-        if (vm.thread() == 0) *const_cast<volatile int32_t*>(&block.progress) = index;
+        if (vm.thread() == 0) block.set_progress(index);
         vm.stamp(FW_STAMP_CURRENT);
         if (!vm.wait(&block.task_ready[slot], (index / TASK_SLOTS) & 1)) return;
         vm.stamp(FW_STAMP_READY);
@@ -250,7 +249,7 @@ __device__ __noinline__ void run_vector_warps() {
         if (vm.thread() == 0) {
             signal(block.counter(vm.task()->instruction.out_counter));
             vm.stamp(FW_STAMP_DONE);
-            barrier_arrive(&block.task_free[slot]);
         }
+        if (vm.thread() < VECTOR_ARRIVALS) barrier_arrive(&block.task_free[slot]);
     }
 }

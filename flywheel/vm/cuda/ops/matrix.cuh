@@ -49,7 +49,7 @@ struct Unit {
 FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     if (!(step.flags & FW_STEP_REUSE_X) && &step != x_staged_step(*vm.task())) {
         if (step.flags & FW_STEP_STAGE) stage_x(vm, step);
-        if (vm.thread() == 0) barrier_arrive(&vm.block().x_full);
+        if (vm.thread() < VECTOR_ARRIVALS) barrier_arrive(&vm.block().x_full);
         vm.stamp(FW_STAMP_STAGED);
     }
     const Operand out = vm.out(step);
@@ -94,7 +94,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
             extra = operand(unit);
         }
         __syncwarp();
-        if (vm.lane() == 0) barrier_arrive(&vm.block().partial_empty[pass & 1]);
+        if (vm.lane() < WARP_ARRIVALS) barrier_arrive(&vm.block().partial_empty[pass & 1]);
         pass++;
         first_column += pass_blocks * 16;
     }
