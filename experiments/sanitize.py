@@ -4,8 +4,8 @@
     python experiments/sanitize.py launch|launch-every-thread
 
 The tools are memcheck (accesses out of bounds) and racecheck (races in shared memory) by default. With `launch`, the
-launches alone, which the sanitizer wraps: one model unfused, fused with its KV range split, fused in one block, and with
-attention to the past beside the append. racecheck wraps kernels in which every thread arrives and waits itself
+launches alone, which the sanitizer wraps: one model unfused, fused with its KV range split, fused in one block, and
+with attention to the past beside the append. racecheck wraps kernels in which every thread arrives and waits itself
 (FW_EVERY_THREAD): it follows no order that passes through a third thread.
 """
 

@@ -116,8 +116,8 @@ def compile_variant(
 ) -> CompiledVariant:
     """The kernel in `sources` for `arch`, as `compile_unit` has it; with `trace`, tasks note their times.
 
-    `matrix_warps` is half of what the loader and the control warp leave, rounded up, unless given. `every_thread` is for
-    race detectors: no thread arrives or waits for others.
+    `matrix_warps` is half of what the loader and the control warp leave, rounded up, unless given. `every_thread` is
+    for race detectors: no thread arrives or waits for others.
 
     Raises ConfigError for a dtype without a kernel.
     """
