@@ -203,7 +203,7 @@ def calibrate(
 
     def step(error: float) -> None:
         steps["done"] += 1
-        watch(f"step {steps['done']}: predictions are off by {error:.1%} (root mean square)")
+        watch(f"step {steps['done']}: predictions are off by {error * 100:.1f} % (root mean square)")
 
     watch(f"fitting to {len(samples)} programs")
     machine = fit(begin, [sample.latency_us for sample in samples], pool(samples), pinned, step)
