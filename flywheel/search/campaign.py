@@ -24,9 +24,9 @@ from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, tied_with, trials_of
 from flywheel.search.engine import Engine
 from flywheel.search.evaluate import Evaluation
-from flywheel.search.finals import ROUNDS, finalists, gains
+from flywheel.search.finals import finalists, measure_again
 from flywheel.search.importing import priors_of
-from flywheel.search.noise import Gain, gain
+from flywheel.search.noise import gain
 from flywheel.search.prefilter import Prefilter
 from flywheel.search.rows import to_record
 from flywheel.search.space import Choice, Space, Value
@@ -252,42 +252,10 @@ class CampaignRun:
         They take the place of all rows before them, so another process's new ones may call for another final.
         """
         while chosen := finalists(self._store.trials(self._name)) if self._spec.measure == "cuda" else []:
-            rows = self._measure_final(chosen)
+            rows = measure_again(chosen, self._engine, self._spec, self._environment)
             if not rows or self._append_final(rows, chosen):
                 return rows
         return []
-
-    def _measure_final(self, chosen: Sequence[TrialRecord]) -> list[TrialRecord]:
-        """A row for each program, not yet numbered. One that turns out wrong has none, and ends that contest: the
-        others are measured again."""
-        while True:
-            configs = [_config(record) for record in chosen]
-            evaluation = self._engine.submit(configs[0], configs[1:], ROUNDS)()
-            contest = evaluation.contest
-            if contest is None or not contest.times_us:
-                return []
-            found = [*zip(chosen, (contest.outcome, *contest.rivals), strict=True)]
-            right = [(record, outcome) for record, outcome in found if isinstance(outcome, Measured)]
-            if len(right) < 2 or len(right) == len(found):
-                compared = gains(contest, self._spec.seed) if len(right) > 1 else [None]
-                now = _now()
-                return [
-                    self._final_row(record, outcome, compared, evaluation.environment, now)
-                    for (record, outcome), compared in zip(right, compared, strict=False)
-                ]
-            chosen = [record for record, _ in right]
-
-    def _final_row(
-        self, record: TrialRecord, outcome: Measured, compared: Gain | None, where: Environment | None, now: str
-    ) -> TrialRecord:
-        """Of the program of an earlier row; its number is still that row's."""
-        measured = Evaluation(
-            outcome, record.program_id, record.tasks, record.weight_bytes, record.floor_us, environment=where
-        )
-        return to_record(
-            self._name, record.trial, self._spec, _config(record), measured, self._environment,
-            source="final", ask_s=None, created_at=now, compared=compared,
-        )  # fmt: skip
 
     def _append_final(self, rows: list[TrialRecord], chosen: Sequence[TrialRecord]) -> bool:
         """Number the rows and append them, all or none; False where the `chosen` are no longer the ones to choose."""

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from statistics import median
 from typing import Final
 
+from flywheel.ir import ScheduleConfig
 from flywheel.measure.contest import Contest
+from flywheel.measure.environment import Environment
+from flywheel.measure.outcome import Measured
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import standing
+from flywheel.search.engine import Engine
+from flywheel.search.evaluate import Evaluation
 from flywheel.search.noise import Gain, gain
+from flywheel.search.rows import to_record
+from flywheel.search.spec import CampaignSpec
 
 FINALISTS: Final = 5
 ROUNDS: Final = 12
@@ -26,6 +35,40 @@ def finalists(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     chosen = list(fastest.values())[:FINALISTS]
     settled = all(record.source == "final" for record in chosen)
     return [] if len(chosen) < 2 or settled else chosen
+
+
+def measure_again(
+    chosen: Sequence[TrialRecord], engine: Engine, spec: CampaignSpec, environment: Environment
+) -> list[TrialRecord]:
+    """A row for each of these programs, not yet numbered; none where a worker dies of it.
+
+    One that turns out wrong has no row, and ends that contest: the others are measured again. `environment` is the
+    coordinator's.
+    """
+    while True:
+        configs = [ScheduleConfig.from_dict(json.loads(record.config)) for record in chosen]
+        evaluation = engine.submit(configs[0], configs[1:], ROUNDS)()
+        contest = evaluation.contest
+        if contest is None or not contest.times_us:
+            return []
+        found = [*zip(chosen, configs, (contest.outcome, *contest.rivals), strict=True)]
+        right = [(record, config, outcome) for record, config, outcome in found if isinstance(outcome, Measured)]
+        if len(right) < 2 or len(right) == len(found):
+            break
+        chosen = [record for record, _, _ in right]
+    compared = gains(contest, spec.seed) if len(right) > 1 else [None]
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    rows = []
+    for (record, config, outcome), gained in zip(right, compared, strict=False):
+        measured = Evaluation(
+            outcome, record.program_id, record.tasks, record.weight_bytes, record.floor_us,
+            environment=evaluation.environment,
+        )  # fmt: skip
+        rows.append(to_record(
+            record.campaign, record.trial, spec, config, measured, environment,
+            source="final", ask_s=None, created_at=now, compared=gained,
+        ))  # fmt: skip
+    return rows
 
 
 def gains(contest: Contest, seed: int) -> list[Gain]:

@@ -28,7 +28,7 @@ PINNED = {
     "rows.qkv": "32", "rows.o": "32", "rows.gate_up": "32", "rows.down": "32", "rows.lm_head": "64",
     "kv_block": "64", "fuse.qkv": "1", "fuse.attention": "3", "fuse.out": "1",
     "fuse.mlp_in": "1", "fuse.down": "1", "fuse.head": "1", "placement": "load_balance",
-    "pages": "none", "smem": "232448", "chunk": "32768", "matrix": "4", "inflight": "98304",
+    "pages": "none", "smem": "232448", "chunk": "32768", "matrix": "4", "inflight": "98304", "share": "1",
 }  # fmt: skip
 """All but the depth (7 values) and the threads (4)."""
 
