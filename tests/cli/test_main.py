@@ -142,6 +142,12 @@ def test_a_closed_pipe_is_silent() -> None:
     assert process.returncode == 141
 
 
+def test_output_that_finds_no_room_is_one_line() -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([*FLYWHEEL, "targets"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "flywheel: output: cannot be written: No space left on device\n")
+
+
 def test_version_is_one_line(run: Run) -> None:
     result = run("--version")
     assert result.exit_code == 0
