@@ -52,7 +52,7 @@ def search_command(campaign: Campaign) -> str:
         elif name == "warm":
             words += [] if value else ["--cold"]
         elif name in _ALWAYS or (value != default and value is not None):
-            words += [f"--{name.removesuffix('_s')}", str(value)]
+            words += [f"--{name.removesuffix('_s').replace('_', '-')}", str(value)]
     return shlex.join(words)
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import shlex
+from dataclasses import asdict, fields, replace
 
 import pytest
 
 from flywheel.cli.provenance import search_command
+from flywheel.cli.search import search
 from flywheel.search.spec import CampaignSpec, with_name
 from flywheel.store.campaign import Campaign
 
@@ -34,3 +36,17 @@ def campaign(spec: CampaignSpec) -> Campaign:
 def test_the_command_of_a_campaign_states_what_was_asked(spec: CampaignSpec, tail: str) -> None:
     common = "flywheel search --model m --gpu h100 --dtype bf16 --context 512 --measure predict --sampler tpe --seed 0"
     assert search_command(campaign(spec)) == f"{common} --trials 120{tail}"
+
+
+def test_every_field_of_a_campaign_is_an_option_of_the_command() -> None:
+    base = CampaignSpec("m", "h100")
+    others: dict[type, object] = {int: 7, float: 1.0, str: "x", bool: False}
+    changed: dict[str, object] = {"fix": {"depth": "2"}, "engine": "ray", "ray_address": "head:6379", "measure": "cuda"}
+    kinds = {"int": int, "int | None": int, "float | None": float, "str": str, "str | None": str, "bool": bool}
+    for field in fields(CampaignSpec):
+        changed.setdefault(field.name, others[kinds[str(field.type)]] if str(field.type) in kinds else None)
+    spec = replace(base, **{name: value for name, value in changed.items() if value is not None})  # type: ignore[arg-type]
+    words = shlex.split(search_command(campaign(spec)))
+    known = {flag for option in search.params for flag in (*option.opts, *option.secondary_opts)}
+    assert {word for word in words if word.startswith("--")} <= known
+    assert "--ray-address" in words
