@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from math import isfinite
@@ -21,6 +22,10 @@ MEASURED_WITH: Final = (
 )  # fmt: skip
 """Columns that only a measured latency may bring along."""
 
+_POSITIVE: Final = frozenset(
+    {"predicted_us", "latency_us", "p10_us", "p90_us", "batch_us", "rival_us", "samples", "floor_us", "weight_bytes"}
+)
+
 COMPARED_WITH: Final = ("rival_us", "gain_low_us", "gain_high_us")
 """Columns of a measured latency that had a rival: all or none."""
 
@@ -39,8 +44,9 @@ class Column:
 class TrialRecord:
     """One trial of one campaign.
 
-    Raises ValueError where a value has the wrong type, is not finite or is an empty string, and where the numbers
-    contradict the outcome: `latency_us` belongs to measured rows alone, `predicted_us` may stand beside it.
+    Raises ValueError where a value has the wrong type, is not finite or is an empty string, where a latency is not
+    positive or the config is no JSON object, and where the numbers contradict the outcome: `latency_us` belongs to
+    measured rows alone, `predicted_us` may stand beside it.
     """
 
     campaign: Annotated[str, "name of the campaign"]
@@ -160,9 +166,21 @@ def _fault(column: Column, value: Any) -> str | None:
         return f"is {value}, not finite; absent is None"
     if value == "":
         return "is an empty string; absent is None"
+    if column.name in _POSITIVE and not (isinstance(value, int | float) and value > 0):
+        return f"is {value}, not positive"
     if column.name == "created_at" and not _is_utc(str(value)):
         return f"is {value!r}, not an ISO 8601 time in UTC"
+    if column.name == "config" and not is_json_object(str(value)):
+        return "is no JSON object"
     return None
+
+
+def is_json_object(text: str) -> bool:
+    """Whether a text is the JSON of an object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _is_utc(text: str) -> bool:

@@ -6,10 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from hashlib import sha256
 from typing import Any, Final
 
 from flywheel.cost_model import MODEL_VERSION
-from flywheel.errors import FlywheelError, StoreError, UsageError
+from flywheel.errors import FlywheelError, IrFormatError, StoreError, UsageError
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import trials_of
@@ -33,10 +34,11 @@ def import_trials(store: Store, name: str, records: Sequence[TrialRecord]) -> tu
     """Make the trials of one campaign those of the campaign `name`; the campaign, and how many of them were new.
 
     Trials that it has already are left as they are, so that what was cut off can be repeated. Raises UsageError for
-    trials that are not of one campaign or not of one kind, or of other work than the campaign is, and StoreError where
-    it has another trial of the same number.
+    trials that are not of one campaign or not of one kind, whose config is none or not that of its id, or of other work
+    than the campaign is, and StoreError where it has another trial of the same number.
     """
     _check_one_campaign(records)
+    _check_configs(records)
     campaign = _campaign_of(name, records)
     known = store.campaign(name)
     if known is None:
@@ -95,6 +97,21 @@ def _check_one_campaign(records: Sequence[TrialRecord]) -> None:
     if len(set(numbers)) != len(numbers):
         twice = next(number for number in numbers if numbers.count(number) > 1)
         raise UsageError(f"import: campaign {names[0]!r} has two trials {twice}")
+
+
+def _check_configs(records: Sequence[TrialRecord]) -> None:
+    for record in records:
+        where = f"import: trial {record.trial} of campaign {record.campaign!r}"
+        config = json.loads(record.config)
+        try:
+            ScheduleConfig.from_dict(config)
+        except IrFormatError as error:
+            raise UsageError(f"{where}: {error}") from None
+        # Of the text: another version's configs may have other fields.
+        canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
+        identity = sha256(canonical.encode()).hexdigest()[:12]
+        if identity != record.config_id:
+            raise UsageError(f"{where}: config_id {record.config_id} is not its config's, {identity}")
 
 
 def _campaign_of(name: str, records: Sequence[TrialRecord]) -> Campaign:

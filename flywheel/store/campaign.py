@@ -6,13 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from flywheel.measure.record import is_json_object
+
 MEASURES: Final = ("predict", "cuda")
 """How a campaign gets its latencies: from a cost model, or from a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """One search. `spec` is its campaign file as JSON, `created_at` ISO 8601 in UTC. Raises ValueError on `measure`."""
+    """One search. `spec` is its campaign file as JSON, `created_at` ISO 8601 in UTC.
+
+    Raises ValueError on `measure` and `spec`.
+    """
 
     name: str
     model: str
@@ -28,6 +33,8 @@ class Campaign:
     def __post_init__(self) -> None:
         if self.measure not in MEASURES:
             raise ValueError(f"campaign {self.name!r}: measure {self.measure!r} is none of {', '.join(MEASURES)}")
+        if not is_json_object(self.spec):
+            raise ValueError(f"campaign {self.name!r}: spec is no JSON object")
 
 
 @dataclass(frozen=True, slots=True)

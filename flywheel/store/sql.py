@@ -84,12 +84,12 @@ class Store:
         """The campaign of that name; None where there is none."""
         with reading(self._engine, self.name) as connection:
             row = connection.execute(select(campaigns).where(campaigns.c.name == name)).mappings().one_or_none()
-        return None if row is None else Campaign(**row)
+        return None if row is None else self._campaign(row)
 
     def campaigns(self) -> list[CampaignSummary]:
         """Every campaign, oldest first, with its counts and best latencies."""
         with reading(self._engine, self.name) as connection:
-            found = [Campaign(**row) for row in connection.execute(select(campaigns)).mappings()]
+            found = [self._campaign(row) for row in connection.execute(select(campaigns)).mappings()]
             tallies = _tallies(connection)
         found.sort(key=lambda campaign: (campaign.created_at, campaign.name))  # by code point, whatever the database's
         return [_summary(campaign, tallies.get(campaign.name, {})) for campaign in found]
@@ -197,6 +197,12 @@ class Store:
         with reading(self._engine, self.name) as connection:
             row = connection.execute(query).mappings().first()
         return None if row is None else self._record(row)
+
+    def _campaign(self, row: RowMapping) -> Campaign:
+        try:
+            return Campaign(**row)
+        except ValueError as error:
+            raise StoreError(f"store {self.name}: {error}") from error
 
     def _record(self, row: RowMapping) -> TrialRecord:
         try:

@@ -65,3 +65,17 @@ def test_a_row_that_contradicts_itself_is_refused(make_record: Records, changes:
 def test_the_documented_columns_are_the_columns() -> None:
     page = Path(__file__).parents[2] / "docs" / "columns.md"
     assert page.read_text(encoding="utf-8").endswith(columns_markdown())
+
+
+@pytest.mark.parametrize("text", ["garbage", "[1]", "NaN", "[" * 100_000])
+def test_a_config_that_is_no_json_object_is_refused(make_record: Records, text: str) -> None:
+    with pytest.raises(ValueError, match="config is no JSON object"):
+        make_record(config=text)
+
+
+@pytest.mark.parametrize("latency_us", [0.0, -5.0])
+def test_nothing_takes_no_time(make_record: Records, latency_us: float) -> None:
+    with pytest.raises(ValueError, match=r"latency_us is -?[05].0, not positive"):
+        make_record(outcome="measured", latency_us=latency_us)
+    with pytest.raises(ValueError, match="predicted_us is 0, not positive"):
+        make_record(outcome="predicted", predicted_us=0, predictor="1")

@@ -67,6 +67,8 @@ def test_another_trial_of_the_same_number_is_not_overwritten(lab: Any, rows: lis
         ({"context": 65}, "trials of context 64 and of 65"),
         ({"trial": 0}, "has two trials 0"),
         ({"outcome": "incorrect", "predicted_us": None, "predictor": None}, "measured and predicted trials"),
+        ({"config": '{"tiling": 1}'}, r"trial 5 of campaign 'finished': .*tiling"),
+        ({"config_id": "0123456789ab"}, "config_id 0123456789ab is not its config's, [0-9a-f]{12}"),
     ],
 )
 def test_rows_that_are_not_of_one_campaign_are_refused(

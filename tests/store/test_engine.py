@@ -112,7 +112,7 @@ def test_a_full_disk_is_named(tmp_path: Path, make_campaign: Callable[..., Campa
         connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
         connection.close()
         with pytest.raises(StoreError) as caught:
-            store.create_campaign(make_campaign(spec="x" * 1_000_000))
+            store.create_campaign(make_campaign(spec=f'{{"x": "{"x" * 1_000_000}"}}'))
     one_line(caught, str(path), "disk is full")
 
 

@@ -78,6 +78,18 @@ def test_rows_that_belong_together_are_there_all_or_not_at_all(store: Store, mak
     store.append_all([])
 
 
+def test_a_campaign_that_somebody_broke_is_store_trouble(
+    store: Store, make_campaign: Campaigns
+) -> None:
+    broken = make_campaign("broken")
+    object.__setattr__(broken, "spec", "garbage")
+    store.create_campaign(broken)
+    with pytest.raises(StoreError, match="campaign 'broken': spec is no JSON object"):
+        store.campaigns()
+    with pytest.raises(StoreError, match="campaign 'broken': spec is no JSON object"):
+        store.campaign("broken")
+
+
 def test_a_final_answers_before_the_trial_that_it_measured_again(
     store: Store, make_record: Records, make_campaign: Campaigns
 ) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Callable
 
 import pytest
@@ -23,11 +24,11 @@ floats = st.floats(allow_nan=False, allow_infinity=False)
     changes=st.fixed_dictionaries(
         {
             "reason": st.none() | texts | escapes,
-            "config": texts | escapes,
+            "config": st.dictionaries(texts, texts | escapes).map(json.dumps),
             "host": escapes,
-            "predicted_us": floats,
+            "predicted_us": st.floats(min_value=0, exclude_min=True, allow_infinity=False),
             "floor_fraction": st.none() | floats,
-            "weight_bytes": st.none() | st.integers(),
+            "weight_bytes": st.none() | st.integers(min_value=1),
             "trial": st.integers(min_value=0),
         }
     )
