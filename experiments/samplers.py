@@ -1,45 +1,65 @@
 """How close samplers come to the best known configuration, over seeds: `python experiments/samplers.py`.
 
-Every campaign starts cold (no known-good schedules) and is judged by the cost model. The best known configuration is
-the best of all campaigns, improved by coordinate descent until no single knob improves it further.
+Every campaign begins with the known good schedules, or with `--cold` without any, has a store of its own and is judged
+by the cost model; `--layers` cuts the models, so that there is time for this. The best known configuration of a work is
+the best of all its campaigns, improved by coordinate descent until no single knob improves it further.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from flywheel.ir import TARGETS, ScheduleConfig
 from flywheel.measure.environment import capture_environment
+from flywheel.measure.outcome import Predicted
+from flywheel.models.catalog import CATALOG
 from flywheel.search.campaign import CampaignRun, open_campaign
 from flywheel.search.engine import Bench, InlineEngine
-from flywheel.search.evaluate import evaluate
+from flywheel.search.evaluate import Seen, evaluate
 from flywheel.search.predicting import predict_outcome
 from flywheel.search.space import Space, Value, make_space
-from flywheel.search.spec import CampaignSpec, with_name
-from flywheel.search.workload import make_workload
+from flywheel.search.spec import CampaignSpec
+from flywheel.search.workload import Workload
 from flywheel.store.sql import open_store
 
-CHECKPOINTS = (20, 40, 80)
+CONTEXT = 512
+CHECKPOINTS = (20, 40, 60, 80, 120)
+WITHIN = (2.0, 0.5)
+"""In %: how far behind the best known is near enough to ask when it was reached."""
+
+Work = tuple[str, str]
+Run = tuple[list[float], dict[str, Value]]
 
 
-def unseen() -> object:
+def make_work(work: Work, layers: int) -> Workload:
+    """The work, of a model with so many layers."""
+    model, gpu = work
+    return Workload(model, replace(CATALOG[model], n_layers=layers), TARGETS[gpu], "bf16", CONTEXT)
+
+
+def open_unseen() -> Seen:
     """A look-up that knows nothing, so that every trial is computed."""
     return lambda _: None
 
 
-def campaign(model: str, gpu: str, sampler: str, seed: int, trials: int) -> tuple[list[float], dict[str, Value]]:
-    """Best prediction in us after each trial of one cold campaign, and its best choice."""
-    spec = with_name(
-        CampaignSpec(model, gpu, sampler=sampler, seed=seed, trials=trials, seeds=False, measure="predict"), "predict"
+def campaign(work: Work, layers: int, trials: int, cold: bool, job: tuple[str, int]) -> Run:
+    """Best prediction in us after each trial of one campaign, and its best choice; `job` is its sampler and seed."""
+    sampler, seed = job
+    spec = CampaignSpec(
+        *work, context=CONTEXT, measure="predict", sampler=sampler, seed=seed, trials=trials, seeds=not cold, name="one"
     )
-    workload = make_workload(model, gpu, spec.dtype, spec.context)
+    workload = make_work(work, layers)
     space = make_space(workload)
     with tempfile.TemporaryDirectory() as folder, open_store(Path(folder) / "store.db") as store:
         name = open_campaign(spec, space, store, fresh=False)
-        engine = InlineEngine(Bench(workload, unseen, predict_outcome))
+        engine = InlineEngine(Bench(workload, open_unseen, predict_outcome))
         CampaignRun(spec, name, space, store, engine, capture_environment()).run(lambda _: None, lambda: False)
         records = store.trials(name)
         best = store.best(measured=False, campaign=name)
@@ -48,11 +68,7 @@ def campaign(model: str, gpu: str, sampler: str, seed: int, trials: int) -> tupl
         low = min(low, record.predicted_us or low)
         curve.append(low)
     assert best is not None
-    from json import loads
-
-    from flywheel.ir import ScheduleConfig
-
-    choice = space.to_choice(ScheduleConfig.from_dict(loads(best.config)))
+    choice = space.to_choice(ScheduleConfig.from_dict(json.loads(best.config)))
     assert choice is not None
     return curve, choice
 
@@ -60,7 +76,7 @@ def campaign(model: str, gpu: str, sampler: str, seed: int, trials: int) -> tupl
 def cost(space: Space, choice: dict[str, Value]) -> float:
     """Predicted latency in us of one choice."""
     outcome = evaluate(space.to_config(choice), space.workload, lambda _: None, predict_outcome).outcome
-    return outcome.latency.latency_us  # type: ignore[union-attr]
+    return outcome.latency.latency_us if isinstance(outcome, Predicted) else float("inf")
 
 
 def descend(space: Space, choice: dict[str, Value], low: float) -> tuple[dict[str, Value], float]:
@@ -79,43 +95,50 @@ def descend(space: Space, choice: dict[str, Value], low: float) -> tuple[dict[st
     return choice, low
 
 
+def trials_to(curve: list[float], wanted_us: float) -> int:
+    """Number of the first trial at least that fast, from 1; one more than there are where none is."""
+    return next((number for number, latency in enumerate(curve, 1) if latency <= wanted_us), len(curve) + 1)
+
+
+def show(sampler: str, curves: list[list[float]], low: float) -> None:
+    """Print a line: the regrets at each checkpoint, and when campaigns came near enough."""
+    cells = []
+    for trial in CHECKPOINTS:
+        if trial <= len(curves[0]):
+            first, middle, last = statistics.quantiles([100 * (curve[trial - 1] / low - 1) for curve in curves], n=4)
+            cells.append(f"{f'{middle:.2f} ({first:.2f}-{last:.2f})':>22}")
+    for within in WITHIN:
+        cells.append(f"{statistics.median(trials_to(curve, low * (1 + within / 100)) for curve in curves):>12g}")
+    print(f"{sampler:<10}" + "".join(cells), flush=True)
+
+
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="llama3-8b")
-    parser.add_argument("--gpu", default="h100")
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--trials", type=int, default=80)
-    parser.add_argument("--samplers", default="tpe,random")
-    arguments = parser.parse_args()
-    samplers = arguments.samplers.split(",")
-    jobs = [(sampler, seed) for seed in range(arguments.seeds) for sampler in samplers]
-    curves: dict[str, list[list[float]]] = {sampler: [] for sampler in samplers}
-    best: tuple[float, dict[str, Value]] | None = None
-    with ProcessPoolExecutor(2) as pool:
-        futures = [
-            (sampler, pool.submit(campaign, arguments.model, arguments.gpu, sampler, seed, arguments.trials))
-            for sampler, seed in jobs
-        ]
-        for sampler, future in futures:
-            curve, choice = future.result()
-            curves[sampler].append(curve)
-            if best is None or curve[-1] < best[0]:
-                best = (curve[-1], choice)
-    assert best is not None
-    space = make_space(make_workload(arguments.model, arguments.gpu, "bf16", 512))
-    choice, low = descend(space, best[1], best[0])
-    print(f"{arguments.model} on {arguments.gpu}, bf16, context 512, predicted; {arguments.seeds} seeds, cold starts")
-    print(f"best known: {low:.1f} us  {choice}")
-    checkpoints = [trial for trial in CHECKPOINTS if trial <= arguments.trials]
-    print(f"{'sampler':<10}" + "".join(f"{f'regret at {n}, % (quartiles)':>34}" for n in checkpoints))
-    for sampler in samplers:
-        cells = []
-        for trial in checkpoints:
-            regrets = sorted(100 * (curve[trial - 1] / low - 1) for curve in curves[sampler])
-            first, middle, last = statistics.quantiles(regrets, n=4)
-            cells.append(f"{f'{middle:.2f} ({first:.2f}-{last:.2f})':>34}")
-        print(f"{sampler:<10}" + "".join(cells))
+    """Print a table a work."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--works", default="llama3-8b/h100", help="MODEL/GPU, separated by commas")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--trials", type=int, default=120)
+    parser.add_argument("--samplers", default="local,tpe,random")
+    parser.add_argument("--cold", action="store_true", help="without known good schedules")
+    asked = parser.parse_args()
+    samplers = asked.samplers.split(",")
+    jobs = [(sampler, seed) for seed in range(asked.seeds) for sampler in samplers]
+    begin = "nothing" if asked.cold else "the known good schedules"
+    print(f"{asked.layers} layers, bf16, context {CONTEXT}, predicted; {asked.seeds} seeds, starting from {begin}")
+    print("regret in %: median (quartiles); trials to within: median")
+    heads = [f"{f'regret at {trial}':>22}" for trial in CHECKPOINTS if trial <= asked.trials]
+    heads += [f"{f'to {within} %':>12}" for within in WITHIN]
+    for model, _, gpu in (name.partition("/") for name in asked.works.split(",")):
+        with ProcessPoolExecutor(2) as pool:
+            one = partial(campaign, (model, gpu), asked.layers, asked.trials, asked.cold)
+            runs = dict(zip(jobs, pool.map(one, jobs), strict=True))
+        best, choice = min(((curve[-1], choice) for curve, choice in runs.values()), key=lambda found: found[0])
+        choice, low = descend(make_space(make_work((model, gpu), asked.layers)), choice, best)
+        print(f"{model} on {gpu}: best known {low:.1f} us, {choice}")
+        print(" " * 10 + "".join(heads))
+        for sampler in samplers:
+            show(sampler, [runs[sampler, seed][0] for seed in range(asked.seeds)], low)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from flywheel.search.campaign import CampaignResult
     from flywheel.search.run import Start
 
-SAMPLERS = ("tpe", "gp", "cmaes", "random", "grid")
+SAMPLERS = ("local", "tpe", "gp", "cmaes", "random", "grid")
 _STOPPED = {
     "trials": "all trials are done",
     "time": "the time is up",
@@ -63,7 +63,7 @@ def _default(name: str, text: str) -> str:
     type=click.Choice(["auto", "predict", "cuda"]),
     help=_default("measure", "Where latencies come from; auto: cuda with that GPU here, else predict."),
 )
-@click.option("--sampler", type=click.Choice(SAMPLERS), help=_default("sampler", "Optuna sampler."))
+@click.option("--sampler", type=click.Choice(SAMPLERS), help=_default("sampler", "What proposes schedules."))
 @click.option("--seed", type=int, help=_default("seed", "Seed of the sampler."))
 @click.option("--trials", type=int, help=_default("trials", "Stop after so many trials, earlier runs included."))
 @click.option("--time", "time_s", type=seconds, metavar="DURATION", help="Stop this run after 90, 90s, 5m or 1h.")

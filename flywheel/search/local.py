@@ -17,7 +17,10 @@ from optuna.trial import FrozenTrial, TrialState
 Point = tuple[int, ...]
 """Of each knob the index of its value, in the order of the knobs' names."""
 
-Array = NDArray[np.float64]
+Array = NDArray[np.floating[Any]]
+
+Fit = tuple[float, float, float]
+"""Length scale, additive part of the kernel, noise's share of the variance."""
 
 _FIRST: Final = 2
 """Feasible trials before the model is asked; until then, points far from all others."""
@@ -34,13 +37,16 @@ _JUMPS: Final = 200
 _CLIMB: Final = 5
 """Steps from the best candidate uphill in expected improvement."""
 
+_LUCK: Final = 0.3
+"""Share of an expected improvement that is drawn: coordinators of one campaign, each with its seed, part ways."""
+
 _NEAR: Final = 0.03
 """Of the best latency: differences well below count in full, those above less and less."""
 
 _LENGTHS: Final = (1.0, 3.0, 10.0, 30.0)
 _ADDITIVE: Final = (0.0, 0.5)
 _NOISES: Final = (1e-4, 1e-2, 1e-1)
-"""What the likelihood chooses from: length scales, the kernel's additive part, the noise's share of the variance."""
+"""What the likelihood chooses a Fit from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,39 +56,38 @@ class Grid:
     sizes: tuple[int, ...]
     ordered: tuple[bool, ...]
 
+    def beside(self, point: Point, knob: int) -> list[Point]:
+        """Points that differ in that knob: by one step where its values are in order, by any where they are not."""
+        here, size = point[knob], self.sizes[knob]
+        values = range(max(0, here - 1), min(size, here + 2)) if self.ordered[knob] else range(size)
+        return [(*point[:knob], value, *point[knob + 1 :]) for value in values if value != here]
+
     def neighbours(self, point: Point) -> list[Point]:
-        """Points that differ in one knob: by one step where its values are in order, by any where they are not."""
-        return [
-            (*point[:knob], value, *point[knob + 1 :])
-            for knob, size in enumerate(self.sizes)
-            for value in range(size)
-            if value != point[knob] and (not self.ordered[knob] or abs(value - point[knob]) == 1)
-        ]
+        """Points that differ in one knob."""
+        return [near for knob in range(len(point)) for near in self.beside(point, knob)]
 
     def distances(self, points: Sequence[Point], others: Sequence[Point]) -> Array:
         """[points, others, knobs], each at most 1."""
         steps = np.abs(np.array(points)[:, None, :] - np.array(others)[None, :, :])
         ends = np.maximum(np.array(self.sizes) - 1, 1)
-        return np.where(self.ordered, steps / ends, steps > 0).astype(np.float64)
+        apart: Array = np.where(self.ordered, steps / ends, steps > 0)
+        return apart
 
 
 class Model:
     """A Gaussian process over a grid; `values` are latencies in us, and what it says of points is in its own unit."""
 
     def __init__(self, grid: Grid, points: Sequence[Point], values: Sequence[float], pending: Sequence[Point]) -> None:
-        self._grid, self._points = grid, list(points)
-        low = min(values)
-        warped = np.log1p(np.log(np.array(values) / low) / _NEAR)
-        self._y = (warped - warped.mean()) / (warped.std() or 1.0)
+        self._grid = grid
+        warped = np.log1p(np.log(np.array(values) / min(values)) / _NEAR)
+        targets = (warped - warped.mean()) / (warped.std() or 1.0)
         apart = grid.distances(points, points)
         fits = [(length, part, noise) for length in _LENGTHS for part in _ADDITIVE for noise in _NOISES]
-        self._fit = min(fits, key=lambda fit: self._misfit(apart, fit))
-        self._factor(apart)
-        self.means = self.predict(self._points)[0]
+        self._fit = min(fits, key=lambda fit: _misfit(apart, targets, fit))
+        self._learn(points, targets)
+        self.means = self.predict(points)[0]
         if pending:  # what is under way will turn out as expected: then there is less to learn near it
-            self._y = np.concatenate([self._y, self.predict(pending)[0]])
-            self._points += pending
-            self._factor(grid.distances(self._points, self._points))
+            self._learn([*points, *pending], np.concatenate([targets, self.predict(pending)[0]]))
 
     def predict(self, points: Sequence[Point]) -> tuple[Array, Array]:
         """Mean and standard deviation at each point."""
@@ -96,27 +101,33 @@ class Model:
         mean, deviation = self.predict(points)
         z = (self.means.min() - mean) / deviation
         below = np.array([0.5 * (1.0 + erf(value / sqrt(2.0))) for value in z])
-        return deviation * (z * below + np.exp(-z * z / 2.0) / sqrt(2.0 * pi))
+        gain: Array = deviation * (z * below + np.exp(-z * z / 2.0) / sqrt(2.0 * pi))
+        return gain
 
-    def _factor(self, apart: Array) -> None:
-        length, part, noise = self._fit
-        self._root = np.linalg.cholesky(_kernel(apart, length, part) + noise * np.eye(len(apart)))
-        solved = np.linalg.solve(self._root, self._y)
-        self._scale = max(float(solved @ solved) / len(solved), 1e-6)
+    def _learn(self, points: Sequence[Point], targets: Array) -> None:
+        self._points = points
+        self._root, solved, self._scale = _solve(self._grid.distances(points, points), targets, self._fit)
         self._weights = np.linalg.solve(self._root.T, solved)
 
-    def _misfit(self, apart: Array, fit: tuple[float, float, float]) -> float:
-        """Negative log marginal likelihood, at the best scale."""
-        length, part, noise = fit
-        root = np.linalg.cholesky(_kernel(apart, length, part) + noise * np.eye(len(apart)))
-        solved = np.linalg.solve(root, self._y)
-        scale = max(float(solved @ solved) / len(solved), 1e-6)
-        return float(0.5 * len(solved) * np.log(scale) + np.log(np.diag(root)).sum())
+
+def _solve(apart: Array, targets: Array, fit: Fit) -> tuple[Array, Array, float]:
+    """Cholesky factor of the correlation, what it solves `targets` to, and the likeliest scale of the variance."""
+    length, part, noise = fit
+    root: Array = np.linalg.cholesky(_kernel(apart, length, part) + noise * np.eye(len(apart)))
+    solved: Array = np.linalg.solve(root, targets)
+    return root, solved, max(float(solved @ solved) / len(solved), 1e-6)
+
+
+def _misfit(apart: Array, targets: Array, fit: Fit) -> float:
+    """Negative log marginal likelihood, but for a constant."""
+    root, solved, scale = _solve(apart, targets, fit)
+    return float(0.5 * len(solved) * np.log(scale) + np.log(np.diag(root)).sum())
 
 
 def _kernel(apart: Array, length: float, part: float) -> Array:
     """Of distances [.., .., knobs]: `part` of it additive, a sum over knobs, the rest a product."""
-    return part * np.exp(-2.0 * apart).mean(axis=-1) + (1.0 - part) * np.exp(-apart.sum(axis=-1) / length)
+    kernel: Array = part * np.exp(-2.0 * apart).mean(axis=-1) + (1.0 - part) * np.exp(-apart.sum(axis=-1) / length)
+    return kernel
 
 
 class LocalSampler(BaseSampler):
@@ -189,14 +200,16 @@ def propose(
     if not untried:
         return _untried(grid, centres[0], tried)
     candidates = [untried[index] for index in chance.permutation(len(untried))]  # among equals, any
-    return _climb(grid, model, candidates, tried)
+    return _climb(grid, model, candidates, tried, chance)
 
 
-def _climb(grid: Grid, model: Model, candidates: list[Point], tried: set[Point]) -> Point:
+def _climb(
+    grid: Grid, model: Model, candidates: list[Point], tried: set[Point], chance: np.random.Generator
+) -> Point:
     """The untried point of the largest expected improvement, among candidates and then uphill from the best."""
     best, most = candidates[0], -1.0
     for _ in range(_CLIMB + 1):
-        gains = model.improvement(candidates)
+        gains = model.improvement(candidates) * chance.uniform(1.0 - _LUCK, 1.0, len(candidates))
         if gains.max() <= most:
             break
         best, most = candidates[int(gains.argmax())], float(gains.max())
@@ -207,9 +220,9 @@ def _climb(grid: Grid, model: Model, candidates: list[Point], tried: set[Point])
 
 
 def _jump(grid: Grid, point: Point, chance: np.random.Generator) -> Point:
-    """Two or three times a neighbour."""
-    for _ in range(int(chance.integers(2, 4))):
-        near = grid.neighbours(point)
+    """A step in each of two or three knobs, some of them perhaps the same."""
+    for knob in chance.integers(len(point), size=chance.integers(2, 4)):
+        near = grid.beside(point, int(knob)) or [point]
         point = near[int(chance.integers(len(near)))]
     return point
 

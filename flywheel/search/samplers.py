@@ -1,4 +1,4 @@
-"""Optuna's samplers by name."""
+"""The samplers by name: Optuna's, and our own."""
 
 from __future__ import annotations
 

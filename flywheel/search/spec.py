@@ -33,7 +33,7 @@ class CampaignSpec:
     dtype: str = "bf16"
     context: int = 512
     measure: str = "auto"
-    sampler: str = "tpe"
+    sampler: str = "local"
     seed: int = 0
     trials: int = DEFAULT_TRIALS
     time_s: float | None = None
