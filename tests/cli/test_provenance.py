@@ -34,8 +34,8 @@ def campaign(spec: CampaignSpec) -> Campaign:
     ],
 )  # fmt: skip
 def test_the_command_of_a_campaign_states_what_was_asked(spec: CampaignSpec, tail: str) -> None:
-    common = "flywheel search --model m --gpu h100 --dtype bf16 --context 512 --measure predict --sampler local --seed 0"
-    assert search_command(campaign(spec)) == f"{common} --trials 120{tail}"
+    common = "flywheel search --model m --gpu h100 --dtype bf16 --context 512 --measure predict"
+    assert search_command(campaign(spec)) == f"{common} --sampler local --seed 0 --trials 120{tail}"
 
 
 def test_every_field_of_a_campaign_is_an_option_of_the_command() -> None:
