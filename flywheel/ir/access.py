@@ -80,9 +80,11 @@ def multi_row_buffers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> d
     gemv, gemm, fused = InstructionKind.GEMV_TILE, InstructionKind.GEMM_TILE, InstructionKind.FUSED
     for task in tasks:
         op = task.op
-        if (op is gemv or op is gemm) and task.params["K"] <= deep[task.inputs[0]]:
-            rows[task.outputs[0]] = None
-        elif op is fused and "M_tile" in task.params and tile_rows(task.params) > 1:
+        if op is gemv or op is gemm:
+            several = task.params["K"] <= deep[task.inputs[0]]
+        else:
+            several = op is fused and "M_tile" in task.params and tile_rows(task.params) > 1
+        if several:
             rows[task.outputs[0]] = None
     if rows:
         counts: dict[int, set[int]] = {number: set() for number in rows}

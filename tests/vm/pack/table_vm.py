@@ -42,6 +42,7 @@ OPTIONAL = {
     "scale": (StepFlag.HAS_SCALE, (K.MUL,)),
     "n_heads": (StepFlag.HAS_HEADS, (K.ATTENTION_COMBINE,)),
     "head_dim": (StepFlag.HAS_HEAD_DIM, (K.ATTENTION_COMBINE,)),
+    "M_tile": (StepFlag.HAS_M_TILE, (K.COPY,)),
 }
 NAN_BYTE = 0xFF
 
