@@ -86,12 +86,13 @@ def make_template(form: Form, dtype: DType, variant: KernelVariant, frequencies:
     """The template of a form in a program of `dtype` floats. Raises InvalidProgramError for what has no kernel."""
     steps = steps_of(form)
     check_steps(steps, form, dtype, variant)
-    placed = place_values(steps, form, variant.staged_bytes)
+    views = frozenset(index for index, step in enumerate(steps) if _is_view(step, form))
+    placed = place_values(steps, form, variant.staged_bytes, views)
     table = np.zeros(len(steps), STEP)
     for index, step in enumerate(steps):
         _fill(table[index], step, steps[:index], form, frequencies)
         table[index]["scratch"] = placed.offsets[index]
-        if _is_view(step, form) and not placed.is_in_place(index):
+        if index in views and not placed.is_in_place(index):
             table[index]["flags"] |= StepFlag.VIEW
         if step.matrix:
             chunks = chunking(step.params["K"], dtype, variant.chunk_bytes)

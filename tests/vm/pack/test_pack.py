@@ -226,6 +226,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
         [("GEMV_TILE", ["x", "w"], ["y"], {**MATRIX, "K": 20000})],
         r"task 0 \(t0\): GEMV_TILE stages an operand of 80000 bytes in an area of 65536",
     ),
+    "long rows": (
+        {"x": (IN, F32, (4, 9000)), "w": (WEIGHT, F32, (8, 9000)), "y": (OUT, F32, (4, 8))},
+        [("GEMM_TILE", ["x", "w"], ["y"], {**MATRIX, "K": 9000, "M_tile": 4})],
+        r"task 0 \(t0\): GEMM_TILE stages an operand of 144384 bytes in an area of 135168",
+    ),
     "too many elements": (
         {"x": (IN, F32, (2**16, 2**15)), "y": (OUT, F32, (2**16, 2**15))}, [("GELU", ["x"], ["y"], {})],
         r"task 0 \(t0\): GELU an operand of 2147483648 elements",
