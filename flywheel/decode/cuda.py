@@ -100,8 +100,8 @@ class CudaModel:
         """A session of a program; it may stand beside others.
 
         Raises InvalidProgramError for an unsafe program and for what has no kernel, ConfigError for one that does not
-        fit the GPU, TensorError for one that is no decode step of the model in its dtype, context and batch, WeightsError
-        where its weights are not the model's, KernelCompileError, GpuMemoryError and GpuFaultError.
+        fit the GPU, TensorError for one that is no decode step of the model in its dtype, context and batch,
+        WeightsError where its weights are not the model's, KernelCompileError, GpuMemoryError and GpuFaultError.
         """
         result = validate(program, strict=True)
         if not result.ok:

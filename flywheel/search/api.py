@@ -42,6 +42,7 @@ def search(
     gpu: str,
     dtype: str = "bf16",
     context: int = 512,
+    batch: int = 1,
     measure: str = "auto",
     sampler: str = "tpe",
     seed: int = 0,
@@ -75,8 +76,8 @@ def search(
     if name is not None:
         check_name("search", name)
     spec = CampaignSpec(
-        model=model, gpu=gpu, dtype=dtype, context=context, measure=measure, sampler=sampler, seed=seed, trials=trials,
-        time_s=time_s, until=until, patience=patience, jobs=jobs, engine=engine,
+        model=model, gpu=gpu, dtype=dtype, context=context, batch=batch, measure=measure, sampler=sampler, seed=seed,
+        trials=trials, time_s=time_s, until=until, patience=patience, jobs=jobs, engine=engine,
         workers=workers, ray_address=ray_address, seeds=seeds, warm=warm, name=name,
         machine=None if machine is None else str(machine), prefilter=prefilter,
         fix={knob: str(value) for knob, value in (fix or {}).items()},

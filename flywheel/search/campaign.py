@@ -30,7 +30,7 @@ from flywheel.search.noise import Gain, gain
 from flywheel.search.prefilter import Prefilter
 from flywheel.search.rows import to_record
 from flywheel.search.space import Choice, Space, Value
-from flywheel.search.spec import CampaignSpec, constants_of, to_campaign
+from flywheel.search.spec import CampaignSpec, batch_of, constants_of, to_campaign
 from flywheel.search.study import Ask, CampaignStudy
 from flywheel.search.warm import choose_starts, described, starts_of
 from flywheel.store.campaign import Campaign
@@ -113,6 +113,10 @@ def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space, predictor:
         if before != now:
             raise UsageError(f"campaign {campaign.name!r} has {field}={before}, not {now}; --fresh starts a new one")
     described = json.loads(campaign.spec)
+    if batch_of(campaign) != spec.batch:
+        raise UsageError(
+            f"campaign {campaign.name!r} has batch={batch_of(campaign)}, not {spec.batch}; --fresh starts a new one"
+        )
     if described.get("fix", {}) != dict(spec.fix):
         raise UsageError(f"campaign {campaign.name!r} has other pinned knobs; --fresh or --name starts a new one")
     before = described.get("predictor", MODEL_VERSION)
