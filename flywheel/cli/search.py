@@ -260,7 +260,7 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
     from flywheel.store.engine import make_store_url, store_name
 
     spec, best = start.spec, result.best
-    work = escaped(f"{spec.model} on {spec.gpu}, {spec.dtype}, context {spec.context}")
+    work = escaped(spec.work)
     if best is None:
         show(f"{work}: nothing feasible in {result.trials:,} trials")
     else:

@@ -72,6 +72,12 @@ class CampaignSpec:
         if self.ray_address is not None and self.engine != "ray":
             raise UsageError(f"ray_address={self.ray_address!r} is for engine='ray', not {self.engine!r}")
 
+    @property
+    def work(self) -> str:
+        """What is searched, for people."""
+        batch = f", batch {self.batch}" if self.batch > 1 else ""
+        return f"{self.model} on {self.gpu}, {self.dtype}, context {self.context}{batch}"
+
     def _check_prefilter(self, factor: float) -> None:
         if not (factor >= 1 and isfinite(factor)):
             raise UsageError(f"prefilter={factor} is not a finite factor of at least 1")
