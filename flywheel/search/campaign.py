@@ -108,15 +108,11 @@ def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool,
 
 
 def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space, predictor: str) -> None:
-    for field in ("model", "gpu", "dtype", "context", "measure"):
-        before, now = getattr(campaign, field), getattr(spec, field)
+    for field in ("model", "gpu", "dtype", "context", "batch", "measure"):
+        before, now = batch_of(campaign) if field == "batch" else getattr(campaign, field), getattr(spec, field)
         if before != now:
             raise UsageError(f"campaign {campaign.name!r} has {field}={before}, not {now}; --fresh starts a new one")
     described = json.loads(campaign.spec)
-    if batch_of(campaign) != spec.batch:
-        raise UsageError(
-            f"campaign {campaign.name!r} has batch={batch_of(campaign)}, not {spec.batch}; --fresh starts a new one"
-        )
     if described.get("fix", {}) != dict(spec.fix):
         raise UsageError(f"campaign {campaign.name!r} has other pinned knobs; --fresh or --name starts a new one")
     before = described.get("predictor", MODEL_VERSION)
