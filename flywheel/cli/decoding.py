@@ -17,7 +17,7 @@ from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
-    from flywheel.decode.session import DecodeSession
+    from flywheel.decode.session import BatchSession
     from flywheel.decode.source import Source, Weights
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -85,7 +85,7 @@ def open_model(command: str, model: str) -> Source:
 
 def open_session(
     program: MegakernelProgram, source: Source, seed: int, device: str = "reference", order: str = "list"
-) -> tuple[DecodeSession, Weights]:
+) -> tuple[BatchSession, Weights]:
     """A program on a device, and the model's weights in its dtype, there too. Random ones are announced.
 
     Raises as ReferenceSession or CudaModel and its `load` do.
@@ -104,7 +104,8 @@ def open_session(
 
         prepare_torch()
         weights = source.weights(dtype, seed, "cuda")
-        return CudaModel(open_gpu(), source.spec, dtype, interface.context, weights).load(program), weights
+        model = CudaModel(open_gpu(), source.spec, dtype, interface.context, weights, interface.batch)
+        return model.load(program), weights
     weights = source.weights(dtype, seed)
     return ReferenceSession(program, source.spec, weights, order=order, seed=seed), weights
 
@@ -116,6 +117,7 @@ def lower_model(
     dtype: str | None,
     context: int | None,
     device: str = "reference",
+    batch: int | None = None,
 ) -> MegakernelProgram:
     """The program of a model: by options, else by the schedule, else by default, which for the device `cuda` is this
     machine's GPU; scheduled as what search tries first where no config is given.
@@ -138,7 +140,8 @@ def lower_model(
         name: value if value is not None else getattr(schedule, name, fallback[name])
         for name, value in (("gpu", gpu), ("dtype", dtype), ("context", context))
     }
-    workload = Workload(source.name, source.spec, find_target(settled["gpu"]), settled["dtype"], settled["context"])
+    target, sequences = find_target(settled["gpu"]), DEFAULTS["batch"] if batch is None else batch
+    workload = Workload(source.name, source.spec, target, settled["dtype"], settled["context"], sequences)
     graph = workload.graph
     if not isinstance(config, ScheduleConfig):
         space = make_space(workload)

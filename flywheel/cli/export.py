@@ -26,6 +26,7 @@ from flywheel.errors import StoreError, UnknownNameError, UsageError
 from flywheel.interop.t4 import dump_t4, to_t4
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import trials_of
+from flywheel.search.spec import batch_of
 from flywheel.store.tsv import to_csv, to_tsv
 
 if TYPE_CHECKING:
@@ -79,7 +80,10 @@ def export(
         else:
             record = _best(opened, wanted, measured)
             origin = find_campaign(opened, record.campaign)
-            text = schedule_text(record, origin) if form == "schedule" else _program(record)
+            batch = batch_of(origin)
+            if batch > 1 and campaign is None:
+                raise UsageError(f"export: the best row is of batch {batch}; name its --campaign {record.campaign}")
+            text = schedule_text(record, origin) if form == "schedule" else _program(record, batch)
             facts = {"campaign": record.campaign, "trial": record.trial, "program_id": record.program_id}
             note(escaped(f"{record.campaign}, trial {record.trial}: {record.outcome} {us(record.objective_us)}"))
     if output is not None:
@@ -157,14 +161,15 @@ def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> Tri
     return best
 
 
-def _program(record: TrialRecord) -> str:
-    """The row's program, lowered again. Raises StoreError where this version makes another one of its config."""
+def _program(record: TrialRecord, batch: int) -> str:
+    """The row's program, of `batch` sequences, lowered again. Raises StoreError where this version makes another one of
+    its config."""
     from flywheel.ir import program_id
     from flywheel.ir.serde import config_from_dict
     from flywheel.lowering.lower import lower
     from flywheel.search.workload import make_workload
 
-    workload = make_workload(record.model, record.gpu, record.dtype, record.context)
+    workload = make_workload(record.model, record.gpu, record.dtype, record.context, batch)
     program = lower(workload.graph, config_from_dict(json.loads(record.config)), workload.target)
     made = program_id(program)
     if made != record.program_id:

@@ -10,7 +10,16 @@ import click
 
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_config, settle_work
-from flywheel.cli.options import command, json_option, output_option, setting, workload_options, write_file
+from flywheel.cli.options import (
+    DEFAULTS,
+    batch_option,
+    command,
+    json_option,
+    output_option,
+    setting,
+    workload_options,
+    write_file,
+)
 from flywheel.cli.text import note, percent, show, show_json, size, us
 from flywheel.cost_model import Predictor, open_predictor, predict
 from flywheel.errors import ConfigError, UsageError
@@ -24,6 +33,7 @@ if TYPE_CHECKING:
 
 @command
 @workload_options
+@batch_option
 @click.option("--config", "config_file", metavar="FILE|-",
               help="ScheduleConfig or exported schedule, as JSON.  [default: what search tries first]")  # fmt: skip
 @click.option("--set", "settings", type=setting, multiple=True, metavar="NAME=VALUE",
@@ -38,6 +48,7 @@ def lower(
     gpu: str | None,
     dtype: str | None,
     context: int | None,
+    batch: int | None,
     config_file: str | None,
     settings: tuple[tuple[str, str], ...],
     machine: str | None,
@@ -46,8 +57,8 @@ def lower(
 ) -> None:
     """Lower a model for a GPU: the program's JSON on stdout, a summary on stderr.
 
-    An exported schedule brings its model, GPU, dtype and context along; options override them. A config that the
-    lowerer refuses ends with exit code 3.
+    An exported schedule brings its model, GPU, dtype and context along, but no batch; options override them. A config
+    that the lowerer refuses ends with exit code 3.
     """
     from flywheel.lowering.lower import lower as lower_graph
     from flywheel.search.space import make_space
@@ -55,7 +66,8 @@ def lower(
 
     given = load_config(config_file) if config_file is not None else None
     named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context}
-    workload = make_workload(**settle_work("lower", named, given if isinstance(given, Schedule) else None))
+    settled = settle_work("lower", named, given if isinstance(given, Schedule) else None)
+    workload = make_workload(**settled, batch=DEFAULTS["batch"] if batch is None else batch)
     predictor = open_predictor(machine, workload.target)
     config = given.config if isinstance(given, Schedule) else given
     if config is None or settings:

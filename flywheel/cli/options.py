@@ -14,6 +14,7 @@ import click
 
 from flywheel.cli.text import HELP
 from flywheel.errors import UsageError
+from flywheel.models.decoder import MAX_BATCH
 from flywheel.search.spec import CampaignSpec
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -103,6 +104,14 @@ def workload_options(function: _F) -> _F:
     ):  # fmt: skip
         function = option(function)
     return function
+
+
+def batch_option(function: _F) -> _F:
+    """`--batch`, None where not given."""
+    return click.option(
+        "--batch", type=int, metavar="N",
+        help=f"Sequences decoded in lock-step, up to {MAX_BATCH}.  [default: {DEFAULTS['batch']}]",
+    )(function)  # fmt: skip
 
 
 def output_option(function: _F) -> _F:

@@ -65,11 +65,6 @@ def seconds_left(spec: CampaignSpec, trials: int, new_trials: int, elapsed_s: fl
     return max(0.0, min(limits)) if limits else None
 
 
-def _headline(start: Start) -> str:
-    spec = start.spec
-    return f"{spec.model} on {spec.gpu}, {spec.dtype}, context {spec.context}"
-
-
 class PlainLines:
     """A line at the start, at each improvement, and after QUIET_S without one."""
 
@@ -91,7 +86,7 @@ class PlainLines:
         self._spoke = monotonic()
         known = f", resuming after {start.known} trials" if start.known else ""
         note(
-            f"{_headline(start)}: {start.dimensions} knobs, {start.configurations:.1e} configurations, "
+            f"{start.spec.work}: {start.dimensions} knobs, {start.configurations:.1e} configurations, "
             f"sampler {start.spec.sampler}{known}"
         )
 
@@ -176,7 +171,7 @@ class LivePanel:
         body.add_row("improved", self._last())
         if self._draining:
             body.add_row("stopping", Text(DRAINING, style="yellow"))
-        title = Text(_headline(start), style="bold")
+        title = Text(start.spec.work, style="bold")
         return Panel(body, title=title, title_align="left", subtitle=f"{start.spec.sampler}, seed {start.spec.seed}",
                      subtitle_align="right", border_style="dim", width=min(78, self._live.console.width))  # fmt: skip
 

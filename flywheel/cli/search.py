@@ -17,6 +17,7 @@ from flywheel.cli.options import (
     DEFAULT_STORE,
     DEFAULTS,
     SharedOption,
+    batch_option,
     check_writable,
     command,
     json_option,
@@ -57,6 +58,7 @@ def _default(name: str, text: str) -> str:
 
 @command
 @workload_options
+@batch_option
 @click.option(
     "--measure",
     cls=SharedOption,
@@ -258,7 +260,7 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
     from flywheel.store.engine import make_store_url, store_name
 
     spec, best = start.spec, result.best
-    work = escaped(f"{spec.model} on {spec.gpu}, {spec.dtype}, context {spec.context}")
+    work = escaped(spec.work)
     if best is None:
         show(f"{work}: nothing feasible in {result.trials:,} trials")
     else:
@@ -306,7 +308,7 @@ def _knobs(spec: CampaignSpec, best: TrialRecord) -> str | None:
     from flywheel.search.space import make_space
     from flywheel.search.workload import make_workload
 
-    space = make_space(make_workload(spec.model, spec.gpu, spec.dtype, spec.context), spec.fix)
+    space = make_space(make_workload(spec.model, spec.gpu, spec.dtype, spec.context, spec.batch), spec.fix)
     first, choice = space.known_good()[0], space.to_choice(config_from_dict(json.loads(best.config)))
     if choice is None:
         return None

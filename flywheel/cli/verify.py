@@ -11,7 +11,7 @@ from click.core import ParameterSource
 from flywheel.cli.decoding import check_device, decode_options, integers, lower_model, open_model, open_session
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_config, load_program
-from flywheel.cli.options import command, json_option
+from flywheel.cli.options import batch_option, command, json_option
 from flywheel.cli.text import pairs, show, show_json
 from flywheel.errors import UsageError
 from flywheel.ir import MegakernelProgram, program_id
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     help="Instead of a program: exported schedule, or ScheduleConfig, to lower.",
 )
 @decode_options
+@batch_option
 @click.option(
     "--positions",
     type=integers,
@@ -55,13 +56,15 @@ def verify(
     gpu: str | None,
     dtype: str | None,
     context: int | None,
+    batch: int | None,
     device: str,
     seed: int,
     positions: tuple[int, ...] | None,
     order: str,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Run a program behind filled KV caches and compare its logits with an oracle that shares no code with it.
+    """Run a program behind filled KV caches and compare its logits with an oracle that shares no code with it; of a
+    batch, those of every sequence.
 
     The program is a file, or what --config lowers to. Exit code 3 if the verdict is not a pass, which it never is
     without a position after 0.
@@ -78,7 +81,7 @@ def verify(
     else:
         given = load_config(config_file or "")
         source = _open(model, given.model if isinstance(given, Schedule) else None)
-        program = lower_model(source, given, gpu, dtype, context, device)
+        program = lower_model(source, given, gpu, dtype, context, device, batch)
     verdict = _verdict(program, source, positions, device, seed, order)
     if as_json:
         show_json({**_document(verdict), "model": source.name, "program_id": program_id(program),
@@ -92,7 +95,7 @@ def verify(
 
 def _refuse_lowering_options(ctx: click.Context) -> None:
     """Those from the command line: variables stand for all commands. Raises UsageError."""
-    for name in ("gpu", "dtype", "context"):
+    for name in ("gpu", "dtype", "context", "batch"):
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise UsageError(f"verify: --{name} goes with --config; a program brings its own")
 

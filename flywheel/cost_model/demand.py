@@ -38,6 +38,7 @@ _KILO: Final = 1e3
 class Kind:
     """What decides the price of a task: bytes streamed and read when it starts, operations, and what its steps are.
 
+    `flops` of products are those of one row: others ride in columns of the fragment that are multiplied anyway.
     `staged`: the task before it on its SM multiplied the same operand. `merged` counts heads of partials.
     """
 
@@ -196,7 +197,7 @@ def _kind(task: Task, steps: _Steps, sizes: Mapping[int, int], staged: bool) -> 
     return Kind(
         streamed_bytes=task.est_bytes,
         read_bytes=sum(sizes.get(buffer, 0) for buffer in task.inputs),
-        flops=task.est_flops,
+        flops=task.est_flops // (task.params.get("M_tile", 1) if steps.products else 1),
         staged=staged,
         steps=steps.others,
         norms=steps.norms,

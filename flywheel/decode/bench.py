@@ -11,7 +11,7 @@ import torch
 
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch, time_sessions
 from flywheel.decode.source import Source
-from flywheel.decode.verify import compare, default_positions, expect, judge_steps
+from flywheel.decode.verify import compare_rows, default_positions, expect_rows, judge_steps
 from flywheel.errors import GpuMemoryError
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.measure.contest import Contest
@@ -32,25 +32,26 @@ class CudaBench:
     """A model's weights and caches on the GPU, and what the oracle expects of any program of it.
 
     Everything that programs share is made here: weights (the checkpoint's, else random ones of `seed`), packed, and the
-    oracle's logits and caches at `default_positions(context)`. Launches are timed at the last position, behind the
-    oracle's caches.
+    oracle's logits and caches at `default_positions(context)`, of each of `batch` sequences. Launches are timed at the
+    last position, behind the oracle's caches.
     Raises NoGpuError, KernelCompileError, GpuMemoryError, and UsageError for a context that the model does not reach.
     """
 
-    def __init__(self, source: Source, dtype: DType, context: int, seed: int = 0) -> None:
+    def __init__(self, source: Source, dtype: DType, context: int, seed: int = 0, batch: int = 1) -> None:
         gpu = open_gpu()
         prepare_torch()
         try:
             weights = source.weights(dtype, seed, "cuda")
             oracle = EagerDecoder(source.spec, weights, TORCH_DTYPES[dtype], context, "cuda")
-            self._expected = expect(oracle, default_positions(context), seed)
+            self._expected = expect_rows(oracle, default_positions(context), batch, seed)
             del oracle
             torch.cuda.empty_cache()  # what the VM allocates is not torch's
-            self._model = CudaModel(gpu, source.spec, dtype, context, weights)
+            self._model = CudaModel(gpu, source.spec, dtype, context, weights, batch)
             self._model.pack_matrices()
         except torch.OutOfMemoryError as error:
             raise GpuMemoryError(f"{source.name}: {str(error).splitlines()[0]}") from error
-        self._last: Final = (self._expected.tokens[self._expected.positions[-1]], self._expected.positions[-1])
+        last = self._expected[0].positions[-1]
+        self._last: Final = ([each.tokens[last] for each in self._expected], last)
         self._rivals: Sequence[MegakernelProgram] = ()
         self._kept: list[tuple[CudaSession, Verdict]] = []  # the rivals, loaded
 
@@ -60,7 +61,7 @@ class CudaBench:
         Raises as `CudaModel.load`, LaunchTimeoutError and GpuFaultError.
         """
         with self._model.load(program) as session:
-            verdict = compare(session, self._expected)
+            verdict = compare_rows(session, self._expected)
             if not verdict.passed:
                 return Incorrect(verdict, str(verdict.reason))
             latency = session.time(*self._last, samples=_SAMPLES, warmup=_WARMUP)
@@ -86,10 +87,10 @@ class CudaBench:
             self._drop_rivals()
             for rival in rivals:
                 session = self._model.load(rival)
-                self._kept.append((session, compare(session, self._expected)))
+                self._kept.append((session, compare_rows(session, self._expected)))
             self._rivals = rivals
         with self._model.load(program) as session:
-            verdict = compare(session, self._expected)
+            verdict = compare_rows(session, self._expected)
             if not verdict.passed:
                 return Contest(Incorrect(verdict, str(verdict.reason)))
             sessions = [session, *(kept for kept, _ in self._kept)]
@@ -106,7 +107,7 @@ class CudaBench:
                 order = [(turn + place) % len(programs) for place in range(len(programs))]
                 loaded = {place: stack.enter_context(self._model.load(programs[place])) for place in order}
                 sessions = [loaded[place] for place in range(len(programs))]
-                verdicts = [compare(session, self._expected) for session in sessions]
+                verdicts = [compare_rows(session, self._expected) for session in sessions]
                 found = time_sessions(sessions, *self._last, samples=_SAMPLES, warmup=_WARMUP)
                 for rounds_of_one, samples in zip(times, found, strict=True):
                     rounds_of_one.append(samples)
@@ -122,8 +123,8 @@ class CudaBench:
 
     def _judge_last(self, session: CudaSession) -> Incorrect | None:
         """Of the launches that were timed, the last must have computed what the slower ones did; None where it has."""
-        expected, position = self._expected, self._last[1]
-        verdict = judge_steps([session.read()], expected.logits[-1:], [position], session.dtype)
+        wanted = [each.logits[-1] for each in self._expected]
+        verdict = judge_steps(session.read_rows(), wanted, [self._last[1]], session.dtype)
         return None if verdict.passed else Incorrect(verdict, f"while timed: {verdict.reason}")
 
     def _drop_rivals(self) -> None:

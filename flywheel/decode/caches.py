@@ -1,4 +1,4 @@
-"""One sequence's KV caches on a device, as a decode step's buffers see them."""
+"""KV caches of one sequence or some on a device, as a decode step's buffers see them."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ from flywheel.models.weights import TORCH_DTYPES
 
 
 class KvCaches:
-    """Keys and values of every layer and KV head, `dtype [context, 1, head_dim]` each.
+    """Keys and values of every layer and KV head of `batch` sequences, `dtype [context, 1, head_dim]` each.
 
     Positions that no token has written hold NaN, so that reading them shows.
     """
 
-    def __init__(self, spec: DecoderSpec, dtype: DType, context: int, device: torch.device | str) -> None:
+    def __init__(
+        self, spec: DecoderSpec, dtype: DType, context: int, device: torch.device | str, batch: int = 1
+    ) -> None:
         self._spec, self._context = spec, context
-        shape = (spec.n_layers, 2, spec.n_kv_heads, context, 1, spec.head_dim)
+        shape = (spec.n_layers, 2, batch, spec.n_kv_heads, context, 1, spec.head_dim)
         self._rows = torch.full(shape, torch.nan, dtype=TORCH_DTYPES[dtype], device=device)
 
     def by_name(self, interface: Interface) -> dict[str, Tensor]:
-        """Cache buffer -> its rows, which are contiguous, of a program of the same model, type and context."""
+        """Cache buffer -> its rows, which are contiguous, of a program of the same model, type, context and batch."""
         return {
-            name: self._rows[layer, side, head]
+            name: self._rows[layer, side].flatten(0, 1)[head]
             for layer, sides in enumerate(interface.caches)
             for side, names in enumerate(sides)
             for head, name in enumerate(names)
         }
 
     def clear(self) -> None:
-        """Forget every position."""
+        """Forget every position of every sequence."""
         self._rows.fill_(torch.nan)
 
-    def write(self, layers: Sequence[LayerCache]) -> None:
-        """Replace all by copies of `layers`; positions after theirs hold nothing.
+    def write(self, layers: Sequence[LayerCache], row: int = 0) -> None:
+        """Replace all of sequence `row` by copies of `layers`; positions after theirs hold nothing.
 
         Raises UsageError for another number of layers, or more positions than there are.
         """
@@ -50,7 +52,8 @@ class KvCaches:
                 f"{self._spec.name}: a cache of {len(layers)} layers and {length} positions; supported: "
                 f"{self._spec.n_layers} layers, up to {self._context} positions"
             )
-        self.clear()
-        for own, sides in zip(self._rows, layers, strict=True):
+        rows = self._rows[:, :, row]
+        rows.fill_(torch.nan)
+        for own, sides in zip(rows, layers, strict=True):
             for heads, side in zip(own, sides, strict=True):
                 heads[:, :length, 0].copy_(side.transpose(0, 1))

@@ -1,4 +1,4 @@
-"""One sequence on a GPU: a model's weights and caches in its memory, and any number of programs that share them."""
+"""Sequences on a GPU: a model's weights and caches in its memory, and any number of programs that share them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import read_interface
-from flywheel.decode.session import Step, check_place
+from flywheel.decode.session import Step, check_rows
 from flywheel.decode.source import Weights
 from flywheel.errors import InvalidProgramError, NoGpuError, TensorError
 from flywheel.ir import BufferKind, DType, KernelVariant, MegakernelProgram, validate
@@ -31,6 +31,9 @@ from flywheel.vm.weights import ResidentWeights
 LAUNCH_LIMIT_S: Final = 5.0
 """What a launch may take: the slowest of the known GPUs reads all its memory in 0.1 s."""
 
+Tokens = int | Sequence[int]
+"""A token of the only sequence, or of each."""
+
 _DEVICE: Final = "cuda"
 _WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 
@@ -46,24 +49,28 @@ def prepare_torch() -> None:
 
 
 class CudaModel:
-    """A model on the GPU of `open_gpu`, for programs of one dtype and context: its weights, and a sequence's caches.
+    """A model on the GPU of `open_gpu`, for programs of one dtype, context and batch: its weights, and the caches of as
+    many sequences.
 
     `weights` are moved there and converted where they must be. Matrices are packed once, by `pack_matrices` or by the
     first program that multiplies by them; other schedules of the model move nothing. Raises as `prepare_torch` does.
     """
 
-    def __init__(self, gpu: Gpu, spec: DecoderSpec, dtype: DType, context: int, weights: Weights) -> None:
+    def __init__(
+        self, gpu: Gpu, spec: DecoderSpec, dtype: DType, context: int, weights: Weights, batch: int = 1
+    ) -> None:
         prepare_torch()
         self.gpu: Final = gpu
         self.spec: Final = spec
         self.dtype: Final = dtype
         self.context: Final = context
+        self.batch: Final = batch
         wanted = TORCH_DTYPES[dtype]
         self.weights: Final[Weights] = {
             key: tensor.detach().to(_DEVICE, wanted).contiguous() for key, tensor in weights.items()
         }
         self.resident: Final = ResidentWeights(gpu, dtype)
-        self.caches: Final = KvCaches(spec, dtype, context, _DEVICE)
+        self.caches: Final = KvCaches(spec, dtype, context, _DEVICE, batch)
         self._kernels: dict[tuple[int, int, bool], LoadedKernel] = {}
         torch.cuda.synchronize()  # the VM's stream does not wait for torch's
 
@@ -78,7 +85,7 @@ class CudaModel:
         self.resident.close()
 
     def clear(self) -> None:
-        """Forget the sequence."""
+        """Forget every sequence."""
         self.caches.clear()
         torch.cuda.synchronize()
 
@@ -94,8 +101,8 @@ class CudaModel:
         """A session of a program; it may stand beside others. With `trace`, its launches leave stamps.
 
         Raises InvalidProgramError for an unsafe program and for what has no kernel, ConfigError for one that does not
-        fit the GPU, TensorError for one that is no decode step of the model in its dtype and context, WeightsError
-        where its weights are not the model's, KernelCompileError, GpuMemoryError and GpuFaultError.
+        fit the GPU, TensorError for one that is no decode step of the model in its dtype, context and batch,
+        WeightsError where its weights are not the model's, KernelCompileError, GpuMemoryError and GpuFaultError.
         """
         result = validate(program, strict=True)
         if not result.ok:
@@ -107,10 +114,10 @@ class CudaModel:
         """As `load`, for a program that need not be safe: to see what the proof rules out."""
         program = packed.program
         interface = read_interface(program, self.spec)
-        if (interface.dtype, interface.context) != (self.dtype, self.context):
+        if (interface.dtype, interface.context, interface.batch) != (self.dtype, self.context, self.batch):
             raise TensorError(
-                f"program: caches of {interface.context} positions in {interface.dtype.name}; "
-                f"the model on the GPU has {self.context} in {self.dtype.name}"
+                f"program: caches of {interface.batch} times {interface.context} positions in {interface.dtype.name}; "
+                f"the model on the GPU has {self.batch} times {self.context} in {self.dtype.name}"
             )
         caches = {name: rows.data_ptr() for name, rows in self.caches.by_name(interface).items()}
         kernel = self._kernel(packed.variant, trace)
@@ -150,6 +157,7 @@ class CudaSession:
         self.spec: Final = model.spec
         self.dtype: Final = model.dtype
         self.context: Final = model.context
+        self.batch: Final = model.batch
         self._caches = model.caches
         self._loaded = loaded
         self._limit_s = limit_s
@@ -169,22 +177,30 @@ class CudaSession:
 
         Raises LaunchTimeoutError and GpuFaultError as `LoadedProgram.sync` does.
         """
-        self._prepare(token_id, position)
+        return self.step_rows([token_id], position)[0]
+
+    def step_rows(self, token_ids: Sequence[int], position: int) -> list[Step]:
+        """As BatchSession says; raises as `step`."""
+        self._prepare(token_ids, position)
         self._loaded.launch(position)
         self._loaded.sync(self._limit_s)
-        return self.read()
+        return self.read_rows()
 
     def read(self) -> Step:
-        """What the last launch gave; logits are on the CPU."""
-        logits = torch.from_numpy(self._loaded.read_output("logits"))
-        return Step(logits[0], int(self._loaded.read_output("next_token")[0]))
+        """What the last launch gave the first sequence; logits are on the CPU."""
+        return self.read_rows()[0]
 
-    def write_cache(self, layers: Sequence[LayerCache]) -> None:
-        """As DecodeSession says. Raises UsageError for another number of layers, or more positions than there are."""
-        self._caches.write(layers)
+    def read_rows(self) -> list[Step]:
+        """What the last launch gave each sequence; logits are on the CPU."""
+        logits, tokens = self._loaded.read_output("logits"), self._loaded.read_output("next_token")
+        return [Step(row, int(token)) for row, token in zip(torch.from_numpy(logits), tokens, strict=True)]
+
+    def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
+        """As BatchSession says. Raises UsageError for another number of layers, or more positions than there are."""
+        self._caches.write(layers, row)
         torch.cuda.synchronize()
 
-    def time(self, token_id: int, position: int, *, samples: int, warmup: int) -> MeasuredLatency:
+    def time(self, token_id: Tokens, position: int, *, samples: int, warmup: int) -> MeasuredLatency:
         """Time launches at a position, behind what the caches hold, the L2 cache emptied before each.
 
         Raises as `step` does.
@@ -198,7 +214,7 @@ class CudaSession:
         """Behind `time_sessions`: `latency` with what `time` adds to its single launches. Raises as `step` does."""
         return time_batch(self._loaded, position, latency, self._limit_s)
 
-    def launcher(self, token_id: int, position: int) -> tuple[Launch, Launch]:
+    def launcher(self, token_id: Tokens, position: int) -> tuple[Launch, Launch]:
         """What enqueues a launch of one step, behind what the caches hold, and what waits for all of them; the latter
         raises as `step` does."""
         self._prepare(token_id, position)
@@ -216,15 +232,16 @@ class CudaSession:
         stamps, waits = self._loaded.read_trace(), self._loaded.read_waits()
         return latency_us, read_stamps(self._loaded.packed, stamps, waits)
 
-    def _prepare(self, token_id: int, position: int) -> None:
-        check_place(self.spec, self.context, token_id, position)
+    def _prepare(self, token_id: Tokens, position: int) -> None:
+        token_ids = [token_id] if isinstance(token_id, int) else token_id
+        check_rows(self.spec, self.context, self.batch, token_ids, position)
         self._loaded.poison()
-        self._loaded.write_input("token_id", np.array([token_id], np.int32))
+        self._loaded.write_input("token_id", np.array(token_ids, np.int32))
         self._loaded.write_input("position", np.array([position], np.int32))
 
 
 def time_sessions(
-    sessions: Sequence[CudaSession], token_id: int, position: int, *, samples: int, warmup: int
+    sessions: Sequence[CudaSession], token_id: Tokens, position: int, *, samples: int, warmup: int
 ) -> list[list[float]]:
     """Samples in us of sessions of one model, launched in turn as `time_in_turn` has it, behind what the caches hold.
 

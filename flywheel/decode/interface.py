@@ -7,7 +7,7 @@ from typing import Final
 
 from flywheel.errors import TensorError
 from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram
-from flywheel.models.decoder import DTYPES, cache_names
+from flywheel.models.decoder import DTYPES, MAX_BATCH, cache_names
 from flywheel.models.spec import DecoderSpec
 
 _SCALAR: Final = (1,)
@@ -15,12 +15,13 @@ _SCALAR: Final = (1,)
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """Where a sequence lives in a program. `caches[layer]` is (names of the K buffers, of the V ones), a head each;
-    every one of them is `dtype [context, 1, head_dim]`."""
+    """Where `batch` sequences live in a program. `caches[layer]` is (names of the K buffers, of the V ones), a head
+    each, sequence after sequence; every one of them is `dtype [context, 1, head_dim]`."""
 
     context: int
     dtype: DType
     caches: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+    batch: int = 1
 
 
 def read_interface(program: MegakernelProgram, spec: DecoderSpec) -> Interface:
@@ -28,22 +29,23 @@ def read_interface(program: MegakernelProgram, spec: DecoderSpec) -> Interface:
 
     Raises TensorError, naming the buffer, where an input, output or cache is missing, unknown, misshapen or mistyped.
     """
-    caches = tuple(
-        (_layer_caches(layer, "k", spec.n_kv_heads), _layer_caches(layer, "v", spec.n_kv_heads))
-        for layer in range(spec.n_layers)
-    )
     found = {
         buffer.name: buffer
         for buffer in program.buffers
         if buffer.kind in (BufferKind.IO_INPUT, BufferKind.IO_OUTPUT, BufferKind.KV_CACHE)
     }
+    batch = _batch(found.get("token_id"))
+    caches = tuple(
+        (_layer_caches(layer, "k", spec.n_kv_heads, batch), _layer_caches(layer, "v", spec.n_kv_heads, batch))
+        for layer in range(spec.n_layers)
+    )
     first = found.get(caches[0][0][0])
     context, dtype = _context(first, spec), _dtype(first, spec)
     wanted: dict[str, tuple[BufferKind, DType, tuple[int, ...]]] = {
-        "token_id": (BufferKind.IO_INPUT, DType.I32, _SCALAR),
+        "token_id": (BufferKind.IO_INPUT, DType.I32, (batch,)),
         "position": (BufferKind.IO_INPUT, DType.I32, _SCALAR),
-        "logits": (BufferKind.IO_OUTPUT, DType.F32, (1, spec.vocab)),
-        "next_token": (BufferKind.IO_OUTPUT, DType.I32, _SCALAR),
+        "logits": (BufferKind.IO_OUTPUT, DType.F32, (batch, spec.vocab)),
+        "next_token": (BufferKind.IO_OUTPUT, DType.I32, (batch,)),
     }
     row = (BufferKind.KV_CACHE, dtype, (context, 1, spec.head_dim))
     wanted |= {name: row for sides in caches for names in sides for name in names}
@@ -59,11 +61,18 @@ def read_interface(program: MegakernelProgram, spec: DecoderSpec) -> Interface:
         buffer = found[name]
         if (buffer.kind, buffer.dtype, tuple(buffer.shape)) != (kind, element, shape):
             raise TensorError(f"{_described(buffer)}; in a decode step of {spec.name} it is {described}")
-    return Interface(context, dtype, caches)
+    return Interface(context, dtype, caches, batch)
 
 
-def _layer_caches(layer: int, side: str, n_kv_heads: int) -> tuple[str, ...]:
-    return tuple(f"L{layer}.{name}" for name in cache_names(side, n_kv_heads))
+def _layer_caches(layer: int, side: str, n_kv_heads: int, batch: int) -> tuple[str, ...]:
+    return tuple(f"L{layer}.{name}" for name in cache_names(side, n_kv_heads, batch))
+
+
+def _batch(token_id: Buffer | None) -> int:
+    """Sequences that bring a token; with nothing to look at, or more than there can be, 1."""
+    if token_id is None or len(token_id.shape) != 1 or token_id.shape[0] > MAX_BATCH:
+        return 1
+    return token_id.shape[0]
 
 
 def _context(cache: Buffer | None, spec: DecoderSpec) -> int:

@@ -1,4 +1,4 @@
-"""One sequence on one device: a program in memory whose caches outlive its launches."""
+"""Sequences on one device: a program in memory whose caches outlive its launches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flywheel.vm.reference import ReferenceVM
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one launch gives: `logits`, float32 [vocab], and the token that the program itself chose."""
+    """What one launch gives a sequence: `logits`, float32 [vocab], and the token that the program itself chose."""
 
     logits: Tensor
     token: int
@@ -51,6 +51,21 @@ class DecodeSession(Protocol):
         """Replace the caches by copies of `layers`; positions after theirs hold nothing."""
 
 
+class BatchSession(DecodeSession, Protocol):
+    """A lowered model that decodes `batch` sequences in lock-step; with one, all that a DecodeSession is."""
+
+    @property
+    def batch(self) -> int:
+        """Sequences, rows 0 to batch - 1."""
+
+    def step_rows(self, token_ids: Sequence[int], position: int) -> list[Step]:
+        """As `step`, with a token of each sequence, all at one position. Raises UsageError for another number of
+        them too."""
+
+    def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
+        """As DecodeSession says, of sequence `row`."""
+
+
 class ReferenceSession:
     """A program in the reference VM, proved and bound once.
 
@@ -75,25 +90,33 @@ class ReferenceSession:
         self.spec = spec
         self.dtype = interface.dtype
         self.context = interface.context
+        self.batch = interface.batch
         self._order = order
         self._seed = seed
-        self._caches = KvCaches(spec, self.dtype, self.context, machine.device)
+        self._caches = KvCaches(spec, self.dtype, self.context, machine.device, self.batch)
         heads = self._caches.by_name(interface)
         self._bound = machine.bind({**bind(program, weights, cast=True), **heads})
-        self._token = torch.zeros(1, dtype=torch.int32)
+        self._tokens = torch.zeros(self.batch, dtype=torch.int32)
         self._position = torch.zeros(1, dtype=torch.int32)
 
     def step(self, token_id: int, position: int) -> Step:
         """As DecodeSession says; ConfigError where the program was lowered for fewer positions than it has caches."""
-        check_place(self.spec, self.context, token_id, position)
-        self._token[0], self._position[0] = token_id, position
-        inputs = {"token_id": self._token, "position": self._position}
-        outputs = self._bound.step(inputs, position, self._order, self._seed)
-        return Step(outputs["logits"][0], int(outputs["next_token"]))
+        return self.step_rows([token_id], position)[0]
 
-    def write_cache(self, layers: Sequence[LayerCache]) -> None:
-        """As DecodeSession says. Raises UsageError for another number of layers, or more positions than there are."""
-        self._caches.write(layers)
+    def step_rows(self, token_ids: Sequence[int], position: int) -> list[Step]:
+        """As BatchSession says; ConfigError as `step`."""
+        check_rows(self.spec, self.context, self.batch, token_ids, position)
+        self._tokens.copy_(torch.tensor(token_ids))
+        self._position[0] = position
+        inputs = {"token_id": self._tokens, "position": self._position}
+        outputs = self._bound.step(inputs, position, self._order, self._seed)
+        return [
+            Step(logits, int(token)) for logits, token in zip(outputs["logits"], outputs["next_token"], strict=True)
+        ]
+
+    def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
+        """As BatchSession says. Raises UsageError for another number of layers, or more positions than there are."""
+        self._caches.write(layers, row)
 
 
 def check_place(spec: DecoderSpec, context: int, token_id: int, position: int) -> None:
@@ -102,3 +125,11 @@ def check_place(spec: DecoderSpec, context: int, token_id: int, position: int) -
         raise UsageError(f"{spec.name}: token {token_id} is not in 0..{spec.vocab - 1}")
     if not 0 <= position < context:
         raise UsageError(f"{spec.name}: position {position} is not in 0..{context - 1}")
+
+
+def check_rows(spec: DecoderSpec, context: int, batch: int, token_ids: Sequence[int], position: int) -> None:
+    """As `check_place` for a token of each of `batch` sequences; also raises UsageError for another number of them."""
+    if len(token_ids) != batch:
+        raise UsageError(f"{spec.name}: {len(token_ids)} tokens for a program of batch {batch}")
+    for token_id in token_ids:
+        check_place(spec, context, token_id, position)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flywheel.decode.session import DecodeSession, Step
+from flywheel.decode.session import BatchSession, DecodeSession, Step
 from flywheel.decode.source import Weights
 from flywheel.errors import UsageError
 from flywheel.ir import DType
@@ -82,7 +82,8 @@ def compare(session: DecodeSession, expected: Expectation) -> Verdict:
 
 
 def judge_steps(steps: Iterable[Step], wanted: Sequence[Tensor], positions: Sequence[int], dtype: DType) -> Verdict:
-    """The verdict on what launches at `positions` gave, against the oracle's logits there."""
+    """The verdict on what launches at `positions` gave, one step or one a sequence each, against the oracle's logits
+    there."""
     absolute, relative, agreed = [], [], 0
     for got, logits in zip(steps, wanted, strict=True):
         error = (got.logits.to(logits.device) - logits).abs().max()
@@ -92,15 +93,39 @@ def judge_steps(steps: Iterable[Step], wanted: Sequence[Tensor], positions: Sequ
     return judge(
         max_abs_error=float(torch.stack(absolute).max()),
         max_rel_error=float(torch.stack(relative).max()),
-        top1_agreement=agreed / len(positions),
+        top1_agreement=agreed / len(absolute),
         positions=positions,
         dtype=dtype.name,
     )
 
 
-def verify(session: DecodeSession, oracle: EagerDecoder, positions: Sequence[int], seed: int = 0) -> Verdict:
+def verify(session: BatchSession, oracle: EagerDecoder, positions: Sequence[int], seed: int = 0) -> Verdict:
     """Compare one launch at each of `positions`, over random tokens, with the oracle. Raises as `expect` does."""
-    return compare(session, expect(oracle, positions, seed))
+    return compare_rows(session, expect_rows(oracle, positions, session.batch, seed))
+
+
+def expect_rows(
+    oracle: EagerDecoder, positions: Sequence[int], batch: int, seed: int = 0
+) -> tuple[Expectation, ...]:
+    """The oracle's part for `batch` sequences, each of its own tokens, decoded one after the other. Raises as `expect`
+    does."""
+    return tuple(expect(oracle, positions, seed + row) for row in range(batch))
+
+
+def compare_rows(session: BatchSession, expected: Sequence[Expectation]) -> Verdict:
+    """As `compare`, for a sequence each, at the same positions: the verdict on every row of every launch."""
+    if len(expected) == 1:
+        return compare(session, expected[0])
+    positions = expected[0].positions
+
+    def launched() -> Iterator[Step]:
+        for position in positions:
+            for row, each in enumerate(expected):
+                session.write_cache(each.cache_before(position), row)
+            yield from session.step_rows([each.tokens[position] for each in expected], position)
+
+    wanted = [each.logits[place] for place in range(len(positions)) for each in expected]
+    return judge_steps(launched(), wanted, positions, session.dtype)
 
 
 def is_tie(logits: Tensor, token: int, dtype: DType) -> bool:

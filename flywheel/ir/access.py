@@ -2,10 +2,11 @@
 
 A region is a half-open range of columns: of the elements of a row for a matrix tile, of the flattened elements for
 anything else, which is the same where the output has one row. A task with `n_off` and `N_tile` writes those columns of
-`outputs[0]`; every other write, and every KV cache, counts whole. A COPY, or a FUSED input that the recipe uses only
-through column-slicing COPY steps, is read in those columns alone; every other read counts whole. Where matrix tiles
-write several rows of a buffer, only they have columns: everything else counts whole. Of a KV cache, a task with
-`kv_rows` PAST reads rows that an append at or behind its window does not touch.
+`outputs[0]`; every other write, and every KV cache, counts whole. A FUSED task with `M_tile` above 1 is a matrix tile
+over that many rows. A COPY, or a FUSED input that the recipe uses only through column-slicing COPY steps, is read in
+those columns alone; every other read, also a COPY of columns of several rows, counts whole. Where tiles write several
+rows of a buffer, only they have columns: everything else counts whole. Of a KV cache, a task with `kv_rows` PAST reads
+rows that an append at or behind its window does not touch.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ def tile(params: Mapping[str, Any]) -> Region | None:
     return (start, start + width) if type(start) is int and type(width) is int else None
 
 
+def tile_rows(params: Mapping[str, Any]) -> int:
+    """Rows that a FUSED task's tile, or a COPY of columns, spans: `M_tile`, or 1."""
+    rows: int = params.get("M_tile", 1) if tile(params) is not None else 1
+    return rows
+
+
 def written_region(task: Task) -> Region | None:
     """Columns of outputs[0] that the task writes; None for all of them."""
     return tile(task.params) if task.op in TILED_OPS else None
@@ -41,7 +48,7 @@ def written_region(task: Task) -> Region | None:
 def read_regions(task: Task, operand: int) -> list[Region] | None:
     """Columns of `inputs[operand]` that the task reads; None for all of them."""
     if task.op is InstructionKind.COPY:
-        columns = tile(task.params)
+        columns = _copied(task.params)
         return None if columns is None else [columns]
     if task.op is not InstructionKind.FUSED:
         return None
@@ -49,7 +56,7 @@ def read_regions(task: Task, operand: int) -> list[Region] | None:
     for step in task.params["recipe"]["steps"]:
         for arg in step["args"]:
             if arg.get("in") == operand:
-                columns = tile({**_inherited(task), **step.get("params", {})})
+                columns = _copied({**_inherited(task), **step.get("params", {})})
                 if step["op"] != "COPY" or columns is None:
                     return None
                 regions.append(columns)
@@ -64,24 +71,36 @@ def appends_behind(writer: Task, reader: Task, operand: int) -> bool:
 
 
 def multi_row_buffers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> dict[int, int | None]:
-    """Buffers that matrix tiles write over more than one row, with the number of rows, None where tiles disagree.
+    """Buffers that tiles write over more than one row, with the number of rows, None where tiles disagree.
 
     Tasks must have passed the checks of operands and params.
     """
     deep = {number: buffer.numel // 2 for number, buffer in buffers.items()}
     rows: dict[int, int | None] = {}
-    gemv, gemm = InstructionKind.GEMV_TILE, InstructionKind.GEMM_TILE
+    gemv, gemm, fused = InstructionKind.GEMV_TILE, InstructionKind.GEMM_TILE, InstructionKind.FUSED
     for task in tasks:
         op = task.op
-        if (op is gemv or op is gemm) and task.params["K"] <= deep[task.inputs[0]]:
+        if op is gemv or op is gemm:
+            several = task.params["K"] <= deep[task.inputs[0]]
+        else:
+            several = op is fused and "M_tile" in task.params and tile_rows(task.params) > 1
+        if several:
             rows[task.outputs[0]] = None
     if rows:
         counts: dict[int, set[int]] = {number: set() for number in rows}
         for task in tasks:
-            if task.op in MATRIX_OPS and task.outputs[0] in rows:
-                counts[task.outputs[0]].add(max(1, buffers[task.inputs[0]].numel // task.params["K"]))
+            if task.outputs and task.outputs[0] in rows:
+                if task.op in MATRIX_OPS:
+                    counts[task.outputs[0]].add(max(1, buffers[task.inputs[0]].numel // task.params["K"]))
+                elif task.op is fused and tile_rows(task.params) > 1:
+                    counts[task.outputs[0]].add(tile_rows(task.params))
         rows = {number: next(iter(found)) if len(found) == 1 else None for number, found in counts.items()}
     return rows
+
+
+def _copied(params: Mapping[str, Any]) -> Region | None:
+    """Columns that a COPY with `params` reads; None for all, and for those of several rows."""
+    return tile(params) if tile_rows(params) == 1 else None
 
 
 def _inherited(task: Task) -> dict[str, Any]:

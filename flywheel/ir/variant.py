@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from flywheel.errors import ConfigError
 from flywheel.ir.access import MATRIX_OPS
 from flywheel.ir.config import ScheduleConfig
+from flywheel.ir.dtype import DType
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
@@ -22,7 +23,10 @@ MIN_STAGED_BYTES: Final = 16 * 1024
 """Least size of the staging area, where the values between a task's steps live too."""
 
 MAX_STAGED_BYTES: Final = 64 * 1024
-"""Most that the staging area grows to; the VM refuses a longer operand."""
+"""Most that the staging area grows to for an operand of one row; the VM refuses a longer operand."""
+
+MAX_STAGED_ROWS_BYTES: Final = 132 * 1024
+"""The same for several rows: eight of 8192 halves and their padding."""
 
 WORK_BYTES: Final = 8 * 1024
 """End of the staging area that kernels without a matrix operand take for themselves."""
@@ -84,9 +88,15 @@ def operand_stride(rows: int, depth: int) -> int:
     return FRAGMENT_K * (-(-depth // FRAGMENT_K) + (rows > 1))
 
 
+def operand_bytes(dtype: DType, rows: int, depth: int) -> int:
+    """Bytes that the staging area has for an operand [rows, depth]: its own, as far as the area may grow."""
+    most = MAX_STAGED_BYTES if rows == 1 else MAX_STAGED_ROWS_BYTES
+    return min(dtype.nbytes(rows * operand_stride(rows, depth)), most)
+
+
 def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
-    """Bytes of the largest operand that a matrix task keeps in shared memory, in its weight's type; within
-    MIN_STAGED_BYTES and MAX_STAGED_BYTES."""
+    """Bytes of the largest operand that a matrix task keeps in shared memory, in its weight's type; at least
+    MIN_STAGED_BYTES and at most what `operand_bytes` says."""
     known = {buffer.id: buffer for buffer in buffers}
     largest = MIN_STAGED_BYTES
     recipes: dict[int, list[_Product]] = {}
@@ -101,9 +111,8 @@ def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
         for product in _products(task, recipes):
             weight = known[task.inputs[product.weight]]
             numel = known[task.inputs[product.x]].numel if product.numel is None else product.numel
-            rows = max(1, numel // product.depth)
-            largest = max(largest, weight.dtype.nbytes(rows * operand_stride(rows, product.depth)))
-    return min(largest, MAX_STAGED_BYTES)
+            largest = max(largest, operand_bytes(weight.dtype, max(1, numel // product.depth), product.depth))
+    return largest
 
 
 class _Product(NamedTuple):

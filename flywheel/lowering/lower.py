@@ -38,7 +38,7 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
     program = MegakernelProgram(
         meta={
             "model": graph.model, "gpu": target.name, "regime": "decode", "dtype": graph.dtype.name.lower(),
-            "context": graph.context, "batch": 1,
+            "context": graph.context, "batch": graph.batch,
         },
         target=target,
         buffers=tuple(tables.buffers),

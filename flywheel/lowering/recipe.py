@@ -34,15 +34,17 @@ class RecipeBuilder:
         dtype: DType,
         params: Mapping[str, Any] | None = None,
         out: str | Mapping[str, int] | None = None,
+        rows: int = 1,
     ) -> Arg:
-        """Append a step with a `[1, width]` result; the arg that reads it. `out` is "final", {"out": k} or scratch."""
+        """Append a step with a `[rows, width]` result; the arg that reads it. `out` is "final", {"out": k} or
+        scratch."""
         self.steps.append(
             {
                 "op": op.name,
                 "args": list(args),
                 "out": self._slots if out is None else out,
                 "params": dict(params or {}),
-                "out_shape": [1, width],
+                "out_shape": [rows, width],
                 "out_dtype": dtype.name,
             }
         )

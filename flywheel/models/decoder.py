@@ -1,4 +1,4 @@
-"""The decode step of a pre-norm decoder: one new token against a context of cached ones."""
+"""The decode step of a pre-norm decoder: one new token of each sequence against a context of cached ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import BufferKind, DType, InstructionKind
-from flywheel.models.graph import Block, Graph, Op, Tensor
+from flywheel.models.graph import Block, Graph, Op, Tensor, stream_names
 from flywheel.models.spec import (
     LAYER_WEIGHT_KEYS,
     DecoderSpec,
@@ -18,16 +18,22 @@ from flywheel.models.spec import (
 DTYPES: Final = {"bf16": DType.BF16, "f16": DType.F16, "f32": DType.F32}
 """Element types that a decode step can be lowered for, by the names that users type."""
 
+MAX_BATCH: Final = 8
+"""Sequences of one step: columns of the fragment that activations are multiplied in."""
+
 _K = InstructionKind
 _WEIGHT, _ACT, _CACHE = BufferKind.WEIGHT, BufferKind.ACTIVATION, BufferKind.KV_CACHE
 
 
-def decode_step(spec: DecoderSpec, context: int, dtype: DType = DType.BF16) -> Graph:
-    """One token at position `context - 1`, attending to `context` positions, itself included.
+def decode_step(spec: DecoderSpec, context: int, dtype: DType = DType.BF16, batch: int = 1) -> Graph:
+    """One token of each of `batch` sequences at position `context - 1`, attending to `context` positions of its own
+    sequence, itself included.
 
-    Each KV head has caches of its own, `[context, 1, head_dim]`. Raises ConfigError where the model does not reach
-    that far.
+    Each KV head of each sequence has caches of its own, `[context, 1, head_dim]`. Raises ConfigError where the model
+    does not reach that far, and for a batch that is not in 1..MAX_BATCH.
     """
+    if not 1 <= batch <= MAX_BATCH:
+        raise ConfigError(f"{spec.name}: batch {batch} is not in 1..{MAX_BATCH}")
     if not 1 <= context <= spec.max_position:
         raise ConfigError(f"{spec.name}: context {context} is not in 1..{spec.max_position}")
     return Graph(
@@ -38,31 +44,32 @@ def decode_step(spec: DecoderSpec, context: int, dtype: DType = DType.BF16) -> G
         n_heads=spec.n_heads,
         n_kv_heads=spec.n_kv_heads,
         head_dim=spec.head_dim,
-        prologue=_prologue(spec, dtype),
-        layer=_layer(spec, context, dtype),
-        epilogue=_epilogue(spec, dtype),
+        prologue=_prologue(spec, dtype, batch),
+        layer=_layer(spec, context, dtype, batch),
+        epilogue=_epilogue(spec, dtype, batch),
+        batch=batch,
     )
 
 
-def cache_names(side: str, n_kv_heads: int) -> tuple[str, ...]:
-    """Names of a layer's caches, `side` being "k" or "v"."""
-    return tuple(f"{side}_cache.h{head}" for head in range(n_kv_heads))
+def cache_names(side: str, n_kv_heads: int, batch: int = 1) -> tuple[str, ...]:
+    """Names of a layer's caches, row after row, `side` being "k" or "v"."""
+    return tuple(f"{side}_cache.{stream}" for stream in stream_names(n_kv_heads, batch))
 
 
-def _prologue(spec: DecoderSpec, dtype: DType) -> Block:
+def _prologue(spec: DecoderSpec, dtype: DType, batch: int) -> Block:
     table = model_weight_shapes(spec)["embed"]
     return _block(
         [
-            Tensor("token_id", BufferKind.IO_INPUT, DType.I32, (1,)),
+            Tensor("token_id", BufferKind.IO_INPUT, DType.I32, (batch,)),
             Tensor("position", BufferKind.IO_INPUT, DType.I32, (1,)),
             Tensor("embed.w", _WEIGHT, dtype, table, model_weight_key(spec, "embed")),
-            Tensor("x_out", _ACT, dtype, (1, spec.hidden)),
+            Tensor("x_out", _ACT, dtype, (batch, spec.hidden)),
         ],
         [Op("embed", _K.EMBED, ("token_id", "embed.w"), "x_out", {"hidden": spec.hidden})],
     )
 
 
-def _layer(spec: DecoderSpec, context: int, dtype: DType) -> Block:
+def _layer(spec: DecoderSpec, context: int, dtype: DType, batch: int) -> Block:
     shapes = layer_weight_shapes(spec)
     tensors = [Tensor(f"{role}.w", _WEIGHT, dtype, shape, LAYER_WEIGHT_KEYS[role]) for role, shape in shapes.items()]
     widths = {
@@ -72,8 +79,8 @@ def _layer(spec: DecoderSpec, context: int, dtype: DType) -> Block:
         "gate": spec.intermediate, "up": spec.intermediate, "act": spec.intermediate, "mlp_out": spec.hidden,
         "x_out": spec.hidden,
     }  # fmt: skip
-    tensors += [Tensor(name, _ACT, dtype, (1, width)) for name, width in widths.items()]
-    caches = [cache_names(side, spec.n_kv_heads) for side in "kv"]
+    tensors += [Tensor(name, _ACT, dtype, (batch, width)) for name, width in widths.items()]
+    caches = [cache_names(side, spec.n_kv_heads, batch) for side in "kv"]
     tensors += [Tensor(name, _CACHE, dtype, (context, 1, spec.head_dim)) for side in caches for name in side]
     return _block(tensors, [*_attention_ops(spec, context), *_mlp_ops(spec)])
 
@@ -125,13 +132,13 @@ def _mlp_ops(spec: DecoderSpec) -> list[Op]:
     ]
 
 
-def _epilogue(spec: DecoderSpec, dtype: DType) -> Block:
+def _epilogue(spec: DecoderSpec, dtype: DType, batch: int) -> Block:
     shapes = model_weight_shapes(spec)
     tensors = [
         Tensor("final_norm.w", _WEIGHT, dtype, shapes["final_norm"], model_weight_key(spec, "final_norm")),
-        Tensor("final_in", _ACT, dtype, (1, spec.hidden)),
-        Tensor("logits", BufferKind.IO_OUTPUT, DType.F32, (1, spec.vocab)),
-        Tensor("next_token", BufferKind.IO_OUTPUT, DType.I32, (1,)),
+        Tensor("final_in", _ACT, dtype, (batch, spec.hidden)),
+        Tensor("logits", BufferKind.IO_OUTPUT, DType.F32, (batch, spec.vocab)),
+        Tensor("next_token", BufferKind.IO_OUTPUT, DType.I32, (batch,)),
     ]
     head = "embed.w"
     if not spec.tied_head:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from flywheel.ir import BufferKind, DType, InstructionKind
@@ -11,7 +12,7 @@ from flywheel.ir import BufferKind, DType, InstructionKind
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A named value. Activations are `[1, width]`; `source` is the state-dict key of a weight."""
+    """A named value. Activations are `[batch, width]`; `source` is the state-dict key of a weight."""
 
     name: str
     kind: BufferKind
@@ -23,6 +24,11 @@ class Tensor:
     def width(self) -> int:
         """Length of the last dimension."""
         return self.shape[-1]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,8 @@ class Graph:
     """Embedding, `n_layers` times the same layer, head.
 
     Layers read the residual stream as tensor `x` and write `x_out`, which is `x` to whatever follows. `{i}` in a
-    layer's `source` stands for its index. The cache operands `k_cache` and `v_cache` stand for one tensor a KV head.
+    layer's `source` stands for its index. The cache operands `k_cache` and `v_cache` stand for one tensor a KV head of
+    each of the `batch` sequences, which are the rows of every activation and stand at one position.
     """
 
     model: str
@@ -62,8 +69,20 @@ class Graph:
     prologue: Block
     layer: Block
     epilogue: Block
+    batch: int = 1
 
     @property
     def group(self) -> int:
         """Query heads that share one KV head."""
         return self.n_heads // self.n_kv_heads
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of what attends on its own: the KV heads of each sequence, row after row."""
+        return stream_names(self.n_kv_heads, self.batch)
+
+
+def stream_names(n_kv_heads: int, batch: int) -> tuple[str, ...]:
+    """`h0`, `h1`.. for one sequence, `r0.h0`, `r0.h1`.. for several."""
+    heads = [f"h{head}" for head in range(n_kv_heads)]
+    return tuple(heads if batch == 1 else [f"r{row}.{head}" for row in range(batch) for head in heads])

@@ -42,6 +42,7 @@ def search(
     gpu: str,
     dtype: str = "bf16",
     context: int = 512,
+    batch: int = 1,
     measure: str = "auto",
     sampler: str = "local",
     seed: int = 0,
@@ -70,15 +71,14 @@ def search(
     them must do so under `if __name__ == "__main__"`. Ctrl-C ends the call; every trial that had ended is kept.
 
     Raises UnknownNameError, UnsupportedModelError, ConfigError, UsageError, NoGpuError, KernelCompileError and
-    StoreError, all FlywheelErrors.
-    """
+    StoreError, all FlywheelErrors."""
     if name is not None:
         check_name("search", name)
     spec = CampaignSpec(
-        model=model, gpu=gpu, dtype=dtype, context=context, measure=measure, sampler=sampler, seed=seed, trials=trials,
-        time_s=time_s, until=until, patience=patience, jobs=jobs, engine=engine,
-        workers=workers, ray_address=ray_address, seeds=seeds, warm=warm, name=name,
-        machine=None if machine is None else str(machine), prefilter=prefilter,
+        model=model, gpu=gpu, dtype=dtype, context=context, batch=batch, measure=measure, sampler=sampler, seed=seed,
+        trials=trials, time_s=time_s, until=until, patience=patience, jobs=jobs, engine=engine, workers=workers,
+        ray_address=ray_address, seeds=seeds, warm=warm, name=name, prefilter=prefilter,
+        machine=None if machine is None else str(machine),
         fix={knob: str(value) for knob, value in (fix or {}).items()},
     )  # fmt: skip
     result = run_search(spec, str(store), fresh=fresh, watch=watch or (lambda _: None))

@@ -18,6 +18,7 @@ from flywheel.search import measuring, predicting
 from flywheel.search.device import missing_modules, settle_measure
 from flywheel.search.evaluate import Evaluation, Measure, evaluate
 from flywheel.search.space import Space, Value, make_space
+from flywheel.search.spec import batch_of
 from flywheel.search.workload import Workload
 from flywheel.store.sql import Store
 from flywheel.vm.client import Client
@@ -68,7 +69,7 @@ def changes(space: Space, before: ScheduleConfig, after: ScheduleConfig) -> dict
 
 def _incumbent(store: Store, workload: Workload, measure: str, predictor: Predictor) -> TrialRecord | None:
     measured = measure == "cuda"
-    return store.best(
+    best = store.best(
         measured=measured,
         model=workload.model,
         gpu=workload.target.name,
@@ -76,6 +77,8 @@ def _incumbent(store: Store, workload: Workload, measure: str, predictor: Predic
         context=workload.context,
         predictor=None if measured else predictor.version,
     )
+    campaign = None if best is None else store.campaign(best.campaign)
+    return None if campaign is not None and batch_of(campaign) != workload.batch else best
 
 
 @contextmanager
@@ -84,6 +87,7 @@ def _measure(kind: str, workload: Workload, predictor: Predictor) -> Iterator[Me
     if kind == "predict":
         yield partial(predicting.predict_outcome, predictor=predictor)
         return
-    with Client(partial(measuring.make_bench, workload.model, workload.dtype, workload.context)) as client:
+    bench = partial(measuring.make_bench, workload.model, workload.dtype, workload.context, workload.batch)
+    with Client(bench) as client:
         client.ready()
         yield client.measure

@@ -40,12 +40,12 @@ def capture(target: GpuTarget) -> Environment:
     return replace(environment, nvrtc=nvrtc_version(), kernels=source_digest()[:16])
 
 
-def make_bench(model: str, dtype: str, context: int) -> Bench:
+def make_bench(model: str, dtype: str, context: int, batch: int = 1) -> Bench:
     """The bench of a model by name or directory; `dtype` is a key of DTYPES. Raises as CudaBench and open_source do."""
     from flywheel.decode.bench import CudaBench
     from flywheel.decode.source import open_source
 
-    return CudaBench(open_source(model), DTYPES[dtype], context)
+    return CudaBench(open_source(model), DTYPES[dtype], context, batch=batch)
 
 
 def compile_ahead(dtype: str, program: MegakernelProgram) -> None:

@@ -50,7 +50,7 @@ def run_search(
     Raises UnknownNameError, UnsupportedModelError, ConfigError, UsageError, NoGpuError, KernelCompileError and
     StoreError; a worker that cannot start on the GPU raises what stops it.
     """
-    workload = make_workload(spec.model, spec.gpu, spec.dtype, spec.context)
+    workload = make_workload(spec.model, spec.gpu, spec.dtype, spec.context, spec.batch)
     space = make_space(workload, spec.fix)
     make_sampler(spec.sampler, spec.seed, 0)  # raises before the store has a campaign that cannot run
     predictor = open_predictor(spec.machine, workload.target)

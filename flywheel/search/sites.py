@@ -93,7 +93,7 @@ def open_engine(
         return
     measured = spec.measure == "cuda"
     if measured:
-        bench_of = partial(measuring.make_bench, spec.model, spec.dtype, spec.context)
+        bench_of = partial(measuring.make_bench, spec.model, spec.dtype, spec.context, spec.batch)
         means = Measuring(bench_of, partial(measuring.compile_ahead, spec.dtype))
         filtering = predictor if spec.prefilter is not None else None
         setup = Setup(workload, means, partial(measuring.capture, workload.target), filtering)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from flywheel.errors import ConfigError, UsageError
 from flywheel.ir import KernelVariant, ScheduleConfig, kernel_variant
-from flywheel.ir.variant import MAX_STAGED_BYTES, WARP, operand_stride
+from flywheel.ir.variant import WARP, operand_bytes
 from flywheel.lowering.fusion import PATTERNS
 from flywheel.lowering.tiling import even_rows
 from flywheel.search.workload import Workload
@@ -65,10 +65,14 @@ def _kv_blocks(workload: Workload) -> list[Value]:
 
 
 def _smem(workload: Workload) -> list[Value]:
-    """Five eighths, six, seven and all of what a block may opt into, as far as a weight ring fits."""
+    """Five eighths, six, seven and all of what a block may opt into, as far as a weight ring fits. Raises ConfigError
+    where none does."""
     limit = workload.target.smem_bytes_per_block_optin
     sizes = [limit * part // 8 // 1024 * 1024 for part in (5, 6, 7)] + [limit]
-    return [size for size in sizes if _fits(workload, size, 4096)]
+    _variant(workload, limit, 4096)  # raises where there is none
+    # Several rows take so much that what is left would be a ring of chunks that are too small to be streamed well.
+    chunk = 4096 if workload.batch == 1 else max(size for size in (4096, 8192, 16384) if _fits(workload, limit, size))
+    return [size for size in sizes if _fits(workload, size, chunk)]
 
 
 def _chunks(workload: Workload) -> list[Value]:
@@ -95,7 +99,7 @@ def _variant(workload: Workload, smem: int, chunk: int) -> KernelVariant:
     """The variant with so much shared memory and chunks of that size. Raises ConfigError where no ring fits."""
     graph = workload.graph
     depth = max(op.params.get("K", 0) for block in _blocks(workload) for op in block.ops)
-    staged = min(graph.dtype.nbytes(operand_stride(1, depth)), MAX_STAGED_BYTES)
+    staged = operand_bytes(graph.dtype, graph.batch, depth)
     config = ScheduleConfig(tiling={"stream": {"chunk_bytes": chunk}}, smem_bytes_per_block=smem)
     return kernel_variant(config, workload.target, staged)
 

@@ -26,12 +26,14 @@ class CampaignSpec:
     processes predict on this machine; `workers` are the GPUs that measure, or on Ray the processes that predict, None
     for as many as there are. `machine` is the file of a calibration, which predicts instead of the GPU's own constants.
     With `prefilter`, what is predicted to take more than that many times what is predicted of the best is not measured.
+    `batch` sequences are decoded in lock-step.
     """
 
     model: str
     gpu: str
     dtype: str = "bf16"
     context: int = 512
+    batch: int = 1
     measure: str = "auto"
     sampler: str = "local"
     seed: int = 0
@@ -51,8 +53,8 @@ class CampaignSpec:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for option, least in (("context", 1), ("trials", 1), ("jobs", 1), ("patience", 1), ("workers", 1), ("seed", 0)):
-            value = getattr(self, option)
+        for option in ("context", "batch", "trials", "jobs", "patience", "workers", "seed"):
+            value, least = getattr(self, option), int(option != "seed")
             if value is not None and value < least:
                 raise UsageError(f"{option}={value} is less than {least}")
         if self.seed >= 2**63:
@@ -69,6 +71,12 @@ class CampaignSpec:
             raise UsageError(f"engine={self.engine!r} is not one of local, ray")
         if self.ray_address is not None and self.engine != "ray":
             raise UsageError(f"ray_address={self.ray_address!r} is for engine='ray', not {self.engine!r}")
+
+    @property
+    def work(self) -> str:
+        """What is searched, for people."""
+        batch = f", batch {self.batch}" if self.batch > 1 else ""
+        return f"{self.model} on {self.gpu}, {self.dtype}, context {self.context}{batch}"
 
     def _check_prefilter(self, factor: float) -> None:
         if not (factor >= 1 and isfinite(factor)):
@@ -124,7 +132,8 @@ def with_name(spec: CampaignSpec, measure: str, predictor: str = MODEL_VERSION) 
     `predictor` is the version of the cost model; the constants of a calibration are part of what predictions are.
     """
     model = Path(spec.model).name  # of a model from a directory; a catalog name is its own
-    name = f"{model}-{spec.gpu}-{spec.dtype}-c{spec.context}-{measure}-{spec.sampler}-s{spec.seed}"
+    batch = f"-b{spec.batch}" if spec.batch > 1 else ""
+    name = f"{model}-{spec.gpu}-{spec.dtype}-c{spec.context}{batch}-{measure}-{spec.sampler}-s{spec.seed}"
     if spec.fix:
         name += "-" + ",".join(f"{knob}={value}" for knob, value in sorted(spec.fix.items()))
     if measure == "predict" and constants_of(predictor):
@@ -154,3 +163,9 @@ def to_campaign(
         spec=json.dumps({**asdict(spec), "fix": dict(spec.fix), "decoder": decoder, **more}, sort_keys=True),
         created_at=created_at,
     )
+
+
+def batch_of(campaign: Campaign) -> int:
+    """Sequences that a campaign's programs decode at once. A store keeps it in the spec alone."""
+    batch: int = json.loads(campaign.spec).get("batch", 1)
+    return batch

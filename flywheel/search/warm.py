@@ -22,6 +22,7 @@ from flywheel.measure.record import TrialRecord
 from flywheel.models.decoder import DTYPES
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.search.space import Choice, Space, Value, make_space
+from flywheel.search.spec import batch_of
 from flywheel.search.workload import Workload
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store
@@ -51,6 +52,7 @@ FEATURES: Final = (
     Feature("vocabulary", lambda work: work.spec.vocab, 0.25),
     Feature("layers", lambda work: work.spec.n_layers, 0.25),
     Feature("context", lambda work: work.context, 0.5),
+    Feature("batch", lambda work: work.batch, 1.0),
     Feature("bytes a weight", lambda work: DTYPES[work.dtype].nbytes(1), 1.0),
     Feature("SMs", lambda work: work.target.num_sms, 1.0),
     Feature("bandwidth an SM", lambda work: work.target.hbm_bandwidth_gbs / work.target.num_sms, 1.0),
@@ -118,11 +120,11 @@ def carry(choice: Choice, source: Workload, space: Space) -> dict[str, Value]:
 def choose_starts(store: Store, space: Space, measure: str, predictor: str = MODEL_VERSION) -> list[WarmStart]:
     """The best schedules of the NEIGHBOURS pieces of work in the store that are nearest to the space's, nearest first.
 
-    Work is a model's dimensions, a GPU, a dtype and a context, whatever the model's name. Of one piece, latencies of
-    the campaign's own kind (`measure`, predict or cuda) decide where there are any, else the others. The same work
-    counts too, at distance 0, unless the store could answer for its schedule: then nothing would be measured, only
-    copied; `predictor` is the version of the cost model that the campaign asks. Works that are as far away go by GPU,
-    dtype, context and dimensions. Raises StoreError.
+    Work is a model's dimensions, a GPU, a dtype, a context and a batch, whatever the model's name. Of one piece,
+    latencies of the campaign's own kind (`measure`, predict or cuda) decide where there are any, else the others. The
+    same work counts too, at distance 0, unless the store could answer for its schedule: then nothing would be measured,
+    only copied; `predictor` is the version of the cost model that the campaign asks. Works that are as far away go by
+    GPU, dtype, context and dimensions. Raises StoreError.
     """
     workload = space.workload
     works: dict[str, tuple[Workload, list[Campaign]]] = {}
@@ -178,13 +180,14 @@ def work_of(campaign: Campaign) -> Workload | None:
         spec = DecoderSpec(**{**decoder, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
     except (TypeError, UnsupportedModelError):  # another version's
         return None
-    return Workload(campaign.model, spec, TARGETS[campaign.gpu], campaign.dtype, campaign.context)
+    target = TARGETS[campaign.gpu]
+    return Workload(campaign.model, spec, target, campaign.dtype, campaign.context, batch_of(campaign))
 
 
 def identity_of(work: Workload) -> str:
     """Equal for the same work."""
     decoder = json.dumps(asdict(replace(work.spec, name="")), sort_keys=True)
-    return f"{work.target.name} {work.dtype} {work.context:012} {decoder}"
+    return f"{work.target.name} {work.dtype} {work.context:012} {work.batch} {decoder}"
 
 
 def _best(store: Store, campaigns: Sequence[Campaign], measure: str, predictor: str) -> TrialRecord | None:

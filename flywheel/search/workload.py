@@ -1,4 +1,4 @@
-"""What a campaign optimises: one model, on one GPU, at one context."""
+"""What a campaign optimises: one model, on one GPU, at one context, for one sequence or some at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from flywheel.models.spec import DecoderSpec
 class Workload:
     """A decode step to schedule.
 
-    `model`, a catalog name or an absolute path, names the spec in stores and files; `dtype` is a key of DTYPES.
+    `model`, a catalog name or an absolute path, names the spec in stores and files; `dtype` is a key of DTYPES; `batch`
+    sequences are decoded in lock-step.
     """
 
     model: str
@@ -26,6 +27,7 @@ class Workload:
     target: GpuTarget
     dtype: str
     context: int
+    batch: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -33,14 +35,15 @@ class Workload:
 
     @cached_property
     def graph(self) -> Graph:
-        """The decode step. Raises ConfigError where the context is out of the model's reach."""
-        return decode_step(self.spec, self.context, DTYPES[self.dtype])
+        """The decode step. Raises ConfigError where the context is out of the model's reach, or the batch too large."""
+        return decode_step(self.spec, self.context, DTYPES[self.dtype], self.batch)
 
 
-def make_workload(model: str, gpu: str, dtype: str, context: int) -> Workload:
+def make_workload(model: str, gpu: str, dtype: str, context: int, batch: int = 1) -> Workload:
     """Resolve names. Raises UnknownNameError, UnsupportedModelError, ConfigError."""
     decoder = resolve_model(model)
-    workload = Workload(model if model in CATALOG else _directory(model), decoder, find_target(gpu), dtype, context)
+    name = model if model in CATALOG else _directory(model)
+    workload = Workload(name, decoder, find_target(gpu), dtype, context, batch)
     _ = workload.graph  # raises where the context is out of reach
     return workload
 

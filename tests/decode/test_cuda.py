@@ -14,7 +14,7 @@ from flywheel.decode.generate import generate
 from flywheel.decode.request import make_request
 from flywheel.decode.session import ReferenceSession
 from flywheel.decode.verify import expect, verify
-from flywheel.errors import NoGpuError, UsageError
+from flywheel.errors import NoGpuError, TensorError, UsageError
 from flywheel.ir import TARGETS, DType, GpuTarget, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
@@ -111,6 +111,40 @@ def test_logits_pass_at_every_kind_of_position(name: str, config: str, dtype: DT
         verdict = verify(session, oracle, (0, 1, 2, 7, 15, 16, 17, 48, 63, 64, 95), seed=2)
     assert verdict.passed, verdict.reason
     assert verdict.top1_agreement == 1.0
+
+
+BATCH_CONFIGS = {
+    **CONFIGS,
+    "fused": ScheduleConfig(
+        tiling={"attention": {"kv_block": 32}},
+        fusion_grouping=[
+            ["attn_norm", "q_proj", "k_proj", "v_proj"], ["q_norm", "q_rope", "attention"],
+            ["k_norm", "k_rope", "k_append", "v_append"], ["attn_combine", "o_proj", "attn_add"],
+            ["mlp_norm", "gate_proj", "up_proj", "silu_mul"], ["down_proj", "mlp_add"], ["final_norm", "lm_head"],
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
+@pytest.mark.parametrize("config", BATCH_CONFIGS)
+@pytest.mark.parametrize("batch", [2, 4, 8])
+def test_every_row_of_a_batch_passes(
+    batch: int, config: str, dtype: DType, gpu: Gpu, target: GpuTarget, models: Models
+) -> None:
+    alone, oracle = models.of("all", dtype)
+    program = lower(decode_step(SPECS["all"], CONTEXT, dtype, batch), BATCH_CONFIGS[config], target)
+    with (
+        CudaModel(gpu, SPECS["all"], dtype, CONTEXT, alone.weights, batch) as model,
+        model.load(program) as session,
+    ):
+        verdict = verify(session, oracle, (0, 1, 7, 16, 48, 95), seed=2)
+        assert verdict.passed, verdict.reason
+        assert verdict.top1_agreement == 1.0
+        with pytest.raises(TensorError, match=f"the model on the GPU has {batch} times"):
+            model.load(models.program("all", dtype))
+        latency = session.time([0] * batch, 95, samples=2, warmup=1)
+    assert latency.median_us > 0
 
 
 def test_a_step_is_the_reference_vms(models: Models) -> None:

@@ -95,6 +95,45 @@ def test_a_norm_in_each_tile(conform: Conform, step: Step, dtype: DType, sms: in
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rows", [2, 4, 8])
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+@pytest.mark.parametrize("sms", [1, 2])
+def test_a_tile_takes_its_columns_of_every_row(
+    conform: Conform, step: Step, dtype: DType, rows: int, spans: list[tuple[int, int]], sms: int
+) -> None:
+    """A norm, a product with its bias and its residual, and a gated product, of several rows."""
+    hidden = 136
+    buffers: dict[str, Any] = {
+        "x": (IN, dtype, (rows, hidden)), "norm": (WEIGHT, dtype, (hidden,)), "w": (WEIGHT, dtype, (40, hidden)),
+        "b": (WEIGHT, dtype, (40,)), "r": (IN, dtype, (rows, 40)), "up": (WEIGHT, dtype, (40, hidden)),
+        "y": (OUT, dtype, (rows, 40)), "z": (OUT, dtype, (rows, 40)),
+    }  # fmt: skip
+
+    def of_rows(op: str, args: list[str], out: Any, width: int, **params: Any) -> dict[str, Any]:
+        return {**step(op, args, out, width, dtype, **params), "out_shape": [rows, width]}
+
+    tasks = []
+    for start, width in spans:
+        tile = {"n_off": start, "N_tile": width, "M_tile": rows}
+        normed = of_rows("RMSNORM", ["in0", "in1"], 9, hidden, eps=1e-5, hidden=hidden)
+        residual = [
+            normed,
+            of_rows("GEMM_TILE", ["s9", "in2", "in3"], 0, width, K=hidden, M_tile=rows),
+            of_rows("COPY", ["in4"], 1, width, M_tile=rows),
+            of_rows("ADD", ["s0", "s1"], "final", width),
+        ]
+        gated = [
+            normed,
+            of_rows("GEMM_TILE", ["s9", "in2"], 0, width, K=hidden, M_tile=rows),
+            of_rows("GEMM_TILE", ["s9", "in3"], 1, width, K=hidden, M_tile=rows),
+            of_rows("SILU_MUL", ["s0", "s1"], "final", width),
+        ]
+        tasks.append(fused(["x", "norm", "w", "b", "r"], "y", residual, **tile))
+        tasks.append(fused(["x", "norm", "w", "up"], "z", gated, **tile))
+    conform(buffers, tasks, roundings=3, sms=sms)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_a_wide_operand_that_more_steps_read(conform: Conform, step: Step, dtype: DType) -> None:
     """Scratch beyond the staging area spills; a value read by a GEMV and again behind it is not overwritten."""
     hidden = 12000

@@ -76,3 +76,20 @@ def test_rows_of_matrix_tiles_are_counted_and_disagreement_told() -> None:
     assert multi_row_buffers([gemm(1), gemm(1)], buffers) == {3: 3}
     assert multi_row_buffers([gemm(1), gemm(2)], buffers) == {3: None}
     assert multi_row_buffers([gemm(1), gemm(0)], buffers) == {3: None}
+
+
+def test_a_fused_tile_of_several_rows_has_columns_of_each() -> None:
+    buffers = {3: Buffer(3, "y", BufferKind.ACTIVATION, DType.F32, (4, 32))}
+    several, other, flat = (fused({**TILE, **rows}) for rows in ({"M_tile": 4}, {"M_tile": 2}, {"M_tile": 1}))
+    assert written_region(several) == (16, 24)
+    assert multi_row_buffers([several, several], buffers) == {3: 4}
+    assert multi_row_buffers([several, other], buffers) == {3: None}
+    assert multi_row_buffers([several, flat], buffers) == {3: 4}
+    assert multi_row_buffers([flat, fused({"M_tile": 4})], buffers) == {}
+
+
+def test_a_copy_of_columns_of_several_rows_reads_the_whole() -> None:
+    step = {"op": "COPY", "args": [{"in": 0}], "out": 0, "params": {"M_tile": 2}}
+    assert read_regions(fused(TILE, step), 0) is None
+    assert read_regions(fused(TILE, {**step, "params": {}}), 0) == [(16, 24)]
+    assert read_regions(task(_K.COPY, {**TILE, "M_tile": 2}), 0) is None

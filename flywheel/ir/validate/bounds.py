@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from flywheel.ir.access import MATRIX_OPS, tile
+from flywheel.ir.access import MATRIX_OPS, tile, tile_rows
 from flywheel.ir.dtype import BufferKind, DType
 from flywheel.ir.opcodes import INHERITED_PARAMS, InstructionKind
 from flywheel.ir.records import Buffer, Task
@@ -37,7 +37,8 @@ def _recipe_faults(
     for step in recipe.steps:
         values[step.out] = step.result
         if step.out[0] == "out":
-            yield from _output_faults(step, outputs[step.out[1]], columns if step.out[1] == 0 else None)
+            first = step.out[1] == 0
+            yield from _output_faults(step, outputs[step.out[1]], columns if first else None, tile_rows(params))
         check = _CHECKS.get(step.op)
         if check is not None:
             # A matrix step leaves its N_tile columns at the start of its result.
@@ -45,14 +46,14 @@ def _recipe_faults(
             yield from check(own, [values[arg] for arg in step.args], step.result, (0, own.get("N_tile", 0)))
 
 
-def _output_faults(step: Step, output: Buffer, columns: tuple[int, int] | None) -> Iterator[Fault]:
-    """A recipe's result fills exactly the columns that count as written."""
+def _output_faults(step: Step, output: Buffer, columns: tuple[int, int] | None, rows: int) -> Iterator[Fault]:
+    """A recipe's result fills exactly the columns that count as written, of each of `rows` rows."""
     width = step.result.numel
     if columns is not None and output.kind is not BufferKind.KV_CACHE:
-        if columns[1] > output.numel:
-            yield "tile-bounds", _past(columns[1], output)
-        if width != columns[1] - columns[0]:
-            yield "tile-bounds", f"{step.result.name} makes {width} elements for a tile of {columns[1] - columns[0]}"
+        yield from _row_faults(columns, rows, output)
+        wanted = (columns[1] - columns[0]) * rows
+        if width != wanted:
+            yield "tile-bounds", f"{step.result.name} makes {width} elements for a tile of {wanted}"
     elif width > output.numel or (width < output.numel and step.op is not InstructionKind.KV_APPEND):
         yield "tile-bounds", f"{step.result.name} makes {width} elements for the {output.numel} of {_name(output)}"
 
@@ -127,10 +128,19 @@ def _copy(
     named = tile(params)
     if named is None:
         yield from _elementwise(params, inputs, output, columns)
-    elif named[1] > inputs[0].numel:
-        yield "tile-bounds", _past(named[1], inputs[0])
-    elif named[1] - named[0] != output.numel:
-        yield "tile-bounds", f"a slice of {named[1] - named[0]} elements does not fill {_name(output)}"
+        return
+    yield from _row_faults(named, tile_rows(params), inputs[0])
+    wanted = (named[1] - named[0]) * tile_rows(params)
+    if wanted != output.numel:
+        yield "tile-bounds", f"a slice of {wanted} elements does not fill {_name(output)}"
+
+
+def _row_faults(columns: tuple[int, int], rows: int, buffer: Buffer) -> Iterator[Fault]:
+    """Columns of each of `rows` rows of a buffer, which divide it."""
+    if columns[1] > buffer.numel // rows:
+        yield "tile-bounds", _past(columns[1], buffer)
+    if buffer.numel % rows:
+        yield "tile-bounds", f"M_tile={rows} does not divide the {buffer.numel} elements of {_name(buffer)}"
 
 
 def _elementwise(

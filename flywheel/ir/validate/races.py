@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flywheel.ir.access import WHOLE, Region, appends_behind, multi_row_buffers, read_regions, tile
+from flywheel.ir.access import WHOLE, Region, appends_behind, multi_row_buffers, read_regions, tile, tile_rows
 from flywheel.ir.dtype import READONLY_KINDS, BufferKind
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.order import HappensBefore
@@ -88,8 +88,11 @@ class Accesses:
 
     def _widened(self, number: int, entry: Write) -> Write:
         """A write of a KV cache, or of a buffer of several rows, whose columns do not count."""
-        op = self.tasks[entry[2]].op
-        return entry if self.multi_row.get(number) and op in (_GEMV, _GEMM) else (*WHOLE, entry[2])
+        task, rows = self.tasks[entry[2]], self.multi_row.get(number)
+        tiles = task.op in (_GEMV, _GEMM)
+        if task.op is _FUSED and self.buffers[number].kind is not BufferKind.KV_CACHE:
+            tiles = tile_rows(task.params) == rows
+        return entry if rows and tiles else (*WHOLE, entry[2])
 
     def width(self, buffer: Buffer) -> int:
         """Columns of a buffer, as its writers count them."""

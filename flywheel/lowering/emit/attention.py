@@ -1,4 +1,7 @@
-"""Rope, KV append, attention over KV heads and blocks, and the merge of its partials."""
+"""Rope, KV append, attention over KV heads and blocks, and the merge of its partials.
+
+A head, here, is a KV head of one sequence. They are counted row after row, as their columns stand in an activation.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,9 @@ def emit_attention(scope: Scope, group: Group) -> list[TileSet]:
         return _emit_append(scope, ops, appends)
     if not appends:
         return _emit_attend(scope, ops)
-    heads = range(scope.graph.n_kv_heads)
     past = _emit_past(scope, ops) if len(scope.tiling.kv_blocks()) > 1 else []
     # The past first, so that it finds no writer of its caches to wait for.
-    return [*past, *(_append_and_attend(scope, ops, head) for head in heads)]
+    return [*past, *(_append_and_attend(scope, ops, head) for head in _heads(scope))]
 
 
 def partial_names(scope: Scope, group: Group) -> list[str]:
@@ -58,13 +60,13 @@ def emit_combine(scope: Scope, parts: Sequence[str], limit: int) -> tuple[list[T
         last = merges == 1
         names = ["attn"] if last else [f"partial.l{level}.{index}" for index in range(merges)]
         for chunk, output in zip(chunks, names, strict=True):
-            sets += [_emit_merge(scope, chunk, output, f"{COMBINE}.l{level}", head) for head in _merged_heads(scope)]
+            sets += [_emit_merge(scope, chunk, output, f"{COMBINE}.l{level}", head) for head in _heads(scope)]
         level += 1
     return sets, names
 
 
-def _merged_heads(scope: Scope) -> range:
-    return range(scope.graph.n_kv_heads)
+def _heads(scope: Scope) -> range:
+    return range(len(scope.graph.streams))
 
 
 def _emit_merge(scope: Scope, parts: Sequence[str], output: str, stage: str, head: int) -> TileSet:
@@ -73,7 +75,7 @@ def _emit_merge(scope: Scope, parts: Sequence[str], output: str, stage: str, hea
     width = graph.group * graph.head_dim if output == "attn" else row
     flops = 4 * row * len(parts)
     signal = COMBINE if output == "attn" else output
-    if graph.n_kv_heads == 1:
+    if len(graph.streams) == 1:
         return TileSet(COMBINE, stage, _K.ATTENTION_COMBINE, tuple(parts), (output,), signal,
                        (Tile(scope.heads(), 0, flops),))  # fmt: skip
     builder = RecipeBuilder()
@@ -89,10 +91,10 @@ def _emit_append(scope: Scope, ops: dict[str, Op], appends: Sequence[Op]) -> lis
     name = appends[0].name if len(appends) == 1 else "kv_append"
     pos = appends[0].params["pos"]
     sets = []
-    for head in range(graph.n_kv_heads):
-        caches = tuple(_cache(op, head) for op in appends)
-        signal = f"{name}.h{head}"
-        if len(appends) == 1 and graph.n_kv_heads == 1:
+    for head in _heads(scope):
+        caches = tuple(_cache(scope, op, head) for op in appends)
+        signal = f"{name}.{graph.streams[head]}"
+        if len(appends) == 1 and len(graph.streams) == 1:
             inputs = (appends[0].inputs[0], *caches)
             sets.append(
                 TileSet(name, name, _K.KV_APPEND, inputs, caches, signal, (Tile({"pos": pos}, 0, graph.head_dim),))
@@ -131,13 +133,13 @@ def _emit_windows(
 ) -> list[TileSet]:
     """One task a KV head and window; those of one output share its counter."""
     graph, attention = scope.graph, ops["attention"]
-    recipes = [_attend_recipe(scope, ops, head, outputs[0]) for head in range(graph.n_kv_heads)]
+    recipes = [_attend_recipe(scope, ops, head, outputs[0]) for head in _heads(scope)]
     sets = []
     for window, output in zip(windows, outputs, strict=True):
         tile_bytes, flops = _attend_cost(scope, window["kv_len"])
-        for head in range(graph.n_kv_heads):
-            if graph.n_kv_heads == 1 and len(ops) == 1:
-                inputs = (attention.inputs[0], *_caches(attention, head))
+        for head in _heads(scope):
+            if len(graph.streams) == 1 and len(ops) == 1:
+                inputs = (attention.inputs[0], *_caches(scope, attention, head))
                 params = {**attention.params, **window}
                 sets.append(TileSet("attention", "attention", _K.ATTENTION_TILE, inputs, (output,), output,
                                     (Tile(params, tile_bytes, flops),)))  # fmt: skip
@@ -184,13 +186,13 @@ def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
         window = {"kv_start": pos, "kv_len": 1, "kv_rows": KvRows.NEW.value}
     tile_bytes, flops = _attend_cost(scope, window["kv_len"])
     params = {**window, "pos": pos, "N_tile": width, "n_off": head * width, "recipe": builder.build()}
-    outputs = (output, *_caches(attention, head))
+    outputs = (output, *_caches(scope, attention, head))
     return TileSet("attention", "attention", _K.FUSED, tuple(builder.inputs), outputs, output,
                    (Tile(params, tile_bytes, flops),))  # fmt: skip
 
 
 def _append(scope: Scope, builder: RecipeBuilder, op: Op, rows: Arg, head: int, out: str | dict[str, int]) -> None:
-    cache = builder.operand(_cache(op, head))
+    cache = builder.operand(_cache(scope, op, head))
     width = scope.graph.context * scope.graph.head_dim
     builder.step(_K.KV_APPEND, [rows, cache], width, scope.dtype, {}, out)
 
@@ -199,7 +201,7 @@ def _attend(scope: Scope, builder: RecipeBuilder, ops: dict[str, Op], head: int,
     """Append the attention step of one KV head; columns of `output` that it writes, a partial's if it is one."""
     graph, attention = scope.graph, ops["attention"]
     query = _head_value(scope, builder, ops, attention.inputs[0], head, graph.group * graph.head_dim)
-    caches = [builder.operand(name) for name in _caches(attention, head)]
+    caches = [builder.operand(name) for name in _caches(scope, attention, head)]
     extra = 0 if output == attention.output else PARTIAL_EXTRA
     width = graph.group * (graph.head_dim + extra)
     own: dict[str, Any] = {**scope.heads(1), "scale": attention.params["scale"]}
@@ -217,13 +219,13 @@ def _head_value(scope: Scope, builder: RecipeBuilder, ops: dict[str, Op], name: 
     return builder.step(maker.kind, operands, width, scope.dtype, maker.params)
 
 
-def _cache(op: Op, head: int) -> str:
+def _cache(scope: Scope, op: Op, head: int) -> str:
     """Cache of one KV head that an append writes."""
-    return f"{op.output}.h{head}"
+    return f"{op.output}.{scope.graph.streams[head]}"
 
 
-def _caches(attention: Op, head: int) -> tuple[str, ...]:
-    return tuple(f"{name}.h{head}" for name in attention.inputs[1:])
+def _caches(scope: Scope, attention: Op, head: int) -> tuple[str, ...]:
+    return tuple(f"{name}.{scope.graph.streams[head]}" for name in attention.inputs[1:])
 
 
 def _attend_cost(scope: Scope, length: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Operations over one whole vector, each a single task."""
+"""Operations over all rows of an activation, each a single task; the choice of tokens is one a row."""
 
 from __future__ import annotations
 
@@ -14,13 +14,29 @@ _RECIPE_ONLY = RECIPE_PARAM_FIELDS.keys() - PARAM_FIELDS.keys()
 
 def emit_single(scope: Scope, op: Op) -> list[TileSet]:
     """One task; a recipe of one step where a param does not reach the device otherwise (RoPE scaling)."""
+    if op.kind is InstructionKind.SAMPLE_ARGMAX and scope.graph.batch > 1:
+        return _emit_argmax(scope, op)
     output = scope.tensor(op.output)
-    read = sum(scope.tensor(name).width for name in op.inputs if name not in ("embed.w",))
-    streamed = output.dtype.nbytes(output.width) if op.kind is InstructionKind.EMBED else 0
+    read = sum(scope.tensor(name).numel for name in op.inputs if name not in ("embed.w",))
+    streamed = output.dtype.nbytes(output.numel) if op.kind is InstructionKind.EMBED else 0
     kind, params, inputs = op.kind, op.params, op.inputs
     if _RECIPE_ONLY & params.keys():
         builder = RecipeBuilder(op.inputs)
         args = [builder.operand(name) for name in op.inputs]
-        builder.step(op.kind, args, output.width, output.dtype, op.params, "final")
+        builder.step(op.kind, args, output.width, output.dtype, op.params, "final", scope.graph.batch)
         kind, params = InstructionKind.FUSED, {"recipe": builder.build()}
     return [TileSet(op.name, op.name, kind, inputs, (op.output,), op.name, (Tile(params, streamed, read),))]
+
+
+def _emit_argmax(scope: Scope, op: Op) -> list[TileSet]:
+    """One task a row: each reads a whole vocabulary, which takes an SM as long as a tile of weights."""
+    (name,), width = op.inputs, scope.tensor(op.inputs[0]).width
+    sets = []
+    for row in range(scope.graph.batch):
+        builder = RecipeBuilder()
+        logits = builder.columns(name, row * width, width, scope.tensor(name).dtype)
+        builder.step(op.kind, [logits], 1, scope.tensor(op.output).dtype, op.params, "final")
+        params = {"N_tile": 1, "n_off": row, "recipe": builder.build()}
+        sets.append(TileSet(op.name, op.name, InstructionKind.FUSED, op.inputs, (op.output,), op.name,
+                            (Tile(params, 0, width),)))  # fmt: skip
+    return sets

@@ -1,4 +1,5 @@
-"""Matrix-vector products: plain tiles, or with a norm, a merge of partials, SwiGLU or the residual fused in."""
+"""Products of weights with the rows of an activation: plain tiles, or with a norm, a merge of partials, SwiGLU or the
+residual fused in."""
 
 from __future__ import annotations
 
@@ -42,21 +43,22 @@ def _emit_unit(
     plain = not before and not after and not partials
     recipes = {}
     inputs: tuple[str, ...] = anchors[0].inputs
+    batch = scope.graph.batch
+    kind = _matrix_op(batch) if plain else _K.FUSED
+    own = {**({"K": depth} if plain else {}), **_over_rows(batch)}
     if not plain:
         for _, rows in spans:
             if rows not in recipes:
                 recipes[rows], inputs = _recipe(scope, before, anchors, after, partials, rows)
     tiles = tuple(
         Tile(
-            {"K": depth, "N_tile": rows, "n_off": start}
-            if plain
-            else {"N_tile": rows, "n_off": start, "recipe": recipes[rows]},
+            {**own, "N_tile": rows, "n_off": start, **({} if plain else {"recipe": recipes[rows]})},
             rows * row_bytes,
-            2 * rows * depth * len(anchors),
+            2 * rows * depth * len(anchors) * batch,
         )
         for start, rows in spans
     )
-    return TileSet(name, stage, _K.GEMV_TILE if plain else _K.FUSED, inputs, (output,), name, tiles)
+    return TileSet(name, stage, kind, inputs, (output,), name, tiles)
 
 
 def _recipe(
@@ -64,27 +66,42 @@ def _recipe(
 ) -> tuple[dict[str, object], tuple[str, ...]]:
     builder = RecipeBuilder()
     values: dict[str, Arg] = {}
+    batch = scope.graph.batch
     if partials:
         source = anchors[0].inputs[0]
         width = scope.tensor(source).width
         args = [builder.operand(part) for part in partials]
-        values[source] = builder.step(_K.ATTENTION_COMBINE, args, width, scope.dtype, scope.heads())
+        values[source] = builder.step(_K.ATTENTION_COMBINE, args, width, scope.dtype, scope.heads(), rows=batch)
     for op in before:
         args = [builder.operand(operand) for operand in op.inputs]
-        values[op.output] = builder.step(op.kind, args, scope.tensor(op.output).width, scope.dtype, op.params)
+        width = scope.tensor(op.output).width
+        values[op.output] = builder.step(op.kind, args, width, scope.dtype, op.params, rows=batch)
     final = (after or anchors)[-1]
     dtype = scope.tensor(final.output).dtype
     for op in anchors:
         args = [values.get(operand) or builder.operand(operand) for operand in op.inputs]
         out = "final" if op is final else None
-        values[op.output] = builder.step(op.kind, args, rows, dtype if out else scope.dtype, op.params, out)
+        params = {**op.params, **_over_rows(batch)}
+        values[op.output] = builder.step(
+            _matrix_op(batch), args, rows, dtype if out else scope.dtype, params, out, batch
+        )
     for op in after:
         args = [values.get(operand) or _own_columns(builder, operand, rows, scope) for operand in op.inputs]
         out = "final" if op is final else None
-        values[op.output] = builder.step(op.kind, args, rows, dtype if out else scope.dtype, op.params, out)
+        values[op.output] = builder.step(op.kind, args, rows, dtype if out else scope.dtype, op.params, out, batch)
     return builder.build(), tuple(builder.inputs)
 
 
 def _own_columns(builder: RecipeBuilder, name: str, rows: int, scope: Scope) -> Arg:
     """The task's own columns of operand `name`: a COPY that inherits n_off and N_tile."""
-    return builder.step(_K.COPY, [builder.operand(name)], rows, scope.dtype)
+    batch = scope.graph.batch
+    return builder.step(_K.COPY, [builder.operand(name)], rows, scope.dtype, _over_rows(batch), rows=batch)
+
+
+def _matrix_op(batch: int) -> InstructionKind:
+    return _K.GEMV_TILE if batch == 1 else _K.GEMM_TILE
+
+
+def _over_rows(batch: int) -> dict[str, int]:
+    """Params of what takes its columns of each of several rows."""
+    return {} if batch == 1 else {"M_tile": batch}

@@ -31,10 +31,11 @@ class Scope:
         """A tensor by name; partials, which tiling brings about, are known by theirs."""
         if name.startswith("partial."):
             width = self.graph.n_heads * (self.graph.head_dim + PARTIAL_EXTRA)
-            return Tensor(name, BufferKind.ACTIVATION, DType.F32, (1, width))
+            return Tensor(name, BufferKind.ACTIVATION, DType.F32, (self.graph.batch, width))
         return self.tensors[name]
 
     def heads(self, n_kv_heads: int | None = None) -> dict[str, int]:
-        """Head params of an operation over `n_kv_heads` KV heads and their query heads; over all by default."""
-        count = self.graph.n_kv_heads if n_kv_heads is None else n_kv_heads
+        """Head params of an operation over `n_kv_heads` KV heads and their query heads; by default over all of every
+        sequence."""
+        count = len(self.graph.streams) if n_kv_heads is None else n_kv_heads
         return {"head_dim": self.graph.head_dim, "n_heads": count * self.graph.group, "n_kv_heads": count}

@@ -9,7 +9,7 @@ from flywheel.errors import InvalidProgramError
 from flywheel.ir import Buffer, BufferKind, DType, InstructionKind, KernelVariant
 from flywheel.ir.variant import WORK_BYTES
 from flywheel.vm.abi import ABSENT, KERNELS, MAX_ROWS, MAX_STEPS, RESULT_REF
-from flywheel.vm.pack.step import Form, Operand, Step, look
+from flywheel.vm.pack.step import Form, Operand, Step, copied_rows, look, names_columns
 
 _K = InstructionKind
 
@@ -61,6 +61,7 @@ def check_steps(steps: Sequence[Step], form: Form, dtype: DType, variant: Kernel
         try:
             _check_types(step, args, form, dtype)
             _check_sizes([*args, step.result])
+            _check_rows(step, args, form)
             if step.matrix:
                 _check_matrix(step, args, dtype)
             elif step.op is _K.ATTENTION_TILE:
@@ -92,6 +93,20 @@ def _check_sizes(operands: Iterable[Operand]) -> None:
     for operand in operands:
         if operand.numel >= 2**31:
             raise InvalidProgramError(f"an operand of {operand.numel} elements; the kernel counts to 2^31 - 1")
+
+
+def _check_rows(step: Step, args: Sequence[Operand], form: Form) -> None:
+    """Only products, with what they take in, have columns of each of several rows."""
+    if step.op is _K.COPY and names_columns(step, form) and copied_rows(step) > 1:
+        raise InvalidProgramError(f"a COPY of columns of {copied_rows(step)} rows that no product adds has no kernel")
+    if step.out != 0 or form.rows == 1:
+        return
+    if not step.matrix or {"n_off", "N_tile"} & step.params.keys():
+        raise InvalidProgramError(f"{step.op.name} makes a tile of {form.rows} rows, and no product of its columns")
+    if args[0].numel != form.rows * step.params["K"]:
+        raise InvalidProgramError(
+            f"{args[0].numel // step.params['K']} rows of x make a tile of M_tile={form.rows} rows"
+        )
 
 
 def _check_matrix(step: Step, args: Sequence[Operand], dtype: DType) -> None:

@@ -51,8 +51,11 @@ class Placement:
         return next(staging for staging in self.stagings if step in staging.steps)
 
 
-def place_values(steps: Sequence[Step], form: Form, staged_bytes: int) -> Placement:
-    """Place what the steps make, in a staging area of `staged_bytes`.
+def place_values(
+    steps: Sequence[Step], form: Form, staged_bytes: int, views: frozenset[int] = frozenset()
+) -> Placement:
+    """Place what the steps make, in a staging area of `staged_bytes`; `views` only name what lies elsewhere, and where
+    they do not fit, they have no place.
 
     Nothing shares bytes with what is still needed; the last staged operand stays until the task ends, for the SM's
     next one. Raises InvalidProgramError for an operand that is longer than the area.
@@ -79,7 +82,7 @@ def place_values(steps: Sequence[Step], form: Form, staged_bytes: int) -> Placem
         if offset + nbytes <= limit:
             offsets[index] = offset
             taken.append((index, last_use[index], offset, offset + nbytes))
-        else:
+        elif index not in views:
             offset = _free(spilled, index, last_use[index], nbytes)
             if offset + nbytes >= SPILLED:
                 raise InvalidProgramError(f"step {index} makes {step.result.nbytes} bytes of scratch")

@@ -64,6 +64,12 @@ class Form:
         """Whether the task names columns."""
         return {"n_off", "N_tile"} <= self.given
 
+    @property
+    def rows(self) -> int:
+        """Rows of output 0 that a recipe's tile spans; above 1, its matrix step writes as a plain matrix tile does."""
+        tiled = self.op is _K.FUSED and self.columns and self.outputs[0].kind is not BufferKind.KV_CACHE
+        return int(self.own.get("M_tile", 1)) if tiled else 1
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -161,16 +167,29 @@ def _takes(steps: dict[int, Step], uses: Mapping[int, int], form: Form, step: St
 
 
 def _adds(steps: dict[int, Step], uses: Mapping[int, int], form: Form, step: Step, product: int, other: int) -> bool:
-    """Whether `other` is the task's own columns of an input, which the matrix step of the same columns can add."""
+    """Whether `other` is the task's own columns of an input, which the matrix step of the same columns and rows can
+    add."""
     copied = steps.get(other - RESULT_REF)
     if copied is None or copied.op is not _K.COPY or uses[other] != 1 or copied.args[0] >= RESULT_REF:
         return False
     if not form.columns or {"n_off", "N_tile"} & copied.params.keys() or not _takes(steps, uses, form, step, product):
         return False
     matrix, source = steps[product - RESULT_REF], form.inputs[copied.args[0]]
-    if {"n_off", "N_tile"} & matrix.params.keys() or matrix.result.rows != 1:
+    rows = copied_rows(copied)
+    if {"n_off", "N_tile"} & matrix.params.keys() or matrix.result.rows != rows or _x_rows(matrix, steps, form) != rows:
         return False
     return form.written[copied.args[0]] is None and copied.result.dtype in (source.dtype, DType.F32)
+
+
+def copied_rows(step: Step) -> int:
+    """Rows that a COPY of columns takes them of."""
+    return int(step.params.get("M_tile", 1))
+
+
+def _x_rows(matrix: Step, steps: Mapping[int, Step], form: Form) -> int:
+    ref = matrix.args[0]
+    x = form.inputs[ref] if ref < RESULT_REF else steps[ref - RESULT_REF].result
+    return x.numel // int(matrix.params["K"])
 
 
 def _gates(steps: dict[int, Step], uses: Mapping[int, int], form: Form, step: Step, gate: int, product: int) -> bool:
@@ -195,6 +214,12 @@ def _renumbered(steps: dict[int, Step]) -> list[Step]:
 def inherited(step: Step, form: Form, name: str) -> bool:
     """Whether `step` takes param `name` from the task."""
     return name in INHERITED_PARAMS and name in form.given and name not in step.params
+
+
+def names_columns(step: Step, form: Form) -> bool:
+    """Whether `step` is a COPY of columns."""
+    named = all(name in step.params or inherited(step, form, name) for name in ("n_off", "N_tile"))
+    return step.op is _K.COPY and named
 
 
 def look(ref: int, steps: Sequence[Step], form: Form) -> Operand:

@@ -17,7 +17,7 @@ from flywheel.vm.abi import ABSENT, FRAGMENT_ROWS, RESULT_REF, InstructionFlag, 
 from flywheel.vm.pack.checks import check_steps
 from flywheel.vm.pack.frequencies import Frequencies
 from flywheel.vm.pack.placing import Placement, place_values
-from flywheel.vm.pack.step import Form, Step, inherited, look, steps_of
+from flywheel.vm.pack.step import Form, Step, inherited, look, names_columns, steps_of
 
 _K = InstructionKind
 
@@ -86,12 +86,13 @@ def make_template(form: Form, dtype: DType, variant: KernelVariant, frequencies:
     """The template of a form in a program of `dtype` floats. Raises InvalidProgramError for what has no kernel."""
     steps = steps_of(form)
     check_steps(steps, form, dtype, variant)
-    placed = place_values(steps, form, variant.staged_bytes)
+    views = frozenset(index for index, step in enumerate(steps) if _is_view(step, form))
+    placed = place_values(steps, form, variant.staged_bytes, views)
     table = np.zeros(len(steps), STEP)
     for index, step in enumerate(steps):
         _fill(table[index], step, steps[:index], form, frequencies)
         table[index]["scratch"] = placed.offsets[index]
-        if _is_view(step, form) and not placed.is_in_place(index):
+        if index in views and not placed.is_in_place(index):
             table[index]["flags"] |= StepFlag.VIEW
         if step.matrix:
             chunks = chunking(step.params["K"], dtype, variant.chunk_bytes)
@@ -105,7 +106,7 @@ def make_template(form: Form, dtype: DType, variant: KernelVariant, frequencies:
 
 def _instruction_flags(form: Form) -> InstructionFlag:
     flags = InstructionFlag(0)
-    if form.op is _K.FUSED and form.columns and form.outputs[0].kind is not BufferKind.KV_CACHE:
+    if form.op is _K.FUSED and form.columns and form.outputs[0].kind is not BufferKind.KV_CACHE and form.rows == 1:
         flags |= InstructionFlag.TILED
     if "pos" in form.given:
         flags |= InstructionFlag.MOVES_POS
@@ -137,24 +138,19 @@ def _flags(step: Step, form: Form) -> int:
         for name, flag in names.items():
             if name in step.params:
                 flags |= flag
-    if _names_columns(step, form):
+    if names_columns(step, form):
         flags |= StepFlag.HAS_COLUMNS
-    if step.matrix and form.recipe is not None:
+    if step.matrix and form.recipe is not None and not (step.out == 0 and form.rows > 1):
         flags |= StepFlag.INDEX_FROM_ZERO
     return flags
 
 
 def _is_view(step: Step, form: Form) -> bool:
     """Whether a COPY only names columns of an input that the task does not write."""
-    if not _names_columns(step, form) or step.out != ABSENT or step.args[0] >= RESULT_REF:
+    if not names_columns(step, form) or step.out != ABSENT or step.args[0] >= RESULT_REF:
         return False
     source = form.inputs[step.args[0]]
     return source.dtype is step.result.dtype and source.dtype is not DType.I4 and form.written[step.args[0]] is None
-
-
-def _names_columns(step: Step, form: Form) -> bool:
-    named = all(name in step.params or inherited(step, form, name) for name in ("n_off", "N_tile"))
-    return step.op is _K.COPY and named
 
 
 def _rows(step: Step, before: Sequence[Step], form: Form) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, Buffer, BufferKind, DType, InstructionKind, Task
-from flywheel.ir.access import MATRIX_OPS, tile
+from flywheel.ir.access import MATRIX_OPS, tile, tile_rows
 from flywheel.vm.reference.memory import TORCH_DTYPES, scratch
 from flywheel.vm.reference.operands import Call, Params, split
 from flywheel.vm.reference.ops import OPS, copy
@@ -82,7 +82,8 @@ class Binder:
             return [(OPS[op], inputs, target, params)]
         shape, dtype = tuple(step["out_shape"]), DType[step["out_dtype"]]
         moves: list[Call] = []
-        if target is not None and target.dtype is TORCH_DTYPES[dtype] and target.numel() == torch.Size(shape).numel():
+        fits = target is not None and target.numel() == torch.Size(shape).numel() and target.is_contiguous()
+        if target is not None and fits and target.dtype is TORCH_DTYPES[dtype]:
             result = target.view(shape)
         else:
             result = self._result(index, shape, dtype)
@@ -99,7 +100,7 @@ class Binder:
         columns = tile(task.params)
         if place or columns is None or self._buffers[number].kind is BufferKind.KV_CACHE:
             return self._tensors[number]
-        return self._tensors[number].view(-1)[slice(*columns)]
+        return self._tensors[number].view(tile_rows(task.params), -1)[:, slice(*columns)]
 
     def _result(self, index: int, shape: tuple[int, ...], dtype: DType) -> Tensor:
         key = (index, shape, dtype)

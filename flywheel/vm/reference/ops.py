@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from flywheel.errors import InvalidProgramError, TensorError
 from flywheel.ir import InstructionKind
-from flywheel.ir.access import tile
+from flywheel.ir.access import tile, tile_rows
 from flywheel.vm.reference.attention import attention_combine, attention_tile, kv_append, rope
 from flywheel.vm.reference.dequant import dequant
 from flywheel.vm.reference.operands import Op, Params, rows_of, same_size, split, store
@@ -26,9 +26,9 @@ def nop(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
 
 
 def copy(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """x, or the elements `n_off`..`n_off + N_tile` of it."""
+    """x, or the elements `n_off`..`n_off + N_tile` of it, or of each of its `M_tile` rows."""
     columns = tile(params)
-    store(out, inputs[0] if columns is None else inputs[0].reshape(-1)[slice(*columns)])
+    store(out, inputs[0] if columns is None else inputs[0].reshape(tile_rows(params), -1)[:, slice(*columns)])
 
 
 def embed(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:

@@ -40,13 +40,14 @@ OCTETS: Case = (_K.DEQUANT, [(_U8, (2, 16)), f32(2, 2)], f32(2, 16), {"qdtype": 
 GEMM: Case = (
     _K.GEMM_TILE, [f32(2, 16), f32(8, 16)], f32(2, 8), {"M_tile": 2, "K": 16, "N_tile": 8, "n_off": 0},
 )  # fmt: skip
+COLUMNS: Case = (_K.COPY, [f32(2, 8)], f32(2, 4), {"n_off": 4, "N_tile": 4, "M_tile": 2})
 ATTEND: Case = (
     _K.ATTENTION_TILE,
     [f32(2, 4), f32(8, 1, 4), f32(8, 1, 4), f32(2, 8)],
     f32(2, 4),
     {"head_dim": 4, "n_heads": 2, "n_kv_heads": 1, "kv_start": 0, "kv_len": 8, "scale": 0.5},
 )
-FITTING = [ROPE, NORM, LAYER, EMBED, SOFTMAX, NIBBLES, PACKED, OCTETS, GEMM, ATTEND]
+FITTING = [ROPE, NORM, LAYER, EMBED, SOFTMAX, NIBBLES, PACKED, OCTETS, GEMM, COLUMNS, ATTEND]
 
 
 def change(
@@ -96,6 +97,9 @@ FAULTS = {
     "mask shorter than the cache": (change(ATTEND, operands={3: f32(7)}), "tile-bounds"),
     "mask of too few heads": (change(ATTEND, operands={3: f32(3, 4)}), "tile-bounds"),
     "more rows than x": (change(GEMM, M_tile=3), "tile-bounds"),
+    "columns past a row": (change(COLUMNS, n_off=5), "tile-bounds"),
+    "rows that do not divide": (change(COLUMNS, operands={0: f32(3, 9)}), "tile-bounds"),
+    "columns of fewer rows than the output's": (change(COLUMNS, M_tile=1), "tile-bounds"),
 }
 
 
@@ -132,3 +136,32 @@ def test_a_target_that_no_gpu_has_is_rejected(field: str, value: float) -> None:
 
 def test_a_target_of_the_most_sms_is_accepted() -> None:
     assert validate(replace(program(NORM), target=replace(TARGETS["h100"], num_sms=65536)), strict=True).ok
+
+
+ROWS = {"n_off": 4, "N_tile": 4, "M_tile": 2}
+
+
+@pytest.mark.parametrize(
+    ("params", "made", "fits"),
+    [
+        ({}, (2, 4), True),
+        ({"M_tile": 1}, (1, 4), False),  # nothing writes the rest
+        ({"n_off": 5}, (2, 4), False),
+        ({"M_tile": 1}, (2, 4), False),
+        ({"M_tile": 4}, (4, 4), False),
+        ({"M_tile": 3}, (3, 4), False),
+        ({}, (1, 4), False),
+    ],
+)
+def test_a_fused_tile_fills_its_columns_of_every_row(params: dict[str, int], made: tuple[int, int], fits: bool) -> None:
+    """Beside one of the first four columns, without any order."""
+
+    def task(number: int, own: dict[str, int], shape: tuple[int, int]) -> Task:
+        step = {"op": "GELU", "args": [{"in": 0}], "out": "final", "out_shape": list(shape), "out_dtype": "F32"}
+        return Task(number, _K.FUSED, (0,), (9,), number, (), {**own, "recipe": {"steps": [step]}}, 0)
+
+    buffers = [Buffer(0, "x", BufferKind.IO_INPUT, _F32, (4, 4)), Buffer(9, "y", BufferKind.IO_OUTPUT, _F32, (2, 8))]
+    tasks = [task(0, {**ROWS, "n_off": 0}, (2, 4)), task(1, {**ROWS, **params}, made)]
+    counters = [Counter(0), Counter(1)]
+    tested = MegakernelProgram(target=TARGETS["h100"], buffers=buffers, counters=counters, tasks=tasks)
+    assert validate(tested, strict=True).ok is fits

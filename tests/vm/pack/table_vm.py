@@ -42,6 +42,7 @@ OPTIONAL = {
     "scale": (StepFlag.HAS_SCALE, (K.MUL,)),
     "n_heads": (StepFlag.HAS_HEADS, (K.ATTENTION_COMBINE,)),
     "head_dim": (StepFlag.HAS_HEAD_DIM, (K.ATTENTION_COMBINE,)),
+    "M_tile": (StepFlag.HAS_M_TILE, (K.COPY,)),
 }
 NAN_BYTE = 0xFF
 
@@ -153,7 +154,12 @@ class TableVM:
 
     def _operand(self, sm: Sm, instruction: Any, steps: Any, ref: int) -> Tensor:
         if ref >= RESULT_REF:
-            return self._scratch(sm, steps[ref - RESULT_REF])
+            made = steps[ref - RESULT_REF]
+            if made["flags"] & StepFlag.VIEW:
+                source = self._operand(sm, instruction, steps, int(made["args"][0])).reshape(-1)
+                start = int((made if made["flags"] & StepFlag.OWN_N_OFF else instruction)["params"]["n_off"])
+                return source[start : start + int(made["out_numel"])]
+            return self._scratch(sm, made)
         assert 0 <= ref < instruction["n_inputs"]
         row = int(instruction["inputs"][ref])
         buffer = self.packed.buffers[row]
@@ -179,6 +185,8 @@ class TableVM:
 
     def _vector(self, sm: Sm, instruction: Any, steps: Any, step: Any, params: Mapping[str, Any]) -> None:
         op = InstructionKind(int(step["op"]))
+        if step["flags"] & StepFlag.VIEW:
+            return
         inputs = [self._operand(sm, instruction, steps, int(ref)) for ref in step["args"][: step["n_args"]]]
         given = {name: step["params"][name].item() for name in PARAM_FIELDS}
         given |= {name: self._own(step, params, name) for name in OWNED}

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flywheel.errors import InvalidProgramError
 from flywheel.ir import BufferKind, DType, MegakernelProgram
 from flywheel.vm.abi import Epilogue, StepFlag
 from flywheel.vm.pack import pack
@@ -233,6 +234,50 @@ def test_several_rows_are_multiplied_within_a_recipe(chain: Chain, agree: Agree)
         step("SILU_MUL", ["s1", "s2"], "final", 20, BF16, 3),
     ]
     agree(chain(buffers, [("FUSED", ["x", "w"], ["y"], fused(*steps))]))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("rows", [2, 5, 8])
+def test_a_tile_of_several_rows_takes_its_columns_of_each(chain: Chain, agree: Agree, rows: int, dtype: DType) -> None:
+    """A norm, a product with its bias, its residual and its gate, in two tasks that share a buffer."""
+    buffers = {
+        "x": (IN, dtype, (rows, 48)), "g": (WEIGHT, dtype, (48,)), "w": (WEIGHT, dtype, (32, 48)),
+        "b": (WEIGHT, dtype, (32,)), "r": (IN, dtype, (rows, 32)), "v": (WEIGHT, dtype, (32, 48)),
+        "y": (OUT, dtype, (rows, 32)), "z": (OUT, dtype, (rows, 32)),
+    }  # fmt: skip
+    tasks = []
+    for start, width in ((0, 16), (16, 10), (26, 6)):
+        params = {"n_off": start, "N_tile": width, "M_tile": rows}
+        residual = [
+            step("RMSNORM", [0, 1], 0, 48, dtype, rows, eps=1e-5, hidden=48),
+            step("GEMM_TILE", ["s0", 2, 3], 1, width, dtype, rows, K=48, M_tile=rows),
+            step("COPY", [4], 2, width, dtype, rows, M_tile=rows),
+            step("ADD", ["s1", "s2"], "final", width, dtype, rows),
+        ]
+        gated = [
+            step("GEMV_TILE", [0, 1], 0, width, dtype, rows, K=48),
+            step("GEMV_TILE", [0, 2], 1, width, dtype, rows, K=48),
+            step("SILU_MUL", ["s0", "s1"], "final", width, dtype, rows),
+        ]
+        tasks.append(("FUSED", ["x", "g", "w", "b", "r"], ["y"], fused(*residual, **params)))
+        tasks.append(("FUSED", ["x", "w", "v"], ["z"], fused(*gated, **params)))
+    program = chain(buffers, tasks)
+    assert list(packed_steps(program)["epilogue"]) == [Epilogue.NONE, Epilogue.ADD]
+    agree(program)
+
+
+@pytest.mark.parametrize("copied", [1, 2])
+def test_a_residual_of_other_rows_is_not_the_products(chain: Chain, agree: Agree, copied: int) -> None:
+    """A task whose tile is flat adds columns of one row, or of two, to a product of two."""
+    buffers = {"x": (IN, F32, (2, 48)), "w": (WEIGHT, F32, (32, 48)), "r": (IN, F32, (2, 32)), "y": (OUT, F32, (2, 10))}
+    steps = [
+        step("GEMV_TILE", [0, 1], 0, 10, F32, 2, K=48, n_off=10, N_tile=10),
+        step("COPY", [2], 1, 10, F32, 2, **({"M_tile": 2} if copied == 2 else {"n_off": 0, "N_tile": 20})),
+        step("ADD", ["s0", "s1"], "final", 10, F32, 2),
+    ]
+    program = chain(buffers, [("FUSED", ["x", "w", "r"], ["y"], fused(*steps, n_off=0, N_tile=10, M_tile=2))])
+    with pytest.raises(InvalidProgramError, match="2 rows"):
+        pack(program)
 
 
 def test_scratch_that_does_not_fit_on_chip_is_spilled(chain: Chain, agree: Agree) -> None:

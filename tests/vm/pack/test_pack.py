@@ -226,6 +226,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
         [("GEMV_TILE", ["x", "w"], ["y"], {**MATRIX, "K": 20000})],
         r"task 0 \(t0\): GEMV_TILE stages an operand of 80000 bytes in an area of 65536",
     ),
+    "long rows": (
+        {"x": (IN, F32, (4, 9000)), "w": (WEIGHT, F32, (8, 9000)), "y": (OUT, F32, (4, 8))},
+        [("GEMM_TILE", ["x", "w"], ["y"], {**MATRIX, "K": 9000, "M_tile": 4})],
+        r"task 0 \(t0\): GEMM_TILE stages an operand of 144384 bytes in an area of 135168",
+    ),
     "too many elements": (
         {"x": (IN, F32, (2**16, 2**15)), "y": (OUT, F32, (2**16, 2**15))}, [("GELU", ["x"], ["y"], {})],
         r"task 0 \(t0\): GELU an operand of 2147483648 elements",
@@ -258,6 +263,29 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
         [("FUSED", ["x", "p"], ["y"], fused({"op": "ROPE", "args": [{"in": 0}, {"in": 1}], "out": "final", "params": {
             "head_dim": 8, "theta": 1e4, "rope_factor": 8.0}, "out_shape": [1, 8], "out_dtype": "F32"}))],
         r"task 0 \(t0\): FUSED .*RoPE scaling needs all",
+    ),
+    "a sum of several rows": (
+        {**X, "w": (IN, F32, (1, 16)), "y": (OUT, F32, (2, 8))},
+        [("FUSED", ["x", "w"], ["y"], fused({"op": "ADD", "args": [{"in": 0}, {"in": 1}], "out": "final", "params": {},
+          "out_shape": [2, 8], "out_dtype": "F32"}) | {"n_off": 0, "N_tile": 8, "M_tile": 2})],
+        r"task 0 \(t0\): FUSED step 0: ADD makes a tile of 2 rows, and no product of its columns",
+    ),
+    "a product of other columns of several rows": (
+        {"x": (IN, F32, (2, 16)), "w": (WEIGHT, F32, (9, 16)), "y": (OUT, F32, (2, 8))},
+        [("FUSED", ["x", "w"], ["y"], fused({**PRODUCT, "args": [{"in": 0}, {"in": 1}], "out": "final",
+          "params": {**MATRIX, "n_off": 1}, "out_shape": [2, 8]}) | {"n_off": 0, "N_tile": 8, "M_tile": 2})],
+        r"step 0: GEMV_TILE makes a tile of 2 rows, and no product of its columns",
+    ),
+    "a product of fewer rows than its tile": (
+        {"x": (IN, F32, (2, 16)), "w": (WEIGHT, F32, (8, 16)), "y": (OUT, F32, (4, 8))},
+        [("FUSED", ["x", "w"], ["y"], fused({**PRODUCT, "args": [{"in": 0}, {"in": 1}], "out": "final",
+          "params": {"K": 16}, "out_shape": [4, 8]}) | {"n_off": 0, "N_tile": 8, "M_tile": 4})],
+        r"step 0: 2 rows of x make a tile of M_tile=4 rows",
+    ),
+    "columns of several rows": (
+        {"x": (IN, F32, (2, 8)), "y": (OUT, F32, (2, 3))},
+        [("COPY", ["x"], ["y"], {"n_off": 2, "N_tile": 3, "M_tile": 2})],
+        r"task 0 \(t0\): COPY a COPY of columns of 2 rows that no product adds has no kernel",
     ),
     "a tile of another width": (
         {**X, "w": (WEIGHT, F32, (8, 16)), "y": (OUT, F32, (1, 9))},

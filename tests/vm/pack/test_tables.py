@@ -34,10 +34,11 @@ FUSED = (
 
 @st.composite
 def programs(draw: st.DrawFn) -> MegakernelProgram:
-    """Small decoders under any compatible runs of the table of patterns."""
+    """Small decoders of one sequence or some, under any compatible runs of the table of patterns."""
     spec = draw(st.sampled_from(SPECS))
     dtype = draw(st.sampled_from((DType.F32, DType.F32, DType.BF16)))
-    graph = decode_step(spec, CONTEXT, dtype)
+    batch = draw(st.sampled_from((1, 1, 2, 5, 8)))
+    graph = decode_step(spec, CONTEXT, dtype, batch)
     present = {op.name for op in (*graph.layer.ops, *graph.epilogue.ops)} | {"attn_combine"}
     groups: list[tuple[str, ...]] = []
     taken: set[str] = set()
@@ -56,7 +57,7 @@ def programs(draw: st.DrawFn) -> MegakernelProgram:
         fusion_grouping=tuple(groups),
         sm_assignment=draw(st.sampled_from(("load_balance", "round_robin"))),
         page_allocation=draw(st.sampled_from(("graph_color", "none"))),
-        threads_per_block=32 * draw(st.sampled_from((4, 7, 10, 32))),
+        threads_per_block=32 * draw(st.sampled_from((4, 7, 10, 32 if batch < 5 else 10))),
     )
     return lower(graph, config, draw(st.sampled_from((FEW, replace(FEW, num_sms=1)))))
 

@@ -1,0 +1,87 @@
+"""Several sequences at once, from the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from flywheel.ir import MegakernelProgram, program_id
+
+Run = Callable[..., Result]
+MODEL = ("--model", "smollm2-135m", "--gpu", "l4")
+SEARCH = ("search", *MODEL, "--measure", "predict", "--jobs", 1, "--trials", 3, "--store", "trials.db")
+
+
+def test_lower_takes_a_batch(run: Run, program: Path) -> None:
+    for batch in (1, 4):
+        assert run("lower", *MODEL, "--batch", batch, "--output", f"{batch}.json").exit_code == 0
+    assert Path("1.json").read_bytes() == program.read_bytes()
+    assert MegakernelProgram.load("4.json").meta["batch"] == 4
+
+
+@pytest.mark.parametrize("batch", [0, 9])
+def test_a_batch_out_of_bounds_is_refused_in_one_line(run: Run, batch: int) -> None:
+    result = run("lower", *MODEL, "--batch", batch)
+    assert result.exit_code == 2
+    assert f"batch {batch} is not in 1..8" in result.stderr
+    assert run(*SEARCH, "--batch", batch).exit_code == 2
+
+
+def test_verify_judges_every_sequence(run: Run, checkpoint: Path) -> None:
+    work = ("--model", checkpoint, "--gpu", "h100", "--dtype", "f32", "--context", 64)
+    assert run("lower", *work, "--batch", 3, "--output", "program.json").exit_code == 0
+    result = run("verify", "program.json", "--model", checkpoint, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["passed"] is True
+    refused = run("verify", "program.json", "--model", checkpoint, "--batch", 3)
+    assert (refused.exit_code, "a program brings its own" in refused.stderr) == (2, True)
+
+
+def test_a_schedule_is_verified_with_a_batch(run: Run, checkpoint: Path) -> None:
+    Path("config.json").write_text('{"pipelining_depth": 4}', encoding="utf-8")
+    work = ("--model", checkpoint, "--dtype", "f32", "--context", 64, "--config", "config.json", "--json")
+    alone, three = (run("verify", *work, "--positions", "0,9", "--batch", batch) for batch in (1, 3))
+    assert (alone.exit_code, three.exit_code) == (0, 0), three.stderr
+    assert json.loads(alone.stdout)["program_id"] != json.loads(three.stdout)["program_id"]
+
+
+def test_generate_knows_one_sequence_only(run: Run) -> None:
+    result = run("generate", *MODEL, "--prompt-ids", "1", "--batch", 2)
+    assert result.exit_code == 2
+    assert "--batch" in result.stderr
+
+
+def test_a_campaign_of_a_batch_is_one_of_its_own(run: Run) -> None:
+    assert run(*SEARCH).exit_code == 0
+    result = run(*SEARCH, "--batch", 4, "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["campaign"] == "smollm2-135m-l4-bf16-c512-b4-predict-tpe-s0"
+    assert document["new_trials"] == 3
+    clash = run(*SEARCH, "--batch", 2, "--name", document["campaign"])
+    assert (clash.exit_code, "has batch=4, not 2" in clash.stderr) == (2, True)
+
+
+def test_rows_of_a_batch_do_not_stand_for_one_sequence(run: Run) -> None:
+    name = json.loads(run(*SEARCH, "--batch", 4, "--json").stdout)["campaign"]
+    refused = run("export", "--format", "schedule", "--store", "trials.db", *MODEL)
+    assert (refused.exit_code, f"of batch 4; name its --campaign {name}" in refused.stderr) == (2, True)
+    Path("config.json").write_text("{}", encoding="utf-8")
+    result = run("evaluate", "config.json", *MODEL, "--store", "trials.db", "--measure", "predict", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert name not in result.stdout
+
+
+def test_the_command_of_a_schedule_makes_the_batch_s_program_again(run: Run) -> None:
+    name = json.loads(run(*SEARCH, "--batch", 4, "--json").stdout)["campaign"]
+    export = ("export", "--store", "trials.db", "--campaign", name, "--format")
+    assert run(*export, "schedule", "--output", "best.json").exit_code == 0
+    document = json.loads(Path("best.json").read_text(encoding="utf-8"))
+    assert "--batch 4" in document["command"] and "--batch 4" in document["provenance"]["search"]
+    made = MegakernelProgram.from_json(run(*document["command"].split()[1:]).stdout)
+    assert made.to_json() + "\n" == run(*export, "program").stdout
+    assert program_id(made) == document["program_id"]
