@@ -60,7 +60,7 @@ def test_a_campaign_of_a_batch_is_one_of_its_own(run: Run) -> None:
     result = run(*SEARCH, "--batch", 4, "--json")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
-    assert document["campaign"] == "smollm2-135m-l4-bf16-c512-b4-predict-tpe-s0"
+    assert document["campaign"] == "smollm2-135m-l4-bf16-c512-b4-predict-local-s0"
     assert document["new_trials"] == 3
     clash = run(*SEARCH, "--batch", 2, "--name", document["campaign"])
     assert (clash.exit_code, "has batch=4, not 2" in clash.stderr) == (2, True)
