@@ -222,7 +222,7 @@ def test_what_a_calibration_adds_costs_time(work: MegakernelProgram) -> None:
     stock = predict(work, machine).latency_us
     for name in ("task_us", "step_us", "norm_us", "merge_us", "attend_us"):
         assert predict(work, replace(machine, vector=Vector(**{name: 50.0}))).latency_us > stock
-    assert predict(work, replace(machine, round_trip_us=6.0)).latency_us > stock
+    assert predict(work, replace(machine, round_trip_us=60.0)).latency_us > stock
     assert predict(work, replace(machine, restage_share=0.0)).latency_us < stock
 
 
