@@ -34,8 +34,8 @@ VARIANTS: tuple[tuple[str, int, DType], ...] = (
 choice, most threads: they have the fewest registers."""
 
 LIMIT_S = 180.0
-"""More than all of them take on any machine, by the clock of the processors: six times what results/compile_speed.txt
-has. What is above it is no slow machine."""
+"""More than all of them take on any machine, by the clock of the processors: twice what results/compile_speed.txt
+has, of a slow and busy machine. What is above it is no slow machine."""
 
 REGISTERS_PER_PARTITION = 16384
 """An SM has four partitions, among which a block's warps are dealt out; registers come in eights."""
