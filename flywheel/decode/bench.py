@@ -73,14 +73,15 @@ class CudaBench:
         In one round, the rivals stay loaded for the next call. In several, each loads everything anew and in another
         order, so that where a program happens to lie in memory is not taken for its speed.
         """
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._drop_rivals)  # whatever stops the candidate's launches stops theirs
             if rounds == 1:
-                return self._compare_once(program, rivals)
-            self._drop_rivals()
-            return self._compare_in_rounds((program, *rivals), rounds)
-        except BaseException:
-            self._drop_rivals()  # whatever stopped the candidate's launches stopped theirs
-            raise
+                contest = self._compare_once(program, rivals)
+            else:
+                self._drop_rivals()
+                contest = self._compare_in_rounds((program, *rivals), rounds)
+            undo.pop_all()
+        return contest
 
     def _compare_once(self, program: MegakernelProgram, rivals: Sequence[MegakernelProgram]) -> Contest:
         if rivals is not self._rivals:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import marshal
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import MISSING, fields, replace
 from enum import IntEnum
 from math import isfinite
@@ -78,15 +79,13 @@ def write_atomically(path: Path, text: str) -> None:
         return
     place = path.resolve()
     draft = place.with_name(f".{place.name}.{uuid4().hex}")
-    try:
+    with ExitStack() as undo:
+        undo.callback(draft.unlink, missing_ok=True)
         with draft.open("x", encoding="utf-8") as file:
             if mode is not None:
                 draft.chmod(S_IMODE(mode))
             file.write(text)
         draft.replace(place)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def program_to_dict(program: MegakernelProgram) -> dict[str, Any]:

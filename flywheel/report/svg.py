@@ -22,7 +22,7 @@ def element(name: str, /, *children: str, **attributes: float | str | None) -> s
     `class_` stands for class, and other underscores for hyphens.
     """
     said = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(_number(value) if not isinstance(value, str) else value)}"'
+        f' {key.rstrip("_").replace("_", "-")}="{words(_number(value) if not isinstance(value, str) else value)}"'
         for key, value in attributes.items()
         if value is not None
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -42,11 +43,10 @@ def open_store(url: str | Path, *, create: bool = True) -> Store:
     With `create=False` it must be a store already, if of an older schema. Raises StoreError.
     """
     engine, name = make_engine(url, create=create)
-    try:
+    with ExitStack() as undo:
+        undo.callback(engine.dispose)
         ensure_schema(engine, name, create=create)
-    except BaseException:
-        engine.dispose()
-        raise
+        undo.pop_all()
     return Store(engine, name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, Final, Self
 
 import numpy as np
@@ -89,7 +90,8 @@ class LoadedProgram:
             default=0,
         )  # fmt: skip
         self._owned: list[Memory] = []
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             self._arena = self._take(packed.arena_bytes)
             self._addresses = self._find_buffers(weights, caches)
             self._counters = self._take(2 * packed.n_counters * COUNTER_STRIDE)
@@ -99,9 +101,7 @@ class LoadedProgram:
             self._trace = self._take(traced * _TRACE.itemsize) if traced else None
             self._reset()
             self._program = self._upload_program()
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def __enter__(self) -> Self:
         return self

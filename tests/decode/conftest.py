@@ -5,20 +5,33 @@ from dataclasses import replace
 
 import pytest
 
+from flywheel.decode.cuda import prepare_torch
 from flywheel.decode.session import ReferenceSession
 from flywheel.decode.verify import make_oracle
+from flywheel.errors import NoGpuError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.models.weights import TORCH_DTYPES, random_weights
+from flywheel.vm.driver import Gpu, open_gpu
 
 CONTEXT = 64
 SPEC = DecoderSpec(
     "small", "qwen3", 64, 96, 2, 4, 2, 16, 80, 1e4, 1e-6, 128,
     qkv_bias=True, qk_norm=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32),
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Gpu:
+    """The GPU here."""
+    try:
+        prepare_torch()
+        return open_gpu()
+    except NoGpuError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,8 @@ import pytest
 
 from flywheel.decode import contestants
 from flywheel.decode.contestants import Contests, Plan, Record, Runner, time_round
-from flywheel.decode.cuda import prepare_torch
 from flywheel.decode.lineup import RIVALS
 from flywheel.decode.source import Source
-from flywheel.errors import NoGpuError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.measure.comparison import standing
@@ -20,7 +18,7 @@ from flywheel.measure.outcome import Implausible, Incorrect, Measured
 from flywheel.measure.verdict import Verdict, judge
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
-from flywheel.vm.driver import Gpu, open_gpu
+from flywheel.vm.driver import Gpu
 
 Launch = Callable[[], None]
 
@@ -105,15 +103,6 @@ def test_what_is_faster_than_its_weights_is_implausible(timed: list[int]) -> Non
     fast = runner("fast", [GOOD, GOOD], [])
     time_round(None, [fast], lambda: None, 4)  # type: ignore[arg-type]
     assert isinstance(fast.record.entry(program).outcome, Implausible)
-
-
-@pytest.fixture(scope="module")
-def gpu() -> Gpu:
-    try:
-        prepare_torch()
-        return open_gpu()
-    except NoGpuError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.gpu

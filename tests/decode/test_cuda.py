@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from flywheel.decode.cuda import CudaModel, prepare_torch
+from flywheel.decode.cuda import CudaModel
 from flywheel.decode.generate import generate
 from flywheel.decode.request import make_request
 from flywheel.decode.session import ReferenceSession
 from flywheel.decode.verify import expect, verify
-from flywheel.errors import NoGpuError, TensorError, UsageError
+from flywheel.errors import TensorError, UsageError
 from flywheel.ir import TARGETS, DType, GpuTarget, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.models.weights import TORCH_DTYPES, random_weights
-from flywheel.vm.driver import Gpu, open_gpu
+from flywheel.vm.driver import Gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -44,15 +44,6 @@ CONFIGS = {
     "fine": ScheduleConfig(tiling={"gemv": {"N_tile": 16}, "attention": {"kv_block": 16}}, sm_assignment="round_robin"),
     "coarse": ScheduleConfig(tiling={"gemv": {"N_tile": 64}, "attention": {"kv_block": 64}}, pipelining_depth=4),
 }
-
-
-@pytest.fixture(scope="module")
-def gpu() -> Gpu:
-    try:
-        prepare_torch()
-        return open_gpu()
-    except NoGpuError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

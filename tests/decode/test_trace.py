@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from flywheel.decode.cuda import CudaModel, prepare_torch
+from flywheel.decode.cuda import CudaModel
 from flywheel.decode.source import Source
 from flywheel.decode.trace import TracedStep, trace_step
-from flywheel.errors import ConfigError, MismatchError, NoGpuError
+from flywheel.errors import ConfigError, MismatchError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import TORCH_DTYPES, random_weights
 from flywheel.report.traced import hand_off_times, idle_us, operation_times
-from flywheel.vm.driver import Gpu, open_gpu
+from flywheel.vm.driver import Gpu
 from flywheel.vm.trace import hand_offs
 
 pytestmark = pytest.mark.gpu
@@ -26,15 +26,6 @@ pytestmark = pytest.mark.gpu
 CONTEXT = 96
 SPEC = DecoderSpec("tiny", "llama", 512, 1024, 2, 8, 2, 64, 2000, 5e5, 1e-5, 128)
 SOURCE = Source("tiny", SPEC, None, None)
-
-
-@pytest.fixture(scope="module")
-def gpu() -> Gpu:
-    try:
-        prepare_torch()
-        return open_gpu()
-    except NoGpuError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,7 @@ numbers = st.floats(-1e6, 1e6)
 @given(st.text())
 def test_any_text_is_well_formed_xml(text: str) -> None:
     drawing = standalone(picture(10, 10, text, [label(0, 0, text), element("g", tip(text), id=text)]))
-    if "\0" not in text and not any(0xD800 <= ord(char) <= 0xDFFF or char in "￾￿" for char in text):
-        printable = "".join(char for char in text if char.isprintable() or char in "\t\n")
-        if printable == text:
-            ElementTree.fromstring(drawing)
+    assert ElementTree.fromstring(drawing).tag.endswith("svg")
 
 
 def test_strangers_text_is_escaped() -> None:
