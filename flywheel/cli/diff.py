@@ -12,10 +12,11 @@ import click
 
 from flywheel.cli.exits import DIFFERENT
 from flywheel.cli.files import load_program
-from flywheel.cli.inspect import describe, operation
+from flywheel.cli.inspect import describe
 from flywheel.cli.options import command, json_option
 from flywheel.cli.text import cell, show, show_json, table
 from flywheel.ir import MegakernelProgram
+from flywheel.report.layer import operation
 
 TOTALS: Final = (
     "program_id", "tasks", "buffers", "counters", "waits", "task_bytes", "weight_bytes", "scratch_bytes", "depth",

@@ -14,6 +14,7 @@ from flywheel.cost_model import Machine, Prediction, predict
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import KernelVariant, MegakernelProgram, program_id, validate, variant_of
 from flywheel.measure.floor import floor_fraction
+from flywheel.report.layer import operation
 
 
 @command
@@ -150,12 +151,6 @@ def _show(file: str, facts: dict[str, Any]) -> None:
     show("\n" + table(("<buffers", "count", "bytes"), rows, indent="  "))
     operations = [(row["operation"], row["op"], f"{row['tasks']:,}", size(row["bytes"])) for row in facts["operations"]]
     show("\n" + table(("<operations", "<opcode", "tasks", "bytes"), operations, indent="  "))
-
-
-def operation(label: str) -> str:
-    """A task's label without its layer: `L3.q_proj` is `q_proj`."""
-    layer, dot, name = label.partition(".")
-    return name if dot and layer[:1] == "L" and layer[1:].isdigit() else label
 
 
 def _operations(program: MegakernelProgram) -> list[dict[str, Any]]:

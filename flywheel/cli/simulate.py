@@ -10,13 +10,14 @@ import click
 
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_program
-from flywheel.cli.inspect import operation, predict_latency
+from flywheel.cli.inspect import predict_latency
 from flywheel.cli.options import check_writable, command, json_option, write_file
 from flywheel.cli.text import escaped, note, pairs, percent, show, show_json, size, table, us
 from flywheel.cost_model import STOCK, Predictor, open_predictor, timeline
 from flywheel.errors import ConfigError, UsageError
 from flywheel.ir import MegakernelProgram, validate
 from flywheel.measure.floor import floor_fraction
+from flywheel.report.layer import operation
 
 SHOWN = 5
 """Stuck tasks and violations that the text shows; JSON has all."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from click.testing import Result
 
-from flywheel.cli.inspect import operation
 from flywheel.ir import MegakernelProgram, program_id
+from flywheel.report.layer import operation
 
 Run = Callable[..., Result]
 
