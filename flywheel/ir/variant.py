@@ -71,6 +71,8 @@ class KernelVariant:
     inflight_chunks: int
     """Copies on their way at once; the others of a full ring have landed."""
     prefetch_depth: int
+    data_hand_offs: bool
+    """Readers wait for activations themselves where they can, not for counters."""
 
     @property
     def ring_bytes(self) -> int:
@@ -187,9 +189,12 @@ def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> Ke
     if inflight <= 0:
         raise ConfigError(f"tiling.stream.inflight_bytes={inflight} is not positive")
     inflight_chunks = min(-(-inflight // chunk), slots)
+    by_data = config.tiling.get("hand_off", {}).get("data", 0)
+    if by_data not in (0, 1):
+        raise ConfigError(f"tiling.hand_off.data={by_data} is not 0 or 1")
     return KernelVariant(
         target.sm_arch, threads, matrix_warps, chunk_warps, smem, staged, chunk, slots, inflight_chunks,
-        config.pipelining_depth,
+        config.pipelining_depth, bool(by_data),
     )  # fmt: skip
 
 

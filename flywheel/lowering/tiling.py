@@ -20,6 +20,7 @@ _SIZES: Final = {
     "attention": ("kv_block",),
     "stream": ("chunk_bytes", "inflight_bytes"),
     "warps": ("matrix", "chunk"),
+    "hand_off": ("data",),
 }
 
 _TILES: Final = ("gemv", "attention")

@@ -126,6 +126,7 @@ KNOBS: Final = (
     Knob("fuse.head", _just(0, 1), True, "1: the final norm in each head tile"),
     Knob("placement", _just("load_balance", "round_robin"), False, "sm_assignment"),
     Knob("depth", _just(0, 1, 2, 3, 4, 6, 8), True, "pipelining_depth"),
+    Knob("hand_off", _just("counter", "data"), False, "how tasks learn that what they read is there"),
     Knob("pages", _just("graph_color", "linear", "none"), False, "page_allocation"),
     Knob("threads", _just(*(WARP * warps for warps in (6, 10, 14, 16))), True, "threads_per_block"),
     Knob("matrix", _just(2, 4, 8), True, "warps that multiply, as far as they leave one for the rest"),
@@ -136,7 +137,8 @@ KNOBS: Final = (
 )
 """Every searched knob. Each value of each changes the program or the kernel variant."""
 
-_GOOD_ON_H200: Final = MappingProxyType({"threads": 448, "matrix": 4, "share": 1, "chunk": 16384, "inflight": 98304})
+_GOOD_ON_H200: Final = MappingProxyType({"threads": 448, "matrix": 4, "share": 1, "chunk": 16384, "inflight": 98304,
+                                    "hand_off": "data", "pages": "none"})
 """Block and ring that were the fastest of a few with llama3.2-1b and llama3-8b on an H200."""
 
 _ROWS: Final = MappingProxyType(
@@ -183,6 +185,8 @@ class Space:
         tiling["attention"] = {"kv_block": int(choice["kv_block"])}
         tiling["stream"] = {"chunk_bytes": int(choice["chunk"]), "inflight_bytes": int(choice["inflight"])}
         tiling["warps"] = {"matrix": int(choice["matrix"]), "chunk": int(choice["share"])}
+        if choice["hand_off"] == "data":
+            tiling["hand_off"] = {"data": 1}
         return ScheduleConfig(
             tiling=tiling,
             fusion_grouping=self._grouping(choice),
@@ -228,6 +232,7 @@ class Space:
             "placement": config.sm_assignment if isinstance(config.sm_assignment, str) else "",
             "depth": config.pipelining_depth,
             "pages": config.page_allocation,
+            "hand_off": "data" if tiling.get("hand_off", {}).get("data", 0) else "counter",
             "threads": config.threads_per_block,
             "smem": config.smem_bytes_per_block,
             "chunk": tiling.get("stream", {}).get("chunk_bytes", 0),
@@ -251,16 +256,18 @@ class Space:
         last |= {name: self._nearest_value(name, value) for name, value in _GOOD_ON_H200.items()}
         one_tile = {name: self._nearest(name, projections) for name, projections in _ROWS.items()}
         blocks = self._dimension("kv_block").values
-        base = {**last, **one_tile, "placement": self._dimension("placement").values[0],
-                "pages": self._dimension("pages").values[0]}  # fmt: skip
+        base = {**last, **one_tile, "placement": self._dimension("placement").values[0]}
         return [{**base, "kv_block": blocks[max(0, len(blocks) - back)]} for back in (1, 3)]
 
     def _nearest(self, name: str, projections: Sequence[str]) -> Value:
         wanted = int(_rows(projections[:1] if name == "rows.gate_up" else projections, 1)(self.workload)[0])
         return self._nearest_value(name, wanted)
 
-    def _nearest_value(self, name: str, wanted: int) -> Value:
-        return min(self._dimension(name).values, key=partial(_distance, wanted))
+    def _nearest_value(self, name: str, wanted: Value) -> Value:
+        values = self._dimension(name).values
+        if wanted in values or not isinstance(wanted, int):
+            return wanted if wanted in values else values[0]
+        return min(values, key=partial(_distance, wanted))
 
     def _dimension(self, name: str) -> Dimension:
         return next(dimension for dimension in self.dimensions if dimension.name == name)

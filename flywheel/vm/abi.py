@@ -114,6 +114,9 @@ class Layout(IntEnum):
     """[ceil(rows / 16)][ceil(width / 16)][32 lanes][8]: lane 4g + t of a block holds, of its 16 x 16 elements, rows g
     and g + 8 at columns 4t..4t+3, in the order (g; 4t, 4t+1), (g+8; 4t, 4t+1), (g; 4t+2, 4t+3), (g+8; 4t+2, 4t+3).
     Elements beyond the matrix are zero."""
+    AWAITED = 2
+    """Row-major, in two sets that launches take in turn. An element is all ones until it is written, and those who read
+    it wait for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,7 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "outputs", ABI_MAX_OUTPUTS),
             Field("int32_t", "wait_counter", ABI_MAX_WAITS, note="rows of the counter table"),
             Field("uint32_t", "wait_threshold", ABI_MAX_WAITS),
-            Field("int32_t", "out_counter"),
+            Field("int32_t", "out_counter", note="or -1: nobody waits for it"),
             Field("int32_t", "sm"),
             Field("amk_params_t", "params"),
             Field("int32_t", "task", note="place in program.tasks, for reports"),
@@ -234,6 +237,9 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "pass_blocks", note="row blocks of one pass at most"),
             Field("int32_t", "inflight_chunks", note="bulk copies on their way at once"),
             Field("int32_t", "chunk_warps", note="matrix warps that share a chunk"),
+            Field("int32_t", "awaited_bytes", note="of one set of awaited buffers"),
+            Field("uint64_t", "awaited", note="the first set"),
+            Field("uint32_t", "set_stride", note="bytes from it to the second"),
             Field("int32_t", "reserved"),
         ),
     }

@@ -92,7 +92,7 @@ class LoadedProgram:
         self._owned: list[Memory] = []
         with ExitStack() as undo:
             undo.callback(self.close)
-            self._arena = self._take(packed.arena_bytes)
+            self._arena = self._take(packed.arena.nbytes + packed.arena.awaited_bytes)
             self._addresses = self._find_buffers(weights, caches)
             self._counters = self._take(2 * packed.n_counters * COUNTER_STRIDE)
             self._state = self._take(_STATE_BYTES)
@@ -121,6 +121,12 @@ class LoadedProgram:
     def poison(self) -> None:
         """Fill what launches write with bytes that are NaN, so that nothing of an earlier launch is read."""
         self.gpu.fill(Memory(self._arena.address, self._written_bytes), _POISON)
+        self._forget(1)
+
+    def _forget(self, number: int) -> None:
+        """Nothing of a set of awaited buffers is written yet."""
+        start = self._arena.address + number * self.packed.arena.nbytes
+        self.gpu.fill(Memory(start, self.packed.arena.awaited_bytes), _POISON)
 
     def write_input(self, name: str, array: npt.NDArray[Any]) -> None:
         """Set an input, or an activation, with elements as `elements.stored` takes them. Raises TensorError."""
@@ -130,7 +136,11 @@ class LoadedProgram:
     def read_output(self, name: str) -> npt.NDArray[Any]:
         """An output, or any activation that nothing has overwritten; BF16 as float32. Raises TensorError."""
         row, buffer = self._own(name)
-        array = self.gpu.download(self._arena, stored_type(buffer.dtype), tuple(buffer.shape), self._offset(row))
+        offset = self._offset(row)
+        if self.packed.buffers["layout"][row] == Layout.AWAITED:
+            launches = int(self.gpu.download(self._state, np.uint32, (1,))[0])
+            offset += (launches + 1) % 2 * self.packed.arena.nbytes
+        array = self.gpu.download(self._arena, stored_type(buffer.dtype), tuple(buffer.shape), offset)
         return values(array, buffer.dtype)
 
     def launch(self, pos: int | None = None) -> None:
@@ -206,6 +216,8 @@ class LoadedProgram:
     def _culprit(self, report: npt.NDArray[np.void]) -> str:
         if report["fault"] != Fault.ABORTED:
             return "no task waits for a counter"
+        if report["counter"] == ABSENT:
+            return f"{self._label(report)} on SM {report['sm']} is not over"
         return (
             f"{self._label(report)} on SM {report['sm']} waits for counter {report['counter']} >= "
             f"{report['threshold']}, at {report['value']}"
@@ -219,10 +231,13 @@ class LoadedProgram:
         return self.gpu.download(self._report, _REPORT, (1,))[0]  # type: ignore[no-any-return]
 
     def _reset(self) -> None:
-        """Before the first launch and after one that went wrong: no launch, fault or stamp, all counters at 0."""
+        """Before the first launch and after one that went wrong: no launch, fault or stamp, all counters at 0, nothing
+        written."""
         for memory in (self._counters, self._state, self._report, self._trace):
             if memory is not None:
                 self.gpu.fill(memory, 0)
+        for number in range(2):
+            self._forget(number)
 
     def _upload_program(self) -> Memory:
         packed, variant = self.packed, self.packed.variant
@@ -237,6 +252,8 @@ class LoadedProgram:
         for name, table in tables.items():
             program[name] = self._put(table).address
         program["counters"], program["state"] = self._counters.address, self._state.address
+        program["awaited"], program["set_stride"] = self._arena.address, packed.arena.nbytes
+        program["awaited_bytes"] = packed.arena.awaited_bytes
         program["report"], program["abort_flag"] = self._report.address, self.gpu.abort_flag.address
         program["trace"] = 0 if self._trace is None else self._trace.address
         program["workspace"] = self._take(self._grid * packed.workspace_stride).address
@@ -261,12 +278,12 @@ class LoadedProgram:
         return addresses
 
     def _offset(self, row: int) -> int:
-        return self.packed.arena_offsets[row]
+        return self.packed.arena.offsets[row]
 
     def _own(self, name: str) -> tuple[int, Buffer]:
         """(row, buffer) of one in the arena."""
         row = self._row(name)
-        if row not in self.packed.arena_offsets:
+        if row not in self.packed.arena.offsets:
             raise TensorError(f"{name}: is no input, activation or output")
         return row, self.packed.program.buffers[row]
 

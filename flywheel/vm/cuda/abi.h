@@ -108,6 +108,7 @@ typedef uint32_t amk_counter_t;
 #define FW_SEGMENT_FRESH_X 1
 #define FW_LAYOUT_ROWS 0
 #define FW_LAYOUT_FRAGMENTS 1
+#define FW_LAYOUT_AWAITED 2
 #define FW_STAMP_CURRENT 0
 #define FW_STAMP_READY 1
 #define FW_STAMP_STAGED 2
@@ -191,7 +192,7 @@ struct amk_instruction_t {
   int32_t outputs[4];
   int32_t wait_counter[8];  // rows of the counter table
   uint32_t wait_threshold[8];
-  int32_t out_counter;
+  int32_t out_counter;  // or -1: nobody waits for it
   int32_t sm;
   amk_params_t params;
   int32_t task;  // place in program.tasks, for reports
@@ -321,9 +322,12 @@ struct amk_program_t {
   int32_t pass_blocks;  // row blocks of one pass at most
   int32_t inflight_chunks;  // bulk copies on their way at once
   int32_t chunk_warps;  // matrix warps that share a chunk
+  int32_t awaited_bytes;  // of one set of awaited buffers
+  uint64_t awaited;  // the first set
+  uint32_t set_stride;  // bytes from it to the second
   int32_t reserved;
 };
-static_assert(sizeof(amk_program_t) == 144, "amk_program_t");
+static_assert(sizeof(amk_program_t) == 160, "amk_program_t");
 FW_ASSERT_OFFSET(amk_program_t, buffers, 0);
 FW_ASSERT_OFFSET(amk_program_t, counters, 8);
 FW_ASSERT_OFFSET(amk_program_t, instructions, 16);
@@ -346,4 +350,7 @@ FW_ASSERT_OFFSET(amk_program_t, prefetch_depth, 124);
 FW_ASSERT_OFFSET(amk_program_t, pass_blocks, 128);
 FW_ASSERT_OFFSET(amk_program_t, inflight_chunks, 132);
 FW_ASSERT_OFFSET(amk_program_t, chunk_warps, 136);
-FW_ASSERT_OFFSET(amk_program_t, reserved, 140);
+FW_ASSERT_OFFSET(amk_program_t, awaited_bytes, 140);
+FW_ASSERT_OFFSET(amk_program_t, awaited, 144);
+FW_ASSERT_OFFSET(amk_program_t, set_stride, 152);
+FW_ASSERT_OFFSET(amk_program_t, reserved, 156);

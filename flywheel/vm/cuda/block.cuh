@@ -42,6 +42,7 @@ struct TaskSlot {
     Operand inputs[AMK_MAX_INPUTS];
     Operand results[FW_MAX_STEPS];  // what each step writes: scratch, or an output
     amk_step_t steps[FW_MAX_STEPS];
+    uint32_t awaited;  // operands that the vector warps wait for before the first step: a bit a ref
 };
 
 // The reserved bytes at the start of shared memory. Behind them lie the pass buffers, the staging area and the ring.
@@ -52,6 +53,7 @@ struct Block {
     int stream_first, stream_end;  // segments
     uint32_t* counters;            // this launch's set
     int position;                  // of the launch, or -1
+    uint32_t set;                  // of this launch, of awaited buffers: bytes from the first one
     uint32_t aborted;
     int32_t progress;  // place in the queue of the task that the vector warps are at
     int32_t passes;    // passes of matrix steps that they have taken over

@@ -38,6 +38,7 @@ __device__ __forceinline__ void enter(Block& block, uint32_t launch, int positio
     block.stream_end = streams[blockIdx.x + 1];
     block.counters = counter_set(program, launch);
     block.position = position;
+    block.set = launch & 1 ? program.set_stride : 0;
     block.aborted = 0;
     block.progress = 0;
     block.passes = 0;

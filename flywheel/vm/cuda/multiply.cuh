@@ -159,6 +159,16 @@ __device__ __forceinline__ int chunk_groups(const Block& block) {
 // Elements from one staged activation row to the next; one fragment more than K where there are several, for the banks.
 __device__ __forceinline__ int x_stride(int kblocks, int rows) { return 16 * (kblocks + (rows > 1)); }
 
+// Awaited buffers of the launch before this one, for the one behind it: not written yet. Every matrix thread takes a share.
+__device__ __forceinline__ void forget_other_set(const Block& block, int thread) {
+    const amk_program_t& program = block.program;
+    uint4* words = reinterpret_cast<uint4*>(program.awaited + (block.set ? 0 : program.set_stride));
+    const int all = gridDim.x * MATRIX_WARPS * WARP;
+    for (int i = blockIdx.x * MATRIX_WARPS * WARP + thread; i < program.awaited_bytes / 16; i += all) {
+        words[i] = {~0u, ~0u, ~0u, ~0u};
+    }
+}
+
 __device__ __noinline__ void run_matrix_warp(int warp) {
     Block& block = kept_block();
     const int lane = lane_id();
@@ -221,4 +231,5 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         if (lane < WARP_ARRIVALS) barrier_arrive(&block.partial_full[buffer]);
     }
     if (warp == 0) waited.tell(block, FW_ANCHOR_STARVED);
+    forget_other_set(block, warp * WARP + lane);
 }

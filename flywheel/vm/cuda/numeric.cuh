@@ -60,16 +60,69 @@ struct Operand {
     int layout;
 };
 
+// Elements of operands are read and written past L1, each of them at once: other SMs may be about to write or to read them.
+__device__ __forceinline__ uint32_t load32(const void* from) {
+    uint32_t bits;
+    asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(bits) : "l"(from));
+    return bits;
+}
+
+__device__ __forceinline__ unsigned short load_half(const void* from) {
+    unsigned short bits;
+    asm volatile("ld.relaxed.gpu.u16 %0, [%1];" : "=h"(bits) : "l"(from));
+    return bits;
+}
+
+__device__ __forceinline__ uint4 load128(const void* from) {
+    uint4 bits;
+    asm volatile("ld.relaxed.gpu.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w) : "l"(from));
+    return bits;
+}
+
+__device__ __forceinline__ float load_element(const float* from) { return __uint_as_float(load32(from)); }
+__device__ __forceinline__ unsigned short load_element(const unsigned short* from) { return load_half(from); }
+
+__device__ __forceinline__ void store32(void* to, uint32_t bits) {
+    asm volatile("st.relaxed.gpu.u32 [%0], %1;" ::"l"(to), "r"(bits));
+}
+
+__device__ __forceinline__ void store_half(void* to, unsigned short bits) {
+    asm volatile("st.relaxed.gpu.u16 [%0], %1;" ::"l"(to), "h"(bits));
+}
+
+__device__ __forceinline__ void store128(void* to, const uint4& bits) {
+    asm volatile("st.relaxed.gpu.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w));
+}
+
+// Bits of an element that is not written yet. Arithmetic makes no such NaN, and `store` none of another's.
+constexpr uint32_t ABSENT32 = 0xffffffff;
+constexpr unsigned short ABSENT16 = 0xffff;
+
+// Whether a half of ~bits is zero.
+__device__ __forceinline__ bool has_absent_half(uint32_t bits) { return ((~bits - 0x00010001) & bits & 0x80008000) != 0; }
+
+// Whether each of the elements of 16 bytes is written.
+__device__ __forceinline__ bool all_present(int dtype, const uint4& v) {
+    if (dtype == AMK_DTYPE_F32) return v.x != ABSENT32 && v.y != ABSENT32 && v.z != ABSENT32 && v.w != ABSENT32;
+    return !(has_absent_half(v.x) || has_absent_half(v.y) || has_absent_half(v.z) || has_absent_half(v.w));
+}
+
+__device__ __forceinline__ bool present(int dtype, const char* ptr, int i) {
+    return dtype == AMK_DTYPE_F32 ? load32(ptr + i * 4ll) != ABSENT32 : load_half(ptr + i * 2ll) != ABSENT16;
+}
+
 __device__ __forceinline__ float load(const Operand& x, int i) {
-    return x.dtype == AMK_DTYPE_F32 ? reinterpret_cast<const float*>(x.ptr)[i]
-                                    : half_to_float(reinterpret_cast<const unsigned short*>(x.ptr)[i]);
+    return x.dtype == AMK_DTYPE_F32 ? __uint_as_float(load32(reinterpret_cast<const float*>(x.ptr) + i))
+                                    : half_to_float(load_half(reinterpret_cast<const unsigned short*>(x.ptr) + i));
 }
 
 __device__ __forceinline__ void store(const Operand& x, int i, float value) {
     if (x.dtype == AMK_DTYPE_F32) {
-        reinterpret_cast<float*>(x.ptr)[i] = value;
+        const uint32_t bits = __float_as_uint(value);
+        store32(reinterpret_cast<float*>(x.ptr) + i, bits == ABSENT32 ? 0x7fffffff : bits);
     } else {
-        reinterpret_cast<unsigned short*>(x.ptr)[i] = float_to_half(value);
+        store_half(reinterpret_cast<unsigned short*>(x.ptr) + i, float_to_half(value));
     }
 }
 
@@ -98,6 +151,9 @@ template <typename T> struct Vec16 {
         if (sizeof(T) == 4) return __uint_as_float(word[i]);
         return half_to_float(static_cast<unsigned short>(i % 2 ? word[i / 2] >> 16 : word[i / 2] & 0xffff));
     }
+    __device__ __forceinline__ bool present() const {
+        return all_present(sizeof(T) == 4 ? AMK_DTYPE_F32 : FW_DTYPE, {word[0], word[1], word[2], word[3]});
+    }
     __device__ __forceinline__ void set(int i, float value) {
         if (sizeof(T) == 4) {
             word[i] = __float_as_uint(value);
@@ -109,12 +165,12 @@ template <typename T> struct Vec16 {
 };
 
 template <typename T> __device__ __forceinline__ Vec16<T> load16(const void* from) {
-    const uint4 bits = *reinterpret_cast<const uint4*>(from);
+    const uint4 bits = load128(from);
     return {{bits.x, bits.y, bits.z, bits.w}};
 }
 
 template <typename T> __device__ __forceinline__ void store16(void* to, const Vec16<T>& v) {
-    *reinterpret_cast<uint4*>(to) = {v.word[0], v.word[1], v.word[2], v.word[3]};
+    store128(to, {v.word[0], v.word[1], v.word[2], v.word[3]});
 }
 
 __device__ __forceinline__ bool aligned16(const void* address) {

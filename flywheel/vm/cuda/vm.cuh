@@ -3,6 +3,10 @@
 
 #include "multiply.cuh"
 
+#ifndef FW_POLL_NS
+#define FW_POLL_NS 0
+#endif
+
 // The task's first matrix step, where the task before it left its operand staged; else null.
 __device__ __forceinline__ const amk_step_t* x_staged_step(const TaskSlot& task) {
     if (!(task.instruction.flags & FW_INSTRUCTION_X_STAGED)) return nullptr;
@@ -44,6 +48,62 @@ struct Vm {
     __device__ __forceinline__ bool wait(uint64_t* barrier, uint32_t parity) const {
         const bool passed = (warp() > 0 && !EVERY_THREAD) || barrier_wait(barrier, parity, &block().aborted);
         return named_barrier_all(VECTOR_BARRIER, VECTOR_THREADS, passed);
+    }
+
+    // Whether to ask again for what is not written yet: not while the launch is being aborted.
+    __device__ __forceinline__ bool again() const {
+#if FW_POLL_NS > 0
+        __nanosleep(FW_POLL_NS);
+#endif
+        return !block().is_aborted();
+    }
+    // Elements loaded `from` there, loaded anew until all of them are written.
+    template <typename T, int N> __device__ __forceinline__ void settle(Vec16<T> (&v)[N], const char* const (&from)[N]) const {
+        bool all;
+        do {
+            all = true;
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                if (!v[i].present()) {
+                    v[i] = load16<T>(from[i]);
+                    all = false;
+                }
+            }
+        } while (!all && again());
+    }
+    __device__ __forceinline__ float load_written(const Operand& x, int i) const {
+        if (x.layout == FW_LAYOUT_AWAITED) {
+            while (!present(x.dtype, x.ptr, i) && again()) {}
+        }
+        return load(x, i);
+    }
+    // Wait until all of an operand is written, from unit `first` on for this thread; the first unit behind it.
+    __device__ __forceinline__ int await_units(const Operand& x, int unit) const {
+        const int width = element_bytes(x.dtype), bytes = x.numel * width;
+        if (aligned16(x.ptr) && bytes % 16 == 0) {
+            for (; unit < bytes / 16; unit += VECTOR_THREADS) {
+                while (!all_present(x.dtype, load128(x.ptr + unit * 16)) && again()) {}
+            }
+            return unit - bytes / 16;
+        }
+        for (; unit < x.numel; unit += VECTOR_THREADS) {
+            while (!present(x.dtype, x.ptr, unit) && again()) {}
+        }
+        return unit - x.numel;
+    }
+    // The same of an operand alone, for all vector threads.
+    __device__ __forceinline__ void await(const Operand& x) const {
+        if (x.layout != FW_LAYOUT_AWAITED) return;
+        await_units(x, thread());
+        sync();
+    }
+    // What the task reads, but for what its operations wait for themselves.
+    __device__ __forceinline__ void await_operands() const {
+        uint32_t left = task()->awaited;
+        if (left == 0) return;
+        for (int unit = thread(); left != 0; left &= left - 1) unit = await_units(operand(__ffs(left) - 1), unit);
+        sync();
+        stamp(FW_STAMP_READY);
     }
 
     // Over all vector threads, the result in each. Both calls of a pair may follow each other without a barrier between.

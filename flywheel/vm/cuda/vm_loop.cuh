@@ -65,13 +65,17 @@ __device__ __noinline__ void run_loader() {
 
 // ---- control ----
 
-// Waits as barrier_wait does, and asks the host's watchdog meanwhile.
+// Waits as barrier_wait does for the end of a task, and asks the host's watchdog meanwhile.
 __device__ __forceinline__ bool wait_watched(Block& block, uint64_t* barrier, uint32_t parity) {
     Backoff backoff;
     while (!barrier_test(barrier, parity)) {
         if (block.is_aborted()) return false;
         backoff.pause();
         if (backoff.ask_host() && read_host_word(reinterpret_cast<const uint32_t*>(block.program.abort_flag))) {
+            if (block.program.awaited_bytes > 0) {  // the vector warps may be what waits
+                const int task = block.tasks[block.poll_progress() % TASK_SLOTS].instruction.task;
+                report(block.program, FW_FAULT_ABORTED, task, -1, 0, 0);
+            }
             block.abort();
             return false;
         }
@@ -106,7 +110,8 @@ template <typename T> __device__ __forceinline__ void copy_words(T* to, const T*
 __device__ __forceinline__ Operand resolve(Block& block, int index) {
     const amk_buffer_t& buffer = reinterpret_cast<const amk_buffer_t*>(block.program.buffers)[index];
     const int numel = static_cast<int>(buffer.numel), width = buffer.shape[buffer.rank - 1];
-    return {reinterpret_cast<char*>(buffer.ptr), numel, buffer.dtype, width, numel / width, buffer.layout};
+    const uint32_t set = buffer.layout == FW_LAYOUT_AWAITED ? block.set : 0;
+    return {reinterpret_cast<char*>(buffer.ptr) + set, numel, buffer.dtype, width, numel / width, buffer.layout};
 }
 
 __device__ __forceinline__ Operand scratch(Block& block, const amk_step_t& step) {
@@ -160,6 +165,22 @@ __device__ __forceinline__ void inherit(amk_step_t& step, const amk_params_t& ta
     if (!(step.flags & FW_STEP_OWN_KV_LEN)) step.params.kv_len = task.kv_len;
 }
 
+// Of what a step reads, inputs and views of them that other tasks write meanwhile: a bit a ref. Operations that wait for
+// their operands themselves have none.
+__device__ __forceinline__ uint32_t awaited_refs(const TaskSlot& task, const amk_step_t& step) {
+    const bool itself = step.op == AMK_OP_RMSNORM || step.op == AMK_OP_GEMV_TILE || step.op == AMK_OP_GEMM_TILE ||
+                        step.op == AMK_OP_ATTENTION_COMBINE;
+    if (itself || step.flags & FW_STEP_VIEW) return 0;
+    uint32_t refs = 0;
+    for (int i = 0; i < step.n_args; i++) {
+        const int ref = step.args[i];
+        const bool input = ref < FW_RESULT_REF, view = !input && task.steps[ref - FW_RESULT_REF].flags & FW_STEP_VIEW;
+        const Operand& operand = input ? task.inputs[ref] : task.results[ref - FW_RESULT_REF];
+        if ((input || view) && operand.layout == FW_LAYOUT_AWAITED) refs |= 1u << ref;
+    }
+    return refs;
+}
+
 __device__ __forceinline__ void fetch(Block& block, TaskSlot& task, int index) {
     const int lane = lane_id();
     copy_words(&task.instruction, reinterpret_cast<const amk_instruction_t*>(block.program.instructions) + index, 1, lane);
@@ -175,7 +196,11 @@ __device__ __forceinline__ void fetch(Block& block, TaskSlot& task, int index) {
         task.results[lane] = result(block, instruction, task.steps[lane]);
     }
     __syncwarp();
+    const uint32_t awaited = __reduce_or_sync(~0u, lane < instruction.n_steps ? awaited_refs(task, task.steps[lane]) : 0u);
+    if (lane == 0) task.awaited = awaited;
 }
+
+
 
 // Some bytes on their way to L2: no more than leave the stream of weights its share of the memory. All lanes.
 __device__ __forceinline__ void prefetch_bytes(const char* from, long long bytes) {
@@ -238,6 +263,7 @@ __device__ __noinline__ void run_vector_warps() {
         vm.stamp(FW_STAMP_CURRENT);
         if (!vm.wait(&block.task_ready[slot], (index / TASK_SLOTS) & 1)) return;
         vm.stamp(FW_STAMP_READY);
+        vm.await_operands();
         const amk_step_t* staged = x_staged_step(*vm.task());
         const amk_step_t* end = vm.task()->steps + vm.task()->instruction.n_steps;
         for (const amk_step_t* step = staged ? staged : vm.task()->steps; step < end; step++) {
@@ -247,7 +273,7 @@ __device__ __noinline__ void run_vector_warps() {
         }
         vm.stamp(FW_STAMP_STORED);
         if (vm.thread() == 0) {
-            signal(block.counter(vm.task()->instruction.out_counter));
+            if (vm.task()->instruction.out_counter >= 0) signal(block.counter(vm.task()->instruction.out_counter));
             vm.stamp(FW_STAMP_DONE);
         }
         if (vm.thread() < VECTOR_ARRIVALS) barrier_arrive(&block.task_free[slot]);

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -17,7 +18,9 @@ ALIGNMENT: Final = 256
 _WRITTEN: Final = (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
 
 
-def buffer_table(buffers: Sequence[Buffer], fragments: Mapping[int, object]) -> npt.NDArray[np.void]:
+def buffer_table(
+    buffers: Sequence[Buffer], fragments: Mapping[int, object], awaited: Collection[int]
+) -> npt.NDArray[np.void]:
     """One row a buffer, in order, without addresses; those whose row is in `fragments` hold weight fragments."""
     table = np.zeros(len(buffers), numpy_struct("amk_buffer_t"))
     for name in ("numel", "dtype", "space"):
@@ -27,6 +30,7 @@ def buffer_table(buffers: Sequence[Buffer], fragments: Mapping[int, object]) -> 
     table["shape"] = [(*buffer.shape, *[0] * (width - len(buffer.shape))) for buffer in buffers]
     table["stride"] = [(*buffer.contiguous_strides(), *[0] * (width - len(buffer.shape))) for buffer in buffers]
     table["layout"][list(fragments)] = Layout.FRAGMENTS
+    table["layout"][list(awaited)] = Layout.AWAITED
     return table
 
 
@@ -38,19 +42,29 @@ def check_buffers(buffers: Sequence[Buffer]) -> None:
             raise InvalidProgramError(f"{name}: I4 rows of an odd length, {buffer.shape[-1]}")
 
 
-def place_buffers(program: MegakernelProgram) -> tuple[dict[int, int], int]:
-    """(byte offset of each activation, output and input by row, bytes of all of them).
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """Byte offset of each activation, output and input by row, and bytes of all of them.
 
-    Buffers of one page share its bytes. What a launch writes comes first, then what it is given.
+    The awaited ones come first and take `awaited_bytes`; behind everything follows their second set.
     """
+
+    offsets: Mapping[int, int]
+    nbytes: int
+    awaited_bytes: int
+
+
+def place_buffers(program: MegakernelProgram, awaited: Collection[int]) -> Arena:
+    """The arena of a program. Buffers of one page share its bytes. What a launch writes comes before what it is given."""
     homes = program.pages.buffer_to_page if program.pages is not None else {}
     sizes = {page.id: page.nbytes for page in program.pages.pages} if program.pages is not None else {}
     pages: dict[int, int] = {}
     offsets: dict[int, int] = {}
     end = 0
-    for kinds in (_WRITTEN, (BufferKind.IO_INPUT,)):
+    awaited_bytes = 0
+    for kinds, is_awaited in ((_WRITTEN, True), (_WRITTEN, False), ((BufferKind.IO_INPUT,), False)):
         for row, buffer in enumerate(program.buffers):
-            if buffer.kind not in kinds:
+            if buffer.kind not in kinds or (row in awaited) is not is_awaited:
                 continue
             page = homes.get(buffer.id)
             if page in pages:
@@ -61,4 +75,5 @@ def place_buffers(program: MegakernelProgram) -> tuple[dict[int, int], int]:
                 pages[page] = end
             nbytes = buffer.nbytes if page is None else sizes[page]
             end += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return offsets, end
+        awaited_bytes = awaited_bytes or end
+    return Arena(offsets, end, awaited_bytes if awaited else 0)

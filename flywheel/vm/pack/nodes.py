@@ -19,8 +19,9 @@ from flywheel.ir import (
     KernelVariant,
     MegakernelProgram,
     Task,
+    Wait,
 )
-from flywheel.vm.abi import numpy_struct
+from flywheel.vm.abi import ABSENT, numpy_struct
 from flywheel.vm.pack.frequencies import Frequencies
 from flywheel.vm.pack.step import Form, Operand
 from flywheel.vm.pack.template import Template, make_template
@@ -134,14 +135,17 @@ def _form(task: Task, inputs: Sequence[Operand], outputs: Sequence[Operand], wri
 
 
 def node_rows(
-    nodes: Sequence[Node], first_steps: Sequence[int], templates: Sequence[Template], counters: Mapping[int, int]
+    nodes: Sequence[Node],
+    first_steps: Sequence[int],
+    templates: Sequence[Template],
+    counters: Mapping[int, int],
+    waits: Sequence[Sequence[Wait]],
 ) -> npt.NDArray[np.void]:
-    """An instruction a node, but for params, SM and place."""
+    """An instruction a node with these waits, but for params, SM and place. `counters` are the rows of those asked."""
     table = np.zeros(len(nodes), INSTRUCTION)
     forms = [node.form for node in nodes]
-    waits = [node.task.waits for node in nodes]
     table["op"] = [node.task.op for node in nodes]
-    table["out_counter"] = [counters[node.task.out_counter] for node in nodes]
+    table["out_counter"] = [counters.get(node.task.out_counter, ABSENT) for node in nodes]
     table["first_step"] = np.array(first_steps, np.int32)[forms]
     table["n_steps"] = np.array([len(template.steps) for template in templates], np.int32)[forms]
     table["flags"] = np.array([template.flags for template in templates], np.uint32)[forms]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,8 @@ from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import DType, InstructionKind, KernelVariant, MegakernelProgram, Task, variant_of
 from flywheel.vm.abi import FRAGMENT_ROWS, PARTIALS_BYTES, InstructionFlag
 from flywheel.vm.pack.checks import float_type
-from flywheel.vm.pack.memory import ALIGNMENT, buffer_table, check_buffers, place_buffers
+from flywheel.vm.pack.handoff import by_counters, by_data
+from flywheel.vm.pack.memory import ALIGNMENT, Arena, buffer_table, check_buffers, place_buffers
 from flywheel.vm.pack.nodes import Node, group_tasks, make_nodes, node_rows, params_rows, weight_rows
 from flywheel.vm.pack.stream import matrix_entries, segments_of, tile_of
 from flywheel.vm.pack.template import STEP, Template, fragment_bytes
@@ -26,8 +27,7 @@ class PackedProgram:
     """A program without addresses: buffers have none yet, and a segment's `src` counts from the start of its weight.
 
     Structs are those of vm/abi.py. `instructions` and `segments` stand SM after SM, those of SM s from `queues[s]` and
-    `streams[s]` on; operands, counters and `segment_buffers` are rows of the program's lists. `arena_offsets` places
-    activations, inputs and outputs, by row, in one allocation of `arena_bytes`.
+    `streams[s]` on; operands, counters and `segment_buffers` are rows of the program's lists.
     """
 
     program: MegakernelProgram
@@ -44,8 +44,7 @@ class PackedProgram:
     n_counters: int
     workspace_stride: int
     pass_blocks: int
-    arena_bytes: int
-    arena_offsets: Mapping[int, int]
+    arena: Arena
     labels: tuple[str, ...]
     last_position: int | None
     """Position that the program was lowered for; None where no task has one."""
@@ -75,12 +74,13 @@ def pack(program: MegakernelProgram) -> PackedProgram:
     nodes, templates, floats = make_nodes(program, grouping, dtype, variant)
     steps, first_steps = _step_table(templates)
     pass_blocks = _pass_blocks(steps, variant)
-    buffers = buffer_table(program.buffers, weight_rows(nodes, templates, program.buffers))
+    hand_offs = by_data(program, grouping) if variant.data_hand_offs else by_counters(program, grouping)
+    buffers = buffer_table(program.buffers, weight_rows(nodes, templates, program.buffers), hand_offs.awaited)
 
     sms, order = _queue_order(program)
     node_of = grouping.node_of[order]
-    counters = {counter.id: row for row, counter in enumerate(program.counters)}
-    instructions = node_rows(nodes, first_steps, templates, counters)[node_of]
+    rows = {counter.id: row for row, counter in enumerate(program.counters) if counter.id in hand_offs.counters}
+    instructions = node_rows(nodes, first_steps, templates, rows, hand_offs.waits)[node_of]
     instructions["params"] = params_rows(grouping.params)[grouping.params_of[order]]
     instructions["task"], instructions["sm"] = order, sms
     num_sms = program.target.num_sms if program.target is not None else 0
@@ -94,14 +94,12 @@ def pack(program: MegakernelProgram) -> PackedProgram:
         instructions, queues, steps, buffers, entries, fragment_bytes(dtype), pass_blocks
     )
     spilled = max((template.spilled_bytes for template in templates), default=0)
-    arena_offsets, arena_bytes = place_buffers(program)
     return PackedProgram(
         program, variant, dtype, buffers, instructions, queues, steps, segments, segment_buffers, streams, floats,
         n_counters=len(program.counters),
         workspace_stride=-(-spilled // ALIGNMENT) * ALIGNMENT,
         pass_blocks=pass_blocks,
-        arena_bytes=arena_bytes,
-        arena_offsets=arena_offsets,
+        arena=place_buffers(program, hand_offs.awaited),
         labels=tuple([f"task {task.id} ({task.label})" for task in program.tasks]),
         last_position=max((each["pos"] for each in grouping.params if "pos" in each), default=None),
         fixed_position=_fixed(grouping.firsts),

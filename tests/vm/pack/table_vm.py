@@ -19,6 +19,7 @@ from flywheel.ir import PARAM_FIELDS, DType, InstructionKind, MegakernelProgram
 from flywheel.ir.access import MATRIX_OPS
 from flywheel.ir.variant import WORK_BYTES
 from flywheel.vm.abi import (
+    ABSENT,
     PARTIALS_BYTES,
     RESULT_REF,
     SPILLED,
@@ -51,6 +52,17 @@ def bits_of(tensor: Tensor) -> Any:
     return tensor.contiguous().view(torch.uint8).numpy()
 
 
+def is_written(tensor: Tensor) -> bool:
+    """Whether no element has all bits set."""
+    bits = bits_of(tensor).reshape(-1, tensor.element_size())
+    return not bool((bits == NAN_BYTE).all(axis=1).any())
+
+
+def refs_of(step: Any) -> list[int]:
+    epilogue = [int(step["epilogue_arg"])] if step["epilogue"] != Epilogue.NONE else []
+    return [*map(int, step["args"][: step["n_args"]]), *epilogue]
+
+
 @dataclass
 class Sm:
     """One block: what it has on chip, and how far it is in its queue and its stream."""
@@ -66,11 +78,11 @@ class Sm:
 class TableVM:
     def __init__(self, packed: PackedProgram, program: MegakernelProgram, tensors: Mapping[str, Tensor]) -> None:
         self.packed, self.program = packed, program
-        self.arena = np.full(packed.arena_bytes, NAN_BYTE, np.uint8)
+        self.arena = np.full(packed.arena.nbytes, NAN_BYTE, np.uint8)
         self.memory: dict[int, Any] = {}
         for row, buffer in enumerate(program.buffers):
-            if row in packed.arena_offsets:
-                offset = packed.arena_offsets[row]
+            if row in packed.arena.offsets:
+                offset = packed.arena.offsets[row]
                 assert offset % 256 == 0
                 self.memory[row] = self.arena[offset : offset + buffer.nbytes]
                 assert len(self.memory[row]) == buffer.nbytes
@@ -97,7 +109,7 @@ class TableVM:
         while moved:
             moved = False
             for number, sm in enumerate(sms):
-                while sm.queue < sm.queue_end and self._ready(packed.instructions[sm.queue]):
+                while sm.queue < sm.queue_end and self._ready(sm, packed.instructions[sm.queue]):
                     self._task(number, sm, pos)
                     moved = True
         for number, sm in enumerate(sms):
@@ -110,11 +122,26 @@ class TableVM:
             if buffer.kind.name in kinds
         }
 
-    def _ready(self, instruction: Any) -> bool:
-        return all(
+    def _ready(self, sm: Sm, instruction: Any) -> bool:
+        signalled = all(
             self.counters[instruction["wait_counter"][i]] >= instruction["wait_threshold"][i]
             for i in range(instruction["n_waits"])
         )
+        steps = self.packed.steps[instruction["first_step"] :][: instruction["n_steps"]]
+        return signalled and all(
+            is_written(self._operand(sm, instruction, steps, ref))
+            for step in steps
+            if not step["flags"] & StepFlag.VIEW
+            for ref in refs_of(step)
+            if self._is_awaited(instruction, steps, ref)
+        )
+
+    def _is_awaited(self, instruction: Any, steps: Any, ref: int) -> bool:
+        while ref >= RESULT_REF and steps[ref - RESULT_REF]["flags"] & StepFlag.VIEW:
+            ref = int(steps[ref - RESULT_REF]["args"][0])
+        if ref >= RESULT_REF:
+            return False
+        return bool(self.packed.buffers["layout"][instruction["inputs"][ref]] == Layout.AWAITED)
 
     def _task(self, number: int, sm: Sm, pos: int) -> None:
         packed = self.packed
@@ -136,7 +163,8 @@ class TableVM:
                 self._matrix(sm, instruction, steps, step, params)
             else:
                 self._vector(sm, instruction, steps, step, params)
-        self.counters[instruction["out_counter"]] += 1
+        if instruction["out_counter"] != ABSENT:
+            self.counters[instruction["out_counter"]] += 1
         sm.queue += 1
 
     def _tensor(self, row: int, dtype: DType) -> Tensor:

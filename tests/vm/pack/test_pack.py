@@ -146,8 +146,8 @@ def test_buffers_lie_where_the_reference_vm_has_them(pages: str) -> None:
     start = min(tensor.data_ptr() for tensor in tensors.values())
     wanted = {row: tensors[buffer.id].data_ptr() - start for row, buffer in enumerate(program.buffers)
               if buffer.id in tensors}  # fmt: skip
-    assert packed.arena_offsets == wanted
-    assert packed.arena_bytes >= max(wanted[row] + program.buffers[row].nbytes for row in wanted)
+    assert packed.arena.offsets == wanted
+    assert packed.arena.nbytes >= max(wanted[row] + program.buffers[row].nbytes for row in wanted)
 
 
 def test_the_buffer_table_describes_row_major_tensors() -> None:

@@ -7,6 +7,16 @@
 #include "../pointwise.cuh"
 
 
+__device__ __forceinline__ float2 load_pair(const float2* from) {
+    float2 v;
+    asm volatile("ld.relaxed.gpu.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from));
+    return v;
+}
+
+__device__ __forceinline__ bool is_written(const float2& v) {
+    return __float_as_uint(v.x) != ABSENT32 && __float_as_uint(v.y) != ABSENT32;
+}
+
 struct HeadLayout {
     int n_heads, head_dim;
 };
@@ -52,6 +62,7 @@ struct Merged {
 template <int PARTS, int HEADS>
 __device__ __forceinline__ void combine_pairs(
     Vm vm, const amk_step_t& step, const Operand& part, const Operand& out, HeadLayout layout, int row) {
+    const bool awaited = __any_sync(~0u, part.layout == FW_LAYOUT_AWAITED);
     const int parts = step.n_args, dtype = step.out_dtype, lane = vm.lane();
     const int n_heads = layout.n_heads, pairs = layout.head_dim / 2;
     const float2* own = reinterpret_cast<const float2*>(part.ptr);
@@ -69,11 +80,26 @@ __device__ __forceinline__ void combine_pairs(
 #pragma unroll
             for (int h = 0; h < HEADS; h++) {
                 const int base = min(first + h, n_heads - 1) * (pairs + 1);
-                stats[h] = own[base + pairs];
+                stats[h] = load_pair(own + base + pairs);
 #pragma unroll
                 for (int p = 0; p < PARTS; p++) {
-                    value[h][p] = p < parts ? all[p][base + column] : float2{0.0f, 0.0f};
+                    value[h][p] = p < parts ? load_pair(all[p] + base + column) : float2{0.0f, 0.0f};
                 }
+            }
+            bool again = awaited;
+            while (again) {
+                again = false;
+#pragma unroll
+                for (int h = 0; h < HEADS; h++) {
+#pragma unroll
+                    for (int p = 0; p < PARTS; p++) {
+                        if (p < parts && !is_written(value[h][p])) {
+                            value[h][p] = load_pair(all[p] + min(first + h, n_heads - 1) * (pairs + 1) + column);
+                            again = true;
+                        }
+                    }
+                }
+                again = again && vm.again();
             }
 #pragma unroll
             for (int h = 0; h < HEADS; h++) {
@@ -125,19 +151,34 @@ __device__ __forceinline__ void combine_elements(
     }
 }
 
+// Until m and l of all parts are written, few words for many to ask for; what they belong to is there soon.
+__device__ __forceinline__ void await_stats(Vm vm, const amk_step_t& step, HeadLayout layout) {
+#pragma unroll 1
+    for (int i = vm.thread(); i < step.n_args * layout.n_heads; i += VECTOR_THREADS) {
+        const int head = i / step.n_args, end = head * (layout.head_dim + 2) + layout.head_dim;
+        const Operand& part = vm.arg(step, i - head * step.n_args);
+        vm.load_written(part, end);
+        vm.load_written(part, end + 1);
+    }
+    vm.sync();
+    vm.stamp(FW_STAMP_READY);
+}
+
 FW_MICRO_KERNEL op_attention_combine(Vm vm, const amk_step_t& step) {
     const Operand out = vm.out(step);
     const Operand part = vm.arg(step, min(vm.lane() % AMK_MAX_INPUTS, step.n_args - 1));
     const HeadLayout layout = head_layout(step, part.numel, out.numel);
     const int row = out.numel / layout.n_heads;
+    await_stats(vm, step, layout);
     const bool pairs = part.dtype == AMK_DTYPE_F32 && reinterpret_cast<uint64_t>(part.ptr) % 8 == 0;
     if (layout.head_dim % 2 == 0 && __all_sync(~0u, pairs)) {
         if (step.n_args <= 6) {  // as many as fit beside a weight and a residual
-            combine_pairs<6, 4>(vm, step, part, out, layout, row);
+            combine_pairs<6, 2>(vm, step, part, out, layout, row);
         } else {
             combine_pairs<AMK_MAX_INPUTS, 2>(vm, step, part, out, layout, row);
         }
     } else {
+        for (int p = 0; p < step.n_args; p++) vm.await(vm.arg(step, p));
         combine_elements(vm, step, part, out, layout, row);
     }
 }

@@ -6,11 +6,16 @@
 
 #include "../pointwise.cuh"
 
+__device__ __forceinline__ void copy_element(uint4* to, const uint4* from) { store128(to, load128(from)); }
+__device__ __forceinline__ void copy_element(uint32_t* to, const uint32_t* from) { store32(to, load32(from)); }
+__device__ __forceinline__ void copy_element(uint16_t* to, const uint16_t* from) { store_half(to, load_half(from)); }
+__device__ __forceinline__ void copy_element(uint8_t* to, const uint8_t* from) { *to = *from; }
+
 template <typename T>
 __device__ __forceinline__ void copy_elements(int thread, const char* from, char* to, int first, int end) {
 #pragma unroll 1
     for (int i = first + thread; i < end; i += VECTOR_THREADS) {
-        reinterpret_cast<T*>(to)[i] = reinterpret_cast<const T*>(from)[i];
+        copy_element(reinterpret_cast<T*>(to) + i, reinterpret_cast<const T*>(from) + i);
     }
 }
 

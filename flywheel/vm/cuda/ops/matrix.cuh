@@ -9,27 +9,40 @@
 constexpr int STAGE_LOADS = 4;  // in flight, a thread
 
 __device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step) {
-    const element_t* source = reinterpret_cast<const element_t*>(vm.arg(step, 0).ptr);
+    const Operand x = vm.arg(step, 0);
+    const bool awaited = x.layout == FW_LAYOUT_AWAITED;
+    const element_t* source = reinterpret_cast<const element_t*>(x.ptr);
     element_t* staged = reinterpret_cast<element_t*>(vm.block().staging());
     const int depth = step.params.K, padded = step.kblocks * 16, stride = x_stride(step.kblocks, step.rows);
     constexpr int N = 16 / sizeof(element_t), STEP = VECTOR_THREADS * N;
+    const bool packed = depth == padded && aligned16(source);
+    if (!packed) vm.await(x);
 #pragma unroll 1
     for (int m = 0; m < step.rows; m++, source += depth, staged += stride) {
-        if (depth != padded || !aligned16(source)) {
+        if (!packed) {
 #pragma unroll 1
-            for (int i = vm.thread(); i < padded; i += VECTOR_THREADS) staged[i] = i < depth ? source[i] : element_t(0);
+            for (int i = vm.thread(); i < padded; i += VECTOR_THREADS) staged[i] = i < depth ? load_element(source + i) : element_t(0);
             continue;
         }
 #pragma unroll 1
         for (int i = vm.thread() * N; i < depth; i += STAGE_LOADS * STEP) {
-            uint4 kept[STAGE_LOADS];
+            const char* from[STAGE_LOADS];
+            Vec16<element_t> kept[STAGE_LOADS];
 #pragma unroll
-            for (int k = 0; k < STAGE_LOADS; k++) {
-                kept[k] = *reinterpret_cast<const uint4*>(source + min(i + k * STEP, depth - N));  // not unset: that spills
+            for (int k = 0; k < STAGE_LOADS; k++) {  // behind the end the last ones once more: left unset, they spill
+                from[k] = reinterpret_cast<const char*>(source + min(i + k * STEP, depth - N));
+                kept[k] = load16<element_t>(from[k]);
             }
+            if (awaited) {
+                const char* const canary[1] = {from[0]};  // alone at first: many ask for the same lines
+                Vec16<element_t> first[1] = {kept[0]};
+                vm.settle(first, canary);
+                vm.settle(kept, from);
+            }
+            vm.stamp(FW_STAMP_READY);
 #pragma unroll
             for (int k = 0; k < STAGE_LOADS; k++) {
-                if (i + k * STEP < depth) *reinterpret_cast<uint4*>(staged + i + k * STEP) = kept[k];
+                if (i + k * STEP < depth) store16(staged + i + k * STEP, kept[k]);
             }
         }
     }
@@ -71,7 +84,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
         Unit unit(first_unit, rows, first_column, row);
         const auto operand = [&](const Unit& u) {  // of the epilogue; loaded before it is needed
             const bool needed = epilogue != FW_EPILOGUE_NONE && u.number < units && u.column >= 0 && u.column < n_tile;
-            return needed ? load(other, u.m * other_pitch + other_start + u.column) : 0.0f;
+            return needed ? vm.load_written(other, u.m * other_pitch + other_start + u.column) : 0.0f;
         };
         float extra = operand(unit);
         if (!vm.wait(&vm.block().partial_full[pass & 1], (pass >> 1) & 1)) return;

@@ -34,16 +34,24 @@ __device__ __forceinline__ void store_normed(char* out, const NormGroup& x, cons
 // A row of `groups` 16-byte groups: a thread's first two are loaded together with their weights and kept, the others are
 // loaded twice. Where there is none, it loads the row's last one and drops it.
 __device__ __forceinline__ void norm_packed(const NormLanes& row, const char* x, const char* w, char* out, int groups,
-                                            const amk_step_t& step) {
+                                            const amk_step_t& step, bool awaited) {
     const int first = row.lane, second = row.lane + row.lanes, last = groups - 1;
-    const NormGroup x0 = load16<element_t>(x + min(first, last) * 16), x1 = load16<element_t>(x + min(second, last) * 16);
+    const char* const from[2] = {x + min(first, last) * 16, x + min(second, last) * 16};
+    NormGroup kept[2] = {load16<element_t>(from[0]), load16<element_t>(from[1])};
     const NormGroup w0 = load16<element_t>(w + min(first, last) * 16), w1 = load16<element_t>(w + min(second, last) * 16);
-    float sum = (first <= last ? squares(x0) : 0.0f) + (second <= last ? squares(x1) : 0.0f);
+    if (awaited) row.vm.settle(kept, from);
+    row.vm.stamp(FW_STAMP_READY);
+    float sum = (first <= last ? squares(kept[0]) : 0.0f) + (second <= last ? squares(kept[1]) : 0.0f);
 #pragma unroll 1
-    for (int group = second + row.lanes; group < groups; group += row.lanes) sum += squares(load16<element_t>(x + group * 16));
+    for (int group = second + row.lanes; group < groups; group += row.lanes) {
+        const char* const more[1] = {x + group * 16};
+        NormGroup loaded[1] = {load16<element_t>(more[0])};
+        if (awaited) row.vm.settle(loaded, more);
+        sum += squares(loaded[0]);
+    }
     const float scale = rsqrtf(row.sum(sum) / step.params.hidden + step.params.eps);
-    if (first <= last) store_normed(out + first * 16, x0, w0, scale);
-    if (second <= last) store_normed(out + second * 16, x1, w1, scale);
+    if (first <= last) store_normed(out + first * 16, kept[0], w0, scale);
+    if (second <= last) store_normed(out + second * 16, kept[1], w1, scale);
 #pragma unroll 1
     for (int group = second + row.lanes; group < groups; group += row.lanes) {
         store_normed(out + group * 16, load16<element_t>(x + group * 16), load16<element_t>(w + group * 16), scale);
@@ -73,12 +81,14 @@ FW_MICRO_KERNEL op_rmsnorm(Vm vm, const amk_step_t& step) {
     const int bytes = hidden * static_cast<int>(sizeof(element_t));
     const bool packed = step.out_dtype == FW_DTYPE && packs(x) && packs(w) && packs(out) && bytes % 16 == 0;
     const bool whole = rows == 1;
+    const bool awaited = x.layout == FW_LAYOUT_AWAITED;
+    if (!packed) vm.await(x);
     const NormLanes lanes{vm, whole, whole ? vm.thread() : vm.lane(), whole ? VECTOR_THREADS : WARP};
 #pragma unroll 1
     for (int row = whole ? 0 : vm.warp(); row < rows; row += VECTOR_WARPS) {
         if (packed) {
             const int64_t at = static_cast<int64_t>(row) * bytes;
-            norm_packed(lanes, x.ptr + at, w.ptr, out.ptr + at, bytes / 16, step);
+            norm_packed(lanes, x.ptr + at, w.ptr, out.ptr + at, bytes / 16, step, awaited);
         } else {
             norm_elements(lanes, x, w, out, row * hidden, step);
         }
