@@ -69,10 +69,18 @@ class KernelVariant:
     chunk_bytes: int
     ring_slots: int
     inflight_chunks: int
-    """Copies on their way at once; the others of a full ring have landed."""
+    """Copies on their way at once, at most `ring_slots - chunk_groups`; the others of a full ring have landed."""
     prefetch_depth: int
     data_hand_offs: bool
     """Readers wait for activations themselves where they can, not for counters."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a warp that waits for a slot could take the chunk before its own for it."""
+        if not 0 < self.inflight_chunks <= self.ring_slots - self.chunk_groups:
+            raise ConfigError(
+                f"inflight_chunks={self.inflight_chunks} is not in 1..{self.ring_slots - self.chunk_groups}: "
+                f"{self.ring_slots} ring slots, {self.chunk_groups} groups of warps"
+            )
 
     @property
     def ring_bytes(self) -> int:
@@ -80,9 +88,19 @@ class KernelVariant:
         return self.chunk_bytes * self.ring_slots
 
     @property
+    def chunk_groups(self) -> int:
+        """Groups of matrix warps, among which chunks are dealt out in turn."""
+        return chunk_groups(self.matrix_warps, self.chunk_warps, self.ring_slots)
+
+    @property
     def vector_warps(self) -> int:
         """Warps that do everything else."""
         return self.threads // WARP - 2 - self.matrix_warps
+
+
+def chunk_groups(matrix_warps: int, chunk_warps: int, ring_slots: int) -> int:
+    """As many groups of `chunk_warps` warps as there are, but no more than half of the ring's slots."""
+    return min(matrix_warps // chunk_warps, max(1, ring_slots // 2))
 
 
 def operand_stride(rows: int, depth: int) -> int:
@@ -188,7 +206,7 @@ def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> Ke
     inflight = stream.get("inflight_bytes", INFLIGHT_BYTES)
     if inflight <= 0:
         raise ConfigError(f"tiling.stream.inflight_bytes={inflight} is not positive")
-    inflight_chunks = min(-(-inflight // chunk), slots)
+    inflight_chunks = min(-(-inflight // chunk), slots - chunk_groups(matrix_warps, chunk_warps, slots))
     by_data = config.tiling.get("hand_off", {}).get("data", 0)
     if by_data not in (0, 1):
         raise ConfigError(f"tiling.hand_off.data={by_data} is not 0 or 1")

@@ -151,9 +151,9 @@ struct Product {
 
 #endif
 
-// No more than there are ring slots: the parity of a slot's round tells a chunk only from the one before it.
+// KernelVariant.chunk_groups: no more than half of the ring's slots, so that the others can be on their way.
 __device__ __forceinline__ int chunk_groups(const Block& block) {
-    return min(MATRIX_WARPS / block.program.chunk_warps, block.ring.n_slots);
+    return min(MATRIX_WARPS / block.program.chunk_warps, max(1, block.ring.n_slots / 2));
 }
 
 // Elements from one staged activation row to the next; one fragment more than K where there are several, for the banks.

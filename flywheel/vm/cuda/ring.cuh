@@ -33,17 +33,12 @@ struct Ring {
     __device__ __forceinline__ char* slot(const RingPlace& place) const {
         return slots + place.slot * chunk_bytes;
     }
-    // For a warp that takes every `w`-th chunk, w being no more than there are slots. It may come while the chunk before
-    // its own is still on its way into the slot: copies land in any order. The parity of `full` cannot tell that round from
-    // the one before it, so it counts only once that chunk was taken out: both are asked at once, in this order.
+    // For all lanes of a warp of one of `groups` groups, each of which takes every `groups`-th chunk. The parity tells a round
+    // from the one before it only where that one has landed. It has: the loader issues a chunk once the one `inflight` before
+    // it has landed, so the warp's last chunk, `groups` before this one, vouches for all up to `groups + inflight` before this
+    // one, and there are as many slots or more (KernelVariant).
     __device__ __forceinline__ bool wait_filled(const RingPlace& place, const volatile uint32_t* aborted) const {
-        bool passed;
-        do {
-            const bool taken = barrier_test(&empty[place.slot], place.round ^ 1);
-            const bool landed = barrier_test(&full[place.slot], place.round);
-            passed = taken && landed;
-        } while (!passed && !*aborted);
-        return __all_sync(~0u, passed);
+        return warp_barrier_wait(&full[place.slot], place.round, aborted);
     }
     // A fresh barrier counts as emptied: its previous phase has the other parity. For all threads that fill.
     __device__ __forceinline__ bool wait_empty(const RingPlace& place, const volatile uint32_t* aborted) const {
