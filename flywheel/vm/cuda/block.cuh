@@ -37,7 +37,7 @@ __device__ __forceinline__ int lane_id() { return threadIdx.x % WARP; }
 
 // A task as the vector warps see it: fetched ahead, operands resolved, params inherited and moved to the launch's position,
 // so that a step begins with nothing but shared-memory loads.
-struct TaskSlot {
+struct alignas(16) TaskSlot {
     amk_instruction_t instruction;
     Operand inputs[AMK_MAX_INPUTS];
     Operand results[FW_MAX_STEPS];  // what each step writes: scratch, or an output
@@ -65,7 +65,7 @@ struct Block {
     uint64_t task_ready[TASK_SLOTS];
     uint64_t task_free[TASK_SLOTS];
     float reduce[WARP];
-    alignas(16) TaskSlot tasks[TASK_SLOTS];
+    TaskSlot tasks[TASK_SLOTS];
 
     // [pass_blocks][MATRIX_WARPS][rows][16], two in turn.
     __device__ __forceinline__ float* partial(int pass) const {
