@@ -64,7 +64,7 @@ struct Block {
     uint64_t partial_empty[2];  // its partials have been read
     uint64_t task_ready[TASK_SLOTS];
     uint64_t task_free[TASK_SLOTS];
-    float reduce[WARP];
+    alignas(16) float reduce[2][WARP];
     TaskSlot tasks[TASK_SLOTS];
 
     // [pass_blocks][MATRIX_WARPS][rows][16], two in turn.

@@ -34,6 +34,12 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
     return bits;
 }
 
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+
 __device__ __forceinline__ float to_float(float value) { return value; }
 __device__ __forceinline__ float to_float(unsigned short bits) { return half_to_float(bits); }
 

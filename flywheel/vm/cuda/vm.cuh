@@ -106,23 +106,24 @@ struct Vm {
         stamp(FW_STAMP_READY);
     }
 
-    // Over all vector threads, the result in each. Both calls of a pair may follow each other without a barrier between.
-    template <typename Combine> __device__ __forceinline__ float reduce(float value, Combine combine) const {
+    // Over all vector threads, the result in each. Of two calls with no barrier between, one has the other turn.
+    template <typename Combine> __device__ __forceinline__ float reduce(float value, int turn, Combine combine) const {
 #pragma unroll
         for (int offset = WARP / 2; offset > 0; offset /= 2) value = combine(value, __shfl_xor_sync(~0u, value, offset));
         if (VECTOR_WARPS == 1) return value;
-        sync();  // those who still read the last result
-        if (lane() == 0) block().reduce[warp()] = value;
+        const float* parts = block().reduce[turn];
+        if (lane() == 0) block().reduce[turn][warp()] = value;
         sync();
-        value = block().reduce[0];
-        for (int w = 1; w < VECTOR_WARPS; w++) value = combine(value, block().reduce[w]);
+        value = parts[0];
+#pragma unroll
+        for (int w = 1; w < VECTOR_WARPS; w++) value = combine(value, parts[w]);
         return value;
     }
-    __device__ __forceinline__ float sum(float value) const {
-        return reduce(value, [](float a, float b) { return a + b; });
+    __device__ __forceinline__ float sum(float value, int turn = 0) const {
+        return reduce(value, turn, [](float a, float b) { return a + b; });
     }
-    __device__ __forceinline__ float max(float value) const {
-        return reduce(value, [](float a, float b) { return fmaxf(a, b); });
+    __device__ __forceinline__ float max(float value, int turn = 0) const {
+        return reduce(value, turn, [](float a, float b) { return fmaxf(a, b); });
     }
 
     __device__ __forceinline__ const Operand& operand(int ref) const {

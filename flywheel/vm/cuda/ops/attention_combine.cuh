@@ -32,12 +32,6 @@ __device__ __forceinline__ HeadLayout head_layout(const amk_step_t& step, int pa
     return {heads, result / heads};
 }
 
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-    float larger;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
-    return larger;
-}
-
 // Of one head, from m and l of the part that this lane of eight has, if there is one. `weight` is that part's, over the
 // sum of all; 0 where nothing was seen.
 struct Merged {

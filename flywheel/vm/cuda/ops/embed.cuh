@@ -7,7 +7,7 @@
 #include "../pointwise.cuh"
 
 // Loads that a thread has in flight: they come from HBM.
-constexpr int EMBED_LOADS = 8;
+constexpr int EMBED_LOADS = 16;
 
 // Where element (row, column) of a matrix of `width` columns lies among its fragments; see Layout.FRAGMENTS.
 __device__ __forceinline__ int fragment_offset(unsigned row, unsigned column, unsigned width) {

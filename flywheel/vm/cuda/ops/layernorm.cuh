@@ -21,7 +21,7 @@ FW_MICRO_KERNEL op_layernorm(Vm vm, const amk_step_t& step) {
             const float centred = load(x, first + i) - mean;
             squares += centred * centred;
         }
-        const float scale = rsqrtf(vm.sum(squares) / hidden + step.params.eps);
+        const float scale = rsqrtf(vm.sum(squares, 1) / hidden + step.params.eps);
 #pragma unroll 1
         for (int i = thread; i < hidden; i += VECTOR_THREADS) {
             const float normed = (load(x, first + i) - mean) * scale * load(w, i);

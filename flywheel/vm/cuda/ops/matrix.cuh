@@ -111,6 +111,5 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
         pass++;
         first_column += pass_blocks * 16;
     }
-    vm.sync();  // everyone has read the count
-    if (vm.thread() == 0) vm.block().passes = pass;
+    if (vm.thread() == 0) vm.block().passes = pass;  // which everyone read before the barrier of the first pass
 }

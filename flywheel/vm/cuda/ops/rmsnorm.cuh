@@ -39,6 +39,7 @@ __device__ __forceinline__ void norm_packed(const NormLanes& row, const char* x,
     const char* const from[2] = {x + min(first, last) * 16, x + min(second, last) * 16};
     NormGroup kept[2] = {load16<element_t>(from[0]), load16<element_t>(from[1])};
     const NormGroup w0 = load16<element_t>(w + min(first, last) * 16), w1 = load16<element_t>(w + min(second, last) * 16);
+    const float share = 1.0f / step.params.hidden;
     if (awaited) row.vm.settle(kept, from);
     row.vm.stamp(FW_STAMP_READY);
     float sum = (first <= last ? squares(kept[0]) : 0.0f) + (second <= last ? squares(kept[1]) : 0.0f);
@@ -49,7 +50,7 @@ __device__ __forceinline__ void norm_packed(const NormLanes& row, const char* x,
         if (awaited) row.vm.settle(loaded, more);
         sum += squares(loaded[0]);
     }
-    const float scale = rsqrtf(row.sum(sum) / step.params.hidden + step.params.eps);
+    const float scale = rsqrtf(row.sum(sum) * share + step.params.eps);
     if (first <= last) store_normed(out + first * 16, kept[0], w0, scale);
     if (second <= last) store_normed(out + second * 16, kept[1], w1, scale);
 #pragma unroll 1

@@ -29,8 +29,8 @@ __device__ __forceinline__ uint32_t ordered(float value) {
 }
 
 // Over all vector threads; floats only carry the bits.
-__device__ __forceinline__ uint32_t largest(Vm vm, uint32_t value) {
-    return __float_as_uint(vm.reduce(__uint_as_float(value), [](float a, float b) {
+__device__ __forceinline__ uint32_t largest(Vm vm, uint32_t value, int turn) {
+    return __float_as_uint(vm.reduce(__uint_as_float(value), turn, [](float a, float b) {
         return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
     }));
 }
@@ -49,6 +49,8 @@ __device__ __forceinline__ void scan16(int thread, const char* row, int groups, 
 #pragma unroll
         for (int k = 0; k < ARGMAX_LOADS; k++) {
             const int at = min(first + k * stride, groups - 1) * 4;
+            // Mostly the largest of the four is no candidate; where there is a NaN, that is it.
+            if (max_or_nan(max_or_nan(loaded[k][0], loaded[k][1]), max_or_nan(loaded[k][2], loaded[k][3])) <= best.value) continue;
 #pragma unroll
             for (int i = 0; i < 4; i++) best.see(loaded[k][i], at + i);
         }
@@ -67,8 +69,8 @@ FW_MICRO_KERNEL op_sample_argmax(Vm vm, const amk_step_t& step) {
         scan16(thread, row.ptr, groups, best);
 #pragma unroll 1
         for (int i = groups * 4 + thread; i < width; i += VECTOR_THREADS) best.see(load(row, i), i);
-        const uint32_t key = ordered(best.value), top = largest(vm, key);
-        const uint32_t earliest = largest(vm, key == top ? ~static_cast<uint32_t>(best.index) : 0u);
+        const uint32_t key = ordered(best.value), top = largest(vm, key, 0);
+        const uint32_t earliest = largest(vm, key == top ? ~static_cast<uint32_t>(best.index) : 0u, 1);
         if (thread == 0) store_int(out, s, static_cast<int>(~earliest));
     }
 }

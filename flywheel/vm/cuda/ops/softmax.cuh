@@ -12,7 +12,7 @@ struct SoftmaxLanes {
     Vm vm;
     bool whole;
     int lane, lanes;
-    __device__ __forceinline__ float sum(float value) const { return whole ? vm.sum(value) : warp_sum(value); }
+    __device__ __forceinline__ float sum(float value) const { return whole ? vm.sum(value, 1) : warp_sum(value); }
     __device__ __forceinline__ float max(float value) const { return whole ? vm.max(value) : warp_max(value); }
 };
 
