@@ -1,4 +1,5 @@
 // One decode step as one cooperative launch: one block per SM, each walking its queue of tasks. Source: docs/vm.md.
+#include "loader.cuh"
 #include "vm_loop.cuh"
 
 __device__ __forceinline__ void init_barriers(Block& block) {
@@ -87,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(FW_THREADS, 1) megakernel(const amk
 
     const int warp = threadIdx.x / WARP;
     if (warp == LOADER_WARP) {
-        if (FW_RING_ARRIVALS == WARP || lane_id() == 0) run_loader();
+        run_loader();
     } else if (warp == CONTROL_WARP) {
         run_control();
     } else if (warp < FIRST_VECTOR_WARP) {

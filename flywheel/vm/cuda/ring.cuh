@@ -21,6 +21,11 @@ struct RingPlace {
             round ^= 1;
         }
     }
+    __device__ __forceinline__ RingPlace behind(int by, int slots) const {
+        RingPlace place = *this;
+        place.advance(by, slots);
+        return place;
+    }
 };
 
 struct Ring {
@@ -58,10 +63,9 @@ struct Ring {
     }
     __device__ __forceinline__ void release(const RingPlace& place) const { barrier_arrive(&empty[place.slot]); }
 
-    // All lanes of the loader warp; `bytes` is a multiple of 512.
+    // By one thread a place, or before sm_90 by all lanes of the warp; `bytes` is a multiple of 512.
     __device__ __forceinline__ void fill(const RingPlace& place, const char* source, uint32_t bytes, int lane) const {
 #if __CUDA_ARCH__ >= 900
-        if (lane != 0) return;
         uint32_t barrier = shared_address(&full[place.slot]);
         uint64_t policy;  // weights are read once a launch
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

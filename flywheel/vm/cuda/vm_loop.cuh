@@ -1,67 +1,9 @@
-// The loops of a block's other roles. The loader streams weights ahead of every dependency; the control warp fetches tasks
-// and waits for their counters; the vector warps run their steps and signal.
+// The loops of two roles: the control warp fetches tasks and waits for their counters; the vector warps run their steps and
+// signal.
 #pragma once
 
 #include "dispatch.cuh"
 #include "vm.cuh"
-
-// ---- loader ----
-
-// Bulk copies that are under way must land before the block may end.
-__device__ __forceinline__ void drain(Block& block, RingPlace place, int issued) {
-    const int pending = min(issued, block.ring.n_slots);
-    for (int i = 0; i < pending; i++) {
-        place.slot--;
-        if (place.slot < 0) {
-            place.slot += block.ring.n_slots;
-            place.round ^= 1;
-        }
-        while (!barrier_test(&block.ring.full[place.slot], place.round)) {}
-    }
-}
-
-// Weights of a task are read once the vector warps are `prefetch_depth` tasks before it; 0 reads nothing ahead.
-__device__ __forceinline__ bool may_stream(Block& block, int queue_index) {
-    while (block.poll_progress() + block.program.prefetch_depth < queue_index) {
-        if (block.is_aborted()) return false;
-        __nanosleep(64);
-    }
-    return true;
-}
-
-__device__ __noinline__ void run_loader() {
-    Block& block = this_block();
-    const amk_segment_t* segments = reinterpret_cast<const amk_segment_t*>(block.program.segments);
-    RingPlace place = {0, 0}, landed = {0, 0};
-    int issued = 0;
-    Waited waited;
-    amk_segment_t next = {};
-    if (block.stream_first < block.stream_end) next = segments[block.stream_first];
-    for (int index = block.stream_first; index < block.stream_end; index++) {
-        const amk_segment_t segment = next;
-        if (index + 1 < block.stream_end) next = segments[index + 1];
-        waited.begin();
-        if (!may_stream(block, segment.queue_index)) return drain(block, place, issued);
-        waited.end();
-        const char* row = reinterpret_cast<const char*>(segment.src);
-        for (int row_block = 0; row_block < segment.row_blocks; row_block++, row += segment.row_stride) {
-            for (int k = 0; k < segment.kblocks; k += segment.chunk_kblocks) {
-                waited.begin();
-                if (!block.ring.wait_empty(place, &block.aborted)) return drain(block, place, issued);
-                waited.end();
-                if (issued >= block.program.inflight_chunks) {
-                    if (!block.ring.wait_landed(landed, &block.aborted)) return drain(block, place, issued);
-                    landed.advance(1, block.ring.n_slots);
-                }
-                const uint32_t bytes = min(segment.chunk_kblocks, segment.kblocks - k) * FRAGMENT_BYTES;
-                block.ring.fill(place, row + static_cast<long long>(k) * FRAGMENT_BYTES, bytes, lane_id());
-                place.advance(1, block.ring.n_slots);
-                issued++;
-            }
-        }
-    }
-    waited.tell(block, FW_ANCHOR_STALLED);
-}
 
 // ---- control ----
 

@@ -1,0 +1,82 @@
+// The loader: one warp that streams the weights of all tasks of its SM into the ring, ahead of every dependency.
+#pragma once
+
+#include "vm.cuh"
+
+// Chunks that are filled at once, by a lane each: waits and copies of one alone take longer than its bytes are on their way.
+#ifndef FW_LOADER_LANES
+#define FW_LOADER_LANES 2
+#endif
+constexpr int LOADER_LANES = FW_RING_ARRIVALS == 1 ? FW_LOADER_LANES : 1;
+
+// Bulk copies that are under way must land before the block may end.
+__device__ __forceinline__ void drain(const Ring& ring, RingPlace place, int issued) {
+    const int pending = min(issued, ring.n_slots);
+    for (int i = 0; i < pending; i++) {
+        place.slot--;
+        if (place.slot < 0) {
+            place.slot += ring.n_slots;
+            place.round ^= 1;
+        }
+        while (!barrier_test(&ring.full[place.slot], place.round)) {}
+    }
+}
+
+// Weights of a task are read once the vector warps are `prefetch_depth` tasks before it; 0 reads nothing ahead.
+__device__ __forceinline__ bool may_stream(Block& block, int queue_index) {
+    while (block.poll_progress() + block.program.prefetch_depth < queue_index) {
+        if (block.is_aborted()) return false;
+        __nanosleep(64);
+    }
+    return true;
+}
+
+__device__ __noinline__ void run_loader() {
+    Block& block = kept_block();
+    const Ring ring = {block.ring.slots, block.ring_full, block.ring_empty, block.ring.n_slots, block.ring.chunk_bytes};
+    const amk_segment_t* segments = reinterpret_cast<const amk_segment_t*>(block.program.segments);
+    const int lane = lane_id(), inflight = block.program.inflight_chunks;
+    const int lanes = min(LOADER_LANES, inflight), mine = lane < lanes ? lane : 0;
+    RingPlace place = {0, 0}, landed = {ring.n_slots - inflight, 1};  // chunk 0, and the one `inflight` before it: at once there
+    int issued = 0;
+    Waited waited;
+    amk_segment_t next = {};
+    if (block.stream_first < block.stream_end) next = segments[block.stream_first];
+#pragma unroll 1
+    for (int index = block.stream_first; index < block.stream_end; index++) {
+        const amk_segment_t segment = next;
+        if (index + 1 < block.stream_end) next = segments[index + 1];
+        waited.begin();
+        if (!__all_sync(~0u, may_stream(block, segment.queue_index))) return drain(ring, place, issued);
+        waited.end();
+        const int total = segment.row_blocks * segment.row_chunks;
+        int row_block = mine / segment.row_chunks, piece = mine - row_block * segment.row_chunks;
+#pragma unroll 1
+        for (int first = 0; first < total; first += lanes) {
+            const int count = min(lanes, total - first);
+            const bool fills = FW_RING_ARRIVALS == WARP || lane < count;
+            const RingPlace to = place.behind(mine, ring.n_slots), before = landed.behind(mine, ring.n_slots);
+            waited.begin();
+            const bool emptied = !fills || ring.wait_empty(to, &block.aborted);
+            waited.end();
+            if (!__all_sync(~0u, emptied && (!fills || ring.wait_landed(before, &block.aborted)))) {
+                return drain(ring, place, issued);
+            }
+            if (fills) {
+                const int k = piece * segment.chunk_kblocks;
+                const uint32_t bytes = min(segment.chunk_kblocks, segment.kblocks - k) * FRAGMENT_BYTES;
+                ring.fill(to, reinterpret_cast<const char*>(segment.src) +
+                                  static_cast<long long>(row_block) * segment.row_stride + k * FRAGMENT_BYTES, bytes, lane);
+            }
+            place.advance(count, ring.n_slots);
+            landed.advance(count, ring.n_slots);
+            issued += count;
+            piece += lanes;
+            while (piece >= segment.row_chunks) {
+                piece -= segment.row_chunks;
+                row_block++;
+            }
+        }
+    }
+    waited.tell(block, FW_ANCHOR_STALLED);
+}
