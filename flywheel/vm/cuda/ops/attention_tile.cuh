@@ -4,10 +4,9 @@
 // Rows are dealt to the warps, each of which keeps a running softmax; what they have is merged at the end.
 #pragma once
 
-#include "../pointwise.cuh"
+#include "pairs.cuh"
+#include "rotate.cuh"
 #include "../warp.cuh"
-
-__device__ __forceinline__ float decay(float from, float to) { return from == -INFINITY ? 0.0f : __expf(from - to); }
 
 // Where a thread is, read again each time: what follows from it takes no registers from a loop that needs them.
 struct Place {
@@ -20,185 +19,310 @@ struct Place {
     }
 };
 
-// What the warps have of some heads: per head and warp a row of head_dim weighted sums, then the highest score and the sum
-// of exponentials. Odd heads lie in the pass buffers, which no matrix warp fills meanwhile.
+// What `warps` warps have of some heads: of each a row of head_dim weighted sums, which lie at the end of the staging area, and
+// the highest score and the sum of exponentials, which lie in the pass buffers: no matrix warp fills them meanwhile.
 struct Parts {
-    Vm vm;
-    int head_dim, warps;
-    __device__ __forceinline__ float* row(int head, int warp) const {
-        float* base = head % 2 ? vm.block().partial(0) : reinterpret_cast<float*>(vm.work());
-        return base + (head / 2 * warps + warp) * (head_dim + 2);
-    }
-    __device__ __forceinline__ int fitting() const {
-        return 2 * (min(FW_WORK_BYTES, PARTIAL_BYTES) / (warps * (head_dim + 2) * static_cast<int>(sizeof(float))));
+    float* rows;
+    int pitch, warps, heads;
+    __device__ __forceinline__ Parts(Vm vm, int its_pitch, int its_warps, int its_heads)
+        : rows(reinterpret_cast<float*>(vm.work() + FW_WORK_BYTES) - its_warps * its_heads * its_pitch),
+          pitch(its_pitch), warps(its_warps), heads(its_heads) {}
+    __device__ __forceinline__ float* row(int head, int warp) const { return rows + (warp * heads + head) * pitch; }
+    static __device__ __forceinline__ float2* stats(Vm vm, int head) {
+        return reinterpret_cast<float2*>(vm.block().partial(0)) + head * VECTOR_WARPS;
     }
 };
 
-// Into the rows of the result from `first` on, once all warps have written theirs; they may write again afterwards.
-// A warp a head: lane p weighs part p, then each lane adds up some columns. Not inlined where each head_dim would have it.
-__device__ __noinline__ void merge(Vm vm, const amk_step_t& step, int warps, int first, int heads) {
+// Into the rows of the result from `first` on, once all warps have written theirs. A warp takes 32 pairs of columns of a head
+// at a time. Not inlined where each head_dim would have it.
+__device__ __noinline__ void merge(Vm vm, const amk_step_t& step, Parts parts, int first) {
+    constexpr int AHEAD = VECTOR_WARPS < 8 ? VECTOR_WARPS : 8;
     vm.sync();
-    const int head_dim = step.params.head_dim, dtype = step.out_dtype, lane = vm.lane();
-    const Parts parts = {vm, head_dim, warps};
+    const int head_dim = step.params.head_dim, dtype = step.out_dtype, pairs = (head_dim + 1) / 2;
     const Operand out = vm.out(step);
-    const int width = head_dim + (out.numel != step.params.n_heads * head_dim ? 2 : 0);
-    const bool there = lane < warps;
+    const bool partial = out.numel != step.params.n_heads * head_dim;
+    const int width = head_dim + (partial ? 2 : 0), shift = pairs > WARP ? 32 - __clz((pairs - 1) / WARP) : 0;
 #pragma unroll 1
-    for (int h = vm.warp(); h < heads; h += VECTOR_WARPS) {
-        const float* mine = parts.row(h, there ? lane : 0) + head_dim;
-        const float seen = there ? mine[0] : -INFINITY;
-        const float highest = warp_max(seen), factor = decay(seen, highest);
-        const float total = warp_sum(there ? factor * mine[1] : 0.0f);
+    for (int unit = vm.warp(); unit < parts.heads << shift; unit += VECTOR_WARPS) {
+        const int head = unit >> shift, pair = (unit - (head << shift)) * WARP + vm.lane();
+        if (pair >= pairs) continue;
+        const float2* stats = Parts::stats(vm, head);
+        float highest = -INFINITY;
+#pragma unroll AHEAD
+        for (int part = 0; part < parts.warps; part++) highest = fmaxf(highest, stats[part].x);
+        float total = 0.0f, x = 0.0f, y = 0.0f;
 #pragma unroll 1
-        for (int d = lane; d - lane < width; d += WARP) {
-            const float* column = parts.row(h, 0) + min(d, head_dim);
-            float value = 0.0f;
-#pragma unroll 4
-            for (int part = 0; part < warps; part++) value += __shfl_sync(~0u, factor, part) * column[part * (head_dim + 2)];
-            if (d < head_dim) {
-                store_result(dtype, out, (first + h) * width + d, total == 0.0f ? 0.0f : value / total);
-            } else if (d < width) {
-                store(out, (first + h) * width + d, d == head_dim ? highest : total);
+        for (int done = 0; done < parts.warps; done += AHEAD) {
+#pragma unroll
+            for (int part = 0; part < AHEAD; part++) {
+                const int mine = min(done + part, parts.warps - 1);
+                const float2 seen = stats[mine], sums = reinterpret_cast<const float2*>(parts.row(head, mine))[pair];
+                const float factor = done + part < parts.warps ? decay(seen.x, highest) : 0.0f;
+                total += factor * seen.y;
+                x += factor * sums.x;
+                y += factor * sums.y;
             }
         }
+        const float share = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
+        const int start = (first + head) * width, at = start + 2 * pair;
+        if (2 * pair + 1 < head_dim) {
+            store_pair(dtype, out, at, x * share, y * share);
+        } else {
+            store_result(dtype, out, at, x * share);
+        }
+        if (partial && pair == 0) store_pair(AMK_DTYPE_F32, out, start + head_dim, highest, total);
     }
-    vm.sync();
 }
 
 #if FW_DTYPE != AMK_DTYPE_F32
 
-// How many 128-byte slices of the value rows are loaded with the keys, the others once there are registers for them.
-constexpr int SLICES_AHEAD = FW_THREADS <= 320 ? 2 : 1;
+// Elements of two rows of V at one column, as the product wants them: that of the lower row in the lower half.
+__device__ __forceinline__ uint32_t column(const uint4& lower, const uint4& upper, int i) {
+    const auto word = [&](const uint4& v) { return i / 2 == 0 ? v.x : i / 2 == 1 ? v.y : i / 2 == 2 ? v.z : v.w; };
+    return __byte_perm(word(lower), word(upper), i % 2 ? 0x7632 : 0x5410);
+}
 
 __device__ __forceinline__ uint32_t pack_halves(float low, float high) {
     return static_cast<uint32_t>(float_to_half(low)) | static_cast<uint32_t>(float_to_half(high)) << 16;
 }
 
-// acc[16 x 8] += a[16 x 8] b[8 x 8].
-__device__ __forceinline__ void mma_k8(float (&acc)[4], uint32_t a0, uint32_t a1, uint32_t b) {
-#if FW_DTYPE == AMK_DTYPE_F16
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-#else
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-#endif
-                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-                 : "r"(a0), "r"(a1), "r"(b));
+// What rounding to halves took from two floats, itself rounded.
+__device__ __forceinline__ uint32_t pack_rests(float low, float high, uint32_t halves) {
+    return pack_halves(low - half_to_float(static_cast<unsigned short>(halves)),
+                       high - half_to_float(static_cast<unsigned short>(halves >> 16)));
 }
 
-__device__ __forceinline__ uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+// Bytes for parts: all of the staging area behind the queries, if nothing else in the task needs it any more.
+__device__ __forceinline__ int room_for_parts(Vm vm, const amk_step_t& step) {
+    const TaskSlot& task = *vm.task();
+    const int n_steps = task.instruction.n_steps, op = vm.lane() < n_steps ? task.steps[vm.lane()].op : AMK_OP_NOP;
+    const bool multiplies = __any_sync(~0u, op == AMK_OP_GEMV_TILE || op == AMK_OP_GEMM_TILE);
+    const bool reads = step.args[1] >= FW_RESULT_REF || step.args[2] >= FW_RESULT_REF;
+    if (multiplies || reads || &step + 1 != task.steps + n_steps) return FW_WORK_BYTES;
+    const Operand& q = vm.arg(step, 0);
+    const int staged = vm.block().program.staged_bytes;
+    const int64_t behind = q.ptr - vm.block().staging() + q.numel * static_cast<int64_t>(sizeof(element_t));
+    return behind > 0 && behind <= staged ? staged - static_cast<int>(behind) : staged;
+}
 
-// Up to eight query heads of one KV head, eight rows a warp at a time, head_dim D = 64 or 128, on tensor cores. With lane =
-// 4g + t: scores are Q (heads x d) times K^T (d x rows), so lane holds head g at rows 2t, 2t+1, which is how the product of
-// V^T (d x rows) and the weights (rows x heads) wants them. Which d a fragment column means is free: each lane takes 16
-// bytes of a row at a time.
+// Query heads of one KV head: from `first` on, up to `most`.
+struct Heads {
+    int first, count, kv_head;
+    __device__ __forceinline__ Heads(const amk_step_t& step, int its_first, int most)
+        : first(its_first), count(step.params.n_heads - first), kv_head(0) {
+        if (step.params.n_kv_heads > 1) {
+            const int group = step.params.n_heads / step.params.n_kv_heads;
+            kv_head = first / group;
+            count = (kv_head + 1) * group - first;
+        }
+        count = min(count, most);
+    }
+};
+
+// The rows of a cache that a step sees, in elements; of an empty window the first row of all, so that there is one to load.
+struct Window {
+    int start, last, pitch;
+    __device__ __forceinline__ Window(Vm vm, const amk_step_t& step)
+        : start(vm.kv_len(step) > 0 ? vm.kv_start(step) : 0),
+          last(max(vm.kv_len(step) - 1, 0)),
+          pitch(step.params.n_kv_heads * step.params.head_dim) {}
+    __device__ __forceinline__ const element_t* row(const Operand& cache, int column) const {
+        return reinterpret_cast<const element_t*>(cache.ptr) + start * pitch + column;
+    }
+};
+
+// 16 rows of K and V as a warp multiplies them, head_dim D = 64 or 128. Which d a fragment column means is free: each lane takes
+// 16 bytes of a row at a time.
 template <int D>
-__device__ __forceinline__ int attend_group(Vm vm, const amk_step_t& step, int head) {
-    constexpr int CHUNKS = D / 32, SLICES = D / 64, TILES = D / 16;
-    const Place place;
-    const int g = place.lane / 4, t = place.lane % 4;
-    const int group = step.params.n_heads / step.params.n_kv_heads, kv_head = head / group;
-    const int heads = min(8, (kv_head + 1) * group - head);
-    const int pitch = step.params.n_kv_heads * D, last = vm.kv_len(step) - 1;
-    const int start = vm.kv_start(step) * pitch + kv_head * D;
-    const element_t* keys = reinterpret_cast<const element_t*>(vm.arg(step, 1).ptr);
-    const element_t* values = reinterpret_cast<const element_t*>(vm.arg(step, 2).ptr);
-    // Behind the last head that one again: each has a column of its own.
-    const element_t* query = reinterpret_cast<const element_t*>(vm.arg(step, 0).ptr) + (head + min(g, heads - 1)) * D + t * 8;
-    const float scale = step.params.scale;
-    uint4 q[CHUNKS];
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-        const uint32_t* from = reinterpret_cast<const uint32_t*>(query + c * 32);  // by words, so that none is moved
-        q[c] = {from[0], from[2], from[1], from[3]};
-    }
-    float acc[TILES][4] = {};
-    float highest = -INFINITY, total = 0.0f;
-#pragma unroll 1
-    for (int first = place.warp * 8; first <= last; first += VECTOR_WARPS * 8) {
-        asm volatile("" : "+r"(first));  // one counter: not another for each address and bound that follows from it
-        const int even = first + 2 * t;
-        const element_t* key = keys + (start + min(first + g, last) * pitch + t * 8);
-        uint4 k[CHUNKS], v[SLICES][2];
-        const auto load_values = [&](int slice) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const element_t* value = values + (start + min(even + i, last) * pitch + g * 8);
-                v[slice][i] = *reinterpret_cast<const uint4*>(value + slice * 64);
-            }
-        };
-#pragma unroll
-        for (int c = 0; c < CHUNKS; c++) k[c] = *reinterpret_cast<const uint4*>(key + c * 32);
-#pragma unroll
-        for (int s = 0; s < SLICES && s < SLICES_AHEAD; s++) load_values(s);
-        // A fragment's 16 rows are the lower and the upper half of each of the lane's 16 bytes of eight heads. Each half of
-        // the keys is multiplied with both; what it has no share in is dropped.
-        float lower[4] = {}, upper[4] = {};
-#pragma unroll
-        for (int c = 0; c < CHUNKS; c++) {
-            mma(lower, q[c], {k[c].x, k[c].y});
-            mma(upper, q[c], {k[c].z, k[c].w});
-        }
-        const float score[2] = {even <= last ? (lower[0] + upper[2]) * scale : -INFINITY,
-                                even + 1 <= last ? (lower[1] + upper[3]) * scale : -INFINITY};
-        float raised = fmaxf(score[0], score[1]);
-        raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 1));
-        raised = fmaxf(highest, fmaxf(raised, __shfl_xor_sync(~0u, raised, 2)));
-        const float factor = decay(highest, raised);
-        const float weight[2] = {decay(score[0], raised), decay(score[1], raised)};
-        highest = raised;
-        total = total * factor + weight[0] + weight[1];
-        const float low = __shfl_sync(~0u, factor, t * 8), high = __shfl_sync(~0u, factor, t * 8 + 4);
-        // Weights as the sum of two halves: one alone would round what must not be rounded yet.
-        const uint32_t weights = pack_halves(weight[0], weight[1]);
-        const uint32_t rests = pack_halves(weight[0] - half_to_float(static_cast<unsigned short>(weights)),
-                                           weight[1] - half_to_float(static_cast<unsigned short>(weights >> 16)));
-#pragma unroll
-        for (int s = 0; s < SLICES; s++) {
-            if (s >= SLICES_AHEAD) load_values(s);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {  // fragment rows g and g + 8: the lane's elements j and j + 4 of the slice
-                const uint32_t picked = j % 2 ? 0x7632 : 0x5410;
-                const uint32_t a0 = __byte_perm(word(v[s][0], j / 2), word(v[s][1], j / 2), picked);
-                const uint32_t a1 = __byte_perm(word(v[s][0], j / 2 + 2), word(v[s][1], j / 2 + 2), picked);
-                float (&tile)[4] = acc[s * 4 + j];
-                tile[0] *= low;
-                tile[1] *= high;
-                tile[2] *= low;
-                tile[3] *= high;
-                mma_k8(tile, a0, a1, weights);
-                mma_k8(tile, a0, a1, rests);
-            }
-        }
-    }
-    total += __shfl_xor_sync(~0u, total, 1);
-    total += __shfl_xor_sync(~0u, total, 2);
-    const Parts parts = {vm, D, VECTOR_WARPS};
-    const int fitting = parts.fitting();
-#pragma unroll 1
-    for (int done = 0; done < heads; done += fitting) {
-        const int now = min(fitting, heads - done);
+struct Rows {
+    static constexpr int COUNT = 16, CHUNKS = D / 32, SLICES = D / 64;
+    static constexpr int AHEAD = FW_THREADS <= 320 ? SLICES : 1;  // of V, loaded with the keys; the others once there are registers
+    uint4 k[2][CHUNKS], v[4][SLICES];
+
+    // Row `first` of the window and those behind it; behind the last one that again.
+    __device__ __forceinline__ Rows(Vm vm, const amk_step_t& step, int kv_head, int first) {
         const Place place;
-        const int g = place.lane / 4, t = place.lane % 4;
+        const Window window(vm, step);
+        const element_t* keys = window.row(vm.arg(step, 1), kv_head * D + place.lane % 4 * 8);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int h = 2 * t + i - done;
-            if (h < 0 || h >= now) continue;
-            float* row = parts.row(h, place.warp) + g * 8;
+            const element_t* key = keys + min(first + 8 * i + place.lane / 4, window.last) * window.pitch;
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++) {
-                row[tile / 4 * 64 + tile % 4] = acc[tile][i];
-                row[tile / 4 * 64 + tile % 4 + 4] = acc[tile][i + 2];
+            for (int c = 0; c < CHUNKS; c++) k[i][c] = *reinterpret_cast<const uint4*>(key + c * 32);
+        }
+        load_values(vm, step, kv_head, first, 0, AHEAD);
+    }
+    // Slices from `slice` to before `end` of the same rows.
+    __device__ __forceinline__ void load_values(Vm vm, const amk_step_t& step, int kv_head, int first, int slice, int end) {
+        const Place place;
+        const Window window(vm, step);
+        const element_t* values = window.row(vm.arg(step, 2), kv_head * D + place.lane / 4 * 8);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const element_t* value = values + min(first + place.lane % 4 * 2 + i % 2 + i / 2 * 8, window.last) * window.pitch;
+#pragma unroll
+            for (int s = slice; s < end; s++) v[i][s] = *reinterpret_cast<const uint4*>(value + s * 64);
+        }
+    }
+};
+
+// The running softmax of up to eight query heads of one KV head, on tensor cores. With lane = 4g + t: scores are Q (heads x d)
+// times K^T (d x rows), so lane holds head g at rows 2t, 2t+1 and 2t+8, 2t+9, which is how the product of V^T (d x rows) and
+// the weights (rows x heads) wants them. The weighted sums stay in shared memory: registers hold rows on their way.
+template <int D>
+struct Softmax {
+    static constexpr int TILES = D / 16;
+    float highest = -INFINITY, total = 0.0f;
+
+    // Add rows `first` of the window and those behind it to what the warp has, if that is `begun`.
+    __device__ __forceinline__ void add(Vm vm, const amk_step_t& step, const Parts& parts, Heads heads, int first, Rows<D>& rows, bool begun) {
+        const Place place;
+        const int g = place.lane / 4, t = place.lane % 4;
+        // Behind the last head that one again: each has a column of its own.
+        const element_t* query = reinterpret_cast<const element_t*>(vm.arg(step, 0).ptr) + (heads.first + min(g, heads.count - 1)) * D + t * 8;
+        const int left = vm.kv_len(step) - 1 - first - 2 * t;  // rows behind this lane's first
+        float weight[4], raised = highest;
+        // A fragment's 16 rows are the lower and the upper half of each of the lane's 16 bytes of eight heads. Each half of
+        // the keys is multiplied with both; what it has no share in is dropped.
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float lower[4] = {}, upper[4] = {};
+#pragma unroll
+            for (int c = 0; c < Rows<D>::CHUNKS; c++) {
+                const uint4 words = *reinterpret_cast<const uint4*>(query + c * 32), q = {words.x, words.z, words.y, words.w};
+                mma(lower, q, {rows.k[i][c].x, rows.k[i][c].y});
+                mma(upper, q, {rows.k[i][c].z, rows.k[i][c].w});
+            }
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const float score = (lower[j] + upper[j + 2]) * step.params.scale;
+                weight[i * 2 + j] = j + i * 8 <= left ? score : -INFINITY;
+                raised = fmaxf(raised, weight[i * 2 + j]);
             }
         }
-        if (t == 0 && g >= done && g < done + now) {
-            float* row = parts.row(g - done, place.warp) + D;
-            row[0] = highest;
-            row[1] = total;
+        rows.load_values(vm, step, heads.kv_head, first, Rows<D>::AHEAD, Rows<D>::SLICES);
+        raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 1));
+        raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 2));
+        const float factor = decay(highest, raised);
+        highest = raised;
+        total *= factor;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            weight[i] = decay(weight[i], raised);
+            total += weight[i];
         }
-        merge(vm, step, VECTOR_WARPS, head + done, now);
+        const float low = __shfl_sync(~0u, factor, t * 8), high = __shfl_sync(~0u, factor, t * 8 + 4);
+        // Weights as the sum of two halves: one alone would round what must not be rounded yet.
+        const uint2 weights = {pack_halves(weight[0], weight[1]), pack_halves(weight[2], weight[3])};
+        const uint2 rests = {pack_rests(weight[0], weight[1], weights.x), pack_rests(weight[2], weight[3], weights.y)};
+#pragma unroll
+        for (int s = 0; s < Rows<D>::SLICES; s++) {
+            float4 sums[2][2] = {};  // of heads 2t, 2t+1: elements 0-3 and 4-7 of the lane's eight
+            const auto row = [&](int i) {
+                return reinterpret_cast<float4*>(parts.row(min(2 * t + i, heads.count - 1), place.warp) + s * 64 + g * 8);
+            };
+            const auto scaled = [](const float4& v, float by) { return float4{v.x * by, v.y * by, v.z * by, v.w * by}; };
+            if (begun) {
+                sums[0][0] = scaled(row(0)[0], low), sums[0][1] = scaled(row(0)[1], low);
+                sums[1][0] = scaled(row(1)[0], high), sums[1][1] = scaled(row(1)[1], high);
+            }
+            const auto multiply = [&](int j, float& a, float& b, float& c, float& d) {  // fragment rows g and g + 8: elements j and j + 4
+                const uint4(&v)[4][Rows<D>::SLICES] = rows.v;
+                const uint4 columns = {column(v[0][s], v[1][s], j), column(v[0][s], v[1][s], j + 4),
+                                       column(v[2][s], v[3][s], j), column(v[2][s], v[3][s], j + 4)};
+                float acc[4] = {a, b, c, d};
+                mma(acc, columns, weights);
+                mma(acc, columns, rests);
+                a = acc[0], b = acc[1], c = acc[2], d = acc[3];
+            };
+            multiply(0, sums[0][0].x, sums[1][0].x, sums[0][1].x, sums[1][1].x);
+            multiply(1, sums[0][0].y, sums[1][0].y, sums[0][1].y, sums[1][1].y);
+            multiply(2, sums[0][0].z, sums[1][0].z, sums[0][1].z, sums[1][1].z);
+            multiply(3, sums[0][0].w, sums[1][0].w, sums[0][1].w, sums[1][1].w);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                if (2 * t + i >= heads.count) continue;
+                row(i)[0] = sums[i][0];
+                row(i)[1] = sums[i][1];
+            }
+        }
     }
-    return head + heads;
+};
+
+// All of a ROPE step of one position, up to eight heads of D. A warp takes 32 pairs of a head at a time; the first ones are
+// loaded apart.
+template <int D>
+struct Rotation {
+    RopePair pair;
+    static __device__ __forceinline__ int element(int unit) { return unit / (D / 64) * D + unit % (D / 64) * WARP + Place().lane; }
+    __device__ __forceinline__ void load(Vm vm, const amk_step_t& rope, int unit) {
+        if (unit < rope.out_numel / 64) pair.load(vm, rope, element(unit), D);
+    }
+    __device__ __forceinline__ void finish(Vm vm, const amk_step_t& rope) {
+#pragma unroll 1
+        for (int unit = Place().warp; unit < rope.out_numel / 64; load(vm, rope, unit)) {
+            const float2 turned = pair.turned(rope.out_dtype);
+            element_t* rotated = reinterpret_cast<element_t*>(vm.out(rope).ptr) + element(unit);
+            rotated[0] = from_float<element_t>(turned.x);
+            rotated[D / 2] = from_float<element_t>(turned.y);
+            unit += VECTOR_WARPS;
+        }
+        vm.sync();
+    }
+};
+
+// Up to eight query heads of one KV head from `head` on, 16 rows a warp at a time; the next head. All that a warp multiplies
+// at once is under way before it waits for anything, and before the step before, if it `rotates` the queries and left that to
+// this one, is done.
+template <int D>
+__device__ __forceinline__ int attend_group(Vm vm, const amk_step_t& step, bool rotates, int head) {
+    constexpr int COUNT = Rows<D>::COUNT, PITCH = D + (VECTOR_WARPS < 16 ? 8 : 4);  // for the banks
+    const int warps = min(VECTOR_WARPS, (vm.kv_len(step) + COUNT - 1) / COUNT);
+    const int fitting = room_for_parts(vm, step) / (max(warps, 1) * PITCH * static_cast<int>(sizeof(float)));
+    const Heads heads(step, head, min(fitting, 8));
+    const Parts parts(vm, PITCH, warps, heads.count);
+    Softmax<D> softmax;
+    Rotation<D> rotation;
+    if (rotates) rotation.load(vm, (&step)[-1], Place().warp);
+#pragma unroll 1
+    for (int first = Place().warp * COUNT;;) {
+        Rows<D> rows(vm, step, heads.kv_head, first);
+        if (rotates) rotation.finish(vm, (&step)[-1]);
+        rotates = false;
+        if (first < vm.kv_len(step)) softmax.add(vm, step, parts, heads, first, rows, first >= VECTOR_WARPS * COUNT);
+        first += VECTOR_WARPS * COUNT;
+        if (first >= vm.kv_len(step)) break;
+    }
+    softmax.total += __shfl_xor_sync(~0u, softmax.total, 1);
+    softmax.total += __shfl_xor_sync(~0u, softmax.total, 2);
+    const Place place;
+    if (place.lane % 4 == 0 && place.lane / 4 < heads.count) {
+        Parts::stats(vm, place.lane / 4)[place.warp] = {softmax.highest, softmax.total};
+    }
+    merge(vm, step, parts, head);
+    return head + heads.count;
 }
+
+// Whether a step's operands and sizes are those that tensor cores take.
+__device__ __forceinline__ bool has_groups(Vm vm, const amk_step_t& step) {
+    const int head_dim = step.params.head_dim;
+    return (head_dim == 64 || head_dim == 128) && step.n_args == 3 && packs(vm.arg(step, 0)) && packs(vm.arg(step, 1)) &&
+           packs(vm.arg(step, 2));
+}
+
+// Whether the step before is a ROPE that makes the queries and leaves it to this step, whose loads need not wait for it.
+__device__ __forceinline__ bool rotates_queries(Vm vm, const amk_step_t& step) {
+    const amk_step_t* steps = vm.task()->steps;
+    const amk_step_t* rope = &step - 1;
+    if (step.args[0] < FW_RESULT_REF || steps + (step.args[0] - FW_RESULT_REF) != rope || rope->op != AMK_OP_ROPE) return false;
+    return rope->out < 0 && step.args[1] < FW_RESULT_REF && step.args[2] < FW_RESULT_REF &&
+           rope->params.head_dim == step.params.head_dim && rope->out_numel == step.params.n_heads * step.params.head_dim &&
+           vm.arg(*rope, 0).dtype == FW_DTYPE && vm.arg(*rope, 1).numel == 1 && has_groups(vm, step);
+}
+
+#else
+
+__device__ __forceinline__ bool rotates_queries(Vm vm, const amk_step_t& step) { return false; }
 
 #endif
 
@@ -234,7 +358,8 @@ __device__ __forceinline__ void attend_head(Vm vm, const amk_step_t& step, int h
             if (d < head_dim) acc[p] = acc[p] * factor + weight * load(v, at + d);
         }
     }
-    const Parts parts = {vm, head_dim, warps};
+    const Parts parts(vm, (head_dim + 1) / 2 * 2, warps, 1);
+    vm.sync();  // those who still read what lay there before
     if (vm.warp() < warps) {
         float* row = parts.row(0, vm.warp());
 #pragma unroll
@@ -242,22 +367,19 @@ __device__ __forceinline__ void attend_head(Vm vm, const amk_step_t& step, int h
             const int d = vm.lane() + p * WARP;
             if (d < head_dim) row[d] = acc[p];
         }
-        if (vm.lane() == 0) {
-            row[head_dim] = highest;
-            row[head_dim + 1] = total;
-        }
+        if (vm.lane() == 0) Parts::stats(vm, 0)[vm.warp()] = {highest, total};
     }
-    merge(vm, step, warps, head, 1);
+    merge(vm, step, parts, head);
 }
 
 FW_MICRO_KERNEL op_attention_tile(Vm vm, const amk_step_t& step) {
 #if FW_DTYPE != AMK_DTYPE_F32
-    const int head_dim = step.params.head_dim;
-    if ((head_dim == 64 || head_dim == 128) && step.n_args == 3 && packs(vm.arg(step, 0)) && packs(vm.arg(step, 1)) &&
-        packs(vm.arg(step, 2))) {
+    if (has_groups(vm, step)) {
+        bool rotates = rotates_queries(vm, step);
 #pragma unroll 1
-        for (int head = 0; head < step.params.n_heads;) {
-            head = step.params.head_dim == 64 ? attend_group<64>(vm, step, head) : attend_group<128>(vm, step, head);
+        for (int head = 0; head < step.params.n_heads; rotates = false) {
+            if (head > 0) vm.sync();  // those who still merge what they had of the heads before
+            head = step.params.head_dim == 64 ? attend_group<64>(vm, step, rotates, head) : attend_group<128>(vm, step, rotates, head);
         }
         return;
     }

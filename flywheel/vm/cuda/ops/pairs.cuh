@@ -1,0 +1,26 @@
+// What attention and the merge of its partials share: results two at a time, and steps that another one has done.
+#pragma once
+
+#include "../pointwise.cuh"
+
+__device__ __forceinline__ float decay(float from, float to) { return from == -INFINITY ? 0.0f : __expf(from - to); }
+
+// Elements i and i + 1 of a result, in one go where they are aligned.
+__device__ __forceinline__ void store_pair(int dtype, const Operand& out, int i, float x, float y) {
+    x = round_to(dtype, x);
+    y = round_to(dtype, y);
+    const uint64_t address = reinterpret_cast<uint64_t>(out.ptr) + static_cast<int64_t>(i) * (is_half(out.dtype) ? 2 : 4);
+    if (out.dtype == AMK_DTYPE_F32 && address % 8 == 0) {
+        *reinterpret_cast<float2*>(address) = {x, y};
+    } else if (is_half(out.dtype) && address % 4 == 0) {
+        *reinterpret_cast<uint32_t*>(address) = float_to_half(x) | static_cast<uint32_t>(float_to_half(y)) << 16;
+    } else {
+        store(out, i, x);
+        store(out, i + 1, y);
+    }
+}
+
+// For the loop over the task's steps, once all vector warps have met: `step`, which is behind the one that runs, is done.
+__device__ __forceinline__ void mark_done(Vm vm, const amk_step_t& step) {
+    if (vm.thread() == 0) vm.task()->steps[&step - vm.task()->steps].flags |= FW_STEP_VIEW;
+}
