@@ -93,6 +93,10 @@ __device__ __forceinline__ void store32(void* to, uint32_t bits) {
     asm volatile("st.relaxed.gpu.u32 [%0], %1;" ::"l"(to), "r"(bits));
 }
 
+__device__ __forceinline__ void store64(void* to, const float2& v) {
+    asm volatile("st.relaxed.gpu.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(v.x), "f"(v.y));
+}
+
 __device__ __forceinline__ void store_half(void* to, unsigned short bits) {
     asm volatile("st.relaxed.gpu.u16 [%0], %1;" ::"l"(to), "h"(bits));
 }
@@ -107,6 +111,9 @@ constexpr unsigned short ABSENT16 = 0xffff;
 
 // Whether a half of ~bits is zero.
 __device__ __forceinline__ bool has_absent_half(uint32_t bits) { return ((~bits - 0x00010001) & bits & 0x80008000) != 0; }
+
+__device__ __forceinline__ bool is_absent(float value) { return __float_as_uint(value) == ABSENT32; }
+__device__ __forceinline__ bool is_absent(unsigned short bits) { return bits == ABSENT16; }
 
 // Whether each of the elements of 16 bytes is written.
 __device__ __forceinline__ bool all_present(int dtype, const uint4& v) {

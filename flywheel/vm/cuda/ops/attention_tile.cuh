@@ -189,7 +189,7 @@ struct Softmax {
             float lower[4] = {}, upper[4] = {};
 #pragma unroll
             for (int c = 0; c < Rows<D>::CHUNKS; c++) {
-                const uint4 words = *reinterpret_cast<const uint4*>(query + c * 32), q = {words.x, words.z, words.y, words.w};
+                const uint4 words = load128(query + c * 32), q = {words.x, words.z, words.y, words.w};
                 mma(lower, q, {rows.k[i][c].x, rows.k[i][c].y});
                 mma(upper, q, {rows.k[i][c].z, rows.k[i][c].w});
             }
@@ -261,6 +261,7 @@ struct Rotation {
     __device__ __forceinline__ void finish(Vm vm, const amk_step_t& rope) {
 #pragma unroll 1
         for (int unit = Place().warp; unit < rope.out_numel / 64; load(vm, rope, unit)) {
+            pair.settle(vm, rope, element(unit), D);
             const float2 turned = pair.turned(rope.out_dtype);
             element_t* rotated = reinterpret_cast<element_t*>(vm.out(rope).ptr) + element(unit);
             rotated[0] = from_float<element_t>(turned.x);
@@ -268,6 +269,7 @@ struct Rotation {
             unit += VECTOR_WARPS;
         }
         vm.sync();
+        vm.stamp(FW_STAMP_READY);
     }
 };
 
@@ -373,6 +375,7 @@ __device__ __forceinline__ void attend_head(Vm vm, const amk_step_t& step, int h
 }
 
 FW_MICRO_KERNEL op_attention_tile(Vm vm, const amk_step_t& step) {
+    vm.await(vm.arg(step, 0));
 #if FW_DTYPE != AMK_DTYPE_F32
     if (has_groups(vm, step)) {
         bool rotates = rotates_queries(vm, step);

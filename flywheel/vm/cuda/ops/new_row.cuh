@@ -70,9 +70,21 @@ __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
             const int i = lane + p * WARP;
             keys[p].load(vm, *row.key_rope, i, D);
             queries[p].load(vm, *row.query_rope, head * D + i, D);
-            value[p][0] = values[i];
-            value[p][1] = values[i + HALF];
+            value[p][0] = load_element(values + i);
+            value[p][1] = load_element(values + i + HALF);
         }
+        const bool awaited = vm.arg(*row.value, 0).layout == FW_LAYOUT_AWAITED;
+#pragma unroll
+        for (int p = 0; p < PAIRS; p++) {
+            const element_t* from = values + lane + p * WARP;
+            while (awaited && (is_absent(value[p][0]) || is_absent(value[p][1])) && vm.again()) {
+                value[p][0] = load_element(from);
+                value[p][1] = load_element(from + HALF);
+            }
+            keys[p].settle(vm, *row.key_rope, lane + p * WARP, D);
+            queries[p].settle(vm, *row.query_rope, head * D + lane + p * WARP, D);
+        }
+        vm.stamp(FW_STAMP_READY);
         float score = 0.0f;
 #pragma unroll
         for (int p = 0; p < PAIRS; p++) {

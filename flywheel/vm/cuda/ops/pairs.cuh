@@ -11,9 +11,9 @@ __device__ __forceinline__ void store_pair(int dtype, const Operand& out, int i,
     y = round_to(dtype, y);
     const uint64_t address = reinterpret_cast<uint64_t>(out.ptr) + static_cast<int64_t>(i) * (is_half(out.dtype) ? 2 : 4);
     if (out.dtype == AMK_DTYPE_F32 && address % 8 == 0) {
-        *reinterpret_cast<float2*>(address) = {x, y};
+        store64(reinterpret_cast<void*>(address), {x, y});
     } else if (is_half(out.dtype) && address % 4 == 0) {
-        *reinterpret_cast<uint32_t*>(address) = float_to_half(x) | static_cast<uint32_t>(float_to_half(y)) << 16;
+        store32(reinterpret_cast<void*>(address), float_to_half(x) | static_cast<uint32_t>(float_to_half(y)) << 16);
     } else {
         store(out, i, x);
         store(out, i + 1, y);

@@ -39,11 +39,19 @@ struct RopePair {
     float frequency;
     int position;
     __device__ __forceinline__ void load(Vm vm, const amk_step_t& rope, int at, int head_dim) {
-        const element_t* x = reinterpret_cast<const element_t*>(vm.arg(rope, 0).ptr) + at;
-        low = x[0];
-        high = x[head_dim / 2];
+        load_x(vm, rope, at, head_dim);
         frequency = vm.floats()[rope.rope + at % head_dim];
         position = load_int(vm.arg(rope, 1), 0);
+    }
+    __device__ __forceinline__ void load_x(Vm vm, const amk_step_t& rope, int at, int head_dim) {
+        const element_t* x = reinterpret_cast<const element_t*>(vm.arg(rope, 0).ptr) + at;
+        low = load_element(x);
+        high = load_element(x + head_dim / 2);
+    }
+    // Loaded anew until it is written, where the step waits for that.
+    __device__ __forceinline__ void settle(Vm vm, const amk_step_t& rope, int at, int head_dim) {
+        if (vm.arg(rope, 0).layout != FW_LAYOUT_AWAITED) return;
+        while ((is_absent(low) || is_absent(high)) && vm.again()) load_x(vm, rope, at, head_dim);
     }
     __device__ __forceinline__ float2 turned(int dtype) const {
         const float2 pair = rotate(to_float(low), to_float(high), sine_cosine(static_cast<float>(position) * frequency));
@@ -76,8 +84,8 @@ __device__ __forceinline__ void rotate_heads(Vm vm, const amk_step_t& step, cons
 #pragma unroll
                 for (int h = 0; h < AHEAD; h++) {
                     const T* source = from + s * row + (at + h * stride < row ? at + h * stride : at);
-                    pair[h][0] = source[0];
-                    pair[h][1] = source[half];
+                    pair[h][0] = load_element(source);
+                    pair[h][1] = load_element(source + half);
                 }
                 const float frequency = frequencies[i];
                 const float position = static_cast<float>(load_int(positions, s));
