@@ -89,6 +89,12 @@ __device__ __forceinline__ uint4 load128(const void* from) {
 __device__ __forceinline__ float load_element(const float* from) { return __uint_as_float(load32(from)); }
 __device__ __forceinline__ unsigned short load_element(const unsigned short* from) { return load_half(from); }
 
+__device__ __forceinline__ float2 load64(const float2* from) {
+    float2 v;
+    asm volatile("ld.relaxed.gpu.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from));
+    return v;
+}
+
 __device__ __forceinline__ void store32(void* to, uint32_t bits) {
     asm volatile("st.relaxed.gpu.u32 [%0], %1;" ::"l"(to), "r"(bits));
 }

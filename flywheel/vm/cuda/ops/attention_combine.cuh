@@ -1,21 +1,11 @@
 // ATTENTION_COMBINE: 2..8 partials [n_heads, head_dim + 2] into one, normalised or, where the result is as wide, a partial.
 // With M the largest m and w = l * exp(m - M) of each part: sum(w * o) / sum(w), and M and sum(w); nothing seen gives 0.
 // Rounding: fp32 throughout, once to the step's dtype, then to the output's.
-// A warp takes some heads at once, two elements a lane; lane p of eight makes the weight of part p. Nothing waits.
+// A warp takes four heads at once, two elements of each a lane; lane 8h + p makes the weight of part p of head h. All that a
+// lane reads is under way at once, and no warp waits for another: the latency of L2 is what this costs.
 #pragma once
 
-#include "../pointwise.cuh"
-
-
-__device__ __forceinline__ float2 load_pair(const float2* from) {
-    float2 v;
-    asm volatile("ld.relaxed.gpu.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from));
-    return v;
-}
-
-__device__ __forceinline__ bool is_written(const float2& v) {
-    return __float_as_uint(v.x) != ABSENT32 && __float_as_uint(v.y) != ABSENT32;
-}
+#include "pairs.cuh"
 
 struct HeadLayout {
     int n_heads, head_dim;
@@ -51,71 +41,75 @@ struct Merged {
     }
 };
 
-// Of at most PARTS parts, rows of the result in slices of WARP pairs; a partial's last pair is m and l. `part` is this lane's.
-// HEADS are loaded before any is computed: the latency of L2 is what this costs.
-template <int PARTS, int HEADS>
+// Of at most PARTS parts. `part` is the one that this lane weighs. The next 32 pairs of a head are loaded as soon as its
+// last ones are added up.
+template <int PARTS>
 __device__ __forceinline__ void combine_pairs(
     Vm vm, const amk_step_t& step, const Operand& part, const Operand& out, HeadLayout layout, int row) {
+    constexpr int HEADS = WARP / AMK_MAX_INPUTS;
     const bool awaited = __any_sync(~0u, part.layout == FW_LAYOUT_AWAITED);
     const int parts = step.n_args, dtype = step.out_dtype, lane = vm.lane();
     const int n_heads = layout.n_heads, pairs = layout.head_dim / 2;
-    const float2* own = reinterpret_cast<const float2*>(part.ptr);
-    const float2* all[PARTS];
-#pragma unroll
-    for (int p = 0; p < PARTS; p++) {
-        all[p] = reinterpret_cast<const float2*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(own), p));
-    }
 #pragma unroll 1
-    for (int pair = lane; pair - lane < row / 2; pair += WARP) {
-        const int column = min(pair, pairs);
-#pragma unroll 1
-        for (int first = vm.warp() * HEADS; first < n_heads; first += VECTOR_WARPS * HEADS) {
-            float2 stats[HEADS], value[HEADS][PARTS];
+    for (int first = vm.warp() * HEADS; first < n_heads; first += VECTOR_WARPS * HEADS) {
+        const int own = min(first + lane / AMK_MAX_INPUTS, n_heads - 1);
+        const float2* from = reinterpret_cast<const float2*>(part.ptr) + own * (pairs + 1) + pairs;
+        float2 stats = load64(from);
+        float2 value[HEADS][PARTS];
+        const auto load_head = [&](int h, int start) {
+            const int at = min(first + h, n_heads - 1) * (pairs + 1) + min(start + lane, pairs - 1);
 #pragma unroll
-            for (int h = 0; h < HEADS; h++) {
-                const int base = min(first + h, n_heads - 1) * (pairs + 1);
-                stats[h] = load_pair(own + base + pairs);
-#pragma unroll
-                for (int p = 0; p < PARTS; p++) {
-                    value[h][p] = p < parts ? load_pair(all[p] + base + column) : float2{0.0f, 0.0f};
-                }
+            for (int p = 0; p < PARTS; p++) {
+                if (p < parts) value[h][p] = load64(reinterpret_cast<const float2*>(vm.arg(step, p).ptr) + at);
             }
-            bool again = awaited;
-            while (again) {
-                again = false;
+        };
+        const auto settle_heads = [&](int start) {
+            bool all = !awaited;
+            while (!all) {
+                all = true;
 #pragma unroll
                 for (int h = 0; h < HEADS; h++) {
+                    bool there = true;
 #pragma unroll
-                    for (int p = 0; p < PARTS; p++) {
-                        if (p < parts && !is_written(value[h][p])) {
-                            value[h][p] = load_pair(all[p] + min(first + h, n_heads - 1) * (pairs + 1) + column);
-                            again = true;
-                        }
-                    }
+                    for (int p = 0; p < PARTS; p++) there = there && !is_absent(value[h][p].x) && !is_absent(value[h][p].y);
+                    if (there) continue;
+                    load_head(h, start);
+                    all = false;
                 }
-                again = again && vm.again();
+                if (!vm.again()) break;
             }
+        };
+#pragma unroll
+        for (int h = 0; h < HEADS; h++) {
+#pragma unroll
+            for (int p = 0; p < PARTS; p++) value[h][p] = {0.0f, 0.0f};
+            load_head(h, 0);
+        }
+        while (awaited && (is_absent(stats.x) || is_absent(stats.y)) && vm.again()) stats = load64(from);
+        __syncwarp();  // few words to ask for; what they belong to is there soon
+        settle_heads(0);
+        vm.stamp(FW_STAMP_READY);
+        const Merged merged(stats, lane, parts);
+#pragma unroll 1
+        for (int start = 0; start < pairs; start += WARP) {
+            if (start > 0) settle_heads(start);
 #pragma unroll
             for (int h = 0; h < HEADS; h++) {
-                const Merged merged(stats[h], lane, parts);
                 float x = 0.0f, y = 0.0f;
 #pragma unroll
                 for (int p = 0; p < PARTS; p++) {
-                    const float weight = __shfl_sync(~0u, merged.weight, p);
+                    const float weight = __shfl_sync(~0u, merged.weight, h * AMK_MAX_INPUTS + p);
                     x += weight * value[h][p].x;
                     y += weight * value[h][p].y;
                 }
-                if (merged.sum == 0.0f) x = y = 0.0f;
-                if (pair >= pairs) {
-                    x = merged.highest;
-                    y = merged.sum;
-                }
-                if (pair < row / 2 && first + h < n_heads) {
-                    const int at = (first + h) * row + 2 * pair;
-                    store_result(dtype, out, at, x);
-                    store_result(dtype, out, at + 1, y);
-                }
+                if (start + WARP < pairs) load_head(h, start + WARP);
+                if (__shfl_sync(~0u, merged.sum, h * AMK_MAX_INPUTS) == 0.0f) x = y = 0.0f;
+                const int pair = start + lane;
+                if (pair < pairs && first + h < n_heads) store_pair(dtype, out, (first + h) * row + 2 * pair, x, y);
             }
+        }
+        if (row > layout.head_dim && lane % AMK_MAX_INPUTS == 0 && first + lane / AMK_MAX_INPUTS < n_heads) {
+            store_pair(dtype, out, own * row + layout.head_dim, merged.highest, merged.sum);
         }
     }
 }
@@ -145,31 +139,17 @@ __device__ __forceinline__ void combine_elements(
     }
 }
 
-// Until m and l of all parts are written, few words for many to ask for; what they belong to is there soon.
-__device__ __forceinline__ void await_stats(Vm vm, const amk_step_t& step, HeadLayout layout) {
-#pragma unroll 1
-    for (int i = vm.thread(); i < step.n_args * layout.n_heads; i += VECTOR_THREADS) {
-        const int head = i / step.n_args, end = head * (layout.head_dim + 2) + layout.head_dim;
-        const Operand& part = vm.arg(step, i - head * step.n_args);
-        vm.load_written(part, end);
-        vm.load_written(part, end + 1);
-    }
-    vm.sync();
-    vm.stamp(FW_STAMP_READY);
-}
-
 FW_MICRO_KERNEL op_attention_combine(Vm vm, const amk_step_t& step) {
     const Operand out = vm.out(step);
     const Operand part = vm.arg(step, min(vm.lane() % AMK_MAX_INPUTS, step.n_args - 1));
     const HeadLayout layout = head_layout(step, part.numel, out.numel);
-    const int row = out.numel / layout.n_heads;
-    await_stats(vm, step, layout);
+    const int row = layout.head_dim + (out.numel == layout.n_heads * layout.head_dim ? 0 : 2);
     const bool pairs = part.dtype == AMK_DTYPE_F32 && reinterpret_cast<uint64_t>(part.ptr) % 8 == 0;
     if (layout.head_dim % 2 == 0 && __all_sync(~0u, pairs)) {
         if (step.n_args <= 6) {  // as many as fit beside a weight and a residual
-            combine_pairs<6, 2>(vm, step, part, out, layout, row);
+            combine_pairs<6>(vm, step, part, out, layout, row);
         } else {
-            combine_pairs<AMK_MAX_INPUTS, 2>(vm, step, part, out, layout, row);
+            combine_pairs<AMK_MAX_INPUTS>(vm, step, part, out, layout, row);
         }
     } else {
         for (int p = 0; p < step.n_args; p++) vm.await(vm.arg(step, p));
