@@ -30,16 +30,18 @@ __device__ __forceinline__ bool may_stream(Block& block, int queue_index) {
 }
 
 __device__ __noinline__ void run_loader() {
-    Block& block = this_block();
+    Block& block = kept_block();
     const amk_segment_t* segments = reinterpret_cast<const amk_segment_t*>(block.program.segments);
+    const Ring ring = {block.ring.slots, block.ring_full, block.ring_empty, block.ring.n_slots, block.ring.chunk_bytes};
+    const int inflight = block.program.inflight_chunks, end = block.stream_end;
     RingPlace place = {0, 0}, landed = {0, 0};
     int issued = 0;
     Waited waited;
     amk_segment_t next = {};
-    if (block.stream_first < block.stream_end) next = segments[block.stream_first];
-    for (int index = block.stream_first; index < block.stream_end; index++) {
+    if (block.stream_first < end) next = segments[block.stream_first];
+    for (int index = block.stream_first; index < end; index++) {
         const amk_segment_t segment = next;
-        if (index + 1 < block.stream_end) next = segments[index + 1];
+        if (index + 1 < end) next = segments[index + 1];
         waited.begin();
         if (!may_stream(block, segment.queue_index)) return drain(block, place, issued);
         waited.end();
@@ -47,15 +49,15 @@ __device__ __noinline__ void run_loader() {
         for (int row_block = 0; row_block < segment.row_blocks; row_block++, row += segment.row_stride) {
             for (int k = 0; k < segment.kblocks; k += segment.chunk_kblocks) {
                 waited.begin();
-                if (!block.ring.wait_empty(place, &block.aborted)) return drain(block, place, issued);
+                if (!ring.wait_empty(place, &block.aborted)) return drain(block, place, issued);
                 waited.end();
-                if (issued >= block.program.inflight_chunks) {
-                    if (!block.ring.wait_landed(landed, &block.aborted)) return drain(block, place, issued);
-                    landed.advance(1, block.ring.n_slots);
+                if (issued >= inflight) {
+                    if (!ring.wait_landed(landed, &block.aborted)) return drain(block, place, issued);
+                    landed.advance(1, ring.n_slots);
                 }
                 const uint32_t bytes = min(segment.chunk_kblocks, segment.kblocks - k) * FRAGMENT_BYTES;
-                block.ring.fill(place, row + static_cast<long long>(k) * FRAGMENT_BYTES, bytes, lane_id());
-                place.advance(1, block.ring.n_slots);
+                ring.fill(place, row + static_cast<long long>(k) * FRAGMENT_BYTES, bytes, lane_id());
+                place.advance(1, ring.n_slots);
                 issued++;
             }
         }
