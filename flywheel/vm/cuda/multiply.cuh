@@ -79,8 +79,8 @@ __device__ __forceinline__ void mma(float (&acc)[4], const uint4& a, const uint2
                  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
-#ifndef FW_X_ROUND
-#define FW_X_ROUND 8
+#ifndef FW_X_ROUND  // 8 or 4, to be timed; larger blocks have no registers for 8
+#define FW_X_ROUND (FW_THREADS <= 512 ? 8 : 4)
 #endif
 
 constexpr int ROUND = FW_X_ROUND;  // fragments that are loaded together
@@ -262,7 +262,8 @@ struct Part {
     int first, count;
 };
 
-// A warp's share among the `members` of its group, in 1/65536 of a chunk.
+// A warp's share among the `members` of its group, in 1/65536 of a chunk, rounded up by less than makes a fragment of the last
+// one's end: no division for each chunk.
 class Share {
     uint32_t begin, end;
 
@@ -289,8 +290,8 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
     const bool idle = group >= groups;
     const Ring ring = {block.ring.slots, block.ring_full, block.ring_empty, block.ring.n_slots, block.ring.chunk_bytes};
     RingPlace place = {idle ? 0 : group, 0};
-    int chunk = place.slot;   // the group's next one, counted from the start of the segment
-    uint32_t x_round = 0;     // stagings seen
+    int chunk = place.slot;  // the group's next one, counted from the start of the segment
+    uint32_t x_round = 0;    // stagings seen
     Waited waited;
     Product product;
     SegmentWord word;
