@@ -93,9 +93,9 @@ __device__ __forceinline__ Block& this_block() { return *reinterpret_cast<Block*
 
 // The same for a loop that must not wait: there the compiler would find out the address again each time.
 __device__ __forceinline__ Block& kept_block() {
-    Block* block = &this_block();
-    asm volatile("" : "+l"(block));
-    return *block;
+    uint32_t address = shared_address(&this_block());
+    asm volatile("" : "+r"(address));
+    return *static_cast<Block*>(__cvta_shared_to_generic(address));
 }
 
 static_assert(sizeof(Block) <= PARTIAL_OFFSET, "barriers and task slots outgrow the reserved bytes");

@@ -47,12 +47,12 @@ __device__ __forceinline__ void enter(Block& block, uint32_t launch, int positio
 }
 
 // The last block to leave counts the launch.
-__device__ __forceinline__ void leave(const amk_program_t& program, uint32_t launch) {
+__device__ __forceinline__ void leave(const amk_program_t& program) {
     uint32_t* state = reinterpret_cast<uint32_t*>(program.state);
     __threadfence();
     if (atomicAdd(&state[1], 1u) == gridDim.x - 1) {
         state[1] = 0;
-        state[0] = launch + 1;
+        state[0]++;
     }
 }
 
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(FW_THREADS, 1) megakernel(const amk
     __syncthreads();
     if (threadIdx.x == 0) {
         anchor(block, FW_ANCHOR_LAST_NS);
-        leave(program, launch);
+        leave(program);
     }
 }
 

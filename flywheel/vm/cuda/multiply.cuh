@@ -18,7 +18,11 @@ struct Product {
 #pragma unroll
         for (int m = 0; m < FW_MAX_ROWS; m++) acc[m][0] = acc[m][1] = 0.0f;
     }
-    __device__ __forceinline__ void add(const char* fragments, const element_t* x, int x_stride, int rows, int count, int lane) {
+    static constexpr int PRELOADED = 1 << 30;  // none is that long
+    __device__ __forceinline__ void preload(const char* fragments, int lane) {}
+    template <typename Next>
+    __device__ __forceinline__ void add(const char* fragments, const element_t* x, int x_stride, int rows, int count, int lane,
+                                        Next next) {
         const char* a = fragments + lane * 32;
         const float* b = x + (lane & 3) * 4;
         for (int k = 0; k < count; k++, a += FRAGMENT_BYTES, b += 16) {
@@ -75,30 +79,40 @@ __device__ __forceinline__ void mma(float (&acc)[4], const uint4& a, const uint2
                  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
-// A fragment a chain: weights and the vector.
-struct Round {
-    static constexpr int FRAGMENTS = 4, STEP = 16 * sizeof(element_t);
-    uint4 w[FRAGMENTS];
-    uint2 v[FRAGMENTS];
+#ifndef FW_X_ROUND  // 8 or 4, to be timed; larger blocks have no registers for 8
+#define FW_X_ROUND (FW_THREADS <= 512 ? 8 : 4)
+#endif
 
-    __device__ __forceinline__ void load(uint32_t a, uint32_t b) {
+constexpr int ROUND = FW_X_ROUND;  // fragments that are loaded together
+constexpr int CHAINS = 4;          // accumulators, so that products do not wait for each other
+constexpr int ROUND_BYTES = ROUND * FRAGMENT_BYTES;
+constexpr int FRAGMENT_X_BYTES = 16 * sizeof(element_t);
+constexpr int ROUND_X_BYTES = ROUND * FRAGMENT_X_BYTES;
+
+static_assert(ROUND % CHAINS == 0 && CHAINS == 4, "Product::flush_row");
+
+// Fragments, and where there is one row of x what they are multiplied by: a load for CHAINS of them.
+struct Round {
+    uint4 w[ROUND];
+    uint2 x[ROUND / CHAINS];
+
+    __device__ __forceinline__ void load(uint32_t from) {
 #pragma unroll
-        for (int i = 0; i < FRAGMENTS; i++) {
-            w[i] = load_shared16(a + i * FRAGMENT_BYTES);
-            v[i] = load_shared8(b + i * STEP);
-        }
+        for (int i = 0; i < ROUND; i++) w[i] = load_shared16(from + i * FRAGMENT_BYTES);
     }
-    __device__ __forceinline__ void multiply(float (&acc)[FRAGMENTS][4]) const {
+    __device__ __forceinline__ void load_x(uint32_t from) {
 #pragma unroll
-        for (int i = 0; i < FRAGMENTS; i++) mma(acc[i], w[i], v[i]);
+        for (int i = 0; i < ROUND / CHAINS; i++) x[i] = load_shared8(from + i * CHAINS * FRAGMENT_X_BYTES);
     }
 };
 
-// Four accumulators, so that products do not wait for each other, and the next round loaded while one is multiplied.
-// Columns are activation rows; where there are fewer than eight, the rest repeat the last one and are dropped.
+// Several rows of x are a column each, of every fragment's operand. One row leaves the columns to the fragments: column c
+// carries what fragment c of the CHAINS next ones is multiplied by, so that one load serves all of them. Of accumulator c
+// then only columns c and c + 4 count; the others are products of what does not belong together.
 struct Product {
-    static constexpr int CHAINS = Round::FRAGMENTS;
+    static constexpr int PRELOADED = 2 * ROUND;  // fragments at the start of a part that are loaded ahead, if it has as many
     float acc[CHAINS][4];
+    Round even, odd;
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -107,45 +121,102 @@ struct Product {
             for (int i = 0; i < 4; i++) acc[c][i] = 0.0f;
         }
     }
-    __device__ __forceinline__ void add(const char* fragments, const element_t* x, int x_stride, int rows, int count, int lane) {
-        uint32_t a = shared_address(fragments) + lane * 16;
-        uint32_t b = shared_address(x + min(lane >> 2, rows - 1) * x_stride + (lane & 3) * 4);
-        const auto take = [&](Round& round) {
-            round.load(a, b);
-            a += Round::FRAGMENTS * FRAGMENT_BYTES;
-            b += Round::FRAGMENTS * Round::STEP;
-            count -= Round::FRAGMENTS;
-        };
-        if (count >= Round::FRAGMENTS) {
-            Round even, odd;
-            take(even);
+    __device__ __forceinline__ void preload(const char* fragments, int lane) {
+        load(shared_address(fragments) + lane * 16);
+    }
+    __device__ __forceinline__ void load(uint32_t from) {
+        even.load(from);
+        odd.load(from + ROUND_BYTES);
+    }
+    // A round, where x of its first fragment is at `b`: loaded with it, or for several rows only now, for want of registers.
+    template <bool ONE_ROW> __device__ __forceinline__ void multiply(const Round& round, uint32_t b) {
+#pragma unroll
+        for (int at = 0; at < ROUND; at += CHAINS) {
+            uint2 x[CHAINS];
+#pragma unroll
+            for (int c = 0; c < CHAINS; c++) {
+                x[c] = ONE_ROW ? round.x[at / CHAINS] : load_shared8(b + (at + c) * FRAGMENT_X_BYTES);
+            }
+#pragma unroll
+            for (int c = 0; c < CHAINS; c++) mma(acc[c], round.w[at + c], x[c]);
+        }
+    }
+    // Pairs of rounds, the first of which is preloaded: a round is multiplied while the one behind it comes in, and then makes
+    // room for the one behind that. `next()` names the pair that follows them, or says 0.
+    template <bool ONE_ROW, typename Next>
+    __device__ __forceinline__ void add_pairs(uint32_t a, uint32_t b, int pairs, Next next) {
+        if (ONE_ROW) even.load_x(b);
+        if (ONE_ROW) odd.load_x(b + ROUND_X_BYTES);
 #pragma unroll 1
-            while (count >= 2 * Round::FRAGMENTS) {
-                take(odd);
-                even.multiply(acc);
-                take(even);
-                odd.multiply(acc);
+        for (; pairs > 1; pairs--) {
+            a += 2 * ROUND_BYTES;
+            multiply<ONE_ROW>(even, b);
+            even.load(a);
+            if (ONE_ROW) even.load_x(b + 2 * ROUND_X_BYTES);
+            multiply<ONE_ROW>(odd, b + ROUND_X_BYTES);
+            odd.load(a + ROUND_BYTES);
+            if (ONE_ROW) odd.load_x(b + 3 * ROUND_X_BYTES);
+            b += 2 * ROUND_X_BYTES;
+        }
+        const uint32_t from = next();
+        multiply<ONE_ROW>(even, b);
+        if (from != 0) even.load(from);
+        multiply<ONE_ROW>(odd, b + ROUND_X_BYTES);
+        if (from != 0) odd.load(from + ROUND_BYTES);
+    }
+    // Fragments that fill no pair.
+    __device__ __forceinline__ void add_few(uint32_t a, uint32_t b, int count) {
+#pragma unroll 1
+        for (; count >= CHAINS; count -= CHAINS, a += CHAINS * FRAGMENT_BYTES, b += CHAINS * FRAGMENT_X_BYTES) {
+            uint4 w[CHAINS];
+            uint2 x[CHAINS];
+#pragma unroll
+            for (int c = 0; c < CHAINS; c++) {
+                w[c] = load_shared16(a + c * FRAGMENT_BYTES);
+                x[c] = load_shared8(b + c * FRAGMENT_X_BYTES);
             }
-            if (count >= Round::FRAGMENTS) {
-                take(odd);
-                even.multiply(acc);
-                odd.multiply(acc);
-            } else {
-                even.multiply(acc);
-            }
+#pragma unroll
+            for (int c = 0; c < CHAINS; c++) mma(acc[c], w[c], x[c]);
         }
 #pragma unroll 1
-        for (; count > 0; count--, a += FRAGMENT_BYTES, b += Round::STEP) mma(acc[0], load_shared16(a), load_shared8(b));
+        for (; count > 0; count--, a += FRAGMENT_BYTES, b += FRAGMENT_X_BYTES) mma(acc[0], load_shared16(a), load_shared8(b));
+    }
+    // `count` fragments of a chunk, preloaded if there are as many; `next` is asked only then.
+    template <typename Next>
+    __device__ __forceinline__ void add(const char* fragments, const element_t* x, int x_stride, int rows, int count, int lane,
+                                        Next next) {
+        const uint32_t a = shared_address(fragments) + lane * 16;
+        const uint32_t b = shared_address(x + min(lane >> 2, rows - 1) * x_stride + (lane & 3) * 4);
+        const int pairs = count / PRELOADED, paired = pairs * PRELOADED;
+        if (pairs > 0) {
+            if (rows == 1) {
+                add_pairs<true>(a, b + (lane >> 2) % CHAINS * FRAGMENT_X_BYTES, pairs, next);
+            } else {
+                add_pairs<false>(a, b, pairs, next);
+            }
+        }
+        if (paired < count) add_few(a + paired * FRAGMENT_BYTES, b + paired * FRAGMENT_X_BYTES, count - paired);
     }
     __device__ __forceinline__ void flush(float* partial, int rows, int lane) {
-        int row = lane >> 2, m = (lane & 3) * 2;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            if (m + i < rows) {
-                partial[(m + i) * PARTIAL_ROWS + row] = (acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i]);
-                partial[(m + i) * PARTIAL_ROWS + row + 8] = (acc[0][i + 2] + acc[1][i + 2]) + (acc[2][i + 2] + acc[3][i + 2]);
-            }
+        const int row = lane >> 2, quarter = lane & 3;
+        if (rows == 1) {
+            flush_row(partial + row, quarter);
+            return;
         }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int m = quarter * 2 + i % 2;
+            const float sum = (acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i]);
+            if (m < rows) partial[m * PARTIAL_ROWS + row + i / 2 * 8] = sum;
+        }
+    }
+    // What counts is in lanes 4 * row + c / 2 and 4 * row + 2 + c / 2: these see to the lower rows, those to the upper ones.
+    __device__ __forceinline__ void flush_row(float* partial, int quarter) {
+        const float upper = quarter & 1 ? acc[2][0] + acc[3][1] : acc[0][0] + acc[1][1];
+        const float lower = quarter & 1 ? acc[2][2] + acc[3][3] : acc[0][2] + acc[1][3];
+        float sum = quarter & 2 ? lower : upper;
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        if ((quarter & 1) == 0) partial[quarter * 4] = sum;
     }
 };
 
@@ -169,64 +240,129 @@ __device__ __forceinline__ void forget_other_set(const Block& block, int thread)
     }
 }
 
+// What a warp needs of a segment.
+struct MatrixSegment {
+    uint32_t row_blocks, kblocks, chunk_kblocks, row_chunks, rows, flags;
+    __device__ __forceinline__ int fragments(int piece) const {
+        return min(chunk_kblocks, kblocks - piece * chunk_kblocks);
+    }
+};
+
+// The segment of a pass on its way to a warp: a word a lane, so that it takes one register.
+struct SegmentWord {
+    uint32_t word = 0;
+
+    __device__ __forceinline__ void fetch(const Block& block, int pass, int lane) {
+        constexpr int WORDS = sizeof(amk_segment_t) / 4;
+        const int index = block.stream_first + pass;
+        if (index >= block.stream_end || lane >= WORDS) return;
+        word = reinterpret_cast<const uint32_t*>(block.program.segments)[index * WORDS + lane];
+    }
+    __device__ __forceinline__ uint32_t at(int offset) const { return __shfl_sync(~0u, word, offset / 4); }
+    __device__ __forceinline__ MatrixSegment segment() const {
+#define FW_WORD(field) at(__builtin_offsetof(amk_segment_t, field))
+        return {FW_WORD(row_blocks), FW_WORD(kblocks), FW_WORD(chunk_kblocks),
+                FW_WORD(row_chunks), FW_WORD(rows),    FW_WORD(flags)};
+#undef FW_WORD
+    }
+};
+
+// What a warp takes of each chunk: `count` fragments from `first` on.
+struct Part {
+    int first, count;
+};
+
+// A warp's share among the `members` of its group, in 1/65536 of a chunk, rounded up by less than makes a fragment of the last
+// one's end: no division for each chunk.
+class Share {
+    uint32_t begin, end;
+
+  public:
+    __device__ __forceinline__ Share(int member, int members) {
+        const uint32_t each = 65536 / members + 1;
+        begin = member * each;
+        end = begin + each;
+    }
+    __device__ __forceinline__ Part of(int fragments) const {
+        const int first = fragments * begin >> 16;
+        return {first, static_cast<int>(fragments * end >> 16) - first};
+    }
+};
+
 __device__ __noinline__ void run_matrix_warp(int warp) {
     Block& block = kept_block();
-    const int lane = lane_id();
-    const amk_segment_t* segments = reinterpret_cast<const amk_segment_t*>(block.program.segments);
+    int lane = lane_id();
+    asm volatile("" : "+r"(lane));  // kept, instead of being made anew from the thread's number, which would be kept too
     const element_t* x = reinterpret_cast<const element_t*>(block.staging());
-    const int groups = chunk_groups(block), members = block.program.chunk_warps, slots = block.ring.n_slots;
-    const int group = warp / members, member = warp - group * members;
-    const Ring ring = block.ring;
-    RingPlace place = {0, 0};
-    place.advance(group, slots);
-    int chunk = group < groups ? group : 0x7fffffff;  // the group's next one, counted from the start of the segment
-    uint32_t x_round = 0;                          // stagings seen
+    const int groups = chunk_groups(block), group = warp / block.program.chunk_warps;
+    const int member = warp - group * block.program.chunk_warps;
+    const Share share(member, block.program.chunk_warps);
+    const bool idle = group >= groups;
+    const Ring ring = {block.ring.slots, block.ring_full, block.ring_empty, block.ring.n_slots, block.ring.chunk_bytes};
+    RingPlace place = {idle ? 0 : group, 0};
+    int chunk = place.slot;  // the group's next one, counted from the start of the segment
+    uint32_t x_round = 0;    // stagings seen
     Waited waited;
-    amk_segment_t next = {};
-    if (block.stream_first < block.stream_end) next = segments[block.stream_first];
+    Product product;
+    SegmentWord word;
+    word.fetch(block, 0, lane);
 #pragma unroll 1
-    for (int index = block.stream_first, pass = 0; index < block.stream_end; index++, pass++) {
-        const amk_segment_t segment = next;
-        if (index + 1 < block.stream_end) next = segments[index + 1];
-        const int buffer = pass & 1, total = segment.row_blocks * segment.row_chunks;
-        int row_block = chunk / segment.row_chunks, piece = chunk - row_block * segment.row_chunks;
+    for (int pass = 0; block.stream_first + pass < block.stream_end; pass++) {
+        const MatrixSegment segment = word.segment();
+        word.fetch(block, pass + 1, lane);
+        const int row_chunks = segment.row_chunks, rows = segment.rows;
+        const int buffer = pass & 1;
+        int row_block = 0, piece = chunk, left = idle ? 0 : static_cast<int>(segment.row_blocks) * row_chunks - chunk;
+        for (; piece >= row_chunks; piece -= row_chunks) row_block++;
+        bool landed = false;  // the chunk is known to have, and is preloaded
+        if (!warp_barrier_wait(&block.partial_empty[buffer], ((pass >> 1) & 1) ^ 1, &block.aborted)) return;
+        if (left > 0 && ring.has_landed(place)) {
+            const Part part = share.of(segment.fragments(piece));
+            if (part.count >= Product::PRELOADED) product.preload(ring.slot(place) + part.first * FRAGMENT_BYTES, lane);
+            landed = true;
+        }
         if (segment.flags & FW_SEGMENT_FRESH_X) {
             if (!warp_barrier_wait(&block.x_full, x_round & 1, &block.aborted)) return;
             x_round++;
         }
-        if (!warp_barrier_wait(&block.partial_empty[buffer], ((pass >> 1) & 1) ^ 1, &block.aborted)) return;
-        const int stride = x_stride(segment.kblocks, segment.rows), partial_stride = segment.rows * PARTIAL_ROWS;
-        float* partials = block.partial(pass);
-        float* target = nullptr;
-        Product product;
+        float* target;
+        const auto begin_row_block = [&] {  // the group's first piece of one is below `groups`, and names the partial
+            product.clear();
+            const int slot = row_block * MATRIX_WARPS + piece * block.program.chunk_warps + member;
+            target = block.partial(pass) + slot * rows * PARTIAL_ROWS;
+        };
+        begin_row_block();
 #pragma unroll 1
-        for (; chunk < total; chunk += groups) {
-            if (target == nullptr) {  // its first piece of a row block is below `groups`, and names the partial
-                product.clear();
-                target = partials + (row_block * MATRIX_WARPS + piece * members + member) * partial_stride;
+        for (; left > 0; left -= groups) {
+            const Part part = share.of(segment.fragments(piece));
+            const char* fragments = ring.slot(place) + part.first * FRAGMENT_BYTES;
+            const element_t* part_x = x + (piece * segment.chunk_kblocks + part.first) * 16;
+            if (!landed) {
+                waited.begin();
+                if (!ring.wait_filled(place, &block.aborted)) return;
+                waited.end();
+                if (part.count >= Product::PRELOADED) product.preload(fragments, lane);
             }
-            const int k = piece * segment.chunk_kblocks;
-            const int whole = min(segment.chunk_kblocks, segment.kblocks - k);
-            const int first = members == 1 ? 0 : whole * member / members;
-            const int count = (members == 1 ? whole : whole * (member + 1) / members) - first;
-            waited.begin();
-            if (!ring.wait_filled(place, &block.aborted)) return;
-            waited.end();
-            product.add(ring.slot(place) + first * FRAGMENT_BYTES, x + (k + first) * 16, stride, segment.rows, count, lane);
-            __syncwarp();
-            if (lane < WARP_ARRIVALS) ring.release(place);
-            place.advance(groups, slots);
+            const int slot = place.slot;
+            place.advance(groups, block.ring.n_slots);
             piece += groups;
-            if (piece >= segment.row_chunks) {
-                product.flush(target, segment.rows, lane);
-                target = nullptr;
-                do {
-                    piece -= segment.row_chunks;
-                    row_block++;
-                } while (piece >= segment.row_chunks);
+            const bool ends = piece >= row_chunks;
+            for (; piece >= row_chunks; piece -= row_chunks) row_block++;
+            landed = false;
+            product.add(fragments, part_x, x_stride(segment.kblocks, rows), rows, part.count, lane, [&] {
+                landed = left > groups && ring.has_landed(place);
+                const Part part = share.of(segment.fragments(piece));
+                if (!landed || part.count < Product::PRELOADED) return 0u;
+                return shared_address(ring.slot(place)) + part.first * FRAGMENT_BYTES + lane * 16;
+            });
+            __syncwarp();
+            if (lane < WARP_ARRIVALS) ring.release(slot);
+            if (ends) {
+                product.flush(target, rows, lane);
+                begin_row_block();
             }
         }
-        if (group < groups) chunk -= total;
+        chunk = -left;
         __syncwarp();
         if (lane < WARP_ARRIVALS) barrier_arrive(&block.partial_full[buffer]);
     }

@@ -14,9 +14,10 @@
 struct RingPlace {
     int slot;
     uint32_t round;
+    // No more than there are slots.
     __device__ __forceinline__ void advance(int by, int slots) {
         slot += by;
-        while (slot >= slots) {
+        if (slot >= slots) {
             slot -= slots;
             round ^= 1;
         }
@@ -45,6 +46,10 @@ struct Ring {
     __device__ __forceinline__ bool wait_filled(const RingPlace& place, const volatile uint32_t* aborted) const {
         return warp_barrier_wait(&full[place.slot], place.round, aborted);
     }
+    // Whether it would not wait now.
+    __device__ __forceinline__ bool has_landed(const RingPlace& place) const {
+        return __all_sync(~0u, barrier_passed(&full[place.slot], place.round));
+    }
     // A fresh barrier counts as emptied: its previous phase has the other parity. For all threads that fill.
     __device__ __forceinline__ bool wait_empty(const RingPlace& place, const volatile uint32_t* aborted) const {
 #if FW_RING_ARRIVALS == 1
@@ -61,7 +66,7 @@ struct Ring {
         return warp_barrier_wait(&full[place.slot], place.round, aborted);
 #endif
     }
-    __device__ __forceinline__ void release(const RingPlace& place) const { barrier_arrive(&empty[place.slot]); }
+    __device__ __forceinline__ void release(int slot) const { barrier_arrive(&empty[slot]); }
 
     // By one thread a place, or before sm_90 by all lanes of the warp; `bytes` is a multiple of 512.
     __device__ __forceinline__ void fill(const RingPlace& place, const char* source, uint32_t bytes, int lane) const {

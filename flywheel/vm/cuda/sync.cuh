@@ -64,6 +64,20 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// Whether the phase of `parity` is over.
+__device__ __forceinline__ bool barrier_passed(uint64_t* barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
+// The same, but where the architecture can, only after the thread has slept for a while or the phase is over.
 __device__ __forceinline__ bool barrier_test(uint64_t* barrier, uint32_t parity) {
     uint32_t done;
     asm volatile(
