@@ -78,8 +78,9 @@ def test_a_search_measures_and_says_where(gpu: str, run: Run) -> None:
         assert row.kernels
         assert row.samples is not None
         assert row.samples >= 1  # one where it was cut
-        assert row.measure_s is not None
-        assert row.measure_s < 60
+        if row.source != "store":  # nothing was measured for those
+            assert row.measure_s is not None
+            assert 0 < row.measure_s < 60
 
 
 def test_doctor_measures_the_gpu_and_remembers(gpu: str, run: Run) -> None:
