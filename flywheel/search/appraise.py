@@ -17,8 +17,8 @@ from flywheel.measure.record import TrialRecord
 from flywheel.search import measuring, predicting
 from flywheel.search.device import missing_modules, settle_measure
 from flywheel.search.evaluate import Evaluation, Measure, evaluate
+from flywheel.search.known import best_of_work
 from flywheel.search.space import Space, Value, make_space
-from flywheel.search.spec import batch_of
 from flywheel.search.workload import Workload
 from flywheel.store.sql import Store
 from flywheel.vm.client import Client
@@ -69,16 +69,7 @@ def changes(space: Space, before: ScheduleConfig, after: ScheduleConfig) -> dict
 
 def _incumbent(store: Store, workload: Workload, measure: str, predictor: Predictor) -> TrialRecord | None:
     measured = measure == "cuda"
-    best = store.best(
-        measured=measured,
-        model=workload.model,
-        gpu=workload.target.name,
-        dtype=workload.dtype,
-        context=workload.context,
-        predictor=None if measured else predictor.version,
-    )
-    campaign = None if best is None else store.campaign(best.campaign)
-    return None if campaign is not None and batch_of(campaign) != workload.batch else best
+    return best_of_work(store, workload, measured=measured, predictor=None if measured else predictor.version)
 
 
 @contextmanager
