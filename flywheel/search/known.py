@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flywheel.measure.record import TrialRecord
-from flywheel.search.spec import batch_of
 from flywheel.search.workload import Workload
 from flywheel.store.sql import Store
 
@@ -23,7 +22,7 @@ def best_of_work(
         )
         for each in store.campaigns()
         if campaign in (None, each.campaign.name)
-        and (each.campaign.model, each.campaign.gpu, batch_of(each.campaign)) == (model, gpu, workload.batch)
+        and (each.campaign.model, each.campaign.gpu, each.campaign.batch) == (model, gpu, workload.batch)
     ]  # fmt: skip
     best = [record for record in found if record is not None]
     return min(best, key=lambda record: record.objective_us or 0.0, default=None)

@@ -76,6 +76,19 @@ def test_rows_of_a_batch_do_not_stand_for_one_sequence(run: Run) -> None:
     assert name not in result.stdout
 
 
+def test_what_people_read_of_a_campaign_says_its_batch(run: Run) -> None:
+    name = json.loads(run(*SEARCH, "--batch", 4, "--json").stdout)["campaign"]
+    work = "smollm2-135m on l4, bf16, context 512, batch 4"
+    assert run("campaigns", name, "--store", "trials.db").stdout.startswith(f"{name}: {work}\n")
+    header, row = run("campaigns", "--store", "trials.db").stdout.splitlines()
+    assert row.split()[header.split().index("batch")] == "4"
+    assert run("report", name, "--store", "trials.db", "--out", "page.html").exit_code == 0
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert f"{work}, sampler local" in page
+    assert "lowers its config to another program" not in page
+    assert "The best schedule&#x27;s knobs" in page or "The best schedule's knobs" in page
+
+
 def test_the_command_of_a_schedule_makes_the_batch_s_program_again(run: Run) -> None:
     name = json.loads(run(*SEARCH, "--batch", 4, "--json").stdout)["campaign"]
     export = ("export", "--store", "trials.db", "--campaign", name, "--format")
