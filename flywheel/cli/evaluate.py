@@ -20,6 +20,7 @@ from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
     from flywheel.search.appraise import Appraisal
+    from flywheel.search.noise import Gain
     from flywheel.search.workload import Workload
 
 SHOWN: Final = 8
@@ -101,13 +102,13 @@ def _document(workload: Workload, config_id: str, found: Appraisal) -> dict[str,
         "config_id": config_id,
         "program_id": evaluation.program_id,
         "tasks": evaluation.tasks,
-        "incumbent": None if found.incumbent is None else _incumbent(found.incumbent, latency_us),
+        "incumbent": None if found.incumbent is None else _incumbent(found.incumbent, latency_us, found.gained),
         "changed": None if found.incumbent is None else {name: list(pair) for name, pair in found.changed.items()},
     }
 
 
-def _incumbent(record: TrialRecord, latency_us: float | None) -> dict[str, Any]:
-    best_us = record.objective_us
+def _incumbent(record: TrialRecord, latency_us: float | None, gained: Gain | None) -> dict[str, Any]:
+    best_us = record.objective_us if gained is None else gained.rival_us
     assert best_us is not None
     return {
         "campaign": record.campaign,
@@ -116,6 +117,9 @@ def _incumbent(record: TrialRecord, latency_us: float | None) -> dict[str, Any]:
         "outcome": record.outcome,
         "latency_us": record.latency_us,
         "predicted_us": record.predicted_us,
+        "rival_us": None if gained is None else gained.rival_us,
+        "gain_low_us": None if gained is None else gained.low_us,
+        "gain_high_us": None if gained is None else gained.high_us,
         "speedup": None if latency_us is None else best_us / latency_us,
     }
 
@@ -134,6 +138,9 @@ def _show(document: dict[str, Any]) -> None:
         best_us = best["latency_us"] or best["predicted_us"]
         against = f"trial {best['trial']} of {best['campaign']}, {us(best_us)}"
         against += f"; this is {best['speedup']:.3f}x as fast" if best["speedup"] is not None else ""
+        if best["rival_us"] is not None:
+            against += f", in turn, where that took {us(best['rival_us'])}: "
+            against += f"{best['gain_low_us']:,.1f} to {best['gain_high_us']:,.1f} us less (99 % interval)"
     knobs = [f"{name} {after} (not {before})" for name, (before, after) in (changed or {}).items()]
     if len(knobs) > SHOWN:
         knobs[SHOWN:] = [f"and {len(knobs) - SHOWN} more"]

@@ -99,4 +99,7 @@ def test_one_schedule_is_measured_against_the_best_that_was(gpu: str, run: Run) 
     document = json.loads(result.stdout)
     assert (document["outcome"], document["predicted_us"], document["changed"]) == ("measured", None, {})
     assert document["latency_us"] > document["floor_us"]
-    assert document["incumbent"]["latency_us"] > 0
+    incumbent = document["incumbent"]
+    assert incumbent["latency_us"] > 0
+    assert incumbent["speedup"] == incumbent["rival_us"] / document["latency_us"]
+    assert incumbent["gain_low_us"] <= incumbent["gain_high_us"]

@@ -85,6 +85,11 @@ def make_toy(folder: str, fault: str = "none", once: bool = False) -> ToyBench:
     return ToyBench(folder, fault, once)
 
 
+def make_plain(model: str, dtype: str, context: int, batch: int) -> ToyBench:
+    """As `measuring.make_bench`."""
+    return ToyBench(".", "none", once=False)
+
+
 def make_broken(folder: str) -> ToyBench:
     """Starts once in a folder, and never again."""
     mark = Path(folder) / "started"
