@@ -10,12 +10,21 @@ from click.core import ParameterSource
 
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_config, settle_work
-from flywheel.cli.options import SharedOption, command, json_option, store_option, workload_options
+from flywheel.cli.options import (
+    DEFAULTS,
+    SharedOption,
+    batch_option,
+    command,
+    json_option,
+    store_option,
+    workload_options,
+)
 from flywheel.cli.text import escaped, pairs, percent, show, show_json, us
 from flywheel.cost_model import open_predictor
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.outcome import Measured, Predicted, Rejected
 from flywheel.measure.record import TrialRecord
+from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -32,6 +41,7 @@ _NUMBERS: Final = ("predicted_us", "predictor", "latency_us", "p10_us", "p90_us"
 @command
 @click.argument("config_file", metavar="CONFIG|-")
 @workload_options
+@batch_option
 @click.option("--measure", cls=SharedOption, type=click.Choice(["auto", "predict", "cuda"]), default="auto",
               show_default=True, help="Where the latency comes from; auto: cuda with that GPU here, else predict.")
 @click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
@@ -45,6 +55,7 @@ def evaluate(
     gpu: str | None,
     dtype: str | None,
     context: int | None,
+    batch: int | None,
     measure: str,
     machine: str | None,
     store: str,
@@ -63,7 +74,8 @@ def evaluate(
     given = load_config(config_file)
     schedule = given if isinstance(given, Schedule) else None
     named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context}
-    workload = make_workload(**settle_work("evaluate", named, schedule))
+    sequences = DEFAULTS["batch"] if batch is None else batch
+    workload = make_workload(**settle_work("evaluate", named, schedule), batch=sequences)
     predictor = open_predictor(machine, workload.target)
     config = given.config if isinstance(given, Schedule) else given
     if ctx.get_parameter_source("store") is ParameterSource.DEFAULT and not Path(store).exists():
@@ -92,6 +104,7 @@ def _document(workload: Workload, config_id: str, found: Appraisal) -> dict[str,
         "gpu": workload.target.name,
         "dtype": workload.dtype,
         "context": workload.context,
+        "batch": workload.batch,
         "measure": found.measure,
         "outcome": columns["outcome"],
         "codes": list(outcome.codes) if isinstance(outcome, Rejected) else [],
@@ -126,7 +139,7 @@ def _incumbent(record: TrialRecord, latency_us: float | None, gained: Gain | Non
 
 def _show(document: dict[str, Any]) -> None:
     latency_us = document["latency_us"] or document["predicted_us"]
-    work = f"{document['model']} on {document['gpu']}, {document['dtype']}, context {document['context']}"
+    work = work_named(*(document[name] for name in ("model", "gpu", "dtype", "context", "batch")))
     verdict = document["outcome"].replace("_", " ")
     if latency_us is not None:
         verdict += f" {us(latency_us)} a token; weight floor {us(document['floor_us'])}, "

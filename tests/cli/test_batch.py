@@ -74,6 +74,9 @@ def test_rows_of_a_batch_do_not_stand_for_one_sequence(run: Run) -> None:
     result = run("evaluate", "config.json", *MODEL, "--store", "trials.db", "--measure", "predict", "--json")
     assert result.exit_code == 0, result.stderr
     assert name not in result.stdout
+    options = ("--store", "trials.db", "--measure", "predict", "--json")
+    document = json.loads(run("evaluate", "config.json", *MODEL, "--batch", 4, *options).stdout)
+    assert (document["batch"], document["incumbent"]["campaign"]) == (4, name)
 
 
 def test_what_people_read_of_a_campaign_says_its_batch(run: Run) -> None:
