@@ -274,16 +274,18 @@ def _nothing_known(workload: Workload, store: str, campaign: str | None = None) 
 
 
 def _lower(chosen: Sequence[Chosen]) -> tuple[list[Lowered], list[Refused]]:
-    """The schedules as programs, and those that their workload refuses."""
+    """The schedules as programs, and those that do not fit their workload, as far as that shows without a GPU."""
     from flywheel.ir import program_id
     from flywheel.lowering.lower import lower
+    from flywheel.vm.pack import pack
 
     lowered, refused = [], []
     for each in chosen:
         workload, origin = each.workload, each.origin
         try:
             program = lower(workload.graph, each.config, workload.target)
-        except ConfigError as error:
+            pack(program)
+        except (ConfigError, InvalidProgramError) as error:
             refused.append(_refuse(workload, error))
             continue
         made = program_id(program)
