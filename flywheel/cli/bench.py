@@ -27,17 +27,25 @@ from flywheel.cli.options import (
 )
 from flywheel.cli.standings import bench_environment, draw, show_bench
 from flywheel.cli.text import note, show_json
-from flywheel.decode.lineup import RIVALS, Rival
-from flywheel.errors import ConfigError, UnknownNameError, UsageError
+from flywheel.decode.lineup import RIVALS, Plan, Rival
+from flywheel.errors import (
+    ConfigError,
+    FlywheelError,
+    GpuMemoryError,
+    InvalidProgramError,
+    UnknownNameError,
+    UsageError,
+)
 from flywheel.ir import TARGETS, GpuTarget, MegakernelProgram, ScheduleConfig
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
     from flywheel.decode.source import Source
     from flywheel.measure.comparison import Comparison
+    from flywheel.search.workload import Workload
 
 FORMAT: Final = "flywheel-bench"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 """Raised when an older reader would misread the document; added fields do not raise it."""
 SAMPLES: Final = 20
 """Of each contestant, a round."""
@@ -54,22 +62,51 @@ def rival_names(text: str) -> tuple[Rival, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is compared: a model, as `name` was given, on a GPU, at contexts of at least 2."""
+    """What is compared: a model, as `name` was given, on a GPU, at contexts of at least 2, for batches."""
 
     source: Source
     name: str
     target: GpuTarget
     dtype: str
     contexts: tuple[int, ...]
+    batches: tuple[int, ...]
+
+    def workloads(self) -> list[Workload]:
+        """Each batch at each context. Raises as `make_workload` does."""
+        from flywheel.search.workload import make_workload
+
+        return [
+            make_workload(self.name, self.target.name, self.dtype, context, batch)
+            for context in self.contexts
+            for batch in self.batches
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A schedule lowered for one context; `origin` says where it is from, JSON-ready."""
+    """A schedule for one workload; `origin` says where it is from, JSON-ready."""
 
-    context: int
+    workload: Workload
+    config: ScheduleConfig
+    origin: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A chosen schedule as a program of its workload."""
+
+    workload: Workload
     program: MegakernelProgram
     origin: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A workload that its schedule does not fit, and why."""
+
+    context: int
+    batch: int
+    reason: str
 
 
 @command
@@ -79,12 +116,14 @@ class Chosen:
               help=f"Rivals to time beside the schedule: {', '.join(RIVALS)}.")
 @click.option("--context", "contexts", cls=SharedOption, type=integers, metavar="N,N...",
               help=f"Tokens that the step attends to.  [default: the schedule's, else {DEFAULTS['context']}]")
-@click.option("--batch", type=int, default=1, show_default=True, metavar="N", help="Sequences a step; 1 so far.")
+@click.option("--batch", "batches", type=integers, default="1", show_default=True, metavar="N,N...",
+              help="Sequences a step; several show what each costs beside one.")
 @click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
               help="Type of weights and activations.  [default: the schedule's, else the checkpoint's, else bf16]")
 @click.option("--gpu", cls=SharedOption, metavar="NAME", help="GPU to lower for.  [default: the one here]")
 @click.option("--config", "config_file", metavar="FILE|-",
-              help="Exported schedule, or ScheduleConfig.  [default: the store's best of each context]")
+              help="Exported schedule, or ScheduleConfig, lowered for every context and batch.  "
+                   "[default: the store's best of each]")
 @click.option("--campaign", metavar="NAME", help="The best of this campaign of the store.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, metavar="N",
               help=f"Rounds of {SAMPLES} samples each; one loads the schedule anew.")
@@ -101,7 +140,7 @@ def bench(
     model: str | None,
     against: tuple[Rival, ...],
     contexts: tuple[int, ...] | None,
-    batch: int,
+    batches: tuple[int, ...],
     dtype: str | None,
     gpu: str | None,
     config_file: str | None,
@@ -117,18 +156,18 @@ def bench(
 
     Everything happens in one process: the rate at which this GPU reads is measured first, then each contestant's logits
     are compared with the eager oracle's, and who passes is timed in rounds, the L2 cache emptied before each sample.
-    Exit code 3 if any contestant has no time.
+    Exit code 3 if any contestant has no time, or a schedule does not fit a context or batch.
     """
-    _check(batch, config_file, campaign, (output, picture))
+    _check(config_file, campaign, (output, picture))
     given = None if config_file is None else load_config(config_file)
-    work = _settle(given, model, gpu, dtype, contexts)
+    work = _settle(given, model, gpu, dtype, contexts, batches)
     if given is not None:
-        chosen = [_from_file(work, context, given, str(config_file)) for context in work.contexts]
+        chosen = [_from_file(workload, given, str(config_file)) for workload in work.workloads()]
     elif ctx.get_parameter_source("store") is ParameterSource.DEFAULT and not Path(store).exists():
-        raise _nothing_known(work, work.contexts[0], store)
+        raise _nothing_known(work.workloads()[0], store)
     else:
         chosen = _from_store(work, store, campaign)
-    document, comparisons = _compete(work, chosen, against, rounds, seed)
+    document, comparisons = _compete(work, chosen, against, Plan(rounds, SAMPLES), seed)
     document["command"] = spoken(ctx)
     if output is not None:
         write_file(output, json.dumps(document, indent=1, allow_nan=False) + "\n")
@@ -138,14 +177,13 @@ def bench(
         show_json(document)
     else:
         show_bench(document, comparisons)
-    if any(entry.latency is None for comparison in comparisons for entry in comparison.entries):
+    untimed = any(entry.latency is None for comparison in comparisons for entry in comparison.entries)
+    if untimed or document["refused"]:
         ctx.exit(REJECTED)
 
 
-def _check(batch: int, config_file: str | None, campaign: str | None, files: Sequence[Path | None]) -> None:
+def _check(config_file: str | None, campaign: str | None, files: Sequence[Path | None]) -> None:
     """Raises UsageError for what no GPU could help with."""
-    if batch != 1:
-        raise UsageError(f"bench: --batch {batch}: programs decode one sequence; only --batch 1 is there")
     if config_file is not None and campaign is not None:
         raise UsageError("bench: --config and --campaign both name a schedule; give one")
     for path in files:
@@ -159,6 +197,7 @@ def _settle(
     gpu: str | None,
     dtype: str | None,
     contexts: tuple[int, ...] | None,
+    batches: tuple[int, ...],
 ) -> Work:
     """What is compared: by options, else by the schedule, else by default. Raises UsageError, NoGpuError, and as names
     deserve."""
@@ -173,7 +212,7 @@ def _settle(
     check_device("cuda")
     source = open_model("bench", name)
     settled = dtype or (None if schedule is None else schedule.dtype) or source.dtype or DEFAULTS["dtype"]
-    return Work(source, name, _target(gpu), settled, tuple(dict.fromkeys(asked)))
+    return Work(source, name, _target(gpu), settled, tuple(dict.fromkeys(asked)), tuple(dict.fromkeys(batches)))
 
 
 def _target(gpu: str | None) -> GpuTarget:
@@ -191,104 +230,133 @@ def _target(gpu: str | None) -> GpuTarget:
     return found
 
 
-def _from_file(work: Work, context: int, given: Schedule | ScheduleConfig, path: str) -> Chosen:
+def _from_file(workload: Workload, given: Schedule | ScheduleConfig, path: str) -> Chosen:
     config = given.config if isinstance(given, Schedule) else given
     origin: dict[str, Any] = {"file": path, "config_id": config.config_id}
     if isinstance(given, Schedule):
         origin["found_for"] = {"model": given.model, "gpu": given.gpu, "dtype": given.dtype, "context": given.context}
-    return _lowered(work, context, config, origin)
+    return Chosen(workload, config, origin)
 
 
 def _from_store(work: Work, url: str, campaign: str | None) -> list[Chosen]:
-    """The best measured row of each context. Raises UnknownNameError, with the search that finds one, without any."""
+    """The best measured row of each workload. Raises UnknownNameError, with the search that finds one, without any."""
     from flywheel.cli.provenance import find_campaign
     from flywheel.ir.serde import config_from_dict
-    from flywheel.search.workload import make_workload
+    from flywheel.search.known import best_of_work
     from flywheel.store.sql import open_store
 
     chosen = []
     with open_store(url, create=False) as store:
         if campaign is not None:
             find_campaign(store, campaign)
-        for context in work.contexts:
-            workload = make_workload(work.name, work.target.name, work.dtype, context)
-            row = store.best(
-                measured=True, campaign=campaign, model=workload.model, gpu=workload.target.name, dtype=workload.dtype,
-                context=context,
-            )  # fmt: skip
+        for workload in work.workloads():
+            row = best_of_work(store, workload, measured=True, campaign=campaign)
             if row is None:
-                raise _nothing_known(work, context, store.name, campaign)
-            config = config_from_dict(json.loads(row.config))
+                raise _nothing_known(workload, store.name, campaign)
             known = ("campaign", "trial", "config_id", "latency_us", "program_id", "created_at")
-            chosen.append(_lowered(work, context, config, {name: getattr(row, name) for name in known}))
+            origin = {name: getattr(row, name) for name in known}
+            chosen.append(Chosen(workload, config_from_dict(json.loads(row.config)), origin))
     return chosen
 
 
-def _nothing_known(work: Work, context: int, store: str, campaign: str | None = None) -> UnknownNameError:
-    search = ["flywheel", "search", "--model", work.name, "--gpu", work.target.name, "--dtype", work.dtype]
-    search += ["--context", str(context), "--measure", "cuda"]
+def _nothing_known(workload: Workload, store: str, campaign: str | None = None) -> UnknownNameError:
+    model, gpu, dtype, context, batch = (
+        workload.model, workload.target.name, workload.dtype, workload.context, workload.batch,
+    )  # fmt: skip
+    search = ["flywheel", "search", "--model", model, "--gpu", gpu, "--dtype", dtype, "--context", str(context)]
+    search += [*(["--batch", str(batch)] if batch > 1 else []), "--measure", "cuda"]
     where = f"store {store}" + ("" if campaign is None else f", campaign {campaign!r}")
+    batched = f", batch {batch}" if batch > 1 else ""
     return UnknownNameError(
-        f"{where}: no measured schedule of {work.name} on {work.target.name}, {work.dtype}, context {context}; "
-        f"find one with: {shlex.join(search)}"
+        f"{where}: no measured schedule of {model} on {gpu}, {dtype}, context {context}{batched}; "
+        f"find one with: {shlex.join(search)}, or give another's with --config"
     )
 
 
-def _lowered(work: Work, context: int, config: ScheduleConfig, origin: Mapping[str, Any]) -> Chosen:
-    """A config that the lowerer refuses ends the command."""
+def _lower(chosen: Sequence[Chosen]) -> tuple[list[Lowered], list[Refused]]:
+    """The schedules as programs, and those that do not fit their workload, as far as that shows without a GPU."""
     from flywheel.ir import program_id
     from flywheel.lowering.lower import lower
-    from flywheel.search.workload import make_workload
+    from flywheel.vm.pack import pack
 
-    graph = make_workload(work.name, work.target.name, work.dtype, context).graph
-    try:
-        program = lower(graph, config, work.target)
-    except ConfigError as error:
-        note(f"flywheel: rejected: {error}")
-        raise click.exceptions.Exit(REJECTED) from error
-    made = program_id(program)
-    if origin.get("program_id") not in (None, made):
-        note(f"flywheel: context {context}: this version lowers the config to another program than was measured")
-    return Chosen(context, program, {**origin, "program_id": made})
+    lowered, refused = [], []
+    for each in chosen:
+        workload, origin = each.workload, each.origin
+        try:
+            program = lower(workload.graph, each.config, workload.target)
+            pack(program)
+        except (ConfigError, InvalidProgramError) as error:
+            refused.append(_refuse(workload, error))
+            continue
+        made = program_id(program)
+        if origin.get("program_id") not in (None, made):
+            note(f"flywheel: {_work(workload)}: this version lowers the config to another program than was measured")
+        lowered.append(Lowered(workload, program, {**origin, "program_id": made}))
+    return lowered, refused
+
+
+def _refuse(workload: Workload, error: FlywheelError) -> Refused:
+    """Says at once what the table will say."""
+    note(f"flywheel: rejected: {_work(workload)}: {error}")
+    return Refused(workload.context, workload.batch, str(error))
+
+
+def _work(workload: Workload) -> str:
+    return f"context {workload.context}, batch {workload.batch}"
 
 
 def _compete(
-    work: Work, chosen: Sequence[Chosen], rivals: Sequence[Rival], rounds: int, seed: int
+    work: Work, chosen: Sequence[Chosen], rivals: Sequence[Rival], plan: Plan, seed: int
 ) -> tuple[dict[str, Any], list[Comparison]]:
-    """The document, without the command, and the comparisons that are in it. Raises as `probe` and `Contests` do."""
-    from flywheel.decode.contestants import Contests, Plan
+    """The document, without the command, and the comparisons that are in it; ends the command where there are none.
+
+    Raises as `probe` and `Contests` do, but for what a program that does not fit causes.
+    """
+    from flywheel.decode.contestants import Contests
     from flywheel.decode.cuda import prepare_torch
-    from flywheel.measure.comparison import comparison_document
+    from flywheel.measure.comparison import comparison_document, single_of
     from flywheel.models.decoder import DTYPES
     from flywheel.vm.driver import open_gpu
     from flywheel.vm.probes import probe
 
+    lowered, refused = _lower(chosen)
+    if not lowered:
+        raise click.exceptions.Exit(REJECTED)
     prepare_torch()
     gpu = open_gpu()
     _say(f"probing {gpu.name}")
     probed = probe(gpu)
     contests = Contests(gpu, work.source, DTYPES[work.dtype], seed, _say)
-    comparisons = [
-        contests.hold(each.program, each.context, rivals, probed.read_gbs, Plan(rounds, SAMPLES)) for each in chosen
-    ]
+    comparisons, origins = [], []
+    for each in lowered:
+        of = each.workload
+        try:
+            held = contests.hold(each.program, of.context, rivals, probed.read_gbs, plan, of.batch)
+        except (ConfigError, InvalidProgramError, GpuMemoryError) as error:
+            refused.append(_refuse(of, error))
+            continue
+        comparisons.append(held)
+        origins.append(dict(each.origin))
+    if not comparisons:
+        raise click.exceptions.Exit(REJECTED)
     document = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "model": work.name,
         "gpu": work.target.name,
         "dtype": work.dtype,
-        "batch": 1,
         "random_weights": work.source.stored is None,
         "seed": seed,
-        "rounds": rounds,
-        "samples": SAMPLES,
+        "rounds": plan.rounds,
+        "samples": plan.samples,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": bench_environment(gpu),
         "ceiling": {**asdict(probed), "datasheet_gbs": work.target.hbm_bandwidth_gbs},
         "comparisons": [
-            {**comparison_document(comparison), "schedule": dict(each.origin)}
-            for comparison, each in zip(comparisons, chosen, strict=True)
+            {**comparison_document(comparison, single_of(comparison, comparisons)), "schedule": origin}
+            for comparison, origin in zip(comparisons, origins, strict=True)
         ],
+        "refused": [asdict(each) for each in refused],
     }
     return document, comparisons
 

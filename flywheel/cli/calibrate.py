@@ -115,7 +115,8 @@ def _show(document: dict[str, Any]) -> None:
     )
     rows = [
         (
-            f"{work['model']}, {work['dtype']}, context {work['context']}",
+            f"{work['model']}, {work['dtype']}, context {work['context']}"
+            + (f", batch {work['batch']}" if work["batch"] > 1 else ""),
             str(work["after"]["n"]),
             *(cell for when in ("before", "after") for cell in _cells(work[when])),
         )

@@ -53,15 +53,17 @@ def _list(where: str, summaries: list[CampaignSummary], as_json: bool) -> None:
     if not summaries:
         show(escaped(f"{where}: no campaigns"))
         return
-    headers = ("<campaign", "<model", "<GPU", "<dtype", "context", "<sampler", "trials", "best", "<", "<outcomes")
+    headers = ("<campaign", "<model", "<GPU", "<dtype", "context", "batch", "<sampler", "trials", "best", "<",
+               "<outcomes")  # fmt: skip
     rows = []
     for summary in summaries:
         campaign = summary.campaign
         best, kind = _best(summary)
         rows.append(
             (
-                campaign.name, campaign.model, campaign.gpu, campaign.dtype, str(campaign.context), campaign.sampler,
-                f"{summary.trials:,}", us(best), kind, counts(summary.outcomes),
+                campaign.name, campaign.model, campaign.gpu, campaign.dtype, str(campaign.context),
+                str(campaign.batch), campaign.sampler, f"{summary.trials:,}", us(best), kind,
+                counts(summary.outcomes),
             )
         )  # fmt: skip
     show(table(headers, rows))
@@ -78,6 +80,7 @@ def _document(summary: CampaignSummary) -> dict[str, Any]:
     campaign = summary.campaign
     return {
         **asdict(campaign),
+        "batch": campaign.batch,
         "spec": json.loads(campaign.spec),
         "trials": summary.trials,
         "outcomes": dict(summary.outcomes),
@@ -88,8 +91,7 @@ def _document(summary: CampaignSummary) -> dict[str, Any]:
 
 def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> None:
     campaign: Campaign = summary.campaign
-    work = f"{campaign.model} on {campaign.gpu}, {campaign.dtype}, context {campaign.context}"
-    show(escaped(f"{campaign.name}: {work}"))
+    show(escaped(f"{campaign.name}: {campaign.work}"))
     last = trials[-1].created_at if trials else ABSENT
     show(
         pairs(

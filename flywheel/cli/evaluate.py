@@ -10,16 +10,26 @@ from click.core import ParameterSource
 
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_config, settle_work
-from flywheel.cli.options import SharedOption, command, json_option, store_option, workload_options
+from flywheel.cli.options import (
+    DEFAULTS,
+    SharedOption,
+    batch_option,
+    command,
+    json_option,
+    store_option,
+    workload_options,
+)
 from flywheel.cli.text import escaped, pairs, percent, show, show_json, us
 from flywheel.cost_model import open_predictor
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.outcome import Measured, Predicted, Rejected
 from flywheel.measure.record import TrialRecord
+from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
     from flywheel.search.appraise import Appraisal
+    from flywheel.search.noise import Gain
     from flywheel.search.workload import Workload
 
 SHOWN: Final = 8
@@ -31,6 +41,7 @@ _NUMBERS: Final = ("predicted_us", "predictor", "latency_us", "p10_us", "p90_us"
 @command
 @click.argument("config_file", metavar="CONFIG|-")
 @workload_options
+@batch_option
 @click.option("--measure", cls=SharedOption, type=click.Choice(["auto", "predict", "cuda"]), default="auto",
               show_default=True, help="Where the latency comes from; auto: cuda with that GPU here, else predict.")
 @click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
@@ -44,6 +55,7 @@ def evaluate(
     gpu: str | None,
     dtype: str | None,
     context: int | None,
+    batch: int | None,
     measure: str,
     machine: str | None,
     store: str,
@@ -62,7 +74,8 @@ def evaluate(
     given = load_config(config_file)
     schedule = given if isinstance(given, Schedule) else None
     named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context}
-    workload = make_workload(**settle_work("evaluate", named, schedule))
+    sequences = DEFAULTS["batch"] if batch is None else batch
+    workload = make_workload(**settle_work("evaluate", named, schedule), batch=sequences)
     predictor = open_predictor(machine, workload.target)
     config = given.config if isinstance(given, Schedule) else given
     if ctx.get_parameter_source("store") is ParameterSource.DEFAULT and not Path(store).exists():
@@ -91,6 +104,7 @@ def _document(workload: Workload, config_id: str, found: Appraisal) -> dict[str,
         "gpu": workload.target.name,
         "dtype": workload.dtype,
         "context": workload.context,
+        "batch": workload.batch,
         "measure": found.measure,
         "outcome": columns["outcome"],
         "codes": list(outcome.codes) if isinstance(outcome, Rejected) else [],
@@ -101,13 +115,13 @@ def _document(workload: Workload, config_id: str, found: Appraisal) -> dict[str,
         "config_id": config_id,
         "program_id": evaluation.program_id,
         "tasks": evaluation.tasks,
-        "incumbent": None if found.incumbent is None else _incumbent(found.incumbent, latency_us),
+        "incumbent": None if found.incumbent is None else _incumbent(found.incumbent, latency_us, found.gained),
         "changed": None if found.incumbent is None else {name: list(pair) for name, pair in found.changed.items()},
     }
 
 
-def _incumbent(record: TrialRecord, latency_us: float | None) -> dict[str, Any]:
-    best_us = record.objective_us
+def _incumbent(record: TrialRecord, latency_us: float | None, gained: Gain | None) -> dict[str, Any]:
+    best_us = record.objective_us if gained is None else gained.rival_us
     assert best_us is not None
     return {
         "campaign": record.campaign,
@@ -116,13 +130,16 @@ def _incumbent(record: TrialRecord, latency_us: float | None) -> dict[str, Any]:
         "outcome": record.outcome,
         "latency_us": record.latency_us,
         "predicted_us": record.predicted_us,
+        "rival_us": None if gained is None else gained.rival_us,
+        "gain_low_us": None if gained is None else gained.low_us,
+        "gain_high_us": None if gained is None else gained.high_us,
         "speedup": None if latency_us is None else best_us / latency_us,
     }
 
 
 def _show(document: dict[str, Any]) -> None:
     latency_us = document["latency_us"] or document["predicted_us"]
-    work = f"{document['model']} on {document['gpu']}, {document['dtype']}, context {document['context']}"
+    work = work_named(*(document[name] for name in ("model", "gpu", "dtype", "context", "batch")))
     verdict = document["outcome"].replace("_", " ")
     if latency_us is not None:
         verdict += f" {us(latency_us)} a token; weight floor {us(document['floor_us'])}, "
@@ -134,6 +151,9 @@ def _show(document: dict[str, Any]) -> None:
         best_us = best["latency_us"] or best["predicted_us"]
         against = f"trial {best['trial']} of {best['campaign']}, {us(best_us)}"
         against += f"; this is {best['speedup']:.3f}x as fast" if best["speedup"] is not None else ""
+        if best["rival_us"] is not None:
+            against += f", in turn, where that took {us(best['rival_us'])}: "
+            against += f"{best['gain_low_us']:,.1f} to {best['gain_high_us']:,.1f} us less (99 % interval)"
     knobs = [f"{name} {after} (not {before})" for name, (before, after) in (changed or {}).items()]
     if len(knobs) > SHOWN:
         knobs[SHOWN:] = [f"and {len(knobs) - SHOWN} more"]

@@ -26,7 +26,6 @@ from flywheel.errors import StoreError, UnknownNameError, UsageError
 from flywheel.interop.t4 import dump_t4, to_t4
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import trials_of
-from flywheel.search.spec import batch_of
 from flywheel.store.tsv import to_csv, to_tsv
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def export(
         else:
             record = _best(opened, wanted, measured)
             origin = find_campaign(opened, record.campaign)
-            batch = batch_of(origin)
+            batch = origin.batch
             if batch > 1 and campaign is None:
                 raise UsageError(f"export: the best row is of batch {batch}; name its --campaign {record.campaign}")
             text = schedule_text(record, origin) if form == "schedule" else _program(record, batch)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import UnknownNameError
 from flywheel.measure.record import TrialRecord
-from flywheel.search.spec import CampaignSpec, batch_of, with_name
+from flywheel.search.spec import CampaignSpec, with_name
 from flywheel.store.schedule import dump_schedule, schedule_document
 
 if TYPE_CHECKING:
@@ -66,6 +66,6 @@ def lower_command(record: TrialRecord, batch: int) -> str:
 
 def schedule_text(record: TrialRecord, campaign: Campaign) -> str:
     """The best-schedule JSON of a row. Raises StoreError for a row without a latency."""
-    document = schedule_document(record, command=lower_command(record, batch_of(campaign)))
+    document = schedule_document(record, command=lower_command(record, campaign.batch))
     document["provenance"]["search"] = search_command(campaign)
     return dump_schedule(document)

@@ -231,6 +231,7 @@ def _document(start: Start, result: CampaignResult) -> dict[str, Any]:
         "gpu": spec.gpu,
         "dtype": spec.dtype,
         "context": spec.context,
+        "batch": spec.batch,
         "sampler": spec.sampler,
         "seed": spec.seed,
         "measure": spec.measure,

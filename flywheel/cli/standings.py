@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from flywheel.cli.text import ABSENT, escaped, pairs, percent, show, size, table, us
@@ -34,15 +35,16 @@ def draw(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -> str:
     from flywheel.report.bars import bars
     from flywheel.report.svg import standalone
 
-    title = f"{document['model']} on {document['environment']['gpu']}, {document['dtype']}, batch {document['batch']}"
+    title = f"{document['model']} on {document['environment']['gpu']}, {document['dtype']}"
     return standalone(bars(title, comparisons))
 
 
 def show_bench(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -> None:
-    """What was measured with, then a table for each context. The document is that of the comparisons."""
+    """What was measured with, then a table for each context. The document is that of the comparisons, which are in the
+    order of their contexts."""
     environment, ceiling = document["environment"], document["ceiling"]
-    work = f"{document['model']} on {environment['gpu']}, {document['dtype']}, batch {document['batch']}"
-    show(escaped(f"{work}: us a token, in {document['rounds']} rounds of {document['samples']} samples"))
+    work = f"{document['model']} on {environment['gpu']}, {document['dtype']}"
+    show(escaped(f"{work}: us a step, in {document['rounds']} rounds of {document['samples']} samples"))
     versions = [("driver", environment["driver"]), ("NVRTC", environment["nvrtc"]), ("torch", environment["torch"]),
                 ("triton", environment["triton"]), ("CUDA", environment["cuda_torch"])]  # fmt: skip
     share = percent(ceiling["read_gbs"] / ceiling["datasheet_gbs"])
@@ -54,43 +56,58 @@ def show_bench(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -
         ("weights", f"random, of seed {document['seed']}" if document["random_weights"] else "the checkpoint's"),
         *dict.fromkeys((entry.name, entry.how) for each in comparisons for entry in each.entries),
     ]))  # fmt: skip
-    for comparison, described in zip(comparisons, document["comparisons"], strict=True):
-        _show_one(comparison, described["schedule"])
+    described = list(zip(comparisons, document["comparisons"], strict=True))
+    for _, group in groupby(described, key=lambda each: each[0].context):
+        together = list(group)
+        _show_context([comparison for comparison, _ in together], [each["schedule"] for _, each in together])
+    for each in document["refused"]:
+        show("\n" + escaped(f"context {each['context']:,}, batch {each['batch']} is not compared: {each['reason']}"))
 
 
-def _show_one(comparison: Comparison, origin: Mapping[str, Any]) -> None:
-    from flywheel.measure.comparison import reason_of
+def _show_context(comparisons: Sequence[Comparison], origins: Sequence[Mapping[str, Any]]) -> None:
+    """One table, with a set of rows for each batch."""
+    from flywheel.measure.comparison import reason_of, single_of
 
-    found = origin.get("file") or f"trial {origin['trial']} of {origin['campaign']}"
     show("")
-    show(escaped(f"context {comparison.context:,}: {size(comparison.weight_bytes)} of weights need "
-                 f"{us(comparison.ceiling_us)} at the read ceiling, {us(comparison.floor_us)} at the datasheet's "
-                 f"bandwidth; schedule {origin['config_id']}, {found}"))  # fmt: skip
-    names = [entry.name for entry in comparison.entries]
-    headers = ["<name", "median us", "p10", "p90", "back to back", "GB/s", "of floor", "of ceiling",
-               *(f"x {name}" for name in names[1:]), "<verdict"]  # fmt: skip
-    show(table(headers, [_row(comparison, entry, names[1:]) for entry in comparison.entries], indent="  "))
-    for entry in comparison.entries:
-        if entry.latency is None:
-            show(escaped(f"  {entry.name} is not timed: {reason_of(entry.outcome)}"))
+    for comparison, origin in zip(comparisons, origins, strict=True):
+        found = origin.get("file") or f"trial {origin['trial']} of {origin['campaign']}"
+        show(escaped(f"context {comparison.context:,}, batch {comparison.batch}: {size(comparison.weight_bytes)} of "
+                     f"weights need {us(comparison.ceiling_us)} at the read ceiling, {us(comparison.floor_us)} at the "
+                     f"datasheet's bandwidth; schedule {origin['config_id']}, {found}"))  # fmt: skip
+    names = [entry.name for entry in comparisons[0].entries]
+    headers = ["batch", "<name", "median us", "p10", "p90", "back to back", "GB/s", "of floor", "of ceiling",
+               *(f"x {name}" for name in names[1:]), "/ batch 1", "<verdict"]  # fmt: skip
+    rows = [
+        _row(comparison, entry, names[1:], single_of(comparison, comparisons))
+        for comparison in comparisons
+        for entry in comparison.entries
+    ]
+    show(table(headers, rows, indent="  "))
+    for comparison in comparisons:
+        for entry in comparison.entries:
+            if entry.latency is None:
+                who = f"{entry.name}, batch {comparison.batch},"
+                show(escaped(f"  {who} is not timed: {reason_of(entry.outcome)}"))
 
 
-def _row(comparison: Comparison, entry: Entry, rivals: Sequence[str]) -> list[str]:
+def _row(comparison: Comparison, entry: Entry, rivals: Sequence[str], single: Comparison | None) -> list[str]:
     from flywheel.measure.comparison import standing
     from flywheel.measure.outcome import outcome_name
 
-    found = standing(comparison, entry)
+    found, batch = standing(comparison, entry, single), str(comparison.batch)
     if found is None or entry.verdict is None:
-        return [entry.name, *([ABSENT] * (7 + len(rivals))), outcome_name(entry.outcome)]
+        return [batch, entry.name, *([ABSENT] * (8 + len(rivals))), outcome_name(entry.outcome)]
     latency = found.latency
     times = (latency.median_us, latency.p10_us, latency.p90_us, latency.batch_us)
     against = (found.speedups.get(name) for name in rivals)
     return [
+        batch,
         entry.name,
         *(ABSENT if time is None else f"{time:,.1f}" for time in times),
         f"{found.weights_gbs:,.0f}",
         percent(found.floor_fraction),
         percent(found.ceiling_fraction),
         *(ABSENT if factor is None else f"{factor:.2f}" for factor in against),
+        ABSENT if found.over_single is None else f"{found.over_single:.2f}",
         f"pass ({entry.verdict.max_rel_error:.2g})",
     ]

@@ -22,6 +22,7 @@ from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.weights import TORCH_DTYPES
 from flywheel.vm.driver import open_gpu
+from flywheel.vm.pack import pack
 from flywheel.vm.timing import summarise
 
 _SAMPLES: Final = 30
@@ -33,7 +34,7 @@ class CudaBench:
 
     Everything that programs share is made here: weights (the checkpoint's, else random ones of `seed`), packed, and the
     oracle's logits and caches at `default_positions(context)`, of each of `batch` sequences. Launches are timed at the
-    last position, behind the oracle's caches.
+    last position, behind the oracle's caches. Programs come with their proof: it is not made again while a GPU waits.
     Raises NoGpuError, KernelCompileError, GpuMemoryError, and UsageError for a context that the model does not reach.
     """
 
@@ -58,9 +59,9 @@ class CudaBench:
     def measure(self, program: MegakernelProgram) -> TrialOutcome:
         """As `vm.worker.Bench` says: Measured, Incorrect or Implausible.
 
-        Raises as `CudaModel.load`, LaunchTimeoutError and GpuFaultError.
+        Raises as `CudaModel.load_packed` and `pack`, LaunchTimeoutError and GpuFaultError.
         """
-        with self._model.load(program) as session:
+        with self._model.load_packed(pack(program)) as session:
             verdict = compare_rows(session, self._expected)
             if not verdict.passed:
                 return Incorrect(verdict, str(verdict.reason))
@@ -87,10 +88,10 @@ class CudaBench:
         if rivals is not self._rivals:
             self._drop_rivals()
             for rival in rivals:
-                session = self._model.load(rival)
+                session = self._model.load_packed(pack(rival))
                 self._kept.append((session, compare_rows(session, self._expected)))
             self._rivals = rivals
-        with self._model.load(program) as session:
+        with self._model.load_packed(pack(program)) as session:
             verdict = compare_rows(session, self._expected)
             if not verdict.passed:
                 return Contest(Incorrect(verdict, str(verdict.reason)))
@@ -103,10 +104,11 @@ class CudaBench:
 
     def _compare_in_rounds(self, programs: Sequence[MegakernelProgram], rounds: int) -> Contest:
         times: list[list[list[float]]] = [[] for _ in programs]
+        packed = [pack(program) for program in programs]
         for turn in range(rounds):
             with ExitStack() as stack:
                 order = [(turn + place) % len(programs) for place in range(len(programs))]
-                loaded = {place: stack.enter_context(self._model.load(programs[place])) for place in order}
+                loaded = {place: stack.enter_context(self._model.load_packed(packed[place])) for place in order}
                 sessions = [loaded[place] for place in range(len(programs))]
                 verdicts = [compare_rows(session, self._expected) for session in sessions]
                 found = time_sessions(sessions, *self._last, samples=_SAMPLES, warmup=_WARMUP)

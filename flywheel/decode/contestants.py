@@ -14,11 +14,11 @@ from torch import Tensor
 
 from flywheel.decode.bench import judge_latency
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch
-from flywheel.decode.lineup import Rival
-from flywheel.decode.rivals import FusedWeights, TorchDecoder, fuse
+from flywheel.decode.lineup import Plan, Rival
+from flywheel.decode.rivals import FusedWeights, TorchDecoder, fuse, steps_of
 from flywheel.decode.session import Step
 from flywheel.decode.source import Source, Weights
-from flywheel.decode.verify import Expectation, compare, default_positions, expect, judge_steps
+from flywheel.decode.verify import Expectation, compare_rows, default_positions, expect_rows, judge_steps
 from flywheel.errors import GpuMemoryError, KernelCompileError
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.measure.comparison import Comparison, Entry
@@ -39,16 +39,9 @@ _BEFORE_CAPTURE: Final = 3
 _Forward = Callable[[int], tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """`rounds` of `samples` each, which every contestant gets; a round loads the program anew."""
-
-    rounds: int
-    samples: int
-
-
 class Contests:
-    """A model's weights on the GPU, for comparisons at any number of contexts; `say` takes lines of progress.
+    """A model's weights on the GPU, for comparisons at any number of contexts and batches; `say` takes lines of
+    progress.
 
     Weights are the source's, else random ones of `seed`. Raises as `prepare_torch` does, and GpuMemoryError.
     """
@@ -61,42 +54,56 @@ class Contests:
             self._fused: Final = fuse(source.spec, self._weights)
 
     def hold(
-        self, program: MegakernelProgram, context: int, rivals: Sequence[Rival], read_gbs: float, plan: Plan
+        self,
+        program: MegakernelProgram,
+        context: int,
+        rivals: Sequence[Rival],
+        read_gbs: float,
+        plan: Plan,
+        batch: int = 1,
     ) -> Comparison:
-        """The program, which was lowered for `context` positions, beside its rivals, all at the last of them.
+        """The program, which was lowered for `batch` sequences of `context` positions, beside its rivals, all at the
+        last of them.
 
         `read_gbs` is the rate that bounds the weights' time beside the datasheet's. Who fails the oracle's verdict is
         not timed. Raises as `CudaModel.load` does, LaunchTimeoutError, GpuFaultError, KernelCompileError for a rival
         that torch does not compile, and GpuMemoryError.
         """
-        with _memory_named(self._source.name):
-            expected = self._expect(context)
-            with CudaModel(self._gpu, self._source.spec, self._dtype, context, self._weights) as model:
-                model.pack_matrices()
-                torch._dynamo.reset()  # what it compiled for another context
-                graphs = [self._capture(rival, context, expected) for rival in rivals]
-                entries = _hold_rounds(model, program, graphs, expected, plan, self._say)
+
+        def say(told: str) -> None:
+            self._say(f"context {context}, batch {batch}: {told}")
+
+        spec, dtype = self._source.spec, self._dtype
+        with (
+            _memory_named(self._source.name),
+            CudaModel(self._gpu, spec, dtype, context, self._weights, batch) as model,
+        ):
+            model.pack_matrices()
+            model.load(program).close()  # what does not fit says so before anything that takes minutes
+            say("what the oracle expects")
+            expected = self._expect(context, batch)
+            torch._dynamo.reset()  # what it compiled for other shapes
+            graphs = []
+            for rival in rivals:
+                say(f"{rival.name}, {rival.how}" + (", takes minutes" if rival.compiled else ""))
+                graphs.append(GraphedStep(self._gpu, self._source, self._fused, dtype, context, rival, expected))
+            entries = _hold_rounds(model, program, graphs, expected, plan, say)
         bytes_read = weight_bytes_read(program)
         assert program.target is not None
         floor, ceiling = floor_us(bytes_read, program.target), bytes_read / read_gbs / 1e3
-        return Comparison(context, bytes_read, floor, ceiling, entries)
+        return Comparison(context, bytes_read, floor, ceiling, entries, batch)
 
-    def _expect(self, context: int) -> Expectation:
-        self._say(f"context {context}: what the oracle expects")
+    def _expect(self, context: int, batch: int) -> tuple[Expectation, ...]:
         oracle = EagerDecoder(self._source.spec, self._weights, TORCH_DTYPES[self._dtype], context, "cuda")
-        expected = expect(oracle, default_positions(context), self._seed)
+        expected = expect_rows(oracle, default_positions(context), batch, self._seed)
         del oracle
         torch.cuda.empty_cache()  # what the VM allocates is not torch's
         return expected
 
-    def _capture(self, rival: Rival, context: int, expected: Expectation) -> GraphedStep:
-        self._say(f"context {context}: {rival.name}, {rival.how}" + (", takes minutes" if rival.compiled else ""))
-        return GraphedStep(self._gpu, self._source, self._fused, self._dtype, context, rival, expected)
-
 
 class GraphedStep:
-    """A rival's step at the last of the expected positions, behind the oracle's caches, as a CUDA graph that is
-    launched on the VM's stream.
+    """A rival's step at the last of the expected positions, a row for each of the `expected`, behind the oracle's
+    caches, as a CUDA graph that is launched on the VM's stream.
 
     torch.compile runs without CUDA graphs of its own: those copy inputs, and run Python, at every launch.
     """
@@ -109,12 +116,12 @@ class GraphedStep:
         dtype: DType,
         context: int,
         rival: Rival,
-        expected: Expectation,
+        expected: Sequence[Expectation],
     ) -> None:
         self.rival: Final = rival
         self._gpu, self._expected = gpu, expected
-        self._position = expected.positions[-1]
-        self._decoder = TorchDecoder(source.spec, weights, dtype, context, rival.inline_attention)
+        self._position = expected[0].positions[-1]
+        self._decoder = TorchDecoder(source.spec, weights, dtype, context, rival.inline_attention, len(expected))
         self._stream = torch.cuda.ExternalStream(gpu.stream_handle)  # type: ignore[no-untyped-call]
         self._set()
         forward: _Forward = self._decoder.forward
@@ -122,7 +129,7 @@ class GraphedStep:
             forward = torch.compile(forward, mode="max-autotune-no-cudagraphs", fullgraph=True, dynamic=False)
         self._graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), _as_torch_ships():
-            self._logits, self._token = self._captured(forward)
+            self._logits, self._tokens = self._captured(forward)
 
     def verdict(self) -> Verdict:
         """On one launch of the graph, behind the expected caches."""
@@ -140,12 +147,12 @@ class GraphedStep:
     def judge(self) -> Verdict:
         """The verdict on what the last launch gave; waits for it."""
         self._gpu.sync()
-        step = Step(self._logits[0].float(), int(self._token))
-        return judge_steps([step], self._expected.logits[-1:], [self._position], self._decoder.dtype)
+        return _judge_last(steps_of(self._logits, self._tokens), self._expected, self._decoder.dtype)
 
     def _set(self) -> None:
-        self._decoder.write_cache(self._expected.cache_before(self._position))
-        self._decoder.token.fill_(self._expected.tokens[self._position])
+        for row, each in enumerate(self._expected):
+            self._decoder.write_cache(each.cache_before(self._position), row)
+        self._decoder.set_tokens([each.tokens[self._position] for each in self._expected])
 
     def _captured(self, forward: _Forward) -> tuple[Tensor, Tensor]:
         """Source: PyTorch's notes on CUDA graphs: warm up on a side stream, so that nothing is set up in the graph."""
@@ -225,21 +232,22 @@ def _hold_rounds(
     model: CudaModel,
     program: MegakernelProgram,
     graphs: Sequence[GraphedStep],
-    expected: Expectation,
+    expected: Sequence[Expectation],
     plan: Plan,
     say: Callable[[str], None],
 ) -> tuple[Entry, ...]:
     """The program's entry, then those of its rivals. Each round begins with another contestant."""
-    position = expected.positions[-1]
-    ours = Record(OURS, "the program, one launch a token")
+    position = expected[0].positions[-1]
+    tokens = [each.tokens[position] for each in expected]
+    ours = Record(OURS, "the program, one launch a step")
     rivals = [Runner(Record(graph.rival.name, graph.rival.how), graph.launch, graph.judge) for graph in graphs]
     for graph, rival in zip(graphs, rivals, strict=True):
         rival.record.note(graph.verdict())
     for turn in range(plan.rounds):
-        say(f"context {model.context}: round {turn + 1} of {plan.rounds}")
+        say(f"round {turn + 1} of {plan.rounds}")
         with model.load(program) as session:
-            ours.note(compare(session, expected))
-            launch, finish = session.launcher(expected.tokens[position], position)
+            ours.note(compare_rows(session, expected))
+            launch, finish = session.launcher(tokens, position)
             judge = partial(_judge_session, session, expected)
             runners = [Runner(ours, launch, judge), *rivals]
             first = turn % len(runners)
@@ -247,8 +255,13 @@ def _hold_rounds(
     return tuple(record.entry(program) for record in (ours, *(rival.record for rival in rivals)))
 
 
-def _judge_session(session: CudaSession, expected: Expectation) -> Verdict:
-    return judge_steps([session.read()], expected.logits[-1:], expected.positions[-1:], session.dtype)
+def _judge_session(session: CudaSession, expected: Sequence[Expectation]) -> Verdict:
+    return _judge_last(session.read_rows(), expected, session.dtype)
+
+
+def _judge_last(steps: Sequence[Step], expected: Sequence[Expectation], dtype: DType) -> Verdict:
+    """Of a step of each sequence at the last of the expected positions."""
+    return judge_steps(steps, [each.logits[-1] for each in expected], expected[0].positions[-1:], dtype)
 
 
 @contextmanager

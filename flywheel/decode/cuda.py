@@ -111,7 +111,7 @@ class CudaModel:
         return self.load_packed(pack(program), trace=trace)
 
     def load_packed(self, packed: PackedProgram, *, trace: bool = False) -> CudaSession:
-        """As `load`, for a program that need not be safe: to see what the proof rules out."""
+        """As `load`, for a program that has been proved to be safe, or need not be: to see what the proof rules out."""
         program = packed.program
         interface = read_interface(program, self.spec)
         if (interface.dtype, interface.context, interface.batch) != (self.dtype, self.context, self.batch):

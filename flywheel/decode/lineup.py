@@ -1,4 +1,4 @@
-"""The rivals that a schedule can be measured against, by name; what runs them is `contestants`."""
+"""The rivals that a schedule can be measured against, by name, and how often; what runs them is `contestants`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ class Rival:
     how: str
     compiled: bool = False
     inline_attention: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`rounds` of `samples` each, which every contestant gets; a round loads the program anew."""
+
+    rounds: int
+    samples: int
 
 
 RIVALS: Final[Mapping[str, Rival]] = MappingProxyType(

@@ -1,8 +1,9 @@
 """What a user would run instead: a decode step in plain torch, written for speed.
 
-One token in, one token out, with one product for q, k and v and one for gate and up, a static KV cache and
-`scaled_dot_product_attention` over the part of it that is filled. Positions are constants of the step, so whoever
-captures or compiles it gets slices of fixed shape. It shares the oracle's weights and none of its code.
+One token in, one token out, of one sequence or of several in lock-step, with one product for q, k and v and one for
+gate and up, a static KV cache and `scaled_dot_product_attention` over the part of it that is filled. Positions are
+constants of the step, so whoever captures or compiles it gets slices of fixed shape. It shares the oracle's weights and
+none of its code.
 
 Source: meta-pytorch/gpt-fast, `model.py`; huggingface/transformers, `modeling_rope_utils.py` (`llama3`).
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
-from flywheel.decode.session import Step, check_place
+from flywheel.decode.session import Step, check_rows
 from flywheel.decode.source import Weights
 from flywheel.errors import UsageError
 from flywheel.ir import DType
@@ -78,11 +79,11 @@ def fuse(spec: DecoderSpec, weights: Weights) -> FusedWeights:
 
 
 class TorchDecoder:
-    """One sequence: a DecodeSession whose step is torch's own operations, on the device of `weights` and in its dtype.
+    """A BatchSession whose step is torch's own operations, on the device of `weights` and in its dtype.
 
-    `token` int64 [1] is where a step reads its token. With `inline_attention`, attention is arithmetic for a compiler
-    to make kernels of, instead of torch's own. Positions that no token has written hold NaN, so that reading them
-    shows. Raises UsageError for a context that the model does not reach.
+    `token` int64 [batch] is where a step reads its tokens. With `inline_attention`, attention is arithmetic for a
+    compiler to make kernels of, instead of torch's own. Positions that no token has written hold NaN, so that reading
+    them shows. Raises UsageError for a context that the model does not reach.
     """
 
     def __init__(
@@ -92,19 +93,21 @@ class TorchDecoder:
         dtype: DType,
         context: int,
         inline_attention: bool = False,
+        batch: int = 1,
     ) -> None:
         if not 1 <= context <= spec.max_position:
             raise UsageError(f"{spec.name}: context {context} is not in 1..{spec.max_position}")
         self.spec = spec
         self.dtype = dtype
         self.context = context
+        self.batch = batch
         self._weights = weights
         self._attend = _attend_inline if inline_attention else _attend
         device = weights.embed.device
-        self.token = torch.zeros(1, dtype=torch.int64, device=device)
+        self.token = torch.zeros(batch, dtype=torch.int64, device=device)
 
         def empty() -> Tensor:
-            shape = (1, spec.n_kv_heads, context, spec.head_dim)
+            shape = (batch, spec.n_kv_heads, context, spec.head_dim)
             return torch.full(shape, torch.nan, dtype=TORCH_DTYPES[dtype], device=device)
 
         # Tensors of their own: writes to views of one tensor would make a compiled step copy all of it.
@@ -112,17 +115,24 @@ class TorchDecoder:
         # [context, 1, head_dim] each; the sine of the lower half is negated, as `_rotate` wants it.
         self._cosines, self._sines = (table[:, None].to(device) for table in rope_tables(spec, context))
 
-    @torch.no_grad()
     def step(self, token_id: int, position: int) -> Step:
         """As DecodeSession says; logits are float32."""
-        check_place(self.spec, self.context, token_id, position)
-        self.token.fill_(token_id)
-        logits, token = self.forward(position)
-        return Step(logits[0].float(), int(token))
+        return self.step_rows([token_id], position)[0]
 
     @torch.no_grad()
-    def write_cache(self, layers: Sequence[LayerCache]) -> None:
-        """As DecodeSession says. Raises UsageError for another number of layers, or more positions than there are."""
+    def step_rows(self, token_ids: Sequence[int], position: int) -> list[Step]:
+        """As BatchSession says; logits are float32."""
+        check_rows(self.spec, self.context, self.batch, token_ids, position)
+        self.set_tokens(token_ids)
+        return steps_of(*self.forward(position))
+
+    def set_tokens(self, token_ids: Sequence[int]) -> None:
+        """What the next step decodes, a token a sequence."""
+        self.token.copy_(torch.tensor(token_ids))
+
+    @torch.no_grad()
+    def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
+        """As BatchSession says. Raises UsageError for another number of layers, or more positions than there are."""
         length = len(layers[0][0]) if layers else 0
         if len(layers) != self.spec.n_layers or length > self.context:
             raise UsageError(
@@ -131,11 +141,12 @@ class TorchDecoder:
             )
         for (_, keys, values), sides in zip(self._layers, layers, strict=True):
             for mine, side in zip((keys, values), sides, strict=True):
-                mine.fill_(torch.nan)
-                mine[0, :, :length].copy_(side.transpose(0, 1))
+                mine[row].fill_(torch.nan)
+                mine[row, :, :length].copy_(side.transpose(0, 1))
 
     def forward(self, position: int) -> tuple[Tensor, Tensor]:
-        """(logits [1, vocab] in the decoder's dtype, their argmax [1]) of `token` at a position that is cached here.
+        """(logits [batch, vocab] in the decoder's dtype, their argmax [batch]) of `token` at a position that is cached
+        here.
 
         Reads nothing on the host, so that it can be captured in a CUDA graph.
         """
@@ -153,21 +164,26 @@ class TorchDecoder:
     def _attention(
         self, x: Tensor, layer: FusedLayer, keys: Tensor, values: Tensor, position: int, cosine: Tensor, sine: Tensor
     ) -> Tensor:
-        """x: [1, hidden], normalised -> [1, hidden]. keys, values: [1, n_kv_heads, context, head_dim]."""
+        """x: [batch, hidden], normalised -> the same shape. keys, values: [batch, n_kv_heads, context, head_dim]."""
         spec = self.spec
-        heads = _project(x, layer.qkv, layer.qkv_bias).view(-1, spec.head_dim)
-        q, k, v = torch.split(heads, [spec.n_heads, spec.n_kv_heads, spec.n_kv_heads])
+        heads = _project(x, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
+        q, k, v = torch.split(heads, [spec.n_heads, spec.n_kv_heads, spec.n_kv_heads], 1)
         if layer.q_norm is None or layer.k_norm is None:
-            turned = _rotate(heads[: spec.n_heads + spec.n_kv_heads], cosine, sine)
-            q, k = torch.split(turned, [spec.n_heads, spec.n_kv_heads])
+            turned = _rotate(heads[:, : spec.n_heads + spec.n_kv_heads], cosine, sine)
+            q, k = torch.split(turned, [spec.n_heads, spec.n_kv_heads], 1)
         else:
             q = _rotate(rms_norm(q, (spec.head_dim,), layer.q_norm, spec.norm_eps), cosine, sine)
             k = _rotate(rms_norm(k, (spec.head_dim,), layer.k_norm, spec.norm_eps), cosine, sine)
-        keys[0, :, position] = k
-        values[0, :, position] = v
+        keys[:, :, position] = k
+        values[:, :, position] = v
         seen = slice(position + 1)
-        mixed = self._attend(q.to(x.dtype).view(1, spec.n_heads, 1, -1), keys[:, :, seen], values[:, :, seen])
-        return linear(mixed.view(1, spec.q_width), layer.output)
+        mixed = self._attend(q.to(x.dtype)[:, :, None], keys[:, :, seen], values[:, :, seen])
+        return linear(mixed.reshape(len(x), spec.q_width), layer.output)
+
+
+def steps_of(logits: Tensor, tokens: Tensor) -> list[Step]:
+    """What `TorchDecoder.forward` gave, a step a sequence."""
+    return [Step(row, int(token)) for row, token in zip(logits.float(), tokens, strict=True)]
 
 
 def rope_tables(spec: DecoderSpec, context: int) -> tuple[Tensor, Tensor]:
@@ -202,21 +218,21 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """q: [1, n_heads, 1, head_dim], keys and values: [1, n_kv_heads, seen, head_dim] -> as q."""
+    """q: [batch, n_heads, 1, head_dim], keys and values: [batch, n_kv_heads, seen, head_dim] -> as q."""
     return scaled_dot_product_attention(q, keys, values, enable_gqa=q.shape[1] > keys.shape[1])
 
 
 def _attend_inline(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """As `_attend`, of sums of products, which a compiler fuses where it would call a library for a product."""
-    _, kv_heads, seen, head_dim = keys.shape
-    grouped = q.view(kv_heads, -1, 1, head_dim).float() * head_dim**-0.5
-    scores = (grouped * keys.view(kv_heads, 1, seen, head_dim)).sum(-1)
-    mixed: Tensor = (scores.softmax(-1)[..., None] * values.view(kv_heads, 1, seen, head_dim)).sum(-2)
+    batch, kv_heads, _, head_dim = keys.shape
+    grouped = q.reshape(batch, kv_heads, -1, 1, head_dim).float() * head_dim**-0.5
+    scores = (grouped * keys[:, :, None]).sum(-1)
+    mixed: Tensor = (scores.softmax(-1)[..., None] * values[:, :, None]).sum(-2)
     return mixed.to(q.dtype).view(q.shape)
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """x: [heads, head_dim] -> the same, turned, in float32. cosine, sine: float32 [1, head_dim]."""
-    halves = x.view(len(x), 2, -1).flip(1).view_as(x)
+    """x: [batch, heads, head_dim] -> the same, turned, in float32. cosine, sine: float32 [1, head_dim]."""
+    halves = x.reshape(*x.shape[:-1], 2, -1).flip(-2).flatten(-2)
     turned: Tensor = torch.addcmul(x * cosine, halves, sine)
     return turned

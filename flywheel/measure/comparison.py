@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from types import MappingProxyType
@@ -49,7 +49,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Contestants for one step at the last position of `context`; the first one is the schedule that is compared.
+    """Contestants for one step of `batch` sequences at the last position of `context`; the first one is the schedule
+    that is compared.
 
     `weight_bytes` is what the step must read, `floor_us` the time of that at the bandwidth of the GPU's datasheet and
     `ceiling_us` at the best rate that a plain kernel reached in the same run.
@@ -60,22 +61,31 @@ class Comparison:
     floor_us: float
     ceiling_us: float
     entries: tuple[Entry, ...]
+    batch: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
     """An entry with a latency. `weights_gbs` counts weights alone, fractions are of its median, and `speedups` say how
-    many times as fast it is as each of the other entries with a latency, by name."""
+    many times as fast it is as each of the other entries with a latency, by name. `over_single` is its median over that
+    of the same contestant for one sequence; None where that is not known."""
 
     latency: MeasuredLatency
     weights_gbs: float
     floor_fraction: float
     ceiling_fraction: float
     speedups: Mapping[str, float]
+    over_single: float | None = None
 
 
-def standing(comparison: Comparison, entry: Entry) -> Standing | None:
-    """How an entry of the comparison stands; None without a latency."""
+def single_of(comparison: Comparison, comparisons: Sequence[Comparison]) -> Comparison | None:
+    """Among `comparisons`, the one of a single sequence at the same context; None where there is none."""
+    alike = (each for each in comparisons if each.batch == 1 and each.context == comparison.context)
+    return next(alike, None)
+
+
+def standing(comparison: Comparison, entry: Entry, single: Comparison | None = None) -> Standing | None:
+    """How an entry of the comparison stands, beside its namesake in `single`; None without a latency."""
     latency = entry.latency
     if latency is None:
         return None
@@ -90,22 +100,30 @@ def standing(comparison: Comparison, entry: Entry) -> Standing | None:
         floor_fraction(comparison.floor_us, latency.median_us),
         floor_fraction(comparison.ceiling_us, latency.median_us),
         MappingProxyType(others),
+        _over_single(entry.name, latency, single),
     )
 
 
-def comparison_document(comparison: Comparison) -> dict[str, Any]:
-    """JSON-ready; what an entry does not have is null, and so is an error that is no number."""
+def _over_single(name: str, latency: MeasuredLatency, single: Comparison | None) -> float | None:
+    namesakes = () if single is None else (entry.latency for entry in single.entries if entry.name == name)
+    return next((latency.median_us / alone.median_us for alone in namesakes if alone is not None), None)
+
+
+def comparison_document(comparison: Comparison, single: Comparison | None = None) -> dict[str, Any]:
+    """JSON-ready; what an entry does not have is null, and so is an error that is no number. `single` as `standing` has
+    it."""
     return {
         "context": comparison.context,
+        "batch": comparison.batch,
         "weight_bytes": comparison.weight_bytes,
         "floor_us": comparison.floor_us,
         "ceiling_us": comparison.ceiling_us,
-        "contestants": [_entry(comparison, entry) for entry in comparison.entries],
+        "contestants": [_entry(comparison, entry, single) for entry in comparison.entries],
     }
 
 
-def _entry(comparison: Comparison, entry: Entry) -> dict[str, Any]:
-    found = standing(comparison, entry)
+def _entry(comparison: Comparison, entry: Entry, single: Comparison | None) -> dict[str, Any]:
+    found = standing(comparison, entry, single)
     latency, state = (None, None) if found is None else (found.latency, found.latency.gpu_state)
     return {
         "name": entry.name,
@@ -123,6 +141,7 @@ def _entry(comparison: Comparison, entry: Entry) -> dict[str, Any]:
         "floor_fraction": None if found is None else found.floor_fraction,
         "ceiling_fraction": None if found is None else found.ceiling_fraction,
         "speedups": {} if found is None else dict(found.speedups),
+        "over_single": None if found is None else found.over_single,
         "gpu_state": None if state is None else asdict(state),
         "times_us": [list(samples) for samples in entry.times_us],
         "batches_us": list(entry.batches_us),

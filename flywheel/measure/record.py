@@ -86,7 +86,7 @@ class TrialRecord:
     ask_s: Annotated[float | None, "seconds the sampler took"] = None
     lower_s: Annotated[float | None, "seconds lowering took"] = None
     validate_s: Annotated[float | None, "seconds validation took"] = None
-    measure_s: Annotated[float | None, "seconds measuring or predicting took"] = None
+    measure_s: Annotated[float | None, "seconds measuring or predicting took; in a final, its share of them"] = None
     source: Annotated[str, "search, seed (known good), store (answered by an earlier row) or final (measured again)"]
     sampler: Annotated[str, "name of the sampler"]
     seed: Annotated[int, "seed of the campaign"]

@@ -30,7 +30,7 @@ def bars(title: str, comparisons: Sequence[Comparison]) -> str:
     groups = []
     for comparison in comparisons:
         height = _ROW * len(comparison.entries)
-        groups.append(label(_LEFT, y + 16, f"context {comparison.context:,}", "faint"))
+        groups.append(label(_LEFT, y + 16, f"context {comparison.context:,}, batch {comparison.batch}", "faint"))
         groups += _group(comparison, across, y + _HEADING)
         y += _HEADING + height + 8
     for value in across.ticks(8):
@@ -39,7 +39,7 @@ def bars(title: str, comparisons: Sequence[Comparison]) -> str:
             element("path", d=polyline([(x, _TOP), (x, y)]), class_="grid"),
             label(x, y + 18, short(value), "middle faint"),
         ]
-    parts += [*groups, label((_LEFT + _RIGHT) / 2, y + 36, "us a token, median", "middle faint")]
+    parts += [*groups, label((_LEFT + _RIGHT) / 2, y + 36, "us a step, median", "middle faint")]
     return picture(_WIDTH, y + _AXIS, title, parts)
 
 

@@ -68,8 +68,7 @@ def pictures(facts: Facts) -> dict[str, str]:
 
 def _head(facts: Facts) -> list[str]:
     campaign, best = facts.campaign, facts.best
-    work = f"{campaign.model} on {campaign.gpu}, {campaign.dtype}, context {campaign.context}"
-    work += f", sampler {campaign.sampler}"
+    work = f"{campaign.work}, sampler {campaign.sampler}"
     tiles = []
     kind = "nothing feasible"
     if best is not None and best.objective_us is not None:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
+from typing import Final
 
 from flywheel.cost_model import STOCK, Predictor
 from flywheel.interop.t4 import configurations
-from flywheel.ir import ScheduleConfig
+from flywheel.ir import MegakernelProgram, ScheduleConfig
+from flywheel.measure.contest import Contest
 from flywheel.measure.environment import capture_environment
-from flywheel.measure.outcome import TrialOutcome
+from flywheel.measure.outcome import Measured, TrialOutcome
 from flywheel.measure.record import TrialRecord
 from flywheel.search import measuring, predicting
 from flywheel.search.device import missing_modules, settle_measure
-from flywheel.search.evaluate import Evaluation, Measure, evaluate
+from flywheel.search.evaluate import Evaluation, prepare
+from flywheel.search.known import best_of_work
+from flywheel.search.noise import Gain, gain
 from flywheel.search.space import Space, Value, make_space
-from flywheel.search.spec import batch_of
 from flywheel.search.workload import Workload
 from flywheel.store.sql import Store
 from flywheel.vm.client import Client
+
+ROUNDS: Final = 5
+"""Times that a schedule and the incumbent are loaded anew and timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +36,8 @@ class Appraisal:
     """An evaluation under `measure`, predict or cuda, and the incumbent: the best trial that the store has of the same
     work under the same kind of measure, None where it has none.
 
-    `changed` holds, by knob, what the incumbent has and what the config has; by parameter of the config where one of
-    them lies outside the search space.
+    `gained` is how it stands against the incumbent where both were measured in turn. `changed` holds, by knob, what the
+    incumbent has and what the config has; by parameter of the config where one of them lies outside the search space.
     """
 
     measure: str
@@ -38,25 +45,45 @@ class Appraisal:
     outcome: TrialOutcome
     incumbent: TrialRecord | None
     changed: Mapping[str, tuple[Value, Value]]
+    gained: Gain | None = None
+
+
+Compare = Callable[[MegakernelProgram], Contest]
 
 
 def appraise(
     config: ScheduleConfig, workload: Workload, measure: str, store: Store | None, predictor: Predictor = STOCK
 ) -> Appraisal:
-    """Lower, validate, and measure or predict; nothing is written, and no earlier trial answers.
+    """Lower, validate, and predict or measure, in turn with the incumbent where that can be lowered today; nothing is
+    written, and no earlier trial answers.
 
     `measure` is auto, predict or cuda. Raises NoGpuError and UsageError where cuda cannot be had, StoreError, and what
     stops a GPU worker from starting.
     """
     settled = settle_measure(measure, workload.target, capture_environment().gpu, missing_modules())
     incumbent = None if store is None else _incumbent(store, workload, settled, predictor)
-    with _measure(settled, workload, predictor) as run:
-        evaluation = evaluate(config, workload, lambda _: None, run)
+    before = None if incumbent is None else ScheduleConfig.from_dict(json.loads(incumbent.config))
+    with _open(settled, workload, before, predictor) as compare:
+        evaluation = _evaluate(config, workload, compare)
     assert not isinstance(evaluation.outcome, TrialRecord)  # nothing was looked up
-    changed: Mapping[str, tuple[Value, Value]] = {}
-    if incumbent is not None:
-        changed = changes(make_space(workload), ScheduleConfig.from_dict(json.loads(incumbent.config)), config)
-    return Appraisal(settled, evaluation, evaluation.outcome, incumbent, changed)
+    changed = {} if before is None else changes(make_space(workload), before, config)
+    return Appraisal(settled, evaluation, evaluation.outcome, incumbent, changed, _gained(evaluation.contest))
+
+
+def _evaluate(config: ScheduleConfig, workload: Workload, compare: Compare) -> Evaluation:
+    prepared = prepare(config, workload)
+    if prepared.refused is not None:
+        return prepared.ended(prepared.refused)
+    assert prepared.program is not None
+    start = perf_counter()
+    contest = compare(prepared.program)
+    return replace(prepared.ended(contest.outcome, perf_counter() - start), contest=contest)
+
+
+def _gained(contest: Contest | None) -> Gain | None:
+    if contest is None or not all(isinstance(each, Measured) for each in (contest.outcome, *contest.rivals)):
+        return None
+    return gain(contest.times_us[0], contest.times_us[1], seed=0) if len(contest.times_us) > 1 else None
 
 
 def changes(space: Space, before: ScheduleConfig, after: ScheduleConfig) -> dict[str, tuple[Value, Value]]:
@@ -69,25 +96,27 @@ def changes(space: Space, before: ScheduleConfig, after: ScheduleConfig) -> dict
 
 def _incumbent(store: Store, workload: Workload, measure: str, predictor: Predictor) -> TrialRecord | None:
     measured = measure == "cuda"
-    best = store.best(
-        measured=measured,
-        model=workload.model,
-        gpu=workload.target.name,
-        dtype=workload.dtype,
-        context=workload.context,
-        predictor=None if measured else predictor.version,
-    )
-    campaign = None if best is None else store.campaign(best.campaign)
-    return None if campaign is not None and batch_of(campaign) != workload.batch else best
+    return best_of_work(store, workload, measured=measured, predictor=None if measured else predictor.version)
 
 
 @contextmanager
-def _measure(kind: str, workload: Workload, predictor: Predictor) -> Iterator[Measure]:
-    """The cost model, or the worker that owns the GPU."""
+def _open(
+    kind: str, workload: Workload, rival: ScheduleConfig | None, predictor: Predictor
+) -> Iterator[Compare]:
+    """The cost model, or the worker that owns the GPU, which measures a program in turn with the `rival`'s."""
     if kind == "predict":
-        yield partial(predicting.predict_outcome, predictor=predictor)
+        yield lambda program: Contest(predicting.predict_outcome(program, predictor=predictor))
         return
+    found = None if rival is None else prepare(rival, workload)
+    rivals = () if found is None or found.refused is not None or found.program is None else (found.program,)
     bench = partial(measuring.make_bench, workload.model, workload.dtype, workload.context, workload.batch)
     with Client(bench) as client:
         client.ready()
-        yield client.measure
+        yield partial(in_turn, client, rivals)
+
+
+def in_turn(client: Client, rivals: tuple[MegakernelProgram, ...], program: MegakernelProgram) -> Contest:
+    """A program beside `rivals`, in ROUNDS; alone where they do not run together, so that a rival's fault is not its
+    own."""
+    contest = client.compare(program, rivals, ROUNDS) if rivals else None
+    return contest if contest is not None and contest.times_us else client.compare(program)

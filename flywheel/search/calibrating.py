@@ -81,6 +81,7 @@ class WorkFit:
     model: str
     dtype: str
     context: int
+    batch: int
     fitted: int
     changed: int
     before: Score
@@ -158,7 +159,8 @@ def _configs(records: Sequence[TrialRecord]) -> tuple[Config, ...]:
 
 
 def _name(workload: Workload) -> str:
-    return f"{workload.model}, {workload.dtype}, context {workload.context}"
+    batch = f", batch {workload.batch}" if workload.batch > 1 else ""
+    return f"{workload.model}, {workload.dtype}, context {workload.context}{batch}"
 
 
 def split(configs: Sequence[Config], held_back: float) -> tuple[list[Config], list[Config]]:
@@ -251,7 +253,7 @@ def _scored(
         raise UsageError(f"calibrate: no measured program of {_name(workload)} is lowered today as it was then")
     measured, first, last = zip(*rows, strict=True)
     return WorkFit(
-        workload.model, workload.dtype, workload.context, fitted, len(configs) - len(rows),
+        workload.model, workload.dtype, workload.context, workload.batch, fitted, len(configs) - len(rows),
         score(first, measured), score(last, measured),
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ from flywheel.search.noise import gain
 from flywheel.search.prefilter import Prefilter
 from flywheel.search.rows import to_record
 from flywheel.search.space import Choice, Space, Value
-from flywheel.search.spec import CampaignSpec, batch_of, constants_of, to_campaign
+from flywheel.search.spec import CampaignSpec, constants_of, to_campaign
 from flywheel.search.study import Ask, CampaignStudy
 from flywheel.search.warm import choose_starts, described, starts_of
 from flywheel.store.campaign import Campaign
@@ -109,7 +109,7 @@ def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool,
 
 def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space, predictor: str) -> None:
     for field in ("model", "gpu", "dtype", "context", "batch", "measure"):
-        before, now = batch_of(campaign) if field == "batch" else getattr(campaign, field), getattr(spec, field)
+        before, now = getattr(campaign, field), getattr(spec, field)
         if before != now:
             raise UsageError(f"campaign {campaign.name!r} has {field}={before}, not {now}; --fresh starts a new one")
     described = json.loads(campaign.spec)

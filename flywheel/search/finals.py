@@ -57,12 +57,13 @@ def measure_again(
             break
         chosen = [record for record, _, _ in right]
     compared = gains(contest, spec.seed) if len(right) > 1 else [None]
+    share_s = None if evaluation.measure_s is None else evaluation.measure_s / len(found)
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     rows = []
     for (record, config, outcome), gained in zip(right, compared, strict=False):
         measured = Evaluation(
             outcome, record.program_id, record.tasks, record.weight_bytes, record.floor_us,
-            environment=evaluation.environment,
+            measure_s=share_s, environment=evaluation.environment,
         )  # fmt: skip
         rows.append(to_record(
             record.campaign, record.trial, spec, config, measured, environment,

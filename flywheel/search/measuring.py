@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from threading import Lock
+from typing import Final
 
 from flywheel.errors import ConfigError, KernelCompileError, NoGpuError, UsageError
 from flywheel.ir import DType, GpuTarget, MegakernelProgram, variant_of
@@ -15,6 +18,8 @@ from flywheel.search.device import is_target, missing_modules
 from flywheel.store.sql import Store
 from flywheel.vm.nvrtc import arch_name, compile_variant, nvrtc_version, source_digest
 from flywheel.vm.worker import Bench
+
+_COMPILING: Final[dict[tuple[int, int, int, DType], Lock]] = {}
 
 
 def look(store: Store, gpu: str, dtype: str, program_id: str, environment: Environment) -> TrialRecord | None:
@@ -56,6 +61,23 @@ def compile_ahead(dtype: str, program: MegakernelProgram) -> None:
         _compile(program.target.sm_arch, variant.threads, variant.matrix_warps, DTYPES[dtype])
 
 
-@cache
+def compile_all(
+    dtype: str, sm_arch: int, kernels: Sequence[tuple[int, int]], stopped: Callable[[], bool]
+) -> None:
+    """The same for kernels of (threads, warps that multiply), one after the other, until it is `stopped`."""
+    with suppress(ConfigError, KernelCompileError):
+        for threads, matrix_warps in kernels:
+            if stopped():
+                return
+            _compile(sm_arch, threads, matrix_warps, DTYPES[dtype])
+
+
 def _compile(sm_arch: int, threads: int, matrix_warps: int, dtype: DType) -> None:
+    """Whoever wants what another thread compiles waits for that."""
+    with _COMPILING.setdefault((sm_arch, threads, matrix_warps, dtype), Lock()):
+        _compile_once(sm_arch, threads, matrix_warps, dtype)
+
+
+@cache
+def _compile_once(sm_arch: int, threads: int, matrix_warps: int, dtype: DType) -> None:
     compile_variant(arch_name(sm_arch), threads, dtype, matrix_warps=matrix_warps)

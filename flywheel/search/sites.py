@@ -19,6 +19,7 @@ from flywheel.search.engine import Bench, Engine, InlineEngine
 from flywheel.search.fleet import Fleet
 from flywheel.search.host import Host
 from flywheel.search.processes import ProcessHost
+from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec
 from flywheel.search.station import Measuring, Predicting, Setup
 from flywheel.search.workload import Workload
@@ -94,7 +95,9 @@ def open_engine(
     measured = spec.measure == "cuda"
     if measured:
         bench_of = partial(measuring.make_bench, spec.model, spec.dtype, spec.context, spec.batch)
-        means = Measuring(bench_of, partial(measuring.compile_ahead, spec.dtype))
+        kernels = make_space(workload, spec.fix).kernels()
+        compile_all = partial(measuring.compile_all, spec.dtype, workload.target.sm_arch, kernels)
+        means = Measuring(bench_of, partial(measuring.compile_ahead, spec.dtype), compile_all=compile_all)
         filtering = predictor if spec.prefilter is not None else None
         setup = Setup(workload, means, partial(measuring.capture, workload.target), filtering)
         look = partial(measuring.look, store, gpu, spec.dtype)

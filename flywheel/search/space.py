@@ -259,6 +259,15 @@ class Space:
         base = {**last, **one_tile, "placement": self._dimension("placement").values[0]}
         return [{**base, "kv_block": blocks[max(0, len(blocks) - back)]} for back in (1, 3)]
 
+    def kernels(self) -> list[tuple[int, int]]:
+        """(threads, warps that multiply) of each kernel that the space's configs are run by, first what is known to be
+        good."""
+        good = self.known_good()[0]
+        threads, matrix = (self._dimension(name).values for name in ("threads", "matrix"))
+        choices = [good, *({**good, "threads": each, "matrix": warps} for each in threads for warps in matrix)]
+        variants = [kernel_variant(self.to_config(choice), self.workload.target, 0) for choice in choices]
+        return list(dict.fromkeys((variant.threads, variant.matrix_warps) for variant in variants))
+
     def _nearest(self, name: str, projections: Sequence[str]) -> Value:
         wanted = int(_rows(projections[:1] if name == "rows.gate_up" else projections, 1)(self.workload)[0])
         return self._nearest_value(name, wanted)

@@ -12,7 +12,7 @@ from typing import Any
 
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import UsageError
-from flywheel.store.campaign import Campaign
+from flywheel.store.campaign import Campaign, work_named
 
 DEFAULT_TRIALS = 120
 
@@ -75,8 +75,7 @@ class CampaignSpec:
     @property
     def work(self) -> str:
         """What is searched, for people."""
-        batch = f", batch {self.batch}" if self.batch > 1 else ""
-        return f"{self.model} on {self.gpu}, {self.dtype}, context {self.context}{batch}"
+        return work_named(self.model, self.gpu, self.dtype, self.context, self.batch)
 
     def _check_prefilter(self, factor: float) -> None:
         if not (factor >= 1 and isfinite(factor)):
@@ -163,9 +162,3 @@ def to_campaign(
         spec=json.dumps({**asdict(spec), "fix": dict(spec.fix), "decoder": decoder, **more}, sort_keys=True),
         created_at=created_at,
     )
-
-
-def batch_of(campaign: Campaign) -> int:
-    """Sequences that a campaign's programs decode at once. A store keeps it in the spec alone."""
-    batch: int = json.loads(campaign.spec).get("batch", 1)
-    return batch

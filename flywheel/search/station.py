@@ -10,6 +10,7 @@ import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Event, Thread
 from time import perf_counter
 from typing import Final
 
@@ -36,11 +37,13 @@ class Predicting:
 @dataclass(frozen=True, slots=True)
 class Measuring:
     """Latencies are measured by a bench, in a child of the station. `compile_ahead` does what can be done about a
-    program's kernel before its turn."""
+    program's kernel before its turn, `compile_all` about every kernel before any is asked for, beside all else, until
+    what it is given says that nobody wants it any more."""
 
     make_bench: MakeBench
     compile_ahead: Callable[[MegakernelProgram], None] | None = None
     limits: Limits = field(default_factory=Limits)
+    compile_all: Callable[[Callable[[], bool]], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +65,19 @@ class Station:
         self._prepared: dict[str, Prepared] = {}  # by config id, oldest first
         self._rivals: tuple[tuple[str, ...], tuple[MegakernelProgram, ...]] = ((), ())
         self._client: Client | None = None
+        self._closing = Event()
+        self._compiling: Thread | None = None
         match setup.means:
-            case Measuring(make_bench, _, limits):
+            case Measuring(make_bench, _, limits, compile_all):
                 self._client = Client(make_bench, limits)
+                if compile_all is not None:
+                    self._compiling = Thread(target=compile_all, args=(self._closing.is_set,), daemon=True)
 
     def ready(self) -> Environment:
         """Where this is, once it can measure. Raises what `capture` raises, and what stops its child from starting."""
         environment = self._setup.capture()
+        if self._compiling is not None:
+            self._compiling.start()
         if self._client is not None:
             self._client.ready()
         _ = self._setup.workload.graph
@@ -108,9 +117,13 @@ class Station:
         return contest, perf_counter() - start
 
     def close(self) -> None:
-        """End the child, if any."""
+        """End the child, if any, and what is compiled for nobody, but for the kernel that is under way: the compiler
+        does not outlive its process in peace."""
+        self._closing.set()
         if self._client is not None:
             self._client.close()
+        if self._compiling is not None and self._compiling.is_alive():
+            self._compiling.join()
 
     def _take(self, config: ScheduleConfig) -> MegakernelProgram:
         prepared = self._prepared.pop(config.config_id, None)
@@ -125,7 +138,7 @@ class Station:
             prepared = prepare(config, self._setup.workload)
             if prepared.refused is None and prepared.program is not None:
                 match self._setup.means:
-                    case Measuring(_, compile_ahead) if compile_ahead is not None:
+                    case Measuring(compile_ahead=compile_ahead) if compile_ahead is not None:
                         compile_ahead(prepared.program)
         finally:
             gc.enable()

@@ -22,7 +22,6 @@ from flywheel.measure.record import TrialRecord
 from flywheel.models.decoder import DTYPES
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.search.space import Choice, Space, Value, make_space
-from flywheel.search.spec import batch_of
 from flywheel.search.workload import Workload
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store
@@ -181,7 +180,7 @@ def work_of(campaign: Campaign) -> Workload | None:
     except (TypeError, UnsupportedModelError):  # another version's
         return None
     target = TARGETS[campaign.gpu]
-    return Workload(campaign.model, spec, target, campaign.dtype, campaign.context, batch_of(campaign))
+    return Workload(campaign.model, spec, target, campaign.dtype, campaign.context, campaign.batch)
 
 
 def identity_of(work: Workload) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -35,6 +36,22 @@ class Campaign:
             raise ValueError(f"campaign {self.name!r}: measure {self.measure!r} is none of {', '.join(MEASURES)}")
         if not is_json_object(self.spec):
             raise ValueError(f"campaign {self.name!r}: spec is no JSON object")
+
+    @property
+    def batch(self) -> int:
+        """Sequences that its programs decode at once, which the spec alone says."""
+        batch: int = json.loads(self.spec).get("batch", 1)
+        return batch
+
+    @property
+    def work(self) -> str:
+        """What it searched, for people."""
+        return work_named(self.model, self.gpu, self.dtype, self.context, self.batch)
+
+
+def work_named(model: str, gpu: str, dtype: str, context: int, batch: int) -> str:
+    """A piece of work, for people; a batch of one goes without saying."""
+    return f"{model} on {gpu}, {dtype}, context {context}" + (f", batch {batch}" if batch > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from flywheel.errors import MirrorError, UsageError
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, incumbents, tied_with, trials_of
-from flywheel.store.campaign import Campaign
+from flywheel.store.campaign import Campaign, work_named
 from flywheel.store.engine import make_store_url
 from flywheel.store.mirror import (
     Point,
@@ -259,7 +259,8 @@ def _trial_tags(record: TrialRecord) -> dict[str, str]:
 def _describe(campaign: Campaign, records: Sequence[TrialRecord]) -> str:
     """The run's description, in Markdown."""
     best, count = best_of(records), len(trials_of(records))
-    work = f"`{campaign.model}` on `{campaign.gpu}`, {campaign.dtype}, context {campaign.context}"
+    model, gpu = f"`{campaign.model}`", f"`{campaign.gpu}`"
+    work = work_named(model, gpu, campaign.dtype, campaign.context, campaign.batch)
     if best is None or best.objective_us is None:
         return f"{work}: no feasible schedule in {count} trials."
     floor = "" if best.floor_fraction is None else f", {best.floor_fraction:.1%} of the weight floor"

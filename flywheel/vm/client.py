@@ -73,12 +73,19 @@ class Client:
 
     def measure(self, program: MegakernelProgram) -> TrialOutcome:
         """The outcome of a program. Raises as `ready` does where no worker starts."""
-        first = self.attempt(program).outcome
-        if not (isinstance(first, Crashed) and first.transient):
+        return self.compare(program).outcome
+
+    def compare(
+        self, program: MegakernelProgram, rivals: tuple[MegakernelProgram, ...] = (), rounds: int = 1
+    ) -> Contest:
+        """As `attempt`, with a second try after a death. Raises as `ready` does where no worker starts."""
+        first = self.attempt(program, rivals, rounds)
+        if not (isinstance(first.outcome, Crashed) and first.outcome.transient):
             return first
-        second = self.attempt(program).outcome
-        if isinstance(second, Crashed) and second.transient:
-            return Crashed(f"{first.reason}, then again: {second.reason}", transient=False)
+        second = self.attempt(program, rivals, rounds)
+        if isinstance(second.outcome, Crashed) and second.outcome.transient:
+            reason = f"{first.outcome.reason}, then again: {second.outcome.reason}"
+            return Contest(Crashed(reason, transient=False))
         return second
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ def serve(connection: Connection, make_bench: MakeBench) -> None:
     if isinstance(bench, Exception):
         connection.send(Unable(_start_error(bench)))
         return
+    gc.freeze()  # or each program's tens of thousands of records would have all of torch's looked at again
     connection.send(Ready())
     rivals: tuple[MegakernelProgram, ...] = ()
     while (question := _next(connection)) is not None:

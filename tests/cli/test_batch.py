@@ -61,7 +61,7 @@ def test_a_campaign_of_a_batch_is_one_of_its_own(run: Run) -> None:
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     assert document["campaign"] == "smollm2-135m-l4-bf16-c512-b4-predict-local-s0"
-    assert document["new_trials"] == 3
+    assert (document["batch"], document["new_trials"]) == (4, 3)
     clash = run(*SEARCH, "--batch", 2, "--name", document["campaign"])
     assert (clash.exit_code, "has batch=4, not 2" in clash.stderr) == (2, True)
 
@@ -74,6 +74,22 @@ def test_rows_of_a_batch_do_not_stand_for_one_sequence(run: Run) -> None:
     result = run("evaluate", "config.json", *MODEL, "--store", "trials.db", "--measure", "predict", "--json")
     assert result.exit_code == 0, result.stderr
     assert name not in result.stdout
+    options = ("--store", "trials.db", "--measure", "predict", "--json")
+    document = json.loads(run("evaluate", "config.json", *MODEL, "--batch", 4, *options).stdout)
+    assert (document["batch"], document["incumbent"]["campaign"]) == (4, name)
+
+
+def test_what_people_read_of_a_campaign_says_its_batch(run: Run) -> None:
+    name = json.loads(run(*SEARCH, "--batch", 4, "--json").stdout)["campaign"]
+    work = "smollm2-135m on l4, bf16, context 512, batch 4"
+    assert run("campaigns", name, "--store", "trials.db").stdout.startswith(f"{name}: {work}\n")
+    header, row = run("campaigns", "--store", "trials.db").stdout.splitlines()
+    assert row.split()[header.split().index("batch")] == "4"
+    assert run("report", name, "--store", "trials.db", "--out", "page.html").exit_code == 0
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert f"{work}, sampler local" in page
+    assert "lowers its config to another program" not in page
+    assert "The best schedule&#x27;s knobs" in page or "The best schedule's knobs" in page
 
 
 def test_the_command_of_a_schedule_makes_the_batch_s_program_again(run: Run) -> None:

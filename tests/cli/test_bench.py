@@ -14,7 +14,7 @@ import pytest
 from click.testing import Result
 
 from flywheel.decode.lineup import Rival
-from flywheel.errors import NoGpuError
+from flywheel.errors import ConfigError, NoGpuError
 from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.measure.comparison import Comparison, Entry
 from flywheel.measure.latency import MeasuredLatency
@@ -29,41 +29,52 @@ WORK = ("--model", "smollm2-135m")
 TIMES = {"flywheel": 100.0, "cublas": 400.0, "compile": 250.0, "compile-inline": 200.0}
 
 
-def entry(name: str, how: str, wrong: bool) -> Entry:
+def entry(name: str, how: str, wrong: bool, batch: int = 1) -> Entry:
     verdict = judge(
         max_abs_error=0.1, max_rel_error=0.5 if wrong else 0.01, top1_agreement=1.0, positions=(0, 63), dtype="BF16"
     )
     if wrong:
         return Entry(name, how, Incorrect(verdict, str(verdict.reason)))
-    us = TIMES[name]
+    us = TIMES[name] * (1 + (batch - 1) / 20)
     latency = MeasuredLatency(us, us - 1, us + 1, 40, 3, "flushed", us - 2)
     return Entry(name, how, Measured(latency, verdict), ((us,) * 20, (us,) * 20), (us - 2, us - 2))
 
 
 class FakeContests:
-    """Stands for what a GPU would say. `asked` holds what each was given; whoever is in `wrong` computes nonsense."""
+    """Stands for what a GPU would say. `asked` holds what each was given; whoever is in `wrong` computes nonsense, and
+    batches that are `too_many` do not fit. Each sequence beside the first takes a twentieth more."""
 
     asked: list[dict[str, Any]]
     wrong: set[str]
+    too_many: set[int]
 
     def __init__(self, gpu: Any, source: Any, dtype: Any, seed: int, say: Callable[[str], None]) -> None:
         say(f"{source.name} in {dtype.name} of seed {seed} on {gpu.name}")
 
     def hold(
-        self, program: MegakernelProgram, context: int, rivals: Sequence[Rival], read_gbs: float, plan: Any
+        self,
+        program: MegakernelProgram,
+        context: int,
+        rivals: Sequence[Rival],
+        read_gbs: float,
+        plan: Any,
+        batch: int = 1,
     ) -> Comparison:
-        self.asked.append({"program": program, "context": context, "rivals": [rival.name for rival in rivals],
+        self.asked.append({"program": program, "context": context, "batch": batch,
+                           "rivals": [rival.name for rival in rivals],
                            "rounds": plan.rounds, "samples": plan.samples})  # fmt: skip
-        entries = [entry("flywheel", "the program", "flywheel" in self.wrong)]
-        entries += [entry(rival.name, rival.how, rival.name in self.wrong) for rival in rivals]
-        return Comparison(context, 270_000_000, 90.0, 270_000_000 / read_gbs / 1e3, tuple(entries))
+        if batch in self.too_many:
+            raise ConfigError(f"task 7: an operand of {batch} rows does not fit")
+        entries = [entry("flywheel", "the program", "flywheel" in self.wrong, batch)]
+        entries += [entry(rival.name, rival.how, rival.name in self.wrong, batch) for rival in rivals]
+        return Comparison(context, 270_000_000, 90.0, 270_000_000 / read_gbs / 1e3, tuple(entries), batch)
 
 
 @pytest.fixture
 def l4(monkeypatch: pytest.MonkeyPatch) -> type[FakeContests]:
     """Pretend that an L4 is here."""
     gpu = SimpleNamespace(name="NVIDIA L4", cuda_version="13.0")
-    FakeContests.asked, FakeContests.wrong = [], set()
+    FakeContests.asked, FakeContests.wrong, FakeContests.too_many = [], set(), set()
     monkeypatch.setattr("flywheel.vm.driver.open_gpu", lambda: gpu)
     monkeypatch.setattr("flywheel.decode.cuda.prepare_torch", lambda: None)
     monkeypatch.setattr("flywheel.vm.probes.probe", lambda gpu: Probed(2700.0, "some kernel", 1.0))
@@ -99,14 +110,14 @@ def test_a_table_says_how_each_stands_and_a_document_holds_every_sample(
         (64, ["cublas", "compile"], 2),
         (128, ["cublas", "compile"], 2),
     ]
-    header = next(line for line in result.stdout.splitlines() if line.split()[:2] == ["name", "median"])
-    wanted = "name median us p10 p90 back to back GB/s of floor of ceiling x cublas x compile verdict"
+    header = next(line for line in result.stdout.splitlines() if line.split()[:2] == ["batch", "name"])
+    wanted = "batch name median us p10 p90 back to back GB/s of floor of ceiling x cublas x compile / batch 1 verdict"
     assert " ".join(header.split()) == wanted
-    ours = next(line for line in result.stdout.splitlines() if line.split()[:2] == ["flywheel", "100.0"])
-    assert " ".join(ours.split()) == "flywheel 100.0 99.0 101.0 98.0 2,700 90.0 % 100.0 % 4.00 2.50 pass (0.01)"
+    ours = next(line for line in result.stdout.splitlines() if line.split()[1:3] == ["flywheel", "100.0"])
+    assert " ".join(ours.split()) == "1 flywheel 100.0 99.0 101.0 98.0 2,700 90.0 % 100.0 % 4.00 2.50 1.00 pass (0.01)"
     assert "2,700 GB/s with some kernel, measured in this run" in result.stdout
     document = json.loads(Path("table.json").read_text(encoding="utf-8"))
-    assert (document["format"], document["version"], document["batch"]) == ("flywheel-bench", 1, 1)
+    assert (document["format"], document["version"], document["refused"]) == ("flywheel-bench", 2, [])
     assert sorted(shlex.split(document["command"])) == sorted(["flywheel", *map(str, arguments)])
     assert document["environment"].keys() >= {"gpu", "driver", "nvrtc", "torch", "cuda_torch", "cuda_driver", "commit"}
     assert document["ceiling"]["read_gbs"] == 2700.0
@@ -116,6 +127,63 @@ def test_a_table_says_how_each_stands_and_a_document_holds_every_sample(
     assert sum(map(len, first["contestants"][1]["times_us"])) == 40
     drawing = ElementTree.parse("bench.svg").getroot()
     assert drawing.tag.endswith("svg")
+
+
+def test_one_config_serves_every_batch_and_says_what_each_costs_beside_one(
+    run: Run, l4: type[FakeContests], config: Path
+) -> None:
+    arguments = ("bench", *WORK, "--config", config, "--against", "cublas", "--context", "64,4096", "--batch", "1,4,8")
+    result = run(*arguments, "--output", "table.json", "--picture", "bench.svg")
+    assert result.exit_code == 0, result.stderr
+    asked = [(each["context"], each["batch"], each["program"].meta.get("batch", 1)) for each in l4.asked]
+    assert asked == [(64, 1, 1), (64, 4, 4), (64, 8, 8), (4096, 1, 1), (4096, 4, 4), (4096, 8, 8)]
+    rows = [line.split() for line in result.stdout.splitlines() if " pass " in line and " flywheel " in line]
+    assert [(row[0], row[2], row[-3]) for row in rows] == [("1", "100.0", "1.00"), ("4", "115.0", "1.15"),
+                                                           ("8", "135.0", "1.35")] * 2  # fmt: skip
+    assert sum(line.split()[:2] == ["batch", "name"] for line in result.stdout.splitlines()) == 2
+    document = json.loads(Path("table.json").read_text(encoding="utf-8"))
+    assert "--batch 1,4,8" in document["command"]
+    assert [each["batch"] for each in document["comparisons"]] == [1, 4, 8] * 2
+    assert [one["over_single"] for one in document["comparisons"][4]["contestants"]] == [pytest.approx(1.15)] * 2
+    assert "context 4,096, batch 8" in Path("bench.svg").read_text(encoding="utf-8")
+
+
+def test_without_a_single_sequence_there_is_nothing_to_compare_a_batch_with(
+    run: Run, l4: type[FakeContests], config: Path
+) -> None:
+    document = json.loads(run("bench", *WORK, "--config", config, "--batch", 4, "--json").stdout)
+    assert [one["over_single"] for one in document["comparisons"][0]["contestants"]] == [None] * 3
+
+
+def test_what_does_not_fit_says_so_in_one_line_and_the_others_go_on(
+    run: Run, l4: type[FakeContests], config: Path
+) -> None:
+    l4.too_many = {2}  # for the GPU; 8 are too many for the lowerer
+    config.write_text(json.dumps(ScheduleConfig(smem_bytes_per_block=40 * 1024).to_dict()), encoding="utf-8")
+    result = run("bench", *WORK, "--config", config, "--batch", "1,2,8", "--output", "table.json")
+    assert result.exit_code == 3
+    refused = json.loads(Path("table.json").read_text(encoding="utf-8"))["refused"]
+    assert [(each["context"], each["batch"]) for each in refused] == [(512, 8), (512, 2)]
+    assert "bytes are left for the weight ring" in refused[0]["reason"]
+    lines = [line for line in result.stdout.splitlines() if "is not compared" in line]
+    assert lines == [f"context 512, batch {each['batch']} is not compared: {each['reason']}" for each in refused]
+    for each in refused:
+        assert f"flywheel: rejected: context 512, batch {each['batch']}: {each['reason']}" in result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines() if " pass " in line] == ["1"] * 3
+
+
+def test_a_batch_is_answered_by_its_own_campaigns_alone(run: Run, l4: type[FakeContests], store: str) -> None:
+    more = ("--measure", "predict", "--jobs", 1, "--trials", 2, "--batch", 4, "--store", store)
+    assert run("search", *WORK, "--gpu", "l4", *more, "--name", "four").exit_code == 0
+    measured_store(store)
+    for batch, name in ((1, "small"), (4, "four")):
+        result = run("bench", *WORK, "--store", store, "--batch", batch, "--json")
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout)["comparisons"][0]["schedule"]["campaign"] == name
+    result = run("bench", *WORK, "--store", store, "--batch", 2)
+    assert result.exit_code == 2
+    assert "context 512, batch 2; find one with: flywheel search" in result.stderr
+    assert "--batch 2 --measure cuda" in result.stderr
 
 
 def test_json_on_stdout_is_the_document(run: Run, l4: type[FakeContests], config: Path) -> None:
@@ -158,9 +226,9 @@ def test_whose_logits_are_wrong_has_no_time_and_the_code_says_so(
     l4.wrong = {"compile"}
     result = run("bench", *WORK, "--config", config, "--picture", "bench.svg")
     assert result.exit_code == 3
-    row = next(line for line in result.stdout.splitlines() if line.split()[0:2] == ["compile", "-"])
-    assert row.split() == ["compile", *"---------", "incorrect"]
-    assert "compile is not timed: max relative error 0.5 exceeds" in result.stdout
+    row = next(line for line in result.stdout.splitlines() if line.split()[1:3] == ["compile", "-"])
+    assert row.split() == ["1", "compile", *"----------", "incorrect"]
+    assert "compile, batch 1, is not timed: max relative error 0.5 exceeds" in result.stdout
 
 
 def test_a_schedule_brings_its_model_and_context(run: Run, l4: type[FakeContests], store: str) -> None:
@@ -176,7 +244,8 @@ def test_a_schedule_brings_its_model_and_context(run: Run, l4: type[FakeContests
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ((*WORK, "--batch", "2"), "--batch 2: programs decode one sequence; only --batch 1"),
+        ((*WORK, "--config", "config.json", "--batch", "1,9"), "batch 9 is not in 1..8"),
+        ((*WORK, "--batch", "two"), "'two' is not a list of integers"),
         ((*WORK, "--against", "cublas,magic"), "'magic' is not one of cublas, compile, compile-inline"),
         ((*WORK, "--context", "512,1"), "--context 1: a token must attend to another one; at least 2"),
         ((*WORK, "--config", "config.json", "--campaign", "c"), "give one"),

@@ -19,7 +19,7 @@ from flywheel.search.evaluate import Evaluation
 Run = Callable[..., Result]
 WORK = ("--model", "smollm2-135m", "--gpu", "l4")
 FIELDS = {
-    "model", "gpu", "dtype", "context", "measure", "outcome", "codes", "reason", "predicted_us", "predictor",
+    "model", "gpu", "dtype", "context", "batch", "measure", "outcome", "codes", "reason", "predicted_us", "predictor",
     "latency_us", "p10_us", "p90_us", "samples", "throttle", "strangers", "floor_us", "floor_fraction",
     "config_id", "program_id", "tasks", "incumbent", "changed",
 }  # fmt: skip
@@ -106,7 +106,7 @@ def test_every_outcome_of_a_gpu_has_its_exit_code(
     run: Run, monkeypatch: pytest.MonkeyPatch, outcome: TrialOutcome, code: int, name: str
 ) -> None:
     evaluation = Evaluation(outcome, program_id="p", tasks=1, weight_bytes=10, floor_us=900.0)
-    monkeypatch.setattr("flywheel.search.appraise.evaluate", lambda *_: evaluation)
+    monkeypatch.setattr("flywheel.search.appraise._evaluate", lambda *_: evaluation)
     result = run("evaluate", "-", *WORK, "--measure", "predict", "--json", stdin=config())
     document = json.loads(result.stdout)
     assert (result.exit_code, document["outcome"]) == (code, name)

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from flywheel.decode import contestants
-from flywheel.decode.contestants import Contests, Plan, Record, Runner, time_round
-from flywheel.decode.lineup import RIVALS
+from flywheel.decode.contestants import Contests, Record, Runner, time_round
+from flywheel.decode.lineup import RIVALS, Plan
 from flywheel.decode.source import Source
+from flywheel.errors import ConfigError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.measure.comparison import standing
@@ -127,6 +128,29 @@ def test_all_contestants_are_right_and_timed_at_every_context(
             assert found is not None
             assert len(found.speedups) == len(RIVALS)
     assert any("round 2 of 2" in line for line in said)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [2, 8])
+def test_all_contestants_of_a_batch_are_right_in_every_row_and_timed(batch: int, gpu: Gpu) -> None:
+    target = next(target for target in TARGETS.values() if target.sm_arch == gpu.sm_arch)
+    contests = Contests(gpu, Source(SMALL.name, SMALL, None, None), DType.BF16, 1, lambda line: None)
+    program = lower(decode_step(SMALL, 64, DType.BF16, batch), ScheduleConfig(), target)
+    comparison = contests.hold(program, 64, list(RIVALS.values()), 4000.0, Plan(1, 5), batch)
+    assert comparison.batch == batch
+    for entry in comparison.entries:
+        assert isinstance(entry.outcome, Measured), entry
+
+
+@pytest.mark.gpu
+def test_a_program_that_does_not_fit_does_not_stop_what_comes_after(gpu: Gpu) -> None:
+    target = next(target for target in TARGETS.values() if target.sm_arch == gpu.sm_arch)
+    contests = Contests(gpu, Source(SMALL.name, SMALL, None, None), DType.BF16, 1, lambda line: None)
+    fits = lower(decode_step(SMALL, 64, DType.BF16), ScheduleConfig(), target)
+    large = lower(decode_step(SMALL, 64, DType.BF16), ScheduleConfig(), replace(target, num_sms=1000))
+    with pytest.raises(ConfigError, match="1000 blocks"):
+        contests.hold(large, 64, [], 4000.0, Plan(1, 5))
+    assert isinstance(contests.hold(fits, 64, [], 4000.0, Plan(1, 5)).entries[0].outcome, Measured)
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flywheel.decode.rivals import TorchDecoder, fuse, rope_tables
-from flywheel.decode.verify import compare, default_positions, expect
+from flywheel.decode.verify import compare, compare_rows, default_positions, expect, expect_rows
 from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.catalog import CATALOG
@@ -28,10 +28,12 @@ SPECS = (
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
 
 
-def pair(spec: DecoderSpec, dtype: DType = DType.F32, inline: bool = False) -> tuple[TorchDecoder, EagerDecoder]:
+def pair(
+    spec: DecoderSpec, dtype: DType = DType.F32, inline: bool = False, batch: int = 1
+) -> tuple[TorchDecoder, EagerDecoder]:
     weights = random_weights(spec, 3, TORCH_DTYPES[dtype])
     oracle = EagerDecoder(spec, weights, TORCH_DTYPES[dtype], CONTEXT)
-    return TorchDecoder(spec, fuse(spec, weights), dtype, CONTEXT, inline), oracle
+    return TorchDecoder(spec, fuse(spec, weights), dtype, CONTEXT, inline, batch), oracle
 
 
 @each_spec
@@ -52,6 +54,18 @@ def test_half_types_pass_the_verdict(spec: DecoderSpec, dtype: DType) -> None:
 
 
 @each_spec
+@pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
+@pytest.mark.parametrize("inline", [False, True], ids=["library", "inline"])
+def test_every_sequence_of_a_batch_is_its_own_oracles(spec: DecoderSpec, dtype: DType, inline: bool) -> None:
+    decoder, oracle = pair(spec, dtype, inline, batch=3)
+    expected = expect_rows(oracle, (0, 7, 40, 47), 3, seed=5)
+    verdict = compare_rows(decoder, expected)
+    assert verdict.passed, verdict.reason
+    swapped = [dataclasses.replace(expected[0], logits=expected[1].logits), *expected[1:]]
+    assert not compare_rows(decoder, swapped).passed
+
+
+@each_spec
 def test_a_sequence_of_its_own_steps_is_the_oracles(spec: DecoderSpec) -> None:
     decoder, oracle = pair(spec)
     for position, token in enumerate((3, 79, 0, 3, 41, 119)):
@@ -60,19 +74,22 @@ def test_a_sequence_of_its_own_steps_is_the_oracles(spec: DecoderSpec) -> None:
         )
 
 
+@pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("inline", [False, True], ids=["library", "inline"])
-def test_the_step_is_one_graph_to_a_compiler(inline: bool) -> None:
+def test_the_step_is_one_graph_to_a_compiler(inline: bool, batch: int) -> None:
     spec = dataclasses.replace(SPECS[4], n_layers=1, qkv_bias=True)
-    decoder, oracle = pair(spec, inline=inline)
-    expected = expect(oracle, (0, 40))
-    decoder.write_cache(expected.cache_before(40))
-    decoder.token.fill_(expected.tokens[40])
+    decoder, oracle = pair(spec, inline=inline, batch=batch)
+    expected = expect_rows(oracle, (0, 40), batch)
+    for row, each in enumerate(expected):
+        decoder.write_cache(each.cache_before(40), row)
+    decoder.set_tokens([each.tokens[40] for each in expected])
     torch._dynamo.reset()
     with torch.no_grad():
         forward = torch.compile(decoder.forward, backend="aot_eager", fullgraph=True, dynamic=False)
         logits, token = forward(40)
-    torch.testing.assert_close(logits[0], expected.logits[1], atol=1e-4, rtol=0.0)
-    assert int(token) == int(expected.logits[1].argmax())
+    wanted = torch.stack([each.logits[1] for each in expected])
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0.0)
+    assert token.tolist() == wanted.argmax(-1).tolist()
 
 
 def test_a_wrong_cache_fails_the_verdict() -> None:

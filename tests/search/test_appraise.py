@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import NoGpuError
-from flywheel.ir import ScheduleConfig
-from flywheel.measure.outcome import Predicted, Rejected
-from flywheel.search.appraise import appraise, changes
+from flywheel.ir import MegakernelProgram, ScheduleConfig
+from flywheel.measure.contest import Contest
+from flywheel.measure.outcome import Crashed, Measured, Predicted, Rejected
+from flywheel.search.appraise import ROUNDS, appraise, changes, in_turn
+from flywheel.search.engine import InlineEngine
 from flywheel.search.importing import import_trials
 
 
@@ -61,6 +64,41 @@ def test_measuring_needs_the_gpu(lab: Any, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("flywheel.search.appraise.settle_measure", _refuse)
     with pytest.raises(NoGpuError):
         appraise(ScheduleConfig(), lab.workload, "cuda", None)
+
+
+def test_measuring_is_in_turn_with_the_incumbent(
+    lab: Any, toy_measures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(program: Any) -> Any:
+        return toy_measures.measured(2 * toy_measures.toy_us(program), 30)  # in an hour with low clocks
+
+    lab.run(lab.spec(measure="cuda", trials=2), InlineEngine(lab.bench(measure)))
+    monkeypatch.setattr("flywheel.search.appraise.settle_measure", lambda *_: "cuda")
+    monkeypatch.setattr("flywheel.search.measuring.make_bench", toy_measures.make_plain)
+    space = lab.space()
+    config = space.to_config({**space.known_good()[0], "depth": 8, "threads": 512})
+    found = appraise(config, lab.workload, "cuda", lab.store)
+    assert isinstance(found.outcome, Measured)
+    assert found.incumbent is not None
+    assert found.gained is not None
+    assert found.gained.rival_us == pytest.approx(found.incumbent.latency_us / 2)
+    assert found.gained.low_us == pytest.approx(found.gained.rival_us - found.outcome.latency.median_us)
+    assert appraise(config, lab.workload, "cuda", None).gained is None
+
+
+def test_a_rival_that_does_not_run_today_is_not_the_config_s_fault() -> None:
+    alone = Contest(Crashed("its own", transient=False))
+    asked = []
+
+    class Broken:
+        def compare(self, program: Any, rivals: tuple[Any, ...] = (), rounds: int = 1) -> Contest:
+            asked.append((rivals, rounds))
+            return Contest(Rejected(("load",), "the rival's")) if rivals else alone
+
+    program = MegakernelProgram()
+    assert in_turn(Broken(), (program,), program) is alone  # type: ignore[arg-type]
+    assert in_turn(Broken(), (), program) is alone  # type: ignore[arg-type]
+    assert asked == [((program,), ROUNDS), ((), 1), ((), 1)]
 
 
 def _refuse(*_: object) -> str:

@@ -107,6 +107,7 @@ def test_the_best_are_measured_again_in_turn_and_the_winner_is_sure(
     finals = [record for record in lab.store.trials("toy") if record.source == "final"]
     assert [record.trial for record in finals] == list(range(7, 7 + FINALISTS))
     assert (result.trials, result.new_trials, result.outcomes) == (7, 7, {"measured": 7})
+    assert [record.measure_s for record in finals] == [pytest.approx(0.1 / FINALISTS)] * FINALISTS
     assert result.best.source == "final"
     assert '"pipelining_depth":8' in result.best.config
     assert result.best.gain_low_us > 0

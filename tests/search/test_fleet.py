@@ -186,6 +186,19 @@ def test_the_next_config_is_prepared_while_one_is_measured(
         assert [type(outcome) for outcome in outcomes(fleet, configs[:2])] == [Measured] * 2
 
 
+def test_kernels_are_compiled_beside_all_else_and_for_nobody_who_has_gone(
+    fleets: Fleets, configs: list[ScheduleConfig], measuring: Callable[..., Setup], toy_measures: ModuleType,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    compile_all = partial(toy_measures.mark_until_stopped, str(tmp_path))
+    with fleets(measuring(compile_all=compile_all)) as fleet:
+        (outcome,) = outcomes(fleet, configs[1:2])
+        assert isinstance(outcome, Measured)
+        assert (tmp_path / "begun").exists()
+        assert not (tmp_path / "stopped").exists()
+    assert (tmp_path / "stopped").exists()
+
+
 def test_a_row_says_where_it_was_measured(lab: Any, fleets: Fleets, measuring: Callable[..., Setup]) -> None:
     with fleets(measuring(), ahead=1, measured=True) as fleet:
         places = fleet.ready()

@@ -130,6 +130,20 @@ def test_known_good_choices_are_in_the_space_and_fuse_everything(space: Space) -
     assert any({"k_append", "attention"} <= {*group} for group in space.to_config(whole).fusion_grouping)
 
 
+def test_kernels_are_those_of_all_configs_and_the_first_is_a_good_one(space: Space) -> None:
+    def kernel(choice: Choice) -> tuple[int, int]:
+        program = lower(space.workload.graph, space.to_config(choice), space.workload.target)
+        variant = variant_of(program)
+        return variant.threads, variant.matrix_warps
+
+    good, kernels = space.known_good()[0], space.kernels()
+    sizes = [(threads, matrix) for threads in values(space, "threads") for matrix in values(space, "matrix")]
+    assert {kernel({**good, "threads": threads, "matrix": matrix}) for threads, matrix in sizes} == {*kernels}
+    assert kernels[0] == kernel(good)
+    pinned = make_space(space.workload, {"threads": "512", "matrix": "8"})
+    assert pinned.kernels() == [(512, 8)]
+
+
 @pytest.mark.parametrize("context", [1, 2, 17, 40, 4096])
 def test_every_context_has_a_space(context: int) -> None:
     searched = make_space(workload(context=context))

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +85,11 @@ def make_toy(folder: str, fault: str = "none", once: bool = False) -> ToyBench:
     return ToyBench(folder, fault, once)
 
 
+def make_plain(model: str, dtype: str, context: int, batch: int) -> ToyBench:
+    """As `measuring.make_bench`."""
+    return ToyBench(".", "none", once=False)
+
+
 def make_broken(folder: str) -> ToyBench:
     """Starts once in a folder, and never again."""
     mark = Path(folder) / "started"
@@ -98,6 +103,14 @@ def mark_shallow(folder: str, program: MegakernelProgram) -> None:
     """Says that a program of another depth than 4 has been prepared."""
     if variant_of(program).prefetch_depth != 4:
         (Path(folder) / "prepared").touch()
+
+
+def mark_until_stopped(folder: str, stopped: Callable[[], bool]) -> None:
+    """Says that it has begun, and that it was told to stop."""
+    (Path(folder) / "begun").touch()
+    while not stopped():
+        time.sleep(0.01)
+    (Path(folder) / "stopped").touch()
 
 
 def here() -> Environment:
