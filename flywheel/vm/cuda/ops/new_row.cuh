@@ -31,7 +31,7 @@ __device__ __forceinline__ bool is_new_row(Vm vm, NewRow& row) {
     row.query_rope = next_run(row.value, end);
     if (next_run(row.query_rope, end) != row.attention) return false;
     if (row.key->op != AMK_OP_KV_APPEND || row.value->op != AMK_OP_KV_APPEND || row.query_rope->op != AMK_OP_ROPE) return false;
-    const amk_step_t &attention = *row.attention;
+    const amk_step_t& attention = *row.attention;
     const int head_dim = attention.params.head_dim, start = vm.kv_start(attention);
     const auto is_source = [&](int ref, int numel) {  // none of these steps makes it
         const bool early = ref < FW_RESULT_REF || ref < result_of(row.key_rope) ||
@@ -44,7 +44,8 @@ __device__ __forceinline__ bool is_new_row(Vm vm, NewRow& row) {
     };
     const auto is_append = [&](const amk_step_t& append, int cache) {
         const Operand& out = vm.out(append);
-        return append.rows == head_dim && vm.pos(append) == start && out.dtype == FW_DTYPE && out.ptr == vm.arg(attention, cache).ptr;
+        return append.rows == head_dim && vm.pos(append) == start && out.dtype == FW_DTYPE &&
+               out.ptr == vm.arg(attention, cache).ptr;
     };
     return (head_dim == 64 || head_dim == 128) && attention.n_args == 3 && attention.params.n_kv_heads == 1 &&
            row.key->args[0] == result_of(row.key_rope) && attention.args[0] == result_of(row.query_rope) &&
