@@ -308,21 +308,24 @@ __device__ __forceinline__ int attend_group(Vm vm, const amk_step_t& step, bool 
     return head + heads.count;
 }
 
-// Whether a step's operands and sizes are those that tensor cores take.
+// Whether a step's operands and sizes are those that tensor cores take. What is asked here and below is asked at once: each
+// && would wait for shared memory.
 __device__ __forceinline__ bool has_groups(Vm vm, const amk_step_t& step) {
     const int head_dim = step.params.head_dim;
-    return (head_dim == 64 || head_dim == 128) && step.n_args == 3 && packs(vm.arg(step, 0)) && packs(vm.arg(step, 1)) &&
-           packs(vm.arg(step, 2));
+    const auto fits = [&](const Operand& x) { return (x.dtype == FW_DTYPE) & aligned16(x.ptr); };
+    return ((head_dim == 64) | (head_dim == 128)) & (step.n_args == 3) & fits(vm.arg(step, 0)) & fits(vm.arg(step, 1)) &
+           fits(vm.arg(step, 2));
 }
 
 // Whether the step before is a ROPE that makes the queries and leaves it to this step, whose loads need not wait for it.
 __device__ __forceinline__ bool rotates_queries(Vm vm, const amk_step_t& step) {
-    const amk_step_t* steps = vm.task()->steps;
-    const amk_step_t* rope = &step - 1;
-    if (step.args[0] < FW_RESULT_REF || steps + (step.args[0] - FW_RESULT_REF) != rope || rope->op != AMK_OP_ROPE) return false;
-    return rope->out < 0 && step.args[1] < FW_RESULT_REF && step.args[2] < FW_RESULT_REF &&
-           rope->params.head_dim == step.params.head_dim && rope->out_numel == step.params.n_heads * step.params.head_dim &&
-           vm.arg(*rope, 0).dtype == FW_DTYPE && vm.arg(*rope, 1).numel == 1 && has_groups(vm, step);
+    const int before = static_cast<int>(&step - vm.task()->steps) - 1;
+    if (before < 0) return false;
+    const amk_step_t& rope = (&step)[-1];
+    if ((rope.op != AMK_OP_ROPE) | (step.args[0] != FW_RESULT_REF + before)) return false;
+    return (rope.out < 0) & (step.args[1] < FW_RESULT_REF) & (step.args[2] < FW_RESULT_REF) &
+           (rope.params.head_dim == step.params.head_dim) & (rope.out_numel == step.params.n_heads * step.params.head_dim) &
+           (vm.arg(rope, 0).dtype == FW_DTYPE) & (vm.arg(rope, 1).numel == 1) & has_groups(vm, step);
 }
 
 #else
