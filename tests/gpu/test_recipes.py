@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flywheel.ir import BufferKind, DType
+from flywheel.ir import BufferKind, DType, KvRows
 
 pytestmark = pytest.mark.gpu
 
@@ -189,9 +189,10 @@ def test_steps_round_to_their_own_dtype(conform: Conform, step: Step, dtype: DTy
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("position", [0, 1, 30, 63])
-@pytest.mark.parametrize("head_dim", [16, 64])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("rows", ["all", "new"])
 def test_append_and_attend_in_one_task(
-    conform: Conform, step: Step, dtype: DType, position: int, head_dim: int
+    conform: Conform, step: Step, dtype: DType, position: int, head_dim: int, rows: str
 ) -> None:
     group, context, width = 3, 64, 3 * head_dim
     cache = (CACHE, dtype, (context, 1, head_dim))
@@ -211,7 +212,10 @@ def test_append_and_attend_in_one_task(
         step("ATTENTION_TILE", ["s2", "in4", "in5"], "final", width, dtype, **heads),
     ]
     inputs = ["q", "k", "v", "pos", "kc", "vc"]
-    params = {"n_off": width, "N_tile": width, "pos": context - 1, "kv_start": 0, "kv_len": context}
+    window = {"kv_start": 0, "kv_len": context}
+    if rows == "new":
+        window = {"kv_start": context - 1, "kv_len": 1, "kv_rows": KvRows.NEW.value}
+    params = {"n_off": width, "N_tile": width, "pos": context - 1, **window}
     first = [step("COPY", ["in0"], "final", width, dtype)]
     tasks = [fused(["q"], "y", first, n_off=0, N_tile=width), fused(inputs, ["y", "kc", "vc"], steps, **params)]
     tasks.append(("COPY", ["q"], "rest", {"n_off": 0, "N_tile": width}))

@@ -131,12 +131,12 @@ struct Window {
     }
 };
 
-// 16 rows of K and V as a warp multiplies them, head_dim D = 64 or 128. Which d a fragment column means is free: each lane takes
-// 16 bytes of a row at a time.
+// 16 rows of K and V as a warp multiplies them, head_dim D = 64 or 128. Which d a fragment column means is free: each lane
+// takes 16 bytes of a row at a time.
 template <int D>
 struct Rows {
     static constexpr int COUNT = 16, CHUNKS = D / 32, SLICES = D / 64;
-    static constexpr int AHEAD = FW_THREADS <= 320 ? SLICES : 1;  // of V, loaded with the keys; the others once there are registers
+    static constexpr int AHEAD = FW_THREADS <= 320 ? SLICES : 1;  // of V, with the keys; others once there are registers
     uint4 k[2][CHUNKS], v[4][SLICES];
 
     // Row `first` of the window and those behind it; behind the last one that again.
@@ -175,11 +175,13 @@ struct Softmax {
     float highest = -INFINITY, total = 0.0f;
 
     // Add rows `first` of the window and those behind it to what the warp has, if that is `begun`.
-    __device__ __forceinline__ void add(Vm vm, const amk_step_t& step, const Parts& parts, Heads heads, int first, Rows<D>& rows, bool begun) {
+    __device__ __forceinline__ void add(
+        Vm vm, const amk_step_t& step, const Parts& parts, Heads heads, int first, Rows<D>& rows, bool begun) {
         const Place place;
         const int g = place.lane / 4, t = place.lane % 4;
         // Behind the last head that one again: each has a column of its own.
-        const element_t* query = reinterpret_cast<const element_t*>(vm.arg(step, 0).ptr) + (heads.first + min(g, heads.count - 1)) * D + t * 8;
+        const int head = heads.first + min(g, heads.count - 1);
+        const element_t* query = reinterpret_cast<const element_t*>(vm.arg(step, 0).ptr) + head * D + t * 8;
         const int left = vm.kv_len(step) - 1 - first - 2 * t;  // rows behind this lane's first
         float weight[4], raised = highest;
         // A fragment's 16 rows are the lower and the upper half of each of the lane's 16 bytes of eight heads. Each half of
@@ -226,7 +228,8 @@ struct Softmax {
                 sums[0][0] = scaled(row(0)[0], low), sums[0][1] = scaled(row(0)[1], low);
                 sums[1][0] = scaled(row(1)[0], high), sums[1][1] = scaled(row(1)[1], high);
             }
-            const auto multiply = [&](int j, float& a, float& b, float& c, float& d) {  // fragment rows g and g + 8: elements j and j + 4
+            // Fragment rows g and g + 8 are elements j and j + 4 of the lane's eight.
+            const auto multiply = [&](int j, float& a, float& b, float& c, float& d) {
                 const uint4(&v)[4][Rows<D>::SLICES] = rows.v;
                 const uint4 columns = {column(v[0][s], v[1][s], j), column(v[0][s], v[1][s], j + 4),
                                        column(v[2][s], v[3][s], j), column(v[2][s], v[3][s], j + 4)};
@@ -254,7 +257,9 @@ struct Softmax {
 template <int D>
 struct Rotation {
     RopePair pair;
-    static __device__ __forceinline__ int element(int unit) { return unit / (D / 64) * D + unit % (D / 64) * WARP + Place().lane; }
+    static __device__ __forceinline__ int element(int unit) {
+        return unit / (D / 64) * D + unit % (D / 64) * WARP + Place().lane;
+    }
     __device__ __forceinline__ void load(Vm vm, const amk_step_t& rope, int unit) {
         if (unit < rope.out_numel / 64) pair.load(vm, rope, element(unit), D);
     }
@@ -305,21 +310,24 @@ __device__ __forceinline__ int attend_group(Vm vm, const amk_step_t& step, bool 
     return head + heads.count;
 }
 
-// Whether a step's operands and sizes are those that tensor cores take.
+// Whether a step's operands and sizes are those that tensor cores take. What is asked here and below is asked at once: each
+// && would wait for shared memory.
 __device__ __forceinline__ bool has_groups(Vm vm, const amk_step_t& step) {
     const int head_dim = step.params.head_dim;
-    return (head_dim == 64 || head_dim == 128) && step.n_args == 3 && packs(vm.arg(step, 0)) && packs(vm.arg(step, 1)) &&
-           packs(vm.arg(step, 2));
+    const auto fits = [&](const Operand& x) { return (x.dtype == FW_DTYPE) & aligned16(x.ptr); };
+    return ((head_dim == 64) | (head_dim == 128)) & (step.n_args == 3) & fits(vm.arg(step, 0)) & fits(vm.arg(step, 1)) &
+           fits(vm.arg(step, 2));
 }
 
 // Whether the step before is a ROPE that makes the queries and leaves it to this step, whose loads need not wait for it.
 __device__ __forceinline__ bool rotates_queries(Vm vm, const amk_step_t& step) {
-    const amk_step_t* steps = vm.task()->steps;
-    const amk_step_t* rope = &step - 1;
-    if (step.args[0] < FW_RESULT_REF || steps + (step.args[0] - FW_RESULT_REF) != rope || rope->op != AMK_OP_ROPE) return false;
-    return rope->out < 0 && step.args[1] < FW_RESULT_REF && step.args[2] < FW_RESULT_REF &&
-           rope->params.head_dim == step.params.head_dim && rope->out_numel == step.params.n_heads * step.params.head_dim &&
-           vm.arg(*rope, 0).dtype == FW_DTYPE && vm.arg(*rope, 1).numel == 1 && has_groups(vm, step);
+    const int before = static_cast<int>(&step - vm.task()->steps) - 1;
+    if (before < 0) return false;
+    const amk_step_t& rope = (&step)[-1];
+    if ((rope.op != AMK_OP_ROPE) | (step.args[0] != FW_RESULT_REF + before)) return false;
+    return (rope.out < 0) & (step.args[1] < FW_RESULT_REF) & (step.args[2] < FW_RESULT_REF) &
+           (rope.params.head_dim == step.params.head_dim) & (rope.out_numel == step.params.n_heads * step.params.head_dim) &
+           (vm.arg(rope, 0).dtype == FW_DTYPE) & (vm.arg(rope, 1).numel == 1) & has_groups(vm, step);
 }
 
 #else
@@ -382,7 +390,8 @@ FW_MICRO_KERNEL op_attention_tile(Vm vm, const amk_step_t& step) {
 #pragma unroll 1
         for (int head = 0; head < step.params.n_heads; rotates = false) {
             if (head > 0) vm.sync();  // those who still merge what they had of the heads before
-            head = step.params.head_dim == 64 ? attend_group<64>(vm, step, rotates, head) : attend_group<128>(vm, step, rotates, head);
+            head = step.params.head_dim == 64 ? attend_group<64>(vm, step, rotates, head)
+                                              : attend_group<128>(vm, step, rotates, head);
         }
         return;
     }

@@ -30,26 +30,30 @@ __device__ __forceinline__ bool is_new_row(Vm vm, NewRow& row) {
     row.value = next_run(row.key, end);
     row.query_rope = next_run(row.value, end);
     if (next_run(row.query_rope, end) != row.attention) return false;
-    if (row.key->op != AMK_OP_KV_APPEND || row.value->op != AMK_OP_KV_APPEND || row.query_rope->op != AMK_OP_ROPE) return false;
-    const amk_step_t &attention = *row.attention;
-    const int head_dim = attention.params.head_dim, start = vm.kv_start(attention);
+    // Asked at once: each && would wait for shared memory.
+    const amk_step_t &attention = *row.attention, &key_rope = *row.key_rope, &query_rope = *row.query_rope;
+    if ((row.key->op != AMK_OP_KV_APPEND) | (row.value->op != AMK_OP_KV_APPEND) | (query_rope.op != AMK_OP_ROPE) |
+        (attention.n_args != 3) | (attention.params.n_kv_heads != 1)) {
+        return false;
+    }
+    const int head_dim = attention.params.head_dim, start = vm.kv_start(attention), first = result_of(row.key_rope);
     const auto is_source = [&](int ref, int numel) {  // none of these steps makes it
-        const bool early = ref < FW_RESULT_REF || ref < result_of(row.key_rope) ||
-                           task.steps[ref - FW_RESULT_REF].flags & FW_STEP_VIEW;
+        const bool early = (ref < first) | ((task.steps[max(ref - FW_RESULT_REF, 0)].flags & FW_STEP_VIEW) != 0);
         const Operand& x = vm.operand(ref);
-        return early && ref != attention.args[1] && ref != attention.args[2] && x.numel == numel && x.dtype == FW_DTYPE;
+        return early & (ref != attention.args[1]) & (ref != attention.args[2]) & (x.numel == numel) & (x.dtype == FW_DTYPE);
     };
     const auto is_rope = [&](const amk_step_t& rope, int numel) {
-        return rope.out < 0 && rope.params.head_dim == head_dim && vm.arg(rope, 1).numel == 1 && is_source(rope.args[0], numel);
+        return (rope.out < 0) & (rope.params.head_dim == head_dim) & (vm.arg(rope, 1).numel == 1) & is_source(rope.args[0], numel);
     };
     const auto is_append = [&](const amk_step_t& append, int cache) {
         const Operand& out = vm.out(append);
-        return append.rows == head_dim && vm.pos(append) == start && out.dtype == FW_DTYPE && out.ptr == vm.arg(attention, cache).ptr;
+        return (append.rows == head_dim) & (vm.pos(append) == start) & (out.dtype == FW_DTYPE) &
+               (out.ptr == vm.arg(attention, cache).ptr);
     };
-    return (head_dim == 64 || head_dim == 128) && attention.n_args == 3 && attention.params.n_kv_heads == 1 &&
-           row.key->args[0] == result_of(row.key_rope) && attention.args[0] == result_of(row.query_rope) &&
-           is_rope(*row.key_rope, head_dim) && is_rope(*row.query_rope, attention.params.n_heads * head_dim) &&
-           is_append(*row.key, 1) && is_append(*row.value, 2) && is_source(row.value->args[0], head_dim);
+    return ((head_dim == 64) | (head_dim == 128)) & (row.key->args[0] == first) &
+           (attention.args[0] == result_of(row.query_rope)) & is_rope(key_rope, head_dim) &
+           is_rope(query_rope, attention.params.n_heads * head_dim) & is_append(*row.key, 1) & is_append(*row.value, 2) &
+           is_source(row.value->args[0], head_dim);
 }
 
 // Lanes hold every 32nd pair of a head: elements i and i + head_dim / 2.

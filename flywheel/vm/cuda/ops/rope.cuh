@@ -1,8 +1,8 @@
 // ROPE: elements i and i + head_dim / 2 of each head, rotated by position * inverse frequency i.
 // Operands: x [S, heads, head_dim], positions I32 [S], out as x; step.rope: the frequencies' place in the float table.
 // Rounding: angle, sine, cosine and products in fp32, once to the step's dtype, then to the output's.
-// It does the steps behind it too where their loads need not wait for its result: attention to what it rotates, or all
-// that is to be done for a new row.
+// Where loads of the steps behind it need not wait for its result, it leaves its work to them (attention to what it rotates)
+// or does theirs (all that is to be done for a new row).
 #pragma once
 
 #include "attention_tile.cuh"
