@@ -95,6 +95,11 @@ __device__ __forceinline__ float2 load64(const float2* from) {
     return v;
 }
 
+__device__ __forceinline__ void load64_if(bool wanted, const float2* from, float2& v) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.relaxed.gpu.v2.f32 {%0, %1}, [%3]; }"
+                 : "+f"(v.x), "+f"(v.y) : "r"(static_cast<uint32_t>(wanted)), "l"(from));
+}
+
 __device__ __forceinline__ void store32(void* to, uint32_t bits) {
     asm volatile("st.relaxed.gpu.u32 [%0], %1;" ::"l"(to), "r"(bits));
 }

@@ -77,34 +77,8 @@ struct Vm {
         }
         return load(x, i);
     }
-    // Wait until all of an operand is written, from unit `first` on for this thread; the first unit behind it.
-    __device__ __forceinline__ int await_units(const Operand& x, int unit) const {
-        const int width = element_bytes(x.dtype), bytes = x.numel * width;
-        if (aligned16(x.ptr) && bytes % 16 == 0) {
-            for (; unit < bytes / 16; unit += VECTOR_THREADS) {
-                while (!all_present(x.dtype, load128(x.ptr + unit * 16)) && again()) {}
-            }
-            return unit - bytes / 16;
-        }
-        for (; unit < x.numel; unit += VECTOR_THREADS) {
-            while (!present(x.dtype, x.ptr, unit) && again()) {}
-        }
-        return unit - x.numel;
-    }
-    // The same of an operand alone, for all vector threads.
-    __device__ __forceinline__ void await(const Operand& x) const {
-        if (x.layout != FW_LAYOUT_AWAITED) return;
-        await_units(x, thread());
-        sync();
-    }
-    // What the task reads, but for what its operations wait for themselves.
-    __device__ __forceinline__ void await_operands() const {
-        uint32_t left = task()->awaited;
-        if (left == 0) return;
-        for (int unit = thread(); left != 0; left &= left - 1) unit = await_units(operand(__ffs(left) - 1), unit);
-        sync();
-        stamp(FW_STAMP_READY);
-    }
+    // Until all of an operand is written, for all vector threads, where others write it meanwhile.
+    __device__ __forceinline__ void await(int ref) const;
 
     // Over all vector threads, the result in each. Of two calls with no barrier between, one has the other turn.
     template <typename Combine> __device__ __forceinline__ float reduce(float value, int turn, Combine combine) const {
@@ -147,3 +121,25 @@ struct Vm {
         report(block().program, code, task()->instruction.task, value, 0, 0);
     }
 };
+
+// Until all of each of these operands is written: a bit a ref. Not inlined: most tasks have none.
+__device__ __noinline__ void await_operands(Vm vm, uint32_t refs) {
+#pragma unroll 1
+    for (int unit = vm.thread(); refs != 0; refs &= refs - 1) {
+        const Operand x = vm.operand(__ffs(refs) - 1);
+        const int bytes = x.numel * element_bytes(x.dtype);
+        const bool packed = aligned16(x.ptr) && bytes % 16 == 0;
+        const int units = packed ? bytes / 16 : x.numel;
+#pragma unroll 1
+        for (; unit < units; unit += VECTOR_THREADS) {
+            while (!(packed ? all_present(x.dtype, load128(x.ptr + unit * 16)) : present(x.dtype, x.ptr, unit)) && vm.again()) {}
+        }
+        unit -= units;
+    }
+    vm.sync();
+    vm.stamp(FW_STAMP_READY);
+}
+
+__device__ __forceinline__ void Vm::await(int ref) const {
+    if (operand(ref).layout == FW_LAYOUT_AWAITED) await_operands(*this, 1u << ref);
+}

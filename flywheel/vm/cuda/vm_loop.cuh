@@ -198,19 +198,19 @@ __device__ __noinline__ void run_control() {
 __device__ __noinline__ void run_vector_warps() {
     Block& block = this_block();
     const Vm vm;
-    const int count = block.queue_end - block.queue_first;
-    for (int index = 0; index < count; index++) {
+    for (int index = 0; index < block.queue_end - block.queue_first; index++) {
         const int slot = index % TASK_SLOTS;
         if (vm.thread() == 0) block.set_progress(index);
         vm.stamp(FW_STAMP_CURRENT);
         if (!vm.wait(&block.task_ready[slot], (index / TASK_SLOTS) & 1)) return;
         vm.stamp(FW_STAMP_READY);
-        vm.await_operands();
+        if (vm.task()->awaited != 0) await_operands(vm, vm.task()->awaited);
         const amk_step_t* staged = x_staged_step(*vm.task());
         const amk_step_t* end = vm.task()->steps + vm.task()->instruction.n_steps;
         for (const amk_step_t* step = staged ? staged : vm.task()->steps; step < end; step++) {
             if (step->flags & FW_STEP_VIEW) continue;
             dispatch(vm, *step);
+            index = block.poll_progress();  // which no register kept
             vm.sync();  // its result is there for the next step, or for the signal
         }
         vm.stamp(FW_STAMP_STORED);
@@ -218,6 +218,6 @@ __device__ __noinline__ void run_vector_warps() {
             if (vm.task()->instruction.out_counter >= 0) signal(block.counter(vm.task()->instruction.out_counter));
             vm.stamp(FW_STAMP_DONE);
         }
-        if (vm.thread() < VECTOR_ARRIVALS) barrier_arrive(&block.task_free[slot]);
+        if (vm.thread() < VECTOR_ARRIVALS) barrier_arrive(&block.task_free[index % TASK_SLOTS]);
     }
 }

@@ -41,75 +41,61 @@ struct Merged {
     }
 };
 
-// Of at most PARTS parts. `part` is the one that this lane weighs. The next 32 pairs of a head are loaded as soon as its
-// last ones are added up.
-template <int PARTS>
+// Of at most PARTS parts, of which `part` is the one that this lane weighs. A warp takes 32 pairs of HEADS heads
+// at a time.
+template <int PARTS, int HEADS>
 __device__ __forceinline__ void combine_pairs(
     Vm vm, const amk_step_t& step, const Operand& part, const Operand& out, HeadLayout layout, int row) {
-    constexpr int HEADS = WARP / AMK_MAX_INPUTS;
     const bool awaited = __any_sync(~0u, part.layout == FW_LAYOUT_AWAITED);
-    const int parts = step.n_args, dtype = step.out_dtype, lane = vm.lane();
-    const int n_heads = layout.n_heads, pairs = layout.head_dim / 2;
+    const int parts = step.n_args, lane = vm.lane(), n_heads = layout.n_heads, pairs = layout.head_dim / 2;
+    const int slices = (pairs + WARP - 1) / WARP, units = (n_heads + HEADS - 1) / HEADS * slices;
 #pragma unroll 1
-    for (int first = vm.warp() * HEADS; first < n_heads; first += VECTOR_WARPS * HEADS) {
+    for (int unit = vm.warp(); unit < units; unit += VECTOR_WARPS) {
+        const int first = slices == 1 ? unit * HEADS : unit / slices * HEADS;
+        const int pair = (slices == 1 ? 0 : unit % slices * WARP) + lane, column = min(pair, pairs - 1);
         const int own = min(first + lane / AMK_MAX_INPUTS, n_heads - 1);
         const float2* from = reinterpret_cast<const float2*>(part.ptr) + own * (pairs + 1) + pairs;
-        float2 stats = load64(from);
-        float2 value[HEADS][PARTS];
-        const auto load_head = [&](int h, int start) {
-            const int at = min(first + h, n_heads - 1) * (pairs + 1) + min(start + lane, pairs - 1);
+        float2 stats, value[HEADS][PARTS] = {};
+        bool all = true;
+        do {
+            stats = load64(from);
 #pragma unroll
             for (int p = 0; p < PARTS; p++) {
-                if (p < parts) value[h][p] = load64(reinterpret_cast<const float2*>(vm.arg(step, p).ptr) + at);
-            }
-        };
-        const auto settle_heads = [&](int start) {
-            bool all = !awaited;
-            while (!all) {
-                all = true;
+                const float2* sums = reinterpret_cast<const float2*>(vm.arg(step, min(p, parts - 1)).ptr) + column;
 #pragma unroll
                 for (int h = 0; h < HEADS; h++) {
-                    bool there = true;
-#pragma unroll
-                    for (int p = 0; p < PARTS; p++) there = there && !is_absent(value[h][p].x) && !is_absent(value[h][p].y);
-                    if (there) continue;
-                    load_head(h, start);
-                    all = false;
+                    load64_if(p < parts, sums + min(first + h, n_heads - 1) * (pairs + 1), value[h][p]);
                 }
-                if (!vm.again()) break;
             }
-        };
+            if (!awaited) break;
+            all = true;
 #pragma unroll
-        for (int h = 0; h < HEADS; h++) {
+            for (int p = 0; p < PARTS; p++) {
 #pragma unroll
-            for (int p = 0; p < PARTS; p++) value[h][p] = {0.0f, 0.0f};
-            load_head(h, 0);
-        }
-        while (awaited && (is_absent(stats.x) || is_absent(stats.y)) && vm.again()) stats = load64(from);
-        __syncwarp();  // few words to ask for; what they belong to is there soon
-        settle_heads(0);
+                for (int h = 0; h < HEADS; h++) all = all && !is_absent(value[h][p].x) && !is_absent(value[h][p].y);
+            }
+            // Few words to ask for; what they belong to is there soon.
+            while ((is_absent(stats.x) || is_absent(stats.y)) && vm.again()) {
+                stats = load64(from);
+                all = false;
+            }
+        } while (!__all_sync(~0u, all || !vm.again()));
         vm.stamp(FW_STAMP_READY);
         const Merged merged(stats, lane, parts);
-#pragma unroll 1
-        for (int start = 0; start < pairs; start += WARP) {
-            if (start > 0) settle_heads(start);
 #pragma unroll
-            for (int h = 0; h < HEADS; h++) {
-                float x = 0.0f, y = 0.0f;
+        for (int h = 0; h < HEADS; h++) {
+            float x = 0.0f, y = 0.0f;
 #pragma unroll
-                for (int p = 0; p < PARTS; p++) {
-                    const float weight = __shfl_sync(~0u, merged.weight, h * AMK_MAX_INPUTS + p);
-                    x += weight * value[h][p].x;
-                    y += weight * value[h][p].y;
-                }
-                if (start + WARP < pairs) load_head(h, start + WARP);
-                if (__shfl_sync(~0u, merged.sum, h * AMK_MAX_INPUTS) == 0.0f) x = y = 0.0f;
-                const int pair = start + lane;
-                if (pair < pairs && first + h < n_heads) store_pair(dtype, out, (first + h) * row + 2 * pair, x, y);
+            for (int p = 0; p < PARTS; p++) {
+                const float weight = __shfl_sync(~0u, merged.weight, h * AMK_MAX_INPUTS + p);
+                x += weight * value[h][p].x;
+                y += weight * value[h][p].y;
             }
+            if (__shfl_sync(~0u, merged.sum, h * AMK_MAX_INPUTS) == 0.0f) x = y = 0.0f;
+            if (pair < pairs && first + h < n_heads) store_pair(step.out_dtype, out, (first + h) * row + 2 * pair, x, y);
         }
-        if (row > layout.head_dim && lane % AMK_MAX_INPUTS == 0 && first + lane / AMK_MAX_INPUTS < n_heads) {
-            store_pair(dtype, out, own * row + layout.head_dim, merged.highest, merged.sum);
+        if (row > layout.head_dim && lane % AMK_MAX_INPUTS == 0 && lane < HEADS * AMK_MAX_INPUTS && first + lane / AMK_MAX_INPUTS < n_heads) {
+            store_pair(step.out_dtype, out, own * row + layout.head_dim, merged.highest, merged.sum);
         }
     }
 }
@@ -147,12 +133,12 @@ FW_MICRO_KERNEL op_attention_combine(Vm vm, const amk_step_t& step) {
     const bool pairs = part.dtype == AMK_DTYPE_F32 && reinterpret_cast<uint64_t>(part.ptr) % 8 == 0;
     if (layout.head_dim % 2 == 0 && __all_sync(~0u, pairs)) {
         if (step.n_args <= 6) {  // as many as fit beside a weight and a residual
-            combine_pairs<6>(vm, step, part, out, layout, row);
+            combine_pairs<6, 4>(vm, step, part, out, layout, row);
         } else {
-            combine_pairs<AMK_MAX_INPUTS>(vm, step, part, out, layout, row);
+            combine_pairs<AMK_MAX_INPUTS, 2>(vm, step, part, out, layout, row);
         }
     } else {
-        for (int p = 0; p < step.n_args; p++) vm.await(vm.arg(step, p));
+        for (int p = 0; p < step.n_args; p++) vm.await(step.args[p]);
         combine_elements(vm, step, part, out, layout, row);
     }
 }

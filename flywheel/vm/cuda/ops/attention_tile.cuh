@@ -383,7 +383,7 @@ __device__ __forceinline__ void attend_head(Vm vm, const amk_step_t& step, int h
 }
 
 FW_MICRO_KERNEL op_attention_tile(Vm vm, const amk_step_t& step) {
-    vm.await(vm.arg(step, 0));
+    vm.await(step.args[0]);
 #if FW_DTYPE != AMK_DTYPE_F32
     if (has_groups(vm, step)) {
         bool rotates = rotates_queries(vm, step);

@@ -9,7 +9,7 @@
 FW_MICRO_KERNEL op_kv_append(Vm vm, const amk_step_t& step) {
     const Operand x = vm.arg(step, 0), cache = vm.out(step);
     const int start = vm.pos(step) * step.rows;
-    vm.await(x);
+    vm.await(step.args[0]);
     if (x.dtype == cache.dtype) {
         const int width = element_bytes(x.dtype);
         copy_bytes(vm.thread(), x.ptr, cache.ptr + static_cast<int64_t>(start) * width, x.numel, width);

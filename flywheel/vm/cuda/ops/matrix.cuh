@@ -16,7 +16,7 @@ __device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step) {
     const int depth = step.params.K, padded = step.kblocks * 16, stride = x_stride(step.kblocks, step.rows);
     constexpr int N = 16 / sizeof(element_t), STEP = VECTOR_THREADS * N;
     const bool packed = depth == padded && aligned16(source);
-    if (!packed) vm.await(x);
+    if (!packed) vm.await(step.args[0]);
 #pragma unroll 1
     for (int m = 0; m < step.rows; m++, source += depth, staged += stride) {
         if (!packed) {

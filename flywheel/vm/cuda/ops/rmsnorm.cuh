@@ -83,7 +83,7 @@ FW_MICRO_KERNEL op_rmsnorm(Vm vm, const amk_step_t& step) {
     const bool packed = step.out_dtype == FW_DTYPE && packs(x) && packs(w) && packs(out) && bytes % 16 == 0;
     const bool whole = rows == 1;
     const bool awaited = x.layout == FW_LAYOUT_AWAITED;
-    if (!packed) vm.await(x);
+    if (!packed) vm.await(step.args[0]);
     const NormLanes lanes{vm, whole, whole ? vm.thread() : vm.lane(), whole ? VECTOR_THREADS : WARP};
 #pragma unroll 1
     for (int row = whole ? 0 : vm.warp(); row < rows; row += VECTOR_WARPS) {

@@ -16,7 +16,7 @@ FW_MICRO_KERNEL op_rope(Vm vm, const amk_step_t& step) {
         if (next.op == AMK_OP_KV_APPEND && append_and_attend(vm, step)) return;
     }
     const Operand x = vm.arg(step, 0);
-    vm.await(x);
+    vm.await(step.args[0]);
     if (x.dtype == AMK_DTYPE_F32) {
         rotate_heads<float>(vm, step, x);
     } else {
