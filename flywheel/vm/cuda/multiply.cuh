@@ -260,7 +260,7 @@ struct SegmentWord {
     }
     __device__ __forceinline__ uint32_t at(int offset) const { return __shfl_sync(~0u, word, offset / 4); }
     __device__ __forceinline__ MatrixSegment segment() const {
-#define FW_WORD(field) at(__builtin_offsetof(amk_segment_t, field))
+#define FW_WORD(field) at(reinterpret_cast<uint64_t>(&static_cast<const amk_segment_t*>(nullptr)->field))
         return {FW_WORD(row_blocks), FW_WORD(kblocks), FW_WORD(chunk_kblocks),
                 FW_WORD(row_chunks), FW_WORD(rows),    FW_WORD(flags)};
 #undef FW_WORD
