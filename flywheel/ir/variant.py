@@ -43,6 +43,12 @@ INFLIGHT_BYTES: Final = 96 * 1024
 """Bytes that one SM has on their way from memory at once, where the config does not say. About 64 KiB saturate an H200;
 more only queue up, and everything else that goes to memory queues behind them."""
 
+COPIES: Final = 2
+"""Chunks that the loader fills at once, where the config does not say. One alone is too slow: a thread needs about half a
+microsecond for a copy and what it waits for before it."""
+
+MAX_COPIES: Final = 8
+
 WARP: Final = 32
 
 MIN_WARPS: Final = 4
@@ -70,6 +76,8 @@ class KernelVariant:
     ring_slots: int
     inflight_chunks: int
     """Copies on their way at once, at most `ring_slots - chunk_groups`; the others of a full ring have landed."""
+    copies: int
+    """Chunks that the loader fills at once."""
     prefetch_depth: int
     data_hand_offs: bool
     """Readers wait for activations themselves where they can, not for counters."""
@@ -207,12 +215,15 @@ def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> Ke
     if inflight <= 0:
         raise ConfigError(f"tiling.stream.inflight_bytes={inflight} is not positive")
     inflight_chunks = min(-(-inflight // chunk), slots - chunk_groups(matrix_warps, chunk_warps, slots))
+    copies = stream.get("copies", COPIES)
+    if not 1 <= copies <= MAX_COPIES:
+        raise ConfigError(f"tiling.stream.copies={copies} is not in 1..{MAX_COPIES}")
     by_data = config.tiling.get("hand_off", {}).get("data", 0)
     if by_data not in (0, 1):
         raise ConfigError(f"tiling.hand_off.data={by_data} is not 0 or 1")
     return KernelVariant(
         target.sm_arch, threads, matrix_warps, chunk_warps, smem, staged, chunk, slots, inflight_chunks,
-        config.pipelining_depth, bool(by_data),
+        min(copies, inflight_chunks), config.pipelining_depth, bool(by_data),
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import Final
 
@@ -12,7 +13,17 @@ from flywheel.lowering.stamp import Node
 TASK_COST_BYTES: Final = 32 * 1024
 """Fixed cost of a task in streamed bytes: about a microsecond of one SM's share of an H200's bandwidth."""
 
-Place = Callable[[Sequence[int], list[int]], list[int]]
+
+
+@dataclass(slots=True)
+class Loads:
+    """What each SM has been given: in all stages, and in the last one."""
+
+    total: list[int]
+    latest: list[int]
+
+
+Place = Callable[[Sequence[int], Loads], list[int]]
 
 
 def place(nodes: Sequence[Node], num_sms: int, assignment: str | Mapping[int, int]) -> list[list[int]]:
@@ -24,7 +35,7 @@ def place(nodes: Sequence[Node], num_sms: int, assignment: str | Mapping[int, in
     policy = assignment if isinstance(assignment, str) else "load_balance"
     if policy not in POLICIES:
         raise ConfigError(f"sm_assignment={policy!r} is not one of {', '.join(POLICIES)}, or a map of task to SM")
-    spread, loads = POLICIES[policy], [0] * num_sms
+    spread, loads = POLICIES[policy], Loads([0] * num_sms, [0] * num_sms)
     placed: list[list[int]] = []
     start = 0
     while start < len(nodes):
@@ -43,17 +54,24 @@ def place(nodes: Sequence[Node], num_sms: int, assignment: str | Mapping[int, in
     return placed
 
 
-def round_robin(costs: Sequence[int], loads: list[int]) -> list[int]:
+def round_robin(costs: Sequence[int], loads: Loads) -> list[int]:
     """Tile i of a stage on SM i modulo their number."""
-    return [index % len(loads) for index in range(len(costs))]
+    return [index % len(loads.total) for index in range(len(costs))]
 
 
-def load_balance(costs: Sequence[int], loads: list[int]) -> list[int]:
-    """Largest tiles first, each on the SM with the least of this stage; ties go to the SM with the least so far.
+def load_balance(costs: Sequence[int], loads: Loads) -> list[int]:
+    """Largest tiles first, each on the SM with the least of this stage; ties go to the SM with the least so far."""
+    return _spread(costs, loads, sorted(range(len(loads.total)), key=loads.total.__getitem__))
 
-    `loads` holds what each SM has been given in all stages, and is brought up to date.
-    """
-    ranked = sorted(range(len(loads)), key=loads.__getitem__)
+
+def idle_first(costs: Sequence[int], loads: Loads) -> list[int]:
+    """As load_balance, but ties go to the SM with the least of the stage before: it is there when its operands are."""
+    keys = list(zip(loads.latest, loads.total, strict=True))
+    return _spread(costs, loads, sorted(range(len(keys)), key=keys.__getitem__))
+
+
+def _spread(costs: Sequence[int], loads: Loads, ranked: Sequence[int]) -> list[int]:
+    """SMs of the tiles, ties to the one that `ranked` has first; `loads` is brought up to date."""
     if len(set(costs)) == 1:
         sms = [ranked[index % len(ranked)] for index in range(len(costs))]
     else:
@@ -64,8 +82,10 @@ def load_balance(costs: Sequence[int], loads: list[int]) -> list[int]:
             load, rank = heap[0]
             heapreplace(heap, (load + costs[index], rank))
             sms[index] = ranked[rank]
+    loads.latest = [0] * len(ranked)
     for index, sm in enumerate(sms):
-        loads[sm] += costs[index]
+        loads.total[sm] += costs[index]
+        loads.latest[sm] += costs[index]
     return sms
 
 
@@ -81,4 +101,8 @@ def _override(placed: list[list[int]], assignment: Mapping[int, int], num_sms: i
             task += 1
 
 
-POLICIES: Final[Mapping[str, Place]] = {"load_balance": load_balance, "round_robin": round_robin}
+POLICIES: Final[Mapping[str, Place]] = {
+    "load_balance": load_balance,
+    "idle_first": idle_first,
+    "round_robin": round_robin,
+}

@@ -18,7 +18,7 @@ DEFAULT_KV_BLOCK: Final = 128
 _SIZES: Final = {
     "gemv": ("N_tile",),
     "attention": ("kv_block",),
-    "stream": ("chunk_bytes", "inflight_bytes"),
+    "stream": ("chunk_bytes", "inflight_bytes", "copies"),
     "warps": ("matrix", "chunk"),
     "hand_off": ("data",),
 }

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from flywheel.errors import ConfigError, UsageError
 from flywheel.ir import KernelVariant, ScheduleConfig, kernel_variant
-from flywheel.ir.variant import WARP, operand_bytes
+from flywheel.ir.variant import COPIES, WARP, operand_bytes
 from flywheel.lowering.fusion import PATTERNS
 from flywheel.lowering.tiling import even_rows
 from flywheel.search.workload import Workload
@@ -111,7 +111,7 @@ def _just(*values: Value) -> Callable[[Workload], Sequence[Value]]:
 QKV: Final = ("q_proj", "k_proj", "v_proj")
 
 KNOBS: Final = (
-    Knob("rows.qkv", _rows(QKV, 0.5, 1, 2, 3), True, "rows a tile of q, k and v"),
+    Knob("rows.qkv", _rows(QKV, 0.5, 0.75, 1, 2, 3), True, "rows a tile of q, k and v"),
     Knob("rows.o", _rows(("o_proj",), 0.5, 1, 2), True, "rows a tile of the output projection"),
     Knob("rows.gate_up", _rows(("gate_proj",), 0.5, 1, 2, 3), True, "rows a tile of gate, and of up"),
     Knob("rows.down", _rows(("down_proj",), 0.5, 1, 2), True, "rows a tile of the down projection"),
@@ -124,7 +124,7 @@ KNOBS: Final = (
     Knob("fuse.mlp_in", _just(0, 1, 2), True, "1: SwiGLU in the gate/up tile; 2: the norm too"),
     Knob("fuse.down", _just(0, 1), True, "1: the residual in down_proj"),
     Knob("fuse.head", _just(0, 1), True, "1: the final norm in each head tile"),
-    Knob("placement", _just("load_balance", "round_robin"), False, "sm_assignment"),
+    Knob("placement", _just("load_balance", "idle_first", "round_robin"), False, "sm_assignment"),
     Knob("depth", _just(0, 1, 2, 3, 4, 6, 8), True, "pipelining_depth"),
     Knob("hand_off", _just("counter", "data"), False, "how tasks learn that what they read is there"),
     Knob("pages", _just("graph_color", "linear", "none"), False, "page_allocation"),
@@ -133,12 +133,13 @@ KNOBS: Final = (
     Knob("share", _just(1, 2), True, "warps that share a chunk"),
     Knob("smem", _smem, True, "smem_bytes_per_block"),
     Knob("chunk", _chunks, True, "bytes of one weight copy"),
+    Knob("copies", _just(1, 2, 4), True, "weight copies that the loader starts at once"),
     Knob("inflight", _inflight, True, "bytes of weight copies under way"),
 )
 """Every searched knob. Each value of each changes the program or the kernel variant."""
 
 _GOOD_ON_H200: Final = MappingProxyType({"threads": 448, "matrix": 4, "share": 1, "chunk": 16384, "inflight": 98304,
-                                    "hand_off": "data", "pages": "none"})
+                                    "hand_off": "data", "pages": "none", "placement": "idle_first", "copies": 4})
 """Block and ring that were the fastest of a few with llama3.2-1b and llama3-8b on an H200."""
 
 _ROWS: Final = MappingProxyType(
@@ -183,7 +184,8 @@ class Space:
             for projection in projections
         }
         tiling["attention"] = {"kv_block": int(choice["kv_block"])}
-        tiling["stream"] = {"chunk_bytes": int(choice["chunk"]), "inflight_bytes": int(choice["inflight"])}
+        tiling["stream"] = {"chunk_bytes": int(choice["chunk"]), "inflight_bytes": int(choice["inflight"]),
+                            "copies": int(choice["copies"])}
         tiling["warps"] = {"matrix": int(choice["matrix"]), "chunk": int(choice["share"])}
         if choice["hand_off"] == "data":
             tiling["hand_off"] = {"data": 1}
@@ -237,6 +239,7 @@ class Space:
             "smem": config.smem_bytes_per_block,
             "chunk": tiling.get("stream", {}).get("chunk_bytes", 0),
             "inflight": tiling.get("stream", {}).get("inflight_bytes", 0),
+            "copies": tiling.get("stream", {}).get("copies", COPIES),
             "matrix": tiling.get("warps", {}).get("matrix", 0),
             "share": tiling.get("warps", {}).get("chunk", 1),
             "kv_block": tiling.get("attention", {}).get("kv_block", 0),
@@ -256,7 +259,7 @@ class Space:
         last |= {name: self._nearest_value(name, value) for name, value in _GOOD_ON_H200.items()}
         one_tile = {name: self._nearest(name, projections) for name, projections in _ROWS.items()}
         blocks = self._dimension("kv_block").values
-        base = {**last, **one_tile, "placement": self._dimension("placement").values[0]}
+        base = {**last, **one_tile}
         return [{**base, "kv_block": blocks[max(0, len(blocks) - back)]} for back in (1, 3)]
 
     def kernels(self) -> list[tuple[int, int]]:

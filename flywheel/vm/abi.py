@@ -240,7 +240,7 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "awaited_bytes", note="of one set of awaited buffers"),
             Field("uint64_t", "awaited", note="the first set"),
             Field("uint32_t", "set_stride", note="bytes from it to the second"),
-            Field("int32_t", "reserved"),
+            Field("int32_t", "copies", note="chunks that the loader fills at once"),
         ),
     }
 )

@@ -257,7 +257,8 @@ class LoadedProgram:
         program["report"], program["abort_flag"] = self._report.address, self.gpu.abort_flag.address
         program["trace"] = 0 if self._trace is None else self._trace.address
         program["workspace"] = self._take(self._grid * packed.workspace_stride).address
-        for name in ("ring_slots", "chunk_bytes", "staged_bytes", "prefetch_depth", "inflight_chunks", "chunk_warps"):
+        for name in ("ring_slots", "chunk_bytes", "staged_bytes", "prefetch_depth", "inflight_chunks", "chunk_warps",
+                     "copies"):  # fmt: skip
             program[name] = getattr(variant, name)
         for name in ("n_counters", "workspace_stride", "pass_blocks"):
             program[name] = getattr(packed, name)

@@ -325,7 +325,7 @@ struct amk_program_t {
   int32_t awaited_bytes;  // of one set of awaited buffers
   uint64_t awaited;  // the first set
   uint32_t set_stride;  // bytes from it to the second
-  int32_t reserved;
+  int32_t copies;  // chunks that the loader fills at once
 };
 static_assert(sizeof(amk_program_t) == 160, "amk_program_t");
 FW_ASSERT_OFFSET(amk_program_t, buffers, 0);
@@ -353,4 +353,4 @@ FW_ASSERT_OFFSET(amk_program_t, chunk_warps, 136);
 FW_ASSERT_OFFSET(amk_program_t, awaited_bytes, 140);
 FW_ASSERT_OFFSET(amk_program_t, awaited, 144);
 FW_ASSERT_OFFSET(amk_program_t, set_stride, 152);
-FW_ASSERT_OFFSET(amk_program_t, reserved, 156);
+FW_ASSERT_OFFSET(amk_program_t, copies, 156);

@@ -3,12 +3,6 @@
 
 #include "vm.cuh"
 
-// Chunks that are filled at once, by a lane each: waits and copies of one alone take longer than its bytes are on their way.
-#ifndef FW_LOADER_LANES
-#define FW_LOADER_LANES 2
-#endif
-constexpr int LOADER_LANES = FW_RING_ARRIVALS == 1 ? FW_LOADER_LANES : 1;
-
 // Bulk copies that are under way must land before the block may end.
 __device__ __forceinline__ void drain(const Ring& ring, RingPlace place, int issued) {
     const int pending = min(issued, ring.n_slots);
@@ -36,7 +30,8 @@ __device__ __noinline__ void run_loader() {
     const Ring ring = {block.ring.slots, block.ring_full, block.ring_empty, block.ring.n_slots, block.ring.chunk_bytes};
     const amk_segment_t* segments = reinterpret_cast<const amk_segment_t*>(block.program.segments);
     const int lane = lane_id(), inflight = block.program.inflight_chunks;
-    const int lanes = min(LOADER_LANES, inflight), mine = lane < lanes ? lane : 0;
+    // Chunks that are filled at once, by a lane each: what a copy waits for takes longer than its bytes.
+    const int lanes = FW_RING_ARRIVALS == 1 ? block.program.copies : 1, mine = lane < lanes ? lane : 0;
     RingPlace place = {0, 0}, landed = {ring.n_slots - inflight, 1};  // chunk 0, and the one `inflight` before it: at once there
     int issued = 0;
     Waited waited;

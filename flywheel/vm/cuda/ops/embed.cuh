@@ -21,6 +21,7 @@ FW_MICRO_KERNEL op_embed(Vm vm, const amk_step_t& step) {
     const Operand table = vm.arg(step, 1);
     const int hidden = step.params.hidden, dtype = step.out_dtype;
     const int rows = table.numel / hidden;
+    const int width = element_bytes(table.dtype);
     const bool fragments = table.layout == FW_LAYOUT_FRAGMENTS;
     for (int s = 0; s < out.numel / hidden; s++) {
         int id = load_int(ids, s);
@@ -32,16 +33,18 @@ FW_MICRO_KERNEL op_embed(Vm vm, const amk_step_t& step) {
         if (!fragments) row.ptr += static_cast<int64_t>(id) * hidden * element_bytes(table.dtype);
 #pragma unroll 1
         for (int first = vm.thread(); first < hidden; first += VECTOR_THREADS * EMBED_LOADS) {
-            float value[EMBED_LOADS];
+            uint32_t bits[EMBED_LOADS];  // none is looked at before all are on their way
 #pragma unroll
             for (int k = 0; k < EMBED_LOADS; k++) {
                 const int c = min(first + k * VECTOR_THREADS, hidden - 1);
-                value[k] = load(row, fragments ? fragment_offset(id, c, hidden) : c);
+                const char* from = row.ptr + static_cast<int64_t>(fragments ? fragment_offset(id, c, hidden) : c) * width;
+                bits[k] = width == 4 ? *reinterpret_cast<const uint32_t*>(from) : *reinterpret_cast<const unsigned short*>(from);
             }
 #pragma unroll
             for (int k = 0; k < EMBED_LOADS; k++) {
                 const int c = first + k * VECTOR_THREADS;
-                if (c < hidden) store_result(dtype, out, s * hidden + c, value[k]);
+                const float value = width == 4 ? __uint_as_float(bits[k]) : half_to_float(static_cast<unsigned short>(bits[k]));
+                if (c < hidden) store_result(dtype, out, s * hidden + c, value);
             }
         }
     }

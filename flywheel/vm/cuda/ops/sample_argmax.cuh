@@ -6,8 +6,8 @@
 
 #include "../pointwise.cuh"
 
-// 16-byte loads that a thread has in flight: one SM has to read the whole vocabulary.
-constexpr int ARGMAX_LOADS = 16;
+// 16-byte loads of a thread on their way while as many are looked at: one SM has to read the whole vocabulary.
+constexpr int ARGMAX_LOADS = 8;
 
 // The best of what a thread has seen, which it sees in ascending order. `index` may stand for elements of -inf only.
 struct Best {
@@ -37,23 +37,33 @@ __device__ __forceinline__ uint32_t largest(Vm vm, uint32_t value, int turn) {
 
 // The first groups * 4 elements of an F32 row.
 __device__ __forceinline__ void scan16(int thread, const char* row, int groups, Best& best) {
-    constexpr int stride = VECTOR_THREADS;
-#pragma unroll 1
-    for (int first = thread; first < groups; first += ARGMAX_LOADS * stride) {
-        Vec16<float> loaded[ARGMAX_LOADS];
+    constexpr int STEP = ARGMAX_LOADS * VECTOR_THREADS;
+    Vec16<float> even[ARGMAX_LOADS], odd[ARGMAX_LOADS];
+    const auto load_groups = [&](Vec16<float> (&loaded)[ARGMAX_LOADS], int first) {
 #pragma unroll
         for (int k = 0; k < ARGMAX_LOADS; k++) {
             // Behind the end the last group once more, which changes nothing.
-            loaded[k] = load16<float>(row + min(first + k * stride, groups - 1) * 16ll);
+            loaded[k] = load16<float>(row + min(first + k * VECTOR_THREADS, groups - 1) * 16ll);
         }
+    };
+    const auto see_groups = [&](const Vec16<float> (&loaded)[ARGMAX_LOADS], int first) {
+        float top = loaded[0][0];  // mostly no candidate; where there is a NaN, that is it
 #pragma unroll
-        for (int k = 0; k < ARGMAX_LOADS; k++) {
-            const int at = min(first + k * stride, groups - 1) * 4;
-            // Mostly the largest of the four is no candidate; where there is a NaN, that is it.
-            if (max_or_nan(max_or_nan(loaded[k][0], loaded[k][1]), max_or_nan(loaded[k][2], loaded[k][3])) <= best.value) continue;
+        for (int i = 1; i < 4 * ARGMAX_LOADS; i++) top = max_or_nan(top, loaded[i / 4][i % 4]);
+        if (top <= best.value) return;
 #pragma unroll
-            for (int i = 0; i < 4; i++) best.see(loaded[k][i], at + i);
+        for (int i = 0; i < 4 * ARGMAX_LOADS; i++) {
+            best.see(loaded[i / 4][i % 4], min(first + i / 4 * VECTOR_THREADS, groups - 1) * 4 + i % 4);
         }
+    };
+    if (thread >= groups) return;
+    load_groups(even, thread);
+#pragma unroll 1
+    for (int first = thread; first < groups; first += 2 * STEP) {
+        load_groups(odd, first + STEP);
+        see_groups(even, first);
+        load_groups(even, first + 2 * STEP);
+        see_groups(odd, first + STEP);
     }
 }
 
