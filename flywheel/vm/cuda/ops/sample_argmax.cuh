@@ -43,7 +43,8 @@ __device__ __forceinline__ void scan16(int thread, const char* row, int groups, 
 #pragma unroll
         for (int k = 0; k < ARGMAX_LOADS; k++) {
             // Behind the end the last group once more, which changes nothing.
-            loaded[k] = load16<float>(row + min(first + k * VECTOR_THREADS, groups - 1) * 16ll);
+            const uint4 bits = *reinterpret_cast<const uint4*>(row + min(first + k * VECTOR_THREADS, groups - 1) * 16ll);
+            loaded[k] = {{bits.x, bits.y, bits.z, bits.w}};
         }
     };
     const auto see_groups = [&](const Vec16<float> (&loaded)[ARGMAX_LOADS], int first) {
