@@ -50,10 +50,14 @@ def float_type(buffers: Iterable[Buffer]) -> DType:
     return next(iter(first), DType.F32)
 
 
-def check_steps(steps: Sequence[Step], form: Form, dtype: DType, variant: KernelVariant) -> None:
-    """Every step has a kernel for its operands."""
+def check_count(steps: Sequence[Step]) -> None:
+    """A task slot holds the steps, slices of a product each for itself."""
     if len(steps) > MAX_STEPS:
         raise InvalidProgramError(f"has {len(steps)} steps, not 1..{MAX_STEPS}")
+
+
+def check_steps(steps: Sequence[Step], form: Form, dtype: DType, variant: KernelVariant) -> None:
+    """Every step has a kernel for its operands."""
     for index, step in enumerate(steps):
         if step.op not in KERNELS:
             raise InvalidProgramError(f"step {index}: {step.op.name} has no kernel")
