@@ -23,8 +23,8 @@ MIN_STAGED_BYTES: Final = 16 * 1024
 """Least size of the staging area, where the values between a task's steps live too."""
 
 MAX_STAGED_BYTES: Final = 64 * 1024
-"""Most that the staging area grows to for an operand of one row. The VM stages a longer input in slices of K, and refuses
-a longer result of a task's own steps."""
+"""Most that the staging area grows to for an operand of one row. The VM stages a longer input in slices of K, and
+refuses a longer result of a task's own steps."""
 
 MAX_STAGED_ROWS_BYTES: Final = 132 * 1024
 """The same for several rows: eight of 8192 halves and their padding."""
@@ -113,18 +113,22 @@ def operand_stride(rows: int, depth: int) -> int:
 
 
 def slice_depth(dtype: DType, rows: int, depth: int) -> int:
-    """Columns of an input [rows, depth] that are staged at once: all, or an even share of the fewest slices that fit."""
+    """Columns of an input [rows, depth] that are staged at once: all, or an even share of the fewest slices that fit.
+
+    A share is an even number of fragments, behind which several rows lie in different banks.
+    """
     most = _most_staged(rows)
     if _bytes_of(dtype, rows, depth) <= most:
         return depth
-    blocks = -(-depth // FRAGMENT_K)
-    fitting = max(1, (most - SUMS_BYTES) // dtype.nbytes(rows * FRAGMENT_K) - (rows > 1))
-    return FRAGMENT_K * -(-blocks // -(-blocks // fitting))
+    pairs = -(-depth // (2 * FRAGMENT_K))
+    fitting = ((most - SUMS_BYTES) // dtype.nbytes(rows * FRAGMENT_K) - (rows > 1)) // 2
+    slices = -(-pairs // max(1, fitting))
+    return 2 * FRAGMENT_K * -(-pairs // slices)
 
 
 def operand_bytes(dtype: DType, rows: int, depth: int) -> int:
-    """Bytes that the staging area has for an input [rows, depth] that is multiplied: its own, or those of its first slice
-    and of sums."""
+    """Bytes that the staging area has for an input [rows, depth] that is multiplied: its own, or those of its first
+    slice and of sums."""
     staged = slice_depth(dtype, rows, depth)
     return _bytes_of(dtype, rows, staged) + (SUMS_BYTES if staged < depth else 0)
 

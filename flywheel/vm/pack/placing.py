@@ -66,7 +66,8 @@ def place_values(
     limit = staged_bytes if stagings and not attends else staged_bytes - WORK_BYTES
     for staging in stagings:
         if staging.nbytes > limit:
-            raise InvalidProgramError(f"stages an operand of {staging.nbytes} bytes in an area of {limit}")
+            made = ", whole since the task makes it" if staging.ref >= RESULT_REF else ""
+            raise InvalidProgramError(f"stages an operand of {staging.nbytes} bytes in an area of {limit}{made}")
     offsets = [ABSENT] * len(steps)
     taken = [(staging.start, staging.end, 0, staging.nbytes) for staging in stagings]
     spilled: list[tuple[int, int, int, int]] = []

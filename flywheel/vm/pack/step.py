@@ -77,8 +77,9 @@ class Form:
 class Step:
     """One primitive operation. `params` are its own; `out` is an output of the task, or ABSENT for scratch.
 
-    `result` is what it makes, in the dtype that it rounds to first. A product in slices of K is a step a slice: `columns`
-    are those of x, from and to, that it multiplies (None: all), and `carried` is the ref of the sums that it goes on with.
+    `result` is what it makes, in the dtype that it rounds to first. A product in slices of K is a step a slice:
+    `columns` are those of x, from and to, that it multiplies (None: all), `carried` the ref of the sums that it goes on
+    with.
     """
 
     op: InstructionKind
