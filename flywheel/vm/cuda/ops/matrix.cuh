@@ -84,7 +84,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     const int other_start = epilogue == FW_EPILOGUE_ADD ? n_off : 0;
     const int other_pitch = epilogue == FW_EPILOGUE_ADD ? other.numel / rows : n_tile;
     const Operand* bias = step.n_args > 2 ? &vm.arg(step, 2) : nullptr;
-    const Operand* sums = step.flags & FW_STEP_CARRIES ? &vm.out((&step)[-1]) : nullptr;
+    const float* sums = step.flags & FW_STEP_CARRIES ? reinterpret_cast<const float*>(vm.out((&step)[-1]).ptr) : nullptr;
     const int slots = min(step.row_chunks, chunk_groups(vm.block())) * vm.block().program.chunk_warps;
     const int pass_blocks = vm.block().program.pass_blocks;
     const int first_unit = vm.warp() * 2 + vm.lane() / 16, row = vm.lane() % 16;
@@ -99,7 +99,9 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
             const bool needed = epilogue != FW_EPILOGUE_NONE && inside(u);
             return needed ? vm.load_written(other, u.m * other_pitch + other_start + u.column) : 0.0f;
         };
-        const auto carried = [&](const Unit& u) { return sums && inside(u) ? load(*sums, u.m * n_tile + u.column) : 0.0f; };
+        const auto carried = [&](const Unit& u) {  // of the slices of K before this one
+            return sums && inside(u) ? load_element(sums + u.m * n_tile + u.column) : 0.0f;
+        };
         float extra = operand(unit), sum = carried(unit);
         if (!vm.wait(&vm.block().partial_full[pass & 1], (pass >> 1) & 1)) return;
         vm.stamp(FW_STAMP_MULTIPLIED);
