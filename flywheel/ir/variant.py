@@ -23,10 +23,14 @@ MIN_STAGED_BYTES: Final = 16 * 1024
 """Least size of the staging area, where the values between a task's steps live too."""
 
 MAX_STAGED_BYTES: Final = 64 * 1024
-"""Most that the staging area grows to for an operand of one row; the VM refuses a longer operand."""
+"""Most that the staging area grows to for an operand of one row. The VM stages a longer input in slices of K, and
+refuses a longer result of a task's own steps."""
 
 MAX_STAGED_ROWS_BYTES: Final = 132 * 1024
 """The same for several rows: eight of 8192 halves and their padding."""
+
+SUMS_BYTES: Final = 4 * 1024
+"""Room behind an operand that is staged in slices of K, for the sums of its earlier ones."""
 
 WORK_BYTES: Final = 8 * 1024
 """End of the staging area that kernels without a matrix operand take for themselves."""
@@ -116,15 +120,39 @@ def operand_stride(rows: int, depth: int) -> int:
     return FRAGMENT_K * (-(-depth // FRAGMENT_K) + (rows > 1))
 
 
+def slice_depth(dtype: DType, rows: int, depth: int) -> int:
+    """Columns of an input [rows, depth] that are staged at once: all, or an even share of the fewest slices that fit.
+
+    A share is an even number of fragments, behind which several rows lie in different banks.
+    """
+    most = _most_staged(rows)
+    if _bytes_of(dtype, rows, depth) <= most:
+        return depth
+    pairs = -(-depth // (2 * FRAGMENT_K))
+    fitting = ((most - SUMS_BYTES) // dtype.nbytes(rows * FRAGMENT_K) - (rows > 1)) // 2
+    slices = -(-pairs // max(1, fitting))
+    return 2 * FRAGMENT_K * -(-pairs // slices)
+
+
 def operand_bytes(dtype: DType, rows: int, depth: int) -> int:
-    """Bytes that the staging area has for an operand [rows, depth]: its own, as far as the area may grow."""
-    most = MAX_STAGED_BYTES if rows == 1 else MAX_STAGED_ROWS_BYTES
-    return min(dtype.nbytes(rows * operand_stride(rows, depth)), most)
+    """Bytes that the staging area has for an input [rows, depth] that is multiplied: its own, or those of its first
+    slice and of sums."""
+    staged = slice_depth(dtype, rows, depth)
+    return _bytes_of(dtype, rows, staged) + (SUMS_BYTES if staged < depth else 0)
+
+
+def _bytes_of(dtype: DType, rows: int, depth: int) -> int:
+    return dtype.nbytes(rows * operand_stride(rows, depth))
+
+
+def _most_staged(rows: int) -> int:
+    return MAX_STAGED_BYTES if rows == 1 else MAX_STAGED_ROWS_BYTES
 
 
 def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
     """Bytes of the largest operand that a matrix task keeps in shared memory, in its weight's type; at least
-    MIN_STAGED_BYTES and at most what `operand_bytes` says."""
+    MIN_STAGED_BYTES. An input takes what `operand_bytes` says, a result of the task's own steps at most what the area
+    may grow to."""
     known = {buffer.id: buffer for buffer in buffers}
     largest = MIN_STAGED_BYTES
     recipes: dict[int, list[_Product]] = {}
@@ -137,9 +165,14 @@ def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
             continue  # one more tile of the same
         before = task.inputs, recipe, params.get("K")
         for product in _products(task, recipes):
-            weight = known[task.inputs[product.weight]]
-            numel = known[task.inputs[product.x]].numel if product.numel is None else product.numel
-            largest = max(largest, operand_bytes(weight.dtype, max(1, numel // product.depth), product.depth))
+            dtype, depth = known[task.inputs[product.weight]].dtype, product.depth
+            if product.numel is None:
+                rows = max(1, known[task.inputs[product.x]].numel // depth)
+                nbytes = operand_bytes(dtype, rows, depth)
+            else:
+                rows = max(1, product.numel // depth)
+                nbytes = min(_bytes_of(dtype, rows, depth), _most_staged(rows))
+            largest = max(largest, nbytes)
     return largest
 
 

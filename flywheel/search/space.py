@@ -98,8 +98,8 @@ def _fits(workload: Workload, smem: int, chunk: int) -> bool:
 def _variant(workload: Workload, smem: int, chunk: int) -> KernelVariant:
     """The variant with so much shared memory and chunks of that size. Raises ConfigError where no ring fits."""
     graph = workload.graph
-    depth = max(op.params.get("K", 0) for block in _blocks(workload) for op in block.ops)
-    staged = operand_bytes(graph.dtype, graph.batch, depth)
+    depths = {op.params.get("K", 0) for block in _blocks(workload) for op in block.ops}
+    staged = max(operand_bytes(graph.dtype, graph.batch, depth) for depth in depths)
     config = ScheduleConfig(tiling={"stream": {"chunk_bytes": chunk}}, smem_bytes_per_block=smem)
     return kernel_variant(config, workload.target, staged)
 

@@ -86,6 +86,8 @@ class StepFlag(IntFlag):
     HAS_M_TILE = 16384
     VIEW = 32768
     """A COPY of columns that nothing need run for: its readers look at the columns where they are."""
+    CARRIES = 65536
+    """A matrix step over the columns of K behind those of the step before it, which goes on with that step's sums."""
 
 
 class Epilogue(IntEnum):
@@ -185,7 +187,7 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "scratch", note="byte offset of the result, where it is scratch"),
             Field("int32_t", "rope", note="offset of its inverse frequencies in the float table"),
             Field("int32_t", "rows", note="of a matrix step, activation rows M; else of the result, see docs/vm.md"),
-            Field("int32_t", "kblocks", note="fragments that span K; of SOFTMAX, elements along its dimension"),
+            Field("int32_t", "kblocks", note="fragments of K, or of its slice; of SOFTMAX, elements of its dimension"),
             Field("int32_t", "chunk_kblocks", note="fragments of a chunk, at most; of SOFTMAX, its stride"),
             Field("int32_t", "row_chunks", note="chunks of one row block"),
             Field("int16_t", "epilogue", note="Epilogue"),
@@ -255,7 +257,7 @@ class Stamp(IntEnum):
     READY = 1
     """Its counters have been waited for."""
     STAGED = 2
-    """The operand of its last matrix step to stage one is announced."""
+    """The operand of its last matrix step to stage one is announced, or the first slice of it."""
     MULTIPLIED = 3
     """The last pass of its last matrix step is complete."""
     STORED = 4

@@ -251,7 +251,8 @@ def conform(run: Run, target: GpuTarget, agree: Callable[..., None]) -> Callable
     """`conform(buffers, tasks, tensors, ...)`: the program of these tasks does on the GPU what the reference VM says.
 
     Inputs, weights and caches that `tensors` does not name are random. `exact` asks for the same values, `roundings`,
-    `extra` and `split` are those of `agree`. With `on_gpu_alone`, what comes out is not looked at.
+    `extra` and `split` are those of `agree`. With `on_gpu_alone`, what comes out is not looked at. `by_data` hands
+    activations off without counters.
     """
 
     def check(
@@ -270,9 +271,11 @@ def conform(run: Run, target: GpuTarget, agree: Callable[..., None]) -> Callable
         parallel: bool = False,
         pos: int | None = None,
         on_gpu_alone: bool = False,
+        by_data: bool = False,
     ) -> None:
+        stream = {} if chunk_bytes is None else {"stream": {"chunk_bytes": chunk_bytes}}
         config = ScheduleConfig(
-            tiling={} if chunk_bytes is None else {"stream": {"chunk_bytes": chunk_bytes}},
+            tiling={**stream, "hand_off": {"data": int(by_data)}},
             pipelining_depth=pipelining_depth,
             threads_per_block=threads,
         )

@@ -81,6 +81,61 @@ def test_a_matrix_may_be_wider_than_its_operand(
     conform(buffers, tiles("GEMM_TILE", ["x", "w"], SPLITS["odd"], K=depth, M_tile=rows))
 
 
+LONG = {"one row": (1, 100000), "an odd row": (1, 50001), "rows": (8, 14336), "odd rows": (7, 20011)}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "depth"), LONG.values(), ids=LONG)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("threads", [192, 448])
+def test_operands_longer_than_the_staging_area(
+    conform: Conform, dtype: DType, rows: int, depth: int, biased: bool, threads: int
+) -> None:
+    """Slices of K, tile after tile on the same SM, some of more than one pass; sums on chip and spilled."""
+    width = 400
+    buffers = {
+        "x": (IN, dtype, (rows, depth)), "w": (WEIGHT, dtype, (width, depth)), "b": (WEIGHT, dtype, (width,)),
+        "y": (OUT, dtype, (rows, width)),
+    }  # fmt: skip
+    if not biased:
+        del buffers["b"]
+    inputs = ["x", "w", "b"] if biased else ["x", "w"]
+    spans = [(0, 5), (5, 300), (305, 32), (337, 63)]
+    conform(buffers, tiles("GEMM_TILE", inputs, spans, K=depth, M_tile=rows), threads=threads)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "depth"), [(1, 50000), (8, 14336), (7, 20011)])
+@pytest.mark.parametrize("by_data", [False, True])
+def test_slices_of_what_other_tasks_write(conform: Conform, dtype: DType, rows: int, depth: int, by_data: bool) -> None:
+    """A residual and a gate taken in by the last slice, of an activation that another SM makes meanwhile."""
+    buffers = {
+        "given": (IN, dtype, (rows, depth)), "x": (ACT, dtype, (rows, depth)), "w": (WEIGHT, dtype, (64, depth)),
+        "v": (WEIGHT, dtype, (64, depth)), "r": (IN, dtype, (rows, 64)), "y": (OUT, dtype, (rows, 64)),
+        "z": (OUT, dtype, (rows, 64)),
+    }  # fmt: skip
+
+    def made(op: str, args: list[dict[str, int]], out: Any, width: int, **params: int) -> dict[str, Any]:
+        shape = [rows, width]
+        return {"op": op, "args": args, "out": out, "params": params, "out_shape": shape, "out_dtype": dtype.name}
+
+    tasks: list[Any] = [("GELU", ["given"], "x", {})]
+    for start, width in ((0, 31), (31, 33)):
+        tile = {"n_off": start, "N_tile": width, "M_tile": rows}
+        first = made("GEMM_TILE", [{"in": 0}, {"in": 1}], 0, width, K=depth, M_tile=rows)
+        residual = [
+            first, made("COPY", [{"in": 2}], 1, width, M_tile=rows),
+            made("ADD", [{"s": 0}, {"s": 1}], "final", width),
+        ]  # fmt: skip
+        gated = [
+            first, made("GEMM_TILE", [{"in": 0}, {"in": 2}], 1, width, K=depth, M_tile=rows),
+            made("SILU_MUL", [{"s": 0}, {"s": 1}], "final", width),
+        ]  # fmt: skip
+        tasks.append(("FUSED", ["x", "w", "r"], "y", {**tile, "recipe": {"steps": residual}}))
+        tasks.append(("FUSED", ["x", "w", "v"], "z", {**tile, "recipe": {"steps": gated}}))
+    conform(buffers, tasks, roundings=3, sms=3, parallel=True, threads=448, by_data=by_data)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_an_operand_stays_staged_between_tiles(conform: Conform, dtype: DType) -> None:
     """Tiles of two matrices and two operands in turn, on the same SMs."""

@@ -17,6 +17,7 @@ from flywheel.models.catalog import CATALOG
 from flywheel.models.spec import DecoderSpec
 from flywheel.search.space import KNOBS, Choice, Space, Value, make_space
 from flywheel.search.workload import Workload
+from flywheel.vm.pack import pack
 
 SMALL = DecoderSpec("small", "qwen3", 96, 160, 2, 4, 2, 16, 300, 1e4, 1e-6, 4096, qk_norm=True)
 FEW_SMS = replace(TARGETS["h100"], name="few", num_sms=6)
@@ -24,9 +25,9 @@ TWO_SMS = replace(TARGETS["h100"], name="two", num_sms=2)
 
 
 def workload(
-    spec: DecoderSpec = SMALL, target: GpuTarget = FEW_SMS, context: int = 512, dtype: str = "bf16"
+    spec: DecoderSpec = SMALL, target: GpuTarget = FEW_SMS, context: int = 512, dtype: str = "bf16", batch: int = 1
 ) -> Workload:
-    return Workload(spec.name, spec, target, dtype, context)
+    return Workload(spec.name, spec, target, dtype, context, batch)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,19 @@ def test_every_ring_of_the_space_fits_every_gpu(model: str, dtype: str) -> None:
                     config = searched.to_config({**base, "smem": smem, "chunk": chunk})
                     variant = variant_of(lower(searched.workload.graph, config, target))
                     assert (variant.smem_bytes, variant.chunk_bytes) == (smem, chunk)
+
+
+@pytest.mark.parametrize("batch", [2, 4, 8])
+def test_every_ring_of_a_batch_fits_an_operand_that_is_staged_in_slices(batch: int) -> None:
+    spec = replace(CATALOG["llama3-8b"], n_layers=1, vocab=512)
+    searched = make_space(workload(spec, TARGETS["h200"], batch=batch))
+    for base in searched.known_good():
+        for smem in values(searched, "smem"):
+            for chunk in values(searched, "chunk"):
+                config = searched.to_config({**base, "smem": smem, "chunk": chunk})
+                packed = pack(lower(searched.workload.graph, config, searched.workload.target))
+                assert (packed.variant.smem_bytes, packed.variant.chunk_bytes) == (smem, chunk)
+    assert {8192, 16384} <= {*values(searched, "chunk")}
 
 
 def values(space: Space, name: str) -> tuple[Value, ...]:

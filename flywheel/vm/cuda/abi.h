@@ -102,6 +102,7 @@ typedef uint32_t amk_counter_t;
 #define FW_STEP_HAS_COLUMNS 8192
 #define FW_STEP_HAS_M_TILE 16384
 #define FW_STEP_VIEW 32768
+#define FW_STEP_CARRIES 65536
 #define FW_EPILOGUE_NONE 0
 #define FW_EPILOGUE_ADD 1
 #define FW_EPILOGUE_SILU_MUL 2
@@ -230,7 +231,7 @@ struct amk_step_t {
   int32_t scratch;  // byte offset of the result, where it is scratch
   int32_t rope;  // offset of its inverse frequencies in the float table
   int32_t rows;  // of a matrix step, activation rows M; else of the result, see docs/vm.md
-  int32_t kblocks;  // fragments that span K; of SOFTMAX, elements along its dimension
+  int32_t kblocks;  // fragments of K, or of its slice; of SOFTMAX, elements of its dimension
   int32_t chunk_kblocks;  // fragments of a chunk, at most; of SOFTMAX, its stride
   int32_t row_chunks;  // chunks of one row block
   int16_t epilogue;  // Epilogue

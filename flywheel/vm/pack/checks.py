@@ -50,10 +50,15 @@ def float_type(buffers: Iterable[Buffer]) -> DType:
     return next(iter(first), DType.F32)
 
 
+def check_count(steps: Sequence[Step]) -> None:
+    """A task slot holds the steps, slices of a product each for itself."""
+    if len(steps) > MAX_STEPS:
+        cut = ", with a step for each slice of K" if any(step.columns for step in steps) else ""
+        raise InvalidProgramError(f"has {len(steps)} steps, not 1..{MAX_STEPS}{cut}")
+
+
 def check_steps(steps: Sequence[Step], form: Form, dtype: DType, variant: KernelVariant) -> None:
     """Every step has a kernel for its operands."""
-    if len(steps) > MAX_STEPS:
-        raise InvalidProgramError(f"has {len(steps)} steps, not 1..{MAX_STEPS}")
     for index, step in enumerate(steps):
         if step.op not in KERNELS:
             raise InvalidProgramError(f"step {index}: {step.op.name} has no kernel")

@@ -102,16 +102,17 @@ def make_nodes(
     known: dict[Hashable, int] = {}
     templates: list[Template] = []
     nodes = []
-    for task, kind in zip(grouping.firsts, grouping.kinds, strict=True):
+    for task, kind, widest in zip(grouping.firsts, grouping.kinds, widest_tiles(grouping), strict=True):
         inputs = tuple([rows[number] for number in task.inputs])
         outputs = tuple([rows[number] for number in task.outputs])
         written = tuple([outputs.index(row) if row in outputs else None for row in inputs])
         shape = tuple([look_of[row] for row in inputs]), tuple([look_of[row] for row in outputs])
-        key = (task.op, kind, shape, written)
+        key = (task.op, kind, shape, written, widest)
         number = known.get(key)
         if number is None:
             number = known[key] = len(templates)
-            form = _form(task, [operands[look] for look in shape[0]], [operands[look] for look in shape[1]], written)
+            ins, outs = ([operands[look] for look in each] for each in shape)
+            form = _form(task, ins, outs, written, widest)
             try:
                 templates.append(make_template(form, dtype, variant, frequencies))
             except InvalidProgramError as error:
@@ -120,7 +121,21 @@ def make_nodes(
     return nodes, templates, frequencies.table()
 
 
-def _form(task: Task, inputs: Sequence[Operand], outputs: Sequence[Operand], written: tuple[int | None, ...]) -> Form:
+def widest_tiles(grouping: Grouping) -> list[int]:
+    """Columns of the widest tile of each node, 0 where its tasks name none."""
+    widths = np.array([each.get("N_tile", 0) for each in grouping.params], np.int64)
+    widest = np.zeros(len(grouping.firsts), np.int64)
+    np.maximum.at(widest, grouping.node_of, widths[grouping.params_of])
+    return [int(width) for width in widest]
+
+
+def _form(
+    task: Task,
+    inputs: Sequence[Operand],
+    outputs: Sequence[Operand],
+    written: tuple[int | None, ...],
+    widest: int,
+) -> Form:
     params = task.params
     return Form(
         op=task.op,
@@ -131,6 +146,7 @@ def _form(task: Task, inputs: Sequence[Operand], outputs: Sequence[Operand], wri
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         written=written,
+        widest=widest,
     )
 
 

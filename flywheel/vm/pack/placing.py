@@ -66,7 +66,8 @@ def place_values(
     limit = staged_bytes if stagings and not attends else staged_bytes - WORK_BYTES
     for staging in stagings:
         if staging.nbytes > limit:
-            raise InvalidProgramError(f"stages an operand of {staging.nbytes} bytes in an area of {limit}")
+            made = ", whole since the task makes it" if staging.ref >= RESULT_REF else ""
+            raise InvalidProgramError(f"stages an operand of {staging.nbytes} bytes in an area of {limit}{made}")
     offsets = [ABSENT] * len(steps)
     taken = [(staging.start, staging.end, 0, staging.nbytes) for staging in stagings]
     spilled: list[tuple[int, int, int, int]] = []
@@ -102,24 +103,26 @@ def _last_uses(steps: Sequence[Step]) -> list[int]:
 
 
 def _stagings(steps: Sequence[Step], form: Form, last_use: Sequence[int], reuse: bool) -> tuple[Staging, ...]:
-    """Runs of matrix steps that multiply the same operand, which is staged once for each run.
+    """Runs of matrix steps that multiply the same operand or slice of one, which is staged once for each run.
 
     Without `reuse` every matrix step stages anew, so that no matrix warp runs ahead into what follows it.
     """
-    runs: list[tuple[int, int, list[int]]] = []  # (ref, K, steps)
+    runs: list[tuple[tuple[object, ...], list[int]]] = []  # (ref, K and slice of the operand, steps)
     for index, step in enumerate(steps):
         if step.matrix:
-            x, depth = step.args[0], int(step.params["K"])
-            if reuse and runs and runs[-1][:2] == (x, depth) and not (x < RESULT_REF and form.written[x] is not None):
-                runs[-1][2].append(index)
+            x, operand = step.args[0], (step.args[0], step.params["K"], step.columns)
+            if reuse and runs and runs[-1][0] == operand and not (x < RESULT_REF and form.written[x] is not None):
+                runs[-1][1].append(index)
             else:
-                runs.append((x, depth, [index]))
+                runs.append((operand, [index]))
     stagings: list[Staging] = []
-    for number, (x, depth, members) in enumerate(runs):
+    for number, (_, members) in enumerate(runs):
+        step = steps[members[0]]
+        x, depth = step.args[0], step.depth
         value = look(x, steps, form)
-        rows = value.numel // depth
+        rows = value.numel // int(step.params["K"])
         nbytes = value.dtype.nbytes(rows * operand_stride(rows, depth))
-        until = runs[number + 1][2][0] if number + 1 < len(runs) else None
+        until = runs[number + 1][1][0] if number + 1 < len(runs) else None
         end = len(steps) if until is None else members[-1]
         made = x - RESULT_REF
         in_place = x >= RESULT_REF and rows == 1 and depth % FRAGMENT_K == 0

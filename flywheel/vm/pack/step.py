@@ -58,6 +58,8 @@ class Form:
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
     written: tuple[int | None, ...]
+    widest: int
+    """Columns of the widest of their tiles, 0 where they name none."""
 
     @property
     def columns(self) -> bool:
@@ -75,7 +77,9 @@ class Form:
 class Step:
     """One primitive operation. `params` are its own; `out` is an output of the task, or ABSENT for scratch.
 
-    `result` is what it makes, in the dtype that it rounds to first.
+    `result` is what it makes, in the dtype that it rounds to first. A product in slices of K is a step a slice:
+    `columns` are those of x, from and to, that it multiplies (None: all), `carried` the ref of the sums that it goes on
+    with.
     """
 
     op: InstructionKind
@@ -85,6 +89,14 @@ class Step:
     result: Operand
     epilogue: Epilogue = Epilogue.NONE
     other: int = ABSENT
+    columns: tuple[int, int] | None = None
+    carried: int = ABSENT
+
+    @property
+    def depth(self) -> int:
+        """Columns of x that a matrix step multiplies."""
+        start, end = self.columns or (0, int(self.params["K"]))
+        return end - start
 
     @property
     def matrix(self) -> bool:
@@ -94,7 +106,7 @@ class Step:
     @property
     def reads(self) -> tuple[int, ...]:
         """Refs of all operands."""
-        return self.args if self.other == ABSENT else (*self.args, self.other)
+        return (*self.args, *(ref for ref in (self.other, self.carried) if ref != ABSENT))
 
 
 def steps_of(form: Form) -> list[Step]:

@@ -47,6 +47,15 @@ def tile_of(instructions: Rows, steps: Rows, instruction: Ints, step: Ints) -> t
     return values[0], values[1]
 
 
+def slice_starts(steps: Rows) -> Ints:
+    """Fragments of K before those of each step: those of the slices before it."""
+    blocks = steps["kblocks"].astype(np.int64)
+    before = np.cumsum(blocks) - blocks
+    whole = steps["flags"] & int(StepFlag.CARRIES) == 0
+    firsts = np.maximum.accumulate(np.where(whole, np.arange(len(steps)), 0))
+    return before - before[firsts]
+
+
 def segments_of(
     instructions: Rows,
     queues: npt.NDArray[np.int32],
@@ -67,6 +76,7 @@ def segments_of(
     row_stride = -(-buffers["shape"][weight, 1].astype(np.int64) // FRAGMENT_K) * fragment_bytes
     segments = np.zeros(len(entry), SEGMENT)
     segments["src"] = (first_block[entry] + number * pass_blocks) * row_stride
+    segments["src"] += (slice_starts(steps)[step] * fragment_bytes).astype(np.uint64)
     segments["queue_index"] = instruction - queues[instructions["sm"][instruction]]
     segments["row_blocks"] = np.minimum(pass_blocks, blocks[entry] - number * pass_blocks)
     segments["row_stride"] = row_stride

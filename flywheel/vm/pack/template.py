@@ -14,9 +14,10 @@ from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, PARAM_FIELDS, BufferKind, DType, InstructionKind, KernelVariant, KvRows
 from flywheel.ir.variant import FRAGMENT_K
 from flywheel.vm.abi import ABSENT, FRAGMENT_ROWS, RESULT_REF, InstructionFlag, StepFlag, numpy_struct
-from flywheel.vm.pack.checks import check_steps
+from flywheel.vm.pack.checks import check_count, check_steps
 from flywheel.vm.pack.frequencies import Frequencies
 from flywheel.vm.pack.placing import Placement, place_values
+from flywheel.vm.pack.slicing import in_slices
 from flywheel.vm.pack.step import Form, Step, inherited, look, names_columns, steps_of
 
 _K = InstructionKind
@@ -84,8 +85,10 @@ def chunking(depth: int, dtype: DType, chunk_bytes: int) -> tuple[int, int, int]
 
 def make_template(form: Form, dtype: DType, variant: KernelVariant, frequencies: Frequencies) -> Template:
     """The template of a form in a program of `dtype` floats. Raises InvalidProgramError for what has no kernel."""
-    steps = steps_of(form)
-    check_steps(steps, form, dtype, variant)
+    whole = steps_of(form)
+    check_steps(whole, form, dtype, variant)
+    steps = in_slices(whole, form)
+    check_count(steps)
     views = frozenset(index for index, step in enumerate(steps) if _is_view(step, form))
     placed = place_values(steps, form, variant.staged_bytes, views)
     table = np.zeros(len(steps), STEP)
@@ -95,7 +98,7 @@ def make_template(form: Form, dtype: DType, variant: KernelVariant, frequencies:
         if index in views and not placed.is_in_place(index):
             table[index]["flags"] |= StepFlag.VIEW
         if step.matrix:
-            chunks = chunking(step.params["K"], dtype, variant.chunk_bytes)
+            chunks = chunking(step.depth, dtype, variant.chunk_bytes)
             for name, value in zip(("kblocks", "chunk_kblocks", "row_chunks"), chunks, strict=True):
                 table[index][name] = value
             table[index]["flags"] |= placed.staging(index).flag(index)
@@ -140,8 +143,10 @@ def _flags(step: Step, form: Form) -> int:
                 flags |= flag
     if names_columns(step, form):
         flags |= StepFlag.HAS_COLUMNS
-    if step.matrix and form.recipe is not None and not (step.out == 0 and form.rows > 1):
+    if step.matrix and (form.recipe is not None or step.out == ABSENT) and not (step.out == 0 and form.rows > 1):
         flags |= StepFlag.INDEX_FROM_ZERO
+    if step.carried != ABSENT:
+        flags |= StepFlag.CARRIES
     return flags
 
 

@@ -158,11 +158,11 @@ class TableVM:
         steps = packed.steps[instruction["first_step"] :][: instruction["n_steps"]]
         reuses = bool(instruction["flags"] & InstructionFlag.X_STAGED)
         first = next(i for i, step in enumerate(steps) if step["op"] in MATRIX_OPS) if reuses else 0
-        for step in steps[first:]:
-            if step["op"] in MATRIX_OPS:
-                self._matrix(sm, instruction, steps, step, params)
+        for index in range(first, len(steps)):
+            if steps[index]["op"] in MATRIX_OPS:
+                self._matrix(sm, instruction, steps, index, params)
             else:
-                self._vector(sm, instruction, steps, step, params)
+                self._vector(sm, instruction, steps, steps[index], params)
         if instruction["out_counter"] != ABSENT:
             self.counters[instruction["out_counter"]] += 1
         sm.queue += 1
@@ -250,11 +250,18 @@ class TableVM:
         turned = torch.cat((low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()), dim=-1)
         result.copy_(turned.reshape(-1))
 
-    def _matrix(self, sm: Sm, instruction: Any, steps: Any, step: Any, params: Mapping[str, Any]) -> None:
+    def _matrix(self, sm: Sm, instruction: Any, steps: Any, index: int, params: Mapping[str, Any]) -> None:
+        step = steps[index]
         flags, rows, kblocks = int(step["flags"]), int(step["rows"]), int(step["kblocks"])
         how = StepFlag(flags) & (StepFlag.STAGE | StepFlag.X_IN_PLACE | StepFlag.REUSE_X)
         assert how in (StepFlag.STAGE, StepFlag.X_IN_PLACE, StepFlag.REUSE_X)
+        slices = 0  # of K, before this one
+        while steps[index - slices]["flags"] & StepFlag.CARRIES:
+            slices += 1
+        start = sum(int(each["kblocks"]) for each in steps[index - slices : index])
         x = self._operand(sm, instruction, steps, int(step["args"][0])).reshape(rows, -1)
+        assert x.shape[1] == step["params"]["K"]
+        x = x[:, start * 16 :][:, : kblocks * 16]
         stride = 16 * (kblocks + (rows > 1))
         dtype = TORCH_DTYPES[self.packed.dtype]
         assert x.dtype is dtype
@@ -271,10 +278,21 @@ class TableVM:
         assert sm.announced is not None and torch.equal(sm.announced, operand)
         assert torch.equal(operand[:, : x.shape[1]], x) or instruction["flags"] & InstructionFlag.X_STAGED
         n_off, n_tile = self._own(step, params, "n_off"), self._own(step, params, "N_tile")
-        product = self._stream(sm, instruction, step, operand.float(), fresh, n_off // 16, -(-(n_off + n_tile) // 16))
-        self._store(sm, instruction, steps, step, params, product[:, n_off % 16 :][:, :n_tile], n_off)
+        blocks = n_off // 16, -(-(n_off + n_tile) // 16)
+        product = self._stream(sm, instruction, step, operand.float(), fresh, blocks, start)
+        product = product[:, n_off % 16 :][:, :n_tile]
+        if slices:
+            before = steps[index - 1]
+            assert how is StepFlag.STAGE and fresh and before["epilogue"] == Epilogue.NONE and before["n_args"] == 2
+            assert before["out"] < 0 and before["out_dtype"] == DType.F32 and before["flags"] & StepFlag.INDEX_FROM_ZERO
+            assert (before["args"][:2] == step["args"][:2]).all() and before["params"] == step["params"]
+            product = product + self._scratch(sm, before).view(-1)[: rows * n_tile].view(rows, n_tile)
+        self._store(sm, instruction, steps, step, params, product, n_off)
 
-    def _stream(self, sm: Sm, instruction: Any, step: Any, x: Tensor, fresh: bool, first: int, end: int) -> Tensor:
+    def _stream(
+        self, sm: Sm, instruction: Any, step: Any, x: Tensor, fresh: bool, span: tuple[int, int], start: int
+    ) -> Tensor:
+        first, end = span
         packed = self.packed
         element = TORCH_DTYPES[packed.dtype].itemsize
         fragment = 256 * element
@@ -295,7 +313,7 @@ class TableVM:
             assert segment["chunk_kblocks"] * fragment <= packed.variant.chunk_bytes
             assert 0 <= segment["row_chunks"] * segment["chunk_kblocks"] - kblocks < segment["chunk_kblocks"]
             stride, src = int(segment["row_stride"]), int(segment["src"])
-            assert src == block * stride
+            assert src == block * stride + start * fragment and (start + kblocks) * fragment <= stride
             memory = self.memory[row]
             for row_block in range(blocks):
                 at = src + row_block * stride
@@ -325,7 +343,7 @@ class TableVM:
             value = torch.nn.functional.silu(gate.float()) * value
         out = self._out(sm, instruction, step, params)
         if step["flags"] & StepFlag.INDEX_FROM_ZERO:
-            assert out.numel() == rows * n_tile
-            out.copy_(value.reshape(-1))
+            assert out.numel() == rows * n_tile or (instruction["op"] != K.FUSED and out.numel() > rows * n_tile)
+            out[: rows * n_tile] = value.reshape(-1)
         else:
             out.view(rows, -1)[:, n_off : n_off + n_tile] = value.to(out.dtype)

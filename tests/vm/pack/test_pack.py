@@ -167,6 +167,14 @@ def gelu(arg: dict[str, int], out: Any, width: int = 16, dtype: str = "F32") -> 
     return {"op": "GELU", "args": [arg], "out": out, "params": {}, "out_shape": [1, width], "out_dtype": dtype}
 
 
+def made_first(depth: int, rows: int) -> dict[str, Any]:
+    """A product of what another step makes."""
+    made = {"op": "GELU", "args": [{"in": 0}], "out": 0, "params": {}, "out_shape": [rows, depth], "out_dtype": "F32"}
+    product = {"op": "GEMM_TILE", "args": [{"s": 0}, {"in": 1}], "out": "final", "params": {**MATRIX, "K": depth},
+               "out_shape": [rows, 8], "out_dtype": "F32"}  # fmt: skip
+    return fused(made, product)
+
+
 MATRIX = {"K": 16, "n_off": 0, "N_tile": 8}
 X, Y = {"x": (IN, F32, (1, 16))}, {"y": (OUT, F32, (1, 16))}
 PRODUCT = {"op": "GEMV_TILE", "args": [{"in": 0}, {"s": 0}], "out": "final", "params": MATRIX, "out_shape": [1, 8],
@@ -223,13 +231,18 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
     ),
     "long vector": (
         {"x": (IN, F32, (1, 20000)), "w": (WEIGHT, F32, (8, 20000)), "y": (OUT, F32, (1, 8))},
-        [("GEMV_TILE", ["x", "w"], ["y"], {**MATRIX, "K": 20000})],
-        r"task 0 \(t0\): GEMV_TILE stages an operand of 80000 bytes in an area of 65536",
+        [("FUSED", ["x", "w"], ["y"], made_first(20000, 1))],
+        r"task 0 \(t0\): FUSED stages an operand of 80000 bytes in an area of 65536, whole since the task makes it",
     ),
     "long rows": (
         {"x": (IN, F32, (4, 9000)), "w": (WEIGHT, F32, (8, 9000)), "y": (OUT, F32, (4, 8))},
-        [("GEMM_TILE", ["x", "w"], ["y"], {**MATRIX, "K": 9000, "M_tile": 4})],
-        r"task 0 \(t0\): GEMM_TILE stages an operand of 144384 bytes in an area of 135168",
+        [("FUSED", ["x", "w"], ["y"], made_first(9000, 4))],
+        r"task 0 \(t0\): FUSED stages an operand of 144384 bytes in an area of 135168, whole since the task makes it",
+    ),
+    "very long vector": (
+        {"x": (IN, F32, (1, 300000)), "w": (WEIGHT, F32, (8, 300000)), "y": (OUT, F32, (1, 8))},
+        [("GEMV_TILE", ["x", "w"], ["y"], {**MATRIX, "K": 300000})],
+        r"task 0 \(t0\): GEMV_TILE has 20 steps, not 1..16, with a step for each slice of K",
     ),
     "too many elements": (
         {"x": (IN, F32, (2**16, 2**15)), "y": (OUT, F32, (2**16, 2**15))}, [("GELU", ["x"], ["y"], {})],

@@ -2,23 +2,34 @@
 // Stages and announces x, then takes over pass after pass what the matrix warps multiplied: adds up the partials of a row
 // in the order of K, adds the bias, rounds to out_dtype, applies the epilogue, and stores rounded to the output's dtype.
 // Half a warp takes 16 rows of W for one row of x; x is [rows][x_stride] at the start of the staging area, zero behind K.
+// A product in slices of K is a step a slice: each of them stages its columns of x once the matrix warps are done with those
+// before, and adds what the step before it left in scratch, fp32; the last one does the rest.
 #pragma once
 
 #include "../vm.cuh"
 
 constexpr int STAGE_LOADS = 4;  // in flight, a thread
 
+// Columns of x before the step's slice of K.
+__device__ __forceinline__ int slice_start(const amk_step_t& step) {
+    int columns = 0;
+#pragma unroll 1
+    for (const amk_step_t* at = &step; at->flags & FW_STEP_CARRIES; at--) columns += at[-1].kblocks * 16;
+    return columns;
+}
+
 __device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step) {
     const Operand x = vm.arg(step, 0);
     const bool awaited = x.layout == FW_LAYOUT_AWAITED;
-    const element_t* source = reinterpret_cast<const element_t*>(x.ptr);
+    const int start = slice_start(step), pitch = step.params.K;
+    const element_t* source = reinterpret_cast<const element_t*>(x.ptr) + start;
     element_t* staged = reinterpret_cast<element_t*>(vm.block().staging());
-    const int depth = step.params.K, padded = step.kblocks * 16, stride = x_stride(step.kblocks, step.rows);
+    const int padded = step.kblocks * 16, depth = min(pitch - start, padded), stride = x_stride(step.kblocks, step.rows);
     constexpr int N = 16 / sizeof(element_t), STEP = VECTOR_THREADS * N;
-    const bool packed = depth == padded && aligned16(source);
-    if (!packed) vm.await(step.args[0]);
+    const bool packed = pitch % 16 == 0 && aligned16(source);
+    if (!packed && start == 0) vm.await(step.args[0]);
 #pragma unroll 1
-    for (int m = 0; m < step.rows; m++, source += depth, staged += stride) {
+    for (int m = 0; m < step.rows; m++, source += pitch, staged += stride) {
         if (!packed) {
 #pragma unroll 1
             for (int i = vm.thread(); i < padded; i += VECTOR_THREADS) staged[i] = i < depth ? load_element(source + i) : element_t(0);
@@ -39,7 +50,7 @@ __device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step) {
                 vm.settle(first, canary);
                 vm.settle(kept, from);
             }
-            vm.stamp(FW_STAMP_READY);
+            if (start == 0) vm.stamp(FW_STAMP_READY);
 #pragma unroll
             for (int k = 0; k < STAGE_LOADS; k++) {
                 if (i + k * STEP < depth) store16(staged + i + k * STEP, kept[k]);
@@ -63,7 +74,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     if (!(step.flags & FW_STEP_REUSE_X) && &step != x_staged_step(*vm.task())) {
         if (step.flags & FW_STEP_STAGE) stage_x(vm, step);
         if (vm.thread() < VECTOR_ARRIVALS) barrier_arrive(&vm.block().x_full);
-        vm.stamp(FW_STAMP_STAGED);
+        if (!(step.flags & FW_STEP_CARRIES)) vm.stamp(FW_STAMP_STAGED);
     }
     const Operand out = vm.out(step);
     const int epilogue = step.epilogue, rows = step.rows, n_off = vm.n_off(step), n_tile = vm.n_tile(step);
@@ -73,6 +84,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     const int other_start = epilogue == FW_EPILOGUE_ADD ? n_off : 0;
     const int other_pitch = epilogue == FW_EPILOGUE_ADD ? other.numel / rows : n_tile;
     const Operand* bias = step.n_args > 2 ? &vm.arg(step, 2) : nullptr;
+    const float* sums = step.flags & FW_STEP_CARRIES ? reinterpret_cast<const float*>(vm.out((&step)[-1]).ptr) : nullptr;
     const int slots = min(step.row_chunks, chunk_groups(vm.block())) * vm.block().program.chunk_warps;
     const int pass_blocks = vm.block().program.pass_blocks;
     const int first_unit = vm.warp() * 2 + vm.lane() / 16, row = vm.lane() % 16;
@@ -82,11 +94,15 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     for (int left = (n_off + n_tile + 15) / 16 - n_off / 16; left > 0; left -= pass_blocks) {
         const int units = min(pass_blocks, left) * rows;
         Unit unit(first_unit, rows, first_column, row);
+        const auto inside = [&](const Unit& u) { return u.number < units && u.column >= 0 && u.column < n_tile; };
         const auto operand = [&](const Unit& u) {  // of the epilogue; loaded before it is needed
-            const bool needed = epilogue != FW_EPILOGUE_NONE && u.number < units && u.column >= 0 && u.column < n_tile;
+            const bool needed = epilogue != FW_EPILOGUE_NONE && inside(u);
             return needed ? vm.load_written(other, u.m * other_pitch + other_start + u.column) : 0.0f;
         };
-        float extra = operand(unit);
+        const auto carried = [&](const Unit& u) {  // of the slices of K before this one
+            return sums && inside(u) ? load_element(sums + u.m * n_tile + u.column) : 0.0f;
+        };
+        float extra = operand(unit), sum = carried(unit);
         if (!vm.wait(&vm.block().partial_full[pass & 1], (pass >> 1) & 1)) return;
         vm.stamp(FW_STAMP_MULTIPLIED);
         const float* partials = vm.block().partial(pass);
@@ -97,6 +113,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
 #pragma unroll 4
             for (int slot = 1; slot < slots; slot++) value += partial[slot * rows * PARTIAL_ROWS];
             if (unit.column >= 0 && unit.column < n_tile) {
+                if (sums) value += sum;
                 if (bias) value += load(*bias, n_off + unit.column);
                 value = round_to(step.out_dtype, value);
                 if (epilogue == FW_EPILOGUE_ADD) value += extra;
@@ -105,6 +122,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
             }
             unit = Unit(unit.number + 2 * VECTOR_WARPS, rows, first_column, row);
             extra = operand(unit);
+            sum = carried(unit);
         }
         __syncwarp();
         if (vm.lane() < WARP_ARRIVALS) barrier_arrive(&vm.block().partial_empty[pass & 1]);
