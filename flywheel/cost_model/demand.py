@@ -257,11 +257,11 @@ def _by_data(
     pages = program.pages.buffer_to_page if program.pages is not None else {}
     if not variant.data_hand_offs or len(set(pages.values())) < len(pages):
         return [False] * len(counters)
-    kept = {buffer.id for buffer in program.buffers if buffer.kind is not BufferKind.ACTIVATION}
-    writers: dict[int, dict[tuple[int, ...], Task]] = defaultdict(dict)
+    kept = {buffer.id for buffer in program.buffers if buffer.kind in (BufferKind.KV_CACHE, BufferKind.IO_OUTPUT)}
+    writers: dict[int, dict[int, Task]] = defaultdict(dict)
     for counter, task in zip(signal, ordered, strict=True):
         if not kept.isdisjoint(task.outputs):
-            writers[counter].setdefault(task.outputs, task)
+            writers[counter].setdefault(id(task.outputs), task)
     by_data = [True] * len(counters)
     seen: set[tuple[int, int]] = set()
     for task, awaited in zip(ordered, gates, strict=True):
@@ -270,7 +270,7 @@ def _by_data(
         seen.add((id(task.inputs), id(awaited)))
         for gate in awaited:
             by_data[gate] = by_data[gate] and not any(
-                number in writer.outputs and not appends_behind(writer, task, place)
+                number in kept and number in writer.outputs and not appends_behind(writer, task, place)
                 for writer in writers[counters[gate]].values()
                 for place, number in enumerate(task.inputs)
             )

@@ -149,8 +149,17 @@ KNOBS: Final = (
 )
 """Every searched knob. Each value of each changes the program or the kernel variant."""
 
-_GOOD_ON_H200: Final = MappingProxyType({"threads": 448, "matrix": 4, "share": 1, "chunk": 16384, "inflight": 98304,
-                                    "hand_off": "data", "pages": "none"})
+_GOOD_ON_H200: Final[Choice] = MappingProxyType(
+    {
+        "threads": 448,
+        "matrix": 4,
+        "share": 1,
+        "chunk": 16384,
+        "inflight": 98304,
+        "hand_off": "data",
+        "pages": "none",
+    }
+)
 """Block and ring that were the fastest of a few with llama3.2-1b and llama3-8b on an H200."""
 
 _ROWS: Final = MappingProxyType(
