@@ -11,8 +11,9 @@ from a memory that it disturbs, so what it says of a card with more bandwidth an
 Those kernels had no vector steps. `step_us` and `merge_us` are fitted to what the VM took for llama3.2-1b with 1 to 8
 KV blocks, other divisions of its warps, and llama3-8b, with counters: all within 4 %. `data_visibility_us` is set so
 that llama3.2-1b without counters takes what it did, about 925 us with four KV blocks; a trace shows that a hand-off
-takes 1.3 us less, of which a part was hidden before. What else those kernels did not have is free here until `flywheel calibrate`
-fits it: norms, the arithmetic of attention, signals, copies limited to less than the ring, operands that stay in place.
+takes 1.3 us less, of which a part was hidden before. What else those kernels did not have is free here until
+`flywheel calibrate` fits it: norms, the arithmetic of attention, signals, copies limited to less than the ring,
+operands that stay in place.
 
 The other GPUs are scaled from it, not measured:
 
