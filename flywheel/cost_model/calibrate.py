@@ -37,6 +37,7 @@ class Free:
 FREE: Final = (
     Free("read_gbs", 50.0, 20000.0),
     Free("visibility_us", 0.2, 5.0),
+    Free("data_visibility_us", 0.1, 5.0),
     Free("bubble_us", 0.0, 6.0),
     Free("copy_us", 0.05, 2.0),
     Free("in_flight_us", 0.3, 6.0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,6 +14,7 @@ from flywheel.cost_model.engine import Queues
 from flywheel.cost_model.machine import Machine
 from flywheel.errors import ConfigError
 from flywheel.ir import BufferKind, InstructionKind, KernelVariant, MegakernelProgram, Task, variant_of
+from flywheel.ir.access import appends_behind
 
 STREAMED_KINDS: Final = frozenset({BufferKind.WEIGHT, BufferKind.KV_CACHE, BufferKind.CONST})
 """Inputs that `est_bytes` stands for; all others are activations, read when the task starts."""
@@ -67,7 +68,8 @@ class Demand:
     signal: list[int]
     gates: list[tuple[int, ...]]
     counter_gates: list[list[tuple[int, int]]]
-    n_gates: int
+    by_data: list[bool]
+    """Per gate: whether those who wait look at the data instead of the counter."""
 
 
 def demand_of(program: MegakernelProgram) -> Demand:
@@ -78,7 +80,7 @@ def demand_of(program: MegakernelProgram) -> Demand:
     ordered = [task for queue in by_sm for task in queue]
     kinds, kind_of = _kinds(program, by_sm)
     ends = [end for queue in by_sm for end in accumulate([task.est_bytes for task in queue])]
-    signal, gates, counter_gates, n_gates = _gates(ordered)
+    signal, gates, counter_gates, asked = _gates(ordered)
     return Demand(
         variant=variant,
         task_ids=[task.id for task in ordered],
@@ -90,7 +92,7 @@ def demand_of(program: MegakernelProgram) -> Demand:
         signal=signal,
         gates=gates,
         counter_gates=counter_gates,
-        n_gates=n_gates,
+        by_data=_by_data(program, variant, ordered, signal, gates, asked),
     )
 
 
@@ -116,7 +118,7 @@ def priced(demand: Demand, machine: Machine) -> Queues:
         limits += allowed[1:]
     return Queues(
         demand.first, early, ends, limits, work_us, tail_us, demand.signal, demand.gates, demand.counter_gates,
-        demand.n_gates,
+        [machine.data_visibility_us if by_data else machine.visibility_us for by_data in demand.by_data],
     )  # fmt: skip
 
 
@@ -217,8 +219,8 @@ def _steps(task: Task) -> _Steps:
     return _Steps(tally["products"], tally["norms"], merged, tally["attentions"], tally["others"])
 
 
-def _gates(ordered: list[Task]) -> tuple[list[int], list[tuple[int, ...]], list[list[tuple[int, int]]], int]:
-    """(counter that each task signals, gates that it awaits, per counter its gates ascending, number of gates)."""
+def _gates(ordered: list[Task]) -> tuple[list[int], list[tuple[int, ...]], list[list[tuple[int, int]]], list[int]]:
+    """(counter that each task signals, gates that it awaits, per counter its gates ascending, counter of each gate)."""
     counters: dict[int, int] = {}
     numbers: dict[tuple[int, int], int] = {}
     known: dict[int, tuple[int, ...]] = {}
@@ -236,4 +238,40 @@ def _gates(ordered: list[Task]) -> tuple[list[int], list[tuple[int, ...]], list[
     for (counter, threshold), gate in sorted(numbers.items()):
         chains[counter].append((gate, threshold - before[counter]))
         before[counter] = threshold
-    return signal, gates, chains, len(numbers)
+    return signal, gates, chains, [counter for counter, _ in numbers]
+
+
+def _by_data(
+    program: MegakernelProgram,
+    variant: KernelVariant,
+    ordered: Sequence[Task],
+    signal: Sequence[int],
+    gates: Sequence[tuple[int, ...]],
+    counters: Sequence[int],
+) -> list[bool]:
+    """Whether a gate's counter is one that nobody asks, in a variant that hands over by the data.
+
+    As the packer decides for what `lower` makes: no counter at all goes where buffers share pages; else one stays where
+    what is handed over is no activation, unless it is appended behind all rows that are read of a cache.
+    """
+    pages = program.pages.buffer_to_page if program.pages is not None else {}
+    if not variant.data_hand_offs or len(set(pages.values())) < len(pages):
+        return [False] * len(counters)
+    kept = {buffer.id for buffer in program.buffers if buffer.kind in (BufferKind.KV_CACHE, BufferKind.IO_OUTPUT)}
+    writers: dict[int, dict[int, Task]] = defaultdict(dict)
+    for counter, task in zip(signal, ordered, strict=True):
+        if not kept.isdisjoint(task.outputs):
+            writers[counter].setdefault(id(task.outputs), task)
+    by_data = [True] * len(counters)
+    seen: set[tuple[int, int]] = set()
+    for task, awaited in zip(ordered, gates, strict=True):
+        if not awaited or (id(task.inputs), id(awaited)) in seen or kept.isdisjoint(task.inputs):
+            continue
+        seen.add((id(task.inputs), id(awaited)))
+        for gate in awaited:
+            by_data[gate] = by_data[gate] and not any(
+                number in kept and number in writer.outputs and not appends_behind(writer, task, place)
+                for writer in writers[counters[gate]].values()
+                for place, number in enumerate(task.inputs)
+            )
+    return by_data

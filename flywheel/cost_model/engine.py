@@ -8,7 +8,7 @@ Time moves from one event to the next; nothing is sampled. Two things go on at o
   on when a task starts. The look-ahead counts from the end of the running task, whose own slots are taken to be freed
   as its bytes arrive: exact at every start of a task, early in between where the consumer is the slower one.
 - *Consumers.* One an SM, walking its queue. A task ends when its work is done and its last chunk has arrived and been
-  consumed; it adds 1 to its counter, and when that completes, those who wait see it `visibility_us` later.
+  consumed; it adds 1 to its counter, and when that completes, those who wait see it the gate's `visible_us` later.
 
 A blocking wait also costs `bubble_us` worth of the SM's weight stream. Measured: a kernel whose consumers do nothing
 and whose ring holds 5 us of stream still loses 2.2 us a hand-off, the same for short and long operations and at 3, 4
@@ -46,7 +46,8 @@ class Queues:
     gates: list[tuple[int, ...]]
     counter_gates: list[list[tuple[int, int]]]
     """Per counter: (gate, further signals that it takes after the one before), ascending."""
-    n_gates: int
+    visible_us: list[float]
+    """Per gate: from the last signal until those who wait go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,6 @@ class Rates:
     """Bytes per us of all loaders together."""
     loader: float
     """Most bytes per us of one loader."""
-    visibility_us: float
     bubble_bytes: float
     poll_us: float
 
@@ -95,7 +95,7 @@ class _Engine:
         "active", "arrivals", "base", "blocked", "chains", "done", "due", "ending", "ends", "finish", "gates",
         "have", "head", "latest", "left", "limit", "limits", "n_active", "now", "open", "owed", "queues",
         "rate", "rate_of", "rates", "record", "signal", "since", "slowest_us", "starts", "stop", "stream_end",
-        "tail", "timers", "volume", "waiters", "waiting", "work",
+        "tail", "timers", "visible_us", "volume", "waiters", "waiting", "work",
     )  # fmt: skip
 
     def __init__(self, queues: Queues, rates: Rates, record: bool) -> None:
@@ -118,8 +118,9 @@ class _Engine:
         self.chains = [chain[::-1] for chain in queues.counter_gates]
         self.left = [chain[-1][1] if chain else 0 for chain in self.chains]
         self.latest = [0.0] * len(self.left)
-        self.open = [False] * queues.n_gates
-        self.waiters: list[list[int]] = [[] for _ in range(queues.n_gates)]
+        self.open = [False] * len(queues.visible_us)
+        self.visible_us = queues.visible_us
+        self.waiters: list[list[int]] = [[] for _ in queues.visible_us]
         tasks = len(queues.signal) if record else 0
         self.starts, self.ends = [0.0] * tasks, [0.0] * tasks
 
@@ -208,7 +209,7 @@ class _Engine:
         if not left:
             chain = self.chains[counter]
             gate, _ = chain.pop()
-            self._at(self.latest[counter] + self.rates.visibility_us, ~gate)
+            self._at(self.latest[counter] + self.visible_us[gate], ~gate)
             if chain:
                 self.left[counter] = chain[-1][1]
         self.head[sm] = head = head + 1
@@ -231,7 +232,7 @@ class _Engine:
 
     def _release(self, gate: int, time: float) -> None:
         """A gate opens: everybody who sleeps there goes on, or to the next closed gate."""
-        opened, since, visibility = self.open, self.since, self.rates.visibility_us
+        opened, since, visible = self.open, self.since, self.visible_us[gate]
         opened[gate] = True
         for sm in self.waiters[gate]:
             for other in self.gates[self.head[sm]]:
@@ -242,7 +243,7 @@ class _Engine:
                 blocked = time - since[sm]
                 if blocked > 0.0:
                     self.blocked[sm] += blocked
-                    self._lose(sm, blocked / visibility if blocked < visibility else 1.0)
+                    self._lose(sm, blocked / visible if blocked < visible else 1.0)
                     again = self._start(sm, time)
                 else:  # its turn comes after `time`: the last chunk before is still being consumed
                     again = self._start(sm, since[sm] + self.rates.poll_us)

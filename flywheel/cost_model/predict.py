@@ -12,7 +12,7 @@ from flywheel.errors import InvalidProgramError
 from flywheel.ir import MegakernelProgram
 from flywheel.measure.floor import floor_us, weight_bytes_read
 
-MODEL_VERSION: Final = "2"
+MODEL_VERSION: Final = "3"
 """Changes whenever the same program may get another prediction."""
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,6 @@ def _simulate(demand: Demand, machine: Machine, record: bool) -> tuple[Queues, T
     rates = Rates(
         total=machine.read_gbs * 1e3,
         loader=machine.loader_rate(variant.chunk_bytes, variant.ring_bytes, inflight),
-        visibility_us=machine.visibility_us,
         bubble_bytes=machine.bubble_us * machine.share,
         poll_us=machine.poll_us,
     )

@@ -81,10 +81,22 @@ def _chunks(workload: Workload) -> list[Value]:
 
 
 def _inflight(workload: Workload) -> list[Value]:
-    """What keeps memory busy, and what fills more and more of the largest ring."""
-    ring = _variant(workload, workload.target.smem_bytes_per_block_optin, 4096).ring_bytes
-    sizes: list[Value] = [size * 1024 for size in (32, 64, 96, 128) if size * 1024 <= ring]
-    return sizes or [ring]
+    """What keeps memory busy, and what fills more and more of the ring that known_good has, as far as it lets copies be
+    under way."""
+    limit, chunks = workload.target.smem_bytes_per_block_optin, _chunks(workload)
+    chunk = int(min(chunks, key=partial(_distance, int(_GOOD_ON_H200["chunk"]))))
+    staged = _variant(workload, limit, chunk).staged_bytes
+
+    def under_way(size: int) -> int:
+        tiling = {
+            "stream": {"chunk_bytes": chunk, "inflight_bytes": size},
+            "warps": {"matrix": int(_GOOD_ON_H200["matrix"]), "chunk": int(_GOOD_ON_H200["share"])},
+        }
+        config = ScheduleConfig(tiling, threads_per_block=int(_GOOD_ON_H200["threads"]), smem_bytes_per_block=limit)
+        return kernel_variant(config, workload.target, staged).inflight_chunks
+
+    least = {under_way(size * 1024): size * 1024 for size in (128, 96, 64, 32)}  # of sizes that mean the same
+    return sorted(least.values())
 
 
 def _fits(workload: Workload, smem: int, chunk: int) -> bool:
@@ -138,8 +150,19 @@ KNOBS: Final = (
 )
 """Every searched knob. Each value of each changes the program or the kernel variant."""
 
-_GOOD_ON_H200: Final = MappingProxyType({"threads": 448, "matrix": 4, "share": 1, "chunk": 16384, "inflight": 98304,
-                                    "hand_off": "data", "pages": "none", "placement": "idle_first", "copies": 4})
+_GOOD_ON_H200: Final[Choice] = MappingProxyType(
+    {
+        "threads": 448,
+        "matrix": 4,
+        "share": 1,
+        "chunk": 16384,
+        "inflight": 98304,
+        "hand_off": "data",
+        "pages": "none",
+        "placement": "idle_first",
+        "copies": 4,
+    }
+)
 """Block and ring that were the fastest of a few with llama3.2-1b and llama3-8b on an H200."""
 
 _ROWS: Final = MappingProxyType(

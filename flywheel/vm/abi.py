@@ -255,7 +255,7 @@ class Stamp(IntEnum):
     CURRENT = 0
     """The vector warps turned to it."""
     READY = 1
-    """Its counters have been waited for."""
+    """What it reads is there: its counters have been waited for, and what it awaits itself is loaded."""
     STAGED = 2
     """The operand of its last matrix step to stage one is announced, or the first slice of it."""
     MULTIPLIED = 3
@@ -263,7 +263,7 @@ class Stamp(IntEnum):
     STORED = 4
     """Its last step is done."""
     DONE = 5
-    """It has signalled."""
+    """It has signalled, if anybody asks for that."""
 
 
 class Anchor(IntEnum):

@@ -27,7 +27,7 @@ class Phase(StrEnum):
     """What the vector warps of an SM are at in a task; phases follow each other without a gap, from CURRENT to DONE."""
 
     WAIT = "wait"
-    """CURRENT to READY: for its counters."""
+    """CURRENT to READY: for its counters, or for what it reads, where that is handed over by the data."""
     STAGE = "stage"
     """READY to STAGED: they make the vector to multiply (a norm, a merge), and stage it."""
     MULTIPLY = "multiply"
@@ -37,7 +37,7 @@ class Phase(StrEnum):
     RUN = "run"
     """READY to STORED of a task without a product."""
     SIGNAL = "signal"
-    """STORED to DONE: the fence, and the signal."""
+    """STORED to DONE: the fence, and the signal; next to nothing where nobody asks for it."""
 
 
 class PhaseSpan(NamedTuple):
@@ -81,7 +81,11 @@ class LaunchTrace:
 
 @dataclass(frozen=True, slots=True)
 class HandOff:
-    """A task, and of those whose signals it needs the `last` to give one."""
+    """A task, and of those whose signals it needs the `last` to give one.
+
+    Where the data is handed over without signals, that is the last of its producers to be done, and `ready_us` is when
+    what it reads was loaded.
+    """
 
     task: TracedTask
     last: TracedTask

@@ -6,7 +6,7 @@ import pytest
 
 from flywheel.cost_model.engine import Queues, Rates, simulate
 
-RATES = Rates(total=100.0, loader=80.0, visibility_us=1.0, bubble_bytes=0.0, poll_us=0.0)
+RATES = Rates(total=100.0, loader=80.0, bubble_bytes=0.0, poll_us=0.0)
 
 
 def queues(*sms: list[tuple[int, float]], ahead: float = 1e9, **changes: object) -> Queues:
@@ -32,7 +32,7 @@ def queues(*sms: list[tuple[int, float]], ahead: float = 1e9, **changes: object)
         signal=[sm for sm, tasks in enumerate(sms) for _ in tasks],
         gates=[()] * first[-1],
         counter_gates=[[] for _ in sms],
-        n_gates=0,
+        visible_us=[],
     )
     return replace(built, **changes)  # type: ignore[arg-type]
 
@@ -67,7 +67,7 @@ def two_sms_with_a_join(consumer_bytes: int) -> Queues:
         signal=[0, 1, 0, 1],
         gates=[(), (0,), (), (0,)],
         counter_gates=[[(0, 2)], []],
-        n_gates=1,
+        visible_us=[1.0],
     )
 
 
@@ -92,7 +92,7 @@ def test_a_wait_that_is_already_satisfied_costs_a_poll() -> None:
         signal=[0, 1, 1],
         gates=[(), (), (0,)],
         counter_gates=[[(0, 1)], []],
-        n_gates=1,
+        visible_us=[1.0],
     )
     assert simulate(program, replace(RATES, poll_us=0.25)).finish_us[1] == pytest.approx(6.25)
 
@@ -105,13 +105,13 @@ def test_a_counter_opens_its_gates_in_the_order_of_their_thresholds() -> None:
         signal=[0, 0, 1, 1],
         gates=[(), (), (1,), (0,)],
         counter_gates=[[(0, 1), (1, 1)], []],
-        n_gates=2,
+        visible_us=[1.0, 1.0],
     )
     assert simulate(program, RATES).finish_us == [pytest.approx(2.0), pytest.approx(3.0), pytest.approx(2.0)]
 
 
 def test_a_queue_that_waits_for_ever_is_reported() -> None:
-    program = queues([(0, 1.0), (0, 1.0)], signal=[0, 0], gates=[(), (0,)], counter_gates=[[(0, 2)]], n_gates=1)
+    program = queues([(0, 1.0), (0, 1.0)], signal=[0, 0], gates=[(), (0,)], counter_gates=[[(0, 2)]], visible_us=[1.0])
     assert simulate(program, RATES).stuck == 1
     assert simulate(queues([(0, 1.0)]), RATES).stuck is None
 

@@ -243,6 +243,67 @@ def test_inputs_survive_the_poison_that_outputs_take(rig: Rig) -> None:
         assert np.isnan(loaded.read_output("logits")).all()
 
 
+BY_DATA = {"tiling": {"hand_off": {"data": 1}}, "page_allocation": "none"}
+
+
+def test_launches_take_two_sets_of_awaited_buffers_in_turn(rig: Rig, megakernel: Kernel) -> None:
+    packed = rig.pack(**BY_DATA)
+    row = next(row for row, layout in enumerate(packed.buffers["layout"]) if layout == Layout.AWAITED)
+    buffer, launches = packed.program.buffers[row], [0]
+    written = [np.full(buffer.shape, number, np.float16) for number in (3.0, 4.0, 5.0)]
+
+    def write(program: np.void, pos: int) -> None:
+        """As a kernel would: this launch's set is written, the other one forgotten, and the launch counted."""
+        number = launches[0]
+        sets = [int(program["awaited"]) + turn * int(program["set_stride"]) for turn in (number % 2, 1 - number % 2)]
+        ctypes.memset(sets[1], 0xFF, int(program["awaited_bytes"]))
+        data = written[number].tobytes()
+        ctypes.memmove(sets[0] + packed.arena.offsets[row], data, len(data))
+        launches[0] += 1
+        ctypes.memmove(int(program["state"]), launches[0].to_bytes(4, "little"), 4)
+
+    with rig.load(packed) as loaded:
+        megakernel.behave = write
+        for expected in written:
+            loaded.launch()
+            assert np.array_equal(loaded.read_output(buffer.name), expected)
+            program = megakernel.calls[-1][0]
+            other = int(program["awaited"]) + launches[0] % 2 * int(program["set_stride"])
+            assert ctypes.string_at(other, int(program["awaited_bytes"])) == b"\xff" * packed.arena.awaited_bytes
+
+
+def test_nothing_is_written_in_either_set_at_first_nor_after_a_launch_that_was_stopped(
+    rig: Rig, megakernel: Kernel
+) -> None:
+    packed = rig.pack(**BY_DATA)
+    assert packed.arena.awaited_bytes > 0
+    with rig.load(packed) as loaded:
+
+        def unwritten() -> list[bool]:
+            program = megakernel.calls[-1][0]
+            sets = (int(program["awaited"]) + turn * int(program["set_stride"]) for turn in range(2))
+            size = int(program["awaited_bytes"])
+            return [ctypes.string_at(start, size) == b"\xff" * size for start in sets]
+
+        def write_and_hang(program: np.void, pos: int) -> None:
+            for start in (int(program["awaited"]) + turn * int(program["set_stride"]) for turn in range(2)):
+                ctypes.memset(start, 0, packed.arena.awaited_bytes)
+            reporting(Fault.ABORTED, 17, -1, 0, 0, 3)(program, pos)
+
+        loaded.launch()
+        assert unwritten() == [True, True]
+        megakernel.behave = write_and_hang
+        loaded.launch()
+        assert unwritten() == [False, False]
+        loaded.poison()
+        assert unwritten() == [True, True]
+        loaded.launch()
+        rig.gpu.waits = [False, True]
+        with pytest.raises(LaunchTimeoutError, match=r"task 17 .* on SM 3 is not over$"):
+            loaded.sync(0.5)
+        assert unwritten() == [True, True]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("weight", "is no input, activation or output"), ("nothing", "nothing: the program has no buffer of that name")],

@@ -6,8 +6,9 @@ reads it asks until it is there, with no fence and no counter between. Source: d
 
 What other buffers hold in order, a wait keeps there: that of one side of each pair of tasks of which one writes what
 the other reads or writes. Where such a pair has no wait of its own, but stands in order by what others wait for, no
-buffer is awaited at all. A reader of an awaited buffer comes after its writer in the program's order, which has no
-cycle; so none is asked for what is written behind it.
+buffer is awaited at all; nor where buffers share memory, since who reads one would have to come before who writes the
+other. A reader of an awaited buffer comes after its writer in the program's order, which has no cycle; so none is asked
+for what is written behind it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -47,6 +49,8 @@ def by_counters(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
 
 def by_data(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
     """As few waits as there can be, for a program that `validate(strict=True)` accepts."""
+    if _shares_pages(program):
+        return by_counters(program, grouping)
     accesses = _Accesses(program, grouping)
     awaited = {number for number in accesses.writers if accesses.can_be_awaited(number)}
     ordered: set[Pair] = set()
@@ -75,7 +79,6 @@ class _Accesses:
         self.sizes = np.bincount(grouping.node_of, minlength=len(self.nodes))
         self._tiles = _tiles(grouping)
         self._rows = multi_row_buffers(program.tasks, self.buffers)
-        self._shared = _shared_pages(program)
         self.writers: dict[int, list[int]] = defaultdict(list)
         self.readers: dict[int, list[int]] = defaultdict(list)
         self._signals: dict[int, int] = defaultdict(int)
@@ -90,7 +93,7 @@ class _Accesses:
     def can_be_awaited(self, number: int) -> bool:
         """Whether the buffer is as the module says."""
         buffer = self.buffers[number]
-        if buffer.kind is not BufferKind.ACTIVATION or buffer.dtype not in _FLOATS or number in self._shared:
+        if buffer.kind is not BufferKind.ACTIVATION or buffer.dtype not in _FLOATS:
             return False
         writers = self.writers[number]
         if set(writers) & set(self.readers[number]) or any(_copies(self.nodes[node], number) for node in writers):
@@ -155,17 +158,13 @@ def _tiles(grouping: Grouping) -> list[npt.NDArray[np.int64]]:
     order = np.argsort(grouping.node_of, kind="stable")
     bounds = np.searchsorted(grouping.node_of[order], np.arange(len(grouping.firsts) + 1))
     pieces = np.stack([starts, starts + sizes], axis=1)[order]
-    return [pieces[first:end] for first, end in zip(bounds, bounds[1:], strict=False)]
+    return [pieces[first:end] for first, end in pairwise(bounds)]
 
 
-def _shared_pages(program: MegakernelProgram) -> set[int]:
-    """Buffers that another one has memory in common with."""
-    if program.pages is None:
-        return set()
-    homes: dict[int, list[int]] = defaultdict(list)
-    for number, page in program.pages.buffer_to_page.items():
-        homes[page].append(number)
-    return {number for numbers in homes.values() if len(numbers) > 1 for number in numbers}
+def _shares_pages(program: MegakernelProgram) -> bool:
+    """Whether a buffer has memory in common with another one."""
+    pages = program.pages.buffer_to_page if program.pages is not None else {}
+    return len(set(pages.values())) < len(pages)
 
 
 def _copies(task: Task, number: int) -> bool:

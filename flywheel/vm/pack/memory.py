@@ -55,7 +55,8 @@ class Arena:
 
 
 def place_buffers(program: MegakernelProgram, awaited: Collection[int]) -> Arena:
-    """The arena of a program. Buffers of one page share its bytes. What a launch writes comes before what it is given."""
+    """The arena of a program. Buffers of one page share its bytes. What a launch writes comes before what it is
+    given."""
     homes = program.pages.buffer_to_page if program.pages is not None else {}
     sizes = {page.id: page.nbytes for page in program.pages.pages} if program.pages is not None else {}
     pages: dict[int, int] = {}

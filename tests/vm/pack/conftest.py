@@ -82,6 +82,11 @@ def chain() -> Callable[..., MegakernelProgram]:
 
 
 @pytest.fixture(scope="session")
+def values() -> Callable[..., Mapping[str, Tensor]]:
+    return fill
+
+
+@pytest.fixture(scope="session")
 def agree(table_vm: ModuleType) -> Callable[..., None]:
     """Asserts that the tables of a program mean, to rounding, what the reference VM makes of it."""
 
