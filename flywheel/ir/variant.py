@@ -136,9 +136,9 @@ def slice_depth(dtype: DType, rows: int, depth: int) -> int:
 
 def operand_bytes(dtype: DType, rows: int, depth: int) -> int:
     """Bytes that the staging area has for an input [rows, depth] that is multiplied: its own, or those of its first
-    slice and of sums."""
+    slice and of sums; what the area may have at most where not even that fits, which the VM refuses."""
     staged = slice_depth(dtype, rows, depth)
-    return _bytes_of(dtype, rows, staged) + (SUMS_BYTES if staged < depth else 0)
+    return min(_bytes_of(dtype, rows, staged) + (SUMS_BYTES if staged < depth else 0), _most_staged(rows))
 
 
 def _bytes_of(dtype: DType, rows: int, depth: int) -> int:

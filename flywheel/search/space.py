@@ -136,7 +136,7 @@ KNOBS: Final = (
     Knob("fuse.mlp_in", _just(0, 1, 2), True, "1: SwiGLU in the gate/up tile; 2: the norm too"),
     Knob("fuse.down", _just(0, 1), True, "1: the residual in down_proj"),
     Knob("fuse.head", _just(0, 1), True, "1: the final norm in each head tile"),
-    Knob("placement", _just("load_balance", "idle_first", "round_robin"), False, "sm_assignment"),
+    Knob("placement", _just("idle_first", "round_robin"), False, "sm_assignment"),
     Knob("depth", _just(0, 1, 2, 3, 4, 6, 8), True, "pipelining_depth"),
     Knob("hand_off", _just("counter", "data"), False, "how tasks learn that what they read is there"),
     Knob("pages", _just("graph_color", "linear", "none"), False, "page_allocation"),

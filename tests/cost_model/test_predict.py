@@ -252,7 +252,7 @@ def test_hand_offs_by_the_data_are_the_quicker_ones_where_the_packer_lets_them(w
         found[looks] += 1
         assert not any(demand_of(by_counters).by_data)
         slower, faster = (predict(each, machine).latency_us for each in (by_counters, by_data))
-        assert faster < 1.03 * slower if looks else faster == slower  # others may stand in the way at another time
+        assert faster < 1.05 * slower if looks else faster == slower  # others may stand in the way at another time
         quicker += faster < slower
         even = replace(machine, data_visibility_us=machine.visibility_us)
         assert predict(by_data, even).latency_us == slower

@@ -79,12 +79,8 @@ __device__ __forceinline__ void mma(float (&acc)[4], const uint4& a, const uint2
                  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
-#ifndef FW_X_ROUND  // 8 or 4, to be timed; larger blocks have no registers for 8
-#define FW_X_ROUND (FW_THREADS <= 512 ? 8 : 4)
-#endif
-
-constexpr int ROUND = FW_X_ROUND;  // fragments that are loaded together
-constexpr int CHAINS = 4;          // accumulators, so that products do not wait for each other
+constexpr int ROUND = FW_THREADS <= 512 && __CUDA_ARCH__ >= 900 ? 8 : 4;  // fragments loaded together, as registers allow
+constexpr int CHAINS = 4;  // accumulators, so that products do not wait for each other
 constexpr int ROUND_BYTES = ROUND * FRAGMENT_BYTES;
 constexpr int FRAGMENT_X_BYTES = 16 * sizeof(element_t);
 constexpr int ROUND_X_BYTES = ROUND * FRAGMENT_X_BYTES;
