@@ -48,8 +48,8 @@ INFLIGHT_BYTES: Final = 96 * 1024
 more only queue up, and everything else that goes to memory queues behind them."""
 
 COPIES: Final = 2
-"""Chunks that the loader fills at once, where the config does not say. One alone is too slow: a thread needs about half a
-microsecond for a copy and what it waits for before it."""
+"""Chunks that the loader fills at once, where the config does not say. One alone is too slow: a thread needs about half
+a microsecond for a copy and what it waits for before it."""
 
 MAX_COPIES: Final = 8
 
@@ -225,13 +225,7 @@ def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> Ke
         raise ConfigError(f"pipelining_depth={config.pipelining_depth} is not in 0..1024")
     staged = max(staged, MIN_STAGED_BYTES)
     room = smem - staged - RESERVED_BYTES
-    warps = threads // WARP - 2  # beside the loader and the control warp
-    matrix_warps = min(config.tiling.get("warps", {}).get("matrix", -(-warps // 2)), warps - 1)
-    if matrix_warps < 1:
-        raise ConfigError(f"tiling.warps.matrix={matrix_warps} is not positive")
-    chunk_warps = config.tiling.get("warps", {}).get("chunk", 1)
-    if not 1 <= chunk_warps <= matrix_warps:
-        raise ConfigError(f"tiling.warps.chunk={chunk_warps} is not in 1..{matrix_warps}, the warps that multiply")
+    matrix_warps, chunk_warps = _warps(config)
     stream = config.tiling.get("stream", {})
     asked = stream.get("chunk_bytes")
     fitting = [chunk for chunk in CHUNK_BYTES if chunk * MIN_RING_SLOTS <= room]
@@ -258,6 +252,19 @@ def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> Ke
         target.sm_arch, threads, matrix_warps, chunk_warps, smem, staged, chunk, slots, inflight_chunks,
         min(copies, inflight_chunks), config.pipelining_depth, bool(by_data),
     )  # fmt: skip
+
+
+def _warps(config: ScheduleConfig) -> tuple[int, int]:
+    """(warps that multiply, warps that share a chunk). Raises ConfigError."""
+    asked = config.tiling.get("warps", {})
+    warps = config.threads_per_block // WARP - 2  # beside the loader and the control warp
+    matrix_warps = min(asked.get("matrix", -(-warps // 2)), warps - 1)
+    if matrix_warps < 1:
+        raise ConfigError(f"tiling.warps.matrix={matrix_warps} is not positive")
+    chunk_warps = asked.get("chunk", 1)
+    if not 1 <= chunk_warps <= matrix_warps:
+        raise ConfigError(f"tiling.warps.chunk={chunk_warps} is not in 1..{matrix_warps}, the warps that multiply")
+    return matrix_warps, chunk_warps
 
 
 def variant_of(program: MegakernelProgram) -> KernelVariant:
