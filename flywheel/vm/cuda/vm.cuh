@@ -3,10 +3,6 @@
 
 #include "multiply.cuh"
 
-#ifndef FW_POLL_NS
-#define FW_POLL_NS 0
-#endif
-
 // The task's first matrix step, where the task before it left its operand staged; else null.
 __device__ __forceinline__ const amk_step_t* x_staged_step(const TaskSlot& task) {
     if (!(task.instruction.flags & FW_INSTRUCTION_X_STAGED)) return nullptr;
@@ -51,12 +47,7 @@ struct Vm {
     }
 
     // Whether to ask again for what is not written yet: not while the launch is being aborted.
-    __device__ __forceinline__ bool again() const {
-#if FW_POLL_NS > 0
-        __nanosleep(FW_POLL_NS);
-#endif
-        return !block().is_aborted();
-    }
+    __device__ __forceinline__ bool again() const { return !block().is_aborted(); }
     // Elements loaded `from` there, loaded anew until all of them are written.
     template <typename T, int N> __device__ __forceinline__ void settle(Vec16<T> (&v)[N], const char* const (&from)[N]) const {
         bool all;
