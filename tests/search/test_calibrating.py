@@ -52,7 +52,7 @@ class Lab:
     ) -> None:  # fmt: skip
         """`count` trials of a new campaign, `factor` times what the truth would be."""
         spec, chance = self.campaign(name, number), random.Random(f"{name} {seed}")
-        for trial, program in enumerate(imagined.programs(number, 60, seed)[first : first + count]):
+        for trial, program in enumerate(imagined.programs(number, max(60, first + count), seed)[first : first + count]):
             us = factor * predict(program, imagined.TRUTH).latency_us * chance.gauss(1.0, 0.02)
             outcome = Measured(MeasuredLatency(us, us, us, 30, 3, "flushed", gpu_state=state), VERDICT)
             self._clock += 1
@@ -83,11 +83,11 @@ def run(lab: Lab, *names: str, **options: Any) -> Calibrated:
 
 
 def test_held_back_configs_of_two_models_are_predicted_and_ranked(lab: Lab) -> None:
-    lab.measure("a", 0, 60)
-    lab.measure("b", 1, 60)
+    lab.measure("a", 0, 80)
+    lab.measure("b", 1, 80)
     told: list[str] = []
     found = run(lab, watch=told.append)
-    assert [(work.model, work.after.n, work.fitted) for work in found.works] == [("small", 30, 30), ("wide", 30, 30)]
+    assert [(work.model, work.after.n, work.fitted) for work in found.works] == [("small", 40, 40), ("wide", 40, 40)]
     for work in found.works:
         assert work.after.spearman is not None and work.after.spearman >= 0.95
         assert work.after.median_error <= 0.04 < work.before.median_error
@@ -95,7 +95,7 @@ def test_held_back_configs_of_two_models_are_predicted_and_ranked(lab: Lab) -> N
     assert provenance["campaigns"] == ["a", "b"]
     assert (provenance["gpu_name"], provenance["gpu_driver"], provenance["kernels"]) == ("Few", "1", "abc")
     assert provenance["before"] == MODEL_VERSION
-    assert told[0] == "fitting to 60 programs"
+    assert told[0] == "fitting to 80 programs"
 
 
 @pytest.mark.usefixtures("quick")
