@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 CHILDREN: Final = ("all", "kept", "none")
-_NICENESS: Final = 10
+_NICENESS: Final = 5
 """A mirror beside a search takes what the search leaves."""
 
 

@@ -20,7 +20,7 @@ MOST_S: Final = 30.0
 FILES_S: Final = 60.0
 """Artifacts of a campaign that grows are written no oftener than this: they cost a lowering."""
 GRACE_S: Final = 20.0
-"""How long the last look is tried again before the rest is left to the next sync."""
+"""How long a last look that failed is tried again before the rest is left to the next sync."""
 
 _TICK_S: Final = 0.1
 
@@ -86,9 +86,11 @@ def follow(follower: Follower, ended: Callable[[], bool], tell: Callable[[str], 
         until = time.monotonic() + pause
         while time.monotonic() < until and not ended():
             time.sleep(_TICK_S)
+    told = _try(follower, True, told, tell)
     deadline = time.monotonic() + GRACE_S
-    while (told := _try(follower, True, told, tell)) and time.monotonic() < deadline:
+    while told and time.monotonic() < deadline:
         time.sleep(FOLLOW_S)
+        told = _try(follower, True, told, tell)
     return not told
 
 

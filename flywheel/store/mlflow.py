@@ -287,12 +287,16 @@ def _version() -> str:
 
 @contextmanager
 def _reported(uri: str) -> Iterator[None]:
-    """Turn whatever MLflow raises into a MirrorError that names the server."""
+    """Turn whatever MLflow raises into a MirrorError that names the server.
+
+    Alembic's errors too: two processes that make the tables of one new database are in each other's way, for once.
+    """
+    from alembic.util import CommandError
     from mlflow.exceptions import MlflowException
 
     try:
         yield
-    except (MlflowException, SQLAlchemyError, OSError) as error:
+    except (MlflowException, SQLAlchemyError, CommandError, OSError) as error:
         raise MirrorError(f"MLflow {shown(uri)}: {_fact(error).replace(uri, shown(uri))}") from error
 
 

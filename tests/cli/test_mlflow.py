@@ -208,6 +208,7 @@ def test_the_mirror_beside_a_search_follows_it_to_its_end_and_ends(
     searches: Callable[..., tuple[dict[str, Any], str, float]]
 ) -> None:
     uri = f"sqlite:///{Path.cwd() / 'm.db'}"
+    assert runs(uri) == {}  # there before the mirror looks: making the tables is for one process at a time
     searches("trials.db", "--trials", "8", "--mlflow", "none", "--tracking-uri", uri)
     until(lambda: "c" in runs(uri) and runs(uri)["c"].info.status == "FINISHED")
     assert list(runs(uri)) == ["c"]

@@ -130,6 +130,23 @@ def test_a_server_that_stays_down_is_given_up_after_the_grace(
     assert told == ["MLflow is down"]
 
 
+def test_a_last_look_that_fails_slowly_is_tried_again(
+    store: Store, mirror: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "FOLLOW_S", 0.0)
+    now = 0.0
+    monkeypatch.setattr(following.time, "monotonic", lambda: now)
+    mirror.down = "the tables are being made"
+
+    def tell(_: str) -> None:
+        nonlocal now
+        now += 10 * following.GRACE_S
+        mirror.down = None
+
+    assert follow(make_follower(store, mirror), lambda: True, tell)
+    assert {name for name, *_ in mirror.synced} == {"first", "second"}
+
+
 def test_a_store_that_vanishes_is_waited_for(store: Store, mirror: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "FOLLOW_S", 0.0)
     path = Path(store.name)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import socket
+import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,17 @@ def test_a_file_that_is_no_database_is_a_mirror_error(
     (tmp_path / "mlflow.db").write_bytes(b"not a database, certainly" * 100)
     with pytest.raises(MirrorError, match=r"mlflow\.db"):
         Mirror(f"sqlite:///{tmp_path / 'mlflow.db'}").sync(make_campaign(), rows, "none", VIEWS)
+
+
+def test_a_database_of_another_mlflow_is_a_mirror_error(
+    rows: list[TrialRecord], make_campaign: Campaigns, tmp_path: Path
+) -> None:
+    with closing(sqlite3.connect(tmp_path / "m.db")) as other, other:
+        other.execute("CREATE TABLE experiments (experiment_id INTEGER)")
+        other.execute("CREATE TABLE alembic_version (version_num TEXT)")
+        other.execute("INSERT INTO alembic_version VALUES ('feedface')")
+    with pytest.raises(MirrorError, match="feedface"):
+        Mirror(f"sqlite:///{tmp_path / 'm.db'}").sync(make_campaign(), rows, "none", VIEWS)
 
 
 def test_without_mlflow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
