@@ -207,7 +207,7 @@ class CudaSession:
         """
         self._prepare(token_id, position)
         return time_launches(
-            self._loaded, position, samples=samples, warmup=warmup, l2="flushed", limit_s=self._limit_s
+            self._loaded, position, samples=samples, warmup=warmup, l2="clean", limit_s=self._limit_s
         )
 
     def time_batch(self, position: int, latency: MeasuredLatency) -> MeasuredLatency:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Literal
 
-L2State = Literal["flushed", "warm"]
-"""Whether the L2 cache was emptied before each sample, or left as the sample before had it."""
+L2State = Literal["clean", "flushed", "warm"]
+"""The L2 cache before each sample: emptied by reads; by writes, which are then still on their way to memory (rows of
+before November 22, 2026); or as the sample before left it."""
 
 
 @dataclass(frozen=True, slots=True)

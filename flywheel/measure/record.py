@@ -66,7 +66,7 @@ class TrialRecord:
     p10_us: Annotated[float | None, "10th percentile of the measured latency"] = None
     p90_us: Annotated[float | None, "90th percentile of the measured latency"] = None
     samples: Annotated[int | None, "launches that were timed"] = None
-    l2_state: Annotated[str | None, "flushed before each of them, or warm from the one before"] = None
+    l2_state: Annotated[str | None, "clean: emptied by reads before each; flushed: by writes; warm: left alone"] = None
     batch_us: Annotated[float | None, "measured latency of one step among as many back to back"] = None
     sm_clock_mhz: Annotated[int | None, "the GPU's clock while those ran"] = None
     mem_clock_mhz: Annotated[int | None, "its memory's clock then"] = None

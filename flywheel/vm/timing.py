@@ -11,12 +11,10 @@ from typing import Any, Final
 import numpy as np
 
 from flywheel.measure.latency import GpuState, L2State, MeasuredLatency
-from flywheel.vm.driver import Gpu, Memory
+from flywheel.vm.driver import Gpu
+from flywheel.vm.flush import Flush
 from flywheel.vm.loader import LoadedProgram
 from flywheel.vm.nvml import read_state
-
-_FLUSH_FACTOR: Final = 2
-"""Bytes written to empty the L2 cache, over its size: what replaces its lines is not strictly the oldest first."""
 
 _HEAD_START: Final = 10
 """Flushes before a batch. They keep the GPU busy while the host enqueues, so that no launch waits for the host."""
@@ -40,7 +38,7 @@ def time_launches(
     *,
     samples: int = 30,
     warmup: int = 3,
-    l2: L2State = "flushed",
+    l2: L2State = "clean",
     limit_s: float = 10.0,
 ) -> MeasuredLatency:
     """Time `samples` launches one by one, and at least as many back to back, after `warmup` ones that do not count.
@@ -50,11 +48,8 @@ def time_launches(
     Raises LaunchTimeoutError, GpuFaultError and TensorError as `LoadedProgram.sync` does.
     """
     gpu = loaded.gpu
-    flush = gpu.alloc(_FLUSH_FACTOR * gpu.l2_bytes)
-    try:
-        singles = _time_singles(loaded, pos, samples, warmup, flush if l2 == "flushed" else None, limit_s)
-    finally:
-        gpu.free(flush)
+    with Flush(gpu) as flush:
+        singles = _time_singles(loaded, pos, samples, warmup, flush if l2 == "clean" else None, limit_s)
     return time_batch(loaded, pos, summarise(singles, warmup, l2), limit_s)
 
 
@@ -74,14 +69,11 @@ def time_in_turn(
         for program in loaded:
             program.sync(limit_s)
 
-    flush = gpu.alloc(_FLUSH_FACTOR * gpu.l2_bytes)
-    try:
+    with Flush(gpu) as flush:
         times = _time_turns(gpu, launches, finish, warmup + 1, flush, skipped=warmup)
         if times[0][0] <= HOPELESS * times[1][0]:
             more = _time_turns(gpu, launches, finish, samples - 1, flush)
             times = [first + rest for first, rest in zip(times, more, strict=True)]
-    finally:
-        gpu.free(flush)
     return times
 
 
@@ -93,23 +85,17 @@ def time_contestants(
     `finish` waits for all launches so far. The GPU is kept busy while the host gets ahead of it, so that no sample
     holds the time that the host takes to enqueue. Raises as `finish` does.
     """
-    flush = gpu.alloc(_FLUSH_FACTOR * gpu.l2_bytes)
-    try:
-        _keep_busy(gpu, flush)
+    with Flush(gpu) as flush:
+        _keep_busy(flush)
         return _time_turns(gpu, launches, finish, warmup + samples, flush, skipped=warmup)
-    finally:
-        gpu.free(flush)
 
 
 def time_back_to_back(gpu: Gpu, launch: Launch, finish: Launch, latency: MeasuredLatency) -> MeasuredLatency:
     """As `time_batch`, of whatever can be launched on the GPU's stream. Raises as `finish` does."""
     before = read_state(gpu.pci_bus_id)
-    flush = gpu.alloc(_FLUSH_FACTOR * gpu.l2_bytes)
-    try:
+    with Flush(gpu) as flush:
         count = min(max(latency.samples, ceil(_BATCH_US / latency.median_us)), _MOST_TIMES * latency.samples)
         batch_us, under_load = _time_batch(gpu, launch, finish, count, flush)
-    finally:
-        gpu.free(flush)
     return replace(latency, batch_us=batch_us, gpu_state=_both(before, under_load))
 
 
@@ -123,20 +109,20 @@ def time_batch(
     return time_back_to_back(loaded.gpu, partial(loaded.launch, pos), partial(loaded.sync, limit_s), latency)
 
 
-def summarise(samples_us: Sequence[float], warmup: int, l2: L2State = "flushed") -> MeasuredLatency:
+def summarise(samples_us: Sequence[float], warmup: int, l2: L2State = "clean") -> MeasuredLatency:
     """The latency that samples stand for."""
     p10, median, p90 = (float(value) for value in np.percentile(samples_us, (10, 50, 90)))
     return MeasuredLatency(median, p10, p90, len(samples_us), warmup, l2)
 
 
 def _time_turns(
-    gpu: Gpu, launches: Sequence[Launch], finish: Launch, turns: int, flush: Memory, skipped: int = 0
+    gpu: Gpu, launches: Sequence[Launch], finish: Launch, turns: int, flush: Flush, skipped: int = 0
 ) -> list[list[float]]:
     events: list[list[tuple[Any, Any]]] = [[] for _ in launches]
     order = list(zip(launches, events, strict=True))
     for turn in range(turns):
         for launch, noted in order if turn % 2 else reversed(order):
-            gpu.fill(flush, turn & 0xFF)
+            flush()
             start = gpu.record()
             launch()
             noted.append((start, gpu.record()))
@@ -145,13 +131,13 @@ def _time_turns(
 
 
 def _time_singles(
-    loaded: LoadedProgram, pos: int | None, samples: int, warmup: int, flush: Memory | None, limit_s: float
+    loaded: LoadedProgram, pos: int | None, samples: int, warmup: int, flush: Flush | None, limit_s: float
 ) -> list[float]:
     gpu = loaded.gpu
     events = []
-    for sample in range(warmup + samples):
+    for _ in range(warmup + samples):
         if flush is not None:
-            gpu.fill(flush, sample & 0xFF)
+            flush()
         start = gpu.record()
         loaded.launch(pos)
         events.append((start, gpu.record()))
@@ -159,9 +145,9 @@ def _time_singles(
     return [gpu.elapsed_us(start, end) for start, end in events[warmup:]]
 
 
-def _time_batch(gpu: Gpu, launch: Launch, finish: Launch, count: int, flush: Memory) -> tuple[float, GpuState]:
+def _time_batch(gpu: Gpu, launch: Launch, finish: Launch, count: int, flush: Flush) -> tuple[float, GpuState]:
     """(time of one launch, state of the GPU while they run)."""
-    _keep_busy(gpu, flush)
+    _keep_busy(flush)
     start = gpu.record()
     for _ in range(count):
         launch()
@@ -171,9 +157,9 @@ def _time_batch(gpu: Gpu, launch: Launch, finish: Launch, count: int, flush: Mem
     return gpu.elapsed_us(start, end) / count, state
 
 
-def _keep_busy(gpu: Gpu, flush: Memory) -> None:
-    for byte in range(_HEAD_START):
-        gpu.fill(flush, byte)
+def _keep_busy(flush: Flush) -> None:
+    for _ in range(_HEAD_START):
+        flush()
 
 
 def _both(before: GpuState, after: GpuState) -> GpuState:

@@ -72,7 +72,7 @@ def measured(client: Client, faulty: Faulty) -> Iterator[None]:
     yield
     outcome = client.measure(faulty())
     assert isinstance(outcome, Measured), outcome
-    assert (outcome.latency.samples, outcome.latency.l2_state) == (30, "flushed")
+    assert (outcome.latency.samples, outcome.latency.l2_state) == (30, "clean")
     assert outcome.verdict.positions == (0, 1, 7, 32, 63)
 
 

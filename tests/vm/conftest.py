@@ -42,13 +42,17 @@ class HostGpu:
     num_sms = 132
     smem_optin_bytes = 232448
     l2_bytes = 1024
-    total_bytes = 1 << 20
+    total_bytes = 1 << 26
 
     def __init__(self) -> None:
         self.uploaded_bytes = 0
         self.broken = False
         self.held: dict[int, npt.NDArray[np.uint8]] = {}
-        self.kernels: dict[str, Callable[..., None]] = {"pack_matrix": self._pack_matrix}
+        self.kernels: dict[str, Callable[..., None]] = {
+            "pack_matrix": self._pack_matrix,
+            "read_loads": lambda data, words, sink: self.read.append(words * 16),
+        }
+        self.read: list[int] = []
         self.launched: list[tuple[int, int, int, bool]] = []
         self.waits: list[bool] = []
         self.clock_us = 0.0
