@@ -53,6 +53,9 @@ a microsecond for a copy and what it waits for before it."""
 
 MAX_COPIES: Final = 8
 
+MAX_L2_BYTES: Final = 512 * 1024
+"""Most that a config may have an SM bring to L2 behind its ring; all SMs together then fill any L2 cache."""
+
 WARP: Final = 32
 
 MIN_WARPS: Final = 4
@@ -82,6 +85,8 @@ class KernelVariant:
     """Copies on their way at once, at most `ring_slots - chunk_groups`; the others of a full ring have landed."""
     copies: int
     """Chunks that the loader fills at once."""
+    l2_chunks: int
+    """Chunks behind the ring that the loader has on their way to L2 while it has to stand still."""
     prefetch_depth: int
     data_hand_offs: bool
     """Readers wait for activations themselves where they can, not for counters."""
@@ -245,12 +250,15 @@ def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> Ke
     copies = stream.get("copies", COPIES)
     if not 1 <= copies <= MAX_COPIES:
         raise ConfigError(f"tiling.stream.copies={copies} is not in 1..{MAX_COPIES}")
+    l2_bytes = stream.get("l2_bytes", 0)
+    if not 0 <= l2_bytes <= MAX_L2_BYTES:
+        raise ConfigError(f"tiling.stream.l2_bytes={l2_bytes} is not in 0..{MAX_L2_BYTES}")
     by_data = config.tiling.get("hand_off", {}).get("data", 0)
     if by_data not in (0, 1):
         raise ConfigError(f"tiling.hand_off.data={by_data} is not 0 or 1")
     return KernelVariant(
         target.sm_arch, threads, matrix_warps, chunk_warps, smem, staged, chunk, slots, inflight_chunks,
-        min(copies, inflight_chunks), config.pipelining_depth, bool(by_data),
+        min(copies, inflight_chunks), -(-l2_bytes // chunk), config.pipelining_depth, bool(by_data),
     )  # fmt: skip
 
 

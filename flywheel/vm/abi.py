@@ -58,6 +58,10 @@ class InstructionFlag(IntFlag):
     """With MOVES_WINDOW: cut before the launch's position (KvRows.PAST)."""
     WINDOW_NEW = 32
     """With MOVES_WINDOW: `kv_start` is the launch's position (KvRows.NEW)."""
+    KEEPS_BEST = 64
+    """Its last step, a matrix step, makes some of the launch's logits and keeps the largest of them."""
+    TAKES_BEST = 128
+    """Its step, SAMPLE_ARGMAX, finds the index of the largest logit kept."""
 
 
 class StepFlag(IntFlag):
@@ -227,7 +231,7 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("uint64_t", "floats", note="float[]: inverse frequencies"),
             Field("uint64_t", "workspace", note="spilled scratch, workspace_stride bytes an SM"),
             Field("uint64_t", "abort_flag", note="uint32_t in host memory, set by a watchdog"),
-            Field("uint64_t", "state", note="uint32_t[2]: launches done, blocks that left the current one"),
+            Field("uint64_t", "state", note="uint32_t[2]: launches done, blocks that left; uint64_t[2]: best logits"),
             Field("uint64_t", "report", note="amk_report_t, first fault of a launch"),
             Field("uint64_t", "trace", note="amk_trace_t[], one an instruction, then one an SM; without a trace 0"),
             Field("int32_t", "n_counters"),
@@ -243,6 +247,8 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("uint64_t", "awaited", note="the first set"),
             Field("uint32_t", "set_stride", note="bytes from it to the second"),
             Field("int32_t", "copies", note="chunks that the loader fills at once"),
+            Field("int32_t", "l2_chunks", note="chunks behind the ring that a waiting loader brings to L2"),
+            Field("int32_t", "reserved"),
         ),
     }
 )

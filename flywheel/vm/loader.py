@@ -29,7 +29,7 @@ _POISON: Final = 0xFF
 _PROGRAM: Final = numpy_struct("amk_program_t")
 _REPORT: Final = numpy_struct("amk_report_t")
 _TRACE: Final = numpy_struct("amk_trace_t")
-_STATE_BYTES: Final = 8
+_STATE_BYTES: Final = 2 * 4 + 2 * 8
 _WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 _WRITTEN_KINDS: Final = (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
 
@@ -258,7 +258,7 @@ class LoadedProgram:
         program["trace"] = 0 if self._trace is None else self._trace.address
         program["workspace"] = self._take(self._grid * packed.workspace_stride).address
         for name in ("ring_slots", "chunk_bytes", "staged_bytes", "prefetch_depth", "inflight_chunks", "chunk_warps",
-                     "copies"):  # fmt: skip
+                     "copies", "l2_chunks"):  # fmt: skip
             program[name] = getattr(variant, name)
         for name in ("n_counters", "workspace_stride", "pass_blocks"):
             program[name] = getattr(packed, name)

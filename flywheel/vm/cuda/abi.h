@@ -86,6 +86,8 @@ typedef uint32_t amk_counter_t;
 #define FW_INSTRUCTION_X_STAGED 8
 #define FW_INSTRUCTION_WINDOW_PAST 16
 #define FW_INSTRUCTION_WINDOW_NEW 32
+#define FW_INSTRUCTION_KEEPS_BEST 64
+#define FW_INSTRUCTION_TAKES_BEST 128
 #define FW_STEP_OWN_N_OFF 1
 #define FW_STEP_OWN_N_TILE 2
 #define FW_STEP_OWN_POS 4
@@ -311,7 +313,7 @@ struct amk_program_t {
   uint64_t floats;  // float[]: inverse frequencies
   uint64_t workspace;  // spilled scratch, workspace_stride bytes an SM
   uint64_t abort_flag;  // uint32_t in host memory, set by a watchdog
-  uint64_t state;  // uint32_t[2]: launches done, blocks that left the current one
+  uint64_t state;  // uint32_t[2]: launches done, blocks that left; uint64_t[2]: best logits
   uint64_t report;  // amk_report_t, first fault of a launch
   uint64_t trace;  // amk_trace_t[], one an instruction, then one an SM; without a trace 0
   int32_t n_counters;
@@ -327,8 +329,10 @@ struct amk_program_t {
   uint64_t awaited;  // the first set
   uint32_t set_stride;  // bytes from it to the second
   int32_t copies;  // chunks that the loader fills at once
+  int32_t l2_chunks;  // chunks behind the ring that a waiting loader brings to L2
+  int32_t reserved;
 };
-static_assert(sizeof(amk_program_t) == 160, "amk_program_t");
+static_assert(sizeof(amk_program_t) == 168, "amk_program_t");
 FW_ASSERT_OFFSET(amk_program_t, buffers, 0);
 FW_ASSERT_OFFSET(amk_program_t, counters, 8);
 FW_ASSERT_OFFSET(amk_program_t, instructions, 16);
@@ -355,3 +359,5 @@ FW_ASSERT_OFFSET(amk_program_t, awaited_bytes, 140);
 FW_ASSERT_OFFSET(amk_program_t, awaited, 144);
 FW_ASSERT_OFFSET(amk_program_t, set_stride, 152);
 FW_ASSERT_OFFSET(amk_program_t, copies, 156);
+FW_ASSERT_OFFSET(amk_program_t, l2_chunks, 160);
+FW_ASSERT_OFFSET(amk_program_t, reserved, 164);

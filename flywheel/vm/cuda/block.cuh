@@ -53,6 +53,7 @@ struct Block {
     int stream_first, stream_end;  // segments
     uint32_t* counters;            // this launch's set
     int position;                  // of the launch, or -1
+    uint32_t launch;               // its number
     uint32_t set;                  // of this launch, of awaited buffers: bytes from the first one
     uint32_t aborted;
     int32_t progress;  // place in the queue of the task that the vector warps are at

@@ -14,7 +14,7 @@ __device__ __forceinline__ void init_barriers(Block& block) {
     }
     for (int i = 0; i < TASK_SLOTS; i++) {
         barrier_init(&block.task_ready[i], WARP_ARRIVALS);
-        barrier_init(&block.task_free[i], VECTOR_ARRIVALS);
+        barrier_init(&block.task_free[i], VECTOR_WARPS * WARP_ARRIVALS);
     }
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // before bulk copies may complete on them
@@ -39,6 +39,7 @@ __device__ __forceinline__ void enter(Block& block, uint32_t launch, int positio
     block.stream_end = streams[blockIdx.x + 1];
     block.counters = counter_set(program, launch);
     block.position = position;
+    block.launch = launch;
     block.set = launch & 1 ? program.set_stride : 0;
     block.aborted = 0;
     block.progress = 0;
@@ -81,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(FW_THREADS, 1) megakernel(const amk
         cleared[i * (FW_COUNTER_STRIDE / 4)] = 0;
     }
     if (threadIdx.x == 0) {
+        if (blockIdx.x == 0) *best_word(program, launch + 1) = 0;
         enter(block, launch, position);
         anchor(block, FW_ANCHOR_FIRST_NS);
     }

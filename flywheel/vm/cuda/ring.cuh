@@ -68,6 +68,13 @@ struct Ring {
     }
     __device__ __forceinline__ void release(int slot) const { barrier_arrive(&empty[slot]); }
 
+    // Some bytes on their way to L2, by one thread; nothing before sm_90.
+    static __device__ __forceinline__ void bring_to_l2(const char* source, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+#endif
+    }
+
     // By one thread a place, or before sm_90 by all lanes of the warp; `bytes` is a multiple of 512.
     __device__ __forceinline__ void fill(const RingPlace& place, const char* source, uint32_t bytes, int lane) const {
 #if __CUDA_ARCH__ >= 900

@@ -218,6 +218,7 @@ __device__ __noinline__ void run_vector_warps() {
             if (vm.task()->instruction.out_counter >= 0) signal(block.counter(vm.task()->instruction.out_counter));
             vm.stamp(FW_STAMP_DONE);
         }
-        if (vm.thread() < VECTOR_ARRIVALS) barrier_arrive(&block.task_free[index % TASK_SLOTS]);
+        __syncwarp();  // each warp for itself: what it skips at the end of a task it has read from the slot
+        if (vm.lane() < WARP_ARRIVALS) barrier_arrive(&block.task_free[index % TASK_SLOTS]);
     }
 }

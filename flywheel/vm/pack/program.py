@@ -11,6 +11,7 @@ import numpy.typing as npt
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import DType, InstructionKind, KernelVariant, MegakernelProgram, Task, variant_of
 from flywheel.vm.abi import FRAGMENT_ROWS, PARTIALS_BYTES, InstructionFlag
+from flywheel.vm.pack.best import best_flags
 from flywheel.vm.pack.checks import float_type
 from flywheel.vm.pack.handoff import by_counters, by_data
 from flywheel.vm.pack.memory import ALIGNMENT, Arena, buffer_table, check_buffers, place_buffers
@@ -80,7 +81,10 @@ def pack(program: MegakernelProgram) -> PackedProgram:
     sms, order = _queue_order(program)
     node_of = grouping.node_of[order]
     rows = {counter.id: row for row, counter in enumerate(program.counters) if counter.id in hand_offs.counters}
-    instructions = node_rows(nodes, first_steps, templates, rows, hand_offs.waits)[node_of]
+    by_node = node_rows(nodes, first_steps, templates, rows, hand_offs.waits)
+    for node, flag in best_flags(program, grouping, nodes, templates).items():
+        by_node["flags"][node] |= np.uint32(flag)
+    instructions = by_node[node_of]
     instructions["params"] = params_rows(grouping.params)[grouping.params_of[order]]
     instructions["task"], instructions["sm"] = order, sms
     num_sms = program.target.num_sms if program.target is not None else 0

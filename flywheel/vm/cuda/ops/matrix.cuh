@@ -6,7 +6,7 @@
 // before, and adds what the step before it left in scratch, fp32; the last one does the rest.
 #pragma once
 
-#include "../vm.cuh"
+#include "../best.cuh"
 
 constexpr int STAGE_LOADS = 4;  // in flight, a thread
 
@@ -88,6 +88,8 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     const int slots = min(step.row_chunks, chunk_groups(vm.block())) * vm.block().program.chunk_warps;
     const int pass_blocks = vm.block().program.pass_blocks;
     const int first_unit = vm.warp() * 2 + vm.lane() / 16, row = vm.lane() % 16;
+    const bool keeps_best = step.out >= 0 && vm.task()->instruction.flags & FW_INSTRUCTION_KEEPS_BEST;
+    BestSeen best;
     int pass = vm.block().passes;
     int first_column = n_off / 16 * 16 - n_off;
 #pragma unroll 1
@@ -119,6 +121,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
                 if (epilogue == FW_EPILOGUE_ADD) value += extra;
                 if (epilogue == FW_EPILOGUE_SILU_MUL) value *= extra / (1.0f + __expf(-extra));
                 store(out, unit.m * pitch + start + unit.column, value);
+                if (keeps_best) best.see(value, n_off + unit.column);
             }
             unit = Unit(unit.number + 2 * VECTOR_WARPS, rows, first_column, row);
             extra = operand(unit);
@@ -129,5 +132,6 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
         pass++;
         first_column += pass_blocks * 16;
     }
+    if (keeps_best) best.keep(vm);
     if (vm.thread() == 0) vm.block().passes = pass;  // which everyone read before the barrier of the first pass
 }

@@ -1,9 +1,10 @@
 // SAMPLE_ARGMAX: index of the largest element of each row, the first of equals; NaN is larger than any number.
 // Operands: logits [S, V] of any float type, out I32 [S]; V need not divide into anything.
 // Rounding: none; elements are compared as they are.
-// Row after row, all threads on one; of aligned F32 several 16-byte loads a thread in flight; then two reductions.
+// Where the tasks that made the logits have kept the best, that is it. Else row after row, all threads on one; of aligned F32 several 16-byte loads a thread in flight; then two reductions.
 #pragma once
 
+#include "../best.cuh"
 #include "../pointwise.cuh"
 
 // 16-byte loads of a thread on their way while as many are looked at: one SM has to read the whole vocabulary.
@@ -20,13 +21,6 @@ struct Best {
         }
     }
 };
-
-// Order of floats as unsigned ints: -0 is 0, NaN above all.
-__device__ __forceinline__ uint32_t ordered(float value) {
-    if (value != value) return ~0u;
-    const uint32_t bits = __float_as_uint(value + 0.0f);
-    return bits >> 31 ? ~bits : bits | 1u << 31;
-}
 
 // Over all vector threads; floats only carry the bits.
 __device__ __forceinline__ uint32_t largest(Vm vm, uint32_t value, int turn) {
@@ -70,6 +64,11 @@ __device__ __forceinline__ void scan16(int thread, const char* row, int groups, 
 
 FW_MICRO_KERNEL op_sample_argmax(Vm vm, const amk_step_t& step) {
     const Operand logits = vm.arg(step, 0), out = vm.out(step);
+    if (vm.task()->instruction.flags & FW_INSTRUCTION_TAKES_BEST) {
+        const uint32_t earliest = static_cast<uint32_t>(atomicMax(best_word(vm.block().program, vm.block().launch), 0ull));
+        if (vm.thread() == 0) store_int(out, 0, static_cast<int>(~earliest));
+        return;
+    }
     const int thread = vm.thread(), width = logits.numel / out.numel;
     for (int s = 0; s < out.numel; s++) {
         Operand row = logits;

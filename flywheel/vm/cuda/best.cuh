@@ -1,0 +1,38 @@
+// The largest logit of a launch, kept while logits are made: value and column in one word, that a larger one replaces. NaN is
+// larger than any number; of equals the first counts.
+#pragma once
+
+#include "vm.cuh"
+
+// Order of floats as unsigned ints, above 0: -0 is 0, NaN above all.
+__device__ __forceinline__ uint32_t ordered(float value) {
+    if (value != value) return ~0u;
+    const uint32_t bits = __float_as_uint(value + 0.0f);
+    return bits >> 31 ? ~bits : bits | 1u << 31;
+}
+
+// Launches alternate between two words, behind the launch counts; each clears that of the next one.
+__device__ __forceinline__ unsigned long long* best_word(const amk_program_t& program, uint32_t launch) {
+    return reinterpret_cast<unsigned long long*>(program.state) + 1 + (launch & 1);
+}
+
+// What one thread has seen of the columns, in ascending order.
+struct BestSeen {
+    uint32_t key = 0;
+    int column = 0;
+    __device__ __forceinline__ void see(float value, int at) {
+        const uint32_t other = ordered(value);
+        if (other > key) {
+            key = other;
+            column = at;
+        }
+    }
+    // For all lanes of a warp.
+    __device__ __forceinline__ void keep(Vm vm) const {
+        const uint32_t top = __reduce_max_sync(~0u, key);
+        const uint32_t earliest = __reduce_max_sync(~0u, key == top ? ~static_cast<uint32_t>(column) : 0u);
+        if (vm.lane() == 0 && top != 0) {
+            atomicMax(best_word(vm.block().program, vm.block().launch), static_cast<unsigned long long>(top) << 32 | earliest);
+        }
+    }
+};
