@@ -23,6 +23,7 @@ settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail the tests marked gpu instead of skipping them")
+    parser.addoption("--emulate-gpu", action="store_true", help="run the tests of tests/gpu with kernels on the CPU")
 
 
 @pytest.hookimpl(wrapper=True)

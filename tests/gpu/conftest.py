@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from emulator.gpu import EmulatedGpu, build_variant
 from torch import Tensor
 
 from flywheel.errors import NoGpuError
@@ -50,12 +51,29 @@ TaskRow = tuple[str, Sequence[str], str | Sequence[str], Mapping[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def gpu() -> Any:
-    """The first GPU, or a skip that says why there is none."""
+def emulated(request: pytest.FixtureRequest) -> bool:
+    """Whether kernels run on the CPU."""
+    return bool(request.config.getoption("--emulate-gpu"))
+
+
+@pytest.fixture(scope="session")
+def device(emulated: bool) -> str:
+    """Where tensors are, as torch calls it."""
+    return "cpu" if emulated else "cuda"
+
+
+@pytest.fixture(scope="session")
+def gpu(emulated: bool) -> Iterator[Any]:
+    """The first GPU, or a skip that says why there is none; or what does without one."""
     from flywheel.vm.driver import open_gpu
 
+    if emulated:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("flywheel.vm.weights.compile_variant", build_variant)
+            yield EmulatedGpu()
+        return
     try:
-        return open_gpu()
+        yield open_gpu()
     except NoGpuError as error:
         pytest.skip(str(error))
 
@@ -75,7 +93,7 @@ def target(gpu: Any) -> GpuTarget:
 
 
 @pytest.fixture(scope="session")
-def run(gpu: Any) -> Run:
+def run(gpu: Any, device: str, emulated: bool) -> Run:
     """`run(program, tensors, pos)`: one launch on the GPU over poisoned memory; every IO_OUTPUT and KV_CACHE, on it.
 
     Tensors are those of `ReferenceVM.run`, on the GPU; none is modified.
@@ -85,6 +103,7 @@ def run(gpu: Any) -> Run:
     from flywheel.vm.nvrtc import arch_name, compile_variant
     from flywheel.vm.pack import pack
 
+    compiled_by = build_variant if emulated else compile_variant
     kernels: dict[tuple[int, int, DType], Any] = {}
     resident: dict[DType, Any] = {}
 
@@ -93,17 +112,18 @@ def run(gpu: Any) -> Run:
         key = packed.variant.threads, packed.variant.matrix_warps, packed.dtype
         if key not in kernels:
             threads, matrix_warps, dtype = key
-            compiled = compile_variant(arch_name(gpu.sm_arch), threads, dtype, matrix_warps=matrix_warps)
+            compiled = compiled_by(arch_name(gpu.sm_arch), threads, dtype, matrix_warps=matrix_warps)
             kernels[key] = load_variant(gpu, compiled)
         weights = resident.setdefault(packed.dtype, ResidentWeights(gpu, packed.dtype))
         named = {buffer.name: buffer for buffer in program.buffers}
         copies = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
         outputs = {
-            buffer.name: torch.empty(tensor_shape(buffer), dtype=TORCH_DTYPES[buffer.dtype], device="cuda")
+            buffer.name: torch.empty(tensor_shape(buffer), dtype=TORCH_DTYPES[buffer.dtype], device=device)
             for buffer in program.buffers
             if buffer.kind is BufferKind.IO_OUTPUT
         }
-        torch.cuda.synchronize()
+        if not emulated:
+            torch.cuda.synchronize()
         try:
             for name, buffer, layout in needed_weights(packed):
                 weights.put(name, copies[buffer.name].data_ptr(), tuple(buffer.shape), buffer.dtype, layout)
@@ -247,7 +267,7 @@ def agree() -> Callable[..., None]:
 
 
 @pytest.fixture
-def conform(run: Run, target: GpuTarget, agree: Callable[..., None]) -> Callable[..., None]:
+def conform(run: Run, target: GpuTarget, agree: Callable[..., None], device: str) -> Callable[..., None]:
     """`conform(buffers, tasks, tensors, ...)`: the program of these tasks does on the GPU what the reference VM says.
 
     Inputs, weights and caches that `tensors` does not name are random. `exact` asks for the same values, `roundings`,
@@ -283,14 +303,14 @@ def conform(run: Run, target: GpuTarget, agree: Callable[..., None]) -> Callable
         program = build_program(few, config, buffers, tasks, parallel)
         given = tensors or {}
         filled = {
-            buffer.name: fill(buffer, given.get(buffer.name), buffer.id).cuda()
+            buffer.name: fill(buffer, given.get(buffer.name), buffer.id).to(device)
             for buffer in program.buffers
             if buffer.kind not in (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
         }
         got = run(program, filled, pos)
         if on_gpu_alone:
             return
-        want = ReferenceVM(program, "cuda").run(filled, pos=pos)
+        want = ReferenceVM(program, device).run(filled, pos=pos)
         half = next((buffer.dtype for buffer in program.buffers if buffer.dtype in FLOATS[1:]), DType.F32)
         assert got.keys() == want.keys()
         for name, tensor in want.items():

@@ -51,32 +51,34 @@ def positions(context: int) -> list[int]:
 
 
 @cache
-def weights_of(spec: DecoderSpec, dtype: DType) -> dict[str, Tensor]:
-    return {name: tensor.cuda() for name, tensor in random_weights(spec, 1, TORCH_DTYPES[dtype]).items()}
+def weights_of(spec: DecoderSpec, dtype: DType, device: str) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in random_weights(spec, 1, TORCH_DTYPES[dtype]).items()}
 
 
 def tensors_at(
-    program: MegakernelProgram, spec: DecoderSpec, dtype: DType, pos: int, context: int
+    program: MegakernelProgram, spec: DecoderSpec, dtype: DType, pos: int, context: int, device: str
 ) -> dict[str, Tensor]:
     """A decode step's tensors: caches hold random rows up to `pos` and NaN from there on."""
     generator = torch.Generator().manual_seed(pos)
     past = torch.full((context, 1, spec.head_dim), torch.nan)
-    tensors = dict(bind(program, weights_of(spec, dtype)))
+    tensors = dict(bind(program, weights_of(spec, dtype, device)))
     for buffer in program.buffers:
         if buffer.kind is BufferKind.KV_CACHE:
             past[:pos] = torch.randn((pos, 1, spec.head_dim), generator=generator)
-            tensors[buffer.name] = past.to(TORCH_DTYPES[dtype]).cuda()
+            tensors[buffer.name] = past.to(TORCH_DTYPES[dtype]).to(device)
     token = int(torch.randint(spec.vocab, (1,), generator=generator))
     values = {"token_id": token, "position": pos}
-    return tensors | {name: torch.tensor([value], dtype=torch.int32).cuda() for name, value in values.items()}
+    return tensors | {name: torch.tensor([value], dtype=torch.int32).to(device) for name, value in values.items()}
 
 
-def compare(run: Run, agree: Agree, program: MegakernelProgram, spec: DecoderSpec, dtype: DType, context: int) -> None:
+def compare(
+    run: Run, agree: Agree, program: MegakernelProgram, spec: DecoderSpec, dtype: DType, context: int, device: str
+) -> None:
     """Logits within the verdict's tolerance of the reference VM's, the token their argmax, the caches to rounding."""
-    reference = ReferenceVM(program, "cuda")
+    reference = ReferenceVM(program, device)
     bound = TOLERANCE[dtype.name].max_rel_error
     for pos in positions(context):
-        tensors = tensors_at(program, spec, dtype, pos, context)
+        tensors = tensors_at(program, spec, dtype, pos, context, device)
         want, got = reference.run(tensors, pos=pos), run(program, tensors, pos)
         assert got.keys() == want.keys()
         agree(got["logits"], want["logits"], extra=bound)
@@ -96,7 +98,7 @@ def variants() -> Iterator[tuple[str, Pattern, DType]]:
 @pytest.mark.parametrize(("name", "pattern", "dtype"), list(variants()), ids=str)
 @pytest.mark.parametrize("spec", [SMALL, LLAMA], ids=lambda spec: spec.name)
 def test_every_pattern_and_its_parts(
-    run: Run, agree: Agree, target: GpuTarget, name: str, pattern: Pattern, dtype: DType, spec: DecoderSpec
+    run: Run, agree: Agree, target: GpuTarget, device: str, name: str, pattern: Pattern, dtype: DType, spec: DecoderSpec
 ) -> None:
     """The longest run of each pattern, and with nothing before and after."""
     workload = Workload(spec.name, spec, target, next(key for key, value in DTYPES.items() if value is dtype), 96)
@@ -108,12 +110,12 @@ def test_every_pattern_and_its_parts(
         for rows, kv_block in ((32, 32), (48, 32 if COMBINE in kept else 96)):
             tiling = {"gemv": {"N_tile": rows}, "attention": {"kv_block": kv_block}}
             config = ScheduleConfig(tiling=tiling, fusion_grouping=[kept], threads_per_block=192)
-            compare(run, agree, lower(workload.graph, config, target), spec, dtype, 96)
+            compare(run, agree, lower(workload.graph, config, target), spec, dtype, 96, device)
 
 
 @pytest.mark.parametrize("index", range(N_CONFIGS))
 def test_configs_of_the_whole_space(
-    run: Run, agree: Agree, target: GpuTarget, record_property: Callable[[str, object], None], index: int
+    run: Run, agree: Agree, target: GpuTarget, device: str, record_property: Callable[[str, object], None], index: int
 ) -> None:
     random = Random(SEED + index)
     spec, context = WORKLOADS[index % len(WORKLOADS)]
@@ -127,23 +129,23 @@ def test_configs_of_the_whole_space(
         except ConfigError:
             continue
         record_property("invalid_draws", draw)
-        compare(run, agree, program, spec, DTYPES[key], context)
+        compare(run, agree, program, spec, DTYPES[key], context, device)
         return
     pytest.fail(f"no valid config in {MOST_DRAWS} draws")
 
 
 @pytest.mark.parametrize("key", DTYPES)
-def test_a_generated_sequence(run: Run, agree: Agree, target: GpuTarget, key: str) -> None:
+def test_a_generated_sequence(run: Run, agree: Agree, target: GpuTarget, device: str, key: str) -> None:
     """Token after token, the caches of one launch being the next one's."""
     workload = Workload(LLAMA.name, LLAMA, target, key, 64)
     space = make_space(workload)
     program = lower(workload.graph, space.to_config(space.known_good()[0]), target)
     dtype = DTYPES[key]
     bound = TOLERANCE[dtype.name].max_rel_error
-    tensors = tensors_at(program, LLAMA, dtype, 0, 64)
-    reference = ReferenceVM(program, "cuda")
+    tensors = tensors_at(program, LLAMA, dtype, 0, 64, device)
+    reference = ReferenceVM(program, device)
     for pos in range(10):
-        tensors["position"] = torch.tensor([pos], dtype=torch.int32).cuda()
+        tensors["position"] = torch.tensor([pos], dtype=torch.int32).to(device)
         want, got = reference.run(tensors, pos=pos), run(program, tensors, pos)
         agree(got["logits"], want["logits"], extra=bound)
         for name in want.keys() - {"logits", "next_token"}:
@@ -152,12 +154,12 @@ def test_a_generated_sequence(run: Run, agree: Agree, target: GpuTarget, key: st
 
 
 @pytest.mark.parametrize("threads", [192, 320, 448, 512])
-def test_launches_repeat_bit_for_bit(run: Run, target: GpuTarget, threads: int) -> None:
+def test_launches_repeat_bit_for_bit(run: Run, target: GpuTarget, device: str, threads: int) -> None:
     workload = Workload(LLAMA.name, LLAMA, target, "bf16", 300)
     space = make_space(workload)
     config = replace(space.to_config(space.known_good()[1]), threads_per_block=threads)
     program = lower(workload.graph, config, target)
-    tensors = tensors_at(program, LLAMA, DType.BF16, 299, 300)
+    tensors = tensors_at(program, LLAMA, DType.BF16, 299, 300, device)
     first = run(program, tensors, 299)["logits"]
     for _ in range(5):
         assert torch.equal(run(program, tensors, 299)["logits"], first)

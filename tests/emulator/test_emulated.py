@@ -1,0 +1,145 @@
+"""The kernel's own sources on a CPU: decode steps of a small model, in many orders of warps and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emulator.gpu import EmulatedGpu, build_variant
+from emulator.translate import CALLS, translate
+
+from flywheel.errors import GpuFaultError
+from flywheel.ir import TARGETS, BufferKind, DType, MegakernelProgram, ScheduleConfig
+from flywheel.lowering.lower import lower
+from flywheel.models.decoder import decode_step
+from flywheel.models.spec import DecoderSpec
+from flywheel.models.weights import TORCH_DTYPES, bind, random_weights
+from flywheel.vm import nvrtc
+from flywheel.vm.abi import ABSENT, InstructionFlag
+from flywheel.vm.driver import load_variant
+from flywheel.vm.loader import LoadedProgram, needed_weights
+from flywheel.vm.nvrtc import arch_name
+from flywheel.vm.pack import pack
+from flywheel.vm.reference import ReferenceVM
+from flywheel.vm.weights import ResidentWeights
+
+SPEC = DecoderSpec("small", "llama", 128, 96, 2, 2, 1, 64, 200, 1e4, 1e-6, 128)
+CONTEXT, LAUNCHES, DTYPE, THREADS = 48, 4, DType.BF16, 192
+TOLERANCE = 0.02
+
+FUSED = (
+    ("attn_norm", "q_proj", "k_proj", "v_proj"), ("k_rope", "k_append", "v_append", "q_rope", "attention"),
+    ("attn_combine", "o_proj", "attn_add"), ("mlp_norm", "gate_proj", "up_proj", "silu_mul"),
+    ("down_proj", "mlp_add"), ("final_norm", "lm_head"),
+)  # fmt: skip
+STREAM = {"chunk_bytes": 4096, "inflight_bytes": 8192, "copies": 2}
+CONFIGS = {
+    "step by step": ScheduleConfig(threads_per_block=THREADS),
+    "fused, by counters": ScheduleConfig(
+        {"attention": {"kv_block": 16}, "gemv": {"N_tile": 48}}, FUSED, threads_per_block=THREADS
+    ),
+    "fused, by data, ahead in L2": ScheduleConfig(
+        {"attention": {"kv_block": 16}, "hand_off": {"data": 1}, "stream": {**STREAM, "l2_bytes": 65536}},
+        FUSED, pipelining_depth=1, page_allocation="none", threads_per_block=THREADS,
+    ),
+}  # fmt: skip
+
+Decode = Callable[[MegakernelProgram, int], tuple[list[torch.Tensor], list[int]]]
+
+
+@pytest.fixture(params=[90, 80])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
+    monkeypatch.setattr("flywheel.vm.weights.compile_variant", build_variant)
+    return EmulatedGpu(sm_arch=request.param)
+
+
+def lowered(gpu: EmulatedGpu, config: ScheduleConfig) -> MegakernelProgram:
+    target = replace(
+        TARGETS["h100"], name="here", sm_arch=gpu.sm_arch, num_sms=gpu.num_sms,
+        smem_bytes_per_block_optin=gpu.smem_optin_bytes,
+    )  # fmt: skip
+    return lower(decode_step(SPEC, CONTEXT, DTYPE), config, target)
+
+
+def load(gpu: EmulatedGpu, program: MegakernelProgram, weights: ResidentWeights, **tables: Any) -> LoadedProgram:
+    packed = replace(pack(program), **tables)
+    tensors = bind(program, random_weights(SPEC, 1, TORCH_DTYPES[DTYPE]))
+    for name, buffer, layout in needed_weights(packed):
+        weights.put(name, tensors[buffer.name].float().numpy(), buffer.shape, buffer.dtype, layout)
+    caches = {each.name: gpu.alloc(each.nbytes) for each in program.buffers if each.kind is BufferKind.KV_CACHE}
+    variant = packed.variant
+    kernel = build_variant(arch_name(gpu.sm_arch), variant.threads, DTYPE, matrix_warps=variant.matrix_warps)
+    loaded = LoadedProgram(
+        gpu, packed, load_variant(gpu, kernel), weights, {name: cache.address for name, cache in caches.items()}  # type: ignore[arg-type]
+    )
+    loaded.poison()
+    return loaded
+
+
+def tokens(program: MegakernelProgram) -> Iterator[tuple[torch.Tensor, int]]:
+    """(logits, token) of one launch after another, as the reference VM has them."""
+    tensors = dict(bind(program, random_weights(SPEC, 1, TORCH_DTYPES[DTYPE])))
+    for buffer in program.buffers:
+        if buffer.kind is BufferKind.KV_CACHE:
+            tensors[buffer.name] = torch.zeros(tuple(buffer.shape), dtype=TORCH_DTYPES[DTYPE])
+    reference, token = ReferenceVM(program, "cpu"), 5
+    for pos in range(LAUNCHES):
+        tensors["token_id"] = torch.tensor([token], dtype=torch.int32)
+        tensors["position"] = torch.tensor([pos], dtype=torch.int32)
+        found = reference.run(tensors, pos=pos)
+        tensors |= {name: tensor for name, tensor in found.items() if name in tensors}
+        token = int(found["next_token"])
+        yield found["logits"].float().flatten(), token
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("seed", range(5))
+def test_launch_after_launch_gives_the_reference_s_tokens(gpu: EmulatedGpu, name: str, seed: int) -> None:
+    gpu.seed = seed
+    program = lowered(gpu, CONFIGS[name])
+    token = 5
+    with ResidentWeights(gpu, DTYPE) as weights, load(gpu, program, weights) as loaded:  # type: ignore[arg-type]
+        for pos, (logits, following) in enumerate(tokens(program)):
+            loaded.write_input("token_id", np.array([token], np.int32))
+            loaded.write_input("position", np.array([pos], np.int32))
+            loaded.launch(pos)
+            loaded.sync(1.0)
+            got = torch.from_numpy(loaded.read_output("logits")).flatten()
+            assert float((got - logits).abs().max()) <= TOLERANCE * float(logits.abs().max()), pos
+            assert int(loaded.read_output("next_token")[0]) == int(got.argmax())
+            token = following
+
+
+@pytest.mark.parametrize("gpu", [90], indirect=True)
+def test_the_best_logit_is_kept_where_logits_are_made(gpu: EmulatedGpu) -> None:
+    flags = pack(lowered(gpu, CONFIGS["fused, by data, ahead in L2"])).instructions["flags"]
+    assert [int((flags & flag != 0).sum()) for flag in (InstructionFlag.KEEPS_BEST, InstructionFlag.TAKES_BEST)] == [
+        -(-SPEC.vocab // 64), 1,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", [90], indirect=True)
+def test_a_launch_that_waits_for_ever_is_stopped(gpu: EmulatedGpu) -> None:
+    gpu.limit_s = 1.0
+    program = lowered(gpu, CONFIGS["step by step"])
+    instructions = pack(program).instructions.copy()
+    instructions["out_counter"][instructions["out_counter"] != ABSENT] = ABSENT
+    with (
+        ResidentWeights(gpu, DTYPE) as weights,  # type: ignore[arg-type]
+        load(gpu, program, weights, instructions=instructions) as loaded,
+        pytest.raises(GpuFaultError, match="not over after 1 s"),
+    ):
+        loaded.launch(0)
+
+
+def test_each_ptx_statement_of_the_sources_is_known_and_none_is_left() -> None:
+    for arch in ("800", "900"):
+        text = translate(nvrtc.SOURCES, "megakernel.cu", {
+            "FW_THREADS": "192", "FW_MATRIX_WARPS": "2", "FW_DTYPE": "1", "__CUDA_ARCH__": arch,
+        })  # fmt: skip
+        assert text.count("asm volatile") == 0
+    assert len(set(CALLS.values())) > 20

@@ -1,0 +1,149 @@
+"""The kernel's sources as C++ for a CPU: every PTX statement becomes a call into cuda_on_cpu.hpp."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+RUNTIME: Final = Path(__file__).with_name("cuda_on_cpu.hpp")
+
+_FRAGMENTS: Final = "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+
+CALLS: Final[Mapping[str, str]] = {
+    "": "nothing",
+    "mov.u32 %0, %%tid.x;": "tid",
+    "mov.u64 %0, %clock64;": "time",
+    "mov.u64 %0, %globaltimer;": "time",
+    "fence.acq_rel.gpu;": "nothing",
+    "fence.mbarrier_init.release.cluster;": "nothing",
+    "prefetch.global.L2 [%0];": "nothing",
+    "createpolicy.fractional.L2::evict_first.b64 %0, 1.0;": "nothing",
+    "ld.acquire.gpu.global.u32 %0, [%1];": "load32",
+    "ld.relaxed.sys.global.u32 %0, [%1];": "load32",
+    "ld.relaxed.gpu.u32 %0, [%1];": "load32",
+    "ld.relaxed.gpu.u16 %0, [%1];": "load16",
+    "ld.relaxed.gpu.v4.u32 {%0, %1, %2, %3}, [%4];": "load128",
+    "ld.relaxed.gpu.v2.f32 {%0, %1}, [%2];": "load64",
+    "{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.relaxed.gpu.v2.f32 {%0, %1}, [%3]; }": "load64_if",
+    "st.relaxed.gpu.u32 [%0], %1;": "store32",
+    "st.relaxed.gpu.u16 [%0], %1;": "store16",
+    "st.relaxed.gpu.v2.f32 [%0], {%1, %2};": "store64",
+    "st.relaxed.gpu.v4.u32 [%0], {%1, %2, %3, %4};": "store128",
+    "red.relaxed.gpu.global.add.u32 [%0], 1;": "add32",
+    "ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];": "shared_load128",
+    "ld.shared.v2.u32 {%0, %1}, [%2];": "shared_load64",
+    "mbarrier.init.shared.b64 [%0], %1;": "barrier_init",
+    "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }": "barrier_arrive",
+    "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }": "barrier_expect",
+    "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }": "barrier_test",
+    "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }": "barrier_test",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;":
+        "bulk_copy",
+    "cp.async.cg.shared.global [%0], [%1], 16;": "async_copy16",
+    "cp.async.mbarrier.arrive.noinc.shared.b64 [%0];": "barrier_arrive",
+    "cp.async.bulk.prefetch.L2.global [%0], %1;": "bulk_prefetch",
+    "bar.sync %0, %1;": "named_barrier",
+    "{ .reg .pred mine, all; setp.ne.u32 mine, %1, 0; barrier.cta.red.and.pred all, %2, %3, mine; "
+    "selp.u32 %0, 1, 0, all; }": "named_barrier_all",
+    "max.NaN.f32 %0, %1, %2;": "max_nan",
+    "cvt.rn.bf16.f32 %0, %1;": "to_bf16",
+    "cvt.rn.f16.f32 %0, %1;": "to_f16",
+    "cvt.f32.f16 %0, %1;": "from_f16",
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 " + _FRAGMENTS: "mma_bf16",
+    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 " + _FRAGMENTS: "mma_f16",
+}  # fmt: skip
+"""Template, its white space folded -> what ptx_ function it is."""
+
+_STATEMENT: Final = re.compile(r"\basm(?:\s+volatile)?\s*\(")
+_STRING: Final = re.compile(r'"((?:[^"\\]|\\.)*)"')
+
+_LAUNCHERS: Final = """
+static int launched(int blocks, int threads, size_t shared_bytes, unsigned seed, double limit_s, char* why,
+                    size_t room) {
+    try {
+        return emulator::run(blocks, threads, shared_bytes, seed, limit_s) ? 0 : 1;
+    } catch (const emulator::Failure& failure) {
+        snprintf(why, room, "%s", failure.what.c_str());
+        return 2;
+    }
+}
+extern "C" int emulate_megakernel(const amk_program_t* program, int position, int blocks, int threads,
+                                  size_t shared_bytes, unsigned seed, double limit_s, char* why, size_t room) {
+    emulator::entry = [=] { megakernel(program, position); };
+    return launched(blocks, threads, shared_bytes, seed, limit_s, why, room);
+}
+extern "C" int emulate_pack_matrix(const element_t* src, element_t* dst, int rows, int width, int blocks, int threads,
+                                   size_t shared_bytes, unsigned seed, double limit_s, char* why, size_t room) {
+    emulator::entry = [=] { pack_matrix(src, dst, rows, width); };
+    return launched(blocks, threads, shared_bytes, seed, limit_s, why, room);
+}
+"""
+
+
+def translate(sources: Path, unit: str, defines: Mapping[str, str]) -> str:
+    """Preprocessed C++ of a unit, with an entry point a kernel. Raises KeyError for PTX that CALLS does not know."""
+    words = [f"-D{name}={value}" for name, value in defines.items()]
+    text = subprocess.run(
+        ["g++", "-E", "-P", "-x", "c++", "-std=c++17", "-include", RUNTIME, f"-I{sources}", *words, sources / unit],
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    return "".join(_calls(text)) + _LAUNCHERS
+
+
+def _calls(text: str) -> Iterator[str]:
+    done = 0
+    for found in _STATEMENT.finditer(text):
+        if found.start() < done:
+            continue
+        end = _closing(text, found.end())
+        template, *operands = _sections(text[found.end() : end])
+        literals = "".join(literal.encode().decode("unicode_escape") for literal in _STRING.findall(template))
+        named = CALLS[" ".join(literals.split())]
+        given = [each for section in operands[:2] for each in _operands(section)]
+        yield text[done : found.start()]
+        yield f"ptx_{named}({', '.join(given)})"
+        done = end + 1
+    yield text[done:]
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis that was opened before `start` closes."""
+    depth, at = 1, start
+    while depth:
+        if text[at] == '"':
+            found = _STRING.match(text, at)
+            assert found is not None
+            at = found.end()
+            continue
+        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        at += 1
+    return at - 1
+
+
+def _sections(text: str) -> list[str]:
+    """What the colons outside of parentheses and strings part."""
+    parts, depth, first, at = [], 0, 0, 0
+    while at < len(text):
+        if text[at] == '"':
+            found = _STRING.match(text, at)
+            assert found is not None
+            at = found.end()
+            continue
+        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        if text[at] == ":" and depth == 0:
+            parts.append(text[first:at])
+            first = at + 1
+        at += 1
+    return [*parts, text[first:]]
+
+
+def _operands(section: str) -> Iterator[str]:
+    """The expressions of `"constraint"(expression), ...`."""
+    at = section.find("(")
+    while at >= 0:
+        end = _closing(section, at + 1)
+        yield section[at + 1 : end]
+        at = section.find("(", end)
