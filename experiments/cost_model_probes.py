@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 
-from flywheel.cost_model import MACHINES, Consumer, predict
-from flywheel.cost_model.machine import CUDA_CORES, MMA, MMA_B, STREAM_ONLY
+from flywheel.cost_model import MACHINES, Consumer, Machine, Vector, predict
 from flywheel.ir import (
     TARGETS,
     Buffer,
@@ -73,6 +72,32 @@ class Probe:
     measured_8b_ms: float
 
 
+_FLOPS = MACHINES["h200"].consumer.flops_per_warp_us
+MMA = Consumer(0.0385, 9.8, 0.06, 38.6e3, 0.4, _FLOPS)
+"""Weights packed in fragment order, 16-row blocks as the A operand of `mma.m16n8k16`."""
+MMA_B = Consumer(0.045, 10.2, 0.06, 38.6e3, 0.4, _FLOPS)
+"""The same with 8-row blocks as the B operand."""
+CUDA_CORES = Consumer(0.07, 13.0, 0.06, 33.4e3, 0.4, _FLOPS)
+"""K split over the warps, converts and shuffles per row."""
+STREAM_ONLY = Consumer(0.0, 1.6, 0.0, 1e6, 0.4, _FLOPS)
+"""Frees the ring without looking at it: what the memory and the hand-offs alone cost."""
+
+PROBED: Machine = replace(
+    MACHINES["h200"],
+    read_gbs=4611.0,
+    activation_gbs=100.0,
+    shared_gbs=1e6,
+    copy_us=0.376,
+    visibility_us=1.2,
+    crowd_us=0.0,
+    bubble_us=2.2,
+    launch_us=8.0,
+    restage_share=1.0,
+    vector=Vector(),
+)
+"""The same card under these kernels, which are not the VM: every warp waits for every chunk and does all work, their
+loader reads 4611 GB/s, fills a slot at a time, and loses 2.2 us of its stream at every hand-off."""
+
 CUDA_16 = Kernel("CUDA cores, 16 warps", CUDA_CORES, 16, 16 * KIB, 12)
 MMA_8 = Kernel("mma, 8 warps, 5 x 32 KiB", MMA, 8, 32 * KIB, 5)
 MMA_8_WIDE = Kernel("mma, 8 warps, 2 x 64 KiB", MMA, 8, 64 * KIB, 2)
@@ -115,9 +140,16 @@ def chain_program(chain: Chain, kernel: Kernel, handoffs: int, depth: int = 8) -
 class _Draft:
     def __init__(self, kernel: Kernel, depth: int) -> None:
         self._config = ScheduleConfig(
-            tiling={"stream": {"chunk_bytes": kernel.chunk_bytes}},
-            pipelining_depth=depth,
             # As many matrix warps as the probe had consumers; the largest block has 15, of 16.
+            tiling={
+                "stream": {
+                    "chunk_bytes": kernel.chunk_bytes,
+                    "copies": 1,
+                    "inflight_bytes": kernel.chunk_bytes * kernel.ring_slots,
+                },
+                "warps": {"matrix": min(kernel.warps, 15), "chunk": min(kernel.warps, 15)},
+            },
+            pipelining_depth=depth,
             threads_per_block=min(32 * (2 * kernel.warps + 2), MAX_THREADS),
             smem_bytes_per_block=RESERVED_BYTES + MIN_STAGED_BYTES + kernel.chunk_bytes * kernel.ring_slots,
         )
@@ -165,7 +197,7 @@ class _Draft:
 
 def predicted_ms(chain: Chain, kernel: Kernel, handoffs: int) -> float:
     """Predicted time of a probe."""
-    machine = replace(MACHINES["h200"], consumer=kernel.consumer)
+    machine = replace(PROBED, consumer=kernel.consumer)
     return predict(chain_program(chain, kernel, handoffs), machine).latency_us / 1e3
 
 
@@ -200,7 +232,7 @@ def main() -> None:
         seconds = []
         for _ in range(5):
             start = perf_counter()
-            predict(program)
+            predict(program, PROBED)
             seconds.append(perf_counter() - start)
         write(f"predict {chain.name}, {len(program.tasks)} tasks: {min(seconds):.3f} s (best of 5)\n")
 

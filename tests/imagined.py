@@ -24,10 +24,12 @@ SPECS = (
 STOCK = machine_for(TARGET)
 TRUTH: Machine = replace(
     STOCK,
-    visibility_us=0.6, data_visibility_us=0.2, bubble_us=1.0, launch_us=12.0, activation_gbs=40.0, restage_share=0.2,
-    round_trip_us=2.5,
-    consumer=replace(STOCK.consumer, stage_us=2.0, bytes_per_us=28e3),
-    vector=Vector(task_us=0.7, step_us=0.2, norm_us=0.9, merge_us=0.2, attend_us=0.25),
+    visibility_us=1.2, data_visibility_us=0.2, crowd_us=0.5, launch_us=30.0, activation_gbs=20.0, restage_share=0.5,
+    round_trip_us=1.5,
+    consumer=replace(STOCK.consumer, chunk_us=0.6, bytes_per_us=60e3),
+    vector=Vector(
+        task_us=1.5, ahead_us=0.8, step_us=0.4, norm_us=1.2, merge_us=0.1, attention_us=2.0, attend_us=0.3, cache_us=0.3
+    ),
 )  # fmt: skip
 """What is to be found from STOCK."""
 

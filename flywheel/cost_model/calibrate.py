@@ -23,52 +23,49 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """A constant that a fit may move from `low` to `high`: a field of Machine, or of a part of it by `part.field`.
-
-    `begin` is where a fit begins instead of at the machine's own value, from where small moves would change nothing.
-    """
+    """A constant that a fit may move from `low` to `high`: a field of Machine, or of a part of it by `part.field`."""
 
     name: str
     low: float
     high: float
-    begin: float | None = None
 
 
 FREE: Final = (
     Free("read_gbs", 50.0, 20000.0),
-    Free("visibility_us", 0.2, 5.0),
-    Free("data_visibility_us", 0.1, 5.0),
-    Free("bubble_us", 0.0, 6.0),
-    Free("copy_us", 0.05, 2.0),
-    Free("in_flight_us", 0.3, 6.0),
-    Free("round_trip_us", 0.0, 6.0, begin=2.0),
-    Free("latency_us", 0.2, 6.0),
-    Free("launch_us", 1.0, 60.0),
     Free("activation_gbs", 2.0, 500.0),
-    Free("restage_share", 0.0, 1.0, begin=0.5),
-    Free("consumer.warp_us", 0.0, 1.0),
-    Free("consumer.stage_us", 0.0, 30.0),
+    Free("shared_gbs", 50.0, 50000.0),
+    Free("copy_us", 0.05, 2.0),
+    Free("more_copies_us", 0.0, 0.5),
+    Free("round_trip_us", 0.2, 6.0),
+    Free("visibility_us", 0.2, 5.0),
+    Free("data_visibility_us", 0.0, 3.0),
+    Free("crowd_us", 0.0, 4.0),
+    Free("launch_us", 1.0, 60.0),
+    Free("restage_share", 0.0, 1.0),
+    Free("consumer.warp_us", 0.0, 0.4),
     Free("consumer.chunk_us", 0.0, 1.0),
-    Free("consumer.bytes_per_us", 2e3, 2e5),
-    Free("consumer.half_warps", 0.0, 10.0),
-    Free("vector.task_us", 0.0, 6.0),
-    Free("vector.step_us", 0.0, 6.0),
-    Free("vector.norm_us", 0.0, 12.0),
-    Free("vector.merge_us", 0.0, 4.0),
-    Free("vector.attend_us", 0.0, 4.0),
+    Free("consumer.bytes_per_us", 2e3, 5e5),
+    Free("vector.task_us", 0.0, 3.0),
+    Free("vector.ahead_us", 0.0, 4.0),
+    Free("vector.step_us", 0.0, 2.0),
+    Free("vector.norm_us", 0.0, 4.0),
+    Free("vector.merge_us", 0.0, 1.0),
+    Free("vector.attention_us", 0.0, 8.0),
+    Free("vector.attend_us", 0.0, 1.0),
+    Free("vector.cache_us", 0.0, 4.0),
 )
 """The constants that a fit moves where nothing pins them, in us, GB/s or bytes per us."""
 
 _WIDE: Final = 20.0
 """Bounds further apart than that factor are searched by their logarithm."""
 
-_PRIOR: Final = 0.02
+_PRIOR: Final = 0.01
 """Error in the logarithm of a latency that weighs as much as moving a constant through its whole range."""
 
-_OUTLIER: Final = 0.15
+_OUTLIER: Final = 0.02
 """Beyond it, an error in the logarithm counts by its size, not by its square."""
 
-_STEP: Final = 0.01
+_STEP: Final = 0.02
 _ROUNDS: Final = 40
 _FRESH: Final = 8
 """Steps after which derivatives are taken anew."""
@@ -79,15 +76,25 @@ _MOST_DAMPING: Final = 1e4
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a program asks and what it was measured to take; `floor_us` is its weight floor."""
+    """What a program asks and what it was measured to take; `floor_us` is its weight floor.
+
+    All layers are alike: of many, a program may stand for itself by what two short ones ask. Then `demand` is of one
+    with some of the layers, `longer` of one with more, and the program takes what the first does and `more` times what
+    the second takes beyond that.
+    """
 
     demand: Demand
     floor_us: float
     latency_us: float
+    longer: Demand | None = None
+    more: float = 0.0
 
     def predicted_us(self, machine: Machine) -> float:
         """What it should take on `machine`."""
-        return latency_us(self.demand, machine, self.floor_us)
+        if self.longer is None:
+            return latency_us(self.demand, machine, self.floor_us)
+        short, long = (latency_us(demand, machine, 0.0) for demand in (self.demand, self.longer))
+        return max(self.floor_us, short + self.more * (long - short))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +172,9 @@ class _Scale:
 
     def __init__(self, free: Free, value: float) -> None:
         self.name = free.name
-        self._low, self._high = free.low, free.high
+        self._low, self._high, self._start = free.low, free.high, value
         self._log = free.low > 0 and free.high / free.low > _WIDE
-        self._start = value if free.begin is None else free.begin
-        inside = min(max(self._start, free.low), free.high)
+        inside = min(max(value, free.low), free.high)
         span = np.log([free.low, inside, free.high]) if self._log else np.array([free.low, inside, free.high])
         self.begin = float((span[1] - span[0]) / (span[2] - span[0]))
 

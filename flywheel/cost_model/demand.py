@@ -6,14 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import ceil
+from math import prod
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from flywheel.cost_model.engine import Queues
 from flywheel.cost_model.machine import Machine
 from flywheel.errors import ConfigError
-from flywheel.ir import BufferKind, InstructionKind, KernelVariant, MegakernelProgram, Task, variant_of
+from flywheel.ir import Buffer, BufferKind, InstructionKind, KernelVariant, MegakernelProgram, Task, variant_of
 from flywheel.ir.access import appends_behind
 
 STREAMED_KINDS: Final = frozenset({BufferKind.WEIGHT, BufferKind.KV_CACHE, BufferKind.CONST})
@@ -32,20 +32,25 @@ _CLASSES: Final = MappingProxyType(
 """Operations that have a price of their own; all others are steps like any."""
 
 _MERGES: Final = frozenset(name for name, kind in _CLASSES.items() if kind == "merges")
+_COPY: Final = InstructionKind.COPY.name
 _KILO: Final = 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What decides the price of a task: bytes streamed and read when it starts, operations, and what its steps are.
+    """What decides the price of a task: bytes of weights streamed, of caches loaded while it waits, and of activations
+    read when it starts, operations, and what its steps are.
 
     `flops` of products are those of one row: others ride in columns of the fragment that are multiplied anyway.
-    `staged`: the task before it on its SM multiplied the same operand. `merged` counts heads of partials.
+    `readers` tasks read the same at about the same time. `staged`: the task before it on its SM multiplied the same
+    operand. `merged` counts heads of partials.
     """
 
     streamed_bytes: int
+    cached_bytes: int
     read_bytes: int
     flops: int
+    readers: int
     staged: bool
     steps: int
     norms: int
@@ -79,7 +84,8 @@ def demand_of(program: MegakernelProgram) -> Demand:
     by_sm = _by_sm(program.tasks, program.target.num_sms)
     ordered = [task for queue in by_sm for task in queue]
     kinds, kind_of = _kinds(program, by_sm)
-    ends = [end for queue in by_sm for end in accumulate([task.est_bytes for task in queue])]
+    entries = iter(kind_of)
+    ends = [end for queue in by_sm for end in accumulate([kinds[next(entries)].streamed_bytes for _ in queue])]
     signal, gates, counter_gates, asked = _gates(ordered)
     return Demand(
         variant=variant,
@@ -99,44 +105,59 @@ def demand_of(program: MegakernelProgram) -> Demand:
 def priced(demand: Demand, machine: Machine) -> Queues:
     """The queues with the times that they take on `machine`."""
     variant, ends = demand.variant, demand.stream_end
-    depth = variant.prefetch_depth
-    ahead = max(variant.ring_bytes - machine.in_flight_bytes, variant.chunk_bytes)
+    room = variant.ring_slots // variant.copies * variant.copies * variant.chunk_bytes
     prices = [_price(kind, variant, machine) for kind in demand.kinds]
-    work_us = [prices[kind][0] for kind in demand.kind_of]
-    tail_us = [prices[kind][1] for kind in demand.kind_of]
+    # A task that waits has its own weights read, and those of others behind it as far as the task before it allows: the
+    # progress that the loader is told allows one more, but schedules of depth 1 take what they would take without it.
+    depths = (max(variant.prefetch_depth, 1) - 1, variant.prefetch_depth)
     early: list[float] = []
     limits: list[float] = []
     for begin, end in zip(demand.first, demand.first[1:], strict=False):
         stops = ends[begin:end]
-        reach = stops[depth:] + stops[-1:] * min(depth, len(stops))
-        allowed = [min(ahead, stops[min(depth, len(stops)) - 1]) if depth and stops else 0.0]
-        allowed += [stop + ahead if stop + ahead < most else most for stop, most in zip(stops, reach, strict=True)]
-        for index, (before, stop) in enumerate(zip([0, *stops], stops, strict=False)):
-            if allowed[index] <= before < stop:  # nothing of it may come early: its first byte takes the whole latency
-                tail_us[begin + index] += machine.latency_us
-        early.append(allowed[0])
-        limits += allowed[1:]
+        for found, depth, before in zip((early, limits), depths, ([0, *stops][:-1], stops), strict=True):
+            reach = stops[depth:] + stops[-1:] * min(depth, len(stops))
+            found += [at + room if at + room < most else most for at, most in zip(before, reach, strict=True)]
+    visible_us = machine.data_visibility_us, machine.visibility_us
     return Queues(
-        demand.first, early, ends, limits, work_us, tail_us, demand.signal, demand.gates, demand.counter_gates,
-        [machine.data_visibility_us if by_data else machine.visibility_us for by_data in demand.by_data],
-    )  # fmt: skip
+        first=demand.first,
+        early_limit=early,
+        stream_end=ends,
+        limit=limits,
+        ahead_us=[prices[kind].ahead_us for kind in demand.kind_of],
+        work_us=[prices[kind].work_us for kind in demand.kind_of],
+        tail_us=[prices[kind].tail_us for kind in demand.kind_of],
+        signal=demand.signal,
+        gates=demand.gates,
+        counter_gates=demand.counter_gates,
+        visible_us=[visible_us[not by_data] for by_data in demand.by_data],
+    )
 
 
-def _price(kind: Kind, variant: KernelVariant, machine: Machine) -> tuple[float, float]:
-    """(work, time from the last chunk's arrival to the end) of a task."""
-    consumer, vector, warps, chunk = machine.consumer, machine.vector, variant.matrix_warps, variant.chunk_bytes
+class _Price(NamedTuple):
+    """Times of a task: done while it waits, its work, and from the last chunk's arrival to the end."""
+
+    ahead_us: float
+    work_us: float
+    tail_us: float
+
+
+def _price(kind: Kind, variant: KernelVariant, machine: Machine) -> _Price:
+    consumer, vector, others = machine.consumer, machine.vector, variant.vector_warps
     share = machine.restage_share if kind.staged else 1.0
-    byte_us, streamed = 1 / consumer.rate(warps), kind.streamed_bytes
-    flop_us, activation_us = 1 / (consumer.flops_per_warp_us * warps), 1 / (machine.activation_gbs * 1e3)
-    work = consumer.task_us(warps, share) + kind.read_bytes * activation_us * share
-    work += max(streamed * byte_us, kind.flops * flop_us)
-    work += ceil(streamed / chunk) * consumer.chunk_us
-    work += vector.task_us + kind.steps * vector.step_us
-    work += share * (kind.norms * vector.norm_us + kind.merged * vector.merge_us / variant.vector_warps)
+    work = consumer.task_us(variant.matrix_warps + others, share)
+    work += kind.read_bytes * (1 / (machine.activation_gbs * 1e3) + kind.readers / (machine.shared_gbs * 1e3)) * share
+    work += vector.task_us * share + kind.steps * vector.step_us
+    work += share * (kind.norms * vector.norm_us + kind.merged * vector.merge_us / others)
+    work += max(
+        consumer.chunks_us(kind.streamed_bytes, variant),
+        0.0 if kind.attends else kind.flops / (consumer.flops_per_warp_us * variant.matrix_warps),
+    )
+    ahead = 0.0 if kind.staged else vector.ahead_us
     if kind.attends:
-        work += kind.flops / _KILO * vector.attend_us / variant.vector_warps
-    tail = consumer.chunk_us + min(chunk, streamed) * byte_us if streamed else 0.0
-    return work, tail
+        work += vector.attention_us + kind.flops / _KILO * vector.attend_us / others
+        ahead += kind.cached_bytes / _KILO * vector.cache_us / others
+    tail = consumer.chunks_us(min(variant.chunk_bytes, kind.streamed_bytes), variant)
+    return _Price(ahead, work, tail)
 
 
 def _by_sm(tasks: Sequence[Task], num_sms: int) -> list[list[Task]]:
@@ -155,51 +176,83 @@ _Operand = tuple[tuple[int, ...], int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """What a task does, counted: `merged` heads of partials, and products, which are all that multiply."""
+    """What a task does, counted: `merged` heads of partials, and products, which are all that multiply.
+
+    `parts`: elements of inputs of which only a part is read, by their place. A copy of a part is where it is read from
+    then on, and no step of its own.
+    """
 
     products: int
     norms: int
     merged: int
     attentions: int
     others: int
+    parts: Mapping[int, int]
 
 
 def _kinds(program: MegakernelProgram, by_sm: Sequence[Sequence[Task]]) -> tuple[list[Kind], list[int]]:
     """(the kinds that there are, the number of the kind of each task)."""
-    sizes = {buffer.id: buffer.nbytes for buffer in program.buffers if buffer.kind not in STREAMED_KINDS}
-    numbers: dict[Kind, int] = {}
+    activations = {buffer.id: buffer for buffer in program.buffers if buffer.kind not in STREAMED_KINDS}
     recipes: dict[int, _Steps] = {}
     # Tasks that were cut from one operation share their inputs and their recipe.
-    known: dict[tuple[int, int, int, int, int], tuple[int, int, _Operand | None]] = {}
-    kind_of = []
+    known: dict[tuple[int, int, int, int, int], _Entry] = {}
+    entries: list[_Entry] = []
+    staged: list[bool] = []
+    readers = Counter[tuple[int, ...]]()
     for queue in by_sm:
         before: _Operand | None = None
         for task in queue:
             recipe = id(task.params.get("recipe"))
             key = (recipe, task.est_bytes, task.est_flops, id(task.inputs), task.op)
-            found = known.get(key)
-            if found is None:
+            entry = known.get(key)
+            if entry is None:
                 steps = recipes.get(recipe) if task.op is InstructionKind.FUSED else None
                 if steps is None:
                     steps = recipes[recipe] = _steps(task)
-                fresh, again = (_kind(task, steps, sizes, staged) for staged in (False, True))
-                number = numbers.setdefault(fresh, len(numbers))
-                if steps.products:
-                    operand = tuple(buffer for buffer in task.inputs if buffer in sizes), steps.norms, steps.merged
-                    found = number, numbers.setdefault(again, len(numbers)), operand
-                else:
-                    found = number, number, None
-                known[key] = found
-            kind_of.append(found[1] if found[2] is not None and found[2] == before else found[0])
-            before = found[2]
+                read = tuple(buffer for buffer in task.inputs if buffer in activations)
+                operand = (read, steps.norms, steps.merged) if steps.products else None
+                entry = known[key] = _Entry(task, steps, read, operand)
+            again = entry.operand is not None and entry.operand == before
+            if not again:
+                readers[entry.read] += 1
+            entries.append(entry)
+            staged.append(again)
+            before = entry.operand
+    numbers: dict[Kind, int] = {}
+    named: dict[tuple[int, bool], int] = {}
+    kind_of = []
+    for entry, again in zip(entries, staged, strict=True):
+        name = id(entry), again
+        number = named.get(name)
+        if number is None:
+            kind = _kind(entry.task, entry.steps, activations, again, readers[entry.read])
+            number = named[name] = numbers.setdefault(kind, len(numbers))
+        kind_of.append(number)
     return list(numbers), kind_of
 
 
-def _kind(task: Task, steps: _Steps, sizes: Mapping[int, int], staged: bool) -> Kind:
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Tasks that differ in nothing that is priced: one of them, what it does, and the activations that it reads."""
+
+    task: Task
+    steps: _Steps
+    read: tuple[int, ...]
+    operand: _Operand | None
+
+
+def _kind(task: Task, steps: _Steps, activations: Mapping[int, Buffer], staged: bool, readers: int) -> Kind:
+    read = 0
+    for place, number in enumerate(task.inputs):
+        buffer = activations.get(number)
+        if buffer is not None:
+            read += buffer.dtype.nbytes(steps.parts[place]) if place in steps.parts else buffer.nbytes
     return Kind(
-        streamed_bytes=task.est_bytes,
-        read_bytes=sum(sizes.get(buffer, 0) for buffer in task.inputs),
+        streamed_bytes=0 if steps.attentions else task.est_bytes,
+        cached_bytes=task.est_bytes if steps.attentions else 0,
+        read_bytes=read,
         flops=task.est_flops // (task.params.get("M_tile", 1) if steps.products else 1),
+        readers=readers,
         staged=staged,
         steps=steps.others,
         norms=steps.norms,
@@ -209,14 +262,19 @@ def _kind(task: Task, steps: _Steps, sizes: Mapping[int, int], staged: bool) -> 
 
 
 def _steps(task: Task) -> _Steps:
+    parts: dict[int, int] = {}
     if task.op is InstructionKind.FUSED:
-        listed = [(step["op"], len(step["args"]), step.get("params", {})) for step in task.params["recipe"]["steps"]]
+        steps = task.params["recipe"]["steps"]
+        listed = [(step["op"], len(step["args"]), step.get("params", {})) for step in steps if step["op"] != _COPY]
+        copied = {step["args"][0]["in"]: step for step in steps if step["op"] == _COPY and "in" in step["args"][0]}
+        whole = {each["in"] for step in steps if step["op"] != _COPY for each in step["args"] if "in" in each}
+        parts = {place: prod(step["out_shape"]) for place, step in copied.items() if place not in whole}
     else:
         listed = [] if task.op is InstructionKind.NOP else [(task.op.name, len(task.inputs), task.params)]
     tally = Counter(_CLASSES.get(name, "others") for name, _, _ in listed)
     heads = task.params.get("n_heads", 1)
     merged = sum(params.get("n_heads", heads) * operands for name, operands, params in listed if name in _MERGES)
-    return _Steps(tally["products"], tally["norms"], merged, tally["attentions"], tally["others"])
+    return _Steps(tally["products"], tally["norms"], merged, tally["attentions"], tally["others"], parts)
 
 
 def _gates(ordered: list[Task]) -> tuple[list[int], list[tuple[int, ...]], list[list[tuple[int, int]]], list[int]]:

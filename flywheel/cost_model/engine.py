@@ -5,10 +5,13 @@ Time moves from one event to the next; nothing is sampled. Two things go on at o
 - *Loaders.* One an SM, streaming the bytes of its queue in order. All that are active share the memory equally, so a
   single running total, `volume` (bytes that each active loader has moved), describes them all: a loader reaches a
   position of its stream when `volume` reaches a known value. A loader stops at the limit of its look-ahead and goes
-  on when a task starts. The look-ahead counts from the end of the running task, whose own slots are taken to be freed
+  on when its SM comes to a task, as far as that allows, and when the task starts; what it then reads lands `restart_us`
+  later. The look-ahead counts from the end of the running task, whose own slots are taken to be freed
   as its bytes arrive: exact at every start of a task, early in between where the consumer is the slower one.
 - *Consumers.* One an SM, walking its queue. A task ends when its work is done and its last chunk has arrived and been
-  consumed; it adds 1 to its counter, and when that completes, those who wait see it the gate's `visible_us` later.
+  consumed; it adds 1 to its counter, and when that completes, those who wait see it the gate's `visible_us` later, and
+  up to `crowd_us` more, by the share of the memory's bandwidth that is in use. `ahead_us` of a task is done before it
+  starts, while it waits.
 
 A blocking wait also costs `bubble_us` worth of the SM's weight stream. Measured: a kernel whose consumers do nothing
 and whose ring holds 5 us of stream still loses 2.2 us a hand-off, the same for short and long operations and at 3, 4
@@ -32,14 +35,15 @@ class Queues:
     """All SM queues, one after the other, as columns: entry `i` of each list is one task.
 
     `first[sm]..first[sm + 1]` are the entries of an SM. `stream_end` counts bytes from the start of the SM's stream,
-    and `limit` is how far its loader may be once the task has started, `early_limit` (by SM) before the first one
-    has. A gate is a pair (counter, threshold) that some task awaits.
+    and `limit` is how far its loader may be once the task has started, `early_limit` once its SM has come to it. A gate
+    is a pair (counter, threshold) that some task awaits.
     """
 
     first: list[int]
     early_limit: list[float]
     stream_end: list[int]
     limit: list[float]
+    ahead_us: list[float]
     work_us: list[float]
     tail_us: list[float]
     signal: list[int]
@@ -60,6 +64,8 @@ class Rates:
     """Most bytes per us of one loader."""
     bubble_bytes: float
     poll_us: float
+    restart_us: float = 0.0
+    crowd_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +98,17 @@ class _Engine:
     """
 
     __slots__ = (
-        "active", "arrivals", "base", "blocked", "chains", "done", "due", "ending", "ends", "finish", "gates",
-        "have", "head", "latest", "left", "limit", "limits", "n_active", "now", "open", "owed", "queues",
-        "rate", "rate_of", "rates", "record", "signal", "since", "slowest_us", "starts", "stop", "stream_end",
-        "tail", "timers", "visible_us", "volume", "waiters", "waiting", "work",
+        "active", "ahead", "arrivals", "base", "blocked", "chains", "done", "due", "early", "ending", "ends",
+        "finish", "gates", "have", "head", "latest", "left", "limit", "limits", "n_active", "now", "open", "owed",
+        "queues", "rate", "rate_of", "rates", "record", "signal", "since", "slowest_us", "starts", "stop",
+        "stream_end", "tail", "timers", "visible_us", "volume", "waiters", "waiting", "work",
     )  # fmt: skip
 
     def __init__(self, queues: Queues, rates: Rates, record: bool) -> None:
         sms = len(queues.first) - 1
         self.queues, self.rates, self.record = queues, rates, record
-        self.stream_end, self.limits = queues.stream_end, queues.limit
-        self.work, self.tail = queues.work_us, queues.tail_us
+        self.stream_end, self.limits, self.early = queues.stream_end, queues.limit, queues.early_limit
+        self.ahead, self.work, self.tail = queues.ahead_us, queues.work_us, queues.tail_us
         self.signal, self.gates = queues.signal, queues.gates
         self.rate_of = [0.0, *(min(rates.loader, rates.total / n) for n in range(1, sms + 1))]
         self.slowest_us = 1 / self.rate_of[-1]
@@ -156,9 +162,10 @@ class _Engine:
 
     def _begin(self) -> None:
         """Loaders start at once, and so do the tasks that await nothing."""
-        for sm, limit in enumerate(self.queues.early_limit):
-            if self.head[sm] == self.stop[sm]:
+        for sm, head in enumerate(self.queues.first[:-1]):
+            if head == self.stop[sm]:
                 continue
+            limit = self.early[head]
             if limit:
                 self.limit[sm] = self.due[sm] = limit
                 self._activate(sm, 0.0)
@@ -209,7 +216,8 @@ class _Engine:
         if not left:
             chain = self.chains[counter]
             gate, _ = chain.pop()
-            self._at(self.latest[counter] + self.visible_us[gate], ~gate)
+            crowd = self.rates.crowd_us * self.rate * self.n_active / self.rates.total
+            self._at(self.latest[counter] + self.visible_us[gate] + crowd, ~gate)
             if chain:
                 self.left[counter] = chain[-1][1]
         self.head[sm] = head = head + 1
@@ -220,15 +228,31 @@ class _Engine:
 
     def _reach(self, sm: int, time: float) -> float | None:
         """`sm` comes to its next task: start it, or fall asleep at the first gate that is not open."""
-        gates = self.gates[self.head[sm]]
+        head = self.head[sm]
+        gates = self.gates[head]
         if not gates:
             return self._start(sm, time)
         for gate in gates:
             if not self.open[gate]:
                 self.waiters[gate].append(sm)
                 self.since[sm] = time
-                return None
-        return self._start(sm, time + self.rates.poll_us)
+                return self._allow(sm, self.early[head])
+        ahead, poll = self.ahead[head], self.rates.poll_us
+        return self._start(sm, time + (ahead if ahead > poll else poll))
+
+    def _allow(self, sm: int, limit: float) -> float | None:
+        """The loader of `sm`, whose next task waits, may go on to `limit` if that is further than before."""
+        if limit <= self.limit[sm]:
+            return None
+        self.limit[sm] = limit
+        if self.active[sm]:
+            base = self.base[sm]
+        elif limit > self.have[sm] + HALF_BYTE:
+            base = self._activate(sm, self.have[sm])
+        else:
+            return None
+        self.due[sm] = due = limit - base
+        return due
 
     def _release(self, gate: int, time: float) -> None:
         """A gate opens: everybody who sleeps there goes on, or to the next closed gate."""
@@ -240,13 +264,16 @@ class _Engine:
                     self.waiters[other].append(sm)
                     break
             else:
-                blocked = time - since[sm]
+                blocked, ahead = time - since[sm], self.ahead[self.head[sm]]
                 if blocked > 0.0:
+                    if ahead > blocked:
+                        blocked = ahead
                     self.blocked[sm] += blocked
                     self._lose(sm, blocked / visible if blocked < visible else 1.0)
-                    again = self._start(sm, time)
+                    again = self._start(sm, since[sm] + blocked)
                 else:  # its turn comes after `time`: the last chunk before is still being consumed
-                    again = self._start(sm, since[sm] + self.rates.poll_us)
+                    poll = self.rates.poll_us
+                    again = self._start(sm, since[sm] + (ahead if ahead > poll else poll))
                 if again is not None:
                     heappush(self.arrivals, (again, sm))
 
@@ -293,8 +320,9 @@ class _Engine:
     def _activate(self, sm: int, have: float) -> float:
         """The loader of `sm`, stopped at `have` bytes, goes on; the new `base`."""
         self.active[sm] = True
-        self.base[sm] = base = have - self.volume - self.owed[sm]
-        self.owed[sm] = 0.0
         self.n_active = active = self.n_active + 1
-        self.rate = self.rate_of[active]
+        self.rate = rate = self.rate_of[active]
+        late = self.rates.restart_us * rate if have else 0.0
+        self.base[sm] = base = have - self.volume - self.owed[sm] - late
+        self.owed[sm] = 0.0
         return base

@@ -12,7 +12,7 @@ from flywheel.errors import InvalidProgramError
 from flywheel.ir import MegakernelProgram
 from flywheel.measure.floor import floor_us, weight_bytes_read
 
-MODEL_VERSION: Final = "3"
+MODEL_VERSION: Final = "4"
 """Changes whenever the same program may get another prediction."""
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +98,13 @@ def _run(
 
 def _simulate(demand: Demand, machine: Machine, record: bool) -> tuple[Queues, Trace]:
     variant, queues = demand.variant, priced(demand, machine)
-    inflight = variant.inflight_chunks * variant.chunk_bytes
     rates = Rates(
         total=machine.read_gbs * 1e3,
-        loader=machine.loader_rate(variant.chunk_bytes, variant.ring_bytes, inflight),
+        loader=machine.loader_rate(variant),
         bubble_bytes=machine.bubble_us * machine.share,
         poll_us=machine.poll_us,
+        restart_us=machine.restart_us(variant),
+        crowd_us=machine.crowd_us,
     )
     trace = simulate(queues, rates, record)
     if trace.stuck is not None:

@@ -14,8 +14,8 @@ def queues(*sms: list[tuple[int, float]], ahead: float = 1e9, **changes: object)
     ends, limits, early = [], [], []
     for tasks in sms:
         end, total = 0, sum(size for size, _ in tasks)
-        early.append(min(ahead, total))
         for size, _ in tasks:
+            early.append(min(end + ahead, total))
             end += size
             ends.append(end)
             limits.append(min(end + ahead, total))
@@ -27,6 +27,7 @@ def queues(*sms: list[tuple[int, float]], ahead: float = 1e9, **changes: object)
         early_limit=early,
         stream_end=ends,
         limit=limits,
+        ahead_us=[0.0] * first[-1],
         work_us=[work for tasks in sms for _, work in tasks],
         tail_us=[0.0] * first[-1],
         signal=[sm for sm, tasks in enumerate(sms) for _ in tasks],
@@ -108,6 +109,42 @@ def test_a_counter_opens_its_gates_in_the_order_of_their_thresholds() -> None:
         visible_us=[1.0, 1.0],
     )
     assert simulate(program, RATES).finish_us == [pytest.approx(2.0), pytest.approx(3.0), pytest.approx(2.0)]
+
+
+def test_what_a_task_does_ahead_is_hidden_by_its_wait() -> None:
+    joined = two_sms_with_a_join(0)
+    # They wait 3 and 1 us, one of which is the hand-off.
+    hidden, longer = (replace(joined, ahead_us=[0.0, us, 0.0, us]) for us in (1.0, 2.5))
+    assert simulate(hidden, RATES).finish_us == [pytest.approx(6.0), pytest.approx(6.0)]
+    assert simulate(longer, RATES).finish_us == [pytest.approx(6.0), pytest.approx(7.5)]
+    assert simulate(queues([(0, 1.0)], ahead_us=[2.0]), RATES).finish_us == [pytest.approx(1.0)]  # it waits for nothing
+
+
+def test_a_hand_off_takes_longer_while_the_memory_is_busy() -> None:
+    crowded = replace(RATES, crowd_us=2.0)
+    assert simulate(two_sms_with_a_join(0), crowded).finish_us == [pytest.approx(6.0), pytest.approx(6.0)]
+    # The third streams all along at 80 of 100 bytes per us, when the second signals at 5 us.
+    joined = two_sms_with_a_join(0)
+    busy = queues([(0, 3.0), (0, 0.0)], [(0, 5.0), (0, 0.0)], [(8000, 0.0)])
+    busy = replace(
+        busy, signal=[0, 1, 0, 1, 2], gates=[*joined.gates, ()], counter_gates=[[(0, 2)], [], []], visible_us=[1.0]
+    )
+    assert simulate(busy, crowded).finish_us[:2] == [pytest.approx(7.6), pytest.approx(7.6)]
+
+
+def test_a_loader_that_stood_still_brings_nothing_in_for_a_while() -> None:
+    tasks = queues([(0, 10.0), (800, 0.0)], ahead=400.0)
+    assert simulate(tasks, replace(RATES, restart_us=1.5)).finish_us == [pytest.approx(16.5)]
+    assert simulate(queues([(800, 0.0)]), replace(RATES, restart_us=1.5)).finish_us == [pytest.approx(10.0)]
+
+
+def test_a_loader_goes_on_when_its_sm_comes_to_a_task_that_waits() -> None:
+    joined = two_sms_with_a_join(160)
+    closed = replace(joined, early_limit=[0.0] * 4, limit=[0.0, 160.0] * 2)
+    opened = replace(closed, early_limit=[0.0, 160.0] * 2)
+    # 160 bytes each at 50 us: read from 6 us on, or while they wait, the second one from 5 us on.
+    assert simulate(closed, RATES).finish_us == [pytest.approx(9.2), pytest.approx(9.2)]
+    assert simulate(opened, RATES).finish_us == [pytest.approx(6.0), pytest.approx(7.0)]
 
 
 def test_a_queue_that_waits_for_ever_is_reported() -> None:

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from flywheel.cost_model import MACHINES, machine_for
-from flywheel.cost_model.machine import MMA
-from flywheel.ir import TARGETS
+from flywheel.cost_model.machine import VM
+from flywheel.ir import TARGETS, KernelVariant, ScheduleConfig
+from flywheel.ir.variant import kernel_variant
 
 KIB = 1024
 
@@ -19,7 +20,7 @@ def test_every_built_in_gpu_has_constants_and_only_the_measured_one_says_so() ->
 @pytest.mark.parametrize("name", sorted(TARGETS))
 def test_no_machine_reads_faster_than_its_datasheet(name: str) -> None:
     machine, target = MACHINES[name], TARGETS[name]
-    assert 0.9 < machine.read_gbs / target.hbm_bandwidth_gbs < 0.97
+    assert 0.8 < machine.read_gbs / target.hbm_bandwidth_gbs < 0.97
     assert machine.num_sms == target.num_sms
 
 
@@ -43,20 +44,45 @@ def test_a_target_that_only_borrows_a_name_is_scaled_too() -> None:
     assert machine_for(TARGETS["h200"]) is MACHINES["h200"]
 
 
-def test_copies_of_8_kib_hold_the_loader_to_what_was_measured() -> None:
-    # 2810-2940 GB/s with 8 KiB copies while computing, the ceiling from 16 KiB on.
-    machine = MACHINES["h200"]
-    assert 2810 < machine.loader_rate(8 * KIB, 192 * KIB) * machine.num_sms / 1e3 < 2940
-    assert machine.loader_rate(16 * KIB, 192 * KIB) > machine.share
+def variant(matrix: int = 4, chunk: int = 1, **stream: int) -> KernelVariant:
+    config = ScheduleConfig(
+        tiling={"stream": stream, "warps": {"matrix": matrix, "chunk": chunk}}, threads_per_block=448
+    )
+    return kernel_variant(config, TARGETS["h200"], 0)
 
 
-def test_64_kib_in_flight_saturate_an_sm_and_32_kib_do_not() -> None:
+def test_copies_that_are_issued_together_make_up_for_their_size() -> None:
+    # Measured: one 8 KiB copy at a time reads llama3-8b in 8170 us, two in 4541, four in about 4000.
     machine = MACHINES["h200"]
-    assert machine.loader_rate(16 * KIB, 64 * KIB) == pytest.approx(machine.share, rel=0.01)
-    assert machine.loader_rate(16 * KIB, 32 * KIB) == pytest.approx(machine.share / 2, rel=0.01)
+    rates = [machine.loader_rate(variant(chunk_bytes=8 * KIB, copies=copies)) for copies in (1, 2, 4)]
+    assert rates[0] < 0.6 * machine.share < rates[1] < machine.share < rates[2]
+
+
+def test_bytes_under_way_limit_a_loader_by_whole_rounds_of_copies() -> None:
+    machine = MACHINES["h200"]
+    rate = {
+        (copies, inflight): machine.loader_rate(
+            variant(chunk_bytes=16 * KIB, copies=copies, inflight_bytes=inflight * KIB)
+        )
+        for copies, inflight in ((4, 64), (4, 96), (2, 64), (2, 96), (1, 16), (1, 32))
+    }
+    assert rate[4, 64] == rate[4, 96] < rate[2, 64] < rate[2, 96]
+    assert rate[1, 16] < 0.5 * machine.share
+
+
+def test_chunks_go_to_groups_of_warps_in_turn() -> None:
+    four, shared, two = variant(), variant(chunk=2), variant(matrix=2)
+    times = [VM.chunks_us(count * 16 * KIB, variant(chunk_bytes=16 * KIB)) for count in (1, 4, 5, 8)]
+    assert times[1] - times[0] == pytest.approx(3 * 16 * KIB / VM.bytes_per_us)
+    assert times[2] - times[1] > VM.chunk_us
+    assert times[3] == pytest.approx(2 * times[1])
+    assert VM.chunks_us(0, four) == 0.0
+    assert VM.chunks_us(1 << 20, four) < VM.chunks_us(1 << 20, shared)
+    assert VM.chunks_us(1 << 20, four) < VM.chunks_us(1 << 20, two)
 
 
 def test_warps_trade_staging_against_barriers() -> None:
-    assert MMA.task_us(8) < MMA.task_us(1)
-    assert MMA.task_us(8) < MMA.task_us(31)
-    assert MMA.rate(1) < MMA.rate(4) < MMA.rate(16) < MMA.bytes_per_us
+    consumer = replace(VM, warp_us=0.1, stage_us=6.0)
+    assert consumer.task_us(8) < consumer.task_us(1)
+    assert consumer.task_us(8) < consumer.task_us(31)
+    assert consumer.task_us(8, 0.5) == pytest.approx(consumer.task_us(8) / 2)

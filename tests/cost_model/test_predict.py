@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -65,16 +65,18 @@ def test_more_hand_offs_are_slower(probes: ModuleType) -> None:
 def test_the_small_model_loses_the_larger_share(probes: ModuleType) -> None:
     for handoffs in (0, 4, 6):
         small, large = (
-            predict(probes.chain_program(chain, probes.MMA_8, handoffs)) for chain in (probes.LLAMA_1B, probes.LLAMA_8B)
+            predict(probes.chain_program(chain, probes.MMA_8, handoffs), probes.PROBED)
+            for chain in (probes.LLAMA_1B, probes.LLAMA_8B)
         )
         assert small.floor_us / small.latency_us < large.floor_us / large.latency_us
 
 
 def test_prefetch_is_faster_than_none_and_deeper_is_never_slower(probes: ModuleType) -> None:
     times = [
-        predict(probes.chain_program(probes.LLAMA_1B, probes.MMA_8, 4, depth)).latency_us for depth in (0, 1, 2, 4, 8)
+        predict(probes.chain_program(probes.LLAMA_1B, probes.MMA_8, 4, depth), probes.PROBED).latency_us
+        for depth in (0, 1, 2, 4, 8)
     ]
-    assert times[1] < 0.95 * times[0]
+    assert times[1] < 0.96 * times[0]
     assert all(deeper <= shallower * 1.002 for shallower, deeper in pairwise(times))
 
 
@@ -95,7 +97,7 @@ def test_small_rings_are_slower(probes: ModuleType) -> None:
 
 def test_the_streaming_skeleton_reaches_the_read_ceiling_and_not_more(probes: ModuleType) -> None:
     seconds = probes.predicted_ms(probes.LLAMA_8B, probes.STREAM, 0) / 1e3
-    assert 0.98 < 15.009 / seconds / MACHINES["h200"].read_gbs < 1.0
+    assert 0.98 < 15.009 / seconds / probes.PROBED.read_gbs < 1.0
 
 
 def test_the_same_program_gets_the_same_prediction(probes: ModuleType) -> None:
@@ -191,8 +193,10 @@ def test_a_long_activation_costs_the_task_that_reads_it() -> None:
     argmax = one_task(op=InstructionKind.SAMPLE_ARGMAX, inputs=(0,))
     slower = predict(replace(argmax, buffers=(logits,))).latency_us
     short = replace(logits, shape=(1, 16))
-    # 513 KB at the 100 GB/s that one SM reads from L2.
-    assert slower - predict(replace(argmax, buffers=(short,))).latency_us == pytest.approx(5.13, abs=0.01)
+    # 513 KB at the 42 GB/s that one SM reads from L2.
+    machine = MACHINES["h200"]
+    wanted = 512.96 / machine.activation_gbs + 512.96 / machine.shared_gbs
+    assert slower - predict(replace(argmax, buffers=(short,))).latency_us == pytest.approx(wanted, abs=0.01)
 
 
 def test_arithmetic_costs_time_without_bytes_and_hides_behind_them() -> None:
@@ -222,9 +226,12 @@ def test_a_program_that_waits_for_itself_is_refused_by_name() -> None:
 def test_what_a_calibration_adds_costs_time(work: MegakernelProgram) -> None:
     machine = MACHINES["h200"]
     stock = predict(work, machine).latency_us
-    for name in ("task_us", "step_us", "norm_us", "merge_us", "attend_us"):
-        assert predict(work, replace(machine, vector=Vector(**{name: 50.0}))).latency_us > stock
-    assert predict(work, replace(machine, round_trip_us=60.0)).latency_us > stock
+    for field in fields(Vector):
+        slower = replace(machine.vector, **{field.name: 50.0})
+        assert predict(work, replace(machine, vector=slower)).latency_us > stock, field.name
+    for name in ("round_trip_us", "copy_us", "more_copies_us"):
+        assert predict(work, replace(machine, **{name: 60.0})).latency_us > stock, name
+    assert predict(work, replace(machine, shared_gbs=1.0)).latency_us > stock
     assert predict(work, replace(machine, restage_share=0.0)).latency_us < stock
 
 

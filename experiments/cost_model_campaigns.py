@@ -1,0 +1,101 @@
+"""How the cost model, as it comes, predicts what two recorded campaigns measured on one H200 (results/gpu/results.tsv).
+
+Run it with `python experiments/cost_model_campaigns.py`. Scores are of configs that `flywheel calibrate --held-back
+0.67` holds back. Most configs of a search are neighbours of its best ones, so they are split, too. The replay asks what
+`--prefilter` would have left unmeasured of the same trials in the same order; a search that it served would have
+proposed others.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flywheel.cost_model import predict
+from flywheel.cost_model.calibrate import score
+from flywheel.ir import ScheduleConfig
+from flywheel.lowering.lower import lower
+from flywheel.search.calibrating import Config, split
+from flywheel.search.workload import make_workload
+
+RECORDED = Path(__file__).parents[1] / "results" / "gpu" / "results.tsv"
+HELD_BACK = 0.67
+TOGETHER = {
+    f"gemv.{name}_proj.N_tile": knob
+    for knob, names in (("rows.qkv", "qkv"), ("rows.gate_up", ("gate", "up")))
+    for name in names
+}
+FACTORS = (1.02, 1.05, 1.1, 1.2)
+
+
+def knobs(config: str) -> dict[str, Any]:
+    """Its fields, those of tilings by name."""
+    fields = json.loads(config)
+    tiling = fields.pop("tiling")
+    return fields | {f"{name}.{key}": value for name, part in tiling.items() for key, value in part.items()}
+
+
+def apart(one: dict[str, Any], other: dict[str, Any]) -> int:
+    """Knobs that differ; projections that one knob moves count once."""
+    names = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+    return len({TOGETHER.get(name, name) for name in names})
+
+
+def main() -> None:
+    """Print scores and replay of each model."""
+    csv.field_size_limit(sys.maxsize)
+    with RECORDED.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file, delimiter="\t") if row["source"] != "final"]
+    for model in sorted({row["model"] for row in rows}):
+        report(model, [row for row in rows if row["model"] == model])
+
+
+def report(model: str, rows: Sequence[dict[str, str]]) -> None:
+    """Print what there is to say of a model."""
+    work = make_workload(model, "h200", "bf16", 512)
+    predicted = {}
+    for row in rows:
+        program = lower(work.graph, ScheduleConfig.from_dict(json.loads(row["config"])), work.target)
+        predicted[row["config_id"]] = predict(program).latency_us
+    measured = {row["config_id"]: float(row["latency_us"]) for row in rows}
+    configs = [Config(row["config"], row["config_id"], None, measured[row["config_id"]]) for row in rows]
+    fitted, kept = ({config.config_id for config in part} for part in split(configs, HELD_BACK))
+    by_id = {row["config_id"]: knobs(row["config"]) for row in rows}
+    trial = {row["config_id"]: int(row["trial"]) for row in rows}
+    far = {name for name in kept if min(apart(by_id[name], by_id[other]) for other in fitted) > 1}
+    best = min(measured.values())
+    parts = {
+        "held back": kept,
+        "of these, trials of the first half": {name for name in kept if trial[name] < len(rows) / 2},
+        "of the second half": {name for name in kept if trial[name] >= len(rows) / 2},
+        "two knobs or more from every fitted one": far,
+        "more than 3 % slower than the best": {name for name in kept if measured[name] > 1.03 * best},
+    }
+    sys.stdout.write(f"{model}\n")
+    for label, part in parts.items():
+        names = sorted(part)
+        found = score([predicted[name] for name in names], [measured[name] for name in names])
+        sys.stdout.write(
+            f"  {label:<42}{found.n:>5} configs, Spearman {found.spearman or 0.0:.3f}, error: median "
+            f"{found.median_error:.1%}, 90th percentile {found.p90_error:.1%}\n"
+        )
+    for factor in FACTORS:
+        incumbent, saved = rows[0]["config_id"], 0
+        for row in rows[1:]:
+            name = row["config_id"]
+            if predicted[name] > factor * predicted[incumbent]:
+                saved += 1
+            elif measured[name] < measured[incumbent]:
+                incumbent = name
+        sys.stdout.write(
+            f"  --prefilter {factor}: {saved} of {len(rows)} measurements saved, best {measured[incumbent]:,.1f} us "
+            f"instead of {best:,.1f}\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
