@@ -1,18 +1,23 @@
-"""Measures a few schedules of a model on this GPU: where the CUDA VM stands without a search.
+"""Measures what each knob is worth around one schedule, on this GPU.
 
-    python experiments/gpu_speed.py MODEL [MODEL ...] [--gpu h200] [--context 512]
+    python experiments/gpu_speed.py CONFIG.json KNOB=VALUE[,VALUE...] ... [--model llama3.2-1b] [--gpu h200]
 
-Each line is one schedule: the known-good one of the space, with the block and the ring named. Logits are compared with
-the eager oracle's before anything is timed; the latency is the median of 30 launches, L2 emptied before each.
+A knob is one of the search's, or a size of `tiling` that no search varies, such as stream.l2_bytes. Each line is the
+schedule with one knob changed, beside the schedule itself: 30 launches of each in turn, behind an emptied L2 cache,
+with logits that were compared with the eager oracle's before. The first line compares the schedule with itself.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import replace
+from statistics import median
 
+from flywheel.cli.files import load_config
 from flywheel.decode.bench import CudaBench
 from flywheel.decode.source import open_source
+from flywheel.errors import ConfigError
 from flywheel.ir import ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.measure.environment import capture_environment
@@ -21,55 +26,68 @@ from flywheel.measure.outcome import Measured
 from flywheel.models.decoder import DTYPES
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import make_workload
-
-BLOCKS = ((320, 4), (448, 4), (448, 8), (512, 4))
-"""(threads, matrix warps)"""
-
-STREAMS = ((16384, 98304), (32768, 65536))
-"""(bytes of a chunk, bytes in flight)"""
+from flywheel.store.schedule import Schedule
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="schedules of the CUDA VM, timed")
-    parser.add_argument("models", nargs="+")
+    parser = argparse.ArgumentParser(description="one knob after the other around a schedule, timed")
+    parser.add_argument("config")
+    parser.add_argument("changes", nargs="*", metavar="KNOB=VALUE[,VALUE...]")
+    parser.add_argument("--model", default="llama3.2-1b", help="where the config does not say")
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--context", type=int, default=512)
     arguments = parser.parse_args()
+    given = load_config(arguments.config)
+    model = given.model if isinstance(given, Schedule) else arguments.model
+    config = given.config if isinstance(given, Schedule) else given
+    workload = make_workload(model, arguments.gpu, "bf16", arguments.context)
+    bench = CudaBench(open_source(model), DTYPES["bf16"], arguments.context)
+    program = lower(workload.graph, config, workload.target)
     environment = capture_environment()
-    print(f"{environment.gpu}, driver {environment.driver}, commit {environment.commit}")
-    for model in arguments.models:
-        measure_model(model, arguments.gpu, arguments.context)
+    print(f"{model}, context {arguments.context}, config {config.config_id}")
+    print(f"{environment.gpu}, driver {environment.driver}, NVRTC {environment.nvrtc}")
+    rivals = [program]
+    floor = floor_us(weight_bytes_read(program), workload.target)
+    for name, changed in variants(make_space(workload), config, arguments.changes):
+        try:
+            contest = bench.compare(lower(workload.graph, changed, workload.target), rivals, 1)
+        except ConfigError as error:
+            print(f"  {name}: {error}", flush=True)
+            continue
+        outcome = contest.outcome
+        if not isinstance(outcome, Measured):
+            print(f"  {name}: {outcome}", flush=True)
+            continue
+        latency, ((own,), (base,)) = outcome.latency, contest.times_us
+        reached = 100 * floor_fraction(floor, latency.median_us)
+        ratios = sorted(one / other for one, other in zip(own, base, strict=True))
+        print(
+            f"  {name:24} {latency.median_us:8.1f} us (p10 {latency.p10_us:.1f}, p90 {latency.p90_us:.1f}; back to "
+            f"back {latency.batch_us or 0.0:.1f}), {reached:.1f} % of the floor; "
+            f"{median(ratios):.4f} of {median(base):.1f} (p10 {ratios[len(ratios) // 10]:.4f}, "
+            f"p90 {ratios[-1 - len(ratios) // 10]:.4f}); logits within {outcome.verdict.max_rel_error:.4f}",
+            flush=True,
+        )
 
 
-def measure_model(model: str, gpu: str, context: int) -> None:
-    """One line a schedule."""
-    workload = make_workload(model, gpu, "bf16", context)
-    bench = CudaBench(open_source(model), DTYPES["bf16"], context)
-    for threads, matrix in BLOCKS:
-        for chunk, inflight in STREAMS:
-            name = f"{model} threads {threads} matrix {matrix} chunk {chunk} inflight {inflight}"
-            chosen = config(make_space(workload), threads, matrix, chunk, inflight)
-            program = lower(workload.graph, chosen, workload.target)
-            outcome = bench.measure(program)
-            if not isinstance(outcome, Measured):
-                print(f"{name}: {outcome}", flush=True)
+def variants(space: Space, config: ScheduleConfig, changes: list[str]) -> Iterator[tuple[str, ScheduleConfig]]:
+    """(name, config) of the schedule itself, then with each change; SystemExit for what is no value of a knob."""
+    yield "itself", config
+    choice = space.nearest(config)
+    known = {dimension.name: dimension.values for dimension in space.dimensions}
+    for change in changes:
+        knob, _, values = change.partition("=")
+        family, dot, size = knob.rpartition(".")
+        for text in values.split(","):
+            if dot and knob not in known and text.isdigit():
+                sizes = {**config.tiling.get(family, {}), size: int(text)}
+                yield f"{knob}={text}", replace(config, tiling={**config.tiling, family: sizes})
                 continue
-            latency, floor = outcome.latency, floor_us(weight_bytes_read(program), workload.target)
-            print(
-                f"{name}: {latency.median_us:.1f} us (p10 {latency.p10_us:.1f}, p90 {latency.p90_us:.1f}), "
-                f"{100 * floor_fraction(floor, latency.median_us):.1f} % of the floor of {floor:.1f} us; "
-                f"logits within {outcome.verdict.max_rel_error:.4f}",
-                flush=True,
-            )
-
-
-def config(space: Space, threads: int, matrix: int, chunk: int, inflight: int) -> ScheduleConfig:
-    """The known-good config with two KV splits, in a block and with a ring of these sizes."""
-    known = space.to_config(space.known_good()[1])
-    tiling = {**known.tiling, "warps": {"matrix": matrix}}
-    tiling["stream"] = {"chunk_bytes": chunk, "inflight_bytes": inflight}
-    return replace(known, tiling=tiling, threads_per_block=threads)
+            value = next((each for each in known.get(knob, ()) if str(each) == text), None)
+            if value is None:
+                raise SystemExit(f"{knob}={text}: not one of {known.get(knob, sorted(known))}")
+            yield f"{knob}={text}", space.to_config({**choice, knob: value})
 
 
 if __name__ == "__main__":

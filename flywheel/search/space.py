@@ -147,7 +147,6 @@ KNOBS: Final = (
     Knob("chunk", _chunks, True, "bytes of one weight copy"),
     Knob("copies", _just(1, 2, 4), True, "weight copies that the loader starts at once"),
     Knob("inflight", _inflight, True, "bytes of weight copies under way"),
-    Knob("l2", _just(0, 65536, 131072, 262144), True, "bytes behind the ring that a waiting loader brings to L2"),
 )
 """Every searched knob. Each value of each changes the program or the kernel variant."""
 
@@ -162,7 +161,6 @@ _GOOD_ON_H200: Final[Choice] = MappingProxyType(
         "pages": "none",
         "placement": "idle_first",
         "copies": 4,
-        "l2": 0,
     }
 )
 """Block and ring that were the fastest of a few with llama3.2-1b and llama3-8b on an H200."""
@@ -211,8 +209,6 @@ class Space:
         tiling["attention"] = {"kv_block": int(choice["kv_block"])}
         tiling["stream"] = {"chunk_bytes": int(choice["chunk"]), "inflight_bytes": int(choice["inflight"]),
                             "copies": int(choice["copies"])}
-        if choice["l2"]:
-            tiling["stream"]["l2_bytes"] = int(choice["l2"])
         tiling["warps"] = {"matrix": int(choice["matrix"]), "chunk": int(choice["share"])}
         if choice["hand_off"] == "data":
             tiling["hand_off"] = {"data": 1}
@@ -267,7 +263,6 @@ class Space:
             "chunk": tiling.get("stream", {}).get("chunk_bytes", 0),
             "inflight": tiling.get("stream", {}).get("inflight_bytes", 0),
             "copies": tiling.get("stream", {}).get("copies", COPIES),
-            "l2": tiling.get("stream", {}).get("l2_bytes", 0),
             "matrix": tiling.get("warps", {}).get("matrix", 0),
             "share": tiling.get("warps", {}).get("chunk", 1),
             "kv_block": tiling.get("attention", {}).get("kv_block", 0),

@@ -142,8 +142,6 @@ __device__ __forceinline__ void fetch(Block& block, TaskSlot& task, int index) {
     if (lane == 0) task.awaited = awaited;
 }
 
-
-
 // Some bytes on their way to L2: no more than leave the stream of weights its share of the memory. All lanes.
 __device__ __forceinline__ void prefetch_bytes(const char* from, long long bytes) {
     constexpr int LINE = 128, LIMIT = 64 * 1024;
@@ -173,6 +171,14 @@ __device__ __forceinline__ void prefetch_operands(const TaskSlot& task) {
     }
 }
 
+// The SM's own rows of tables, which it reads one by one, each behind weights on their way.
+__device__ __forceinline__ void prefetch_tables(const Block& block, int count) {
+    prefetch_bytes(reinterpret_cast<const char*>(block.program.instructions) + block.queue_first * sizeof(amk_instruction_t),
+                   static_cast<long long>(count) * sizeof(amk_instruction_t));
+    prefetch_bytes(reinterpret_cast<const char*>(block.program.segments) + block.stream_first * sizeof(amk_segment_t),
+                   static_cast<long long>(block.stream_end - block.stream_first) * sizeof(amk_segment_t));
+}
+
 __device__ __noinline__ void run_control() {
     Block& block = this_block();
     const int count = block.queue_end - block.queue_first;
@@ -187,6 +193,7 @@ __device__ __noinline__ void run_control() {
         if (!__all_sync(~0u, met)) return;
         __syncwarp();  // what each lane acquired is ordered before the arrival of this one
         if (lane_id() < WARP_ARRIVALS) barrier_arrive(&block.task_ready[slot]);
+        if (index == 0) prefetch_tables(block, count);
     }
     for (int index = max(0, count - TASK_SLOTS); index < count; index++) {  // stay to watch the last ones
         if (!wait_watched(block, &block.task_free[index % TASK_SLOTS], (index / TASK_SLOTS) & 1)) return;
