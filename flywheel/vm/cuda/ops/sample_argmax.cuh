@@ -1,7 +1,8 @@
 // SAMPLE_ARGMAX: index of the largest element of each row, the first of equals; NaN is larger than any number.
 // Operands: logits [S, V] of any float type, out I32 [S]; V need not divide into anything.
 // Rounding: none; elements are compared as they are.
-// Where the tasks that made the logits have kept the best, that is it. Else row after row, all threads on one; of aligned F32 several 16-byte loads a thread in flight; then two reductions.
+// Where the tasks that made the logits have kept the best, that is it. Else row after row, all threads on one; of aligned F32
+// several 16-byte loads a thread in flight; then two reductions.
 #pragma once
 
 #include "../best.cuh"
