@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from emulator.translate import translate
 
 from flywheel.errors import GpuFaultError, TensorError
@@ -59,8 +57,6 @@ def build_variant(
     key = hashlib.sha256(text.encode()).hexdigest()
     library = Path(_FOLDER.name, f"{key}.so")
     if not library.exists():
-        if shutil.which("g++") is None:
-            pytest.fail("g++ is missing, which builds kernels for the CPU: apt install g++", pytrace=False)
         unfinished = library.with_suffix(f".{os.getpid()}")
         subprocess.run(["g++", *FLAGS, "-x", "c++", "-", "-o", unfinished], input=text, text=True, check=True)
         unfinished.replace(library)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
+
+import pytest
 
 RUNTIME: Final = Path(__file__).with_name("cuda_on_cpu.hpp")
 
@@ -85,6 +88,8 @@ extern "C" int emulate_pack_matrix(const element_t* src, element_t* dst, int row
 
 def translate(sources: Path, unit: str, defines: Mapping[str, str]) -> str:
     """Preprocessed C++ of a unit, with an entry point a kernel. Raises KeyError for PTX that CALLS does not know."""
+    if shutil.which("g++") is None:
+        pytest.fail("g++ is missing, which builds kernels for the CPU: apt install g++", pytrace=False)
     words = [f"-D{name}={value}" for name, value in defines.items()]
     text = subprocess.run(
         ["g++", "-E", "-P", "-x", "c++", "-std=c++17", "-include", RUNTIME, f"-I{sources}", *words, sources / unit],
