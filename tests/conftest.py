@@ -23,7 +23,10 @@ settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail the tests marked gpu instead of skipping them")
-    parser.addoption("--emulate-gpu", action="store_true", help="run the tests of tests/gpu with kernels on the CPU")
+    parser.addoption(
+        "--emulate-gpu", type=int, nargs="?", const=90, default=0, metavar="SM_ARCH",
+        help="run the tests of tests/gpu with kernels on the CPU, those for sm_90 or SM_ARCH",
+    )  # fmt: skip
 
 
 @pytest.hookimpl(wrapper=True)

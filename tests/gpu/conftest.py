@@ -51,26 +51,26 @@ TaskRow = tuple[str, Sequence[str], str | Sequence[str], Mapping[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def emulated(request: pytest.FixtureRequest) -> bool:
-    """Whether kernels run on the CPU."""
-    return bool(request.config.getoption("--emulate-gpu"))
+def emulated(request: pytest.FixtureRequest) -> int:
+    """The architecture whose kernels run on the CPU, or 0."""
+    return int(request.config.getoption("--emulate-gpu"))
 
 
 @pytest.fixture(scope="session")
-def device(emulated: bool) -> str:
+def device(emulated: int) -> str:
     """Where tensors are, as torch calls it."""
     return "cpu" if emulated else "cuda"
 
 
 @pytest.fixture(scope="session")
-def gpu(emulated: bool) -> Iterator[Any]:
+def gpu(emulated: int) -> Iterator[Any]:
     """The first GPU, or a skip that says why there is none; or what does without one."""
     from flywheel.vm.driver import open_gpu
 
     if emulated:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("flywheel.vm.weights.compile_variant", build_variant)
-            yield EmulatedGpu()
+            yield EmulatedGpu(sm_arch=emulated)
         return
     try:
         yield open_gpu()
@@ -93,7 +93,7 @@ def target(gpu: Any) -> GpuTarget:
 
 
 @pytest.fixture(scope="session")
-def run(gpu: Any, device: str, emulated: bool) -> Run:
+def run(gpu: Any, device: str, emulated: int) -> Run:
     """`run(program, tensors, pos)`: one launch on the GPU over poisoned memory; every IO_OUTPUT and KV_CACHE, on it.
 
     Tensors are those of `ReferenceVM.run`, on the GPU; none is modified.
