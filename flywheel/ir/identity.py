@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Task
-from flywheel.ir.variant import variant_of
+from flywheel.ir.variant import KernelVariant, variant_of
 
 _json: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
@@ -23,7 +23,7 @@ def program_id(program: MegakernelProgram) -> str:
     """
     target, pages = program.target, program.pages
     lines = [
-        f"{program.ir_version} {target.name if target else None!r} {variant_of(program)!r}",
+        f"{program.ir_version} {target.name if target else None!r} {_variant_text(variant_of(program))}",
         *(f"{b.id} {b.kind:d} {b.dtype:d} {tuple(b.shape)} {b.space:d} {b.source!r}" for b in program.buffers),
     ]
     if pages is not None:
@@ -31,6 +31,11 @@ def program_id(program: MegakernelProgram) -> str:
         lines.extend(f"{page.id} {page.space:d} {page.nbytes}" for page in pages.pages)
     lines.extend(_task_lines(program.tasks))
     return hashlib.sha256("\n".join(lines).encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+def _variant_text(variant: KernelVariant) -> str:
+    """What came to variants later counts where it is used: older programs keep their ids."""
+    return f"{variant!r} l2_chunks={variant.l2_chunks}" if variant.l2_chunks else repr(variant)
 
 
 def _task_lines(tasks: Sequence[Task]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Final, NamedTuple
 
@@ -85,8 +85,9 @@ class KernelVariant:
     """Copies on their way at once, at most `ring_slots - chunk_groups`; the others of a full ring have landed."""
     copies: int
     """Chunks that the loader fills at once."""
-    l2_chunks: int
-    """Chunks behind the ring that the loader has on their way to L2 while it has to stand still."""
+    l2_chunks: int = field(repr=False)
+    """Chunks behind the ring that the loader has on their way to L2 while it has to stand still. No part of the repr,
+    which makes ids: see identity.py."""
     prefetch_depth: int
     data_hand_offs: bool
     """Readers wait for activations themselves where they can, not for counters."""
