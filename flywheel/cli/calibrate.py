@@ -17,6 +17,7 @@ from flywheel.cost_model import MODEL_VERSION
 if TYPE_CHECKING:
     from flywheel.search.calibrating import Calibrated, Selection
 
+_BOUNDS: Final = "read_gbs at most {read_gbs:,.0f}, visibility_us at least {visibility_us:.2f}"
 _MOST_JOBS: Final = 8
 
 
@@ -43,8 +44,8 @@ def calibrate(
 ) -> None:  # fmt: skip
     """Fit the cost model's constants of a GPU to what campaigns measured on it, and say how well the rest is predicted.
 
-    What flywheel doctor --probe measured is taken as it is. Rows of one GPU, driver, compiler and kernels count, those
-    of the newest measured row. The result is a file that search, evaluate, lower and simulate take as --machine.
+    What flywheel doctor --probe measured bounds the read rate and the hand-off. Rows of one GPU, driver, compiler and
+    kernels count, those of the newest measured row. The result is a file that search, evaluate, lower and simulate take as --machine.
     """
     from flywheel.cost_model.calibration import dump_calibration
     from flywheel.search.calibrating import calibrate as run_calibration
@@ -60,7 +61,7 @@ def calibrate(
         gpu_name = selection.place["gpu_name"]
         ceiling = None if gpu_name is None else opened.ceiling(gpu_name)
     if ceiling is None:
-        note(f"flywheel: no probe of {gpu_name} in the store, so its read rate is fitted, too; flywheel doctor --probe")
+        note(f"flywheel: no probe of {gpu_name} in the store, so nothing bounds its read rate; flywheel doctor --probe")
     with open_pool(jobs or min(os.cpu_count() or 1, _MOST_JOBS)) as pool:
         found = run_calibration(selection, ceiling, held_back, pool, lambda told: note(f"flywheel: {told}"))
     document = _document(selection, found, output)
@@ -78,7 +79,7 @@ def _document(selection: Selection, found: Calibrated, output: Path) -> dict[str
         "path": str(output),
         "predictor": found.calibration.predictor.version,
         "before": MODEL_VERSION,
-        "pinned": dict(found.pinned),
+        "probed": dict(found.probed),
         "campaigns": list(selection.campaigns),
         "elsewhere": selection.elsewhere,
         "few": dict(selection.few),
@@ -98,14 +99,14 @@ def _show(document: dict[str, Any]) -> None:
         *([f"{', '.join(few)}: too few"] if few else []),
         *([f"{changed} programs that are lowered otherwise today"] if (changed := _changed(works)) else []),
     ]
-    pinned = [f"{name} {value:,.5g}" for name, value in document["pinned"].items()]
+    probed = document["probed"]
     measured = f"{document['gpu_name']}, driver {document['gpu_driver']}, NVRTC {document['nvrtc']}"
     show(
         pairs(
             [
                 ("measured", f"{measured}, kernels {document['kernels']}"),
                 ("campaigns", ", ".join(document["campaigns"])),
-                ("pinned", f"{', '.join(pinned)}: as probed" if pinned else None),
+                ("probed", _BOUNDS.format(**probed) if probed else None),
                 ("disturbed", ", ".join(document["disturbed"]) or None),
                 ("left out", "; ".join(left_out) or None),
                 ("predictor", f"{document['predictor']} (not {document['before']})"),

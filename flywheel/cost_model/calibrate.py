@@ -7,8 +7,9 @@ stays near where it began, held there by a weak prior. Same samples, same consta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -54,7 +55,7 @@ FREE: Final = (
     Free("vector.attend_us", 0.0, 1.0),
     Free("vector.cache_us", 0.0, 4.0),
 )
-"""The constants that a fit moves where nothing pins them, in us, GB/s or bytes per us."""
+"""The constants that a fit moves, in us, GB/s or bytes per us."""
 
 _WIDE: Final = 20.0
 """Bounds further apart than that factor are searched by their logarithm."""
@@ -140,15 +141,16 @@ def fit(
     machine: Machine,
     measured_us: Sequence[float],
     price: Price,
-    pinned: Collection[str] = (),
+    bounds: Mapping[str, tuple[float, float]] = MappingProxyType({}),
     watch: Callable[[float], None] = lambda _: None,
 ) -> Machine:
-    """`machine` with the constants of FREE, but for those `pinned` by name, moved to where the prices of the samples
-    agree best with what they were measured to take.
+    """`machine` with the constants of FREE moved to where the prices of the samples agree best with what they were
+    measured to take; `bounds` are (low, high) that hold instead of FREE's, by name.
 
     `watch` is told the root mean square error of the logarithm after every step.
     """
-    scales = [_Scale(free, _get(machine, free.name)) for free in FREE if free.name not in pinned]
+    free = [Free(each.name, *bounds.get(each.name, (each.low, each.high))) for each in FREE]
+    scales = [_Scale(each, _get(machine, each.name)) for each in free]
 
     def build(place: Array) -> Machine:
         built = machine

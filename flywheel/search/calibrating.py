@@ -37,6 +37,10 @@ FITTED_CONFIGS: Final = 50
 SHORT_LAYERS: Final = (2, 4)
 """Layers of the programs that stand for a longer one while constants are fitted; what they miss is below 1 %."""
 
+_LEAST_READ: Final = 2.0
+_SLOWEST_HAND_OFF: Final = 8.0
+"""How far a fit may go from what a probe measured: times less, times longer."""
+
 _PLACE: Final = ("gpu_name", "gpu_driver", "nvrtc", "kernels")
 """What rows that are compared were all measured with."""
 
@@ -93,10 +97,10 @@ class WorkFit:
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """A calibration, and how good it is. `pinned` are constants that a probe measured."""
+    """A calibration, and how good it is. `probed` are constants that a probe bounds."""
 
     calibration: Calibration
-    pinned: Mapping[str, float]
+    probed: Mapping[str, float]
     works: tuple[WorkFit, ...]
 
 
@@ -187,14 +191,20 @@ def calibrate(
 ) -> Calibrated:
     """Fit the GPU's constants to a part of what was measured, and score them on the rest.
 
-    `ceiling` pins what the GPU was probed for. `watch` is told what goes on. Raises UsageError where too few programs
-    are still what was measured.
+    What the GPU was probed for is the best case of two constants: `ceiling` is the most that a schedule's weights are
+    read at, and the least that a hand-off by a counter takes. `watch` is told what goes on. Raises
+    UsageError where too few programs are still what was measured.
     """
     stock = machine_for(find_target(selection.gpu))
-    begin, pinned = stock, {}
+    begin, probed, bounds = stock, {}, {}
     if ceiling is not None:
-        begin = replace(stock, read_gbs=ceiling.read_gbs, visibility_us=ceiling.hand_off_us)
-        pinned = {"read_gbs": begin.read_gbs, "visibility_us": begin.visibility_us}
+        probed = {"read_gbs": ceiling.read_gbs, "visibility_us": ceiling.hand_off_us}
+        bounds = {
+            "read_gbs": (ceiling.read_gbs / _LEAST_READ, ceiling.read_gbs),
+            "visibility_us": (ceiling.hand_off_us, _SLOWEST_HAND_OFF * ceiling.hand_off_us),
+        }
+        inside = {name: min(max(getattr(stock, name), low), high) for name, (low, high) in bounds.items()}
+        begin = replace(stock, **inside)
     parts = [(each, *split(each.configs, held_back)) for each in selection.works]
     drawn = [_shortened(each.workload, _spread(fitted, FITTED_CONFIGS)) for each, fitted, _ in parts]
     samples = [sample for found in drawn for sample in found]
@@ -211,12 +221,12 @@ def calibrate(
         watch(f"step {steps['done']}: predictions are off by {error * 100:.1f} % (root mean square)")
 
     watch(f"fitting to {len(samples)} programs")
-    machine = fit(begin, [sample.latency_us for sample in samples], pool(samples), pinned, step)
+    machine = fit(begin, [sample.latency_us for sample in samples], pool(samples), bounds, step)
     works = []
     for (each, _, kept), found in zip(parts, drawn, strict=True):
         watch(f"predicting {len(kept)} programs of {_name(each.workload)} that were held back")
         works.append(_scored(each.workload, kept, len(found), stock, machine))
-    return Calibrated(_frozen(selection, machine, pinned, held_back, works), pinned, tuple(works))
+    return Calibrated(_frozen(selection, machine, probed, held_back, works), probed, tuple(works))
 
 
 def _spread(configs: Sequence[Config], count: int) -> list[Config]:
@@ -279,12 +289,12 @@ def _scored(
 
 
 def _frozen(
-    selection: Selection, machine: Machine, pinned: Mapping[str, float], held_back: float, works: Sequence[WorkFit]
+    selection: Selection, machine: Machine, probed: Mapping[str, float], held_back: float, works: Sequence[WorkFit]
 ) -> Calibration:
     provenance: dict[str, Any] = {
         **selection.place,
         "campaigns": list(selection.campaigns),
-        "pinned": dict(pinned),
+        "probed": dict(probed),
         "held_back": held_back,
         "before": STOCK.version,
         "works": [asdict(each) for each in works],

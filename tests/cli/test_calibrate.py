@@ -66,10 +66,11 @@ def test_a_calibration_is_written_and_scored(measured: Path, run: Run) -> None:
     (work,) = document["works"]
     assert (work["model"], work["fitted"], work["after"]["n"]) == ("small", 10, 10)
     assert work["after"]["median_error"] < work["before"]["median_error"]
-    assert document["pinned"] == {"read_gbs": 205.0, "visibility_us": 0.6}
+    assert document["probed"] == {"read_gbs": 205.0, "visibility_us": 0.6}
     written = read_calibration("machine.json")
     assert written.predictor.version == document["predictor"]
-    assert written.machine.visibility_us == 0.6
+    assert written.machine.visibility_us >= 0.6
+    assert written.machine.read_gbs <= 205.0
     assert written.provenance["kernels"] == "abc"
     assert "flywheel: fitting to 10 programs" in result.stderr
 

@@ -107,13 +107,13 @@ def test_the_same_rows_give_the_same_file_in_any_number_of_processes(lab: Lab) -
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_a_probe_measured_is_not_fitted(lab: Lab) -> None:
+def test_what_a_probe_measured_bounds_the_fit(lab: Lab) -> None:
     lab.measure("a", 0, 20)
     ceiling = Ceiling("Few", "1", "host", 190.0, "ring", 0.6, "2026-01-01T00:00:00+00:00")
     found = run(lab, ceiling=ceiling)
     machine = found.calibration.machine
-    assert (machine.read_gbs, machine.visibility_us) == (190.0, 0.6)
-    assert found.pinned == found.calibration.provenance["pinned"] == {"read_gbs": 190.0, "visibility_us": 0.6}
+    assert machine.read_gbs <= 190.0 and machine.visibility_us >= 0.6
+    assert found.probed == found.calibration.provenance["probed"] == {"read_gbs": 190.0, "visibility_us": 0.6}
 
 
 def test_what_is_held_back_depends_on_the_configs_alone(lab: Lab) -> None:
