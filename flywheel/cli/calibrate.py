@@ -45,7 +45,8 @@ def calibrate(
     """Fit the cost model's constants of a GPU to what campaigns measured on it, and say how well the rest is predicted.
 
     What flywheel doctor --probe measured bounds the read rate and the hand-off. Rows of one GPU, driver, compiler and
-    kernels count, those of the newest measured row. The result is a file that search, evaluate, lower and simulate take as --machine.
+    kernels count, those of the newest measured row. The result is a file that search, evaluate, lower and simulate take
+    as --machine.
     """
     from flywheel.cost_model.calibration import dump_calibration
     from flywheel.search.calibrating import calibrate as run_calibration
