@@ -65,10 +65,10 @@ def compile_all(
     dtype: str, sm_arch: int, kernels: Sequence[tuple[int, int]], stopped: Callable[[], bool]
 ) -> None:
     """The same for kernels of (threads, warps that multiply), one after the other, until it is `stopped`."""
-    with suppress(ConfigError, KernelCompileError):
-        for threads, matrix_warps in kernels:
-            if stopped():
-                return
+    for threads, matrix_warps in kernels:
+        if stopped():
+            return
+        with suppress(ConfigError, KernelCompileError):
             _compile(sm_arch, threads, matrix_warps, DTYPES[dtype])
 
 

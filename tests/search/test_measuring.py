@@ -49,10 +49,14 @@ def test_nothing_is_compiled_for_nobody(lab: Any, compiled: list[Variant]) -> No
 def test_a_kernel_that_does_not_compile_is_news_for_its_measurement_alone(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any, **__: Any) -> None:
+    tried: list[str] = []
+
+    def fail(arch: str, *_: Any, **__: Any) -> None:
+        tried.append(arch)
         raise KernelCompileError("vm_loop.cuh(12): error")
 
     monkeypatch.setattr(measuring, "compile_variant", fail)
     measuring._compile_once.cache_clear()
     measuring.compile_all("bf16", 90, lab.space().kernels(), lambda: False)
     measuring.compile_all("bf16", 70, lab.space().kernels(), lambda: False)
+    assert tried == ["sm_90a"] * len(lab.space().kernels())
