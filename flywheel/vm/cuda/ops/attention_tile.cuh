@@ -4,75 +4,9 @@
 // Rows are dealt to the warps, each of which keeps a running softmax; what they have is merged at the end.
 #pragma once
 
-#include "pairs.cuh"
+#include "parts.cuh"
 #include "rotate.cuh"
 #include "../warp.cuh"
-
-// Where a thread is, read again each time: what follows from it takes no registers from a loop that needs them.
-struct Place {
-    int lane, warp;
-    __device__ __forceinline__ Place() {
-        int thread;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-        lane = thread % WARP;
-        warp = thread / WARP - FIRST_VECTOR_WARP;
-    }
-};
-
-// What `warps` warps have of some heads: of each a row of head_dim weighted sums, which lie at the end of the staging area, and
-// the highest score and the sum of exponentials, which lie in the pass buffers: no matrix warp fills them meanwhile.
-struct Parts {
-    float* rows;
-    int pitch, warps, heads;
-    __device__ __forceinline__ Parts(Vm vm, int its_pitch, int its_warps, int its_heads)
-        : rows(reinterpret_cast<float*>(vm.work() + FW_WORK_BYTES) - its_warps * its_heads * its_pitch),
-          pitch(its_pitch), warps(its_warps), heads(its_heads) {}
-    __device__ __forceinline__ float* row(int head, int warp) const { return rows + (warp * heads + head) * pitch; }
-    static __device__ __forceinline__ float2* stats(Vm vm, int head) {
-        return reinterpret_cast<float2*>(vm.block().partial(0)) + head * VECTOR_WARPS;
-    }
-};
-
-// Into the rows of the result from `first` on, once all warps have written theirs. A warp takes 32 pairs of columns of a head
-// at a time. Not inlined where each head_dim would have it.
-__device__ __noinline__ void merge(Vm vm, const amk_step_t& step, Parts parts, int first) {
-    constexpr int AHEAD = VECTOR_WARPS < 8 ? VECTOR_WARPS : 8;
-    vm.sync();
-    const int head_dim = step.params.head_dim, dtype = step.out_dtype, pairs = (head_dim + 1) / 2;
-    const Operand out = vm.out(step);
-    const bool partial = out.numel != step.params.n_heads * head_dim;
-    const int width = head_dim + (partial ? 2 : 0), shift = pairs > WARP ? 32 - __clz((pairs - 1) / WARP) : 0;
-#pragma unroll 1
-    for (int unit = vm.warp(); unit < parts.heads << shift; unit += VECTOR_WARPS) {
-        const int head = unit >> shift, pair = (unit - (head << shift)) * WARP + vm.lane();
-        if (pair >= pairs) continue;
-        const float2* stats = Parts::stats(vm, head);
-        float highest = -INFINITY;
-#pragma unroll AHEAD
-        for (int part = 0; part < parts.warps; part++) highest = fmaxf(highest, stats[part].x);
-        float total = 0.0f, x = 0.0f, y = 0.0f;
-#pragma unroll 1
-        for (int done = 0; done < parts.warps; done += AHEAD) {
-#pragma unroll
-            for (int part = 0; part < AHEAD; part++) {
-                const int mine = min(done + part, parts.warps - 1);
-                const float2 seen = stats[mine], sums = reinterpret_cast<const float2*>(parts.row(head, mine))[pair];
-                const float factor = done + part < parts.warps ? decay(seen.x, highest) : 0.0f;
-                total += factor * seen.y;
-                x += factor * sums.x;
-                y += factor * sums.y;
-            }
-        }
-        const float share = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
-        const int start = (first + head) * width, at = start + 2 * pair;
-        if (2 * pair + 1 < head_dim) {
-            store_pair(dtype, out, at, x * share, y * share);
-        } else {
-            store_result(dtype, out, at, x * share);
-        }
-        if (partial && pair == 0) store_pair(AMK_DTYPE_F32, out, start + head_dim, highest, total);
-    }
-}
 
 #if FW_DTYPE != AMK_DTYPE_F32
 
