@@ -24,8 +24,8 @@ settings.load_profile("ci")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail the tests marked gpu instead of skipping them")
     parser.addoption(
-        "--emulate-gpu", type=int, nargs="?", const=90, default=0, metavar="SM_ARCH",
-        help="run the tests of tests/gpu with kernels on the CPU, those for sm_90 or SM_ARCH",
+        "--emulate-gpu", type=int, choices=(80, 90), default=0, metavar="SM_ARCH",
+        help="run the tests of tests/gpu with the kernels for SM_ARCH, 80 or 90, on the CPU",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The kernel's sources as C++ for a CPU: every PTX statement becomes a call into cuda_on_cpu.hpp."""
+"""The kernel's sources as C++ for a CPU: every PTX statement becomes a call into ptx.hpp."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-RUNTIME: Final = Path(__file__).with_name("cuda_on_cpu.hpp")
+RUNTIME: Final = Path(__file__).with_name("ptx.hpp")
 
 _FRAGMENTS: Final = "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
 
@@ -114,35 +115,27 @@ def _calls(text: str) -> Iterator[str]:
     yield text[done:]
 
 
-def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that was opened before `start` closes."""
-    depth, at = 1, start
-    while depth:
-        if text[at] == '"':
-            found = _STRING.match(text, at)
-            assert found is not None
+def _outside_strings(text: str, start: int) -> Iterator[tuple[int, int]]:
+    """(place, parentheses open behind it) of every character from `start` on that is in no string."""
+    depth, at = 0, start
+    while at < len(text):
+        if found := _STRING.match(text, at):
             at = found.end()
             continue
         depth += {"(": 1, ")": -1}.get(text[at], 0)
+        yield at, depth
         at += 1
-    return at - 1
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis that was opened before `start` closes."""
+    return next(at for at, depth in _outside_strings(text, start) if depth < 0)
 
 
 def _sections(text: str) -> list[str]:
     """What the colons outside of parentheses and strings part."""
-    parts, depth, first, at = [], 0, 0, 0
-    while at < len(text):
-        if text[at] == '"':
-            found = _STRING.match(text, at)
-            assert found is not None
-            at = found.end()
-            continue
-        depth += {"(": 1, ")": -1}.get(text[at], 0)
-        if text[at] == ":" and depth == 0:
-            parts.append(text[first:at])
-            first = at + 1
-        at += 1
-    return [*parts, text[first:]]
+    cuts = [at for at, depth in _outside_strings(text, 0) if depth == 0 and text[at] == ":"]
+    return [text[first + 1 : end] for first, end in pairwise((-1, *cuts, len(text)))]
 
 
 def _operands(section: str) -> Iterator[str]:
