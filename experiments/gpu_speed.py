@@ -2,7 +2,7 @@
 
     python experiments/gpu_speed.py CONFIG.json KNOB=VALUE[,VALUE...] ... [--model llama3.2-1b] [--gpu h200]
 
-A knob is one of the search's, or a size of `tiling` that no search varies, such as stream.l2_bytes. Each line is the
+A knob is one of the search's, or a size of `tiling` that no search varies, such as gemv.k_proj.N_tile. Each line is the
 schedule with one knob changed, beside the schedule itself: 30 launches of each in turn, behind an emptied L2 cache,
 with logits that were compared with the eager oracle's before. The first line compares the schedule with itself.
 """
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama3.2-1b", help="where the config does not say")
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--context", type=int, default=512)
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     given = load_config(arguments.config)
     model = given.model if isinstance(given, Schedule) else arguments.model
     config = given.config if isinstance(given, Schedule) else given

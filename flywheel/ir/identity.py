@@ -35,7 +35,7 @@ def program_id(program: MegakernelProgram) -> str:
 
 def _variant_text(variant: KernelVariant) -> str:
     """What came to variants later counts where it is used: older programs keep their ids."""
-    return f"{variant!r} l2_chunks={variant.l2_chunks}" if variant.l2_chunks else repr(variant)
+    return f"{variant!r} x_slices={variant.x_slices}" if variant.x_slices > 1 else repr(variant)
 
 
 def _task_lines(tasks: Sequence[Task]) -> Iterator[str]:

@@ -29,6 +29,12 @@ refuses a longer result of a task's own steps."""
 MAX_STAGED_ROWS_BYTES: Final = 132 * 1024
 """The same for several rows: eight of 8192 halves and their padding."""
 
+MAX_X_SLICES: Final = 4
+"""Slices of an operand that are staged side by side: each has a barrier of its own."""
+
+SLICE_SUMS_BYTES: Final = 1024
+"""Room behind such an operand for the sums of its earlier slices; those of more columns than fit are spilled."""
+
 SUMS_BYTES: Final = 4 * 1024
 """Room behind an operand that is staged in slices of K, for the sums of its earlier ones."""
 
@@ -53,9 +59,6 @@ a microsecond for a copy and what it waits for before it."""
 
 MAX_COPIES: Final = 8
 
-MAX_L2_BYTES: Final = 512 * 1024
-"""Most that a config may have an SM bring to L2 behind its ring; all SMs together then fill any L2 cache."""
-
 WARP: Final = 32
 
 MIN_WARPS: Final = 4
@@ -65,6 +68,10 @@ MAX_THREADS: Final = 1024
 
 FRAGMENT_K: Final = 16
 """Weights are multiplied in blocks of 16 x 16; operands are padded to whole ones."""
+
+SLICE_K: Final = 2 * FRAGMENT_K
+"""Columns of K that slices are multiples of: an even number of fragments, behind which several rows lie in different
+banks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +92,11 @@ class KernelVariant:
     """Copies on their way at once, at most `ring_slots - chunk_groups`; the others of a full ring have landed."""
     copies: int
     """Chunks that the loader fills at once."""
-    l2_chunks: int = field(repr=False)
-    """Chunks behind the ring that the loader has on their way to L2 while it has to stand still. No part of the repr,
-    which makes ids: see identity.py."""
     prefetch_depth: int
     data_hand_offs: bool
     """Readers wait for activations themselves where they can, not for counters."""
+    x_slices: int = field(default=1, repr=False)
+    """Slices of K in which an input is multiplied, each as soon as it is there; 1 without `data_hand_offs`."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a warp that waits for a slot could take the chunk before its own for it."""
@@ -129,15 +135,15 @@ def operand_stride(rows: int, depth: int) -> int:
 def slice_depth(dtype: DType, rows: int, depth: int) -> int:
     """Columns of an input [rows, depth] that are staged at once: all, or an even share of the fewest slices that fit.
 
-    A share is an even number of fragments, behind which several rows lie in different banks.
+    A share is a multiple of SLICE_K.
     """
     most = _most_staged(rows)
     if _bytes_of(dtype, rows, depth) <= most:
         return depth
-    pairs = -(-depth // (2 * FRAGMENT_K))
+    pairs = -(-depth // SLICE_K)
     fitting = ((most - SUMS_BYTES) // dtype.nbytes(rows * FRAGMENT_K) - (rows > 1)) // 2
     slices = -(-pairs // max(1, fitting))
-    return 2 * FRAGMENT_K * -(-pairs // slices)
+    return SLICE_K * -(-pairs // slices)
 
 
 def operand_bytes(dtype: DType, rows: int, depth: int) -> int:
@@ -229,7 +235,8 @@ def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> Ke
         raise ConfigError(f"threads_per_block={threads} is not a multiple of {WARP} in {least}..{most}")
     if not 0 <= config.pipelining_depth <= 1024:
         raise ConfigError(f"pipelining_depth={config.pipelining_depth} is not in 0..1024")
-    staged = max(staged, MIN_STAGED_BYTES)
+    by_data, x_slices = _hand_off(config)
+    staged = max(staged, MIN_STAGED_BYTES) + (SLICE_SUMS_BYTES if x_slices > 1 else 0)
     room = smem - staged - RESERVED_BYTES
     matrix_warps, chunk_warps = _warps(config)
     stream = config.tiling.get("stream", {})
@@ -251,16 +258,23 @@ def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> Ke
     copies = stream.get("copies", COPIES)
     if not 1 <= copies <= MAX_COPIES:
         raise ConfigError(f"tiling.stream.copies={copies} is not in 1..{MAX_COPIES}")
-    l2_bytes = stream.get("l2_bytes", 0)
-    if not 0 <= l2_bytes <= MAX_L2_BYTES:
-        raise ConfigError(f"tiling.stream.l2_bytes={l2_bytes} is not in 0..{MAX_L2_BYTES}")
-    by_data = config.tiling.get("hand_off", {}).get("data", 0)
-    if by_data not in (0, 1):
-        raise ConfigError(f"tiling.hand_off.data={by_data} is not 0 or 1")
     return KernelVariant(
         target.sm_arch, threads, matrix_warps, chunk_warps, smem, staged, chunk, slots, inflight_chunks,
-        min(copies, inflight_chunks), -(-l2_bytes // chunk), config.pipelining_depth, bool(by_data),
+        min(copies, inflight_chunks), config.pipelining_depth, by_data, x_slices,
     )  # fmt: skip
+
+
+def _hand_off(config: ScheduleConfig) -> tuple[bool, int]:
+    """(whether by the data, slices of what is multiplied). Raises ConfigError."""
+    asked = config.tiling.get("hand_off", {})
+    by_data, slices = asked.get("data", 0), asked.get("slices", 1)
+    if by_data not in (0, 1):
+        raise ConfigError(f"tiling.hand_off.data={by_data} is not 0 or 1")
+    if not 1 <= slices <= MAX_X_SLICES:
+        raise ConfigError(f"tiling.hand_off.slices={slices} is not in 1..{MAX_X_SLICES}")
+    if slices > 1 and not by_data:
+        raise ConfigError(f"tiling.hand_off.slices={slices} without data=1: a counter says nothing of a part")
+    return bool(by_data), slices
 
 
 def _warps(config: ScheduleConfig) -> tuple[int, int]:

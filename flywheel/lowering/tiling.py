@@ -18,9 +18,9 @@ DEFAULT_KV_BLOCK: Final = 128
 _SIZES: Final = {
     "gemv": ("N_tile",),
     "attention": ("kv_block",),
-    "stream": ("chunk_bytes", "inflight_bytes", "copies", "l2_bytes"),
+    "stream": ("chunk_bytes", "inflight_bytes", "copies"),
     "warps": ("matrix", "chunk"),
-    "hand_off": ("data",),
+    "hand_off": ("data", "slices"),
 }
 
 _TILES: Final = ("gemv", "attention")

@@ -76,7 +76,7 @@ class StepFlag(IntFlag):
     STAGE = 32
     """A matrix step that must copy its operand to the start of the staging area first."""
     X_IN_PLACE = 64
-    """A matrix step whose operand an earlier step wrote there, in the weight's dtype; its first reader announces it."""
+    """A matrix step whose operand an earlier step (ANNOUNCES) wrote there, in the weight's dtype."""
     REUSE_X = 128
     """A matrix step whose operand the matrix step before it in this task left staged."""
     INDEX_FROM_ZERO = 256
@@ -92,6 +92,11 @@ class StepFlag(IntFlag):
     """A COPY of columns that nothing need run for: its readers look at the columns where they are."""
     CARRIES = 65536
     """A matrix step over the columns of K behind those of the step before it, which goes on with that step's sums."""
+    STAGED_AHEAD = 131072
+    """One whose columns of the operand lie behind those of the step before it, and are staged and announced right after
+    them, before anything is added up."""
+    ANNOUNCES = 262144
+    """A step whose result is the staged operand of a matrix step: each warp announces its share once it is written."""
 
 
 class Epilogue(IntEnum):
@@ -208,6 +213,8 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "row_chunks"),
             Field("int32_t", "rows", note="activation rows, M"),
             Field("uint32_t", "flags", note="SegmentFlag"),
+            Field("int32_t", "x_kblocks", note="fragments of the staged operand before the slice"),
+            Field("int32_t", "reserved"),
         ),
         "amk_report_t": (
             Field("uint32_t", "fault", note="Fault"),
@@ -247,8 +254,6 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("uint64_t", "awaited", note="the first set"),
             Field("uint32_t", "set_stride", note="bytes from it to the second"),
             Field("int32_t", "copies", note="chunks that the loader fills at once"),
-            Field("int32_t", "l2_chunks", note="chunks behind the ring that a waiting loader brings to L2"),
-            Field("int32_t", "reserved"),
         ),
     }
 )

@@ -24,7 +24,15 @@ from flywheel.ir import (
     InstructionKind,
     MemSpace,
 )
-from flywheel.ir.variant import FRAGMENT_K, MAX_RING_SLOTS, MIN_STAGED_BYTES, RESERVED_BYTES, WARP, WORK_BYTES
+from flywheel.ir.variant import (
+    FRAGMENT_K,
+    MAX_RING_SLOTS,
+    MAX_X_SLICES,
+    MIN_STAGED_BYTES,
+    RESERVED_BYTES,
+    WARP,
+    WORK_BYTES,
+)
 from flywheel.vm import abi
 
 CUDA: Final = Path(__file__).parent / "cuda"
@@ -69,6 +77,7 @@ CONSTANTS: Final[Mapping[str, int]] = MappingProxyType(
         "FW_MIN_STAGED_BYTES": MIN_STAGED_BYTES,
         "FW_WORK_BYTES": WORK_BYTES,
         "FW_MAX_RING_SLOTS": MAX_RING_SLOTS,
+        "FW_MAX_X_SLICES": MAX_X_SLICES,
         "FW_WARP": WARP,
     }
 )

@@ -59,11 +59,6 @@ inline void ptx_bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_
     emulator::copies.push_back({emulator::current->warp->block, target, static_cast<const char*>(from), bytes,
                                 reinterpret_cast<uint64_t*>(emulator::shared_pointer(barrier))});
 }
-inline void ptx_bulk_prefetch(const void* from, uint32_t bytes) {
-    if (bytes % 16 || bytes == 0 || reinterpret_cast<uint64_t>(from) % 16) emulator::fail("a bulk prefetch is misaligned");
-    volatile char last = static_cast<const char*>(from)[bytes - 1];  // of memory that is there
-    (void)last;
-}
 inline void ptx_async_copy16(uint32_t to, const void* from) {
     memcpy(emulator::aligned<char>(emulator::shared_pointer(to), 16), emulator::aligned<char>(from, 16), 16);
 }

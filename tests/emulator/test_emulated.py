@@ -36,14 +36,14 @@ FUSED = (
     ("attn_combine", "o_proj", "attn_add"), ("mlp_norm", "gate_proj", "up_proj", "silu_mul"),
     ("down_proj", "mlp_add"), ("final_norm", "lm_head"),
 )  # fmt: skip
-STREAM = {"chunk_bytes": 4096, "inflight_bytes": 8192, "copies": 2}
 CONFIGS = {
     "step by step": ScheduleConfig(threads_per_block=THREADS),
     "fused, by counters": ScheduleConfig(
         {"attention": {"kv_block": 16}, "gemv": {"N_tile": 48}}, FUSED, threads_per_block=THREADS
     ),
-    "fused, by data, ahead in L2": ScheduleConfig(
-        {"attention": {"kv_block": 16}, "hand_off": {"data": 1}, "stream": {**STREAM, "l2_bytes": 65536}},
+    "fused, by data": ScheduleConfig(
+        {"attention": {"kv_block": 16}, "hand_off": {"data": 1, "slices": 2},
+         "stream": {"chunk_bytes": 4096, "inflight_bytes": 8192, "copies": 2}},
         FUSED, pipelining_depth=1, page_allocation="none", threads_per_block=THREADS,
     ),
 }  # fmt: skip
@@ -116,7 +116,7 @@ def test_launch_after_launch_gives_the_reference_s_tokens(gpu: EmulatedGpu, name
 
 @pytest.mark.parametrize("gpu", [90], indirect=True)
 def test_the_best_logit_is_kept_where_logits_are_made(gpu: EmulatedGpu) -> None:
-    flags = pack(lowered(gpu, CONFIGS["fused, by data, ahead in L2"])).instructions["flags"]
+    flags = pack(lowered(gpu, CONFIGS["fused, by data"])).instructions["flags"]
     assert [int((flags & flag != 0).sum()) for flag in (InstructionFlag.KEEPS_BEST, InstructionFlag.TAKES_BEST)] == [
         -(-SPEC.vocab // 64), 1,
     ]  # fmt: skip

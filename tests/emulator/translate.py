@@ -48,7 +48,6 @@ CALLS: Final[Mapping[str, str]] = {
         "bulk_copy",
     "cp.async.cg.shared.global [%0], [%1], 16;": "async_copy16",
     "cp.async.mbarrier.arrive.noinc.shared.b64 [%0];": "barrier_arrive",
-    "cp.async.bulk.prefetch.L2.global [%0], %1;": "bulk_prefetch",
     "bar.sync %0, %1;": "named_barrier",
     "{ .reg .pred mine, all; setp.ne.u32 mine, %1, 0; barrier.cta.red.and.pred all, %2, %3, mine; "
     "selp.u32 %0, 1, 0, all; }": "named_barrier_all",

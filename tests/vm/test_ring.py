@@ -146,4 +146,4 @@ def test_every_variant_has_as_many_slots_as_that() -> None:
 
 def test_a_variant_whose_waits_an_earlier_round_could_answer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"inflight_chunks=3 is not in 1..2: 4 ring slots, 2 groups of warps"):
-        KernelVariant(90, 256, 3, 1, 227 * 1024, 16384, 32768, 4, 3, 2, 0, 2, False)
+        KernelVariant(90, 256, 3, 1, 227 * 1024, 16384, 32768, 4, 3, 2, 2, False)

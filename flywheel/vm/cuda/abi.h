@@ -45,6 +45,7 @@ typedef uint32_t amk_counter_t;
 #define FW_MIN_STAGED_BYTES 16384
 #define FW_WORK_BYTES 8192
 #define FW_MAX_RING_SLOTS 64
+#define FW_MAX_X_SLICES 4
 #define FW_WARP 32
 #define AMK_OP_NOP 0
 #define AMK_OP_COPY 1
@@ -105,6 +106,8 @@ typedef uint32_t amk_counter_t;
 #define FW_STEP_HAS_M_TILE 16384
 #define FW_STEP_VIEW 32768
 #define FW_STEP_CARRIES 65536
+#define FW_STEP_STAGED_AHEAD 131072
+#define FW_STEP_ANNOUNCES 262144
 #define FW_EPILOGUE_NONE 0
 #define FW_EPILOGUE_ADD 1
 #define FW_EPILOGUE_SILU_MUL 2
@@ -268,8 +271,10 @@ struct amk_segment_t {
   int32_t row_chunks;
   int32_t rows;  // activation rows, M
   uint32_t flags;  // SegmentFlag
+  int32_t x_kblocks;  // fragments of the staged operand before the slice
+  int32_t reserved;
 };
-static_assert(sizeof(amk_segment_t) == 40, "amk_segment_t");
+static_assert(sizeof(amk_segment_t) == 48, "amk_segment_t");
 FW_ASSERT_OFFSET(amk_segment_t, src, 0);
 FW_ASSERT_OFFSET(amk_segment_t, queue_index, 8);
 FW_ASSERT_OFFSET(amk_segment_t, row_blocks, 12);
@@ -279,6 +284,8 @@ FW_ASSERT_OFFSET(amk_segment_t, chunk_kblocks, 24);
 FW_ASSERT_OFFSET(amk_segment_t, row_chunks, 28);
 FW_ASSERT_OFFSET(amk_segment_t, rows, 32);
 FW_ASSERT_OFFSET(amk_segment_t, flags, 36);
+FW_ASSERT_OFFSET(amk_segment_t, x_kblocks, 40);
+FW_ASSERT_OFFSET(amk_segment_t, reserved, 44);
 
 struct amk_report_t {
   uint32_t fault;  // Fault
@@ -329,10 +336,8 @@ struct amk_program_t {
   uint64_t awaited;  // the first set
   uint32_t set_stride;  // bytes from it to the second
   int32_t copies;  // chunks that the loader fills at once
-  int32_t l2_chunks;  // chunks behind the ring that a waiting loader brings to L2
-  int32_t reserved;
 };
-static_assert(sizeof(amk_program_t) == 168, "amk_program_t");
+static_assert(sizeof(amk_program_t) == 160, "amk_program_t");
 FW_ASSERT_OFFSET(amk_program_t, buffers, 0);
 FW_ASSERT_OFFSET(amk_program_t, counters, 8);
 FW_ASSERT_OFFSET(amk_program_t, instructions, 16);
@@ -359,5 +364,3 @@ FW_ASSERT_OFFSET(amk_program_t, awaited_bytes, 140);
 FW_ASSERT_OFFSET(amk_program_t, awaited, 144);
 FW_ASSERT_OFFSET(amk_program_t, set_stride, 152);
 FW_ASSERT_OFFSET(amk_program_t, copies, 156);
-FW_ASSERT_OFFSET(amk_program_t, l2_chunks, 160);
-FW_ASSERT_OFFSET(amk_program_t, reserved, 164);

@@ -15,7 +15,7 @@ constexpr int FIRST_MATRIX_WARP = 2;
 constexpr int FIRST_VECTOR_WARP = FIRST_MATRIX_WARP + MATRIX_WARPS;
 constexpr int VECTOR_BARRIER = 1;
 
-// One thread arrives at a barrier for its warp, or for all vector warps, and one warp waits for the others. With
+// One thread arrives at a barrier for its warp, and one warp waits for the others. With
 // FW_EVERY_THREAD all of them do both themselves: compute-sanitizer follows no order that passes through a third thread.
 #ifdef FW_EVERY_THREAD
 constexpr bool EVERY_THREAD = true;
@@ -23,9 +23,9 @@ constexpr bool EVERY_THREAD = true;
 constexpr bool EVERY_THREAD = false;
 #endif
 constexpr int WARP_ARRIVALS = EVERY_THREAD ? WARP : 1;
-constexpr int VECTOR_ARRIVALS = EVERY_THREAD ? VECTOR_THREADS : 1;
 
 constexpr int TASK_SLOTS = 2;
+constexpr int X_ROUNDS = FW_MAX_X_SLICES;  // stagings that the matrix warps may be behind
 constexpr int PARTIAL_BYTES = FW_PARTIALS_BYTES;
 constexpr int PARTIAL_OFFSET = FW_RESERVED_BYTES - PARTIAL_BYTES;
 
@@ -58,9 +58,10 @@ struct Block {
     uint32_t aborted;
     int32_t progress;  // place in the queue of the task that the vector warps are at
     int32_t passes;    // passes of matrix steps that they have taken over
+    int32_t stagings;  // of matrix operands that they have announced
     uint64_t ring_full[FW_MAX_RING_SLOTS];
     uint64_t ring_empty[FW_MAX_RING_SLOTS];
-    uint64_t x_full;            // the matrix operand is staged
+    uint64_t x_full[X_ROUNDS];  // the matrix operand, or a slice of it, is staged: in turn
     uint64_t partial_full[2];   // all chunks of a pass are multiplied
     uint64_t partial_empty[2];  // its partials have been read
     uint64_t task_ready[TASK_SLOTS];

@@ -7,7 +7,7 @@ __device__ __forceinline__ void init_barriers(Block& block) {
         barrier_init(&block.ring_full[slot], FW_RING_ARRIVALS);
         barrier_init(&block.ring_empty[slot], block.program.chunk_warps * WARP_ARRIVALS);
     }
-    barrier_init(&block.x_full, VECTOR_ARRIVALS);
+    for (int i = 0; i < X_ROUNDS; i++) barrier_init(&block.x_full[i], VECTOR_WARPS * WARP_ARRIVALS);
     for (int i = 0; i < 2; i++) {
         barrier_init(&block.partial_full[i], MATRIX_WARPS * WARP_ARRIVALS);
         barrier_init(&block.partial_empty[i], VECTOR_WARPS * WARP_ARRIVALS);
@@ -44,6 +44,7 @@ __device__ __forceinline__ void enter(Block& block, uint32_t launch, int positio
     block.aborted = 0;
     block.progress = 0;
     block.passes = 0;
+    block.stagings = 0;
     init_barriers(block);
 }
 

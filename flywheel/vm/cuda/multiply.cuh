@@ -79,7 +79,8 @@ __device__ __forceinline__ void mma(float (&acc)[4], const uint4& a, const uint2
                  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
-constexpr int ROUND = FW_THREADS <= 512 && __CUDA_ARCH__ >= 900 ? 8 : 4;  // fragments loaded together, as registers allow
+// Fragments loaded together, as registers allow.
+constexpr int ROUND = __CUDA_ARCH__ >= 900 && FW_THREADS <= (__CUDA_ARCH__ == 900 ? 512 : 448) ? 8 : 4;
 constexpr int CHAINS = 4;  // accumulators, so that products do not wait for each other
 constexpr int ROUND_BYTES = ROUND * FRAGMENT_BYTES;
 constexpr int FRAGMENT_X_BYTES = 16 * sizeof(element_t);
@@ -238,7 +239,7 @@ __device__ __forceinline__ void forget_other_set(const Block& block, int thread)
 
 // What a warp needs of a segment.
 struct MatrixSegment {
-    uint32_t row_blocks, kblocks, chunk_kblocks, row_chunks, rows, flags;
+    uint32_t row_blocks, kblocks, chunk_kblocks, row_chunks, rows, flags, x_kblocks;
     __device__ __forceinline__ int fragments(int piece) const {
         return min(chunk_kblocks, kblocks - piece * chunk_kblocks);
     }
@@ -258,7 +259,7 @@ struct SegmentWord {
     __device__ __forceinline__ MatrixSegment segment() const {
 #define FW_WORD(field) at(reinterpret_cast<uint64_t>(&static_cast<const amk_segment_t*>(nullptr)->field))
         return {FW_WORD(row_blocks), FW_WORD(kblocks), FW_WORD(chunk_kblocks),
-                FW_WORD(row_chunks), FW_WORD(rows),    FW_WORD(flags)};
+                FW_WORD(row_chunks), FW_WORD(rows),    FW_WORD(flags),   FW_WORD(x_kblocks)};
 #undef FW_WORD
     }
 };
@@ -318,7 +319,7 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
             landed = true;
         }
         if (segment.flags & FW_SEGMENT_FRESH_X) {
-            if (!warp_barrier_wait(&block.x_full, x_round & 1, &block.aborted)) return;
+            if (!warp_barrier_wait(&block.x_full[x_round % X_ROUNDS], x_round / X_ROUNDS & 1, &block.aborted)) return;
             x_round++;
         }
         float* target;
@@ -332,7 +333,7 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         for (; left > 0; left -= groups) {
             const Part part = share.of(segment.fragments(piece));
             const char* fragments = ring.slot(place) + part.first * FRAGMENT_BYTES;
-            const element_t* part_x = x + (piece * segment.chunk_kblocks + part.first) * 16;
+            const element_t* part_x = x + (segment.x_kblocks + piece * segment.chunk_kblocks + part.first) * 16;
             if (!landed) {
                 waited.begin();
                 if (!ring.wait_filled(place, &block.aborted)) return;

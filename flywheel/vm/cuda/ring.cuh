@@ -1,10 +1,11 @@
 // Weight prefetch: chunks of global memory into a ring of shared-memory slots, each with a full and an empty barrier.
-// From sm_90 on one thread issues bulk copies; before, a warp issues 16-byte asynchronous copies behind the same interface.
+// From sm_90 on one thread issues bulk copies; before, a warp issues 16-byte asynchronous copies behind the same interface. With
+// FW_EVERY_THREAD a warp loads and stores: compute-sanitizer takes what a bulk copy writes for out of order with all that waits.
 #pragma once
 
 #include "sync.cuh"
 
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && !defined(FW_EVERY_THREAD)
 #define FW_RING_ARRIVALS 1
 #else
 #define FW_RING_ARRIVALS 32
@@ -68,16 +69,14 @@ struct Ring {
     }
     __device__ __forceinline__ void release(int slot) const { barrier_arrive(&empty[slot]); }
 
-    // Some bytes on their way to L2, by one thread; nothing before sm_90.
-    static __device__ __forceinline__ void bring_to_l2(const char* source, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-#endif
-    }
-
-    // By one thread a place, or before sm_90 by all lanes of the warp; `bytes` is a multiple of 512.
+    // By one thread a place, or where FW_RING_ARRIVALS says so by all lanes of the warp; `bytes` is a multiple of 512.
     __device__ __forceinline__ void fill(const RingPlace& place, const char* source, uint32_t bytes, int lane) const {
-#if __CUDA_ARCH__ >= 900
+#if defined(FW_EVERY_THREAD)
+        for (uint32_t offset = lane * 16; offset < bytes; offset += 32 * 16) {
+            *reinterpret_cast<uint4*>(slot(place) + offset) = *reinterpret_cast<const uint4*>(source + offset);
+        }
+        barrier_arrive(&full[place.slot]);
+#elif __CUDA_ARCH__ >= 900
         uint32_t barrier = shared_address(&full[place.slot]);
         uint64_t policy;  // weights are read once a launch
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -39,6 +39,12 @@ struct Vm {
 #endif
     }
 
+    // The matrix operand, or a slice of it, is staged as far as this warp has to do with it; `round` counts stagings.
+    __device__ __forceinline__ void announce(int round) const {
+        __syncwarp();
+        if (lane() < WARP_ARRIVALS) barrier_arrive(&block().x_full[round % X_ROUNDS]);
+    }
+
     // Wait for a phase; all vector threads go on together, or, where the launch is being aborted, none does. One warp polls:
     // the others would take issue slots from the matrix warps.
     __device__ __forceinline__ bool wait(uint64_t* barrier, uint32_t parity) const {

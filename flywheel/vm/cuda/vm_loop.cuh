@@ -217,6 +217,10 @@ __device__ __noinline__ void run_vector_warps() {
         for (const amk_step_t* step = staged ? staged : vm.task()->steps; step < end; step++) {
             if (step->flags & FW_STEP_VIEW) continue;
             dispatch(vm, *step);
+            if (step->flags & FW_STEP_ANNOUNCES) {
+                vm.announce(block.stagings);
+                vm.stamp(FW_STAMP_STAGED);
+            }
             index = block.poll_progress();  // which no register kept
             vm.sync();  // its result is there for the next step, or for the signal
         }

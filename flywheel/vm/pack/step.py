@@ -79,7 +79,7 @@ class Step:
 
     `result` is what it makes, in the dtype that it rounds to first. A product in slices of K is a step a slice:
     `columns` are those of x, from and to, that it multiplies (None: all), `carried` the ref of the sums that it goes on
-    with.
+    with; with `side_by_side` all of x is staged, slice behind slice.
     """
 
     op: InstructionKind
@@ -91,6 +91,7 @@ class Step:
     other: int = ABSENT
     columns: tuple[int, int] | None = None
     carried: int = ABSENT
+    side_by_side: bool = False
 
     @property
     def depth(self) -> int:

@@ -76,13 +76,16 @@ def segments_of(
     row_stride = -(-buffers["shape"][weight, 1].astype(np.int64) // FRAGMENT_K) * fragment_bytes
     segments = np.zeros(len(entry), SEGMENT)
     segments["src"] = (first_block[entry] + number * pass_blocks) * row_stride
-    segments["src"] += (slice_starts(steps)[step] * fragment_bytes).astype(np.uint64)
+    starts = slice_starts(steps)
+    segments["src"] += (starts[step] * fragment_bytes).astype(np.uint64)
+    ahead = steps["flags"] & int(StepFlag.STAGED_AHEAD) != 0
+    segments["x_kblocks"] = np.where(ahead, starts, 0)[step]
     segments["queue_index"] = instruction - queues[instructions["sm"][instruction]]
     segments["row_blocks"] = np.minimum(pass_blocks, blocks[entry] - number * pass_blocks)
     segments["row_stride"] = row_stride
     for name in ("kblocks", "chunk_kblocks", "row_chunks", "rows"):
         segments[name] = steps[name][step]
-    announced = (number == 0) & (steps["flags"][step] & int(StepFlag.REUSE_X) == 0)
+    announced = (number == 0) & (ahead | (steps["flags"] & int(StepFlag.REUSE_X) == 0))[step]
     announced &= instructions["flags"][instruction] & int(InstructionFlag.X_STAGED) == 0
     segments["flags"][announced] = SegmentFlag.FRESH_X
     streams = np.searchsorted(instructions["sm"][instruction], np.arange(len(queues)))

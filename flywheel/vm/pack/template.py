@@ -87,7 +87,7 @@ def make_template(form: Form, dtype: DType, variant: KernelVariant, frequencies:
     """The template of a form in a program of `dtype` floats. Raises InvalidProgramError for what has no kernel."""
     whole = steps_of(form)
     check_steps(whole, form, dtype, variant)
-    steps = in_slices(whole, form)
+    steps = in_slices(whole, form, variant.x_slices)
     check_count(steps)
     views = frozenset(index for index, step in enumerate(steps) if _is_view(step, form))
     placed = place_values(steps, form, variant.staged_bytes, views)
@@ -102,6 +102,9 @@ def make_template(form: Form, dtype: DType, variant: KernelVariant, frequencies:
             for name, value in zip(("kblocks", "chunk_kblocks", "row_chunks"), chunks, strict=True):
                 table[index][name] = value
             table[index]["flags"] |= placed.staging(index).flag(index)
+    for staging in placed.stagings:
+        if staging.in_place:
+            table[staging.ref - RESULT_REF]["flags"] |= StepFlag.ANNOUNCES
     matrices = tuple(index for index, step in enumerate(steps) if step.matrix)
     skipped, left = _shared_operands(steps, form, placed)
     return Template(table, matrices, placed.spilled_bytes, skipped, left, _loose(steps), _instruction_flags(form))
@@ -147,6 +150,8 @@ def _flags(step: Step, form: Form) -> int:
         flags |= StepFlag.INDEX_FROM_ZERO
     if step.carried != ABSENT:
         flags |= StepFlag.CARRIES
+        if step.side_by_side:
+            flags |= StepFlag.STAGED_AHEAD
     return flags
 
 

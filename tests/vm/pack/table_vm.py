@@ -7,7 +7,7 @@ loader, the matrix warps and the vector warps.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -72,7 +72,7 @@ class Sm:
     stream: int
     staging: Any
     workspace: Any
-    announced: Any = None
+    announced: dict[int, Tensor] = field(default_factory=dict)
 
 
 class TableVM:
@@ -265,17 +265,22 @@ class TableVM:
         stride = 16 * (kblocks + (rows > 1))
         dtype = TORCH_DTYPES[self.packed.dtype]
         assert x.dtype is dtype
-        staged = torch.from_numpy(sm.staging)[: rows * stride * dtype.itemsize].view(dtype).view(rows, stride)
-        fresh = not instruction["flags"] & InstructionFlag.X_STAGED and how is not StepFlag.REUSE_X
-        if fresh and how is StepFlag.STAGE:
+        ahead = bool(flags & StepFlag.STAGED_AHEAD)
+        assert not ahead or (how is StepFlag.REUSE_X and slices and rows == 1)
+        behind = start * 16 * dtype.itemsize if ahead else 0
+        staged = torch.from_numpy(sm.staging)[behind:][: rows * stride * dtype.itemsize].view(dtype).view(rows, stride)
+        fresh = not instruction["flags"] & InstructionFlag.X_STAGED and (how is not StepFlag.REUSE_X or ahead)
+        if fresh and (how is StepFlag.STAGE or ahead):
             copied = x.clone()
             staged[:, : kblocks * 16] = 0
             staged[:, : copied.shape[1]] = copied
         operand = staged[:, : kblocks * 16].clone()
         if fresh:
-            sm.announced = operand
+            sm.announced = {**(sm.announced if ahead else {}), behind: operand}
         # Matrix warps may read it at any time since it was announced: it must be the same all along.
-        assert sm.announced is not None and torch.equal(sm.announced, operand)
+        assert torch.equal(sm.announced[behind], operand)
+        if how is StepFlag.X_IN_PLACE:
+            assert steps[int(step["args"][0]) - RESULT_REF]["flags"] & StepFlag.ANNOUNCES
         assert torch.equal(operand[:, : x.shape[1]], x) or instruction["flags"] & InstructionFlag.X_STAGED
         n_off, n_tile = self._own(step, params, "n_off"), self._own(step, params, "N_tile")
         blocks = n_off // 16, -(-(n_off + n_tile) // 16)
@@ -283,7 +288,8 @@ class TableVM:
         product = product[:, n_off % 16 :][:, :n_tile]
         if slices:
             before = steps[index - 1]
-            assert how is StepFlag.STAGE and fresh and before["epilogue"] == Epilogue.NONE and before["n_args"] == 2
+            assert ahead or (how is StepFlag.STAGE and fresh)
+            assert before["epilogue"] == Epilogue.NONE and before["n_args"] == 2
             assert before["out"] < 0 and before["out_dtype"] == DType.F32 and before["flags"] & StepFlag.INDEX_FROM_ZERO
             assert (before["args"][:2] == step["args"][:2]).all() and before["params"] == step["params"]
             product = product + self._scratch(sm, before).view(-1)[: rows * n_tile].view(rows, n_tile)
@@ -303,6 +309,7 @@ class TableVM:
             segment = packed.segments[sm.stream]
             row = int(instruction["inputs"][step["args"][1]])
             assert packed.segment_buffers[sm.stream] == row
+            assert segment["x_kblocks"] == (start if step["flags"] & StepFlag.STAGED_AHEAD else 0)
             assert segment["queue_index"] == sm.queue - packed.queues[instruction["sm"]]
             assert bool(segment["flags"] & SegmentFlag.FRESH_X) == (fresh and block == first)
             blocks, kblocks = int(segment["row_blocks"]), int(segment["kblocks"])

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flywheel.errors import ConfigError
 from flywheel.ir import TARGETS, BufferKind, DType, MegakernelProgram, ScheduleConfig
+from flywheel.ir.variant import MIN_STAGED_BYTES, SLICE_SUMS_BYTES
 from flywheel.lowering.lower import lower
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step
@@ -189,3 +191,52 @@ def test_eight_sequences_of_llama3_8b_fit() -> None:
             assert not carried["scratch"] & SPILLED
             streamed = packed.segments["row_blocks"].astype(np.int64) * packed.segments["kblocks"] * 256
             assert streamed.sum() == sum(numel for numel in matrices(workload))
+
+
+@pytest.mark.parametrize("slices", [2, 3, 4])
+@pytest.mark.parametrize("fused", [False, True])
+def test_slices_of_what_fits_lie_side_by_side_and_are_announced_ahead(agree: Agree, fused: bool, slices: int) -> None:
+    spec = DecoderSpec("deep", "llama", 72, 200, 2, 4, 2, 16, 50, 1e4, 1e-5, 64)
+    config = ScheduleConfig(
+        tiling={"gemv": {"N_tile": 16}, "attention": {"kv_block": 16}, "hand_off": {"data": 1, "slices": slices}},
+        fusion_grouping=(("mlp_norm", "gate_proj", "up_proj", "silu_mul"), ("down_proj", "mlp_add")) if fused else (),
+        page_allocation="none",
+    )
+    few = replace(TARGETS["h100"], name="few", num_sms=3, note="")
+    program = lower(decode_step(spec, 48, BF16), config, few)
+    packed = pack(program)
+    downs = [number for number, step in enumerate(packed.steps) if step["params"]["K"] == 200]
+    cut = [packed.steps[number] for number in downs]
+    each = 32 * -(-200 // (32 * slices))
+    assert [int(step["kblocks"]) * 16 for step in cut[: -(-200 // each)]] == [
+        *[each] * (200 // each), *([-(-(200 % each) // 16) * 16] if 200 % each else [])
+    ]  # fmt: skip
+    assert all(bool(step["flags"] & StepFlag.STAGED_AHEAD) == bool(step["flags"] & StepFlag.CARRIES) for step in cut)
+    assert packed.variant.staged_bytes == MIN_STAGED_BYTES + SLICE_SUMS_BYTES
+    agree(program, 17)
+
+
+def test_what_several_products_multiply_is_not_cut_to_be_early(agree: Agree) -> None:
+    """Gate and up of one recipe: the second one would have to stage anew what the first has staged."""
+    spec = DecoderSpec("wide", "llama", 128, 96, 1, 2, 1, 64, 50, 1e4, 1e-5, 64)
+    config = ScheduleConfig(
+        {"hand_off": {"data": 1, "slices": 2}}, (("gate_proj", "up_proj", "silu_mul"),), page_allocation="none"
+    )
+    few = replace(TARGETS["h100"], name="few", num_sms=3, note="")
+    program = lower(decode_step(spec, 48, BF16), config, few)
+    packed = pack(program)
+    gates = {number for number, task in enumerate(program.tasks) if "gate_proj" in task.label}
+    firsts = {int(each["first_step"]) for each in packed.instructions if int(each["task"]) in gates}
+    for first in firsts:
+        assert not any(packed.steps[first + place]["flags"] & StepFlag.CARRIES for place in (0, 1))
+    assert any(step["flags"] & StepFlag.STAGED_AHEAD for step in packed.steps)
+    agree(program, 17)
+
+
+@pytest.mark.parametrize(("asked", "why"), [
+    ({"data": 1, "slices": 5}, "slices=5 is not in 1..4"), ({"data": 1, "slices": 0}, "slices=0 is not in 1..4"),
+    ({"slices": 2}, "slices=2 without data=1"),
+])  # fmt: skip
+def test_slices_that_cannot_be_are_named(asked: dict[str, int], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        lower(decode_step(CATALOG["smollm2-135m"], 64, BF16), ScheduleConfig({"hand_off": asked}), TARGETS["h100"])

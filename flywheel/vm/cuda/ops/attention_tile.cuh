@@ -163,6 +163,7 @@ struct Softmax {
                 sums[0][0] = scaled(row(0)[0], low), sums[0][1] = scaled(row(0)[1], low);
                 sums[1][0] = scaled(row(1)[0], high), sums[1][1] = scaled(row(1)[1], high);
             }
+            __syncwarp();  // behind the last head, its row is read by others than the lane that writes it
             // Fragment rows g and g + 8 are elements j and j + 4 of the lane's eight.
             const auto multiply = [&](int j, float& a, float& b, float& c, float& d) {
                 const uint4(&v)[4][Rows<D>::SLICES] = rows.v;

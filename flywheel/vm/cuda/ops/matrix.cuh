@@ -2,8 +2,9 @@
 // Stages and announces x, then takes over pass after pass what the matrix warps multiplied: adds up the partials of a row
 // in the order of K, adds the bias, rounds to out_dtype, applies the epilogue, and stores rounded to the output's dtype.
 // Half a warp takes 16 rows of W for one row of x; x is [rows][x_stride] at the start of the staging area, zero behind K.
-// A product in slices of K is a step a slice: each of them stages its columns of x once the matrix warps are done with those
-// before, and adds what the step before it left in scratch, fp32; the last one does the rest.
+// A product in slices of K is a step a slice: each of them adds what the step before it left in scratch, fp32, and the last
+// one does the rest. Of a long x each stages its columns once the matrix warps are done with those before; of one that fits
+// (FW_STEP_STAGED_AHEAD) the first one stages all, slice behind slice, and announces each of them.
 #pragma once
 
 #include "../best.cuh"
@@ -23,7 +24,7 @@ __device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step) {
     const bool awaited = x.layout == FW_LAYOUT_AWAITED;
     const int start = slice_start(step), pitch = step.params.K;
     const element_t* source = reinterpret_cast<const element_t*>(x.ptr) + start;
-    element_t* staged = reinterpret_cast<element_t*>(vm.block().staging());
+    element_t* staged = reinterpret_cast<element_t*>(vm.block().staging()) + (step.flags & FW_STEP_STAGED_AHEAD ? start : 0);
     const int padded = step.kblocks * 16, depth = min(pitch - start, padded), stride = x_stride(step.kblocks, step.rows);
     constexpr int N = 16 / sizeof(element_t), STEP = VECTOR_THREADS * N;
     const bool packed = pitch % 16 == 0 && aligned16(source);
@@ -57,7 +58,6 @@ __device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step) {
             }
         }
     }
-    vm.sync();
 }
 
 // Sixteen rows of W for one row of x, and the half warp's lane in it.
@@ -70,12 +70,25 @@ struct Unit {
     }
 };
 
+// Stages and announces what the step multiplies, if nobody has, and the slices behind it that are staged ahead.
+__device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int round) {
+    const amk_step_t* end = vm.task()->steps + vm.task()->instruction.n_steps;
+    const amk_step_t* at = &step;
+#pragma unroll 1
+    do {
+        if (!(at->flags & FW_STEP_X_IN_PLACE)) {
+            stage_x(vm, *at);
+            vm.announce(round);
+            if (!(at->flags & FW_STEP_CARRIES)) vm.stamp(FW_STAMP_STAGED);
+        }
+        round++, at++;
+    } while (at < end && at->flags & FW_STEP_STAGED_AHEAD);
+    return round;
+}
+
 FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
-    if (!(step.flags & FW_STEP_REUSE_X) && &step != x_staged_step(*vm.task())) {
-        if (step.flags & FW_STEP_STAGE) stage_x(vm, step);
-        if (vm.thread() < VECTOR_ARRIVALS) barrier_arrive(&vm.block().x_full);
-        if (!(step.flags & FW_STEP_CARRIES)) vm.stamp(FW_STAMP_STAGED);
-    }
+    int stagings = vm.block().stagings;
+    if (!(step.flags & FW_STEP_REUSE_X) && &step != x_staged_step(*vm.task())) stagings = announce_x(vm, step, stagings);
     const Operand out = vm.out(step);
     const int epilogue = step.epilogue, rows = step.rows, n_off = vm.n_off(step), n_tile = vm.n_tile(step);
     const int start = step.flags & FW_STEP_INDEX_FROM_ZERO ? 0 : n_off;  // column of out that the tile begins at
@@ -133,5 +146,8 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
         first_column += pass_blocks * 16;
     }
     if (keeps_best) best.keep(vm);
-    if (vm.thread() == 0) vm.block().passes = pass;  // which everyone read before the barrier of the first pass
+    if (vm.thread() == 0) {  // which everyone read before the barrier of the first pass
+        vm.block().passes = pass;
+        vm.block().stagings = stagings;
+    }
 }
