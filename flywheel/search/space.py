@@ -108,12 +108,13 @@ def _fits(workload: Workload, smem: int, chunk: int) -> bool:
 
 
 def _variant(workload: Workload, smem: int, chunk: int) -> KernelVariant:
-    """The variant with so much shared memory and chunks of that size. Raises ConfigError where no ring fits."""
+    """The variant with so much shared memory and chunks of that size, and the hand-off that takes most of it. Raises
+    ConfigError where no ring fits."""
     graph = workload.graph
     depths = {op.params.get("K", 0) for block in _blocks(workload) for op in block.ops}
     staged = max(operand_bytes(graph.dtype, graph.batch, depth) for depth in depths)
-    config = ScheduleConfig(tiling={"stream": {"chunk_bytes": chunk}}, smem_bytes_per_block=smem)
-    return kernel_variant(config, workload.target, staged)
+    tiling = {"stream": {"chunk_bytes": chunk}, "hand_off": _HALVES}
+    return kernel_variant(ScheduleConfig(tiling, smem_bytes_per_block=smem), workload.target, staged)
 
 
 def _just(*values: Value) -> Callable[[Workload], Sequence[Value]]:
@@ -161,13 +162,15 @@ KNOBS: Final = (
 )
 """Every searched knob. Each value of each changes the program or the kernel variant."""
 
+_HALVES: Final = {"data": 1, "slices": 2}
+
 _GOOD_ON_H200: Final[Choice] = MappingProxyType(
     {
         "threads": 448,
         "matrix": 4,
         "share": 1,
         "chunk": 16384,
-        "inflight": 98304,
+        "inflight": 65536,
         "hand_off": "data",
         "pages": "none",
         "placement": "idle_first",
@@ -175,6 +178,11 @@ _GOOD_ON_H200: Final[Choice] = MappingProxyType(
     }
 )
 """Block and ring that were the fastest of a few with llama3.2-1b and llama3-8b on an H200."""
+
+_GOOD_WITH_LONG_LAYERS: Final[Choice] = MappingProxyType(
+    {"chunk": 8192, "hand_off": "halves", "depth": 1, "fuse.out": 1}
+)
+"""What was good besides where a layer takes a hundred microseconds of the memory: llama3-8b on an H200."""
 
 _ROWS: Final = MappingProxyType(
     {
@@ -225,7 +233,7 @@ class Space:
         }
         tiling["warps"] = {"matrix": int(choice["matrix"]), "chunk": int(choice["share"])}
         if choice["hand_off"] != "counter":
-            tiling["hand_off"] = {"data": 1, "slices": 2} if choice["hand_off"] == "halves" else {"data": 1}
+            tiling["hand_off"] = dict(_HALVES) if choice["hand_off"] == "halves" else {"data": 1}
         return ScheduleConfig(
             tiling=tiling,
             fusion_grouping=self._grouping(choice),
@@ -293,13 +301,18 @@ class Space:
         return choice
 
     def known_good(self) -> list[dict[str, Value]]:
-        """Choices worth trying first: everything fused, one tile a SM, the deepest prefetch, by two KV splits."""
+        """Choices worth trying first: everything fused, one tile a SM, the deepest prefetch, by two KV splits; and what
+        suits long layers."""
         last = {dimension.name: dimension.values[-1] for dimension in self.dimensions}
-        last |= {name: self._nearest_value(name, value) for name, value in _GOOD_ON_H200.items()}
+        last |= self._near(_GOOD_ON_H200)
         one_tile = {name: self._nearest(name, projections) for name, projections in _ROWS.items()}
         blocks = self._dimension("kv_block").values
         base = {**last, **one_tile}
-        return [{**base, "kv_block": blocks[max(0, len(blocks) - back)]} for back in (1, 3)]
+        whole, split = ({**base, "kv_block": blocks[max(0, len(blocks) - back)]} for back in (1, 3))
+        return [whole, split, {**split, **self._near(_GOOD_WITH_LONG_LAYERS)}]
+
+    def _near(self, choice: Choice) -> dict[str, Value]:
+        return {name: self._nearest_value(name, value) for name, value in choice.items()}
 
     def kernels(self) -> list[tuple[int, int]]:
         """(threads, warps that multiply) of each kernel that the space's configs are run by, first what is known to be

@@ -56,6 +56,8 @@ __device__ __forceinline__ float round_to(int dtype, float value) {
     return is_half(dtype) ? half_to_float(float_to_half(value)) : value;
 }
 
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
 // What a step reads or writes: `numel` elements at `ptr`, as rows of `width`.
 struct Operand {
     char* ptr;
@@ -141,13 +143,18 @@ __device__ __forceinline__ float load(const Operand& x, int i) {
                                     : half_to_float(load_half(reinterpret_cast<const unsigned short*>(x.ptr) + i));
 }
 
-__device__ __forceinline__ void store(const Operand& x, int i, float value) {
-    if (x.dtype == AMK_DTYPE_F32) {
-        const uint32_t bits = __float_as_uint(value);
-        store32(reinterpret_cast<float*>(x.ptr) + i, bits == ABSENT32 ? 0x7fffffff : bits);
+__device__ __forceinline__ void store_float(char* to, bool half, float value) {
+    if (half) {
+        store_half(to, float_to_half(value));
     } else {
-        store_half(reinterpret_cast<unsigned short*>(x.ptr) + i, float_to_half(value));
+        const uint32_t bits = __float_as_uint(value);
+        store32(to, bits == ABSENT32 ? 0x7fffffff : bits);
     }
+}
+
+__device__ __forceinline__ void store(const Operand& x, int i, float value) {
+    const bool half = x.dtype != AMK_DTYPE_F32;
+    store_float(x.ptr + i * (half ? 2ll : 4ll), half, value);
 }
 
 // I32 as it is, I8 and U8 widened.
@@ -175,9 +182,8 @@ template <typename T> struct Vec16 {
         if (sizeof(T) == 4) return __uint_as_float(word[i]);
         return half_to_float(static_cast<unsigned short>(i % 2 ? word[i / 2] >> 16 : word[i / 2] & 0xffff));
     }
-    __device__ __forceinline__ bool present() const {
-        return all_present(sizeof(T) == 4 ? AMK_DTYPE_F32 : FW_DTYPE, {word[0], word[1], word[2], word[3]});
-    }
+    __device__ __forceinline__ uint4 bits() const { return {word[0], word[1], word[2], word[3]}; }
+    __device__ __forceinline__ bool present() const { return all_present(sizeof(T) == 4 ? AMK_DTYPE_F32 : FW_DTYPE, bits()); }
     __device__ __forceinline__ void set(int i, float value) {
         if (sizeof(T) == 4) {
             word[i] = __float_as_uint(value);
@@ -194,7 +200,7 @@ template <typename T> __device__ __forceinline__ Vec16<T> load16(const void* fro
 }
 
 template <typename T> __device__ __forceinline__ void store16(void* to, const Vec16<T>& v) {
-    store128(to, {v.word[0], v.word[1], v.word[2], v.word[3]});
+    store128(to, v.bits());
 }
 
 __device__ __forceinline__ bool aligned16(const void* address) {

@@ -48,6 +48,8 @@ __device__ __forceinline__ void combine_pairs(
     Vm vm, const amk_step_t& step, const Operand& part, const Operand& out, HeadLayout layout, int row) {
     const bool awaited = __any_sync(~0u, part.layout == FW_LAYOUT_AWAITED);
     const int parts = step.n_args, lane = vm.lane(), n_heads = layout.n_heads, pairs = layout.head_dim / 2;
+    // Behind the wait, where every instruction counts: whether two results are a word.
+    const bool words = is_half(out.dtype) & (out.dtype == step.out_dtype) & (row % 2 == 0) & (reinterpret_cast<uint64_t>(out.ptr) % 4 == 0);
     const int slices = (pairs + WARP - 1) / WARP, units = (n_heads + HEADS - 1) / HEADS * slices;
 #pragma unroll 1
     for (int unit = vm.warp(); unit < units; unit += VECTOR_WARPS) {
@@ -92,7 +94,13 @@ __device__ __forceinline__ void combine_pairs(
                 y += weight * value[h][p].y;
             }
             if (__shfl_sync(~0u, merged.sum, h * AMK_MAX_INPUTS) == 0.0f) x = y = 0.0f;
-            if (pair < pairs && first + h < n_heads) store_pair(step.out_dtype, out, (first + h) * row + 2 * pair, x, y);
+            const int at = (first + h) * row + 2 * pair;
+            if (pair >= pairs || first + h >= n_heads) continue;
+            if (words) {
+                store32(out.ptr + at * 2, float_to_half(x) | static_cast<uint32_t>(float_to_half(y)) << 16);
+            } else {
+                store_pair(step.out_dtype, out, at, x, y);
+            }
         }
         if (row > layout.head_dim && lane % AMK_MAX_INPUTS == 0 && lane < HEADS * AMK_MAX_INPUTS && first + lane / AMK_MAX_INPUTS < n_heads) {
             store_pair(step.out_dtype, out, own * row + layout.head_dim, merged.highest, merged.sum);

@@ -10,6 +10,7 @@
 #include "../best.cuh"
 
 constexpr int STAGE_LOADS = 4;  // in flight, a thread
+constexpr int QUICK_SLOTS = 4;  // partials of a row block, at most and mostly
 
 // Columns of x before the step's slice of K.
 __device__ __forceinline__ int slice_start(const amk_step_t& step) {
@@ -54,7 +55,7 @@ __device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step) {
             if (start == 0) vm.stamp(FW_STAMP_READY);
 #pragma unroll
             for (int k = 0; k < STAGE_LOADS; k++) {
-                if (i + k * STEP < depth) store16(staged + i + k * STEP, kept[k]);
+                if (i + k * STEP < depth) *reinterpret_cast<uint4*>(staged + i + k * STEP) = kept[k].bits();
             }
         }
     }
@@ -101,8 +102,12 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     const int slots = min(step.row_chunks, chunk_groups(vm.block())) * vm.block().program.chunk_warps;
     const int pass_blocks = vm.block().program.pass_blocks;
     const int first_unit = vm.warp() * 2 + vm.lane() / 16, row = vm.lane() % 16;
+    const int out_dtype = step.out_dtype;
+    const bool out_is_half = out.dtype != AMK_DTYPE_F32;
+    // What everybody waits for takes few instructions, for they come from far: in the usual case only those that it needs.
     const bool keeps_best = step.out >= 0 && vm.task()->instruction.flags & FW_INSTRUCTION_KEEPS_BEST;
     BestSeen best;
+    const bool quick = rows == 1 && !bias && !sums && !keeps_best && slots <= QUICK_SLOTS;
     int pass = vm.block().passes;
     int first_column = n_off / 16 * 16 - n_off;
 #pragma unroll 1
@@ -118,9 +123,26 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
             return sums && inside(u) ? load_element(sums + u.m * n_tile + u.column) : 0.0f;
         };
         float extra = operand(unit), sum = carried(unit);
+        const int first = inside(unit) ? start + unit.column : -1;
+        char* const target = out.ptr + first * (out_is_half ? 2ll : 4ll);
         if (!vm.wait(&vm.block().partial_full[pass & 1], (pass >> 1) & 1)) return;
         vm.stamp(FW_STAMP_MULTIPLIED);
         const float* partials = vm.block().partial(pass);
+        if (quick && units <= 2 * VECTOR_WARPS) {
+            if (first >= 0) {
+                const float* partial = partials + unit.number * (MATRIX_WARPS * PARTIAL_ROWS) + row;
+                float value = partial[0];
+#pragma unroll
+                for (int slot = 1; slot < QUICK_SLOTS; slot++) {
+                    if (slot < slots) value += partial[slot * PARTIAL_ROWS];
+                }
+                value = round_to(out_dtype, value);
+                if (epilogue == FW_EPILOGUE_ADD) value += extra;
+                if (epilogue == FW_EPILOGUE_SILU_MUL) value *= silu(extra);
+                store_float(target, out_is_half, value);
+            }
+            unit.number = units;
+        }
 #pragma unroll 1
         while (unit.number < units) {
             const float* partial = partials + (unit.block * MATRIX_WARPS * rows + unit.m) * PARTIAL_ROWS + row;
@@ -130,9 +152,9 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
             if (unit.column >= 0 && unit.column < n_tile) {
                 if (sums) value += sum;
                 if (bias) value += load(*bias, n_off + unit.column);
-                value = round_to(step.out_dtype, value);
+                value = round_to(out_dtype, value);
                 if (epilogue == FW_EPILOGUE_ADD) value += extra;
-                if (epilogue == FW_EPILOGUE_SILU_MUL) value *= extra / (1.0f + __expf(-extra));
+                if (epilogue == FW_EPILOGUE_SILU_MUL) value *= silu(extra);
                 store(out, unit.m * pitch + start + unit.column, value);
                 if (keeps_best) best.see(value, n_off + unit.column);
             }

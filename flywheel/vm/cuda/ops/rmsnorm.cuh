@@ -24,11 +24,16 @@ __device__ __forceinline__ float squares(const NormGroup& v) {
     return sum;
 }
 
-__device__ __forceinline__ void store_normed(char* out, const NormGroup& x, const NormGroup& w, float scale) {
+// To the staging area, in shared memory, or to `out`, wherever that is.
+__device__ __forceinline__ void store_normed(char* out, char* staged, int at, const NormGroup& x, const NormGroup& w, float scale) {
     NormGroup y = x;
 #pragma unroll
     for (int i = 0; i < NormGroup::N; i++) y.set(i, x[i] * scale * w[i]);
-    store16<element_t>(out, y);
+    if (staged) {
+        *reinterpret_cast<uint4*>(staged + at) = y.bits();
+    } else {
+        store16<element_t>(out + at, y);
+    }
 }
 
 // A row of `groups` 16-byte groups: a thread's first two are loaded together with their weights and kept, the others are
@@ -51,11 +56,12 @@ __device__ __forceinline__ void norm_packed(const NormLanes& row, const char* x,
         sum += squares(loaded[0]);
     }
     const float scale = rsqrtf(row.sum(sum) * share + step.params.eps);
-    if (first <= last) store_normed(out + first * 16, kept[0], w0, scale);
-    if (second <= last) store_normed(out + second * 16, kept[1], w1, scale);
+    char* const staged = step.flags & FW_STEP_ANNOUNCES ? row.vm.block().staging() : nullptr;
+    if (first <= last) store_normed(out, staged, first * 16, kept[0], w0, scale);
+    if (second <= last) store_normed(out, staged, second * 16, kept[1], w1, scale);
 #pragma unroll 1
     for (int group = second + row.lanes; group < groups; group += row.lanes) {
-        store_normed(out + group * 16, load16<element_t>(x + group * 16), load16<element_t>(w + group * 16), scale);
+        store_normed(out, staged, group * 16, load16<element_t>(x + group * 16), load16<element_t>(w + group * 16), scale);
     }
 }
 
@@ -78,7 +84,7 @@ __device__ __forceinline__ void norm_elements(const NormLanes& row, const Operan
 
 FW_MICRO_KERNEL op_rmsnorm(Vm vm, const amk_step_t& step) {
     const Operand x = vm.arg(step, 0), w = vm.arg(step, 1), out = vm.out(step);
-    const int hidden = step.params.hidden, rows = out.numel / hidden;
+    const int hidden = step.params.hidden, rows = out.numel == hidden ? 1 : out.numel / hidden;
     const int bytes = hidden * static_cast<int>(sizeof(element_t));
     const bool packed = step.out_dtype == FW_DTYPE && packs(x) && packs(w) && packs(out) && bytes % 16 == 0;
     const bool whole = rows == 1;
