@@ -97,6 +97,8 @@ class StepFlag(IntFlag):
     them, before anything is added up."""
     ANNOUNCES = 262144
     """A step whose result is the staged operand of a matrix step: each warp announces its share once it is written."""
+    NEW_ROW = 524288
+    """A ROPE of a key with which the steps of a launch's new row begin: one kernel does them in one go."""
 
 
 class Epilogue(IntEnum):
@@ -196,8 +198,8 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "scratch", note="byte offset of the result, where it is scratch"),
             Field("int32_t", "rope", note="offset of its inverse frequencies in the float table"),
             Field("int32_t", "rows", note="of a matrix step, activation rows M; else of the result, see docs/vm.md"),
-            Field("int32_t", "kblocks", note="fragments of K, or of its slice; of SOFTMAX, elements of its dimension"),
-            Field("int32_t", "chunk_kblocks", note="fragments of a chunk, at most; of SOFTMAX, its stride"),
+            Field("int32_t", "kblocks", note="fragments of K, or of its slice; of others, see docs/vm.md"),
+            Field("int32_t", "chunk_kblocks", note="fragments of a chunk, at most; of others, see docs/vm.md"),
             Field("int32_t", "row_chunks", note="chunks of one row block"),
             Field("int16_t", "epilogue", note="Epilogue"),
             Field("int16_t", "epilogue_arg", note="operand ref"),

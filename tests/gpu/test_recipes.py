@@ -190,7 +190,7 @@ def test_steps_round_to_their_own_dtype(conform: Conform, step: Step, dtype: DTy
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("position", [0, 1, 30, 63])
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
-@pytest.mark.parametrize("rows", ["all", "new"])
+@pytest.mark.parametrize("rows", ["all", "new", "normed"])
 def test_append_and_attend_in_one_task(
     conform: Conform, step: Step, dtype: DType, position: int, head_dim: int, rows: str
 ) -> None:
@@ -199,7 +199,7 @@ def test_append_and_attend_in_one_task(
     buffers = {
         "q": (IN, dtype, (1, 2 * width)), "k": (IN, dtype, (1, head_dim)), "v": (IN, dtype, (1, head_dim)),
         "pos": (IN, I32, (1,)), "kc": cache, "vc": cache, "y": (OUT, dtype, (1, 2 * width)),
-        "rest": (OUT, dtype, (1, width)),
+        "rest": (OUT, dtype, (1, width)), "norm": (WEIGHT, dtype, (head_dim,)),
     }  # fmt: skip
     rope = {"head_dim": head_dim, "theta": 1e4}
     heads = {"head_dim": head_dim, "n_heads": group, "n_kv_heads": 1, "scale": head_dim**-0.5}
@@ -212,8 +212,20 @@ def test_append_and_attend_in_one_task(
         step("ATTENTION_TILE", ["s2", "in4", "in5"], "final", width, dtype, **heads),
     ]
     inputs = ["q", "k", "v", "pos", "kc", "vc"]
+    if rows == "normed":
+        norm = {"eps": 1e-5, "hidden": head_dim}
+        steps = [
+            steps[3],
+            step("RMSNORM", ["s1", "in6"], 3, width, dtype, **norm),
+            step("RMSNORM", ["in1", "in6"], 4, head_dim, dtype, **norm),
+            step("ROPE", ["s4", "in3"], 0, head_dim, dtype, **rope),
+            *steps[1:3],
+            step("ROPE", ["s3", "in3"], 2, width, dtype, **rope),
+            steps[5],
+        ]
+        inputs.append("norm")
     window = {"kv_start": 0, "kv_len": context}
-    if rows == "new":
+    if rows != "all":
         window = {"kv_start": context - 1, "kv_len": 1, "kv_rows": KvRows.NEW.value}
     params = {"n_off": width, "N_tile": width, "pos": context - 1, **window}
     first = [step("COPY", ["in0"], "final", width, dtype)]
@@ -224,7 +236,8 @@ def test_append_and_attend_in_one_task(
         past[name] = torch.full((context, 1, head_dim), torch.nan)
         past[name][:position] = torch.randn((position, 1, head_dim), generator=torch.Generator().manual_seed(seed))
     tensors = {"pos": torch.tensor([position], dtype=torch.int32), **past}
-    conform(buffers, tasks, tensors, pos=position, roundings=2, extra=(position + 1) * 2.0**-23)
+    roundings = 3 if rows == "normed" else 2
+    conform(buffers, tasks, tensors, pos=position, roundings=roundings, extra=(position + 1) * 2.0**-23)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -94,6 +94,8 @@ def test_attention_to_the_past_waits_for_no_append_and_the_new_row_for_no_past(l
     assert not signals & {wait.counter for task in tasks for wait in task.waits}
     appends = [task for task in tasks if "KV_APPEND" in kinds(task)]
     assert {task.params["kv_rows"] for task in appends} == {2}
+    norms, row = ["RMSNORM", "RMSNORM"], ["ROPE", "KV_APPEND", "KV_APPEND", "ROPE", "ATTENTION_TILE"]
+    assert all(kinds(task) == [*norms, *row] for task in appends)
     assert {len(task.outputs) for task in appends} == {3}
 
 

@@ -5,7 +5,8 @@ A head, here, is a KV head of one sequence. They are counted row after row, as t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.ir import ABI_MAX_INPUTS, InstructionKind, KvRows
@@ -177,10 +178,15 @@ def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
     whole = len(scope.tiling.kv_blocks()) == 1
     output = attention.output if whole else _NEW
     builder = RecipeBuilder()
+    made: dict[str, Arg] = {}
+    if "q_norm" in ops:
+        # First, so that nothing comes between the key's rope and the attention but what belongs to the new row.
+        name = ops["q_norm"].output
+        made[name] = _head_value(scope, builder, ops, name, head, graph.group * graph.head_dim)
     for index, name in enumerate(("k_append", "v_append")):
         rows = _head_value(scope, builder, ops, ops[name].inputs[0], head, graph.head_dim)
         _append(scope, builder, ops[name], rows, head, {"out": index + 1})
-    width = _attend(scope, builder, ops, head, output)
+    width = _attend(scope, builder, ops, head, output, made)
     window = {"kv_start": 0, "kv_len": graph.context}
     if not whole:
         window = {"kv_start": pos, "kv_len": 1, "kv_rows": KvRows.NEW.value}
@@ -197,10 +203,20 @@ def _append(scope: Scope, builder: RecipeBuilder, op: Op, rows: Arg, head: int, 
     builder.step(_K.KV_APPEND, [rows, cache], width, scope.dtype, {}, out)
 
 
-def _attend(scope: Scope, builder: RecipeBuilder, ops: dict[str, Op], head: int, output: str) -> int:
-    """Append the attention step of one KV head; columns of `output` that it writes, a partial's if it is one."""
+def _attend(
+    scope: Scope,
+    builder: RecipeBuilder,
+    ops: dict[str, Op],
+    head: int,
+    output: str,
+    made: Mapping[str, Arg] = MappingProxyType({}),
+) -> int:
+    """Append the attention step of one KV head; columns of `output` that it writes, a partial's if it is one.
+
+    `made` are values of that head which the recipe has already.
+    """
     graph, attention = scope.graph, ops["attention"]
-    query = _head_value(scope, builder, ops, attention.inputs[0], head, graph.group * graph.head_dim)
+    query = _head_value(scope, builder, ops, attention.inputs[0], head, graph.group * graph.head_dim, made)
     caches = [builder.operand(name) for name in _caches(scope, attention, head)]
     extra = 0 if output == attention.output else PARTIAL_EXTRA
     width = graph.group * (graph.head_dim + extra)
@@ -209,12 +225,22 @@ def _attend(scope: Scope, builder: RecipeBuilder, ops: dict[str, Op], head: int,
     return width
 
 
-def _head_value(scope: Scope, builder: RecipeBuilder, ops: dict[str, Op], name: str, head: int, width: int) -> Arg:
+def _head_value(
+    scope: Scope,
+    builder: RecipeBuilder,
+    ops: dict[str, Op],
+    name: str,
+    head: int,
+    width: int,
+    made: Mapping[str, Arg] = MappingProxyType({}),
+) -> Arg:
     """The arg that holds one KV head's `width` columns of `name`, computed in the recipe where a fused op makes it."""
+    if name in made:
+        return made[name]
     maker = next((op for op in ops.values() if op.output == name), None)
     if maker is None:
         return builder.columns(name, head * width, width, scope.dtype)
-    value = _head_value(scope, builder, ops, maker.inputs[0], head, width)
+    value = _head_value(scope, builder, ops, maker.inputs[0], head, width, made)
     operands = [value, *(builder.operand(operand) for operand in maker.inputs[1:])]
     return builder.step(maker.kind, operands, width, scope.dtype, maker.params)
 

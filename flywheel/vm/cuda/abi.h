@@ -108,6 +108,7 @@ typedef uint32_t amk_counter_t;
 #define FW_STEP_CARRIES 65536
 #define FW_STEP_STAGED_AHEAD 131072
 #define FW_STEP_ANNOUNCES 262144
+#define FW_STEP_NEW_ROW 524288
 #define FW_EPILOGUE_NONE 0
 #define FW_EPILOGUE_ADD 1
 #define FW_EPILOGUE_SILU_MUL 2
@@ -236,8 +237,8 @@ struct amk_step_t {
   int32_t scratch;  // byte offset of the result, where it is scratch
   int32_t rope;  // offset of its inverse frequencies in the float table
   int32_t rows;  // of a matrix step, activation rows M; else of the result, see docs/vm.md
-  int32_t kblocks;  // fragments of K, or of its slice; of SOFTMAX, elements of its dimension
-  int32_t chunk_kblocks;  // fragments of a chunk, at most; of SOFTMAX, its stride
+  int32_t kblocks;  // fragments of K, or of its slice; of others, see docs/vm.md
+  int32_t chunk_kblocks;  // fragments of a chunk, at most; of others, see docs/vm.md
   int32_t row_chunks;  // chunks of one row block
   int16_t epilogue;  // Epilogue
   int16_t epilogue_arg;  // operand ref

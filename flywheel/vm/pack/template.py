@@ -16,6 +16,7 @@ from flywheel.ir.variant import FRAGMENT_K
 from flywheel.vm.abi import ABSENT, FRAGMENT_ROWS, RESULT_REF, InstructionFlag, StepFlag, numpy_struct
 from flywheel.vm.pack.checks import check_count, check_steps
 from flywheel.vm.pack.frequencies import Frequencies
+from flywheel.vm.pack.new_row import find_new_row
 from flywheel.vm.pack.placing import Placement, place_values
 from flywheel.vm.pack.slicing import in_slices
 from flywheel.vm.pack.step import Form, Step, inherited, look, names_columns, steps_of
@@ -91,11 +92,12 @@ def make_template(form: Form, dtype: DType, variant: KernelVariant, frequencies:
     check_count(steps)
     views = frozenset(index for index, step in enumerate(steps) if _is_view(step, form))
     placed = place_values(steps, form, variant.staged_bytes, views)
+    shown = frozenset(index for index in views if not placed.is_in_place(index))
     table = np.zeros(len(steps), STEP)
     for index, step in enumerate(steps):
         _fill(table[index], step, steps[:index], form, frequencies)
         table[index]["scratch"] = placed.offsets[index]
-        if index in views and not placed.is_in_place(index):
+        if index in shown:
             table[index]["flags"] |= StepFlag.VIEW
         if step.matrix:
             chunks = chunking(step.depth, dtype, variant.chunk_bytes)
@@ -105,6 +107,11 @@ def make_template(form: Form, dtype: DType, variant: KernelVariant, frequencies:
     for staging in placed.stagings:
         if staging.in_place:
             table[staging.ref - RESULT_REF]["flags"] |= StepFlag.ANNOUNCES
+    row = find_new_row(steps, form, dtype, shown)
+    if row is not None:
+        first = table[row.key_rope]
+        first["flags"] |= StepFlag.NEW_ROW
+        first["kblocks"], first["chunk_kblocks"] = row.value, row.query_rope
     matrices = tuple(index for index, step in enumerate(steps) if step.matrix)
     skipped, left = _shared_operands(steps, form, placed)
     return Template(table, matrices, placed.spilled_bytes, skipped, left, _loose(steps), _instruction_flags(form))

@@ -11,49 +11,11 @@ struct NewRow {
     const amk_step_t *key_rope, *key, *value, *query_rope, *attention;
 };
 
-// The first step behind `step` that is run, or the end.
-__device__ __forceinline__ const amk_step_t* next_run(const amk_step_t* step, const amk_step_t* end) {
-    do {
-        step++;
-    } while (step < end && step->flags & FW_STEP_VIEW);
-    return step;
-}
-
-// Where `row.key_rope` and all steps behind it are these five, and nothing else reads what lies between them.
-__device__ __forceinline__ bool is_new_row(Vm vm, NewRow& row) {
+// Where the packer has said that they are: what it has seen to is in pack/new_row.py.
+__device__ __forceinline__ NewRow new_row_of(Vm vm, const amk_step_t& key_rope) {
     const TaskSlot& task = *vm.task();
-    const amk_step_t* end = task.steps + task.instruction.n_steps;
-    const auto result_of = [&](const amk_step_t* step) { return static_cast<int>(step - task.steps) + FW_RESULT_REF; };
-    row.attention = end - 1;
-    if (row.attention->op != AMK_OP_ATTENTION_TILE || vm.kv_len(*row.attention) != 1) return false;
-    row.key = next_run(row.key_rope, end);
-    row.value = next_run(row.key, end);
-    row.query_rope = next_run(row.value, end);
-    if (next_run(row.query_rope, end) != row.attention) return false;
-    // Asked at once: each && would wait for shared memory.
-    const amk_step_t &attention = *row.attention, &key_rope = *row.key_rope, &query_rope = *row.query_rope;
-    if ((row.key->op != AMK_OP_KV_APPEND) | (row.value->op != AMK_OP_KV_APPEND) | (query_rope.op != AMK_OP_ROPE) |
-        (attention.n_args != 3) | (attention.params.n_kv_heads != 1)) {
-        return false;
-    }
-    const int head_dim = attention.params.head_dim, start = vm.kv_start(attention), first = result_of(row.key_rope);
-    const auto is_source = [&](int ref, int numel) {  // none of these steps makes it
-        const bool early = (ref < first) | ((task.steps[max(ref - FW_RESULT_REF, 0)].flags & FW_STEP_VIEW) != 0);
-        const Operand& x = vm.operand(ref);
-        return early & (ref != attention.args[1]) & (ref != attention.args[2]) & (x.numel == numel) & (x.dtype == FW_DTYPE);
-    };
-    const auto is_rope = [&](const amk_step_t& rope, int numel) {
-        return (rope.out < 0) & (rope.params.head_dim == head_dim) & (vm.arg(rope, 1).numel == 1) & is_source(rope.args[0], numel);
-    };
-    const auto is_append = [&](const amk_step_t& append, int cache) {
-        const Operand& out = vm.out(append);
-        return (append.rows == head_dim) & (vm.pos(append) == start) & (out.dtype == FW_DTYPE) &
-               (out.ptr == vm.arg(attention, cache).ptr);
-    };
-    return ((head_dim == 64) | (head_dim == 128)) & (row.key->args[0] == first) &
-           (attention.args[0] == result_of(row.query_rope)) & is_rope(key_rope, head_dim) &
-           is_rope(query_rope, attention.params.n_heads * head_dim) & is_append(*row.key, 1) & is_append(*row.value, 2) &
-           is_source(row.value->args[0], head_dim);
+    return {&key_rope, &key_rope + 1, task.steps + key_rope.kblocks, task.steps + key_rope.chunk_kblocks,
+            task.steps + task.instruction.n_steps - 1};
 }
 
 // Lanes hold every 32nd pair of a head: elements i and i + head_dim / 2.
@@ -115,19 +77,16 @@ __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
     }
 }
 
-// The whole row from the ROPE of its key on, where these are the task's steps; else nothing, and false.
-__device__ __forceinline__ bool append_and_attend(Vm vm, const amk_step_t& key_rope) {
-    NewRow row = {&key_rope};
-    if (!is_new_row(vm, row)) return false;
+// The whole row from the ROPE of its key on.
+__device__ __forceinline__ void append_and_attend(Vm vm, const amk_step_t& key_rope) {
+    const NewRow row = new_row_of(vm, key_rope);
     if (row.attention->params.head_dim == 64) {
         attend_new_row<1>(vm, row);
     } else {
         attend_new_row<2>(vm, row);
     }
-    vm.sync();  // all have seen which steps there are
     mark_done(vm, *row.key);
     mark_done(vm, *row.value);
     mark_done(vm, *row.query_rope);
     mark_done(vm, *row.attention);
-    return true;
 }

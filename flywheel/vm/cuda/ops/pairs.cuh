@@ -20,7 +20,8 @@ __device__ __forceinline__ void store_pair(int dtype, const Operand& out, int i,
     }
 }
 
-// For the loop over the task's steps, once all vector warps have met: `step`, which is behind the one that runs, is done.
+// For the loop over the task's steps, which looks at their flags once all vector warps have met behind the one that runs:
+// `step`, behind that one, is done. Only where no warp looks at its flags before.
 __device__ __forceinline__ void mark_done(Vm vm, const amk_step_t& step) {
     if (vm.thread() == 0) vm.task()->steps[&step - vm.task()->steps].flags |= FW_STEP_VIEW;
 }

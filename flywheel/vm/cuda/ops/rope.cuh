@@ -9,11 +9,14 @@
 #include "new_row.cuh"
 
 FW_MICRO_KERNEL op_rope(Vm vm, const amk_step_t& step) {
+    if (step.flags & FW_STEP_NEW_ROW) {
+        append_and_attend(vm, step);
+        return;
+    }
     const TaskSlot& task = *vm.task();
     if (&step + 1 < task.steps + task.instruction.n_steps) {
         const amk_step_t& next = (&step)[1];
         if (next.op == AMK_OP_ATTENTION_TILE && rotates_queries(vm, next)) return;
-        if (next.op == AMK_OP_KV_APPEND && append_and_attend(vm, step)) return;
     }
     const Operand x = vm.arg(step, 0);
     vm.await(step.args[0]);

@@ -1,0 +1,93 @@
+"""The steps of a launch's new row of one KV head, which one kernel does in one go.
+
+They are ROPE and KV_APPEND of its key, KV_APPEND of its value, ROPE of the queries and ATTENTION_TILE over that row
+alone, the last of their task; nothing else reads what lies between them. Source: docs/vm.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Final
+
+from flywheel.ir import BufferKind, DType, InstructionKind, KvRows
+from flywheel.vm.abi import ABSENT, RESULT_REF
+from flywheel.vm.pack.step import Form, Step, inherited, look
+
+_K = InstructionKind
+
+HEAD_DIMS: Final = (64, 128)
+"""What the kernel is compiled for."""
+
+_OPS: Final = (_K.ROPE, _K.KV_APPEND, _K.KV_APPEND, _K.ROPE, _K.ATTENTION_TILE)
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """Places of the steps in their task."""
+
+    key_rope: int
+    key: int
+    value: int
+    query_rope: int
+    attention: int
+
+
+def find_new_row(steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]) -> NewRow | None:
+    """The new row that the steps end with, if they do; `views` are those that are not run, `dtype` the program's."""
+    run = [place for place in range(len(steps)) if place not in views][-len(_OPS) :]
+    if form.kv_rows != KvRows.NEW or tuple(steps[place].op for place in run) != _OPS:
+        return None
+    row = NewRow(*run)
+    if row.key != row.key_rope + 1 or row.attention != len(steps) - 1:
+        return None
+    return row if _attends(row, steps, form) and _fits(row, steps, form, dtype, views) else None
+
+
+def _attends(row: NewRow, steps: Sequence[Step], form: Form) -> bool:
+    """Whether the attention is to the row that is appended, with the queries that are turned."""
+    attention, key, value = steps[row.attention], steps[row.key], steps[row.value]
+    return (
+        len(attention.args) == 3
+        and attention.args[0] == RESULT_REF + row.query_rope
+        and attention.params["n_kv_heads"] == 1
+        and key.args[0] == RESULT_REF + row.key_rope
+        and all(_writes(step, cache, form) for step, cache in zip((key, value), attention.args[1:], strict=True))
+        and all(inherited(attention, form, name) for name in ("kv_start", "kv_len"))
+        and all(inherited(step, form, "pos") for step in (key, value))
+    )
+
+
+def _writes(append: Step, cache: int, form: Form) -> bool:
+    """Whether a KV_APPEND writes to that operand of the attention."""
+    return (
+        cache < RESULT_REF
+        and form.written[cache] == append.out
+        and form.outputs[append.out].kind is BufferKind.KV_CACHE
+    )
+
+
+def _fits(row: NewRow, steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]) -> bool:
+    """Whether the operands are such as the kernel takes: heads of one size, in the program's float type."""
+    attention, appends = steps[row.attention], (steps[row.key], steps[row.value])
+    head_dim: int = attention.params["head_dim"]
+
+    def is_source(ref: int, numel: int) -> bool:
+        """An operand that none of these steps makes, nor the task writes."""
+        made, x = ref - RESULT_REF, look(ref, steps, form)
+        early = form.written[ref] is None if made < 0 else made < row.key_rope or made in views
+        return early and x.numel == numel and x.dtype is dtype
+
+    def is_rope(rope: Step, numel: int) -> bool:
+        one = look(rope.args[1], steps, form).numel == 1
+        return rope.out == ABSENT and rope.params["head_dim"] == head_dim and one and is_source(rope.args[0], numel)
+
+    return (
+        head_dim in HEAD_DIMS
+        and is_rope(steps[row.key_rope], head_dim)
+        and is_source(steps[row.value].args[0], head_dim)
+        and is_rope(steps[row.query_rope], attention.params["n_heads"] * head_dim)
+        and all(step.result.numel == step.result.shape[0] * head_dim for step in appends)
+        and all(form.outputs[step.out].dtype is dtype for step in appends)
+    )
