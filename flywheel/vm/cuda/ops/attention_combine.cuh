@@ -70,12 +70,15 @@ __device__ __forceinline__ void combine_pairs(
                 }
             }
             if (!awaited) break;
-            all = true;
+            uint32_t most = 0;  // no bits are above those that say that a value is absent
 #pragma unroll
             for (int p = 0; p < PARTS; p++) {
 #pragma unroll
-                for (int h = 0; h < HEADS; h++) all = all && !is_absent(value[h][p].x) && !is_absent(value[h][p].y);
+                for (int h = 0; h < HEADS; h++) {
+                    most = max(most, max(__float_as_uint(value[h][p].x), __float_as_uint(value[h][p].y)));
+                }
             }
+            all = most != ABSENT32;
             // Few words to ask for; what they belong to is there soon.
             while ((is_absent(stats.x) || is_absent(stats.y)) && vm.again()) {
                 stats = load64(from);

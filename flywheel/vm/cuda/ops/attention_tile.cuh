@@ -202,6 +202,7 @@ struct Rotation {
     __device__ __forceinline__ void finish(Vm vm, const amk_step_t& rope) {
 #pragma unroll 1
         for (int unit = Place().warp; unit < rope.out_numel / 64; load(vm, rope, unit)) {
+            pair.make_turn();
             pair.settle(vm, rope, element(unit), D);
             const float2 turned = pair.turned(rope.out_dtype);
             element_t* rotated = reinterpret_cast<element_t*>(vm.out(rope).ptr) + element(unit);

@@ -40,6 +40,13 @@ __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
             value[p][1] = load_element(values + i + HALF);
         }
         const bool awaited = vm.arg(*row.value, 0).layout == FW_LAYOUT_AWAITED;
+        const bool alike = (row.key_rope->rope == row.query_rope->rope) & (row.key_rope->args[1] == row.query_rope->args[1]);
+#pragma unroll
+        for (int p = 0; p < PAIRS; p++) {
+            keys[p].make_turn();
+            queries[p].turn = keys[p].turn;
+            if (!alike) queries[p].make_turn();
+        }
 #pragma unroll
         for (int p = 0; p < PAIRS; p++) {
             const element_t* from = values + lane + p * WARP;
@@ -68,12 +75,19 @@ __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
             for (int side = 0; side < 2; side++) {
                 const int i = lane + p * WARP + side * HALF;
                 store_result(attention.out_dtype, out, first + i, weight == 0.0f ? 0.0f : weight * to_float(value[p][side]));
-                if (head > 0) continue;
+            }
+        }
+        if (partial && lane == 0) store_pair(attention.out_dtype, out, first + D, score, weight);
+        if (head > 0) continue;
+#pragma unroll
+        for (int p = 0; p < PAIRS; p++) {
+#pragma unroll
+            for (int side = 0; side < 2; side++) {
+                const int i = lane + p * WARP + side * HALF;
                 reinterpret_cast<element_t*>(vm.out(*row.key).ptr)[vm.pos(*row.key) * D + i] = key[p][side];
                 reinterpret_cast<element_t*>(vm.out(*row.value).ptr)[vm.pos(*row.value) * D + i] = value[p][side];
             }
         }
-        if (partial && lane == 0) store_pair(attention.out_dtype, out, first + D, score, weight);
     }
 }
 

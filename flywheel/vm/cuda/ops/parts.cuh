@@ -2,6 +2,7 @@
 #pragma once
 
 #include "pairs.cuh"
+#include "../warp.cuh"
 
 // Where a thread is, read again each time: what follows from it takes no registers from a loop that needs them.
 struct Place {
@@ -29,7 +30,7 @@ struct Parts {
 };
 
 // Into the rows of the result from `first` on, once all warps have written theirs. A warp takes 32 pairs of columns of a head
-// at a time. Not inlined where each head_dim would have it.
+// at a time, and its lane p makes the weight of part p. Not inlined where each head_dim would have it.
 __device__ __noinline__ void merge(Vm vm, const amk_step_t& step, Parts parts, int first) {
     constexpr int AHEAD = VECTOR_WARPS < 8 ? VECTOR_WARPS : 8;
     vm.sync();
@@ -40,30 +41,28 @@ __device__ __noinline__ void merge(Vm vm, const amk_step_t& step, Parts parts, i
 #pragma unroll 1
     for (int unit = vm.warp(); unit < parts.heads << shift; unit += VECTOR_WARPS) {
         const int head = unit >> shift, pair = (unit - (head << shift)) * WARP + vm.lane();
-        if (pair >= pairs) continue;
-        const float2* stats = Parts::stats(vm, head);
-        float highest = -INFINITY;
-#pragma unroll AHEAD
-        for (int part = 0; part < parts.warps; part++) highest = fmaxf(highest, stats[part].x);
-        float total = 0.0f, x = 0.0f, y = 0.0f;
+        float2 seen = {-INFINITY, 0.0f};
+        if (vm.lane() < parts.warps) seen = Parts::stats(vm, head)[vm.lane()];
+        const float highest = warp_max(seen.x), factor = decay(seen.x, highest), total = warp_sum(factor * seen.y);
+        const float weight = total == 0.0f ? 0.0f : factor * __fdividef(1.0f, total);
+        float x = 0.0f, y = 0.0f;
 #pragma unroll 1
         for (int done = 0; done < parts.warps; done += AHEAD) {
 #pragma unroll
             for (int part = 0; part < AHEAD; part++) {
-                const int mine = min(done + part, parts.warps - 1);
-                const float2 seen = stats[mine], sums = reinterpret_cast<const float2*>(parts.row(head, mine))[pair];
-                const float factor = done + part < parts.warps ? decay(seen.x, highest) : 0.0f;
-                total += factor * seen.y;
-                x += factor * sums.x;
-                y += factor * sums.y;
+                const float its = __shfl_sync(~0u, weight, (done + part) % WARP);
+                const float* row = parts.row(head, min(done + part, parts.warps - 1));
+                const float2 sums = reinterpret_cast<const float2*>(row)[min(pair, pairs - 1)];
+                x += its * sums.x;
+                y += its * sums.y;
             }
         }
-        const float share = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
+        if (pair >= pairs) continue;
         const int start = (first + head) * width, at = start + 2 * pair;
         if (2 * pair + 1 < head_dim) {
-            store_pair(dtype, out, at, x * share, y * share);
+            store_pair(dtype, out, at, x, y);
         } else {
-            store_result(dtype, out, at, x * share);
+            store_result(dtype, out, at, x);
         }
         if (partial && pair == 0) store_pair(AMK_DTYPE_F32, out, start + head_dim, highest, total);
     }

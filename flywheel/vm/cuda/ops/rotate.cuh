@@ -33,11 +33,13 @@ __device__ __forceinline__ float2 rotate(float low, float high, SineCosine turn)
             __fadd_rn(__fmul_rn(high, turn.cosine), __fmul_rn(low, turn.sine))};
 }
 
-// One pair of a ROPE step at a single position: what it is made of, on its way; and the pair, rounded to `dtype`.
+// One pair of a ROPE step at a single position: what it is made of, on its way; its turn, which can be made before the pair
+// is there; and the turned pair, rounded to `dtype`.
 struct RopePair {
     element_t low, high;
     float frequency;
     int position;
+    SineCosine turn;
     __device__ __forceinline__ void load(Vm vm, const amk_step_t& rope, int at, int head_dim) {
         load_x(vm, rope, at, head_dim);
         frequency = vm.floats()[rope.rope + at % head_dim];
@@ -53,8 +55,9 @@ struct RopePair {
         if (vm.arg(rope, 0).layout != FW_LAYOUT_AWAITED) return;
         while ((is_absent(low) || is_absent(high)) && vm.again()) load_x(vm, rope, at, head_dim);
     }
+    __device__ __forceinline__ void make_turn() { turn = sine_cosine(static_cast<float>(position) * frequency); }
     __device__ __forceinline__ float2 turned(int dtype) const {
-        const float2 pair = rotate(to_float(low), to_float(high), sine_cosine(static_cast<float>(position) * frequency));
+        const float2 pair = rotate(to_float(low), to_float(high), turn);
         return {round_to(dtype, pair.x), round_to(dtype, pair.y)};
     }
 };

@@ -66,8 +66,9 @@ __device__ __forceinline__ void scan16(int thread, const char* row, int groups, 
 FW_MICRO_KERNEL op_sample_argmax(Vm vm, const amk_step_t& step) {
     const Operand logits = vm.arg(step, 0), out = vm.out(step);
     if (vm.task()->instruction.flags & FW_INSTRUCTION_TAKES_BEST) {
+        if (vm.thread() != 0) return;
         const uint32_t earliest = static_cast<uint32_t>(atomicMax(best_word(vm.block().program, vm.block().launch), 0ull));
-        if (vm.thread() == 0) store_int(out, 0, static_cast<int>(~earliest));
+        store_int(out, 0, static_cast<int>(~earliest));
         return;
     }
     const int thread = vm.thread(), width = logits.numel / out.numel;
