@@ -333,6 +333,10 @@ KERNELS: Final[Mapping[InstructionKind, str]] = MappingProxyType(
 steps, and ALLREDUCE_SHARD has no kernel: one GPU runs the program."""
 
 
+USUAL: Final = (_K.GEMV_TILE, _K.RMSNORM, _K.ROPE, _K.ATTENTION_TILE, _K.ATTENTION_COMBINE, _K.GEMM_TILE)
+"""What most steps of a decoder are, the most frequent first."""
+
+
 def numpy_struct(name: str) -> np.dtype[np.void]:
     """The numpy type of struct `name`, byte for byte the device's; nested structs are fields of their own types."""
     fields: list[tuple[str, object] | tuple[str, object, tuple[int]]] = []

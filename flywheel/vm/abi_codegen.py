@@ -120,11 +120,24 @@ def abi_header() -> str:
     return "\n".join(parts) + "\n"
 
 
+_OPAQUE: Final = 'asm volatile("" : "+r"(op));'
+"""Keeps comparisons from becoming a table again."""
+
+
 def dispatch_header() -> str:
-    """The text of dispatch.cuh: the micro-kernels, and the switch that calls the one of a step."""
+    """The text of dispatch.cuh: the micro-kernels, and what calls the one of a step.
+
+    The usual ones are found by comparison, one after the other: a table of targets lies in memory, far away.
+    """
     headers = dict.fromkeys(abi.KERNELS.values())
     includes = "\n".join(f'#include "ops/{kernel}.cuh"' for kernel in headers)
-    cases = "\n".join(f"    case AMK_OP_{op.name}: op_{kernel}(vm, step); break;" for op, kernel in abi.KERNELS.items())
+    usual = "\n".join(
+        f"  if (op == AMK_OP_{op.name}) return op_{abi.KERNELS[op]}(vm, step);\n  {_OPAQUE}" for op in abi.USUAL
+    )
+    cases = "\n".join(
+        f"    case AMK_OP_{op.name}: op_{kernel}(vm, step); break;"
+        for op, kernel in abi.KERNELS.items() if op not in abi.USUAL
+    )  # fmt: skip
     return f"""\
 {_WRITTEN}
 #pragma once
@@ -133,7 +146,9 @@ def dispatch_header() -> str:
 {includes}
 
 __device__ __forceinline__ void dispatch(Vm vm, const amk_step_t& step) {{
-  switch (step.op) {{
+  int op = step.op;
+{usual}
+  switch (op) {{
 {cases}
   }}
 }}

@@ -20,15 +20,23 @@
 #include "ops/attention_combine.cuh"
 
 __device__ __forceinline__ void dispatch(Vm vm, const amk_step_t& step) {
-  switch (step.op) {
+  int op = step.op;
+  if (op == AMK_OP_GEMV_TILE) return op_matrix(vm, step);
+  asm volatile("" : "+r"(op));
+  if (op == AMK_OP_RMSNORM) return op_rmsnorm(vm, step);
+  asm volatile("" : "+r"(op));
+  if (op == AMK_OP_ROPE) return op_rope(vm, step);
+  asm volatile("" : "+r"(op));
+  if (op == AMK_OP_ATTENTION_TILE) return op_attention_tile(vm, step);
+  asm volatile("" : "+r"(op));
+  if (op == AMK_OP_ATTENTION_COMBINE) return op_attention_combine(vm, step);
+  asm volatile("" : "+r"(op));
+  if (op == AMK_OP_GEMM_TILE) return op_matrix(vm, step);
+  asm volatile("" : "+r"(op));
+  switch (op) {
     case AMK_OP_COPY: op_copy(vm, step); break;
     case AMK_OP_EMBED: op_embed(vm, step); break;
-    case AMK_OP_RMSNORM: op_rmsnorm(vm, step); break;
     case AMK_OP_LAYERNORM: op_layernorm(vm, step); break;
-    case AMK_OP_GEMV_TILE: op_matrix(vm, step); break;
-    case AMK_OP_GEMM_TILE: op_matrix(vm, step); break;
-    case AMK_OP_ATTENTION_TILE: op_attention_tile(vm, step); break;
-    case AMK_OP_ROPE: op_rope(vm, step); break;
     case AMK_OP_SILU_MUL: op_silu_mul(vm, step); break;
     case AMK_OP_GELU: op_gelu(vm, step); break;
     case AMK_OP_ADD: op_add(vm, step); break;
@@ -37,6 +45,5 @@ __device__ __forceinline__ void dispatch(Vm vm, const amk_step_t& step) {
     case AMK_OP_SOFTMAX: op_softmax(vm, step); break;
     case AMK_OP_KV_APPEND: op_kv_append(vm, step); break;
     case AMK_OP_SAMPLE_ARGMAX: op_sample_argmax(vm, step); break;
-    case AMK_OP_ATTENTION_COMBINE: op_attention_combine(vm, step); break;
   }
 }
