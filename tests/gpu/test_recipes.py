@@ -95,6 +95,20 @@ def test_a_norm_in_each_tile(conform: Conform, step: Step, dtype: DType, sms: in
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+def test_a_norm_of_each_head_in_a_tile(conform: Conform, step: Step, dtype: DType) -> None:
+    buffers: dict[str, Any] = {
+        "x": (IN, dtype, (1, 256)), "norm": (WEIGHT, dtype, (64,)), "w": (WEIGHT, dtype, (32, 256)),
+        "y": (OUT, F32, (1, 32)),
+    }  # fmt: skip
+    steps = [
+        step("RMSNORM", ["in0", "in1"], 0, 256, dtype, eps=1e-5, hidden=64),
+        step("GEMV_TILE", ["s0", "in2"], "final", 16, F32, K=256),
+    ]
+    tasks = [fused(["x", "norm", "w"], "y", steps, n_off=start, N_tile=16) for start in (0, 16)]
+    conform(buffers, tasks, roundings=1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rows", [2, 4, 8])
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
 @pytest.mark.parametrize("sms", [1, 2])

@@ -127,6 +127,9 @@ def _stagings(steps: Sequence[Step], form: Form, last_use: Sequence[int], reuse:
         end = len(steps) if until is None else members[-1]
         made = x - RESULT_REF
         in_place = x >= RESULT_REF and rows == 1 and depth % FRAGMENT_K == 0
+        # It is announced where it is made: no matrix warp may begin while an attention has their partials for itself.
+        between = {each.op for each in steps[made + 1 : members[0]]} if in_place else set()
+        in_place = in_place and InstructionKind.ATTENTION_TILE not in between
         if in_place:
             end = max(end, last_use[made])
             in_place = (until is None or end < until) and (not stagings or stagings[-1].end < made)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -72,10 +72,11 @@ def pack(program: MegakernelProgram) -> PackedProgram:
     check_buffers(program.buffers)
     dtype = float_type(program.buffers)
     grouping = group_tasks(program.tasks)
-    nodes, templates, floats = make_nodes(program, grouping, dtype, variant)
+    hand_offs = by_data(program, grouping) if variant.data_hand_offs else by_counters(program, grouping)
+    early = variant if hand_offs.awaited else replace(variant, x_slices=1)  # a half says nothing of itself to counters
+    nodes, templates, floats = make_nodes(program, grouping, dtype, early)
     steps, first_steps = _step_table(templates)
     pass_blocks = _pass_blocks(steps, variant)
-    hand_offs = by_data(program, grouping) if variant.data_hand_offs else by_counters(program, grouping)
     buffers = buffer_table(program.buffers, weight_rows(nodes, templates, program.buffers), hand_offs.awaited)
 
     sms, order = _queue_order(program)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, PARAM_FIELDS, BufferKind, DType, InstructionKind, KernelVariant, KvRows
 from flywheel.ir.variant import FRAGMENT_K
-from flywheel.vm.abi import ABSENT, FRAGMENT_ROWS, RESULT_REF, InstructionFlag, StepFlag, numpy_struct
+from flywheel.vm.abi import ABSENT, FRAGMENT_ROWS, MAX_STEPS, RESULT_REF, InstructionFlag, StepFlag, numpy_struct
 from flywheel.vm.pack.checks import check_count, check_steps
 from flywheel.vm.pack.frequencies import Frequencies
 from flywheel.vm.pack.new_row import find_new_row
@@ -89,6 +89,8 @@ def make_template(form: Form, dtype: DType, variant: KernelVariant, frequencies:
     whole = steps_of(form)
     check_steps(whole, form, dtype, variant)
     steps = in_slices(whole, form, variant.x_slices)
+    if len(steps) > MAX_STEPS:
+        steps = in_slices(whole, form)  # those that have to be
     check_count(steps)
     views = frozenset(index for index, step in enumerate(steps) if _is_view(step, form))
     placed = place_values(steps, form, variant.staged_bytes, views)

@@ -214,6 +214,34 @@ def test_an_operand_made_by_a_step_is_multiplied_where_it_lies(chain: Chain, agr
     agree(program)
 
 
+def test_each_head_of_a_normed_operand_is_multiplied_where_it_lies(chain: Chain, agree: Agree) -> None:
+    buffers = {"x": (IN, BF16, (1, 48)), "n": (WEIGHT, BF16, (16,)), "w": (WEIGHT, BF16, (32, 48)),
+               "y": (ACT, F32, (1, 32)), "z": (OUT, F32, (1, 15))}  # fmt: skip
+    steps = [step("RMSNORM", [0, 1], 0, 48, BF16, eps=1e-5, hidden=16), gemv("s0", 2, "final")]
+    program = chain(buffers, [("FUSED", ["x", "n", "w"], ["y"], fused(*steps, **TILE)), ("COPY", ["y"], ["z"], TILE)])
+    norm, matrix = packed_steps(program)
+    assert norm["flags"] & StepFlag.ANNOUNCES and matrix["flags"] & StepFlag.X_IN_PLACE
+    agree(program)
+
+
+def test_nothing_is_announced_ahead_of_an_attention(chain: Chain, agree: Agree) -> None:
+    """Matrix warps would leave their partials where attention has its own."""
+    buffers = {"q": (IN, F32, (1, 16)), "k": (KV, F32, (10, 1, 16)), "v": (KV, F32, (10, 1, 16)),
+               "w": (WEIGHT, F32, (32, 16)), "y": (ACT, F32, (1, 32)), "z": (OUT, F32, (1, 15))}  # fmt: skip
+    window = {"head_dim": 16, "n_heads": 1, "n_kv_heads": 1, "kv_start": 0, "kv_len": 10, "scale": 0.3}
+    steps = [
+        step("GELU", [0], 0, 16), step("ATTENTION_TILE", ["s0", 1, 2], 1, 16, **window), gemv("s0", 3, 2),
+        gemv("s1", 3, 3), step("ADD", ["s2", "s3"], "final", 15),
+    ]  # fmt: skip
+    for each in steps[2:4]:
+        each["params"]["K"] = 16
+    task = ("FUSED", ["q", "k", "v", "w"], ["y"], fused(*steps, **TILE))
+    program = chain(buffers, [task, ("COPY", ["y"], ["z"], TILE)])
+    made = packed_steps(program)
+    assert not made[0]["flags"] & StepFlag.ANNOUNCES
+    agree(program)
+
+
 def test_an_operand_still_needed_beside_another_is_staged_from_elsewhere(chain: Chain, agree: Agree) -> None:
     steps = [
         step("GELU", [0], 0, 48), gemv("s0", 1, 1), gemv(0, 2, 2), gemv("s0", 2, 3),

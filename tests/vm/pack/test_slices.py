@@ -233,6 +233,18 @@ def test_what_several_products_multiply_is_not_cut_to_be_early(agree: Agree) -> 
     agree(program, 17)
 
 
+@pytest.mark.parametrize(("pages", "most", "cut"), [("none", 16, True), ("graph_color", 16, False), ("none", 1, False)])
+def test_nothing_is_cut_to_be_early_where_that_gains_nothing_or_takes_too_many_steps(
+    monkeypatch: pytest.MonkeyPatch, pages: str, most: int, cut: bool
+) -> None:
+    """With shared pages everything is handed over by counters."""
+    monkeypatch.setattr("flywheel.vm.pack.template.MAX_STEPS", most)
+    spec = DecoderSpec("deep", "llama", 72, 200, 1, 4, 2, 16, 50, 1e4, 1e-5, 64)
+    config = ScheduleConfig({"hand_off": {"data": 1, "slices": 2}}, page_allocation=pages)
+    few = replace(TARGETS["h100"], name="few", num_sms=3, note="")
+    assert bool(slices_of(lower(decode_step(spec, 48, BF16), config, few))) is cut
+
+
 @pytest.mark.parametrize(("asked", "why"), [
     ({"data": 1, "slices": 5}, "slices=5 is not in 1..4"), ({"data": 1, "slices": 0}, "slices=0 is not in 1..4"),
     ({"slices": 2}, "slices=2 without data=1"),

@@ -49,7 +49,8 @@ __device__ __forceinline__ void combine_pairs(
     const bool awaited = __any_sync(~0u, part.layout == FW_LAYOUT_AWAITED);
     const int parts = step.n_args, lane = vm.lane(), n_heads = layout.n_heads, pairs = layout.head_dim / 2;
     // Behind the wait, where every instruction counts: whether two results are a word.
-    const bool words = is_half(out.dtype) & (out.dtype == step.out_dtype) & (row % 2 == 0) & (reinterpret_cast<uint64_t>(out.ptr) % 4 == 0);
+    const bool aligned = reinterpret_cast<uint64_t>(out.ptr) % 4 == 0;
+    const bool words = is_half(out.dtype) & (out.dtype == step.out_dtype) & (row % 2 == 0) & aligned;
     const int slices = (pairs + WARP - 1) / WARP, units = (n_heads + HEADS - 1) / HEADS * slices;
 #pragma unroll 1
     for (int unit = vm.warp(); unit < units; unit += VECTOR_WARPS) {

@@ -24,19 +24,22 @@ __device__ __forceinline__ void embed_words(Vm vm, const Operand& table, char* o
     constexpr int AHEAD = 4, BLOCK_BYTES = 16 * 16 * 2;
     const int words = hidden / 2;
     const int64_t block_row = id / 16 * ((hidden + 15) / 16) * static_cast<int64_t>(BLOCK_BYTES);
-    const char* row = table.ptr + (fragments ? block_row + id % 8 * 64 + id % 16 / 8 * 4 : id * static_cast<int64_t>(hidden) * 2);
+    const int64_t row_start = fragments ? block_row + id % 8 * 64 + id % 16 / 8 * 4 : id * static_cast<int64_t>(hidden) * 2;
+    const char* row = table.ptr + row_start;
 #pragma unroll 1
     for (int first = vm.thread(); first < words; first += AHEAD * VECTOR_THREADS) {
         uint32_t bits[AHEAD];
 #pragma unroll
         for (int k = 0; k < AHEAD; k++) {
             const int w = min(first + k * VECTOR_THREADS, words - 1);
-            bits[k] = *reinterpret_cast<const uint32_t*>(row + (fragments ? w / 8 * BLOCK_BYTES + w % 8 / 2 * 16 + w % 2 * 8 : w * 4));
+            const int at = fragments ? w / 8 * BLOCK_BYTES + w % 8 / 2 * 16 + w % 2 * 8 : w * 4;
+            bits[k] = *reinterpret_cast<const uint32_t*>(row + at);
         }
 #pragma unroll
         for (int k = 0; k < AHEAD; k++) {
             const int w = first + k * VECTOR_THREADS;
-            const unsigned short low = float_to_half(half_to_float(static_cast<unsigned short>(bits[k])));  // a NaN that `store` makes
+            // A NaN becomes one that `store` makes.
+            const unsigned short low = float_to_half(half_to_float(static_cast<unsigned short>(bits[k])));
             const unsigned short high = float_to_half(half_to_float(static_cast<unsigned short>(bits[k] >> 16)));
             if (w < words) store32(out + w * 4, low | static_cast<uint32_t>(high) << 16);
         }

@@ -25,7 +25,8 @@ __device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step) {
     const bool awaited = x.layout == FW_LAYOUT_AWAITED;
     const int start = slice_start(step), pitch = step.params.K;
     const element_t* source = reinterpret_cast<const element_t*>(x.ptr) + start;
-    element_t* staged = reinterpret_cast<element_t*>(vm.block().staging()) + (step.flags & FW_STEP_STAGED_AHEAD ? start : 0);
+    const int behind = step.flags & FW_STEP_STAGED_AHEAD ? start : 0;
+    element_t* staged = reinterpret_cast<element_t*>(vm.block().staging()) + behind;
     const int padded = step.kblocks * 16, depth = min(pitch - start, padded), stride = x_stride(step.kblocks, step.rows);
     constexpr int N = 16 / sizeof(element_t), STEP = VECTOR_THREADS * N;
     const bool packed = pitch % 16 == 0 && aligned16(source);
@@ -104,9 +105,9 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     const int first_unit = vm.warp() * 2 + vm.lane() / 16, row = vm.lane() % 16;
     const int out_dtype = step.out_dtype;
     const bool out_is_half = out.dtype != AMK_DTYPE_F32;
-    // What everybody waits for takes few instructions, for they come from far: in the usual case only those that it needs.
     const bool keeps_best = step.out >= 0 && vm.task()->instruction.flags & FW_INSTRUCTION_KEEPS_BEST;
     BestSeen best;
+    // What everybody waits for takes few instructions, for they come from far: in the usual case only those that it needs.
     const bool quick = rows == 1 && !bias && !sums && !keeps_best && slots <= QUICK_SLOTS;
     int pass = vm.block().passes;
     int first_column = n_off / 16 * 16 - n_off;

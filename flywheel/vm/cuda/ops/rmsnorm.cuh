@@ -24,8 +24,9 @@ __device__ __forceinline__ float squares(const NormGroup& v) {
     return sum;
 }
 
-// To the staging area, in shared memory, or to `out`, wherever that is.
-__device__ __forceinline__ void store_normed(char* out, char* staged, int at, const NormGroup& x, const NormGroup& w, float scale) {
+// To the start of the staging area, in shared memory, or to `out`, wherever that is.
+__device__ __forceinline__ void store_normed(
+    char* out, char* staged, int at, const NormGroup& x, const NormGroup& w, float scale) {
     NormGroup y = x;
 #pragma unroll
     for (int i = 0; i < NormGroup::N; i++) y.set(i, x[i] * scale * w[i]);
@@ -56,7 +57,7 @@ __device__ __forceinline__ void norm_packed(const NormLanes& row, const char* x,
         sum += squares(loaded[0]);
     }
     const float scale = rsqrtf(row.sum(sum) * share + step.params.eps);
-    char* const staged = step.flags & FW_STEP_ANNOUNCES ? row.vm.block().staging() : nullptr;
+    char* const staged = row.whole && step.flags & FW_STEP_ANNOUNCES ? row.vm.block().staging() : nullptr;
     if (first <= last) store_normed(out, staged, first * 16, kept[0], w0, scale);
     if (second <= last) store_normed(out, staged, second * 16, kept[1], w1, scale);
 #pragma unroll 1
