@@ -131,26 +131,16 @@ KNOBS: Final = (
     Knob("rows.lm_head", _rows(("lm_head",), 1, 2, 4, 8), True, "rows a tile of the head"),
     Knob("kv_block", _kv_blocks, True, "positions an attention tile"),
     Knob("fuse.qkv", _just(0, 1), True, "1: the input norm in each q, k, v tile"),
-    Knob(
-        "fuse.attention",
-        _just(0, 1, 2, 3, 4),
-        True,
-        "1: rope and both appends in one task a KV head; 2: rope in the "
-        "attention tile; 3: both; 4: all in one, which with several KV blocks attends to the new row alone",
-    ),
+    Knob("fuse.attention", _just(0, 1, 2, 3, 4), True, "1: rope and both appends in one task a KV head; 2: rope in the "
+         "attention tile; 3: both; 4: all in one, which with several KV blocks attends to the new row alone"),
     Knob("fuse.out", _just(0, 1, 2), True, "1: the residual in o_proj; 2: the merge of partials too"),
     Knob("fuse.mlp_in", _just(0, 1, 2), True, "1: SwiGLU in the gate/up tile; 2: the norm too"),
     Knob("fuse.down", _just(0, 1), True, "1: the residual in down_proj"),
     Knob("fuse.head", _just(0, 1), True, "1: the final norm in each head tile"),
     Knob("placement", _just("idle_first", "round_robin"), False, "sm_assignment"),
     Knob("depth", _just(0, 1, 2, 3, 4, 6, 8), True, "pipelining_depth"),
-    Knob(
-        "hand_off",
-        _just("counter", "data", "halves"),
-        False,
-        "how tasks learn that what they read is there; halves: "
-        "by the data too, and half of what is multiplied is enough to begin",
-    ),
+    Knob("hand_off", _just("counter", "data", "halves"), False, "how tasks learn that what they read is there; halves: "
+         "by the data too, and half of what is multiplied is enough to begin"),
     Knob("pages", _just("graph_color", "linear", "none"), False, "page_allocation"),
     Knob("threads", _just(*(WARP * warps for warps in (6, 10, 14, 16))), True, "threads_per_block"),
     Knob("matrix", _just(2, 4, 8), True, "warps that multiply, as far as they leave one for the rest"),
@@ -226,11 +216,8 @@ class Space:
             for projection in projections
         }
         tiling["attention"] = {"kv_block": int(choice["kv_block"])}
-        tiling["stream"] = {
-            "chunk_bytes": int(choice["chunk"]),
-            "inflight_bytes": int(choice["inflight"]),
-            "copies": int(choice["copies"]),
-        }
+        tiling["stream"] = {"chunk_bytes": int(choice["chunk"]), "inflight_bytes": int(choice["inflight"]),
+                            "copies": int(choice["copies"])}
         tiling["warps"] = {"matrix": int(choice["matrix"]), "chunk": int(choice["share"])}
         if choice["hand_off"] != "counter":
             tiling["hand_off"] = dict(_HALVES) if choice["hand_off"] == "halves" else {"data": 1}
