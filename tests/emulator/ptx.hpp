@@ -20,6 +20,9 @@ inline void ptx_load64(float& x, float& y, const void* from) {
 inline void ptx_load64_if(float& x, float& y, uint32_t wanted, const void* from) {
     if (wanted) ptx_load64(x, y, from);
 }
+inline void ptx_load128_if(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t wanted, const void* from) {
+    if (wanted != 0) ptx_load128(a, b, c, d, from);
+}
 inline void ptx_store32(void* to, uint32_t bits) { memcpy(emulator::aligned<char>(to, 4), &bits, 4); }
 inline void ptx_store16(void* to, unsigned short bits) { memcpy(emulator::aligned<char>(to, 2), &bits, 2); }
 inline void ptx_store64(void* to, float x, float y) {

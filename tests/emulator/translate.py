@@ -32,6 +32,7 @@ CALLS: Final[Mapping[str, str]] = {
     "ld.relaxed.gpu.v4.u32 {%0, %1, %2, %3}, [%4];": "load128",
     "ld.relaxed.gpu.v2.f32 {%0, %1}, [%2];": "load64",
     "{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.relaxed.gpu.v2.f32 {%0, %1}, [%3]; }": "load64_if",
+    "{ .reg .pred p; setp.ne.u32 p, %4, 0; @p ld.relaxed.gpu.v4.u32 {%0, %1, %2, %3}, [%5]; }": "load128_if",
     "st.relaxed.gpu.u32 [%0], %1;": "store32",
     "st.relaxed.gpu.u16 [%0], %1;": "store16",
     "st.relaxed.gpu.v2.f32 [%0], {%1, %2};": "store64",

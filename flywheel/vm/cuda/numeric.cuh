@@ -102,6 +102,12 @@ __device__ __forceinline__ void load64_if(bool wanted, const float2* from, float
                  : "+f"(v.x), "+f"(v.y) : "r"(static_cast<uint32_t>(wanted)), "l"(from));
 }
 
+__device__ __forceinline__ void load128_if(bool wanted, const void* from, uint32_t (&word)[4]) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %4, 0; @p ld.relaxed.gpu.v4.u32 {%0, %1, %2, %3}, [%5]; }"
+                 : "+r"(word[0]), "+r"(word[1]), "+r"(word[2]), "+r"(word[3])
+                 : "r"(static_cast<uint32_t>(wanted)), "l"(from));
+}
+
 __device__ __forceinline__ void store32(void* to, uint32_t bits) {
     asm volatile("st.relaxed.gpu.u32 [%0], %1;" ::"l"(to), "r"(bits));
 }

@@ -126,7 +126,8 @@ def _stagings(steps: Sequence[Step], form: Form, last_use: Sequence[int], reuse:
         until = runs[number + 1][1][0] if number + 1 < len(runs) else None
         end = len(steps) if until is None else members[-1]
         made = x - RESULT_REF
-        in_place = x >= RESULT_REF and rows == 1 and depth % FRAGMENT_K == 0
+        in_place = x >= RESULT_REF and depth % FRAGMENT_K == 0
+        in_place = in_place and (rows == 1 or _norms_alone(steps, made, members))
         # It is announced where it is made: no matrix warp may begin while an attention has their partials for itself.
         between = {each.op for each in steps[made + 1 : members[0]]} if in_place else set()
         in_place = in_place and InstructionKind.ATTENTION_TILE not in between
@@ -138,6 +139,14 @@ def _stagings(steps: Sequence[Step], form: Form, last_use: Sequence[int], reuse:
         start = made if in_place else members[0]
         stagings.append(Staging(x, tuple(members), nbytes, start, end, in_place))
     return tuple(stagings)
+
+
+def _norms_alone(steps: Sequence[Step], made: int, members: Sequence[int]) -> bool:
+    """Whether a norm makes rows that matrix steps `members` alone read, so that they may lie apart as those have them."""
+    norm = steps[made]
+    readers = {index for index, step in enumerate(steps) if RESULT_REF + made in step.reads}
+    same = all(step.params["K"] == norm.params.get("hidden") for step in (steps[index] for index in members))
+    return norm.op is InstructionKind.RMSNORM and readers == set(members) and same
 
 
 def _free(taken: Sequence[tuple[int, int, int, int]], start: int, end: int, nbytes: int) -> int:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, PARAM_FIELDS, BufferKind, DType, InstructionKind, KernelVariant, KvRows
-from flywheel.ir.variant import FRAGMENT_K
+from flywheel.ir.variant import FRAGMENT_K, operand_stride
 from flywheel.vm.abi import ABSENT, FRAGMENT_ROWS, MAX_STEPS, RESULT_REF, InstructionFlag, StepFlag, numpy_struct
 from flywheel.vm.pack.checks import check_count, check_steps
 from flywheel.vm.pack.frequencies import Frequencies
@@ -108,7 +108,10 @@ def make_template(form: Form, dtype: DType, variant: KernelVariant, frequencies:
             table[index]["flags"] |= placed.staging(index).flag(index)
     for staging in placed.stagings:
         if staging.in_place:
-            table[staging.ref - RESULT_REF]["flags"] |= StepFlag.ANNOUNCES
+            maker, rows = table[staging.ref - RESULT_REF], int(table[staging.steps[0]]["rows"])
+            maker["flags"] |= StepFlag.ANNOUNCES
+            if rows > 1:
+                maker["kblocks"] = operand_stride(rows, steps[staging.steps[0]].depth) // FRAGMENT_K
     row = find_new_row(steps, form, dtype, shown)
     if row is not None:
         first = table[row.key_rope]

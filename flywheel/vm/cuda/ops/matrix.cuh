@@ -10,6 +10,7 @@
 #include "../best.cuh"
 
 constexpr int STAGE_LOADS = 4;  // in flight, a thread
+constexpr int STAGE_ROWS_LOADS = 8;  // the same where x has several rows
 constexpr int QUICK_SLOTS = 4;  // partials of a row block, at most and mostly
 
 // Columns of x before the step's slice of K.
@@ -20,44 +21,95 @@ __device__ __forceinline__ int slice_start(const amk_step_t& step) {
     return columns;
 }
 
-__device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step) {
-    const Operand x = vm.arg(step, 0);
-    const bool awaited = x.layout == FW_LAYOUT_AWAITED;
-    const int start = slice_start(step), pitch = step.params.K;
-    const element_t* source = reinterpret_cast<const element_t*>(x.ptr) + start;
-    const int behind = step.flags & FW_STEP_STAGED_AHEAD ? start : 0;
-    element_t* staged = reinterpret_cast<element_t*>(vm.block().staging()) + behind;
-    const int padded = step.kblocks * 16, depth = min(pitch - start, padded), stride = x_stride(step.kblocks, step.rows);
+// A step's slice of x, on its way to shared memory. Sizes in elements.
+struct XSlice {
+    const element_t* source;
+    element_t* staged;
+    int pitch, depth, padded, stride;
+    bool first, awaited;
+    __device__ __forceinline__ XSlice(Vm vm, const amk_step_t& step) {
+        const Operand& x = vm.arg(step, 0);
+        const int start = slice_start(step);
+        source = reinterpret_cast<const element_t*>(x.ptr) + start;
+        staged = reinterpret_cast<element_t*>(vm.block().staging()) + (step.flags & FW_STEP_STAGED_AHEAD ? start : 0);
+        pitch = step.params.K;
+        padded = step.kblocks * 16;
+        depth = min(pitch - start, padded);
+        stride = x_stride(step.kblocks, step.rows);
+        first = start == 0;
+        awaited = x.layout == FW_LAYOUT_AWAITED;
+    }
+};
+
+// Of one row whose groups of 16 bytes are aligned.
+__device__ __forceinline__ void stage_row(Vm vm, const XSlice& x) {
     constexpr int N = 16 / sizeof(element_t), STEP = VECTOR_THREADS * N;
-    const bool packed = pitch % 16 == 0 && aligned16(source);
-    if (!packed && start == 0) vm.await(step.args[0]);
 #pragma unroll 1
-    for (int m = 0; m < step.rows; m++, source += pitch, staged += stride) {
-        if (!packed) {
-#pragma unroll 1
-            for (int i = vm.thread(); i < padded; i += VECTOR_THREADS) staged[i] = i < depth ? load_element(source + i) : element_t(0);
-            continue;
+    for (int i = vm.thread() * N; i < x.depth; i += STAGE_LOADS * STEP) {
+        const char* from[STAGE_LOADS];
+        Vec16<element_t> kept[STAGE_LOADS];
+#pragma unroll
+        for (int k = 0; k < STAGE_LOADS; k++) {  // behind the end the last ones once more: left unset, they spill
+            from[k] = reinterpret_cast<const char*>(x.source + min(i + k * STEP, x.depth - N));
+            kept[k] = load16<element_t>(from[k]);
         }
+        if (x.awaited) {
+            const char* const canary[1] = {from[0]};  // alone at first: many ask for the same lines
+            Vec16<element_t> first[1] = {kept[0]};
+            vm.settle(first, canary);
+            vm.settle(kept, from);
+        }
+        if (x.first) vm.stamp(FW_STAMP_READY);
+#pragma unroll
+        for (int k = 0; k < STAGE_LOADS; k++) {
+            if (i + k * STEP < x.depth) *reinterpret_cast<uint4*>(x.staged + i + k * STEP) = kept[k].bits();
+        }
+    }
+}
+
+// Of several such rows, one behind the other, as many groups of a thread under way at once as there are registers for.
+__device__ __forceinline__ void stage_rows(Vm vm, const XSlice& x, int rows) {
+    constexpr int N = 16 / sizeof(element_t);
+    const unsigned groups = x.depth / N, all = groups * rows;
+    const uint32_t inverse = 0xffffffffu / groups + 1;  // rounded up: exact below 2^16 groups
+    const auto row_of = [&](unsigned group) { return static_cast<int>(static_cast<uint64_t>(group) * inverse >> 32); };
 #pragma unroll 1
-        for (int i = vm.thread() * N; i < depth; i += STAGE_LOADS * STEP) {
-            const char* from[STAGE_LOADS];
-            Vec16<element_t> kept[STAGE_LOADS];
+    for (unsigned first = vm.thread(); first < all; first += STAGE_ROWS_LOADS * VECTOR_THREADS) {
+        const char* from[STAGE_ROWS_LOADS];
+        Vec16<element_t> kept[STAGE_ROWS_LOADS];
 #pragma unroll
-            for (int k = 0; k < STAGE_LOADS; k++) {  // behind the end the last ones once more: left unset, they spill
-                from[k] = reinterpret_cast<const char*>(source + min(i + k * STEP, depth - N));
-                kept[k] = load16<element_t>(from[k]);
-            }
-            if (awaited) {
-                const char* const canary[1] = {from[0]};  // alone at first: many ask for the same lines
-                Vec16<element_t> first[1] = {kept[0]};
-                vm.settle(first, canary);
-                vm.settle(kept, from);
-            }
-            if (start == 0) vm.stamp(FW_STAMP_READY);
+        for (int k = 0; k < STAGE_ROWS_LOADS; k++) {
+            const unsigned group = first + k * VECTOR_THREADS;
+            const int row = row_of(group);
+            kept[k] = {};
+            from[k] = reinterpret_cast<const char*>(x.source + row * (x.pitch - x.depth) + group * N);
+            load128_if(group < all, from[k], kept[k].word);
+        }
+        if (x.awaited) {
+            const char* const canary[1] = {from[0]};
+            Vec16<element_t> alone[1] = {kept[0]};
+            vm.settle(alone, canary);
+            vm.settle(kept, from);
+        }
+        if (x.first) vm.stamp(FW_STAMP_READY);
 #pragma unroll
-            for (int k = 0; k < STAGE_LOADS; k++) {
-                if (i + k * STEP < depth) *reinterpret_cast<uint4*>(staged + i + k * STEP) = kept[k].bits();
-            }
+        for (int k = 0; k < STAGE_ROWS_LOADS; k++) {
+            const unsigned group = first + k * VECTOR_THREADS;
+            element_t* const to = x.staged + row_of(group) * (x.stride - x.depth) + group * N;
+            if (group < all) *reinterpret_cast<uint4*>(to) = kept[k].bits();
+        }
+    }
+}
+
+__device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step) {
+    XSlice x(vm, step);
+    if (x.pitch % 16 == 0 && aligned16(x.source)) return step.rows == 1 ? stage_row(vm, x) : stage_rows(vm, x, step.rows);
+    if (x.first) vm.await(step.args[0]);
+#pragma unroll 1
+    for (int m = 0; m < step.rows; m++, x.source += x.pitch, x.staged += x.stride) {
+#pragma unroll 1
+        for (int i = vm.thread(); i < x.padded; i += VECTOR_THREADS) {
+            x.staged[i] = i < x.depth ? load_element(x.source + i) : element_t(0);
         }
     }
 }
@@ -108,7 +160,8 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     const bool keeps_best = step.out >= 0 && vm.task()->instruction.flags & FW_INSTRUCTION_KEEPS_BEST;
     BestSeen best;
     // What everybody waits for takes few instructions, for they come from far: in the usual case only those that it needs.
-    const bool quick = rows == 1 && !bias && !sums && !keeps_best && slots <= QUICK_SLOTS;
+    const bool quick = !bias && !keeps_best && slots <= QUICK_SLOTS;
+    const int slot_pitch = rows * PARTIAL_ROWS;
     int pass = vm.block().passes;
     int first_column = n_off / 16 * 16 - n_off;
 #pragma unroll 1
@@ -124,25 +177,35 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
             return sums && inside(u) ? load_element(sums + u.m * n_tile + u.column) : 0.0f;
         };
         float extra = operand(unit), sum = carried(unit);
-        const int first = inside(unit) ? start + unit.column : -1;
+        const auto advance = [&] {
+            unit = Unit(unit.number + 2 * VECTOR_WARPS, rows, first_column, row);
+            extra = operand(unit);
+            sum = carried(unit);
+        };
+        const int first = inside(unit) ? unit.m * pitch + start + unit.column : -1;
         char* const target = out.ptr + first * (out_is_half ? 2ll : 4ll);
+        const int place = (unit.block * MATRIX_WARPS * rows + unit.m) * PARTIAL_ROWS + row;
         if (!vm.wait(&vm.block().partial_full[pass & 1], (pass >> 1) & 1)) return;
         vm.stamp(FW_STAMP_MULTIPLIED);
         const float* partials = vm.block().partial(pass);
-        if (quick && units <= 2 * VECTOR_WARPS) {
+        if (quick) {
             if (first >= 0) {
-                const float* partial = partials + unit.number * (MATRIX_WARPS * PARTIAL_ROWS) + row;
+                const float* const partial = partials + place;
                 float value = partial[0];
 #pragma unroll
                 for (int slot = 1; slot < QUICK_SLOTS; slot++) {
-                    if (slot < slots) value += partial[slot * PARTIAL_ROWS];
+                    if (slot < slots) value += partial[slot * slot_pitch];
                 }
-                value = round_to(out_dtype, value);
+                value = round_to(out_dtype, value + sum);
                 if (epilogue == FW_EPILOGUE_ADD) value += extra;
                 if (epilogue == FW_EPILOGUE_SILU_MUL) value *= silu(extra);
                 store_float(target, out_is_half, value);
             }
-            unit.number = units;
+            if (units > 2 * VECTOR_WARPS) {
+                advance();
+            } else {
+                unit.number = units;
+            }
         }
 #pragma unroll 1
         while (unit.number < units) {
@@ -159,9 +222,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
                 store(out, unit.m * pitch + start + unit.column, value);
                 if (keeps_best) best.see(value, n_off + unit.column);
             }
-            unit = Unit(unit.number + 2 * VECTOR_WARPS, rows, first_column, row);
-            extra = operand(unit);
-            sum = carried(unit);
+            advance();
         }
         __syncwarp();
         if (vm.lane() < WARP_ARRIVALS) barrier_arrive(&vm.block().partial_empty[pass & 1]);
