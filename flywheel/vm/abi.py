@@ -240,7 +240,7 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("uint64_t", "floats", note="float[]: inverse frequencies"),
             Field("uint64_t", "workspace", note="spilled scratch, workspace_stride bytes an SM"),
             Field("uint64_t", "abort_flag", note="uint32_t in host memory, set by a watchdog"),
-            Field("uint64_t", "state", note="uint32_t[2]: launches done, blocks that left; uint64_t[2]: best logits"),
+            Field("uint64_t", "state", note="uint32_t[2]: launches, blocks that left; uint64_t[2][8]: best logits"),
             Field("uint64_t", "report", note="amk_report_t, first fault of a launch"),
             Field("uint64_t", "trace", note="amk_trace_t[], one an instruction, then one an SM; without a trace 0"),
             Field("int32_t", "n_counters"),

@@ -22,7 +22,7 @@
 
 namespace emulator {
 
-constexpr int LANES = 32;
+constexpr int LANES = 32, HALF = LANES / 2;
 constexpr size_t STACK_BYTES = 128 * 1024;
 
 struct Index { unsigned x = 0; };
@@ -40,6 +40,8 @@ struct Warp {
     Block* block = nullptr;
     Meeting meeting;
     uint32_t words[2][LANES][8];
+    Meeting halves[2];
+    uint32_t half_words[2][LANES][8];
     int first = 0;  // its first fiber
 };
 
@@ -143,6 +145,16 @@ inline const uint32_t (*gather(const uint32_t* mine, int count))[8] {
     return warp.words[turn];
 }
 
+// The same of the lanes of a half alone, which the other half does not meet.
+inline const uint32_t (*gather_half(uint32_t mine, int half))[8] {
+    Warp& warp = *current->warp;
+    Meeting& meeting = warp.halves[half];
+    uint32_t(*words)[8] = warp.half_words[meeting.round & 1];
+    words[current->index.x % LANES][0] = mine;
+    meet(meeting, HALF);
+    return words;
+}
+
 inline void check_full(unsigned mask) {
     if (mask != ~0u) fail("a collective of some lanes");
 }
@@ -157,11 +169,15 @@ template <typename T> inline T exchange(unsigned mask, T value, int from) {
     return value;
 }
 
+// Over all lanes, or over those of the caller's half.
 template <typename F> inline uint32_t reduce(unsigned mask, uint32_t value, F combine) {
-    check_full(mask);
-    const uint32_t(*all)[8] = gather(&value, 1);
-    uint32_t result = all[0][0];
-    for (int lane = 1; lane < LANES; lane++) result = combine(result, all[lane][0]);
+    const int lane = current->index.x % LANES, half = lane / HALF;
+    const bool in_half = mask == 0xffffu << half * HALF;
+    if (!in_half) check_full(mask);
+    const uint32_t(*all)[8] = in_half ? gather_half(value, half) : gather(&value, 1);
+    const int first = in_half ? half * HALF : 0, count = in_half ? HALF : LANES;
+    uint32_t result = all[first][0];
+    for (int i = 1; i < count; i++) result = combine(result, all[first + i][0]);
     return result;
 }
 

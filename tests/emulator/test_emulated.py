@@ -57,12 +57,12 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Emul
     return EmulatedGpu(sm_arch=request.param)
 
 
-def lowered(gpu: EmulatedGpu, config: ScheduleConfig) -> MegakernelProgram:
+def lowered(gpu: EmulatedGpu, config: ScheduleConfig, batch: int = 1) -> MegakernelProgram:
     target = replace(
         TARGETS["h100"], name="here", sm_arch=gpu.sm_arch, num_sms=gpu.num_sms,
         smem_bytes_per_block_optin=gpu.smem_optin_bytes,
     )  # fmt: skip
-    return lower(decode_step(SPEC, CONTEXT, DTYPE), config, target)
+    return lower(decode_step(SPEC, CONTEXT, DTYPE, batch), config, target)
 
 
 def load(gpu: EmulatedGpu, program: MegakernelProgram, weights: ResidentWeights, **tables: Any) -> LoadedProgram:
@@ -80,19 +80,19 @@ def load(gpu: EmulatedGpu, program: MegakernelProgram, weights: ResidentWeights,
     return loaded
 
 
-def tokens(program: MegakernelProgram) -> Iterator[tuple[torch.Tensor, int]]:
-    """(logits, token) of one launch after another, as the reference VM has them."""
+def tokens(program: MegakernelProgram, first: list[int]) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    """(logits, a token a row) of one launch after another, as the reference VM has them."""
     tensors = dict(bind(program, random_weights(SPEC, 1, TORCH_DTYPES[DTYPE])))
     for buffer in program.buffers:
         if buffer.kind is BufferKind.KV_CACHE:
             tensors[buffer.name] = torch.zeros(tuple(buffer.shape), dtype=TORCH_DTYPES[DTYPE])
-    reference, token = ReferenceVM(program, "cpu"), 5
+    reference, token = ReferenceVM(program, "cpu"), first
     for pos in range(LAUNCHES):
-        tensors["token_id"] = torch.tensor([token], dtype=torch.int32)
+        tensors["token_id"] = torch.tensor(token, dtype=torch.int32)
         tensors["position"] = torch.tensor([pos], dtype=torch.int32)
         found = reference.run(tensors, pos=pos)
         tensors |= {name: tensor for name, tensor in found.items() if name in tensors}
-        token = int(found["next_token"])
+        token = found["next_token"].flatten().tolist()
         yield found["logits"].float().flatten(), token
 
 
@@ -100,25 +100,35 @@ def tokens(program: MegakernelProgram) -> Iterator[tuple[torch.Tensor, int]]:
 @pytest.mark.parametrize("seed", range(5))
 def test_launch_after_launch_gives_the_reference_s_tokens(gpu: EmulatedGpu, name: str, seed: int) -> None:
     gpu.seed = seed
-    program = lowered(gpu, CONFIGS[name])
-    token = 5
+    _compare(gpu, lowered(gpu, CONFIGS[name]), [5])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_batch_gives_the_reference_s_tokens_row_by_row(gpu: EmulatedGpu, name: str) -> None:
+    _compare(gpu, lowered(gpu, CONFIGS[name], 3), [5, 17, 0])
+
+
+def _compare(gpu: EmulatedGpu, program: MegakernelProgram, token: list[int]) -> None:
+    """Of launch after launch, from these tokens on."""
     with ResidentWeights(gpu, DTYPE) as weights, load(gpu, program, weights) as loaded:  # type: ignore[arg-type]
-        for pos, (logits, following) in enumerate(tokens(program)):
-            loaded.write_input("token_id", np.array([token], np.int32))
+        for pos, (logits, following) in enumerate(tokens(program, token)):
+            loaded.write_input("token_id", np.array(token, np.int32))
             loaded.write_input("position", np.array([pos], np.int32))
             loaded.launch(pos)
             loaded.sync(1.0)
             got = torch.from_numpy(loaded.read_output("logits")).flatten()
             assert float((got - logits).abs().max()) <= TOLERANCE * float(logits.abs().max()), pos
-            assert int(loaded.read_output("next_token")[0]) == int(got.argmax())
+            best = got.reshape(len(token), -1).argmax(dim=1)
+            assert loaded.read_output("next_token").flatten().tolist() == best.tolist()
             token = following
 
 
 @pytest.mark.parametrize("gpu", [90], indirect=True)
-def test_the_best_logit_is_kept_where_logits_are_made(gpu: EmulatedGpu) -> None:
-    flags = pack(lowered(gpu, CONFIGS["fused, by data"])).instructions["flags"]
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_best_logit_of_a_row_is_kept_where_logits_are_made(gpu: EmulatedGpu, batch: int) -> None:
+    flags = pack(lowered(gpu, CONFIGS["fused, by data"], batch)).instructions["flags"]
     assert [int((flags & flag != 0).sum()) for flag in (InstructionFlag.KEEPS_BEST, InstructionFlag.TAKES_BEST)] == [
-        -(-SPEC.vocab // 64), 1,
+        -(-SPEC.vocab // 64), batch,
     ]  # fmt: skip
 
 

@@ -321,7 +321,7 @@ struct amk_program_t {
   uint64_t floats;  // float[]: inverse frequencies
   uint64_t workspace;  // spilled scratch, workspace_stride bytes an SM
   uint64_t abort_flag;  // uint32_t in host memory, set by a watchdog
-  uint64_t state;  // uint32_t[2]: launches done, blocks that left; uint64_t[2]: best logits
+  uint64_t state;  // uint32_t[2]: launches, blocks that left; uint64_t[2][8]: best logits
   uint64_t report;  // amk_report_t, first fault of a launch
   uint64_t trace;  // amk_trace_t[], one an instruction, then one an SM; without a trace 0
   int32_t n_counters;

@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(FW_THREADS, 1) megakernel(const amk
         cleared[i * (FW_COUNTER_STRIDE / 4)] = 0;
     }
     if (threadIdx.x == 0) {
-        if (blockIdx.x == 0) *best_word(program, launch + 1) = 0;
+        for (int row = 0; blockIdx.x == 0 && row < FW_MAX_ROWS; row++) *best_word(program, launch + 1, row) = 0;
         enter(block, launch, position);
         anchor(block, FW_ANCHOR_FIRST_NS);
     }

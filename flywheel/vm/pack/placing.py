@@ -142,7 +142,7 @@ def _stagings(steps: Sequence[Step], form: Form, last_use: Sequence[int], reuse:
 
 
 def _norms_alone(steps: Sequence[Step], made: int, members: Sequence[int]) -> bool:
-    """Whether a norm makes rows that matrix steps `members` alone read, so that they may lie apart as those have them."""
+    """Whether a norm makes rows that matrix steps `members` alone read: then they may lie apart as those have them."""
     norm = steps[made]
     readers = {index for index, step in enumerate(steps) if RESULT_REF + made in step.reads}
     same = all(step.params["K"] == norm.params.get("hidden") for step in (steps[index] for index in members))

@@ -213,6 +213,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
             float value = partial[0];
 #pragma unroll 4
             for (int slot = 1; slot < slots; slot++) value += partial[slot * rows * PARTIAL_ROWS];
+            if (keeps_best) best.turn_to(vm, unit.m);
             if (unit.column >= 0 && unit.column < n_tile) {
                 if (sums) value += sum;
                 if (bias) value += load(*bias, n_off + unit.column);

@@ -107,6 +107,7 @@ __device__ __forceinline__ void norm_one_of(const NormLanes& row, const char* x,
 #pragma unroll 1
     for (;; at += each) {
         load(kept, x, at);
+        load(weights, w, at);  // those of the last groups are kept, too
         if (awaited) {
             const char* from[KEPT];
 #pragma unroll
@@ -118,7 +119,6 @@ __device__ __forceinline__ void norm_one_of(const NormLanes& row, const char* x,
         if (at + each >= groups) break;
     }
     vm.stamp(FW_STAMP_READY);
-    load(weights, w, at);
     const float scale = rsqrtf(row.sum(sum) * share + step.params.eps);
 #pragma unroll 1
     for (;;) {

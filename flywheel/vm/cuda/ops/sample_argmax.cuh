@@ -67,7 +67,8 @@ FW_MICRO_KERNEL op_sample_argmax(Vm vm, const amk_step_t& step) {
     const Operand logits = vm.arg(step, 0), out = vm.out(step);
     if (vm.task()->instruction.flags & FW_INSTRUCTION_TAKES_BEST) {
         if (vm.thread() != 0) return;
-        const uint32_t earliest = static_cast<uint32_t>(atomicMax(best_word(vm.block().program, vm.block().launch), 0ull));
+        const int row = vm.task()->instruction.params.n_off;
+        const uint32_t earliest = static_cast<uint32_t>(atomicMax(best_word(vm.block().program, vm.block().launch, row), 0ull));
         store_int(out, 0, static_cast<int>(~earliest));
         return;
     }
