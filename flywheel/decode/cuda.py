@@ -35,6 +35,9 @@ Tokens = int | Sequence[int]
 """A token of the only sequence, or of each."""
 
 _DEVICE: Final = "cuda"
+_ALIGNMENT: Final = 16
+"""Of weights that are used where torch has them: the width of the kernels' loads."""
+
 _WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 
 
@@ -134,17 +137,18 @@ class CudaModel:
         return self._kernels[key]
 
     def _place_weights(self, packed: PackedProgram) -> None:
-        """What the program reads row-major stays torch's; its matrices are packed where they are not yet."""
+        """Row-major ones stay torch's where it is aligned; matrices are packed where they are not."""
         bound = bind(packed.program, self.weights)
         layouts = packed.buffers["layout"]
         for row, buffer in enumerate(packed.program.buffers):
             if buffer.kind not in _WEIGHT_KINDS:
                 continue
             name, tensor = buffer.source or buffer.name, bound[buffer.name]
-            if layouts[row] == Layout.ROWS:
+            layout = Layout(int(layouts[row]))
+            if layout is Layout.ROWS and tensor.data_ptr() % _ALIGNMENT == 0:
                 self.resident.borrow(name, tensor.data_ptr())
             else:
-                self.resident.put(name, tensor.data_ptr(), buffer.shape, buffer.dtype, Layout.FRAGMENTS)
+                self.resident.put(name, tensor.data_ptr(), buffer.shape, buffer.dtype, layout)
 
 
 class CudaSession:

@@ -27,7 +27,16 @@ MAX_STAGED_BYTES: Final = 64 * 1024
 refuses a longer result of a task's own steps."""
 
 MAX_STAGED_ROWS_BYTES: Final = 132 * 1024
-"""The same for several rows: eight of 8192 halves and their padding."""
+"""The same for several rows that a task makes itself: eight of 8192 halves and their padding."""
+
+MAX_INPUT_ROWS_BYTES: Final = 72 * 1024
+"""The same for an input of several rows: what a longer one took would be missed more by the weight ring."""
+
+SLICES_BESIDE: Final = 2
+"""Slices of a longer input that are staged at once: one is on its way while the other is multiplied."""
+
+MAX_ALTERNATING: Final = 7
+"""Slices that a product is cut into for that; one that takes more has its slices one by one, each as long as may be."""
 
 MAX_X_SLICES: Final = 4
 """Slices of an operand that are staged side by side: each has a barrier of its own."""
@@ -132,29 +141,52 @@ def operand_stride(rows: int, depth: int) -> int:
     return FRAGMENT_K * (-(-depth // FRAGMENT_K) + (rows > 1))
 
 
-def slice_depth(dtype: DType, rows: int, depth: int) -> int:
-    """Columns of an input [rows, depth] that are staged at once: all, or an even share of the fewest slices that fit.
+class Slices(NamedTuple):
+    """How an input [rows, K] is staged: `depth` columns at a time, `beside` such slices side by side."""
+
+    depth: int
+    beside: int
+
+
+def slices_of(dtype: DType, rows: int, depth: int) -> Slices:
+    """All of an input [rows, depth], or an even share of the fewest slices of which SLICES_BESIDE fit; or where those
+    are more than MAX_ALTERNATING, of which one fits all that there may be.
 
     A share is a multiple of SLICE_K.
     """
-    most = _most_staged(rows)
+    most = _most_of_input(rows)
     if _bytes_of(dtype, rows, depth) <= most:
-        return depth
+        return Slices(depth, 1)
+    share = _share(dtype, rows, depth, (most - SUMS_BYTES) // SLICES_BESIDE)
+    if share * MAX_ALTERNATING >= depth:
+        return Slices(share, SLICES_BESIDE)
+    if _bytes_of(dtype, rows, depth) <= _most_staged(rows):
+        return Slices(depth, 1)
+    return Slices(_share(dtype, rows, depth, _most_staged(rows) - SUMS_BYTES), 1)
+
+
+def _share(dtype: DType, rows: int, depth: int, room: int) -> int:
+    """Columns of an even share of the fewest slices that fit `room` bytes, in multiples of SLICE_K."""
     pairs = -(-depth // SLICE_K)
-    fitting = ((most - SUMS_BYTES) // dtype.nbytes(rows * FRAGMENT_K) - (rows > 1)) // 2
+    fitting = (room // dtype.nbytes(rows * FRAGMENT_K) - (rows > 1)) // 2
     slices = -(-pairs // max(1, fitting))
     return SLICE_K * -(-pairs // slices)
 
 
 def operand_bytes(dtype: DType, rows: int, depth: int) -> int:
     """Bytes that the staging area has for an input [rows, depth] that is multiplied: its own, or those of its first
-    slice and of sums; what the area may have at most where not even that fits, which the VM refuses."""
-    staged = slice_depth(dtype, rows, depth)
-    return min(_bytes_of(dtype, rows, staged) + (SUMS_BYTES if staged < depth else 0), _most_staged(rows))
+    slices and of sums; what the area may have at most where not even that fits, which the VM refuses."""
+    staged, beside = slices_of(dtype, rows, depth)
+    taken = beside * _bytes_of(dtype, rows, staged)
+    return min(taken if staged == depth else taken + SUMS_BYTES, _most_staged(rows))
 
 
 def _bytes_of(dtype: DType, rows: int, depth: int) -> int:
     return dtype.nbytes(rows * operand_stride(rows, depth))
+
+
+def _most_of_input(rows: int) -> int:
+    return MAX_STAGED_BYTES if rows == 1 else MAX_INPUT_ROWS_BYTES
 
 
 def _most_staged(rows: int) -> int:

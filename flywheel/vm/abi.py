@@ -99,6 +99,16 @@ class StepFlag(IntFlag):
     """A step whose result is the staged operand of a matrix step: each warp announces its share once it is written."""
     NEW_ROW = 524288
     """A ROPE of a key with which the steps of a launch's new row begin: one kernel does them in one go."""
+    LEFT = 1048576
+    """A step that another one does on the way: an attention the ROPE of its queries, what turns a head its RMSNORM, the
+    first step of a new row those behind it."""
+    TURNS = 2097152
+    """An ATTENTION_TILE that does the ROPE before it, on operands that tensor cores take."""
+    ALTERNATES = 8388608
+    """One whose columns of the operand take the place of those two steps before it, and are staged and announced by the
+    step before it, once these are multiplied."""
+    LAST = 4194304
+    """The last step of its task."""
 
 
 class Epilogue(IntEnum):
@@ -200,7 +210,7 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "rows", note="of a matrix step, activation rows M; else of the result, see docs/vm.md"),
             Field("int32_t", "kblocks", note="fragments of K, or of its slice; of others, see docs/vm.md"),
             Field("int32_t", "chunk_kblocks", note="fragments of a chunk, at most; of others, see docs/vm.md"),
-            Field("int32_t", "row_chunks", note="chunks of one row block"),
+            Field("int32_t", "row_chunks", note="chunks of one row block; of a ROPE done on the way, see docs/vm.md"),
             Field("int16_t", "epilogue", note="Epilogue"),
             Field("int16_t", "epilogue_arg", note="operand ref"),
             Field("amk_params_t", "params"),

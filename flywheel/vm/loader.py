@@ -26,6 +26,9 @@ GRACE_S: Final = 2.0
 _POISON: Final = 0xFF
 """A byte of which every float of any type is a NaN."""
 
+_CACHE_ALIGNMENT: Final = 16
+"""Of KV caches: the width of the kernels' loads."""
+
 _PROGRAM: Final = numpy_struct("amk_program_t")
 _REPORT: Final = numpy_struct("amk_report_t")
 _TRACE: Final = numpy_struct("amk_trace_t")
@@ -67,7 +70,7 @@ class LoadedProgram:
 
     `caches` are the device addresses of its KV caches, by buffer name; `weights` must hold its `needed_weights`.
     Raises ConfigError where `check_fit` does and for a kernel of another block size or float type, WeightsError for a
-    weight and TensorError for a cache that is not there, GpuMemoryError.
+    weight and TensorError for a cache that is not there or not aligned to 16 bytes, GpuMemoryError.
     """
 
     def __init__(
@@ -273,6 +276,8 @@ class LoadedProgram:
             elif buffer.kind is BufferKind.KV_CACHE:
                 if buffer.name not in caches:
                     raise TensorError(f"cache {buffer.name}: not given")
+                if caches[buffer.name] % _CACHE_ALIGNMENT:
+                    raise TensorError(f"cache {buffer.name}: starts at no multiple of {_CACHE_ALIGNMENT} bytes")
                 addresses.append(caches[buffer.name])
             else:
                 addresses.append(self._arena.address + self._offset(row))

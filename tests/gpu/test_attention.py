@@ -14,6 +14,7 @@ from flywheel.ir import BufferKind, DType
 pytestmark = pytest.mark.gpu
 
 IN, OUT, ACT, CACHE = BufferKind.IO_INPUT, BufferKind.IO_OUTPUT, BufferKind.ACTIVATION, BufferKind.KV_CACHE
+WEIGHT = BufferKind.WEIGHT
 F32, F16, BF16 = DType.F32, DType.F16, DType.BF16
 FLOATS = (F32, F16, BF16)
 Conform = Callable[..., None]
@@ -73,6 +74,42 @@ def test_attention_over_long_windows(conform: Conform, dtype: DType, threads: in
         buffers, params, tensors = window(heads, 4096, 4096 - length, length, dtype, True)
         tasks = [("ATTENTION_TILE", ["q", "k", "v"], "y", params)]
         conform(buffers, tasks, tensors, threads=threads, split=heads[2], extra=length * 1e-8)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("heads", [(2, 1, 128), (3, 1, 64), (12, 1, 128), (9, 3, 64), (4, 1, 16)], ids=str)
+@pytest.mark.parametrize("normed", ["no", "each head", "twice"])
+@pytest.mark.parametrize("length", [0, 7, 200])
+@pytest.mark.parametrize("by_data", [False, True])
+def test_queries_are_normed_and_turned_on_the_way(
+    conform: Conform, step: Callable[..., dict[str, Any]], dtype: DType, heads: tuple[int, int, int], normed: str,
+    length: int, by_data: bool,
+) -> None:
+    """A result that the norm's step makes for others too is made there."""
+    n_heads, _, head_dim = heads
+    width = n_heads * head_dim
+    buffers, params, tensors = window(heads, 256, 3, length, dtype, False)
+    buffers |= {
+        "raw": (IN, dtype, (1, 2 * width)), "q": (ACT, dtype, (1, 2 * width)), "w": (WEIGHT, dtype, (head_dim,)),
+        "pos": (IN, DType.I32, (1,)), "z": (OUT, dtype, (1, width)), "y": (OUT, dtype, (1, width)),
+    }  # fmt: skip
+    steps = [step("COPY", ["in0"], 0, width, dtype, n_off=width, N_tile=width)]
+    if normed != "no":
+        steps.append(step("RMSNORM", ["s0", "in1"], 1, width, dtype, eps=1e-6, hidden=head_dim))
+    rotated = "s0" if normed == "no" else "s1"
+    own = {name: params[name] for name in ("n_heads", "n_kv_heads", "head_dim", "scale")}
+    steps += [
+        step("ROPE", [rotated, "in2"], 2, width, dtype, head_dim=head_dim, theta=1e4),
+        step("ATTENTION_TILE", ["s2", "in3", "in4"], "final", width, dtype, **own),
+        step("MUL", ["s1" if normed == "twice" else "s2"], {"out": 1}, width, dtype, scale=1.0),
+    ]
+    task = {"kv_start": 3, "kv_len": length, "recipe": {"steps": steps}}
+    tasks = [
+        ("MUL", ["raw"], "q", {"scale": 1.0}),
+        ("FUSED", ["q", "w", "pos", "k", "v"], ["y", "z"], task),
+    ]
+    tensors["pos"] = torch.tensor([77], dtype=torch.int32)
+    conform(buffers, tasks, tensors, roundings=3, threads=448, by_data=by_data, extra=1e-6)
 
 
 @pytest.mark.parametrize("partial", [False, True])

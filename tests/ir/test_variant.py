@@ -19,14 +19,17 @@ from flywheel.ir import (
     variant_of,
 )
 from flywheel.ir.variant import (
+    MAX_ALTERNATING,
+    MAX_INPUT_ROWS_BYTES,
     MAX_STAGED_BYTES,
     MAX_STAGED_ROWS_BYTES,
     MIN_STAGED_BYTES,
     RESERVED_BYTES,
+    SLICES_BESIDE,
     SUMS_BYTES,
     operand_bytes,
     operand_stride,
-    slice_depth,
+    slices_of,
     staged_bytes,
 )
 
@@ -121,18 +124,29 @@ def test_an_operand_made_by_its_recipe_is_staged_in_the_type_of_its_weight() -> 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8])
 @pytest.mark.parametrize("depth", [4096, 8192, 14336, 28672, 53248, 99991])
 def test_what_does_not_fit_is_cut_into_the_fewest_even_slices(dtype: DType, rows: int, depth: int) -> None:
-    most = MAX_STAGED_BYTES if rows == 1 else MAX_STAGED_ROWS_BYTES
-    each, taken = slice_depth(dtype, rows, depth), operand_bytes(dtype, rows, depth)
+    most = MAX_STAGED_BYTES if rows == 1 else MAX_INPUT_ROWS_BYTES
+    (each, beside), taken = slices_of(dtype, rows, depth), operand_bytes(dtype, rows, depth)
     whole = dtype.nbytes(rows * operand_stride(rows, depth))
-    assert taken <= most
     if whole <= most:
-        assert (each, taken) == (depth, whole)
+        assert (each, beside, taken) == (depth, 1, whole)
+        return
+    if beside == 1:
+        shorter = most
+        most = MAX_STAGED_BYTES if rows == 1 else MAX_STAGED_ROWS_BYTES
+        assert -(-depth // _widest(dtype, rows, (shorter - SUMS_BYTES) // SLICES_BESIDE)) > MAX_ALTERNATING
+    assert taken <= most
+    if each == depth:
+        assert taken == whole
         return
     slices = -(-depth // each)
-    assert taken == dtype.nbytes(rows * operand_stride(rows, each)) + SUMS_BYTES
+    assert taken == beside * dtype.nbytes(rows * operand_stride(rows, each)) + SUMS_BYTES
     assert each % 32 == 0 and each * slices - depth < 32 * slices
-    wider = 32 * -(-depth // 32 // (slices - 1)) if slices > 1 else depth
-    assert dtype.nbytes(rows * operand_stride(rows, wider)) + SUMS_BYTES > most
+    assert slices == -(-depth // _widest(dtype, rows, (most - SUMS_BYTES) // beside))
+
+
+def _widest(dtype: DType, rows: int, room: int) -> int:
+    """The longest slice that fits."""
+    return max(each for each in range(32, 65536, 32) if dtype.nbytes(rows * operand_stride(rows, each)) <= room)
 
 
 def test_a_program_without_a_config_has_the_default_variant(tiny: MegakernelProgram) -> None:

@@ -225,6 +225,8 @@ def test_what_is_missing_is_named_and_nothing_kept(rig: Rig) -> None:
     name, *_ = rig.caches
     with pytest.raises(TensorError, match=rf"cache {name}: not given"):
         LoadedProgram(rig.gpu, packed, kernel, rig.weights, {k: v for k, v in rig.caches.items() if k != name})
+    with pytest.raises(TensorError, match=rf"cache {name}: starts at no multiple of 16 bytes"):
+        LoadedProgram(rig.gpu, packed, kernel, rig.weights, {**rig.caches, name: rig.caches[name] + 8})
 
 
 def test_a_kernel_for_other_blocks_is_refused(rig: Rig) -> None:

@@ -46,6 +46,7 @@ typedef uint32_t amk_counter_t;
 #define FW_WORK_BYTES 8192
 #define FW_MAX_RING_SLOTS 64
 #define FW_MAX_X_SLICES 4
+#define FW_SLICES_BESIDE 2
 #define FW_WARP 32
 #define AMK_OP_NOP 0
 #define AMK_OP_COPY 1
@@ -109,6 +110,10 @@ typedef uint32_t amk_counter_t;
 #define FW_STEP_STAGED_AHEAD 131072
 #define FW_STEP_ANNOUNCES 262144
 #define FW_STEP_NEW_ROW 524288
+#define FW_STEP_LEFT 1048576
+#define FW_STEP_TURNS 2097152
+#define FW_STEP_ALTERNATES 8388608
+#define FW_STEP_LAST 4194304
 #define FW_EPILOGUE_NONE 0
 #define FW_EPILOGUE_ADD 1
 #define FW_EPILOGUE_SILU_MUL 2
@@ -239,7 +244,7 @@ struct amk_step_t {
   int32_t rows;  // of a matrix step, activation rows M; else of the result, see docs/vm.md
   int32_t kblocks;  // fragments of K, or of its slice; of others, see docs/vm.md
   int32_t chunk_kblocks;  // fragments of a chunk, at most; of others, see docs/vm.md
-  int32_t row_chunks;  // chunks of one row block
+  int32_t row_chunks;  // chunks of one row block; of a ROPE done on the way, see docs/vm.md
   int16_t epilogue;  // Epilogue
   int16_t epilogue_arg;  // operand ref
   amk_params_t params;

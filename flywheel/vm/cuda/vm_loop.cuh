@@ -213,15 +213,17 @@ __device__ __noinline__ void run_vector_warps() {
         vm.stamp(FW_STAMP_READY);
         if (vm.task()->awaited != 0) await_operands(vm, vm.task()->awaited);
         const amk_step_t* staged = x_staged_step(*vm.task());
-        const amk_step_t* end = vm.task()->steps + vm.task()->instruction.n_steps;
-        for (const amk_step_t* step = staged ? staged : vm.task()->steps; step < end; step++) {
-            if (step->flags & FW_STEP_VIEW) continue;
+        const amk_step_t* step = staged ? staged : vm.task()->steps;
+        for (bool more = vm.task()->instruction.n_steps > 0; more; step++) {
+            more = !(step->flags & FW_STEP_LAST);
+            if (step->flags & (FW_STEP_VIEW | FW_STEP_LEFT)) continue;
             dispatch(vm, *step);
+            more = !(step->flags & FW_STEP_LAST);  // this and the place in the queue no register kept
+            index = block.poll_progress();
             if (step->flags & FW_STEP_ANNOUNCES) {
                 vm.announce(block.stagings);
                 vm.stamp(FW_STAMP_STAGED);
             }
-            index = block.poll_progress();  // which no register kept
             vm.sync();  // its result is there for the next step, or for the signal
         }
         vm.stamp(FW_STAMP_STORED);

@@ -48,7 +48,7 @@ def best_flags(
 
 
 def _samples(template: Template) -> bool:
-    return bool(template.steps[-1]["op"] == InstructionKind.SAMPLE_ARGMAX)
+    return len(template.steps) > 0 and bool(template.steps[-1]["op"] == InstructionKind.SAMPLE_ARGMAX)
 
 
 def _sampled_row(node: Node, template: Template, width: int) -> int | None:

@@ -1,37 +1,38 @@
 """The steps of a launch's new row of one KV head, which one kernel does in one go.
 
 They are ROPE and KV_APPEND of its key, KV_APPEND of its value, ROPE of the queries and ATTENTION_TILE over that row
-alone, the last of their task; nothing else reads what lies between them. Source: docs/vm.md.
+alone, the last of their task; nothing else reads what lies between them. Where key and queries both have a norm before
+them, the kernel does these two as well. Source: docs/vm.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from flywheel.ir import BufferKind, DType, InstructionKind, KvRows
-from flywheel.vm.abi import ABSENT, RESULT_REF
+from flywheel.vm.abi import RESULT_REF
 from flywheel.vm.pack.step import Form, Step, inherited, look
+from flywheel.vm.pack.turning import HEAD_DIMS, find_norm, is_turn
 
 _K = InstructionKind
-
-HEAD_DIMS: Final = (64, 128)
-"""What the kernel is compiled for."""
 
 _OPS: Final = (_K.ROPE, _K.KV_APPEND, _K.KV_APPEND, _K.ROPE, _K.ATTENTION_TILE)
 
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """Places of the steps in their task."""
+    """Places of the steps in their task; of the norms either both or none."""
 
     key_rope: int
     key: int
     value: int
     query_rope: int
     attention: int
+    key_norm: int | None = None
+    query_norm: int | None = None
 
 
 def find_new_row(steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]) -> NewRow | None:
@@ -42,6 +43,9 @@ def find_new_row(steps: Sequence[Step], form: Form, dtype: DType, views: Abstrac
     row = NewRow(*run)
     if row.key != row.key_rope + 1 or row.attention != len(steps) - 1:
         return None
+    key, query = (find_norm(rope, steps, form, dtype, views) for rope in (row.key_rope, row.query_rope))
+    if key is not None and query is not None:
+        row = replace(row, key_norm=key, query_norm=query)
     return row if _attends(row, steps, form) and _fits(row, steps, form, dtype, views) else None
 
 
@@ -72,22 +76,30 @@ def _fits(row: NewRow, steps: Sequence[Step], form: Form, dtype: DType, views: A
     """Whether the operands are such as the kernel takes: heads of one size, in the program's float type."""
     attention, appends = steps[row.attention], (steps[row.key], steps[row.value])
     head_dim: int = attention.params["head_dim"]
+    turned, normed = steps[row.query_rope], row.key_norm is not None
 
     def is_source(ref: int, numel: int) -> bool:
-        """An operand that none of these steps makes, nor the task writes."""
+        """An operand that none of these steps makes, nor the task writes; its elements can be loaded two at a time."""
         made, x = ref - RESULT_REF, look(ref, steps, form)
         early = form.written[ref] is None if made < 0 else made < row.key_rope or made in views
-        return early and x.numel == numel and x.dtype is dtype
+        even = made not in views or steps[made].params.get("n_off", 1) % 2 == 0
+        return early and even and x.numel == numel and x.dtype is dtype
 
     def is_rope(rope: Step, numel: int) -> bool:
-        one = look(rope.args[1], steps, form).numel == 1
-        return rope.out == ABSENT and rope.params["head_dim"] == head_dim and one and is_source(rope.args[0], numel)
+        turns = is_turn(rope, numel, head_dim, steps, form, dtype)
+        return turns and is_source(rope.args[0], numel) and (not normed or is_source(_made(rope, steps).args[0], numel))
 
     return (
         head_dim in HEAD_DIMS
+        and (turned.args[1], turned.params) == (steps[row.key_rope].args[1], steps[row.key_rope].params)
         and is_rope(steps[row.key_rope], head_dim)
         and is_source(steps[row.value].args[0], head_dim)
-        and is_rope(steps[row.query_rope], attention.params["n_heads"] * head_dim)
+        and is_rope(turned, attention.params["n_heads"] * head_dim)
         and all(step.result.numel == step.result.shape[0] * head_dim for step in appends)
         and all(form.outputs[step.out].dtype is dtype for step in appends)
     )
+
+
+def _made(step: Step, steps: Sequence[Step]) -> Step:
+    """The step that makes the first operand of `step`."""
+    return steps[step.args[0] - RESULT_REF]

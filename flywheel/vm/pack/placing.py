@@ -110,7 +110,7 @@ def _stagings(steps: Sequence[Step], form: Form, last_use: Sequence[int], reuse:
     runs: list[tuple[tuple[object, ...], list[int]]] = []  # (ref, K and slice of the operand, steps)
     for index, step in enumerate(steps):
         if step.matrix:
-            x, slice_ = step.args[0], None if step.side_by_side else step.columns
+            x, slice_ = step.args[0], None if step.beside > 1 else step.columns
             operand = x, step.params["K"], slice_
             if reuse and runs and runs[-1][0] == operand and not (x < RESULT_REF and form.written[x] is not None):
                 runs[-1][1].append(index)
@@ -119,10 +119,10 @@ def _stagings(steps: Sequence[Step], form: Form, last_use: Sequence[int], reuse:
     stagings: list[Staging] = []
     for number, (_, members) in enumerate(runs):
         step = steps[members[0]]
-        x, depth = step.args[0], int(step.params["K"]) if step.side_by_side else step.depth
+        x, depth = step.args[0], step.depth
         value = look(x, steps, form)
         rows = value.numel // int(step.params["K"])
-        nbytes = value.dtype.nbytes(rows * operand_stride(rows, depth))
+        nbytes = value.dtype.nbytes(rows * operand_stride(rows, depth)) * min(step.beside, len(members))
         until = runs[number + 1][1][0] if number + 1 < len(runs) else None
         end = len(steps) if until is None else members[-1]
         made = x - RESULT_REF

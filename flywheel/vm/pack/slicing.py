@@ -3,8 +3,8 @@ program asks for it, of one whose tiles come one after the other.
 
 Slices follow each other. Each but the last leaves its sums in scratch, in fp32, and each but the first goes on with
 those of the one before it; bias, rounding and epilogue are the last one's. An operand that the task's own steps make is
-never cut: it has to fit. Slices of a long operand take turns at the start of the staging area; those of one that fits
-lie side by side there, and each is multiplied as soon as it is staged.
+never cut: it has to fit. Slices of a long operand take turns in the staging area, where two of them lie side by side,
+each staged while the one before it is multiplied, unless they are very many; those of one that fits are all there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from flywheel.ir import DType, InstructionKind
-from flywheel.ir.variant import SLICE_K, slice_depth
+from flywheel.ir.variant import SLICE_K, slices_of
 from flywheel.vm.abi import ABSENT, RESULT_REF, Epilogue
 from flywheel.vm.pack.step import Form, Operand, Step
 
@@ -29,31 +29,31 @@ def in_slices(steps: Sequence[Step], form: Form, x_slices: int = 1) -> list[Step
     for index, step in enumerate(steps):
         args = tuple(places.get(ref, ref) for ref in step.args)
         moved = replace(step, args=args, other=places.get(step.other, step.other))
-        side_by_side = 1 if attends or uses[step.args[0]] > 1 else x_slices
-        made += _slices(moved, form, RESULT_REF + len(made), side_by_side) if step.matrix else [moved]
+        alone = not attends and uses[step.args[0]] == 1
+        made += _slices(moved, form, RESULT_REF + len(made), alone, x_slices) if step.matrix else [moved]
         places[RESULT_REF + index] = RESULT_REF + len(made) - 1
     return made
 
 
-def _slices(step: Step, form: Form, ref: int, x_slices: int) -> Iterator[Step]:
-    """A matrix step, or its slices, the first of which has ref `ref`."""
+def _slices(step: Step, form: Form, ref: int, alone: bool, x_slices: int) -> Iterator[Step]:
+    """A matrix step, or its slices, the first of which has ref `ref`; `alone` in multiplying its operand."""
     x, depth = step.args[0], int(step.params["K"])
     if x >= RESULT_REF:
         yield step
         return
     rows = form.inputs[x].numel // depth
-    each = slice_depth(form.inputs[x].dtype, rows, depth)
-    side_by_side = each == depth and rows == 1 and x_slices > 1 and form.written[x] is None
-    if side_by_side:
-        each = SLICE_K * -(-depth // (SLICE_K * x_slices))
+    each, beside = slices_of(form.inputs[x].dtype, rows, depth)
+    alone = alone and form.written[x] is None
+    if each == depth and rows == 1 and alone:
+        each, beside = SLICE_K * -(-depth // (SLICE_K * x_slices)), x_slices
     if each >= depth:
         yield step
         return
     width = step.result.numel // rows
     sums = Operand(DType.F32, (rows, width if form.recipe is not None else min(width, form.widest)))
     carried = ABSENT
-    for start, end in pairwise((*range(0, depth, each), depth)):
-        slice_ = replace(step, columns=(start, end), carried=carried, side_by_side=side_by_side)
+    for number, (start, end) in enumerate(pairwise((*range(0, depth, each), depth))):
+        slice_ = replace(step, columns=(start, end), carried=carried, number=number, beside=beside if alone else 1)
         if end < depth:
             slice_ = replace(slice_, args=step.args[:2], out=ABSENT, result=sums, epilogue=Epilogue.NONE, other=ABSENT)
         yield slice_

@@ -79,7 +79,7 @@ class Step:
 
     `result` is what it makes, in the dtype that it rounds to first. A product in slices of K is a step a slice:
     `columns` are those of x, from and to, that it multiplies (None: all), `carried` the ref of the sums that it goes on
-    with; with `side_by_side` all of x is staged, slice behind slice.
+    with. Of one product `beside` slices lie in the staging area at once, slice `number` in place number % beside.
     """
 
     op: InstructionKind
@@ -91,7 +91,8 @@ class Step:
     other: int = ABSENT
     columns: tuple[int, int] | None = None
     carried: int = ABSENT
-    side_by_side: bool = False
+    number: int = 0
+    beside: int = 1
 
     @property
     def depth(self) -> int:

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.ir.variant import FRAGMENT_K
+from flywheel.ir.variant import FRAGMENT_K, SLICES_BESIDE
 from flywheel.vm.abi import FRAGMENT_ROWS, InstructionFlag, SegmentFlag, StepFlag, numpy_struct
 
 SEGMENT: Final = numpy_struct("amk_segment_t")
@@ -56,6 +56,18 @@ def slice_starts(steps: Rows) -> Ints:
     return before - before[firsts]
 
 
+def staged_blocks(steps: Rows) -> Ints:
+    """Fragments of the staging area before what each step multiplies: those of the slices that lie beside it."""
+    carries, turns = (steps["flags"] & int(flag) != 0 for flag in (StepFlag.CARRIES, StepFlag.ALTERNATES))
+    places = np.arange(len(steps))
+    firsts = np.maximum.accumulate(np.where(carries, 0, places))
+    number = np.where(turns, (places - firsts) % SLICES_BESIDE, places - firsts)
+    ahead = steps["flags"] & int(StepFlag.STAGED_AHEAD | StepFlag.ALTERNATES) != 0
+    rows = steps["rows"].astype(np.int64)
+    each = rows * (steps["kblocks"][firsts].astype(np.int64) + (rows > 1))
+    return np.where(ahead, number * each, 0)
+
+
 def segments_of(
     instructions: Rows,
     queues: npt.NDArray[np.int32],
@@ -78,8 +90,8 @@ def segments_of(
     segments["src"] = (first_block[entry] + number * pass_blocks) * row_stride
     starts = slice_starts(steps)
     segments["src"] += (starts[step] * fragment_bytes).astype(np.uint64)
-    ahead = steps["flags"] & int(StepFlag.STAGED_AHEAD) != 0
-    segments["x_kblocks"] = np.where(ahead, starts, 0)[step]
+    ahead = steps["flags"] & int(StepFlag.STAGED_AHEAD | StepFlag.ALTERNATES) != 0
+    segments["x_kblocks"] = staged_blocks(steps)[step]
     segments["queue_index"] = instruction - queues[instructions["sm"][instruction]]
     segments["row_blocks"] = np.minimum(pass_blocks, blocks[entry] - number * pass_blocks)
     segments["row_stride"] = row_stride

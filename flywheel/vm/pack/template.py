@@ -20,6 +20,7 @@ from flywheel.vm.pack.new_row import find_new_row
 from flywheel.vm.pack.placing import Placement, place_values
 from flywheel.vm.pack.slicing import in_slices
 from flywheel.vm.pack.step import Form, Step, inherited, look, names_columns, steps_of
+from flywheel.vm.pack.turning import find_norm, turns_queries
 
 _K = InstructionKind
 
@@ -112,14 +113,39 @@ def make_template(form: Form, dtype: DType, variant: KernelVariant, frequencies:
             maker["flags"] |= StepFlag.ANNOUNCES
             if rows > 1:
                 maker["kblocks"] = operand_stride(rows, steps[staging.steps[0]].depth) // FRAGMENT_K
-    row = find_new_row(steps, form, dtype, shown)
+    _flag_turning(table, steps, form, dtype, shown)
+    if steps:
+        table[-1]["flags"] |= StepFlag.LAST
+    matrices = tuple(index for index, step in enumerate(steps) if step.matrix)
+    skipped, left = _shared_operands(steps, form, placed)
+    return Template(table, matrices, placed.spilled_bytes, skipped, left, _loose(steps), _instruction_flags(form))
+
+
+def _flag_turning(
+    table: npt.NDArray[np.void], steps: Sequence[Step], form: Form, dtype: DType, views: frozenset[int]
+) -> None:
+    """Flag what a new row's kernel or an attention does of the steps before it."""
+    row = find_new_row(steps, form, dtype, views)
     if row is not None:
         first = table[row.key_rope]
         first["flags"] |= StepFlag.NEW_ROW
         first["kblocks"], first["chunk_kblocks"] = row.value, row.query_rope
-    matrices = tuple(index for index, step in enumerate(steps) if step.matrix)
-    skipped, left = _shared_operands(steps, form, placed)
-    return Template(table, matrices, placed.spilled_bytes, skipped, left, _loose(steps), _instruction_flags(form))
+        for place in (row.key, row.value, row.query_rope, row.attention):
+            table[place]["flags"] |= StepFlag.LEFT
+        _leave_norm(table, row.key_rope, row.key_norm)
+        _leave_norm(table, row.query_rope, row.query_norm)
+    for place in range(1, len(steps) if row is None else row.key_rope):
+        if turns_queries(place, steps, form, dtype):
+            table[place]["flags"] |= StepFlag.TURNS
+            table[place - 1]["flags"] |= StepFlag.LEFT
+            _leave_norm(table, place - 1, find_norm(place - 1, steps, form, dtype, views))
+
+
+def _leave_norm(table: npt.NDArray[np.void], rope: int, norm: int | None) -> None:
+    """Leave a norm, if there is one, to what does the ROPE behind it."""
+    table[rope]["row_chunks"] = ABSENT if norm is None else norm
+    if norm is not None:
+        table[norm]["flags"] |= StepFlag.LEFT
 
 
 def _instruction_flags(form: Form) -> InstructionFlag:
@@ -162,8 +188,8 @@ def _flags(step: Step, form: Form) -> int:
         flags |= StepFlag.INDEX_FROM_ZERO
     if step.carried != ABSENT:
         flags |= StepFlag.CARRIES
-        if step.side_by_side:
-            flags |= StepFlag.STAGED_AHEAD
+        if step.beside > 1:
+            flags |= StepFlag.STAGED_AHEAD if step.number < step.beside else StepFlag.ALTERNATES
     return flags
 
 
@@ -209,8 +235,8 @@ def _shared_operands(
     steps: Sequence[Step], form: Form, placed: Placement
 ) -> tuple[StagedValue | None, StagedValue | None]:
     """(operand that an earlier task may have staged, operand that a later one finds staged)."""
-    if len(placed.stagings) != 1 or any(step.op is _K.ATTENTION_TILE for step in steps):
-        return None, None
+    if len(placed.stagings) != 1 or any(step.op is _K.ATTENTION_TILE or step.number >= step.beside for step in steps):
+        return None, None  # an attention or a later slice has taken the operand's place
     (staging,) = placed.stagings
     inputs: list[int] = []
     formula = _formula(staging.ref, steps, form, inputs)

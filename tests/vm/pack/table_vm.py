@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flywheel.ir import PARAM_FIELDS, DType, InstructionKind, MegakernelProgram
 from flywheel.ir.access import MATRIX_OPS
-from flywheel.ir.variant import WORK_BYTES
+from flywheel.ir.variant import SLICES_BESIDE, WORK_BYTES
 from flywheel.vm.abi import (
     ABSENT,
     PARTIALS_BYTES,
@@ -177,6 +177,11 @@ class TableVM:
         area = sm.workspace if scratch & SPILLED else sm.staging
         start = scratch & ~SPILLED
         assert start + nbytes <= len(area)
+        if step["op"] == K.RMSNORM and step["kblocks"]:  # rows apart, as its matrix step has them
+            assert step["flags"] & StepFlag.ANNOUNCES and start == 0
+            rows, pitch = int(step["rows"]), 16 * int(step["kblocks"])
+            apart = torch.from_numpy(area[: rows * pitch * dtype.itemsize]).view(dtype).view(rows, pitch)
+            return apart[:, : int(step["params"]["hidden"])]
         flat = torch.from_numpy(area[start : start + nbytes]).view(dtype)
         return flat.view(max(1, int(step["rows"])), -1) if step["op"] in MATRIX_OPS else flat
 
@@ -199,9 +204,10 @@ class TableVM:
         return tensor.view(shape) if tensor.numel() == prod(shape) else tensor.view(*shape[:-1], -1)
 
     def _out(self, sm: Sm, instruction: Any, step: Any, params: Mapping[str, Any]) -> Tensor:
-        """All of what a step may write, flat."""
+        """All of what a step may write, flat unless its rows are apart."""
         if step["out"] < 0:
-            return self._scratch(sm, step).view(-1)
+            scratch = self._scratch(sm, step)
+            return scratch.view(-1) if scratch.is_contiguous() else scratch
         row = int(instruction["outputs"][step["out"]])
         tensor = self._tensor(row, DType(int(self.packed.buffers["dtype"][row])))
         if step["out"] == 0 and instruction["op"] == K.FUSED and instruction["flags"] & InstructionFlag.TILED:
@@ -239,7 +245,7 @@ class TableVM:
             OPS[op](inputs, result, given)
         if op is K.ATTENTION_TILE:
             sm.staging[-WORK_BYTES:] = NAN_BYTE
-        out.copy_(result)
+        out.copy_(result.view(out.shape))
 
     def _rope(self, inputs: list[Tensor], result: Tensor, step: Any) -> None:
         x, positions = inputs
@@ -265,9 +271,11 @@ class TableVM:
         stride = 16 * (kblocks + (rows > 1))
         dtype = TORCH_DTYPES[self.packed.dtype]
         assert x.dtype is dtype
-        ahead = bool(flags & StepFlag.STAGED_AHEAD)
-        assert not ahead or (how is StepFlag.REUSE_X and slices and rows == 1)
-        behind = start * 16 * dtype.itemsize if ahead else 0
+        ahead = bool(flags & (StepFlag.STAGED_AHEAD | StepFlag.ALTERNATES))
+        assert not ahead or (how is StepFlag.REUSE_X and slices)
+        place = slices % SLICES_BESIDE if flags & StepFlag.ALTERNATES else slices if ahead else 0
+        beside = place * rows * (int(steps[index - slices]["kblocks"]) + (rows > 1))  # fragments
+        behind = beside * 16 * dtype.itemsize
         staged = torch.from_numpy(sm.staging)[behind:][: rows * stride * dtype.itemsize].view(dtype).view(rows, stride)
         fresh = not instruction["flags"] & InstructionFlag.X_STAGED and (how is not StepFlag.REUSE_X or ahead)
         if fresh and (how is StepFlag.STAGE or ahead):
@@ -284,7 +292,7 @@ class TableVM:
         assert torch.equal(operand[:, : x.shape[1]], x) or instruction["flags"] & InstructionFlag.X_STAGED
         n_off, n_tile = self._own(step, params, "n_off"), self._own(step, params, "N_tile")
         blocks = n_off // 16, -(-(n_off + n_tile) // 16)
-        product = self._stream(sm, instruction, step, operand.float(), fresh, blocks, start)
+        product = self._stream(sm, instruction, step, operand.float(), fresh, blocks, start, beside)
         product = product[:, n_off % 16 :][:, :n_tile]
         if slices:
             before = steps[index - 1]
@@ -296,8 +304,9 @@ class TableVM:
         self._store(sm, instruction, steps, step, params, product, n_off)
 
     def _stream(
-        self, sm: Sm, instruction: Any, step: Any, x: Tensor, fresh: bool, span: tuple[int, int], start: int
-    ) -> Tensor:
+        self, sm: Sm, instruction: Any, step: Any, x: Tensor, fresh: bool,
+        span: tuple[int, int], start: int, beside: int,
+    ) -> Tensor:  # fmt: skip
         first, end = span
         packed = self.packed
         element = TORCH_DTYPES[packed.dtype].itemsize
@@ -309,7 +318,7 @@ class TableVM:
             segment = packed.segments[sm.stream]
             row = int(instruction["inputs"][step["args"][1]])
             assert packed.segment_buffers[sm.stream] == row
-            assert segment["x_kblocks"] == (start if step["flags"] & StepFlag.STAGED_AHEAD else 0)
+            assert segment["x_kblocks"] == beside
             assert segment["queue_index"] == sm.queue - packed.queues[instruction["sm"]]
             assert bool(segment["flags"] & SegmentFlag.FRESH_X) == (fresh and block == first)
             blocks, kblocks = int(segment["row_blocks"]), int(segment["kblocks"])

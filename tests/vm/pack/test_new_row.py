@@ -47,6 +47,18 @@ def found(packed: PackedProgram) -> list[list[str]]:
     return rows
 
 
+def own_norms(packed: PackedProgram, instruction: Any) -> list[int]:
+    """Places of the norms that belong to the instruction's new row, as its two ROPEs say."""
+    steps = packed.steps[instruction["first_step"] :][: instruction["n_steps"]]
+    places: list[int] = []
+    for place in np.flatnonzero(steps["flags"] & int(StepFlag.NEW_ROW)):
+        places += [int(steps[rope]["row_chunks"]) for rope in (place, steps[place]["chunk_kblocks"])]
+    norms = [place for place in places if place >= 0]
+    assert all(steps[place]["op"] == int(InstructionKind.RMSNORM) for place in norms)
+    assert all(steps[place]["flags"] & int(StepFlag.LEFT) for place in norms)
+    return norms
+
+
 ROW = ["ROPE", "KV_APPEND", "KV_APPEND", "ROPE", "ATTENTION_TILE"]
 
 
@@ -57,7 +69,10 @@ def test_every_kv_head_of_a_layer_has_a_new_row(
     dtype: DType, head_dim: int, qk_norm: bool, agree: Callable[..., None]
 ) -> None:
     program = decoder(head_dim, NORMED if qk_norm else ATTEND, 16, dtype, qk_norm)
-    assert found(pack(program)) == [ROW] * LAYERS * KV_HEADS
+    packed = pack(program)
+    assert found(packed) == [ROW] * LAYERS * KV_HEADS
+    norms = [len(own_norms(packed, instruction)) for instruction in packed.instructions]
+    assert sum(norms) == 2 * qk_norm * LAYERS * KV_HEADS
     agree(program, 17)
 
 
@@ -132,6 +147,9 @@ def test_a_view_may_lie_between_the_steps(chain: Chain) -> None:
         {5: step("ATTENTION_TILE", ["s2", "i5", "i4"], "final", GROUP * WIDTH, **HEADS)},  # caches in turn
         {5: step("ATTENTION_TILE", ["s1", "i4", "i5"], "final", GROUP * WIDTH, **HEADS)},  # queries not turned
         {0: step("ROPE", ["i1", "i3"], 0, WIDTH, **ROPE | {"head_dim": 32})},
+        {0: step("ROPE", ["i1", "i3"], 0, WIDTH, **ROPE | {"theta": 1e5})},  # turned otherwise than the queries
+        {0: step("ROPE", ["i1", "i3"], 0, WIDTH, F32, **ROPE)},
+        {3: step("COPY", ["i0"], 1, GROUP * WIDTH, n_off=WIDTH + 1, N_tile=GROUP * WIDTH)},  # words across elements
         {4: step("ROPE", ["s1", "i3"], 2, GROUP * WIDTH, **ROPE | {"head_dim": 32})},
     ],
 )

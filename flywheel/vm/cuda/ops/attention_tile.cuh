@@ -188,26 +188,50 @@ struct Softmax {
     }
 };
 
-// All of a ROPE step of one position, up to eight heads of D. A warp takes 32 pairs of a head at a time; the first ones are
-// loaded apart.
+// All of a ROPE step of one position, and of the norm of its heads if that is left to it. A warp takes 32 pairs of a head of D
+// at a time; for their norm it also loads the head's other ones. The first ones are loaded apart.
 template <int D>
 struct Rotation {
-    RopePair pair;
+    static constexpr int UNITS = D / 64;
+    HeadPair pair, others[UNITS > 1 ? UNITS - 1 : 1];
+    Turns<1> turns;
+    Two weights;
     static __device__ __forceinline__ int element(int unit) {
-        return unit / (D / 64) * D + unit % (D / 64) * WARP + Place().lane;
+        return unit / UNITS * D + unit % UNITS * WARP + Place().lane;
+    }
+    // Of one of the head's other units.
+    static __device__ __forceinline__ int other(int unit, int i) {
+        return element(unit - unit % UNITS + (unit + 1 + i) % UNITS);
     }
     __device__ __forceinline__ void load(Vm vm, const amk_step_t& rope, int unit) {
-        if (unit < rope.out_numel / 64) pair.load(vm, rope, element(unit), D);
+        if (unit >= rope.out_numel / 64) return;
+        const amk_step_t* norm = norm_before(vm, rope);
+        pair.load(vm, norm ? *norm : rope, element(unit), D);
+        turns.load(vm, rope, element(unit) % D);
+        if (!norm) return;
+        weights = norm_weights(vm, *norm, element(unit) % D, D / 2);
+#pragma unroll
+        for (int i = 0; i < UNITS - 1; i++) others[i].load(vm, *norm, other(unit, i), D);
     }
     __device__ __forceinline__ void finish(Vm vm, const amk_step_t& rope) {
+        const amk_step_t* norm = norm_before(vm, rope);
 #pragma unroll 1
         for (int unit = Place().warp; unit < rope.out_numel / 64; load(vm, rope, unit)) {
-            pair.make_turn();
-            pair.settle(vm, rope, element(unit), D);
-            const float2 turned = pair.turned(rope.out_dtype);
+            turns.make();
+            pair.settle(vm, norm ? *norm : rope, element(unit), D);
+            if (norm) {
+                float squares = pair.squares();
+#pragma unroll
+                for (int i = 0; i < UNITS - 1; i++) {
+                    others[i].settle(vm, *norm, other(unit, i), D);
+                    squares += others[i].squares();
+                }
+                pair.norm(norm_scale<D>(squares, norm->params.eps), weights);
+            }
             element_t* rotated = reinterpret_cast<element_t*>(vm.out(rope).ptr) + element(unit);
-            rotated[0] = from_float<element_t>(turned.x);
-            rotated[D / 2] = from_float<element_t>(turned.y);
+            pair.rotate_by(turns.turn[0]);
+            rotated[0] = pair.low;
+            rotated[D / 2] = pair.high;
             unit += VECTOR_WARPS;
         }
         vm.sync();
@@ -216,8 +240,7 @@ struct Rotation {
 };
 
 // Up to eight query heads of one KV head from `head` on, 16 rows a warp at a time; the next head. All that a warp multiplies
-// at once is under way before it waits for anything, and before the step before, if it `rotates` the queries and left that to
-// this one, is done.
+// at once is under way before it waits for anything, and before the queries are rotated, if that is left to this step.
 template <int D>
 __device__ __forceinline__ int attend_group(Vm vm, const amk_step_t& step, bool rotates, int head) {
     constexpr int COUNT = Rows<D>::COUNT, PITCH = D + (VECTOR_WARPS < 16 ? 8 : 4);  // for the banks
@@ -255,21 +278,6 @@ __device__ __forceinline__ bool has_groups(Vm vm, const amk_step_t& step) {
     return ((head_dim == 64) | (head_dim == 128)) & (step.n_args == 3) & fits(vm.arg(step, 0)) & fits(vm.arg(step, 1)) &
            fits(vm.arg(step, 2));
 }
-
-// Whether the step before is a ROPE that makes the queries and leaves it to this step, whose loads need not wait for it.
-__device__ __forceinline__ bool rotates_queries(Vm vm, const amk_step_t& step) {
-    const int before = static_cast<int>(&step - vm.task()->steps) - 1;
-    if (before < 0) return false;
-    const amk_step_t& rope = (&step)[-1];
-    if ((rope.op != AMK_OP_ROPE) | (step.args[0] != FW_RESULT_REF + before)) return false;
-    return (rope.out < 0) & (step.args[1] < FW_RESULT_REF) & (step.args[2] < FW_RESULT_REF) &
-           (rope.params.head_dim == step.params.head_dim) & (rope.out_numel == step.params.n_heads * step.params.head_dim) &
-           (vm.arg(rope, 0).dtype == FW_DTYPE) & (vm.arg(rope, 1).numel == 1) & has_groups(vm, step);
-}
-
-#else
-
-__device__ __forceinline__ bool rotates_queries(Vm vm, const amk_step_t& step) { return false; }
 
 #endif
 
@@ -320,10 +328,10 @@ __device__ __forceinline__ void attend_head(Vm vm, const amk_step_t& step, int h
 }
 
 FW_MICRO_KERNEL op_attention_tile(Vm vm, const amk_step_t& step) {
-    vm.await(step.args[0]);
+    bool rotates = step.flags & FW_STEP_TURNS;
+    if (!rotates) vm.await(step.args[0]);
 #if FW_DTYPE != AMK_DTYPE_F32
-    if (has_groups(vm, step)) {
-        bool rotates = rotates_queries(vm, step);
+    if (rotates || has_groups(vm, step)) {
 #pragma unroll 1
         for (int head = 0; head < step.params.n_heads; rotates = false) {
             if (head > 0) vm.sync();  // those who still merge what they had of the heads before

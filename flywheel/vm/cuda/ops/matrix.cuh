@@ -13,14 +13,6 @@ constexpr int STAGE_LOADS = 4;  // in flight, a thread
 constexpr int STAGE_ROWS_LOADS = 8;  // the same where x has several rows
 constexpr int QUICK_SLOTS = 4;  // partials of a row block, at most and mostly
 
-// Columns of x before the step's slice of K.
-__device__ __forceinline__ int slice_start(const amk_step_t& step) {
-    int columns = 0;
-#pragma unroll 1
-    for (const amk_step_t* at = &step; at->flags & FW_STEP_CARRIES; at--) columns += at[-1].kblocks * 16;
-    return columns;
-}
-
 // A step's slice of x, on its way to shared memory. Sizes in elements.
 struct XSlice {
     const element_t* source;
@@ -29,9 +21,15 @@ struct XSlice {
     bool first, awaited;
     __device__ __forceinline__ XSlice(Vm vm, const amk_step_t& step) {
         const Operand& x = vm.arg(step, 0);
-        const int start = slice_start(step);
+        const amk_step_t* whole = &step;  // or the first slice; all but the last are as long
+        int number = 0;
+#pragma unroll 1
+        for (; whole->flags & FW_STEP_CARRIES; whole--) number++;
+        const int start = number * whole->kblocks * 16;
+        if (step.flags & FW_STEP_ALTERNATES) number %= FW_SLICES_BESIDE;
+        if (!(step.flags & (FW_STEP_STAGED_AHEAD | FW_STEP_ALTERNATES))) number = 0;
         source = reinterpret_cast<const element_t*>(x.ptr) + start;
-        staged = reinterpret_cast<element_t*>(vm.block().staging()) + (step.flags & FW_STEP_STAGED_AHEAD ? start : 0);
+        staged = reinterpret_cast<element_t*>(vm.block().staging()) + number * step.rows * x_stride(whole->kblocks, step.rows);
         pitch = step.params.K;
         padded = step.kblocks * 16;
         depth = min(pitch - start, padded);
@@ -124,7 +122,7 @@ struct Unit {
     }
 };
 
-// Stages and announces what the step multiplies, if nobody has, and the slices behind it that are staged ahead.
+// Stages and announces what the step multiplies, if nobody has, and the slices behind it that are staged right after it.
 __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int round) {
     const amk_step_t* end = vm.task()->steps + vm.task()->instruction.n_steps;
     const amk_step_t* at = &step;
@@ -142,7 +140,9 @@ __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int rou
 
 FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     int stagings = vm.block().stagings;
-    if (!(step.flags & FW_STEP_REUSE_X) && &step != x_staged_step(*vm.task())) stagings = announce_x(vm, step, stagings);
+    const amk_step_t* fresh = &step + (step.flags & FW_STEP_REUSE_X ? 1 : 0);
+    const bool next = fresh != &step && !(step.flags & FW_STEP_LAST) && fresh->flags & FW_STEP_ALTERNATES;
+    if (next || (fresh == &step && fresh != x_staged_step(*vm.task()))) stagings = announce_x(vm, *fresh, stagings);
     const Operand out = vm.out(step);
     const int epilogue = step.epilogue, rows = step.rows, n_off = vm.n_off(step), n_tile = vm.n_tile(step);
     const int start = step.flags & FW_STEP_INDEX_FROM_ZERO ? 0 : n_off;  // column of out that the tile begins at

@@ -1,5 +1,5 @@
 // A launch's new row of one KV head in one go: ROPE and KV_APPEND of its key, KV_APPEND of its value, ROPE of the queries
-// and ATTENTION_TILE over that row alone. What they read is under way at once and no warp waits for another: each takes some
+// and ATTENTION_TILE over that row alone, and the norms of key and queries if they are left to it. What they read is under way at once and no warp waits for another: each takes some
 // query heads, with a key of its own. Values are rounded where the steps one by one would.
 #pragma once
 
@@ -18,7 +18,63 @@ __device__ __forceinline__ NewRow new_row_of(Vm vm, const amk_step_t& key_rope) 
             task.steps + task.instruction.n_steps - 1};
 }
 
-// Lanes hold every 32nd pair of a head: elements i and i + head_dim / 2.
+// As many elements side by side, in one go.
+template <int N> struct Run;
+template <> struct Run<1> {
+    element_t bits;
+    __device__ __forceinline__ void load(const element_t* from) { bits = load_element(from); }
+    __device__ __forceinline__ void store(element_t* to) const { *to = bits; }
+    __device__ __forceinline__ bool absent() const { return is_absent(bits); }
+    __device__ __forceinline__ float operator[](int) const { return to_float(bits); }
+    __device__ __forceinline__ void set(const float (&x)[1]) { bits = from_float<element_t>(x[0]); }
+};
+template <> struct Run<2> : Two {
+    __device__ __forceinline__ float operator[](int i) const { return i == 0 ? first() : second(); }
+    __device__ __forceinline__ void set(const float (&x)[2]) { Two::set(from_float<element_t>(x[0]), from_float<element_t>(x[1])); }
+};
+
+// The lane's pairs of a head, side by side: elements i and i + head_dim / 2; and the weights of its norm.
+template <int PAIRS>
+struct HeadPairs {
+    static constexpr int HALF = PAIRS * WARP, D = 2 * HALF;
+    Run<PAIRS> side[2], weights[2] = {};  // not left open where there is no norm: that would take registers
+    static __device__ __forceinline__ void load(Vm vm, const Operand& x, int first, Run<PAIRS> (&into)[2]) {
+        const element_t* from = reinterpret_cast<const element_t*>(x.ptr) + first + vm.lane() * PAIRS;
+        into[0].load(from);
+        into[1].load(from + HALF);
+    }
+    __device__ __forceinline__ void load(Vm vm, const amk_step_t& step, int first) { load(vm, vm.arg(step, 0), first, side); }
+    __device__ __forceinline__ void load_weights(Vm vm, const amk_step_t& norm) { load(vm, vm.arg(norm, 1), 0, weights); }
+    // Loaded anew until they are written, where the step waits for that.
+    __device__ __forceinline__ void settle(Vm vm, const amk_step_t& step, int first) {
+        if (vm.arg(step, 0).layout != FW_LAYOUT_AWAITED) return;
+        while ((side[0].absent() || side[1].absent()) && vm.again()) load(vm, step, first);
+    }
+    __device__ __forceinline__ void norm(float eps) {
+        float squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 2 * PAIRS; i++) squares += side[i % 2][i / 2] * side[i % 2][i / 2];
+        const float scale = norm_scale<D>(squares, eps);
+#pragma unroll
+        for (int s = 0; s < 2; s++) {
+            float normed[PAIRS];
+#pragma unroll
+            for (int p = 0; p < PAIRS; p++) normed[p] = side[s][p] * scale * weights[s][p];
+            side[s].set(normed);
+        }
+    }
+    __device__ __forceinline__ void rotate_by(const SineCosine (&turn)[PAIRS]) {
+        float low[PAIRS], high[PAIRS];
+#pragma unroll
+        for (int p = 0; p < PAIRS; p++) {
+            const float2 turned = rotate(side[0][p], side[1][p], turn[p]);
+            low[p] = turned.x, high[p] = turned.y;
+        }
+        side[0].set(low);
+        side[1].set(high);
+    }
+};
+
 template <int PAIRS>
 __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
     constexpr int HALF = PAIRS * WARP, D = 2 * HALF;
@@ -27,67 +83,56 @@ __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
     const Operand out = vm.out(attention);
     const int n_heads = attention.params.n_heads, lane = vm.lane();
     const bool partial = out.numel != n_heads * D;
+    const amk_step_t *key_norm = norm_before(vm, *row.key_rope), *query_norm = norm_before(vm, *row.query_rope);
+    const amk_step_t &key_from = key_norm ? *key_norm : *row.key_rope, &query_from = key_norm ? *query_norm : *row.query_rope;
 #pragma unroll 1
     for (int head = vm.warp(); head < n_heads; head += VECTOR_WARPS) {
-        RopePair keys[PAIRS], queries[PAIRS];
-        element_t key[PAIRS][2], value[PAIRS][2];
+        HeadPairs<PAIRS> key, query;
+        Turns<PAIRS> turns;
+        Two value[PAIRS];  // elements side by side
+        key.load(vm, key_from, 0);
+        query.load(vm, query_from, head * D);
 #pragma unroll
-        for (int p = 0; p < PAIRS; p++) {
-            const int i = lane + p * WARP;
-            keys[p].load(vm, *row.key_rope, i, D);
-            queries[p].load(vm, *row.query_rope, head * D + i, D);
-            value[p][0] = load_element(values + i);
-            value[p][1] = load_element(values + i + HALF);
+        for (int p = 0; p < PAIRS; p++) value[p].load(values + 2 * (lane + p * WARP));
+        turns.load(vm, *row.key_rope, lane * PAIRS);
+        if (key_norm) {
+            key.load_weights(vm, *key_norm);
+            query.load_weights(vm, *query_norm);
         }
         const bool awaited = vm.arg(*row.value, 0).layout == FW_LAYOUT_AWAITED;
-        const bool alike = (row.key_rope->rope == row.query_rope->rope) & (row.key_rope->args[1] == row.query_rope->args[1]);
+        turns.make();
 #pragma unroll
         for (int p = 0; p < PAIRS; p++) {
-            keys[p].make_turn();
-            queries[p].turn = keys[p].turn;
-            if (!alike) queries[p].make_turn();
+            while (awaited && value[p].absent() && vm.again()) value[p].load(values + 2 * (lane + p * WARP));
         }
-#pragma unroll
-        for (int p = 0; p < PAIRS; p++) {
-            const element_t* from = values + lane + p * WARP;
-            while (awaited && (is_absent(value[p][0]) || is_absent(value[p][1])) && vm.again()) {
-                value[p][0] = load_element(from);
-                value[p][1] = load_element(from + HALF);
-            }
-            keys[p].settle(vm, *row.key_rope, lane + p * WARP, D);
-            queries[p].settle(vm, *row.query_rope, head * D + lane + p * WARP, D);
-        }
+        key.settle(vm, key_from, 0);
+        query.settle(vm, query_from, head * D);
         vm.stamp(FW_STAMP_READY);
-        float score = 0.0f;
-#pragma unroll
-        for (int p = 0; p < PAIRS; p++) {
-            const float2 k = keys[p].turned(row.key_rope->out_dtype), q = queries[p].turned(row.query_rope->out_dtype);
-            key[p][0] = from_float<element_t>(k.x);
-            key[p][1] = from_float<element_t>(k.y);
-            score += q.x * to_float(key[p][0]) + q.y * to_float(key[p][1]);
+        if (key_norm) {
+            key.norm(key_norm->params.eps);
+            query.norm(query_norm->params.eps);
         }
+        float score = 0.0f;
+        key.rotate_by(turns.turn);
+        query.rotate_by(turns.turn);
+#pragma unroll
+        for (int i = 0; i < 2 * PAIRS; i++) score += query.side[i % 2][i / 2] * key.side[i % 2][i / 2];
         score = warp_sum(score) * attention.params.scale;
         const float weight = decay(score, score);  // 1, but for a score that is no number or infinite
         const int first = head * (D + (partial ? 2 : 0));
 #pragma unroll
         for (int p = 0; p < PAIRS; p++) {
-#pragma unroll
-            for (int side = 0; side < 2; side++) {
-                const int i = lane + p * WARP + side * HALF;
-                store_result(attention.out_dtype, out, first + i, weight == 0.0f ? 0.0f : weight * to_float(value[p][side]));
-            }
+            const float x = weight == 0.0f ? 0.0f : weight * value[p].first(), y = weight == 0.0f ? 0.0f : weight * value[p].second();
+            store_pair(attention.out_dtype, out, first + 2 * (lane + p * WARP), x, y);
         }
         if (partial && lane == 0) store_pair(attention.out_dtype, out, first + D, score, weight);
         if (head > 0) continue;
+        element_t* keys = reinterpret_cast<element_t*>(vm.out(*row.key).ptr) + vm.pos(*row.key) * D + lane * PAIRS;
+        element_t* kept = reinterpret_cast<element_t*>(vm.out(*row.value).ptr) + vm.pos(*row.value) * D + 2 * lane;
+        key.side[0].store(keys);
+        key.side[1].store(keys + HALF);
 #pragma unroll
-        for (int p = 0; p < PAIRS; p++) {
-#pragma unroll
-            for (int side = 0; side < 2; side++) {
-                const int i = lane + p * WARP + side * HALF;
-                reinterpret_cast<element_t*>(vm.out(*row.key).ptr)[vm.pos(*row.key) * D + i] = key[p][side];
-                reinterpret_cast<element_t*>(vm.out(*row.value).ptr)[vm.pos(*row.value) * D + i] = value[p][side];
-            }
-        }
+        for (int p = 0; p < PAIRS; p++) value[p].store(kept + 2 * p * WARP);
     }
 }
 
@@ -99,8 +144,4 @@ __device__ __forceinline__ void append_and_attend(Vm vm, const amk_step_t& key_r
     } else {
         attend_new_row<2>(vm, row);
     }
-    mark_done(vm, *row.key);
-    mark_done(vm, *row.value);
-    mark_done(vm, *row.query_rope);
-    mark_done(vm, *row.attention);
 }

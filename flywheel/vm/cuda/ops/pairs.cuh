@@ -19,9 +19,3 @@ __device__ __forceinline__ void store_pair(int dtype, const Operand& out, int i,
         store(out, i + 1, y);
     }
 }
-
-// For the loop over the task's steps, which looks at their flags once all vector warps have met behind the one that runs:
-// `step`, behind that one, is done. Only where no warp looks at its flags before.
-__device__ __forceinline__ void mark_done(Vm vm, const amk_step_t& step) {
-    if (vm.thread() == 0) vm.task()->steps[&step - vm.task()->steps].flags |= FW_STEP_VIEW;
-}

@@ -1,22 +1,16 @@
 // ROPE: elements i and i + head_dim / 2 of each head, rotated by position * inverse frequency i.
 // Operands: x [S, heads, head_dim], positions I32 [S], out as x; step.rope: the frequencies' place in the float table.
 // Rounding: angle, sine, cosine and products in fp32, once to the step's dtype, then to the output's.
-// Where loads of the steps behind it need not wait for its result, it leaves its work to them (attention to what it rotates)
-// or does theirs (all that is to be done for a new row).
+// Where loads of the steps behind it need not wait for its result, it is left to them (attention to what it rotates) or does
+// theirs (all that is to be done for a new row).
 #pragma once
 
-#include "attention_tile.cuh"
 #include "new_row.cuh"
 
 FW_MICRO_KERNEL op_rope(Vm vm, const amk_step_t& step) {
     if (step.flags & FW_STEP_NEW_ROW) {
         append_and_attend(vm, step);
         return;
-    }
-    const TaskSlot& task = *vm.task();
-    if (&step + 1 < task.steps + task.instruction.n_steps) {
-        const amk_step_t& next = (&step)[1];
-        if (next.op == AMK_OP_ATTENTION_TILE && rotates_queries(vm, next)) return;
     }
     const Operand x = vm.arg(step, 0);
     vm.await(step.args[0]);

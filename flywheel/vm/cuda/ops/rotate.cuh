@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../pointwise.cuh"
+#include "../warp.cuh"
 
 struct SineCosine {
     float sine, cosine;
@@ -33,34 +34,92 @@ __device__ __forceinline__ float2 rotate(float low, float high, SineCosine turn)
             __fadd_rn(__fmul_rn(high, turn.cosine), __fmul_rn(low, turn.sine))};
 }
 
-// One pair of a ROPE step at a single position: what it is made of, on its way; its turn, which can be made before the pair
-// is there; and the turned pair, rounded to `dtype`.
-struct RopePair {
-    element_t low, high;
-    float frequency;
+// What a lane turns pairs of a head by, side by side, a ROPE step having a single position: loaded, and then made.
+template <int PAIRS>
+struct Turns {
+    float frequency[PAIRS];
     int position;
-    SineCosine turn;
-    __device__ __forceinline__ void load(Vm vm, const amk_step_t& rope, int at, int head_dim) {
-        load_x(vm, rope, at, head_dim);
-        frequency = vm.floats()[rope.rope + at % head_dim];
+    SineCosine turn[PAIRS];
+    __device__ __forceinline__ void load(Vm vm, const amk_step_t& rope, int first) {
+#pragma unroll
+        for (int p = 0; p < PAIRS; p++) frequency[p] = vm.floats()[rope.rope + first + p];
         position = load_int(vm.arg(rope, 1), 0);
     }
-    __device__ __forceinline__ void load_x(Vm vm, const amk_step_t& rope, int at, int head_dim) {
-        const element_t* x = reinterpret_cast<const element_t*>(vm.arg(rope, 0).ptr) + at;
+    __device__ __forceinline__ void make() {
+#pragma unroll
+        for (int p = 0; p < PAIRS; p++) turn[p] = sine_cosine(static_cast<float>(position) * frequency[p]);
+    }
+};
+
+// Two elements, halves in one register; loaded and stored side by side, from and to where that is aligned.
+struct Two {
+#if FW_DTYPE == AMK_DTYPE_F32
+    float low, high;
+    __device__ __forceinline__ void set(float its_low, float its_high) { low = its_low, high = its_high; }
+    __device__ __forceinline__ void load(const float* from) {
+        const float2 both = load64(reinterpret_cast<const float2*>(from));
+        set(both.x, both.y);
+    }
+    __device__ __forceinline__ void store(float* to) const { *reinterpret_cast<float2*>(to) = {low, high}; }
+    __device__ __forceinline__ bool absent() const { return is_absent(low) || is_absent(high); }
+    __device__ __forceinline__ float first() const { return low; }
+    __device__ __forceinline__ float second() const { return high; }
+#else
+    uint32_t word;
+    __device__ __forceinline__ void set(element_t low, element_t high) { word = low | static_cast<uint32_t>(high) << 16; }
+    __device__ __forceinline__ void load(const element_t* from) { word = load32(from); }
+    __device__ __forceinline__ void store(element_t* to) const { *reinterpret_cast<uint32_t*>(to) = word; }
+    __device__ __forceinline__ bool absent() const { return has_absent_half(word); }
+    __device__ __forceinline__ float first() const { return half_to_float(static_cast<unsigned short>(word)); }
+    __device__ __forceinline__ float second() const { return half_to_float(static_cast<unsigned short>(word >> 16)); }
+#endif
+};
+
+// Elements `at` and at + head_dim / 2 of a step's first operand, of the program's float type.
+struct HeadPair {
+    element_t low, high;
+    __device__ __forceinline__ void load(Vm vm, const amk_step_t& step, int at, int head_dim) {
+        const element_t* x = reinterpret_cast<const element_t*>(vm.arg(step, 0).ptr) + at;
         low = load_element(x);
         high = load_element(x + head_dim / 2);
     }
     // Loaded anew until it is written, where the step waits for that.
-    __device__ __forceinline__ void settle(Vm vm, const amk_step_t& rope, int at, int head_dim) {
-        if (vm.arg(rope, 0).layout != FW_LAYOUT_AWAITED) return;
-        while ((is_absent(low) || is_absent(high)) && vm.again()) load_x(vm, rope, at, head_dim);
+    __device__ __forceinline__ void settle(Vm vm, const amk_step_t& step, int at, int head_dim) {
+        if (vm.arg(step, 0).layout != FW_LAYOUT_AWAITED) return;
+        while ((is_absent(low) || is_absent(high)) && vm.again()) load(vm, step, at, head_dim);
     }
-    __device__ __forceinline__ void make_turn() { turn = sine_cosine(static_cast<float>(position) * frequency); }
-    __device__ __forceinline__ float2 turned(int dtype) const {
-        const float2 pair = rotate(to_float(low), to_float(high), turn);
-        return {round_to(dtype, pair.x), round_to(dtype, pair.y)};
+    __device__ __forceinline__ float squares() const {
+        return to_float(low) * to_float(low) + to_float(high) * to_float(high);
+    }
+    // As the norm of its head would store it.
+    __device__ __forceinline__ void norm(float scale, const Two& weights) {
+        low = from_float<element_t>(to_float(low) * scale * weights.first());
+        high = from_float<element_t>(to_float(high) * scale * weights.second());
+    }
+    __device__ __forceinline__ void rotate_by(SineCosine turn) {
+        const float2 turned = rotate(to_float(low), to_float(high), turn);
+        low = from_float<element_t>(turned.x);
+        high = from_float<element_t>(turned.y);
     }
 };
+
+// The RMSNORM of its heads that whoever does `rope` does too, or null.
+__device__ __forceinline__ const amk_step_t* norm_before(Vm vm, const amk_step_t& rope) {
+    return rope.row_chunks < 0 ? nullptr : vm.task()->steps + rope.row_chunks;
+}
+
+// Its weights of elements `at` and at + half.
+__device__ __forceinline__ Two norm_weights(Vm vm, const amk_step_t& norm, int at, int half) {
+    const element_t* w = reinterpret_cast<const element_t*>(vm.arg(norm, 1).ptr) + at;
+    Two weights;
+    weights.set(load_element(w), load_element(w + half));
+    return weights;
+}
+
+// What a norm of heads of D multiplies by, of lanes that have the squares of a head between them.
+template <int D> __device__ __forceinline__ float norm_scale(float squares, float eps) {
+    return rsqrtf(warp_sum(squares) * (1.0f / D) + eps);
+}
 
 __device__ constexpr int floor_log2(int n) { return n < 2 ? 0 : 1 + floor_log2(n / 2); }
 

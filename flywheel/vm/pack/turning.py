@@ -1,0 +1,65 @@
+"""Steps that turn heads on their way into an attention, which another step does beside its own work.
+
+They are the ROPE of an attention's queries, and the RMSNORM of heads, of queries and of a new row's key, whose result
+nothing but a ROPE reads. Source: docs/vm.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Final
+
+from flywheel.ir import BufferKind, DType, InstructionKind
+from flywheel.vm.abi import ABSENT, RESULT_REF
+from flywheel.vm.pack.step import Form, Step, look
+
+_K = InstructionKind
+
+HEAD_DIMS: Final = (64, 128)
+"""What the kernel is compiled for."""
+
+_WEIGHTS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
+
+
+def turns_queries(place: int, steps: Sequence[Step], form: Form, dtype: DType) -> bool:
+    """Whether step `place`, not the first, is an attention on tensor cores to queries that the one before it turns."""
+    step, rope = steps[place], steps[place - 1]
+    if step.op is not _K.ATTENTION_TILE or rope.op is not _K.ROPE or dtype is DType.F32:
+        return False
+    head_dim: int = step.params["head_dim"]
+    width: int = step.params["n_heads"] * head_dim
+    return (
+        head_dim in HEAD_DIMS
+        and len(step.args) == 3
+        and step.args[0] == RESULT_REF + place - 1
+        and all(ref < RESULT_REF and form.inputs[ref].dtype is dtype for ref in step.args[1:])
+        and is_turn(rope, width, head_dim, steps, form, dtype)
+        and look(rope.args[0], steps, form).dtype is dtype
+    )
+
+
+def is_turn(rope: Step, numel: int, head_dim: int, steps: Sequence[Step], form: Form, dtype: DType) -> bool:
+    """Whether a ROPE is one of `numel` elements at a single position, whose result is scratch of the program's type."""
+    alike = rope.params["head_dim"] == head_dim and rope.result.dtype is dtype and rope.result.numel == numel
+    return rope.out == ABSENT and alike and look(rope.args[1], steps, form).numel == 1
+
+
+def find_norm(rope: int, steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]) -> int | None:
+    """The RMSNORM of each head that comes before step `rope` and can be done with it, if there is one.
+
+    What it reads is there and stays so, from before the task's first step.
+    """
+    ref = steps[rope].args[0]
+    if ref < RESULT_REF:
+        return None
+    norm = steps[ref - RESULT_REF]
+    if norm.op is not _K.RMSNORM or norm.out != ABSENT or norm.args[1] >= RESULT_REF:
+        return None
+    x, w = norm.args[0], form.inputs[norm.args[1]]
+    stays = form.written[x] is None if x < RESULT_REF else x - RESULT_REF in views
+    alike = norm.result.dtype is dtype and look(x, steps, form).dtype is dtype and w.dtype is dtype
+    whole = look(x, steps, form).numel == norm.result.numel == steps[rope].result.numel
+    heads = norm.params["hidden"] == steps[rope].params["head_dim"]
+    readers = sum(step.reads.count(ref) for step in steps)
+    return ref - RESULT_REF if stays and alike and whole and heads and w.kind in _WEIGHTS and readers == 1 else None
