@@ -213,12 +213,16 @@ __device__ __noinline__ void run_vector_warps() {
         vm.stamp(FW_STAMP_READY);
         if (vm.task()->awaited != 0) await_operands(vm, vm.task()->awaited);
         const amk_step_t* staged = x_staged_step(*vm.task());
-        const amk_step_t* step = staged ? staged : vm.task()->steps;
-        for (bool more = vm.task()->instruction.n_steps > 0; more; step++) {
+        // Where the step is, is all that a register keeps while it runs, and in 32 bits.
+        uint32_t place = shared_address(staged ? staged : vm.task()->steps);
+        for (bool more = vm.task()->instruction.n_steps > 0; more; place += sizeof(amk_step_t)) {
+            const amk_step_t* step = static_cast<const amk_step_t*>(__cvta_shared_to_generic(place));
             more = !(step->flags & FW_STEP_LAST);
             if (step->flags & (FW_STEP_VIEW | FW_STEP_LEFT)) continue;
             dispatch(vm, *step);
-            more = !(step->flags & FW_STEP_LAST);  // this and the place in the queue no register kept
+            asm volatile("" : "+r"(place));
+            step = static_cast<const amk_step_t*>(__cvta_shared_to_generic(place));
+            more = !(step->flags & FW_STEP_LAST);
             index = block.poll_progress();
             if (step->flags & FW_STEP_ANNOUNCES) {
                 vm.announce(block.stagings);

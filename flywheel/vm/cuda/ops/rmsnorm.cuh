@@ -85,51 +85,62 @@ __device__ __forceinline__ void norm_row(Vm vm, const char* x, const char* w, ch
     }
 }
 
-// One of several rows, or where there are more warps than they take, none (`groups` is 0): KEPT groups of a lane and their
-// weights are under way at once. Those of a longer row are loaded twice.
-template <int KEPT>
+// One of several rows, or where there are more warps than they take, none (`groups` is 0): 2 * HALF groups of a lane are under
+// way at once, and half of their weights. Those of a longer row are loaded twice.
+template <int HALF>
 __device__ __forceinline__ void norm_one_of(const NormLanes& row, const char* x, const char* w, char* out, char* staged, int groups,
                                             const amk_step_t& step, bool awaited) {
     const Vm vm = row.vm;
     const float share = 1.0f / step.params.hidden;
-    const int lane = row.lane(), lanes = row.count(), each = KEPT * lanes;
-    NormGroup kept[KEPT], weights[KEPT];
-    const auto load = [&](NormGroup (&loaded)[KEPT], const char* from, int first) {
+    const int lane = row.lane(), lanes = row.count(), half = HALF * lanes, each = 2 * half;
+    const bool both = half < groups;  // where the first half is not all
+    NormGroup kept[2][HALF], weights[HALF];
+    const auto load = [&](NormGroup (&loaded)[HALF], const char* from, int first) {
 #pragma unroll
-        for (int k = 0; k < KEPT; k++) {
+        for (int k = 0; k < HALF; k++) {
             loaded[k] = {};
             const int group = first + k * lanes;
             load128_if(group < groups, from + group * 16, loaded[k].word);
+        }
+    };
+    const auto see = [&](NormGroup (&loaded)[HALF], int first) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int k = 0; k < HALF; k++) {
+            while (awaited && !loaded[k].present() && vm.again()) loaded[k] = load16<element_t>(x + (first + k * lanes) * 16);
+            sum += squares(loaded[k]);
+        }
+        return sum;
+    };
+    const auto finish = [&](const NormGroup (&loaded)[HALF], int first, float scale) {
+#pragma unroll
+        for (int k = 0; k < HALF; k++) {
+            const int group = first + k * lanes;
+            if (group < groups) store_normed(out, staged, group * 16, loaded[k], weights[k], scale);
         }
     };
     float sum = 0.0f;
     int at = lane;
 #pragma unroll 1
     for (;; at += each) {
-        load(kept, x, at);
+        load(kept[0], x, at);
+        load(kept[1], x, at + half);
         load(weights, w, at);  // those of the last groups are kept, too
-        if (awaited) {
-            const char* from[KEPT];
-#pragma unroll
-            for (int k = 0; k < KEPT; k++) from[k] = x + (at + k * lanes) * 16;
-            vm.settle(kept, from);
-        }
-#pragma unroll
-        for (int k = 0; k < KEPT; k++) sum += squares(kept[k]);
+        sum += see(kept[0], at);
+        if (both) sum += see(kept[1], at + half);
         if (at + each >= groups) break;
     }
     vm.stamp(FW_STAMP_READY);
     const float scale = rsqrtf(row.sum(sum) * share + step.params.eps);
 #pragma unroll 1
     for (;;) {
-#pragma unroll
-        for (int k = 0; k < KEPT; k++) {
-            const int group = at + k * lanes;
-            if (group < groups) store_normed(out, staged, group * 16, kept[k], weights[k], scale);
-        }
+        finish(kept[0], at, scale);
+        load(weights, w, at + half);
+        if (both) finish(kept[1], at + half, scale);
         at -= each;
         if (at < 0) break;
-        load(kept, x, at);
+        load(kept[0], x, at);
+        load(kept[1], x, at + half);
         load(weights, w, at);
     }
 }
