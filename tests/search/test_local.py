@@ -110,6 +110,26 @@ def test_what_is_enqueued_first_is_where_the_search_goes_on_from(table: Space) -
     assert max(sum(choice[name] != start[name] for name in start) for choice, _ in told) < len(start)
 
 
+def test_each_step_of_one_knob_from_the_best_start_is_tried_before_anything_else(table: Space) -> None:
+    study = local(table, 0)
+    start = dict.fromkeys(BEST, 1)
+    for choice in ({**start, "k5": 0}, start, {**start, "k7": 3}):
+        study.enqueue(choice)
+    told = drive(study, 3 + 19, lambda choice: 50.0 if choice == start else separable(choice))
+    steps = [choice for choice, _ in told[3:]]
+    assert all(sum(choice[name] != start[name] for name in start) == 1 for choice in steps[:-5])
+    assert {name for choice in steps for name in start if choice[name] != start[name]} == set(BEST)
+
+
+def test_a_value_behind_a_bad_one_is_found(lab: Any) -> None:
+    behind = Space(lab.workload, tuple(Dimension(name, tuple(range(5)), True) for name in "abcd"))
+    study = local(behind, 0)
+    study.enqueue(dict.fromkeys("abcd", 1))
+    worth = {0: 3.0, 1: 2.0, 2: 9.0, 3: 0.0, 4: 7.0}
+    told = drive(study, 40, lambda choice: 100.0 + sum(worth[int(choice[name])] for name in "abcd"))
+    assert min(value or 1e9 for _, value in told) == 100.0
+
+
 def test_a_space_of_one_point_can_be_asked(lab: Any) -> None:
     study = local(Space(lab.workload, (Dimension("a", (7,), True),)), 0)
     assert [choice for choice, _ in drive(study, 3, lambda _: 1.0)] == [{"a": 7}] * 3
