@@ -87,6 +87,7 @@ PROBED: Machine = replace(
     read_gbs=4611.0,
     shared_gbs=1e6,
     copy_us=0.376,
+    round_trip_us=0.7258,
     visibility_us=1.2,
     crowd_us=0.0,
     bubble_us=2.2,

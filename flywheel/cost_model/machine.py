@@ -80,7 +80,7 @@ class Consumer:
 _FLOPS_PER_WARP_US: Final = 36e3
 """Attention on one warp took 0.45 us for 16 more tokens of 64 values and 4 heads, all FMAs."""
 
-VM: Final = Consumer(0.00379, 0.0, 0.3418, 322.5e3, 0.878, _FLOPS_PER_WARP_US)
+VM: Final = Consumer(0.008801, 0.0, 0.348, 301.2e3, 1.278, _FLOPS_PER_WARP_US)
 """The matrix warps of the CUDA VM: weights packed in fragment order as the A operand of `mma.m16n8k16`."""
 
 
@@ -176,33 +176,33 @@ _H200: Final = Machine(
     name="h200",
     source="measured",
     num_sms=132,
-    read_gbs=4405.0,
+    read_gbs=4340.0,
     sm_read_gbs=100.0,
-    shared_gbs=8933.0,
-    copy_us=0.5358,
-    more_copies_us=0.05646,
-    round_trip_us=0.6245,
-    visibility_us=3.382,
-    data_visibility_us=1.411,
-    crowd_us=1.083,
+    shared_gbs=5808.0,
+    copy_us=0.5363,
+    more_copies_us=0.05511,
+    round_trip_us=0.6133,
+    visibility_us=2.591,
+    data_visibility_us=1.143,
+    crowd_us=0.7179,
     bubble_us=0.0,
     poll_us=0.1,
-    launch_us=10.91,
-    restage_share=0.383,
-    patience_us=99.57,
-    ask_us=4.313,
+    launch_us=4.462,
+    restage_share=0.6269,
+    patience_us=99.48,
+    ask_us=4.451,
     consumer=VM,
     vector=Vector(
-        task_us=0.008736,
-        ahead_us=2.045,
-        fetch_us=0.9125,
-        slice_us=0.7734,
-        step_us=0.02455,
-        norm_us=0.4596,
-        merge_us=0.0,
-        attention_us=1.954,
-        attend_us=0.9265,
-        cache_us=0.03715,
+        task_us=0.7075,
+        ahead_us=1.887,
+        fetch_us=0.9497,
+        slice_us=0.7884,
+        step_us=0.0,
+        norm_us=0.4702,
+        merge_us=0.000417,
+        attention_us=0.1388,
+        attend_us=0.9189,
+        cache_us=0.03597,
     ),
 )
 
