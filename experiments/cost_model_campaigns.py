@@ -1,7 +1,7 @@
-"""How the cost model, as it comes, predicts what two recorded campaigns measured on one H200 (results/gpu/results.tsv).
+"""How the cost model, as it comes, predicts what recorded campaigns measured on an H200 (results/gpu/results.tsv).
 
 Run it with `python experiments/cost_model_campaigns.py`. Scores are of configs that `flywheel calibrate --held-back
-0.67` holds back. Most configs of a search are neighbours of its best ones, so they are split, too. The replay asks what
+0.6` holds back. Most configs of a search are neighbours of its best ones, so they are split, too. The replay asks what
 `--prefilter` would have left unmeasured of the same trials in the same order; a search that it served would have
 proposed others.
 """
@@ -23,7 +23,9 @@ from flywheel.search.calibrating import Config, split
 from flywheel.search.workload import make_workload
 
 RECORDED = Path(__file__).parents[1] / "results" / "gpu" / "results.tsv"
-HELD_BACK = 0.67
+HELD_BACK = 0.6
+LEAST = 8
+"""Configs that a score is given of."""
 TOGETHER = {
     f"gemv.{name}_proj.N_tile": knob
     for knob, names in (("rows.qkv", "qkv"), ("rows.gate_up", ("gate", "up")))
@@ -46,17 +48,18 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    """Print scores and replay of each model."""
+    """Print scores and replays of each piece of work."""
     csv.field_size_limit(sys.maxsize)
     with RECORDED.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file, delimiter="\t") if row["source"] != "final"]
-    for model in sorted({row["model"] for row in rows}):
-        report(model, [row for row in rows if row["model"] == model])
+        rows = [row for row in csv.DictReader(file, delimiter="\t") if row["source"] in ("search", "seed")]
+    rows = [row for row in rows if row["outcome"] == "measured"]
+    for model, context in sorted({(row["model"], int(row["context"])) for row in rows}):
+        report(model, context, [row for row in rows if (row["model"], int(row["context"])) == (model, context)])
 
 
-def report(model: str, rows: Sequence[dict[str, str]]) -> None:
-    """Print what there is to say of a model."""
-    work = make_workload(model, "h200", "bf16", 512)
+def report(model: str, context: int, rows: Sequence[dict[str, str]]) -> None:
+    """Print what there is to say of a model at a context."""
+    work = make_workload(model, "h200", "bf16", context)
     predicted = {}
     for row in rows:
         program = lower(work.graph, ScheduleConfig.from_dict(json.loads(row["config"])), work.target)
@@ -65,24 +68,34 @@ def report(model: str, rows: Sequence[dict[str, str]]) -> None:
     configs = [Config(row["config"], row["config_id"], None, measured[row["config_id"]]) for row in rows]
     fitted, kept = ({config.config_id for config in part} for part in split(configs, HELD_BACK))
     by_id = {row["config_id"]: knobs(row["config"]) for row in rows}
-    trial = {row["config_id"]: int(row["trial"]) for row in rows}
+    drawn = {row["config_id"] for row in rows if row["sampler"] == "random"}
     far = {name for name in kept if min(apart(by_id[name], by_id[other]) for other in fitted) > 1}
     best = min(measured.values())
     parts = {
         "held back": kept,
-        "of these, trials of the first half": {name for name in kept if trial[name] < len(rows) / 2},
-        "of the second half": {name for name in kept if trial[name] >= len(rows) / 2},
+        "of these, of the search": kept - drawn,
+        "of these, within 10 % of the best": {name for name in kept if measured[name] <= 1.1 * best},
+        "of these, drawn at random": kept & drawn,
+        "of these, at most twice the best": {name for name in kept & drawn if measured[name] <= 2 * best},
         "two knobs or more from every fitted one": far,
-        "more than 3 % slower than the best": {name for name in kept if measured[name] > 1.03 * best},
     }
-    sys.stdout.write(f"{model}\n")
+    sys.stdout.write(f"{model}, context {context}\n")
     for label, part in parts.items():
         names = sorted(part)
+        if len(names) < LEAST:
+            continue
         found = score([predicted[name] for name in names], [measured[name] for name in names])
         sys.stdout.write(
             f"  {label:<42}{found.n:>5} configs, Spearman {found.spearman or 0.0:.3f}, error: median "
             f"{found.median_error:.1%}, 90th percentile {found.p90_error:.1%}\n"
         )
+    for campaign in sorted({row["campaign"] for row in rows}):
+        replay([row for row in rows if row["campaign"] == campaign], predicted, measured)
+
+
+def replay(rows: Sequence[dict[str, str]], predicted: dict[str, float], measured: dict[str, float]) -> None:
+    """Print what `--prefilter` would have left unmeasured of a campaign's trials."""
+    best = min(measured[row["config_id"]] for row in rows)
     for factor in FACTORS:
         incumbent, saved = rows[0]["config_id"], 0
         for row in rows[1:]:
@@ -92,8 +105,8 @@ def report(model: str, rows: Sequence[dict[str, str]]) -> None:
             elif measured[name] < measured[incumbent]:
                 incumbent = name
         sys.stdout.write(
-            f"  --prefilter {factor}: {saved} of {len(rows)} measurements saved, best {measured[incumbent]:,.1f} us "
-            f"instead of {best:,.1f}\n"
+            f"  {rows[0]['sampler']}, --prefilter {factor}: {saved} of {len(rows)} measurements saved, best "
+            f"{measured[incumbent]:,.1f} us instead of {best:,.1f}\n"
         )
 
 

@@ -85,15 +85,16 @@ STREAM_ONLY = Consumer(0.0, 1.6, 0.0, 1e6, 0.4, _FLOPS)
 PROBED: Machine = replace(
     MACHINES["h200"],
     read_gbs=4611.0,
-    activation_gbs=100.0,
     shared_gbs=1e6,
     copy_us=0.376,
+    round_trip_us=0.7258,
     visibility_us=1.2,
     crowd_us=0.0,
     bubble_us=2.2,
     launch_us=8.0,
     restage_share=1.0,
-    vector=Vector(),
+    ask_us=0.0,
+    vector=Vector(fetch_us=0.1),
 )
 """The same card under these kernels, which are not the VM: every warp waits for every chunk and does all work, their
 loader reads 4611 GB/s, fills a slot at a time, and loses 2.2 us of its stream at every hand-off."""

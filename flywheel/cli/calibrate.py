@@ -26,6 +26,8 @@ _MOST_JOBS: Final = 8
 @store_option
 @click.option("--campaign", "campaigns", metavar="NAME", multiple=True,
               help="Use what this campaign measured; repeatable.  [default: every campaign of the GPU]")
+@click.option("--kernels", metavar="DIGEST", multiple=True,
+              help="Use rows of these kernels, too, which are as fast as those of the newest row; repeatable.")
 @click.option("--held-back", type=click.FloatRange(0.1, 0.9), default=0.5, show_default=True, metavar="SHARE",
               help="Configs of each model that nothing is fitted to, to say how good the fit is.")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N",
@@ -37,6 +39,7 @@ def calibrate(
     gpu: str,
     store: str,
     campaigns: tuple[str, ...],
+    kernels: tuple[str, ...],
     held_back: float,
     jobs: int | None,
     output: Path,
@@ -58,7 +61,7 @@ def calibrate(
     with open_store(store, create=False) as opened:
         for name in campaigns:
             find_campaign(opened, name)
-        selection = select(opened, gpu, campaigns)
+        selection = select(opened, gpu, campaigns, kernels)
         gpu_name = selection.place["gpu_name"]
         ceiling = None if gpu_name is None else opened.ceiling(gpu_name)
     if ceiling is None:
@@ -81,6 +84,7 @@ def _document(selection: Selection, found: Calibrated, output: Path) -> dict[str
         "predictor": found.calibration.predictor.version,
         "before": MODEL_VERSION,
         "probed": dict(found.probed),
+        "other_kernels": list(selection.kernels),
         "campaigns": list(selection.campaigns),
         "elsewhere": selection.elsewhere,
         "few": dict(selection.few),
@@ -105,7 +109,7 @@ def _show(document: dict[str, Any]) -> None:
     show(
         pairs(
             [
-                ("measured", f"{measured}, kernels {document['kernels']}"),
+                ("measured", f"{measured}, kernels {', '.join([document['kernels'], *document['other_kernels']])}"),
                 ("campaigns", ", ".join(document["campaigns"])),
                 ("probed", _BOUNDS.format(**probed) if probed else None),
                 ("disturbed", ", ".join(document["disturbed"]) or None),

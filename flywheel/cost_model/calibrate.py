@@ -33,7 +33,6 @@ class Free:
 
 FREE: Final = (
     Free("read_gbs", 50.0, 20000.0),
-    Free("activation_gbs", 2.0, 500.0),
     Free("shared_gbs", 50.0, 50000.0),
     Free("copy_us", 0.05, 2.0),
     Free("more_copies_us", 0.0, 0.5),
@@ -42,12 +41,17 @@ FREE: Final = (
     Free("data_visibility_us", 0.0, 3.0),
     Free("crowd_us", 0.0, 4.0),
     Free("launch_us", 1.0, 60.0),
+    Free("patience_us", 20.0, 2000.0),
+    Free("ask_us", 0.0, 20.0),
     Free("restage_share", 0.0, 1.0),
     Free("consumer.warp_us", 0.0, 0.4),
     Free("consumer.chunk_us", 0.0, 1.0),
     Free("consumer.bytes_per_us", 2e3, 5e5),
+    Free("consumer.half_warps", 0.0, 20.0),
     Free("vector.task_us", 0.0, 3.0),
     Free("vector.ahead_us", 0.0, 4.0),
+    Free("vector.fetch_us", 0.0, 3.0),
+    Free("vector.slice_us", 0.0, 2.0),
     Free("vector.step_us", 0.0, 2.0),
     Free("vector.norm_us", 0.0, 4.0),
     Free("vector.merge_us", 0.0, 1.0),
@@ -64,7 +68,7 @@ _PRIOR: Final = 0.01
 """Error in the logarithm of a latency that weighs as much as moving a constant through its whole range."""
 
 _OUTLIER: Final = 0.02
-"""Beyond it, an error in the logarithm counts by its size, not by its square."""
+"""Least error in the logarithm from which on errors count less and less; more where half of all are larger."""
 
 _STEP: Final = 0.02
 _ROUNDS: Final = 40
@@ -197,10 +201,11 @@ def _descend(
     `residuals` has a row for each place.
     """
     found = residuals([place])[0]
-    cost, damping, age = _cost(found), 1e-2, 0
+    usual = _usual(found)
+    cost, damping, age = _cost(found, usual), 1e-2, 0
     slopes = _slopes(residuals, place, found)
     for _ in range(_ROUNDS):
-        weights = _weights(found)
+        weights = _weights(found, usual)
         held = _held(place, slopes.T @ (weights * found))
         normal = slopes.T @ (weights[:, None] * slopes)
         normal += damping * np.diag(np.diag(normal))
@@ -209,7 +214,7 @@ def _descend(
         pull = np.where(held, 0.0, -(slopes.T @ (weights * found)))
         tried = np.clip(place + np.linalg.solve(normal, pull), 0.0, 1.0)
         there = residuals([tried])[0]
-        gain = cost - _cost(there)
+        gain = cost - _cost(there, usual)
         step = tried - place
         if gain > 0:
             slopes += np.outer(there - found - slopes @ step, step) / max(float(step @ step), 1e-12)
@@ -224,19 +229,25 @@ def _descend(
             if damping > _MOST_DAMPING:
                 break
             continue
-        slopes, age = _slopes(residuals, place, found), 0
+        slopes, age, usual = _slopes(residuals, place, found), 0, _usual(found)
+        cost = _cost(found, usual)
     return place
 
 
-def _weights(found: Array) -> Array:
-    """Of squares, so that what is far off counts by its size."""
-    return np.minimum(1.0, _OUTLIER / np.maximum(np.abs(found), 1e-12))
+def _usual(found: Array) -> float:
+    """The median size, or _OUTLIER if that is more."""
+    return max(_OUTLIER, float(np.median(np.abs(found))))
 
 
-def _cost(found: Array) -> float:
-    """Huber's: squares up to _OUTLIER, straight lines beyond."""
-    sizes = np.abs(found)
-    return float(np.sum(np.where(sizes <= _OUTLIER, sizes**2, _OUTLIER * (2 * sizes - _OUTLIER))))
+def _weights(found: Array, usual: float) -> Array:
+    """Of squares."""
+    return np.asarray(1.0 / (1.0 + (found / usual) ** 2))
+
+
+def _cost(found: Array, usual: float) -> float:
+    """Cauchy's: squares of what is below `usual`. What is far off counts by its logarithm: there the model is wrong,
+    and no constant is to blame."""
+    return float(np.sum(usual**2 * np.log1p((found / usual) ** 2)))
 
 
 def _held(place: Array, gradient: Array) -> npt.NDArray[np.bool_]:

@@ -24,7 +24,8 @@ _LEAST: Final = 1e-6
 _MOST: Final = 1e9
 _MAY_BE_ZERO: Final = frozenset(
     {"bubble_us", "poll_us", "launch_us", "data_visibility_us", "crowd_us", "restage_share", "more_copies_us",
-     "warp_us", "stage_us", "chunk_us", "half_warps", *(field.name for field in fields(Vector))}
+     "patience_us", "ask_us", "warp_us", "stage_us", "chunk_us", "half_warps",
+     *(field.name for field in fields(Vector))}
 )  # fmt: skip
 """Constants that divide nothing."""
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
+from math import ceil, prod
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -35,6 +35,12 @@ _MERGES: Final = frozenset(name for name, kind in _CLASSES.items() if kind == "m
 _COPY: Final = InstructionKind.COPY.name
 _KILO: Final = 1e3
 
+_FETCHED_BYTES: Final = 2048
+"""Activations that a warp loads at once."""
+
+_ATTENDED_BYTES: Final = 4096
+"""Keys and values that a warp attends to at once: 16 rows of 64 halves each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -56,6 +62,7 @@ class Kind:
     norms: int
     merged: int
     attends: bool
+    sliced: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,7 @@ def priced(demand: Demand, machine: Machine) -> Queues:
         gates=demand.gates,
         counter_gates=demand.counter_gates,
         visible_us=[visible_us[not by_data] for by_data in demand.by_data],
+        polled=[not by_data for by_data in demand.by_data],
     )
 
 
@@ -145,8 +153,10 @@ def _price(kind: Kind, variant: KernelVariant, machine: Machine) -> _Price:
     consumer, vector, others = machine.consumer, machine.vector, variant.vector_warps
     share = machine.restage_share if kind.staged else 1.0
     work = consumer.task_us(variant.matrix_warps + others, share)
-    work += kind.read_bytes * (1 / (machine.activation_gbs * 1e3) + kind.readers / (machine.shared_gbs * 1e3)) * share
-    work += vector.task_us * share + kind.steps * vector.step_us
+    slices = variant.x_slices if kind.sliced else 1
+    work += ceil(kind.read_bytes / (slices * _FETCHED_BYTES * others)) * vector.fetch_us * share
+    work += kind.read_bytes * kind.readers / (machine.shared_gbs * 1e3) * share
+    work += vector.task_us * share + kind.steps * vector.step_us + (slices - 1) * vector.slice_us
     work += share * (kind.norms * vector.norm_us + kind.merged * vector.merge_us / others)
     work += max(
         consumer.chunks_us(kind.streamed_bytes, variant),
@@ -154,8 +164,8 @@ def _price(kind: Kind, variant: KernelVariant, machine: Machine) -> _Price:
     )
     ahead = 0.0 if kind.staged else vector.ahead_us
     if kind.attends:
-        work += vector.attention_us + kind.flops / _KILO * vector.attend_us / others
-        ahead += kind.cached_bytes / _KILO * vector.cache_us / others
+        work += vector.attention_us + ceil(kind.cached_bytes / (_ATTENDED_BYTES * others)) * vector.attend_us
+        ahead += kind.cached_bytes / _KILO * vector.cache_us
     tail = consumer.chunks_us(min(variant.chunk_bytes, kind.streamed_bytes), variant)
     return _Price(ahead, work, tail)
 
@@ -245,7 +255,7 @@ def _kind(task: Task, steps: _Steps, activations: Mapping[int, Buffer], staged: 
     read = 0
     for place, number in enumerate(task.inputs):
         buffer = activations.get(number)
-        if buffer is not None:
+        if buffer is not None and task.op is not InstructionKind.SAMPLE_ARGMAX:
             read += buffer.dtype.nbytes(steps.parts[place]) if place in steps.parts else buffer.nbytes
     return Kind(
         streamed_bytes=0 if steps.attentions else task.est_bytes,
@@ -258,6 +268,7 @@ def _kind(task: Task, steps: _Steps, activations: Mapping[int, Buffer], staged: 
         norms=steps.norms,
         merged=steps.merged,
         attends=steps.attentions > 0,
+        sliced=steps.products == 1 and not steps.norms and not steps.merged,
     )
 
 

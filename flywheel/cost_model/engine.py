@@ -1,6 +1,6 @@
 """Discrete events over the SM queues and one shared HBM.
 
-Time moves from one event to the next; nothing is sampled. Two things go on at once:
+Time moves from one event to the next; nothing is sampled. Three things go on at once:
 
 - *Loaders.* One an SM, streaming the bytes of its queue in order. All that are active share the memory equally, so a
   single running total, `volume` (bytes that each active loader has moved), describes them all: a loader reaches a
@@ -12,6 +12,10 @@ Time moves from one event to the next; nothing is sampled. Two things go on at o
   consumed; it adds 1 to its counter, and when that completes, those who wait see it the gate's `visible_us` later, and
   up to `crowd_us` more, by the share of the memory's bandwidth that is in use. `ahead_us` of a task is done before it
   starts, while it waits.
+- *The host*, whom an SM that has polled a counter for `patience_us` asks again and again whether the launch is aborted.
+  It answers one after the other, each in `ask_us`, and an SM sees nothing else until it has its answer. An SM polls for
+  its next task from the start of the one before. Where a hundred SMs wait, all come hundreds of microseconds late, and
+  so does everybody who waits for them.
 
 A blocking wait also costs `bubble_us` worth of the SM's weight stream. Measured: a kernel whose consumers do nothing
 and whose ring holds 5 us of stream still loses 2.2 us a hand-off, the same for short and long operations and at 3, 4
@@ -28,6 +32,9 @@ from heapq import heappop, heappush, heapreplace
 
 HALF_BYTE = 0.5
 """Positions in a stream are floats that stand for whole bytes."""
+
+ASKS_AGAIN = 0.2
+"""Of the time until a wait asks the host for the first time, how long it waits between two questions: 64 polls, 320."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,8 @@ class Queues:
     """Per counter: (gate, further signals that it takes after the one before), ascending."""
     visible_us: list[float]
     """Per gate: from the last signal until those who wait go on."""
+    polled: list[bool]
+    """Per gate: whether it is a counter that those who wait ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,9 @@ class Rates:
     poll_us: float
     restart_us: float = 0.0
     crowd_us: float = 0.0
+    patience_us: float = 0.0
+    ask_us: float = 0.0
+    """Zero: nobody asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +105,17 @@ class _Engine:
 
     `arrivals` holds (volume, SM) at which a loader reaches the end of the running task's bytes, or its limit; an
     entry counts only while `due[sm]` equals it. `ending[time]` names who is due at a time of `timers`: an SM whose
-    task ends, or ~gate. A method that sets a loader's next arrival returns its volume for the caller to queue, None
+    task ends, the number of SMs and an SM that has its answer, ~gate, or ~ the number of gates to ask the host. `began`
+    is when the SM's last task started, `busy` when it has the host's answer and `host` when that has given all.
+    A method that sets a loader's next arrival returns its volume for the caller to queue, None
     where it sets none.
     """
 
     __slots__ = (
-        "active", "ahead", "arrivals", "base", "blocked", "chains", "done", "due", "early", "ending", "ends",
-        "finish", "gates", "have", "head", "latest", "left", "limit", "limits", "n_active", "now", "open", "owed",
-        "queues", "rate", "rate_of", "rates", "record", "signal", "since", "slowest_us", "starts", "stop",
-        "stream_end", "tail", "timers", "visible_us", "volume", "waiters", "waiting", "work",
+        "active", "ahead", "arrivals", "asleep", "base", "began", "blocked", "busy", "chains", "done", "due", "early",
+        "ending", "ends", "finish", "gates", "have", "head", "host", "latest", "left", "limit", "limits", "n_active",
+        "now", "open", "owed", "queues", "rate", "rate_of", "rates", "record", "signal", "since", "slowest_us",
+        "starts", "stop", "stream_end", "tail", "timers", "visible_us", "volume", "waiters", "waiting", "work",
     )  # fmt: skip
 
     def __init__(self, queues: Queues, rates: Rates, record: bool) -> None:
@@ -120,7 +134,8 @@ class _Engine:
         self.head, self.stop = queues.first[:-1], queues.first[1:]
         self.active, self.waiting = [False] * sms, [False] * sms
         self.base, self.have, self.owed, self.limit, self.done = ([0.0] * sms for _ in range(5))
-        self.due, self.since, self.blocked, self.finish = ([0.0] * sms for _ in range(4))
+        self.due, self.since, self.blocked, self.finish, self.began, self.busy = ([0.0] * sms for _ in range(6))
+        self.asleep, self.host = [False] * sms, 0.0
         self.chains = [chain[::-1] for chain in queues.counter_gates]
         self.left = [chain[-1][1] if chain else 0 for chain in self.chains]
         self.latest = [0.0] * len(self.left)
@@ -132,7 +147,7 @@ class _Engine:
 
     def run(self) -> None:
         self._begin()
-        timers, arrivals, due = self.timers, self.arrivals, self.due
+        timers, arrivals, due, sms = self.timers, self.arrivals, self.due, len(self.due)
         while True:
             while arrivals and arrivals[0][0] != due[arrivals[0][1]]:
                 heappop(arrivals)
@@ -153,15 +168,26 @@ class _Engine:
             self.volume += (now - self.now) * self.rate
             self.now = now
             for who in self.ending.pop(now):
-                if who < 0:
-                    self._release(~who, now)
-                else:
+                if 0 <= who < sms:
                     again = self._finish(who, now)
                     if again is not None:
                         heappush(arrivals, (again, who))
+                else:
+                    self._notice(who, now)
+
+    def _notice(self, who: int, time: float) -> None:
+        """What no task's end is of what is due."""
+        if who >= 0:
+            self._wake(who - len(self.busy), time)
+        elif ~who < len(self.open):
+            self._release(~who, time)
+        else:
+            self._ask(time)
 
     def _begin(self) -> None:
         """Loaders start at once, and so do the tasks that await nothing."""
+        if self.rates.ask_us:
+            self._at(self.rates.patience_us, ~len(self.open))
         for sm, head in enumerate(self.queues.first[:-1]):
             if head == self.stop[sm]:
                 continue
@@ -235,8 +261,12 @@ class _Engine:
         for gate in gates:
             if not self.open[gate]:
                 self.waiters[gate].append(sm)
-                self.since[sm] = time
+                self.since[sm], self.asleep[sm] = time, True
                 return self._allow(sm, self.early[head])
+        if self.busy[sm] > time:
+            self._at(self.busy[sm], len(self.busy) + sm)
+            self.since[sm], self.asleep[sm] = time, True
+            return self._allow(sm, self.early[head])
         ahead, poll = self.ahead[head], self.rates.poll_us
         return self._start(sm, time + (ahead if ahead > poll else poll))
 
@@ -255,27 +285,49 @@ class _Engine:
         return due
 
     def _release(self, gate: int, time: float) -> None:
-        """A gate opens: everybody who sleeps there goes on, or to the next closed gate."""
-        opened, since, visible = self.open, self.since, self.visible_us[gate]
-        opened[gate] = True
+        """A gate opens: everybody who sleeps there goes on, who has asked the host when that has answered."""
+        self.open[gate] = True
+        busy = self.busy
         for sm in self.waiters[gate]:
-            for other in self.gates[self.head[sm]]:
-                if not opened[other]:
-                    self.waiters[other].append(sm)
-                    break
+            if busy[sm] > time:
+                self._at(busy[sm], len(busy) + sm)
             else:
-                blocked, ahead = time - since[sm], self.ahead[self.head[sm]]
-                if blocked > 0.0:
-                    if ahead > blocked:
-                        blocked = ahead
-                    self.blocked[sm] += blocked
-                    self._lose(sm, blocked / visible if blocked < visible else 1.0)
-                    again = self._start(sm, since[sm] + blocked)
-                else:  # its turn comes after `time`: the last chunk before is still being consumed
-                    poll = self.rates.poll_us
-                    again = self._start(sm, since[sm] + (ahead if ahead > poll else poll))
-                if again is not None:
-                    heappush(self.arrivals, (again, sm))
+                self._wake(sm, time)
+
+    def _ask(self, time: float) -> None:
+        """Whoever has polled a counter for long asks the host."""
+        late, gates, polled, opened = time - self.rates.patience_us, self.gates, self.queues.polled, self.open
+        for sm, began in enumerate(self.began):
+            entry = self.head[sm] + (not self.asleep[sm])
+            if began > late or self.busy[sm] > time or entry >= self.stop[sm]:
+                continue
+            if any(polled[gate] and not opened[gate] for gate in gates[entry]):
+                self.host = max(self.host, time) + self.rates.ask_us
+                self.busy[sm] = self.host
+        if self.timers or self.arrivals:
+            self._at(time + self.rates.patience_us * ASKS_AGAIN, ~len(opened))
+
+    def _wake(self, sm: int, time: float) -> None:
+        """`sm`, which sleeps, sees what is open: it goes on, or to the next closed gate."""
+        head = self.head[sm]
+        gates = self.gates[head]
+        for other in gates:
+            if not self.open[other]:
+                self.waiters[other].append(sm)
+                return
+        blocked, ahead = time - self.since[sm], self.ahead[head]
+        if blocked > 0.0:
+            visible = max(self.visible_us[gate] for gate in gates)
+            if ahead > blocked:
+                blocked = ahead
+            self.blocked[sm] += blocked
+            self._lose(sm, blocked / visible if blocked < visible else 1.0)
+            again = self._start(sm, self.since[sm] + blocked)
+        else:  # its turn comes after `time`: the last chunk before is still being consumed
+            poll = self.rates.poll_us
+            again = self._start(sm, self.since[sm] + (ahead if ahead > poll else poll))
+        if again is not None:
+            heappush(self.arrivals, (again, sm))
 
     def _lose(self, sm: int, share: float) -> None:
         """`share` of the bubble of a wait; one for a signal that is already on its way costs less than all of it."""
@@ -294,6 +346,8 @@ class _Engine:
         self.limit[sm] = limit = self.limits[head]
         end = self.stream_end[head]
         done = time + self.work[head]
+        self.began[sm] = time
+        self.asleep[sm] = False
         if self.record:
             self.starts[head] = time
         streaming = self.active[sm]

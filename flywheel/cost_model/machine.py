@@ -1,10 +1,10 @@
 """What a GPU and the kernel's inner loops cost: the constants of the prediction, in one table.
 
-The H200's are fitted: `flywheel calibrate` moved them until predictions agreed with a third of what two campaigns
-measured there, 50 of 150 configs each of llama3.2-1b and llama3-8b. results/calibration.txt says how well others are
-predicted, results/gpu/results.tsv has the rows. `sm_read_gbs` and `poll_us` are estimates; `bubble_us`,
-`consumer.stage_us` and `consumer.half_warps` are what those kernels do not need: they are there for the microbenchmarks
-of experiments/cost_model_probes.py, which are other kernels with constants of their own.
+The H200's are fitted: `flywheel calibrate` moved them until predictions agreed with a part of what campaigns measured
+there, at most 50 configs of each model and context, both drawn at random and searched. results/calibration.txt says how
+well others are predicted, results/gpu/results.tsv has the rows. `sm_read_gbs` and `poll_us` are estimates; `bubble_us`
+and `consumer.stage_us` are what those kernels do not need: they are there for the microbenchmarks of
+experiments/cost_model_probes.py, which are other kernels with constants of their own.
 
 What the campaigns show, and the probes did not:
 
@@ -12,6 +12,11 @@ What the campaigns show, and the probes did not:
   the last has landed. So ring and bytes under way count in whole rounds of copies: four copies of 16 KiB and 96 KiB
   under way are one round of 64 KiB.
 - A loader that stood still behind a full ring brings nothing in until slots are freed and new copies have landed.
+- A control warp that has polled a counter about 300 times asks the host, and that answers one SM after the other: 100
+  us of waiting at a counter become half a millisecond a hand-off (`patience_us`, `ask_us`). Schedules whose SMs wait so
+  long, for an operation that takes as long or has few tiles, take up to 40 times what they would. Waits for data ask
+  nobody.
+- Few vector warps fetch activations, keys and values in many rounds of loads (`fetch_us`, `attend_us`).
 - Activations that many SMs read at once come slower, by the number of those who ask (`shared_gbs`): merging partials
   in 128 tiles of o costs more than in 64.
 - A hand-off takes longer while the memory is busy (`crowd_us`).
@@ -68,14 +73,14 @@ class Consumer:
     def chunks_us(self, nbytes: int, variant: KernelVariant) -> float:
         """Time for the chunks of so many bytes."""
         rounds = ceil(nbytes / variant.chunk_bytes / variant.chunk_groups)
-        own = min(nbytes / variant.chunk_groups, rounds * variant.chunk_bytes) * self.half_warps / variant.chunk_warps
+        own = min(nbytes, rounds * variant.chunk_bytes) * self.half_warps / variant.chunk_warps
         return rounds * self.chunk_us + (nbytes + own) / self.bytes_per_us
 
 
 _FLOPS_PER_WARP_US: Final = 36e3
 """Attention on one warp took 0.45 us for 16 more tokens of 64 values and 4 heads, all FMAs."""
 
-VM: Final = Consumer(0.06298, 0.0, 0.3396, 271.5e3, 0.0, _FLOPS_PER_WARP_US)
+VM: Final = Consumer(0.008801, 0.0, 0.348, 301.2e3, 1.278, _FLOPS_PER_WARP_US)
 """The matrix warps of the CUDA VM: weights packed in fragment order as the A operand of `mma.m16n8k16`."""
 
 
@@ -87,6 +92,10 @@ class Vector:
     """Fetching a task and signalling its end."""
     ahead_us: float = 0.0
     """What a task does before it needs what others write, while it waits: its words, its norms' weights."""
+    fetch_us: float = 0.0
+    """A round of activations that a task's warps load at once."""
+    slice_us: float = 0.0
+    """A further slice of what is multiplied: a pass more a tile."""
     step_us: float = 0.0
     """A step that is none of the following, and no product."""
     norm_us: float = 0.0
@@ -96,9 +105,9 @@ class Vector:
     attention_us: float = 0.0
     """Attention, whatever its length."""
     attend_us: float = 0.0
-    """A thousand operations of attention, on one warp."""
+    """A round of keys and values that its warps attend to at once."""
     cache_us: float = 0.0
-    """A thousand bytes of keys and values, loaded by one warp before the queries are there."""
+    """A thousand bytes of keys and values, on their way to L2 before the queries are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +122,6 @@ class Machine:
     """Best rate at which all SMs together read HBM."""
     sm_read_gbs: float
     """What one SM can draw alone."""
-    activation_gbs: float
-    """Rate at which one SM reads activations from L2."""
     shared_gbs: float
     """Rate at which all SMs together read the same activations, which lie in few places."""
     copy_us: float
@@ -140,6 +147,10 @@ class Machine:
     vector: Vector = Vector()
     restage_share: float = 1.0
     """Of what staging an operand takes, the part for a task that multiplies the operand of the task before it."""
+    patience_us: float = 0.0
+    """Wait for a counter that ends without a question to the host."""
+    ask_us: float = 0.0
+    """The host's answer to one SM."""
 
     @property
     def share(self) -> float:
@@ -165,30 +176,33 @@ _H200: Final = Machine(
     name="h200",
     source="measured",
     num_sms=132,
-    read_gbs=4246.0,
+    read_gbs=4340.0,
     sm_read_gbs=100.0,
-    activation_gbs=45.03,
-    shared_gbs=2729.0,
-    copy_us=0.5129,
-    more_copies_us=0.05648,
-    round_trip_us=0.7258,
-    visibility_us=3.492,
-    data_visibility_us=0.6071,
-    crowd_us=1.651,
+    shared_gbs=5808.0,
+    copy_us=0.5363,
+    more_copies_us=0.05511,
+    round_trip_us=0.6133,
+    visibility_us=2.591,
+    data_visibility_us=1.143,
+    crowd_us=0.7179,
     bubble_us=0.0,
     poll_us=0.1,
-    launch_us=12.19,
-    restage_share=0.2789,
+    launch_us=4.462,
+    restage_share=0.6269,
+    patience_us=99.48,
+    ask_us=4.451,
     consumer=VM,
     vector=Vector(
-        task_us=0.1821,
-        ahead_us=1.682,
-        step_us=0.06132,
-        norm_us=0.7437,
-        merge_us=0.04952,
-        attention_us=3.654,
-        attend_us=0.08207,
-        cache_us=0.6883,
+        task_us=0.7075,
+        ahead_us=1.887,
+        fetch_us=0.9497,
+        slice_us=0.7884,
+        step_us=0.0,
+        norm_us=0.4702,
+        merge_us=0.000417,
+        attention_us=0.1388,
+        attend_us=0.9189,
+        cache_us=0.03597,
     ),
 )
 
@@ -208,7 +222,6 @@ def _scaled(target: GpuTarget) -> Machine:
         num_sms=target.num_sms,
         read_gbs=target.hbm_bandwidth_gbs * (_READ_SHARE if bulk else _READ_SHARE_WITHOUT_BULK_COPIES),
         sm_read_gbs=_H200.sm_read_gbs * clock,
-        activation_gbs=_H200.activation_gbs * clock,
         shared_gbs=_H200.shared_gbs * clock,
         consumer=consumer,
     )

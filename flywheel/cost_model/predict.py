@@ -12,7 +12,7 @@ from flywheel.errors import InvalidProgramError
 from flywheel.ir import MegakernelProgram
 from flywheel.measure.floor import floor_us, weight_bytes_read
 
-MODEL_VERSION: Final = "4"
+MODEL_VERSION: Final = "5"
 """Changes whenever the same program may get another prediction."""
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,8 @@ def _simulate(demand: Demand, machine: Machine, record: bool) -> tuple[Queues, T
         poll_us=machine.poll_us,
         restart_us=machine.restart_us(variant),
         crowd_us=machine.crowd_us,
+        patience_us=machine.patience_us,
+        ask_us=machine.ask_us,
     )
     trace = simulate(queues, rates, record)
     if trace.stuck is not None:

@@ -67,7 +67,8 @@ class MeasuredWork:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The rows to calibrate with: all measured by the `place`, GPU, driver, compiler and kernels, of the newest row.
+    """The rows to calibrate with: all measured by the `place`, GPU, driver, compiler and kernels, of the newest row, or
+    by other `kernels` at the same place.
 
     `elsewhere` counts rows of other places, `few` configs of works with fewer than LEAST_CONFIGS.
     """
@@ -78,6 +79,7 @@ class Selection:
     works: tuple[MeasuredWork, ...]
     elsewhere: int
     few: Mapping[str, int]
+    kernels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,9 @@ class Calibrated:
     works: tuple[WorkFit, ...]
 
 
-def select(store: Store, gpu: str, campaigns: Sequence[str] = ()) -> Selection:
-    """What the store has measured on a GPU, of all campaigns or of those named.
+def select(store: Store, gpu: str, campaigns: Sequence[str] = (), kernels: Sequence[str] = ()) -> Selection:
+    """What the store has measured on a GPU, of all campaigns or of those named; by the newest row's kernels, and by
+    those of `kernels`, which are as fast.
 
     Raises UsageError where that is too little, where a campaign is of another GPU or predicts, StoreError, and
     UnknownNameError for a GPU that is none.
@@ -129,7 +132,10 @@ def select(store: Store, gpu: str, campaigns: Sequence[str] = ()) -> Selection:
         raise UsageError(f"calibrate: store {store.name} has nothing measured on an {gpu}; search --measure cuda first")
     newest = max((row for _, row in rows), key=lambda row: (row.created_at, row.campaign, row.trial))
     place = {name: getattr(newest, name) for name in _PLACE}
-    here = [(work, row) for work, row in rows if all(getattr(row, name) == place[name] for name in _PLACE)]
+    places = {name: {value} for name, value in place.items()}
+    places["kernels"] |= set(kernels)
+    here = [(work, row) for work, row in rows if all(getattr(row, name) in places[name] for name in _PLACE)]
+    others = tuple(sorted({str(row.kernels) for _, row in here if row.kernels != place["kernels"]}))
     works = _by_work(here)
     few = {_name(each.workload): len(each.configs) for each in works if len(each.configs) < LEAST_CONFIGS}
     enough = tuple(each for each in works if len(each.configs) >= LEAST_CONFIGS)
@@ -138,7 +144,7 @@ def select(store: Store, gpu: str, campaigns: Sequence[str] = ()) -> Selection:
         where = f"{place['gpu_name']}, driver {place['gpu_driver']}, kernels {place['kernels']}"
         raise UsageError(f"calibrate: {counted} measured on {where}; {LEAST_CONFIGS} configs of one are needed")
     used = tuple(sorted({row.campaign for _, row in here}))
-    return Selection(gpu, place, used, enough, len(rows) - len(here), few)
+    return Selection(gpu, place, used, enough, len(rows) - len(here), few, others)
 
 
 def _by_work(rows: Sequence[tuple[Workload, TrialRecord]]) -> list[MeasuredWork]:
@@ -293,6 +299,7 @@ def _frozen(
 ) -> Calibration:
     provenance: dict[str, Any] = {
         **selection.place,
+        "other_kernels": list(selection.kernels),
         "campaigns": list(selection.campaigns),
         "probed": dict(probed),
         "held_back": held_back,

@@ -28,7 +28,9 @@ def test_gpus_without_bulk_copies_read_a_smaller_share() -> None:
     shares = {
         name: MACHINES[name].read_gbs / TARGETS[name].hbm_bandwidth_gbs for name in ("a100", "l4", "h100", "b200")
     }
-    assert shares["a100"] == shares["l4"] < shares["h100"] == shares["b200"]
+    assert shares["a100"] == pytest.approx(shares["l4"])
+    assert shares["h100"] == pytest.approx(shares["b200"])
+    assert shares["a100"] < 0.97 * shares["h100"]
 
 
 def test_a_custom_target_is_scaled_from_its_own_numbers() -> None:

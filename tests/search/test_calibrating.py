@@ -138,6 +138,8 @@ def test_rows_of_another_machine_never_mix(lab: Lab) -> None:
     assert (found.campaigns, found.elsewhere, found.place["kernels"]) == (("here",), 60, "abc")
     assert max(config.latency_us for config in found.works[0].configs) < 1000
     assert select(lab.store, "few", ["old kernels"]).place["kernels"] == "old"
+    both = select(lab.store, "few", kernels=["old", "unheard of"])
+    assert (both.campaigns, both.elsewhere, both.kernels) == (("here", "old kernels"), 40, ("old",))
 
 
 def test_rows_that_the_store_or_a_final_gave_do_not_count(lab: Lab) -> None:

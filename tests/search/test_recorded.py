@@ -24,18 +24,18 @@ def held_back(model: str) -> list[Config]:
     csv.field_size_limit(sys.maxsize)
     with RECORDED.open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file, delimiter="\t") if row["model"] == model]
-    rows = [row for row in rows if row["source"] != "final"]
+    rows = [row for row in rows if row["source"] in ("search", "seed") and row["context"] == "512"]
     configs = [Config(row["config"], row["config_id"], row["program_id"], float(row["latency_us"])) for row in rows]
-    return sorted(split(configs, 0.67)[1], key=lambda config: config.latency_us)
+    return sorted(split(configs, 0.6)[1], key=lambda config: config.latency_us)
 
 
 @pytest.mark.parametrize("model", ["llama3.2-1b", "llama3-8b"])
 def test_schedules_that_were_held_back_are_ranked_and_predicted(model: str) -> None:
     work = make_workload(model, "h200", "bf16", 512)
     configs = held_back(model)
-    assert len(configs) == 100
+    assert len(configs) > 100
     predicted, measured = [], []
-    for config in configs[::5]:
+    for config in configs[::8]:
         program = lower(work.graph, ScheduleConfig.from_dict(json.loads(config.config)), work.target)
         if program_id(program) == config.program_id:
             predicted.append(predict(program, MACHINES["h200"]).latency_us)
@@ -43,5 +43,5 @@ def test_schedules_that_were_held_back_are_ranked_and_predicted(model: str) -> N
     if len(measured) < 10:
         pytest.skip("most recorded configs are lowered otherwise today than when they were measured")
     found = score(predicted, measured)
-    assert found.spearman is not None and found.spearman >= 0.8  # much of the slice lies within 3 %
-    assert found.median_error <= 0.03
+    assert found.spearman is not None and found.spearman >= 0.9
+    assert found.median_error <= 0.08
