@@ -1,6 +1,6 @@
 """How near samplers come to the best schedule that was measured, replayed on what campaigns measured, over seeds:
 
-    python experiments/replay_measured.py results/gpu/results.tsv results/gpu/results.461d4b2.tsv --model llama3-8b
+    python experiments/replay_measured.py results/gpu/results.tsv results/gpu/results.5e854ba.tsv --model llama3-8b
 
 What was not measured is stood in for by a Gaussian process over the knobs and the kernels' version, fitted to every row
 of that model in the files (context 512); the versions of the last file given count as today's. Its mean in warped

@@ -169,11 +169,6 @@ _GOOD_ON_H200: Final[Choice] = MappingProxyType(
 )
 """Block and ring that were the fastest of a few with llama3.2-1b and llama3-8b on an H200."""
 
-_GOOD_WITH_LONG_LAYERS: Final[Choice] = MappingProxyType(
-    {"chunk": 8192, "hand_off": "halves", "depth": 1, "fuse.out": 1}
-)
-"""What was good besides where a layer takes a hundred microseconds of the memory: llama3-8b on an H200."""
-
 _ROWS: Final = MappingProxyType(
     {
         "rows.qkv": QKV,
@@ -288,15 +283,14 @@ class Space:
         return choice
 
     def known_good(self) -> list[dict[str, Value]]:
-        """Choices worth trying first: everything fused, one tile a SM, the deepest prefetch, by two KV splits; and what
-        suits long layers."""
+        """Choices worth trying first: everything fused, one tile a SM, the deepest prefetch, by two KV splits."""
         last = {dimension.name: dimension.values[-1] for dimension in self.dimensions}
         last |= self._near(_GOOD_ON_H200)
         one_tile = {name: self._nearest(name, projections) for name, projections in _ROWS.items()}
         blocks = self._dimension("kv_block").values
         base = {**last, **one_tile}
         whole, split = ({**base, "kv_block": blocks[max(0, len(blocks) - back)]} for back in (1, 3))
-        return [whole, split, {**split, **self._near(_GOOD_WITH_LONG_LAYERS)}]
+        return [whole, split]
 
     def _near(self, choice: Choice) -> dict[str, Value]:
         return {name: self._nearest_value(name, value) for name, value in choice.items()}

@@ -138,10 +138,8 @@ def test_known_good_choices_are_in_the_space_and_fuse_everything(space: Space) -
     for choice in space.known_good():
         assert space.to_choice(space.to_config(choice)) == choice
         assert choice["fuse.out"] >= 1 and choice["fuse.mlp_in"] == 2
-    whole, split, halves = space.known_good()
-    assert whole["kv_block"] == 512
-    assert int(split["kv_block"]) == halves["kv_block"] < 512
-    assert (split["hand_off"], halves["hand_off"]) == ("data", "halves")
+    whole, split = space.known_good()
+    assert whole["kv_block"] == 512 and int(split["kv_block"]) < 512
     assert any({"k_append", "attention"} <= {*group} for group in space.to_config(whole).fusion_grouping)
 
 
