@@ -42,7 +42,10 @@ def history(axes: Axes, records: list[TrialRecord]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.yaxis.set_minor_formatter(lambda value, _: f"{value:,.0f}")
     axes.legend(fontsize=8, frameon=False)
-    axes.set_title(f"{records[0].model} on {records[0].gpu}: {len(records)} trials", fontsize=10)
+    axes.set_ylim(top=2 * best[-1])
+    beyond = sum(latency > 2 * best[-1] for _, latency, _ in shown)
+    cut = f", {beyond} of them above" if beyond else ""
+    axes.set_title(f"{records[0].model} on {records[0].gpu}: {len(records)} trials{cut}", fontsize=10)
 
 
 def layer_timeline(axes: Axes, program: MegakernelProgram) -> None:

@@ -3,15 +3,15 @@
 // in the order of K, adds the bias, rounds to out_dtype, applies the epilogue, and stores rounded to the output's dtype.
 // Half a warp takes 16 rows of W for one row of x; x is [rows][x_stride] at the start of the staging area, zero behind K.
 // A product in slices of K is a step a slice: each of them adds what the step before it left in scratch, fp32, and the last
-// one does the rest. Of a long x each stages its columns once the matrix warps are done with those before; of one that fits
-// (FW_STEP_STAGED_AHEAD) the first one stages all, slice behind slice, and announces each of them.
+// one does the rest. Of slices that lie side by side the first one stages and announces all that there is room for
+// (FW_STEP_STAGED_AHEAD), and each of the others the one that takes the place of those before it (FW_STEP_ALTERNATES).
 #pragma once
 
 #include "../best.cuh"
 
-constexpr int STAGE_LOADS = 4;  // in flight, a thread
+constexpr int STAGE_LOADS = 4;       // in flight, a thread
 constexpr int STAGE_ROWS_LOADS = 8;  // the same where x has several rows
-constexpr int QUICK_SLOTS = 4;  // partials of a row block, at most and mostly
+constexpr int QUICK_SLOTS = 4;       // partials of a row block, at most and mostly
 
 // A step's slice of x, on its way to shared memory. Sizes in elements.
 struct XSlice {

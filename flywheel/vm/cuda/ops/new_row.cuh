@@ -1,6 +1,7 @@
 // A launch's new row of one KV head in one go: ROPE and KV_APPEND of its key, KV_APPEND of its value, ROPE of the queries
-// and ATTENTION_TILE over that row alone, and the norms of key and queries if they are left to it. What they read is under way at once and no warp waits for another: each takes some
-// query heads, with a key of its own. Values are rounded where the steps one by one would.
+// and ATTENTION_TILE over that row alone, and the norms of key and queries if they are left to it. What they read is under
+// way at once and no warp waits for another: each takes some query heads, with a key of its own. Values are rounded where the
+// steps one by one would.
 #pragma once
 
 #include "pairs.cuh"
@@ -30,7 +31,9 @@ template <> struct Run<1> {
 };
 template <> struct Run<2> : Two {
     __device__ __forceinline__ float operator[](int i) const { return i == 0 ? first() : second(); }
-    __device__ __forceinline__ void set(const float (&x)[2]) { Two::set(from_float<element_t>(x[0]), from_float<element_t>(x[1])); }
+    __device__ __forceinline__ void set(const float (&x)[2]) {
+        Two::set(from_float<element_t>(x[0]), from_float<element_t>(x[1]));
+    }
 };
 
 // The lane's pairs of a head, side by side: elements i and i + head_dim / 2; and the weights of its norm.
@@ -122,7 +125,8 @@ __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
         const int first = head * (D + (partial ? 2 : 0));
 #pragma unroll
         for (int p = 0; p < PAIRS; p++) {
-            const float x = weight == 0.0f ? 0.0f : weight * value[p].first(), y = weight == 0.0f ? 0.0f : weight * value[p].second();
+            const float x = weight == 0.0f ? 0.0f : weight * value[p].first();
+            const float y = weight == 0.0f ? 0.0f : weight * value[p].second();
             store_pair(attention.out_dtype, out, first + 2 * (lane + p * WARP), x, y);
         }
         if (partial && lane == 0) store_pair(attention.out_dtype, out, first + D, score, weight);

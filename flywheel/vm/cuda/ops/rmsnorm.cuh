@@ -88,8 +88,8 @@ __device__ __forceinline__ void norm_row(Vm vm, const char* x, const char* w, ch
 // One of several rows, or where there are more warps than they take, none (`groups` is 0): 2 * HALF groups of a lane are under
 // way at once, and half of their weights. Those of a longer row are loaded twice.
 template <int HALF>
-__device__ __forceinline__ void norm_one_of(const NormLanes& row, const char* x, const char* w, char* out, char* staged, int groups,
-                                            const amk_step_t& step, bool awaited) {
+__device__ __forceinline__ void norm_one_of(const NormLanes& row, const char* x, const char* w, char* out, char* staged,
+                                            int groups, const amk_step_t& step, bool awaited) {
     const Vm vm = row.vm;
     const float share = 1.0f / step.params.hidden;
     const int lane = row.lane(), lanes = row.count(), half = HALF * lanes, each = 2 * half;
