@@ -51,21 +51,28 @@ def slice_starts(steps: Rows) -> Ints:
     """Fragments of K before those of each step: those of the slices before it."""
     blocks = steps["kblocks"].astype(np.int64)
     before = np.cumsum(blocks) - blocks
-    whole = steps["flags"] & int(StepFlag.CARRIES) == 0
-    firsts = np.maximum.accumulate(np.where(whole, np.arange(len(steps)), 0))
-    return before - before[firsts]
+    return before - before[_first_slices(steps)]
 
 
 def staged_blocks(steps: Rows) -> Ints:
     """Fragments of the staging area before what each step multiplies: those of the slices that lie beside it."""
-    carries, turns = (steps["flags"] & int(flag) != 0 for flag in (StepFlag.CARRIES, StepFlag.ALTERNATES))
-    places = np.arange(len(steps))
-    firsts = np.maximum.accumulate(np.where(carries, 0, places))
-    number = np.where(turns, (places - firsts) % SLICES_BESIDE, places - firsts)
-    ahead = steps["flags"] & int(StepFlag.STAGED_AHEAD | StepFlag.ALTERNATES) != 0
+    firsts = _first_slices(steps)
+    number = np.arange(len(steps)) - firsts
+    number = np.where(steps["flags"] & int(StepFlag.ALTERNATES), number % SLICES_BESIDE, number)
     rows = steps["rows"].astype(np.int64)
     each = rows * (steps["kblocks"][firsts].astype(np.int64) + (rows > 1))
-    return np.where(ahead, number * each, 0)
+    return np.where(_staged_beside(steps), number * each, 0)
+
+
+def _first_slices(steps: Rows) -> Ints:
+    """Of each step the first slice of its product; itself where that is whole."""
+    carries = steps["flags"] & int(StepFlag.CARRIES) != 0
+    return np.maximum.accumulate(np.where(carries, 0, np.arange(len(steps))))
+
+
+def _staged_beside(steps: Rows) -> npt.NDArray[np.bool_]:
+    """Whether each step is a slice that is staged beside the one before it."""
+    return np.asarray(steps["flags"] & int(StepFlag.STAGED_AHEAD | StepFlag.ALTERNATES) != 0)
 
 
 def segments_of(
@@ -90,14 +97,13 @@ def segments_of(
     segments["src"] = (first_block[entry] + number * pass_blocks) * row_stride
     starts = slice_starts(steps)
     segments["src"] += (starts[step] * fragment_bytes).astype(np.uint64)
-    ahead = steps["flags"] & int(StepFlag.STAGED_AHEAD | StepFlag.ALTERNATES) != 0
     segments["x_kblocks"] = staged_blocks(steps)[step]
     segments["queue_index"] = instruction - queues[instructions["sm"][instruction]]
     segments["row_blocks"] = np.minimum(pass_blocks, blocks[entry] - number * pass_blocks)
     segments["row_stride"] = row_stride
     for name in ("kblocks", "chunk_kblocks", "row_chunks", "rows"):
         segments[name] = steps[name][step]
-    announced = (number == 0) & (ahead | (steps["flags"] & int(StepFlag.REUSE_X) == 0))[step]
+    announced = (number == 0) & (_staged_beside(steps) | (steps["flags"] & int(StepFlag.REUSE_X) == 0))[step]
     announced &= instructions["flags"][instruction] & int(InstructionFlag.X_STAGED) == 0
     segments["flags"][announced] = SegmentFlag.FRESH_X
     streams = np.searchsorted(instructions["sm"][instruction], np.arange(len(queues)))
