@@ -13,6 +13,7 @@ from flywheel.cli.files import load_config
 from flywheel.cli.options import (
     DEFAULTS,
     SharedOption,
+    batch_option,
     check_writable,
     command,
     json_option,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
                    f"{DEFAULTS['dtype']}]")
 @click.option("--context", cls=SharedOption, type=int, metavar="TOKENS",
               help=f"Positions of the KV cache.  [default: the schedule's, else {DEFAULTS['context']}]")
+@batch_option
 @click.option("--position", type=click.IntRange(min=1), metavar="P",
               help="Position to decode at.  [default: the last of the context]")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
@@ -59,6 +61,7 @@ def trace(
     gpu: str | None,
     dtype: str | None,
     context: int | None,
+    batch: int | None,
     position: int | None,
     seed: int,
     output: Path | None,
@@ -77,13 +80,16 @@ def trace(
         if path is not None:
             check_writable(path)
     check_device("cuda")
-    given = load_config(config_file) if config_file is not None else _best(store, campaign) if campaign else None
+    given = load_config(config_file) if config_file is not None else None
+    if campaign is not None:
+        given, found = _best(store, campaign)
+        batch = found if batch is None else batch
     schedule = given if isinstance(given, Schedule) else None
     name = model if model is not None or schedule is None else schedule.model
     if name is None:
         raise UsageError("trace: no model; give --model, or an exported schedule with --config")
     source = open_model("trace", name)
-    program = lower_model(source, given, gpu, dtype, context, "cuda")
+    program = lower_model(source, given, gpu, dtype, context, "cuda", batch)
     traced = _run(program, source, position, seed)
     document = {
         "model": source.name,
@@ -102,8 +108,8 @@ def trace(
         _show(document)
 
 
-def _best(store: str, campaign: str) -> Schedule:
-    """The best schedule of a campaign: measured, else predicted. Raises UnknownNameError, StoreError."""
+def _best(store: str, campaign: str) -> tuple[Schedule, int]:
+    """The best schedule of a campaign, measured, else predicted, and its batch. Raises UnknownNameError, StoreError."""
     from flywheel.cli.provenance import find_campaign
     from flywheel.ir.serde import config_from_dict
     from flywheel.measure.standing import best_of
@@ -116,7 +122,8 @@ def _best(store: str, campaign: str) -> Schedule:
             raise UnknownNameError(f"store {opened.name}: no trial of campaign {campaign!r} has a latency")
     note(escaped(f"{best.campaign}, trial {best.trial}: {best.outcome} {us(best.objective_us)}"))
     config = config_from_dict(json.loads(best.config))
-    return Schedule(best.model, best.gpu, best.dtype, best.context, config, best.config_id, best.program_id)
+    schedule = Schedule(best.model, best.gpu, best.dtype, best.context, config, best.config_id, best.program_id)
+    return schedule, origin.batch
 
 
 def _run(program: MegakernelProgram, source: Source, position: int | None, seed: int) -> TracedStep:
@@ -137,6 +144,7 @@ def describe(traced: TracedStep) -> dict[str, Any]:
     return {
         "gpu_name": traced.gpu_name,
         "position": traced.position,
+        "batch": traced.batch,
         "verdict": {
             "max_rel_error": traced.verdict.max_rel_error,
             "positions": list(traced.verdict.positions),
@@ -199,6 +207,7 @@ def _write(
 def _show(document: dict[str, Any]) -> None:
     spent = [*document["phases"].items(), ("idle", document["idle"])]
     step = f"{document['model']} on {document['gpu_name']}, position {document['position']:,}"
+    step += f", {document['batch']} sequences" if document["batch"] > 1 else ""
     size_of = f"{document['tasks']:,} tasks on {document['sms']} SMs"
     show(escaped(f"{step}: {size_of}, program {document['program_id']}"))
     show(

@@ -224,7 +224,7 @@ class CudaSession:
         self._prepare(token_id, position)
         return partial(self._loaded.launch, position), partial(self._loaded.sync, self._limit_s)
 
-    def trace(self, token_id: int, position: int, *, warmup: int) -> tuple[float, LaunchTrace]:
+    def trace(self, token_id: Tokens, position: int, *, warmup: int) -> tuple[float, LaunchTrace]:
         """(time in us by CUDA events, trace) of one launch, behind what the caches hold, after `warmup` others; the L2
         cache is emptied before each.
 

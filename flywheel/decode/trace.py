@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,7 +11,7 @@ import torch
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch
 from flywheel.decode.interface import read_interface
 from flywheel.decode.source import Source
-from flywheel.decode.verify import Expectation, compare, default_positions, expect, judge_steps
+from flywheel.decode.verify import Expectation, compare_rows, default_positions, expect_rows, judge_steps
 from flywheel.errors import GpuMemoryError, MismatchError, UsageError
 from flywheel.ir import MegakernelProgram
 from flywheel.measure.latency import MeasuredLatency
@@ -26,12 +27,13 @@ _WARMUP: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A step at `position` on the GPU of that name. `verdict` is that of the variant with a trace.
+    """A step of `batch` sequences at `position` on the GPU of that name. `verdict` is that of the variant with a trace.
 
     `latency` was measured without a trace; `traced_us` is what the traced launch took, by CUDA events.
     """
 
     gpu_name: str
+    batch: int
     position: int
     verdict: Verdict
     latency: MeasuredLatency
@@ -55,34 +57,37 @@ def trace_step(program: MegakernelProgram, source: Source, position: int | None 
     try:
         weights = source.weights(interface.dtype, seed, "cuda")
         oracle = EagerDecoder(source.spec, weights, TORCH_DTYPES[interface.dtype], interface.context, "cuda")
-        expected = expect(oracle, (*default_positions(interface.context), place), seed)
+        expected = expect_rows(oracle, (*default_positions(interface.context), place), interface.batch, seed)
+        tokens = [each.tokens[place] for each in expected]
         del oracle
         torch.cuda.empty_cache()  # what the VM allocates is not torch's
-        with CudaModel(gpu, source.spec, interface.dtype, interface.context, weights) as model:
+        model = CudaModel(gpu, source.spec, interface.dtype, interface.context, weights, interface.batch)
+        with model:
             with model.load(program) as plain:
                 _check(plain, expected, place)
-                latency = plain.time(expected.tokens[place], place, samples=_SAMPLES, warmup=_WARMUP)
+                latency = plain.time(tokens, place, samples=_SAMPLES, warmup=_WARMUP)
             with model.load(program, trace=True) as session:
                 verdict = _check(session, expected, place)
-                traced_us, trace = session.trace(expected.tokens[place], place, warmup=_WARMUP)
+                traced_us, trace = session.trace(tokens, place, warmup=_WARMUP)
                 _check_last(session, expected, place)
     except torch.OutOfMemoryError as error:
         raise GpuMemoryError(f"{source.name}: {str(error).splitlines()[0]}") from error
-    return TracedStep(gpu.name, place, verdict, latency, traced_us, trace)
+    return TracedStep(gpu.name, interface.batch, place, verdict, latency, traced_us, trace)
 
 
-def _check(session: CudaSession, expected: Expectation, place: int) -> Verdict:
+def _check(session: CudaSession, expected: Sequence[Expectation], place: int) -> Verdict:
     """The verdict, a pass. Leaves the caches as they are before `place`."""
-    verdict = compare(session, expected)
+    verdict = compare_rows(session, expected)
     _refuse(verdict, "")
-    session.write_cache(expected.cache_before(place))
+    for row, each in enumerate(expected):
+        session.write_cache(each.cache_before(place), row)
     return verdict
 
 
-def _check_last(session: CudaSession, expected: Expectation, place: int) -> None:
+def _check_last(session: CudaSession, expected: Sequence[Expectation], place: int) -> None:
     """What the traced launch itself has computed."""
-    wanted = expected.logits[expected.positions.index(place)]
-    _refuse(judge_steps([session.read()], [wanted], [place], session.dtype), f" at position {place}, while traced")
+    wanted = [each.logits[each.positions.index(place)] for each in expected]
+    _refuse(judge_steps(session.read_rows(), wanted, [place], session.dtype), f" at position {place}, while traced")
 
 
 def _refuse(verdict: Verdict, where: str) -> None:

@@ -45,7 +45,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MegakernelProgram, int
         )
         latency = MeasuredLatency(900.0, 890.0, 910.0, 30, 3, "flushed")
         launch = read_stamps(packed, stamps, np.tile([0.25, 0.5], (len(packed.queues) - 1, 1)))
-        return TracedStep("NVIDIA L4", 63 if position is None else position, verdict, latency, 950.0, launch)
+        batch = next(buffer.numel for buffer in program.buffers if buffer.name == "token_id")
+        place = 63 if position is None else position
+        return TracedStep("NVIDIA L4", batch, place, verdict, latency, 950.0, launch)
 
     monkeypatch.setattr("flywheel.cli.trace.check_device", lambda device: None)
     monkeypatch.setattr("flywheel.cli.decoding._default_gpu", lambda device: "l4")
@@ -116,6 +118,22 @@ def test_a_campaign_gives_its_best_schedule(run: Run, traced: list[Any], store: 
     assert f"not the schedule's program {best['program_id']}" in changed.stderr
     unknown = run("trace", "--campaign", "smal", "--store", store)
     assert (unknown.exit_code, len(unknown.stderr.splitlines())) == (2, 1)
+
+
+def test_several_sequences(run: Run, traced: list[Any]) -> None:
+    result = run(*WORK, "--batch", 2)
+    assert result.exit_code == 0, result.stderr
+    assert "position 63, 2 sequences:" in result.stdout
+    assert json.loads(run(*WORK, "--batch", 2, "--json").stdout)["batch"] == 2
+    assert "sequences" not in run(*WORK).stdout
+
+
+def test_a_campaign_has_its_batch(run: Run, traced: list[Any], tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path}/b.db"
+    search = ("search", "--model", "smollm2-135m", "--gpu", "l4", "--context", 64, "--trials", 2, "--batch", 2)
+    assert run(*search, "--name", "two", "--store", store).exit_code == 0
+    assert json.loads(run("trace", "--campaign", "two", "--store", store, "--json").stdout)["batch"] == 2
+    assert json.loads(run("trace", "--campaign", "two", "--store", store, "--json", "--batch", 1).stdout)["batch"] == 1
 
 
 @pytest.mark.usefixtures("traced")

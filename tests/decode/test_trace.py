@@ -89,6 +89,17 @@ def test_another_position_can_be_traced(program: MegakernelProgram) -> None:
     assert trace_step(program, SOURCE, 40).position == 40
 
 
+def test_several_sequences_are_traced(gpu: Gpu) -> None:
+    alike = next(target for target in TARGETS.values() if target.sm_arch == gpu.sm_arch)
+    program = lower(
+        decode_step(SPEC, CONTEXT, DType.BF16, batch=3), ScheduleConfig(), replace(alike, name="few", num_sms=6)
+    )
+    traced = trace_step(program, SOURCE)
+    assert traced.verdict.passed
+    assert traced.batch == 3
+    assert len(traced.trace.tasks) == len(program.tasks)
+
+
 def test_wrong_logits_are_no_trace(program: MegakernelProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = CudaModel.load
 

@@ -44,14 +44,25 @@ __device__ __forceinline__ uint64_t global_ns() {
     return now;
 }
 
+// How often a wait asks the host, which answers over PCIe, one SM after the other: seldom, or it is what they wait for.
+constexpr uint64_t HOST_PERIOD_NS = 5'000'000;
+
 // Grows from nothing to about a microsecond, so that a short wait is seen at once and a long one leaves L2 alone.
 struct Backoff {
     uint32_t polls = 0;
+    uint64_t asked = 0;  // when, or when that was first thought of
     __device__ __forceinline__ void pause() {
         polls++;
         if (polls > 256) __nanosleep(polls < 1024 ? 32 : polls < 4096 ? 256 : 1024);
     }
-    __device__ __forceinline__ bool ask_host() const { return polls > 256 && polls % 64 == 0; }
+    __device__ __forceinline__ bool ask_host() {
+        if (polls <= 256 || polls % 64 != 0) return false;
+        const uint64_t now = global_ns();
+        if (asked == 0) asked = now;
+        if (now - asked < HOST_PERIOD_NS) return false;
+        asked = now;
+        return true;
+    }
 };
 
 // ---- mbarriers: one block ----
