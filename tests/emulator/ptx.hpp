@@ -96,6 +96,11 @@ struct EmulatedF16 {
     }
 };
 inline void ptx_to_bf16(unsigned short& to, float from) { to = static_cast<unsigned short>(EmulatedBf16::from_float(from)); }
+template <typename Half> inline uint32_t emulated_pair(float high, float low) {
+    return static_cast<uint32_t>(Half::from_float(high)) << 16 | static_cast<uint16_t>(Half::from_float(low));
+}
+inline void ptx_to_bf16x2(uint32_t& to, float high, float low) { to = emulated_pair<EmulatedBf16>(high, low); }
+inline void ptx_to_f16x2(uint32_t& to, float high, float low) { to = emulated_pair<EmulatedF16>(high, low); }
 inline void ptx_to_f16(unsigned short& to, float from) { to = static_cast<unsigned short>(EmulatedF16::from_float(from)); }
 inline void ptx_from_f16(float& to, unsigned short from) { to = EmulatedF16::to_float(from); }
 

@@ -34,6 +34,17 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
     return bits;
 }
 
+// Both at once, the first in the lower half.
+__device__ __forceinline__ uint32_t floats_to_halves(float low, float high) {
+    uint32_t bits;
+#if FW_DTYPE == AMK_DTYPE_F16
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+#endif
+    return bits;
+}
+
 __device__ __forceinline__ float max_or_nan(float a, float b) {
     float larger;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
@@ -128,26 +139,31 @@ __device__ __forceinline__ void store128(void* to, const uint4& bits) {
 constexpr uint32_t ABSENT32 = 0xffffffff;
 constexpr unsigned short ABSENT16 = 0xffff;
 
-// Whether a half of ~bits is zero.
-__device__ __forceinline__ bool has_absent_half(uint32_t bits) { return ((~bits - 0x00010001) & bits & 0x80008000) != 0; }
+// Not zero where a half of ~bits is zero.
+__device__ __forceinline__ uint32_t absent_halves(uint32_t bits) { return (~bits - 0x00010001) & bits & 0x80008000; }
+__device__ __forceinline__ bool has_absent_half(uint32_t bits) { return absent_halves(bits) != 0; }
 
 __device__ __forceinline__ bool is_absent(float value) { return __float_as_uint(value) == ABSENT32; }
 __device__ __forceinline__ bool is_absent(unsigned short bits) { return bits == ABSENT16; }
 
-// Whether each of the elements of 16 bytes is written.
+// Whether each of the elements of 16 bytes is written. All are asked at once: each && would be a branch.
 __device__ __forceinline__ bool all_present(int dtype, const uint4& v) {
-    if (dtype == AMK_DTYPE_F32) return v.x != ABSENT32 && v.y != ABSENT32 && v.z != ABSENT32 && v.w != ABSENT32;
-    return !(has_absent_half(v.x) || has_absent_half(v.y) || has_absent_half(v.z) || has_absent_half(v.w));
+    if (dtype == AMK_DTYPE_F32) return (v.x != ABSENT32) & (v.y != ABSENT32) & (v.z != ABSENT32) & (v.w != ABSENT32);
+    return (absent_halves(v.x) | absent_halves(v.y) | absent_halves(v.z) | absent_halves(v.w)) == 0;
 }
 
-__device__ __forceinline__ bool present(int dtype, const char* ptr, int i) {
-    return dtype == AMK_DTYPE_F32 ? load32(ptr + i * 4ll) != ABSENT32 : load_half(ptr + i * 2ll) != ABSENT16;
+// The bits of an element of `dtype`, and what they stand for.
+__device__ __forceinline__ uint32_t load_bits(int dtype, const char* ptr, int i) {
+    return dtype == AMK_DTYPE_F32 ? load32(ptr + i * 4ll) : load_half(ptr + i * 2ll);
+}
+__device__ __forceinline__ bool is_absent(int dtype, uint32_t bits) {
+    return bits == (dtype == AMK_DTYPE_F32 ? ABSENT32 : ABSENT16);
+}
+__device__ __forceinline__ float bits_to_float(int dtype, uint32_t bits) {
+    return dtype == AMK_DTYPE_F32 ? __uint_as_float(bits) : half_to_float(static_cast<unsigned short>(bits));
 }
 
-__device__ __forceinline__ float load(const Operand& x, int i) {
-    return x.dtype == AMK_DTYPE_F32 ? __uint_as_float(load32(reinterpret_cast<const float*>(x.ptr) + i))
-                                    : half_to_float(load_half(reinterpret_cast<const unsigned short*>(x.ptr) + i));
-}
+__device__ __forceinline__ float load(const Operand& x, int i) { return bits_to_float(x.dtype, load_bits(x.dtype, x.ptr, i)); }
 
 __device__ __forceinline__ void store_float(char* to, bool half, float value) {
     if (half) {
@@ -196,6 +212,15 @@ template <typename T> struct Vec16 {
         } else {
             const uint32_t bits = float_to_half(value);
             word[i / 2] = i % 2 ? (word[i / 2] & 0xffff) | bits << 16 : (word[i / 2] & 0xffff0000) | bits;
+        }
+    }
+    // Elements i, which is even, and i + 1.
+    __device__ __forceinline__ void set_pair(int i, float low, float high) {
+        if (sizeof(T) == 4) {
+            word[i] = __float_as_uint(low);
+            word[i + 1] = __float_as_uint(high);
+        } else {
+            word[i / 2] = floats_to_halves(low, high);
         }
     }
 };

@@ -68,11 +68,10 @@ struct Vm {
             }
         } while (!all && again());
     }
-    __device__ __forceinline__ float load_written(const Operand& x, int i) const {
-        if (x.layout == FW_LAYOUT_AWAITED) {
-            while (!present(x.dtype, x.ptr, i) && again()) {}
-        }
-        return load(x, i);
+    // An element of x from its `bits`, loaded anew until it is written.
+    __device__ __forceinline__ float written(const Operand& x, int i, uint32_t bits) const {
+        while (x.layout == FW_LAYOUT_AWAITED && is_absent(x.dtype, bits) && again()) bits = load_bits(x.dtype, x.ptr, i);
+        return bits_to_float(x.dtype, bits);
     }
     // Until all of an operand is written, for all vector threads, where others write it meanwhile.
     __device__ __forceinline__ void await(int ref) const;
@@ -129,7 +128,8 @@ __device__ __noinline__ void await_operands(Vm vm, uint32_t refs) {
         const int units = packed ? bytes / 16 : x.numel;
 #pragma unroll 1
         for (; unit < units; unit += VECTOR_THREADS) {
-            while (!(packed ? all_present(x.dtype, load128(x.ptr + unit * 16)) : present(x.dtype, x.ptr, unit)) && vm.again()) {}
+            while (!(packed ? all_present(x.dtype, load128(x.ptr + unit * 16))
+                           : !is_absent(x.dtype, load_bits(x.dtype, x.ptr, unit))) && vm.again()) {}
         }
         unit -= units;
     }

@@ -16,14 +16,10 @@ __device__ __forceinline__ uint32_t column(const uint4& lower, const uint4& uppe
     return __byte_perm(word(lower), word(upper), i % 2 ? 0x7632 : 0x5410);
 }
 
-__device__ __forceinline__ uint32_t pack_halves(float low, float high) {
-    return static_cast<uint32_t>(float_to_half(low)) | static_cast<uint32_t>(float_to_half(high)) << 16;
-}
-
 // What rounding to halves took from two floats, itself rounded.
 __device__ __forceinline__ uint32_t pack_rests(float low, float high, uint32_t halves) {
-    return pack_halves(low - half_to_float(static_cast<unsigned short>(halves)),
-                       high - half_to_float(static_cast<unsigned short>(halves >> 16)));
+    return floats_to_halves(low - half_to_float(static_cast<unsigned short>(halves)),
+                            high - half_to_float(static_cast<unsigned short>(halves >> 16)));
 }
 
 // Bytes for parts: all of the staging area behind the queries, if nothing else in the task needs it any more.
@@ -150,7 +146,7 @@ struct Softmax {
         }
         const float low = __shfl_sync(~0u, factor, t * 8), high = __shfl_sync(~0u, factor, t * 8 + 4);
         // Weights as the sum of two halves: one alone would round what must not be rounded yet.
-        const uint2 weights = {pack_halves(weight[0], weight[1]), pack_halves(weight[2], weight[3])};
+        const uint2 weights = {floats_to_halves(weight[0], weight[1]), floats_to_halves(weight[2], weight[3])};
         const uint2 rests = {pack_rests(weight[0], weight[1], weights.x), pack_rests(weight[2], weight[3], weights.y)};
 #pragma unroll
         for (int s = 0; s < Rows<D>::SLICES; s++) {

@@ -169,18 +169,25 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
         const int units = min(pass_blocks, left) * rows;
         Unit unit(first_unit, rows, first_column, row);
         const auto inside = [&](const Unit& u) { return u.number < units && u.column >= 0 && u.column < n_tile; };
-        const auto operand = [&](const Unit& u) {  // of the epilogue; loaded before it is needed
+        const auto other_at = [&](const Unit& u) { return u.m * other_pitch + other_start + u.column; };
+        const auto ask = [&](const Unit& u) {  // the epilogue's operand, looked at when it is needed
             const bool needed = epilogue != FW_EPILOGUE_NONE && inside(u);
-            return needed ? vm.load_written(other, u.m * other_pitch + other_start + u.column) : 0.0f;
+            return needed ? load_bits(other.dtype, other.ptr, other_at(u)) : 0u;
         };
         const auto carried = [&](const Unit& u) {  // of the slices of K before this one
             return sums && inside(u) ? load_element(sums + u.m * n_tile + u.column) : 0.0f;
         };
-        float extra = operand(unit), sum = carried(unit);
+        uint32_t asked = ask(unit);
+        float sum = carried(unit);
         const auto advance = [&] {
             unit = Unit(unit.number + 2 * VECTOR_WARPS, rows, first_column, row);
-            extra = operand(unit);
+            asked = ask(unit);
             sum = carried(unit);
+        };
+        const auto finish = [&](const Unit& u, float value) {
+            if (epilogue == FW_EPILOGUE_NONE) return value;
+            const float extra = vm.written(other, other_at(u), asked);
+            return epilogue == FW_EPILOGUE_ADD ? value + extra : value * silu(extra);
         };
         const int first = inside(unit) ? unit.m * pitch + start + unit.column : -1;
         char* const target = out.ptr + first * (out_is_half ? 2ll : 4ll);
@@ -197,8 +204,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
                     if (slot < slots) value += partial[slot * slot_pitch];
                 }
                 value = round_to(out_dtype, value + sum);
-                if (epilogue == FW_EPILOGUE_ADD) value += extra;
-                if (epilogue == FW_EPILOGUE_SILU_MUL) value *= silu(extra);
+                value = finish(unit, value);
                 store_float(target, out_is_half, value);
             }
             if (units > 2 * VECTOR_WARPS) {
@@ -218,8 +224,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
                 if (sums) value += sum;
                 if (bias) value += load(*bias, n_off + unit.column);
                 value = round_to(out_dtype, value);
-                if (epilogue == FW_EPILOGUE_ADD) value += extra;
-                if (epilogue == FW_EPILOGUE_SILU_MUL) value *= silu(extra);
+                value = finish(unit, value);
                 store(out, unit.m * pitch + start + unit.column, value);
                 if (keeps_best) best.see(value, n_off + unit.column);
             }

@@ -1,8 +1,7 @@
 // RMSNORM: x * rsqrt(mean(x^2) + eps) * w over rows of `hidden` elements.
 // Operands: x of R * hidden elements, w whose first `hidden` count, any float types; out as x.
 // Rounding: fp32 throughout, once to the step's dtype, then to the output's.
-// One row: all threads; several long ones: some warps each, with all that a thread reads under way at once; heads: a warp
-// each, without barriers.
+// Rows one after the other, or several that are long at once: all threads; heads: a warp each, without barriers.
 #pragma once
 
 #include "../pointwise.cuh"
@@ -10,31 +9,7 @@
 
 using NormGroup = Vec16<element_t>;
 
-// The threads of one row, those of 1 << shift warps: as many as there are for each of `rows` long ones, else one.
-struct NormLanes {
-    Vm vm;
-    int shift;
-    __device__ __forceinline__ NormLanes(Vm its_vm, int rows, bool are_long) : vm(its_vm), shift(0) {
-        while (are_long && rows << (shift + 1) <= VECTOR_WARPS) shift++;
-    }
-    __device__ __forceinline__ int count() const { return WARP << shift; }
-    __device__ __forceinline__ int lane() const { return vm.thread() & (count() - 1); }
-    __device__ __forceinline__ int first_row() const { return vm.warp() >> shift; }
-    __device__ __forceinline__ int rows_at_once() const { return VECTOR_WARPS >> shift; }
-    // For the threads of all rows at once, where a row has several warps.
-    __device__ __forceinline__ float sum(float value) const {
-        value = warp_sum(value);
-        if (shift == 0) return value;
-        float* parts = vm.block().reduce[0];
-        if (vm.lane() == 0) parts[vm.warp()] = value;
-        vm.sync();
-        const int first = first_row() << shift;
-        value = parts[first];
-#pragma unroll 1
-        for (int w = 1; w < 1 << shift; w++) value += parts[first + w];
-        return value;
-    }
-};
+constexpr int NORM_ROWS = FW_THREADS <= 640 ? 8 : 4;  // that a thread has under way at once: what there are registers for
 
 __device__ __forceinline__ float squares(const NormGroup& v) {
     float sum = 0.0f;
@@ -43,16 +18,21 @@ __device__ __forceinline__ float squares(const NormGroup& v) {
     return sum;
 }
 
-// To the staging area, in shared memory, or to `out`, wherever that is.
-__device__ __forceinline__ void store_normed(
-    char* out, char* staged, int at, const NormGroup& x, const NormGroup& w, float scale) {
-    NormGroup y = x;
+__device__ __forceinline__ NormGroup normed(const NormGroup& x, const NormGroup& w, float scale) {
+    NormGroup y;
 #pragma unroll
-    for (int i = 0; i < NormGroup::N; i++) y.set(i, x[i] * scale * w[i]);
+    for (int i = 0; i < NormGroup::N; i += 2) y.set_pair(i, x[i] * scale * w[i], x[i + 1] * scale * w[i + 1]);
+    return y;
+}
+
+// To the staging area, in shared memory, or wherever else `to` is.
+__device__ __forceinline__ void store_normed(
+    char* to, bool staged, int at, const NormGroup& x, const NormGroup& w, float scale) {
+    const NormGroup y = normed(x, w, scale);
     if (staged) {
-        *reinterpret_cast<uint4*>(staged + at) = y.bits();
+        *reinterpret_cast<uint4*>(to + at) = y.bits();
     } else {
-        store16<element_t>(out + at, y);
+        store16<element_t>(to + at, y);
     }
 }
 
@@ -76,123 +56,155 @@ __device__ __forceinline__ void norm_row(Vm vm, const char* x, const char* w, ch
         sum += squares(loaded[0]);
     }
     const float scale = rsqrtf(vm.sum(sum) * share + step.params.eps);
-    char* const staged = step.flags & FW_STEP_ANNOUNCES ? vm.block().staging() : nullptr;
-    if (first <= last) store_normed(out, staged, first * 16, kept[0], w0, scale);
-    if (second <= last) store_normed(out, staged, second * 16, kept[1], w1, scale);
+    const bool staged = step.flags & FW_STEP_ANNOUNCES;
+    char* const to = staged ? vm.block().staging() : out;
+    if (first <= last) store_normed(to, staged, first * 16, kept[0], w0, scale);
+    if (second <= last) store_normed(to, staged, second * 16, kept[1], w1, scale);
 #pragma unroll 1
     for (int group = second + VECTOR_THREADS; group < groups; group += VECTOR_THREADS) {
-        store_normed(out, staged, group * 16, load16<element_t>(x + group * 16), load16<element_t>(w + group * 16), scale);
+        store_normed(to, staged, group * 16, load16<element_t>(x + group * 16), load16<element_t>(w + group * 16), scale);
     }
 }
 
-// One of several rows, or where there are more warps than they take, none (`groups` is 0): 2 * HALF groups of a lane are under
-// way at once, and half of their weights. Those of a longer row are loaded twice.
-template <int HALF>
-__device__ __forceinline__ void norm_one_of(const NormLanes& row, const char* x, const char* w, char* out, char* staged,
-                                            int groups, const amk_step_t& step, bool awaited) {
-    const Vm vm = row.vm;
+// Several rows of more groups than a warp takes at once, `pitch` bytes apart where they are staged. A thread takes the same
+// columns of each row, so that their weights are loaded once; those of ROWS rows are under way together. Until the scale is
+// known they wait where their result goes; or, where others may read that, are loaded anew.
+template <int ROWS>
+__device__ __forceinline__ void norm_long_rows(Vm vm, const char* x, const char* w, char* out, bool staged, int pitch, int rows,
+                                               int groups, const amk_step_t& step, bool awaited) {
     const float share = 1.0f / step.params.hidden;
-    const int lane = row.lane(), lanes = row.count(), half = HALF * lanes, each = 2 * half;
-    const bool both = half < groups;  // where the first half is not all
-    NormGroup kept[2][HALF], weights[HALF];
-    const auto load = [&](NormGroup (&loaded)[HALF], const char* from, int first) {
-#pragma unroll
-        for (int k = 0; k < HALF; k++) {
-            loaded[k] = {};
-            const int group = first + k * lanes;
-            load128_if(group < groups, from + group * 16, loaded[k].word);
-        }
-    };
-    const auto see = [&](NormGroup (&loaded)[HALF], int first) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int k = 0; k < HALF; k++) {
-            while (awaited && !loaded[k].present() && vm.again()) loaded[k] = load16<element_t>(x + (first + k * lanes) * 16);
-            sum += squares(loaded[k]);
-        }
-        return sum;
-    };
-    const auto finish = [&](const NormGroup (&loaded)[HALF], int first, float scale) {
-#pragma unroll
-        for (int k = 0; k < HALF; k++) {
-            const int group = first + k * lanes;
-            if (group < groups) store_normed(out, staged, group * 16, loaded[k], weights[k], scale);
-        }
-    };
-    float sum = 0.0f;
-    int at = lane;
+    char* const staging = vm.block().staging();
 #pragma unroll 1
-    for (;; at += each) {
-        load(kept[0], x, at);
-        load(kept[1], x, at + half);
-        load(weights, w, at);  // those of the last groups are kept, too
-        sum += see(kept[0], at);
-        if (both) sum += see(kept[1], at + half);
-        if (at + each >= groups) break;
-    }
-    vm.stamp(FW_STAMP_READY);
-    const float scale = rsqrtf(row.sum(sum) * share + step.params.eps);
+    for (int first = 0; first < rows; first += ROWS) {
+        const char* const from = x + static_cast<int64_t>(first) * groups * 16;
+        const int count = min(rows - first, ROWS);
+        float sum[ROWS] = {};
+        int group = vm.thread();
+        NormGroup weights = {};
 #pragma unroll 1
-    for (;;) {
-        finish(kept[0], at, scale);
-        load(weights, w, at + half);
-        if (both) finish(kept[1], at + half, scale);
-        at -= each;
-        if (at < 0) break;
-        load(kept[0], x, at);
-        load(kept[1], x, at + half);
-        load(weights, w, at);
+        for (;; group += VECTOR_THREADS) {
+            NormGroup kept[ROWS] = {};
+            const char* const its = from + group * 16;
+            int apart = groups * 16;  // not to be multiplied before the loop: that takes registers
+            asm volatile("" : "+r"(apart));
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) load128_if((group < groups) & (r < count), its + r * apart, kept[r].word);
+            load128_if(group < groups, w + group * 16, weights.word);
+            if (awaited) {  // one alone at first: many ask for the same lines
+                while (!kept[0].present() && vm.again()) kept[0] = load16<element_t>(its);
+                bool all;
+                do {
+                    all = true;
+#pragma unroll
+                    for (int r = 1; r < ROWS; r++) {
+                        const bool present = kept[r].present();
+                        load128_if(!present, its + r * apart, kept[r].word);
+                        all &= present;
+                    }
+                } while (!all && vm.again());
+            }
+            char* to = staging + (first * pitch + group * 16);
+#pragma unroll
+            for (int r = 0; r < ROWS; r++, to += pitch) {
+                sum[r] += squares(kept[r]);
+                if (staged & (r < count) & (group < groups)) *reinterpret_cast<uint4*>(to) = kept[r].bits();
+            }
+            if (group - vm.thread() + VECTOR_THREADS >= groups) break;
+        }
+        vm.stamp(FW_STAMP_READY);
+        // In pass buffers, in turn: no matrix warp fills them before the rows are announced. Of each warp, and then for it.
+        float* const sums = vm.block().partial(first / ROWS);
+        float* const scales = sums + (VECTOR_WARPS + vm.warp()) * ROWS;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) sum[r] = warp_sum(sum[r]);
+        if (vm.lane() == 0) {
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) sums[vm.warp() * ROWS + r] = sum[r];
+        }
+        vm.sync();
+        float whole = 0.0f;
+#pragma unroll 4
+        for (int part = 0; part < VECTOR_WARPS; part++) whole += sums[part * ROWS + vm.lane() % ROWS];
+        if (vm.lane() < ROWS) scales[vm.lane()] = rsqrtf(whole * share + step.params.eps);
+        __syncwarp();
+#pragma unroll 1
+        for (;;) {
+            const int at = group * 16;
+#pragma unroll 2
+            for (int r = 0; r < count && group < groups; r++) {
+                const int to = (first + r) * pitch + at;
+                if (staged) {
+                    uint4* const place = reinterpret_cast<uint4*>(staging + to);
+                    const uint4 kept = *place;
+                    *place = normed({{kept.x, kept.y, kept.z, kept.w}}, weights, scales[r]).bits();
+                } else {
+                    const NormGroup kept = load16<element_t>(from + r * groups * 16 + at);
+                    store16<element_t>(out + to, normed(kept, weights, scales[r]));
+                }
+            }
+            group -= VECTOR_THREADS;
+            if (group < 0) break;
+            weights = load16<element_t>(w + group * 16);
+        }
     }
 }
 
-// A row of any types and alignments, `count` elements from `first` of x and `to` of the result on; none where no row is left.
-__device__ __forceinline__ void norm_elements(const NormLanes& row, const Operand& x, const Operand& w, const Operand& out,
-                                              int first, int to, int count, const amk_step_t& step) {
-    const int lane = row.lane(), lanes = row.count();
-    float sum = 0.0f;
+// Rows of at most two groups a lane, a warp each.
+__device__ __forceinline__ void norm_short_rows(Vm vm, const char* x, const char* w, char* out, bool staged, int pitch,
+                                                int rows, int groups, const amk_step_t& step, bool awaited) {
+    const int first = vm.lane(), second = first + WARP, last = groups - 1;
 #pragma unroll 1
-    for (int i = lane; i < count; i += lanes) {
-        const float value = load(x, first + i);
-        sum += value * value;
+    for (int row = vm.warp(); row < rows; row += VECTOR_WARPS) {
+        const char* const its = x + row * (groups * 16ll);
+        const char* const from[2] = {its + min(first, last) * 16, its + min(second, last) * 16};
+        NormGroup kept[2] = {load16<element_t>(from[0]), load16<element_t>(from[1])};
+        const NormGroup w0 = load16<element_t>(w + min(first, last) * 16), w1 = load16<element_t>(w + min(second, last) * 16);
+        if (awaited) vm.settle(kept, from);
+        vm.stamp(FW_STAMP_READY);
+        const float sum = (first <= last ? squares(kept[0]) : 0.0f) + (second <= last ? squares(kept[1]) : 0.0f);
+        const float scale = rsqrtf(warp_sum(sum) / step.params.hidden + step.params.eps);
+        char* const to = (staged ? vm.block().staging() : out) + static_cast<int64_t>(row) * pitch;
+        if (first <= last) store_normed(to, staged, first * 16, kept[0], w0, scale);
+        if (second <= last) store_normed(to, staged, second * 16, kept[1], w1, scale);
     }
-    const float scale = rsqrtf(row.sum(sum) / step.params.hidden + step.params.eps);
+}
+
+// Rows of any types and alignments, a warp each.
+__device__ __forceinline__ void norm_elements(Vm vm, const Operand& x, const Operand& w, const Operand& out, int pitch, int rows,
+                                              const amk_step_t& step) {
+    const int hidden = step.params.hidden;
 #pragma unroll 1
-    for (int i = lane; i < count; i += lanes) {
-        store_result(step.out_dtype, out, to + i, load(x, first + i) * scale * load(w, i));
+    for (int row = vm.warp(); row < rows; row += VECTOR_WARPS) {
+        float sum = 0.0f;
+#pragma unroll 1
+        for (int i = vm.lane(); i < hidden; i += WARP) {
+            const float value = load(x, row * hidden + i);
+            sum += value * value;
+        }
+        const float scale = rsqrtf(warp_sum(sum) / hidden + step.params.eps);
+#pragma unroll 1
+        for (int i = vm.lane(); i < hidden; i += WARP) {
+            store_result(step.out_dtype, out, row * pitch + i, load(x, row * hidden + i) * scale * load(w, i));
+        }
     }
 }
 
 // Rows that are staged where they are made lie apart as the step's matrix step has them.
-__device__ __forceinline__ void norm_rows(Vm vm, const amk_step_t& step, bool packed) {
+FW_MICRO_KERNEL op_rmsnorm(Vm vm, const amk_step_t& step) {
     const Operand x = vm.arg(step, 0), w = vm.arg(step, 1), out = vm.out(step);
     const int hidden = step.params.hidden, rows = out.numel / hidden, groups = hidden * static_cast<int>(sizeof(element_t)) / 16;
     const int pitch = step.kblocks > 0 ? step.kblocks * 16 : hidden;
-    const bool awaited = x.layout == FW_LAYOUT_AWAITED;
-    const NormLanes lanes(vm, rows, groups > 2 * WARP);
-    int row = lanes.first_row();
-#pragma unroll 1
-    do {
-        const int64_t from = static_cast<int64_t>(row) * hidden, to = static_cast<int64_t>(row) * pitch;
-        if (packed) {
-            const char* const its_x = x.ptr + from * static_cast<int>(sizeof(element_t));
-            const int64_t at = to * static_cast<int>(sizeof(element_t));
-            char* const staged = step.kblocks > 0 ? vm.block().staging() + at : nullptr;
-            norm_one_of<4>(lanes, its_x, w.ptr, out.ptr + at, staged, row < rows ? groups : 0, step, awaited);
-        } else {
-            norm_elements(lanes, x, w, out, static_cast<int>(from), static_cast<int>(to), row < rows ? hidden : 0, step);
-        }
-        row += lanes.rows_at_once();
-    } while (row < rows);
-}
-
-FW_MICRO_KERNEL op_rmsnorm(Vm vm, const amk_step_t& step) {
-    const Operand x = vm.arg(step, 0), w = vm.arg(step, 1), out = vm.out(step);
-    const int bytes = step.params.hidden * static_cast<int>(sizeof(element_t));
-    const bool packed = step.out_dtype == FW_DTYPE && packs(x) && packs(w) && packs(out) && bytes % 16 == 0;
-    if (!packed) vm.await(step.args[0]);
-    if (packed && out.numel == step.params.hidden) {
-        norm_row(vm, x.ptr, w.ptr, out.ptr, bytes / 16, step, x.layout == FW_LAYOUT_AWAITED);
+    const int pitch_bytes = pitch * static_cast<int>(sizeof(element_t));
+    const bool awaited = x.layout == FW_LAYOUT_AWAITED, whole = hidden % (16 / static_cast<int>(sizeof(element_t))) == 0;
+    if (step.out_dtype != FW_DTYPE || !packs(x) || !packs(w) || !packs(out) || !whole) {
+        vm.await(step.args[0]);
+        return norm_elements(vm, x, w, out, pitch, rows, step);
+    }
+    if (rows == 1) return norm_row(vm, x.ptr, w.ptr, out.ptr, groups, step, awaited);
+    const bool staged = step.kblocks > 0;
+    if (groups <= 2 * WARP) {
+        norm_short_rows(vm, x.ptr, w.ptr, out.ptr, staged, pitch_bytes, rows, groups, step, awaited);
     } else {
-        norm_rows(vm, step, packed);
+        norm_long_rows<NORM_ROWS>(vm, x.ptr, w.ptr, out.ptr, staged, pitch_bytes, rows, groups, step, awaited);
     }
 }
