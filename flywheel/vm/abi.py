@@ -109,6 +109,9 @@ class StepFlag(IntFlag):
     step before it, once these are multiplied."""
     LAST = 4194304
     """The last step of its task."""
+    APPENDS = 16777216
+    """One of TURNS that also appends the row that it attends to last: the ROPE of its key, which is step `kblocks`, the
+    KV_APPEND behind that, and the one of its value, step `chunk_kblocks`, are left to it."""
 
 
 class Epilogue(IntEnum):

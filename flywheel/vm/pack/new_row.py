@@ -1,8 +1,9 @@
 """The steps of a launch's new row of one KV head, which one kernel does in one go.
 
-They are ROPE and KV_APPEND of its key, KV_APPEND of its value, ROPE of the queries and ATTENTION_TILE over that row
-alone, the last of their task; nothing else reads what lies between them. Where key and queries both have a norm before
-them, the kernel does these two as well. Source: docs/vm.md.
+They are ROPE and KV_APPEND of its key, KV_APPEND of its value, ROPE of the queries and ATTENTION_TILE, the last of
+their task; nothing else reads what lies between them. Where key and queries both have a norm before them, the kernel
+does these two as well. It is that of the key's ROPE where the attention is to that row alone, else that of the
+attention. Source: docs/vm.md.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final
 from flywheel.ir import BufferKind, DType, InstructionKind, KvRows
 from flywheel.vm.abi import RESULT_REF
 from flywheel.vm.pack.step import Form, Step, inherited, look
-from flywheel.vm.pack.turning import HEAD_DIMS, find_norm, is_turn
+from flywheel.vm.pack.turning import HEAD_DIMS, find_norm, is_turn, turns_queries
 
 _K = InstructionKind
 
@@ -24,13 +25,14 @@ _OPS: Final = (_K.ROPE, _K.KV_APPEND, _K.KV_APPEND, _K.ROPE, _K.ATTENTION_TILE)
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """Places of the steps in their task; of the norms either both or none."""
+    """Places of the steps in their task; of the norms either both or none. `alone`: nothing else is attended to."""
 
     key_rope: int
     key: int
     value: int
     query_rope: int
     attention: int
+    alone: bool
     key_norm: int | None = None
     query_norm: int | None = None
 
@@ -38,9 +40,11 @@ class NewRow:
 def find_new_row(steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]) -> NewRow | None:
     """The new row that the steps end with, if they do; `views` are those that are not run, `dtype` the program's."""
     run = [place for place in range(len(steps)) if place not in views][-len(_OPS) :]
-    if form.kv_rows != KvRows.NEW or tuple(steps[place].op for place in run) != _OPS:
+    if form.kv_rows == KvRows.PAST or tuple(steps[place].op for place in run) != _OPS:
         return None
-    row = NewRow(*run)
+    row = NewRow(*run, form.kv_rows == KvRows.NEW)
+    if not row.alone and not turns_queries(row.attention, steps, form, dtype):
+        return None
     if row.key != row.key_rope + 1 or row.attention != len(steps) - 1:
         return None
     key, query = (find_norm(rope, steps, form, dtype, views) for rope in (row.key_rope, row.query_rope))
@@ -50,7 +54,8 @@ def find_new_row(steps: Sequence[Step], form: Form, dtype: DType, views: Abstrac
 
 
 def _attends(row: NewRow, steps: Sequence[Step], form: Form) -> bool:
-    """Whether the attention is to the row that is appended, with the queries that are turned."""
+    """Whether the attention is to the caches that are appended to, and to that row alone if it is said to be, with the
+    queries that are turned."""
     attention, key, value = steps[row.attention], steps[row.key], steps[row.value]
     return (
         len(attention.args) == 3
@@ -58,7 +63,7 @@ def _attends(row: NewRow, steps: Sequence[Step], form: Form) -> bool:
         and attention.params["n_kv_heads"] == 1
         and key.args[0] == RESULT_REF + row.key_rope
         and all(_writes(step, cache, form) for step, cache in zip((key, value), attention.args[1:], strict=True))
-        and all(inherited(attention, form, name) for name in ("kv_start", "kv_len"))
+        and (not row.alone or all(inherited(attention, form, name) for name in ("kv_start", "kv_len")))
         and all(inherited(step, form, "pos") for step in (key, value))
     )
 

@@ -127,11 +127,17 @@ def _flag_turning(
     """Flag what a new row's kernel or an attention does of the steps before it."""
     row = find_new_row(steps, form, dtype, views)
     if row is not None:
-        first = table[row.key_rope]
-        first["flags"] |= StepFlag.NEW_ROW
-        first["kblocks"], first["chunk_kblocks"] = row.value, row.query_rope
-        for place in (row.key, row.value, row.query_rope, row.attention):
+        first, last = table[row.key_rope], table[row.attention]
+        for place in (row.key, row.value, row.query_rope):
             table[place]["flags"] |= StepFlag.LEFT
+        if row.alone:
+            first["flags"] |= StepFlag.NEW_ROW
+            first["kblocks"], first["chunk_kblocks"] = row.value, row.query_rope
+            last["flags"] |= StepFlag.LEFT
+        else:
+            first["flags"] |= StepFlag.LEFT
+            last["flags"] |= StepFlag.TURNS | StepFlag.APPENDS
+            last["kblocks"], last["chunk_kblocks"] = row.key_rope, row.value
         _leave_norm(table, row.key_rope, row.key_norm)
         _leave_norm(table, row.query_rope, row.query_norm)
     for place in range(1, len(steps) if row is None else row.key_rope):

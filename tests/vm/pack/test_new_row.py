@@ -47,6 +47,20 @@ def found(packed: PackedProgram) -> list[list[str]]:
     return rows
 
 
+def appended(packed: PackedProgram) -> list[list[str]]:
+    """Operations that an attention does on the way, of each that appends a row, as the kernel finds them."""
+    rows = []
+    for instruction in packed.instructions:
+        steps = packed.steps[instruction["first_step"] :][: instruction["n_steps"]]
+        for place in np.flatnonzero(steps["flags"] & int(StepFlag.APPENDS)):
+            key = steps[place]["kblocks"]
+            others = (key, key + 1, steps[place]["chunk_kblocks"], place - 1)
+            assert all(steps["flags"][list(others)] & int(StepFlag.LEFT))
+            assert steps["flags"][place] & int(StepFlag.TURNS)
+            rows.append([InstructionKind(int(steps[at]["op"])).name for at in (*others, place)])
+    return rows
+
+
 def own_norms(packed: PackedProgram, instruction: Any) -> list[int]:
     """Places of the norms that belong to the instruction's new row, as its two ROPEs say."""
     steps = packed.steps[instruction["first_step"] :][: instruction["n_steps"]]
@@ -74,6 +88,24 @@ def test_every_kv_head_of_a_layer_has_a_new_row(
     norms = [len(own_norms(packed, instruction)) for instruction in packed.instructions]
     assert sum(norms) == 2 * qk_norm * LAYERS * KV_HEADS
     agree(program, 17)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_an_attention_to_older_rows_too_appends_its_own(
+    head_dim: int, qk_norm: bool, agree: Callable[..., None]
+) -> None:
+    program = decoder(head_dim, NORMED if qk_norm else ATTEND, CONTEXT, BF16, qk_norm)
+    packed = pack(program)
+    assert appended(packed) == [ROW] * LAYERS * KV_HEADS
+    assert found(packed) == []
+    agree(program, 17)
+
+
+def test_what_tensor_cores_do_not_take_appends_for_itself() -> None:
+    assert appended(pack(decoder(64, ATTEND, CONTEXT, F32))) == []
+    assert appended(pack(decoder(32, ATTEND, CONTEXT))) == []
+    assert appended(pack(decoder(64, ATTEND, 16))) == []
 
 
 def test_each_sequence_has_its_own() -> None:
@@ -164,5 +196,7 @@ def test_operands_that_the_kernel_does_not_take(chain: Chain) -> None:
 
 
 def test_only_a_window_that_is_the_new_row_wherever_it_moves(chain: Chain) -> None:
-    assert found(pack(appending(chain, window={"kv_start": 0, "kv_len": CONTEXT}))) == []
-    assert found(pack(appending(chain, window={"kv_start": CONTEXT - 1, "kv_len": 1}))) == []
+    for window in ({"kv_start": 0, "kv_len": CONTEXT}, {"kv_start": CONTEXT - 1, "kv_len": 1}):
+        packed = pack(appending(chain, window=window))
+        assert found(packed) == []
+        assert appended(packed) == [ROW]

@@ -4,6 +4,7 @@
 // Rows are dealt to the warps, each of which keeps a running softmax; what they have is merged at the end.
 #pragma once
 
+#include "new_row.cuh"
 #include "parts.cuh"
 #include "rotate.cuh"
 #include "../warp.cuh"
@@ -152,7 +153,7 @@ struct Softmax {
         for (int s = 0; s < Rows<D>::SLICES; s++) {
             float4 sums[2][2] = {};  // of heads 2t, 2t+1: elements 0-3 and 4-7 of the lane's eight
             const auto row = [&](int i) {
-                return reinterpret_cast<float4*>(parts.row(min(2 * t + i, heads.count - 1), place.warp) + s * 64 + g * 8);
+                return reinterpret_cast<float4*>(parts.row(vm, min(2 * t + i, heads.count - 1), place.warp) + s * 64 + g * 8);
             };
             const auto scaled = [](const float4& v, float by) { return float4{v.x * by, v.y * by, v.z * by, v.w * by}; };
             if (begun) {
@@ -184,13 +185,13 @@ struct Softmax {
     }
 };
 
-// All of a ROPE step of one position, and of the norm of its heads if that is left to it. A warp takes 32 pairs of a head of D
-// at a time; for their norm it also loads the head's other ones. The first ones are loaded apart.
+// All of the ROPE of an attention's queries, of one position, and of that of the key that it appends, where it does; and of the
+// norms of their heads where these are left to it. A warp takes 32 pairs of a head of D at a time; for their norm it also loads
+// the head's other ones. The first ones are loaded apart.
 template <int D>
 struct Rotation {
     static constexpr int UNITS = D / 64;
     HeadPair pair, others[UNITS > 1 ? UNITS - 1 : 1];
-    Turns<1> turns;
     Two weights;
     static __device__ __forceinline__ int element(int unit) {
         return unit / UNITS * D + unit % UNITS * WARP + Place().lane;
@@ -199,22 +200,40 @@ struct Rotation {
     static __device__ __forceinline__ int other(int unit, int i) {
         return element(unit - unit % UNITS + (unit + 1 + i) % UNITS);
     }
-    __device__ __forceinline__ void load(Vm vm, const amk_step_t& rope, int unit) {
-        if (unit >= rope.out_numel / 64) return;
-        const amk_step_t* norm = norm_before(vm, rope);
-        pair.load(vm, norm ? *norm : rope, element(unit), D);
-        turns.load(vm, rope, element(unit) % D);
+    // The ROPE that a unit belongs to, of which it then is unit `unit`; null behind the last one.
+    static __device__ __forceinline__ const amk_step_t* rope_of(Vm vm, const amk_step_t& step, int& unit) {
+        const amk_step_t* queries = &step - 1;
+        if (unit < queries->out_numel / 64) return queries;
+        unit -= queries->out_numel / 64;
+        return step.flags & FW_STEP_APPENDS && unit < UNITS ? vm.task()->steps + step.kblocks : nullptr;
+    }
+    // Where its turned heads go: those of a key into the row of the KV_APPEND behind it.
+    static __device__ __forceinline__ element_t* target(Vm vm, const amk_step_t& step, const amk_step_t* rope) {
+        const int is_key = rope != &step - 1;
+        const amk_step_t& last = rope[is_key];
+        return reinterpret_cast<element_t*>(vm.out(last).ptr) + is_key * vm.pos(last) * D;
+    }
+    __device__ __forceinline__ void load(Vm vm, const amk_step_t& step, int unit) {
+        const amk_step_t* rope = rope_of(vm, step, unit);
+        if (!rope) return;
+        const amk_step_t* norm = norm_before(vm, *rope);
+        pair.load(vm, norm ? *norm : *rope, element(unit), D);
         if (!norm) return;
         weights = norm_weights(vm, *norm, element(unit) % D, D / 2);
 #pragma unroll
         for (int i = 0; i < UNITS - 1; i++) others[i].load(vm, *norm, other(unit, i), D);
     }
-    __device__ __forceinline__ void finish(Vm vm, const amk_step_t& rope) {
-        const amk_step_t* norm = norm_before(vm, rope);
+    __device__ __forceinline__ void finish(Vm vm, const amk_step_t& step) {
 #pragma unroll 1
-        for (int unit = Place().warp; unit < rope.out_numel / 64; load(vm, rope, unit)) {
+        for (int next = Place().warp;; load(vm, step, next)) {
+            int unit = next;
+            const amk_step_t* rope = rope_of(vm, step, unit);
+            if (!rope) break;
+            const amk_step_t* norm = norm_before(vm, *rope);
+            Turns<1> turns;  // registers are what Rows are made of: none before this is due
+            turns.load(vm, *rope, element(unit) % D);
             turns.make();
-            pair.settle(vm, norm ? *norm : rope, element(unit), D);
+            pair.settle(vm, norm ? *norm : *rope, element(unit), D);
             if (norm) {
                 float squares = pair.squares();
 #pragma unroll
@@ -224,36 +243,53 @@ struct Rotation {
                 }
                 pair.norm(norm_scale<D>(squares, norm->params.eps), weights);
             }
-            element_t* rotated = reinterpret_cast<element_t*>(vm.out(rope).ptr) + element(unit);
+            element_t* turned = target(vm, step, rope) + element(unit);
             pair.rotate_by(turns.turn[0]);
-            rotated[0] = pair.low;
-            rotated[D / 2] = pair.high;
-            unit += VECTOR_WARPS;
+            turned[0] = pair.low;
+            turned[D / 2] = pair.high;
+            next += VECTOR_WARPS;
         }
         vm.sync();
         vm.stamp(FW_STAMP_READY);
     }
 };
 
-// Up to eight query heads of one KV head from `head` on, 16 rows a warp at a time; the next head. All that a warp multiplies
-// at once is under way before it waits for anything, and before the queries are rotated, if that is left to this step.
+// The value of the row that a step appends, by its last warp.
+template <int D> __device__ __forceinline__ void append_value(Vm vm, const amk_step_t& step) {
+    if (Place().warp < VECTOR_WARPS - 1) return;
+    const amk_step_t& append = vm.task()->steps[step.chunk_kblocks];
+    HeadValues<D / 64> values;
+    values.load(vm, append);
+    values.settle(vm, append);
+    values.store(reinterpret_cast<element_t*>(vm.out(append).ptr) + vm.pos(append) * D);
+}
+
+// Up to eight query heads of one KV head from `head` on, 16 rows a warp at a time; the next head. What a warp multiplies
+// first is under way before it waits for anything, and before the queries are turned and a row is appended, where that is left
+// to this step.
 template <int D>
-__device__ __forceinline__ int attend_group(Vm vm, const amk_step_t& step, bool rotates, int head) {
+__device__ __forceinline__ int attend_group(Vm vm, const amk_step_t& step, bool turns, int head) {
     constexpr int COUNT = Rows<D>::COUNT, PITCH = D + (VECTOR_WARPS < 16 ? 8 : 4);  // for the banks
-    const int warps = min(VECTOR_WARPS, (vm.kv_len(step) + COUNT - 1) / COUNT);
-    const int fitting = room_for_parts(vm, step) / (max(warps, 1) * PITCH * static_cast<int>(sizeof(float)));
+    constexpr int STEP = VECTOR_WARPS * COUNT;
+    const auto busy_warps = [&] { return min(VECTOR_WARPS, (vm.kv_len(step) + COUNT - 1) / COUNT); };
+    const int fitting = room_for_parts(vm, step) / (max(busy_warps(), 1) * PITCH * static_cast<int>(sizeof(float)));
     const Heads heads(step, head, min(fitting, 8));
-    const Parts parts(vm, PITCH, warps, heads.count);
+    Parts parts = {PITCH, 0, heads.count};
     Softmax<D> softmax;
     Rotation<D> rotation;
-    if (rotates) rotation.load(vm, (&step)[-1], Place().warp);
+    if (turns) rotation.load(vm, step, Place().warp);
 #pragma unroll 1
     for (int first = Place().warp * COUNT;;) {
         Rows<D> rows(vm, step, heads.kv_head, first);
-        if (rotates) rotation.finish(vm, (&step)[-1]);
-        rotates = false;
-        if (first < vm.kv_len(step)) softmax.add(vm, step, parts, heads, first, rows, first >= VECTOR_WARPS * COUNT);
-        first += VECTOR_WARPS * COUNT;
+        if (turns) {
+            const bool appends = step.flags & FW_STEP_APPENDS;
+            if (appends) append_value<D>(vm, step);
+            rotation.finish(vm, step);
+            turns = false;
+            if (appends && first + COUNT > vm.pos(step) - vm.kv_start(step)) first -= STEP;  // anew, with the row that is there now
+        }
+        if (static_cast<unsigned>(first) < vm.kv_len(step)) softmax.add(vm, step, parts, heads, first, rows, first >= STEP);
+        first += STEP;
         if (first >= vm.kv_len(step)) break;
     }
     softmax.total += __shfl_xor_sync(~0u, softmax.total, 1);
@@ -262,6 +298,7 @@ __device__ __forceinline__ int attend_group(Vm vm, const amk_step_t& step, bool 
     if (place.lane % 4 == 0 && place.lane / 4 < heads.count) {
         Parts::stats(vm, place.lane / 4)[place.warp] = {softmax.highest, softmax.total};
     }
+    parts.warps = busy_warps();
     merge(vm, step, parts, head);
     return head + heads.count;
 }
@@ -309,10 +346,10 @@ __device__ __forceinline__ void attend_head(Vm vm, const amk_step_t& step, int h
             if (d < head_dim) acc[p] = acc[p] * factor + weight * load(v, at + d);
         }
     }
-    const Parts parts(vm, (head_dim + 1) / 2 * 2, warps, 1);
+    const Parts parts = {(head_dim + 1) / 2 * 2, warps, 1};
     vm.sync();  // those who still read what lay there before
     if (vm.warp() < warps) {
-        float* row = parts.row(0, vm.warp());
+        float* row = parts.row(vm, 0, vm.warp());
 #pragma unroll
         for (int p = 0; p < PARTS; p++) {
             const int d = vm.lane() + p * WARP;
@@ -324,15 +361,15 @@ __device__ __forceinline__ void attend_head(Vm vm, const amk_step_t& step, int h
 }
 
 FW_MICRO_KERNEL op_attention_tile(Vm vm, const amk_step_t& step) {
-    bool rotates = step.flags & FW_STEP_TURNS;
-    if (!rotates) vm.await(step.args[0]);
+    bool turns = step.flags & FW_STEP_TURNS;
+    if (!turns) vm.await(step.args[0]);
 #if FW_DTYPE != AMK_DTYPE_F32
-    if (rotates || has_groups(vm, step)) {
+    if (turns || has_groups(vm, step)) {
 #pragma unroll 1
-        for (int head = 0; head < step.params.n_heads; rotates = false) {
+        for (int head = 0; head < step.params.n_heads; turns = false) {
             if (head > 0) vm.sync();  // those who still merge what they had of the heads before
-            head = step.params.head_dim == 64 ? attend_group<64>(vm, step, rotates, head)
-                                              : attend_group<128>(vm, step, rotates, head);
+            head = step.params.head_dim == 64 ? attend_group<64>(vm, step, turns, head)
+                                              : attend_group<128>(vm, step, turns, head);
         }
         return;
     }

@@ -76,12 +76,40 @@ struct HeadPairs {
         side[0].set(low);
         side[1].set(high);
     }
+    __device__ __forceinline__ void store(element_t* row) const {
+        side[0].store(row + Place().lane * PAIRS);
+        side[1].store(row + Place().lane * PAIRS + HALF);
+    }
+};
+
+// The lane's elements of a row of values, as a KV_APPEND has them.
+template <int PAIRS>
+struct HeadValues {
+    Two both[PAIRS];  // side by side
+    static __device__ __forceinline__ int element(int p) { return 2 * (Place().lane + p * WARP); }
+    __device__ __forceinline__ void load(Vm vm, const amk_step_t& append) {
+        const element_t* from = reinterpret_cast<const element_t*>(vm.arg(append, 0).ptr);
+#pragma unroll
+        for (int p = 0; p < PAIRS; p++) both[p].load(from + element(p));
+    }
+    // Loaded anew until they are written, where the step waits for that.
+    __device__ __forceinline__ void settle(Vm vm, const amk_step_t& append) {
+        if (vm.arg(append, 0).layout != FW_LAYOUT_AWAITED) return;
+        const element_t* from = reinterpret_cast<const element_t*>(vm.arg(append, 0).ptr);
+#pragma unroll
+        for (int p = 0; p < PAIRS; p++) {
+            while (both[p].absent() && vm.again()) both[p].load(from + element(p));
+        }
+    }
+    __device__ __forceinline__ void store(element_t* row) const {
+#pragma unroll
+        for (int p = 0; p < PAIRS; p++) both[p].store(row + element(p));
+    }
 };
 
 template <int PAIRS>
 __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
-    constexpr int HALF = PAIRS * WARP, D = 2 * HALF;
-    const element_t* values = reinterpret_cast<const element_t*>(vm.arg(*row.value, 0).ptr);
+    constexpr int D = 2 * PAIRS * WARP;
     const amk_step_t& attention = *row.attention;
     const Operand out = vm.out(attention);
     const int n_heads = attention.params.n_heads, lane = vm.lane();
@@ -92,22 +120,17 @@ __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
     for (int head = vm.warp(); head < n_heads; head += VECTOR_WARPS) {
         HeadPairs<PAIRS> key, query;
         Turns<PAIRS> turns;
-        Two value[PAIRS];  // elements side by side
+        HeadValues<PAIRS> values;
         key.load(vm, key_from, 0);
         query.load(vm, query_from, head * D);
-#pragma unroll
-        for (int p = 0; p < PAIRS; p++) value[p].load(values + 2 * (lane + p * WARP));
+        values.load(vm, *row.value);
         turns.load(vm, *row.key_rope, lane * PAIRS);
         if (key_norm) {
             key.load_weights(vm, *key_norm);
             query.load_weights(vm, *query_norm);
         }
-        const bool awaited = vm.arg(*row.value, 0).layout == FW_LAYOUT_AWAITED;
         turns.make();
-#pragma unroll
-        for (int p = 0; p < PAIRS; p++) {
-            while (awaited && value[p].absent() && vm.again()) value[p].load(values + 2 * (lane + p * WARP));
-        }
+        values.settle(vm, *row.value);
         key.settle(vm, key_from, 0);
         query.settle(vm, query_from, head * D);
         vm.stamp(FW_STAMP_READY);
@@ -125,18 +148,14 @@ __device__ __forceinline__ void attend_new_row(Vm vm, const NewRow& row) {
         const int first = head * (D + (partial ? 2 : 0));
 #pragma unroll
         for (int p = 0; p < PAIRS; p++) {
-            const float x = weight == 0.0f ? 0.0f : weight * value[p].first();
-            const float y = weight == 0.0f ? 0.0f : weight * value[p].second();
+            const float x = weight == 0.0f ? 0.0f : weight * values.both[p].first();
+            const float y = weight == 0.0f ? 0.0f : weight * values.both[p].second();
             store_pair(attention.out_dtype, out, first + 2 * (lane + p * WARP), x, y);
         }
         if (partial && lane == 0) store_pair(attention.out_dtype, out, first + D, score, weight);
         if (head > 0) continue;
-        element_t* keys = reinterpret_cast<element_t*>(vm.out(*row.key).ptr) + vm.pos(*row.key) * D + lane * PAIRS;
-        element_t* kept = reinterpret_cast<element_t*>(vm.out(*row.value).ptr) + vm.pos(*row.value) * D + 2 * lane;
-        key.side[0].store(keys);
-        key.side[1].store(keys + HALF);
-#pragma unroll
-        for (int p = 0; p < PAIRS; p++) value[p].store(kept + 2 * p * WARP);
+        key.store(reinterpret_cast<element_t*>(vm.out(*row.key).ptr) + vm.pos(*row.key) * D);
+        values.store(reinterpret_cast<element_t*>(vm.out(*row.value).ptr) + vm.pos(*row.value) * D);
     }
 }
 

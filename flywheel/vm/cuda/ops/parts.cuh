@@ -4,26 +4,15 @@
 #include "pairs.cuh"
 #include "../warp.cuh"
 
-// Where a thread is, read again each time: what follows from it takes no registers from a loop that needs them.
-struct Place {
-    int lane, warp;
-    __device__ __forceinline__ Place() {
-        int thread;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-        lane = thread % WARP;
-        warp = thread / WARP - FIRST_VECTOR_WARP;
-    }
-};
-
 // What `warps` warps have of some heads: of each a row of head_dim weighted sums, which lie at the end of the staging area, and
 // the highest score and the sum of exponentials, which lie in the pass buffers: no matrix warp fills them meanwhile.
 struct Parts {
-    float* rows;
     int pitch, warps, heads;
-    __device__ __forceinline__ Parts(Vm vm, int its_pitch, int its_warps, int its_heads)
-        : rows(reinterpret_cast<float*>(vm.work() + FW_WORK_BYTES) - its_warps * its_heads * its_pitch),
-          pitch(its_pitch), warps(its_warps), heads(its_heads) {}
-    __device__ __forceinline__ float* row(int head, int warp) const { return rows + (warp * heads + head) * pitch; }
+    // Found anew each time, as Place is.
+    __device__ __forceinline__ float* row(Vm vm, int head, int warp) const {
+        char* const end = vm.block().staging() + *const_cast<const volatile int32_t*>(&vm.block().program.staged_bytes);
+        return reinterpret_cast<float*>(end) + (head - (warp + 1) * heads) * pitch;
+    }
     static __device__ __forceinline__ float2* stats(Vm vm, int head) {
         return reinterpret_cast<float2*>(vm.block().partial(0)) + head * VECTOR_WARPS;
     }
@@ -51,7 +40,7 @@ __device__ __noinline__ void merge(Vm vm, const amk_step_t& step, Parts parts, i
 #pragma unroll
             for (int part = 0; part < AHEAD; part++) {
                 const float its = __shfl_sync(~0u, weight, (done + part) % WARP);
-                const float* row = parts.row(head, min(done + part, parts.warps - 1));
+                const float* row = parts.row(vm, head, min(done + part, parts.warps - 1));
                 const float2 sums = reinterpret_cast<const float2*>(row)[min(pair, pairs - 1)];
                 x += its * sums.x;
                 y += its * sums.y;
