@@ -1,8 +1,9 @@
 // EMBED: row ids[s] of the table for each s; an id that is no row is a fault, and row 0 stands in for it.
 // Operands: ids I32 [S], table [V, hidden] in rows or in fragments; out [S, hidden].
 // Rounding: none within one type, else once to the step's dtype, then to the output's.
-// Row after row, parallel over its elements, several loads of a thread in flight. It runs once a launch, before anything else
-// can, from instructions that come from HBM: where a row is to stay what it is, few of them take two elements at a time.
+// All threads take a row, or each warp one of several, with several loads of a thread in flight. It runs once a launch, before
+// anything else can, from instructions that come from HBM: where a row is to stay what it is, few of them take two elements at
+// a time.
 #pragma once
 
 #include "../pointwise.cuh"
@@ -19,29 +20,31 @@ __device__ __forceinline__ int fragment_offset(unsigned row, unsigned column, un
 
 #if FW_DTYPE != AMK_DTYPE_F32
 
-// Row `id` of the table, of an even number of halves, to `out`.
-__device__ __forceinline__ void embed_words(Vm vm, const Operand& table, char* out, int id, int hidden, bool fragments) {
-    constexpr int AHEAD = 4, BLOCK_BYTES = 16 * 16 * 2;
+// Row `id` of the table, of an even number of halves, to `out`: the share of one of so many threads, AHEAD loads at a time.
+template <int AHEAD>
+__device__ __forceinline__ void embed_words(
+    int thread, int threads, const Operand& table, char* out, int id, int hidden, bool fragments) {
+    constexpr int BLOCK_BYTES = 16 * 16 * 2;
     const int words = hidden / 2;
     const int64_t block_row = id / 16 * ((hidden + 15) / 16) * static_cast<int64_t>(BLOCK_BYTES);
     const int64_t row_start = fragments ? block_row + id % 8 * 64 + id % 16 / 8 * 4 : id * static_cast<int64_t>(hidden) * 2;
     const char* row = table.ptr + row_start;
 #pragma unroll 1
-    for (int first = vm.thread(); first < words; first += AHEAD * VECTOR_THREADS) {
+    for (int first = thread; first < words; first += AHEAD * threads) {
         uint32_t bits[AHEAD];
 #pragma unroll
         for (int k = 0; k < AHEAD; k++) {
-            const int w = min(first + k * VECTOR_THREADS, words - 1);
+            const int w = min(first + k * threads, words - 1);
             const int at = fragments ? w / 8 * BLOCK_BYTES + w % 8 / 2 * 16 + w % 2 * 8 : w * 4;
             bits[k] = *reinterpret_cast<const uint32_t*>(row + at);
         }
 #pragma unroll
         for (int k = 0; k < AHEAD; k++) {
-            const int w = first + k * VECTOR_THREADS;
+            const int w = first + k * threads;
             // A NaN becomes one that `store` makes.
-            const unsigned short low = float_to_half(half_to_float(static_cast<unsigned short>(bits[k])));
-            const unsigned short high = float_to_half(half_to_float(static_cast<unsigned short>(bits[k] >> 16)));
-            if (w < words) store32(out + w * 4, low | static_cast<uint32_t>(high) << 16);
+            const uint32_t whole = floats_to_halves(half_to_float(static_cast<unsigned short>(bits[k])),
+                                                    half_to_float(static_cast<unsigned short>(bits[k] >> 16)));
+            if (w < words) store32(out + w * 4, whole);
         }
     }
 }
@@ -57,15 +60,22 @@ FW_MICRO_KERNEL op_embed(Vm vm, const amk_step_t& step) {
     const bool fragments = table.layout == FW_LAYOUT_FRAGMENTS;
     const bool words = (table.dtype == FW_DTYPE) & (out.dtype == FW_DTYPE) & (dtype == FW_DTYPE) & (hidden % 2 == 0) &
                        ((reinterpret_cast<uint64_t>(table.ptr) | reinterpret_cast<uint64_t>(out.ptr)) % 4 == 0);
-    for (int s = 0; s * hidden < out.numel; s++) {
+    const bool apart = FW_DTYPE != AMK_DTYPE_F32 && words && out.numel > hidden;  // a warp a row
+#pragma unroll 1
+    for (int s = apart ? vm.warp() : 0; s * hidden < out.numel; s += apart ? VECTOR_WARPS : 1) {
         int id = load_int(ids, s);
         if (id < 0 || id >= rows) {
-            if (vm.thread() == 0) vm.fault(FW_FAULT_BAD_TOKEN, id);
+            if (apart ? vm.lane() == 0 : vm.thread() == 0) vm.fault(FW_FAULT_BAD_TOKEN, id);
             id = 0;
         }
 #if FW_DTYPE != AMK_DTYPE_F32
         if (words) {
-            embed_words(vm, table, out.ptr + static_cast<int64_t>(s) * hidden * 2, id, hidden, fragments);
+            char* const to = out.ptr + static_cast<int64_t>(s) * hidden * 2;
+            if (apart) {
+                embed_words<16>(vm.lane(), WARP, table, to, id, hidden, fragments);
+            } else {
+                embed_words<4>(vm.thread(), VECTOR_THREADS, table, to, id, hidden, fragments);
+            }
             continue;
         }
 #endif
