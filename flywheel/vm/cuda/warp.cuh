@@ -1,4 +1,4 @@
-// Reductions over the 32 lanes of a warp, the result in each of them; and where in its block a thread is.
+// Reductions over the 32 lanes of a warp, each with the result in all of them unless it says otherwise; and where in its block a thread is.
 #pragma once
 
 #include "vm.cuh"
@@ -18,6 +18,23 @@ __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
     for (int offset = WARP / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
     return value;
+}
+
+// Of N values, a power of two, at once: that of value lane / (WARP / N) in each lane.
+template <int N> __device__ __forceinline__ float warp_sums(float (&value)[N]) {
+    int offset = WARP / 2;
+#pragma unroll
+    for (int half = N / 2; half > 0; half /= 2, offset /= 2) {
+        const bool upper = lane_id() & offset;
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            const float given = upper ? value[i] : value[i + half], kept = upper ? value[i + half] : value[i];
+            value[i] = kept + __shfl_xor_sync(~0u, given, offset);
+        }
+    }
+#pragma unroll
+    for (; offset > 0; offset /= 2) value[0] += __shfl_xor_sync(~0u, value[0], offset);
+    return value[0];
 }
 
 __device__ __forceinline__ float warp_max(float value) {

@@ -149,11 +149,12 @@ struct Softmax {
         // Weights as the sum of two halves: one alone would round what must not be rounded yet.
         const uint2 weights = {floats_to_halves(weight[0], weight[1]), floats_to_halves(weight[2], weight[3])};
         const uint2 rests = {pack_rests(weight[0], weight[1], weights.x), pack_rests(weight[2], weight[3], weights.y)};
+        float* const part = parts.of(vm, place.warp);
 #pragma unroll
         for (int s = 0; s < Rows<D>::SLICES; s++) {
             float4 sums[2][2] = {};  // of heads 2t, 2t+1: elements 0-3 and 4-7 of the lane's eight
             const auto row = [&](int i) {
-                return reinterpret_cast<float4*>(parts.row(vm, min(2 * t + i, heads.count - 1), place.warp) + s * 64 + g * 8);
+                return reinterpret_cast<float4*>(part + min(2 * t + i, heads.count - 1) * parts.pitch + s * 64 + g * 8);
             };
             const auto scaled = [](const float4& v, float by) { return float4{v.x * by, v.y * by, v.z * by, v.w * by}; };
             if (begun) {
@@ -349,7 +350,7 @@ __device__ __forceinline__ void attend_head(Vm vm, const amk_step_t& step, int h
     const Parts parts = {(head_dim + 1) / 2 * 2, warps, 1};
     vm.sync();  // those who still read what lay there before
     if (vm.warp() < warps) {
-        float* row = parts.row(vm, 0, vm.warp());
+        float* row = parts.of(vm, vm.warp());
 #pragma unroll
         for (int p = 0; p < PARTS; p++) {
             const int d = vm.lane() + p * WARP;

@@ -8,10 +8,10 @@
 // the highest score and the sum of exponentials, which lie in the pass buffers: no matrix warp fills them meanwhile.
 struct Parts {
     int pitch, warps, heads;
-    // Found anew each time, as Place is.
-    __device__ __forceinline__ float* row(Vm vm, int head, int warp) const {
+    // Those of a warp: found anew each time, as Place is.
+    __device__ __forceinline__ float* of(Vm vm, int warp) const {
         char* const end = vm.block().staging() + *const_cast<const volatile int32_t*>(&vm.block().program.staged_bytes);
-        return reinterpret_cast<float*>(end) + (head - (warp + 1) * heads) * pitch;
+        return reinterpret_cast<float*>(end) - (warp + 1) * heads * pitch;
     }
     static __device__ __forceinline__ float2* stats(Vm vm, int head) {
         return reinterpret_cast<float2*>(vm.block().partial(0)) + head * VECTOR_WARPS;
@@ -34,13 +34,14 @@ __device__ __noinline__ void merge(Vm vm, const amk_step_t& step, Parts parts, i
         if (vm.lane() < parts.warps) seen = Parts::stats(vm, head)[vm.lane()];
         const float highest = warp_max(seen.x), factor = decay(seen.x, highest), total = warp_sum(factor * seen.y);
         const float weight = total == 0.0f ? 0.0f : factor * __fdividef(1.0f, total);
+        const float* const rows = parts.of(vm, 0) + head * parts.pitch;
         float x = 0.0f, y = 0.0f;
 #pragma unroll 1
         for (int done = 0; done < parts.warps; done += AHEAD) {
 #pragma unroll
             for (int part = 0; part < AHEAD; part++) {
                 const float its = __shfl_sync(~0u, weight, (done + part) % WARP);
-                const float* row = parts.row(vm, head, min(done + part, parts.warps - 1));
+                const float* row = rows - min(done + part, parts.warps - 1) * parts.heads * parts.pitch;
                 const float2 sums = reinterpret_cast<const float2*>(row)[min(pair, pairs - 1)];
                 x += its * sums.x;
                 y += its * sums.y;

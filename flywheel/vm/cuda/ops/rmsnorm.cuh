@@ -97,6 +97,7 @@ __device__ __forceinline__ void norm_long_rows(Vm vm, const char* x, const char*
                     all = true;
 #pragma unroll
                     for (int r = 1; r < ROWS; r++) {
+                        if (r >= count) break;
                         const bool present = kept[r].present();
                         load128_if(!present, its + r * apart, kept[r].word);
                         all &= present;
@@ -106,8 +107,9 @@ __device__ __forceinline__ void norm_long_rows(Vm vm, const char* x, const char*
             char* to = staging + (first * pitch + group * 16);
 #pragma unroll
             for (int r = 0; r < ROWS; r++, to += pitch) {
+                if (r >= count) break;
                 sum[r] += squares(kept[r]);
-                if (staged & (r < count) & (group < groups)) *reinterpret_cast<uint4*>(to) = kept[r].bits();
+                if (staged & (group < groups)) *reinterpret_cast<uint4*>(to) = kept[r].bits();
             }
             if (group - vm.thread() + VECTOR_THREADS >= groups) break;
         }
@@ -115,12 +117,8 @@ __device__ __forceinline__ void norm_long_rows(Vm vm, const char* x, const char*
         // In pass buffers, in turn: no matrix warp fills them before the rows are announced. Of each warp, and then for it.
         float* const sums = vm.block().partial(first / ROWS);
         float* const scales = sums + (VECTOR_WARPS + vm.warp()) * ROWS;
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) sum[r] = warp_sum(sum[r]);
-        if (vm.lane() == 0) {
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) sums[vm.warp() * ROWS + r] = sum[r];
-        }
+        const float part = warp_sums(sum);
+        if (vm.lane() % (WARP / ROWS) == 0) sums[vm.warp() * ROWS + vm.lane() / (WARP / ROWS)] = part;
         vm.sync();
         float whole = 0.0f;
 #pragma unroll 4
