@@ -68,8 +68,8 @@ struct Vm {
             }
         } while (!all && again());
     }
-    // An element of x from its `bits`, loaded anew until it is written.
-    __device__ __forceinline__ float written(const Operand& x, int i, uint32_t bits) const {
+    __device__ __forceinline__ float load_written(const Operand& x, int i) const {
+        uint32_t bits = load_bits(x.dtype, x.ptr, i);
         while (x.layout == FW_LAYOUT_AWAITED && is_absent(x.dtype, bits) && again()) bits = load_bits(x.dtype, x.ptr, i);
         return bits_to_float(x.dtype, bits);
     }

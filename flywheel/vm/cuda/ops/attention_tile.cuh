@@ -201,40 +201,44 @@ struct Rotation {
     static __device__ __forceinline__ int other(int unit, int i) {
         return element(unit - unit % UNITS + (unit + 1 + i) % UNITS);
     }
-    // The ROPE that a unit belongs to, of which it then is unit `unit`; null behind the last one.
-    static __device__ __forceinline__ const amk_step_t* rope_of(Vm vm, const amk_step_t& step, int& unit) {
-        const amk_step_t* queries = &step - 1;
-        if (unit < queries->out_numel / 64) return queries;
-        unit -= queries->out_numel / 64;
-        return step.flags & FW_STEP_APPENDS && unit < UNITS ? vm.task()->steps + step.kblocks : nullptr;
+    // Units of the queries, and behind them those of a key.
+    static __device__ __forceinline__ int count(const amk_step_t& step) {
+        return (&step)[-1].out_numel / 64 + (step.flags & FW_STEP_APPENDS ? UNITS : 0);
+    }
+    // The ROPE that a unit belongs to, of which it then is unit `unit`.
+    static __device__ __forceinline__ const amk_step_t& rope_of(Vm vm, const amk_step_t& step, int& unit) {
+        const amk_step_t& queries = (&step)[-1];
+        if (unit < queries.out_numel / 64) return queries;
+        unit -= queries.out_numel / 64;
+        return vm.task()->steps[step.kblocks];
     }
     // Where its turned heads go: those of a key into the row of the KV_APPEND behind it.
-    static __device__ __forceinline__ element_t* target(Vm vm, const amk_step_t& step, const amk_step_t* rope) {
-        const int is_key = rope != &step - 1;
-        const amk_step_t& last = rope[is_key];
+    static __device__ __forceinline__ element_t* target(Vm vm, const amk_step_t& step, const amk_step_t& rope) {
+        const int is_key = &rope != &step - 1;
+        const amk_step_t& last = (&rope)[is_key];
         return reinterpret_cast<element_t*>(vm.out(last).ptr) + is_key * vm.pos(last) * D;
     }
     __device__ __forceinline__ void load(Vm vm, const amk_step_t& step, int unit) {
-        const amk_step_t* rope = rope_of(vm, step, unit);
-        if (!rope) return;
-        const amk_step_t* norm = norm_before(vm, *rope);
-        pair.load(vm, norm ? *norm : *rope, element(unit), D);
+        const amk_step_t& rope = rope_of(vm, step, unit);
+        const amk_step_t* norm = norm_before(vm, rope);
+        pair.load(vm, norm ? *norm : rope, element(unit), D);
         if (!norm) return;
         weights = norm_weights(vm, *norm, element(unit) % D, D / 2);
 #pragma unroll
         for (int i = 0; i < UNITS - 1; i++) others[i].load(vm, *norm, other(unit, i), D);
     }
     __device__ __forceinline__ void finish(Vm vm, const amk_step_t& step) {
+        const int units = count(step);
 #pragma unroll 1
-        for (int next = Place().warp;; load(vm, step, next)) {
+        for (int next = Place().warp; next < units;) {
             int unit = next;
-            const amk_step_t* rope = rope_of(vm, step, unit);
-            if (!rope) break;
-            const amk_step_t* norm = norm_before(vm, *rope);
+            const amk_step_t& rope = rope_of(vm, step, unit);
+            const amk_step_t* norm = norm_before(vm, rope);
             Turns<1> turns;  // registers are what Rows are made of: none before this is due
-            turns.load(vm, *rope, element(unit) % D);
+            turns.load(vm, rope, element(unit) % D);
             turns.make();
-            pair.settle(vm, norm ? *norm : *rope, element(unit), D);
+            element_t* const turned = target(vm, step, rope) + element(unit);
+            pair.settle(vm, norm ? *norm : rope, element(unit), D);
             if (norm) {
                 float squares = pair.squares();
 #pragma unroll
@@ -244,11 +248,11 @@ struct Rotation {
                 }
                 pair.norm(norm_scale<D>(squares, norm->params.eps), weights);
             }
-            element_t* turned = target(vm, step, rope) + element(unit);
             pair.rotate_by(turns.turn[0]);
             turned[0] = pair.low;
             turned[D / 2] = pair.high;
             next += VECTOR_WARPS;
+            if (next < units) load(vm, step, next);
         }
         vm.sync();
         vm.stamp(FW_STAMP_READY);
@@ -278,7 +282,7 @@ __device__ __forceinline__ int attend_group(Vm vm, const amk_step_t& step, bool 
     Parts parts = {PITCH, 0, heads.count};
     Softmax<D> softmax;
     Rotation<D> rotation;
-    if (turns) rotation.load(vm, step, Place().warp);
+    if (turns && Place().warp < rotation.count(step)) rotation.load(vm, step, Place().warp);
 #pragma unroll 1
     for (int first = Place().warp * COUNT;;) {
         Rows<D> rows(vm, step, heads.kv_head, first);

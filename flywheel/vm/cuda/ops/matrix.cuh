@@ -9,9 +9,8 @@
 
 #include "../best.cuh"
 
-constexpr int STAGE_LOADS = 4;       // in flight, a thread
-constexpr int STAGE_ROWS_LOADS = 8;  // the same where x has several rows
-constexpr int QUICK_SLOTS = 4;       // partials of a row block, at most and mostly
+constexpr int STAGE_LOADS = 4;  // in flight, a thread
+constexpr int QUICK_SLOTS = 4;  // partials of a row block, at most and mostly
 
 // A step's slice of x, on its way to shared memory. Sizes in elements.
 struct XSlice {
@@ -65,38 +64,40 @@ __device__ __forceinline__ void stage_row(Vm vm, const XSlice& x) {
     }
 }
 
-// Of several such rows, one behind the other, as many groups of a thread under way at once as there are registers for.
+// Of several such rows, one behind the other, all groups of a thread at once: they go to shared memory by themselves. What
+// others write meanwhile is looked at there, and those that came too early are loaded anew.
 __device__ __forceinline__ void stage_rows(Vm vm, const XSlice& x, int rows) {
     constexpr int N = 16 / sizeof(element_t);
-    const unsigned groups = x.depth / N, all = groups * rows;
+    const unsigned groups = x.depth / N, all = groups * rows, thread = vm.thread();
     const uint32_t inverse = 0xffffffffu / groups + 1;  // rounded up: exact below 2^16 groups
     const auto row_of = [&](unsigned group) { return static_cast<int>(static_cast<uint64_t>(group) * inverse >> 32); };
-#pragma unroll 1
-    for (unsigned first = vm.thread(); first < all; first += STAGE_ROWS_LOADS * VECTOR_THREADS) {
-        const char* from[STAGE_ROWS_LOADS];
-        Vec16<element_t> kept[STAGE_ROWS_LOADS];
-#pragma unroll
-        for (int k = 0; k < STAGE_ROWS_LOADS; k++) {
-            const unsigned group = first + k * VECTOR_THREADS;
-            const int row = row_of(group);
-            kept[k] = {};
-            from[k] = reinterpret_cast<const char*>(x.source + row * (x.pitch - x.depth) + group * N);
-            load128_if(group < all, from[k], kept[k].word);
+    const auto from = [&](unsigned group) {
+        return reinterpret_cast<const char*>(x.source + row_of(group) * (x.pitch - x.depth) + group * N);
+    };
+    const auto to = [&](unsigned group) {
+        return reinterpret_cast<uint4*>(x.staged + row_of(group) * (x.stride - x.depth) + group * N);
+    };
+    const auto copy = [&](unsigned group) {
+        if (EVERY_THREAD) {
+            *to(group) = load128(from(group));
+        } else {
+            copy16_async(shared_address(to(group)), from(group));
         }
-        if (x.awaited) {
-            const char* const canary[1] = {from[0]};
-            Vec16<element_t> alone[1] = {kept[0]};
-            vm.settle(alone, canary);
-            vm.settle(kept, from);
-        }
-        if (x.first) vm.stamp(FW_STAMP_READY);
-#pragma unroll
-        for (int k = 0; k < STAGE_ROWS_LOADS; k++) {
-            const unsigned group = first + k * VECTOR_THREADS;
-            element_t* const to = x.staged + row_of(group) * (x.stride - x.depth) + group * N;
-            if (group < all) *reinterpret_cast<uint4*>(to) = kept[k].bits();
+    };
+    while (x.awaited && thread < all && !load16<element_t>(from(thread)).present() && vm.again()) {}  // alone at first
+#pragma unroll 4
+    for (unsigned group = thread; group < all; group += VECTOR_THREADS) copy(group);
+    wait_copies();
+    for (bool whole = !x.awaited; !whole && vm.again(); wait_copies()) {
+        whole = true;
+#pragma unroll 4
+        for (unsigned group = thread; group < all; group += VECTOR_THREADS) {
+            if (all_present(FW_DTYPE, *to(group))) continue;
+            copy(group);
+            whole = false;
         }
     }
+    if (x.first) vm.stamp(FW_STAMP_READY);
 }
 
 __device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step) {
@@ -169,25 +170,18 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
         const int units = min(pass_blocks, left) * rows;
         Unit unit(first_unit, rows, first_column, row);
         const auto inside = [&](const Unit& u) { return u.number < units && u.column >= 0 && u.column < n_tile; };
-        const auto other_at = [&](const Unit& u) { return u.m * other_pitch + other_start + u.column; };
-        const auto ask = [&](const Unit& u) {  // the epilogue's operand, looked at when it is needed
+        const auto operand = [&](const Unit& u) {  // of the epilogue; loaded before it is needed
             const bool needed = epilogue != FW_EPILOGUE_NONE && inside(u);
-            return needed ? load_bits(other.dtype, other.ptr, other_at(u)) : 0u;
+            return needed ? vm.load_written(other, u.m * other_pitch + other_start + u.column) : 0.0f;
         };
         const auto carried = [&](const Unit& u) {  // of the slices of K before this one
             return sums && inside(u) ? load_element(sums + u.m * n_tile + u.column) : 0.0f;
         };
-        uint32_t asked = ask(unit);
-        float sum = carried(unit);
+        float extra = operand(unit), sum = carried(unit);
         const auto advance = [&] {
             unit = Unit(unit.number + 2 * VECTOR_WARPS, rows, first_column, row);
-            asked = ask(unit);
+            extra = operand(unit);
             sum = carried(unit);
-        };
-        const auto finish = [&](const Unit& u, float value) {
-            if (epilogue == FW_EPILOGUE_NONE) return value;
-            const float extra = vm.written(other, other_at(u), asked);
-            return epilogue == FW_EPILOGUE_ADD ? value + extra : value * silu(extra);
         };
         const int first = inside(unit) ? unit.m * pitch + start + unit.column : -1;
         char* const target = out.ptr + first * (out_is_half ? 2ll : 4ll);
@@ -204,7 +198,8 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
                     if (slot < slots) value += partial[slot * slot_pitch];
                 }
                 value = round_to(out_dtype, value + sum);
-                value = finish(unit, value);
+                if (epilogue == FW_EPILOGUE_ADD) value += extra;
+                if (epilogue == FW_EPILOGUE_SILU_MUL) value *= silu(extra);
                 store_float(target, out_is_half, value);
             }
             if (units > 2 * VECTOR_WARPS) {
@@ -224,7 +219,8 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
                 if (sums) value += sum;
                 if (bias) value += load(*bias, n_off + unit.column);
                 value = round_to(out_dtype, value);
-                value = finish(unit, value);
+                if (epilogue == FW_EPILOGUE_ADD) value += extra;
+                if (epilogue == FW_EPILOGUE_SILU_MUL) value *= silu(extra);
                 store(out, unit.m * pitch + start + unit.column, value);
                 if (keeps_best) best.see(value, n_off + unit.column);
             }
