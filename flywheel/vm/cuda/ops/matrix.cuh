@@ -9,8 +9,9 @@
 
 #include "../best.cuh"
 
-constexpr int STAGE_LOADS = 4;  // in flight, a thread
-constexpr int QUICK_SLOTS = 4;  // partials of a row block, at most and mostly
+constexpr int STAGE_LOADS = 4;       // in flight, a thread
+constexpr int STAGE_ROWS_LOADS = 8;  // the same where x has several rows
+constexpr int QUICK_SLOTS = 4;       // partials of a row block, at most and mostly
 
 // A step's slice of x, on its way to shared memory. Sizes in elements.
 struct XSlice {
@@ -64,40 +65,38 @@ __device__ __forceinline__ void stage_row(Vm vm, const XSlice& x) {
     }
 }
 
-// Of several such rows, one behind the other, all groups of a thread at once: they go to shared memory by themselves. What
-// others write meanwhile is looked at there, and those that came too early are loaded anew.
+// Of several such rows, one behind the other, as many groups of a thread under way at once as there are registers for.
 __device__ __forceinline__ void stage_rows(Vm vm, const XSlice& x, int rows) {
     constexpr int N = 16 / sizeof(element_t);
-    const unsigned groups = x.depth / N, all = groups * rows, thread = vm.thread();
+    const unsigned groups = x.depth / N, all = groups * rows;
     const uint32_t inverse = 0xffffffffu / groups + 1;  // rounded up: exact below 2^16 groups
     const auto row_of = [&](unsigned group) { return static_cast<int>(static_cast<uint64_t>(group) * inverse >> 32); };
-    const auto from = [&](unsigned group) {
-        return reinterpret_cast<const char*>(x.source + row_of(group) * (x.pitch - x.depth) + group * N);
-    };
-    const auto to = [&](unsigned group) {
-        return reinterpret_cast<uint4*>(x.staged + row_of(group) * (x.stride - x.depth) + group * N);
-    };
-    const auto copy = [&](unsigned group) {
-        if (EVERY_THREAD) {
-            *to(group) = load128(from(group));
-        } else {
-            copy16_async(shared_address(to(group)), from(group));
+#pragma unroll 1
+    for (unsigned first = vm.thread(); first < all; first += STAGE_ROWS_LOADS * VECTOR_THREADS) {
+        const char* from[STAGE_ROWS_LOADS];
+        Vec16<element_t> kept[STAGE_ROWS_LOADS];
+#pragma unroll
+        for (int k = 0; k < STAGE_ROWS_LOADS; k++) {
+            const unsigned group = first + k * VECTOR_THREADS;
+            const int row = row_of(group);
+            kept[k] = {};
+            from[k] = reinterpret_cast<const char*>(x.source + row * (x.pitch - x.depth) + group * N);
+            load128_if(group < all, from[k], kept[k].word);
         }
-    };
-    while (x.awaited && thread < all && !load16<element_t>(from(thread)).present() && vm.again()) {}  // alone at first
-#pragma unroll 4
-    for (unsigned group = thread; group < all; group += VECTOR_THREADS) copy(group);
-    wait_copies();
-    for (bool whole = !x.awaited; !whole && vm.again(); wait_copies()) {
-        whole = true;
-#pragma unroll 4
-        for (unsigned group = thread; group < all; group += VECTOR_THREADS) {
-            if (all_present(FW_DTYPE, *to(group))) continue;
-            copy(group);
-            whole = false;
+        if (x.awaited) {
+            const char* const canary[1] = {from[0]};
+            Vec16<element_t> alone[1] = {kept[0]};
+            vm.settle(alone, canary);
+            vm.settle(kept, from);
+        }
+        if (x.first) vm.stamp(FW_STAMP_READY);
+#pragma unroll
+        for (int k = 0; k < STAGE_ROWS_LOADS; k++) {
+            const unsigned group = first + k * VECTOR_THREADS;
+            element_t* const to = x.staged + row_of(group) * (x.stride - x.depth) + group * N;
+            if (group < all) *reinterpret_cast<uint4*>(to) = kept[k].bits();
         }
     }
-    if (x.first) vm.stamp(FW_STAMP_READY);
 }
 
 __device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step) {
