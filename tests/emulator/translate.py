@@ -48,7 +48,6 @@ CALLS: Final[Mapping[str, str]] = {
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;":
         "bulk_copy",
     "cp.async.cg.shared.global [%0], [%1], 16;": "async_copy16",
-    "cp.async.wait_all;": "nothing",
     "cp.async.mbarrier.arrive.noinc.shared.b64 [%0];": "barrier_arrive",
     "bar.sync %0, %1;": "named_barrier",
     "{ .reg .pred mine, all; setp.ne.u32 mine, %1, 0; barrier.cta.red.and.pred all, %2, %3, mine; "

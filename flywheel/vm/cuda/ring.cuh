@@ -90,7 +90,7 @@ struct Ring {
 #else
         uint32_t target = shared_address(slot(place));
         for (uint32_t offset = lane * 16; offset < bytes; offset += 32 * 16) {
-            copy16_async(target + offset, source + offset);
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + offset), "l"(source + offset) : "memory");
         }
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&full[place.slot])) : "memory");
 #endif

@@ -32,12 +32,6 @@ __device__ __forceinline__ void prefetch_l2(const void* line) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
 
-// 16 bytes of global memory on their way to shared memory, past L1: there once wait_copies has returned to the thread.
-__device__ __forceinline__ void copy16_async(uint32_t to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 __device__ __forceinline__ uint64_t cycles() {
     uint64_t now;
     asm volatile("mov.u64 %0, %clock64;" : "=l"(now)::"memory");

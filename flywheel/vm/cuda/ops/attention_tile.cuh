@@ -62,51 +62,6 @@ struct Window {
     }
 };
 
-// 16 rows of K (side 0) and V (side 1) from `first` of the window on, in the caches: where they begin, and each of them.
-template <int D>
-struct CachedRows {
-    Vm vm;
-    const amk_step_t& step;
-    int kv_head, first;
-    __device__ __forceinline__ const element_t* begin(int side) const {
-        return Window(vm, step).row(vm.arg(step, 1 + side), kv_head * D);
-    }
-    // Behind the last one that again.
-    __device__ __forceinline__ int offset(int row) const {
-        const Window window(vm, step);
-        return min(first + row, window.last) * window.pitch;
-    }
-};
-
-// The same in shared memory, where a warp has a place for 16 rows beside those in its registers.
-template <int D>
-struct KeptRows {
-    static constexpr int COUNT = 16, LINE = D + 8, BYTES = 2 * COUNT * LINE * static_cast<int>(sizeof(element_t));
-    uint32_t address;  // or 0
-    __device__ __forceinline__ const element_t* begin(int side) const {
-        return static_cast<const element_t*>(__cvta_shared_to_generic(address)) + side * COUNT * LINE;
-    }
-    __device__ __forceinline__ int offset(int row) const { return row * LINE; }
-    // Put rows there, once all lanes have what they want of those before.
-    __device__ __forceinline__ void fill(const CachedRows<D>& from) const {
-        constexpr int GROUPS = D / 8, EACH = COUNT * GROUPS / WARP;
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const int group = Place().lane + i * WARP, row = group / GROUPS, column = group % GROUPS * 8;
-            const uint32_t to = address + (row * LINE + column) * static_cast<int>(sizeof(element_t));
-            const int offset = from.offset(row) + column;
-#pragma unroll
-            for (int side = 0; side < 2; side++) copy16_async(to + side * (BYTES / 2), from.begin(side) + offset);
-        }
-    }
-    // For all lanes, before they look at what was put there.
-    __device__ __forceinline__ void wait() const {
-        wait_copies();
-        __syncwarp();
-    }
-};
-
 // 16 rows of K and V as a warp multiplies them, head_dim D = 64 or 128. Which d a fragment column means is free: each lane
 // takes 16 bytes of a row at a time.
 template <int D>
@@ -116,24 +71,27 @@ struct Rows {
     static constexpr int AHEAD = FW_THREADS <= 320 ? SLICES : __CUDA_ARCH__ == 900 || SLICES == 1 ? 1 : 0;
     uint4 k[2][CHUNKS], v[4][SLICES];
 
-    template <typename Source> __device__ __forceinline__ void load(const Source& from) {
+    // Row `first` of the window and those behind it; behind the last one that again.
+    __device__ __forceinline__ Rows(Vm vm, const amk_step_t& step, int kv_head, int first) {
         const Place place;
-        const element_t* keys = from.begin(0) + place.lane % 4 * 8;
+        const Window window(vm, step);
+        const element_t* keys = window.row(vm.arg(step, 1), kv_head * D + place.lane % 4 * 8);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const element_t* key = keys + from.offset(8 * i + place.lane / 4);
+            const element_t* key = keys + min(first + 8 * i + place.lane / 4, window.last) * window.pitch;
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) k[i][c] = *reinterpret_cast<const uint4*>(key + c * 32);
         }
-        load_values(from, 0, AHEAD);
+        load_values(vm, step, kv_head, first, 0, AHEAD);
     }
     // Slices from `slice` to before `end` of the same rows.
-    template <typename Source> __device__ __forceinline__ void load_values(const Source& from, int slice, int end) {
+    __device__ __forceinline__ void load_values(Vm vm, const amk_step_t& step, int kv_head, int first, int slice, int end) {
         const Place place;
-        const element_t* values = from.begin(1) + place.lane / 4 * 8;
+        const Window window(vm, step);
+        const element_t* values = window.row(vm.arg(step, 2), kv_head * D + place.lane / 4 * 8);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const element_t* value = values + from.offset(place.lane % 4 * 2 + i % 2 + i / 2 * 8);
+            const element_t* value = values + min(first + place.lane % 4 * 2 + i % 2 + i / 2 * 8, window.last) * window.pitch;
 #pragma unroll
             for (int s = slice; s < end; s++) v[i][s] = *reinterpret_cast<const uint4*>(value + s * 64);
         }
@@ -176,7 +134,7 @@ struct Softmax {
                 raised = fmaxf(raised, weight[i * 2 + j]);
             }
         }
-        rows.load_values(CachedRows<D>{vm, step, heads.kv_head, first}, Rows<D>::AHEAD, Rows<D>::SLICES);
+        rows.load_values(vm, step, heads.kv_head, first, Rows<D>::AHEAD, Rows<D>::SLICES);
         raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 1));
         raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 2));
         const float factor = decay(highest, raised);
@@ -311,13 +269,6 @@ template <int D> __device__ __forceinline__ void append_value(Vm vm, const amk_s
     values.store(reinterpret_cast<element_t*>(vm.out(append).ptr) + vm.pos(append) * D);
 }
 
-// Where a warp keeps rows in the last `room` bytes of the staging area, before so many bytes of parts; 0 where they do not fit.
-template <int D> __device__ __forceinline__ uint32_t place_for_rows(Vm vm, int room, int parts) {
-    const int staged = vm.block().program.staged_bytes, start = (staged - room + 15) / 16 * 16;
-    if (start + VECTOR_WARPS * KeptRows<D>::BYTES + parts > staged) return 0;
-    return shared_address(vm.block().staging()) + start + Place().warp * KeptRows<D>::BYTES;
-}
-
 // Up to eight query heads of one KV head from `head` on, 16 rows a warp at a time; the next head. What a warp multiplies
 // first is under way before it waits for anything, and before the queries are turned and a row is appended, where that is left
 // to this step.
@@ -325,40 +276,20 @@ template <int D>
 __device__ __forceinline__ int attend_group(Vm vm, const amk_step_t& step, bool turns, int head) {
     constexpr int COUNT = Rows<D>::COUNT, PITCH = D + (VECTOR_WARPS < 16 ? 8 : 4);  // for the banks
     constexpr int STEP = VECTOR_WARPS * COUNT, PART_BYTES = PITCH * static_cast<int>(sizeof(float));
-    constexpr bool KEEPS = D == 64;  // rows in shared memory: longer ones find no place in the staging areas that there are
     const auto busy_warps = [&] { return min(VECTOR_WARPS, (vm.kv_len(step) + COUNT - 1) / COUNT); };
-    const int room = room_for_parts(vm, step);
-    const Heads heads(step, head, min(room / (max(busy_warps(), 1) * PART_BYTES), 8));
+    const Heads heads(step, head, min(room_for_parts(vm, step) / (max(busy_warps(), 1) * PART_BYTES), 8));
     Parts parts = {PITCH, 0, heads.count};
-    asm volatile("" : "+r"(parts.heads));  // kept, not found anew: that takes more registers
-    const KeptRows<D> kept = {KEEPS ? place_for_rows<D>(vm, room, busy_warps() * heads.count * PART_BYTES) : 0};
-    int held = -1;  // the first of the rows that are kept
     Softmax<D> softmax;
     Rotation<D> rotation;
     if (turns && Place().warp < rotation.count(step)) rotation.load(vm, step, Place().warp);
 #pragma unroll 1
     for (int first = Place().warp * COUNT;;) {
-        const auto caches = [&](int from) { return CachedRows<D>{vm, step, heads.kv_head, from}; };
-        // Whether all of these rows are there: not those from the one on that is still to be appended.
-        const auto are_there = [&](int from) {
-            return !(turns && step.flags & FW_STEP_APPENDS) || from + COUNT <= vm.pos(step) - vm.kv_start(step);
-        };
-        Rows<D> rows;
-        const bool first_kept = KEEPS && held == first;
-        if (first_kept) {
-            kept.wait();
-            rows.load(kept);
-        } else {
-            rows.load(caches(first));
-        }
-        const int later = first + (first_kept ? 2 : 1) * STEP;
-        if (KEEPS && kept.address != 0 && (first_kept || turns) && later < vm.kv_len(step) && are_there(later)) {
-            kept.fill(caches(later));
-            held = later;
-        }
+        Rows<D> rows(vm, step, heads.kv_head, first);
         if (turns) {
-            if (!are_there(first)) first -= STEP;  // anew, with the row that will be there
-            if (step.flags & FW_STEP_APPENDS) append_value<D>(vm, step);
+            if (step.flags & FW_STEP_APPENDS) {
+                if (first + COUNT > vm.pos(step) - vm.kv_start(step)) first -= STEP;  // anew, with the row that will be there
+                append_value<D>(vm, step);
+            }
             rotation.finish(vm, step);
             turns = false;
         }
