@@ -1,6 +1,7 @@
 """Measures what each knob is worth around one schedule, on this GPU.
 
     python experiments/gpu_speed.py CONFIG.json KNOB=VALUE[,VALUE...] ... [--model llama3.2-1b] [--gpu h200]
+        [--context 512] [--batch 1]
 
 A knob is one of the search's, or a size of `tiling` that no search varies, such as gemv.k_proj.N_tile. Each line is the
 schedule with one knob changed, beside the schedule itself: 30 launches of each in turn, behind an emptied L2 cache,
@@ -37,15 +38,16 @@ def main() -> None:
     parser.add_argument("--model", default="llama3.2-1b", help="where the config does not say")
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=1)
     arguments = parser.parse_intermixed_args()
     given = load_config(arguments.config)
     model = given.model if isinstance(given, Schedule) else arguments.model
     config = given.config if isinstance(given, Schedule) else given
-    workload = make_workload(model, arguments.gpu, "bf16", arguments.context)
-    bench = CudaBench(open_source(model), DTYPES["bf16"], arguments.context)
+    workload = make_workload(model, arguments.gpu, "bf16", arguments.context, arguments.batch)
+    bench = CudaBench(open_source(model), DTYPES["bf16"], arguments.context, batch=arguments.batch)
     program = lower(workload.graph, config, workload.target)
     environment = capture_environment()
-    print(f"{model}, context {arguments.context}, config {config.config_id}")
+    print(f"{model}, context {arguments.context}, batch {arguments.batch}, config {config.config_id}")
     print(f"{environment.gpu}, driver {environment.driver}, NVRTC {environment.nvrtc}")
     rivals = [program]
     floor = floor_us(weight_bytes_read(program), workload.target)

@@ -15,7 +15,8 @@ What the campaigns show, and the probes did not:
 - A control warp that has polled a counter about 300 times asks the host, and that answers one SM after the other: 100
   us of waiting at a counter become half a millisecond a hand-off (`patience_us`, `ask_us`). Schedules whose SMs wait so
   long, for an operation that takes as long or has few tiles, take up to 40 times what they would. Waits for data ask
-  nobody.
+  nobody. So it was with the kernels of the campaigns; those from 2268098 on ask every 5 ms, and what they gain has not
+  been measured: such schedules are predicted too slow.
 - Few vector warps fetch activations, keys and values in many rounds of loads (`fetch_us`, `attend_us`).
 - Activations that many SMs read at once come slower, by the number of those who ask (`shared_gbs`): merging partials
   in 128 tiles of o costs more than in 64.
