@@ -148,6 +148,38 @@ def test_a_tile_takes_its_columns_of_every_row(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rows", [2, 8])
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_norm_of_long_rows_while_an_operand_is_staged(
+    conform: Conform, step: Step, dtype: DType, rows: int, normed: bool
+) -> None:
+    """Between two products of it, or once it is announced where it is made: products behind may be under way."""
+    hidden, long = 64, 1032
+    matrices = dict.fromkeys(("a", "b", "c"), (WEIGHT, dtype, (40, hidden)))
+    buffers: dict[str, Any] = {
+        "x": (IN, dtype, (rows, hidden)), **matrices, "r": (IN, dtype, (rows, long)), "norm": (WEIGHT, dtype, (long,)),
+        "short": (WEIGHT, dtype, (hidden,)), "y": (OUT, dtype, (rows, 40)), "z": (OUT, dtype, (rows, long)),
+    }  # fmt: skip
+
+    def of_rows(op: str, args: list[str], out: Any, width: int, **params: Any) -> dict[str, Any]:
+        return {**step(op, args, out, width, dtype, **params), "out_shape": [rows, width]}
+
+    between = of_rows("RMSNORM", ["in4", "in5"], {"out": 1}, long, eps=1e-5, hidden=long)
+    if normed:
+        steps = [of_rows("RMSNORM", ["in0", "in6"], 9, hidden, eps=1e-5, hidden=hidden), between]
+    else:
+        steps = [of_rows("GEMM_TILE", ["in0", "in2"], 1, 40, K=hidden, M_tile=rows), between]
+    x = "s9" if normed else "in0"
+    steps += [
+        of_rows("GEMM_TILE", [x, "in1"], 0, 40, K=hidden, M_tile=rows),
+        of_rows("GEMM_TILE", [x, "in3"], 2, 40, K=hidden, M_tile=rows),
+        of_rows("SILU_MUL", ["s0", "s2"], "final", 40),
+    ]
+    inputs = ["x", "a", "b", "c", "r", "norm", "short"]
+    conform(buffers, [fused(inputs, ["y", "z"], steps, n_off=0, N_tile=40, M_tile=rows)], roundings=4)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_a_wide_operand_that_more_steps_read(conform: Conform, step: Step, dtype: DType) -> None:
     """Scratch beyond the staging area spills; a value read by a GEMV and again behind it is not overwritten."""
     hidden = 12000

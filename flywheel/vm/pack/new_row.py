@@ -42,14 +42,15 @@ def find_new_row(steps: Sequence[Step], form: Form, dtype: DType, views: Abstrac
     run = [place for place in range(len(steps)) if place not in views][-len(_OPS) :]
     if form.kv_rows == KvRows.PAST or tuple(steps[place].op for place in run) != _OPS:
         return None
-    row = NewRow(*run, form.kv_rows == KvRows.NEW)
+    key_rope, key, value, query_rope, attention = run
+    row = NewRow(key_rope, key, value, query_rope, attention, alone=form.kv_rows == KvRows.NEW)
     if not row.alone and not turns_queries(row.attention, steps, form, dtype):
         return None
     if row.key != row.key_rope + 1 or row.attention != len(steps) - 1:
         return None
-    key, query = (find_norm(rope, steps, form, dtype, views) for rope in (row.key_rope, row.query_rope))
-    if key is not None and query is not None:
-        row = replace(row, key_norm=key, query_norm=query)
+    norms = [find_norm(rope, steps, form, dtype, views) for rope in (row.key_rope, row.query_rope)]
+    if None not in norms:
+        row = replace(row, key_norm=norms[0], query_norm=norms[1])
     return row if _attends(row, steps, form) and _fits(row, steps, form, dtype, views) else None
 
 

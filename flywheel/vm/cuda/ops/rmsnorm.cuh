@@ -114,7 +114,7 @@ __device__ __forceinline__ void norm_long_rows(Vm vm, const char* x, const char*
             if (group - vm.thread() + VECTOR_THREADS >= groups) break;
         }
         vm.stamp(FW_STAMP_READY);
-        // In pass buffers, in turn: no matrix warp fills them before the rows are announced. Of each warp, and then for it.
+        // In pass buffers, in turn, which no matrix warp fills yet (has_announced). Of each warp, and then for it.
         float* const sums = vm.block().partial(first / ROWS);
         float* const scales = sums + (VECTOR_WARPS + vm.warp()) * ROWS;
         const float part = warp_sums(sum);
@@ -187,6 +187,14 @@ __device__ __forceinline__ void norm_elements(Vm vm, const Operand& x, const Ope
     }
 }
 
+// Whether a matrix operand of the task was announced before this step: then matrix warps may be at a product behind it.
+__device__ __forceinline__ bool has_announced(Vm vm, const amk_step_t& step) {
+    const amk_step_t* steps = vm.task()->steps;
+    const bool before = steps + vm.lane() < &step;
+    const int op = before ? steps[vm.lane()].op : AMK_OP_NOP, flags = before ? steps[vm.lane()].flags : 0;
+    return __any_sync(~0u, op == AMK_OP_GEMV_TILE || op == AMK_OP_GEMM_TILE || flags & FW_STEP_ANNOUNCES);
+}
+
 // Rows that are staged where they are made lie apart as the step's matrix step has them.
 FW_MICRO_KERNEL op_rmsnorm(Vm vm, const amk_step_t& step) {
     const Operand x = vm.arg(step, 0), w = vm.arg(step, 1), out = vm.out(step);
@@ -194,15 +202,16 @@ FW_MICRO_KERNEL op_rmsnorm(Vm vm, const amk_step_t& step) {
     const int pitch = step.kblocks > 0 ? step.kblocks * 16 : hidden;
     const int pitch_bytes = pitch * static_cast<int>(sizeof(element_t));
     const bool awaited = x.layout == FW_LAYOUT_AWAITED, whole = hidden % (16 / static_cast<int>(sizeof(element_t))) == 0;
-    if (step.out_dtype != FW_DTYPE || !packs(x) || !packs(w) || !packs(out) || !whole) {
+    const bool is_long = rows > 1 && groups > 2 * WARP;
+    if (step.out_dtype != FW_DTYPE || !packs(x) || !packs(w) || !packs(out) || !whole || (is_long && has_announced(vm, step))) {
         vm.await(step.args[0]);
         return norm_elements(vm, x, w, out, pitch, rows, step);
     }
     if (rows == 1) return norm_row(vm, x.ptr, w.ptr, out.ptr, groups, step, awaited);
     const bool staged = step.kblocks > 0;
-    if (groups <= 2 * WARP) {
-        norm_short_rows(vm, x.ptr, w.ptr, out.ptr, staged, pitch_bytes, rows, groups, step, awaited);
-    } else {
+    if (is_long) {
         norm_long_rows<NORM_ROWS>(vm, x.ptr, w.ptr, out.ptr, staged, pitch_bytes, rows, groups, step, awaited);
+    } else {
+        norm_short_rows(vm, x.ptr, w.ptr, out.ptr, staged, pitch_bytes, rows, groups, step, awaited);
     }
 }
