@@ -83,12 +83,15 @@ __device__ __forceinline__ void norm_long_rows(Vm vm, const char* x, const char*
         NormGroup weights = {};
 #pragma unroll 1
         for (;; group += VECTOR_THREADS) {
-            NormGroup kept[ROWS] = {};
+            NormGroup kept[ROWS];
             const char* const its = from + group * 16;
             int apart = groups * 16;  // not to be multiplied before the loop: that takes registers
             asm volatile("" : "+r"(apart));
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) load128_if((group < groups) & (r < count), its + r * apart, kept[r].word);
+            for (int r = 0; r < ROWS; r++) {
+                kept[r] = {};
+                load128_if((group < groups) & (r < count), its + r * apart, kept[r].word);
+            }
             load128_if(group < groups, w + group * 16, weights.word);
             if (awaited) {  // one alone at first: many ask for the same lines
                 while (!kept[0].present() && vm.again()) kept[0] = load16<element_t>(its);
@@ -97,19 +100,19 @@ __device__ __forceinline__ void norm_long_rows(Vm vm, const char* x, const char*
                     all = true;
 #pragma unroll
                     for (int r = 1; r < ROWS; r++) {
-                        if (r >= count) break;
-                        const bool present = kept[r].present();
-                        load128_if(!present, its + r * apart, kept[r].word);
-                        all &= present;
+                        if (r < count) {
+                            const bool present = kept[r].present();
+                            load128_if(!present, its + r * apart, kept[r].word);
+                            all &= present;
+                        }
                     }
                 } while (!all && vm.again());
             }
             char* to = staging + (first * pitch + group * 16);
 #pragma unroll
             for (int r = 0; r < ROWS; r++, to += pitch) {
-                if (r >= count) break;
-                sum[r] += squares(kept[r]);
-                if (staged & (group < groups)) *reinterpret_cast<uint4*>(to) = kept[r].bits();
+                if (r < count) sum[r] += squares(kept[r]);
+                if (staged & (r < count) & (group < groups)) *reinterpret_cast<uint4*>(to) = kept[r].bits();
             }
             if (group - vm.thread() + VECTOR_THREADS >= groups) break;
         }
