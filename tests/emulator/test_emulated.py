@@ -19,7 +19,7 @@ from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import TORCH_DTYPES, bind, random_weights
 from flywheel.vm import nvrtc
-from flywheel.vm.abi import ABSENT, InstructionFlag
+from flywheel.vm.abi import ABSENT, Fault, InstructionFlag
 from flywheel.vm.driver import load_variant
 from flywheel.vm.loader import LoadedProgram, needed_weights
 from flywheel.vm.nvrtc import arch_name
@@ -101,6 +101,22 @@ def tokens(program: MegakernelProgram, first: list[int]) -> Iterator[tuple[torch
 def test_launch_after_launch_gives_the_reference_s_tokens(gpu: EmulatedGpu, name: str, seed: int) -> None:
     gpu.seed = seed
     _compare(gpu, lowered(gpu, CONFIGS[name]), [5])
+
+
+def test_a_launch_that_waits_for_ever_ends_when_the_host_says_so(gpu: EmulatedGpu) -> None:
+    """And says what it waited for: that control warps ask the host seldom must not keep them from asking."""
+    program = lowered(gpu, CONFIGS["fused, by counters"])
+    instructions = pack(program).instructions.copy()
+    last = int(np.flatnonzero(instructions["n_waits"] > 0)[-1])
+    instructions["wait_threshold"][last, 0] += 1000
+    with ResidentWeights(gpu, DTYPE) as weights, load(gpu, program, weights, instructions=instructions) as loaded:  # type: ignore[arg-type]
+        loaded.write_input("token_id", np.array([5], np.int32))
+        loaded.write_input("position", np.array([0], np.int32))
+        gpu.abort_flag.value = 1
+        loaded.launch(0)
+        report = loaded._read_report()
+    assert (report["fault"], report["task"]) == (Fault.ABORTED, instructions["task"][last])
+    assert report["value"] < report["threshold"] == instructions["wait_threshold"][last, 0]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

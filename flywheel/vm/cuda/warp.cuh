@@ -1,4 +1,4 @@
-// Reductions over the 32 lanes of a warp, each with the result in all of them unless it says otherwise; and where in its block a thread is.
+// Reductions over the 32 lanes of a warp, each with the result in all of them unless it says otherwise; and where a thread is.
 #pragma once
 
 #include "vm.cuh"
