@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Final, NamedTuple
@@ -197,8 +197,39 @@ def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
     """Bytes of the largest operand that a matrix task keeps in shared memory, in its weight's type; at least
     MIN_STAGED_BYTES. An input takes what `operand_bytes` says, a result of the task's own steps at most what the area
     may grow to."""
-    known = {buffer.id: buffer for buffer in buffers}
     largest = MIN_STAGED_BYTES
+    for operand in _operands(tasks, buffers):
+        dtype, rows, depth = operand.dtype, operand.rows, operand.depth
+        if operand.buffer is None:
+            nbytes = min(_bytes_of(dtype, rows, depth), _most_staged(rows))
+        else:
+            nbytes = operand_bytes(dtype, rows, depth)
+        largest = max(largest, nbytes)
+    return largest
+
+
+def sliced_rows(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> frozenset[int]:
+    """Ids of the buffers of several rows that a matrix task multiplies slice by slice."""
+    return frozenset(
+        operand.buffer
+        for operand in _operands(tasks, buffers)
+        if operand.buffer is not None and operand.rows > 1
+        if slices_of(operand.dtype, operand.rows, operand.depth).depth < operand.depth
+    )
+
+
+class _Operand(NamedTuple):
+    """What a matrix task multiplies, [rows, depth]: a buffer, or None where its own steps make it."""
+
+    dtype: DType
+    rows: int
+    depth: int
+    buffer: int | None
+
+
+def _operands(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> Iterator[_Operand]:
+    """The operands of matrix tasks, once for tiles that follow each other; of an input in its weight's type."""
+    known = {buffer.id: buffer for buffer in buffers}
     recipes: dict[int, list[_Product]] = {}
     before: tuple[object, object, object] = (None, None, None)
     for task in tasks:
@@ -210,14 +241,9 @@ def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
         before = task.inputs, recipe, params.get("K")
         for product in _products(task, recipes):
             dtype, depth = known[task.inputs[product.weight]].dtype, product.depth
-            if product.numel is None:
-                rows = max(1, known[task.inputs[product.x]].numel // depth)
-                nbytes = operand_bytes(dtype, rows, depth)
-            else:
-                rows = max(1, product.numel // depth)
-                nbytes = min(_bytes_of(dtype, rows, depth), _most_staged(rows))
-            largest = max(largest, nbytes)
-    return largest
+            number = task.inputs[product.x] if product.numel is None else None
+            numel = known[number].numel if number is not None else product.numel or 0
+            yield _Operand(dtype, max(1, numel // depth), depth, number)
 
 
 class _Product(NamedTuple):

@@ -46,8 +46,9 @@ inline void ptx_barrier_init(uint32_t at, int arrivals) {
     emulator::barrier(at) = {static_cast<uint16_t>(arrivals), static_cast<uint16_t>(arrivals), 0};
 }
 inline void ptx_barrier_arrive(uint32_t at) { emulator::barrier(at).arrive(); }
+inline void ptx_barrier_expect_more(uint32_t at, uint32_t bytes) { emulator::barrier(at).expect(static_cast<int32_t>(bytes)); }
 inline void ptx_barrier_expect(uint32_t at, uint32_t bytes) {
-    emulator::barrier(at).expect(static_cast<int32_t>(bytes));
+    ptx_barrier_expect_more(at, bytes);
     emulator::barrier(at).arrive();
 }
 inline void ptx_barrier_test(uint32_t& done, uint32_t at, uint32_t parity) {
@@ -61,6 +62,9 @@ inline void ptx_bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_
     memset(target, 0xFF, bytes);  // nobody may look at it before it has landed
     emulator::copies.push_back({emulator::current->warp->block, target, static_cast<const char*>(from), bytes,
                                 reinterpret_cast<uint64_t*>(emulator::shared_pointer(barrier))});
+}
+inline void ptx_bulk_copy_plain(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+    ptx_bulk_copy(to, from, bytes, barrier, 0);
 }
 inline void ptx_async_copy16(uint32_t to, const void* from) {
     memcpy(emulator::aligned<char>(emulator::shared_pointer(to), 16), emulator::aligned<char>(from, 16), 16);

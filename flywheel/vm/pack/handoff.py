@@ -7,8 +7,9 @@ reads it asks until it is there, with no fence and no counter between. Source: d
 What other buffers hold in order, a wait keeps there: that of one side of each pair of tasks of which one writes what
 the other reads or writes. Where such a pair has no wait of its own, but stands in order by what others wait for, no
 buffer is awaited at all; nor where buffers share memory, since who reads one would have to come before who writes the
-other. A reader of an awaited buffer comes after its writer in the program's order, which has no cycle; so none is asked
-for what is written behind it.
+other. Nor are several rows that are staged slice by slice: bulk copies bring them, which look at nothing. A reader of
+an awaited buffer comes after its writer in the program's order, which has no cycle; so none is asked for what is
+written behind it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy.typing as npt
 
 from flywheel.ir import Buffer, BufferKind, DType, InstructionKind, MegakernelProgram, Task, Wait
 from flywheel.ir.access import TILED_OPS, appends_behind, multi_row_buffers, tile
+from flywheel.ir.variant import sliced_rows
 from flywheel.vm.pack.nodes import Grouping
 
 _FLOATS: Final = (DType.F32, DType.F16, DType.BF16)
@@ -52,7 +54,8 @@ def by_data(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
     if _shares_pages(program):
         return by_counters(program, grouping)
     accesses = _Accesses(program, grouping)
-    awaited = {number for number in accesses.writers if accesses.can_be_awaited(number)}
+    counted = sliced_rows(grouping.firsts, program.buffers)
+    awaited = {number for number in accesses.writers if number not in counted and accesses.can_be_awaited(number)}
     ordered: set[Pair] = set()
     for number in accesses.writers.keys() - awaited:
         ordered |= accesses.conflicts(number)

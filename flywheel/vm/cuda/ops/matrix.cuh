@@ -99,9 +99,39 @@ __device__ __forceinline__ void stage_rows(Vm vm, const XSlice& x, int rows) {
     }
 }
 
-__device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step) {
+#if FW_BULK_COPIES
+// Of several such rows that are all there: a copy a row, on its way while the vector warps go on. Matrix warps wait for it.
+__device__ __forceinline__ void copy_rows(Vm vm, const XSlice& x, int rows, int round) {
+    if (vm.warp() > 0) return;
+    uint64_t* const landed = &vm.block().x_full[round % X_ROUNDS];
+    const uint32_t bytes = x.depth * sizeof(element_t);
+    if (vm.lane() == 0) barrier_expect(landed, rows * bytes);
+    __syncwarp();
+    if (vm.lane() >= rows) return;
+    before_bulk_copies();
+    bulk_copy(reinterpret_cast<char*>(x.staged + vm.lane() * x.stride),
+              reinterpret_cast<const char*>(x.source + vm.lane() * x.pitch), bytes, landed);
+}
+#endif
+
+// Where the launch is being aborted: what was announced may still be on its way, and must land before the block may end.
+__device__ __noinline__ void drain_x(Vm vm, int stagings) {
+    if (vm.thread() == 0) vm.block().stagings = stagings;  // for the steps that are left
+#pragma unroll 1
+    for (int round = max(0, stagings - X_ROUNDS); round < stagings; round++) {
+        while (!barrier_test(&vm.block().x_full[round % X_ROUNDS], round / X_ROUNDS & 1)) {}
+    }
+}
+
+__device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step, int round) {
     XSlice x(vm, step);
-    if (x.pitch % 16 == 0 && aligned16(x.source)) return step.rows == 1 ? stage_row(vm, x) : stage_rows(vm, x, step.rows);
+    if (x.pitch % 16 == 0 && aligned16(x.source)) {
+        if (step.rows == 1) return stage_row(vm, x);
+#if FW_BULK_COPIES
+        if (!x.awaited) return copy_rows(vm, x, step.rows, round);
+#endif
+        return stage_rows(vm, x, step.rows);
+    }
     if (x.first) vm.await(step.args[0]);
 #pragma unroll 1
     for (int m = 0; m < step.rows; m++, x.source += x.pitch, x.staged += x.stride) {
@@ -129,7 +159,7 @@ __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int rou
 #pragma unroll 1
     do {
         if (!(at->flags & FW_STEP_X_IN_PLACE)) {
-            stage_x(vm, *at);
+            stage_x(vm, *at, round);
             vm.announce(round);
             if (!(at->flags & FW_STEP_CARRIES)) vm.stamp(FW_STAMP_STAGED);
         }
@@ -185,7 +215,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
         const int first = inside(unit) ? unit.m * pitch + start + unit.column : -1;
         char* const target = out.ptr + first * (out_is_half ? 2ll : 4ll);
         const int place = (unit.block * MATRIX_WARPS * rows + unit.m) * PARTIAL_ROWS + row;
-        if (!vm.wait(&vm.block().partial_full[pass & 1], (pass >> 1) & 1)) return;
+        if (!vm.wait(&vm.block().partial_full[pass & 1], (pass >> 1) & 1)) return drain_x(vm, stagings);
         vm.stamp(FW_STAMP_MULTIPLIED);
         const float* partials = vm.block().partial(pass);
         if (quick) {
