@@ -53,7 +53,6 @@ CAPS = {
     "FW_WORK_BYTES": variant.WORK_BYTES,
     "FW_MAX_RING_SLOTS": variant.MAX_RING_SLOTS,
     "FW_MAX_X_SLICES": variant.MAX_X_SLICES,
-    "FW_SLICES_BESIDE": variant.SLICES_BESIDE,
     "FW_WARP": variant.WARP,
 }
 SIZES = {"uint64_t": 8, "int64_t": 8, "uint32_t": 4, "int32_t": 4, "float": 4, "int16_t": 2}

@@ -96,7 +96,7 @@ class Vector:
     fetch_us: float = 0.0
     """A round of activations that a task's warps load at once."""
     slice_us: float = 0.0
-    """A further slice of what is multiplied: a pass more a tile."""
+    """A further slice of what is multiplied; of kernels that took a pass more a tile for it."""
     step_us: float = 0.0
     """A step that is none of the following, and no product."""
     norm_us: float = 0.0

@@ -35,17 +35,8 @@ MAX_INPUT_ROWS_BYTES: Final = 72 * 1024
 SLICES_BESIDE: Final = 2
 """Slices of a longer input that are staged at once: one is on its way while the other is multiplied."""
 
-MAX_ALTERNATING: Final = 7
-"""Slices that a product is cut into for that; one that takes more has its slices one by one, each as long as may be."""
-
 MAX_X_SLICES: Final = 4
 """Slices of an operand that are staged side by side: each has a barrier of its own."""
-
-SLICE_SUMS_BYTES: Final = 1024
-"""Room behind such an operand for the sums of its earlier slices; those of more columns than fit are spilled."""
-
-SUMS_BYTES: Final = 4 * 1024
-"""Room behind an operand that is staged in slices of K, for the sums of its earlier ones."""
 
 WORK_BYTES: Final = 8 * 1024
 """End of the staging area that kernels without a matrix operand take for themselves."""
@@ -142,51 +133,35 @@ def operand_stride(rows: int, depth: int) -> int:
 
 
 class Slices(NamedTuple):
-    """How an input [rows, K] is staged: `depth` columns at a time, `beside` such slices side by side."""
+    """How an operand [rows, K] is staged: `depth` columns at a time, at most `beside` such slices side by side."""
 
     depth: int
     beside: int
 
 
 def slices_of(dtype: DType, rows: int, depth: int) -> Slices:
-    """All of an input [rows, depth], or an even share of the fewest slices of which SLICES_BESIDE fit; or where those
-    are more than MAX_ALTERNATING, of which one fits all that there may be.
+    """All of an input [rows, depth], or an even share of the fewest slices of which SLICES_BESIDE fit.
 
     A share is a multiple of SLICE_K.
     """
-    most = _most_of_input(rows)
+    most = MAX_STAGED_BYTES if rows == 1 else MAX_INPUT_ROWS_BYTES
     if _bytes_of(dtype, rows, depth) <= most:
         return Slices(depth, 1)
-    share = _share(dtype, rows, depth, (most - SUMS_BYTES) // SLICES_BESIDE)
-    if share * MAX_ALTERNATING >= depth:
-        return Slices(share, SLICES_BESIDE)
-    if _bytes_of(dtype, rows, depth) <= _most_staged(rows):
-        return Slices(depth, 1)
-    return Slices(_share(dtype, rows, depth, _most_staged(rows) - SUMS_BYTES), 1)
-
-
-def _share(dtype: DType, rows: int, depth: int, room: int) -> int:
-    """Columns of an even share of the fewest slices that fit `room` bytes, in multiples of SLICE_K."""
     pairs = -(-depth // SLICE_K)
-    fitting = (room // dtype.nbytes(rows * FRAGMENT_K) - (rows > 1)) // 2
+    fitting = (most // SLICES_BESIDE // dtype.nbytes(rows * FRAGMENT_K) - (rows > 1)) // 2
     slices = -(-pairs // max(1, fitting))
-    return SLICE_K * -(-pairs // slices)
+    return Slices(SLICE_K * -(-pairs // slices), SLICES_BESIDE)
 
 
 def operand_bytes(dtype: DType, rows: int, depth: int) -> int:
-    """Bytes that the staging area has for an input [rows, depth] that is multiplied: its own, or those of its first
-    slices and of sums; what the area may have at most where not even that fits, which the VM refuses."""
-    staged, beside = slices_of(dtype, rows, depth)
-    taken = beside * _bytes_of(dtype, rows, staged)
-    return min(taken if staged == depth else taken + SUMS_BYTES, _most_staged(rows))
+    """Bytes that the staging area has for an input [rows, depth] that is multiplied: its own, or those of the slices
+    that lie there at once; what the area may have at most where not even these fit, which the VM refuses."""
+    each, beside = slices_of(dtype, rows, depth)
+    return min(beside * _bytes_of(dtype, rows, each), _most_staged(rows))
 
 
 def _bytes_of(dtype: DType, rows: int, depth: int) -> int:
     return dtype.nbytes(rows * operand_stride(rows, depth))
-
-
-def _most_of_input(rows: int) -> int:
-    return MAX_STAGED_BYTES if rows == 1 else MAX_INPUT_ROWS_BYTES
 
 
 def _most_staged(rows: int) -> int:
@@ -294,7 +269,7 @@ def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> Ke
     if not 0 <= config.pipelining_depth <= 1024:
         raise ConfigError(f"pipelining_depth={config.pipelining_depth} is not in 0..1024")
     by_data, x_slices = _hand_off(config)
-    staged = max(staged, MIN_STAGED_BYTES) + (SLICE_SUMS_BYTES if x_slices > 1 else 0)
+    staged = max(staged, MIN_STAGED_BYTES)
     room = smem - staged - RESERVED_BYTES
     matrix_warps, chunk_warps = _warps(config)
     stream = config.tiling.get("stream", {})

@@ -90,28 +90,20 @@ class StepFlag(IntFlag):
     HAS_M_TILE = 16384
     VIEW = 32768
     """A COPY of columns that nothing need run for: its readers look at the columns where they are."""
-    CARRIES = 65536
-    """A matrix step over the columns of K behind those of the step before it, which goes on with that step's sums."""
-    STAGED_AHEAD = 131072
-    """One whose columns of the operand lie behind those of the step before it, and are staged and announced right after
-    them, before anything is added up."""
-    ANNOUNCES = 262144
+    ANNOUNCES = 65536
     """A step whose result is the staged operand of a matrix step: each warp announces its share once it is written."""
-    NEW_ROW = 524288
+    NEW_ROW = 131072
     """A ROPE of a key with which the steps of a launch's new row begin: one kernel does them in one go."""
-    LEFT = 1048576
+    LEFT = 262144
     """A step that another one does on the way: an attention the ROPE of its queries, what turns a head its RMSNORM, the
     first step of a new row those behind it."""
-    TURNS = 2097152
+    TURNS = 524288
     """An ATTENTION_TILE that does the ROPE before it, on operands that tensor cores take."""
-    ALTERNATES = 8388608
-    """One whose columns of the operand take the place of those two steps before it, and are staged and announced by the
-    step before it, once these are multiplied."""
-    LAST = 4194304
+    LAST = 1048576
     """The last step of its task."""
-    APPENDS = 16777216
+    APPENDS = 2097152
     """One of TURNS that also appends the row that it attends to last: the ROPE of its key, which is step `kblocks`, the
-    KV_APPEND behind that, and the one of its value, step `chunk_kblocks`, are left to it."""
+    KV_APPEND behind that, and the one of its value, step `beside`, are left to it."""
 
 
 class Epilogue(IntEnum):
@@ -129,6 +121,10 @@ class SegmentFlag(IntFlag):
 
     FRESH_X = 1
     """Its operand is announced anew: wait for the next staging."""
+    CONTINUES = 2
+    """A further slice of K: its products are added to those of the segment before it."""
+    GOES_ON = 4
+    """A slice of K with others behind it: the pass is not complete yet."""
 
 
 class Layout(IntEnum):
@@ -211,9 +207,9 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "scratch", note="byte offset of the result, where it is scratch"),
             Field("int32_t", "rope", note="offset of its inverse frequencies in the float table"),
             Field("int32_t", "rows", note="of a matrix step, activation rows M; else of the result, see docs/vm.md"),
-            Field("int32_t", "kblocks", note="fragments of K, or of its slice; of others, see docs/vm.md"),
-            Field("int32_t", "chunk_kblocks", note="fragments of a chunk, at most; of others, see docs/vm.md"),
-            Field("int32_t", "row_chunks", note="chunks of one row block; of a ROPE done on the way, see docs/vm.md"),
+            Field("int32_t", "kblocks", note="fragments of K, or of a slice of it; of others, see docs/vm.md"),
+            Field("int32_t", "beside", note="slices of the operand that lie side by side; of others, see docs/vm.md"),
+            Field("int32_t", "row_chunks", note="partials of a row block, at most; of others, see docs/vm.md"),
             Field("int16_t", "epilogue", note="Epilogue"),
             Field("int16_t", "epilogue_arg", note="operand ref"),
             Field("amk_params_t", "params"),

@@ -30,7 +30,6 @@ from flywheel.ir.variant import (
     MAX_X_SLICES,
     MIN_STAGED_BYTES,
     RESERVED_BYTES,
-    SLICES_BESIDE,
     WARP,
     WORK_BYTES,
 )
@@ -79,7 +78,6 @@ CONSTANTS: Final[Mapping[str, int]] = MappingProxyType(
         "FW_WORK_BYTES": WORK_BYTES,
         "FW_MAX_RING_SLOTS": MAX_RING_SLOTS,
         "FW_MAX_X_SLICES": MAX_X_SLICES,
-        "FW_SLICES_BESIDE": SLICES_BESIDE,
         "FW_WARP": WARP,
     }
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import TORCH_DTYPES, bind, random_weights
 from flywheel.vm import nvrtc
-from flywheel.vm.abi import ABSENT, Fault, InstructionFlag
+from flywheel.vm.abi import ABSENT, Fault, InstructionFlag, SegmentFlag
 from flywheel.vm.driver import load_variant
 from flywheel.vm.loader import LoadedProgram, needed_weights
 from flywheel.vm.nvrtc import arch_name
@@ -65,14 +67,18 @@ def lowered(gpu: EmulatedGpu, config: ScheduleConfig, batch: int = 1) -> Megaker
     return lower(decode_step(SPEC, CONTEXT, DTYPE, batch), config, target)
 
 
-def load(gpu: EmulatedGpu, program: MegakernelProgram, weights: ResidentWeights, **tables: Any) -> LoadedProgram:
+def load(
+    gpu: EmulatedGpu, program: MegakernelProgram, weights: ResidentWeights, sources: Path = nvrtc.SOURCES, **tables: Any
+) -> LoadedProgram:
     packed = replace(pack(program), **tables)
     tensors = bind(program, random_weights(SPEC, 1, TORCH_DTYPES[DTYPE]))
     for name, buffer, layout in needed_weights(packed):
         weights.put(name, tensors[buffer.name].float().numpy(), buffer.shape, buffer.dtype, layout)
     caches = {each.name: gpu.alloc(each.nbytes) for each in program.buffers if each.kind is BufferKind.KV_CACHE}
     variant = packed.variant
-    kernel = build_variant(arch_name(gpu.sm_arch), variant.threads, DTYPE, matrix_warps=variant.matrix_warps)
+    kernel = build_variant(
+        arch_name(gpu.sm_arch), variant.threads, DTYPE, matrix_warps=variant.matrix_warps, sources=sources
+    )
     loaded = LoadedProgram(
         gpu, packed, load_variant(gpu, kernel), weights, {name: cache.address for name, cache in caches.items()}  # type: ignore[arg-type]
     )
@@ -127,6 +133,45 @@ def test_a_launch_that_waits_for_ever_ends_when_the_host_says_so(gpu: EmulatedGp
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_batch_gives_the_reference_s_tokens_row_by_row(gpu: EmulatedGpu, name: str) -> None:
     _compare(gpu, lowered(gpu, CONFIGS[name], 3), [5, 17, 0])
+
+
+@pytest.fixture
+def short_area(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A staging area that eight rows of the MLP's activations outgrow: three slices, two of them side by side."""
+    monkeypatch.setattr("flywheel.ir.variant.MAX_INPUT_ROWS_BYTES", 2 * 8 * 48 * 2)
+
+
+@pytest.mark.usefixtures("short_area")
+@pytest.mark.parametrize("name", ["fused, by counters", "fused, by data"])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_in_slices_give_the_reference_s_tokens(gpu: EmulatedGpu, name: str, seed: int) -> None:
+    gpu.seed = seed
+    program = lowered(gpu, CONFIGS[name], 8)
+    segments = pack(program).segments
+    assert np.count_nonzero(segments["flags"] & SegmentFlag.CONTINUES) > np.count_nonzero(segments["kblocks"] == 6)
+    _compare(gpu, program, [5, 17, 0, 1, 2, 3, 4, 6])
+
+
+@pytest.mark.usefixtures("short_area")
+@pytest.mark.parametrize("gpu", [90], indirect=True)
+@pytest.mark.parametrize("seed", range(3, 28, 4))
+def test_slices_on_their_way_land_before_an_aborted_launch_ends(gpu: EmulatedGpu, seed: int, tmp_path: Path) -> None:
+    """The weights of a first slice never come, and control warps ask the host as soon as they have waited a little."""
+    gpu.seed = seed
+    sources = Path(shutil.copytree(nvrtc.SOURCES, tmp_path / "cuda"))
+    sync = (sources / "sync.cuh").read_text()
+    assert "HOST_PERIOD_NS = 5'000'000" in sync
+    (sources / "sync.cuh").write_text(sync.replace("HOST_PERIOD_NS = 5'000'000", "HOST_PERIOD_NS = 0"))
+    program = lowered(gpu, CONFIGS["fused, by counters"], 8)
+    segments = pack(program).segments.copy()
+    firsts = np.flatnonzero((segments["flags"] & SegmentFlag.GOES_ON != 0) & (segments["x_kblocks"] == 0))
+    segments["queue_index"][firsts[seed % 2]] = 1 << 20
+    with ResidentWeights(gpu, DTYPE) as weights, load(gpu, program, weights, sources, segments=segments) as loaded:  # type: ignore[arg-type]
+        loaded.write_input("token_id", np.arange(8, dtype=np.int32))
+        loaded.write_input("position", np.array([0], np.int32))
+        gpu.abort_flag.value = 1
+        loaded.launch(0)
+        assert loaded._read_report()["fault"] == Fault.ABORTED
 
 
 def _compare(gpu: EmulatedGpu, program: MegakernelProgram, token: list[int]) -> None:

@@ -19,14 +19,12 @@ from flywheel.ir import (
     variant_of,
 )
 from flywheel.ir.variant import (
-    MAX_ALTERNATING,
     MAX_INPUT_ROWS_BYTES,
     MAX_STAGED_BYTES,
     MAX_STAGED_ROWS_BYTES,
     MIN_STAGED_BYTES,
     RESERVED_BYTES,
     SLICES_BESIDE,
-    SUMS_BYTES,
     operand_bytes,
     operand_stride,
     slices_of,
@@ -130,18 +128,11 @@ def test_what_does_not_fit_is_cut_into_the_fewest_even_slices(dtype: DType, rows
     if whole <= most:
         assert (each, beside, taken) == (depth, 1, whole)
         return
-    if beside == 1:
-        shorter = most
-        most = MAX_STAGED_BYTES if rows == 1 else MAX_STAGED_ROWS_BYTES
-        assert -(-depth // _widest(dtype, rows, (shorter - SUMS_BYTES) // SLICES_BESIDE)) > MAX_ALTERNATING
-    assert taken <= most
-    if each == depth:
-        assert taken == whole
-        return
     slices = -(-depth // each)
-    assert taken == beside * dtype.nbytes(rows * operand_stride(rows, each)) + SUMS_BYTES
+    assert taken == beside * dtype.nbytes(rows * operand_stride(rows, each)) <= most
+    assert slices > beside == SLICES_BESIDE
     assert each % 32 == 0 and each * slices - depth < 32 * slices
-    assert slices == -(-depth // _widest(dtype, rows, (most - SUMS_BYTES) // beside))
+    assert slices == -(-depth // _widest(dtype, rows, most // beside))
 
 
 def _widest(dtype: DType, rows: int, room: int) -> int:

@@ -160,6 +160,6 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(
 
 def test_a_ring_too_small_for_the_staged_vector_is_refused(lowered: Lowered) -> None:
     wide = DecoderSpec("wide", "llama", 64, 60000, 1, 1, 1, 16, 32, 1e4, 1e-6, 64)
-    with pytest.raises(ConfigError, match="smem_bytes_per_block=88703: 8191 bytes are left"):
-        lowered(spec=wide, smem_bytes_per_block=88703)
-    assert variant_of(lowered(spec=wide, smem_bytes_per_block=88704)).ring_slots == 2
+    with pytest.raises(ConfigError, match="smem_bytes_per_block=84607: 8191 bytes are left"):
+        lowered(spec=wide, smem_bytes_per_block=84607)
+    assert variant_of(lowered(spec=wide, smem_bytes_per_block=84608)).ring_slots == 2

@@ -46,7 +46,6 @@ typedef uint32_t amk_counter_t;
 #define FW_WORK_BYTES 8192
 #define FW_MAX_RING_SLOTS 64
 #define FW_MAX_X_SLICES 4
-#define FW_SLICES_BESIDE 2
 #define FW_WARP 32
 #define AMK_OP_NOP 0
 #define AMK_OP_COPY 1
@@ -106,19 +105,18 @@ typedef uint32_t amk_counter_t;
 #define FW_STEP_HAS_COLUMNS 8192
 #define FW_STEP_HAS_M_TILE 16384
 #define FW_STEP_VIEW 32768
-#define FW_STEP_CARRIES 65536
-#define FW_STEP_STAGED_AHEAD 131072
-#define FW_STEP_ANNOUNCES 262144
-#define FW_STEP_NEW_ROW 524288
-#define FW_STEP_LEFT 1048576
-#define FW_STEP_TURNS 2097152
-#define FW_STEP_ALTERNATES 8388608
-#define FW_STEP_LAST 4194304
-#define FW_STEP_APPENDS 16777216
+#define FW_STEP_ANNOUNCES 65536
+#define FW_STEP_NEW_ROW 131072
+#define FW_STEP_LEFT 262144
+#define FW_STEP_TURNS 524288
+#define FW_STEP_LAST 1048576
+#define FW_STEP_APPENDS 2097152
 #define FW_EPILOGUE_NONE 0
 #define FW_EPILOGUE_ADD 1
 #define FW_EPILOGUE_SILU_MUL 2
 #define FW_SEGMENT_FRESH_X 1
+#define FW_SEGMENT_CONTINUES 2
+#define FW_SEGMENT_GOES_ON 4
 #define FW_LAYOUT_ROWS 0
 #define FW_LAYOUT_FRAGMENTS 1
 #define FW_LAYOUT_AWAITED 2
@@ -243,9 +241,9 @@ struct amk_step_t {
   int32_t scratch;  // byte offset of the result, where it is scratch
   int32_t rope;  // offset of its inverse frequencies in the float table
   int32_t rows;  // of a matrix step, activation rows M; else of the result, see docs/vm.md
-  int32_t kblocks;  // fragments of K, or of its slice; of others, see docs/vm.md
-  int32_t chunk_kblocks;  // fragments of a chunk, at most; of others, see docs/vm.md
-  int32_t row_chunks;  // chunks of one row block; of a ROPE done on the way, see docs/vm.md
+  int32_t kblocks;  // fragments of K, or of a slice of it; of others, see docs/vm.md
+  int32_t beside;  // slices of the operand that lie side by side; of others, see docs/vm.md
+  int32_t row_chunks;  // partials of a row block, at most; of others, see docs/vm.md
   int16_t epilogue;  // Epilogue
   int16_t epilogue_arg;  // operand ref
   amk_params_t params;
@@ -262,7 +260,7 @@ FW_ASSERT_OFFSET(amk_step_t, scratch, 32);
 FW_ASSERT_OFFSET(amk_step_t, rope, 36);
 FW_ASSERT_OFFSET(amk_step_t, rows, 40);
 FW_ASSERT_OFFSET(amk_step_t, kblocks, 44);
-FW_ASSERT_OFFSET(amk_step_t, chunk_kblocks, 48);
+FW_ASSERT_OFFSET(amk_step_t, beside, 48);
 FW_ASSERT_OFFSET(amk_step_t, row_chunks, 52);
 FW_ASSERT_OFFSET(amk_step_t, epilogue, 56);
 FW_ASSERT_OFFSET(amk_step_t, epilogue_arg, 58);

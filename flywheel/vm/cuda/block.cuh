@@ -25,7 +25,7 @@ constexpr bool EVERY_THREAD = false;
 constexpr int WARP_ARRIVALS = EVERY_THREAD ? WARP : 1;
 
 constexpr int TASK_SLOTS = 2;
-constexpr int X_ROUNDS = FW_MAX_X_SLICES;  // stagings that the matrix warps may be behind
+constexpr int X_ROUNDS = FW_MAX_X_SLICES;  // stagings that the matrix warps may be behind, of slices side by side at least
 constexpr int PARTIAL_BYTES = FW_PARTIALS_BYTES;
 constexpr int PARTIAL_OFFSET = FW_RESERVED_BYTES - PARTIAL_BYTES;
 
@@ -62,6 +62,7 @@ struct Block {
     uint64_t ring_full[FW_MAX_RING_SLOTS];
     uint64_t ring_empty[FW_MAX_RING_SLOTS];
     uint64_t x_full[X_ROUNDS];  // the matrix operand, or a slice of it, is staged: in turn
+    uint64_t x_read[X_ROUNDS];  // and of a slice: it is multiplied
     uint64_t partial_full[2];   // all chunks of a pass are multiplied
     uint64_t partial_empty[2];  // its partials have been read
     uint64_t task_ready[TASK_SLOTS];

@@ -7,7 +7,10 @@ __device__ __forceinline__ void init_barriers(Block& block) {
         barrier_init(&block.ring_full[slot], FW_RING_ARRIVALS);
         barrier_init(&block.ring_empty[slot], block.program.chunk_warps * WARP_ARRIVALS);
     }
-    for (int i = 0; i < X_ROUNDS; i++) barrier_init(&block.x_full[i], VECTOR_WARPS * WARP_ARRIVALS);
+    for (int i = 0; i < X_ROUNDS; i++) {
+        barrier_init(&block.x_full[i], VECTOR_WARPS * WARP_ARRIVALS);
+        barrier_init(&block.x_read[i], MATRIX_WARPS * WARP_ARRIVALS);
+    }
     for (int i = 0; i < 2; i++) {
         barrier_init(&block.partial_full[i], MATRIX_WARPS * WARP_ARRIVALS);
         barrier_init(&block.partial_empty[i], VECTOR_WARPS * WARP_ARRIVALS);

@@ -1,12 +1,16 @@
 // Matrix warps: weight fragments from the ring times the staged operand. Chunk g of the SM's stream belongs to group
 // g % chunk_groups of `chunk_warps` warps, each of which takes a part of its K. A warp adds up its parts of a row block in
-// registers and leaves them as one partial; the vector warps add the partials of a row block, in a fixed order.
+// registers and leaves them as one partial; the vector warps add the partials of a row block, in a fixed order. Where K comes
+// in slices, a segment each, a warp adds those of each slice to its partial.
 #pragma once
 
 #include "block.cuh"
 
 constexpr int FRAGMENT_BYTES = 16 * 16 * sizeof(element_t);
 constexpr int PARTIAL_ROWS = 16;
+
+// A sum of products, or more of one, for which there is a place.
+__device__ __forceinline__ void put(float* partial, float sum, bool adds) { *partial = adds ? *partial + sum : sum; }
 
 #if FW_DTYPE == AMK_DTYPE_F32
 
@@ -38,7 +42,7 @@ struct Product {
             }
         }
     }
-    __device__ __forceinline__ void flush(float* partial, int rows, int lane) {
+    __device__ __forceinline__ void flush(float* partial, int rows, int lane, bool adds) {
 #pragma unroll
         for (int m = 0; m < FW_MAX_ROWS; m++) {
             if (m < rows) {
@@ -47,7 +51,7 @@ struct Product {
                     float sum = acc[m][half];
                     sum += __shfl_xor_sync(~0u, sum, 1);
                     sum += __shfl_xor_sync(~0u, sum, 2);
-                    if ((lane & 3) == 0) partial[m * PARTIAL_ROWS + half * 8 + (lane >> 2)] = sum;
+                    if ((lane & 3) == 0) put(partial + m * PARTIAL_ROWS + half * 8 + (lane >> 2), sum, adds);
                 }
             }
         }
@@ -194,26 +198,26 @@ struct Product {
         }
         if (paired < count) add_few(a + paired * FRAGMENT_BYTES, b + paired * FRAGMENT_X_BYTES, count - paired);
     }
-    __device__ __forceinline__ void flush(float* partial, int rows, int lane) {
+    __device__ __forceinline__ void flush(float* partial, int rows, int lane, bool adds) {
         const int row = lane >> 2, quarter = lane & 3;
         if (rows == 1) {
-            flush_row(partial + row, quarter);
+            flush_row(partial + row, quarter, adds);
             return;
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int m = quarter * 2 + i % 2;
             const float sum = (acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i]);
-            if (m < rows) partial[m * PARTIAL_ROWS + row + i / 2 * 8] = sum;
+            if (m < rows) put(partial + m * PARTIAL_ROWS + row + i / 2 * 8, sum, adds);
         }
     }
     // What counts is in lanes 4 * row + c / 2 and 4 * row + 2 + c / 2: these see to the lower rows, those to the upper ones.
-    __device__ __forceinline__ void flush_row(float* partial, int quarter) {
+    __device__ __forceinline__ void flush_row(float* partial, int quarter, bool adds) {
         const float upper = quarter & 1 ? acc[2][0] + acc[3][1] : acc[0][0] + acc[1][1];
         const float lower = quarter & 1 ? acc[2][2] + acc[3][3] : acc[0][2] + acc[1][3];
         float sum = quarter & 2 ? lower : upper;
         sum += __shfl_xor_sync(~0u, sum, 1);
-        if ((quarter & 1) == 0) partial[quarter * 4] = sum;
+        if ((quarter & 1) == 0) put(partial + quarter * 4, sum, adds);
     }
 };
 
@@ -245,13 +249,12 @@ struct MatrixSegment {
     }
 };
 
-// The segment of a pass on its way to a warp: a word a lane, so that it takes one register.
+// A segment on its way to a warp: a word a lane, so that it takes one register.
 struct SegmentWord {
     uint32_t word = 0;
 
-    __device__ __forceinline__ void fetch(const Block& block, int pass, int lane) {
+    __device__ __forceinline__ void fetch(const Block& block, int index, int lane) {
         constexpr int WORDS = sizeof(amk_segment_t) / 4;
-        const int index = block.stream_first + pass;
         if (index >= block.stream_end || lane >= WORDS) return;
         word = reinterpret_cast<const uint32_t*>(block.program.segments)[index * WORDS + lane];
     }
@@ -286,6 +289,14 @@ class Share {
     }
 };
 
+// A warp's own ones, `pitch` apart.
+__device__ __noinline__ void clear_partials(float* partial, int row_blocks, int pitch, int count, int lane) {
+    for (; row_blocks > 0; row_blocks--, partial += pitch) {
+        for (int i = lane; i < count; i += WARP) partial[i] = 0.0f;
+    }
+    __syncwarp();
+}
+
 __device__ __noinline__ void run_matrix_warp(int warp) {
     Block& block = kept_block();
     int lane = lane_id();
@@ -302,17 +313,23 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
     Waited waited;
     Product product;
     SegmentWord word;
-    word.fetch(block, 0, lane);
+    word.fetch(block, block.stream_first, lane);
+    int pass = 0;
 #pragma unroll 1
-    for (int pass = 0; block.stream_first + pass < block.stream_end; pass++) {
+    for (int index = block.stream_first; index < block.stream_end; index++) {
         const MatrixSegment segment = word.segment();
-        word.fetch(block, pass + 1, lane);
+        word.fetch(block, index + 1, lane);
         const int row_chunks = segment.row_chunks, rows = segment.rows;
-        const int buffer = pass & 1;
+        const bool sliced = segment.flags & (FW_SEGMENT_CONTINUES | FW_SEGMENT_GOES_ON);
+        float* const partials = block.partial(pass) + (sliced ? warp * rows * PARTIAL_ROWS : 0);
+        const int block_partials = MATRIX_WARPS * rows * PARTIAL_ROWS;
         int row_block = 0, piece = chunk, left = idle ? 0 : static_cast<int>(segment.row_blocks) * row_chunks - chunk;
         for (; piece >= row_chunks; piece -= row_chunks) row_block++;
         bool landed = false;  // the chunk is known to have, and is preloaded
-        if (!warp_barrier_wait(&block.partial_empty[buffer], ((pass >> 1) & 1) ^ 1, &block.aborted)) return;
+        if (!(segment.flags & FW_SEGMENT_CONTINUES)) {
+            if (!warp_barrier_wait(&block.partial_empty[pass & 1], ((pass >> 1) & 1) ^ 1, &block.aborted)) return;
+            if (sliced) clear_partials(partials, segment.row_blocks, block_partials, rows * PARTIAL_ROWS, lane);
+        }
         if (left > 0 && ring.has_landed(place)) {
             const Part part = share.of(segment.fragments(piece));
             if (part.count >= Product::PRELOADED) product.preload(ring.slot(place) + part.first * FRAGMENT_BYTES, lane);
@@ -325,8 +342,8 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         float* target;
         const auto begin_row_block = [&] {  // the group's first piece of one is below `groups`, and names the partial
             product.clear();
-            const int slot = row_block * MATRIX_WARPS + piece * block.program.chunk_warps + member;
-            target = block.partial(pass) + slot * rows * PARTIAL_ROWS;
+            const int slot = sliced ? 0 : piece * block.program.chunk_warps + member;
+            target = partials + row_block * block_partials + slot * rows * PARTIAL_ROWS;
         };
         begin_row_block();
 #pragma unroll 1
@@ -355,13 +372,17 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
             __syncwarp();
             if (lane < WARP_ARRIVALS) ring.release(slot);
             if (ends) {
-                product.flush(target, rows, lane);
+                product.flush(target, rows, lane, sliced);
                 begin_row_block();
             }
         }
         chunk = -left;
         __syncwarp();
-        if (lane < WARP_ARRIVALS) barrier_arrive(&block.partial_full[buffer]);
+        if (lane < WARP_ARRIVALS) {
+            if (segment.flags & FW_SEGMENT_FRESH_X) barrier_arrive(&block.x_read[(x_round - 1) % X_ROUNDS]);
+            if (!(segment.flags & FW_SEGMENT_GOES_ON)) barrier_arrive(&block.partial_full[pass & 1]);
+        }
+        if (!(segment.flags & FW_SEGMENT_GOES_ON)) pass++;
     }
     if (warp == 0) waited.tell(block, FW_ANCHOR_STARVED);
     forget_other_set(block, warp * WARP + lane);

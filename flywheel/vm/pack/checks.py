@@ -51,10 +51,9 @@ def float_type(buffers: Iterable[Buffer]) -> DType:
 
 
 def check_count(steps: Sequence[Step]) -> None:
-    """A task slot holds the steps, slices of a product each for itself."""
+    """A task slot holds the steps."""
     if len(steps) > MAX_STEPS:
-        cut = ", with a step for each slice of K" if any(step.columns for step in steps) else ""
-        raise InvalidProgramError(f"has {len(steps)} steps, not 1..{MAX_STEPS}{cut}")
+        raise InvalidProgramError(f"has {len(steps)} steps, not 1..{MAX_STEPS}")
 
 
 def check_steps(steps: Sequence[Step], form: Form, dtype: DType, variant: KernelVariant) -> None:

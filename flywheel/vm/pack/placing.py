@@ -103,16 +103,17 @@ def _last_uses(steps: Sequence[Step]) -> list[int]:
 
 
 def _stagings(steps: Sequence[Step], form: Form, last_use: Sequence[int], reuse: bool) -> tuple[Staging, ...]:
-    """Runs of matrix steps that multiply the same operand or slice of one, which is staged once for each run.
+    """Runs of matrix steps that multiply the same operand, which is staged once for each run.
 
     Without `reuse` every matrix step stages anew, so that no matrix warp runs ahead into what follows it.
     """
-    runs: list[tuple[tuple[object, ...], list[int]]] = []  # (ref, K and slice of the operand, steps)
+    runs: list[tuple[tuple[object, ...], list[int]]] = []  # (ref and K of the operand, steps)
     for index, step in enumerate(steps):
         if step.matrix:
-            x, slice_ = step.args[0], None if step.beside > 1 else step.columns
-            operand = x, step.params["K"], slice_
-            if reuse and runs and runs[-1][0] == operand and not (x < RESULT_REF and form.written[x] is not None):
+            x = step.args[0]
+            operand = x, step.params["K"]
+            stays = not step.streams and not (x < RESULT_REF and form.written[x] is not None)
+            if reuse and stays and runs and runs[-1][0] == operand:
                 runs[-1][1].append(index)
             else:
                 runs.append((operand, [index]))
@@ -122,7 +123,8 @@ def _stagings(steps: Sequence[Step], form: Form, last_use: Sequence[int], reuse:
         x, depth = step.args[0], step.depth
         value = look(x, steps, form)
         rows = value.numel // int(step.params["K"])
-        nbytes = value.dtype.nbytes(rows * operand_stride(rows, depth)) * min(step.beside, len(members))
+        staged = step.beside * operand_stride(rows, depth) if step.streams else operand_stride(rows, step.params["K"])
+        nbytes = value.dtype.nbytes(rows * staged)
         until = runs[number + 1][1][0] if number + 1 < len(runs) else None
         end = len(steps) if until is None else members[-1]
         made = x - RESULT_REF

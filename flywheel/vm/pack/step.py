@@ -13,6 +13,7 @@ from typing import Any
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, BufferKind, DType, InstructionKind
 from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.variant import Slices
 from flywheel.vm.abi import ABSENT, RESULT_REF, Epilogue
 
 _K = InstructionKind
@@ -77,9 +78,7 @@ class Form:
 class Step:
     """One primitive operation. `params` are its own; `out` is an output of the task, or ABSENT for scratch.
 
-    `result` is what it makes, in the dtype that it rounds to first. A product in slices of K is a step a slice:
-    `columns` are those of x, from and to, that it multiplies (None: all), `carried` the ref of the sums that it goes on
-    with. Of one product `beside` slices lie in the staging area at once, slice `number` in place number % beside.
+    `result` is what it makes, in the dtype that it rounds to first. `slices` is how a product takes K, None: at once.
     """
 
     op: InstructionKind
@@ -89,16 +88,22 @@ class Step:
     result: Operand
     epilogue: Epilogue = Epilogue.NONE
     other: int = ABSENT
-    columns: tuple[int, int] | None = None
-    carried: int = ABSENT
-    number: int = 0
-    beside: int = 1
+    slices: Slices | None = None
 
     @property
     def depth(self) -> int:
-        """Columns of x that a matrix step multiplies."""
-        start, end = self.columns or (0, int(self.params["K"]))
-        return end - start
+        """Columns of x that a matrix step multiplies at once."""
+        return self.slices.depth if self.slices is not None else int(self.params["K"])
+
+    @property
+    def beside(self) -> int:
+        """Slices of x that lie in the staging area at once."""
+        return self.slices.beside if self.slices is not None else 1
+
+    @property
+    def streams(self) -> bool:
+        """Whether its slices of x take the place of others."""
+        return self.depth * self.beside < int(self.params["K"])
 
     @property
     def matrix(self) -> bool:
@@ -108,7 +113,7 @@ class Step:
     @property
     def reads(self) -> tuple[int, ...]:
         """Refs of all operands."""
-        return (*self.args, *(ref for ref in (self.other, self.carried) if ref != ABSENT))
+        return self.args if self.other == ABSENT else (*self.args, self.other)
 
 
 def steps_of(form: Form) -> list[Step]:

@@ -1,14 +1,15 @@
-"""The weight stream of each SM: one segment a pass of a matrix step, and which operands are announced anew."""
+"""The weight stream of each SM: one segment a pass of a matrix step and slice of K, and which operands are announced
+anew."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.ir.variant import FRAGMENT_K, SLICES_BESIDE
+from flywheel.ir.variant import FRAGMENT_K
 from flywheel.vm.abi import FRAGMENT_ROWS, InstructionFlag, SegmentFlag, StepFlag, numpy_struct
 
 SEGMENT: Final = numpy_struct("amk_segment_t")
@@ -47,32 +48,11 @@ def tile_of(instructions: Rows, steps: Rows, instruction: Ints, step: Ints) -> t
     return values[0], values[1]
 
 
-def slice_starts(steps: Rows) -> Ints:
-    """Fragments of K before those of each step: those of the slices before it."""
-    blocks = steps["kblocks"].astype(np.int64)
-    before = np.cumsum(blocks) - blocks
-    return before - before[_first_slices(steps)]
-
-
-def staged_blocks(steps: Rows) -> Ints:
-    """Fragments of the staging area before what each step multiplies: those of the slices that lie beside it."""
-    firsts = _first_slices(steps)
-    number = np.arange(len(steps)) - firsts
-    number = np.where(steps["flags"] & int(StepFlag.ALTERNATES), number % SLICES_BESIDE, number)
-    rows = steps["rows"].astype(np.int64)
-    each = rows * (steps["kblocks"][firsts].astype(np.int64) + (rows > 1))
-    return np.where(_staged_beside(steps), number * each, 0)
-
-
-def _first_slices(steps: Rows) -> Ints:
-    """Of each step the first slice of its product; itself where that is whole."""
-    carries = steps["flags"] & int(StepFlag.CARRIES) != 0
-    return np.maximum.accumulate(np.where(carries, 0, np.arange(len(steps))))
-
-
-def _staged_beside(steps: Rows) -> npt.NDArray[np.bool_]:
-    """Whether each step is a slice that is staged beside the one before it."""
-    return np.asarray(steps["flags"] & int(StepFlag.STAGED_AHEAD | StepFlag.ALTERNATES) != 0)
+def chunking(kblocks: Any, fragment_bytes: int, chunk_bytes: int) -> tuple[Any, Any]:
+    """(fragments of one chunk, chunks of a row block) of so many fragments, in chunks as even as they come."""
+    least = -(-kblocks * fragment_bytes // chunk_bytes)
+    chunk_kblocks = -(-kblocks // least)
+    return chunk_kblocks, -(-kblocks // chunk_kblocks)
 
 
 def segments_of(
@@ -82,6 +62,7 @@ def segments_of(
     buffers: Rows,
     entries: tuple[Ints, Ints],
     fragment_bytes: int,
+    chunk_bytes: int,
     pass_blocks: int,
 ) -> tuple[Rows, npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """(segments SM after SM, whose src counts from the start of the weight; buffer of each; first one of each SM)."""
@@ -89,22 +70,29 @@ def segments_of(
     n_off, n_tile = tile_of(instructions, steps, instruction, step)
     first_block = n_off // FRAGMENT_ROWS
     blocks = -(-(n_off + n_tile) // FRAGMENT_ROWS) - first_block
-    entry, number = expand(-(-blocks // pass_blocks))
-    instruction, step = instruction[entry], step[entry]
+    depth, each = -(-steps["params"]["K"][step].astype(np.int64) // FRAGMENT_K), steps["kblocks"][step].astype(np.int64)
+    slices = -(-depth // each)
+    entry, number = expand(-(-blocks // pass_blocks) * slices)
+    instruction, step, depth, each, slices = (column[entry] for column in (instruction, step, depth, each, slices))
+    pass_, slice_ = np.divmod(number, slices)
     weight = instructions["inputs"][instruction, steps["args"][step, 1]]
     row_stride = -(-buffers["shape"][weight, 1].astype(np.int64) // FRAGMENT_K) * fragment_bytes
+    rows, beside = (steps[name][step].astype(np.int64) for name in ("rows", "beside"))
+    kblocks = np.minimum(each, depth - slice_ * each)
     segments = np.zeros(len(entry), SEGMENT)
-    segments["src"] = (first_block[entry] + number * pass_blocks) * row_stride
-    starts = slice_starts(steps)
-    segments["src"] += (starts[step] * fragment_bytes).astype(np.uint64)
-    segments["x_kblocks"] = staged_blocks(steps)[step]
+    segments["src"] = (first_block[entry] + pass_ * pass_blocks) * row_stride + slice_ * each * fragment_bytes
+    segments["x_kblocks"] = slice_ % beside * rows * (each + (rows > 1))
     segments["queue_index"] = instruction - queues[instructions["sm"][instruction]]
-    segments["row_blocks"] = np.minimum(pass_blocks, blocks[entry] - number * pass_blocks)
-    segments["row_stride"] = row_stride
-    for name in ("kblocks", "chunk_kblocks", "row_chunks", "rows"):
-        segments[name] = steps[name][step]
-    announced = (number == 0) & (_staged_beside(steps) | (steps["flags"] & int(StepFlag.REUSE_X) == 0))[step]
-    announced &= instructions["flags"][instruction] & int(InstructionFlag.X_STAGED) == 0
-    segments["flags"][announced] = SegmentFlag.FRESH_X
+    segments["row_blocks"] = np.minimum(pass_blocks, blocks[entry] - pass_ * pass_blocks)
+    segments["row_stride"], segments["kblocks"], segments["rows"] = row_stride, kblocks, rows
+    segments["chunk_kblocks"], segments["row_chunks"] = chunking(kblocks, fragment_bytes, chunk_bytes)
+    fresh = (steps["flags"][step] & int(StepFlag.REUSE_X) == 0) & ((pass_ == 0) | (slices > beside))
+    fresh &= instructions["flags"][instruction] & int(InstructionFlag.X_STAGED) == 0
+    for marked, flag in (
+        (fresh, SegmentFlag.FRESH_X),
+        (slice_ > 0, SegmentFlag.CONTINUES),
+        (slice_ < slices - 1, SegmentFlag.GOES_ON),
+    ):
+        segments["flags"][marked] |= np.uint32(flag)
     streams = np.searchsorted(instructions["sm"][instruction], np.arange(len(queues)))
     return segments, weight.astype(np.int32), streams.astype(np.int32)

@@ -13,13 +13,14 @@ import numpy.typing as npt
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, PARAM_FIELDS, BufferKind, DType, InstructionKind, KernelVariant, KvRows
 from flywheel.ir.variant import FRAGMENT_K, operand_stride
-from flywheel.vm.abi import ABSENT, FRAGMENT_ROWS, MAX_STEPS, RESULT_REF, InstructionFlag, StepFlag, numpy_struct
+from flywheel.vm.abi import ABSENT, FRAGMENT_ROWS, RESULT_REF, InstructionFlag, StepFlag, numpy_struct
 from flywheel.vm.pack.checks import check_count, check_steps
 from flywheel.vm.pack.frequencies import Frequencies
 from flywheel.vm.pack.new_row import find_new_row
 from flywheel.vm.pack.placing import Placement, place_values
 from flywheel.vm.pack.slicing import in_slices
 from flywheel.vm.pack.step import Form, Step, inherited, look, names_columns, steps_of
+from flywheel.vm.pack.stream import chunking
 from flywheel.vm.pack.turning import find_norm, turns_queries
 
 _K = InstructionKind
@@ -77,22 +78,12 @@ def fragment_bytes(dtype: DType) -> int:
     return dtype.nbytes(FRAGMENT_ROWS * FRAGMENT_K)
 
 
-def chunking(depth: int, dtype: DType, chunk_bytes: int) -> tuple[int, int, int]:
-    """(fragments that span K, fragments of one chunk, chunks of a row block), in chunks as even as they come."""
-    kblocks = -(-depth // FRAGMENT_K)
-    least = -(-kblocks * fragment_bytes(dtype) // chunk_bytes)
-    chunk_kblocks = -(-kblocks // least)
-    return kblocks, chunk_kblocks, -(-kblocks // chunk_kblocks)
-
-
 def make_template(form: Form, dtype: DType, variant: KernelVariant, frequencies: Frequencies) -> Template:
     """The template of a form in a program of `dtype` floats. Raises InvalidProgramError for what has no kernel."""
     whole = steps_of(form)
     check_steps(whole, form, dtype, variant)
+    check_count(whole)
     steps = in_slices(whole, form, variant.x_slices)
-    if len(steps) > MAX_STEPS:
-        steps = in_slices(whole, form)  # those that have to be
-    check_count(steps)
     views = frozenset(index for index, step in enumerate(steps) if _is_view(step, form))
     placed = place_values(steps, form, variant.staged_bytes, views)
     shown = frozenset(index for index in views if not placed.is_in_place(index))
@@ -103,9 +94,10 @@ def make_template(form: Form, dtype: DType, variant: KernelVariant, frequencies:
         if index in shown:
             table[index]["flags"] |= StepFlag.VIEW
         if step.matrix:
-            chunks = chunking(step.depth, dtype, variant.chunk_bytes)
-            for name, value in zip(("kblocks", "chunk_kblocks", "row_chunks"), chunks, strict=True):
-                table[index][name] = value
+            kblocks = -(-step.depth // FRAGMENT_K)
+            _, row_chunks = chunking(kblocks, fragment_bytes(dtype), variant.chunk_bytes)
+            table[index]["kblocks"], table[index]["beside"] = kblocks, step.beside
+            table[index]["row_chunks"] = row_chunks if step.slices is None else variant.matrix_warps
             table[index]["flags"] |= placed.staging(index).flag(index)
     for staging in placed.stagings:
         if staging.in_place:
@@ -132,12 +124,12 @@ def _flag_turning(
             table[place]["flags"] |= StepFlag.LEFT
         if row.alone:
             first["flags"] |= StepFlag.NEW_ROW
-            first["kblocks"], first["chunk_kblocks"] = row.value, row.query_rope
+            first["kblocks"], first["beside"] = row.value, row.query_rope
             last["flags"] |= StepFlag.LEFT
         else:
             first["flags"] |= StepFlag.LEFT
             last["flags"] |= StepFlag.TURNS | StepFlag.APPENDS
-            last["kblocks"], last["chunk_kblocks"] = row.key_rope, row.value
+            last["kblocks"], last["beside"] = row.key_rope, row.value
         _leave_norm(table, row.key_rope, row.key_norm)
         _leave_norm(table, row.query_rope, row.query_norm)
     for place in range(1, len(steps) if row is None else row.key_rope):
@@ -176,7 +168,7 @@ def _fill(row: np.void, step: Step, before: Sequence[Step], form: Form, frequenc
     row["rope"] = frequencies.offset(step.params) if step.op is _K.ROPE else ABSENT
     row["rows"] = _rows(step, before, form)
     if step.op is _K.SOFTMAX:
-        row["rows"], row["kblocks"], row["chunk_kblocks"] = _around(step, before, form)
+        row["rows"], row["kblocks"], row["beside"] = _around(step, before, form)
     row["flags"] = _flags(step, form)
     for name in PARAM_FIELDS.keys() & step.params.keys():
         row["params"][name] = step.params[name]
@@ -192,10 +184,6 @@ def _flags(step: Step, form: Form) -> int:
         flags |= StepFlag.HAS_COLUMNS
     if step.matrix and (form.recipe is not None or step.out == ABSENT) and not (step.out == 0 and form.rows > 1):
         flags |= StepFlag.INDEX_FROM_ZERO
-    if step.carried != ABSENT:
-        flags |= StepFlag.CARRIES
-        if step.beside > 1:
-            flags |= StepFlag.STAGED_AHEAD if step.number < step.beside else StepFlag.ALTERNATES
     return flags
 
 
@@ -241,8 +229,10 @@ def _shared_operands(
     steps: Sequence[Step], form: Form, placed: Placement
 ) -> tuple[StagedValue | None, StagedValue | None]:
     """(operand that an earlier task may have staged, operand that a later one finds staged)."""
-    if len(placed.stagings) != 1 or any(step.op is _K.ATTENTION_TILE or step.number >= step.beside for step in steps):
-        return None, None  # an attention or a later slice has taken the operand's place
+    if len(placed.stagings) != 1 or any(step.op is _K.ATTENTION_TILE for step in steps):
+        return None, None  # an attention has taken the operand's place
+    if any(step.streams for step in steps if step.matrix):
+        return None, None  # or a later slice of it
     (staging,) = placed.stagings
     inputs: list[int] = []
     formula = _formula(staging.ref, steps, form, inputs)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flywheel.ir import PARAM_FIELDS, DType, InstructionKind, MegakernelProgram
 from flywheel.ir.access import MATRIX_OPS
-from flywheel.ir.variant import SLICES_BESIDE, WORK_BYTES
+from flywheel.ir.variant import WORK_BYTES
 from flywheel.vm.abi import (
     ABSENT,
     PARTIALS_BYTES,
@@ -239,7 +239,7 @@ class TableVM:
         if op is K.ROPE:
             self._rope(inputs, result, step)
         elif op is K.SOFTMAX:
-            shape = (int(step["rows"]), int(step["kblocks"]), int(step["chunk_kblocks"]))
+            shape = (int(step["rows"]), int(step["kblocks"]), int(step["beside"]))
             result.copy_(inputs[0].reshape(shape).float().softmax(1).reshape(-1))
         else:
             OPS[op](inputs, result, given)
@@ -258,89 +258,97 @@ class TableVM:
 
     def _matrix(self, sm: Sm, instruction: Any, steps: Any, index: int, params: Mapping[str, Any]) -> None:
         step = steps[index]
-        flags, rows, kblocks = int(step["flags"]), int(step["rows"]), int(step["kblocks"])
+        flags, rows, each, beside = (int(step[name]) for name in ("flags", "rows", "kblocks", "beside"))
         how = StepFlag(flags) & (StepFlag.STAGE | StepFlag.X_IN_PLACE | StepFlag.REUSE_X)
         assert how in (StepFlag.STAGE, StepFlag.X_IN_PLACE, StepFlag.REUSE_X)
-        slices = 0  # of K, before this one
-        while steps[index - slices]["flags"] & StepFlag.CARRIES:
-            slices += 1
-        start = sum(int(each["kblocks"]) for each in steps[index - slices : index])
         x = self._operand(sm, instruction, steps, int(step["args"][0])).reshape(rows, -1)
-        assert x.shape[1] == step["params"]["K"]
-        x = x[:, start * 16 :][:, : kblocks * 16]
-        stride = 16 * (kblocks + (rows > 1))
-        dtype = TORCH_DTYPES[self.packed.dtype]
-        assert x.dtype is dtype
-        ahead = bool(flags & (StepFlag.STAGED_AHEAD | StepFlag.ALTERNATES))
-        assert not ahead or (how is StepFlag.REUSE_X and slices)
-        place = slices % SLICES_BESIDE if flags & StepFlag.ALTERNATES else slices if ahead else 0
-        beside = place * rows * (int(steps[index - slices]["kblocks"]) + (rows > 1))  # fragments
-        behind = beside * 16 * dtype.itemsize
-        staged = torch.from_numpy(sm.staging)[behind:][: rows * stride * dtype.itemsize].view(dtype).view(rows, stride)
-        fresh = not instruction["flags"] & InstructionFlag.X_STAGED and (how is not StepFlag.REUSE_X or ahead)
-        if fresh and (how is StepFlag.STAGE or ahead):
-            copied = x.clone()
-            staged[:, : kblocks * 16] = 0
-            staged[:, : copied.shape[1]] = copied
-        operand = staged[:, : kblocks * 16].clone()
-        if fresh:
-            sm.announced = {**(sm.announced if ahead else {}), behind: operand}
-        # Matrix warps may read it at any time since it was announced: it must be the same all along.
-        assert torch.equal(sm.announced[behind], operand)
+        depth = x.shape[1]
+        assert depth == step["params"]["K"] and x.dtype is TORCH_DTYPES[self.packed.dtype]
+        starts = range(0, -(-depth // 16), each)
+        streams = len(starts) > beside
+        fresh = not instruction["flags"] & InstructionFlag.X_STAGED and how is not StepFlag.REUSE_X
+        assert fresh or not streams
+        assert len(starts) == 1 or how is not StepFlag.X_IN_PLACE
+        assert len(starts) == 1 or step["row_chunks"] == self.packed.variant.matrix_warps
         if how is StepFlag.X_IN_PLACE:
             assert steps[int(step["args"][0]) - RESULT_REF]["flags"] & StepFlag.ANNOUNCES
-        assert torch.equal(operand[:, : x.shape[1]], x) or instruction["flags"] & InstructionFlag.X_STAGED
+        if fresh:
+            sm.announced = {}
         n_off, n_tile = self._own(step, params, "n_off"), self._own(step, params, "N_tile")
-        blocks = n_off // 16, -(-(n_off + n_tile) // 16)
-        product = self._stream(sm, instruction, step, operand.float(), fresh, blocks, start, beside)
-        product = product[:, n_off % 16 :][:, :n_tile]
-        if slices:
-            before = steps[index - 1]
-            assert ahead or (how is StepFlag.STAGE and fresh)
-            assert before["epilogue"] == Epilogue.NONE and before["n_args"] == 2
-            assert before["out"] < 0 and before["out_dtype"] == DType.F32 and before["flags"] & StepFlag.INDEX_FROM_ZERO
-            assert (before["args"][:2] == step["args"][:2]).all() and before["params"] == step["params"]
-            product = product + self._scratch(sm, before).view(-1)[: rows * n_tile].view(rows, n_tile)
-        self._store(sm, instruction, steps, step, params, product, n_off)
+        end = -(-(n_off + n_tile) // 16)
+        passes = []
+        for block in range(n_off // 16, end, self.packed.pass_blocks):
+            blocks = block, min(end, block + self.packed.pass_blocks)
+            new = fresh and (streams or not passes)
+            places = [number % beside * rows * (each + (rows > 1)) for number in range(len(starts))]
+            if new and not streams:
+                for start, place in zip(starts, places, strict=True):
+                    self._stage(sm, x, start, min(each, -(-depth // 16) - start), place, how is StepFlag.STAGE)
+            product = torch.zeros(rows, 16 * (blocks[1] - blocks[0]))
+            for start, place in zip(starts, places, strict=True):
+                kblocks = min(each, -(-depth // 16) - start)
+                if streams:
+                    self._stage(sm, x, start, kblocks, place, True)
+                operand = self._staged(sm, rows, kblocks, place)[:, : kblocks * 16]
+                # Matrix warps may read it at any time since it was announced: it must be the same all along.
+                assert torch.equal(sm.announced[place], operand)
+                mine = x[:, start * 16 :][:, : kblocks * 16]
+                assert torch.equal(operand[:, : mine.shape[1]], mine) or instruction["flags"] & InstructionFlag.X_STAGED
+                slices = start > 0, start < starts[-1]
+                product += self._segment(sm, instruction, step, operand.float(), new, blocks, start, place, slices)
+            passes.append(product)
+        self._store(sm, instruction, steps, step, params, torch.cat(passes, dim=1)[:, n_off % 16 :][:, :n_tile], n_off)
 
-    def _stream(
+    def _staged(self, sm: Sm, rows: int, kblocks: int, place: int) -> Tensor:
+        """What lies in the staging area behind `place` fragments."""
+        dtype = TORCH_DTYPES[self.packed.dtype]
+        stride = 16 * (kblocks + (rows > 1))
+        area = sm.staging[place * 16 * dtype.itemsize :][: rows * stride * dtype.itemsize]
+        return torch.from_numpy(area).view(dtype).view(rows, stride)
+
+    def _stage(self, sm: Sm, x: Tensor, start: int, kblocks: int, place: int, copies: bool) -> None:
+        """Announce a slice of x, after a copy of it if it is not there yet."""
+        staged = self._staged(sm, len(x), kblocks, place)
+        if copies:
+            copied = x[:, start * 16 :][:, : kblocks * 16].clone()
+            staged[:, : kblocks * 16] = 0
+            staged[:, : copied.shape[1]] = copied
+        sm.announced[place] = staged[:, : kblocks * 16].clone()
+
+    def _segment(
         self, sm: Sm, instruction: Any, step: Any, x: Tensor, fresh: bool,
-        span: tuple[int, int], start: int, beside: int,
+        span: tuple[int, int], start: int, place: int, slices: tuple[bool, bool],
     ) -> Tensor:  # fmt: skip
-        first, end = span
+        """The next segment of the stream times a slice of x."""
         packed = self.packed
         element = TORCH_DTYPES[packed.dtype].itemsize
         fragment = 256 * element
+        assert sm.stream < len(packed.segments)
+        segment = packed.segments[sm.stream]
+        row = int(instruction["inputs"][step["args"][1]])
+        assert packed.segment_buffers[sm.stream] == row
+        assert segment["x_kblocks"] == place and segment["rows"] == len(x) == step["rows"]
+        assert segment["queue_index"] == sm.queue - packed.queues[instruction["sm"]]
+        flags = SegmentFlag.FRESH_X, SegmentFlag.CONTINUES, SegmentFlag.GOES_ON
+        assert [bool(segment["flags"] & flag) for flag in flags] == [fresh, *slices]
+        blocks, kblocks = int(segment["row_blocks"]), int(segment["kblocks"])
+        assert blocks == span[1] - span[0] and kblocks * 16 == x.shape[1]
+        assert blocks * packed.variant.matrix_warps * len(x) * 64 <= PARTIALS_BYTES // 2
+        assert segment["chunk_kblocks"] * fragment <= packed.variant.chunk_bytes
+        assert 0 <= segment["row_chunks"] * segment["chunk_kblocks"] - kblocks < segment["chunk_kblocks"]
+        assert segment["row_chunks"] == step["row_chunks"] or any(slices)
+        stride, src = int(segment["row_stride"]), int(segment["src"])
+        assert src == span[0] * stride + start * fragment and (start + kblocks) * fragment <= stride
+        memory = self.memory[row]
         products = []
-        block = first
-        while block < end:
-            assert sm.stream < len(packed.segments)
-            segment = packed.segments[sm.stream]
-            row = int(instruction["inputs"][step["args"][1]])
-            assert packed.segment_buffers[sm.stream] == row
-            assert segment["x_kblocks"] == beside
-            assert segment["queue_index"] == sm.queue - packed.queues[instruction["sm"]]
-            assert bool(segment["flags"] & SegmentFlag.FRESH_X) == (fresh and block == first)
-            blocks, kblocks = int(segment["row_blocks"]), int(segment["kblocks"])
-            assert 0 < blocks <= packed.pass_blocks
-            assert blocks * packed.variant.matrix_warps * len(x) * 64 <= PARTIALS_BYTES // 2
-            for name in ("kblocks", "chunk_kblocks", "row_chunks", "rows"):
-                assert segment[name] == step[name]
-            assert segment["chunk_kblocks"] * fragment <= packed.variant.chunk_bytes
-            assert 0 <= segment["row_chunks"] * segment["chunk_kblocks"] - kblocks < segment["chunk_kblocks"]
-            stride, src = int(segment["row_stride"]), int(segment["src"])
-            assert src == block * stride + start * fragment and (start + kblocks) * fragment <= stride
-            memory = self.memory[row]
-            for row_block in range(blocks):
-                at = src + row_block * stride
-                octets = memory[at : at + kblocks * fragment]
-                assert len(octets) == kblocks * fragment
-                weights = from_fragments(octets.view(f"u{element}"), 16, kblocks * 16)
-                tensor = torch.from_numpy(np.ascontiguousarray(weights).view(np.uint8)).view(TORCH_DTYPES[packed.dtype])
-                products.append(x @ tensor.view(16, -1).float().T)
-            block += blocks
-            sm.stream += 1
-        assert block == end
+        for row_block in range(blocks):
+            at = src + row_block * stride
+            octets = memory[at : at + kblocks * fragment]
+            assert len(octets) == kblocks * fragment
+            weights = from_fragments(octets.view(f"u{element}"), 16, kblocks * 16)
+            tensor = torch.from_numpy(np.ascontiguousarray(weights).view(np.uint8)).view(TORCH_DTYPES[packed.dtype])
+            products.append(x @ tensor.view(16, -1).float().T)
+        sm.stream += 1
         return torch.cat(products, dim=1)
 
     def _store(

@@ -42,7 +42,7 @@ def found(packed: PackedProgram) -> list[list[str]]:
     for instruction in packed.instructions:
         steps = packed.steps[instruction["first_step"] :][: instruction["n_steps"]]
         for place in np.flatnonzero(steps["flags"] & int(StepFlag.NEW_ROW)):
-            others = (steps[place]["kblocks"], steps[place]["chunk_kblocks"], len(steps) - 1)
+            others = (steps[place]["kblocks"], steps[place]["beside"], len(steps) - 1)
             rows.append([InstructionKind(int(steps[at]["op"])).name for at in (place, place + 1, *others)])
     return rows
 
@@ -54,7 +54,7 @@ def appended(packed: PackedProgram) -> list[list[str]]:
         steps = packed.steps[instruction["first_step"] :][: instruction["n_steps"]]
         for place in np.flatnonzero(steps["flags"] & int(StepFlag.APPENDS)):
             key = steps[place]["kblocks"]
-            others = (key, key + 1, steps[place]["chunk_kblocks"], place - 1)
+            others = (key, key + 1, steps[place]["beside"], place - 1)
             assert all(steps["flags"][list(others)] & int(StepFlag.LEFT))
             assert steps["flags"][place] & int(StepFlag.TURNS)
             rows.append([InstructionKind(int(steps[at]["op"])).name for at in (*others, place)])
@@ -66,7 +66,7 @@ def own_norms(packed: PackedProgram, instruction: Any) -> list[int]:
     steps = packed.steps[instruction["first_step"] :][: instruction["n_steps"]]
     places: list[int] = []
     for place in np.flatnonzero(steps["flags"] & int(StepFlag.NEW_ROW)):
-        places += [int(steps[rope]["row_chunks"]) for rope in (place, steps[place]["chunk_kblocks"])]
+        places += [int(steps[rope]["row_chunks"]) for rope in (place, steps[place]["beside"])]
     norms = [place for place in places if place >= 0]
     assert all(steps[place]["op"] == int(InstructionKind.RMSNORM) for place in norms)
     assert all(steps[place]["flags"] & int(StepFlag.LEFT) for place in norms)
@@ -167,7 +167,7 @@ def test_a_view_may_lie_between_the_steps(chain: Chain) -> None:
     packed = pack(appending(chain))
     assert packed.steps["flags"][3] & int(StepFlag.VIEW)
     assert found(packed) == [ROW]
-    assert (packed.steps["kblocks"][0], packed.steps["chunk_kblocks"][0]) == (2, 4)
+    assert (packed.steps["kblocks"][0], packed.steps["beside"][0]) == (2, 4)
 
 
 @pytest.mark.parametrize(

@@ -9,22 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flywheel.errors import ConfigError
+from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import TARGETS, BufferKind, DType, MegakernelProgram, ScheduleConfig
-from flywheel.ir.variant import MIN_STAGED_BYTES, SLICE_SUMS_BYTES
+from flywheel.ir.variant import MIN_STAGED_BYTES
 from flywheel.lowering.lower import lower
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
-from flywheel.vm.abi import ABSENT, SPILLED, Epilogue, InstructionFlag, SegmentFlag, StepFlag
+from flywheel.vm.abi import Epilogue, InstructionFlag, SegmentFlag
 from flywheel.vm.pack import pack
 
 IN, ACT, WEIGHT, OUT = BufferKind.IO_INPUT, BufferKind.ACTIVATION, BufferKind.WEIGHT, BufferKind.IO_OUTPUT
 F32, BF16 = DType.F32, DType.BF16
 Chain = Callable[..., MegakernelProgram]
 Agree = Callable[..., None]
+SLICED = SegmentFlag.CONTINUES | SegmentFlag.GOES_ON
 Limit = Callable[[DType, int, int], None]
 
 
@@ -33,8 +34,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
     """`limit(dtype, rows, fragments)`: two slices of so many rows have at most so many fragments each."""
 
     def lower_to(dtype: DType, rows: int, fragments: int) -> None:
-        monkeypatch.setattr("flywheel.ir.variant.SUMS_BYTES", 64)
-        nbytes = 64 + 2 * dtype.nbytes(rows * (fragments + (rows > 1)) * 16)
+        nbytes = 2 * dtype.nbytes(rows * (fragments + (rows > 1)) * 16)
         for name in ("MAX_STAGED_BYTES", "MAX_INPUT_ROWS_BYTES", "MAX_STAGED_ROWS_BYTES"):
             monkeypatch.setattr(f"flywheel.ir.variant.{name}", nbytes)
 
@@ -42,11 +42,9 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
 
 
 def slices_of(program: MegakernelProgram) -> list[int]:
-    """Fragments of each slice of all matrix steps that are cut."""
-    steps = pack(program).steps
-    carries = [bool(flags & StepFlag.CARRIES) for flags in steps["flags"]]
-    behind = [*carries[1:], False]
-    return [int(blocks) for blocks, *cut in zip(steps["kblocks"], carries, behind, strict=True) if any(cut)]
+    """Fragments of each slice of all segments that are cut."""
+    segments = pack(program).segments
+    return [int(kblocks) for kblocks in segments["kblocks"][segments["flags"] & SLICED != 0]]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -72,35 +70,26 @@ def test_slices_add_up_whatever_the_tiles(
     program = chain(buffers, tasks, ScheduleConfig(threads_per_block=threads))
     cut = slices_of(program)
     packed = pack(program)
-    assert len(packed.steps) == len(cut) and sum(cut) == len(tasks) * -(-depth // 16)
-    one_by_one = not any(packed.steps["flags"] & StepFlag.STAGED_AHEAD)  # where there would be more than seven
-    assert max(cut) <= fragments * (2 if one_by_one else 1) and one_by_one == (depth == 1024 and fragments == 6)
+    passes = int((packed.segments["flags"] & SegmentFlag.GOES_ON == 0).sum())
+    assert len(packed.steps) <= len(tasks) <= passes and sum(cut) == passes * -(-depth // 16)
+    assert max(cut) <= fragments and len(cut) == len(packed.segments)
     assert not (packed.instructions["flags"] & InstructionFlag.X_STAGED).any()
-    fresh = packed.segments["flags"] & SegmentFlag.FRESH_X != 0
-    assert fresh.sum() == len(cut)
+    assert (packed.segments["flags"] & SegmentFlag.FRESH_X).all()
     agree(program)
 
 
-def test_only_the_last_slice_rounds_adds_and_stores(chain: Chain, limit: Limit) -> None:
+def test_slices_are_segments_that_take_two_places_in_turn(chain: Chain, limit: Limit) -> None:
     limit(BF16, 1, 30)
-    buffers = {"x": (IN, BF16, (1, 1024)), "w": (WEIGHT, BF16, (20, 1024)), "b": (WEIGHT, BF16, (20,)),
-               "y": (OUT, BF16, (1, 20))}  # fmt: skip
-    tile = {"K": 1024, "n_off": 0, "N_tile": 20}
-    packed = pack(chain(buffers, [("GEMV_TILE", ["x", "w", "b"], ["y"], tile)]))
-    first, second, third = packed.steps
-    assert [int(step["kblocks"]) for step in packed.steps] == [22, 22, 20]
-    for step in (first, second):
-        assert (step["out"], step["out_dtype"], step["out_numel"], step["n_args"]) == (ABSENT, F32, 20, 2)
-        assert step["flags"] & StepFlag.INDEX_FROM_ZERO and step["scratch"] >= 22 * 32
-    assert (third["out"], third["out_dtype"], third["n_args"]) == (0, BF16, 3)
-    assert [bool(step["flags"] & StepFlag.CARRIES) for step in packed.steps] == [False, True, True]
-    for step, flag in zip(packed.steps, (StepFlag.STAGE, StepFlag.STAGED_AHEAD, StepFlag.ALTERNATES), strict=True):
-        assert step["flags"] & flag
+    buffers = {"x": (IN, BF16, (1, 1024)), "w": (WEIGHT, BF16, (20, 1024)), "y": (OUT, BF16, (1, 20))}
+    packed = pack(chain(buffers, [("GEMV_TILE", ["x", "w"], ["y"], {"K": 1024, "n_off": 0, "N_tile": 20})]))
+    (step,) = packed.steps
+    assert (step["kblocks"], step["beside"], step["row_chunks"]) == (22, 2, packed.variant.matrix_warps)
+    fresh, continues, goes_on = SegmentFlag.FRESH_X, SegmentFlag.CONTINUES, SegmentFlag.GOES_ON
+    assert packed.segments["flags"].tolist() == [fresh | goes_on, fresh | continues | goes_on, fresh | continues]
+    assert packed.segments["kblocks"].tolist() == [22, 22, 20]
     assert packed.segments["x_kblocks"].tolist() == [0, 22, 0]
-    assert first["scratch"] != second["scratch"]
-    row = 64 * 512
     assert packed.segments["src"].tolist() == [0, 22 * 512, 44 * 512]
-    assert set(packed.segments["row_stride"].tolist()) == {row}
+    assert set(packed.segments["row_stride"].tolist()) == {64 * 512}
 
 
 def made(op: str, args: list[dict[str, int]], out: Any, shape: tuple[int, int], **params: Any) -> dict[str, Any]:
@@ -108,7 +97,7 @@ def made(op: str, args: list[dict[str, int]], out: Any, shape: tuple[int, int], 
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_residuals_and_gates_are_taken_in_by_the_last_slice(
+def test_residuals_and_gates_are_taken_in_behind_the_last_slice(
     chain: Chain, agree: Agree, limit: Limit, rows: int
 ) -> None:
     limit(BF16, rows, 3)
@@ -134,20 +123,18 @@ def test_residuals_and_gates_are_taken_in_by_the_last_slice(
         tasks.append(("FUSED", ["x", "w", "v"], ["z"], {**tile, "recipe": {"steps": gated}}))
     program = chain(buffers, tasks)
     steps = pack(program).steps
-    epilogues = {Epilogue(int(step["epilogue"])) for step in steps if step["flags"] & StepFlag.CARRIES}
+    epilogues = {Epilogue(int(step["epilogue"])) for step in steps if step["kblocks"] * 16 < depth}
     assert {Epilogue.ADD, Epilogue.SILU_MUL} <= epilogues
     agree(program)
 
 
-def test_sums_that_do_not_fit_behind_their_operand_are_spilled(chain: Chain, agree: Agree, limit: Limit) -> None:
-    limit(F32, 8, 31)
-    buffers = {"x": (IN, F32, (8, 1024)), "w": (WEIGHT, F32, (256, 1024)), "y": (OUT, F32, (8, 256))}
-    tile = {"K": 1024, "n_off": 0, "N_tile": 256, "M_tile": 8}
-    program = chain(buffers, [("GEMM_TILE", ["x", "w"], ["y"], tile)])
-    packed = pack(program)
-    assert packed.workspace_stride >= 8 * 256 * 4
-    assert packed.steps["scratch"][0] & SPILLED
-    agree(program)
+def test_a_task_that_writes_what_it_multiplies_in_slices_is_refused(chain: Chain, limit: Limit) -> None:
+    """A later pass would stage what an earlier one has made."""
+    limit(BF16, 2, 3)
+    buffers = {"x": (ACT, BF16, (2, 200)), "w": (WEIGHT, BF16, (200, 200))}
+    program = chain(buffers, [("GEMM_TILE", ["x", "w"], ["x"], {"K": 200, "n_off": 0, "N_tile": 200, "M_tile": 2})])
+    with pytest.raises(InvalidProgramError, match=r"task 0 .* writes its operand of 800 bytes, which it multiplies in"):
+        pack(program)
 
 
 @pytest.mark.parametrize("data", [0, 1])
@@ -190,8 +177,7 @@ def test_eight_sequences_of_llama3_8b_fit() -> None:
             packed = pack(lower(workload.graph, space.to_config({**choice, "fuse.down": fuse}), workload.target))
             assert packed.variant.ring_slots * packed.variant.chunk_bytes >= 64 * 1024
             cut = packed.steps[packed.steps["params"]["K"] == 14336]
-            assert cut["kblocks"].tolist() == [128] * 7
-            assert not any(int(step["scratch"]) & SPILLED for step in cut[:-1])
+            assert set(cut["kblocks"].tolist()) == {128}
             streamed = packed.segments["row_blocks"].astype(np.int64) * packed.segments["kblocks"] * 256
             assert streamed.sum() == sum(numel for numel in matrices(workload))
 
@@ -208,14 +194,16 @@ def test_slices_of_what_fits_lie_side_by_side_and_are_announced_ahead(agree: Agr
     few = replace(TARGETS["h100"], name="few", num_sms=3, note="")
     program = lower(decode_step(spec, 48, BF16), config, few)
     packed = pack(program)
-    downs = [number for number, step in enumerate(packed.steps) if step["params"]["K"] == 200]
-    cut = [packed.steps[number] for number in downs]
+    downs = packed.steps[packed.steps["params"]["K"] == 200]
     each = 32 * -(-200 // (32 * slices))
-    assert [int(step["kblocks"]) * 16 for step in cut[: -(-200 // each)]] == [
-        *[each] * (200 // each), *([-(-(200 % each) // 16) * 16] if 200 % each else [])
-    ]  # fmt: skip
-    assert all(bool(step["flags"] & StepFlag.STAGED_AHEAD) == bool(step["flags"] & StepFlag.CARRIES) for step in cut)
-    assert packed.variant.staged_bytes == MIN_STAGED_BYTES + SLICE_SUMS_BYTES
+    assert len(downs) and set(downs["kblocks"] * 16) == {each} and set(downs["beside"]) == {-(-200 // each)}
+    of_downs = packed.segments[packed.segments["flags"] & SLICED != 0]
+    assert (of_downs["flags"] & SegmentFlag.FRESH_X).any()
+    ends = np.flatnonzero(of_downs["flags"] & SegmentFlag.GOES_ON == 0)
+    for group in np.split(of_downs, ends[:-1] + 1):
+        assert group["kblocks"].sum() in {-(-depth // 16) for depth in packed.steps["params"]["K"]}
+        assert (group["x_kblocks"] == np.cumsum(group["kblocks"]) - group["kblocks"]).all()
+    assert packed.variant.staged_bytes == MIN_STAGED_BYTES
     agree(program, 17)
 
 
@@ -231,17 +219,15 @@ def test_what_several_products_multiply_is_not_cut_to_be_early(agree: Agree) -> 
     gates = {number for number, task in enumerate(program.tasks) if "gate_proj" in task.label}
     firsts = {int(each["first_step"]) for each in packed.instructions if int(each["task"]) in gates}
     for first in firsts:
-        assert not any(packed.steps[first + place]["flags"] & StepFlag.CARRIES for place in (0, 1))
-    assert any(step["flags"] & StepFlag.STAGED_AHEAD for step in packed.steps)
+        for step in packed.steps[first : first + 2]:
+            assert step["kblocks"] * 16 == step["params"]["K"] == 128 and step["beside"] == 1
+    assert (packed.steps["beside"] == 2).any()
     agree(program, 17)
 
 
-@pytest.mark.parametrize(("pages", "most", "cut"), [("none", 16, True), ("graph_color", 16, False), ("none", 1, False)])
-def test_nothing_is_cut_to_be_early_where_that_gains_nothing_or_takes_too_many_steps(
-    monkeypatch: pytest.MonkeyPatch, pages: str, most: int, cut: bool
-) -> None:
+@pytest.mark.parametrize(("pages", "cut"), [("none", True), ("graph_color", False)])
+def test_nothing_is_cut_to_be_early_where_that_gains_nothing(pages: str, cut: bool) -> None:
     """With shared pages everything is handed over by counters."""
-    monkeypatch.setattr("flywheel.vm.pack.template.MAX_STEPS", most)
     spec = DecoderSpec("deep", "llama", 72, 200, 1, 4, 2, 16, 50, 1e4, 1e-5, 64)
     config = ScheduleConfig({"hand_off": {"data": 1, "slices": 2}}, page_allocation=pages)
     few = replace(TARGETS["h100"], name="few", num_sms=3, note="")

@@ -262,7 +262,7 @@ struct Rotation {
 // The value of the row that a step appends, by its last warp.
 template <int D> __device__ __forceinline__ void append_value(Vm vm, const amk_step_t& step) {
     if (Place().warp < VECTOR_WARPS - 1) return;
-    const amk_step_t& append = vm.task()->steps[step.chunk_kblocks];
+    const amk_step_t& append = vm.task()->steps[step.beside];
     HeadValues<D / 64> values;
     values.load(vm, append);
     values.settle(vm, append);

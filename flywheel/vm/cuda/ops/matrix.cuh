@@ -2,9 +2,8 @@
 // Stages and announces x, then takes over pass after pass what the matrix warps multiplied: adds up the partials of a row
 // in the order of K, adds the bias, rounds to out_dtype, applies the epilogue, and stores rounded to the output's dtype.
 // Half a warp takes 16 rows of W for one row of x; x is [rows][x_stride] at the start of the staging area, zero behind K.
-// A product in slices of K is a step a slice: each of them adds what the step before it left in scratch, fp32, and the last
-// one does the rest. Of slices that lie side by side the first one stages and announces all that there is room for
-// (FW_STEP_STAGED_AHEAD), and each of the others the one that takes the place of those before it (FW_STEP_ALTERNATES).
+// Where K comes in slices, each is announced as soon as it is staged: `step.beside` of them lie side by side, and each further
+// one takes the place of one that is multiplied.
 #pragma once
 
 #include "../best.cuh"
@@ -13,28 +12,21 @@ constexpr int STAGE_LOADS = 4;       // in flight, a thread
 constexpr int STAGE_ROWS_LOADS = 8;  // the same where x has several rows
 constexpr int QUICK_SLOTS = 4;       // partials of a row block, at most and mostly
 
-// A step's slice of x, on its way to shared memory. Sizes in elements.
+// A slice of x, in K fragments from `first` on, on its way to a place in shared memory. Sizes in elements.
 struct XSlice {
     const element_t* source;
     element_t* staged;
     int pitch, depth, padded, stride;
     bool first, awaited;
-    __device__ __forceinline__ XSlice(Vm vm, const amk_step_t& step) {
+    __device__ __forceinline__ XSlice(Vm vm, const amk_step_t& step, int its_first, int place) : first(its_first == 0) {
         const Operand& x = vm.arg(step, 0);
-        const amk_step_t* whole = &step;  // or the first slice; all but the last are as long
-        int number = 0;
-#pragma unroll 1
-        for (; whole->flags & FW_STEP_CARRIES; whole--) number++;
-        const int start = number * whole->kblocks * 16;
-        if (step.flags & FW_STEP_ALTERNATES) number %= FW_SLICES_BESIDE;
-        if (!(step.flags & (FW_STEP_STAGED_AHEAD | FW_STEP_ALTERNATES))) number = 0;
-        source = reinterpret_cast<const element_t*>(x.ptr) + start;
-        staged = reinterpret_cast<element_t*>(vm.block().staging()) + number * step.rows * x_stride(whole->kblocks, step.rows);
         pitch = step.params.K;
-        padded = step.kblocks * 16;
+        const int start = its_first * 16, kblocks = min(step.kblocks, (pitch + 15) / 16 - its_first);
+        source = reinterpret_cast<const element_t*>(x.ptr) + start;
+        staged = reinterpret_cast<element_t*>(vm.block().staging()) + place * step.rows * x_stride(step.kblocks, step.rows);
+        padded = kblocks * 16;
         depth = min(pitch - start, padded);
-        stride = x_stride(step.kblocks, step.rows);
-        first = start == 0;
+        stride = x_stride(kblocks, step.rows);
         awaited = x.layout == FW_LAYOUT_AWAITED;
     }
 };
@@ -123,8 +115,7 @@ __device__ __noinline__ void drain_x(Vm vm, int stagings) {
     }
 }
 
-__device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step, int round) {
-    XSlice x(vm, step);
+__device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step, XSlice x, int round) {
     if (x.pitch % 16 == 0 && aligned16(x.source)) {
         if (step.rows == 1) return stage_row(vm, x);
 #if FW_BULK_COPIES
@@ -152,27 +143,26 @@ struct Unit {
     }
 };
 
-// Stages and announces what the step multiplies, if nobody has, and the slices behind it that are staged right after it.
+// Stages and announces what the step multiplies, slice by slice.
 __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int round) {
-    const amk_step_t* end = vm.task()->steps + vm.task()->instruction.n_steps;
-    const amk_step_t* at = &step;
+    if (step.flags & FW_STEP_X_IN_PLACE) return round + 1;
+    int place = 0, left = step.beside;  // places that nothing was staged in
 #pragma unroll 1
-    do {
-        if (!(at->flags & FW_STEP_X_IN_PLACE)) {
-            stage_x(vm, *at, round);
-            vm.announce(round);
-            if (!(at->flags & FW_STEP_CARRIES)) vm.stamp(FW_STAMP_STAGED);
-        }
-        round++, at++;
-    } while (at < end && at->flags & FW_STEP_STAGED_AHEAD);
+    for (int first = 0; first * 16 < step.params.K; first += step.kblocks, left--, place++, round++) {
+        if (place == step.beside) place = 0;
+        const int before = round - step.beside;
+        if (left <= 0 && !vm.wait(&vm.block().x_read[before % X_ROUNDS], before / X_ROUNDS & 1)) break;
+        stage_x(vm, step, XSlice(vm, step, first, place), round);
+        vm.announce(round);
+        if (first == 0) vm.stamp(FW_STAMP_STAGED);
+    }
     return round;
 }
 
-FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
-    int stagings = vm.block().stagings;
-    const amk_step_t* fresh = &step + (step.flags & FW_STEP_REUSE_X ? 1 : 0);
-    const bool next = fresh != &step && !(step.flags & FW_STEP_LAST) && fresh->flags & FW_STEP_ALTERNATES;
-    if (next || (fresh == &step && fresh != x_staged_step(*vm.task()))) stagings = announce_x(vm, *fresh, stagings);
+// Takes over what the matrix warps multiply, from row block `done` on: all of it, or where slices have to be staged again for
+// each pass, the next one. Says whether the launch goes on.
+__device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool streams, bool keeps_best, BestSeen& best,
+                                          int& pass, int& done) {
     const Operand out = vm.out(step);
     const int epilogue = step.epilogue, rows = step.rows, n_off = vm.n_off(step), n_tile = vm.n_tile(step);
     const int start = step.flags & FW_STEP_INDEX_FROM_ZERO ? 0 : n_off;  // column of out that the tile begins at
@@ -181,21 +171,17 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     const int other_start = epilogue == FW_EPILOGUE_ADD ? n_off : 0;
     const int other_pitch = epilogue == FW_EPILOGUE_ADD ? other.numel / rows : n_tile;
     const Operand* bias = step.n_args > 2 ? &vm.arg(step, 2) : nullptr;
-    const float* sums = step.flags & FW_STEP_CARRIES ? reinterpret_cast<const float*>(vm.out((&step)[-1]).ptr) : nullptr;
     const int slots = min(step.row_chunks, chunk_groups(vm.block())) * vm.block().program.chunk_warps;
     const int pass_blocks = vm.block().program.pass_blocks;
     const int first_unit = vm.warp() * 2 + vm.lane() / 16, row = vm.lane() % 16;
     const int out_dtype = step.out_dtype;
     const bool out_is_half = out.dtype != AMK_DTYPE_F32;
-    const bool keeps_best = step.out >= 0 && vm.task()->instruction.flags & FW_INSTRUCTION_KEEPS_BEST;
-    BestSeen best;
     // What everybody waits for takes few instructions, for they come from far: in the usual case only those that it needs.
     const bool quick = !bias && !keeps_best && slots <= QUICK_SLOTS;
     const int slot_pitch = rows * PARTIAL_ROWS;
-    int pass = vm.block().passes;
-    int first_column = n_off / 16 * 16 - n_off;
+    int first_column = (n_off / 16 + done) * 16 - n_off, left = (n_off + n_tile + 15) / 16 - n_off / 16 - done;
 #pragma unroll 1
-    for (int left = (n_off + n_tile + 15) / 16 - n_off / 16; left > 0; left -= pass_blocks) {
+    for (; left > 0; left -= pass_blocks) {
         const int units = min(pass_blocks, left) * rows;
         Unit unit(first_unit, rows, first_column, row);
         const auto inside = [&](const Unit& u) { return u.number < units && u.column >= 0 && u.column < n_tile; };
@@ -203,19 +189,15 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
             const bool needed = epilogue != FW_EPILOGUE_NONE && inside(u);
             return needed ? vm.load_written(other, u.m * other_pitch + other_start + u.column) : 0.0f;
         };
-        const auto carried = [&](const Unit& u) {  // of the slices of K before this one
-            return sums && inside(u) ? load_element(sums + u.m * n_tile + u.column) : 0.0f;
-        };
-        float extra = operand(unit), sum = carried(unit);
+        float extra = operand(unit);
         const auto advance = [&] {
             unit = Unit(unit.number + 2 * VECTOR_WARPS, rows, first_column, row);
             extra = operand(unit);
-            sum = carried(unit);
         };
         const int first = inside(unit) ? unit.m * pitch + start + unit.column : -1;
         char* const target = out.ptr + first * (out_is_half ? 2ll : 4ll);
         const int place = (unit.block * MATRIX_WARPS * rows + unit.m) * PARTIAL_ROWS + row;
-        if (!vm.wait(&vm.block().partial_full[pass & 1], (pass >> 1) & 1)) return drain_x(vm, stagings);
+        if (!vm.wait(&vm.block().partial_full[pass & 1], (pass >> 1) & 1)) return false;
         vm.stamp(FW_STAMP_MULTIPLIED);
         const float* partials = vm.block().partial(pass);
         if (quick) {
@@ -226,7 +208,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
                 for (int slot = 1; slot < QUICK_SLOTS; slot++) {
                     if (slot < slots) value += partial[slot * slot_pitch];
                 }
-                value = round_to(out_dtype, value + sum);
+                value = round_to(out_dtype, value);
                 if (epilogue == FW_EPILOGUE_ADD) value += extra;
                 if (epilogue == FW_EPILOGUE_SILU_MUL) value *= silu(extra);
                 store_float(target, out_is_half, value);
@@ -245,7 +227,6 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
             for (int slot = 1; slot < slots; slot++) value += partial[slot * rows * PARTIAL_ROWS];
             if (keeps_best) best.turn_to(vm, unit.m);
             if (unit.column >= 0 && unit.column < n_tile) {
-                if (sums) value += sum;
                 if (bias) value += load(*bias, n_off + unit.column);
                 value = round_to(out_dtype, value);
                 if (epilogue == FW_EPILOGUE_ADD) value += extra;
@@ -258,8 +239,23 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
         __syncwarp();
         if (vm.lane() < WARP_ARRIVALS) barrier_arrive(&vm.block().partial_empty[pass & 1]);
         pass++;
+        done += pass_blocks;
         first_column += pass_blocks * 16;
+        if (streams) break;
     }
+    return true;
+}
+
+FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
+    int stagings = vm.block().stagings, pass = vm.block().passes, done = 0;
+    const bool stages = !(step.flags & FW_STEP_REUSE_X) && &step != x_staged_step(*vm.task());
+    const bool streams = step.beside * step.kblocks * 16 < step.params.K;
+    const bool keeps_best = step.out >= 0 && vm.task()->instruction.flags & FW_INSTRUCTION_KEEPS_BEST;
+    BestSeen best;
+    do {
+        if (stages) stagings = announce_x(vm, step, stagings);
+        if (!take_over(vm, step, streams, keeps_best, best, pass, done)) return drain_x(vm, stagings);
+    } while (streams && done * 16 < vm.n_off(step) % 16 + vm.n_tile(step));
     if (keeps_best) best.keep(vm);
     if (vm.thread() == 0) {  // which everyone read before the barrier of the first pass
         vm.block().passes = pass;
