@@ -329,7 +329,7 @@ def _by_data(
     if not variant.data_hand_offs or len(set(pages.values())) < len(pages):
         return [False] * len(counters)
     kept = {buffer.id for buffer in program.buffers if buffer.kind in (BufferKind.KV_CACHE, BufferKind.IO_OUTPUT)}
-    kept |= sliced_rows(program.tasks, program.buffers)
+    kept |= sliced_rows(program.tasks, program.buffers, variant.rows_area)
     writers: dict[int, dict[int, Task]] = defaultdict(dict)
     for counter, task in zip(signal, ordered, strict=True):
         if not kept.isdisjoint(task.outputs):

@@ -10,7 +10,16 @@ from typing import Any, Final
 
 from flywheel.errors import ConfigError, UsageError
 from flywheel.ir import KernelVariant, ScheduleConfig, kernel_variant
-from flywheel.ir.variant import COPIES, WARP, operand_bytes
+from flywheel.ir.variant import (
+    COPIES,
+    MAX_INPUT_ROWS_BYTES,
+    SLICES_BESIDE,
+    WARP,
+    Slices,
+    operand_bytes,
+    slices_of,
+    usual_rows_area,
+)
 from flywheel.lowering.fusion import PATTERNS
 from flywheel.lowering.tiling import even_rows
 from flywheel.search.workload import Workload
@@ -111,10 +120,39 @@ def _variant(workload: Workload, smem: int, chunk: int) -> KernelVariant:
     """The variant with so much shared memory and chunks of that size, and the hand-off that takes most of it. Raises
     ConfigError where no ring fits."""
     graph = workload.graph
-    depths = {op.params.get("K", 0) for block in _blocks(workload) for op in block.ops}
-    staged = max(operand_bytes(graph.dtype, graph.batch, depth) for depth in depths)
+    staged = max(operand_bytes(graph.dtype, graph.batch, depth) for depth in _depths(workload))
     tiling = {"stream": {"chunk_bytes": chunk}, "hand_off": _HALVES}
     return kernel_variant(ScheduleConfig(tiling, smem_bytes_per_block=smem), workload.target, staged)
+
+
+def _operand_bytes(workload: Workload) -> list[Value]:
+    """What several rows of an input take where the config does not say, or less, down to what holds those of a norm.
+
+    Of sizes that slice all operands alike the smallest, or the usual one.
+    """
+    graph, usual = workload.graph, usual_rows_area()
+    depths = _depths(workload)
+    least = operand_bytes(graph.dtype, graph.batch, depths[0])
+    sliced: dict[tuple[Slices, ...], int] = {}
+    for size in (20 * 1024, 40 * 1024, usual.nbytes):
+        if size >= least:
+            area = usual._replace(nbytes=size)
+            sliced.setdefault(tuple(slices_of(graph.dtype, graph.batch, depth, area) for depth in depths), size)
+    alike = sliced[tuple(slices_of(graph.dtype, graph.batch, depth, usual) for depth in depths)]
+    return [usual.nbytes if size == alike else size for size in sliced.values()] if graph.batch > 1 else [usual.nbytes]
+
+
+def _operand_slices(workload: Workload) -> list[Value]:
+    """Slices that lie side by side, where there are any."""
+    graph, usual = workload.graph, usual_rows_area()
+    area = usual._replace(nbytes=int(_operand_bytes(workload)[0]))
+    sliced = any(slices_of(graph.dtype, graph.batch, depth, area).depth < depth for depth in _depths(workload))
+    return [2, 3, 4] if graph.batch > 1 and sliced else [usual.beside]
+
+
+def _depths(workload: Workload) -> list[int]:
+    """K of the products, ascending."""
+    return sorted({op.params["K"] for block in _blocks(workload) for op in block.ops if "K" in op.params})
 
 
 def _just(*values: Value) -> Callable[[Workload], Sequence[Value]]:
@@ -149,6 +187,8 @@ KNOBS: Final = (
     Knob("chunk", _chunks, True, "bytes of one weight copy"),
     Knob("copies", _just(1, 2, 4), True, "weight copies that the loader starts at once"),
     Knob("inflight", _inflight, True, "bytes of weight copies under way"),
+    Knob("operand.bytes", _operand_bytes, True, "bytes of the staging area that several rows of an input take"),
+    Knob("operand.slices", _operand_slices, True, "slices of longer ones that lie there side by side"),
 )
 """Every searched knob. Each value of each changes the program or the kernel variant."""
 
@@ -165,6 +205,8 @@ _GOOD_ON_H200: Final[Choice] = MappingProxyType(
         "pages": "none",
         "placement": "idle_first",
         "copies": 4,
+        "operand.bytes": MAX_INPUT_ROWS_BYTES,
+        "operand.slices": SLICES_BESIDE,
     }
 )
 """Block and ring that were the fastest of a few with llama3.2-1b and llama3-8b on an H200."""
@@ -216,6 +258,10 @@ class Space:
         tiling["warps"] = {"matrix": int(choice["matrix"]), "chunk": int(choice["share"])}
         if choice["hand_off"] != "counter":
             tiling["hand_off"] = dict(_HALVES) if choice["hand_off"] == "halves" else {"data": 1}
+        area = {"bytes": int(choice["operand.bytes"]), "slices": int(choice["operand.slices"])}
+        unusual = {name: area[name] for name, usual in _usual_operand().items() if area[name] != usual}
+        if unusual:
+            tiling["operand"] = unusual
         return ScheduleConfig(
             tiling=tiling,
             fusion_grouping=self._grouping(choice),
@@ -273,6 +319,8 @@ class Space:
             "share": tiling.get("warps", {}).get("chunk", 1),
             "kv_block": tiling.get("attention", {}).get("kv_block", 0),
         }
+        for name, usual in _usual_operand().items():
+            choice[f"operand.{name}"] = tiling.get("operand", {}).get(name, usual)
         for knob, projections in _ROWS.items():
             own = tiling.get(f"gemv.{projections[0]}", {})
             choice[knob] = own.get("N_tile", tiling.get("gemv", {}).get("N_tile", 0))
@@ -326,6 +374,12 @@ class Space:
         """Groups of _FUSED, without the operations that the model lacks."""
         ops = {op.name for block in _blocks(self.workload) for op in block.ops} | set(PATTERNS["out"].before)
         return [tuple(name for name in group.split() if name in ops) for group in names.split(";")]
+
+
+def _usual_operand() -> dict[str, int]:
+    """What a config means that has no `tiling.operand`."""
+    area = usual_rows_area()
+    return {"bytes": area.nbytes, "slices": area.beside}
 
 
 def _distance(wanted: int, value: Value) -> int:

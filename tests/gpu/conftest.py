@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -272,7 +273,7 @@ def conform(run: Run, target: GpuTarget, agree: Callable[..., None], device: str
 
     Inputs, weights and caches that `tensors` does not name are random. `exact` asks for the same values, `roundings`,
     `extra` and `split` are those of `agree`. With `on_gpu_alone`, what comes out is not looked at. `by_data` hands
-    activations off without counters.
+    activations off without counters; `operand` is `tiling.operand`.
     """
 
     def check(
@@ -292,10 +293,11 @@ def conform(run: Run, target: GpuTarget, agree: Callable[..., None], device: str
         pos: int | None = None,
         on_gpu_alone: bool = False,
         by_data: bool = False,
+        operand: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         stream = {} if chunk_bytes is None else {"stream": {"chunk_bytes": chunk_bytes}}
         config = ScheduleConfig(
-            tiling={**stream, "hand_off": {"data": int(by_data)}},
+            tiling={**stream, "hand_off": {"data": int(by_data)}, "operand": dict(operand)},
             pipelining_depth=pipelining_depth,
             threads_per_block=threads,
         )

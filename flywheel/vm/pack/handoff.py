@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from flywheel.ir import Buffer, BufferKind, DType, InstructionKind, MegakernelProgram, Task, Wait
 from flywheel.ir.access import TILED_OPS, appends_behind, multi_row_buffers, tile
-from flywheel.ir.variant import sliced_rows
+from flywheel.ir.variant import RowsArea, sliced_rows
 from flywheel.vm.pack.nodes import Grouping
 
 _FLOATS: Final = (DType.F32, DType.F16, DType.BF16)
@@ -49,12 +49,12 @@ def by_counters(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
     return HandOffs(frozenset(), waits, frozenset(counter.id for counter in program.counters))
 
 
-def by_data(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
-    """As few waits as there can be, for a program that `validate(strict=True)` accepts."""
+def by_data(program: MegakernelProgram, grouping: Grouping, area: RowsArea | None = None) -> HandOffs:
+    """As few waits as there can be, for a program that `validate(strict=True)` accepts; `area` is its variant's."""
     if _shares_pages(program):
         return by_counters(program, grouping)
     accesses = _Accesses(program, grouping)
-    counted = sliced_rows(grouping.firsts, program.buffers)
+    counted = sliced_rows(grouping.firsts, program.buffers, area)
     awaited = {number for number in accesses.writers if number not in counted and accesses.can_be_awaited(number)}
     ordered: set[Pair] = set()
     for number in accesses.writers.keys() - awaited:
