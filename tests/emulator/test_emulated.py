@@ -48,6 +48,11 @@ CONFIGS = {
          "stream": {"chunk_bytes": 4096, "inflight_bytes": 8192, "copies": 2}},
         FUSED, pipelining_depth=1, page_allocation="none", threads_per_block=THREADS,
     ),
+    "fused, merged by the last block": ScheduleConfig(
+        {"attention": {"kv_block": 16}, "hand_off": {"data": 1}},
+        tuple((*group, "attn_combine") if "attention" in group else group for group in FUSED),
+        page_allocation="none", threads_per_block=THREADS,
+    ),
 }  # fmt: skip
 
 Decode = Callable[[MegakernelProgram, int], tuple[list[torch.Tensor], list[int]]]
@@ -75,6 +80,8 @@ def load(
     for name, buffer, layout in needed_weights(packed):
         weights.put(name, tensors[buffer.name].float().numpy(), buffer.shape, buffer.dtype, layout)
     caches = {each.name: gpu.alloc(each.nbytes) for each in program.buffers if each.kind is BufferKind.KV_CACHE}
+    for name, rows in earlier_rows(program).items():
+        gpu.upload(caches[name], rows.view(torch.int16).numpy())  # type: ignore[arg-type]
     variant = packed.variant
     kernel = build_variant(
         arch_name(gpu.sm_arch), variant.threads, DTYPE, matrix_warps=variant.matrix_warps, sources=sources
@@ -86,14 +93,22 @@ def load(
     return loaded
 
 
-def tokens(program: MegakernelProgram, first: list[int]) -> Iterator[tuple[torch.Tensor, list[int]]]:
-    """(logits, a token a row) of one launch after another, as the reference VM has them."""
+def earlier_rows(program: MegakernelProgram) -> dict[str, torch.Tensor]:
+    """What every KV cache holds before the first launch."""
+    draw = torch.Generator().manual_seed(2)
+    return {
+        buffer.name: torch.randn(tuple(buffer.shape), generator=draw).to(TORCH_DTYPES[DTYPE])
+        for buffer in program.buffers
+        if buffer.kind is BufferKind.KV_CACHE
+    }
+
+
+def tokens(program: MegakernelProgram, first: list[int], start: int) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    """(logits, a token a row) of one launch after another from position `start` on, as the reference VM has them."""
     tensors = dict(bind(program, random_weights(SPEC, 1, TORCH_DTYPES[DTYPE])))
-    for buffer in program.buffers:
-        if buffer.kind is BufferKind.KV_CACHE:
-            tensors[buffer.name] = torch.zeros(tuple(buffer.shape), dtype=TORCH_DTYPES[DTYPE])
+    tensors |= earlier_rows(program)
     reference, token = ReferenceVM(program, "cpu"), first
-    for pos in range(LAUNCHES):
+    for pos in range(start, start + LAUNCHES):
         tensors["token_id"] = torch.tensor(token, dtype=torch.int32)
         tensors["position"] = torch.tensor([pos], dtype=torch.int32)
         found = reference.run(tensors, pos=pos)
@@ -128,6 +143,13 @@ def test_a_launch_that_waits_for_ever_ends_when_the_host_says_so(gpu: EmulatedGp
     (told,) = instructions[instructions["task"] == report["task"]]
     waits = zip(told["wait_counter"][: told["n_waits"]], told["wait_threshold"][: told["n_waits"]], strict=True)
     assert (report["counter"], report["threshold"]) in list(waits)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("start", [14, 30, 44])
+def test_windows_move_from_block_to_block(gpu: EmulatedGpu, name: str, start: int) -> None:
+    """Blocks begin at rows 0, 16 and 32."""
+    _compare(gpu, lowered(gpu, CONFIGS[name]), [5], start)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -174,10 +196,10 @@ def test_slices_on_their_way_land_before_an_aborted_launch_ends(gpu: EmulatedGpu
         assert loaded._read_report()["fault"] == Fault.ABORTED
 
 
-def _compare(gpu: EmulatedGpu, program: MegakernelProgram, token: list[int]) -> None:
-    """Of launch after launch, from these tokens on."""
+def _compare(gpu: EmulatedGpu, program: MegakernelProgram, token: list[int], start: int = 0) -> None:
+    """Of launch after launch, from these tokens and position on."""
     with ResidentWeights(gpu, DTYPE) as weights, load(gpu, program, weights) as loaded:  # type: ignore[arg-type]
-        for pos, (logits, following) in enumerate(tokens(program, token)):
+        for pos, (logits, following) in enumerate(tokens(program, token, start), start):
             loaded.write_input("token_id", np.array(token, np.int32))
             loaded.write_input("position", np.array([pos], np.int32))
             loaded.launch(pos)
