@@ -105,7 +105,8 @@ def record() -> None:
 @cache
 def dimensions() -> Space:
     """The recorded space as a sampler sees it."""
-    from flywheel.search.space import KNOBS, Dimension, Space
+    from flywheel.search.knobs import KNOBS
+    from flywheel.search.space import Dimension, Space
 
     ordered = {knob.name: knob.ordered for knob in KNOBS}
     values = zip(FREE, zip(*recorded(), strict=True), strict=True)

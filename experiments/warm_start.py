@@ -25,8 +25,9 @@ from flywheel.models.catalog import CATALOG
 from flywheel.search.campaign import CampaignRun, open_campaign
 from flywheel.search.engine import Bench, InlineEngine
 from flywheel.search.evaluate import Seen, evaluate
+from flywheel.search.knobs import Value
 from flywheel.search.predicting import predict_outcome
-from flywheel.search.space import Space, Value, make_space
+from flywheel.search.space import Space, make_space
 from flywheel.search.spec import CampaignSpec
 from flywheel.search.warm import starts_of
 from flywheel.search.workload import Workload

@@ -10,7 +10,8 @@ from flywheel.measure.standing import compared
 from flywheel.report.facts import Knobs
 from flywheel.report.history import WIDTH
 from flywheel.report.svg import Axis, element, label, picture, polyline, short, tip, words
-from flywheel.search.space import Choice, Dimension
+from flywheel.search.knobs import Choice
+from flywheel.search.space import Dimension
 
 MOST_LINES: Final = 1000
 RAMP: Final = ("#d8dee6", "#a9c3d9", "#6f9fc4", "#3b76a8", "#1d4f84")

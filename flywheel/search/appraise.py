@@ -20,9 +20,10 @@ from flywheel.measure.record import TrialRecord
 from flywheel.search import measuring, predicting
 from flywheel.search.device import missing_modules, settle_measure
 from flywheel.search.evaluate import Evaluation, prepare
+from flywheel.search.knobs import Value
 from flywheel.search.known import best_of_work
 from flywheel.search.noise import Gain, gain
-from flywheel.search.space import Space, Value, make_space
+from flywheel.search.space import Space, make_space
 from flywheel.search.workload import Workload
 from flywheel.store.sql import Store
 from flywheel.vm.client import Client

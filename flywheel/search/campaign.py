@@ -26,10 +26,11 @@ from flywheel.search.engine import Engine
 from flywheel.search.evaluate import Evaluation
 from flywheel.search.finals import finalists, measure_again
 from flywheel.search.importing import priors_of
+from flywheel.search.knobs import Choice, Value
 from flywheel.search.noise import gain
 from flywheel.search.prefilter import Prefilter
 from flywheel.search.rows import to_record
-from flywheel.search.space import Choice, Space, Value
+from flywheel.search.space import Space
 from flywheel.search.spec import CampaignSpec, constants_of, to_campaign
 from flywheel.search.study import Ask, CampaignStudy
 from flywheel.search.warm import choose_starts, described, starts_of

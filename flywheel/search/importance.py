@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from flywheel.search.space import Choice, Space
+from flywheel.search.knobs import Choice
+from flywheel.search.space import Space
 from flywheel.search.study import CampaignStudy
 
 LEAST_TRIALS: Final = 20

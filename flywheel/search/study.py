@@ -12,8 +12,9 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.exceptions import ExperimentalWarning
 from optuna.trial import Trial, TrialState, create_trial
 
+from flywheel.search.knobs import Choice, Value
 from flywheel.search.samplers import ORDER_AWARE, make_sampler
-from flywheel.search.space import Choice, Dimension, Space, Value
+from flywheel.search.space import Dimension, Space
 
 Ask = tuple[Trial, dict[str, Value]]
 

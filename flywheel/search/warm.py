@@ -21,7 +21,8 @@ from flywheel.ir import TARGETS, ScheduleConfig
 from flywheel.measure.record import TrialRecord
 from flywheel.models.decoder import DTYPES
 from flywheel.models.spec import DecoderSpec, RopeScaling
-from flywheel.search.space import Choice, Space, Value, make_space
+from flywheel.search.knobs import Choice, Value
+from flywheel.search.space import Space, make_space
 from flywheel.search.workload import Workload
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store

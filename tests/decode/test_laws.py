@@ -15,7 +15,8 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.models.weights import TORCH_DTYPES, random_weights
-from flywheel.search.space import KNOBS, Choice, make_space
+from flywheel.search.knobs import KNOBS, Choice
+from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
 
 FAMILIES: dict[str, dict[str, Any]] = {

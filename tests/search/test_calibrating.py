@@ -83,11 +83,11 @@ def run(lab: Lab, *names: str, **options: Any) -> Calibrated:
 
 
 def test_held_back_configs_of_two_models_are_predicted_and_ranked(lab: Lab) -> None:
-    lab.measure("a", 0, 80)
-    lab.measure("b", 1, 80)
+    lab.measure("a", 0, 120)
+    lab.measure("b", 1, 120)
     told: list[str] = []
     found = run(lab, watch=told.append)
-    assert [(work.model, work.after.n, work.fitted) for work in found.works] == [("small", 40, 40), ("wide", 40, 40)]
+    assert [(work.model, work.after.n, work.fitted) for work in found.works] == [("small", 60, 50), ("wide", 60, 50)]
     for work in found.works:
         assert work.after.spearman is not None and work.after.spearman >= 0.95
         assert work.after.median_error <= 0.04 < work.before.median_error
@@ -95,7 +95,7 @@ def test_held_back_configs_of_two_models_are_predicted_and_ranked(lab: Lab) -> N
     assert provenance["campaigns"] == ["a", "b"]
     assert (provenance["gpu_name"], provenance["gpu_driver"], provenance["kernels"]) == ("Few", "1", "abc")
     assert provenance["before"] == MODEL_VERSION
-    assert told[0] == "fitting to 80 programs"
+    assert told[0] == "fitting to 100 programs"
 
 
 @pytest.mark.usefixtures("quick")

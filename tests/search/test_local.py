@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optuna.trial import Trial
 
+from flywheel.search.knobs import Choice
 from flywheel.search.local import LocalSampler
-from flywheel.search.space import Choice, Dimension, Space
+from flywheel.search.space import Dimension, Space
 from flywheel.search.study import CampaignStudy
 
 Objective = Callable[[Choice], float | None]

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState
 
+from flywheel.search.knobs import Choice
 from flywheel.search.samplers import SAMPLERS
-from flywheel.search.space import Choice, make_space
+from flywheel.search.space import make_space
 from flywheel.search.study import CampaignStudy
 
 Objective = Callable[[Choice], float | None]
