@@ -379,8 +379,8 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         chunk = -left;
         __syncwarp();
         if (lane < WARP_ARRIVALS) {
-            if (segment.flags & FW_SEGMENT_FRESH_X) barrier_arrive(&block.x_read[(x_round - 1) % X_ROUNDS]);
             if (!(segment.flags & FW_SEGMENT_GOES_ON)) barrier_arrive(&block.partial_full[pass & 1]);
+            if (segment.flags & FW_SEGMENT_FRESH_X) barrier_arrive(&block.x_read[(x_round - 1) % X_ROUNDS]);
         }
         if (!(segment.flags & FW_SEGMENT_GOES_ON)) pass++;
     }
