@@ -48,6 +48,9 @@ CONFIGS = {
          "stream": {"chunk_bytes": 4096, "inflight_bytes": 8192, "copies": 2}},
         FUSED, pipelining_depth=1, page_allocation="none", threads_per_block=THREADS,
     ),
+    "step by step, in halves": ScheduleConfig(
+        {"hand_off": {"data": 1, "slices": 2}}, page_allocation="none", threads_per_block=THREADS
+    ),
     "fused, merged by the last block": ScheduleConfig(
         {"attention": {"kv_block": 16}, "hand_off": {"data": 1}},
         tuple((*group, "attn_combine") if "attention" in group else group for group in FUSED),

@@ -290,8 +290,10 @@ class Share {
 };
 
 // A warp's own ones, `pitch` apart.
-__device__ __noinline__ void clear_partials(float* partial, int row_blocks, int pitch, int count, int lane) {
+__device__ __forceinline__ void clear_partials(float* partial, int row_blocks, int pitch, int count, int lane) {
+#pragma unroll 1
     for (; row_blocks > 0; row_blocks--, partial += pitch) {
+#pragma unroll 1
         for (int i = lane; i < count; i += WARP) partial[i] = 0.0f;
     }
     __syncwarp();
@@ -326,10 +328,8 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         int row_block = 0, piece = chunk, left = idle ? 0 : static_cast<int>(segment.row_blocks) * row_chunks - chunk;
         for (; piece >= row_chunks; piece -= row_chunks) row_block++;
         bool landed = false;  // the chunk is known to have, and is preloaded
-        if (!(segment.flags & FW_SEGMENT_CONTINUES)) {
-            if (!warp_barrier_wait(&block.partial_empty[pass & 1], ((pass >> 1) & 1) ^ 1, &block.aborted)) return;
-            if (sliced) clear_partials(partials, segment.row_blocks, block_partials, rows * PARTIAL_ROWS, lane);
-        }
+        const bool begins = !(segment.flags & FW_SEGMENT_CONTINUES);
+        if (begins && !warp_barrier_wait(&block.partial_empty[pass & 1], ((pass >> 1) & 1) ^ 1, &block.aborted)) return;
         if (left > 0 && ring.has_landed(place)) {
             const Part part = share.of(segment.fragments(piece));
             if (part.count >= Product::PRELOADED) product.preload(ring.slot(place) + part.first * FRAGMENT_BYTES, lane);
@@ -338,6 +338,9 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         if (segment.flags & FW_SEGMENT_FRESH_X) {
             if (!warp_barrier_wait(&block.x_full[x_round % X_ROUNDS], x_round / X_ROUNDS & 1, &block.aborted)) return;
             x_round++;
+        }
+        if (sliced && begins) {  // no sooner: an attention before may use them for itself
+            clear_partials(partials, segment.row_blocks, block_partials, rows * PARTIAL_ROWS, lane);
         }
         float* target;
         const auto begin_row_block = [&] {  // the group's first piece of one is below `groups`, and names the partial
