@@ -57,6 +57,9 @@ inline void ptx_barrier_test(uint32_t& done, uint32_t at, uint32_t parity) {
 }
 inline void ptx_bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint64_t) {
     if (to % 16 || bytes % 16 || reinterpret_cast<uint64_t>(from) % 16) emulator::fail("a bulk copy is misaligned");
+    const emulator::Block& block = *emulator::current->warp->block;
+    const char* const first = static_cast<const char*>(from);
+    if (first + bytes > block.shared && first < block.shared + block.shared_bytes) emulator::fail("a bulk copy from shared memory");
     char* target = emulator::shared_pointer(to);
     emulator::shared_pointer(to + bytes - 1);
     memset(target, 0xFF, bytes);  // nobody may look at it before it has landed

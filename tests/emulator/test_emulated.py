@@ -173,7 +173,8 @@ def test_rows_in_slices_give_the_reference_s_tokens(gpu: EmulatedGpu, name: str,
     gpu.seed = seed
     program = lowered(gpu, CONFIGS[name], 8)
     segments = pack(program).segments
-    assert np.count_nonzero(segments["flags"] & SegmentFlag.CONTINUES) > np.count_nonzero(segments["kblocks"] == 6)
+    middle = SegmentFlag.CONTINUES | SegmentFlag.GOES_ON
+    assert (segments["flags"] & middle == middle).any()  # three or more of them, in two places
     _compare(gpu, program, [5, 17, 0, 1, 2, 3, 4, 6])
 
 

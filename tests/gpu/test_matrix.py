@@ -155,6 +155,24 @@ def test_slices_of_what_other_tasks_write(conform: Conform, dtype: DType, rows: 
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("depth", [40, 64, 2048])
+def test_rows_that_a_step_before_has_made(conform: Conform, dtype: DType, depth: int) -> None:
+    """They lie in shared memory or in the SM's workspace, where no bulk copy finds them."""
+    buffers = {"x": (IN, dtype, (3, depth)), "w": (WEIGHT, dtype, (32, depth)), "y": (OUT, dtype, (3, 32))}
+
+    def made(op: str, args: list[dict[str, int]], out: Any, width: int, **params: int) -> dict[str, Any]:
+        return {"op": op, "args": args, "out": out, "params": params, "out_shape": [3, width], "out_dtype": dtype.name}
+
+    steps = [
+        made("GELU", [{"in": 0}], 0, depth), made("GELU", [{"s": 0}], 1, depth),
+        made("GEMM_TILE", [{"s": 0}, {"in": 1}], 2, 32, K=depth, M_tile=3, n_off=0, N_tile=32),
+        made("GEMM_TILE", [{"s": 1}, {"in": 1}], 3, 32, K=depth, M_tile=3, n_off=0, N_tile=32),
+        made("ADD", [{"s": 2}, {"s": 3}], "final", 32),
+    ]  # fmt: skip
+    conform(buffers, [("FUSED", ["x", "w"], "y", {"recipe": {"steps": steps}})], roundings=4)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_an_operand_stays_staged_between_tiles(conform: Conform, dtype: DType) -> None:
     """Tiles of two matrices and two operands in turn, on the same SMs."""
     buffers: dict[str, Any] = {

@@ -119,7 +119,8 @@ __device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step, XSlice x,
     if (x.pitch % 16 == 0 && aligned16(x.source)) {
         if (step.rows == 1) return stage_row(vm, x);
 #if FW_BULK_COPIES
-        if (!x.awaited) return copy_rows(vm, x, step.rows, round);
+        // What a step of the task made may lie in shared memory.
+        if (!x.awaited && step.args[0] < FW_RESULT_REF) return copy_rows(vm, x, step.rows, round);
 #endif
         return stage_rows(vm, x, step.rows);
     }
