@@ -278,11 +278,9 @@ def _steps(task: Task) -> _Steps:
     if task.op is InstructionKind.FUSED:
         steps = task.params["recipe"]["steps"]
         listed = [(step["op"], len(step["args"]), step.get("params", {})) for step in steps if step["op"] != _COPY]
+        copied = {step["args"][0]["in"]: step for step in steps if step["op"] == _COPY and "in" in step["args"][0]}
         whole = {each["in"] for step in steps if step["op"] != _COPY for each in step["args"] if "in" in each}
-        for step in steps:
-            place = step["args"][0].get("in")
-            if step["op"] == _COPY and place is not None and place not in whole:
-                parts[place] = parts.get(place, 0) + prod(step["out_shape"])
+        parts = {place: prod(step["out_shape"]) for place, step in copied.items() if place not in whole}
     else:
         listed = [] if task.op is InstructionKind.NOP else [(task.op.name, len(task.inputs), task.params)]
     tally = Counter(_CLASSES.get(name, "others") for name, _, _ in listed)

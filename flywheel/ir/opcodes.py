@@ -42,8 +42,6 @@ class KvRows(IntEnum):
     """Those before `pos`: what earlier launches left there, so that no append of this one is waited for."""
     NEW = 2
     """The one at `pos`, wherever that moves."""
-    LAST = 3
-    """Those up to `pos` from `kv_start` on, or where `pos` moves before that, the one at `pos`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ def at_position(program: MegakernelProgram, pos: int) -> MegakernelProgram:
     """`program`, lowered for a whole context, patched so that its new token stands at `pos`.
 
     KV windows shrink to the rows up to `pos`, or with `kv_rows` to those before it or to that one; one that starts
-    behind it becomes empty, or with LAST begins there. Raises ConfigError where `pos` is behind the position that the
-    program was lowered for, and where a recipe fixes a position that must move.
+    behind it becomes empty. Raises ConfigError where `pos` is behind the position that the program was lowered for, and
+    where a recipe fixes a position that must move.
     """
     last = max((task.params["pos"] for task in program.tasks if "pos" in task.params), default=None)
     if last is None:
@@ -55,8 +55,5 @@ def _moved(task: Task, pos: int) -> Mapping[str, Any]:
 def _moved_window(params: Mapping[str, Any], pos: int) -> dict[str, int]:
     if params.get("kv_rows") == KvRows.NEW:
         return {"kv_start": pos, "kv_len": 1}
-    if params.get("kv_rows") == KvRows.LAST:
-        start = min(params["kv_start"], pos)
-        return {"kv_start": start, "kv_len": pos + 1 - start}
     end = pos if params.get("kv_rows") == KvRows.PAST else pos + 1
     return {"kv_len": min(params["kv_len"], max(0, end - params.get("kv_start", 0)))}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from flywheel.errors import ConfigError
-from flywheel.ir import ABI_MAX_INPUTS, InstructionKind
 from flywheel.models.graph import Block, Graph, Op
 
 COMBINE: Final = "attn_combine"
@@ -35,15 +34,14 @@ PATTERNS: Final = {
     "append": Pattern(("k_norm", "k_rope"), ("k_append", "v_append")),
     "attention": Pattern(("q_norm", "q_rope"), ("attention",)),
     "append+attention": Pattern(
-        ("q_norm", "k_norm", "q_rope", "k_rope"), ("q_rope", "k_rope", "k_append", "v_append", "attention"), (COMBINE,)
+        ("q_norm", "k_norm", "q_rope", "k_rope"), ("q_rope", "k_rope", "k_append", "v_append", "attention")
     ),
     "out": Pattern((COMBINE,), ("o_proj",), ("attn_add",)),
     "mlp_in": Pattern(("mlp_norm",), ("gate_proj", "up_proj"), ("silu_mul",)),
     "down": Pattern((), ("down_proj",), ("mlp_add",)),
     "head": Pattern(("final_norm",), ("lm_head",)),
 }
-"""Every fusable run. With several KV blocks, `append+attention` is a task for the new row beside those for the past, or
-one for the new row and the last block, which merges what the others leave."""
+"""Every fusable run. With several KV blocks, `append+attention` is a task for the new row beside those for the past."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +57,6 @@ class Group:
         return tuple(op.name for op in self.ops)
 
 
-def can_merge(ops: Sequence[Op]) -> bool:
-    """Whether a task of the appends and the attention `ops` takes one operand more: the partials of other KV blocks."""
-    appends = [op for op in ops if op.kind is InstructionKind.KV_APPEND]
-    operands = {name for op in ops for name in op.inputs} - {op.output for op in ops}
-    return bool(appends) and len(operands) + len(appends) < ABI_MAX_INPUTS
-
-
 def plan_fusion(graph: Graph, grouping: Sequence[Sequence[str]]) -> tuple[list[Group], list[Group], list[Group]]:
     """Groups of the prologue, of a layer and of the epilogue, in execution order; an op in no group stands alone.
 
@@ -79,7 +70,7 @@ def plan_fusion(graph: Graph, grouping: Sequence[Sequence[str]]) -> tuple[list[G
         for name in names:
             if name not in present:
                 raise ConfigError(f"{where}: {graph.model} has no operation {name!r}")
-            if name in owner and name != COMBINE:  # who comes later finds nothing left to merge
+            if name in owner:
                 raise ConfigError(f"{where}: {name!r} is already in fusion_grouping[{owner[name]}]")
             owner[name] = index
         group = frozenset(names)

@@ -20,7 +20,6 @@ from flywheel.ir.variant import (
     slices_of,
     usual_rows_area,
 )
-from flywheel.lowering.fusion import PATTERNS, can_merge
 from flywheel.lowering.tiling import even_rows
 from flywheel.search.workload import Workload
 
@@ -146,18 +145,6 @@ def _depths(workload: Workload) -> list[int]:
     return sorted({op.params["K"] for block in blocks_of(workload) for op in block.ops if "K" in op.params})
 
 
-def _attentions(workload: Workload) -> list[Value]:
-    """The last one where such a task has not too many operands."""
-    names = PATTERNS["append+attention"].before + PATTERNS["append+attention"].anchors
-    ops = [op for op in workload.graph.layer.ops if op.name in names]
-    return [0, 1, 2, 3, 4, 5] if can_merge(ops) else [0, 1, 2, 3, 4]
-
-
-def distance(wanted: int, value: Value) -> int:
-    """How far a value is from the wanted one."""
-    return abs(int(value) - wanted)
-
-
 def _just(*values: Value) -> Callable[[Workload], Sequence[Value]]:
     return lambda _: values
 
@@ -172,9 +159,8 @@ KNOBS: Final = (
     Knob("rows.lm_head", rows_of(("lm_head",), 1, 2, 4, 8), True, "rows a tile of the head"),
     Knob("kv_block", _kv_blocks, True, "positions an attention tile"),
     Knob("fuse.qkv", _just(0, 1), True, "1: the input norm in each q, k, v tile"),
-    Knob("fuse.attention", _attentions, True, "1: rope and both appends in one task a KV head; 2: rope in "
-         "the attention tile; 3: both; 4: all in one, which with several KV blocks attends to the new row alone; 5: or "
-         "to the last block, and merges the others' partials"),
+    Knob("fuse.attention", _just(0, 1, 2, 3, 4), True, "1: rope and both appends in one task a KV head; 2: rope in the "
+         "attention tile; 3: both; 4: all in one, which with several KV blocks attends to the new row alone"),
     Knob("fuse.out", _just(0, 1, 2), True, "1: the residual in o_proj; 2: the merge of partials too"),
     Knob("fuse.mlp_in", _just(0, 1, 2), True, "1: SwiGLU in the gate/up tile; 2: the norm too"),
     Knob("fuse.down", _just(0, 1), True, "1: the residual in down_proj"),
@@ -211,7 +197,6 @@ GOOD_ON_H200: Final[Choice] = MappingProxyType(
         "copies": 4,
         "operand.bytes": MAX_INPUT_ROWS_BYTES,
         "operand.slices": SLICES_BESIDE,
-        "fuse.attention": 4,
     }
 )
 """Block and ring that were the fastest of a few with llama3.2-1b and llama3-8b on an H200, and what was fused then."""

@@ -44,7 +44,6 @@ _FUSED: Final = MappingProxyType(
         ("fuse.attention", 2): "q_norm q_rope attention",
         ("fuse.attention", 3): "k_norm k_rope k_append v_append; q_norm q_rope attention",
         ("fuse.attention", 4): "k_norm k_rope k_append v_append q_norm q_rope attention",
-        ("fuse.attention", 5): "k_norm k_rope k_append v_append q_norm q_rope attention attn_combine",
         ("fuse.out", 1): "o_proj attn_add",
         ("fuse.out", 2): "attn_combine o_proj attn_add",
         ("fuse.mlp_in", 1): "gate_proj up_proj silu_mul",

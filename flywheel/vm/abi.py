@@ -58,8 +58,6 @@ class InstructionFlag(IntFlag):
     """With MOVES_WINDOW: cut before the launch's position (KvRows.PAST)."""
     WINDOW_NEW = 32
     """With MOVES_WINDOW: `kv_start` is the launch's position (KvRows.NEW)."""
-    WINDOW_LAST = 256
-    """With MOVES_WINDOW: `kv_start` is no more than the launch's position, and the window ends there (KvRows.LAST)."""
     KEEPS_BEST = 64
     """Its last step, a matrix step, makes some of the launch's logits and keeps the largest of them."""
     TAKES_BEST = 128

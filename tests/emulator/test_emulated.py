@@ -51,11 +51,6 @@ CONFIGS = {
     "step by step, in halves": ScheduleConfig(
         {"hand_off": {"data": 1, "slices": 2}}, page_allocation="none", threads_per_block=THREADS
     ),
-    "fused, merged by the last block": ScheduleConfig(
-        {"attention": {"kv_block": 16}, "hand_off": {"data": 1}},
-        tuple((*group, "attn_combine") if "attention" in group else group for group in FUSED),
-        page_allocation="none", threads_per_block=THREADS,
-    ),
 }  # fmt: skip
 
 Decode = Callable[[MegakernelProgram, int], tuple[list[torch.Tensor], list[int]]]

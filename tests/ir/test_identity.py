@@ -63,7 +63,7 @@ def test_every_difference_in_meaning_matters(tiny: MegakernelProgram, with_task:
         replace(tiny, pages=PageAllocation(pages.buffer_to_page, [replace(p, nbytes=128) for p in pages.pages])),
         replace(tiny, tasks=[tasks[1], tasks[0], *tasks[2:]]),
         replace(tiny, tasks=tasks[:-1]),
-        replace(tiny, ir_version="0.3.0"),
+        replace(tiny, ir_version="0.4.0"),
         with_task(tiny, 102, sm=5),
         with_task(tiny, 102, sm=None),
         with_task(tiny, 102, params={"n_off": 8}),
@@ -87,7 +87,7 @@ def test_every_difference_in_meaning_matters(tiny: MegakernelProgram, with_task:
 
 
 def test_ids_are_stable(tiny: MegakernelProgram) -> None:
-    assert program_id(tiny) == "3690c0767f366993"
+    assert program_id(tiny) == "eb8b05ad150bd261"
     assert len(program_id(tiny)) == 16
 
 

@@ -89,7 +89,7 @@ def heads_fault(params: Mapping[str, Any]) -> str | None:
 
 
 def _rows_fault(params: Mapping[str, Any]) -> str | None:
-    """What is wrong with `kv_rows`, or None: its window lies before `pos`, is the row at `pos`, or ends with it."""
+    """What is wrong with `kv_rows`, or None: its window lies before `pos`, or is the row at `pos`."""
     if "kv_rows" not in params:
         return None
     rows, place = params["kv_rows"], [params.get(name) for name in ("pos", "kv_start", "kv_len")]
@@ -102,6 +102,4 @@ def _rows_fault(params: Mapping[str, Any]) -> str | None:
         return f"kv_rows={rows} (NEW) with rows {start}..{start + length} as its window, not the one at pos={pos}"
     if rows == KvRows.PAST and length > 0 and start + length > pos:
         return f"kv_rows={rows} (PAST) with a window that ends at row {start + length}, behind pos={pos}"
-    if rows == KvRows.LAST and (length < 1 or start + length != pos + 1):
-        return f"kv_rows={rows} (LAST) with rows {start}..{start + length} as its window, not to behind pos={pos}"
     return None

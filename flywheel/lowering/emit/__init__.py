@@ -18,7 +18,7 @@ _CACHE_OPS = (InstructionKind.KV_APPEND, InstructionKind.ATTENTION_TILE)
 def emit_block(scope: Scope, groups: Sequence[Group]) -> list[TileSet]:
     """Tile sets of one block in execution order. Raises ConfigError where sizes and fusions contradict each other."""
     sets: list[TileSet] = []
-    merging = any(group.merges and InstructionKind.GEMV_TILE in {op.kind for op in group.ops} for group in groups)
+    merging = any(group.merges for group in groups)
     left: list[str] = []
     for group in groups:
         kinds = {op.kind for op in group.ops}

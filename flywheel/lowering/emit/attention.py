@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from flywheel.ir import ABI_MAX_INPUTS, DType, InstructionKind, KvRows
-from flywheel.lowering.emit.scope import PARTIAL_EXTRA, PAST_PARTIALS, Scope
-from flywheel.lowering.fusion import COMBINE, Group, can_merge
+from flywheel.ir import ABI_MAX_INPUTS, InstructionKind, KvRows
+from flywheel.lowering.emit.scope import PARTIAL_EXTRA, Scope
+from flywheel.lowering.fusion import COMBINE, Group
 from flywheel.lowering.recipe import Arg, RecipeBuilder
 from flywheel.lowering.work import Tile, TileSet
 from flywheel.models.graph import Op
@@ -33,19 +33,18 @@ def emit_attention(scope: Scope, group: Group) -> list[TileSet]:
         return _emit_append(scope, ops, appends)
     if not appends:
         return _emit_attend(scope, ops)
-    merges = _merges(scope, group)
-    past = _emit_past(scope, ops, merges) if len(scope.tiling.kv_blocks()) > 1 else []
+    past = _emit_past(scope, ops) if len(scope.tiling.kv_blocks()) > 1 else []
     # The past first, so that it finds no writer of its caches to wait for.
-    return [*past, *(_append_and_attend(scope, ops, head, merges) for head in _heads(scope))]
+    return [*past, *(_append_and_attend(scope, ops, head) for head in _heads(scope))]
 
 
 def partial_names(scope: Scope, group: Group) -> list[str]:
-    """Partials that the attention of a group leaves: none where one block covers the context, or where it merges them.
+    """Partials that the attention of a group leaves: none where one block covers the context.
 
     Where it appends too, one of each block's past rows and one of the new row.
     """
     blocks = len(scope.tiling.kv_blocks())
-    if blocks == 1 or _merges(scope, group):
+    if blocks == 1:
         return []
     if any(op.kind is _K.KV_APPEND for op in group.ops):
         return [*(_block_name(block) for block in range(len(_past_blocks(scope)))), _NEW]
@@ -65,11 +64,6 @@ def emit_combine(scope: Scope, parts: Sequence[str], limit: int) -> tuple[list[T
             sets += [_emit_merge(scope, chunk, output, f"{COMBINE}.l{level}", head) for head in _heads(scope)]
         level += 1
     return sets, names
-
-
-def _merges(scope: Scope, group: Group) -> bool:
-    """Whether tasks that append also attend to the last of several blocks, and merge what the others leave."""
-    return group.merges and can_merge(group.ops) and 1 < len(scope.tiling.kv_blocks()) <= ABI_MAX_INPUTS
 
 
 def _heads(scope: Scope) -> range:
@@ -125,27 +119,24 @@ def _emit_attend(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
     return _emit_windows(scope, ops, windows, names)
 
 
-def _emit_past(scope: Scope, ops: dict[str, Op], merges: bool) -> list[TileSet]:
-    """The same over the rows before the new one; without the last block where a task that appends `merges`."""
+def _emit_past(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
+    """The same over the rows before the new one."""
     pos = ops["k_append"].params["pos"]
-    blocks = scope.tiling.kv_blocks()[:-1] if merges else _past_blocks(scope)
     windows = [
         {"kv_start": start, "kv_len": length, "kv_rows": KvRows.PAST.value, "pos": pos}
-        for start, length in blocks
+        for start, length in _past_blocks(scope)
     ]
-    names = [PAST_PARTIALS if merges else _block_name(block) for block in range(len(windows))]
-    return _emit_windows(scope, ops, windows, names)
+    return _emit_windows(scope, ops, windows, [_block_name(block) for block in range(len(windows))])
 
 
 def _emit_windows(
     scope: Scope, ops: dict[str, Op], windows: Sequence[dict[str, int]], outputs: Sequence[str]
 ) -> list[TileSet]:
-    """One task a KV head and window; those of one output share its counter, and lie there one behind the other."""
+    """One task a KV head and window; those of one output share its counter."""
     graph, attention = scope.graph, ops["attention"]
     recipes = [_attend_recipe(scope, ops, head, outputs[0]) for head in _heads(scope)]
     sets = []
-    for number, (window, output) in enumerate(zip(windows, outputs, strict=True)):
-        first = outputs[:number].count(output) * len(graph.streams)
+    for window, output in zip(windows, outputs, strict=True):
         tile_bytes, flops = _attend_cost(scope, window["kv_len"])
         for head in _heads(scope):
             if len(graph.streams) == 1 and len(ops) == 1:
@@ -155,7 +146,7 @@ def _emit_windows(
                                     (Tile(params, tile_bytes, flops),)))  # fmt: skip
                 continue
             recipe, operands, width = recipes[head]
-            params = {**window, "N_tile": width, "n_off": (first + head) * width, "recipe": recipe}
+            params = {**window, "N_tile": width, "n_off": head * width, "recipe": recipe}
             sets.append(TileSet("attention", "attention", _K.FUSED, operands, (output,), output,
                                 (Tile(params, tile_bytes, flops),)))  # fmt: skip
     return sets
@@ -176,24 +167,17 @@ def _attend_recipe(
 ) -> tuple[dict[str, object], tuple[str, ...], int]:
     """Recipe of one KV head's tiles, which differ by their windows alone, its operands and its columns."""
     builder = RecipeBuilder()
-    _, width = _attend(scope, builder, ops, head, output)
+    width = _attend(scope, builder, ops, head, output)
     return builder.build(), tuple(builder.inputs), width
 
 
-def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int, merges: bool) -> TileSet:
-    """One KV head's appends and attention: over the whole context, or where that has blocks, over the new row; or,
-    where it `merges`, over the last block, with the partials of the others."""
+def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
+    """One KV head's appends and attention: over the whole context, or where that has blocks, over the new row."""
     graph, attention = scope.graph, ops["attention"]
     pos = ops["k_append"].params["pos"]
-    blocks = scope.tiling.kv_blocks()
-    whole = len(blocks) == 1
-    output = attention.output if whole or merges else _NEW
+    whole = len(scope.tiling.kv_blocks()) == 1
+    output = attention.output if whole else _NEW
     builder = RecipeBuilder()
-    row = graph.group * (graph.head_dim + PARTIAL_EXTRA)
-    parts = [
-        builder.columns(PAST_PARTIALS, (block * len(graph.streams) + head) * row, row, DType.F32)
-        for block in range(len(blocks) - 1 if merges else 0)
-    ]
     made: dict[str, Arg] = {}
     if "q_norm" in ops:
         # First, so that nothing comes between the key's rope and the attention but what belongs to the new row.
@@ -202,14 +186,9 @@ def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int, merges: bool
     for index, name in enumerate(("k_append", "v_append")):
         rows = _head_value(scope, builder, ops, ops[name].inputs[0], head, graph.head_dim)
         _append(scope, builder, ops[name], rows, head, {"out": index + 1})
-    own, width = _attend(scope, builder, ops, head, _NEW if merges else output, made, None if merges else "final")
+    width = _attend(scope, builder, ops, head, output, made)
     window = {"kv_start": 0, "kv_len": graph.context}
-    if merges:
-        width = graph.group * graph.head_dim
-        builder.step(_K.ATTENTION_COMBINE, [*parts, own], width, scope.tensor(output).dtype, scope.heads(1), "final")
-        start, length = blocks[-1]
-        window = {"kv_start": start, "kv_len": length, "kv_rows": KvRows.LAST.value}
-    elif not whole:
+    if not whole:
         window = {"kv_start": pos, "kv_len": 1, "kv_rows": KvRows.NEW.value}
     tile_bytes, flops = _attend_cost(scope, window["kv_len"])
     params = {**window, "pos": pos, "N_tile": width, "n_off": head * width, "recipe": builder.build()}
@@ -231,12 +210,10 @@ def _attend(
     head: int,
     output: str,
     made: Mapping[str, Arg] = MappingProxyType({}),
-    out: str | None = "final",
-) -> tuple[Arg, int]:
-    """Append the attention step of one KV head: its result, and columns of `output` that it writes, a partial's if it
-    is one.
+) -> int:
+    """Append the attention step of one KV head; columns of `output` that it writes, a partial's if it is one.
 
-    `made` are values of that head which the recipe has already; `out` is None for scratch.
+    `made` are values of that head which the recipe has already.
     """
     graph, attention = scope.graph, ops["attention"]
     query = _head_value(scope, builder, ops, attention.inputs[0], head, graph.group * graph.head_dim, made)
@@ -244,8 +221,8 @@ def _attend(
     extra = 0 if output == attention.output else PARTIAL_EXTRA
     width = graph.group * (graph.head_dim + extra)
     own: dict[str, Any] = {**scope.heads(1), "scale": attention.params["scale"]}
-    result = builder.step(_K.ATTENTION_TILE, [query, *caches], width, scope.tensor(output).dtype, own, out)
-    return result, width
+    builder.step(_K.ATTENTION_TILE, [query, *caches], width, scope.tensor(output).dtype, own, "final")
+    return width
 
 
 def _head_value(

@@ -14,10 +14,6 @@ PARTIAL_EXTRA: Final = 2
 """Columns that a partial has behind each head's output: row maximum and sum of exponentials."""
 
 
-PAST_PARTIALS: Final = "partial.past"
-"""The partials of all KV blocks but the last, one behind the other."""
-
-
 @dataclass(frozen=True, slots=True)
 class Scope:
     """One block of `graph` being emitted under `tiling`; `tensors` are those of the block and of what encloses it."""
@@ -35,8 +31,7 @@ class Scope:
         """A tensor by name; partials, which tiling brings about, are known by theirs."""
         if name.startswith("partial."):
             width = self.graph.n_heads * (self.graph.head_dim + PARTIAL_EXTRA)
-            rows = self.graph.batch * (len(self.tiling.kv_blocks()) - 1 if name == PAST_PARTIALS else 1)
-            return Tensor(name, BufferKind.ACTIVATION, DType.F32, (rows, width))
+            return Tensor(name, BufferKind.ACTIVATION, DType.F32, (self.graph.batch, width))
         return self.tensors[name]
 
     def heads(self, n_kv_heads: int | None = None) -> dict[str, int]:

@@ -93,8 +93,7 @@ __device__ __forceinline__ void move_to(amk_instruction_t& instruction, int posi
     amk_params_t& params = instruction.params;
     if (instruction.flags & FW_INSTRUCTION_MOVES_POS) params.pos = position;
     if (instruction.flags & FW_INSTRUCTION_MOVES_WINDOW) {
-        const bool last = instruction.flags & FW_INSTRUCTION_WINDOW_LAST;
-        if (instruction.flags & FW_INSTRUCTION_WINDOW_NEW || (last && position < params.kv_start)) params.kv_start = position;
+        if (instruction.flags & FW_INSTRUCTION_WINDOW_NEW) params.kv_start = position;
         const int end = instruction.flags & FW_INSTRUCTION_WINDOW_PAST ? position : position + 1;
         params.kv_len = min(params.kv_len, max(0, end - params.kv_start));
     }

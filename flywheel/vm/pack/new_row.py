@@ -1,9 +1,9 @@
 """The steps of a launch's new row of one KV head, which one kernel does in one go.
 
 They are ROPE and KV_APPEND of its key, KV_APPEND of its value, ROPE of the queries and ATTENTION_TILE, the last of
-their task but for a merge of its partial with others; nothing else reads what lies between them. Where key and queries
-both have a norm before them, the kernel does these two as well. It is that of the key's ROPE where the attention is to
-that row alone, else that of the attention. Source: docs/vm.md.
+their task; nothing else reads what lies between them. Where key and queries both have a norm before them, the kernel
+does these two as well. It is that of the key's ROPE where the attention is to that row alone, else that of the
+attention. Source: docs/vm.md.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ class NewRow:
 
 
 def find_new_row(steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]) -> NewRow | None:
-    """The new row that the steps end with, if they do, but for a merge; `views` are those that are not run, `dtype` the
-    program's."""
-    merges = len(steps) > 0 and steps[-1].op is _K.ATTENTION_COMBINE and form.kv_rows != KvRows.NEW
-    steps = steps[: len(steps) - merges]
+    """The new row that the steps end with, if they do; `views` are those that are not run, `dtype` the program's."""
     run = [place for place in range(len(steps)) if place not in views][-len(_OPS) :]
     if form.kv_rows == KvRows.PAST or tuple(steps[place].op for place in run) != _OPS:
         return None

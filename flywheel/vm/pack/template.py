@@ -34,11 +34,6 @@ _OWN: Final = {
     "kv_start": StepFlag.OWN_KV_START,
     "kv_len": StepFlag.OWN_KV_LEN,
 }
-_WINDOWS: Final = {
-    KvRows.PAST: InstructionFlag.WINDOW_PAST,
-    KvRows.NEW: InstructionFlag.WINDOW_NEW,
-    KvRows.LAST: InstructionFlag.WINDOW_LAST,
-}
 _OPTIONAL: Final = {
     "scale": StepFlag.HAS_SCALE,
     "dim": StepFlag.HAS_DIM,
@@ -160,7 +155,7 @@ def _instruction_flags(form: Form) -> InstructionFlag:
     if "kv_len" in form.given:
         flags |= InstructionFlag.MOVES_WINDOW
     if form.kv_rows is not None:
-        flags |= _WINDOWS[KvRows(form.kv_rows)]
+        flags |= InstructionFlag.WINDOW_PAST if form.kv_rows == KvRows.PAST else InstructionFlag.WINDOW_NEW
     return flags
 
 

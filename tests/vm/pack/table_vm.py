@@ -151,8 +151,7 @@ class TableVM:
         if pos >= 0 and instruction["flags"] & InstructionFlag.MOVES_POS:
             params["pos"] = pos
         if pos >= 0 and instruction["flags"] & InstructionFlag.MOVES_WINDOW:
-            last = instruction["flags"] & InstructionFlag.WINDOW_LAST and pos < params["kv_start"]
-            if instruction["flags"] & InstructionFlag.WINDOW_NEW or last:
+            if instruction["flags"] & InstructionFlag.WINDOW_NEW:
                 params["kv_start"] = pos
             end = pos if instruction["flags"] & InstructionFlag.WINDOW_PAST else pos + 1
             params["kv_len"] = min(params["kv_len"], max(0, end - params["kv_start"]))

@@ -245,7 +245,6 @@ GROUPINGS = {
     "apart": (*NORMED, ("k_norm", "k_rope", "k_append", "v_append"), ("q_norm", "q_rope", "attention"), *JOINED),
     "beside": (BESIDE, ("o_proj", "attn_add")),
     "everything": (*NORMED, BESIDE, *JOINED),
-    "merged": (*NORMED, (*BESIDE, "attn_combine"), *JOINED),
 }
 
 
@@ -287,9 +286,7 @@ def test_a_decoder_by_data_makes_the_bytes_that_it_makes_by_counters(
     assert counted == looked
 
 
-@pytest.mark.parametrize(("groups", "counters"), [
-    ("everything", 1), ("merged", 1), ("beside", 1), ("apart", 5), ("plain", 9),
-])  # fmt: skip
+@pytest.mark.parametrize(("groups", "counters"), [("everything", 1), ("beside", 1), ("apart", 5), ("plain", 9)])
 def test_only_caches_and_the_token_keep_a_counter(groups: str, counters: int) -> None:
     program = decoder("llama", groups, 16, 1, "none", 1, DType.BF16)
     hand_offs = by_data(program, group_tasks(program.tasks))

@@ -13,7 +13,7 @@ from flywheel.ir import TARGETS, BufferKind, DType, InstructionKind, KvRows, Meg
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
-from flywheel.vm.abi import InstructionFlag, StepFlag
+from flywheel.vm.abi import StepFlag
 from flywheel.vm.pack import PackedProgram, pack
 
 Chain = Callable[..., MegakernelProgram]
@@ -100,31 +100,6 @@ def test_an_attention_to_older_rows_too_appends_its_own(
     assert appended(packed) == [ROW] * LAYERS * KV_HEADS
     assert found(packed) == []
     agree(program, 17)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("kv_block", [16, 32])
-@pytest.mark.parametrize("pos", [0, 15, 16, 17, 40, 47])
-def test_an_attention_to_the_last_block_appends_and_merges(
-    head_dim: int, batch: int, kv_block: int, pos: int, agree: Callable[..., None]
-) -> None:
-    program = decoder(head_dim, (*ATTEND, "attn_combine"), kv_block, batch=batch)
-    packed = pack(program)
-    assert appended(packed) == [ROW] * LAYERS * KV_HEADS * batch
-    assert found(packed) == []
-    attends = packed.instructions[packed.instructions["flags"] & int(InstructionFlag.MOVES_WINDOW) != 0]
-    ends = packed.steps["op"][attends["first_step"] + attends["n_steps"] - 1]
-    merges = ends == int(InstructionKind.ATTENTION_COMBINE)
-    blocks = -(-CONTEXT // kv_block)
-    assert len(merges) == blocks * LAYERS * KV_HEADS * batch and merges.sum() * blocks == len(merges)
-    last = attends["flags"] & int(InstructionFlag.WINDOW_LAST) != 0
-    assert (last == merges).all() and (attends["flags"][~last] & int(InstructionFlag.WINDOW_PAST) != 0).all()
-    agree(program, pos)
-
-
-def test_a_task_with_norms_has_too_many_operands_to_merge() -> None:
-    assert found(pack(decoder(64, (*NORMED, "attn_combine"), 16, qk_norm=True))) == [ROW] * LAYERS * KV_HEADS
 
 
 def test_what_tensor_cores_do_not_take_appends_for_itself() -> None:

@@ -67,8 +67,6 @@ def test_moved_params_are_those_of_the_moved_program(name: str, pos: int) -> Non
     cut = flags & int(InstructionFlag.MOVES_WINDOW) != 0
     params["pos"][moves] = pos
     params["kv_start"][flags & int(InstructionFlag.WINDOW_NEW) != 0] = pos
-    last = flags & int(InstructionFlag.WINDOW_LAST) != 0
-    params["kv_start"][last] = np.minimum(params["kv_start"][last], pos)
     end = np.where(flags & int(InstructionFlag.WINDOW_PAST), pos, pos + 1)
     params["kv_len"][cut] = np.minimum(params["kv_len"], np.maximum(0, end - params["kv_start"]))[cut]
     assert np.array_equal(params, moved.instructions["params"])

@@ -23,23 +23,17 @@ __device__ __forceinline__ uint32_t pack_rests(float low, float high, uint32_t h
                             high - half_to_float(static_cast<unsigned short>(halves >> 16)));
 }
 
-// Bytes for parts: all of the staging area behind the queries and the result, if nothing else in the task needs it any more: a
-// merge of the result with others at most.
+// Bytes for parts: all of the staging area behind the queries, if nothing else in the task needs it any more.
 __device__ __forceinline__ int room_for_parts(Vm vm, const amk_step_t& step) {
     const TaskSlot& task = *vm.task();
     const int n_steps = task.instruction.n_steps, op = vm.lane() < n_steps ? task.steps[vm.lane()].op : AMK_OP_NOP;
     const bool multiplies = __any_sync(~0u, op == AMK_OP_GEMV_TILE || op == AMK_OP_GEMM_TILE);
     const bool reads = step.args[1] >= FW_RESULT_REF || step.args[2] >= FW_RESULT_REF;
-    const amk_step_t* const end = task.steps + n_steps;
-    const bool last = &step + 1 == end || (&step + 2 == end && end[-1].op == AMK_OP_ATTENTION_COMBINE);
-    if (multiplies || reads || !last) return FW_WORK_BYTES;
+    if (multiplies || reads || &step + 1 != task.steps + n_steps) return FW_WORK_BYTES;
+    const Operand& q = vm.arg(step, 0);
     const int staged = vm.block().program.staged_bytes;
-    const auto behind = [&](const Operand& x, int bytes) {  // what lies elsewhere leaves all
-        const int64_t end = x.ptr - vm.block().staging() + x.numel * static_cast<int64_t>(bytes);
-        return end > 0 && end <= staged ? static_cast<int>(end) : 0;
-    };
-    const Operand& out = vm.out(step);
-    return staged - max(behind(vm.arg(step, 0), sizeof(element_t)), behind(out, element_bytes(out.dtype)));
+    const int64_t behind = q.ptr - vm.block().staging() + q.numel * static_cast<int64_t>(sizeof(element_t));
+    return behind > 0 && behind <= staged ? staged - static_cast<int>(behind) : staged;
 }
 
 // Query heads of one KV head: from `first` on, up to `most`.
