@@ -14,18 +14,20 @@ from pathlib import Path
 from flywheel.ir import DType
 from flywheel.vm.nvrtc import CompiledVariant, compile_variant
 
-VARIANTS: tuple[tuple[str, int, DType], ...] = (
-    *((arch, 512, DType.BF16) for arch in ("sm_80", "sm_100a", "sm_120")),
-    *(("sm_90a", threads, DType.BF16) for threads in (192, 320, 448, 512)),
-    *(("sm_90a", 512, dtype) for dtype in (DType.F16, DType.F32)),
+VARIANTS: tuple[tuple[str, int, DType, int], ...] = (
+    *((arch, 512, DType.BF16, 0) for arch in ("sm_80", "sm_100a", "sm_120")),
+    *(("sm_90a", threads, DType.BF16, 0) for threads in (192, 320, 448, 512)),
+    *(("sm_90a", 512, dtype, 0) for dtype in (DType.F16, DType.F32)),
+    *(("sm_90a", 448, DType.BF16, rows) for rows in (1, 8)),
 )
 """As in tests/vm/test_nvrtc.py."""
 
 
-def compiled(variant: tuple[str, int, DType]) -> CompiledVariant:
+def compiled(variant: tuple[str, int, DType, int]) -> CompiledVariant:
     """A variant, compiled into an empty cache."""
+    arch, threads, dtype, rows = variant
     with tempfile.TemporaryDirectory() as folder:
-        return compile_variant(*variant, Path(folder))
+        return compile_variant(arch, threads, dtype, Path(folder), rows=rows)
 
 
 def main() -> None:
@@ -35,7 +37,7 @@ def main() -> None:
         start = time.perf_counter()
         kernel = compiled(variant)
         took_s = time.perf_counter() - start
-        name = f"{kernel.arch:<8}{kernel.threads:>5}  {kernel.dtype.name:<5}"
+        name = f"{kernel.arch:<8}{kernel.threads:>5}  {kernel.dtype.name:<5}{kernel.rows or 'any':>4} rows"
         print(f"{name}{took_s:>6.1f} s  {kernel.usage.registers} registers")
     start = time.perf_counter()
     with ThreadPoolExecutor(2) as pool:

@@ -146,7 +146,7 @@ def launch(gpu: Gpu, target: GpuTarget, config: ScheduleConfig, every_thread: bo
     packed = pack(program)
     kernel = load_variant(gpu, compile_variant(
         arch_name(gpu.sm_arch), packed.variant.threads, packed.dtype, matrix_warps=packed.variant.matrix_warps,
-        every_thread=every_thread,
+        rows=packed.variant.rows, every_thread=every_thread,
     ))
     tensors = bind(program, random_weights(SPEC, 0, TORCH_DTYPES[dtype]))
     random = np.random.default_rng(0)

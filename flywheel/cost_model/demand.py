@@ -15,7 +15,6 @@ from flywheel.cost_model.machine import Machine
 from flywheel.errors import ConfigError
 from flywheel.ir import Buffer, BufferKind, InstructionKind, KernelVariant, MegakernelProgram, Task, variant_of
 from flywheel.ir.access import appends_behind
-from flywheel.ir.variant import sliced_rows
 
 STREAMED_KINDS: Final = frozenset({BufferKind.WEIGHT, BufferKind.KV_CACHE, BufferKind.CONST})
 """Inputs that `est_bytes` stands for; all others are activations, read when the task starts."""
@@ -322,14 +321,12 @@ def _by_data(
     """Whether a gate's counter is one that nobody asks, in a variant that hands over by the data.
 
     As the packer decides for what `lower` makes: no counter at all goes where buffers share pages; else one stays where
-    what is handed over is no activation, unless it is appended behind all rows that are read of a cache, or is several
-    rows that are staged slice by slice.
+    what is handed over is no activation, unless it is appended behind all rows that are read of a cache.
     """
     pages = program.pages.buffer_to_page if program.pages is not None else {}
     if not variant.data_hand_offs or len(set(pages.values())) < len(pages):
         return [False] * len(counters)
     kept = {buffer.id for buffer in program.buffers if buffer.kind in (BufferKind.KV_CACHE, BufferKind.IO_OUTPUT)}
-    kept |= sliced_rows(program.tasks, program.buffers, variant.rows_area)
     writers: dict[int, dict[int, Task]] = defaultdict(dict)
     for counter, task in zip(signal, ordered, strict=True):
         if not kept.isdisjoint(task.outputs):

@@ -74,7 +74,7 @@ class CudaModel:
         }
         self.resident: Final = ResidentWeights(gpu, dtype)
         self.caches: Final = KvCaches(spec, dtype, context, _DEVICE, batch)
-        self._kernels: dict[tuple[int, int, bool], LoadedKernel] = {}
+        self._kernels: dict[tuple[int, int, int, bool], LoadedKernel] = {}
         torch.cuda.synchronize()  # the VM's stream does not wait for torch's
 
     def __enter__(self) -> Self:
@@ -128,11 +128,12 @@ class CudaModel:
         return CudaSession(self, LoadedProgram(self.gpu, packed, kernel, self.resident, caches))
 
     def _kernel(self, variant: KernelVariant, trace: bool) -> LoadedKernel:
-        key = variant.threads, variant.matrix_warps, trace
+        key = variant.threads, variant.matrix_warps, variant.rows, trace
         if key not in self._kernels:
             compiled = compile_variant(
-                arch_name(self.gpu.sm_arch), variant.threads, self.dtype, matrix_warps=variant.matrix_warps, trace=trace
-            )
+                arch_name(self.gpu.sm_arch), variant.threads, self.dtype,
+                matrix_warps=variant.matrix_warps, rows=variant.rows, trace=trace,
+            )  # fmt: skip
             self._kernels[key] = load_variant(self.gpu, compiled)
         return self._kernels[key]
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Task
-from flywheel.ir.variant import KernelVariant, usual_rows_area, variant_of
+from flywheel.ir.variant import KernelVariant, variant_of
 
 _json: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
@@ -35,8 +35,7 @@ def program_id(program: MegakernelProgram) -> str:
 
 def _variant_text(variant: KernelVariant) -> str:
     """What came to variants later counts where it is used: older programs keep their ids."""
-    text = f"{variant!r} x_slices={variant.x_slices}" if variant.x_slices > 1 else repr(variant)
-    return text if variant.rows_area == usual_rows_area() else f"{text} {variant.rows_area}"
+    return f"{variant!r} x_slices={variant.x_slices}" if variant.x_slices > 1 else repr(variant)
 
 
 def _task_lines(tasks: Sequence[Task]) -> Iterator[str]:

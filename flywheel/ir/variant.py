@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Final, NamedTuple
 
@@ -30,15 +30,13 @@ MAX_STAGED_ROWS_BYTES: Final = 132 * 1024
 """The same for several rows that a task makes itself: eight of 8192 halves and their padding."""
 
 MAX_INPUT_ROWS_BYTES: Final = 72 * 1024
-"""The same for an input of several rows, where the config does not say: what a longer one took would be missed more by
-the weight ring."""
+"""The same for an input of several rows: what a longer one took would be missed more by the weight ring."""
 
 SLICES_BESIDE: Final = 2
-"""Slices of a longer input that are staged at once, where the config does not say: one is on its way while the other is
-multiplied."""
+"""Slices of a longer input that are staged at once: one is on its way while the other is multiplied."""
 
 MAX_X_SLICES: Final = 4
-"""Most slices of an operand that are staged side by side: each has a barrier of its own."""
+"""Slices of an operand that are staged side by side: each has a barrier of its own."""
 
 WORK_BYTES: Final = 8 * 1024
 """End of the staging area that kernels without a matrix operand take for themselves."""
@@ -76,19 +74,6 @@ SLICE_K: Final = 2 * FRAGMENT_K
 banks."""
 
 
-class RowsArea(NamedTuple):
-    """What an input of several rows may take of the staging area, and how many slices of a longer one lie there at
-    once."""
-
-    nbytes: int
-    beside: int
-
-
-def usual_rows_area() -> RowsArea:
-    """Where the config does not say."""
-    return RowsArea(MAX_INPUT_ROWS_BYTES, SLICES_BESIDE)
-
-
 @dataclass(frozen=True, slots=True)
 class KernelVariant:
     """Compile-time choices: block size, and the shared-memory ring that weights stream through."""
@@ -112,8 +97,8 @@ class KernelVariant:
     """Readers wait for activations themselves where they can, not for counters."""
     x_slices: int = field(default=1, repr=False)
     """Slices of K in which an input is multiplied, each as soon as it is there; 1 without `data_hand_offs`."""
-    rows_area: RowsArea = field(default_factory=usual_rows_area, repr=False)
-    """How inputs of several rows are staged."""
+    rows: int = field(default=0, repr=False)
+    """Rows of every operand that is multiplied, for which there is a kernel; 0, any, where they differ."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a warp that waits for a slot could take the chunk before its own for it."""
@@ -156,24 +141,24 @@ class Slices(NamedTuple):
     beside: int
 
 
-def slices_of(dtype: DType, rows: int, depth: int, area: RowsArea | None = None) -> Slices:
-    """All of an input [rows, depth], or an even share of the fewest slices of which so many as there are to be side by
-    side fit. A share is a multiple of SLICE_K; `area` is the variant's, for several rows.
+def slices_of(dtype: DType, rows: int, depth: int) -> Slices:
+    """All of an input [rows, depth], or an even share of the fewest slices of which SLICES_BESIDE fit.
+
+    A share is a multiple of SLICE_K.
     """
-    area = area or usual_rows_area()
-    most, beside = (MAX_STAGED_BYTES, SLICES_BESIDE) if rows == 1 else (area.nbytes, area.beside)
+    most = MAX_STAGED_BYTES if rows == 1 else MAX_INPUT_ROWS_BYTES
     if _bytes_of(dtype, rows, depth) <= most:
         return Slices(depth, 1)
     pairs = -(-depth // SLICE_K)
-    fitting = (most // beside // dtype.nbytes(rows * FRAGMENT_K) - (rows > 1)) // 2
+    fitting = (most // SLICES_BESIDE // dtype.nbytes(rows * FRAGMENT_K) - (rows > 1)) // 2
     slices = -(-pairs // max(1, fitting))
-    return Slices(SLICE_K * -(-pairs // slices), beside)
+    return Slices(SLICE_K * -(-pairs // slices), SLICES_BESIDE)
 
 
-def operand_bytes(dtype: DType, rows: int, depth: int, area: RowsArea | None = None) -> int:
+def operand_bytes(dtype: DType, rows: int, depth: int) -> int:
     """Bytes that the staging area has for an input [rows, depth] that is multiplied: its own, or those of the slices
     that lie there at once; what the area may have at most where not even these fit, which the VM refuses."""
-    each, beside = slices_of(dtype, rows, depth, area)
+    each, beside = slices_of(dtype, rows, depth)
     return min(beside * _bytes_of(dtype, rows, each), _most_staged(rows))
 
 
@@ -185,7 +170,7 @@ def _most_staged(rows: int) -> int:
     return MAX_STAGED_BYTES if rows == 1 else MAX_STAGED_ROWS_BYTES
 
 
-def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer], area: RowsArea | None = None) -> int:
+def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
     """Bytes of the largest operand that a matrix task keeps in shared memory, in its weight's type; at least
     MIN_STAGED_BYTES. An input takes what `operand_bytes` says, a result of the task's own steps at most what the area
     may grow to."""
@@ -195,19 +180,9 @@ def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer], area: RowsAre
         if operand.buffer is None:
             nbytes = min(_bytes_of(dtype, rows, depth), _most_staged(rows))
         else:
-            nbytes = operand_bytes(dtype, rows, depth, area)
+            nbytes = operand_bytes(dtype, rows, depth)
         largest = max(largest, nbytes)
     return largest
-
-
-def sliced_rows(tasks: Sequence[Task], buffers: Sequence[Buffer], area: RowsArea | None = None) -> frozenset[int]:
-    """Ids of the buffers of several rows that a matrix task multiplies slice by slice."""
-    return frozenset(
-        operand.buffer
-        for operand in _operands(tasks, buffers)
-        if operand.buffer is not None and operand.rows > 1
-        if slices_of(operand.dtype, operand.rows, operand.depth, area).depth < operand.depth
-    )
 
 
 class _Operand(NamedTuple):
@@ -310,24 +285,8 @@ def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> Ke
         raise ConfigError(f"tiling.stream.copies={copies} is not in 1..{MAX_COPIES}")
     return KernelVariant(
         target.sm_arch, threads, matrix_warps, chunk_warps, smem, staged, chunk, slots, inflight_chunks,
-        min(copies, inflight_chunks), config.pipelining_depth, by_data, x_slices, rows_area(config),
+        min(copies, inflight_chunks), config.pipelining_depth, by_data, x_slices,
     )  # fmt: skip
-
-
-def rows_area(config: ScheduleConfig) -> RowsArea:
-    """What the config says of inputs of several rows. Raises ConfigError."""
-    asked, area = config.tiling.get("operand", {}), usual_rows_area()
-    if "bytes" in asked:
-        if not MIN_STAGED_BYTES <= asked["bytes"] <= MAX_STAGED_ROWS_BYTES:
-            raise ConfigError(
-                f"tiling.operand.bytes={asked['bytes']} is not in {MIN_STAGED_BYTES}..{MAX_STAGED_ROWS_BYTES}"
-            )
-        area = area._replace(nbytes=asked["bytes"])
-    if "slices" in asked:
-        if not 1 <= asked["slices"] <= MAX_X_SLICES:
-            raise ConfigError(f"tiling.operand.slices={asked['slices']} is not in 1..{MAX_X_SLICES}")
-        area = area._replace(beside=asked["slices"])
-    return area
 
 
 def _hand_off(config: ScheduleConfig) -> tuple[bool, int]:
@@ -360,5 +319,11 @@ def variant_of(program: MegakernelProgram) -> KernelVariant:
     """The variant of a program. Raises ConfigError where it has no target or an impossible config."""
     if program.target is None:
         raise ConfigError("program: no target, so no kernel variant")
-    config = program.config or ScheduleConfig()
-    return kernel_variant(config, program.target, staged_bytes(program.tasks, program.buffers, rows_area(config)))
+    staged = staged_bytes(program.tasks, program.buffers)
+    variant = kernel_variant(program.config or ScheduleConfig(), program.target, staged)
+    return replace(variant, rows=_rows_of(program.tasks, program.buffers))
+
+
+def _rows_of(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
+    found = {operand.rows for operand in _operands(tasks, buffers)}
+    return found.pop() if len(found) == 1 else 0

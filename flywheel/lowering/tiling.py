@@ -21,7 +21,6 @@ _SIZES: Final = {
     "stream": ("chunk_bytes", "inflight_bytes", "copies"),
     "warps": ("matrix", "chunk"),
     "hand_off": ("data", "slices"),
-    "operand": ("bytes", "slices"),
 }
 
 _TILES: Final = ("gemv", "attention")

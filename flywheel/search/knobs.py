@@ -10,16 +10,7 @@ from typing import Any, Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import KernelVariant, ScheduleConfig, kernel_variant
-from flywheel.ir.variant import (
-    MAX_INPUT_ROWS_BYTES,
-    MIN_STAGED_BYTES,
-    SLICES_BESIDE,
-    WARP,
-    Slices,
-    operand_bytes,
-    slices_of,
-    usual_rows_area,
-)
+from flywheel.ir.variant import WARP, operand_bytes
 from flywheel.lowering.tiling import even_rows
 from flywheel.search.workload import Workload
 
@@ -115,34 +106,14 @@ def _variant(workload: Workload, smem: int, chunk: int) -> KernelVariant:
     return kernel_variant(ScheduleConfig(tiling, smem_bytes_per_block=smem), workload.target, staged)
 
 
-def _operand_bytes(workload: Workload) -> list[Value]:
-    """What several rows of an input take where the config does not say, or no more than those of a norm, or twice that.
-
-    Of sizes that slice all operands alike the smallest, or the usual one.
-    """
-    graph, usual, depths = workload.graph, usual_rows_area(), _depths(workload)
-    if graph.batch == 1:
-        return [usual.nbytes]
-    least = max(MIN_STAGED_BYTES, -(-operand_bytes(graph.dtype, graph.batch, depths[0]) // 1024) * 1024)
-    sizes: dict[tuple[Slices, ...], int] = {}
-    for size in (usual.nbytes, least, 2 * least):
-        if size <= usual.nbytes:
-            area = usual._replace(nbytes=size)
-            sizes.setdefault(tuple(slices_of(graph.dtype, graph.batch, depth, area) for depth in depths), size)
-    return sorted(sizes.values())
-
-
-def _operand_slices(workload: Workload) -> list[Value]:
-    """Slices that lie side by side, where there are any."""
-    graph, usual = workload.graph, usual_rows_area()
-    area = usual._replace(nbytes=int(_operand_bytes(workload)[0]))
-    sliced = any(slices_of(graph.dtype, graph.batch, depth, area).depth < depth for depth in _depths(workload))
-    return [2, 3, 4] if graph.batch > 1 and sliced else [usual.beside]
-
-
 def _depths(workload: Workload) -> list[int]:
     """K of the products, ascending."""
     return sorted({op.params["K"] for block in blocks_of(workload) for op in block.ops if "K" in op.params})
+
+
+def distance(wanted: int, value: Value) -> int:
+    """How far a value is from the wanted one."""
+    return abs(int(value) - wanted)
 
 
 def _just(*values: Value) -> Callable[[Workload], Sequence[Value]]:
@@ -177,8 +148,6 @@ KNOBS: Final = (
     Knob("chunk", _chunks, True, "bytes of one weight copy"),
     Knob("copies", _just(1, 2, 4), True, "weight copies that the loader starts at once"),
     Knob("inflight", _inflight, True, "bytes of weight copies under way"),
-    Knob("operand.bytes", _operand_bytes, True, "bytes of the staging area that several rows of an input take"),
-    Knob("operand.slices", _operand_slices, True, "slices of longer ones that lie there side by side"),
 )
 """Every searched knob. Each value of each changes the program or the kernel variant."""
 
@@ -195,8 +164,6 @@ GOOD_ON_H200: Final[Choice] = MappingProxyType(
         "pages": "none",
         "placement": "idle_first",
         "copies": 4,
-        "operand.bytes": MAX_INPUT_ROWS_BYTES,
-        "operand.slices": SLICES_BESIDE,
     }
 )
 """Block and ring that were the fastest of a few with llama3.2-1b and llama3-8b on an H200, and what was fused then."""

@@ -19,7 +19,7 @@ from flywheel.store.sql import Store
 from flywheel.vm.nvrtc import arch_name, compile_variant, nvrtc_version, source_digest
 from flywheel.vm.worker import Bench
 
-_COMPILING: Final[dict[tuple[int, int, int, DType], Lock]] = {}
+_COMPILING: Final[dict[tuple[int, int, int, int, DType], Lock]] = {}
 
 
 def look(store: Store, gpu: str, dtype: str, program_id: str, environment: Environment) -> TrialRecord | None:
@@ -58,26 +58,26 @@ def compile_ahead(dtype: str, program: MegakernelProgram) -> None:
     assert program.target is not None
     with suppress(ConfigError, KernelCompileError):
         variant = variant_of(program)
-        _compile(program.target.sm_arch, variant.threads, variant.matrix_warps, DTYPES[dtype])
+        _compile(program.target.sm_arch, variant.threads, variant.matrix_warps, variant.rows, DTYPES[dtype])
 
 
 def compile_all(
-    dtype: str, sm_arch: int, kernels: Sequence[tuple[int, int]], stopped: Callable[[], bool]
+    dtype: str, sm_arch: int, kernels: Sequence[tuple[int, int, int]], stopped: Callable[[], bool]
 ) -> None:
-    """The same for kernels of (threads, warps that multiply), one after the other, until it is `stopped`."""
-    for threads, matrix_warps in kernels:
+    """The same for kernels of (threads, warps that multiply, rows), one after the other, until it is `stopped`."""
+    for threads, matrix_warps, rows in kernels:
         if stopped():
             return
         with suppress(ConfigError, KernelCompileError):
-            _compile(sm_arch, threads, matrix_warps, DTYPES[dtype])
+            _compile(sm_arch, threads, matrix_warps, rows, DTYPES[dtype])
 
 
-def _compile(sm_arch: int, threads: int, matrix_warps: int, dtype: DType) -> None:
+def _compile(sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType) -> None:
     """Whoever wants what another thread compiles waits for that."""
-    with _COMPILING.setdefault((sm_arch, threads, matrix_warps, dtype), Lock()):
-        _compile_once(sm_arch, threads, matrix_warps, dtype)
+    with _COMPILING.setdefault((sm_arch, threads, matrix_warps, rows, dtype), Lock()):
+        _compile_once(sm_arch, threads, matrix_warps, rows, dtype)
 
 
 @cache
-def _compile_once(sm_arch: int, threads: int, matrix_warps: int, dtype: DType) -> None:
-    compile_variant(arch_name(sm_arch), threads, dtype, matrix_warps=matrix_warps)
+def _compile_once(sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType) -> None:
+    compile_variant(arch_name(sm_arch), threads, dtype, matrix_warps=matrix_warps, rows=rows)

@@ -10,7 +10,7 @@ from typing import Final
 
 from flywheel.errors import UsageError
 from flywheel.ir import ScheduleConfig, kernel_variant
-from flywheel.ir.variant import COPIES, usual_rows_area
+from flywheel.ir.variant import COPIES
 from flywheel.lowering.fusion import PATTERNS
 from flywheel.search.knobs import GOOD_ON_H200, HALVES, KNOBS, QKV, Choice, Value, blocks_of, distance, rows_of
 from flywheel.search.workload import Workload
@@ -74,10 +74,6 @@ class Space:
         tiling["warps"] = {"matrix": int(choice["matrix"]), "chunk": int(choice["share"])}
         if choice["hand_off"] != "counter":
             tiling["hand_off"] = dict(HALVES) if choice["hand_off"] == "halves" else {"data": 1}
-        area = {"bytes": int(choice["operand.bytes"]), "slices": int(choice["operand.slices"])}
-        unusual = {name: area[name] for name, usual in _usual_operand().items() if area[name] != usual}
-        if unusual:
-            tiling["operand"] = unusual
         return ScheduleConfig(
             tiling=tiling,
             fusion_grouping=self._grouping(choice),
@@ -135,8 +131,6 @@ class Space:
             "share": tiling.get("warps", {}).get("chunk", 1),
             "kv_block": tiling.get("attention", {}).get("kv_block", 0),
         }
-        for name, usual in _usual_operand().items():
-            choice[f"operand.{name}"] = tiling.get("operand", {}).get(name, usual)
         for knob, projections in _ROWS.items():
             own = tiling.get(f"gemv.{projections[0]}", {})
             choice[knob] = own.get("N_tile", tiling.get("gemv", {}).get("N_tile", 0))
@@ -159,14 +153,15 @@ class Space:
     def _near(self, choice: Choice) -> dict[str, Value]:
         return {name: self._nearest_value(name, value) for name, value in choice.items()}
 
-    def kernels(self) -> list[tuple[int, int]]:
-        """(threads, warps that multiply) of each kernel that the space's configs are run by, first what is known to be
-        good."""
+    def kernels(self) -> list[tuple[int, int, int]]:
+        """(threads, warps that multiply, rows) of each kernel that the space's configs are run by, first what is known
+        to be good."""
         good = self.known_good()[0]
         threads, matrix = (self._dimension(name).values for name in ("threads", "matrix"))
         choices = [good, *({**good, "threads": each, "matrix": warps} for each in threads for warps in matrix)]
         variants = [kernel_variant(self.to_config(choice), self.workload.target, 0) for choice in choices]
-        return list(dict.fromkeys((variant.threads, variant.matrix_warps) for variant in variants))
+        rows = self.workload.batch
+        return list(dict.fromkeys((variant.threads, variant.matrix_warps, rows) for variant in variants))
 
     def _nearest(self, name: str, projections: Sequence[str]) -> Value:
         wanted = int(rows_of(projections[:1] if name == "rows.gate_up" else projections, 1)(self.workload)[0])
@@ -190,12 +185,6 @@ class Space:
         """Groups of _FUSED, without the operations that the model lacks."""
         ops = {op.name for block in blocks_of(self.workload) for op in block.ops} | set(PATTERNS["out"].before)
         return [tuple(name for name in group.split() if name in ops) for group in names.split(";")]
-
-
-def _usual_operand() -> dict[str, int]:
-    """What a config means that has no `tiling.operand`."""
-    area = usual_rows_area()
-    return {"bytes": area.nbytes, "slices": area.beside}
 
 
 def make_space(workload: Workload, fixed: Fixed = MappingProxyType({})) -> Space:

@@ -342,8 +342,8 @@ KERNELS: Final[Mapping[InstructionKind, str]] = MappingProxyType(
 steps, and ALLREDUCE_SHARD has no kernel: one GPU runs the program."""
 
 
-USUAL: Final = (_K.GEMV_TILE, _K.RMSNORM, _K.ROPE, _K.ATTENTION_TILE, _K.ATTENTION_COMBINE, _K.GEMM_TILE)
-"""What most steps of a decoder are, the most frequent first."""
+USUAL: Final = (_K.GEMV_TILE, _K.GEMM_TILE, _K.RMSNORM, _K.ROPE, _K.ATTENTION_TILE, _K.ATTENTION_COMBINE)
+"""What most steps of a decoder are, the most frequent first, those of one micro-kernel together."""
 
 
 def numpy_struct(name: str) -> np.dtype[np.void]:

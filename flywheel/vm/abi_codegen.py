@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from enum import IntEnum, IntFlag
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -132,7 +133,8 @@ def dispatch_header() -> str:
     headers = dict.fromkeys(abi.KERNELS.values())
     includes = "\n".join(f'#include "ops/{kernel}.cuh"' for kernel in headers)
     usual = "\n".join(
-        f"  if (op == AMK_OP_{op.name}) return op_{abi.KERNELS[op]}(vm, step);\n  {_OPAQUE}" for op in abi.USUAL
+        f"  if ({' | '.join(f'(op == AMK_OP_{op.name})' for op in ops)}) return op_{kernel}(vm, step);\n  {_OPAQUE}"
+        for kernel, ops in groupby(abi.USUAL, abi.KERNELS.__getitem__)
     )
     cases = "\n".join(
         f"    case AMK_OP_{op.name}: op_{kernel}(vm, step); break;"

@@ -319,4 +319,7 @@ def _check_kernel(gpu: Gpu, packed: PackedProgram, kernel: LoadedKernel) -> None
         raise ConfigError(
             "kernel for {} threads, {} matrix warps and {}: the program needs {}, {} and {}".format(*has, *needs)
         )
+    if variant.rows not in (0, packed.variant.rows):
+        has_rows = packed.variant.rows or "various numbers of"
+        raise ConfigError(f"kernel for products of {variant.rows} rows: the program's have {has_rows}")
     check_fit(kernel, gpu, target, packed.variant.smem_bytes)

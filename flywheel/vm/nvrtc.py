@@ -69,12 +69,15 @@ class CompiledUnit:
 
 @dataclass(frozen=True, slots=True)
 class CompiledVariant(CompiledUnit):
-    """The entries `megakernel` and `pack_matrix`, for blocks of `threads` and programs of `dtype`."""
+    """The entries `megakernel` and `pack_matrix`, for blocks of `threads` and programs of `dtype`; and of products with
+    `rows` rows alone, unless that is 0.
+    """
 
     threads: int
     dtype: DType
     matrix_warps: int
     trace: bool = False
+    rows: int = 0
 
     @property
     def usage(self) -> EntryUsage:
@@ -110,14 +113,16 @@ def compile_variant(
     cache_dir: Path | None = None,
     *,
     matrix_warps: int | None = None,
+    rows: int = 0,
     trace: bool = False,
     every_thread: bool = False,
     sources: Path = SOURCES,
 ) -> CompiledVariant:
     """The kernel in `sources` for `arch`, as `compile_unit` has it; with `trace`, tasks note their times.
 
-    `matrix_warps` is half of what the loader and the control warp leave, rounded up, unless given. `every_thread` is
-    for race detectors: no thread arrives or waits for others.
+    `matrix_warps` is half of what the loader and the control warp leave, rounded up, unless given. `rows` leaves out
+    what other programs need, since instructions come from far: 0 leaves out nothing. `every_thread` is for race
+    detectors: no thread arrives or waits for others.
 
     Raises ConfigError for a dtype without a kernel.
     """
@@ -125,12 +130,16 @@ def compile_variant(
         raise ConfigError(f"dtype {dtype.name}: there are kernels for {', '.join(kind.name for kind in _FLOAT_TYPES)}")
     multiplying = (threads // WARP - 1) // 2 if matrix_warps is None else matrix_warps
     defines = {"FW_THREADS": str(threads), "FW_MATRIX_WARPS": str(multiplying), "FW_DTYPE": str(int(dtype))}
+    if rows:
+        defines["FW_ROWS"] = str(rows)
     if trace:
         defines["FW_TRACE"] = "1"
     if every_thread:
         defines["FW_EVERY_THREAD"] = "1"
     unit = compile_unit("megakernel.cu", arch, defines, cache_dir, sources=sources)
-    return CompiledVariant(unit.arch, unit.key, unit.cubin, unit.log, unit.entries, threads, dtype, multiplying, trace)
+    return CompiledVariant(
+        unit.arch, unit.key, unit.cubin, unit.log, unit.entries, threads, dtype, multiplying, trace, rows
+    )
 
 
 def compile_unit(

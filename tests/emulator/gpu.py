@@ -42,6 +42,7 @@ def build_variant(
     cache_dir: Path | None = None,
     *,
     matrix_warps: int | None = None,
+    rows: int = 0,
     trace: bool = False,
     every_thread: bool = False,
     sources: Path = nvrtc.SOURCES,
@@ -52,6 +53,8 @@ def build_variant(
         "FW_THREADS": str(threads), "FW_MATRIX_WARPS": str(multiplying), "FW_DTYPE": str(int(dtype)),
         "__CUDA_ARCH__": ARCH_MACROS[arch],
     }  # fmt: skip
+    if rows:
+        defines["FW_ROWS"] = str(rows)
     defines |= {name: "1" for name, wanted in (("FW_TRACE", trace), ("FW_EVERY_THREAD", every_thread)) if wanted}
     text = translate(sources, "megakernel.cu", defines)
     key = hashlib.sha256(text.encode()).hexdigest()
@@ -62,7 +65,7 @@ def build_variant(
         unfinished.replace(library)
     usage = EntryUsage(registers=0, static_shared_bytes=0, stack_bytes=0, spill_bytes=0)
     return CompiledVariant(
-        arch, key, os.fsencode(library), "", dict.fromkeys(_ENTRIES, usage), threads, dtype, multiplying, trace
+        arch, key, os.fsencode(library), "", dict.fromkeys(_ENTRIES, usage), threads, dtype, multiplying, trace, rows
     )
 
 

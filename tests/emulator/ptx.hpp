@@ -36,6 +36,9 @@ inline void ptx_store128(void* to, uint32_t x, uint32_t y, uint32_t z, uint32_t 
 inline void ptx_shared_load128(uint32_t& x, uint32_t& y, uint32_t& z, uint32_t& w, uint32_t from) {
     ptx_load128(x, y, z, w, emulator::shared_pointer(from));
 }
+inline void ptx_shared_store128(uint32_t to, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+    ptx_store128(emulator::shared_pointer(to), x, y, z, w);
+}
 inline void ptx_shared_load64(uint32_t& x, uint32_t& y, uint32_t from) {
     const uint32_t* words = emulator::aligned<uint32_t>(emulator::shared_pointer(from), 8);
     x = words[0], y = words[1];
@@ -46,9 +49,8 @@ inline void ptx_barrier_init(uint32_t at, int arrivals) {
     emulator::barrier(at) = {static_cast<uint16_t>(arrivals), static_cast<uint16_t>(arrivals), 0};
 }
 inline void ptx_barrier_arrive(uint32_t at) { emulator::barrier(at).arrive(); }
-inline void ptx_barrier_expect_more(uint32_t at, uint32_t bytes) { emulator::barrier(at).expect(static_cast<int32_t>(bytes)); }
 inline void ptx_barrier_expect(uint32_t at, uint32_t bytes) {
-    ptx_barrier_expect_more(at, bytes);
+    emulator::barrier(at).expect(static_cast<int32_t>(bytes));
     emulator::barrier(at).arrive();
 }
 inline void ptx_barrier_test(uint32_t& done, uint32_t at, uint32_t parity) {
@@ -65,9 +67,6 @@ inline void ptx_bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_
     memset(target, 0xFF, bytes);  // nobody may look at it before it has landed
     emulator::copies.push_back({emulator::current->warp->block, target, static_cast<const char*>(from), bytes,
                                 reinterpret_cast<uint64_t*>(emulator::shared_pointer(barrier))});
-}
-inline void ptx_bulk_copy_plain(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-    ptx_bulk_copy(to, from, bytes, barrier, 0);
 }
 inline void ptx_async_copy16(uint32_t to, const void* from) {
     memcpy(emulator::aligned<char>(emulator::shared_pointer(to), 16), emulator::aligned<char>(from, 16), 16);

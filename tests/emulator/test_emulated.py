@@ -82,7 +82,8 @@ def load(
         gpu.upload(caches[name], rows.view(torch.int16).numpy())  # type: ignore[arg-type]
     variant = packed.variant
     kernel = build_variant(
-        arch_name(gpu.sm_arch), variant.threads, DTYPE, matrix_warps=variant.matrix_warps, sources=sources
+        arch_name(gpu.sm_arch), variant.threads, DTYPE,
+        matrix_warps=variant.matrix_warps, rows=variant.rows, sources=sources,
     )
     loaded = LoadedProgram(
         gpu, packed, load_variant(gpu, kernel), weights, {name: cache.address for name, cache in caches.items()}  # type: ignore[arg-type]
@@ -176,7 +177,7 @@ def test_rows_in_slices_give_the_reference_s_tokens(gpu: EmulatedGpu, name: str,
 @pytest.mark.usefixtures("short_area")
 @pytest.mark.parametrize("gpu", [90], indirect=True)
 @pytest.mark.parametrize("seed", range(3, 28, 4))
-def test_slices_on_their_way_land_before_an_aborted_launch_ends(gpu: EmulatedGpu, seed: int, tmp_path: Path) -> None:
+def test_a_launch_that_is_aborted_between_slices_ends(gpu: EmulatedGpu, seed: int, tmp_path: Path) -> None:
     """The weights of a first slice never come, and control warps ask the host as soon as they have waited a little."""
     gpu.seed = seed
     sources = Path(shutil.copytree(nvrtc.SOURCES, tmp_path / "cuda"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -105,15 +104,15 @@ def run(gpu: Any, device: str, emulated: int) -> Run:
     from flywheel.vm.pack import pack
 
     compiled_by = build_variant if emulated else compile_variant
-    kernels: dict[tuple[int, int, DType], Any] = {}
+    kernels: dict[tuple[int, int, int, DType], Any] = {}
     resident: dict[DType, Any] = {}
 
     def launch(program: MegakernelProgram, tensors: Tensors, pos: int | None) -> dict[str, Tensor]:
         packed = pack(program)
-        key = packed.variant.threads, packed.variant.matrix_warps, packed.dtype
+        key = packed.variant.threads, packed.variant.matrix_warps, packed.variant.rows, packed.dtype
         if key not in kernels:
-            threads, matrix_warps, dtype = key
-            compiled = compiled_by(arch_name(gpu.sm_arch), threads, dtype, matrix_warps=matrix_warps)
+            threads, matrix_warps, rows, dtype = key
+            compiled = compiled_by(arch_name(gpu.sm_arch), threads, dtype, matrix_warps=matrix_warps, rows=rows)
             kernels[key] = load_variant(gpu, compiled)
         weights = resident.setdefault(packed.dtype, ResidentWeights(gpu, packed.dtype))
         named = {buffer.name: buffer for buffer in program.buffers}
@@ -273,7 +272,7 @@ def conform(run: Run, target: GpuTarget, agree: Callable[..., None], device: str
 
     Inputs, weights and caches that `tensors` does not name are random. `exact` asks for the same values, `roundings`,
     `extra` and `split` are those of `agree`. With `on_gpu_alone`, what comes out is not looked at. `by_data` hands
-    activations off without counters; `operand` is `tiling.operand`.
+    activations off without counters.
     """
 
     def check(
@@ -293,11 +292,10 @@ def conform(run: Run, target: GpuTarget, agree: Callable[..., None], device: str
         pos: int | None = None,
         on_gpu_alone: bool = False,
         by_data: bool = False,
-        operand: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         stream = {} if chunk_bytes is None else {"stream": {"chunk_bytes": chunk_bytes}}
         config = ScheduleConfig(
-            tiling={**stream, "hand_off": {"data": int(by_data)}, "operand": dict(operand)},
+            tiling={**stream, "hand_off": {"data": int(by_data)}},
             pipelining_depth=pipelining_depth,
             threads_per_block=threads,
         )

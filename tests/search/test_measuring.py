@@ -11,7 +11,7 @@ from flywheel.errors import KernelCompileError
 from flywheel.search import measuring
 from flywheel.search.evaluate import prepare
 
-Variant = tuple[str, int, int]
+Variant = tuple[str, int, int, int]
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Variant]]:
     """What a slow compiler was asked for."""
     asked: list[Variant] = []
 
-    def compile_slowly(arch: str, threads: int, dtype: Any, *, matrix_warps: int) -> None:
-        asked.append((arch, threads, matrix_warps))
+    def compile_slowly(arch: str, threads: int, dtype: Any, *, matrix_warps: int, rows: int) -> None:
+        asked.append((arch, threads, matrix_warps, rows))
         sleep(0.05)
 
     monkeypatch.setattr(measuring, "compile_variant", compile_slowly)
@@ -38,7 +38,7 @@ def test_what_is_compiled_for_all_is_not_compiled_again_for_one(lab: Any, compil
     thread.start()
     measuring.compile_ahead("bf16", program)  # first in line, so at work on it now
     thread.join()
-    assert compiled == [("sm_90a", threads, matrix_warps) for threads, matrix_warps in kernels]
+    assert compiled == [("sm_90a", *kernel) for kernel in kernels]
 
 
 def test_nothing_is_compiled_for_nobody(lab: Any, compiled: list[Variant]) -> None:

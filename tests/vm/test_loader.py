@@ -126,7 +126,7 @@ def rig(host_gpu: Any, megakernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> R
         multiplying = (threads // 32 - 1) // 2
         usage = EntryUsage(100, 0, 0, 0)
         variant = SimpleNamespace(
-            threads=threads, dtype=DType.F16, matrix_warps=multiplying, usage=usage, trace=False
+            threads=threads, dtype=DType.F16, matrix_warps=multiplying, usage=usage, trace=False, rows=0
         )
         return SimpleNamespace(variant=variant, megakernel=megakernel, pack_matrix=None)
 
@@ -234,6 +234,11 @@ def test_a_kernel_for_other_blocks_is_refused(rig: Rig) -> None:
     other = r"kernel for 64 threads, 0 matrix warps and F16: the program needs \d+, \d+ and F16"
     with pytest.raises(ConfigError, match=other):
         LoadedProgram(rig.gpu, packed, rig.kernel(64), rig.weights, rig.caches)
+    kernel = rig.kernel(packed.variant.threads)
+    assert packed.variant.rows == 1
+    kernel.variant.rows = 8
+    with pytest.raises(ConfigError, match="kernel for products of 8 rows: the program's have 1"):
+        LoadedProgram(rig.gpu, packed, kernel, rig.weights, rig.caches)
 
 
 def test_inputs_survive_the_poison_that_outputs_take(rig: Rig) -> None:

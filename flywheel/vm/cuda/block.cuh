@@ -24,6 +24,12 @@ constexpr bool EVERY_THREAD = false;
 #endif
 constexpr int WARP_ARRIVALS = EVERY_THREAD ? WARP : 1;
 
+// Rows of each product's operand: FW_ROWS, of a kernel for programs in which all have as many, or what a step says.
+#ifndef FW_ROWS
+#define FW_ROWS 0
+#endif
+__device__ __forceinline__ int product_rows(int rows) { return FW_ROWS > 0 ? FW_ROWS : rows; }
+
 constexpr int TASK_SLOTS = 2;
 constexpr int X_ROUNDS = FW_MAX_X_SLICES;  // stagings that the matrix warps may be behind, of slices side by side at least
 constexpr int PARTIAL_BYTES = FW_PARTIALS_BYTES;

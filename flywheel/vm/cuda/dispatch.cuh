@@ -21,17 +21,15 @@
 
 __device__ __forceinline__ void dispatch(Vm vm, const amk_step_t& step) {
   int op = step.op;
-  if (op == AMK_OP_GEMV_TILE) return op_matrix(vm, step);
+  if ((op == AMK_OP_GEMV_TILE) | (op == AMK_OP_GEMM_TILE)) return op_matrix(vm, step);
   asm volatile("" : "+r"(op));
-  if (op == AMK_OP_RMSNORM) return op_rmsnorm(vm, step);
+  if ((op == AMK_OP_RMSNORM)) return op_rmsnorm(vm, step);
   asm volatile("" : "+r"(op));
-  if (op == AMK_OP_ROPE) return op_rope(vm, step);
+  if ((op == AMK_OP_ROPE)) return op_rope(vm, step);
   asm volatile("" : "+r"(op));
-  if (op == AMK_OP_ATTENTION_TILE) return op_attention_tile(vm, step);
+  if ((op == AMK_OP_ATTENTION_TILE)) return op_attention_tile(vm, step);
   asm volatile("" : "+r"(op));
-  if (op == AMK_OP_ATTENTION_COMBINE) return op_attention_combine(vm, step);
-  asm volatile("" : "+r"(op));
-  if (op == AMK_OP_GEMM_TILE) return op_matrix(vm, step);
+  if ((op == AMK_OP_ATTENTION_COMBINE)) return op_attention_combine(vm, step);
   asm volatile("" : "+r"(op));
   switch (op) {
     case AMK_OP_COPY: op_copy(vm, step); break;

@@ -144,26 +144,39 @@ struct Product {
     }
     // Pairs of rounds, the first of which is preloaded: a round is multiplied while the one behind it comes in, and then makes
     // room for the one behind that. `next()` names the pair that follows them, or says 0.
-    template <bool ONE_ROW, typename Next>
-    __device__ __forceinline__ void add_pairs(uint32_t a, uint32_t b, int pairs, Next next) {
-        if (ONE_ROW) even.load_x(b);
-        if (ONE_ROW) odd.load_x(b + ROUND_X_BYTES);
+    template <typename Next> __device__ __forceinline__ void add_pairs(uint32_t a, uint32_t b, int pairs, Next next) {
+        even.load_x(b);
+        odd.load_x(b + ROUND_X_BYTES);
 #pragma unroll 1
         for (; pairs > 1; pairs--) {
             a += 2 * ROUND_BYTES;
-            multiply<ONE_ROW>(even, b);
+            multiply<true>(even, b);
             even.load(a);
-            if (ONE_ROW) even.load_x(b + 2 * ROUND_X_BYTES);
-            multiply<ONE_ROW>(odd, b + ROUND_X_BYTES);
+            even.load_x(b + 2 * ROUND_X_BYTES);
+            multiply<true>(odd, b + ROUND_X_BYTES);
             odd.load(a + ROUND_BYTES);
-            if (ONE_ROW) odd.load_x(b + 3 * ROUND_X_BYTES);
+            odd.load_x(b + 3 * ROUND_X_BYTES);
             b += 2 * ROUND_X_BYTES;
         }
         const uint32_t from = next();
-        multiply<ONE_ROW>(even, b);
+        multiply<true>(even, b);
         if (from != 0) even.load(from);
-        multiply<ONE_ROW>(odd, b + ROUND_X_BYTES);
+        multiply<true>(odd, b + ROUND_X_BYTES);
         if (from != 0) odd.load(from + ROUND_BYTES);
+    }
+    // The same for several rows, all of it in the loop: behind it ptxas has no registers for more than one load of x at a time.
+    template <typename Next> __device__ __forceinline__ void add_rows(uint32_t a, uint32_t b, int pairs, Next next) {
+#pragma unroll 1
+        for (bool more = true; more; b += 2 * ROUND_X_BYTES) {
+            more = --pairs > 0;
+            uint32_t from = more ? a + 2 * ROUND_BYTES : next();
+            from = from != 0 ? from : a;  // where nothing follows, the same once more
+            multiply<false>(even, b);
+            even.load(from);
+            multiply<false>(odd, b + ROUND_X_BYTES);
+            odd.load(from + ROUND_BYTES);
+            a = from;
+        }
     }
     // Fragments that fill no pair.
     __device__ __forceinline__ void add_few(uint32_t a, uint32_t b, int count) {
@@ -191,9 +204,9 @@ struct Product {
         const int pairs = count / PRELOADED, paired = pairs * PRELOADED;
         if (pairs > 0) {
             if (rows == 1) {
-                add_pairs<true>(a, b + (lane >> 2) % CHAINS * FRAGMENT_X_BYTES, pairs, next);
+                add_pairs(a, b + (lane >> 2) % CHAINS * FRAGMENT_X_BYTES, pairs, next);
             } else {
-                add_pairs<false>(a, b, pairs, next);
+                add_rows(a, b, pairs, next);
             }
         }
         if (paired < count) add_few(a + paired * FRAGMENT_BYTES, b + paired * FRAGMENT_X_BYTES, count - paired);
@@ -321,14 +334,14 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
     for (int index = block.stream_first; index < block.stream_end; index++) {
         const MatrixSegment segment = word.segment();
         word.fetch(block, index + 1, lane);
-        const int row_chunks = segment.row_chunks, rows = segment.rows;
+        const int row_chunks = segment.row_chunks, rows = product_rows(segment.rows);
         const bool sliced = segment.flags & (FW_SEGMENT_CONTINUES | FW_SEGMENT_GOES_ON);
+        const bool begins = !(segment.flags & FW_SEGMENT_CONTINUES);
         float* const partials = block.partial(pass) + (sliced ? warp * rows * PARTIAL_ROWS : 0);
         const int block_partials = MATRIX_WARPS * rows * PARTIAL_ROWS;
         int row_block = 0, piece = chunk, left = idle ? 0 : static_cast<int>(segment.row_blocks) * row_chunks - chunk;
         for (; piece >= row_chunks; piece -= row_chunks) row_block++;
         bool landed = false;  // the chunk is known to have, and is preloaded
-        const bool begins = !(segment.flags & FW_SEGMENT_CONTINUES);
         if (begins && !warp_barrier_wait(&block.partial_empty[pass & 1], ((pass >> 1) & 1) ^ 1, &block.aborted)) return;
         if (left > 0 && ring.has_landed(place)) {
             const Part part = share.of(segment.fragments(piece));

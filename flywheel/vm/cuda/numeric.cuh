@@ -234,6 +234,10 @@ template <typename T> __device__ __forceinline__ void store16(void* to, const Ve
     store128(to, v.bits());
 }
 
+__device__ __forceinline__ void store_shared16(uint32_t address, const uint4& v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 __device__ __forceinline__ bool aligned16(const void* address) {
     return (reinterpret_cast<unsigned long long>(address) & 15) == 0;
 }

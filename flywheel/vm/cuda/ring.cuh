@@ -5,7 +5,7 @@
 
 #include "sync.cuh"
 
-#if FW_BULK_COPIES
+#if __CUDA_ARCH__ >= 900 && !defined(FW_EVERY_THREAD)
 #define FW_RING_ARRIVALS 1
 #else
 #define FW_RING_ARRIVALS 32
@@ -76,7 +76,7 @@ struct Ring {
             *reinterpret_cast<uint4*>(slot(place) + offset) = *reinterpret_cast<const uint4*>(source + offset);
         }
         barrier_arrive(&full[place.slot]);
-#elif FW_BULK_COPIES
+#elif __CUDA_ARCH__ >= 900
         uint32_t barrier = shared_address(&full[place.slot]);
         uint64_t policy;  // weights are read once a launch
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

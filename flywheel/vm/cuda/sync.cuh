@@ -118,31 +118,6 @@ __device__ __forceinline__ bool warp_barrier_wait(uint64_t* barrier, uint32_t pa
     return __all_sync(~0u, barrier_wait(barrier, parity, aborted));
 }
 
-// ---- bulk copies from global to shared memory, from sm_90 on: what lands is counted by an mbarrier ----
-
-#if __CUDA_ARCH__ >= 900 && !defined(FW_EVERY_THREAD)
-#define FW_BULK_COPIES 1
-
-// Bytes that copies bring, on top of the arrivals that the barrier's phase waits for.
-__device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-                 : "memory");
-}
-
-// What the thread knows to be written, or read, comes before its next bulk copies: they go another way to memory.
-__device__ __forceinline__ void before_bulk_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
-// Addresses and size are multiples of 16.
-__device__ __forceinline__ void bulk_copy(char* to, const char* from, uint32_t bytes, uint64_t* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
-                 : "memory");
-}
-#else
-#define FW_BULK_COPIES 0
-#endif
-
 // ---- named barrier of some warps ----
 
 __device__ __forceinline__ void named_barrier(int number, int threads) {

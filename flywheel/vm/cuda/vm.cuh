@@ -54,19 +54,21 @@ struct Vm {
 
     // Whether to ask again for what is not written yet: not while the launch is being aborted.
     __device__ __forceinline__ bool again() const { return !block().is_aborted(); }
-    // Elements loaded `from` there, loaded anew until all of them are written.
-    template <typename T, int N> __device__ __forceinline__ void settle(Vec16<T> (&v)[N], const char* const (&from)[N]) const {
-        bool all;
+    // Elements loaded from `place(i)`, i in order, loaded anew until all of them are written. All are asked at once: a branch for each
+    // would take longer than their loads.
+    template <typename T, int N, typename Place> __device__ __forceinline__ void settle(Vec16<T> (&v)[N], Place place) const {
         do {
-            all = true;
+            bool all = true;
 #pragma unroll
-            for (int i = 0; i < N; i++) {
-                if (!v[i].present()) {
-                    v[i] = load16<T>(from[i]);
-                    all = false;
-                }
-            }
-        } while (!all && again());
+            for (int i = 0; i < N; i++) all &= v[i].present();
+            if (all) return;
+            Place its = place;
+#pragma unroll
+            for (int i = 0; i < N; i++) load128_if(!v[i].present(), its(i), v[i].word);
+        } while (again());
+    }
+    template <typename T, int N> __device__ __forceinline__ void settle(Vec16<T> (&v)[N], const char* const (&from)[N]) const {
+        settle(v, [&](int i) { return from[i]; });
     }
     __device__ __forceinline__ float load_written(const Operand& x, int i) const {
         uint32_t bits = load_bits(x.dtype, x.ptr, i);

@@ -7,9 +7,8 @@ reads it asks until it is there, with no fence and no counter between. Source: d
 What other buffers hold in order, a wait keeps there: that of one side of each pair of tasks of which one writes what
 the other reads or writes. Where such a pair has no wait of its own, but stands in order by what others wait for, no
 buffer is awaited at all; nor where buffers share memory, since who reads one would have to come before who writes the
-other. Nor are several rows that are staged slice by slice: bulk copies bring them, which look at nothing. A reader of
-an awaited buffer comes after its writer in the program's order, which has no cycle; so none is asked for what is
-written behind it.
+other. A reader of an awaited buffer comes after its writer in the program's order, which has no cycle; so none is asked
+for what is written behind it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import numpy.typing as npt
 
 from flywheel.ir import Buffer, BufferKind, DType, InstructionKind, MegakernelProgram, Task, Wait
 from flywheel.ir.access import TILED_OPS, appends_behind, multi_row_buffers, tile
-from flywheel.ir.variant import RowsArea, sliced_rows
 from flywheel.vm.pack.nodes import Grouping
 
 _FLOATS: Final = (DType.F32, DType.F16, DType.BF16)
@@ -49,13 +47,12 @@ def by_counters(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
     return HandOffs(frozenset(), waits, frozenset(counter.id for counter in program.counters))
 
 
-def by_data(program: MegakernelProgram, grouping: Grouping, area: RowsArea | None = None) -> HandOffs:
-    """As few waits as there can be, for a program that `validate(strict=True)` accepts; `area` is its variant's."""
+def by_data(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
+    """As few waits as there can be, for a program that `validate(strict=True)` accepts."""
     if _shares_pages(program):
         return by_counters(program, grouping)
     accesses = _Accesses(program, grouping)
-    counted = sliced_rows(grouping.firsts, program.buffers, area)
-    awaited = {number for number in accesses.writers if number not in counted and accesses.can_be_awaited(number)}
+    awaited = {number for number in accesses.writers if accesses.can_be_awaited(number)}
     ordered: set[Pair] = set()
     for number in accesses.writers.keys() - awaited:
         ordered |= accesses.conflicts(number)

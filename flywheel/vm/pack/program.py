@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -73,8 +72,7 @@ def pack(program: MegakernelProgram) -> PackedProgram:
     check_buffers(program.buffers)
     dtype = float_type(program.buffers)
     grouping = group_tasks(program.tasks)
-    by = partial(by_data, area=variant.rows_area) if variant.data_hand_offs else by_counters
-    hand_offs = by(program, grouping)
+    hand_offs = by_data(program, grouping) if variant.data_hand_offs else by_counters(program, grouping)
     early = variant if hand_offs.awaited else replace(variant, x_slices=1)  # a half says nothing of itself to counters
     nodes, templates, floats = make_nodes(program, grouping, dtype, early)
     steps, first_steps = _step_table(templates)

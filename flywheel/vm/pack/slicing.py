@@ -13,33 +13,33 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flywheel.errors import InvalidProgramError
-from flywheel.ir import InstructionKind, KernelVariant
+from flywheel.ir import InstructionKind
 from flywheel.ir.variant import SLICE_K, Slices, slices_of
 from flywheel.vm.abi import RESULT_REF
 from flywheel.vm.pack.step import Form, Step
 
 
-def in_slices(steps: Sequence[Step], form: Form, variant: KernelVariant) -> list[Step]:
-    """The steps, with the slices that products take K in. Raises InvalidProgramError."""
+def in_slices(steps: Sequence[Step], form: Form, x_slices: int = 1) -> list[Step]:
+    """The steps, with the slices that products take K in; `x_slices` is the variant's. Raises InvalidProgramError."""
     attends = any(step.op is InstructionKind.ATTENTION_TILE for step in steps)
     uses = Counter(step.args[0] for step in steps if step.matrix)
     return [
-        replace(step, slices=_slices(step, form, attends, variant, not attends and uses[step.args[0]] == 1))
+        replace(step, slices=_slices(step, form, attends, 1 if attends or uses[step.args[0]] > 1 else x_slices))
         if step.matrix and step.args[0] < RESULT_REF
         else step
         for step in steps
     ]
 
 
-def _slices(step: Step, form: Form, attends: bool, variant: KernelVariant, early: bool) -> Slices | None:
-    """The slices of a matrix step of an input, which may be cut to be `early`; None for all of K at once."""
+def _slices(step: Step, form: Form, attends: bool, x_slices: int) -> Slices | None:
+    """The slices of a matrix step of an input, None for all of K at once."""
     x, depth = step.args[0], int(step.params["K"])
     value, written = form.inputs[x], form.written[x] is not None
     rows = value.numel // depth
-    each, beside = slices_of(value.dtype, rows, depth, variant.rows_area)
+    each, beside = slices_of(value.dtype, rows, depth)
     if each < depth:
         if written:
             raise InvalidProgramError(f"writes its operand of {value.nbytes} bytes, which it multiplies in slices")
         return Slices(each, 1 if attends else beside)  # an attention has a part of the area for itself
-    each = SLICE_K * -(-depth // (SLICE_K * variant.x_slices))
-    return Slices(each, -(-depth // each)) if early and rows == 1 and not written and each < depth else None
+    each = SLICE_K * -(-depth // (SLICE_K * x_slices))
+    return None if rows > 1 or written or each >= depth else Slices(each, -(-depth // each))

@@ -83,7 +83,7 @@ def make_template(form: Form, dtype: DType, variant: KernelVariant, frequencies:
     whole = steps_of(form)
     check_steps(whole, form, dtype, variant)
     check_count(whole)
-    steps = in_slices(whole, form, variant)
+    steps = in_slices(whole, form, variant.x_slices)
     views = frozenset(index for index, step in enumerate(steps) if _is_view(step, form))
     placed = place_values(steps, form, variant.staged_bytes, views)
     shown = frozenset(index for index in views if not placed.is_in_place(index))

@@ -296,19 +296,3 @@ def test_only_caches_and_the_token_keep_a_counter(groups: str, counters: int) ->
     senders = {task.op for task in program.tasks if task.out_counter in hand_offs.counters}
     assert senders <= {InstructionKind.KV_APPEND, InstructionKind.FUSED, InstructionKind.GEMV_TILE}
     assert len(hand_offs.counters) == counters
-
-
-@pytest.mark.parametrize("batch", [1, 8])
-def test_several_rows_that_are_staged_in_slices_keep_a_counter(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bulk copies bring them, which cannot ask an element whether it is there."""
-    monkeypatch.setattr("flywheel.ir.variant.MAX_INPUT_ROWS_BYTES", 1900)
-    program = decoder("llama", "everything", 16, batch, "none", 1, DType.BF16)
-    buffers = program.buffers
-    hand_offs = by_data(program, group_tasks(program.tasks))
-    counted = {buffers[row].name for row, each in enumerate(buffers) if each.kind is ACT} - {
-        buffers[row].name for row in hand_offs.awaited
-    }
-    downs = [task for task in program.tasks if "down" in task.label]
-    assert counted == ({buffers[task.inputs[0]].name for task in downs} if batch > 1 else set())
-    asked = {wait.counter for node, waits in enumerate(hand_offs.waits) for wait in waits}
-    assert ({wait.counter for task in downs for wait in task.waits} <= asked) == (batch > 1)

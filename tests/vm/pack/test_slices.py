@@ -241,25 +241,3 @@ def test_nothing_is_cut_to_be_early_where_that_gains_nothing(pages: str, cut: bo
 def test_slices_that_cannot_be_are_named(asked: dict[str, int], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         lower(decode_step(CATALOG["smollm2-135m"], 64, BF16), ScheduleConfig({"hand_off": asked}), TARGETS["h100"])
-
-
-@pytest.mark.parametrize(("asked", "why"), [
-    ({"bytes": 16383}, "tiling.operand.bytes=16383 is not in 16384..135168"),
-    ({"bytes": 135169}, "tiling.operand.bytes=135169 is not in"),
-    ({"slices": 0}, "tiling.operand.slices=0 is not in 1..4"),
-    ({"slices": 5}, "tiling.operand.slices=5 is not in 1..4"), ({"rows": 1}, "tiling.operand.*rows"),
-])  # fmt: skip
-def test_areas_that_cannot_be_are_named(asked: dict[str, int], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        lower(decode_step(CATALOG["smollm2-135m"], 64, BF16, 2), ScheduleConfig({"operand": asked}), TARGETS["h100"])
-
-
-@pytest.mark.parametrize(("asked", "kblocks", "beside"), [
-    ({}, 128, 2), ({"slices": 4}, 64, 4), ({"bytes": 40960}, 74, 2), ({"bytes": 135168}, 512, 1),
-])  # fmt: skip
-def test_the_area_says_how_long_slices_are(asked: dict[str, int], kblocks: int, beside: int) -> None:
-    spec = replace(CATALOG["llama3.2-1b"], n_layers=1, vocab=512)
-    packed = pack(lower(decode_step(spec, 64, BF16, 8), ScheduleConfig({"operand": asked}), TARGETS["h100"]))
-    (down,) = packed.steps[packed.steps["params"]["K"] == 8192]
-    assert (down["kblocks"], down["beside"]) == (kblocks, beside)
-    assert packed.variant.staged_bytes <= asked.get("bytes", 73728)

@@ -73,6 +73,10 @@ struct Rows {
 
     // Row `first` of the window and those behind it; behind the last one that again.
     __device__ __forceinline__ Rows(Vm vm, const amk_step_t& step, int kv_head, int first) {
+        load_keys(vm, step, kv_head, first);
+        load_values(vm, step, kv_head, first, 0, AHEAD);
+    }
+    __device__ __forceinline__ void load_keys(Vm vm, const amk_step_t& step, int kv_head, int first) {
         const Place place;
         const Window window(vm, step);
         const element_t* keys = window.row(vm.arg(step, 1), kv_head * D + place.lane % 4 * 8);
@@ -82,7 +86,6 @@ struct Rows {
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) k[i][c] = *reinterpret_cast<const uint4*>(key + c * 32);
         }
-        load_values(vm, step, kv_head, first, 0, AHEAD);
     }
     // Slices from `slice` to before `end` of the same rows.
     __device__ __forceinline__ void load_values(Vm vm, const amk_step_t& step, int kv_head, int first, int slice, int end) {
@@ -106,9 +109,10 @@ struct Softmax {
     static constexpr int TILES = D / 16;
     float highest = -INFINITY, total = 0.0f;
 
-    // Add rows `first` of the window and those behind it to what the warp has, if that is `begun`.
+    // Add rows `first` of the window and those behind it to what the warp has, if that is `begun`. In their place come those at
+    // `next`, if there are any, on their way as soon as there is room.
     __device__ __forceinline__ void add(
-        Vm vm, const amk_step_t& step, const Parts& parts, Heads heads, int first, Rows<D>& rows, bool begun) {
+        Vm vm, const amk_step_t& step, const Parts& parts, Heads heads, int first, int next, Rows<D>& rows, bool begun) {
         const Place place;
         const int g = place.lane / 4, t = place.lane % 4;
         // Behind the last head that one again: each has a column of its own.
@@ -134,7 +138,9 @@ struct Softmax {
                 raised = fmaxf(raised, weight[i * 2 + j]);
             }
         }
+        const bool goes_on = Rows<D>::SLICES == 1 && next < vm.kv_len(step);
         rows.load_values(vm, step, heads.kv_head, first, Rows<D>::AHEAD, Rows<D>::SLICES);
+        if (goes_on) rows.load_keys(vm, step, heads.kv_head, next);
         raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 1));
         raised = fmaxf(raised, __shfl_xor_sync(~0u, raised, 2));
         const float factor = decay(highest, raised);
@@ -176,6 +182,7 @@ struct Softmax {
             multiply(1, sums[0][0].y, sums[1][0].y, sums[0][1].y, sums[1][1].y);
             multiply(2, sums[0][0].z, sums[1][0].z, sums[0][1].z, sums[1][1].z);
             multiply(3, sums[0][0].w, sums[1][0].w, sums[0][1].w, sums[1][1].w);
+            if (goes_on) rows.load_values(vm, step, heads.kv_head, next, s, s + 1);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 if (2 * t + i >= heads.count) continue;
@@ -293,7 +300,16 @@ __device__ __forceinline__ int attend_group(Vm vm, const amk_step_t& step, bool 
             rotation.finish(vm, step);
             turns = false;
         }
-        if (static_cast<unsigned>(first) < vm.kv_len(step)) softmax.add(vm, step, parts, heads, first, rows, first >= STEP);
+        if (static_cast<unsigned>(first) < vm.kv_len(step)) {
+#pragma unroll 1
+            for (bool begun = first >= STEP;; begun = true) {
+                softmax.add(vm, step, parts, heads, first, first + STEP, rows, begun);
+                first += STEP;
+                if (first >= vm.kv_len(step)) break;
+                if (Rows<D>::SLICES > 1) rows = Rows<D>(vm, step, heads.kv_head, first);
+            }
+            break;
+        }
         first += STEP;
         if (first >= vm.kv_len(step)) break;
     }

@@ -23,10 +23,11 @@ struct XSlice {
         pitch = step.params.K;
         const int start = its_first * 16, kblocks = min(step.kblocks, (pitch + 15) / 16 - its_first);
         source = reinterpret_cast<const element_t*>(x.ptr) + start;
-        staged = reinterpret_cast<element_t*>(vm.block().staging()) + place * step.rows * x_stride(step.kblocks, step.rows);
+        const int rows = product_rows(step.rows);
+        staged = reinterpret_cast<element_t*>(vm.block().staging()) + place * rows * x_stride(step.kblocks, rows);
         padded = kblocks * 16;
         depth = min(pitch - start, padded);
-        stride = x_stride(kblocks, step.rows);
+        stride = x_stride(kblocks, rows);
         awaited = x.layout == FW_LAYOUT_AWAITED;
     }
 };
@@ -57,81 +58,83 @@ __device__ __forceinline__ void stage_row(Vm vm, const XSlice& x) {
     }
 }
 
-// Of several such rows, one behind the other, as many groups of a thread under way at once as there are registers for.
-__device__ __forceinline__ void stage_rows(Vm vm, const XSlice& x, int rows) {
-    constexpr int N = 16 / sizeof(element_t);
-    const unsigned groups = x.depth / N, all = groups * rows;
-    const uint32_t inverse = 0xffffffffu / groups + 1;  // rounded up: exact below 2^16 groups
-    const auto row_of = [&](unsigned group) { return static_cast<int>(static_cast<uint64_t>(group) * inverse >> 32); };
+// The groups of 16 bytes that a thread takes of such rows, one behind the other: every VECTOR_THREADS-th of all.
+struct RowGroups {
+    int groups, row, column, rows_apart = 0, columns_apart = VECTOR_THREADS;
+    __device__ __forceinline__ RowGroups(int thread, int its_groups) : groups(its_groups), row(0), column(thread) {
 #pragma unroll 1
-    for (unsigned first = vm.thread(); first < all; first += STAGE_ROWS_LOADS * VECTOR_THREADS) {
-        const char* from[STAGE_ROWS_LOADS];
+        for (; columns_apart >= groups; columns_apart -= groups, rows_apart++) {
+            if (column >= groups) {
+                column -= groups;
+                row++;
+            }
+        }
+    }
+    __device__ __forceinline__ void advance() {
+        column += columns_apart;
+        const bool turns = column >= groups;
+        row += rows_apart + turns;
+        column -= turns ? groups : 0;
+    }
+};
+
+// As many of a thread's groups under way at once as there are registers for. They come while the place that they go to may
+// still be read: `is_free` waits for that, once, for all threads.
+template <typename IsFree>
+__device__ __forceinline__ bool stage_rows(Vm vm, const XSlice& x, int rows, IsFree is_free) {
+    constexpr int N = 16 / sizeof(element_t);
+    const uint32_t staged = shared_address(x.staged);  // in 32 bits, for want of registers
+    RowGroups first(vm.thread(), x.depth / N);
+    const auto from = [&](const RowGroups& at) {  // behind the last row the first one once more
+        return reinterpret_cast<const char*>(x.source + (at.row < rows ? at.row : 0) * x.pitch + at.column * N);
+    };
+#pragma unroll 1
+    for (int left = first.groups * rows; left > 0; left -= STAGE_ROWS_LOADS * VECTOR_THREADS) {
+        RowGroups at = first;
         Vec16<element_t> kept[STAGE_ROWS_LOADS];
 #pragma unroll
-        for (int k = 0; k < STAGE_ROWS_LOADS; k++) {
-            const unsigned group = first + k * VECTOR_THREADS;
-            const int row = row_of(group);
-            kept[k] = {};
-            from[k] = reinterpret_cast<const char*>(x.source + row * (x.pitch - x.depth) + group * N);
-            load128_if(group < all, from[k], kept[k].word);
-        }
+        for (int k = 0; k < STAGE_ROWS_LOADS; k++, at.advance()) kept[k] = load16<element_t>(from(at));
         if (x.awaited) {
-            const char* const canary[1] = {from[0]};
+            const char* const canary[1] = {from(first)};
             Vec16<element_t> alone[1] = {kept[0]};
             vm.settle(alone, canary);
-            vm.settle(kept, from);
+            vm.settle(kept, [&, at = first](int) mutable {
+                const char* const its = from(at);
+                at.advance();
+                return its;
+            });
         }
         if (x.first) vm.stamp(FW_STAMP_READY);
+        if (left == first.groups * rows && !is_free()) return false;
 #pragma unroll
-        for (int k = 0; k < STAGE_ROWS_LOADS; k++) {
-            const unsigned group = first + k * VECTOR_THREADS;
-            element_t* const to = x.staged + row_of(group) * (x.stride - x.depth) + group * N;
-            if (group < all) *reinterpret_cast<uint4*>(to) = kept[k].bits();
+        for (int k = 0; k < STAGE_ROWS_LOADS; k++, first.advance()) {
+            const uint32_t to = staged + (first.row * x.stride + first.column * N) * sizeof(element_t);
+            if (first.row < rows) store_shared16(to, kept[k].bits());
         }
     }
+    return true;
 }
 
-#if FW_BULK_COPIES
-// Of several such rows that are all there: a copy a row, on its way while the vector warps go on. Matrix warps wait for it.
-__device__ __forceinline__ void copy_rows(Vm vm, const XSlice& x, int rows, int round) {
-    if (vm.warp() > 0) return;
-    uint64_t* const landed = &vm.block().x_full[round % X_ROUNDS];
-    const uint32_t bytes = x.depth * sizeof(element_t);
-    if (vm.lane() == 0) barrier_expect(landed, rows * bytes);
-    __syncwarp();
-    if (vm.lane() >= rows) return;
-    before_bulk_copies();
-    bulk_copy(reinterpret_cast<char*>(x.staged + vm.lane() * x.stride),
-              reinterpret_cast<const char*>(x.source + vm.lane() * x.pitch), bytes, landed);
-}
-#endif
-
-// Where the launch is being aborted: what was announced may still be on its way, and must land before the block may end.
-__device__ __noinline__ void drain_x(Vm vm, int stagings) {
-    if (vm.thread() == 0) vm.block().stagings = stagings;  // for the steps that are left
-#pragma unroll 1
-    for (int round = max(0, stagings - X_ROUNDS); round < stagings; round++) {
-        while (!barrier_test(&vm.block().x_full[round % X_ROUNDS], round / X_ROUNDS & 1)) {}
-    }
-}
-
-__device__ __forceinline__ void stage_x(Vm vm, const amk_step_t& step, XSlice x, int round) {
-    if (x.pitch % 16 == 0 && aligned16(x.source)) {
-        if (step.rows == 1) return stage_row(vm, x);
-#if FW_BULK_COPIES
-        // What a step of the task made may lie in shared memory.
-        if (!x.awaited && step.args[0] < FW_RESULT_REF) return copy_rows(vm, x, step.rows, round);
-#endif
-        return stage_rows(vm, x, step.rows);
+// Says whether the launch goes on.
+template <typename IsFree>
+__device__ __forceinline__ bool stage_x(Vm vm, const amk_step_t& step, XSlice x, IsFree is_free) {
+    const bool packed = x.pitch % 16 == 0 && aligned16(x.source);
+    const int rows = product_rows(step.rows);
+    if (packed && rows > 1) return stage_rows(vm, x, rows, is_free);
+    if (!is_free()) return false;
+    if (packed) {
+        stage_row(vm, x);
+        return true;
     }
     if (x.first) vm.await(step.args[0]);
 #pragma unroll 1
-    for (int m = 0; m < step.rows; m++, x.source += x.pitch, x.staged += x.stride) {
+    for (int m = 0; m < rows; m++, x.source += x.pitch, x.staged += x.stride) {
 #pragma unroll 1
         for (int i = vm.thread(); i < x.padded; i += VECTOR_THREADS) {
             x.staged[i] = i < x.depth ? load_element(x.source + i) : element_t(0);
         }
     }
+    return true;
 }
 
 // Sixteen rows of W for one row of x, and the half warp's lane in it.
@@ -152,8 +155,11 @@ __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int rou
     for (int first = 0; first * 16 < step.params.K; first += step.kblocks, left--, place++, round++) {
         if (place == step.beside) place = 0;
         const int before = round - step.beside;
-        if (left <= 0 && !vm.wait(&vm.block().x_read[before % X_ROUNDS], before / X_ROUNDS & 1)) break;
-        stage_x(vm, step, XSlice(vm, step, first, place), round);
+        const auto is_free = [&] {
+            uint64_t* const read = &vm.block().x_read[before % X_ROUNDS];
+            return left > 0 || warp_barrier_wait(read, before / X_ROUNDS & 1, &vm.block().aborted);
+        };
+        if (!stage_x(vm, step, XSlice(vm, step, first, place), is_free)) break;
         vm.announce(round);
         if (first == 0) vm.stamp(FW_STAMP_STAGED);
     }
@@ -165,7 +171,7 @@ __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int rou
 __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool streams, bool keeps_best, BestSeen& best,
                                           int& pass, int& done) {
     const Operand out = vm.out(step);
-    const int epilogue = step.epilogue, rows = step.rows, n_off = vm.n_off(step), n_tile = vm.n_tile(step);
+    const int epilogue = step.epilogue, rows = product_rows(step.rows), n_off = vm.n_off(step), n_tile = vm.n_tile(step);
     const int start = step.flags & FW_STEP_INDEX_FROM_ZERO ? 0 : n_off;  // column of out that the tile begins at
     const int pitch = step.flags & FW_STEP_INDEX_FROM_ZERO ? n_tile : out.numel / rows;
     const Operand other = epilogue != FW_EPILOGUE_NONE ? vm.operand(step.epilogue_arg) : out;
@@ -255,7 +261,7 @@ FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     BestSeen best;
     do {
         if (stages) stagings = announce_x(vm, step, stagings);
-        if (!take_over(vm, step, streams, keeps_best, best, pass, done)) return drain_x(vm, stagings);
+        if (!take_over(vm, step, streams, keeps_best, best, pass, done)) return;
     } while (streams && done * 16 < vm.n_off(step) % 16 + vm.n_tile(step));
     if (keeps_best) best.keep(vm);
     if (vm.thread() == 0) {  // which everyone read before the barrier of the first pass

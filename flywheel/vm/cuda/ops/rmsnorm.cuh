@@ -9,7 +9,8 @@
 
 using NormGroup = Vec16<element_t>;
 
-constexpr int NORM_ROWS = FW_THREADS <= 640 ? 8 : 4;  // that a thread has under way at once: what there are registers for
+constexpr int MOST_ROWS = FW_THREADS <= 640 ? 8 : 4;  // that a thread has under way at once: what there are registers for
+constexpr int NORM_ROWS = FW_ROWS == 2 || FW_ROWS == 4 ? FW_ROWS : MOST_ROWS;
 
 __device__ __forceinline__ float squares(const NormGroup& v) {
     float sum = 0.0f;
@@ -67,12 +68,12 @@ __device__ __forceinline__ void norm_row(Vm vm, const char* x, const char* w, ch
 }
 
 // Several rows of more groups than a warp takes at once, `pitch` bytes apart where they are staged. A thread takes the same
-// columns of each row, so that their weights are loaded once; those of ROWS rows are under way together. Until the scale is
-// known they wait where their result goes; or, where others may read that, are loaded anew.
+// columns of each row, so that their weights are loaded once; those of ROWS rows are under way together, without branches:
+// for rows and columns behind the last ones, those once more. Until the scale is known a thread's last columns stay with it,
+// and the others wait where their result goes; or, where others may read that, are loaded anew.
 template <int ROWS>
 __device__ __forceinline__ void norm_long_rows(Vm vm, const char* x, const char* w, char* out, bool staged, int pitch, int rows,
                                                int groups, const amk_step_t& step, bool awaited) {
-    const float share = 1.0f / step.params.hidden;
     char* const staging = vm.block().staging();
 #pragma unroll 1
     for (int first = 0; first < rows; first += ROWS) {
@@ -80,43 +81,33 @@ __device__ __forceinline__ void norm_long_rows(Vm vm, const char* x, const char*
         const int count = min(rows - first, ROWS);
         float sum[ROWS] = {};
         int group = vm.thread();
-        NormGroup weights = {};
+        NormGroup kept[ROWS], weights;
 #pragma unroll 1
-        for (;; group += VECTOR_THREADS) {
-            NormGroup kept[ROWS];
-            const char* const its = from + group * 16;
+        for (bool more = true; more; group += VECTOR_THREADS) {
+            const bool inside = group < groups;
+            const char* const its = from + min(group, groups - 1) * 16;
             int apart = groups * 16;  // not to be multiplied before the loop: that takes registers
             asm volatile("" : "+r"(apart));
+            const auto row = [&](int r) { return its + min(r, count - 1) * apart; };
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-                kept[r] = {};
-                load128_if((group < groups) & (r < count), its + r * apart, kept[r].word);
+            for (int r = 0; r < ROWS; r++) kept[r] = load16<element_t>(row(r));
+            weights = load16<element_t>(w + min(group, groups - 1) * 16);
+            if (awaited) {
+                const char* const canary[1] = {its};  // alone at first: many ask for the same lines
+                NormGroup alone[1] = {kept[0]};
+                vm.settle(alone, canary);
+                vm.settle(kept, row);
             }
-            load128_if(group < groups, w + group * 16, weights.word);
-            if (awaited) {  // one alone at first: many ask for the same lines
-                while (!kept[0].present() && vm.again()) kept[0] = load16<element_t>(its);
-                bool all;
-                do {
-                    all = true;
-#pragma unroll
-                    for (int r = 1; r < ROWS; r++) {
-                        if (r < count) {
-                            const bool present = kept[r].present();
-                            load128_if(!present, its + r * apart, kept[r].word);
-                            all &= present;
-                        }
-                    }
-                } while (!all && vm.again());
-            }
+            more = group - vm.thread() + VECTOR_THREADS < groups;
             char* to = staging + (first * pitch + group * 16);
 #pragma unroll
             for (int r = 0; r < ROWS; r++, to += pitch) {
-                if (r < count) sum[r] += squares(kept[r]);
-                if (staged & (r < count) & (group < groups)) *reinterpret_cast<uint4*>(to) = kept[r].bits();
+                sum[r] += inside ? squares(kept[r]) : 0.0f;
+                if (staged & more & (r < count)) *reinterpret_cast<uint4*>(to) = kept[r].bits();
             }
-            if (group - vm.thread() + VECTOR_THREADS >= groups) break;
         }
         vm.stamp(FW_STAMP_READY);
+        const float share = 1.0f / step.params.hidden;
         // In pass buffers, in turn, which no matrix warp fills yet (has_announced). Of each warp, and then for it.
         float* const sums = vm.block().partial(first / ROWS);
         float* const scales = sums + (VECTOR_WARPS + vm.warp()) * ROWS;
@@ -124,28 +115,26 @@ __device__ __forceinline__ void norm_long_rows(Vm vm, const char* x, const char*
         if (vm.lane() % (WARP / ROWS) == 0) sums[vm.warp() * ROWS + vm.lane() / (WARP / ROWS)] = part;
         vm.sync();
         float whole = 0.0f;
-#pragma unroll 4
+#pragma unroll
         for (int part = 0; part < VECTOR_WARPS; part++) whole += sums[part * ROWS + vm.lane() % ROWS];
-        if (vm.lane() < ROWS) scales[vm.lane()] = rsqrtf(whole * share + step.params.eps);
+        const float scale = rsqrtf(whole * share + step.params.eps);
+        if (vm.lane() < ROWS) scales[vm.lane()] = scale;
         __syncwarp();
+        group -= VECTOR_THREADS;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const int to = (first + r) * pitch + group * 16;
+            if ((r < count) & (group < groups)) store_normed(staged ? staging : out, staged, to, kept[r], weights, scales[r]);
+        }
 #pragma unroll 1
-        for (;;) {
-            const int at = group * 16;
+        while ((group -= VECTOR_THREADS) >= 0) {
+            const NormGroup its = load16<element_t>(w + group * 16);
 #pragma unroll 2
-            for (int r = 0; r < count && group < groups; r++) {
-                const int to = (first + r) * pitch + at;
-                if (staged) {
-                    uint4* const place = reinterpret_cast<uint4*>(staging + to);
-                    const uint4 kept = *place;
-                    *place = normed({{kept.x, kept.y, kept.z, kept.w}}, weights, scales[r]).bits();
-                } else {
-                    const NormGroup kept = load16<element_t>(from + r * groups * 16 + at);
-                    store16<element_t>(out + to, normed(kept, weights, scales[r]));
-                }
+            for (int r = 0; r < count; r++) {
+                const int to = (first + r) * pitch + group * 16;
+                const uint4 raw = staged ? *reinterpret_cast<const uint4*>(staging + to) : load128(from + (r * groups + group) * 16);
+                store_normed(staged ? staging : out, staged, to, {{raw.x, raw.y, raw.z, raw.w}}, its, scales[r]);
             }
-            group -= VECTOR_THREADS;
-            if (group < 0) break;
-            weights = load16<element_t>(w + group * 16);
         }
     }
 }
@@ -193,28 +182,35 @@ __device__ __forceinline__ void norm_elements(Vm vm, const Operand& x, const Ope
 // Whether a matrix operand of the task was announced before this step: then matrix warps may be at a product behind it.
 __device__ __forceinline__ bool has_announced(Vm vm, const amk_step_t& step) {
     const amk_step_t* steps = vm.task()->steps;
+    if (&step == steps) return false;
     const bool before = steps + vm.lane() < &step;
     const int op = before ? steps[vm.lane()].op : AMK_OP_NOP, flags = before ? steps[vm.lane()].flags : 0;
     return __any_sync(~0u, op == AMK_OP_GEMV_TILE || op == AMK_OP_GEMM_TILE || flags & FW_STEP_ANNOUNCES);
 }
 
-// Rows that are staged where they are made lie apart as the step's matrix step has them.
+// Rows that are staged where they are made lie apart as the step's matrix step has them. A kernel for so many rows looks for
+// them first, and leaves out the way of other long ones.
 FW_MICRO_KERNEL op_rmsnorm(Vm vm, const amk_step_t& step) {
+    constexpr int BYTES = sizeof(element_t);
     const Operand x = vm.arg(step, 0), w = vm.arg(step, 1), out = vm.out(step);
-    const int hidden = step.params.hidden, rows = out.numel / hidden, groups = hidden * static_cast<int>(sizeof(element_t)) / 16;
+    const int hidden = step.params.hidden, groups = hidden * BYTES / 16;
     const int pitch = step.kblocks > 0 ? step.kblocks * 16 : hidden;
-    const int pitch_bytes = pitch * static_cast<int>(sizeof(element_t));
-    const bool awaited = x.layout == FW_LAYOUT_AWAITED, whole = hidden % (16 / static_cast<int>(sizeof(element_t))) == 0;
-    const bool is_long = rows > 1 && groups > 2 * WARP;
-    if (step.out_dtype != FW_DTYPE || !packs(x) || !packs(w) || !packs(out) || !whole || (is_long && has_announced(vm, step))) {
-        vm.await(step.args[0]);
-        return norm_elements(vm, x, w, out, pitch, rows, step);
+    const bool awaited = x.layout == FW_LAYOUT_AWAITED, staged = step.kblocks > 0;
+    const bool packed = (step.out_dtype == FW_DTYPE) & packs(x) & packs(w) & packs(out) & (hidden % (16 / BYTES) == 0);
+    const auto long_rows = [&](int rows) {
+        norm_long_rows<NORM_ROWS>(vm, x.ptr, w.ptr, out.ptr, staged, pitch * BYTES, rows, groups, step, awaited);
+    };
+    if (FW_ROWS > 0 && packed && out.numel == FW_ROWS * hidden) {
+        if (FW_ROWS == 1) return norm_row(vm, x.ptr, w.ptr, out.ptr, groups, step, awaited);
+        if (!has_announced(vm, step)) return long_rows(FW_ROWS);
     }
-    if (rows == 1) return norm_row(vm, x.ptr, w.ptr, out.ptr, groups, step, awaited);
-    const bool staged = step.kblocks > 0;
-    if (is_long) {
-        norm_long_rows<NORM_ROWS>(vm, x.ptr, w.ptr, out.ptr, staged, pitch_bytes, rows, groups, step, awaited);
-    } else {
-        norm_short_rows(vm, x.ptr, w.ptr, out.ptr, staged, pitch_bytes, rows, groups, step, awaited);
+    const int rows = out.numel / hidden;
+    const bool is_short = groups <= 2 * WARP;
+    if (FW_ROWS == 0 && packed && rows == 1) return norm_row(vm, x.ptr, w.ptr, out.ptr, groups, step, awaited);
+    if (FW_ROWS == 0 && packed && !is_short && !has_announced(vm, step)) return long_rows(rows);
+    if (packed && is_short) {
+        return norm_short_rows(vm, x.ptr, w.ptr, out.ptr, staged, pitch * BYTES, rows, groups, step, awaited);
     }
+    vm.await(step.args[0]);
+    norm_elements(vm, x, w, out, pitch, rows, step);
 }
