@@ -13,7 +13,9 @@ import click
 from flywheel.cli.files import read_argument, settle_work
 from flywheel.cli.options import (
     DEFAULT_STORE,
+    DEFAULTS,
     SharedOption,
+    batch_option,
     command,
     json_option,
     store_option,
@@ -26,7 +28,9 @@ from flywheel.interop.amk import MARK, read_results
 from flywheel.ir import ScheduleConfig
 from flywheel.ir.serde import parse_json, read_text
 from flywheel.measure.standing import trials_of
+from flywheel.models.decoder import MAX_BATCH
 from flywheel.search.spec import check_name
+from flywheel.store.campaign import work_named
 from flywheel.store.schedule import schedule_from_document
 from flywheel.store.tsv import from_tsv
 
@@ -43,6 +47,7 @@ PRIORS: Final = 10
 @click.option("--as", "name", required=True, metavar="CAMPAIGN", help="Name of the campaign to make of it.")
 @click.option("--campaign", metavar="NAME", help="Trials of this campaign only, where the table has several.")
 @workload_options
+@batch_option
 @click.option("--measure", cls=SharedOption, type=click.Choice(["auto", "predict", "cuda"]), default="auto",
               show_default=True, help="Where a campaign that begins with schedules gets its latencies.")
 @click.option("--corpus", type=click.Path(path_type=Path), metavar="FILE.jsonl",
@@ -55,6 +60,7 @@ def import_file(
     path: str,
     name: str,
     campaign: str | None,
+    batch: int | None,
     measure: str,
     corpus: Path | None,
     best: int,
@@ -65,22 +71,26 @@ def import_file(
     """Make a campaign of a file.
 
     A table that flywheel export wrote becomes the trials that it holds; repeating the command adds what is missing.
+    Of how many sequences a step of theirs is, a table does not tell: --batch does.
     An AutoMegaKernel results.tsv, or an exported schedule, becomes a campaign without trials whose search tries those
     schedules first: numbers from elsewhere order them, and are never results here.
     """
     from flywheel.store.sql import open_store
 
     check_name("import", name)
+    sequences = DEFAULTS["batch"] if batch is None else batch
+    if not 1 <= sequences <= MAX_BATCH:
+        raise UsageError(f"import: --batch {sequences} is not in 1..{MAX_BATCH}")
     text = read_argument(path)
     first = text.split("\n", 1)[0].split("\t")
     with open_store(store) as opened:
         if text.lstrip().startswith("{"):
-            document = _schedule(opened, name, parse_json(text), path, measure, work)
+            document = _schedule(opened, name, parse_json(text), path, sequences, measure, work)
         elif MARK in first:
             known = read_text(corpus) if corpus is not None else ""
-            document = _foreign(opened, name, text, known, path, measure, best, work)
+            document = _foreign(opened, name, text, known, path, sequences, measure, best, work)
         elif "config_id" in first:
-            document = _trials(opened, name, text, path, {"campaign": campaign, **work})
+            document = _trials(opened, name, text, path, sequences, {"campaign": campaign, **work})
         else:
             raise UsageError(f"{path}: neither flywheel's nor AutoMegaKernel's trials, and no exported schedule")
     if store != DEFAULT_STORE:
@@ -91,7 +101,9 @@ def import_file(
         _show(document)
 
 
-def _trials(store: Store, name: str, text: str, path: str, wanted: dict[str, Any]) -> dict[str, Any]:
+def _trials(
+    store: Store, name: str, text: str, path: str, batch: int, wanted: dict[str, Any]
+) -> dict[str, Any]:
     from flywheel.search.importing import import_trials
 
     asked = {column: value for column, value in wanted.items() if value is not None}
@@ -103,24 +115,33 @@ def _trials(store: Store, name: str, text: str, path: str, wanted: dict[str, Any
     if not kept:
         what = ", ".join(f"{column} {value}" for column, value in asked.items())
         raise UsageError(f"{path}: no trials{f' of {what}' if what else ''}")
-    made, new = import_trials(store, name, kept)
+    made, new = import_trials(store, name, kept, batch)
     return {**_document(store, made), "trials": len(trials_of(kept)), "new_trials": new, "priors": 0}
 
 
 def _schedule(
-    store: Store, name: str, parsed: object, path: str, measure: str, work: dict[str, Any]
+    store: Store, name: str, parsed: object, path: str, batch: int, measure: str, work: dict[str, Any]
 ) -> dict[str, Any]:
     try:
         schedule = schedule_from_document(parsed, path)
     except StoreError as error:
         raise UsageError(str(error)) from None
-    return _priors(store, name, settle_work("import", work, schedule), measure, [schedule.config])
+    settled = settle_work("import", work, schedule) | {"batch": batch}
+    return _priors(store, name, settled, measure, [schedule.config])
 
 
 def _foreign(
-    store: Store, name: str, text: str, corpus: str, path: str, measure: str, best: int, work: dict[str, Any]
+    store: Store,
+    name: str,
+    text: str,
+    corpus: str,
+    path: str,
+    batch: int,
+    measure: str,
+    best: int,
+    work: dict[str, Any],
 ) -> dict[str, Any]:
-    settled = settle_work("import", work, None)
+    settled = settle_work("import", work, None) | {"batch": batch}
     try:
         table = read_results(text, corpus)
     except IrFormatError as error:
@@ -155,6 +176,7 @@ def _document(store: Store, campaign: Campaign) -> dict[str, Any]:
         "gpu": campaign.gpu,
         "dtype": campaign.dtype,
         "context": campaign.context,
+        "batch": campaign.batch,
         "measure": campaign.measure,
         "store": store.name,
         "command": search_command(campaign),
@@ -162,7 +184,7 @@ def _document(store: Store, campaign: Campaign) -> dict[str, Any]:
 
 
 def _show(document: dict[str, Any]) -> None:
-    work = f"{document['model']} on {document['gpu']}, {document['dtype']}, context {document['context']}"
+    work = work_named(*(document[name] for name in ("model", "gpu", "dtype", "context", "batch")))
     brought = f"{document['trials']:,} trials, {document['new_trials']:,} of them new"
     if document["priors"]:
         brought = f"{document['priors']} schedules to try first, no trials"

@@ -30,8 +30,12 @@ _PRIORS: Final = "priors"
 """Where the JSON of a campaign's spec keeps its priors."""
 
 
-def import_trials(store: Store, name: str, records: Sequence[TrialRecord]) -> tuple[Campaign, int]:
+def import_trials(
+    store: Store, name: str, records: Sequence[TrialRecord], batch: int = 1
+) -> tuple[Campaign, int]:
     """Make the trials of one campaign those of the campaign `name`; the campaign, and how many of them were new.
+
+    Of how many sequences a step is, `batch`, the columns of a trial do not tell.
 
     Trials that it has already are left as they are, so that what was cut off can be repeated. Raises UsageError for
     trials that are not of one campaign or not of one kind, whose config is none or not that of its id, or of other work
@@ -39,12 +43,12 @@ def import_trials(store: Store, name: str, records: Sequence[TrialRecord]) -> tu
     """
     _check_one_campaign(records)
     _check_configs(records)
-    campaign = _campaign_of(name, records)
+    campaign = _campaign_of(name, records, batch)
     known = store.campaign(name)
     if known is None:
         store.create_campaign(campaign)
     else:
-        for field in (*_SAME, "measure"):
+        for field in (*_SAME, "batch", "measure"):
             before, now = getattr(known, field), getattr(campaign, field)
             if before != now:
                 raise UsageError(f"campaign {name!r} has {field}={before}, the trials have {now}")
@@ -68,7 +72,7 @@ def import_priors(
     if store.campaign(name) is not None:
         raise UsageError(f"campaign {name!r} exists; priors begin a new one")
     spec = CampaignSpec(
-        workload.model, workload.target.name, workload.dtype, workload.context, measure=measure, name=name
+        workload.model, workload.target.name, workload.dtype, workload.context, workload.batch, measure, name=name
     )
     priors = {_PRIORS: [config.to_dict() for config in configs]}
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -114,7 +118,7 @@ def _check_configs(records: Sequence[TrialRecord]) -> None:
             raise UsageError(f"{where}: config_id {record.config_id} is not its config's, {identity}")
 
 
-def _campaign_of(name: str, records: Sequence[TrialRecord]) -> Campaign:
+def _campaign_of(name: str, records: Sequence[TrialRecord], batch: int) -> Campaign:
     """The campaign that the trials are of, as far as they tell."""
     first = records[0]
     outcomes = {record.outcome for record in records}
@@ -127,6 +131,7 @@ def _campaign_of(name: str, records: Sequence[TrialRecord]) -> Campaign:
         first.gpu,
         first.dtype,
         first.context,
+        batch,
         measure="cuda" if measured else "predict",
         sampler=first.sampler,
         seed=first.seed,

@@ -51,6 +51,19 @@ def test_the_command_that_it_names_goes_on_from_there(run: Run, table: str) -> N
     assert json.loads(result.stdout)["new_trials"] == 1
 
 
+def test_trials_of_a_batch_are_of_the_batch_that_is_named(run: Run, table: str) -> None:
+    """And go on from there, but join no campaign of another."""
+    result = run("import", "-", "--as", "four", "--batch", "4", stdin=table)
+    assert result.stdout.startswith("four: smollm2-135m on l4, bf16, context 512, batch 4: 5 trials, 5 of them new\n")
+    document = json.loads(run("import", "-", "--as", "four", "--batch", "4", "--json", stdin=table).stdout)
+    assert (document["batch"], document["new_trials"]) == (4, 0)
+    assert " --batch 4 " in document["command"]
+    for wrong, message in ((2, "campaign 'four' has batch=4, the trials have 2"), (9, "--batch 9 is not in 1..8")):
+        refused = run("import", "-", "--as", "four", "--batch", str(wrong), stdin=table)
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert message in refused.stderr
+
+
 def test_another_store_is_in_the_command(run: Run, table: str) -> None:
     result = run("import", "-", "--as", "copy", "--store", "other.db", stdin=table)
     assert result.stdout.startswith("copy: smollm2-135m on l4, bf16, context 512: 5 trials, 5 of them new\n")
