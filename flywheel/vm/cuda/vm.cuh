@@ -54,8 +54,8 @@ struct Vm {
 
     // Whether to ask again for what is not written yet: not while the launch is being aborted.
     __device__ __forceinline__ bool again() const { return !block().is_aborted(); }
-    // Elements loaded from `place(i)`, i in order, loaded anew until all of them are written. All are asked at once: a branch for each
-    // would take longer than their loads.
+    // Elements loaded from `place(i)`, i in order, loaded anew until all of them are written. All are asked at once: a branch
+    // for each would take longer than their loads.
     template <typename T, int N, typename Place> __device__ __forceinline__ void settle(Vec16<T> (&v)[N], Place place) const {
         do {
             bool all = true;

@@ -200,12 +200,12 @@ FW_MICRO_KERNEL op_rmsnorm(Vm vm, const amk_step_t& step) {
     const auto long_rows = [&](int rows) {
         norm_long_rows<NORM_ROWS>(vm, x.ptr, w.ptr, out.ptr, staged, pitch * BYTES, rows, groups, step, awaited);
     };
-    if (FW_ROWS > 0 && packed && out.numel == FW_ROWS * hidden) {
+    const bool is_short = groups <= 2 * WARP;
+    if (FW_ROWS > 0 && packed && (FW_ROWS == 1 || !is_short) && out.numel == FW_ROWS * hidden) {
         if (FW_ROWS == 1) return norm_row(vm, x.ptr, w.ptr, out.ptr, groups, step, awaited);
         if (!has_announced(vm, step)) return long_rows(FW_ROWS);
     }
     const int rows = out.numel / hidden;
-    const bool is_short = groups <= 2 * WARP;
     if (FW_ROWS == 0 && packed && rows == 1) return norm_row(vm, x.ptr, w.ptr, out.ptr, groups, step, awaited);
     if (FW_ROWS == 0 && packed && !is_short && !has_announced(vm, step)) return long_rows(rows);
     if (packed && is_short) {
