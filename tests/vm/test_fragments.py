@@ -50,7 +50,7 @@ def mma(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.NDArray[n
 
 
 def test_four_fragments_share_a_load_of_one_row_of_x() -> None:
-    """As multiply.cuh does: lane 4g + t has columns 4t.. of fragment g % 4, and accumulator c counts in column c."""
+    """As product.cuh does: lane 4g + t has columns 4t.. of fragment g % 4, and accumulator c counts in column c."""
     random = np.random.default_rng(0)
     matrix, x = random.standard_normal((16, 128)), random.standard_normal(128)
     fragments = to_fragments(matrix).reshape(8, 32, 8)
