@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from functools import partial
@@ -24,19 +25,22 @@ from flywheel.cli.options import (
 from flywheel.cli.provenance import search_command
 from flywheel.cli.text import counts, escaped, note, pairs, show, show_json
 from flywheel.errors import IrFormatError, StoreError, UsageError
-from flywheel.interop.amk import MARK, read_results
+from flywheel.interop.amk import MARK, PriorTable, read_results
 from flywheel.ir import ScheduleConfig
 from flywheel.ir.serde import parse_json, read_text
 from flywheel.measure.standing import trials_of
 from flywheel.models.decoder import MAX_BATCH
 from flywheel.search.spec import check_name
 from flywheel.store.campaign import work_named
-from flywheel.store.schedule import schedule_from_document
+from flywheel.store.schedule import Schedule, schedule_from_document
 from flywheel.store.tsv import from_tsv
 
 if TYPE_CHECKING:
     from flywheel.store.campaign import Campaign
     from flywheel.store.sql import Store
+
+_BATCH: Final = re.compile(r"-c\d+-b([2-8])-")
+"""How a search calls its campaign where it decodes so many sequences."""
 
 PRIORS: Final = 10
 """Schedules of a foreign table that are tried first, unless --best says otherwise."""
@@ -85,12 +89,15 @@ def import_file(
     first = text.split("\n", 1)[0].split("\t")
     with open_store(store) as opened:
         if text.lstrip().startswith("{"):
-            document = _schedule(opened, name, parse_json(text), path, sequences, measure, work)
+            schedule = _schedule(parse_json(text), path)
+            settled = settle_work("import", work, schedule) | {"batch": sequences}
+            document = _priors(opened, name, settled, measure, [schedule.config])
         elif MARK in first:
-            known = read_text(corpus) if corpus is not None else ""
-            document = _foreign(opened, name, text, known, path, sequences, measure, best, work)
+            settled = settle_work("import", work, None) | {"batch": sequences}
+            table = _foreign(text, read_text(corpus) if corpus is not None else "", path)
+            document = _priors(opened, name, settled, measure, table.configs[:best]) | {"skipped": dict(table.skipped)}
         elif "config_id" in first:
-            document = _trials(opened, name, text, path, sequences, {"campaign": campaign, **work})
+            document = _trials(opened, name, text, path, {"campaign": campaign, **work}, batch)
         else:
             raise UsageError(f"{path}: neither flywheel's nor AutoMegaKernel's trials, and no exported schedule")
     if store != DEFAULT_STORE:
@@ -102,7 +109,7 @@ def import_file(
 
 
 def _trials(
-    store: Store, name: str, text: str, path: str, batch: int, wanted: dict[str, Any]
+    store: Store, name: str, text: str, path: str, wanted: dict[str, Any], batch: int | None
 ) -> dict[str, Any]:
     from flywheel.search.importing import import_trials
 
@@ -115,33 +122,22 @@ def _trials(
     if not kept:
         what = ", ".join(f"{column} {value}" for column, value in asked.items())
         raise UsageError(f"{path}: no trials{f' of {what}' if what else ''}")
-    made, new = import_trials(store, name, kept, batch)
+    called = _BATCH.search(kept[0].campaign)
+    if batch is None and called:
+        hint = f"--batch {called[1]}, or 1 if it is not"
+        raise UsageError(f"{path}: campaign {kept[0].campaign!r} is named as one of {called[1]} sequences: {hint}")
+    made, new = import_trials(store, name, kept, DEFAULTS["batch"] if batch is None else batch)
     return {**_document(store, made), "trials": len(trials_of(kept)), "new_trials": new, "priors": 0}
 
 
-def _schedule(
-    store: Store, name: str, parsed: object, path: str, batch: int, measure: str, work: dict[str, Any]
-) -> dict[str, Any]:
+def _schedule(parsed: object, path: str) -> Schedule:
     try:
-        schedule = schedule_from_document(parsed, path)
+        return schedule_from_document(parsed, path)
     except StoreError as error:
         raise UsageError(str(error)) from None
-    settled = settle_work("import", work, schedule) | {"batch": batch}
-    return _priors(store, name, settled, measure, [schedule.config])
 
 
-def _foreign(
-    store: Store,
-    name: str,
-    text: str,
-    corpus: str,
-    path: str,
-    batch: int,
-    measure: str,
-    best: int,
-    work: dict[str, Any],
-) -> dict[str, Any]:
-    settled = settle_work("import", work, None) | {"batch": batch}
+def _foreign(text: str, corpus: str, path: str) -> PriorTable:
     try:
         table = read_results(text, corpus)
     except IrFormatError as error:
@@ -152,7 +148,7 @@ def _foreign(
         note(escaped(f"{path}: rows without a schedule to try: {counts(table.skipped)}"))
     if not table.configs:
         raise UsageError(f"{path}: no row has a schedule; --corpus names the file that may have them by id")
-    return _priors(store, name, settled, measure, table.configs[:best]) | {"skipped": dict(table.skipped)}
+    return table
 
 
 def _priors(

@@ -64,6 +64,15 @@ def test_trials_of_a_batch_are_of_the_batch_that_is_named(run: Run, table: str) 
         assert message in refused.stderr
 
 
+def test_a_table_that_is_named_as_a_batch_s_is_not_taken_for_one_sequence_s(run: Run, table: str) -> None:
+    named = table.replace("small\t", "smollm2-135m-l4-bf16-c512-b4-predict-local-s0\t")
+    refused = run("import", "-", "--as", "copy", stdin=named)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "is named as one of 4 sequences: --batch 4, or 1 if it is not" in refused.stderr
+    assert run("campaigns").stdout.count("copy") == 0
+    assert run("import", "-", "--as", "copy", "--batch", "4", stdin=named).exit_code == 0
+
+
 def test_another_store_is_in_the_command(run: Run, table: str) -> None:
     result = run("import", "-", "--as", "copy", "--store", "other.db", stdin=table)
     assert result.stdout.startswith("copy: smollm2-135m on l4, bf16, context 512: 5 trials, 5 of them new\n")

@@ -23,7 +23,6 @@ CALLS: Final[Mapping[str, str]] = {
     "mov.u64 %0, %globaltimer;": "time",
     "fence.acq_rel.gpu;": "nothing",
     "fence.mbarrier_init.release.cluster;": "nothing",
-    "fence.proxy.async;": "nothing",
     "prefetch.global.L2 [%0];": "nothing",
     "createpolicy.fractional.L2::evict_first.b64 %0, 1.0;": "nothing",
     "ld.acquire.gpu.global.u32 %0, [%1];": "load32",

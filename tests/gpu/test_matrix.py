@@ -91,7 +91,7 @@ LONG = {"one row": (1, 100000), "an odd row": (1, 50001), "rows": (8, 14336), "o
 def test_operands_longer_than_the_staging_area(
     conform: Conform, dtype: DType, rows: int, depth: int, biased: bool, threads: int
 ) -> None:
-    """Slices of K, tile after tile on the same SM, some of more than one pass; sums on chip and spilled."""
+    """Slices of K, tile after tile on the same SM, some of more than one pass."""
     width = 400
     buffers = {
         "x": (IN, dtype, (rows, depth)), "w": (WEIGHT, dtype, (width, depth)), "b": (WEIGHT, dtype, (width,)),
@@ -102,6 +102,25 @@ def test_operands_longer_than_the_staging_area(
     inputs = ["x", "w", "b"] if biased else ["x", "w"]
     spans = [(0, 5), (5, 300), (305, 32), (337, 63)]
     conform(buffers, tiles("GEMM_TILE", inputs, spans, K=depth, M_tile=rows), threads=threads)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("beside", [1, 2, 3, 4])
+@pytest.mark.parametrize(("rows", "depth"), [(8, 4096), (3, 4100), (2, 8191)])
+@pytest.mark.parametrize("threads", [192, 448])
+def test_short_slices_that_take_each_other_s_places(
+    conform: Conform, monkeypatch: pytest.MonkeyPatch, dtype: DType, beside: int, rows: int, depth: int, threads: int
+) -> None:
+    """More of them than warps that multiply, each of fewer chunks."""
+    monkeypatch.setattr("flywheel.ir.variant.MAX_INPUT_ROWS_BYTES", 16384)
+    monkeypatch.setattr("flywheel.ir.variant.SLICES_BESIDE", beside)
+    buffers = {
+        "given": (IN, dtype, (rows, depth)), "x": (ACT, dtype, (rows, depth)), "w": (WEIGHT, dtype, (80, depth)),
+        "y": (OUT, dtype, (rows, 80)),
+    }  # fmt: skip
+    spans = [(0, 16), (16, 50), (66, 14)]
+    tasks = [("GELU", ["given"], "x", {}), *tiles("GEMM_TILE", ["x", "w"], spans, K=depth, M_tile=rows)]
+    conform(buffers, tasks, roundings=1, sms=3, parallel=True, threads=threads, by_data=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -139,7 +158,7 @@ def test_slices_of_what_other_tasks_write(conform: Conform, dtype: DType, rows: 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("depth", [40, 64, 2048])
 def test_rows_that_a_step_before_has_made(conform: Conform, dtype: DType, depth: int) -> None:
-    """They lie in shared memory or in the SM's workspace, where no bulk copy finds them."""
+    """They lie in shared memory or in the SM's workspace."""
     buffers = {"x": (IN, dtype, (3, depth)), "w": (WEIGHT, dtype, (32, depth)), "y": (OUT, dtype, (3, 32))}
 
     def made(op: str, args: list[dict[str, int]], out: Any, width: int, **params: int) -> dict[str, Any]:
