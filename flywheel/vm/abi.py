@@ -104,6 +104,11 @@ class StepFlag(IntFlag):
     APPENDS = 2097152
     """One of TURNS that also appends the row that it attends to last: the ROPE of its key, which is step `kblocks`, the
     KV_APPEND behind that, and the one of its value, step `beside`, are left to it."""
+    LEAVES_SCALE = 4194304
+    """An RMSNORM that stages x * w, and leaves what each row is to be multiplied by to its products (TAKES_SCALE), which
+    can begin before it is known. It announces what it stages itself."""
+    TAKES_SCALE = 8388608
+    """A matrix step whose products are multiplied by what the norm left."""
 
 
 class Epilogue(IntEnum):
@@ -312,7 +317,6 @@ class Fault(IntEnum):
     """The watchdog ended it while a task waited for a counter."""
     BAD_TOKEN = 2
     """An EMBED id is no row of its table."""
-
 
 
 _K = InstructionKind

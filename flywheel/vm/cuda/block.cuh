@@ -74,6 +74,7 @@ struct Block {
     uint64_t task_ready[TASK_SLOTS];
     uint64_t task_free[TASK_SLOTS];
     alignas(16) float reduce[2][WARP];
+    float scales[FW_MAX_ROWS];  // what products with those rows are multiplied by, until the next such norm
     TaskSlot tasks[TASK_SLOTS];
 
     // [pass_blocks][MATRIX_WARPS][rows][16], two in turn.

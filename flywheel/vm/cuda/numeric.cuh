@@ -45,6 +45,15 @@ __device__ __forceinline__ uint32_t floats_to_halves(float low, float high) {
     return bits;
 }
 
+#if FW_DTYPE == AMK_DTYPE_BF16
+// Two products, each rounded once.
+__device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
+    uint32_t products;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(products) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0, which adds nothing
+    return products;
+}
+#endif
+
 __device__ __forceinline__ float max_or_nan(float a, float b) {
     float larger;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));

@@ -224,7 +224,7 @@ __device__ __noinline__ void run_vector_warps() {
             step = static_cast<const amk_step_t*>(__cvta_shared_to_generic(place));
             more = !(step->flags & FW_STEP_LAST);
             index = block.poll_progress();
-            if (step->flags & FW_STEP_ANNOUNCES) {
+            if ((step->flags & (FW_STEP_ANNOUNCES | FW_STEP_LEAVES_SCALE)) == FW_STEP_ANNOUNCES) {
                 vm.announce(block.stagings);
                 vm.stamp(FW_STAMP_STAGED);
             }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from flywheel.errors import InvalidProgramError
-from flywheel.ir import InstructionKind
+from flywheel.ir import DType, InstructionKind
 from flywheel.ir.variant import FRAGMENT_K, WORK_BYTES, operand_stride
 from flywheel.vm.abi import ABSENT, RESULT_REF, SPILLED, StepFlag
 from flywheel.vm.pack.step import Form, Step, look
@@ -18,7 +18,10 @@ ALIGNMENT: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """One operand at the start of the staging area, for matrix steps `steps`; it stays from step `start` to `end`."""
+    """One operand at the start of the staging area, for matrix steps `steps`; it stays from step `start` to `end`.
+
+    `scaled_later` says that a norm makes it, whose rows' scales go to the products instead.
+    """
 
     ref: int
     steps: tuple[int, ...]
@@ -26,6 +29,7 @@ class Staging:
     start: int
     end: int
     in_place: bool
+    scaled_later: bool
 
     def flag(self, step: int) -> StepFlag:
         """How matrix step `step` treats the operand."""
@@ -129,7 +133,8 @@ def _stagings(steps: Sequence[Step], form: Form, last_use: Sequence[int], reuse:
         end = len(steps) if until is None else members[-1]
         made = x - RESULT_REF
         in_place = x >= RESULT_REF and depth % FRAGMENT_K == 0
-        in_place = in_place and (rows == 1 or _norms_alone(steps, made, members))
+        norms = x >= RESULT_REF and _norms_alone(steps, made, members)
+        in_place = in_place and (rows == 1 or norms)
         # It is announced where it is made: no matrix warp may begin while an attention has their partials for itself.
         between = {each.op for each in steps[made + 1 : members[0]]} if in_place else set()
         in_place = in_place and InstructionKind.ATTENTION_TILE not in between
@@ -139,15 +144,20 @@ def _stagings(steps: Sequence[Step], form: Form, last_use: Sequence[int], reuse:
         if not in_place:
             end = len(steps) if until is None else members[-1]
         start = made if in_place else members[0]
-        stagings.append(Staging(x, tuple(members), nbytes, start, end, in_place))
+        later = in_place and norms and value.dtype is DType.BF16  # F16 has no room for what is not scaled
+        stagings.append(Staging(x, tuple(members), nbytes, start, end, in_place, later))
     return tuple(stagings)
 
 
 def _norms_alone(steps: Sequence[Step], made: int, members: Sequence[int]) -> bool:
     """Whether a norm makes rows that matrix steps `members` alone read: then they may lie apart as those have them."""
     norm = steps[made]
-    readers = {index for index, step in enumerate(steps) if RESULT_REF + made in step.reads}
-    same = all(step.params["K"] == norm.params.get("hidden") for step in (steps[index] for index in members))
+    x = RESULT_REF + made
+    readers = {index for index, step in enumerate(steps) if x in step.reads}
+    same = all(
+        step.params["K"] == norm.params.get("hidden") and x not in step.reads[1:]
+        for step in (steps[index] for index in members)
+    )
     return norm.op is InstructionKind.RMSNORM and readers == set(members) and same
 
 

@@ -105,6 +105,9 @@ def make_template(form: Form, dtype: DType, variant: KernelVariant, frequencies:
             maker["flags"] |= StepFlag.ANNOUNCES
             if rows > 1:
                 maker["kblocks"] = operand_stride(rows, steps[staging.steps[0]].depth) // FRAGMENT_K
+            if staging.scaled_later:
+                maker["flags"] |= StepFlag.LEAVES_SCALE
+                table["flags"][list(staging.steps)] |= np.uint32(StepFlag.TAKES_SCALE)
     _flag_turning(table, steps, form, dtype, shown)
     if steps:
         table[-1]["flags"] |= StepFlag.LAST
@@ -239,7 +242,7 @@ def _shared_operands(
     if formula is None:
         return None, None
     first = staging.steps[0]
-    layout = (steps[first].params["K"], look(staging.ref, steps, form).dtype)
+    layout = (steps[first].params["K"], look(staging.ref, steps, form).dtype, staging.scaled_later)
     value = StagedValue((formula, layout), tuple(inputs))
     return (value if _is_for_operand_alone(steps, staging.ref, first) else None), value
 

@@ -73,6 +73,7 @@ class Sm:
     staging: Any
     workspace: Any
     announced: dict[int, Tensor] = field(default_factory=dict)
+    unscaled: bool = False  # whether the staged operand is a norm's that leaves its scales
 
 
 class TableVM:
@@ -243,6 +244,9 @@ class TableVM:
             result.copy_(inputs[0].reshape(shape).float().softmax(1).reshape(-1))
         else:
             OPS[op](inputs, result, given)
+        if step["flags"] & StepFlag.ANNOUNCES:
+            sm.unscaled = bool(step["flags"] & StepFlag.LEAVES_SCALE)  # here scaled all the same, to be rounded alike
+            assert op is K.RMSNORM or not sm.unscaled
         if op is K.ATTENTION_TILE:
             sm.staging[-WORK_BYTES:] = NAN_BYTE
         out.copy_(result.view(out.shape))
@@ -272,6 +276,9 @@ class TableVM:
         assert len(starts) == 1 or step["row_chunks"] == self.packed.variant.matrix_warps
         if how is StepFlag.X_IN_PLACE:
             assert steps[int(step["args"][0]) - RESULT_REF]["flags"] & StepFlag.ANNOUNCES
+        if how is StepFlag.STAGE and not instruction["flags"] & InstructionFlag.X_STAGED:
+            sm.unscaled = False
+        assert bool(flags & StepFlag.TAKES_SCALE) == sm.unscaled
         if fresh:
             sm.announced = {}
         n_off, n_tile = self._own(step, params, "n_off"), self._own(step, params, "N_tile")

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.errors import InvalidProgramError
-from flywheel.ir import BufferKind, DType, MegakernelProgram
+from flywheel.ir import BufferKind, DType, InstructionKind, MegakernelProgram
 from flywheel.vm.abi import Epilogue, StepFlag
 from flywheel.vm.pack import pack
 
 IN, WEIGHT, ACT, OUT, KV = (
     BufferKind.IO_INPUT, BufferKind.WEIGHT, BufferKind.ACTIVATION, BufferKind.IO_OUTPUT, BufferKind.KV_CACHE,
 )  # fmt: skip
-F32, BF16, I32, I8, U8, I4 = DType.F32, DType.BF16, DType.I32, DType.I8, DType.U8, DType.I4
+F32, F16, BF16, I32, I8, U8, I4 = DType.F32, DType.F16, DType.BF16, DType.I32, DType.I8, DType.U8, DType.I4
 Chain = Callable[..., MegakernelProgram]
 Agree = Callable[..., None]
 
@@ -221,6 +221,31 @@ def test_each_head_of_a_normed_operand_is_multiplied_where_it_lies(chain: Chain,
     program = chain(buffers, [("FUSED", ["x", "n", "w"], ["y"], fused(*steps, **TILE)), ("COPY", ["y"], ["z"], TILE)])
     norm, matrix = packed_steps(program)
     assert norm["flags"] & StepFlag.ANNOUNCES and matrix["flags"] & StepFlag.X_IN_PLACE
+    agree(program)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("others", [False, True])
+def test_a_norm_leaves_its_scale_to_products_that_alone_read_it(
+    chain: Chain, agree: Agree, dtype: DType, others: bool
+) -> None:
+    """And where halves have room for what is not scaled."""
+    buffers = {"x": (IN, dtype, (1, 48)), "n": (WEIGHT, dtype, (48,)), "w": (WEIGHT, dtype, (32, 48)),
+               "y": (ACT, dtype, (1, 32)), "z": (OUT, dtype, (1, 15))}  # fmt: skip
+    steps = [
+        step("RMSNORM", [0, 1], 0, 48, dtype, eps=1e-5, hidden=48),
+        gemv("s0", 2, 1, dtype),
+        gemv("s0", 2, 2, dtype),
+        step("COPY", ["s0" if others else 0], 3, 15, dtype, n_off=0, N_tile=15),
+        step("ADD", ["s1", "s3" if others else "s2"], "final", 15, dtype),
+    ]
+    program = chain(buffers, [("FUSED", ["x", "n", "w"], ["y"], fused(*steps, **TILE)), ("COPY", ["y"], ["z"], TILE)])
+    norm, *matrices = (
+        each for each in packed_steps(program) if each["op"] in (InstructionKind.RMSNORM, InstructionKind.GEMV_TILE)
+    )
+    leaves = dtype is BF16 and not others
+    assert norm["flags"] & StepFlag.ANNOUNCES and bool(norm["flags"] & StepFlag.LEAVES_SCALE) == leaves
+    assert [bool(each["flags"] & StepFlag.TAKES_SCALE) for each in matrices] == [leaves] * 2
     agree(program)
 
 

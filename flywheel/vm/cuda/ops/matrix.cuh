@@ -182,6 +182,7 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
     const int pass_blocks = vm.block().program.pass_blocks;
     const int first_unit = vm.warp() * 2 + vm.lane() / 16, row = vm.lane() % 16;
     const int out_dtype = step.out_dtype;
+    const bool scales = step.flags & FW_STEP_TAKES_SCALE;
     const bool out_is_half = out.dtype != AMK_DTYPE_F32;
     // What everybody waits for takes few instructions, for they come from far: in the usual case only those that it needs.
     const bool quick = !bias && !keeps_best && slots <= QUICK_SLOTS;
@@ -210,12 +211,13 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
         if (quick) {
             if (first >= 0) {
                 const float* const partial = partials + place;
+                const float scale = scales ? vm.block().scales[unit.m] : 1.0f;
                 float value = partial[0];
 #pragma unroll
                 for (int slot = 1; slot < QUICK_SLOTS; slot++) {
                     if (slot < slots) value += partial[slot * slot_pitch];
                 }
-                value = round_to(out_dtype, value);
+                value = round_to(out_dtype, value * scale);
                 if (epilogue == FW_EPILOGUE_ADD) value += extra;
                 if (epilogue == FW_EPILOGUE_SILU_MUL) value *= silu(extra);
                 store_float(target, out_is_half, value);
@@ -232,6 +234,7 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
             float value = partial[0];
 #pragma unroll 4
             for (int slot = 1; slot < slots; slot++) value += partial[slot * rows * PARTIAL_ROWS];
+            if (scales) value *= vm.block().scales[unit.m];
             if (keeps_best) best.turn_to(vm, unit.m);
             if (unit.column >= 0 && unit.column < n_tile) {
                 if (bias) value += load(*bias, n_off + unit.column);

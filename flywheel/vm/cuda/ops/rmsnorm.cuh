@@ -1,6 +1,7 @@
 // RMSNORM: x * rsqrt(mean(x^2) + eps) * w over rows of `hidden` elements.
 // Operands: x of R * hidden elements, w whose first `hidden` count, any float types; out as x.
-// Rounding: fp32 throughout, once to the step's dtype, then to the output's.
+// Rounding: fp32 throughout, once to the step's dtype, then to the output's. What LEAVES_SCALE stages is x * w, rounded once, and
+// its products are multiplied in fp32 by the scale of their row.
 // Rows one after the other, or several that are long at once: all threads; heads: a warp each, without barriers.
 #pragma once
 
@@ -139,6 +140,109 @@ __device__ __forceinline__ void norm_long_rows(Vm vm, const char* x, const char*
     }
 }
 
+#if FW_DTYPE == AMK_DTYPE_BF16
+
+__device__ __forceinline__ void stage_unscaled(char* to, const NormGroup& x, const NormGroup& w) {
+    uint4 y;
+    y.x = multiply_halves(x.word[0], w.word[0]);
+    y.y = multiply_halves(x.word[1], w.word[1]);
+    y.z = multiply_halves(x.word[2], w.word[2]);
+    y.w = multiply_halves(x.word[3], w.word[3]);
+    *reinterpret_cast<uint4*>(to) = y;
+}
+
+// The scale of `row`, to which a warp's lanes add what they have of its squares where they `hold` that; all of `vm.block().reduce`
+// is taken for it, by eight warps after eight others.
+__device__ __forceinline__ void leave_scale(Vm vm, const amk_step_t& step, int row, float squares, bool hold, int rows) {
+    constexpr int SHARES = VECTOR_WARPS < 8 ? VECTOR_WARPS : 8;
+    float* const shares = vm.block().reduce[0];
+    float* const mine = shares + row * SHARES + vm.warp() % SHARES;
+#pragma unroll
+    for (int warp = 0; warp < VECTOR_WARPS; warp += SHARES) {
+        if (hold && vm.warp() / SHARES == warp / SHARES) *mine = warp > 0 ? *mine + squares : squares;
+        vm.sync();
+    }
+    if (vm.thread() >= rows) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int share = 0; share < SHARES; share++) sum += shares[vm.thread() * SHARES + share];
+    vm.block().scales[vm.thread()] = rsqrtf(__fdividef(sum, step.params.hidden) + step.params.eps);
+}
+
+// The only row, and rows that are long, as above; announced before anybody looks at their squares.
+__device__ __forceinline__ void stage_unscaled_row(Vm vm, const char* x, const char* w, int groups, const amk_step_t& step,
+                                                   bool awaited) {
+    const int first = vm.thread(), second = first + VECTOR_THREADS, last = groups - 1;
+    const char* const from[2] = {x + min(first, last) * 16, x + min(second, last) * 16};
+    NormGroup kept[2] = {load16<element_t>(from[0]), load16<element_t>(from[1])};
+    const NormGroup w0 = load16<element_t>(w + min(first, last) * 16), w1 = load16<element_t>(w + min(second, last) * 16);
+    char* const to = vm.block().staging();
+    if (awaited) vm.settle(kept, from);
+    vm.stamp(FW_STAMP_READY);
+    if (first <= last) stage_unscaled(to + first * 16, kept[0], w0);
+    if (second <= last) stage_unscaled(to + second * 16, kept[1], w1);
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int group = second + VECTOR_THREADS; group < groups; group += VECTOR_THREADS) {
+        const char* const more[1] = {x + group * 16};
+        NormGroup loaded[1] = {load16<element_t>(more[0])};
+        const NormGroup its = load16<element_t>(w + group * 16);
+        if (awaited) vm.settle(loaded, more);
+        stage_unscaled(to + group * 16, loaded[0], its);
+        sum += squares(loaded[0]);
+    }
+    vm.announce(vm.block().stagings);
+    vm.stamp(FW_STAMP_STAGED);
+    sum = warp_sum(sum + (first <= last ? squares(kept[0]) : 0.0f) + (second <= last ? squares(kept[1]) : 0.0f));
+    leave_scale(vm, step, 0, sum, vm.lane() == 0, 1);
+}
+
+template <int ROWS>
+__device__ __forceinline__ void stage_unscaled_rows(Vm vm, const char* x, const char* w, int pitch, int rows, int groups,
+                                                    const amk_step_t& step, bool awaited) {
+#pragma unroll 1
+    for (int first = 0; first < rows; first += ROWS) {
+        const char* const from = x + static_cast<int64_t>(first) * groups * 16;
+        const int count = min(rows - first, ROWS);
+        float sum[ROWS] = {};
+#pragma unroll 1
+        for (int group = vm.thread(), more = true; more; group += VECTOR_THREADS) {
+            const bool inside = group < groups;
+            const char* const its = from + min(group, groups - 1) * 16;
+            int apart = groups * 16;  // not to be multiplied before the loop: that takes registers
+            asm volatile("" : "+r"(apart));
+            const auto row = [&](int r) { return its + min(r, count - 1) * apart; };
+            NormGroup kept[ROWS];
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) kept[r] = load16<element_t>(row(r));
+            const NormGroup weights = load16<element_t>(w + min(group, groups - 1) * 16);
+            if (awaited) {
+                const char* const canary[1] = {its};  // alone at first: many ask for the same lines
+                NormGroup alone[1] = {kept[0]};
+                vm.settle(alone, canary);
+                vm.settle(kept, row);
+            }
+            vm.stamp(FW_STAMP_READY);
+            more = group - vm.thread() + VECTOR_THREADS < groups;
+            char* to = vm.block().staging() + (first * pitch + group * 16);
+#pragma unroll
+            for (int r = 0; r < ROWS; r++, to += pitch) {
+                if (inside & (r < count)) stage_unscaled(to, kept[r], weights);
+            }
+            if (!more && first + ROWS >= rows) {
+                vm.announce(vm.block().stagings);
+                vm.stamp(FW_STAMP_STAGED);
+            }
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) sum[r] += inside ? squares(kept[r]) : 0.0f;
+        }
+        constexpr int LANES = WARP / ROWS;  // that have the same row's
+        leave_scale(vm, step, first + vm.lane() / LANES, warp_sums(sum), vm.lane() % LANES == 0, min(first + ROWS, rows));
+    }
+}
+
+#endif
+
 // Rows of at most two groups a lane, a warp each.
 __device__ __forceinline__ void norm_short_rows(Vm vm, const char* x, const char* w, char* out, bool staged, int pitch,
                                                 int rows, int groups, const amk_step_t& step, bool awaited) {
@@ -195,22 +299,28 @@ FW_MICRO_KERNEL op_rmsnorm(Vm vm, const amk_step_t& step) {
     const Operand x = vm.arg(step, 0), w = vm.arg(step, 1), out = vm.out(step);
     const int hidden = step.params.hidden, groups = hidden * BYTES / 16;
     const int pitch = step.kblocks > 0 ? step.kblocks * 16 : hidden;
-    const bool awaited = x.layout == FW_LAYOUT_AWAITED, staged = step.kblocks > 0;
+    const bool awaited = x.layout == FW_LAYOUT_AWAITED, staged = step.kblocks > 0, later = step.flags & FW_STEP_LEAVES_SCALE;
     const bool packed = (step.out_dtype == FW_DTYPE) & packs(x) & packs(w) & packs(out) & (hidden % (16 / BYTES) == 0);
-    const auto long_rows = [&](int rows) {
-        norm_long_rows<NORM_ROWS>(vm, x.ptr, w.ptr, out.ptr, staged, pitch * BYTES, rows, groups, step, awaited);
-    };
     const bool is_short = groups <= 2 * WARP;
-    if (FW_ROWS > 0 && packed && (FW_ROWS == 1 || !is_short) && out.numel == FW_ROWS * hidden) {
-        if (FW_ROWS == 1) return norm_row(vm, x.ptr, w.ptr, out.ptr, groups, step, awaited);
-        if (!has_announced(vm, step)) return long_rows(FW_ROWS);
+    const int rows = FW_ROWS > 0 && out.numel == FW_ROWS * hidden ? FW_ROWS : out.numel / hidden;
+#if FW_DTYPE == AMK_DTYPE_BF16
+    if (FW_ROWS != 1 && (packed & later & !is_short) && rows == (FW_ROWS > 0 ? FW_ROWS : max(rows, 2))) {
+        return stage_unscaled_rows<NORM_ROWS>(vm, x.ptr, w.ptr, pitch * BYTES, FW_ROWS > 0 ? FW_ROWS : rows, groups, step, awaited);
     }
-    const int rows = out.numel / hidden;
-    if (FW_ROWS == 0 && packed && rows == 1) return norm_row(vm, x.ptr, w.ptr, out.ptr, groups, step, awaited);
-    if (FW_ROWS == 0 && packed && !is_short && !has_announced(vm, step)) return long_rows(rows);
-    if (packed && is_short) {
-        return norm_short_rows(vm, x.ptr, w.ptr, out.ptr, staged, pitch * BYTES, rows, groups, step, awaited);
+    if (FW_ROWS <= 1 && (packed & later) && rows == 1) return stage_unscaled_row(vm, x.ptr, w.ptr, groups, step, awaited);
+#endif
+    if (packed && rows == 1 && FW_ROWS <= 1) {
+        norm_row(vm, x.ptr, w.ptr, out.ptr, groups, step, awaited);
+    } else if (FW_ROWS != 1 && packed && !is_short && rows == (FW_ROWS > 0 ? FW_ROWS : rows) && !has_announced(vm, step)) {
+        norm_long_rows<NORM_ROWS>(vm, x.ptr, w.ptr, out.ptr, staged, pitch * BYTES, FW_ROWS > 0 ? FW_ROWS : rows, groups, step, awaited);
+    } else if (packed && is_short) {
+        norm_short_rows(vm, x.ptr, w.ptr, out.ptr, staged, pitch * BYTES, rows, groups, step, awaited);
+    } else {
+        vm.await(step.args[0]);
+        norm_elements(vm, x, w, out, pitch, rows, step);
     }
-    vm.await(step.args[0]);
-    norm_elements(vm, x, w, out, pitch, rows, step);
+    if (later) {
+        if (vm.thread() < rows) vm.block().scales[vm.thread()] = 1.0f;
+        vm.announce(vm.block().stagings);
+    }
 }
