@@ -105,8 +105,8 @@ class StepFlag(IntFlag):
     """One of TURNS that also appends the row that it attends to last: the ROPE of its key, which is step `kblocks`, the
     KV_APPEND behind that, and the one of its value, step `beside`, are left to it."""
     LEAVES_SCALE = 4194304
-    """An RMSNORM that stages x * w, and leaves what each row is to be multiplied by to its products (TAKES_SCALE), which
-    can begin before it is known. It announces what it stages itself."""
+    """An RMSNORM that stages x * w, and leaves what each row is to be multiplied by to its products (TAKES_SCALE), so
+    that these can begin before it is known. It announces what it stages itself."""
     TAKES_SCALE = 8388608
     """A matrix step whose products are multiplied by what the norm left."""
 

@@ -70,6 +70,12 @@ struct Vm {
     template <typename T, int N> __device__ __forceinline__ void settle(Vec16<T> (&v)[N], const char* const (&from)[N]) const {
         settle(v, [&](int i) { return from[i]; });
     }
+    // Until one lane of the warp has its group: so long it alone is asked for, since many ask for the same lines, and from then on
+    // all of them, which are about to be there. For all lanes.
+    template <typename T> __device__ __forceinline__ void await_first(const Vec16<T>& group, const char* from) const {
+        Vec16<T> its = group;
+        while (!__any_sync(~0u, its.present() || !again())) its = load16<T>(from);
+    }
     __device__ __forceinline__ float load_written(const Operand& x, int i) const {
         uint32_t bits = load_bits(x.dtype, x.ptr, i);
         while (x.layout == FW_LAYOUT_AWAITED && is_absent(x.dtype, bits) && again()) bits = load_bits(x.dtype, x.ptr, i);

@@ -95,9 +95,7 @@ __device__ __forceinline__ bool stage_rows(Vm vm, const XSlice& x, int rows, IsF
 #pragma unroll
         for (int k = 0; k < STAGE_ROWS_LOADS; k++, at.advance()) kept[k] = load16<element_t>(from(at));
         if (x.awaited) {
-            const char* const canary[1] = {from(first)};
-            Vec16<element_t> alone[1] = {kept[0]};
-            vm.settle(alone, canary);
+            vm.await_first(kept[0], from(first));
             vm.settle(kept, [&, at = first](int) mutable {
                 const char* const its = from(at);
                 at.advance();

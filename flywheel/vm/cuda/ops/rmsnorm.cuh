@@ -94,9 +94,7 @@ __device__ __forceinline__ void norm_long_rows(Vm vm, const char* x, const char*
             for (int r = 0; r < ROWS; r++) kept[r] = load16<element_t>(row(r));
             weights = load16<element_t>(w + min(group, groups - 1) * 16);
             if (awaited) {
-                const char* const canary[1] = {its};  // alone at first: many ask for the same lines
-                NormGroup alone[1] = {kept[0]};
-                vm.settle(alone, canary);
+                vm.await_first(kept[0], its);
                 vm.settle(kept, row);
             }
             more = group - vm.thread() + VECTOR_THREADS < groups;
@@ -217,9 +215,7 @@ __device__ __forceinline__ void stage_unscaled_rows(Vm vm, const char* x, const 
             for (int r = 0; r < ROWS; r++) kept[r] = load16<element_t>(row(r));
             const NormGroup weights = load16<element_t>(w + min(group, groups - 1) * 16);
             if (awaited) {
-                const char* const canary[1] = {its};  // alone at first: many ask for the same lines
-                NormGroup alone[1] = {kept[0]};
-                vm.settle(alone, canary);
+                vm.await_first(kept[0], its);
                 vm.settle(kept, row);
             }
             vm.stamp(FW_STAMP_READY);
