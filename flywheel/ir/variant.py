@@ -29,11 +29,8 @@ refuses a longer result of a task's own steps."""
 MAX_STAGED_ROWS_BYTES: Final = 132 * 1024
 """The same for several rows that a task makes itself: eight of 8192 halves and their padding."""
 
-MAX_INPUT_ROWS_BYTES: Final = 72 * 1024
+MAX_INPUT_ROWS_BYTES: Final = 36 * 1024
 """The same for an input of several rows: what a longer one took would be missed more by the weight ring."""
-
-SLICES_BESIDE: Final = 2
-"""Slices of a longer input that are staged at once: one is on its way while the other is multiplied."""
 
 MAX_X_SLICES: Final = 4
 """Slices of an operand that are staged side by side: each has a barrier of its own."""
@@ -135,14 +132,14 @@ def operand_stride(rows: int, depth: int) -> int:
 
 
 class Slices(NamedTuple):
-    """How an operand [rows, K] is staged: `depth` columns at a time, at most `beside` such slices side by side."""
+    """How an operand [rows, K] is staged: `depth` columns at a time, `beside` such slices side by side."""
 
     depth: int
     beside: int
 
 
 def slices_of(dtype: DType, rows: int, depth: int) -> Slices:
-    """All of an input [rows, depth], or an even share of the fewest slices of which SLICES_BESIDE fit.
+    """All of an input [rows, depth], or an even share of the fewest slices that fit, one at a time.
 
     A share is a multiple of SLICE_K.
     """
@@ -150,16 +147,15 @@ def slices_of(dtype: DType, rows: int, depth: int) -> Slices:
     if _bytes_of(dtype, rows, depth) <= most:
         return Slices(depth, 1)
     pairs = -(-depth // SLICE_K)
-    fitting = (most // SLICES_BESIDE // dtype.nbytes(rows * FRAGMENT_K) - (rows > 1)) // 2
+    fitting = (most // dtype.nbytes(rows * FRAGMENT_K) - (rows > 1)) // 2
     slices = -(-pairs // max(1, fitting))
-    return Slices(SLICE_K * -(-pairs // slices), SLICES_BESIDE)
+    return Slices(SLICE_K * -(-pairs // slices), 1)
 
 
 def operand_bytes(dtype: DType, rows: int, depth: int) -> int:
-    """Bytes that the staging area has for an input [rows, depth] that is multiplied: its own, or those of the slices
-    that lie there at once; what the area may have at most where not even these fit, which the VM refuses."""
-    each, beside = slices_of(dtype, rows, depth)
-    return min(beside * _bytes_of(dtype, rows, each), _most_staged(rows))
+    """Bytes that the staging area has for an input [rows, depth] that is multiplied: its own, or those of a slice; what
+    the area may have at most where not even that fits, which the VM refuses."""
+    return min(_bytes_of(dtype, rows, slices_of(dtype, rows, depth).depth), _most_staged(rows))
 
 
 def _bytes_of(dtype: DType, rows: int, depth: int) -> int:

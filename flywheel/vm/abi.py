@@ -230,7 +230,7 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "rows", note="activation rows, M"),
             Field("uint32_t", "flags", note="SegmentFlag"),
             Field("int32_t", "x_kblocks", note="fragments of the staged operand before the slice"),
-            Field("int32_t", "reserved"),
+            Field("int32_t", "slice_chunks", note="chunks of each slice of K, where they are in one segment; else 0"),
         ),
         "amk_report_t": (
             Field("uint32_t", "fault", note="Fault"),

@@ -24,7 +24,6 @@ from flywheel.ir.variant import (
     MAX_STAGED_ROWS_BYTES,
     MIN_STAGED_BYTES,
     RESERVED_BYTES,
-    SLICES_BESIDE,
     operand_bytes,
     operand_stride,
     slices_of,
@@ -129,10 +128,10 @@ def test_what_does_not_fit_is_cut_into_the_fewest_even_slices(dtype: DType, rows
         assert (each, beside, taken) == (depth, 1, whole)
         return
     slices = -(-depth // each)
-    assert taken == beside * dtype.nbytes(rows * operand_stride(rows, each)) <= most
-    assert slices > beside == SLICES_BESIDE
+    assert taken == dtype.nbytes(rows * operand_stride(rows, each)) <= most
+    assert slices > beside == 1
     assert each % 32 == 0 and each * slices - depth < 32 * slices
-    assert slices == -(-depth // _widest(dtype, rows, most // beside))
+    assert slices == -(-depth // _widest(dtype, rows, most))
 
 
 def _widest(dtype: DType, rows: int, room: int) -> int:

@@ -279,7 +279,7 @@ struct amk_segment_t {
   int32_t rows;  // activation rows, M
   uint32_t flags;  // SegmentFlag
   int32_t x_kblocks;  // fragments of the staged operand before the slice
-  int32_t reserved;
+  int32_t slice_chunks;  // chunks of each slice of K, where they are in one segment; else 0
 };
 static_assert(sizeof(amk_segment_t) == 48, "amk_segment_t");
 FW_ASSERT_OFFSET(amk_segment_t, src, 0);
@@ -292,7 +292,7 @@ FW_ASSERT_OFFSET(amk_segment_t, row_chunks, 28);
 FW_ASSERT_OFFSET(amk_segment_t, rows, 32);
 FW_ASSERT_OFFSET(amk_segment_t, flags, 36);
 FW_ASSERT_OFFSET(amk_segment_t, x_kblocks, 40);
-FW_ASSERT_OFFSET(amk_segment_t, reserved, 44);
+FW_ASSERT_OFFSET(amk_segment_t, slice_chunks, 44);
 
 struct amk_report_t {
   uint32_t fault;  // Fault

@@ -1,7 +1,7 @@
 // Matrix warps: weight fragments from the ring times the staged operand. Chunk g of the SM's stream belongs to group
 // g % chunk_groups of `chunk_warps` warps, each of which takes a part of its K. A warp adds up its parts of a row block in
 // registers and leaves them as one partial; the vector warps add the partials of a row block, in a fixed order. Where K comes
-// in slices, a segment each, a warp adds those of each slice to its partial.
+// in slices, a segment each, a warp adds those of each slice to its partial; slices that are in one segment it adds up in registers.
 #pragma once
 
 #include "product.cuh"
@@ -24,15 +24,15 @@ __device__ __forceinline__ void forget_other_set(const Block& block, int thread)
     }
 }
 
-// What a warp needs of a segment.
+// What a warp needs of a segment all the time.
 struct MatrixSegment {
-    uint32_t row_blocks, kblocks, chunk_kblocks, row_chunks, rows, flags, x_kblocks;
+    uint32_t row_blocks, kblocks, chunk_kblocks, row_chunks, rows, flags;
     __device__ __forceinline__ int fragments(int piece) const {
         return min(chunk_kblocks, kblocks - piece * chunk_kblocks);
     }
 };
 
-// A segment on its way to a warp: a word a lane, so that it takes one register.
+// A segment on its way to a warp, and what it seldom needs of one: a word a lane, so that it takes one register.
 struct SegmentWord {
     uint32_t word = 0;
 
@@ -42,12 +42,14 @@ struct SegmentWord {
         word = reinterpret_cast<const uint32_t*>(block.program.segments)[index * WORDS + lane];
     }
     __device__ __forceinline__ uint32_t at(int offset) const { return __shfl_sync(~0u, word, offset / 4); }
-    __device__ __forceinline__ MatrixSegment segment() const {
 #define FW_WORD(field) at(reinterpret_cast<uint64_t>(&static_cast<const amk_segment_t*>(nullptr)->field))
+    __device__ __forceinline__ MatrixSegment segment() const {
         return {FW_WORD(row_blocks), FW_WORD(kblocks), FW_WORD(chunk_kblocks),
-                FW_WORD(row_chunks), FW_WORD(rows),    FW_WORD(flags),   FW_WORD(x_kblocks)};
-#undef FW_WORD
+                FW_WORD(row_chunks), FW_WORD(rows),    FW_WORD(flags)};
     }
+    __device__ __forceinline__ int x_kblocks() const { return FW_WORD(x_kblocks); }
+    __device__ __forceinline__ int slice_chunks() const { return FW_WORD(slice_chunks); }
+#undef FW_WORD
 };
 
 // What a warp takes of each chunk: `count` fragments from `first` on.
@@ -69,6 +71,25 @@ class Share {
     __device__ __forceinline__ Part of(int fragments) const {
         const int first = fragments * begin >> 16;
         return {first, static_cast<int>(fragments * end >> 16) - first};
+    }
+};
+
+// Where a warp is among the slices of a segment, which are staged one after the other; of one that has none, at the only one.
+struct SliceWalk {
+    static constexpr bool HAS_SLICES = FW_ROWS > 1;  // as `_merges` in pack/stream.py has it
+    const element_t* x;  // where fragment 0 would be staged, if what lies there were all of the operand
+    int end = 1 << 30, pitch;  // the chunk behind the slice, and elements from row to row
+    __device__ __forceinline__ SliceWalk(const element_t* staged, const SegmentWord& word, const MatrixSegment& segment, int rows)
+        : x(staged + word.x_kblocks() * 16), pitch(x_stride(segment.kblocks, rows)) {
+        const int chunks = HAS_SLICES ? word.slice_chunks() : 0;
+        if (chunks == 0) return;
+        end = chunks;
+        pitch = x_stride(chunks * segment.chunk_kblocks, rows);
+    }
+    __device__ __forceinline__ void advance(const SegmentWord& word, const MatrixSegment& segment) {
+        const int chunks = word.slice_chunks();
+        end += chunks;
+        x -= chunks * segment.chunk_kblocks * 16;
     }
 };
 
@@ -102,6 +123,7 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
     int pass = 0;
 #pragma unroll 1
     for (int index = block.stream_first; index < block.stream_end; index++) {
+        const SegmentWord its = word;
         const MatrixSegment segment = word.segment();
         word.fetch(block, index + 1, lane);
         const int row_chunks = segment.row_chunks, rows = product_rows(segment.rows);
@@ -125,6 +147,13 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         if (sliced && begins) {  // no sooner: an attention before may use them for itself
             clear_partials(partials, segment.row_blocks, block_partials, rows * PARTIAL_ROWS, lane);
         }
+        SliceWalk slice(x, its, segment, rows);
+        const auto next_slice = [&] {  // says whether the launch goes on
+            if (lane < WARP_ARRIVALS) barrier_arrive(&block.x_read[(x_round - 1) % X_ROUNDS]);
+            slice.advance(its, segment);
+            x_round++;
+            return warp_barrier_wait(&block.x_full[(x_round - 1) % X_ROUNDS], (x_round - 1) / X_ROUNDS & 1, &block.aborted);
+        };
         float* target;
         const auto begin_row_block = [&] {  // the group's first piece of one is below `groups`, and names the partial
             product.clear();
@@ -136,7 +165,10 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         for (; left > 0; left -= groups) {
             const Part part = share.of(segment.fragments(piece));
             const char* fragments = ring.slot(place) + part.first * FRAGMENT_BYTES;
-            const element_t* part_x = x + (segment.x_kblocks + piece * segment.chunk_kblocks + part.first) * 16;
+            while (SliceWalk::HAS_SLICES && piece >= slice.end) {
+                if (!next_slice()) return;
+            }
+            const element_t* part_x = slice.x + (piece * segment.chunk_kblocks + part.first) * 16;
             if (!landed) {
                 waited.begin();
                 if (!ring.wait_filled(place, &block.aborted)) return;
@@ -149,7 +181,7 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
             const bool ends = piece >= row_chunks;
             for (; piece >= row_chunks; piece -= row_chunks) row_block++;
             landed = false;
-            product.add(fragments, part_x, x_stride(segment.kblocks, rows), rows, part.count, lane, [&] {
+            product.add(fragments, part_x, slice.pitch, rows, part.count, lane, [&] {
                 landed = left > groups && ring.has_landed(place);
                 const Part part = share.of(segment.fragments(piece));
                 if (!landed || part.count < Product::PRELOADED) return 0u;
@@ -164,6 +196,9 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         }
         chunk = -left;
         __syncwarp();
+        while (SliceWalk::HAS_SLICES && row_chunks > slice.end) {
+            if (!next_slice()) return;
+        }
         if (lane < WARP_ARRIVALS) {
             if (!(segment.flags & FW_SEGMENT_GOES_ON)) barrier_arrive(&block.partial_full[pass & 1]);
             if (segment.flags & FW_SEGMENT_FRESH_X) barrier_arrive(&block.x_read[(x_round - 1) % X_ROUNDS]);

@@ -96,7 +96,7 @@ def pack(program: MegakernelProgram) -> PackedProgram:
     entries = matrix_entries(instructions, [template.matrices for template in templates], forms)
     _check_tiles(program.tasks, instructions, steps, entries)
     segments, segment_buffers, streams = segments_of(
-        instructions, queues, steps, buffers, entries, fragment_bytes(dtype), variant.chunk_bytes, pass_blocks
+        instructions, queues, steps, buffers, entries, fragment_bytes(dtype), variant, pass_blocks
     )
     spilled = max((template.spilled_bytes for template in templates), default=0)
     return PackedProgram(

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.ir.variant import FRAGMENT_K
+from flywheel.ir.variant import FRAGMENT_K, KernelVariant
 from flywheel.vm.abi import FRAGMENT_ROWS, InstructionFlag, SegmentFlag, StepFlag, numpy_struct
 
 SEGMENT: Final = numpy_struct("amk_segment_t")
@@ -55,6 +55,16 @@ def chunking(kblocks: Any, fragment_bytes: int, chunk_bytes: int) -> tuple[Any, 
     return chunk_kblocks, -(-kblocks // chunk_kblocks)
 
 
+def _merges(depth: Ints, each: Ints, fragment_bytes: int, variant: KernelVariant) -> npt.NDArray[np.bool_]:
+    """Whether slices of `each` fragments can be in one segment: of equal size, in chunks of equal size, of which every
+    group of warps gets some. Kernels for several rows know such segments; one row is seldom long."""
+    chunk_kblocks, chunks = chunking(each, fragment_bytes, variant.chunk_bytes)
+    if variant.rows <= 1:
+        return np.zeros(len(depth), np.bool_)
+    enough = depth // each * chunks >= variant.chunk_groups
+    return np.asarray(enough & (each < depth) & (depth % each == 0) & (each % chunk_kblocks == 0))
+
+
 def segments_of(
     instructions: Rows,
     queues: npt.NDArray[np.int32],
@@ -62,7 +72,7 @@ def segments_of(
     buffers: Rows,
     entries: tuple[Ints, Ints],
     fragment_bytes: int,
-    chunk_bytes: int,
+    variant: KernelVariant,
     pass_blocks: int,
 ) -> tuple[Rows, npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """(segments SM after SM, whose src counts from the start of the weight; buffer of each; first one of each SM)."""
@@ -72,9 +82,12 @@ def segments_of(
     blocks = -(-(n_off + n_tile) // FRAGMENT_ROWS) - first_block
     depth, each = -(-steps["params"]["K"][step].astype(np.int64) // FRAGMENT_K), steps["kblocks"][step].astype(np.int64)
     slices = -(-depth // each)
-    entry, number = expand(-(-blocks // pass_blocks) * slices)
-    instruction, step, depth, each, slices = (column[entry] for column in (instruction, step, depth, each, slices))
-    pass_, slice_ = np.divmod(number, slices)
+    merged = (blocks == 1) & _merges(depth, each, fragment_bytes, variant)
+    entry, number = expand(-(-blocks // pass_blocks) * np.where(merged, 1, slices))
+    instruction, step, depth, each, slices, merged = (
+        column[entry] for column in (instruction, step, depth, each, slices, merged)
+    )
+    pass_, slice_ = np.divmod(number, np.where(merged, 1, slices))
     weight = instructions["inputs"][instruction, steps["args"][step, 1]]
     row_stride = -(-buffers["shape"][weight, 1].astype(np.int64) // FRAGMENT_K) * fragment_bytes
     rows, beside = (steps[name][step].astype(np.int64) for name in ("rows", "beside"))
@@ -85,13 +98,19 @@ def segments_of(
     segments["queue_index"] = instruction - queues[instructions["sm"][instruction]]
     segments["row_blocks"] = np.minimum(pass_blocks, blocks[entry] - pass_ * pass_blocks)
     segments["row_stride"], segments["kblocks"], segments["rows"] = row_stride, kblocks, rows
-    segments["chunk_kblocks"], segments["row_chunks"] = chunking(kblocks, fragment_bytes, chunk_bytes)
+    segments["chunk_kblocks"], segments["row_chunks"] = chunking(kblocks, fragment_bytes, variant.chunk_bytes)
+    for name, value in (
+        ("slice_chunks", segments["row_chunks"]),
+        ("row_chunks", segments["row_chunks"] * slices),
+        ("kblocks", depth),
+    ):
+        segments[name][merged] = value[merged]
     fresh = (steps["flags"][step] & int(StepFlag.REUSE_X) == 0) & ((pass_ == 0) | (slices > beside))
     fresh &= instructions["flags"][instruction] & int(InstructionFlag.X_STAGED) == 0
     for marked, flag in (
         (fresh, SegmentFlag.FRESH_X),
         (slice_ > 0, SegmentFlag.CONTINUES),
-        (slice_ < slices - 1, SegmentFlag.GOES_ON),
+        (~merged & (slice_ < slices - 1), SegmentFlag.GOES_ON),
     ):
         segments["flags"][marked] |= np.uint32(flag)
     streams = np.searchsorted(instructions["sm"][instruction], np.arange(len(queues)))

@@ -334,28 +334,37 @@ class TableVM:
         segment = packed.segments[sm.stream]
         row = int(instruction["inputs"][step["args"][1]])
         assert packed.segment_buffers[sm.stream] == row
-        assert segment["x_kblocks"] == place and segment["rows"] == len(x) == step["rows"]
+        assert segment["rows"] == len(x) == step["rows"]
         assert segment["queue_index"] == sm.queue - packed.queues[instruction["sm"]]
+        blocks, kblocks, each = int(segment["row_blocks"]), int(segment["kblocks"]), x.shape[1] // 16
+        assert blocks == span[1] - span[0]
         flags = SegmentFlag.FRESH_X, SegmentFlag.CONTINUES, SegmentFlag.GOES_ON
-        assert [bool(segment["flags"] & flag) for flag in flags] == [fresh, *slices]
-        blocks, kblocks = int(segment["row_blocks"]), int(segment["kblocks"])
-        assert blocks == span[1] - span[0] and kblocks * 16 == x.shape[1]
+        marked = [bool(segment["flags"] & flag) for flag in flags]
+        merged = bool(segment["slice_chunks"])  # one segment for all slices, which its chunks never straddle
+        if merged:
+            assert packed.variant.rows == len(x) > 1 == blocks and any(slices) and marked == [fresh, False, False]
+            assert segment["slice_chunks"] * segment["chunk_kblocks"] == each == step["kblocks"]
+            assert segment["x_kblocks"] == place == 0 and step["beside"] == 1
+            assert segment["row_chunks"] >= packed.variant.chunk_groups and kblocks * 16 == step["params"]["K"]
+        else:
+            assert segment["x_kblocks"] == place and kblocks == each and marked == [fresh, *slices]
         assert blocks * packed.variant.matrix_warps * len(x) * 64 <= PARTIALS_BYTES // 2
         assert segment["chunk_kblocks"] * fragment <= packed.variant.chunk_bytes
         assert 0 <= segment["row_chunks"] * segment["chunk_kblocks"] - kblocks < segment["chunk_kblocks"]
         assert segment["row_chunks"] == step["row_chunks"] or any(slices)
         stride, src = int(segment["row_stride"]), int(segment["src"])
-        assert src == span[0] * stride + start * fragment and (start + kblocks) * fragment <= stride
+        begin = 0 if merged else start
+        assert src == span[0] * stride + begin * fragment and (begin + kblocks) * fragment <= stride
         memory = self.memory[row]
         products = []
         for row_block in range(blocks):
-            at = src + row_block * stride
-            octets = memory[at : at + kblocks * fragment]
-            assert len(octets) == kblocks * fragment
-            weights = from_fragments(octets.view(f"u{element}"), 16, kblocks * 16)
+            at = src + row_block * stride + (start - begin) * fragment
+            octets = memory[at : at + each * fragment]
+            assert len(octets) == each * fragment
+            weights = from_fragments(octets.view(f"u{element}"), 16, each * 16)
             tensor = torch.from_numpy(np.ascontiguousarray(weights).view(np.uint8)).view(TORCH_DTYPES[packed.dtype])
             products.append(x @ tensor.view(16, -1).float().T)
-        sm.stream += 1
+        sm.stream += not (merged and slices[1])
         return torch.cat(products, dim=1)
 
     def _store(

@@ -31,10 +31,10 @@ Limit = Callable[[DType, int, int], None]
 
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
-    """`limit(dtype, rows, fragments)`: two slices of so many rows have at most so many fragments each."""
+    """`limit(dtype, rows, fragments)`: a slice of so many rows has at most so many fragments."""
 
     def lower_to(dtype: DType, rows: int, fragments: int) -> None:
-        nbytes = 2 * dtype.nbytes(rows * (fragments + (rows > 1)) * 16)
+        nbytes = dtype.nbytes(rows * (fragments + (rows > 1)) * 16)
         for name in ("MAX_STAGED_BYTES", "MAX_INPUT_ROWS_BYTES", "MAX_STAGED_ROWS_BYTES"):
             monkeypatch.setattr(f"flywheel.ir.variant.{name}", nbytes)
 
@@ -78,18 +78,34 @@ def test_slices_add_up_whatever_the_tiles(
     agree(program)
 
 
-def test_slices_are_segments_that_take_two_places_in_turn(chain: Chain, limit: Limit) -> None:
+def test_slices_are_segments_that_take_each_other_s_place(chain: Chain, limit: Limit) -> None:
     limit(BF16, 1, 30)
     buffers = {"x": (IN, BF16, (1, 1024)), "w": (WEIGHT, BF16, (20, 1024)), "y": (OUT, BF16, (1, 20))}
     packed = pack(chain(buffers, [("GEMV_TILE", ["x", "w"], ["y"], {"K": 1024, "n_off": 0, "N_tile": 20})]))
     (step,) = packed.steps
-    assert (step["kblocks"], step["beside"], step["row_chunks"]) == (22, 2, packed.variant.matrix_warps)
+    assert (step["kblocks"], step["beside"], step["row_chunks"]) == (22, 1, packed.variant.matrix_warps)
     fresh, continues, goes_on = SegmentFlag.FRESH_X, SegmentFlag.CONTINUES, SegmentFlag.GOES_ON
     assert packed.segments["flags"].tolist() == [fresh | goes_on, fresh | continues | goes_on, fresh | continues]
     assert packed.segments["kblocks"].tolist() == [22, 22, 20]
-    assert packed.segments["x_kblocks"].tolist() == [0, 22, 0]
+    assert packed.segments["x_kblocks"].tolist() == [0, 0, 0]
     assert packed.segments["src"].tolist() == [0, 22 * 512, 44 * 512]
     assert set(packed.segments["row_stride"].tolist()) == {64 * 512}
+
+
+@pytest.mark.parametrize(("rows", "depth", "merged"), [(8, 1024, True), (8, 1040, False), (1, 1024, False)])
+def test_even_slices_of_rows_of_one_block_are_one_segment(
+    chain: Chain, agree: Agree, limit: Limit, rows: int, depth: int, merged: bool
+) -> None:
+    limit(BF16, rows, 16)
+    buffers = {"x": (IN, BF16, (rows, depth)), "w": (WEIGHT, BF16, (40, depth)), "y": (OUT, BF16, (rows, 40))}
+    tile = {"K": depth, "M_tile": rows}
+    tasks = [("GEMM_TILE", ["x", "w"], ["y"], {**tile, "n_off": start, "N_tile": size}) for start, size in ((0, 16), (16, 24))]
+    program = chain(buffers, tasks, ScheduleConfig(tiling={"stream": {"chunk_bytes": 4096}}))
+    segments = pack(program).segments
+    narrow = segments[segments["row_blocks"] == 1][: 1 if merged else None]
+    assert (narrow["slice_chunks"] > 0).all() == merged and len(narrow) == (1 if merged else len(narrow))
+    assert (segments["slice_chunks"][segments["row_blocks"] == 2] == 0).all()
+    agree(program)
 
 
 def made(op: str, args: list[dict[str, int]], out: Any, shape: tuple[int, int], **params: Any) -> dict[str, Any]:

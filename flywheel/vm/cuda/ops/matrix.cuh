@@ -9,7 +9,6 @@
 #include "../best.cuh"
 
 constexpr int STAGE_LOADS = 4;       // in flight, a thread
-constexpr int STAGE_ROWS_LOADS = 8;  // the same where x has several rows
 constexpr int QUICK_SLOTS = 4;       // partials of a row block, at most and mostly
 
 // A slice of x, in K fragments from `first` on, on its way to a place in shared memory. Sizes in elements.
@@ -58,81 +57,83 @@ __device__ __forceinline__ void stage_row(Vm vm, const XSlice& x) {
     }
 }
 
-// The groups of 16 bytes that a thread takes of such rows, one behind the other: every VECTOR_THREADS-th of all.
-struct RowGroups {
-    int groups, row, column, rows_apart = 0, columns_apart = VECTOR_THREADS;
-    __device__ __forceinline__ RowGroups(int thread, int its_groups) : groups(its_groups), row(0), column(thread) {
-#pragma unroll 1
-        for (; columns_apart >= groups; columns_apart -= groups, rows_apart++) {
-            if (column >= groups) {
-                column -= groups;
-                row++;
-            }
-        }
-    }
-    __device__ __forceinline__ void advance() {
-        column += columns_apart;
-        const bool turns = column >= groups;
-        row += rows_apart + turns;
-        column -= turns ? groups : 0;
-    }
-};
-
-// As many of a thread's groups under way at once as there are registers for. They come while the place that they go to may
-// still be read: `is_free` waits for that, once, for all threads.
-template <typename IsFree>
-__device__ __forceinline__ bool stage_rows(Vm vm, const XSlice& x, int rows, IsFree is_free) {
-    constexpr int N = 16 / sizeof(element_t);
-    const uint32_t staged = shared_address(x.staged);  // in 32 bits, for want of registers
-    RowGroups first(vm.thread(), x.depth / N);
-    const auto from = [&](const RowGroups& at) {  // behind the last row the first one once more
-        return reinterpret_cast<const char*>(x.source + (at.row < rows ? at.row : 0) * x.pitch + at.column * N);
+// Stages and announces several such rows, slice by slice, each where the one before it was. A thread takes the same columns of each
+// row. Those behind the first ones are under way while it stores the ones before, and while their place may still be read.
+template <int ROWS> __device__ __forceinline__ int announce_rows(Vm vm, const amk_step_t& step, int round) {
+    constexpr int FRAGMENT_ROW = 16 * sizeof(element_t), COLUMNS = ROWS > 4 ? 1 : 8 / ROWS, STEP = VECTOR_THREADS * 16;
+    constexpr int GROUPS = COLUMNS * ROWS;
+    constexpr bool AHEAD = FW_ROWS > 0 && FW_THREADS <= 512;  // where there are registers for both
+    const Operand& x = vm.arg(step, 0);
+    const int rows = FW_ROWS > 0 ? ROWS : step.rows, all = step.params.K * static_cast<int>(sizeof(element_t));
+    const int each = step.kblocks * FRAGMENT_ROW, mine = vm.thread() * 16;
+    const bool awaited = x.layout == FW_LAYOUT_AWAITED;
+    const char* from = x.ptr;  // the slice's first column, and where in it the thread is
+    int at = mine, width = min(each, all), left = all;
+    const auto group = [&](int i) {  // behind the last column and row, those once more
+        const int column = min(at + i / ROWS * STEP, width - 16), r = FW_ROWS > 0 ? i % ROWS : min(i % ROWS, rows - 1);
+        return from + column + static_cast<int64_t>(r) * all;
     };
+    const auto load = [&](Vec16<element_t> (&v)[GROUPS]) {
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) v[i] = load16<element_t>(group(i));
+    };
+    const auto settle = [&](Vec16<element_t> (&v)[GROUPS]) {
+        if (!awaited) return;
+        vm.await_first(v[0], group(0));
+        vm.settle(v, group);
+    };
+    Vec16<element_t> kept[GROUPS];
+    load(kept);
+    settle(kept);
+    vm.stamp(FW_STAMP_READY);
 #pragma unroll 1
-    for (int left = first.groups * rows; left > 0; left -= STAGE_ROWS_LOADS * VECTOR_THREADS) {
-        RowGroups at = first;
-        Vec16<element_t> kept[STAGE_ROWS_LOADS];
-#pragma unroll
-        for (int k = 0; k < STAGE_ROWS_LOADS; k++, at.advance()) kept[k] = load16<element_t>(from(at));
-        if (x.awaited) {
-            vm.await_first(kept[0], from(first));
-            vm.settle(kept, [&, at = first](int) mutable {
-                const char* const its = from(at);
-                at.advance();
-                return its;
-            });
+    for (bool begins = true, first = true;; first = false) {
+        const int its = at, inside = width - at, pitch = width + FRAGMENT_ROW;
+        const bool ends = at - mine + COLUMNS * STEP >= width;
+        at += COLUMNS * STEP;
+        if (ends) {
+            from += width;
+            left -= width;
+            width = min(each, left);
+            at = mine;
         }
-        if (x.first) vm.stamp(FW_STAMP_READY);
-        if (left == first.groups * rows && !is_free()) return false;
-#pragma unroll
-        for (int k = 0; k < STAGE_ROWS_LOADS; k++, first.advance()) {
-            const uint32_t to = staged + (first.row * x.stride + first.column * N) * sizeof(element_t);
-            if (first.row < rows) store_shared16(to, kept[k].bits());
+        const bool ahead = AHEAD && !first && left > 0;
+        Vec16<element_t> next[GROUPS];
+        if (ahead) load(next);
+        if (begins && round > vm.block().stagings) {
+            uint64_t* const read = &vm.block().x_read[(round - 1) % X_ROUNDS];
+            if (!warp_barrier_wait(read, (round - 1) / X_ROUNDS & 1, &vm.block().aborted)) break;
         }
+        const uint32_t to = shared_address(vm.block().staging()) + its;
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) {
+            const bool there = (i / ROWS * STEP < inside) & (FW_ROWS > 0 || i % ROWS < rows);
+            if (there) store_shared16(to + i % ROWS * pitch + i / ROWS * STEP, kept[i].bits());
+        }
+        if (ends) {
+            vm.announce(round);
+            if (round++ == vm.block().stagings) vm.stamp(FW_STAMP_STAGED);
+        }
+        if (left == 0) break;
+        begins = ends;
+        if (!ahead) load(next);
+        settle(next);
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) kept[i] = next[i];
     }
-    return true;
+    return round;
 }
 
-// Says whether the launch goes on.
-template <typename IsFree>
-__device__ __forceinline__ bool stage_x(Vm vm, const amk_step_t& step, XSlice x, IsFree is_free) {
-    const bool packed = x.pitch % 16 == 0 && aligned16(x.source);
-    const int rows = product_rows(step.rows);
-    if (packed && rows > 1) return stage_rows(vm, x, rows, is_free);
-    if (!is_free()) return false;
-    if (packed) {
-        stage_row(vm, x);
-        return true;
-    }
+// Of any rows.
+__device__ __forceinline__ void stage_elements(Vm vm, const amk_step_t& step, XSlice x) {
     if (x.first) vm.await(step.args[0]);
 #pragma unroll 1
-    for (int m = 0; m < rows; m++, x.source += x.pitch, x.staged += x.stride) {
+    for (int m = 0; m < product_rows(step.rows); m++, x.source += x.pitch, x.staged += x.stride) {
 #pragma unroll 1
         for (int i = vm.thread(); i < x.padded; i += VECTOR_THREADS) {
             x.staged[i] = i < x.depth ? load_element(x.source + i) : element_t(0);
         }
     }
-    return true;
 }
 
 // Sixteen rows of W for one row of x, and the half warp's lane in it.
@@ -148,16 +149,23 @@ struct Unit {
 // Stages and announces what the step multiplies, slice by slice.
 __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int round) {
     if (step.flags & FW_STEP_X_IN_PLACE) return round + 1;
+    const bool packed = step.params.K % 16 == 0 && aligned16(vm.arg(step, 0).ptr);
+    if (FW_ROWS != 1 && packed && product_rows(step.rows) > 1) {
+        return announce_rows<FW_ROWS == 0 ? FW_MAX_ROWS : FW_ROWS>(vm, step, round);
+    }
     int place = 0, left = step.beside;  // places that nothing was staged in
 #pragma unroll 1
     for (int first = 0; first * 16 < step.params.K; first += step.kblocks, left--, place++, round++) {
         if (place == step.beside) place = 0;
         const int before = round - step.beside;
-        const auto is_free = [&] {
-            uint64_t* const read = &vm.block().x_read[before % X_ROUNDS];
-            return left > 0 || warp_barrier_wait(read, before / X_ROUNDS & 1, &vm.block().aborted);
-        };
-        if (!stage_x(vm, step, XSlice(vm, step, first, place), is_free)) break;
+        uint64_t* const read = &vm.block().x_read[before % X_ROUNDS];
+        if (left <= 0 && !warp_barrier_wait(read, before / X_ROUNDS & 1, &vm.block().aborted)) break;
+        const XSlice x(vm, step, first, place);
+        if (packed) {
+            stage_row(vm, x);
+        } else {
+            stage_elements(vm, step, x);
+        }
         vm.announce(round);
         if (first == 0) vm.stamp(FW_STAMP_STAGED);
     }
