@@ -99,7 +99,8 @@ def test_even_slices_of_rows_of_one_block_are_one_segment(
     limit(BF16, rows, 16)
     buffers = {"x": (IN, BF16, (rows, depth)), "w": (WEIGHT, BF16, (40, depth)), "y": (OUT, BF16, (rows, 40))}
     tile = {"K": depth, "M_tile": rows}
-    tasks = [("GEMM_TILE", ["x", "w"], ["y"], {**tile, "n_off": start, "N_tile": size}) for start, size in ((0, 16), (16, 24))]
+    spans = (0, 16), (16, 24)
+    tasks = [("GEMM_TILE", ["x", "w"], ["y"], {**tile, "n_off": start, "N_tile": size}) for start, size in spans]
     program = chain(buffers, tasks, ScheduleConfig(tiling={"stream": {"chunk_bytes": 4096}}))
     segments = pack(program).segments
     narrow = segments[segments["row_blocks"] == 1][: 1 if merged else None]
