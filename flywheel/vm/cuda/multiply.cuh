@@ -108,9 +108,10 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
     int lane = lane_id();
     asm volatile("" : "+r"(lane));  // kept, instead of being made anew from the thread's number, which would be kept too
     const element_t* x = reinterpret_cast<const element_t*>(block.staging());
-    const int groups = chunk_groups(block), group = warp / block.program.chunk_warps;
-    const int member = warp - group * block.program.chunk_warps;
-    const Share share(member, block.program.chunk_warps);
+    constexpr bool KEEPS = FW_ROWS > 1;  // where registers are left, what else is loaded or made anew for each chunk
+    const int chunk_warps = block.program.chunk_warps;
+    const int groups = chunk_groups(block), group = warp / chunk_warps, member = warp - group * chunk_warps;
+    const Share share(member, chunk_warps);
     const bool idle = group >= groups;
     const Ring ring = {block.ring.slots, block.ring_full, block.ring_empty, block.ring.n_slots, block.ring.chunk_bytes};
     RingPlace place = {idle ? 0 : group, 0};
@@ -135,8 +136,8 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         for (; piece >= row_chunks; piece -= row_chunks) row_block++;
         bool landed = false;  // the chunk is known to have, and is preloaded
         if (begins && !warp_barrier_wait(&block.partial_empty[pass & 1], ((pass >> 1) & 1) ^ 1, &block.aborted)) return;
+        Part part = share.of(segment.fragments(piece));
         if (left > 0 && ring.has_landed(place)) {
-            const Part part = share.of(segment.fragments(piece));
             if (part.count >= Product::PRELOADED) product.preload(ring.slot(place) + part.first * FRAGMENT_BYTES, lane);
             landed = true;
         }
@@ -157,13 +158,13 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         float* target;
         const auto begin_row_block = [&] {  // the group's first piece of one is below `groups`, and names the partial
             product.clear();
-            const int slot = sliced ? 0 : piece * block.program.chunk_warps + member;
+            const int slot = sliced ? 0 : piece * (KEEPS ? chunk_warps : block.program.chunk_warps) + member;
             target = partials + row_block * block_partials + slot * rows * PARTIAL_ROWS;
         };
         begin_row_block();
 #pragma unroll 1
         for (; left > 0; left -= groups) {
-            const Part part = share.of(segment.fragments(piece));
+            if (!KEEPS) part = share.of(segment.fragments(piece));
             const char* fragments = ring.slot(place) + part.first * FRAGMENT_BYTES;
             while (SliceWalk::HAS_SLICES && piece >= slice.end) {
                 if (!next_slice()) return;
@@ -176,16 +177,18 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
                 if (part.count >= Product::PRELOADED) product.preload(fragments, lane);
             }
             const int slot = place.slot;
-            place.advance(groups, block.ring.n_slots);
+            place.advance(groups, KEEPS ? ring.n_slots : block.ring.n_slots);
             piece += groups;
             const bool ends = piece >= row_chunks;
             for (; piece >= row_chunks; piece -= row_chunks) row_block++;
             landed = false;
-            product.add(fragments, part_x, slice.pitch, rows, part.count, lane, [&] {
+            const int count = part.count;
+            if (KEEPS) part = share.of(segment.fragments(piece));
+            product.add(fragments, part_x, slice.pitch, rows, count, lane, [&] {
                 landed = left > groups && ring.has_landed(place);
-                const Part part = share.of(segment.fragments(piece));
-                if (!landed || part.count < Product::PRELOADED) return 0u;
-                return shared_address(ring.slot(place)) + part.first * FRAGMENT_BYTES + lane * 16;
+                const Part next = KEEPS ? part : share.of(segment.fragments(piece));
+                if (!landed || next.count < Product::PRELOADED) return 0u;
+                return shared_address(ring.slot(place)) + next.first * FRAGMENT_BYTES + lane * 16;
             });
             __syncwarp();
             if (lane < WARP_ARRIVALS) ring.release(slot);
