@@ -22,6 +22,7 @@ from flywheel.measure.outcome import Crashed, Implausible, Incorrect, Measured, 
 from flywheel.measure.verdict import judge
 from flywheel.models.decoder import decode_step
 from flywheel.vm.client import Client, Limits
+from flywheel.vm.timing import HOPELESS
 
 Faulty = Callable[..., MegakernelProgram]
 
@@ -162,8 +163,10 @@ class TestContestsOnTheGpu:
             contest = client.attempt(faulty(sm_assignment=assignment), rivals)
             assert isinstance(contest.outcome, Measured), contest.outcome
             assert isinstance(contest.rivals[0], Measured), contest.rivals
-            assert [[len(samples) for samples in rounds] for rounds in contest.times_us] == [[30], [30]]
-            assert contest.outcome.latency.batch_us is not None
+            ((first, *_),), ((its, *_),) = contest.times_us
+            count = 1 if first > HOPELESS * its else 30  # a process beside this one may have had the GPU meanwhile
+            assert [[len(samples) for samples in rounds] for rounds in contest.times_us] == [[count], [count]]
+            assert (contest.outcome.latency.batch_us is None) == (count == 1)
             assert contest.outcome.latency.median_us == pytest.approx(float(np.median(contest.times_us[0][0])))
         assert client.pid == before
 
