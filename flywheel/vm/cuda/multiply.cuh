@@ -26,7 +26,7 @@ __device__ __forceinline__ void forget_other_set(const Block& block, int thread)
 
 // What a warp needs of a segment all the time.
 struct MatrixSegment {
-    uint32_t row_blocks, kblocks, chunk_kblocks, row_chunks, rows, flags;
+    uint32_t row_blocks, kblocks, chunk_kblocks, row_chunks, rows, flags, x_kblocks;
     __device__ __forceinline__ int fragments(int piece) const {
         return min(chunk_kblocks, kblocks - piece * chunk_kblocks);
     }
@@ -45,7 +45,7 @@ struct SegmentWord {
 #define FW_WORD(field) at(reinterpret_cast<uint64_t>(&static_cast<const amk_segment_t*>(nullptr)->field))
     __device__ __forceinline__ MatrixSegment segment() const {
         return {FW_WORD(row_blocks), FW_WORD(kblocks), FW_WORD(chunk_kblocks),
-                FW_WORD(row_chunks), FW_WORD(rows),    FW_WORD(flags)};
+                FW_WORD(row_chunks), FW_WORD(rows),    FW_WORD(flags),   FW_WORD(x_kblocks)};
     }
     __device__ __forceinline__ int x_kblocks() const { return FW_WORD(x_kblocks); }
     __device__ __forceinline__ int slice_chunks() const { return FW_WORD(slice_chunks); }
@@ -77,19 +77,17 @@ class Share {
 // Where a warp is among the slices of a segment, which are staged one after the other; of one that has none, at the only one.
 struct SliceWalk {
     static constexpr bool HAS_SLICES = FW_ROWS > 1;  // as `_merges` in pack/stream.py has it
-    const element_t* x;  // where fragment 0 would be staged, if what lies there were all of the operand
-    int end = 1 << 30, pitch;  // the chunk behind the slice, and elements from row to row
-    __device__ __forceinline__ SliceWalk(const element_t* staged, const SegmentWord& word, const MatrixSegment& segment, int rows)
-        : x(staged + word.x_kblocks() * 16), pitch(x_stride(segment.kblocks, rows)) {
+    int offset, kblocks, end = 1 << 30;  // where fragment 0 would be staged, fragments of the slice, the chunk behind it
+    __device__ __forceinline__ SliceWalk(const SegmentWord& word, const MatrixSegment& segment)
+        : offset(segment.x_kblocks), kblocks(segment.kblocks) {
         const int chunks = HAS_SLICES ? word.slice_chunks() : 0;
         if (chunks == 0) return;
         end = chunks;
-        pitch = x_stride(chunks * segment.chunk_kblocks, rows);
+        kblocks = chunks * segment.chunk_kblocks;
     }
-    __device__ __forceinline__ void advance(const SegmentWord& word, const MatrixSegment& segment) {
-        const int chunks = word.slice_chunks();
-        end += chunks;
-        x -= chunks * segment.chunk_kblocks * 16;
+    __device__ __forceinline__ void advance(const SegmentWord& word) {
+        end += word.slice_chunks();
+        offset -= kblocks;
     }
 };
 
@@ -108,7 +106,7 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
     int lane = lane_id();
     asm volatile("" : "+r"(lane));  // kept, instead of being made anew from the thread's number, which would be kept too
     const element_t* x = reinterpret_cast<const element_t*>(block.staging());
-    constexpr bool KEEPS = FW_ROWS > 1;  // where registers are left, what else is loaded or made anew for each chunk
+    constexpr bool KEEPS = FW_ROWS > 1;  // what others load or make anew for each chunk, for want of registers
     const int chunk_warps = block.program.chunk_warps;
     const int groups = chunk_groups(block), group = warp / chunk_warps, member = warp - group * chunk_warps;
     const Share share(member, chunk_warps);
@@ -136,8 +134,8 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         for (; piece >= row_chunks; piece -= row_chunks) row_block++;
         bool landed = false;  // the chunk is known to have, and is preloaded
         if (begins && !warp_barrier_wait(&block.partial_empty[pass & 1], ((pass >> 1) & 1) ^ 1, &block.aborted)) return;
-        Part part = share.of(segment.fragments(piece));
         if (left > 0 && ring.has_landed(place)) {
+            const Part part = share.of(segment.fragments(piece));
             if (part.count >= Product::PRELOADED) product.preload(ring.slot(place) + part.first * FRAGMENT_BYTES, lane);
             landed = true;
         }
@@ -148,10 +146,10 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         if (sliced && begins) {  // no sooner: an attention before may use them for itself
             clear_partials(partials, segment.row_blocks, block_partials, rows * PARTIAL_ROWS, lane);
         }
-        SliceWalk slice(x, its, segment, rows);
+        SliceWalk slice(its, segment);
         const auto next_slice = [&] {  // says whether the launch goes on
             if (lane < WARP_ARRIVALS) barrier_arrive(&block.x_read[(x_round - 1) % X_ROUNDS]);
-            slice.advance(its, segment);
+            slice.advance(its);
             x_round++;
             return warp_barrier_wait(&block.x_full[(x_round - 1) % X_ROUNDS], (x_round - 1) / X_ROUNDS & 1, &block.aborted);
         };
@@ -162,14 +160,16 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
             target = partials + row_block * block_partials + slot * rows * PARTIAL_ROWS;
         };
         begin_row_block();
+        Part next;
+        if (KEEPS) next = share.of(segment.fragments(piece));
 #pragma unroll 1
         for (; left > 0; left -= groups) {
-            if (!KEEPS) part = share.of(segment.fragments(piece));
+            const Part part = KEEPS ? next : share.of(segment.fragments(piece));
             const char* fragments = ring.slot(place) + part.first * FRAGMENT_BYTES;
             while (SliceWalk::HAS_SLICES && piece >= slice.end) {
                 if (!next_slice()) return;
             }
-            const element_t* part_x = slice.x + (piece * segment.chunk_kblocks + part.first) * 16;
+            const element_t* part_x = x + (slice.offset + piece * segment.chunk_kblocks + part.first) * 16;
             if (!landed) {
                 waited.begin();
                 if (!ring.wait_filled(place, &block.aborted)) return;
@@ -182,13 +182,12 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
             const bool ends = piece >= row_chunks;
             for (; piece >= row_chunks; piece -= row_chunks) row_block++;
             landed = false;
-            const int count = part.count;
-            if (KEEPS) part = share.of(segment.fragments(piece));
-            product.add(fragments, part_x, slice.pitch, rows, count, lane, [&] {
+            if (KEEPS) next = share.of(segment.fragments(piece));
+            product.add(fragments, part_x, x_stride(slice.kblocks, rows), rows, part.count, lane, [&] {
                 landed = left > groups && ring.has_landed(place);
-                const Part next = KEEPS ? part : share.of(segment.fragments(piece));
-                if (!landed || next.count < Product::PRELOADED) return 0u;
-                return shared_address(ring.slot(place)) + next.first * FRAGMENT_BYTES + lane * 16;
+                const Part its = KEEPS ? next : share.of(segment.fragments(piece));
+                if (!landed || its.count < Product::PRELOADED) return 0u;
+                return shared_address(ring.slot(place)) + its.first * FRAGMENT_BYTES + lane * 16;
             });
             __syncwarp();
             if (lane < WARP_ARRIVALS) ring.release(slot);

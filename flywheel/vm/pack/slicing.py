@@ -1,7 +1,7 @@
 """Products that take K in slices: those of an input that is longer than the staging area, or, where the program asks
 for it, of one whose tiles come one after the other.
 
-Slices of a long input take the places of others in the staging area, each once the one there is multiplied; those of an
+Slices of a long input take each other's place in the staging area, each once the one there is multiplied; those of an
 input that fits lie there side by side, and each is multiplied as soon as it is there. An operand that the task's own
 steps make is never cut: it has to fit.
 """
@@ -24,14 +24,14 @@ def in_slices(steps: Sequence[Step], form: Form, x_slices: int = 1) -> list[Step
     attends = any(step.op is InstructionKind.ATTENTION_TILE for step in steps)
     uses = Counter(step.args[0] for step in steps if step.matrix)
     return [
-        replace(step, slices=_slices(step, form, attends, 1 if attends or uses[step.args[0]] > 1 else x_slices))
+        replace(step, slices=_slices(step, form, 1 if attends or uses[step.args[0]] > 1 else x_slices))
         if step.matrix and step.args[0] < RESULT_REF
         else step
         for step in steps
     ]
 
 
-def _slices(step: Step, form: Form, attends: bool, x_slices: int) -> Slices | None:
+def _slices(step: Step, form: Form, x_slices: int) -> Slices | None:
     """The slices of a matrix step of an input, None for all of K at once."""
     x, depth = step.args[0], int(step.params["K"])
     value, written = form.inputs[x], form.written[x] is not None
@@ -40,6 +40,6 @@ def _slices(step: Step, form: Form, attends: bool, x_slices: int) -> Slices | No
     if each < depth:
         if written:
             raise InvalidProgramError(f"writes its operand of {value.nbytes} bytes, which it multiplies in slices")
-        return Slices(each, 1 if attends else beside)  # an attention has a part of the area for itself
+        return Slices(each, beside)
     each = SLICE_K * -(-depth // (SLICE_K * x_slices))
     return None if rows > 1 or written or each >= depth else Slices(each, -(-depth // each))
