@@ -152,10 +152,11 @@ def slices_of(dtype: DType, rows: int, depth: int) -> Slices:
     return Slices(SLICE_K * -(-pairs // slices), 1)
 
 
-def operand_bytes(dtype: DType, rows: int, depth: int) -> int:
-    """Bytes that the staging area has for an input [rows, depth] that is multiplied: its own, or those of a slice; what
-    the area may have at most where not even that fits, which the VM refuses."""
-    return min(_bytes_of(dtype, rows, slices_of(dtype, rows, depth).depth), _most_staged(rows))
+def operand_bytes(dtype: DType, rows: int, depth: int, made: bool = False) -> int:
+    """Bytes that the staging area has for an operand [rows, depth] that is multiplied: all of what the task itself has
+    `made`, a slice of an input; what the area may have at most where not even that fits, which the VM refuses."""
+    each = depth if made else slices_of(dtype, rows, depth).depth
+    return min(_bytes_of(dtype, rows, each), _most_staged(rows))
 
 
 def _bytes_of(dtype: DType, rows: int, depth: int) -> int:
@@ -172,12 +173,8 @@ def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
     may grow to."""
     largest = MIN_STAGED_BYTES
     for operand in _operands(tasks, buffers):
-        dtype, rows, depth = operand.dtype, operand.rows, operand.depth
-        if operand.buffer is None:
-            nbytes = min(_bytes_of(dtype, rows, depth), _most_staged(rows))
-        else:
-            nbytes = operand_bytes(dtype, rows, depth)
-        largest = max(largest, nbytes)
+        made = operand.buffer is None
+        largest = max(largest, operand_bytes(operand.dtype, operand.rows, operand.depth, made))
     return largest
 
 

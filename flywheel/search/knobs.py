@@ -100,8 +100,9 @@ def _fits(workload: Workload, smem: int, chunk: int) -> bool:
 def _variant(workload: Workload, smem: int, chunk: int) -> KernelVariant:
     """The variant with so much shared memory and chunks of that size, and the hand-off that takes most of it. Raises
     ConfigError where no ring fits."""
-    graph = workload.graph
-    staged = max(operand_bytes(graph.dtype, graph.batch, depth) for depth in _depths(workload))
+    graph, spec = workload.graph, workload.spec
+    made = spec.hidden, spec.n_heads * spec.head_dim  # of norms, and of attention
+    staged = max(operand_bytes(graph.dtype, graph.batch, depth, depth in made) for depth in _depths(workload))
     tiling = {"stream": {"chunk_bytes": chunk}, "hand_off": HALVES}
     return kernel_variant(ScheduleConfig(tiling, smem_bytes_per_block=smem), workload.target, staged)
 

@@ -21,7 +21,7 @@ from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import TORCH_DTYPES, bind, random_weights
 from flywheel.vm import nvrtc
-from flywheel.vm.abi import ABSENT, Fault, InstructionFlag, SegmentFlag
+from flywheel.vm.abi import ABSENT, Fault, InstructionFlag, SegmentFlag, StepFlag
 from flywheel.vm.driver import load_variant
 from flywheel.vm.loader import LoadedProgram, needed_weights
 from flywheel.vm.nvrtc import arch_name
@@ -157,37 +157,70 @@ def test_a_batch_gives_the_reference_s_tokens_row_by_row(gpu: EmulatedGpu, name:
 
 
 @pytest.fixture
+def long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that no warp has at once."""
+    monkeypatch.setitem(globals(), "SPEC", replace(SPEC, hidden=576))
+
+
+@pytest.mark.usefixtures("long_rows")
+@pytest.mark.parametrize("name", ["fused, by counters", "fused, by data"])
+@pytest.mark.parametrize(("batch", "threads"), [(1, THREADS), (2, THREADS), (3, THREADS), (8, THREADS), (8, 704)])
+def test_norms_of_long_rows_leave_their_scales_to_products(
+    gpu: EmulatedGpu, name: str, batch: int, threads: int
+) -> None:
+    """Of many threads each has half of the rows at once."""
+    tiling = {**CONFIGS[name].tiling, "warps": {"matrix": 2}}
+    program = lowered(gpu, replace(CONFIGS[name], tiling=tiling, threads_per_block=threads), batch)
+    assert (pack(program).steps["flags"] & StepFlag.LEAVES_SCALE).any()
+    _compare(gpu, program, [5, 17, 0, 1, 2, 3, 4, 6][:batch])
+
+
+@pytest.fixture
 def short_area(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A staging area that eight rows of the MLP's activations outgrow: three slices, two of them side by side."""
-    monkeypatch.setattr("flywheel.ir.variant.MAX_INPUT_ROWS_BYTES", 2 * 8 * 48 * 2)
+    """A staging area that eight rows of the MLP's activations outgrow: three slices, one at a time."""
+    monkeypatch.setattr("flywheel.ir.variant.MAX_INPUT_ROWS_BYTES", 8 * 48 * 2)
+
+
+def in_tiles(config: ScheduleConfig, rows: int) -> ScheduleConfig:
+    return replace(config, tiling={**config.tiling, "gemv": {"N_tile": rows}})
+
+
+def first_slices(program: MegakernelProgram, tile: int) -> np.ndarray:
+    """The segments with the first of at least three slices; of tiles of one row block with all of them."""
+    segments = pack(program).segments
+    following = np.roll(segments["flags"], -1)
+    middle = SegmentFlag.CONTINUES | SegmentFlag.GOES_ON
+    apart = (segments["flags"] & middle == SegmentFlag.GOES_ON) & (following & middle == middle)
+    together = (segments["slice_chunks"] > 0) & (segments["row_chunks"] >= 3 * segments["slice_chunks"])
+    return np.asarray(together if tile == 16 else apart)
 
 
 @pytest.mark.usefixtures("short_area")
 @pytest.mark.parametrize("name", ["fused, by counters", "fused, by data"])
-@pytest.mark.parametrize("seed", range(4))
-def test_rows_in_slices_give_the_reference_s_tokens(gpu: EmulatedGpu, name: str, seed: int) -> None:
+@pytest.mark.parametrize("tile", [48, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_in_slices_give_the_reference_s_tokens(gpu: EmulatedGpu, name: str, tile: int, seed: int) -> None:
+    """A segment each, or of tiles of one row block all in one."""
     gpu.seed = seed
-    program = lowered(gpu, CONFIGS[name], 8)
-    segments = pack(program).segments
-    middle = SegmentFlag.CONTINUES | SegmentFlag.GOES_ON
-    assert (segments["flags"] & middle == middle).any()  # three or more of them, in two places
+    program = lowered(gpu, in_tiles(CONFIGS[name], tile), 8)
+    assert first_slices(program, tile).any()
     _compare(gpu, program, [5, 17, 0, 1, 2, 3, 4, 6])
 
 
 @pytest.mark.usefixtures("short_area")
 @pytest.mark.parametrize("gpu", [90], indirect=True)
+@pytest.mark.parametrize("tile", [48, 16])
 @pytest.mark.parametrize("seed", range(3, 28, 4))
-def test_a_launch_that_is_aborted_between_slices_ends(gpu: EmulatedGpu, seed: int, tmp_path: Path) -> None:
+def test_a_launch_that_is_aborted_between_slices_ends(gpu: EmulatedGpu, tile: int, seed: int, tmp_path: Path) -> None:
     """The weights of a first slice never come, and control warps ask the host as soon as they have waited a little."""
     gpu.seed = seed
     sources = Path(shutil.copytree(nvrtc.SOURCES, tmp_path / "cuda"))
     sync = (sources / "sync.cuh").read_text()
     assert "HOST_PERIOD_NS = 5'000'000" in sync
     (sources / "sync.cuh").write_text(sync.replace("HOST_PERIOD_NS = 5'000'000", "HOST_PERIOD_NS = 0"))
-    program = lowered(gpu, CONFIGS["fused, by counters"], 8)
+    program = lowered(gpu, in_tiles(CONFIGS["fused, by counters"], tile), 8)
     segments = pack(program).segments.copy()
-    firsts = np.flatnonzero((segments["flags"] & SegmentFlag.GOES_ON != 0) & (segments["x_kblocks"] == 0))
-    segments["queue_index"][firsts[seed % 2]] = 1 << 20
+    segments["queue_index"][np.flatnonzero(first_slices(program, tile))[seed // 4 % 2]] = 1 << 20
     with ResidentWeights(gpu, DTYPE) as weights, load(gpu, program, weights, sources, segments=segments) as loaded:  # type: ignore[arg-type]
         loaded.write_input("token_id", np.arange(8, dtype=np.int32))
         loaded.write_input("position", np.array([0], np.int32))

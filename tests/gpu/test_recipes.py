@@ -109,14 +109,15 @@ def test_a_norm_of_each_head_in_a_tile(conform: Conform, step: Step, dtype: DTyp
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("rows", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("rows", "hidden"), [(2, 136), (4, 136), (8, 136), (2, 1040), (3, 1040), (4, 2048), (5, 600), (8, 1040), (8, 4096)]
+)
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
 @pytest.mark.parametrize("sms", [1, 2])
 def test_a_tile_takes_its_columns_of_every_row(
-    conform: Conform, step: Step, dtype: DType, rows: int, spans: list[tuple[int, int]], sms: int
+    conform: Conform, step: Step, dtype: DType, rows: int, hidden: int, spans: list[tuple[int, int]], sms: int
 ) -> None:
-    """A norm, a product with its bias and its residual, and a gated product, of several rows."""
-    hidden = 136
+    """A norm, a product with its bias and its residual, and a gated product, of several rows, short and long."""
     buffers: dict[str, Any] = {
         "x": (IN, dtype, (rows, hidden)), "norm": (WEIGHT, dtype, (hidden,)), "w": (WEIGHT, dtype, (40, hidden)),
         "b": (WEIGHT, dtype, (40,)), "r": (IN, dtype, (rows, 40)), "up": (WEIGHT, dtype, (40, hidden)),

@@ -47,7 +47,6 @@ struct SegmentWord {
         return {FW_WORD(row_blocks), FW_WORD(kblocks), FW_WORD(chunk_kblocks),
                 FW_WORD(row_chunks), FW_WORD(rows),    FW_WORD(flags),   FW_WORD(x_kblocks)};
     }
-    __device__ __forceinline__ int x_kblocks() const { return FW_WORD(x_kblocks); }
     __device__ __forceinline__ int slice_chunks() const { return FW_WORD(slice_chunks); }
 #undef FW_WORD
 };

@@ -82,6 +82,7 @@ template <int ROWS> __device__ __forceinline__ int announce_rows(Vm vm, const am
         vm.await_first(v[0], group(0));
         vm.settle(v, group);
     };
+    const int begin = round;
     Vec16<element_t> kept[GROUPS];
     load(kept);
     settle(kept);
@@ -112,7 +113,7 @@ template <int ROWS> __device__ __forceinline__ int announce_rows(Vm vm, const am
         }
         if (ends) {
             vm.announce(round);
-            if (round++ == vm.block().stagings) vm.stamp(FW_STAMP_STAGED);
+            if (round++ == begin) vm.stamp(FW_STAMP_STAGED);
         }
         if (left == 0) break;
         begins = ends;

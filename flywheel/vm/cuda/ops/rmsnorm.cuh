@@ -318,5 +318,6 @@ FW_MICRO_KERNEL op_rmsnorm(Vm vm, const amk_step_t& step) {
     if (later) {
         if (vm.thread() < rows) vm.block().scales[vm.thread()] = 1.0f;
         vm.announce(vm.block().stagings);
+        vm.stamp(FW_STAMP_STAGED);
     }
 }
