@@ -68,9 +68,25 @@ __device__ __forceinline__ void norm_row(Vm vm, const char* x, const char* w, ch
     }
 }
 
+// Group `group` of a thread of `count` rows from `from` on, and of their weights, all under way together and without branches; for
+// rows and columns behind the last ones, those once more.
+template <int ROWS>
+__device__ __forceinline__ void load_columns(Vm vm, const char* from, const char* w, int group, int groups, int count, bool awaited,
+                                             NormGroup (&kept)[ROWS], NormGroup& weights) {
+    const char* const its = from + min(group, groups - 1) * 16;
+    int apart = groups * 16;  // not to be multiplied before the loop: that takes registers
+    asm volatile("" : "+r"(apart));
+    const auto row = [&](int r) { return its + min(r, count - 1) * apart; };
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) kept[r] = load16<element_t>(row(r));
+    weights = load16<element_t>(w + min(group, groups - 1) * 16);
+    if (!awaited) return;
+    vm.await_first(kept[0], its);
+    vm.settle(kept, row);
+}
+
 // Several rows of more groups than a warp takes at once, `pitch` bytes apart where they are staged. A thread takes the same
-// columns of each row, so that their weights are loaded once; those of ROWS rows are under way together, without branches:
-// for rows and columns behind the last ones, those once more. Until the scale is known a thread's last columns stay with it,
+// columns of each row, so that their weights are loaded once, of ROWS rows at a time. Until the scale is known a thread's last columns stay with it,
 // and the others wait where their result goes; or, where others may read that, are loaded anew.
 template <int ROWS>
 __device__ __forceinline__ void norm_long_rows(Vm vm, const char* x, const char* w, char* out, bool staged, int pitch, int rows,
@@ -86,17 +102,7 @@ __device__ __forceinline__ void norm_long_rows(Vm vm, const char* x, const char*
 #pragma unroll 1
         for (bool more = true; more; group += VECTOR_THREADS) {
             const bool inside = group < groups;
-            const char* const its = from + min(group, groups - 1) * 16;
-            int apart = groups * 16;  // not to be multiplied before the loop: that takes registers
-            asm volatile("" : "+r"(apart));
-            const auto row = [&](int r) { return its + min(r, count - 1) * apart; };
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) kept[r] = load16<element_t>(row(r));
-            weights = load16<element_t>(w + min(group, groups - 1) * 16);
-            if (awaited) {
-                vm.await_first(kept[0], its);
-                vm.settle(kept, row);
-            }
+            load_columns(vm, from, w, group, groups, count, awaited, kept, weights);
             more = group - vm.thread() + VECTOR_THREADS < groups;
             char* to = staging + (first * pitch + group * 16);
 #pragma unroll
@@ -206,18 +212,8 @@ __device__ __forceinline__ void stage_unscaled_rows(Vm vm, const char* x, const 
 #pragma unroll 1
         for (int group = vm.thread(), more = true; more; group += VECTOR_THREADS) {
             const bool inside = group < groups;
-            const char* const its = from + min(group, groups - 1) * 16;
-            int apart = groups * 16;  // not to be multiplied before the loop: that takes registers
-            asm volatile("" : "+r"(apart));
-            const auto row = [&](int r) { return its + min(r, count - 1) * apart; };
-            NormGroup kept[ROWS];
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) kept[r] = load16<element_t>(row(r));
-            const NormGroup weights = load16<element_t>(w + min(group, groups - 1) * 16);
-            if (awaited) {
-                vm.await_first(kept[0], its);
-                vm.settle(kept, row);
-            }
+            NormGroup kept[ROWS], weights;
+            load_columns(vm, from, w, group, groups, count, awaited, kept, weights);
             vm.stamp(FW_STAMP_READY);
             more = group - vm.thread() + VECTOR_THREADS < groups;
             char* to = vm.block().staging() + (first * pitch + group * 16);
