@@ -57,6 +57,21 @@ class Verdict:
             raise ValueError(f"verdict cannot pass: {reason}")
 
     @property
+    def error(self) -> float:
+        """The worst figure that `bound` is for."""
+        return self.max_rel_error
+
+    @property
+    def bound(self) -> float:
+        """What `error` may be at most for the verdict to pass."""
+        return self.tolerance.max_rel_error
+
+    @property
+    def where(self) -> str:
+        """Where `error` was found."""
+        return "logits"
+
+    @property
     def reason(self) -> str | None:
         """Why the logits do not pass; None where nothing is wrong with them."""
         bound = self.tolerance

@@ -60,3 +60,8 @@ def test_a_pass_cannot_be_claimed_against_the_numbers() -> None:
 def test_a_dtype_without_a_tolerance_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="'I4'"):
         verdict(dtype="I4")
+
+
+def test_a_verdict_names_its_worst_error_its_bound_and_where_that_was() -> None:
+    judged = verdict(max_rel_error=0.02)
+    assert (judged.error, judged.bound, judged.where) == (0.02, TOLERANCE["BF16"].max_rel_error, "logits")
