@@ -17,7 +17,7 @@ from typing import Any
 
 from flywheel.cost_model import predict
 from flywheel.cost_model.calibrate import score
-from flywheel.ir import ScheduleConfig
+from flywheel.ir import config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.search.calibrating import Config, split
 from flywheel.search.workload import make_workload
@@ -62,7 +62,7 @@ def report(model: str, context: int, rows: Sequence[dict[str, str]]) -> None:
     work = make_workload(model, "h200", "bf16", context)
     predicted = {}
     for row in rows:
-        program = lower(work.graph, ScheduleConfig.from_dict(json.loads(row["config"])), work.target)
+        program = lower(work.graph, config_from_dict(json.loads(row["config"])), work.target)
         predicted[row["config_id"]] = predict(program).latency_us
     measured = {row["config_id"]: float(row["latency_us"]) for row in rows}
     configs = [Config(row["config"], row["config_id"], None, measured[row["config_id"]]) for row in rows]

@@ -12,7 +12,7 @@ from itertools import accumulate
 import matplotlib
 
 from flywheel.cost_model import timeline
-from flywheel.ir import MegakernelProgram, ScheduleConfig
+from flywheel.ir import MegakernelProgram, config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
 from flywheel.search.workload import make_workload
@@ -82,7 +82,7 @@ def main() -> None:
         best = store.best(measured=False, campaign=arguments.campaign)
     assert best is not None
     workload = make_workload(best.model, best.gpu, best.dtype, best.context)
-    program = lower(workload.graph, ScheduleConfig.from_dict(json.loads(best.config)), workload.target)
+    program = lower(workload.graph, config_from_dict(json.loads(best.config)), workload.target)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.4), width_ratios=(1, 1.3), layout="constrained")
     history(left, records)
     layer_timeline(right, program)

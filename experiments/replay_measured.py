@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flywheel.ir.serde import config_from_dict
+from flywheel.ir import config_from_dict
 from flywheel.search.knobs import Choice
 from flywheel.search.local import Grid, Point, propose
 from flywheel.search.space import Space, make_space

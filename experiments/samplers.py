@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from flywheel.ir import TARGETS, ScheduleConfig
+from flywheel.ir import TARGETS, config_from_dict
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.outcome import Predicted
 from flywheel.models.catalog import CATALOG
@@ -69,7 +69,7 @@ def campaign(work: Work, layers: int, trials: int, cold: bool, job: tuple[str, i
         low = min(low, record.predicted_us or low)
         curve.append(low)
     assert best is not None
-    choice = space.to_choice(ScheduleConfig.from_dict(json.loads(best.config)))
+    choice = space.to_choice(config_from_dict(json.loads(best.config)))
     assert choice is not None
     return curve, choice
 

@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from flywheel.ir import TARGETS, ScheduleConfig
+from flywheel.ir import TARGETS, config_from_dict
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.outcome import Predicted
 from flywheel.measure.record import TrialRecord
@@ -96,7 +96,7 @@ def cost(space: Space, choice: dict[str, Value]) -> float:
 def descend(work: Work, config: str) -> float:
     """Latency in us where no change of a single knob of the config, and of what came of it, is an improvement."""
     space = make_space(workload(work))
-    choice = space.to_choice(ScheduleConfig.from_dict(json.loads(config)))
+    choice = space.to_choice(config_from_dict(json.loads(config)))
     assert choice is not None
     low, improved = cost(space, choice), True
     while improved:

@@ -241,7 +241,7 @@ def _from_file(workload: Workload, given: Schedule | ScheduleConfig, path: str) 
 def _from_store(work: Work, url: str, campaign: str | None) -> list[Chosen]:
     """The best measured row of each workload. Raises UnknownNameError, with the search that finds one, without any."""
     from flywheel.cli.provenance import find_campaign
-    from flywheel.ir.serde import config_from_dict
+    from flywheel.ir import config_from_dict
     from flywheel.search.known import best_of_work
     from flywheel.store.sql import open_store
 

@@ -15,7 +15,7 @@ from flywheel.cli.files import load_program
 from flywheel.cli.inspect import describe
 from flywheel.cli.options import command, json_option
 from flywheel.cli.text import cell, show, show_json, table
-from flywheel.ir import MegakernelProgram
+from flywheel.ir import MegakernelProgram, config_to_dict, program_to_dict
 from flywheel.report.layer import operation
 
 TOTALS: Final = (
@@ -36,7 +36,7 @@ def diff(ctx: click.Context, first: str, second: str, as_json: bool) -> None:
     Exit code 0 if they are the same, 1 if they differ.
     """
     before, after = load_program(first), load_program(second)
-    same = _canonical(before.to_dict()) == _canonical(after.to_dict())
+    same = _canonical(program_to_dict(before)) == _canonical(program_to_dict(after))
     document = {"a": first, "b": second, "same": same, **differences(before, after)}
     if as_json:
         show_json(document)
@@ -58,11 +58,11 @@ def differences(before: MegakernelProgram, after: MegakernelProgram) -> dict[str
         "totals": [_flat(_totals(program)) for program in pair],
         "meta": [program.meta for program in pair],
         "target": [asdict(program.target) if program.target else {} for program in pair],
-        "config": [_flat(program.config.to_dict()) if program.config else {} for program in pair],
+        "config": [_flat(config_to_dict(program.config)) if program.config else {} for program in pair],
         "tasks": [Counter(f"{operation(task.label)} ({task.op.name})" for task in program.tasks) for program in pair],
     }
     differing = {section: _differing(first, second) for section, (first, second) in sections.items()}
-    return differing | {"records": _changed(before.to_dict(), after.to_dict())}
+    return differing | {"records": _changed(program_to_dict(before), program_to_dict(after))}
 
 
 def _totals(program: MegakernelProgram) -> dict[str, Any]:

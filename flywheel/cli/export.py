@@ -163,8 +163,7 @@ def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> Tri
 def _program(record: TrialRecord, batch: int) -> str:
     """The row's program, of `batch` sequences, lowered again. Raises StoreError where this version makes another one of
     its config."""
-    from flywheel.ir import program_id
-    from flywheel.ir.serde import config_from_dict
+    from flywheel.ir import config_from_dict, program_id, program_to_json
     from flywheel.lowering.lower import lower
     from flywheel.search.workload import make_workload
 
@@ -176,4 +175,4 @@ def _program(record: TrialRecord, batch: int) -> str:
             f"trial {record.trial} of campaign {record.campaign!r}: this version lowers its config to program {made}, "
             f"the row has {record.program_id}; search again with --fresh"
         )
-    return program.to_json() + "\n"
+    return program_to_json(program) + "\n"

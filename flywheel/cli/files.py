@@ -11,8 +11,8 @@ from typing import Any, Final
 from flywheel.cli.options import DEFAULTS
 from flywheel.cli.text import escaped, note
 from flywheel.errors import IrFormatError, StoreError, UsageError
-from flywheel.ir import MegakernelProgram, ScheduleConfig
-from flywheel.ir.serde import parse_json, read_text
+from flywheel.ir import MegakernelProgram, ScheduleConfig, config_from_dict, program_from_dict
+from flywheel.ir.files import parse_json, read_text
 from flywheel.store.schedule import FORMAT, Schedule, schedule_from_document
 
 _FIELDS: Final = frozenset(field.name for field in fields(ScheduleConfig))
@@ -22,7 +22,7 @@ def load_program(path: str) -> MegakernelProgram:
     """Read a program. Raises IrFormatError, which names the file."""
     document = _document(path)
     try:
-        return MegakernelProgram.from_dict(document)
+        return program_from_dict(document)
     except IrFormatError as error:
         raise IrFormatError(f"{path}: {error}") from None
 
@@ -38,7 +38,7 @@ def load_config(path: str) -> Schedule | ScheduleConfig:
             return schedule_from_document(document, path)
         if isinstance(document, dict) and document and not _FIELDS & document.keys():
             raise IrFormatError("neither an exported schedule nor a ScheduleConfig: it has no field of one")
-        config = ScheduleConfig.from_dict(document)
+        config = config_from_dict(document)
     except IrFormatError as error:
         raise IrFormatError(f"{path}: {error}") from None
     except StoreError as error:

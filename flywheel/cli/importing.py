@@ -27,7 +27,7 @@ from flywheel.cli.text import counts, escaped, note, pairs, show, show_json
 from flywheel.errors import IrFormatError, StoreError, UsageError
 from flywheel.interop.amk import MARK, PriorTable, read_results
 from flywheel.ir import ScheduleConfig
-from flywheel.ir.serde import parse_json, read_text
+from flywheel.ir.files import parse_json, read_text
 from flywheel.measure.standing import trials_of
 from flywheel.models.decoder import MAX_BATCH
 from flywheel.search.spec import check_name

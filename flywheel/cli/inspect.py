@@ -12,7 +12,7 @@ from flywheel.cli.options import command, json_option
 from flywheel.cli.text import cell, escaped, pairs, percent, show, show_json, size, table, us
 from flywheel.cost_model import Machine, Prediction, predict
 from flywheel.errors import ConfigError, InvalidProgramError
-from flywheel.ir import KernelVariant, MegakernelProgram, program_id, validate, variant_of
+from flywheel.ir import KernelVariant, MegakernelProgram, config_to_dict, program_id, validate, variant_of
 from flywheel.measure.floor import floor_fraction
 from flywheel.report.layer import operation
 
@@ -60,7 +60,7 @@ def describe(program: MegakernelProgram) -> dict[str, Any]:
         "pages": len(pages.pages) if pages else None,
         "load": _load(program),
         **(_predicted(program) if variant else {"predicted_us": None, "floor_us": None, "floor_fraction": None}),
-        "config": program.config.to_dict() if program.config else None,
+        "config": config_to_dict(program.config) if program.config else None,
     }
 
 

@@ -23,7 +23,7 @@ from flywheel.cli.options import (
 from flywheel.cli.text import note, percent, show, show_json, size, us
 from flywheel.cost_model import Predictor, open_predictor, predict
 from flywheel.errors import ConfigError, UsageError
-from flywheel.ir import MegakernelProgram, ScheduleConfig, program_id
+from flywheel.ir import MegakernelProgram, ScheduleConfig, program_id, program_to_json
 from flywheel.measure.floor import floor_fraction, weight_bytes_read
 from flywheel.store.schedule import Schedule
 
@@ -86,9 +86,9 @@ def lower(
         f"program {summary['program_id']}"
     )
     if output is None:
-        show(program.to_json())
+        show(program_to_json(program))
         return
-    write_file(output, program.to_json() + "\n")
+    write_file(output, program_to_json(program) + "\n")
     if as_json:
         show_json({"path": str(output), **summary})
 

@@ -137,7 +137,7 @@ def check_writable(path: Path) -> None:
 
 def write_file(path: Path, text: str) -> None:
     """Write `text` to `path`, replacing it atomically. Raises UsageError where that is impossible."""
-    from flywheel.ir.serde import write_atomically
+    from flywheel.ir.files import write_atomically
 
     check_writable(path)
     try:

@@ -305,7 +305,7 @@ def _found(spec: CampaignSpec, best: TrialRecord) -> list[tuple[str, str | None]
 
 def _knobs(spec: CampaignSpec, best: TrialRecord) -> str | None:
     """Knobs of the best config that differ from the schedule that a search tries first, with its values."""
-    from flywheel.ir.serde import config_from_dict
+    from flywheel.ir import config_from_dict
     from flywheel.search.space import make_space
     from flywheel.search.workload import make_workload
 

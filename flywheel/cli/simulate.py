@@ -15,7 +15,7 @@ from flywheel.cli.options import check_writable, command, json_option, write_fil
 from flywheel.cli.text import escaped, note, pairs, percent, show, show_json, size, table, us
 from flywheel.cost_model import STOCK, Predictor, open_predictor, timeline
 from flywheel.errors import ConfigError, UsageError
-from flywheel.ir import MegakernelProgram, validate
+from flywheel.ir import MegakernelProgram, simulate_adversarial, simulate_counters, validate
 from flywheel.measure.floor import floor_fraction
 from flywheel.report.layer import operation
 
@@ -75,7 +75,7 @@ def run_program(program: MegakernelProgram, seeds: int, predictor: Predictor = S
     Races are not looked for in a malformed program. Without validity, target or SMs there is no prediction.
     """
     result = validate(program)
-    order, stuck = program.simulate_counters()
+    order, stuck = simulate_counters(program)
     sound = result.ok or {finding.code for finding in result.errors} <= _SIMULATED
     document: dict[str, Any] = {
         "valid": result.ok,
@@ -83,7 +83,7 @@ def run_program(program: MegakernelProgram, seeds: int, predictor: Predictor = S
         "fired": len(order),
         "stuck": stuck,
         "seeds": seeds if sound else 0,
-        "violations": program.simulate_adversarial(seeds) if sound else [],
+        "violations": simulate_adversarial(program, seeds) if sound else [],
         "prediction": None,
         "operations": [],
     }

@@ -111,7 +111,7 @@ def trace(
 def _best(store: str, campaign: str) -> tuple[Schedule, int]:
     """The best schedule of a campaign, measured, else predicted, and its batch. Raises UnknownNameError, StoreError."""
     from flywheel.cli.provenance import find_campaign
-    from flywheel.ir.serde import config_from_dict
+    from flywheel.ir import config_from_dict
     from flywheel.measure.standing import best_of
     from flywheel.store.sql import open_store
 

@@ -13,7 +13,7 @@ from flywheel.cost_model.machine import Consumer, Machine, Vector
 from flywheel.cost_model.predict import MODEL_VERSION, predict
 from flywheel.errors import IrFormatError, UsageError
 from flywheel.ir import GpuTarget, MegakernelProgram
-from flywheel.ir.serde import parse_json, read_text
+from flywheel.ir.files import parse_json, read_text
 from flywheel.ir.show import show
 from flywheel.measure.latency import PredictedLatency
 

@@ -15,8 +15,8 @@ from math import inf, isfinite
 from typing import Any, Final
 
 from flywheel.errors import IrFormatError
-from flywheel.ir.config import ScheduleConfig
-from flywheel.ir.serde import parse_json
+from flywheel.ir.config import ScheduleConfig, config_from_dict
+from flywheel.ir.files import parse_json
 
 MARK: Final = "correctness"
 """A column of every results.tsv of AutoMegaKernel, and of none of flywheel's."""
@@ -98,7 +98,7 @@ def _row(number: int, cells: Sequence[str], columns: Sequence[str], schedules: M
     if schedule is None:
         return "schedule unknown: no column of that name, and not in the corpus"
     try:
-        config = ScheduleConfig.from_dict(schedule)
+        config = config_from_dict(schedule)
     except IrFormatError as error:
         raise IrFormatError(f"table line {number}: schedule: {error}") from None
     work = tuple(row.get(name, "") for name in ("model", "gpu", "regime"))

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.errors import UsageError
-from flywheel.ir.config import ScheduleConfig
+from flywheel.ir.config import ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.measure.record import COMPARED_WITH, MEASURED_WITH, TrialRecord
 from flywheel.measure.standing import trials_of
 
@@ -64,7 +64,7 @@ def to_t4(records: Iterable[TrialRecord], *, measured: bool) -> dict[str, Any]:
         if row.objective_us is None or (row.outcome == kind and (measured or row.predictor == predictor))
     ]  # fmt: skip
     kept = _once(comparable)
-    parameters = configurations([ScheduleConfig.from_dict(json.loads(row.config)) for row in kept])
+    parameters = configurations([config_from_dict(json.loads(row.config)) for row in kept])
     return {
         "schema_version": SCHEMA_VERSION,
         "metadata": {
@@ -110,7 +110,7 @@ def configurations(configs: Sequence[ScheduleConfig]) -> list[dict[str, int | st
 
 
 def _parameters(config: ScheduleConfig) -> dict[str, int | str]:
-    fields = config.to_dict()
+    fields = config_to_dict(config)
     tiling, groups = fields.pop("tiling"), fields.pop("fusion_grouping")
     found: dict[str, int | str] = {
         f"tiling.{op}.{name}": size for op, sizes in tiling.items() for name, size in sizes.items()

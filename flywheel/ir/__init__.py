@@ -1,6 +1,7 @@
 """The megakernel IR: what a program is. Everything public is importable from here."""
 
-from flywheel.ir.config import ScheduleConfig
+from flywheel.ir.config import ScheduleConfig, config_from_dict, config_to_dict
+from flywheel.ir.dag import dependency_edges, topological_order
 from flywheel.ir.dtype import PER_SM_SPACES, READONLY_KINDS, BufferKind, DType, MemSpace
 from flywheel.ir.identity import program_id
 from flywheel.ir.opcodes import (
@@ -16,6 +17,15 @@ from flywheel.ir.opcodes import (
 from flywheel.ir.positions import at_position
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
+from flywheel.ir.serde import (
+    load_program,
+    program_from_dict,
+    program_from_json,
+    program_to_dict,
+    program_to_json,
+    save_program,
+)
+from flywheel.ir.simulate import simulate_adversarial, simulate_counters
 from flywheel.ir.target import TARGETS, GpuTarget
 from flywheel.ir.validate import Finding, ValidationResult, validate
 from flywheel.ir.variant import KernelVariant, kernel_variant, variant_of
@@ -62,8 +72,20 @@ __all__ = [
     "ValidationResult",
     "Wait",
     "at_position",
+    "config_from_dict",
+    "config_to_dict",
+    "dependency_edges",
     "kernel_variant",
+    "load_program",
+    "program_from_dict",
+    "program_from_json",
     "program_id",
+    "program_to_dict",
+    "program_to_json",
+    "save_program",
+    "simulate_adversarial",
+    "simulate_counters",
+    "topological_order",
     "validate",
     "variant_of",
 ]

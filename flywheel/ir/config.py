@@ -1,4 +1,4 @@
-"""ScheduleConfig: one point of the search space. Source: docs/ir.md."""
+"""ScheduleConfig: one point of the search space, its JSON and its id. Source: docs/ir.md."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from flywheel.ir.fields import read_dict, read_int, read_int_map, read_list, read_str
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,30 +28,57 @@ class ScheduleConfig:
     threads_per_block: int = 256
     smem_bytes_per_block: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready dict; an explicit `sm_assignment` gets string keys."""
-        assignment = self.sm_assignment
-        return {
-            "tiling": {op: dict(tiles) for op, tiles in self.tiling.items()},
-            "fusion_grouping": [list(group) for group in self.fusion_grouping],
-            "sm_assignment": (
-                assignment if isinstance(assignment, str) else {str(task): sm for task, sm in assignment.items()}
-            ),
-            "pipelining_depth": self.pipelining_depth,
-            "page_allocation": self.page_allocation,
-            "threads_per_block": self.threads_per_block,
-            "smem_bytes_per_block": self.smem_bytes_per_block,
-        }
-
-    @staticmethod
-    def from_dict(data: object) -> ScheduleConfig:
-        """Read a config; unknown fields are dropped. Raises IrFormatError."""
-        from flywheel.ir.serde import config_from_dict
-
-        return config_from_dict(data)
-
     @property
     def config_id(self) -> str:
         """First 12 hex digits of the SHA-256 of the canonical JSON."""
-        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(config_to_dict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+def config_to_dict(config: ScheduleConfig) -> dict[str, Any]:
+    """JSON-ready dict; an explicit `sm_assignment` gets string keys."""
+    assignment = config.sm_assignment
+    return {
+        "tiling": {op: dict(tiles) for op, tiles in config.tiling.items()},
+        "fusion_grouping": [list(group) for group in config.fusion_grouping],
+        "sm_assignment": (
+            assignment if isinstance(assignment, str) else {str(task): sm for task, sm in assignment.items()}
+        ),
+        "pipelining_depth": config.pipelining_depth,
+        "page_allocation": config.page_allocation,
+        "threads_per_block": config.threads_per_block,
+        "smem_bytes_per_block": config.smem_bytes_per_block,
+    }
+
+
+def config_from_dict(data: object) -> ScheduleConfig:
+    """Read a schedule config, dropping unknown fields; absent fields take their defaults. Raises IrFormatError."""
+    root = read_dict(data, "config")
+    default = ScheduleConfig()
+    tiling = {
+        op: {
+            name: read_int(size, f"config.tiling.{op}.{name}")
+            for name, size in read_dict(tiles, f"config.tiling.{op}").items()
+        }
+        for op, tiles in read_dict(root.get("tiling", {}), "config.tiling").items()
+    }
+    grouping = tuple(
+        tuple(read_str(name, "config.fusion_grouping") for name in read_list(group, "config.fusion_grouping"))
+        for group in read_list(root.get("fusion_grouping", []), "config.fusion_grouping")
+    )
+    assignment = root.get("sm_assignment", default.sm_assignment)
+    if not isinstance(assignment, str):
+        assignment = read_int_map(assignment, "config.sm_assignment")
+
+    def whole(name: str) -> int:
+        return read_int(root.get(name, getattr(default, name)), f"config.{name}")
+
+    return ScheduleConfig(
+        tiling=tiling,
+        fusion_grouping=grouping,
+        sm_assignment=assignment,
+        pipelining_depth=whole("pipelining_depth"),
+        page_allocation=read_str(root.get("page_allocation", default.page_allocation), "config.page_allocation"),
+        threads_per_block=whole("threads_per_block"),
+        smem_bytes_per_block=whole("smem_bytes_per_block"),
+    )

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Task
-
-if TYPE_CHECKING:
-    from flywheel.ir.program import MegakernelProgram
 
 
 def producers_by_counter(tasks: Sequence[Task]) -> dict[int, list[int]]:

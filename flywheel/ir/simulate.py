@@ -6,15 +6,12 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import TYPE_CHECKING
 
 from flywheel.ir.access import appends_behind, multi_row_buffers, read_regions, written_region
 from flywheel.ir.dtype import READONLY_KINDS, BufferKind
 from flywheel.ir.firing import fire
+from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
-
-if TYPE_CHECKING:
-    from flywheel.ir.program import MegakernelProgram
 
 
 def simulate_counters(program: MegakernelProgram) -> tuple[list[int], list[int]]:

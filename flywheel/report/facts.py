@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from flywheel.cost_model import MODEL_VERSION, Prediction, TaskSpan, predict, timeline
 from flywheel.errors import FlywheelError
-from flywheel.ir import MegakernelProgram, program_id
-from flywheel.ir.serde import config_from_dict
+from flywheel.ir import MegakernelProgram, config_from_dict, program_id
 from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, compared, tied_with, trials_of

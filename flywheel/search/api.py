@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flywheel.ir import ScheduleConfig
+from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.search.campaign import Progress
 from flywheel.search.run import run_search
@@ -87,7 +87,7 @@ def search(
         campaign=result.name,
         store=str(store),
         best=best,
-        config=None if best is None else ScheduleConfig.from_dict(json.loads(best.config)),
+        config=None if best is None else config_from_dict(json.loads(best.config)),
         outcomes=result.outcomes,
         trials=result.trials,
         new_trials=result.new_trials,

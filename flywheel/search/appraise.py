@@ -12,7 +12,7 @@ from typing import Final
 
 from flywheel.cost_model import STOCK, Predictor
 from flywheel.interop.t4 import configurations
-from flywheel.ir import MegakernelProgram, ScheduleConfig
+from flywheel.ir import MegakernelProgram, ScheduleConfig, config_from_dict
 from flywheel.measure.contest import Contest
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.outcome import Measured, TrialOutcome
@@ -63,7 +63,7 @@ def appraise(
     """
     settled = settle_measure(measure, workload.target, capture_environment().gpu, missing_modules())
     incumbent = None if store is None else _incumbent(store, workload, settled, predictor)
-    before = None if incumbent is None else ScheduleConfig.from_dict(json.loads(incumbent.config))
+    before = None if incumbent is None else config_from_dict(json.loads(incumbent.config))
     with _open(settled, workload, before, predictor) as compare:
         evaluation = _evaluate(config, workload, compare)
     assert not isinstance(evaluation.outcome, TrialRecord)  # nothing was looked up

@@ -18,7 +18,7 @@ from flywheel.cost_model.calibrate import Price, Sample, Score, fit, price_here,
 from flywheel.cost_model.calibration import Calibration
 from flywheel.cost_model.demand import demand_of
 from flywheel.errors import ConfigError, UnknownNameError, UsageError
-from flywheel.ir import MegakernelProgram, ScheduleConfig, program_id
+from flywheel.ir import MegakernelProgram, config_from_dict, program_id
 from flywheel.lowering.lower import lower
 from flywheel.measure.ceiling import Ceiling
 from flywheel.measure.floor import floor_us, weight_bytes_read
@@ -260,7 +260,7 @@ def _shortened(workload: Workload, configs: Sequence[Config]) -> list[Sample]:
 
 
 def _lower(workload: Workload, config: Config) -> MegakernelProgram:
-    return lower(workload.graph, ScheduleConfig.from_dict(json.loads(config.config)), workload.target)
+    return lower(workload.graph, config_from_dict(json.loads(config.config)), workload.target)
 
 
 def _sample(workload: Workload, config: Config) -> Sample | None:

@@ -16,8 +16,7 @@ from time import perf_counter
 
 from flywheel.cost_model import MODEL_VERSION, STOCK, Predictor
 from flywheel.errors import StoreError, TrialExistsError, UsageError
-from flywheel.ir import ScheduleConfig
-from flywheel.ir.serde import config_from_dict
+from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.environment import Environment
 from flywheel.measure.outcome import LASTING_OUTCOMES, Measured
 from flywheel.measure.record import TrialRecord

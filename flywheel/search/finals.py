@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Final
 
-from flywheel.ir import ScheduleConfig
+from flywheel.ir import config_from_dict
 from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
 from flywheel.measure.outcome import Measured
@@ -46,7 +46,7 @@ def measure_again(
     coordinator's.
     """
     while True:
-        configs = [ScheduleConfig.from_dict(json.loads(record.config)) for record in chosen]
+        configs = [config_from_dict(json.loads(record.config)) for record in chosen]
         evaluation = engine.submit(configs[0], configs[1:], ROUNDS)()
         contest = evaluation.contest
         if contest is None or not contest.times_us:

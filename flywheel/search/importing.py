@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import FlywheelError, IrFormatError, StoreError, UsageError
-from flywheel.ir import ScheduleConfig
+from flywheel.ir import ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import trials_of
 from flywheel.models.catalog import resolve_model
@@ -74,7 +74,7 @@ def import_priors(
     spec = CampaignSpec(
         workload.model, workload.target.name, workload.dtype, workload.context, workload.batch, measure, name=name
     )
-    priors = {_PRIORS: [config.to_dict() for config in configs]}
+    priors = {_PRIORS: [config_to_dict(config) for config in configs]}
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     starts = described(choose_starts(store, make_space(workload), measure))
     campaign = to_campaign(spec, name, decoder=asdict(workload.spec), created_at=now, **priors, **starts)
@@ -84,7 +84,7 @@ def import_priors(
 
 def priors_of(campaign: Campaign) -> list[ScheduleConfig]:
     """The configs that were imported for a campaign to try first."""
-    return [ScheduleConfig.from_dict(config) for config in json.loads(campaign.spec).get(_PRIORS, [])]
+    return [config_from_dict(config) for config in json.loads(campaign.spec).get(_PRIORS, [])]
 
 
 def _check_one_campaign(records: Sequence[TrialRecord]) -> None:
@@ -108,7 +108,7 @@ def _check_configs(records: Sequence[TrialRecord]) -> None:
         where = f"import: trial {record.trial} of campaign {record.campaign!r}"
         config = json.loads(record.config)
         try:
-            ScheduleConfig.from_dict(config)
+            config_from_dict(config)
         except IrFormatError as error:
             raise UsageError(f"{where}: {error}") from None
         # Of the text: another version's configs may have other fields.

@@ -6,7 +6,7 @@ import json
 
 from flywheel.cost_model import Predictor
 from flywheel.errors import ConfigError
-from flywheel.ir.serde import config_from_dict
+from flywheel.ir import config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
 from flywheel.search.workload import Workload

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, replace
 from typing import Any, assert_never
 
-from flywheel.ir import ScheduleConfig
+from flywheel.ir import ScheduleConfig, config_to_dict
 from flywheel.measure.environment import Environment
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.outcome import (
@@ -55,7 +55,7 @@ def to_record(
         gpu=spec.gpu,
         dtype=spec.dtype,
         context=spec.context,
-        config=json.dumps(config.to_dict(), sort_keys=True, separators=(",", ":")),
+        config=json.dumps(config_to_dict(config), sort_keys=True, separators=(",", ":")),
         config_id=config.config_id,
         program_id=evaluation.program_id,
         weight_bytes=evaluation.weight_bytes,

@@ -17,7 +17,7 @@ from typing import Any, Final
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.cost_model.machine import BULK_COPY_ARCH
 from flywheel.errors import UnsupportedModelError
-from flywheel.ir import TARGETS, ScheduleConfig
+from flywheel.ir import TARGETS, ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.models.decoder import DTYPES
 from flywheel.models.spec import DecoderSpec, RopeScaling
@@ -151,17 +151,17 @@ def _gap(wanted: float, value: Value) -> float:
 
 def described(starts: Sequence[WarmStart]) -> dict[str, Any]:
     """`starts` as a campaign's spec keeps them; `starts_of` reads them."""
-    return {_STARTS: [{**_fields(start), "config": start.config.to_dict()} for start in starts]}
+    return {_STARTS: [{**_fields(start), "config": config_to_dict(start.config)} for start in starts]}
 
 
 def starts_of(campaign: Campaign) -> list[WarmStart]:
     """What a campaign starts from, nearest first."""
     kept = json.loads(campaign.spec).get(_STARTS, [])
-    return [WarmStart(**{**start, "config": ScheduleConfig.from_dict(start["config"])}) for start in kept]
+    return [WarmStart(**{**start, "config": config_from_dict(start["config"])}) for start in kept]
 
 
 def _start(record: TrialRecord, work: Workload, space: Space, apart: float) -> WarmStart:
-    found = make_space(work).nearest(ScheduleConfig.from_dict(json.loads(record.config)))
+    found = make_space(work).nearest(config_from_dict(json.loads(record.config)))
     where = record.model, record.gpu, record.dtype, record.context, record.campaign, record.trial
     return WarmStart(*where, apart, space.to_config(carry(found, work, space)))
 

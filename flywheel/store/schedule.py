@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from flywheel.errors import StoreError
-from flywheel.ir.config import ScheduleConfig
-from flywheel.ir.serde import parse_json, read_text
+from flywheel.ir.config import ScheduleConfig, config_from_dict
+from flywheel.ir.files import parse_json, read_text
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.record import COMPARED_WITH, MEASURED_WITH, TrialRecord
 
@@ -101,7 +101,7 @@ def schedule_from_document(document: object, where: str) -> Schedule:
     version = _field(document, "version", int, where)
     if version != FORMAT_VERSION:
         raise StoreError(f"{where}: version {version} is not the {FORMAT_VERSION} that this code reads")
-    config = ScheduleConfig.from_dict(document.get("config"))
+    config = config_from_dict(document.get("config"))
     config_id = _field(document, "config_id", str, where)
     if config.config_id != config_id:
         raise StoreError(f"{where}: config_id {config_id} is not its config's, {config.config_id}")

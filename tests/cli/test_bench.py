@@ -15,7 +15,7 @@ from click.testing import Result
 
 from flywheel.decode.lineup import Rival
 from flywheel.errors import ConfigError, NoGpuError
-from flywheel.ir import MegakernelProgram, ScheduleConfig
+from flywheel.ir import MegakernelProgram, ScheduleConfig, config_to_dict
 from flywheel.measure.comparison import Comparison, Entry
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured
@@ -87,7 +87,8 @@ def l4(monkeypatch: pytest.MonkeyPatch) -> type[FakeContests]:
 def config(tmp_path: Path) -> Path:
     """A config's file."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(ScheduleConfig(tiling={"attention": {"kv_block": 32}}).to_dict()), encoding="utf-8")
+    config = ScheduleConfig(tiling={"attention": {"kv_block": 32}})
+    path.write_text(json.dumps(config_to_dict(config)), encoding="utf-8")
     return path
 
 
@@ -159,7 +160,7 @@ def test_what_does_not_fit_says_so_in_one_line_and_the_others_go_on(
     run: Run, l4: type[FakeContests], config: Path
 ) -> None:
     l4.too_many = {2}  # for the GPU; 8 are too many for the lowerer
-    config.write_text(json.dumps(ScheduleConfig(smem_bytes_per_block=40 * 1024).to_dict()), encoding="utf-8")
+    config.write_text(json.dumps(config_to_dict(ScheduleConfig(smem_bytes_per_block=40 * 1024))), encoding="utf-8")
     result = run("bench", *WORK, "--config", config, "--batch", "1,2,8", "--output", "table.json")
     assert result.exit_code == 3
     refused = json.loads(Path("table.json").read_text(encoding="utf-8"))["refused"]

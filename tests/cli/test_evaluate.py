@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from flywheel.ir import ScheduleConfig
+from flywheel.ir import ScheduleConfig, config_to_dict
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Crashed, Implausible, Incorrect, Measured, TimedOut, TrialOutcome
@@ -26,7 +26,7 @@ FIELDS = {
 
 
 def config(**changes: Any) -> str:
-    return json.dumps(ScheduleConfig(**changes).to_dict())
+    return json.dumps(config_to_dict(ScheduleConfig(**changes)))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from flywheel.ir import MegakernelProgram, program_id, validate
+from flywheel.ir import program_from_json, program_id, validate
 from flywheel.measure.record import COLUMNS
 from flywheel.store.schedule import load_schedule
 from flywheel.store.sql import open_store
@@ -48,7 +48,7 @@ def test_the_schedule_is_the_best_row_and_says_predicted(export: Run, searched: 
 
 def test_the_program_is_the_row_s_program_and_valid(export: Run) -> None:
     document = json.loads(export("schedule", "--campaign", "small").stdout)
-    program = MegakernelProgram.from_json(export("program", "--campaign", "small").stdout)
+    program = program_from_json(export("program", "--campaign", "small").stdout)
     assert program_id(program) == document["program_id"]
     assert validate(program, strict=True).ok
 
@@ -59,7 +59,7 @@ def test_the_command_of_a_schedule_makes_its_program_again(export: Run, run: Run
     lowered = run(*command[1:])
     assert lowered.stdout == export("program", "--campaign", "small").stdout
     assert run("lower", "--config", "best.json").stdout == lowered.stdout
-    assert program_id(MegakernelProgram.from_json(lowered.stdout)) == load_schedule("best.json").program_id
+    assert program_id(program_from_json(lowered.stdout)) == load_schedule("best.json").program_id
 
 
 def test_tables_hold_every_trial_under_the_documented_columns(export: Run, searched: Path) -> None:

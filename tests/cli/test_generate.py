@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from flywheel.decode.session import ReferenceSession, Step
 from flywheel.errors import NoGpuError
-from flywheel.ir import ScheduleConfig
+from flywheel.ir import ScheduleConfig, config_to_dict
 
 Run = Callable[..., Result]
 
@@ -81,7 +81,7 @@ def test_every_schedule_gives_the_same_tokens(run: Run, checkpoint: Path) -> Non
     arguments = ("generate", "--model", checkpoint, "--prompt-ids", "1,2,3", "--max-tokens", 12, "--verify", "--json")
     default = generated(run(*arguments))
     config = ScheduleConfig(tiling={"attention": {"kv_block": 16}}, sm_assignment="round_robin")
-    Path("config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
+    Path("config.json").write_text(json.dumps(config_to_dict(config)), encoding="utf-8")
     scheduled = generated(run(*arguments, "--schedule", "config.json", "--gpu", "l4", "--context", "64"))
     assert scheduled["token_ids"] == default["token_ids"]
     assert (scheduled["config_id"], scheduled["verified"]) == (config.config_id, True)

@@ -8,7 +8,7 @@ import pytest
 from click.testing import Result
 
 from flywheel.interop.amk import schedule_id
-from flywheel.ir import ScheduleConfig
+from flywheel.ir import ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.store.sql import open_store
 
 Run = Callable[..., Result]
@@ -20,7 +20,7 @@ def foreign(*depths: int) -> str:
     """A results.tsv whose later rows are faster."""
     rows = [
         f"{number}\tkept\tschedule\ttoy\trtx5090\tPASS\t{100 - number}\t"
-        f"{json.dumps(ScheduleConfig(pipelining_depth=depth, threads_per_block=320).to_dict())}\n"
+        f"{json.dumps(config_to_dict(ScheduleConfig(pipelining_depth=depth, threads_per_block=320)))}\n"
         for number, depth in enumerate(depths)
     ]
     return AMK + "".join(rows)
@@ -99,7 +99,7 @@ def test_schedules_of_a_foreign_table_are_tried_first_and_are_no_trials(run: Run
     command = result.stdout.splitlines()[-1].split("flywheel ", 1)[1]
     assert run(*command.split(), "--trials", "3", "--jobs", "1").exit_code == 0
     with open_store("flywheel.db", create=False) as store:
-        configs = [ScheduleConfig.from_dict(json.loads(row.config)) for row in store.trials("foreign")]
+        configs = [config_from_dict(json.loads(row.config)) for row in store.trials("foreign")]
     assert [config.pipelining_depth for config in configs[:2]] == [3, 2]
     assert [config.threads_per_block for config in configs[:2]] == [320, 320]
 
@@ -114,7 +114,7 @@ def test_an_exported_schedule_begins_a_campaign(run: Run, searched: Path) -> Non
 
 
 def test_a_corpus_has_the_schedules_that_rows_name(run: Run) -> None:
-    schedule = ScheduleConfig(pipelining_depth=6).to_dict()
+    schedule = config_to_dict(ScheduleConfig(pipelining_depth=6))
     Path("corpus.jsonl").write_text(json.dumps({"schedule": schedule}) + "\n", encoding="utf-8")
     rows = f"correctness\tschedule_id\nPASS\t{schedule_id(schedule)}\nFAIL\tsch_1\n"
     result = run("import", "-", "--as", "c", *WORK, "--corpus", "corpus.jsonl", "--json", stdin=rows)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from click.testing import Result
 
-from flywheel.ir import MegakernelProgram, program_id
+from flywheel.ir import load_program, program_id
 from flywheel.report.layer import operation
 
 Run = Callable[..., Result]
 
 
 def test_the_summary_counts_what_is_in_the_program(run: Run, program: Path) -> None:
-    loaded = MegakernelProgram.load(program)
+    loaded = load_program(program)
     facts = json.loads(run("inspect", str(program), "--json").stdout)
     assert facts["program_id"] == program_id(loaded)
     assert facts["tasks"] == len(loaded.tasks) == sum(row["tasks"] for row in facts["operations"])

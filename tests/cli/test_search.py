@@ -275,7 +275,7 @@ def test_the_result_is_shown_even_if_writing_the_schedule_fails(run: Run, monkey
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("flywheel.ir.serde.write_atomically", fail)
+    monkeypatch.setattr("flywheel.ir.files.write_atomically", fail)
     result = run(*SEARCH, "--trials", "1", "--schedule", "best.json", "--json")
     assert result.exit_code == 2
     assert json.loads(result.stdout)["trials"] == 1

@@ -10,7 +10,7 @@ from click.testing import Result
 
 from flywheel.decode.session import ReferenceSession
 from flywheel.errors import NoGpuError
-from flywheel.ir import ScheduleConfig
+from flywheel.ir import ScheduleConfig, config_to_dict
 
 Run = Callable[..., Result]
 
@@ -28,7 +28,9 @@ def lowered(run: Run, checkpoint: Path) -> Path:
 def config(tmp_path: Path) -> Path:
     """A config's file."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(ScheduleConfig(tiling={"attention": {"kv_block": 32}}).to_dict()), encoding="utf-8")
+    path.write_text(
+        json.dumps(config_to_dict(ScheduleConfig(tiling={"attention": {"kv_block": 32}}))), encoding="utf-8"
+    )
     return path
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from flywheel.ir import TARGETS, MegakernelProgram, ScheduleConfig
+from flywheel.ir import TARGETS, MegakernelProgram, ScheduleConfig, save_program
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec, RopeScaling
@@ -71,4 +71,4 @@ def programs() -> Iterator[tuple[Path, MegakernelProgram]]:
 
 if __name__ == "__main__":
     for path, program in programs():
-        program.save(path)
+        save_program(program, path)

@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 
-from flywheel.ir.config import ScheduleConfig
-from flywheel.ir.serde import dump_json
+from flywheel.ir.config import ScheduleConfig, config_to_dict
+from flywheel.ir.files import dump_json
 from flywheel.measure.record import TrialRecord
 
 CONFIG = ScheduleConfig(tiling={"gemv": {"N_tile": 32}}, pipelining_depth=4)
 BASE: dict[str, Any] = {
     "campaign": "first", "trial": 0, "model": "llama3.2-1b", "gpu": "h100", "dtype": "bf16", "context": 512,
-    "config": dump_json(CONFIG.to_dict(), None), "config_id": CONFIG.config_id, "source": "search", "sampler": "tpe",
-    "seed": 0, "ir_version": "0.2.0", "python": "3.11.7", "host": "lab", "created_at": "2026-01-02T03:04:05+00:00",
+    "config": dump_json(config_to_dict(CONFIG), None), "config_id": CONFIG.config_id, "source": "search",
+    "sampler": "tpe", "seed": 0, "ir_version": "0.2.0",
+    "python": "3.11.7", "host": "lab", "created_at": "2026-01-02T03:04:05+00:00",
 }  # fmt: skip
 OUTCOMES: dict[str, dict[str, Any]] = {
     "predicted": {"predicted_us": 900.5, "predictor": "1"},

@@ -7,7 +7,7 @@ import pytest
 
 from flywheel.errors import IrFormatError
 from flywheel.interop.amk import read_results, schedule_id
-from flywheel.ir.config import ScheduleConfig
+from flywheel.ir.config import ScheduleConfig, config_to_dict
 
 # The two headers of AutoMegaKernel: what its log.py writes, and what its program.md documents.
 WRITTEN = (
@@ -16,8 +16,8 @@ WRITTEN = (
 DOCUMENTED = (
     "experiment tag loop model gpu regime kept correctness latency_us pct_of_roofline schedule_or_kernel_id description"
 )
-DEEP = ScheduleConfig(pipelining_depth=4).to_dict()
-SHALLOW = ScheduleConfig(pipelining_depth=1).to_dict()
+DEEP = config_to_dict(ScheduleConfig(pipelining_depth=4))
+SHALLOW = config_to_dict(ScheduleConfig(pipelining_depth=1))
 FIELDS = {"experiment": "1", "tag": "kept", "loop": "schedule", "model": "toy(1L)", "gpu": "rtx5090",
           "regime": "single-stream", "correctness": "PASS", "kept": "keep"}  # fmt: skip
 
@@ -75,7 +75,7 @@ def test_the_best_of_each_work_comes_before_the_second_of_any() -> None:
     speeds = [("a", 10, 1), ("a", 20, 2), ("b", 1000, 3), ("b", 2000, 4), ("a", "", 5)]
     rows = [
         {"model": model, "latency_us": latency_us,
-         "schedule": json.dumps(ScheduleConfig(pipelining_depth=depth).to_dict())}
+         "schedule": json.dumps(config_to_dict(ScheduleConfig(pipelining_depth=depth)))}
         for model, latency_us, depth in speeds
     ]  # fmt: skip
     assert depths(table(header, *rows)) == [1, 3, 2, 4, 5]

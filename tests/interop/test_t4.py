@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from flywheel.errors import UsageError
 from flywheel.interop.t4 import INVALIDITY, configurations, dump_t4, to_t4
-from flywheel.ir.config import ScheduleConfig
-from flywheel.ir.serde import dump_json
+from flywheel.ir.config import ScheduleConfig, config_to_dict
+from flywheel.ir.files import dump_json
 from flywheel.measure.outcome import OUTCOME_NAMES
 from flywheel.measure.record import TrialRecord
 
@@ -83,7 +83,7 @@ def test_any_rows_of_one_work_make_a_file_of_the_form_with_one_objective(
     for trial, kind in enumerate(kinds):
         tiling = {"gemv": {"N_tile": data.draw(st.integers(16, 64)), "K": trial}}
         config = ScheduleConfig(tiling=tiling, fusion_grouping=(("a", "b"),))
-        records.append(make_record(kind, trial=trial, config=dump_json(config.to_dict(), None),
+        records.append(make_record(kind, trial=trial, config=dump_json(config_to_dict(config), None),
             config_id=config.config_id, lower_s=data.draw(st.none() | st.floats(0, 10))))  # fmt: skip
     document = to_t4(records, measured=measured)
     jsonschema.validate(json.loads(dump_t4(document)), FORM)

@@ -6,7 +6,15 @@ import json
 import re
 from pathlib import Path
 
-from flywheel.ir import OP_REGISTRY, PARAM_FIELDS, RECIPE_PARAM_FIELDS, TARGETS, MegakernelProgram, validate
+from flywheel.ir import (
+    OP_REGISTRY,
+    PARAM_FIELDS,
+    RECIPE_PARAM_FIELDS,
+    TARGETS,
+    program_from_dict,
+    program_to_dict,
+    validate,
+)
 from flywheel.ir.validate.findings import CODES, STRICT_CODES
 from flywheel.lowering.fusion import PATTERNS, Pattern
 
@@ -47,8 +55,8 @@ def test_the_runs_that_fuse_are_the_patterns_of_lowering() -> None:
 def test_the_example_is_a_valid_program_as_it_would_be_written() -> None:
     blocks = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
     example = json.loads(blocks[-1])
-    program = MegakernelProgram.from_dict(example)
-    assert program.to_dict() == example
+    program = program_from_dict(example)
+    assert program_to_dict(program) == example
     assert validate(program, strict=True).ok
 
 

@@ -3,37 +3,47 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from flywheel.ir import Counter, InstructionKind, MegakernelProgram, Task, Wait
+from flywheel.ir import (
+    Counter,
+    InstructionKind,
+    MegakernelProgram,
+    Task,
+    Wait,
+    dependency_edges,
+    simulate_adversarial,
+    simulate_counters,
+    topological_order,
+)
 
 Change = Callable[..., MegakernelProgram]
 
 
 def test_every_producer_precedes_every_waiter(tiny: MegakernelProgram) -> None:
-    edges = tiny.dependency_edges()
+    edges = dependency_edges(tiny)
     assert {(102, 107), (103, 107), (105, 107), (106, 107)} <= edges
     assert (100, 108) not in edges
     assert len(edges) == 1 + 3 + 2 + 4 + 2 + 4 + 2
 
 
 def test_a_topological_order_respects_every_edge_in_any_list_order(tiny: MegakernelProgram) -> None:
-    assert tiny.topological_order() == [task.id for task in tiny.tasks]
+    assert topological_order(tiny) == [task.id for task in tiny.tasks]
     backwards = replace(tiny, tasks=list(reversed(tiny.tasks)))
-    order = backwards.topological_order()
+    order = topological_order(backwards)
     assert order is not None
     assert sorted(order) == [task.id for task in tiny.tasks]
-    assert all(order.index(first) < order.index(second) for first, second in tiny.dependency_edges())
+    assert all(order.index(first) < order.index(second) for first, second in dependency_edges(tiny))
 
 
 def test_a_cycle_has_no_order_and_nothing_in_it_fires(tiny: MegakernelProgram, with_task: Change) -> None:
     ring = with_task(tiny, 101, waits=(Wait(50, 1), Wait(53, 1)))
-    assert ring.topological_order() is None
-    order, stuck = ring.simulate_counters()
+    assert topological_order(ring) is None
+    order, stuck = simulate_counters(ring)
     assert order == [100]
     assert stuck == [task.id for task in tiny.tasks[1:]]
 
 
 def test_counters_fire_every_task_once(tiny: MegakernelProgram) -> None:
-    order, stuck = tiny.simulate_counters()
+    order, stuck = simulate_counters(tiny)
     assert stuck == []
     assert sorted(order) == [task.id for task in tiny.tasks]
 
@@ -41,7 +51,7 @@ def test_counters_fire_every_task_once(tiny: MegakernelProgram) -> None:
 def test_a_wait_that_cannot_be_met_leaves_its_task_stuck() -> None:
     tasks = [Task(7, InstructionKind.NOP, (), (), 0), Task(8, InstructionKind.NOP, (), (), 1, (Wait(0, 2),))]
     program = MegakernelProgram(tasks=tasks, counters=[Counter(0), Counter(1)])
-    assert program.simulate_counters() == ([7], [8])
+    assert simulate_counters(program) == ([7], [8])
 
 
 def test_weight_bytes_count_weights_alone(tiny: MegakernelProgram) -> None:
@@ -49,21 +59,21 @@ def test_weight_bytes_count_weights_alone(tiny: MegakernelProgram) -> None:
 
 
 def test_an_adversary_finds_nothing_in_a_valid_program(tiny: MegakernelProgram) -> None:
-    assert tiny.simulate_adversarial(seeds=64) == []
+    assert simulate_adversarial(tiny, seeds=64) == []
 
 
 def test_an_adversary_finds_planted_races(tiny: MegakernelProgram, with_task: Change) -> None:
     for number, waits in ((107, (Wait(52, 2), Wait(54, 1))), (101, ()), (112, ()), (108, ()), (109, (Wait(50, 1),))):
-        (first, *_) = with_task(tiny, number, waits=waits).simulate_adversarial()
+        (first, *_) = simulate_adversarial(with_task(tiny, number, waits=waits))
         assert first.startswith(f"task {number} ")
 
 
 def test_an_adversary_finds_a_read_of_nothing(tiny: MegakernelProgram, with_task: Change) -> None:
-    assert with_task(tiny, 112, inputs=(26,)).simulate_adversarial() == [
+    assert simulate_adversarial(with_task(tiny, 112, inputs=(26,))) == [
         "task 112 (sample): reads buffer 26, which nothing else writes"
     ]
 
 
 def test_an_adversary_is_reproducible(tiny: MegakernelProgram, with_task: Change) -> None:
     racy = with_task(tiny, 107, waits=())
-    assert racy.simulate_adversarial() == racy.simulate_adversarial()
+    assert simulate_adversarial(racy) == simulate_adversarial(racy)

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from flywheel.errors import ConfigError
-from flywheel.ir import TARGETS, GpuTarget, MegakernelProgram, ScheduleConfig, program_id, validate, variant_of
+from flywheel.ir import (
+    TARGETS,
+    GpuTarget,
+    MegakernelProgram,
+    ScheduleConfig,
+    program_id,
+    program_to_json,
+    validate,
+    variant_of,
+)
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
@@ -73,9 +82,9 @@ def test_other_hash_seeds_give_the_same_bytes(config: ScheduleConfig, spec: Deco
     source = (
         "import pathlib, sys; from flywheel.ir import *; from flywheel.models.spec import DecoderSpec;"
         "from flywheel.models.decoder import decode_step; from flywheel.lowering.lower import lower;"
-        f"print(lower(decode_step({spec!r}, 100), {config!r}, {target!r}).to_json(), end='')"
+        f"print(program_to_json(lower(decode_step({spec!r}, 100), {config!r}, {target!r})), end='')"
     )
-    text = lower(decode_step(spec, 100), config, target).to_json()
+    text = program_to_json(lower(decode_step(spec, 100), config, target))
     for seed in ("0", "1", "31415"):
         done = subprocess.run(
             [sys.executable, "-c", source],

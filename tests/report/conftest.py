@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flywheel.ir import config_to_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.search.space import make_space
 from flywheel.search.workload import make_workload
@@ -24,7 +25,7 @@ def _records(count: int, **changes: Any) -> list[TrialRecord]:
         config = space.to_config(choices[trial % len(choices)])
         row = {
             "campaign": "made", "trial": trial, "model": MODEL, "gpu": GPU, "dtype": "bf16", "context": 512,
-            "config": json.dumps(config.to_dict()), "config_id": config.config_id, "program_id": "p",
+            "config": json.dumps(config_to_dict(config)), "config_id": config.config_id, "program_id": "p",
             "source": "search", "outcome": "predicted", "predicted_us": 2000.0 + trial % 8 * 37,
             "predictor": "1", "floor_us": 1500.0, "floor_fraction": 0.7, "sampler": "tpe", "seed": 0,
             "ir_version": "0.2.0", "python": "3.11",

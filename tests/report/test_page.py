@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from flywheel.cost_model import timeline
-from flywheel.ir import program_id
-from flywheel.ir.serde import config_from_dict, parse_json
+from flywheel.ir import config_from_dict, program_id
+from flywheel.ir.files import parse_json
 from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
 from flywheel.report.facts import Facts, gather, trial_knobs

@@ -11,7 +11,7 @@ import pytest
 
 from flywheel.cost_model import MACHINES, predict
 from flywheel.cost_model.calibrate import score
-from flywheel.ir import ScheduleConfig, program_id
+from flywheel.ir import config_from_dict, program_id
 from flywheel.lowering.lower import lower
 from flywheel.search.calibrating import Config, split
 from flywheel.search.workload import make_workload
@@ -36,7 +36,7 @@ def test_schedules_that_were_held_back_are_ranked_and_predicted(model: str) -> N
     assert len(configs) > 100
     predicted, measured = [], []
     for config in configs[::8]:
-        program = lower(work.graph, ScheduleConfig.from_dict(json.loads(config.config)), work.target)
+        program = lower(work.graph, config_from_dict(json.loads(config.config)), work.target)
         if program_id(program) == config.program_id:
             predicted.append(predict(program, MACHINES["h200"]).latency_us)
             measured.append(config.latency_us)

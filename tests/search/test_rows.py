@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.ir import ScheduleConfig
-from flywheel.ir.serde import config_from_dict
+from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.environment import Environment
 from flywheel.measure.latency import MeasuredLatency, PredictedLatency
 from flywheel.measure.outcome import Crashed, Implausible, Incorrect, Measured, Predicted, Rejected, TimedOut

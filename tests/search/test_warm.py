@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.cost_model import MODEL_VERSION
-from flywheel.ir import TARGETS, MegakernelProgram, ScheduleConfig
+from flywheel.ir import TARGETS, MegakernelProgram, config_from_dict
 from flywheel.measure.latency import PredictedLatency
 from flywheel.measure.outcome import Predicted, TrialOutcome
 from flywheel.measure.record import TrialRecord
@@ -98,7 +98,7 @@ def site(lab: Any, tmp_path: Path) -> Iterator[Site]:
 def carried(result: CampaignResult, source: Workload, **fix: str) -> str:
     """Id of the config that the best one of a campaign over `source` is at home."""
     assert result.best is not None
-    choice = make_space(source).to_choice(ScheduleConfig.from_dict(json.loads(result.best.config)))
+    choice = make_space(source).to_choice(config_from_dict(json.loads(result.best.config)))
     assert choice is not None
     space = make_space(HOME, fix)
     return space.to_config(carry(choice, source, space)).config_id

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from flywheel.ir.config import ScheduleConfig
-from flywheel.ir.serde import dump_json
+from flywheel.ir.config import ScheduleConfig, config_to_dict
+from flywheel.ir.files import dump_json
 from flywheel.measure.record import TrialRecord
 from flywheel.store.campaign import Campaign
 
@@ -18,7 +18,7 @@ BASE: dict[str, Any] = {
     "gpu": "h100",
     "dtype": "BF16",
     "context": 512,
-    "config": dump_json(CONFIG.to_dict(), None),
+    "config": dump_json(config_to_dict(CONFIG), None),
     "config_id": CONFIG.config_id,
     "program_id": "0123456789ab",
     "source": "search",

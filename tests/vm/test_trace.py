@@ -9,6 +9,7 @@ from traces import BASE_NS, WAITS, model_stamps, small_program, small_trace
 
 from flywheel.cost_model import machine_for, timeline
 from flywheel.errors import TraceError
+from flywheel.ir import dependency_edges
 from flywheel.vm.abi import Stamp
 from flywheel.vm.pack import PackedProgram
 from flywheel.vm.trace import Phase, Stamps, hand_offs, read_stamps
@@ -108,7 +109,7 @@ def test_a_hand_off_is_from_the_last_of_all_producers() -> None:
     program, trace = small_program(), small_trace()
     done = {traced.task.id: traced.done_us for traced in trace.tasks}
     producers: dict[int, list[float]] = {}
-    for producer, consumer in program.dependency_edges():
+    for producer, consumer in dependency_edges(program):
         producers.setdefault(consumer, []).append(done[producer])
     found = {each.task.task.id: each for each in hand_offs(trace)}
     assert found.keys() == producers.keys()

@@ -17,6 +17,7 @@ from flywheel.ir import (
     PageAllocation,
     Task,
     Wait,
+    dependency_edges,
     validate,
 )
 
@@ -45,7 +46,7 @@ def draw(seed: int) -> MegakernelProgram:
 
 def aliased_pages(program: MegakernelProgram) -> set[int]:
     """Pages with two residents of which neither is finished with before the other is first written."""
-    edges = program.dependency_edges()
+    edges = dependency_edges(program)
     after: dict[int, set[int]] = {task.id: set() for task in program.tasks}
     for _ in program.tasks:
         for first, second in edges:

@@ -16,6 +16,8 @@ from flywheel.ir import (
     MegakernelProgram,
     Task,
     Wait,
+    dependency_edges,
+    simulate_adversarial,
     validate,
 )
 
@@ -119,7 +121,7 @@ def closure(program: MegakernelProgram) -> list[list[bool]]:
     place = {task.id: index for index, task in enumerate(program.tasks)}
     count = len(place)
     before = [[False] * count for _ in range(count)]
-    for first, second in program.dependency_edges():
+    for first, second in dependency_edges(program):
         before[place[first]][place[second]] = True
     for middle in range(count):
         for i in range(count):
@@ -180,7 +182,7 @@ def test_no_order_of_an_accepted_program_reads_too_early_and_planted_races_show(
         before = closure(program)
         if any(before[i][i] for i in range(len(bodies))) or write_faults(bodies, before):
             continue
-        violations = program.simulate_adversarial(seeds=64)
+        violations = simulate_adversarial(program, seeds=64)
         result = validate(program, strict=True)
         if result.ok:
             assert violations == [], (seed, violations)

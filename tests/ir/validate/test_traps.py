@@ -19,6 +19,7 @@ from flywheel.ir import (
     MegakernelProgram,
     Task,
     Wait,
+    simulate_adversarial,
     validate,
 )
 
@@ -167,8 +168,8 @@ def test_one_race_among_twelve_thousand_tasks_is_found(stage: int) -> None:
 
 
 def test_a_race_planted_in_a_wide_program_shows_in_a_simulation() -> None:
-    assert stages(12, 40).simulate_adversarial() == []
-    assert stages(12, 40, 5).simulate_adversarial()
+    assert simulate_adversarial(stages(12, 40)) == []
+    assert simulate_adversarial(stages(12, 40, 5))
 
 
 def test_tiles_that_skip_a_stage_are_ordered_through_it() -> None:
