@@ -10,6 +10,8 @@ from math import ceil, prod
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from flywheel.cost_model.engine import Queues
 from flywheel.cost_model.machine import Machine
 from flywheel.errors import ConfigError
@@ -78,7 +80,8 @@ class Demand:
     kinds: list[Kind]
     kind_of: list[int]
     signal: list[int]
-    gates: list[tuple[int, ...]]
+    awaits: list[int]
+    gate_sets: list[tuple[int, ...]]
     counter_gates: list[list[tuple[int, int]]]
     by_data: list[bool]
     """Per gate: whether those who wait look at the data instead of the counter."""
@@ -93,7 +96,7 @@ def demand_of(program: MegakernelProgram) -> Demand:
     kinds, kind_of = _kinds(program, by_sm)
     entries = iter(kind_of)
     ends = [end for queue in by_sm for end in accumulate([kinds[next(entries)].streamed_bytes for _ in queue])]
-    signal, gates, counter_gates, asked = _gates(ordered)
+    signal, awaits, gate_sets, counter_gates, asked = _gates(ordered)
     return Demand(
         variant=variant,
         task_ids=[task.id for task in ordered],
@@ -103,41 +106,40 @@ def demand_of(program: MegakernelProgram) -> Demand:
         kinds=kinds,
         kind_of=kind_of,
         signal=signal,
-        gates=gates,
+        awaits=awaits,
+        gate_sets=gate_sets,
         counter_gates=counter_gates,
-        by_data=_by_data(program, variant, ordered, signal, gates, asked),
+        by_data=_by_data(program, variant, ordered, signal, [gate_sets[number] for number in awaits], asked),
     )
 
 
 def priced(demand: Demand, machine: Machine) -> Queues:
     """The queues with the times that they take on `machine`."""
-    variant, ends = demand.variant, demand.stream_end
+    variant, ends = demand.variant, np.array(demand.stream_end, np.int64)
     room = variant.ring_slots // variant.copies * variant.copies * variant.chunk_bytes
-    prices = [_price(kind, variant, machine) for kind in demand.kinds]
     # A task that waits has its own weights read, and those of others behind it as far as the task before it allows: the
     # progress that the loader is told allows one more, but schedules of depth 1 take what they would take without it.
-    depths = (max(variant.prefetch_depth, 1) - 1, variant.prefetch_depth)
-    early: list[float] = []
-    limits: list[float] = []
-    for begin, end in zip(demand.first, demand.first[1:], strict=False):
-        stops = ends[begin:end]
-        for found, depth, before in zip((early, limits), depths, ([0, *stops][:-1], stops), strict=True):
-            reach = stops[depth:] + stops[-1:] * min(depth, len(stops))
-            found += [at + room if at + room < most else most for at, most in zip(before, reach, strict=True)]
-    visible_us = machine.data_visibility_us, machine.visibility_us
+    first, entries = np.array(demand.first, np.int64), np.arange(len(ends))
+    last = np.repeat(first[1:] - 1, np.diff(first))
+    before = np.concatenate([[0], ends[:-1]])
+    before[first[:-1][np.diff(first) > 0]] = 0
+    early_depth = max(variant.prefetch_depth, 1) - 1
+    prices = np.array([_price(kind, variant, machine) for kind in demand.kinds])[demand.kind_of].T
+    by_data = np.array(demand.by_data, np.bool_)
     return Queues(
-        first=demand.first,
-        early_limit=early,
-        stream_end=ends,
-        limit=limits,
-        ahead_us=[prices[kind].ahead_us for kind in demand.kind_of],
-        work_us=[prices[kind].work_us for kind in demand.kind_of],
-        tail_us=[prices[kind].tail_us for kind in demand.kind_of],
-        signal=demand.signal,
-        gates=demand.gates,
+        first=first,
+        early_limit=np.minimum(before + room, ends[np.minimum(entries + early_depth, last)]).astype(np.float64),
+        stream_end=ends.astype(np.float64),
+        limit=np.minimum(ends + room, ends[np.minimum(entries + variant.prefetch_depth, last)]).astype(np.float64),
+        ahead_us=prices[0],
+        work_us=prices[1],
+        tail_us=prices[2],
+        signal=np.array(demand.signal, np.int64),
+        awaits=np.array(demand.awaits, np.int64),
+        gate_sets=demand.gate_sets,
         counter_gates=demand.counter_gates,
-        visible_us=[visible_us[not by_data] for by_data in demand.by_data],
-        polled=[not by_data for by_data in demand.by_data],
+        visible_us=np.where(by_data, machine.data_visibility_us, machine.visibility_us),
+        polled=~by_data,
     )
 
 
@@ -288,26 +290,31 @@ def _steps(task: Task) -> _Steps:
     return _Steps(tally["products"], tally["norms"], merged, tally["attentions"], tally["others"], parts)
 
 
-def _gates(ordered: list[Task]) -> tuple[list[int], list[tuple[int, ...]], list[list[tuple[int, int]]], list[int]]:
-    """(counter that each task signals, gates that it awaits, per counter its gates ascending, counter of each gate)."""
+def _gates(
+    ordered: list[Task],
+) -> tuple[list[int], list[int], list[tuple[int, ...]], list[list[tuple[int, int]]], list[int]]:
+    """(counter that each task signals, number of the set of gates that it awaits, these sets, per counter its gates
+    ascending, counter of each gate)."""
     counters: dict[int, int] = {}
     numbers: dict[tuple[int, int], int] = {}
-    known: dict[int, tuple[int, ...]] = {}
-    gates = []
+    sets: dict[tuple[int, ...], int] = {}
+    known: dict[int, int] = {}
+    awaits = []
     for task in ordered:
         waits = task.waits
         awaited = known.get(id(waits))
         if awaited is None:
             pairs = [(counters.setdefault(w.counter, len(counters)), w.threshold) for w in waits if w.threshold > 0]
-            awaited = known[id(waits)] = tuple(numbers.setdefault(pair, len(numbers)) for pair in pairs)
-        gates.append(awaited)
+            gates = tuple(numbers.setdefault(pair, len(numbers)) for pair in pairs)
+            awaited = known[id(waits)] = sets.setdefault(gates, len(sets))
+        awaits.append(awaited)
     signal = [counters.setdefault(task.out_counter, len(counters)) for task in ordered]
     chains: list[list[tuple[int, int]]] = [[] for _ in counters]
     before = [0] * len(counters)
     for (counter, threshold), gate in sorted(numbers.items()):
         chains[counter].append((gate, threshold - before[counter]))
         before[counter] = threshold
-    return signal, gates, chains, [counter for counter, _ in numbers]
+    return signal, awaits, list(sets), chains, [counter for counter, _ in numbers]
 
 
 def _by_data(

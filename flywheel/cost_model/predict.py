@@ -53,10 +53,10 @@ def predict(program: MegakernelProgram, machine: Machine | None = None) -> Predi
 
     Raises ConfigError for a program without target or SM assignment, InvalidProgramError for one that cannot finish.
     """
-    demand, machine, queues, trace = _run(program, machine, record=False)
+    demand, machine, queues, trace = _run(program, machine)
     assert program.target is not None
     floor = floor_us(weight_bytes_read(program), program.target)
-    work = queues.work_us
+    work = queues.work_us.tolist()
     bounds = zip(demand.first, demand.first[1:], strict=False)
     return Prediction(
         latency_us=_latency_us(trace, machine, floor),
@@ -69,7 +69,7 @@ def predict(program: MegakernelProgram, machine: Machine | None = None) -> Predi
 
 def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list[TaskSpan]:
     """The spans of all tasks, SM by SM in queue order. Raises as `predict` does."""
-    demand, _, _, trace = _run(program, machine, record=True)
+    demand, _, _, trace = _run(program, machine)
     sms = [sm for sm, (a, b) in enumerate(zip(demand.first, demand.first[1:], strict=False)) for _ in range(a, b)]
     return [
         TaskSpan(task, sm, start, end)
@@ -80,23 +80,21 @@ def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list
 def latency_us(demand: Demand, machine: Machine, floor: float) -> float:
     """What `predict` says of the program that asks `demand` and whose floor is that, in us. Raises InvalidProgramError
     as it does."""
-    return _latency_us(_simulate(demand, machine, record=False)[1], machine, floor)
+    return _latency_us(_simulate(demand, machine)[1], machine, floor)
 
 
 def _latency_us(trace: Trace, machine: Machine, floor: float) -> float:
     return max(floor, machine.launch_us + max(trace.finish_us))
 
 
-def _run(
-    program: MegakernelProgram, machine: Machine | None, record: bool
-) -> tuple[Demand, Machine, Queues, Trace]:
+def _run(program: MegakernelProgram, machine: Machine | None) -> tuple[Demand, Machine, Queues, Trace]:
     demand = demand_of(program)
     assert program.target is not None
     machine = machine or machine_for(program.target)
-    return demand, machine, *_simulate(demand, machine, record)
+    return demand, machine, *_simulate(demand, machine)
 
 
-def _simulate(demand: Demand, machine: Machine, record: bool) -> tuple[Queues, Trace]:
+def _simulate(demand: Demand, machine: Machine) -> tuple[Queues, Trace]:
     variant, queues = demand.variant, priced(demand, machine)
     rates = Rates(
         total=machine.read_gbs * 1e3,
@@ -108,7 +106,7 @@ def _simulate(demand: Demand, machine: Machine, record: bool) -> tuple[Queues, T
         patience_us=machine.patience_us,
         ask_us=machine.ask_us,
     )
-    trace = simulate(queues, rates, record)
+    trace = simulate(queues, rates)
     if trace.stuck is not None:
         name = f"task {demand.task_ids[trace.stuck]} ({demand.labels[trace.stuck]})"
         raise InvalidProgramError(f"{name}: never starts, its counters stay incomplete")

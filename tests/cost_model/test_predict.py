@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flywheel.cost_model import MACHINES, Vector, predict, timeline
 from flywheel.cost_model.demand import demand_of
-from flywheel.cost_model.predict import latency_us
+from flywheel.cost_model.predict import MODEL_VERSION, latency_us
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import (
     TARGETS,
@@ -32,6 +32,19 @@ from flywheel.vm.pack.nodes import group_tasks
 KIB = 1024
 ROWS = range(16)
 """Positions in the measured table."""
+
+VERSION = "5"
+PREDICTED_US = (
+    "0x1.ce7bcc9b23e58p+5",
+    "0x1.19bc5a4770d1bp+6",
+    "0x1.27a1a791815c3p+6",
+    "0x1.57092d27e5298p+6",
+    "0x1.0a5174fcfbbaep+6",
+    "0x1.2e0a2e04daad0p+6",
+    "0x1.92e8482ca156ep+6",
+    "0x1.34eb8e5993465p+6",
+)
+"""What VERSION of the model says of four programs of each small model."""
 
 
 def test_probe_programs_read_what_the_models_read(probes: ModuleType) -> None:
@@ -239,6 +252,11 @@ def test_what_a_calibration_adds_costs_time(work: MegakernelProgram) -> None:
         assert predict(work, replace(machine, **{name: 60.0})).latency_us > stock, name
     assert predict(work, replace(machine, shared_gbs=1.0)).latency_us > stock
     assert predict(work, replace(machine, restage_share=0.0)).latency_us < stock
+
+
+def test_predictions_change_with_the_version_of_the_model_alone(works: ModuleType) -> None:
+    found = [predict(program).latency_us for program in (*works.programs(0, 4), *works.programs(1, 4))]
+    assert (MODEL_VERSION, [us.hex() for us in found]) == (VERSION, list(PREDICTED_US))
 
 
 def test_a_demand_is_priced_as_its_program_is_predicted(work: MegakernelProgram) -> None:

@@ -1,0 +1,398 @@
+"""What happens at each event of the engine, compiled by numba: a step of llama3-8b has 40,000 of them.
+
+All state is in arrays of records, which `Engine` lists. Everything is added up in one order, so that a prediction has
+the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any, Final, NamedTuple, TypeVar, cast
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+HALF_BYTE: Final = 0.5
+"""Positions in a stream are floats that stand for whole bytes."""
+
+ASKS_AGAIN: Final = 0.2
+"""Of the time until a wait asks the host for the first time, how long it waits between two questions: 64 polls, 320."""
+
+NEVER: Final = -1.0
+"""A volume at which no loader arrives."""
+
+NOBODY: Final = -1
+"""In place of the number of an SM or a gate."""
+
+Records = Any
+"""An array of records, or one of them; numba infers the fields."""
+
+Compiled = TypeVar("Compiled", bound=Callable[..., object])
+
+CONSTANTS: Final = ("total", "bubble_bytes", "poll_us", "restart_us", "crowd_us", "patience_us", "ask_us")
+"""Fields of `Rates` that a run reads."""
+
+TASK = np.dtype(
+    [(name, "f8") for name in ("early", "stream_end", "limit", "ahead", "work", "tail", "start", "end")]
+    + [(name, "i8") for name in ("signal", "first_gate", "last_gate")]
+)
+"""A queue entry: its columns of `Queues`, the range of `Engine.awaited` that it awaits, and when it ran."""
+
+SM = np.dtype(
+    [(name, "f8") for name in ("base", "have", "owed", "limit", "done", "due", "since", "blocked", "finish", "began",
+                               "busy")]
+    + [(name, "i8") for name in ("head", "stop", "next")]
+    + [(name, "?") for name in ("active", "waiting", "asleep")]
+)  # fmt: skip
+"""An SM. Its loader, where `active`, is at `volume + base` of its stream, else at `have`; `owed` bytes are lost at its
+next start. `due` is the volume of its next arrival. `since`: when it fell asleep; `began`: when its last task started;
+`busy`: until when the host answers it; `next`: who waits behind it at its gate."""
+
+GATE = np.dtype([("visible", "f8"), ("first", "i8"), ("last", "i8"), ("open", "?"), ("polled", "?")])
+"""A gate, and the first and last SM that wait there."""
+
+COUNTER = np.dtype([("latest", "f8"), ("left", "i8"), ("link", "i8"), ("end", "i8")])
+"""A counter: its last signal, how many its next gate still takes, and the range of `Engine.links` that is left."""
+
+LINK = np.dtype([("gate", "i8"), ("needs", "i8")])
+
+STATE = np.dtype(
+    [(name, "f8") for name in ("now", "volume", "rate", "host", "slowest_us", *CONSTANTS)]
+    + [(name, "i8") for name in ("n_active", "timed")]
+)  # fmt: skip
+"""The clock, the memory, the host and the constants; `timed` counts the timers that were set."""
+
+
+class Engine(NamedTuple):
+    """All that a run reads and changes.
+
+    A timer is (time, its number, who is due): an SM whose task ends, the number of SMs and an SM that has its answer,
+    ~gate, or ~ the number of gates to ask the host. Of one time, they are due in the order in which they were set. An
+    arrival is (volume, SM): a loader comes to the end of the running task's bytes, or to its limit; it counts while the
+    SM's `due` equals it. Both are heaps.
+    """
+
+    state: Records
+    tasks: Records
+    sms: Records
+    gates: Records
+    counters: Records
+    links: Records
+    awaited: npt.NDArray[np.int64]
+    rate_of: npt.NDArray[np.float64]
+    """Bytes per us of each loader, by the number that are active."""
+    timers: list[tuple[float, int, int]]
+    arrivals: list[tuple[float, int]]
+
+
+def _compiled(function: Compiled) -> Compiled:
+    """Machine code of a function, made at its first call and kept for other processes where numba finds a place."""
+    try:
+        return cast(Compiled, numba.njit(cache=True)(function))
+    except RuntimeError:  # neither this folder nor the user's cache can be written to
+        return cast(Compiled, numba.njit(function))
+
+
+@_compiled
+def _at(engine: Engine, time: float, who: int) -> None:
+    state = engine.state[0]
+    heappush(engine.timers, (time, state.timed, who))
+    state.timed += 1
+
+
+@_compiled
+def _activate(engine: Engine, sm: Records, have: float) -> None:
+    """The loader of `sm`, stopped at `have` bytes, goes on."""
+    state = engine.state[0]
+    sm.active = True
+    state.n_active += 1
+    state.rate = engine.rate_of[state.n_active]
+    late = state.restart_us * state.rate if have else 0.0
+    sm.base = have - state.volume - sm.owed - late
+    sm.owed = 0.0
+
+
+@_compiled
+def _next_arrival(sm: Records, at: float) -> float:
+    """The loader of `sm` arrives when it has moved `at` bytes of its stream; the volume then, for the caller to
+    queue."""
+    sm.due = at - sm.base
+    return float(sm.due)
+
+
+@_compiled
+def _start(engine: Engine, number: int, time: float) -> float:
+    """The next task of an SM starts at `time`; its loader's next arrival, or NEVER."""
+    state, sm = engine.state[0], engine.sms[number]
+    task = engine.tasks[sm.head]
+    have = sm.have + HALF_BYTE
+    sm.limit = task.limit
+    done = time + task.work
+    sm.began = time
+    sm.asleep = False
+    task.start = time
+    streaming = sm.active
+    if not streaming:
+        if task.limit <= have:
+            _at(engine, done, number)
+            return NEVER
+        _activate(engine, sm, have - HALF_BYTE)
+    missing = task.stream_end - sm.base - state.volume
+    # Where even the slowest memory brings the bytes before the work is done, there is no need to look again.
+    in_time = state.now + missing * state.slowest_us + task.tail <= done
+    if missing < HALF_BYTE or task.stream_end < have or in_time:
+        _at(engine, done, number)
+        return NEVER if streaming else _next_arrival(sm, task.limit)
+    sm.waiting = True
+    sm.done = done
+    return _next_arrival(sm, task.stream_end)
+
+
+@_compiled
+def _allow(engine: Engine, sm: Records, limit: float) -> float:
+    """The loader of `sm`, whose next task waits, may go on to `limit` if that is further than before."""
+    if limit <= sm.limit:
+        return NEVER
+    sm.limit = limit
+    if not sm.active:
+        if limit <= sm.have + HALF_BYTE:
+            return NEVER
+        _activate(engine, sm, sm.have)
+    return _next_arrival(sm, limit)
+
+
+@_compiled
+def _closed_gate(engine: Engine, task: Records) -> int:
+    """The first gate of a task that is not open, or NOBODY."""
+    for place in range(task.first_gate, task.last_gate):
+        if not engine.gates[engine.awaited[place]].open:
+            return int(engine.awaited[place])
+    return NOBODY
+
+
+@_compiled
+def _wait(engine: Engine, number: int, gate: Records) -> None:
+    """An SM waits at a gate, behind those that do already."""
+    if gate.first == NOBODY:
+        gate.first = number
+    else:
+        engine.sms[gate.last].next = number
+    gate.last = number
+    engine.sms[number].next = NOBODY
+
+
+@_compiled
+def _reach(engine: Engine, number: int, time: float) -> float:
+    """An SM comes to its next task: start it, or fall asleep at the first gate that is not open."""
+    sm = engine.sms[number]
+    task = engine.tasks[sm.head]
+    if task.first_gate == task.last_gate:
+        return _start(engine, number, time)
+    closed = _closed_gate(engine, task)
+    if closed != NOBODY:
+        _wait(engine, number, engine.gates[closed])
+    elif sm.busy > time:
+        _at(engine, sm.busy, len(engine.sms) + number)
+    else:
+        return _start(engine, number, time + max(task.ahead, engine.state[0].poll_us))
+    sm.since = time
+    sm.asleep = True
+    return _allow(engine, sm, task.early)
+
+
+@_compiled
+def _finish(engine: Engine, number: int, time: float) -> float:
+    """The running task of an SM ends at `time`: signal, then go to the next."""
+    state, sm = engine.state[0], engine.sms[number]
+    task = engine.tasks[sm.head]
+    task.end = time
+    counter = engine.counters[task.signal]
+    counter.latest = max(counter.latest, time)
+    counter.left -= 1
+    if counter.left == 0:
+        gate = engine.links[counter.link].gate
+        crowd = state.crowd_us * state.rate * state.n_active / state.total
+        _at(engine, counter.latest + engine.gates[gate].visible + crowd, ~gate)
+        counter.link += 1
+        if counter.link < counter.end:
+            counter.left = engine.links[counter.link].needs
+    sm.head += 1
+    if sm.head == sm.stop:
+        sm.finish = time
+        return NEVER
+    return _reach(engine, number, time)
+
+
+@_compiled
+def _arrive(engine: Engine, number: int) -> float:
+    """The loader of an SM is at the end of the running task's bytes, or at what was its limit."""
+    state, sm = engine.state[0], engine.sms[number]
+    if sm.waiting:
+        sm.waiting = False
+        ready = state.now + engine.tasks[sm.head].tail
+        if ready >= sm.done:
+            again = _finish(engine, number, ready)
+            if again != NEVER:
+                return again
+        else:
+            _at(engine, sm.done, number)
+    if sm.limit > state.volume + sm.base + HALF_BYTE:
+        return _next_arrival(sm, sm.limit)
+    sm.active = False
+    sm.have = sm.limit
+    sm.due = NEVER
+    state.n_active -= 1
+    state.rate = engine.rate_of[state.n_active]
+    return NEVER
+
+
+@_compiled
+def _lose(state: Records, sm: Records, share: float) -> None:
+    """`share` of the bubble of a wait; one for a signal that is already on its way costs less than all of it."""
+    lost = state.bubble_bytes * share
+    if sm.active:
+        sm.have = max(sm.have, state.volume + sm.base)
+        sm.base -= lost
+    else:
+        sm.owed = max(sm.owed, lost)
+
+
+@_compiled
+def _wake(engine: Engine, number: int, time: float) -> None:
+    """An SM, which sleeps, sees what is open: it goes on, or to the next closed gate."""
+    state, sm = engine.state[0], engine.sms[number]
+    task = engine.tasks[sm.head]
+    closed = _closed_gate(engine, task)
+    if closed != NOBODY:
+        _wait(engine, number, engine.gates[closed])
+        return
+    blocked = time - sm.since
+    if blocked > 0.0:
+        visible = 0.0
+        for place in range(task.first_gate, task.last_gate):
+            visible = max(visible, engine.gates[engine.awaited[place]].visible)
+        blocked = max(blocked, task.ahead)
+        sm.blocked += blocked
+        _lose(state, sm, blocked / visible if blocked < visible else 1.0)
+        again = _start(engine, number, sm.since + blocked)
+    else:  # its turn comes after `time`: the last chunk before is still being consumed
+        again = _start(engine, number, sm.since + max(task.ahead, state.poll_us))
+    if again != NEVER:
+        heappush(engine.arrivals, (again, number))
+
+
+@_compiled
+def _release(engine: Engine, gate: Records, time: float) -> None:
+    """A gate opens: everybody who sleeps there goes on, who has asked the host when that has answered."""
+    gate.open = True
+    number = gate.first
+    while number != NOBODY:
+        sm = engine.sms[number]
+        behind = sm.next
+        if sm.busy > time:
+            _at(engine, sm.busy, len(engine.sms) + number)
+        else:
+            _wake(engine, number, time)
+        number = behind
+
+
+@_compiled
+def _ask(engine: Engine, time: float) -> None:
+    """Whoever has polled a counter for long asks the host."""
+    state = engine.state[0]
+    for number in range(len(engine.sms)):
+        sm = engine.sms[number]
+        entry = sm.head + (not sm.asleep)
+        if sm.began > time - state.patience_us or sm.busy > time or entry >= sm.stop:
+            continue
+        task = engine.tasks[entry]
+        for place in range(task.first_gate, task.last_gate):
+            gate = engine.gates[engine.awaited[place]]
+            if gate.polled and not gate.open:
+                state.host = max(state.host, time) + state.ask_us
+                sm.busy = state.host
+                break
+    if len(engine.timers) or len(engine.arrivals):
+        _at(engine, time + state.patience_us * ASKS_AGAIN, ~len(engine.gates))
+
+
+@_compiled
+def _begin(engine: Engine) -> None:
+    """Loaders start at once, and so do the tasks that await nothing."""
+    state = engine.state[0]
+    if state.ask_us:
+        _at(engine, state.patience_us, ~len(engine.gates))
+    for number in range(len(engine.sms)):
+        sm = engine.sms[number]
+        if sm.head == sm.stop:
+            continue
+        limit = engine.tasks[sm.head].early
+        if limit:
+            sm.limit = limit
+            sm.due = limit
+            _activate(engine, sm, 0.0)
+            heappush(engine.arrivals, (limit, number))
+        again = _reach(engine, number, 0.0)
+        if again != NEVER:
+            heappush(engine.arrivals, (again, number))
+
+
+@_compiled
+def _due(engine: Engine, who: int, time: float) -> None:
+    """What a timer was set for."""
+    if who >= len(engine.sms):
+        _wake(engine, who - len(engine.sms), time)
+    elif who >= 0:
+        again = _finish(engine, who, time)
+        if again != NEVER:
+            heappush(engine.arrivals, (again, who))
+    elif ~who < len(engine.gates):
+        _release(engine, engine.gates[~who], time)
+    else:
+        _ask(engine, time)
+
+
+@_compiled
+def run(
+    state: Records,
+    tasks: Records,
+    sms: Records,
+    gates: Records,
+    counters: Records,
+    links: Records,
+    awaited: npt.NDArray[np.int64],
+    rate_of: npt.NDArray[np.float64],
+) -> None:
+    """From event to event, until none is left."""
+    timers, arrivals, due = [(0.0, 0, 0)], [(0.0, 0)], [0]  # numba takes the types of lists from what they hold
+    timers.clear()
+    arrivals.clear()
+    engine = Engine(state, tasks, sms, gates, counters, links, awaited, rate_of, timers, arrivals)
+    clock = state[0]
+    _begin(engine)
+    while True:
+        while arrivals and arrivals[0][0] != sms[arrivals[0][1]].due:
+            heappop(arrivals)
+        if arrivals:
+            volume, number = arrivals[0]
+            now = clock.now + (volume - clock.volume) / clock.rate
+            if not timers or now <= timers[0][0]:
+                clock.now = now
+                clock.volume = volume
+                heappop(arrivals)
+                again = _arrive(engine, number)
+                if again != NEVER:
+                    heappush(arrivals, (again, number))
+                continue
+        elif not timers:
+            return
+        now = timers[0][0]
+        clock.volume += (now - clock.now) * clock.rate
+        clock.now = now
+        due.clear()
+        while timers and timers[0][0] == now:
+            due.append(heappop(timers)[2])
+        for who in due:
+            _due(engine, who, now)
