@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from flywheel.cost_model.demand import Demand, demand_of, priced
-from flywheel.cost_model.engine import Queues, Rates, Trace, simulate
+from flywheel.cost_model.demand import Demand, demand_of
 from flywheel.cost_model.machine import Machine, machine_for
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import MegakernelProgram
 from flywheel.measure.floor import floor_us, weight_bytes_read
 
+if TYPE_CHECKING:
+    from flywheel.cost_model.engine import Queues, Trace
+
 MODEL_VERSION: Final = "5"
 """Changes whenever the same program may get another prediction."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -95,6 +98,10 @@ def _run(program: MegakernelProgram, machine: Machine | None) -> tuple[Demand, M
 
 
 def _simulate(demand: Demand, machine: Machine) -> tuple[Queues, Trace]:
+    # Here, since nothing but a prediction should wait for numba.
+    from flywheel.cost_model.engine import Rates, simulate
+    from flywheel.cost_model.queues import priced
+
     variant, queues = demand.variant, priced(demand, machine)
     rates = Rates(
         total=machine.read_gbs * 1e3,

@@ -1,0 +1,80 @@
+"""What a program asks, in the times that it takes on one machine: the queues of the event engine."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from flywheel.cost_model.demand import Demand, Kind
+from flywheel.cost_model.engine import Queues
+from flywheel.cost_model.machine import Machine
+from flywheel.ir import KernelVariant
+
+_KILO: Final = 1e3
+
+_FETCHED_BYTES: Final = 2048
+"""Activations that a warp loads at once."""
+
+_ATTENDED_BYTES: Final = 4096
+"""Keys and values that a warp attends to at once: 16 rows of 64 halves each."""
+
+
+def priced(demand: Demand, machine: Machine) -> Queues:
+    """The queues with the times that they take on `machine`."""
+    variant, ends = demand.variant, np.array(demand.stream_end, np.int64)
+    room = variant.ring_slots // variant.copies * variant.copies * variant.chunk_bytes
+    # A task that waits has its own weights read, and those of others behind it as far as the task before it allows: the
+    # progress that the loader is told allows one more, but schedules of depth 1 take what they would take without it.
+    first, entries = np.array(demand.first, np.int64), np.arange(len(ends))
+    last = np.repeat(first[1:] - 1, np.diff(first))
+    before = np.concatenate([[0], ends[:-1]])
+    before[first[:-1][np.diff(first) > 0]] = 0
+    early_depth = max(variant.prefetch_depth, 1) - 1
+    prices = np.array([_price(kind, variant, machine) for kind in demand.kinds])[demand.kind_of].T
+    by_data = np.array(demand.by_data, np.bool_)
+    return Queues(
+        first=first,
+        early_limit=np.minimum(before + room, ends[np.minimum(entries + early_depth, last)]).astype(np.float64),
+        stream_end=ends.astype(np.float64),
+        limit=np.minimum(ends + room, ends[np.minimum(entries + variant.prefetch_depth, last)]).astype(np.float64),
+        ahead_us=prices[0],
+        work_us=prices[1],
+        tail_us=prices[2],
+        signal=np.array(demand.signal, np.int64),
+        awaits=np.array(demand.awaits, np.int64),
+        gate_sets=demand.gate_sets,
+        counter_gates=demand.counter_gates,
+        visible_us=np.where(by_data, machine.data_visibility_us, machine.visibility_us),
+        polled=~by_data,
+    )
+
+
+class _Price(NamedTuple):
+    """Times of a task: done while it waits, its work, and from the last chunk's arrival to the end."""
+
+    ahead_us: float
+    work_us: float
+    tail_us: float
+
+
+def _price(kind: Kind, variant: KernelVariant, machine: Machine) -> _Price:
+    consumer, vector, others = machine.consumer, machine.vector, variant.vector_warps
+    share = machine.restage_share if kind.staged else 1.0
+    work = consumer.task_us(variant.matrix_warps + others, share)
+    slices = variant.x_slices if kind.sliced else 1
+    work += ceil(kind.read_bytes / (slices * _FETCHED_BYTES * others)) * vector.fetch_us * share
+    work += kind.read_bytes * kind.readers / (machine.shared_gbs * 1e3) * share
+    work += vector.task_us * share + kind.steps * vector.step_us + (slices - 1) * vector.slice_us
+    work += share * (kind.norms * vector.norm_us + kind.merged * vector.merge_us / others)
+    work += max(
+        consumer.chunks_us(kind.streamed_bytes, variant),
+        0.0 if kind.attends else kind.flops / (consumer.flops_per_warp_us * variant.matrix_warps),
+    )
+    ahead = 0.0 if kind.staged else vector.ahead_us
+    if kind.attends:
+        work += vector.attention_us + ceil(kind.cached_bytes / (_ATTENDED_BYTES * others)) * vector.attend_us
+        ahead += kind.cached_bytes / _KILO * vector.cache_us
+    tail = consumer.chunks_us(min(variant.chunk_bytes, kind.streamed_bytes), variant)
+    return _Price(ahead, work, tail)
