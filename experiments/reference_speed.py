@@ -16,8 +16,8 @@ from flywheel.ir import TARGETS, BufferKind, ScheduleConfig, validate
 from flywheel.lowering.lower import lower
 from flywheel.models.catalog import resolve_model
 from flywheel.models.decoder import decode_step
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.reference import BoundProgram, ReferenceVM
-from flywheel.vm.reference.memory import TORCH_DTYPES
 
 REPEATS = 5
 

@@ -29,7 +29,8 @@ from flywheel.lowering.lower import lower
 from flywheel.measure.environment import capture_environment
 from flywheel.models.decoder import DTYPES, decode_step
 from flywheel.models.spec import DecoderSpec
-from flywheel.models.weights import TORCH_DTYPES, bind, random_weights
+from flywheel.models.weights import bind, random_weights
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.driver import Gpu, load_variant, open_gpu
 from flywheel.vm.loader import LoadedProgram, ResidentWeights, needed_weights
 from flywheel.vm.nvrtc import arch_name, compile_variant

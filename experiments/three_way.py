@@ -25,6 +25,7 @@ from flywheel.models.decoder import DTYPES
 from flywheel.models.eager import EagerDecoder
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload, find_target
+from flywheel.tensors import TORCH_DTYPES
 
 CONTEXT = 160
 POSITIONS = (0, 1, 7, 63, 100, CONTEXT - 1)
@@ -99,7 +100,7 @@ def _save(fields: dict[str, Any], dtype: str, folder: Path) -> PreTrainedModel:
             deviation = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
             mean = 1.0 if "norm" in name else 0.0
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation + mean)
-    wanted = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    wanted = TORCH_DTYPES[DTYPES[dtype]]
     model.to(wanted).save_pretrained(folder)
     read: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted).eval()
     return read

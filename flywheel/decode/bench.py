@@ -20,7 +20,7 @@ from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Implausible, Incorrect, Measured, TrialOutcome
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import EagerDecoder
-from flywheel.models.weights import TORCH_DTYPES
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.driver import open_gpu
 from flywheel.vm.pack import pack
 from flywheel.vm.timing import summarise

@@ -12,7 +12,7 @@ from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
 from flywheel.models.spec import DecoderSpec
-from flywheel.models.weights import TORCH_DTYPES
+from flywheel.tensors import TORCH_DTYPES
 
 
 class KvCaches:

@@ -27,7 +27,7 @@ from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import EagerDecoder
-from flywheel.models.weights import TORCH_DTYPES
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.driver import Gpu
 from flywheel.vm.timing import Launch, summarise, time_back_to_back, time_contestants
 

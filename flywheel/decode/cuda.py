@@ -18,7 +18,8 @@ from flywheel.ir import BufferKind, DType, KernelVariant, MegakernelProgram, val
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.models.eager import LayerCache
 from flywheel.models.spec import DecoderSpec, model_weight_key
-from flywheel.models.weights import TORCH_DTYPES, bind
+from flywheel.models.weights import bind
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Layout
 from flywheel.vm.driver import Gpu, LoadedKernel, load_variant
 from flywheel.vm.loader import LoadedProgram

@@ -24,7 +24,7 @@ from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
 from flywheel.models.spec import DecoderSpec, layer_weight_key, model_weight_key
-from flywheel.models.weights import TORCH_DTYPES
+from flywheel.tensors import TORCH_DTYPES
 
 
 @dataclass(frozen=True, slots=True)

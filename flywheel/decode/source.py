@@ -14,7 +14,8 @@ from flywheel.ir import DType
 from flywheel.models.catalog import CATALOG, resolve_model
 from flywheel.models.decoder import DTYPES
 from flywheel.models.spec import DecoderSpec
-from flywheel.models.weights import TORCH_DTYPES, checkpoint_tensors, random_weights
+from flywheel.models.weights import checkpoint_tensors, random_weights
+from flywheel.tensors import TORCH_DTYPES
 
 Weights = Mapping[str, Tensor]
 """By the keys of `checkpoint_tensors`."""

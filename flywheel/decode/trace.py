@@ -17,7 +17,7 @@ from flywheel.ir import MegakernelProgram
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import EagerDecoder
-from flywheel.models.weights import TORCH_DTYPES
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.driver import open_gpu
 from flywheel.vm.trace import LaunchTrace
 

@@ -14,7 +14,7 @@ from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.measure.verdict import TOLERANCE, Verdict, judge
 from flywheel.models.eager import EagerDecoder, LayerCache
-from flywheel.models.weights import TORCH_DTYPES
+from flywheel.tensors import TORCH_DTYPES
 
 
 def default_positions(context: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from flywheel.ir.config import ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.ir.dag import dependency_edges, topological_order
-from flywheel.ir.dtype import PER_SM_SPACES, READONLY_KINDS, BufferKind, DType, MemSpace
+from flywheel.ir.dtype import COMPUTE_DTYPES, PER_SM_SPACES, READONLY_KINDS, BufferKind, DType, MemSpace
 from flywheel.ir.identity import program_id
 from flywheel.ir.opcodes import (
     INHERITED_PARAMS,
@@ -33,6 +33,7 @@ from flywheel.ir.version import (
     ABI_MAX_INPUTS,
     ABI_MAX_OUTPUTS,
     ABI_MAX_RANK,
+    ABI_MAX_ROWS,
     ABI_MAX_WAITS,
     ABI_VERSION,
     IR_VERSION,
@@ -42,8 +43,10 @@ __all__ = [
     "ABI_MAX_INPUTS",
     "ABI_MAX_OUTPUTS",
     "ABI_MAX_RANK",
+    "ABI_MAX_ROWS",
     "ABI_MAX_WAITS",
     "ABI_VERSION",
+    "COMPUTE_DTYPES",
     "INHERITED_PARAMS",
     "IR_VERSION",
     "OP_REGISTRY",

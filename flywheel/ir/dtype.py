@@ -34,6 +34,9 @@ class DType(IntEnum):
 
 _BITS: Final = (32, 16, 16, 8, 8, 32, 8, 4, 8, 8)
 
+COMPUTE_DTYPES: Final = (DType.F32, DType.F16, DType.BF16)
+"""Element types that steps compute in."""
+
 
 class MemSpace(IntEnum):
     """Where a buffer or page lives."""

@@ -14,3 +14,6 @@ ABI_MAX_INPUTS: Final = 8
 ABI_MAX_OUTPUTS: Final = 4
 ABI_MAX_WAITS: Final = 8
 ABI_MAX_RANK: Final = 4
+
+ABI_MAX_ROWS: Final = 8
+"""Rows of x that one matrix step multiplies, and so sequences of one decode step: the columns of a fragment of x."""

@@ -18,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flywheel.errors import WeightsError
+from flywheel.ir import COMPUTE_DTYPES
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, Shape
 
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _MAX_INDEX_BYTES: Final = 64 * 1024**2
-_DTYPES: Final = ("F32", "F16", "BF16")
+_DTYPES: Final = tuple(dtype.name for dtype in COMPUTE_DTYPES)
 # What old releases of transformers saved, and recompute from the config.
 _RECOMPUTED: Final = (".rotary_emb.inv_freq",)
 _TIED: Final = MappingProxyType({MODEL_WEIGHT_KEYS["lm_head"]: MODEL_WEIGHT_KEYS["embed"]})

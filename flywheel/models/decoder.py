@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from flywheel.errors import ConfigError
-from flywheel.ir import BufferKind, DType, InstructionKind
+from flywheel.ir import ABI_MAX_ROWS, COMPUTE_DTYPES, BufferKind, DType, InstructionKind
 from flywheel.models.graph import Block, Graph, Op, Tensor, stream_names
 from flywheel.models.spec import (
     LAYER_WEIGHT_KEYS,
@@ -15,11 +15,11 @@ from flywheel.models.spec import (
     model_weight_shapes,
 )
 
-DTYPES: Final = {"bf16": DType.BF16, "f16": DType.F16, "f32": DType.F32}
+DTYPES: Final = {dtype.name.lower(): dtype for dtype in sorted(COMPUTE_DTYPES, key=lambda dtype: dtype.name)}
 """Element types that a decode step can be lowered for, by the names that users type."""
 
-MAX_BATCH: Final = 8
-"""Sequences of one step: columns of the fragment that activations are multiplied in."""
+MAX_BATCH: Final = ABI_MAX_ROWS
+"""Sequences of one step: each is a row of what its matrices multiply."""
 
 _K = InstructionKind
 _WEIGHT, _ACT, _CACHE = BufferKind.WEIGHT, BufferKind.ACTIVATION, BufferKind.KV_CACHE

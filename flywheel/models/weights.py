@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from math import prod, sqrt
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -24,21 +23,7 @@ from flywheel.models.spec import (
     model_weight_key,
     model_weight_shapes,
 )
-
-TORCH_DTYPES: Final[Mapping[DType, torch.dtype]] = MappingProxyType(
-    {
-        DType.F32: torch.float32,
-        DType.F16: torch.float16,
-        DType.BF16: torch.bfloat16,
-        DType.F8E4M3: torch.float8_e4m3fn,
-        DType.F8E5M2: torch.float8_e5m2,
-        DType.I32: torch.int32,
-        DType.I8: torch.int8,
-        DType.U8: torch.uint8,
-        DType.BOOL: torch.bool,
-    }
-)
-"""Element types that torch has too; I4 has no equal there."""
+from flywheel.tensors import TORCH_DTYPES
 
 _NORM_SPREAD: Final = 0.1
 _BIAS_SPREAD: Final = 0.2
@@ -134,9 +119,9 @@ def _as_shaped(buffer: Buffer, tensor: Tensor) -> Tensor:
 
 
 def _as_typed(buffer: Buffer, tensor: Tensor, cast: bool) -> Tensor:
-    dtype = TORCH_DTYPES.get(buffer.dtype)
-    if dtype is None:
+    if buffer.dtype is DType.I4:
         raise WeightsError(f"buffer {buffer.name!r}: torch has no tensors of {buffer.dtype.name}")
+    dtype = TORCH_DTYPES[buffer.dtype]
     if tensor.dtype == dtype:
         return tensor
     if not (cast and dtype.is_floating_point and tensor.dtype.is_floating_point):

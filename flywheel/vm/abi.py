@@ -20,9 +20,6 @@ from flywheel.ir.opcodes import PARAM_FIELDS
 MAX_STEPS: Final = 16
 """Steps of one task; a recipe with more is refused at load."""
 
-MAX_ROWS: Final = 8
-"""Activation rows of one matrix task: the columns of an mma.m16n8k16 fragment."""
-
 FRAGMENT_ROWS: Final = 16
 """A weight fragment is FRAGMENT_ROWS x FRAGMENT_K elements, which 32 lanes hold 8 each."""
 

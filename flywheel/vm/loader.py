@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.errors import ConfigError, GpuFaultError, LaunchTimeoutError, TensorError
-from flywheel.ir import Buffer, BufferKind
-from flywheel.vm.abi import ABSENT, COUNTER_STRIDE, MAX_ROWS, Anchor, Fault, Layout, Stamp, numpy_struct
+from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind
+from flywheel.vm.abi import ABSENT, COUNTER_STRIDE, Anchor, Fault, Layout, Stamp, numpy_struct
 from flywheel.vm.driver import Gpu, LoadedKernel, Memory, check_fit
 from flywheel.vm.elements import stored, stored_type, values
 from flywheel.vm.pack import PackedProgram
@@ -32,7 +32,7 @@ _CACHE_ALIGNMENT: Final = 16
 _PROGRAM: Final = numpy_struct("amk_program_t")
 _REPORT: Final = numpy_struct("amk_report_t")
 _TRACE: Final = numpy_struct("amk_trace_t")
-_STATE_BYTES: Final = 2 * 4 + 2 * 8 * MAX_ROWS
+_STATE_BYTES: Final = 2 * 4 + 2 * 8 * ABI_MAX_ROWS
 _WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 _WRITTEN_KINDS: Final = (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
 

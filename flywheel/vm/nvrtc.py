@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Final
 
 from flywheel.errors import ConfigError, KernelCompileError
-from flywheel.ir import DType
+from flywheel.ir import COMPUTE_DTYPES, DType
 from flywheel.ir.variant import WARP
 
 SOURCES: Final = Path(__file__).parent / "cuda"
@@ -31,7 +31,6 @@ ARCHITECTURES: Final[Mapping[int, str]] = MappingProxyType(
 _SUFFIXES: Final = (".cu", ".cuh", ".h")
 _IMPORTING: Final = Lock()  # two threads that import cuda.core 1.2 at once find it half made
 
-_FLOAT_TYPES: Final = (DType.F32, DType.F16, DType.BF16)
 _STANDARD: Final = "c++17"
 _PTXAS: Final = ("-v",)
 
@@ -126,8 +125,10 @@ def compile_variant(
 
     Raises ConfigError for a dtype without a kernel.
     """
-    if dtype not in _FLOAT_TYPES:
-        raise ConfigError(f"dtype {dtype.name}: there are kernels for {', '.join(kind.name for kind in _FLOAT_TYPES)}")
+    if dtype not in COMPUTE_DTYPES:
+        raise ConfigError(
+            f"dtype {dtype.name}: there are kernels for {', '.join(each.name for each in COMPUTE_DTYPES)}"
+        )
     multiplying = (threads // WARP - 1) // 2 if matrix_warps is None else matrix_warps
     defines = {"FW_THREADS": str(threads), "FW_MATRIX_WARPS": str(multiplying), "FW_DTYPE": str(int(dtype))}
     if rows:

@@ -14,7 +14,8 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.spec import DecoderSpec, RopeScaling
-from flywheel.models.weights import TORCH_DTYPES, random_weights
+from flywheel.models.weights import random_weights
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.driver import Gpu, open_gpu
 
 CONTEXT = 64

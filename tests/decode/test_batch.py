@@ -26,7 +26,8 @@ from flywheel.ir.access import multi_row_buffers
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec, RopeScaling
-from flywheel.models.weights import TORCH_DTYPES, random_weights
+from flywheel.models.weights import random_weights
+from flywheel.tensors import TORCH_DTYPES
 
 CONTEXT: Final = 40
 POSITIONS: Final = (0, 1, 16, 39)

@@ -14,10 +14,11 @@ from flywheel.ir import TARGETS
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
 from flywheel.models.spec import DecoderSpec, RopeScaling
-from flywheel.models.weights import TORCH_DTYPES, random_weights
+from flywheel.models.weights import random_weights
 from flywheel.search.knobs import KNOBS, Choice
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
+from flywheel.tensors import TORCH_DTYPES
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 32)},

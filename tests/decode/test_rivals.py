@@ -12,7 +12,8 @@ from flywheel.ir import DType
 from flywheel.models.catalog import CATALOG
 from flywheel.models.eager import EagerDecoder, rope_frequencies
 from flywheel.models.spec import DecoderSpec, RopeScaling
-from flywheel.models.weights import TORCH_DTYPES, random_weights
+from flywheel.models.weights import random_weights
+from flywheel.tensors import TORCH_DTYPES
 
 CONTEXT = 48
 LLAMA = DecoderSpec("llama", "llama", 64, 96, 2, 4, 2, 16, 120, 1e4, 1e-5, 128)

@@ -16,8 +16,9 @@ from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
-from flywheel.models.weights import TORCH_DTYPES, random_weights
+from flywheel.models.weights import random_weights
 from flywheel.report.traced import hand_off_times, idle_us, operation_times
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.driver import Gpu
 from flywheel.vm.trace import hand_offs
 

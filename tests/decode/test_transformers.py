@@ -31,6 +31,7 @@ from flywheel.models.decoder import DTYPES
 from flywheel.models.eager import EagerDecoder
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload, find_target
+from flywheel.tensors import TORCH_DTYPES
 
 CONTEXT = 160
 POSITIONS = (0, 1, 7, 63, 100, CONTEXT - 1)
@@ -83,7 +84,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
                 deviation = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.3
                 mean = 1.0 if "norm" in name else 0.0
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation + mean)
-        precision = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+        precision = TORCH_DTYPES[DTYPES[dtype]]
         model.to(precision).save_pretrained(tmp_path)
         # A model converted in memory would have its RoPE frequencies rounded too.
         model = kind.from_pretrained(tmp_path, dtype=precision).eval()

@@ -19,7 +19,8 @@ from flywheel.ir import TARGETS, BufferKind, DType, MegakernelProgram, ScheduleC
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
-from flywheel.models.weights import TORCH_DTYPES, bind, random_weights
+from flywheel.models.weights import bind, random_weights
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm import nvrtc
 from flywheel.vm.abi import ABSENT, Fault, InstructionFlag, SegmentFlag, StepFlag
 from flywheel.vm.driver import load_variant

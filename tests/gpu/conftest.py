@@ -26,8 +26,9 @@ from flywheel.ir import (
     Task,
     Wait,
 )
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.reference import ReferenceVM
-from flywheel.vm.reference.memory import TORCH_DTYPES, tensor_shape
+from flywheel.vm.reference.memory import tensor_shape
 
 FLOATS = (DType.F32, DType.F16, DType.BF16)
 SPACING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}

@@ -19,9 +19,10 @@ from flywheel.measure.verdict import TOLERANCE
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
 from flywheel.models.spec import DecoderSpec, RopeScaling
-from flywheel.models.weights import TORCH_DTYPES, bind, random_weights
+from flywheel.models.weights import bind, random_weights
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.reference import ReferenceVM
 
 pytestmark = pytest.mark.gpu

@@ -18,7 +18,8 @@ from flywheel.ir import TARGETS, BufferKind, DType, MegakernelProgram, ScheduleC
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
-from flywheel.models.weights import TORCH_DTYPES, random_weights
+from flywheel.models.weights import random_weights
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm import weights as weights_module
 from flywheel.vm.abi import Fault, Layout, numpy_struct
 from flywheel.vm.driver import Gpu, Memory, load_variant

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from flywheel.ir import DType, InstructionKind, MegakernelProgram
+from flywheel.ir import ABI_MAX_ROWS, DType, InstructionKind, MegakernelProgram
 from flywheel.ir.access import MATRIX_OPS
-from flywheel.vm.abi import MAX_ROWS, RESULT_REF, Epilogue, InstructionFlag, StepFlag
+from flywheel.vm.abi import RESULT_REF, Epilogue, InstructionFlag, StepFlag
 from flywheel.vm.pack.nodes import Grouping, Node
 from flywheel.vm.pack.template import Template
 
@@ -28,7 +28,7 @@ def best_flags(
     """
     sizes = np.bincount(grouping.node_of, minlength=len(nodes))
     sampling = [index for index, node in enumerate(nodes) if _samples(templates[node.form])]
-    if not 1 <= len(sampling) <= MAX_ROWS or any(sizes[index] != 1 for index in sampling):
+    if not 1 <= len(sampling) <= ABI_MAX_ROWS or any(sizes[index] != 1 for index in sampling):
         return {}
     logits = nodes[sampling[0]].inputs[0]
     buffer, rows = program.buffers[logits], len(sampling)

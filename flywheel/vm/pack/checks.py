@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from flywheel.errors import InvalidProgramError
-from flywheel.ir import Buffer, BufferKind, DType, InstructionKind, KernelVariant
+from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind, DType, InstructionKind, KernelVariant
 from flywheel.ir.variant import WORK_BYTES
-from flywheel.vm.abi import ABSENT, KERNELS, MAX_ROWS, MAX_STEPS, RESULT_REF
+from flywheel.vm.abi import ABSENT, KERNELS, MAX_STEPS, RESULT_REF
 from flywheel.vm.pack.step import Form, Operand, Step, copied_rows, look, names_columns
 
 _K = InstructionKind
@@ -126,8 +126,8 @@ def _check_matrix(step: Step, args: Sequence[Operand], dtype: DType) -> None:
             raise InvalidProgramError(f"the {name} is {operand.dtype.name}, not {dtype.name} as the program is")
     if x.numel % depth:
         raise InvalidProgramError(f"{x.numel} elements are not rows of K={depth}")
-    if x.numel // depth > MAX_ROWS:
-        raise InvalidProgramError(f"{x.numel // depth} rows of x, more than {MAX_ROWS}")
+    if x.numel // depth > ABI_MAX_ROWS:
+        raise InvalidProgramError(f"{x.numel // depth} rows of x, more than {ABI_MAX_ROWS}")
 
 
 def _check_attention(step: Step, args: Sequence[Operand], variant: KernelVariant) -> None:

@@ -22,11 +22,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.ir import Buffer, BufferKind, DType, InstructionKind, MegakernelProgram, Task, Wait
+from flywheel.ir import COMPUTE_DTYPES, Buffer, BufferKind, InstructionKind, MegakernelProgram, Task, Wait
 from flywheel.ir.access import TILED_OPS, appends_behind, multi_row_buffers, tile
 from flywheel.vm.pack.nodes import Grouping
 
-_FLOATS: Final = (DType.F32, DType.F16, DType.BF16)
 _GIVEN: Final = (BufferKind.WEIGHT, BufferKind.CONST, BufferKind.IO_INPUT)
 
 Pair = tuple[int, int]
@@ -93,7 +92,7 @@ class _Accesses:
     def can_be_awaited(self, number: int) -> bool:
         """Whether the buffer is as the module says."""
         buffer = self.buffers[number]
-        if buffer.kind is not BufferKind.ACTIVATION or buffer.dtype not in _FLOATS:
+        if buffer.kind is not BufferKind.ACTIVATION or buffer.dtype not in COMPUTE_DTYPES:
             return False
         writers = self.writers[number]
         if set(writers) & set(self.readers[number]) or any(_copies(self.nodes[node], number) for node in writers):

@@ -11,7 +11,8 @@ from torch import Tensor
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, Buffer, BufferKind, DType, InstructionKind, Task
 from flywheel.ir.access import MATRIX_OPS, tile, tile_rows
-from flywheel.vm.reference.memory import TORCH_DTYPES, scratch
+from flywheel.tensors import TORCH_DTYPES
+from flywheel.vm.reference.memory import scratch
 from flywheel.vm.reference.operands import Call, Params, split
 from flywheel.vm.reference.ops import OPS, copy
 

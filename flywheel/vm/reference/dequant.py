@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import DType
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.reference.operands import Params, store
-
-_VIEWS: Final = {DType.I8: torch.int8, DType.U8: torch.uint8}
 
 
 def dequant(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
@@ -36,8 +34,8 @@ def integers(packed: Tensor, qdtype: int) -> Tensor:
     """The integers that bytes hold, [..., n] as int8 or uint8."""
     if packed.element_size() != 1:
         raise InvalidProgramError(f"quantised elements in {packed.dtype}, not in bytes")
-    if qdtype in _VIEWS:
-        return packed.view(_VIEWS[DType(qdtype)])
+    if qdtype in (DType.I8, DType.U8):
+        return packed.view(TORCH_DTYPES[DType(qdtype)])
     if qdtype != DType.I4:
         raise InvalidProgramError(f"qdtype={qdtype} is not I4, I8 or U8")
     octets = packed.view(torch.uint8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -11,22 +10,7 @@ from torch import Tensor
 
 from flywheel.errors import InvalidProgramError, TensorError
 from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram
-
-TORCH_DTYPES: Final[Mapping[DType, torch.dtype]] = MappingProxyType(
-    {
-        DType.F32: torch.float32,
-        DType.F16: torch.float16,
-        DType.BF16: torch.bfloat16,
-        DType.F8E4M3: torch.float8_e4m3fn,
-        DType.F8E5M2: torch.float8_e5m2,
-        DType.I32: torch.int32,
-        DType.I8: torch.int8,
-        DType.I4: torch.uint8,
-        DType.U8: torch.uint8,
-        DType.BOOL: torch.bool,
-    }
-)
-"""How each element type is stored; I4 as bytes, two elements in each."""
+from flywheel.tensors import TORCH_DTYPES
 
 POISON: Final = 0xFF
 """Byte that unwritten memory holds: NaN in every float type, -1 in the signed ones."""

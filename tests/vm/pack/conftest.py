@@ -27,9 +27,9 @@ from flywheel.ir import (
     validate,
 )
 from flywheel.ir.access import MATRIX_OPS
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.pack import pack
 from flywheel.vm.reference import ReferenceVM
-from flywheel.vm.reference.memory import TORCH_DTYPES
 
 FEW = replace(TARGETS["h100"], name="few", num_sms=3, note="")
 

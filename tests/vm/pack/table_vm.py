@@ -18,6 +18,7 @@ from torch import Tensor
 from flywheel.ir import PARAM_FIELDS, DType, InstructionKind, MegakernelProgram
 from flywheel.ir.access import MATRIX_OPS
 from flywheel.ir.variant import WORK_BYTES
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import (
     ABSENT,
     PARTIALS_BYTES,
@@ -31,7 +32,6 @@ from flywheel.vm.abi import (
 )
 from flywheel.vm.fragments import from_fragments, to_fragments
 from flywheel.vm.pack import PackedProgram
-from flywheel.vm.reference.memory import TORCH_DTYPES
 from flywheel.vm.reference.ops import OPS
 
 K = InstructionKind

@@ -23,7 +23,7 @@ from flywheel.ir import (
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec, RopeScaling
-from flywheel.vm.reference.memory import TORCH_DTYPES
+from flywheel.tensors import TORCH_DTYPES
 
 CONTEXT = 48
 

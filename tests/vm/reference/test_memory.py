@@ -6,7 +6,8 @@ from torch import Tensor
 
 from flywheel.errors import InvalidProgramError, TensorError
 from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram, MemSpace, Page, PageAllocation
-from flywheel.vm.reference.memory import TORCH_DTYPES, Arena, check_tensors, tensor_shape
+from flywheel.tensors import TORCH_DTYPES
+from flywheel.vm.reference.memory import Arena, check_tensors, tensor_shape
 
 WEIGHT = Buffer(3, "w", BufferKind.WEIGHT, DType.BF16, (4, 2))
 
