@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from flywheel.ir import config_from_dict
+from flywheel.search.gaussian import Grid, Point
 from flywheel.search.knobs import Choice
-from flywheel.search.local import Grid, Point, propose
+from flywheel.search.local import propose
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import make_workload
 

@@ -7,8 +7,6 @@ judged by them, and what was good with a value that came along by chance bars th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import erf, pi, sqrt
 from typing import Any, Final
 
 import numpy as np
@@ -18,13 +16,7 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-Point = tuple[int, ...]
-"""Of each knob the index of its value, in the order of the knobs' names."""
-
-Array = NDArray[np.floating[Any]]
-
-Fit = tuple[float, float, float]
-"""Length scale, additive part of the kernel, noise's share of the variance."""
+from flywheel.search.gaussian import GaussianProcess, Grid, Point
 
 _FIRST: Final = 2
 """Feasible trials before the model is asked; until then, points far from all others."""
@@ -47,106 +39,8 @@ _CLIMB: Final = 5
 _LUCK: Final = 0.3
 """Share of an expected improvement that is drawn: coordinators of one campaign, each with its seed, part ways."""
 
-_APART: Final = 0.3
-"""Of the distance of an ordered knob's ends: what two of its values have between them however near they are. One bad
-value says little of the next: 4 KiB a weight copy can be the worst of all where 8 is the best."""
-
 _NEAR: Final = 0.03
 """Of the best latency: differences well below count in full, those above less and less."""
-
-_LENGTHS: Final = (1.0, 3.0, 10.0, 30.0)
-_ADDITIVE: Final = (0.0, 0.5)
-_NOISES: Final = (1e-4, 1e-2, 1e-1)
-"""What the likelihood chooses a Fit from."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """The values a knob has and whether they are in order, knob by knob."""
-
-    sizes: tuple[int, ...]
-    ordered: tuple[bool, ...]
-
-    def beside(self, point: Point, knob: int) -> list[Point]:
-        """Points that differ in that knob, by any value: the best one may lie behind a bad one."""
-        return [(*point[:knob], value, *point[knob + 1 :]) for value in range(self.sizes[knob]) if value != point[knob]]
-
-    def neighbours(self, point: Point) -> list[Point]:
-        """Points that differ in one knob."""
-        return [near for knob in range(len(point)) for near in self.beside(point, knob)]
-
-    def steps(self, point: Point) -> list[Point]:
-        """The neighbours that are one step away, in each knob whose values are in order; all in the other ones."""
-        return [
-            near
-            for knob, ordered in enumerate(self.ordered)
-            for near in self.beside(point, knob)
-            if not ordered or abs(near[knob] - point[knob]) == 1
-        ]
-
-    def distances(self, points: Sequence[Point], others: Sequence[Point]) -> Array:
-        """[points, others, knobs], each at most 1."""
-        steps = np.abs(np.array(points)[:, None, :] - np.array(others)[None, :, :])
-        ends = np.maximum(np.array(self.sizes) - 1, 1)
-        near = _APART * (steps > 0) + (1.0 - _APART) * steps / ends
-        apart: Array = np.where(self.ordered, near, steps > 0)
-        return apart
-
-
-class Model:
-    """A Gaussian process over a grid; `values` are latencies in us, and what it says of points is in its own unit."""
-
-    def __init__(self, grid: Grid, points: Sequence[Point], values: Sequence[float], pending: Sequence[Point]) -> None:
-        self._grid = grid
-        warped = np.log1p(np.log(np.array(values) / min(values)) / _NEAR)
-        targets = (warped - warped.mean()) / (warped.std() or 1.0)
-        apart = grid.distances(points, points)
-        fits = [(length, part, noise) for length in _LENGTHS for part in _ADDITIVE for noise in _NOISES]
-        self._fit = min(fits, key=lambda fit: _misfit(apart, targets, fit))
-        self._learn(points, targets)
-        self.means = self.predict(points)[0]
-        if pending:  # what is under way will turn out as expected: then there is less to learn near it
-            self._learn([*points, *pending], np.concatenate([targets, self.predict(pending)[0]]))
-
-    def predict(self, points: Sequence[Point]) -> tuple[Array, Array]:
-        """Mean and standard deviation at each point."""
-        cross = _kernel(self._grid.distances(points, self._points), *self._fit[:2])
-        solved = np.linalg.solve(self._root, cross.T)
-        variance = np.maximum(1.0 - (solved**2).sum(axis=0), 1e-12) * self._scale
-        return cross @ self._weights, np.sqrt(variance)
-
-    def improvement(self, points: Sequence[Point]) -> Array:
-        """Expected improvement of each point over the best mean of the known ones, whose values are noisy."""
-        mean, deviation = self.predict(points)
-        z = (self.means.min() - mean) / deviation
-        below = np.array([0.5 * (1.0 + erf(value / sqrt(2.0))) for value in z])
-        gain: Array = deviation * (z * below + np.exp(-z * z / 2.0) / sqrt(2.0 * pi))
-        return gain
-
-    def _learn(self, points: Sequence[Point], targets: Array) -> None:
-        self._points = points
-        self._root, solved, self._scale = _solve(self._grid.distances(points, points), targets, self._fit)
-        self._weights = np.linalg.solve(self._root.T, solved)
-
-
-def _solve(apart: Array, targets: Array, fit: Fit) -> tuple[Array, Array, float]:
-    """Cholesky factor of the correlation, what it solves `targets` to, and the likeliest scale of the variance."""
-    length, part, noise = fit
-    root: Array = np.linalg.cholesky(_kernel(apart, length, part) + noise * np.eye(len(apart)))
-    solved: Array = np.linalg.solve(root, targets)
-    return root, solved, max(float(solved @ solved) / len(solved), 1e-6)
-
-
-def _misfit(apart: Array, targets: Array, fit: Fit) -> float:
-    """Negative log marginal likelihood, but for a constant."""
-    root, solved, scale = _solve(apart, targets, fit)
-    return float(0.5 * len(solved) * np.log(scale) + np.log(np.diag(root)).sum())
-
-
-def _kernel(apart: Array, length: float, part: float) -> Array:
-    """Of distances [.., .., knobs]: `part` of it additive, a sum over knobs, the rest a product."""
-    kernel: Array = part * np.exp(-2.0 * apart).mean(axis=-1) + (1.0 - part) * np.exp(-apart.sum(axis=-1) / length)
-    return kernel
 
 
 class LocalSampler(BaseSampler):
@@ -205,13 +99,13 @@ def propose(
     feasible = [value for value, _ in told if value is not None]
     if len(feasible) < _FIRST:
         points = [_anywhere(grid, chance) for _ in range(30)]
-        gaps = grid.distances(points, sorted(tried)).sum(axis=2).min(axis=1) if tried else np.zeros(30)
+        gaps = grid.distances(points, sorted(tried)).min(axis=1) if tried else np.zeros(30)
         drawn = points[int(gaps.argmax())]
         return drawn if drawn not in tried else _untried(grid, drawn, tried)
     worst = max(feasible)
     ranked = sorted((worst if value is None else value, value is None, point) for value, point in told)[:_LEARNT]
     points = [point for _, _, point in ranked]
-    model = Model(grid, points, [value for value, _, _ in ranked], pending)
+    model = GaussianProcess(grid, points, _warped([value for value, _, _ in ranked]), pending)
     possible = [index for index, (_, infeasible, _) in enumerate(ranked) if not infeasible]
     survey = [point for point in grid.steps(_start(told)) if point not in tried]
     if survey:
@@ -227,6 +121,12 @@ def propose(
     return _climb(grid, model, candidates, tried, chance)
 
 
+def _warped(latencies_us: list[float]) -> NDArray[np.float64]:
+    """In nearly logarithmic steps close to the best, in ever smaller ones above."""
+    warped: NDArray[np.float64] = np.log1p(np.log(np.array(latencies_us) / min(latencies_us)) / _NEAR)
+    return warped
+
+
 def _start(told: Sequence[tuple[float | None, Point]]) -> Point:
     """The best of the first feasible points."""
     first = [(value, point) for value, point in told if value is not None][:_STARTS]
@@ -234,7 +134,7 @@ def _start(told: Sequence[tuple[float | None, Point]]) -> Point:
 
 
 def _climb(
-    grid: Grid, model: Model, candidates: list[Point], tried: set[Point], chance: np.random.Generator
+    grid: Grid, model: GaussianProcess, candidates: list[Point], tried: set[Point], chance: np.random.Generator
 ) -> Point:
     """The untried point of the largest expected improvement, among candidates and then uphill from the best."""
     best, most = candidates[0], -1.0
