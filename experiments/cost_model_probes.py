@@ -24,7 +24,8 @@ from flywheel.ir import (
     Task,
     Wait,
 )
-from flywheel.ir.variant import MAX_THREADS, MIN_STAGED_BYTES, RESERVED_BYTES
+from flywheel.plan.staging import MIN_STAGED_BYTES
+from flywheel.plan.variant import MAX_THREADS, RESERVED_BYTES
 
 KIB = 1024
 H200 = TARGETS["h200"]

@@ -16,8 +16,9 @@ from time import perf_counter
 from typing import TypeVar
 
 from flywheel.cost_model import predict
-from flywheel.ir import ScheduleConfig, program_id, validate
+from flywheel.ir import ScheduleConfig, validate
 from flywheel.lowering.lower import lower
+from flywheel.plan import program_id
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import make_workload
 

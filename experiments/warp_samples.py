@@ -20,9 +20,10 @@ from bisect import bisect_right
 import pandas as pd
 
 from flywheel.cli.files import load_config
-from flywheel.ir import MegakernelProgram, variant_of
+from flywheel.ir import MegakernelProgram
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
+from flywheel.plan import variant_of
 from flywheel.search.workload import make_workload
 from flywheel.store.schedule import Schedule
 from flywheel.vm.nvrtc import arch_name, compile_variant

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flywheel import ir
-from flywheel.ir import variant
+from flywheel.plan import staging, variant
 from flywheel.vm import abi
 
 HEADER = Path(__file__).parents[1] / "flywheel" / "vm" / "cuda" / "abi.h"
@@ -42,15 +42,15 @@ CAPS = {
     "FW_MAX_STEPS": abi.MAX_STEPS,
     "FW_MAX_ROWS": ir.ABI_MAX_ROWS,
     "FW_FRAGMENT_ROWS": abi.FRAGMENT_ROWS,
-    "FW_FRAGMENT_K": variant.FRAGMENT_K,
+    "FW_FRAGMENT_K": staging.FRAGMENT_K,
     "FW_RESULT_REF": abi.RESULT_REF,
     "FW_SPILLED": abi.SPILLED,
     "FW_ABSENT": abi.ABSENT,
     "FW_COUNTER_STRIDE": abi.COUNTER_STRIDE,
     "FW_RESERVED_BYTES": variant.RESERVED_BYTES,
     "FW_PARTIALS_BYTES": abi.PARTIALS_BYTES,
-    "FW_MIN_STAGED_BYTES": variant.MIN_STAGED_BYTES,
-    "FW_WORK_BYTES": variant.WORK_BYTES,
+    "FW_MIN_STAGED_BYTES": staging.MIN_STAGED_BYTES,
+    "FW_WORK_BYTES": staging.WORK_BYTES,
     "FW_MAX_RING_SLOTS": variant.MAX_RING_SLOTS,
     "FW_MAX_X_SLICES": variant.MAX_X_SLICES,
     "FW_WARP": variant.WARP,

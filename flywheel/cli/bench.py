@@ -275,8 +275,8 @@ def _nothing_known(workload: Workload, store: str, campaign: str | None = None) 
 
 def _lower(chosen: Sequence[Chosen]) -> tuple[list[Lowered], list[Refused]]:
     """The schedules as programs, and those that do not fit their workload, as far as that shows without a GPU."""
-    from flywheel.ir import program_id
     from flywheel.lowering.lower import lower
+    from flywheel.plan import program_id
     from flywheel.vm.pack import pack
 
     lowered, refused = [], []

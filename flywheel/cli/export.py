@@ -163,8 +163,9 @@ def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> Tri
 def _program(record: TrialRecord, batch: int) -> str:
     """The row's program, of `batch` sequences, lowered again. Raises StoreError where this version makes another one of
     its config."""
-    from flywheel.ir import config_from_dict, program_id, program_to_json
+    from flywheel.ir import config_from_dict, program_to_json
     from flywheel.lowering.lower import lower
+    from flywheel.plan import program_id
     from flywheel.search.workload import make_workload
 
     workload = make_workload(record.model, record.gpu, record.dtype, record.context, batch)

@@ -12,8 +12,9 @@ from flywheel.cli.options import command, json_option
 from flywheel.cli.text import cell, escaped, pairs, percent, show, show_json, size, table, us
 from flywheel.cost_model import Machine, Prediction, predict
 from flywheel.errors import ConfigError, InvalidProgramError
-from flywheel.ir import KernelVariant, MegakernelProgram, config_to_dict, program_id, validate, variant_of
+from flywheel.ir import MegakernelProgram, config_to_dict, validate
 from flywheel.measure.floor import floor_fraction
+from flywheel.plan import KernelVariant, program_id, variant_of
 from flywheel.report.layer import operation
 
 

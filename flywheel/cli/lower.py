@@ -23,8 +23,9 @@ from flywheel.cli.options import (
 from flywheel.cli.text import note, percent, show, show_json, size, us
 from flywheel.cost_model import Predictor, open_predictor, predict
 from flywheel.errors import ConfigError, UsageError
-from flywheel.ir import MegakernelProgram, ScheduleConfig, program_id, program_to_json
+from flywheel.ir import MegakernelProgram, ScheduleConfig, program_to_json
 from flywheel.measure.floor import floor_fraction, weight_bytes_read
+from flywheel.plan import program_id
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:

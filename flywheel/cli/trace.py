@@ -22,7 +22,8 @@ from flywheel.cli.options import (
 )
 from flywheel.cli.text import ABSENT, escaped, note, pairs, percent, show, show_json, size, table, us
 from flywheel.errors import UnknownNameError, UsageError
-from flywheel.ir import MegakernelProgram, program_id
+from flywheel.ir import MegakernelProgram
+from flywheel.plan import program_id
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:

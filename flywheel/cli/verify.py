@@ -14,8 +14,9 @@ from flywheel.cli.files import load_config, load_program
 from flywheel.cli.options import batch_option, command, json_option
 from flywheel.cli.text import pairs, show, show_json
 from flywheel.errors import UsageError
-from flywheel.ir import MegakernelProgram, program_id
+from flywheel.ir import MegakernelProgram
 from flywheel.models.catalog import CATALOG
+from flywheel.plan import program_id
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:

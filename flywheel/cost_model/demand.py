@@ -11,8 +11,9 @@ from types import MappingProxyType
 from typing import Final
 
 from flywheel.errors import ConfigError
-from flywheel.ir import Buffer, BufferKind, InstructionKind, KernelVariant, MegakernelProgram, Task, variant_of
+from flywheel.ir import Buffer, BufferKind, InstructionKind, MegakernelProgram, Task
 from flywheel.ir.access import appends_behind
+from flywheel.plan import KernelVariant, variant_of
 
 STREAMED_KINDS: Final = frozenset({BufferKind.WEIGHT, BufferKind.KV_CACHE, BufferKind.CONST})
 """Inputs that `est_bytes` stands for; all others are activations, read when the task starts."""

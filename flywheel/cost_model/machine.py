@@ -44,7 +44,7 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from flywheel.ir.target import TARGETS, GpuTarget
-from flywheel.ir.variant import KernelVariant
+from flywheel.plan import KernelVariant
 
 BULK_COPY_ARCH: Final = 90
 """First architecture whose loader can move a whole chunk with one instruction."""

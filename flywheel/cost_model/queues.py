@@ -10,7 +10,7 @@ import numpy as np
 from flywheel.cost_model.demand import Demand, Kind
 from flywheel.cost_model.engine import Queues
 from flywheel.cost_model.machine import Machine
-from flywheel.ir import KernelVariant
+from flywheel.plan import KernelVariant
 
 _KILO: Final = 1e3
 

@@ -14,11 +14,12 @@ from flywheel.decode.interface import read_interface
 from flywheel.decode.session import Step, check_rows
 from flywheel.decode.source import Weights
 from flywheel.errors import InvalidProgramError, NoGpuError, TensorError
-from flywheel.ir import BufferKind, DType, KernelVariant, MegakernelProgram, validate
+from flywheel.ir import BufferKind, DType, MegakernelProgram, validate
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.models.eager import LayerCache
 from flywheel.models.spec import DecoderSpec, model_weight_key
 from flywheel.models.weights import bind
+from flywheel.plan import KernelVariant
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Layout
 from flywheel.vm.driver import Gpu, LoadedKernel, load_variant

@@ -3,7 +3,6 @@
 from flywheel.ir.config import ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.ir.dag import dependency_edges, topological_order
 from flywheel.ir.dtype import COMPUTE_DTYPES, PER_SM_SPACES, READONLY_KINDS, BufferKind, DType, MemSpace
-from flywheel.ir.identity import program_id
 from flywheel.ir.opcodes import (
     INHERITED_PARAMS,
     OP_REGISTRY,
@@ -28,7 +27,6 @@ from flywheel.ir.serde import (
 from flywheel.ir.simulate import simulate_adversarial, simulate_counters
 from flywheel.ir.target import TARGETS, GpuTarget
 from flywheel.ir.validate import Finding, ValidationResult, validate
-from flywheel.ir.variant import KernelVariant, kernel_variant, variant_of
 from flywheel.ir.version import (
     ABI_MAX_INPUTS,
     ABI_MAX_OUTPUTS,
@@ -63,7 +61,6 @@ __all__ = [
     "Finding",
     "GpuTarget",
     "InstructionKind",
-    "KernelVariant",
     "KvRows",
     "MegakernelProgram",
     "MemSpace",
@@ -78,11 +75,9 @@ __all__ = [
     "config_from_dict",
     "config_to_dict",
     "dependency_edges",
-    "kernel_variant",
     "load_program",
     "program_from_dict",
     "program_from_json",
-    "program_id",
     "program_to_dict",
     "program_to_json",
     "save_program",
@@ -90,5 +85,4 @@ __all__ = [
     "simulate_counters",
     "topological_order",
     "validate",
-    "variant_of",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig, Task, variant_of
+from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig, Task
 from flywheel.ir.draft import TaskDraft
 from flywheel.lowering.emit import emit_block
 from flywheel.lowering.emit.scope import Scope
@@ -14,6 +14,7 @@ from flywheel.lowering.placement import place
 from flywheel.lowering.stamp import Node, Stamper
 from flywheel.lowering.tiling import read_tiling
 from flywheel.models.graph import Block, Graph, Tensor
+from flywheel.plan import variant_of
 
 
 def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> MegakernelProgram:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from flywheel.cost_model import MODEL_VERSION, Prediction, TaskSpan, predict, timeline
 from flywheel.errors import FlywheelError
-from flywheel.ir import MegakernelProgram, config_from_dict, program_id
+from flywheel.ir import MegakernelProgram, config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, compared, tied_with, trials_of
+from flywheel.plan import program_id
 from flywheel.search.importance import importances
 from flywheel.search.knobs import Choice
 from flywheel.search.space import Dimension, Space, make_space

@@ -18,12 +18,13 @@ from flywheel.cost_model.calibrate import Price, Sample, Score, fit, price_here,
 from flywheel.cost_model.calibration import Calibration
 from flywheel.cost_model.demand import demand_of
 from flywheel.errors import ConfigError, UnknownNameError, UsageError
-from flywheel.ir import MegakernelProgram, config_from_dict, program_id
+from flywheel.ir import MegakernelProgram, config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.measure.ceiling import Ceiling
 from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import trials_of
+from flywheel.plan import program_id
 from flywheel.search.warm import identity_of, work_of
 from flywheel.search.workload import Workload, find_target
 from flywheel.store.sql import Store

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 from flywheel.errors import ConfigError
-from flywheel.ir import MegakernelProgram, ScheduleConfig, program_id, validate
+from flywheel.ir import MegakernelProgram, ScheduleConfig, validate
 from flywheel.lowering.lower import lower
 from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
@@ -15,6 +15,7 @@ from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.latency import PredictedLatency
 from flywheel.measure.outcome import Rejected, TrialOutcome
 from flywheel.measure.record import TrialRecord
+from flywheel.plan import program_id
 from flywheel.search.workload import Workload
 
 Measure = Callable[[MegakernelProgram], TrialOutcome]

@@ -9,9 +9,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.errors import ConfigError
-from flywheel.ir import KernelVariant, ScheduleConfig, kernel_variant
-from flywheel.ir.variant import WARP, operand_bytes
+from flywheel.ir import ScheduleConfig
 from flywheel.lowering.tiling import even_rows
+from flywheel.plan import KernelVariant, kernel_variant
+from flywheel.plan.staging import operand_bytes
+from flywheel.plan.variant import WARP
 from flywheel.search.workload import Workload
 
 Value = int | str

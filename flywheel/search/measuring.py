@@ -10,10 +10,11 @@ from threading import Lock
 from typing import Final
 
 from flywheel.errors import ConfigError, KernelCompileError, NoGpuError, UsageError
-from flywheel.ir import DType, GpuTarget, MegakernelProgram, variant_of
+from flywheel.ir import DType, GpuTarget, MegakernelProgram
 from flywheel.measure.environment import Environment, capture_environment
 from flywheel.measure.record import TrialRecord
 from flywheel.models.decoder import DTYPES
+from flywheel.plan import variant_of
 from flywheel.search.device import is_target, missing_modules
 from flywheel.store.sql import Store
 from flywheel.vm.nvrtc import arch_name, compile_variant, nvrtc_version, source_digest

@@ -9,9 +9,10 @@ from types import MappingProxyType
 from typing import Final
 
 from flywheel.errors import UsageError
-from flywheel.ir import ScheduleConfig, kernel_variant
-from flywheel.ir.variant import COPIES
+from flywheel.ir import ScheduleConfig
 from flywheel.lowering.fusion import PATTERNS
+from flywheel.plan import kernel_variant
+from flywheel.plan.variant import COPIES
 from flywheel.search.knobs import GOOD_ON_H200, HALVES, KNOBS, QKV, Choice, Value, blocks_of, distance, rows_of
 from flywheel.search.workload import Workload
 

@@ -26,15 +26,8 @@ from flywheel.ir import (
     InstructionKind,
     MemSpace,
 )
-from flywheel.ir.variant import (
-    FRAGMENT_K,
-    MAX_RING_SLOTS,
-    MAX_X_SLICES,
-    MIN_STAGED_BYTES,
-    RESERVED_BYTES,
-    WARP,
-    WORK_BYTES,
-)
+from flywheel.plan.staging import FRAGMENT_K, MIN_STAGED_BYTES, WORK_BYTES
+from flywheel.plan.variant import MAX_RING_SLOTS, MAX_X_SLICES, RESERVED_BYTES, WARP
 from flywheel.vm import abi
 
 CUDA: Final = Path(__file__).parent / "cuda"

@@ -18,7 +18,7 @@ from typing import Final
 
 from flywheel.errors import ConfigError, KernelCompileError
 from flywheel.ir import COMPUTE_DTYPES, DType
-from flywheel.ir.variant import WARP
+from flywheel.plan.variant import WARP
 
 SOURCES: Final = Path(__file__).parent / "cuda"
 """The kernel's sources: `megakernel.cu` and its headers."""

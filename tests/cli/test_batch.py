@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from flywheel.ir import load_program, program_from_json, program_id, program_to_json
+from flywheel.ir import load_program, program_from_json, program_to_json
+from flywheel.plan import program_id
 
 Run = Callable[..., Result]
 MODEL = ("--model", "smollm2-135m", "--gpu", "l4")

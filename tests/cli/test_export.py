@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from flywheel.ir import program_from_json, program_id, validate
+from flywheel.ir import program_from_json, validate
 from flywheel.measure.record import COLUMNS
+from flywheel.plan import program_id
 from flywheel.store.schedule import load_schedule
 from flywheel.store.sql import open_store
 from flywheel.store.tsv import from_tsv
@@ -121,7 +122,7 @@ def test_a_directory_is_no_output(export: Run) -> None:
 
 
 def test_a_row_whose_program_has_changed_is_store_trouble(export: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flywheel.ir.program_id", lambda _: "another")
+    monkeypatch.setattr("flywheel.plan.program_id", lambda _: "another")
     result = export("program", "--campaign", "small")
     assert (result.exit_code, result.stdout) == (5, "")
     assert "program another" in result.stderr

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from click.testing import Result
 
-from flywheel.ir import load_program, program_id
+from flywheel.ir import load_program
+from flywheel.plan import program_id
 from flywheel.report.layer import operation
 
 Run = Callable[..., Result]

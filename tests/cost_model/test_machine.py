@@ -6,8 +6,8 @@ import pytest
 
 from flywheel.cost_model import MACHINES, machine_for
 from flywheel.cost_model.machine import VM
-from flywheel.ir import TARGETS, KernelVariant, ScheduleConfig
-from flywheel.ir.variant import kernel_variant
+from flywheel.ir import TARGETS, ScheduleConfig
+from flywheel.plan import KernelVariant, kernel_variant
 
 KIB = 1024
 

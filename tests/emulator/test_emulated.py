@@ -179,7 +179,7 @@ def test_norms_of_long_rows_leave_their_scales_to_products(
 @pytest.fixture
 def short_area(monkeypatch: pytest.MonkeyPatch) -> None:
     """A staging area that eight rows of the MLP's activations outgrow: three slices, one at a time."""
-    monkeypatch.setattr("flywheel.ir.variant.MAX_INPUT_ROWS_BYTES", 8 * 48 * 2)
+    monkeypatch.setattr("flywheel.plan.staging.MAX_INPUT_ROWS_BYTES", 8 * 48 * 2)
 
 
 def in_tiles(config: ScheduleConfig, rows: int) -> ScheduleConfig:

@@ -111,7 +111,7 @@ def test_short_slices_that_take_each_other_s_place(
     conform: Conform, monkeypatch: pytest.MonkeyPatch, dtype: DType, rows: int, depth: int, threads: int
 ) -> None:
     """Each of fewer chunks than warps that multiply; even ones of a narrow tile are in one segment."""
-    monkeypatch.setattr("flywheel.ir.variant.MAX_INPUT_ROWS_BYTES", 16384)
+    monkeypatch.setattr("flywheel.plan.staging.MAX_INPUT_ROWS_BYTES", 16384)
     buffers = {
         "given": (IN, dtype, (rows, depth)), "x": (ACT, dtype, (rows, depth)), "w": (WEIGHT, dtype, (80, depth)),
         "y": (OUT, dtype, (rows, 80)),

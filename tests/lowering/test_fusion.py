@@ -7,10 +7,11 @@ from itertools import product
 import pytest
 
 from flywheel.errors import ConfigError
-from flywheel.ir import InstructionKind, MegakernelProgram, Task, program_id, validate
+from flywheel.ir import InstructionKind, MegakernelProgram, Task, validate
 from flywheel.lowering.fusion import PATTERNS, Pattern, plan_fusion
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
+from flywheel.plan import program_id
 
 Lowered = Callable[..., MegakernelProgram]
 

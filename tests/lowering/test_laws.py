@@ -23,7 +23,6 @@ from flywheel.ir import (
     Task,
     at_position,
     program_from_json,
-    program_id,
     program_to_dict,
     program_to_json,
     validate,
@@ -34,6 +33,7 @@ from flywheel.lowering.lower import lower
 from flywheel.measure.floor import weight_bytes_read
 from flywheel.models.decoder import DTYPES, decode_step
 from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.plan import program_id
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
 

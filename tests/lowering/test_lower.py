@@ -15,14 +15,13 @@ from flywheel.ir import (
     GpuTarget,
     MegakernelProgram,
     ScheduleConfig,
-    program_id,
     program_to_json,
     validate,
-    variant_of,
 )
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
+from flywheel.plan import program_id, variant_of
 
 Lowered = Callable[..., MegakernelProgram]
 

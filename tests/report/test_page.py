@@ -10,10 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from flywheel.cost_model import timeline
-from flywheel.ir import config_from_dict, program_id
+from flywheel.ir import config_from_dict
 from flywheel.ir.files import parse_json
 from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
+from flywheel.plan import program_id
 from flywheel.report.facts import Facts, gather, trial_knobs
 from flywheel.report.history import COLOURS, history
 from flywheel.report.layer import shares

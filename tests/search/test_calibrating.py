@@ -14,12 +14,12 @@ from flywheel.cost_model import MODEL_VERSION, predict
 from flywheel.cost_model.calibrate import price_here
 from flywheel.cost_model.calibration import dump_calibration
 from flywheel.errors import UnknownNameError, UsageError, WorkerDiedError
-from flywheel.ir import program_id
 from flywheel.measure.ceiling import Ceiling
 from flywheel.measure.environment import Environment
 from flywheel.measure.latency import GpuState, MeasuredLatency
 from flywheel.measure.outcome import Measured
 from flywheel.measure.verdict import judge
+from flywheel.plan import program_id
 from flywheel.search.calibrating import LEAST_CONFIGS, Calibrated, calibrate, select, split
 from flywheel.search.evaluate import Evaluation
 from flywheel.search.pricing import open_pool

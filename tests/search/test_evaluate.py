@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from flywheel.ir import MegakernelProgram, ScheduleConfig, program_id
+from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.outcome import Predicted, Rejected, TrialOutcome
+from flywheel.plan import program_id
 from flywheel.search import evaluate as module
 from flywheel.search.evaluate import evaluate
 

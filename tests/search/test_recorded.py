@@ -11,8 +11,9 @@ import pytest
 
 from flywheel.cost_model import MACHINES, predict
 from flywheel.cost_model.calibrate import score
-from flywheel.ir import config_from_dict, program_id
+from flywheel.ir import config_from_dict
 from flywheel.lowering.lower import lower
+from flywheel.plan import program_id
 from flywheel.search.calibrating import Config, split
 from flywheel.search.workload import make_workload
 

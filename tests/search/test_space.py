@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.errors import UsageError
-from flywheel.ir import TARGETS, GpuTarget, ScheduleConfig, config_from_dict, config_to_dict, program_id, variant_of
+from flywheel.ir import TARGETS, GpuTarget, ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.lowering.lower import lower
 from flywheel.models.catalog import CATALOG
 from flywheel.models.spec import DecoderSpec
+from flywheel.plan import program_id, variant_of
 from flywheel.search.knobs import KNOBS, Choice, Value
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import Workload

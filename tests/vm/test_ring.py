@@ -9,8 +9,9 @@ from random import Random
 import pytest
 
 from flywheel.errors import ConfigError
-from flywheel.ir import TARGETS, KernelVariant, ScheduleConfig, kernel_variant
-from flywheel.ir.variant import chunk_groups
+from flywheel.ir import TARGETS, ScheduleConfig
+from flywheel.plan import KernelVariant, kernel_variant
+from flywheel.plan.variant import chunk_groups
 
 WaitFilled = Callable[["Ring", int], Iterator[None]]
 """What a warp does until it believes that a chunk of this number is in its slot."""

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from flywheel.errors import InvalidProgramError
-from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind, DType, InstructionKind, KernelVariant
-from flywheel.ir.variant import WORK_BYTES
+from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind, DType, InstructionKind
+from flywheel.plan import KernelVariant
+from flywheel.plan.staging import WORK_BYTES
 from flywheel.vm.abi import ABSENT, KERNELS, MAX_STEPS, RESULT_REF
 from flywheel.vm.pack.step import Form, Operand, Step, copied_rows, look, names_columns
 

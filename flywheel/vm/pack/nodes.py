@@ -16,11 +16,11 @@ from flywheel.ir import (
     Buffer,
     DType,
     InstructionKind,
-    KernelVariant,
     MegakernelProgram,
     Task,
     Wait,
 )
+from flywheel.plan import KernelVariant
 from flywheel.vm.abi import ABSENT, numpy_struct
 from flywheel.vm.pack.frequencies import Frequencies
 from flywheel.vm.pack.step import Form, Operand

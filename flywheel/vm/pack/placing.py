@@ -8,7 +8,7 @@ from typing import Final
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import DType, InstructionKind
-from flywheel.ir.variant import FRAGMENT_K, WORK_BYTES, operand_stride
+from flywheel.plan.staging import FRAGMENT_K, WORK_BYTES, operand_stride
 from flywheel.vm.abi import ABSENT, RESULT_REF, SPILLED, StepFlag
 from flywheel.vm.pack.step import Form, Step, look
 

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.errors import ConfigError, InvalidProgramError
-from flywheel.ir import DType, InstructionKind, KernelVariant, MegakernelProgram, Task, variant_of
+from flywheel.ir import DType, InstructionKind, MegakernelProgram, Task
+from flywheel.plan import KernelVariant, variant_of
 from flywheel.vm.abi import FRAGMENT_ROWS, PARTIALS_BYTES, InstructionFlag
 from flywheel.vm.pack.best import best_flags
 from flywheel.vm.pack.checks import float_type

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import InstructionKind
-from flywheel.ir.variant import SLICE_K, Slices, slices_of
+from flywheel.plan.staging import SLICE_K, Slices, slices_of
 from flywheel.vm.abi import RESULT_REF
 from flywheel.vm.pack.step import Form, Step
 

@@ -13,7 +13,7 @@ from typing import Any
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, BufferKind, DType, InstructionKind
 from flywheel.ir.access import MATRIX_OPS
-from flywheel.ir.variant import Slices
+from flywheel.plan.staging import Slices
 from flywheel.vm.abi import ABSENT, RESULT_REF, Epilogue
 
 _K = InstructionKind

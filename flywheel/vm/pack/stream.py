@@ -9,7 +9,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.ir.variant import FRAGMENT_K, KernelVariant
+from flywheel.plan import KernelVariant
+from flywheel.plan.staging import FRAGMENT_K
 from flywheel.vm.abi import FRAGMENT_ROWS, InstructionFlag, SegmentFlag, StepFlag, numpy_struct
 
 SEGMENT: Final = numpy_struct("amk_segment_t")

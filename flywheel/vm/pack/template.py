@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.errors import InvalidProgramError
-from flywheel.ir import INHERITED_PARAMS, PARAM_FIELDS, BufferKind, DType, InstructionKind, KernelVariant, KvRows
-from flywheel.ir.variant import FRAGMENT_K, operand_stride
+from flywheel.ir import INHERITED_PARAMS, PARAM_FIELDS, BufferKind, DType, InstructionKind, KvRows
+from flywheel.plan import KernelVariant
+from flywheel.plan.staging import FRAGMENT_K, operand_stride
 from flywheel.vm.abi import ABSENT, FRAGMENT_ROWS, RESULT_REF, InstructionFlag, StepFlag, numpy_struct
 from flywheel.vm.pack.checks import check_count, check_steps
 from flywheel.vm.pack.frequencies import Frequencies

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flywheel.ir import PARAM_FIELDS, DType, InstructionKind, MegakernelProgram
 from flywheel.ir.access import MATRIX_OPS
-from flywheel.ir.variant import WORK_BYTES
+from flywheel.plan.staging import WORK_BYTES
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import (
     ABSENT,

@@ -11,11 +11,11 @@ import pytest
 
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import TARGETS, BufferKind, DType, MegakernelProgram, ScheduleConfig
-from flywheel.ir.variant import MIN_STAGED_BYTES
 from flywheel.lowering.lower import lower
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
+from flywheel.plan.staging import MIN_STAGED_BYTES
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
 from flywheel.vm.abi import Epilogue, InstructionFlag, SegmentFlag
@@ -36,7 +36,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
     def lower_to(dtype: DType, rows: int, fragments: int) -> None:
         nbytes = dtype.nbytes(rows * (fragments + (rows > 1)) * 16)
         for name in ("MAX_STAGED_BYTES", "MAX_INPUT_ROWS_BYTES", "MAX_STAGED_ROWS_BYTES"):
-            monkeypatch.setattr(f"flywheel.ir.variant.{name}", nbytes)
+            monkeypatch.setattr(f"flywheel.plan.staging.{name}", nbytes)
 
     return lower_to
 

@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from math import prod
-from typing import Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final
 
 from flywheel.errors import ConfigError
-from flywheel.ir.access import MATRIX_OPS
-from flywheel.ir.config import ScheduleConfig
-from flywheel.ir.dtype import DType
-from flywheel.ir.opcodes import InstructionKind
-from flywheel.ir.program import MegakernelProgram
-from flywheel.ir.records import Buffer, Task
-from flywheel.ir.target import GpuTarget
+from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig
+from flywheel.plan.staging import MIN_STAGED_BYTES, rows_of, staged_bytes
 
 RESERVED_BYTES: Final = 16 * 1024
 """Shared memory for barriers, instruction words, partial sums and reductions."""
 
-MIN_STAGED_BYTES: Final = 16 * 1024
-"""Least size of the staging area, where the values between a task's steps live too."""
-
-MAX_STAGED_BYTES: Final = 64 * 1024
-"""Most that the staging area grows to for an operand of one row. The VM stages a longer input in slices of K, and
-refuses a longer result of a task's own steps."""
-
-MAX_STAGED_ROWS_BYTES: Final = 132 * 1024
-"""The same for several rows that a task makes itself: eight of 8192 halves and their padding."""
-
-MAX_INPUT_ROWS_BYTES: Final = 36 * 1024
-"""The same for an input of several rows: what a longer one took would be missed more by the weight ring."""
-
 MAX_X_SLICES: Final = 4
 """Slices of an operand that are staged side by side: each has a barrier of its own."""
-
-WORK_BYTES: Final = 8 * 1024
-"""End of the staging area that kernels without a matrix operand take for themselves."""
 
 MIN_RING_SLOTS: Final = 2
 
@@ -63,13 +40,6 @@ MIN_WARPS: Final = 4
 
 MAX_THREADS: Final = 1024
 
-FRAGMENT_K: Final = 16
-"""Weights are multiplied in blocks of 16 x 16; operands are padded to whole ones."""
-
-SLICE_K: Final = 2 * FRAGMENT_K
-"""Columns of K that slices are multiples of: an even number of fragments, behind which several rows lie in different
-banks."""
-
 
 @dataclass(frozen=True, slots=True)
 class KernelVariant:
@@ -92,9 +62,9 @@ class KernelVariant:
     prefetch_depth: int
     data_hand_offs: bool
     """Readers wait for activations themselves where they can, not for counters."""
-    x_slices: int = field(default=1, repr=False)
+    x_slices: int = 1
     """Slices of K in which an input is multiplied, each as soon as it is there; 1 without `data_hand_offs`."""
-    rows: int = field(default=0, repr=False)
+    rows: int = 0
     """Rows of every operand that is multiplied, for which there is a kernel; 0, any, where they differ."""
 
     def __post_init__(self) -> None:
@@ -124,118 +94,6 @@ class KernelVariant:
 def chunk_groups(matrix_warps: int, chunk_warps: int, ring_slots: int) -> int:
     """As many groups of `chunk_warps` warps as there are, but no more than half of the ring's slots."""
     return min(matrix_warps // chunk_warps, max(1, ring_slots // 2))
-
-
-def operand_stride(rows: int, depth: int) -> int:
-    """Elements from one row of a staged operand [rows, depth] to the next; several rows must not meet in one bank."""
-    return FRAGMENT_K * (-(-depth // FRAGMENT_K) + (rows > 1))
-
-
-class Slices(NamedTuple):
-    """How an operand [rows, K] is staged: `depth` columns at a time, `beside` such slices side by side."""
-
-    depth: int
-    beside: int
-
-
-def slices_of(dtype: DType, rows: int, depth: int) -> Slices:
-    """All of an input [rows, depth], or an even share of the fewest slices that fit, one at a time.
-
-    A share is a multiple of SLICE_K.
-    """
-    most = MAX_STAGED_BYTES if rows == 1 else MAX_INPUT_ROWS_BYTES
-    if _bytes_of(dtype, rows, depth) <= most:
-        return Slices(depth, 1)
-    pairs = -(-depth // SLICE_K)
-    fitting = (most // dtype.nbytes(rows * FRAGMENT_K) - (rows > 1)) // 2
-    slices = -(-pairs // max(1, fitting))
-    return Slices(SLICE_K * -(-pairs // slices), 1)
-
-
-def operand_bytes(dtype: DType, rows: int, depth: int, made: bool = False) -> int:
-    """Bytes that the staging area has for an operand [rows, depth] that is multiplied: all of what the task itself has
-    `made`, a slice of an input; what the area may have at most where not even that fits, which the VM refuses."""
-    each = depth if made else slices_of(dtype, rows, depth).depth
-    return min(_bytes_of(dtype, rows, each), _most_staged(rows))
-
-
-def _bytes_of(dtype: DType, rows: int, depth: int) -> int:
-    return dtype.nbytes(rows * operand_stride(rows, depth))
-
-
-def _most_staged(rows: int) -> int:
-    return MAX_STAGED_BYTES if rows == 1 else MAX_STAGED_ROWS_BYTES
-
-
-def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
-    """Bytes of the largest operand that a matrix task keeps in shared memory, in its weight's type; at least
-    MIN_STAGED_BYTES. An input takes what `operand_bytes` says, a result of the task's own steps at most what the area
-    may grow to."""
-    largest = MIN_STAGED_BYTES
-    for operand in _operands(tasks, buffers):
-        made = operand.buffer is None
-        largest = max(largest, operand_bytes(operand.dtype, operand.rows, operand.depth, made))
-    return largest
-
-
-class _Operand(NamedTuple):
-    """What a matrix task multiplies, [rows, depth]: a buffer, or None where its own steps make it."""
-
-    dtype: DType
-    rows: int
-    depth: int
-    buffer: int | None
-
-
-def _operands(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> Iterator[_Operand]:
-    """The operands of matrix tasks, once for tiles that follow each other; of an input in its weight's type."""
-    known = {buffer.id: buffer for buffer in buffers}
-    recipes: dict[int, list[_Product]] = {}
-    before: tuple[object, object, object] = (None, None, None)
-    for task in tasks:
-        params = task.params
-        recipe = params.get("recipe")
-        inputs, made_by, depth = before
-        if task.inputs is inputs and recipe is made_by and (recipe is not None or params.get("K") == depth):
-            continue  # one more tile of the same
-        before = task.inputs, recipe, params.get("K")
-        for product in _products(task, recipes):
-            dtype, depth = known[task.inputs[product.weight]].dtype, product.depth
-            number = task.inputs[product.x] if product.numel is None else None
-            numel = known[number].numel if number is not None else product.numel or 0
-            yield _Operand(dtype, max(1, numel // depth), depth, number)
-
-
-class _Product(NamedTuple):
-    """A matrix step: inputs that x and the weight are, elements of an x made by the recipe, and K."""
-
-    x: int
-    weight: int
-    numel: int | None
-    depth: int
-
-
-def _products(task: Task, recipes: dict[int, list[_Product]]) -> list[_Product]:
-    """The matrix steps of a task; of its recipe, read once for all tasks that share it."""
-    if task.op in MATRIX_OPS:
-        depth = task.params.get("K", 0)
-        return [_Product(0, 1, None, depth)] if depth > 0 else []
-    if task.op is not InstructionKind.FUSED:
-        return []
-    recipe = task.params["recipe"]
-    if id(recipe) not in recipes:
-        products = recipes[id(recipe)] = []
-        made: dict[int, int] = {}
-        for step in recipe["steps"]:
-            depth = step.get("params", {}).get("K", 0)
-            if InstructionKind[step["op"]] in MATRIX_OPS and depth > 0:
-                x, weight = step["args"][:2]
-                if "in" in weight:
-                    numel = made[x["s"]] if "s" in x else None
-                    products.append(_Product(x.get("in", 0), weight["in"], numel, depth))
-            if type(step["out"]) is int:
-                made[step["out"]] = prod(step["out_shape"])
-    return recipes[id(recipe)]
 
 
 def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> KernelVariant:
@@ -314,9 +172,4 @@ def variant_of(program: MegakernelProgram) -> KernelVariant:
         raise ConfigError("program: no target, so no kernel variant")
     staged = staged_bytes(program.tasks, program.buffers)
     variant = kernel_variant(program.config or ScheduleConfig(), program.target, staged)
-    return replace(variant, rows=_rows_of(program.tasks, program.buffers))
-
-
-def _rows_of(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
-    found = {operand.rows for operand in _operands(tasks, buffers)}
-    return found.pop() if len(found) == 1 else 0
+    return replace(variant, rows=rows_of(program.tasks, program.buffers))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -16,9 +16,10 @@ from flywheel.ir import (
     ScheduleConfig,
     Wait,
     program_from_json,
-    program_id,
     program_to_json,
 )
+from flywheel.plan import program_id, variant_of
+from flywheel.plan.identity import _variant_text
 
 Change = Callable[..., MegakernelProgram]
 
@@ -91,6 +92,14 @@ def test_every_difference_in_meaning_matters(tiny: MegakernelProgram, with_task:
 def test_ids_are_stable(tiny: MegakernelProgram) -> None:
     assert program_id(tiny) == "eb8b05ad150bd261"
     assert len(program_id(tiny)) == 16
+
+
+def test_every_field_of_a_variant_is_in_the_id_or_follows_from_what_is(tiny: MegakernelProgram) -> None:
+    variant = variant_of(tiny)
+    for field in fields(variant):
+        other = replace(variant)
+        object.__setattr__(other, field.name, getattr(variant, field.name) + 1)
+        assert (_variant_text(other) != _variant_text(variant)) == (field.name != "rows"), field.name
 
 
 def test_text_that_utf8_cannot_hold_still_has_an_id(tiny: MegakernelProgram, with_buffer: Change) -> None:

@@ -8,9 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
-from flywheel.ir.program import MegakernelProgram
-from flywheel.ir.records import Task
-from flywheel.ir.variant import KernelVariant, variant_of
+from flywheel.ir import MegakernelProgram, Task
+from flywheel.plan.variant import KernelVariant, variant_of
+
+_VARIANT_FIELDS: Final = (
+    "sm_arch", "threads", "matrix_warps", "chunk_warps", "smem_bytes", "staged_bytes", "chunk_bytes", "ring_slots",
+    "inflight_chunks", "copies", "prefetch_depth", "data_hand_offs",
+)  # fmt: skip
+"""What of a kernel variant every id holds. `x_slices` counts where it is above 1; `rows` follows from the tasks."""
 
 _json: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
@@ -34,8 +39,8 @@ def program_id(program: MegakernelProgram) -> str:
 
 
 def _variant_text(variant: KernelVariant) -> str:
-    """What came to variants later counts where it is used: older programs keep their ids."""
-    return f"{variant!r} x_slices={variant.x_slices}" if variant.x_slices > 1 else repr(variant)
+    named = ", ".join([f"{name}={getattr(variant, name)!r}" for name in _VARIANT_FIELDS])
+    return f"KernelVariant({named})" + (f" x_slices={variant.x_slices}" if variant.x_slices > 1 else "")
 
 
 def _task_lines(tasks: Sequence[Task]) -> Iterator[str]:
