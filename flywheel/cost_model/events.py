@@ -6,13 +6,13 @@ the same bits everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from flywheel.compiled import compiled
 
 HALF_BYTE: Final = 0.5
 """Positions in a stream are floats that stand for whole bytes."""
@@ -28,8 +28,6 @@ NOBODY: Final = -1
 
 Records = Any
 """An array of records, or one of them; numba infers the fields."""
-
-Compiled = TypeVar("Compiled", bound=Callable[..., object])
 
 CONSTANTS: Final = ("total", "bubble_bytes", "poll_us", "restart_us", "crowd_us", "patience_us", "ask_us")
 """Fields of `Rates` that a run reads."""
@@ -87,22 +85,14 @@ class Engine(NamedTuple):
     arrivals: list[tuple[float, int]]
 
 
-def _compiled(function: Compiled) -> Compiled:
-    """Machine code of a function, made at its first call and kept for other processes where numba finds a place."""
-    try:
-        return cast(Compiled, numba.njit(cache=True)(function))
-    except RuntimeError:  # neither this folder nor the user's cache can be written to
-        return cast(Compiled, numba.njit(function))
-
-
-@_compiled
+@compiled
 def _at(engine: Engine, time: float, who: int) -> None:
     state = engine.state[0]
     heappush(engine.timers, (time, state.timed, who))
     state.timed += 1
 
 
-@_compiled
+@compiled
 def _activate(engine: Engine, sm: Records, have: float) -> None:
     """The loader of `sm`, stopped at `have` bytes, goes on."""
     state = engine.state[0]
@@ -114,7 +104,7 @@ def _activate(engine: Engine, sm: Records, have: float) -> None:
     sm.owed = 0.0
 
 
-@_compiled
+@compiled
 def _next_arrival(sm: Records, at: float) -> float:
     """The loader of `sm` arrives when it has moved `at` bytes of its stream; the volume then, for the caller to
     queue."""
@@ -122,7 +112,7 @@ def _next_arrival(sm: Records, at: float) -> float:
     return float(sm.due)
 
 
-@_compiled
+@compiled
 def _start(engine: Engine, number: int, time: float) -> float:
     """The next task of an SM starts at `time`; its loader's next arrival, or NEVER."""
     state, sm = engine.state[0], engine.sms[number]
@@ -150,7 +140,7 @@ def _start(engine: Engine, number: int, time: float) -> float:
     return _next_arrival(sm, task.stream_end)
 
 
-@_compiled
+@compiled
 def _allow(engine: Engine, sm: Records, limit: float) -> float:
     """The loader of `sm`, whose next task waits, may go on to `limit` if that is further than before."""
     if limit <= sm.limit:
@@ -163,7 +153,7 @@ def _allow(engine: Engine, sm: Records, limit: float) -> float:
     return _next_arrival(sm, limit)
 
 
-@_compiled
+@compiled
 def _closed_gate(engine: Engine, task: Records) -> int:
     """The first gate of a task that is not open, or NOBODY."""
     for place in range(task.first_gate, task.last_gate):
@@ -172,7 +162,7 @@ def _closed_gate(engine: Engine, task: Records) -> int:
     return NOBODY
 
 
-@_compiled
+@compiled
 def _wait(engine: Engine, number: int, gate: Records) -> None:
     """An SM waits at a gate, behind those that do already."""
     if gate.first == NOBODY:
@@ -183,7 +173,7 @@ def _wait(engine: Engine, number: int, gate: Records) -> None:
     engine.sms[number].next = NOBODY
 
 
-@_compiled
+@compiled
 def _reach(engine: Engine, number: int, time: float) -> float:
     """An SM comes to its next task: start it, or fall asleep at the first gate that is not open."""
     sm = engine.sms[number]
@@ -202,7 +192,7 @@ def _reach(engine: Engine, number: int, time: float) -> float:
     return _allow(engine, sm, task.early)
 
 
-@_compiled
+@compiled
 def _finish(engine: Engine, number: int, time: float) -> float:
     """The running task of an SM ends at `time`: signal, then go to the next."""
     state, sm = engine.state[0], engine.sms[number]
@@ -225,7 +215,7 @@ def _finish(engine: Engine, number: int, time: float) -> float:
     return _reach(engine, number, time)
 
 
-@_compiled
+@compiled
 def _arrive(engine: Engine, number: int) -> float:
     """The loader of an SM is at the end of the running task's bytes, or at what was its limit."""
     state, sm = engine.state[0], engine.sms[number]
@@ -248,7 +238,7 @@ def _arrive(engine: Engine, number: int) -> float:
     return NEVER
 
 
-@_compiled
+@compiled
 def _lose(state: Records, sm: Records, share: float) -> None:
     """`share` of the bubble of a wait; one for a signal that is already on its way costs less than all of it."""
     lost = state.bubble_bytes * share
@@ -259,7 +249,7 @@ def _lose(state: Records, sm: Records, share: float) -> None:
         sm.owed = max(sm.owed, lost)
 
 
-@_compiled
+@compiled
 def _wake(engine: Engine, number: int, time: float) -> None:
     """An SM, which sleeps, sees what is open: it goes on, or to the next closed gate."""
     state, sm = engine.state[0], engine.sms[number]
@@ -283,7 +273,7 @@ def _wake(engine: Engine, number: int, time: float) -> None:
         heappush(engine.arrivals, (again, number))
 
 
-@_compiled
+@compiled
 def _release(engine: Engine, gate: Records, time: float) -> None:
     """A gate opens: everybody who sleeps there goes on, who has asked the host when that has answered."""
     gate.open = True
@@ -298,7 +288,7 @@ def _release(engine: Engine, gate: Records, time: float) -> None:
         number = behind
 
 
-@_compiled
+@compiled
 def _ask(engine: Engine, time: float) -> None:
     """Whoever has polled a counter for long asks the host."""
     state = engine.state[0]
@@ -318,7 +308,7 @@ def _ask(engine: Engine, time: float) -> None:
         _at(engine, time + state.patience_us * ASKS_AGAIN, ~len(engine.gates))
 
 
-@_compiled
+@compiled
 def _begin(engine: Engine) -> None:
     """Loaders start at once, and so do the tasks that await nothing."""
     state = engine.state[0]
@@ -339,7 +329,7 @@ def _begin(engine: Engine) -> None:
             heappush(engine.arrivals, (again, number))
 
 
-@_compiled
+@compiled
 def _due(engine: Engine, who: int, time: float) -> None:
     """What a timer was set for."""
     if who >= len(engine.sms):
@@ -354,7 +344,7 @@ def _due(engine: Engine, who: int, time: float) -> None:
         _ask(engine, time)
 
 
-@_compiled
+@compiled
 def run(
     state: Records,
     tasks: Records,

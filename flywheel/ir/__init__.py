@@ -16,6 +16,7 @@ from flywheel.ir.opcodes import (
 from flywheel.ir.positions import at_position
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
+from flywheel.ir.runs import Run, Runs, Tile
 from flywheel.ir.serde import (
     load_program,
     program_from_dict,
@@ -67,8 +68,11 @@ __all__ = [
     "OpSpec",
     "Page",
     "PageAllocation",
+    "Run",
+    "Runs",
     "ScheduleConfig",
     "Task",
+    "Tile",
     "ValidationResult",
     "Wait",
     "at_position",

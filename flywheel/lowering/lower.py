@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig, Task
-from flywheel.ir.draft import TaskDraft
+from flywheel.ir import GpuTarget, MegakernelProgram, Runs, ScheduleConfig
 from flywheel.lowering.emit import emit_block
 from flywheel.lowering.emit.scope import Scope
 from flywheel.lowering.fusion import plan_fusion
 from flywheel.lowering.paging import allocate_pages
 from flywheel.lowering.placement import place
-from flywheel.lowering.stamp import Node, Stamper
+from flywheel.lowering.stamp import Stamper
 from flywheel.lowering.tiling import read_tiling
 from flywheel.models.graph import Block, Graph, Tensor
 from flywheel.plan import variant_of
@@ -44,7 +41,7 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
         target=target,
         buffers=tuple(tables.buffers),
         counters=tuple(tables.counters),
-        tasks=_tasks(tables.nodes, place(tables.nodes, target.num_sms, config.sm_assignment)),
+        tasks=Runs(tables.runs, place(tables.runs, tables.stages, target.num_sms, config.sm_assignment)),
         pages=allocate_pages(tables, config.page_allocation),
         config=config,
     )  # fmt: skip
@@ -60,17 +57,3 @@ def _enter(shared: dict[str, int], stream: int) -> dict[str, int]:
 def _tensors(graph: Graph, block: Block) -> dict[str, Tensor]:
     stream = graph.prologue.tensors["x_out"]
     return {**graph.prologue.tensors, "x": stream, **block.tensors}
-
-
-def _tasks(nodes: Sequence[Node], placed: Sequence[Sequence[int]]) -> tuple[Task, ...]:
-    tasks: list[Task] = []
-    append = tasks.append
-    for node, sms in zip(nodes, placed, strict=True):
-        op, inputs, outputs, counter, waits, label = (
-            node.op, node.inputs, node.outputs, node.counter, node.waits, node.label,
-        )  # fmt: skip
-        first = len(tasks)
-        for number, ((params, nbytes, flops), sm) in enumerate(zip(node.tiles, sms, strict=True), first):
-            draft = TaskDraft(number, op, inputs, outputs, counter, waits, params, sm, nbytes, flops, label)
-            append(draft.freeze())
-    return tuple(tasks)

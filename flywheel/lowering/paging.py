@@ -70,16 +70,16 @@ def _lives(tables: Stamper) -> dict[int, _Life]:
     """Lives of the activations, by first use."""
     lives: dict[int, _Life] = {}
     task = 0
-    for node in tables.nodes:
+    for run in tables.runs:
         after = 0
-        for wait in node.waits:
+        for wait in run.waits:
             after |= tables.before[wait.counter] | 1 << wait.counter
-        for buffer in (*node.inputs, *node.outputs):
+        for buffer in (*run.inputs, *run.outputs):
             if tables.buffers[buffer].kind is BufferKind.ACTIVATION:
                 life = lives.setdefault(buffer, _Life(task))
-                life.users |= 1 << node.counter
-                life.last_task = task + len(node.tiles) - 1
-                if buffer in node.outputs:
+                life.users |= 1 << run.out_counter
+                life.last_task = task + len(run.tiles) - 1
+                if buffer in run.outputs:
                     life.after = after if life.after is None else life.after & after
-        task += len(node.tiles)
+        task += len(run.tiles)
     return lives

@@ -1,27 +1,12 @@
-"""From tile sets by name to nodes of one program: buffers, counters and waits, layer after layer."""
+"""From tile sets by name to the runs of one program: buffers, counters and waits, layer after layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from flywheel.ir import READONLY_KINDS, Buffer, BufferKind, Counter, InstructionKind, MemSpace, Wait
+from flywheel.ir import READONLY_KINDS, Buffer, BufferKind, Counter, MemSpace, Run, Wait
 from flywheel.lowering.emit.scope import Scope
-from flywheel.lowering.work import Tile, TileSet
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A tile set in its place: ids instead of names, and what it waits for."""
-
-    label: str
-    stage: str
-    op: InstructionKind
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    counter: int
-    waits: tuple[Wait, ...]
-    tiles: tuple[Tile, ...]
+from flywheel.lowering.work import TileSet
 
 
 class Stamper:
@@ -31,12 +16,13 @@ class Stamper:
     another of its waits implies.
     """
 
-    __slots__ = ("_pending", "_written_by", "before", "buffers", "counters", "nodes")
+    __slots__ = ("_pending", "_written_by", "before", "buffers", "counters", "runs", "stages")
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
         self.counters: list[Counter] = []
-        self.nodes: list[Node] = []
+        self.runs: list[Run] = []
+        self.stages: list[str] = []  # of each run
         self.before: list[int] = []  # counter -> bit set of the counters that are complete before it is
         self._pending: list[int] = []  # counter -> its number of tiles
         self._written_by: dict[int, list[int]] = {}  # buffer -> counters
@@ -72,10 +58,8 @@ class Stamper:
                 writers = self._written_by.setdefault(buffer, [])
                 if counter not in writers:
                     writers.append(counter)
-            label = f"{prefix}{tiles.name}"
-            self.nodes.append(
-                Node(label, f"{prefix}{tiles.stage}", tiles.op, inputs, outputs, counter, waits, tiles.tiles)
-            )
+            self.runs.append(Run(tiles.op, inputs, outputs, counter, waits, f"{prefix}{tiles.name}", tiles.tiles))
+            self.stages.append(f"{prefix}{tiles.stage}")
         return ids
 
     def _buffer(self, scope: Scope, name: str, prefix: str, layer: int | None) -> int:

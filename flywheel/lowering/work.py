@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
-from flywheel.ir import InstructionKind
-
-
-class Tile(NamedTuple):
-    """One task to be: its params and what it streams and computes."""
-
-    params: Mapping[str, Any]
-    est_bytes: int
-    est_flops: int
+from flywheel.ir import InstructionKind, Tile
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Final
+from operator import itemgetter
+from typing import Any, Final, NamedTuple
 
-from flywheel.ir import MegakernelProgram, Task
+from flywheel.ir import MegakernelProgram, Run, Runs, Task
 from flywheel.plan.variant import KernelVariant, variant_of
 
 _VARIANT_FIELDS: Final = (
@@ -43,50 +44,78 @@ def _variant_text(variant: KernelVariant) -> str:
     return f"KernelVariant({named})" + (f" x_slices={variant.x_slices}" if variant.x_slices > 1 else "")
 
 
+class _Piece(NamedTuple):
+    """Neighbours in the task list that share what `head` says."""
+
+    head: str
+    ids: Sequence[int]
+    params: list[int]
+    sms: Sequence[int | None]
+
+
 def _task_lines(tasks: Sequence[Task]) -> Iterator[str]:
     """Texts of distinct params, then for each run of tasks that are alike: what they share, and their ids, params, SMs.
 
-    Tasks are first grouped by identity, since the tiles of a projection share their records; neighbours that turn out
-    to be equal join one run, so that the lines depend on values alone.
+    Neighbours that turn out to be equal join one run, so that the lines depend on values alone.
     """
     texts: dict[str, int] = {}
-    params = _numbers([task.params for task in tasks], texts)
+    pieces = list(_pieces_of_runs(tasks, texts) if isinstance(tasks, Runs) else _pieces(tasks, texts))
     yield from texts
+    for head, alike in groupby(pieces, key=itemgetter(0)):
+        ids: list[int] = []
+        params: list[int] = []
+        sms: list[int | None] = []
+        for piece in alike:
+            ids += piece.ids
+            params += piece.params
+            sms += piece.sms
+        yield f"{head} {ids} {params} {sms}"
+
+
+def _pieces_of_runs(tasks: Runs, texts: dict[str, int]) -> Iterator[_Piece]:
+    number_of, known = _Numbers(texts), dict[int, list[int]]()
+    for run, first, end in zip(tasks.runs, tasks.first, tasks.first[1:], strict=False):
+        if id(run.tiles) not in known:
+            known[id(run.tiles)] = [number_of(tile.params) for tile in run.tiles]
+        yield _Piece(_head(run), range(first, end), known[id(run.tiles)], tasks.sms[first:end])
+
+
+def _pieces(tasks: Sequence[Task], texts: dict[str, int]) -> Iterator[_Piece]:
+    """Tasks grouped by identity: the tiles of a projection share their records."""
+    number_of = _Numbers(texts)
+    params = [number_of(task.params) for task in tasks]
     keys = [(task.op, id(task.inputs), id(task.outputs), task.out_counter, id(task.waits)) for task in tasks]
-    head, start, first = "", 0, 0
+    first = 0
     for _, same in groupby(keys):
-        alike = _operands(tasks[first])
-        if alike != head:
-            yield _run(head, tasks[start:first], params[start:first])
-            head, start = alike, first
-        first += sum(1 for _ in same)
-    yield _run(head, tasks[start:], params[start:])
+        end = first + sum(1 for _ in same)
+        part = tasks[first:end]
+        yield _Piece(_head(part[0]), [task.id for task in part], params[first:end], [task.sm for task in part])
+        first = end
 
 
-def _run(head: str, tasks: Sequence[Task], params: Sequence[int]) -> str:
-    return f"{head} {[task.id for task in tasks]} {params} {[task.sm for task in tasks]}"
+def _head(alike: Task | Run) -> str:
+    waits = ",".join([f"{wait.counter}>={wait.threshold}" for wait in alike.waits])
+    return f"{alike.op:d} {list(alike.inputs)} {list(alike.outputs)} {alike.out_counter} {waits}"
 
 
-def _operands(task: Task) -> str:
-    waits = ",".join([f"{wait.counter}>={wait.threshold}" for wait in task.waits])
-    return f"{task.op:d} {list(task.inputs)} {list(task.outputs)} {task.out_counter} {waits}"
-
-
-def _numbers(records: Sequence[Mapping[str, Any]], texts: dict[str, int]) -> list[int]:
+class _Numbers:
     """Number of each params record's text, which is added to `texts`; shared records are written out once."""
-    recipes: dict[int, str] = {}
 
-    def text(params: Mapping[str, Any]) -> str:
+    def __init__(self, texts: dict[str, int]) -> None:
+        self._texts = texts
+        self._known: dict[int, int] = {}
+        self._recipes: dict[int, str] = {}
+
+    def __call__(self, params: Mapping[str, Any]) -> int:
+        number = self._known.get(id(params))
+        if number is None:
+            number = self._known[id(params)] = self._texts.setdefault(self._text(params), len(self._texts))
+        return number
+
+    def _text(self, params: Mapping[str, Any]) -> str:
         recipe = params.get("recipe")
         if recipe is None:
             return _json(params)
-        if id(recipe) not in recipes:
-            recipes[id(recipe)] = hashlib.sha256(_json(recipe).encode()).hexdigest()
-        return _json({**params, "recipe": recipes[id(recipe)]})
-
-    identities = list(map(id, records))
-    numbers = {
-        identity: texts.setdefault(text(record), len(texts))
-        for identity, record in dict(zip(identities, records, strict=True)).items()
-    }
-    return list(map(numbers.__getitem__, identities))
+        if id(recipe) not in self._recipes:
+            self._recipes[id(recipe)] = hashlib.sha256(_json(recipe).encode()).hexdigest()
+        return _json({**params, "recipe": self._recipes[id(recipe)]})

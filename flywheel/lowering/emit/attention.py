@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from flywheel.ir import ABI_MAX_INPUTS, InstructionKind, KvRows
+from flywheel.ir import ABI_MAX_INPUTS, InstructionKind, KvRows, Tile
 from flywheel.lowering.emit.scope import PARTIAL_EXTRA, Scope
 from flywheel.lowering.fusion import COMBINE, Group
 from flywheel.lowering.recipe import Arg, RecipeBuilder
-from flywheel.lowering.work import Tile, TileSet
+from flywheel.lowering.work import TileSet
 from flywheel.models.graph import Op
 
 _K = InstructionKind

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flywheel.ir import RECIPE_PARAM_FIELDS, InstructionKind
+from flywheel.ir import RECIPE_PARAM_FIELDS, InstructionKind, Tile
 from flywheel.ir.opcodes import PARAM_FIELDS
 from flywheel.lowering.emit.scope import Scope
 from flywheel.lowering.recipe import RecipeBuilder
-from flywheel.lowering.work import Tile, TileSet
+from flywheel.lowering.work import TileSet
 from flywheel.models.graph import Op
 
 _RECIPE_ONLY = RECIPE_PARAM_FIELDS.keys() - PARAM_FIELDS.keys()

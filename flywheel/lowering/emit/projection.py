@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flywheel.errors import ConfigError
-from flywheel.ir import InstructionKind
+from flywheel.ir import InstructionKind, Tile
 from flywheel.lowering.emit.scope import Scope
 from flywheel.lowering.fusion import Group
 from flywheel.lowering.recipe import Arg, RecipeBuilder
-from flywheel.lowering.work import Tile, TileSet
+from flywheel.lowering.work import TileSet
 from flywheel.models.graph import Op
 
 _K = InstructionKind
