@@ -61,6 +61,7 @@ def _task_lines(tasks: Sequence[Task]) -> Iterator[str]:
     texts: dict[str, int] = {}
     pieces = list(_pieces_of_runs(tasks, texts) if isinstance(tasks, Runs) else _pieces(tasks, texts))
     yield from texts
+    yield " [] [] []"  # an empty run, with which the lines of tasks begin in all ids that stores hold
     for head, alike in groupby(pieces, key=itemgetter(0)):
         ids: list[int] = []
         params: list[int] = []

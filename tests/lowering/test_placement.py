@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.ir import MegakernelProgram, validate
-from flywheel.lowering.placement import TASK_COST_BYTES, Loads, idle_first, load_balance, round_robin
+from flywheel.lowering.placement import TASK_COST_BYTES, spread
 
 Lowered = Callable[..., MegakernelProgram]
 
@@ -15,33 +15,26 @@ COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
 
 def test_round_robin_deals_the_tiles_of_a_stage_in_turn() -> None:
-    assert round_robin([5, 1, 1, 1, 1], Loads([0, 0, 0], [0, 0, 0])) == [0, 1, 2, 0, 1]
+    assert spread([5, 1, 1, 1, 1, 9, 9], [5, 2], 3, "round_robin") == [0, 1, 2, 0, 1, 0, 1]
 
 
 def test_load_balance_starts_where_least_has_been_done() -> None:
-    loads = Loads([30, 10, 20], [0, 9, 0])
-    assert load_balance([4, 4], loads) == [1, 2]
-    assert loads == Loads([30, 14, 24], [0, 4, 4])
+    assert spread([30, 10, 20, 4, 4], [3, 2], 3, "load_balance") == [0, 2, 1, 2, 1]
 
 
 def test_idle_first_starts_where_nothing_was_done_last() -> None:
-    loads = Loads([30, 10, 20], [0, 9, 0])
-    assert idle_first([4, 4], loads) == [2, 0]
-    assert loads == Loads([34, 10, 24], [4, 0, 4])
-    assert idle_first([4], loads) == [1]
+    # SMs have 30, 10 and 20, then one does 9 more: the others were idle, of which SM 2 has done less.
+    assert spread([30, 20, 10, 9, 4, 4, 4], [3, 1, 3], 3, "idle_first") == [0, 1, 2, 2, 1, 0, 2]
 
 
-@given(COSTS, st.lists(st.integers(0, 1000), min_size=1, max_size=12))
-def test_load_balance_is_within_one_tile_of_even(costs: list[int], loads: list[int]) -> None:
-    given_before = Loads(list(loads), [0] * len(loads))
-    sms = load_balance(costs, given_before)
-    own = Counter(dict.fromkeys(range(len(loads)), 0))
+@given(COSTS, COSTS, st.integers(1, 12))
+def test_load_balance_is_within_one_tile_of_even(before: list[int], costs: list[int], num_sms: int) -> None:
+    sms = spread([*before, *costs], [len(before), len(costs)], num_sms, "load_balance")[len(before) :]
+    own = Counter(dict.fromkeys(range(num_sms), 0))
     for sm, cost in zip(sms, costs, strict=True):
         own[sm] += cost
-    assert [loads[sm] + own[sm] for sm in range(len(loads))] == given_before.total
-    assert [own[sm] for sm in range(len(loads))] == given_before.latest
     assert max(own.values()) - min(own.values()) <= max(costs)
-    assert len(set(sms)) == min(len(costs), len(loads))
+    assert len(set(sms)) == min(len(costs), num_sms)
 
 
 def test_sets_that_run_side_by_side_are_spread_together(lowered: Lowered) -> None:

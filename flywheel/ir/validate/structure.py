@@ -17,6 +17,7 @@ from flywheel.ir.dtype import BufferKind, DType, MemSpace
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
+from flywheel.ir.runs import Runs
 from flywheel.ir.show import show
 from flywheel.ir.target import GpuTarget
 from flywheel.ir.validate.findings import Findings
@@ -103,7 +104,7 @@ def _check_record(name: str, record: object, kind: type, findings: Findings) -> 
 
 def _records(name: str, records: object, kind: type, findings: Findings) -> bool:
     """Whether `records` is a plain sequence of `kind` records."""
-    if type(records) not in (tuple, list):
+    if type(records) not in (tuple, list, Runs):
         findings.error("not-a-program", f"{name}s: expected a list, got {show(records)}")
         return False
     items: Sequence[object] = records  # type: ignore[assignment]
@@ -256,7 +257,8 @@ RULES: Final[Mapping[type, tuple[Rule, ...]]] = {
         Rule("meta", _DICT, "an object", each=_names),
         Rule("ir_version", _TEXT, "a string"),
         Rule("abi_version", _TEXT, "a string"),
-        *(Rule(name, _LIST, "a list") for name in ("buffers", "counters", "tasks")),
+        *(Rule(name, _LIST, "a list") for name in ("buffers", "counters")),
+        Rule("tasks", _LIST | {Runs}, "a list"),
         Rule("target", frozenset({GpuTarget, _NONE}), "a GpuTarget or null"),
         Rule("config", frozenset({ScheduleConfig, _NONE}), "a ScheduleConfig or null"),
         Rule("pages", frozenset({PageAllocation, _NONE}), "a PageAllocation or null"),
