@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
+
+from flywheel.process import handling
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -19,17 +21,16 @@ class Drain:
     def __init__(self, notice: Callable[[], None]) -> None:
         self.requested = False
         self._notice = notice
-        self._before: list[Any] = []
+        self._handling = handling(SIGNALS, self._handle)
 
     def __enter__(self) -> Self:
-        self._before = [signal.signal(number, self._handle) for number in SIGNALS]
+        self._handling.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in zip(SIGNALS, self._before, strict=True):
-            signal.signal(number, handler)
+        self._handling.__exit__(kind, error, trace)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

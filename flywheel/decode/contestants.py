@@ -27,6 +27,7 @@ from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import EagerDecoder
+from flywheel.process import sums_as_shipped
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.driver import Gpu
 from flywheel.vm.timing import Launch, summarise, time_back_to_back, time_contestants
@@ -128,7 +129,7 @@ class GraphedStep:
         if rival.compiled:
             forward = torch.compile(forward, mode="max-autotune-no-cudagraphs", fullgraph=True, dynamic=False)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), _as_torch_ships():
+        with torch.no_grad(), sums_as_shipped():
             self._logits, self._tokens = self._captured(forward)
 
     def verdict(self) -> Verdict:
@@ -270,15 +271,3 @@ def _memory_named(name: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise GpuMemoryError(f"{name}: {str(error).splitlines()[0]}") from error
-
-
-@contextmanager
-def _as_torch_ships() -> Iterator[None]:
-    """What the oracle forbids products of half types for its own sake is allowed to a rival, as torch's defaults do."""
-    matmul = torch.backends.cuda.matmul
-    matmul.allow_bf16_reduced_precision_reduction = True
-    matmul.allow_fp16_reduced_precision_reduction = True
-    try:
-        yield
-    finally:
-        prepare_torch()

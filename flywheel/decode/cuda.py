@@ -20,6 +20,7 @@ from flywheel.models.eager import LayerCache
 from flywheel.models.spec import DecoderSpec, model_weight_key
 from flywheel.models.weights import bind
 from flywheel.plan import KernelVariant
+from flywheel.process import sum_in_float32
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Layout
 from flywheel.vm.driver import Gpu, LoadedKernel, load_variant
@@ -48,9 +49,7 @@ def prepare_torch() -> None:
     if not torch.cuda.is_available():
         build = f"was built for CUDA {torch.version.cuda}" if torch.version.cuda else "was built without CUDA"
         raise NoGpuError(f"device cuda: torch {torch.__version__} {build}, and finds no GPU that it can use")
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    sum_in_float32()
 
 
 class CudaModel:

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from statistics import median
@@ -25,6 +23,7 @@ from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import trials_of
 from flywheel.plan import program_id
+from flywheel.process import no_collector
 from flywheel.search.warm import identity_of, work_of
 from flywheel.search.workload import Workload, find_target
 from flywheel.store.sql import Store
@@ -251,7 +250,7 @@ def _shortened(workload: Workload, configs: Sequence[Config]) -> list[Sample]:
     for config in configs:
         sample = _sample(workload, config)
         if sample is not None and layers > long.spec.n_layers:
-            with _no_cycles():
+            with no_collector():
                 demands = [demand_of(_lower(each, config)) for each in (short, long)]
             more = (layers - short.spec.n_layers) / (long.spec.n_layers - short.spec.n_layers)
             sample = replace(sample, demand=demands[0], longer=demands[1], more=more)
@@ -266,7 +265,7 @@ def _lower(workload: Workload, config: Config) -> MegakernelProgram:
 
 def _sample(workload: Workload, config: Config) -> Sample | None:
     """None where the config is another program today than the one that was measured."""
-    with _no_cycles():
+    with no_collector():
         try:
             program = _lower(workload, config)
         except ConfigError:
@@ -277,9 +276,7 @@ def _sample(workload: Workload, config: Config) -> Sample | None:
         return Sample(demand_of(program), floor, config.latency_us)
 
 
-def _scored(
-    workload: Workload, configs: Sequence[Config], fitted: int, before: Machine, after: Machine
-) -> WorkFit:
+def _scored(workload: Workload, configs: Sequence[Config], fitted: int, before: Machine, after: Machine) -> WorkFit:
     """One program at a time: there may be hundreds."""
     rows = []
     for config in configs:
@@ -308,13 +305,3 @@ def _frozen(
         "works": [asdict(each) for each in works],
     }
     return Calibration(machine, provenance)
-
-
-@contextmanager
-def _no_cycles() -> Iterator[None]:
-    """Without the cycle collector, which would walk a program's tens of thousands of records again and again."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
 from flywheel.ir import ScheduleConfig
+from flywheel.process import no_collector
 from flywheel.search.evaluate import Evaluation, Measure, Seen, evaluate
 from flywheel.search.workload import Workload
 
@@ -77,9 +77,5 @@ class InlineEngine:
 
 
 def _evaluate(config: ScheduleConfig, bench: Bench, seen: Seen) -> Evaluation:
-    """Without the cycle collector: a program is tens of thousands of records, which it would walk again and again."""
-    gc.disable()
-    try:
+    with no_collector():
         return evaluate(config, bench.workload, seen, bench.measure)
-    finally:
-        gc.enable()

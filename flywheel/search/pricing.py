@@ -11,7 +11,7 @@ from multiprocessing.context import SpawnProcess
 from flywheel.cost_model import Machine
 from flywheel.cost_model.calibrate import Price, Sample, price_here
 from flywheel.errors import WorkerDiedError
-from flywheel.vm.child import enter_child, sheltered
+from flywheel.process import enter_child, sheltered
 
 
 @contextmanager

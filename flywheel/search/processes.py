@@ -17,9 +17,9 @@ from flywheel.errors import FlywheelError, WorkerDiedError
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
+from flywheel.process import enter_child, sheltered
 from flywheel.search.evaluate import Prepared
 from flywheel.search.station import Setup, Station
-from flywheel.vm.child import enter_child, sheltered
 
 START_S: Final = 960.0
 """Wall seconds until a station is ready: a little more than its child may take."""
@@ -111,7 +111,6 @@ class ProcessHost:
 def serve(setup: Setup, environ: Mapping[str, str], lanes: Sequence[Connection]) -> None:
     """A station's process: one thread a lane, until the other end closes them."""
     enter_child()
-    os.dup2(2, 1)  # the parent's stdout is its result: whatever prints here goes to stderr
     threading.excepthook = _end_process
     station = Station(setup, environ)
     threads = [threading.Thread(target=partial(_serve_lane, station, lane), daemon=True) for lane in lanes]

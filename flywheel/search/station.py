@@ -6,8 +6,6 @@ import this before there is anything to compute with, so it stays light.
 
 from __future__ import annotations
 
-import gc
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Event, Thread
@@ -18,6 +16,7 @@ from flywheel.cost_model import Predictor
 from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment, capture_environment
+from flywheel.process import keep_objects, no_collector, set_environment
 from flywheel.search.evaluate import Measure, Prepared, prepare
 from flywheel.search.workload import Workload
 from flywheel.vm.client import Client, Limits
@@ -60,7 +59,7 @@ class Station:
     """One place. `prepare` and `measure` may run side by side, each once at a time."""
 
     def __init__(self, setup: Setup, environ: Mapping[str, str]) -> None:
-        os.environ.update(environ)
+        set_environment(environ)
         self._setup = setup
         self._prepared: dict[str, Prepared] = {}  # by config id, oldest first
         self._rivals: tuple[tuple[str, ...], tuple[MegakernelProgram, ...]] = ((), ())
@@ -81,7 +80,7 @@ class Station:
         if self._client is not None:
             self._client.ready()
         _ = self._setup.workload.graph
-        gc.freeze()
+        keep_objects()
         return environment
 
     def prepare(self, config: ScheduleConfig) -> Prepared:
@@ -132,14 +131,10 @@ class Station:
         return program
 
     def _make(self, config: ScheduleConfig) -> Prepared:
-        """Without the cycle collector, which would walk a program's tens of thousands of records again and again."""
-        gc.disable()
-        try:
+        with no_collector():
             prepared = prepare(config, self._setup.workload)
             if prepared.refused is None and prepared.program is not None:
                 match self._setup.means:
                     case Measuring(compile_ahead=compile_ahead) if compile_ahead is not None:
                         compile_ahead(prepared.program)
-        finally:
-            gc.enable()
         return prepared

@@ -12,6 +12,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.exceptions import ExperimentalWarning
 from optuna.trial import Trial, TrialState, create_trial
 
+from flywheel.process import one_blas_thread
 from flywheel.search.knobs import Choice, Value
 from flywheel.search.samplers import ORDER_AWARE, make_sampler
 from flywheel.search.space import Dimension, Space
@@ -50,7 +51,7 @@ class CampaignStudy:
 
     def ask(self) -> Ask:
         """A trial and the choice that it stands for."""
-        with _quiet():
+        with _quiet(), one_blas_thread():
             trial = self._study.ask()
             choice: dict[str, Value] = {d.name: d.values[0] for d in self._space.dimensions}
             for dimension in self._searched:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
@@ -23,6 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from flywheel.errors import MirrorError, UsageError
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, incumbents, tied_with, trials_of
+from flywheel.process import default_environment
 from flywheel.store.campaign import Campaign, work_named
 from flywheel.store.engine import make_store_url
 from flywheel.store.mirror import (
@@ -87,8 +87,7 @@ class Mirror:
     def __init__(self, uri: str) -> None:
         check_installed()
         self.uri: Final = uri
-        for name, value in _PATIENCE.items():
-            os.environ.setdefault(name, value)
+        default_environment(_PATIENCE)
         self._connected: tuple[Any, str] | None = None
 
     def pages(self) -> str:

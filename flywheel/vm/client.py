@@ -17,7 +17,7 @@ from flywheel.errors import FlywheelError
 from flywheel.ir import MegakernelProgram
 from flywheel.measure.contest import Contest
 from flywheel.measure.outcome import Crashed, TimedOut, TrialOutcome
-from flywheel.vm.child import sheltered
+from flywheel.process import sheltered
 from flywheel.vm.worker import Answer, MakeBench, Question, Ready, Unable, serve
 
 _EXIT_S: Final = 5.0

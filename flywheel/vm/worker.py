@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from flywheel.errors import (
 from flywheel.ir import MegakernelProgram
 from flywheel.measure.contest import Contest
 from flywheel.measure.outcome import Crashed, Rejected, TimedOut, TrialOutcome
-from flywheel.vm.child import enter_child
+from flywheel.process import enter_child, keep_objects
 
 _T = TypeVar("_T")
 
@@ -80,12 +79,11 @@ class Answer:
 def serve(connection: Connection, make_bench: MakeBench) -> None:
     """Build the bench, then answer questions until the other end closes."""
     enter_child()
-    os.dup2(2, 1)  # the parent's stdout is its result: whatever prints here goes to stderr
     bench = _defended(make_bench)
     if isinstance(bench, Exception):
         connection.send(Unable(_start_error(bench)))
         return
-    gc.freeze()  # or each program's tens of thousands of records would have all of torch's looked at again
+    keep_objects()
     connection.send(Ready())
     rivals: tuple[MegakernelProgram, ...] = ()
     while (question := _next(connection)) is not None:

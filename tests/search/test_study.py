@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from optuna.samplers import RandomSampler
 from optuna.trial import TrialState
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from flywheel.search.knobs import Choice
 from flywheel.search.samplers import SAMPLERS
@@ -105,3 +107,18 @@ def test_a_space_of_one_choice_can_be_asked(lab: Any) -> None:
     for sampler in ("local", "tpe", "cmaes", "random", "grid"):
         study = CampaignStudy(space, sampler, 0, [])
         assert [choice["depth"] for choice, _ in drive(study, 3, smooth)] == [2, 2, 2]
+
+
+def test_a_sampler_is_asked_on_one_thread_of_blas(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[set[int]] = []
+
+    class Looking(RandomSampler):
+        def sample_independent(self, *arguments: Any) -> Any:
+            seen.append({pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"})
+            return super().sample_independent(*arguments)
+
+    monkeypatch.setitem(SAMPLERS, "random", Looking)
+    with threadpool_limits(limits=2, user_api="blas"):
+        CampaignStudy(lab.space(), "random", 0, []).ask()
+    assert seen
+    assert {1} == set().union(*seen)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from flywheel.errors import InvalidProgramError, TensorError
 from flywheel.ir import Buffer, BufferKind, MegakernelProgram, at_position, validate
+from flywheel.process import one_torch_thread
 from flywheel.vm.reference.binding import Binder
 from flywheel.vm.reference.firing import firing_order
 from flywheel.vm.reference.memory import Arena, check_tensors, tensor_shape
@@ -127,7 +127,7 @@ class BoundProgram:
         if pos is not None:
             self._move(pos)
         firing = self._machine.firing_order(order, seed)
-        with torch.no_grad(), _one_thread():
+        with torch.no_grad(), one_torch_thread():
             for buffer in fed:
                 self._tensors[buffer.id].copy_(inputs[buffer.name])
             self._arena.poison()
@@ -156,21 +156,6 @@ class BoundProgram:
             if moved is not lowered:
                 self._calls[index] = self._binder.bind(moved)
         self._pos = pos
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """torch on one thread, process-wide, while a launch runs.
-
-    Tiles are too small to split: a token of llama3.2-1b took 0.64 s on one thread, 0.72 s on two, and over 15 s on two
-    while other processes wanted the cores. Sums also come out the same whatever the number of cores.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _resident(buffer: Buffer, tensor: Tensor, machine: ReferenceVM) -> Tensor:

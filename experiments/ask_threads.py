@@ -1,0 +1,64 @@
+"""What an ask of the default sampler costs with the threads that BLAS takes for itself, and with one.
+
+    python experiments/ask_threads.py > results/ask_threads.txt
+
+Trials that are known are drawn at random and have made-up latencies. Times are of one ask and tell, the mean of ASKS.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from contextlib import nullcontext
+
+import numpy as np  # loads the BLAS that is looked at
+from threadpoolctl import threadpool_info
+
+from flywheel.process import one_blas_thread
+from flywheel.search import study
+from flywheel.search.knobs import Choice
+from flywheel.search.space import Space, make_space
+from flywheel.search.workload import make_workload
+
+KNOWN = (40, 120, 200)
+ASKS = 20
+WORK = ("llama3-8b", "h100", "bf16", 512)
+
+
+def main() -> int:
+    """Print a row for each number of known trials."""
+    space = make_space(make_workload(*WORK))
+    threads = max(pool["num_threads"] for pool in threadpool_info())
+    print(f"{WORK[0]} on {WORK[1]}, {len(space.dimensions)} knobs; numpy {np.__version__}, {threads} threads of BLAS")
+    load = os.getloadavg()[0]
+    print(f"{os.cpu_count()} cores, which {load:.0f} processes wanted in the minute before")
+    print(f"{'known':>6} {'threads':>8} {'wall ms':>9} {'CPU ms':>8}")
+    for known in KNOWN:
+        for count, limit in ((threads, nullcontext), (1, one_blas_thread)):
+            study.one_blas_thread = limit  # type: ignore[attr-defined]
+            wall_ms, cpu_ms = ask_ms(space, known)
+            print(f"{known:6d} {count:8d} {wall_ms:9.1f} {cpu_ms:8.1f}")
+    return 0
+
+
+def ask_ms(space: Space, known: int) -> tuple[float, float]:
+    """Wall and CPU milliseconds of an ask and a tell behind `known` trials."""
+    chance = random.Random(0)
+    trials = [(drawn(space, chance), 5000.0 * (1.0 + chance.random())) for _ in range(known)]
+    asked = study.CampaignStudy(space, "local", 0, trials)
+    asked.tell(asked.ask()[0], 9000.0)
+    wall, cpu = time.perf_counter(), time.process_time()
+    for number in range(ASKS):
+        asked.tell(asked.ask()[0], 9000.0 + number)
+    return tuple((end - start) / ASKS * 1e3 for start, end in ((wall, time.perf_counter()), (cpu, time.process_time())))
+
+
+def drawn(space: Space, chance: random.Random) -> Choice:
+    """A choice of the space."""
+    return {dimension.name: chance.choice(dimension.values) for dimension in space.dimensions}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

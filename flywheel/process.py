@@ -1,0 +1,168 @@
+"""What holds for a whole process: its cycle collector, its threads, torch's precision, its signals and its environment.
+
+Nothing else in flywheel sets any of it. What is set for a while is set by a context manager, which puts back what it
+found.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Final
+
+
+class _Collector:
+    """The cycle collector, and how many blocks of `no_collector` are entered in all threads."""
+
+    __slots__ = ("_blocks", "_lock", "_was_enabled")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self._was_enabled = True
+
+    def pause(self) -> None:
+        with self._lock:
+            if not self._blocks:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._blocks += 1
+
+    def resume(self) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks and self._was_enabled:
+                gc.enable()
+
+
+_COLLECTOR: Final = _Collector()
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Without the cycle collector, which would walk a program's tens of thousands of records again and again.
+
+    Several threads may be in here at once; the last one to leave puts it back.
+    """
+    _COLLECTOR.pause()
+    try:
+        yield
+    finally:
+        _COLLECTOR.resume()
+
+
+def keep_objects() -> None:
+    """The cycle collector never looks at the objects of now again: those of modules, torch's above all, which stay."""
+    gc.freeze()
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """The linear algebra of numpy and scipy on one thread.
+
+    The matrices of a sampler are too small to share out: threads of BLAS then spin and take the cores from the
+    processes that evaluate. Source: results/ask_threads.txt.
+    """
+    from threadpoolctl import threadpool_limits
+
+    with threadpool_limits(limits=1, user_api="blas"):
+        yield
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """torch on one thread.
+
+    Tiles are too small to share out, and threads that wait for each other on busy cores take many times as long. Sums
+    also come out the same whatever the number of cores.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def sum_in_float32() -> None:
+    """Products of matrices in torch sum in float32 on a GPU, those of half types, too."""
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    torch.set_float32_matmul_precision("highest")
+    matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_fp16_reduced_precision_reduction = False
+
+
+@contextmanager
+def sums_as_shipped() -> Iterator[None]:
+    """Products of half types may sum in their own type on a GPU, as torch's defaults allow."""
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    bf16, fp16 = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = True
+    matmul.allow_fp16_reduced_precision_reduction = True
+    try:
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = bf16
+        matmul.allow_fp16_reduced_precision_reduction = fp16
+
+
+def set_environment(values: Mapping[str, str]) -> None:
+    """Environment variables of this process and of those that it starts."""
+    os.environ.update(values)
+
+
+def default_environment(values: Mapping[str, str]) -> None:
+    """As `set_environment`, of the variables that have no value yet."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def handling(numbers: Sequence[signal.Signals], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """`handle` takes these signals. To be entered in the main thread."""
+    before: list[Any] = [signal.signal(number, handle) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextmanager
+def sheltered() -> Iterator[None]:
+    """Processes that start in here inherit a blocked SIGINT, so that Ctrl-C cannot kill them before they ignore it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def enter_child() -> None:
+    """To be called first in a spawned process: Ctrl-C is its parent's business, and it does not outlive its parent.
+
+    The parent's stdout is its result, so whatever prints here goes to stderr.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    os.dup2(2, 1)
+
+
+def _die_with_parent() -> None:
+    """A parent that was killed leaves no process behind."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Iterator
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+import torch
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from flywheel.process import (
+    default_environment,
+    handling,
+    no_collector,
+    one_blas_thread,
+    one_torch_thread,
+    set_environment,
+    sum_in_float32,
+    sums_as_shipped,
+)
+
+MATMUL = torch.backends.cuda.matmul
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    """torch's flags, put back."""
+    before = torch.get_float32_matmul_precision()
+    flags = MATMUL.allow_bf16_reduced_precision_reduction, MATMUL.allow_fp16_reduced_precision_reduction
+    yield
+    torch.set_float32_matmul_precision(before)
+    MATMUL.allow_bf16_reduced_precision_reduction, MATMUL.allow_fp16_reduced_precision_reduction = flags
+
+
+def reduced() -> tuple[bool, bool]:
+    """Whether products of BF16, and of F16, may sum in their own type."""
+    return MATMUL.allow_bf16_reduced_precision_reduction, MATMUL.allow_fp16_reduced_precision_reduction
+
+
+def blas_threads() -> set[int]:
+    """Threads of every BLAS in this process."""
+    return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+
+def test_the_collector_rests_until_the_last_thread_has_left() -> None:
+    entered, leave = Event(), Event()
+
+    def other() -> None:
+        with no_collector():
+            entered.set()
+            leave.wait()
+
+    thread = Thread(target=other)
+    assert gc.isenabled()
+    with no_collector():
+        thread.start()
+        entered.wait()
+        assert not gc.isenabled()
+    assert not gc.isenabled()
+    leave.set()
+    thread.join()
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with no_collector():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_blas_has_one_thread_for_a_while() -> None:
+    np.linalg.cholesky(np.eye(3))
+    with threadpool_limits(limits=2, user_api="blas"):
+        before = blas_threads()
+        with one_blas_thread():
+            assert blas_threads() == {1}
+        assert blas_threads() == before
+
+
+def test_torch_has_one_thread_for_a_while() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with one_torch_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("precision")
+def test_sums_are_in_float32_but_where_torch_may_do_as_it_ships() -> None:
+    sum_in_float32()
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert reduced() == (False, False)
+    with sums_as_shipped():
+        assert reduced() == (True, True)
+    assert reduced() == (False, False)
+
+
+def test_signals_go_back_to_who_had_them() -> None:
+    seen: list[int] = []
+    before = signal.getsignal(signal.SIGUSR1)
+    with handling((signal.SIGUSR1,), lambda number, _: seen.append(number)):
+        signal.raise_signal(signal.SIGUSR1)
+    assert seen == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_default_of_the_environment_overrides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYWHEEL_TEST_ONE", "given")
+    monkeypatch.setenv("FLYWHEEL_TEST_TWO", "given")
+    monkeypatch.delenv("FLYWHEEL_TEST_TWO")
+    default_environment({"FLYWHEEL_TEST_ONE": "default", "FLYWHEEL_TEST_TWO": "default"})
+    assert (os.environ["FLYWHEEL_TEST_ONE"], os.environ["FLYWHEEL_TEST_TWO"]) == ("given", "default")
+    set_environment({"FLYWHEEL_TEST_ONE": "set"})
+    assert os.environ["FLYWHEEL_TEST_ONE"] == "set"
