@@ -116,8 +116,8 @@ class Refused:
               help=f"Rivals to time beside the schedule: {', '.join(RIVALS)}.")
 @click.option("--context", "contexts", cls=SharedOption, type=integers, metavar="N,N...",
               help=f"Tokens that the step attends to.  [default: the schedule's, else {DEFAULTS['context']}]")
-@click.option("--batch", "batches", type=integers, default="1", show_default=True, metavar="N,N...",
-              help="Sequences a step; several show what each costs beside one.")
+@click.option("--batch", "batches", type=integers, metavar="N,N...",
+              help="Sequences a step; several show what each costs beside one.  [default: the schedule's, else 1]")
 @click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
               help="Type of weights and activations.  [default: the schedule's, else the checkpoint's, else bf16]")
 @click.option("--gpu", cls=SharedOption, metavar="NAME", help="GPU to lower for.  [default: the one here]")
@@ -140,7 +140,7 @@ def bench(
     model: str | None,
     against: tuple[Rival, ...],
     contexts: tuple[int, ...] | None,
-    batches: tuple[int, ...],
+    batches: tuple[int, ...] | None,
     dtype: str | None,
     gpu: str | None,
     config_file: str | None,
@@ -197,7 +197,7 @@ def _settle(
     gpu: str | None,
     dtype: str | None,
     contexts: tuple[int, ...] | None,
-    batches: tuple[int, ...],
+    batches: tuple[int, ...] | None,
 ) -> Work:
     """What is compared: by options, else by the schedule, else by default. Raises UsageError, NoGpuError, and as names
     deserve."""
@@ -206,13 +206,14 @@ def _settle(
     if name is None:
         raise UsageError("bench: no model; give --model, or an exported schedule with --config")
     asked = contexts or ((DEFAULTS["context"] if schedule is None else schedule.context),)
+    sequences = batches or ((DEFAULTS["batch"] if schedule is None else schedule.batch),)
     short = next((context for context in asked if context < 2), None)
     if short is not None:
         raise UsageError(f"bench: --context {short}: a token must attend to another one; at least 2")
     check_device("cuda")
     source = open_model("bench", name)
     settled = dtype or (None if schedule is None else schedule.dtype) or source.dtype or DEFAULTS["dtype"]
-    return Work(source, name, _target(gpu), settled, tuple(dict.fromkeys(asked)), tuple(dict.fromkeys(batches)))
+    return Work(source, name, _target(gpu), settled, tuple(dict.fromkeys(asked)), tuple(dict.fromkeys(sequences)))
 
 
 def _target(gpu: str | None) -> GpuTarget:
@@ -234,7 +235,7 @@ def _from_file(workload: Workload, given: Schedule | ScheduleConfig, path: str) 
     config = given.config if isinstance(given, Schedule) else given
     origin: dict[str, Any] = {"file": path, "config_id": config.config_id}
     if isinstance(given, Schedule):
-        origin["found_for"] = {"model": given.model, "gpu": given.gpu, "dtype": given.dtype, "context": given.context}
+        origin["found_for"] = {name: getattr(given, name) for name in ("model", "gpu", "dtype", "context", "batch")}
     return Chosen(workload, config, origin)
 
 
@@ -253,7 +254,7 @@ def _from_store(work: Work, url: str, campaign: str | None) -> list[Chosen]:
             row = best_of_work(store, workload, measured=True, campaign=campaign)
             if row is None:
                 raise _nothing_known(workload, store.name, campaign)
-            known = ("campaign", "trial", "config_id", "latency_us", "program_id", "created_at")
+            known = ("campaign", "trial", "config_id", "latency_us", "program_id", "imported_from", "created_at")
             origin = {name: getattr(row, name) for name in known}
             chosen.append(Chosen(workload, config_from_dict(json.loads(row.config)), origin))
     return chosen

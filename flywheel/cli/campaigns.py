@@ -12,7 +12,7 @@ from flywheel.cli.options import command, json_option, store_option
 from flywheel.cli.provenance import find_campaign, search_command
 from flywheel.cli.text import ABSENT, counts, escaped, pairs, percent, show, show_json, table, ties, us
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import best_of, disturbed, ranked, tied_with
+from flywheel.measure.standing import best_of, marks, ranked, tied_with
 
 if TYPE_CHECKING:
     from flywheel.store.campaign import Campaign, CampaignSummary
@@ -70,9 +70,12 @@ def _list(where: str, summaries: list[CampaignSummary], as_json: bool) -> None:
 
 
 def _best(summary: CampaignSummary) -> tuple[float | None, str]:
-    """(latency, "measured" or "predicted"): a prediction never stands in for a measurement."""
+    """(latency, its kind): a prediction never stands in for a measurement, nor an imported one for one of this
+    store."""
     if summary.best_measured_us is not None:
         return summary.best_measured_us, "measured"
+    if summary.best_imported_us is not None:
+        return summary.best_imported_us, "imported"
     return summary.best_predicted_us, "predicted" if summary.best_predicted_us is not None else ""
 
 
@@ -80,11 +83,11 @@ def _document(summary: CampaignSummary) -> dict[str, Any]:
     campaign = summary.campaign
     return {
         **asdict(campaign),
-        "batch": campaign.batch,
         "spec": json.loads(campaign.spec),
         "trials": summary.trials,
         "outcomes": dict(summary.outcomes),
         "best_measured_us": summary.best_measured_us,
+        "best_imported_us": summary.best_imported_us,
         "best_predicted_us": summary.best_predicted_us,
     }
 
@@ -111,7 +114,7 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> No
         headers = ("trial", "latency", "<", "of floor", "<from", "<config", "<program", "<")
         rows = [
             (str(r.trial), us(r.objective_us), r.outcome, percent(r.floor_fraction), r.source, r.config_id,
-             r.program_id or ABSENT, disturbed(r) or "")
+             r.program_id or ABSENT, marks(r) or "")
             for r in best
         ]  # fmt: skip
         show("\n" + table(headers, rows, indent="  "))

@@ -135,13 +135,14 @@ def lower_model(
         "gpu": _default_gpu(device),
         "dtype": source.dtype or DEFAULTS["dtype"],
         "context": min(DEFAULTS["context"], source.spec.max_position),
+        "batch": DEFAULTS["batch"],
     }
     settled: dict[str, Any] = {
         name: value if value is not None else getattr(schedule, name, fallback[name])
-        for name, value in (("gpu", gpu), ("dtype", dtype), ("context", context))
+        for name, value in (("gpu", gpu), ("dtype", dtype), ("context", context), ("batch", batch))
     }
-    target, sequences = find_target(settled["gpu"]), DEFAULTS["batch"] if batch is None else batch
-    workload = Workload(source.name, source.spec, target, settled["dtype"], settled["context"], sequences)
+    target = find_target(settled.pop("gpu"))
+    workload = Workload(source.name, source.spec, target, **settled)
     graph = workload.graph
     if not isinstance(config, ScheduleConfig):
         space = make_space(workload)

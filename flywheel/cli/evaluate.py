@@ -11,7 +11,6 @@ from click.core import ParameterSource
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_config, settle_work
 from flywheel.cli.options import (
-    DEFAULTS,
     SharedOption,
     batch_option,
     command,
@@ -64,8 +63,8 @@ def evaluate(
     """Lower, validate and predict or measure one ScheduleConfig or exported schedule, and compare it with the best
     that the store knows of the same work.
 
-    Writes nothing. Exit code 0 with a latency, 3 without one. A schedule brings its model, GPU, dtype and context
-    along; options override them.
+    Writes nothing. Exit code 0 with a latency, 3 without one. A schedule brings its model, GPU, dtype, context
+    and batch along; options override them.
     """
     from flywheel.search.appraise import appraise
     from flywheel.search.workload import make_workload
@@ -73,9 +72,8 @@ def evaluate(
 
     given = load_config(config_file)
     schedule = given if isinstance(given, Schedule) else None
-    named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context}
-    sequences = DEFAULTS["batch"] if batch is None else batch
-    workload = make_workload(**settle_work("evaluate", named, schedule), batch=sequences)
+    named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch}
+    workload = make_workload(**settle_work("evaluate", named, schedule))
     predictor = open_predictor(machine, workload.target)
     config = given.config if isinstance(given, Schedule) else given
     if ctx.get_parameter_source("store") is ParameterSource.DEFAULT and not Path(store).exists():
@@ -128,6 +126,7 @@ def _incumbent(record: TrialRecord, latency_us: float | None, gained: Gain | Non
         "trial": record.trial,
         "config_id": record.config_id,
         "outcome": record.outcome,
+        "imported_from": record.imported_from,
         "latency_us": record.latency_us,
         "predicted_us": record.predicted_us,
         "rival_us": None if gained is None else gained.rival_us,
@@ -150,6 +149,7 @@ def _show(document: dict[str, Any]) -> None:
     if best is not None:
         best_us = best["latency_us"] or best["predicted_us"]
         against = f"trial {best['trial']} of {best['campaign']}, {us(best_us)}"
+        against += ", imported" if best["imported_from"] is not None else ""
         against += f"; this is {best['speedup']:.3f}x as fast" if best["speedup"] is not None else ""
         if best["rival_us"] is not None:
             against += f", in turn, where that took {us(best['rival_us'])}: "

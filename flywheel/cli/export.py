@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from flywheel.cli.options import (
     DEFAULTS,
+    batch_option,
     command,
     json_option,
     output_option,
@@ -40,6 +41,7 @@ FORMATS = ("schedule", "program", "tsv", "csv", "t4")
                    "tsv, csv: all trials. t4: those of one model and GPU as Kernel Tuner has them.")  # fmt: skip
 @click.option("--campaign", metavar="NAME", help="Rows of this campaign only.")
 @workload_options
+@batch_option
 @click.option("--measured/--predicted", default=None, help="Rows that count.  [default: measured if any are]")
 @store_option
 @output_option
@@ -53,6 +55,7 @@ def export(
     gpu: str | None,
     dtype: str | None,
     context: int | None,
+    batch: int | None,
     measured: bool | None,
     store: str,
     output: Path | None,
@@ -64,7 +67,8 @@ def export(
     """
     from flywheel.store.sql import open_store
 
-    wanted = _wanted(ctx, {"campaign": campaign, "model": model, "gpu": gpu, "dtype": dtype, "context": context})
+    named = {"campaign": campaign, "model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch}
+    wanted = _wanted(ctx, named)
     facts: dict[str, Any]
     with open_store(store, create=False) as opened:
         if campaign is not None:
@@ -79,12 +83,9 @@ def export(
         else:
             record = _best(opened, wanted, measured)
             origin = find_campaign(opened, record.campaign)
-            batch = origin.batch
-            if batch > 1 and campaign is None:
-                raise UsageError(f"export: the best row is of batch {batch}; name its --campaign {record.campaign}")
-            text = schedule_text(record, origin) if form == "schedule" else _program(record, batch)
+            text = schedule_text(record, origin) if form == "schedule" else _program(record)
             facts = {"campaign": record.campaign, "trial": record.trial, "program_id": record.program_id}
-            note(escaped(f"{record.campaign}, trial {record.trial}: {record.outcome} {us(record.objective_us)}"))
+            note(escaped(f"{record.campaign}, trial {record.trial}: {record.kind} {us(record.objective_us)}"))
     if output is not None:
         write_file(output, text)
         note(escaped(f"wrote {output}"))
@@ -137,7 +138,8 @@ def _t4(records: list[TrialRecord], measured: bool | None) -> dict[str, Any]:
 
 
 def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> TrialRecord:
-    """The fastest row; of predicted ones, by this version's cost model if it has any.
+    """The fastest row, of imported ones only where nothing was measured for this store; of predicted ones, by this
+    version's cost model if it has any.
 
     Raises UsageError where rows of different work would compete, UnknownNameError where there is none.
     """
@@ -147,7 +149,7 @@ def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> Tri
         for name in ("model", "gpu"):
             if name not in wanted:
                 raise UsageError(f"export: the best of what? --campaign, or --model and --gpu; --{name} is missing")
-        wanted = {"dtype": DEFAULTS["dtype"], "context": DEFAULTS["context"], **wanted}
+        wanted = {**{name: DEFAULTS[name] for name in ("dtype", "context", "batch")}, **wanted}
     best = None
     if measured is not False:
         best = store.best(measured=True, **wanted)
@@ -160,15 +162,14 @@ def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> Tri
     return best
 
 
-def _program(record: TrialRecord, batch: int) -> str:
-    """The row's program, of `batch` sequences, lowered again. Raises StoreError where this version makes another one of
-    its config."""
+def _program(record: TrialRecord) -> str:
+    """The row's program, lowered again. Raises StoreError where this version makes another one of its config."""
     from flywheel.ir import config_from_dict, program_to_json
     from flywheel.lowering.lower import lower
     from flywheel.plan import program_id
     from flywheel.search.workload import make_workload
 
-    workload = make_workload(record.model, record.gpu, record.dtype, record.context, batch)
+    workload = make_workload(record.model, record.gpu, record.dtype, record.context, record.batch)
     program = lower(workload.graph, config_from_dict(json.loads(record.config)), workload.target)
     made = program_id(program)
     if made != record.program_id:

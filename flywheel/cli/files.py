@@ -50,7 +50,8 @@ def load_config(path: str) -> Schedule | ScheduleConfig:
 
 
 def settle_work(who: str, named: Mapping[str, Any], schedule: Schedule | None) -> dict[str, Any]:
-    """Model, GPU, dtype and context: the options, else the schedule's, else the defaults.
+    """Model, GPU, dtype, context and batch, as far as `named` has them: the options, else the schedule's, else the
+    defaults.
 
     Raises UsageError, which names the command `who`, without a model or a GPU.
     """

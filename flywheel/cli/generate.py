@@ -71,7 +71,7 @@ def generate(
     source = open_model("generate", model)
     tokenizer = _tokenizer(source, required=prompt is not None)
     ids = prompt_ids if tokenizer is None or prompt is None else tokenizer.encode(prompt)
-    program = lower_model(source, given, gpu, dtype, context, device)
+    program = lower_model(source, given, gpu, dtype, context, device, batch=1)
     generation = _run(program, source, ids or (), max_tokens, device, seed, verify)
     text = None if tokenizer is None else tokenizer.decode(generation.token_ids)
     if not as_json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +13,6 @@ import click
 from flywheel.cli.files import read_argument, settle_work
 from flywheel.cli.options import (
     DEFAULT_STORE,
-    DEFAULTS,
     SharedOption,
     batch_option,
     command,
@@ -38,9 +36,6 @@ from flywheel.store.tsv import from_tsv
 if TYPE_CHECKING:
     from flywheel.store.campaign import Campaign
     from flywheel.store.sql import Store
-
-_BATCH: Final = re.compile(r"-c\d+-b([2-8])-")
-"""How a search calls its campaign where it decodes so many sequences."""
 
 PRIORS: Final = 10
 """Schedules of a foreign table that are tried first, unless --best says otherwise."""
@@ -74,30 +69,31 @@ def import_file(
 ) -> None:  # fmt: skip
     """Make a campaign of a file.
 
-    A table that flywheel export wrote becomes the trials that it holds; repeating the command adds what is missing.
-    Of how many sequences a step of theirs is, a table does not tell: --batch does.
+    A table that flywheel export wrote becomes the trials that it holds, marked as imported, all or none; repeating the
+    command adds what is missing. A table without a column batch does not tell of how many sequences a step is: --batch
+    does.
     An AutoMegaKernel results.tsv, or an exported schedule, becomes a campaign without trials whose search tries those
     schedules first: numbers from elsewhere order them, and are never results here.
     """
     from flywheel.store.sql import open_store
 
     check_name("import", name)
-    sequences = DEFAULTS["batch"] if batch is None else batch
-    if not 1 <= sequences <= MAX_BATCH:
-        raise UsageError(f"import: --batch {sequences} is not in 1..{MAX_BATCH}")
+    if batch is not None and not 1 <= batch <= MAX_BATCH:
+        raise UsageError(f"import: --batch {batch} is not in 1..{MAX_BATCH}")
+    work["batch"] = batch
     text = read_argument(path)
     first = text.split("\n", 1)[0].split("\t")
     with open_store(store) as opened:
         if text.lstrip().startswith("{"):
             schedule = _schedule(parse_json(text), path)
-            settled = settle_work("import", work, schedule) | {"batch": sequences}
+            settled = settle_work("import", work, schedule)
             document = _priors(opened, name, settled, measure, [schedule.config])
         elif MARK in first:
-            settled = settle_work("import", work, None) | {"batch": sequences}
+            settled = settle_work("import", work, None)
             table = _foreign(text, read_text(corpus) if corpus is not None else "", path)
             document = _priors(opened, name, settled, measure, table.configs[:best]) | {"skipped": dict(table.skipped)}
         elif "config_id" in first:
-            document = _trials(opened, name, text, path, {"campaign": campaign, **work}, batch)
+            document = _trials(opened, name, text, path, {"campaign": campaign, **work})
         else:
             raise UsageError(f"{path}: neither flywheel's nor AutoMegaKernel's trials, and no exported schedule")
     if store != DEFAULT_STORE:
@@ -108,25 +104,24 @@ def import_file(
         _show(document)
 
 
-def _trials(
-    store: Store, name: str, text: str, path: str, wanted: dict[str, Any], batch: int | None
-) -> dict[str, Any]:
+def _trials(store: Store, name: str, text: str, path: str, wanted: dict[str, Any]) -> dict[str, Any]:
     from flywheel.search.importing import import_trials
 
     asked = {column: value for column, value in wanted.items() if value is not None}
+    if "batch" not in asked and "batch" not in text.split("\n", 1)[0].rstrip("\r").split("\t"):
+        raise UsageError(f"{path}: no column batch, so --batch must say of how many sequences a step of its trials is")
     try:
-        records = from_tsv(text)
+        records = from_tsv(text, asked.get("batch"))
     except StoreError as error:
         raise UsageError(f"{path}: {error}") from None
     kept = [record for record in records if all(getattr(record, column) == value for column, value in asked.items())]
     if not kept:
         what = ", ".join(f"{column} {value}" for column, value in asked.items())
         raise UsageError(f"{path}: no trials{f' of {what}' if what else ''}")
-    called = _BATCH.search(kept[0].campaign)
-    if batch is None and called:
-        hint = f"--batch {called[1]}, or 1 if it is not"
-        raise UsageError(f"{path}: campaign {kept[0].campaign!r} is named as one of {called[1]} sequences: {hint}")
-    made, new = import_trials(store, name, kept, DEFAULTS["batch"] if batch is None else batch)
+    try:
+        made, new = import_trials(store, name, kept)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
     return {**_document(store, made), "trials": len(trials_of(kept)), "new_trials": new, "priors": 0}
 
 
@@ -181,7 +176,7 @@ def _document(store: Store, campaign: Campaign) -> dict[str, Any]:
 
 def _show(document: dict[str, Any]) -> None:
     work = work_named(*(document[name] for name in ("model", "gpu", "dtype", "context", "batch")))
-    brought = f"{document['trials']:,} trials, {document['new_trials']:,} of them new"
+    brought = f"{document['trials']:,} imported trials, {document['new_trials']:,} of them new"
     if document["priors"]:
         brought = f"{document['priors']} schedules to try first, no trials"
     show(escaped(f"{document['campaign']}: {work}: {brought}"))

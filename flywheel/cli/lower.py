@@ -11,7 +11,6 @@ import click
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_config, settle_work
 from flywheel.cli.options import (
-    DEFAULTS,
     batch_option,
     command,
     json_option,
@@ -58,17 +57,17 @@ def lower(
 ) -> None:
     """Lower a model for a GPU: the program's JSON on stdout, a summary on stderr.
 
-    An exported schedule brings its model, GPU, dtype and context along, but no batch; options override them. A config
-    that the lowerer refuses ends with exit code 3.
+    An exported schedule brings its model, GPU, dtype, context and batch along; options override them. A config that the
+    lowerer refuses ends with exit code 3.
     """
     from flywheel.lowering.lower import lower as lower_graph
     from flywheel.search.space import make_space
     from flywheel.search.workload import make_workload
 
     given = load_config(config_file) if config_file is not None else None
-    named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context}
+    named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch}
     settled = settle_work("lower", named, given if isinstance(given, Schedule) else None)
-    workload = make_workload(**settled, batch=DEFAULTS["batch"] if batch is None else batch)
+    workload = make_workload(**settled)
     predictor = open_predictor(machine, workload.target)
     config = given.config if isinstance(given, Schedule) else given
     if config is None or settings:

@@ -99,7 +99,7 @@ class PlainLines:
         best = progress.best
         standing = "none feasible yet"
         if best is not None:
-            standing = f"best {us(best.objective_us)} {best.outcome}, {percent(best.floor_fraction)} of floor"
+            standing = f"best {us(best.objective_us)} {best.kind}, {percent(best.floor_fraction)} of floor"
         width = len(str(self._spec.trials))
         pace = f"  {progress.new_trials / progress.elapsed_s:.1f} trials/s" if progress.elapsed_s > SETTLED_S else ""
         note(f"trial {progress.trials:>{width}}/{self._spec.trials}  {standing}{pace}")
@@ -182,7 +182,7 @@ class LivePanel:
         if best is None:
             return "none yet"
         floor = f"floor {us(best.floor_us)}, {percent(best.floor_fraction)} reached"
-        return Text.assemble((us(best.objective_us), "bold green"), f" {best.outcome}; {floor}")
+        return Text.assemble((us(best.objective_us), "bold green"), f" {best.kind}; {floor}")
 
     def _pace(self, start: Start) -> tuple[str, str]:
         progress, elapsed_s = self._progress, monotonic() - self._began

@@ -56,16 +56,16 @@ def search_command(campaign: Campaign) -> str:
     return shlex.join(words)
 
 
-def lower_command(record: TrialRecord, batch: int) -> str:
-    """The command line that makes the row's program, of `batch` sequences, from its exported schedule, best.json."""
+def lower_command(record: TrialRecord) -> str:
+    """The command line that makes the row's program from its exported schedule, best.json."""
     words = ["flywheel", "lower", "--model", record.model, "--gpu", record.gpu, "--dtype", record.dtype]
-    words += ["--context", str(record.context), *(["--batch", str(batch)] if batch > 1 else [])]
+    words += ["--context", str(record.context), *(["--batch", str(record.batch)] if record.batch > 1 else [])]
     words += ["--config", "best.json"]
     return shlex.join(words)
 
 
 def schedule_text(record: TrialRecord, campaign: Campaign) -> str:
     """The best-schedule JSON of a row. Raises StoreError for a row without a latency."""
-    document = schedule_document(record, command=lower_command(record, campaign.batch))
+    document = schedule_document(record, command=lower_command(record))
     document["provenance"]["search"] = search_command(campaign)
     return dump_schedule(document)

@@ -266,7 +266,7 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
         show(f"{work}: nothing feasible in {result.trials:,} trials")
     else:
         show(
-            f"{work}: {best.outcome} {us(best.objective_us)} a token; "
+            f"{work}: {best.kind} {us(best.objective_us)} a token; "
             f"weight floor {us(best.floor_us)}, {percent(best.floor_fraction)} reached"
         )
     rate = ""

@@ -71,6 +71,7 @@ def _show_context(comparisons: Sequence[Comparison], origins: Sequence[Mapping[s
     show("")
     for comparison, origin in zip(comparisons, origins, strict=True):
         found = origin.get("file") or f"trial {origin['trial']} of {origin['campaign']}"
+        found += ", imported" if origin.get("imported_from") else ""
         show(escaped(f"context {comparison.context:,}, batch {comparison.batch}: {size(comparison.weight_bytes)} of "
                      f"weights need {us(comparison.ceiling_us)} at the read ceiling, {us(comparison.floor_us)} at the "
                      f"datasheet's bandwidth; schedule {origin['config_id']}, {found}"))  # fmt: skip

@@ -83,8 +83,7 @@ def trace(
     check_device("cuda")
     given = load_config(config_file) if config_file is not None else None
     if campaign is not None:
-        given, found = _best(store, campaign)
-        batch = found if batch is None else batch
+        given = _best(store, campaign)
     schedule = given if isinstance(given, Schedule) else None
     name = model if model is not None or schedule is None else schedule.model
     if name is None:
@@ -109,8 +108,8 @@ def trace(
         _show(document)
 
 
-def _best(store: str, campaign: str) -> tuple[Schedule, int]:
-    """The best schedule of a campaign, measured, else predicted, and its batch. Raises UnknownNameError, StoreError."""
+def _best(store: str, campaign: str) -> Schedule:
+    """The best schedule of a campaign, measured, else predicted. Raises UnknownNameError, StoreError."""
     from flywheel.cli.provenance import find_campaign
     from flywheel.ir import config_from_dict
     from flywheel.measure.standing import best_of
@@ -121,10 +120,10 @@ def _best(store: str, campaign: str) -> tuple[Schedule, int]:
         best = best_of(opened.trials(origin.name))
         if best is None:
             raise UnknownNameError(f"store {opened.name}: no trial of campaign {campaign!r} has a latency")
-    note(escaped(f"{best.campaign}, trial {best.trial}: {best.outcome} {us(best.objective_us)}"))
+    note(escaped(f"{best.campaign}, trial {best.trial}: {best.kind} {us(best.objective_us)}"))
     config = config_from_dict(json.loads(best.config))
-    schedule = Schedule(best.model, best.gpu, best.dtype, best.context, config, best.config_id, best.program_id)
-    return schedule, origin.batch
+    work = (best.model, best.gpu, best.dtype, best.context, best.batch)
+    return Schedule(*work, config, best.config_id, best.program_id)
 
 
 def _run(program: MegakernelProgram, source: Source, position: int | None, seed: int) -> TracedStep:

@@ -38,13 +38,13 @@ _ERRORS: Final = MappingProxyType({"constraints": "InvalidConfig"})
 _ERROR: Final = "RuntimeFailedConfig"
 """What stands in place of the objective where there is none, in Kernel Tuner's words."""
 
-_WORK: Final = ("model", "gpu", "dtype", "context")
+_WORK: Final = ("model", "gpu", "dtype", "context", "batch")
 
 _MEASURED: Final = ("latency_us", *MEASURED_WITH, *COMPARED_WITH, "floor_fraction")
 
 
 def to_t4(records: Iterable[TrialRecord], *, measured: bool) -> dict[str, Any]:
-    """JSON-ready T4 results of trials of one model, GPU, dtype and context; times in milliseconds.
+    """JSON-ready T4 results of trials of one model, GPU, dtype, context and batch; times in milliseconds.
 
     A file has one objective. With `measured` its valid results are the measured trials; without, those that were
     predicted by the version of the cost model that predicted last. Trials without any latency are invalid results;
@@ -134,6 +134,7 @@ def _result(row: TrialRecord, configuration: Mapping[str, int | str], objective:
         _measurement("config_id", row.config_id),
         _measurement("trial", f"{row.campaign}/{row.trial}"),
         *([] if row.reason is None else [_measurement("reason", row.reason)]),
+        *([] if row.imported_from is None else [_measurement("imported_from", row.imported_from)]),
     ]
     return {
         "timestamp": row.created_at,

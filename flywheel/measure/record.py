@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
-from math import isfinite
+from math import isclose, isfinite
 from types import NoneType
 from typing import Annotated, Any, Final, get_args, get_type_hints
 
+from flywheel.ir.version import ABI_MAX_ROWS
 from flywheel.measure.outcome import OUTCOME_NAMES
 
 SOURCES: Final = ("search", "seed", "store", "final")
@@ -22,12 +23,23 @@ MEASURED_WITH: Final = (
 )  # fmt: skip
 """Columns that only a measured latency may bring along."""
 
-_POSITIVE: Final = frozenset(
-    {"predicted_us", "latency_us", "p10_us", "p90_us", "batch_us", "rival_us", "samples", "floor_us", "weight_bytes"}
-)
-
 COMPARED_WITH: Final = ("rival_us", "gain_low_us", "gain_high_us")
 """Columns of a measured latency that had a rival: all or none."""
+
+JUDGED_WITH: Final = ("verdict_error", "verdict_bound", "verdict_where")
+"""Columns of a row whose numbers were compared with an oracle's: of measured and incorrect ones."""
+
+_POSITIVE: Final = frozenset(
+    {
+        "predicted_us", "latency_us", "p10_us", "p90_us", "batch_us", "rival_us", "samples", "floor_us",
+        "floor_fraction", "weight_bytes", "batch", "verdict_bound",
+    }
+)  # fmt: skip
+_NOT_NEGATIVE: Final = frozenset({"trial", "verdict_error", "strangers", "ask_s", "lower_s", "validate_s", "measure_s"})
+
+_ROUNDING: Final = 1e-9
+"""What a fraction may differ by from its quotient, and a latency lie below its floor, relative: they were divided and
+written in decimals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +57,10 @@ class TrialRecord:
     """One trial of one campaign.
 
     Raises ValueError where a value has the wrong type, is not finite or is an empty string, where a latency is not
-    positive or the config is no JSON object, and where the numbers contradict the outcome: `latency_us` belongs to
-    measured rows alone, `predicted_us` may stand beside it.
+    positive or the config is no JSON object, and where the numbers contradict the outcome or each other, as in
+    MeasuredLatency, Implausible and Verdict: `latency_us` belongs to measured rows alone, with p10 and p90 around it
+    and at least one sample; `predicted_us` may stand beside it; neither is below the floor, and a verdict of a measured
+    row passed.
     """
 
     campaign: Annotated[str, "name of the campaign"]
@@ -55,11 +69,17 @@ class TrialRecord:
     gpu: Annotated[str, "name of the GPU target"]
     dtype: Annotated[str, "dtype of weights and activations"]
     context: Annotated[int, "tokens in the KV cache that the step attends to"]
+    batch: Annotated[int, "sequences that one step decodes"]
     config: Annotated[str, "the ScheduleConfig as canonical JSON"]
     config_id: Annotated[str, "hash of the config"]
     program_id: Annotated[str | None, "hash of the lowered program; absent where lowering refused the config"] = None
     outcome: Annotated[str, "measured, predicted, rejected, incorrect, implausible, timed_out or crashed"]
     reason: Annotated[str | None, "why it is neither measured nor predicted"] = None
+    verdict_error: Annotated[
+        float | None, "worst error of the program's numbers against the oracle's; absent where it is no number"
+    ] = None
+    verdict_bound: Annotated[float | None, "what verdict_error may be at most; absent where nothing was judged"] = None
+    verdict_where: Annotated[str | None, "where verdict_error was found"] = None
     predicted_us: Annotated[float | None, "latency of one step by the cost model"] = None
     predictor: Annotated[str | None, "version of the cost model that gave predicted_us"] = None
     latency_us: Annotated[float | None, "median measured latency of one step"] = None
@@ -88,6 +108,9 @@ class TrialRecord:
     validate_s: Annotated[float | None, "seconds validation took"] = None
     measure_s: Annotated[float | None, "seconds measuring or predicting took; in a final, its share of them"] = None
     source: Annotated[str, "search, seed (known good), store (answered by an earlier row) or final (measured again)"]
+    imported_from: Annotated[
+        str | None, "campaign of the row in the table that it was imported from; absent: tried for this store"
+    ] = None
     sampler: Annotated[str, "name of the sampler"]
     seed: Annotated[int, "seed of the campaign"]
     flywheel_version: Annotated[str | None, "flywheel's version; absent in a source tree never installed"] = None
@@ -95,7 +118,9 @@ class TrialRecord:
     python: Annotated[str, "Python's version"]
     optuna: Annotated[str | None, "Optuna's version"] = None
     host: Annotated[str, "name of the machine"]
-    commit: Annotated[str | None, "git commit of flywheel's source tree"] = None
+    commit: Annotated[
+        str | None, "git commit of the flywheel that ran the trial: the measuring process's where one measured"
+    ] = None
     gpu_name: Annotated[str | None, "the machine's GPU, as its driver names it"] = None
     gpu_driver: Annotated[str | None, "version of the GPU's driver"] = None
     nvrtc: Annotated[str | None, "version of the compiler of the kernels that were measured"] = None
@@ -118,18 +143,69 @@ class TrialRecord:
             return f"source {self.source!r} is none of {', '.join(SOURCES)}"
         if (self.latency_us is not None) != (self.outcome == "measured"):
             return f"outcome {self.outcome!r} with latency_us {self.latency_us}; measured rows have one, others do not"
-        for name in (*MEASURED_WITH, *COMPARED_WITH):
-            if self.latency_us is None and getattr(self, name) is not None:
-                return f"{name} without latency_us"
-        if len({getattr(self, name) is None for name in COMPARED_WITH}) > 1:
-            return f"{', '.join(COMPARED_WITH)}: all or none"
         if self.source == "final" and self.outcome != "measured":
             return f"a final with outcome {self.outcome!r}; only what is measured stands in one"
         if (self.predicted_us is None) != (self.predictor is None):
             return f"predicted_us {self.predicted_us} with predictor {self.predictor}; both or neither"
         if self.outcome == "predicted" and self.predicted_us is None:
             return "outcome 'predicted' without predicted_us"
+        return self._measurement_fault() or self._verdict_fault() or self._floor_fault()
+
+    def _measurement_fault(self) -> str | None:
+        """As in MeasuredLatency."""
+        if self.latency_us is None:
+            stray = (name for name in (*MEASURED_WITH, *COMPARED_WITH) if getattr(self, name) is not None)
+            return next((f"{name} without latency_us" for name in stray), None)
+        for name in ("p10_us", "p90_us", "samples"):
+            if getattr(self, name) is None:
+                return f"latency_us without {name}"
+        assert self.p10_us is not None
+        assert self.p90_us is not None
+        if not self.p10_us <= self.latency_us <= self.p90_us:
+            numbers = f"p10_us {self.p10_us}, latency_us {self.latency_us}, p90_us {self.p90_us}"
+            return f"{numbers} are not in ascending order"
+        if len({getattr(self, name) is None for name in COMPARED_WITH}) > 1:
+            return f"{', '.join(COMPARED_WITH)}: all or none"
+        if self.gain_low_us is not None and self.gain_high_us is not None and self.gain_low_us > self.gain_high_us:
+            return f"gain_low_us {self.gain_low_us} exceeds gain_high_us {self.gain_high_us}"
         return None
+
+    def _verdict_fault(self) -> str | None:
+        """As in Verdict. Rows of before there were these columns have none of them."""
+        if self.outcome not in ("measured", "incorrect"):
+            stray = (name for name in JUDGED_WITH if getattr(self, name) is not None)
+            return next((f"{name} in a row that is {self.outcome}, so not judged" for name in stray), None)
+        if (self.verdict_bound is None) != (self.verdict_where is None):
+            return f"verdict_bound {self.verdict_bound} with verdict_where {self.verdict_where}; both or neither"
+        if self.verdict_bound is None:
+            return None if self.verdict_error is None else "verdict_error without verdict_bound"
+        if self.outcome == "measured" and (self.verdict_error is None or self.verdict_error > self.verdict_bound):
+            return f"measured, yet verdict_error {self.verdict_error} is not within verdict_bound {self.verdict_bound}"
+        return None
+
+    def _floor_fault(self) -> str | None:
+        """As in Implausible: nothing is faster than its weights can be read."""
+        latency_us = self.objective_us
+        if self.floor_us is None or latency_us is None:
+            missing = "floor_us" if self.floor_us is None else "a latency"
+            return None if self.floor_fraction is None else f"floor_fraction {self.floor_fraction} without {missing}"
+        if latency_us < self.floor_us * (1.0 - _ROUNDING):
+            return f"{self.outcome} latency {latency_us} us is below floor_us {self.floor_us}: implausible"
+        wanted = self.floor_us / latency_us
+        if self.floor_fraction is not None and not isclose(self.floor_fraction, wanted, rel_tol=_ROUNDING):
+            return f"floor_fraction {self.floor_fraction} is not floor_us over the latency, {wanted:.6g}"
+        return None
+
+    @property
+    def is_imported(self) -> bool:
+        """True where the row came from a table, and was not tried for this store."""
+        return self.imported_from is not None
+
+    @property
+    def kind(self) -> str:
+        """What latencies the row's compares with: "measured", "imported" for one that was measured elsewhere, or
+        "predicted", which is the same everywhere; of a row without a latency, its outcome."""
+        return "imported" if self.outcome == "measured" and self.is_imported else self.outcome
 
     @property
     def is_predicted(self) -> bool:
@@ -168,6 +244,10 @@ def _fault(column: Column, value: Any) -> str | None:
         return "is an empty string; absent is None"
     if column.name in _POSITIVE and not (isinstance(value, int | float) and value > 0):
         return f"is {value}, not positive"
+    if column.name == "batch" and isinstance(value, int) and value > ABI_MAX_ROWS:
+        return f"is {value}, not in 1..{ABI_MAX_ROWS}"
+    if column.name in _NOT_NEGATIVE and not (isinstance(value, int | float) and value >= 0):
+        return f"is {value}, negative"
     if column.name == "created_at" and not _is_utc(str(value)):
         return f"is {value!r}, not an ISO 8601 time in UTC"
     if column.name == "config" and not is_json_object(str(value)):

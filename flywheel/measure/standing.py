@@ -1,15 +1,20 @@
 """Which rows of a campaign are trials, which of them still hold, and which one is the best.
 
 The one home of that in Python; `Store.best` says the same in SQL. Every function takes the rows of one campaign, by
-number.
+number. What was measured for this store goes before what was imported: a table's numbers are of another machine, or
+of another day, so the slowest own measurement is better known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import Final
 
 from flywheel.measure.record import TrialRecord
+
+_KINDS: Final = ("measured", "imported", "predicted")
+"""Kinds of latencies, the best known first."""
 
 
 def compared(records: Sequence[TrialRecord]) -> str:
@@ -40,7 +45,8 @@ def standing(records: Sequence[TrialRecord]) -> list[TrialRecord]:
 
 
 def best_so_far(records: Sequence[TrialRecord]) -> Iterator[tuple[TrialRecord, Mapping[str, TrialRecord]]]:
-    """Each row, and the best there was with it, by kind: measured or predicted. Rows of one final came at once.
+    """Each row, and the best there was with it, by `TrialRecord.kind`: measured, imported or predicted. Rows of one
+    final came at once.
 
     The best is the fastest row that holds and `may_be_best`, the first of equals. After a final it may be slower than
     it was before, being better known. What is only predicted once something is measured was not worth measuring.
@@ -50,23 +56,23 @@ def best_so_far(records: Sequence[TrialRecord]) -> Iterator[tuple[TrialRecord, M
     for _, together in groupby(records, key=_final):
         rows = list(together)
         if rows[0].source == "final":
-            best = {**best, "measured": min(rows, key=_rank)}
+            best = {**best, rows[0].kind: min(rows, key=_rank)}
         for record in rows:
-            before = best.get(record.outcome)
+            before = best.get(record.kind)
             if (
                 record.source != "final"
                 and record.may_be_best
-                and not (record.is_predicted and "measured" in best)
+                and not (record.is_predicted and best.keys() & {"measured", "imported"})
                 and not _repeats(record, known)
                 and (before is None or _rank(record) < _rank(before))
             ):
-                best = {**best, record.outcome: record}
+                best = {**best, record.kind: record}
             known.add(record.program_id)
             yield record, best
 
 
 def incumbents(records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The rows that were the best of their kind, measured or predicted, when they came."""
+    """The rows that were the best of their kind when they came."""
     shown: dict[str, TrialRecord] = {}
     found = []
     for _, best in best_so_far(records):
@@ -78,11 +84,12 @@ def incumbents(records: Sequence[TrialRecord]) -> list[TrialRecord]:
 
 
 def best_of(records: Sequence[TrialRecord]) -> TrialRecord | None:
-    """The best measured row, else the best predicted one; None where there is neither."""
+    """The best row that was measured for this store, else the best imported measurement, else the best predicted one;
+    None where there is none."""
     best: Mapping[str, TrialRecord] = {}
     for _, found in best_so_far(records):
         best = found
-    return best.get("measured") or best.get("predicted")
+    return best.get("measured") or best.get("imported") or best.get("predicted")
 
 
 def tied_with(best: TrialRecord | None, records: Sequence[TrialRecord]) -> list[TrialRecord]:
@@ -100,12 +107,12 @@ def tied_with(best: TrialRecord | None, records: Sequence[TrialRecord]) -> list[
 
 
 def ranked(records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """A row for each config with a latency: the best, then the others that hold, then the rest, each by latency and
-    with what is measured before what is predicted."""
+    """A row for each config with a latency: the best, then the others that hold, then the rest, each by latency, with
+    what was measured for this store first, then what was imported, then what is predicted."""
     best, holds = best_of(records), {record.trial for record in standing(records)}
     rows = sorted(
         (record for record in records if record.objective_us is not None),
-        key=lambda record: (record is not best, record.trial not in holds, record.is_predicted, _rank(record)),
+        key=lambda record: (record is not best, record.trial not in holds, _KINDS.index(record.kind), _rank(record)),
     )
     first: dict[str, TrialRecord] = {}
     for record in rows:
@@ -114,10 +121,15 @@ def ranked(records: Sequence[TrialRecord]) -> list[TrialRecord]:
 
 
 def disturbed(record: TrialRecord) -> str | None:
-    """What marks a measured row: clocks that were held down, strangers on the GPU. None where nothing does."""
-    marks = [] if record.throttle in (None, "none") else [f"throttled ({record.throttle})"]
-    marks += [f"strangers ({record.strangers})"] if record.strangers else []
-    return ", ".join(marks) or None
+    """What disturbed a measurement: clocks that were held down, strangers on the GPU. None where nothing did."""
+    found = [] if record.throttle in (None, "none") else [f"throttled ({record.throttle})"]
+    found += [f"strangers ({record.strangers})"] if record.strangers else []
+    return ", ".join(found) or None
+
+
+def marks(record: TrialRecord) -> str | None:
+    """What a row is to be read with: that it was imported, and what disturbed it. None where there is nothing."""
+    return ", ".join(filter(None, ("imported" if record.is_imported else None, disturbed(record)))) or None
 
 
 def _repeats(record: TrialRecord, known: set[str | None]) -> bool:

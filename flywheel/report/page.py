@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import disturbed, ranked
+from flywheel.measure.standing import disturbed, marks, ranked
 from flywheel.report.facts import Facts
 from flywheel.report.history import COLOURS, history, outcomes
 from flywheel.report.knobs import MOST_LINES, coordinates, importance
@@ -73,7 +73,8 @@ def _head(facts: Facts) -> list[str]:
     kind = "nothing feasible"
     if best is not None and best.objective_us is not None:
         kind = "predicted by a cost model" if best.is_predicted else f"measured on {best.gpu_name or campaign.gpu}"
-        tiles.append(("best, " + best.outcome, f"{best.objective_us:,.1f} us a token"))
+        kind += f", imported from {best.imported_from}" if best.is_imported else ""
+        tiles.append(("best, " + best.kind, f"{best.objective_us:,.1f} us a token"))
         if best.floor_us is not None:
             tiles.append(("weight floor", f"{best.floor_us:,.1f} us"))
         if best.floor_fraction is not None:
@@ -167,7 +168,7 @@ def _layer(facts: Facts) -> list[str]:
 def _best(facts: Facts, schedule_json: str | None) -> list[str]:
     rows = [
         (str(r.trial), f"{r.objective_us:,.1f}", r.outcome, _percent(r.floor_fraction), r.source, r.config_id,
-         r.program_id or "", disturbed(r) or "")
+         r.program_id or "", marks(r) or "")
         for r in ranked(facts.records)[:SHOWN]
     ]  # fmt: skip
     headers = ("trial", "us", "", "of floor", "from", "config", "program", "")

@@ -239,9 +239,10 @@ class CampaignRun:
         return self._engine.submit(config, self._rivals(config), limit_us=limit_us)
 
     def _rivals(self, config: ScheduleConfig) -> tuple[ScheduleConfig, ...]:
-        """What a config is measured against: the best so far, if by these kernels: others may not have one for it."""
+        """What a config is measured against: the best so far, if by these kernels: others may not have one for it. What
+        was measured elsewhere bars nothing from being the first best here."""
         best, here = self._best, self._environment
-        if self._spec.measure != "cuda" or best is None or best.config_id == config.config_id:
+        if self._spec.measure != "cuda" or best is None or best.is_imported or best.config_id == config.config_id:
             return ()
         alike = (best.gpu_driver, best.nvrtc, best.kernels) == (here.driver, here.nvrtc, here.kernels)
         return (_config(best),) if alike else ()
@@ -279,7 +280,7 @@ class CampaignRun:
 
     def _spent(self, elapsed_s: float, interrupted: Callable[[], bool]) -> str | None:
         spec, best = self._spec, self._best
-        fraction = best.floor_fraction if best is not None else None
+        fraction = best.floor_fraction if best is not None and best.kind != "imported" else None
         if interrupted():
             return "interrupted"
         if spec.until is not None and fraction is not None and fraction >= spec.until:
@@ -357,9 +358,9 @@ def _config(record: TrialRecord) -> ScheduleConfig:
     return config_from_dict(json.loads(record.config))
 
 
-def _rank(record: TrialRecord) -> tuple[bool, float, int]:
+def _rank(record: TrialRecord) -> tuple[bool, bool, float, int]:
     objective = record.objective_us
-    return (objective is None, objective or 0.0, record.trial)
+    return (objective is None, record.kind == "imported", objective or 0.0, record.trial)
 
 
 def _now() -> str:

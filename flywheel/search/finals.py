@@ -26,14 +26,14 @@ ROUNDS: Final = 12
 
 
 def finalists(records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The fastest FINALISTS programs, each by its fastest row; none where fewer than two were measured, or where these
-    have had their final."""
+    """The fastest FINALISTS programs, each by its fastest row, of imported ones too; none where fewer than two were
+    measured, or where these have had their final for this store."""
     fastest: dict[str | None, TrialRecord] = {}
     for record in sorted(standing(records), key=lambda record: (record.objective_us or 0.0, record.trial)):
         if record.outcome == "measured":
             fastest.setdefault(record.program_id, record)
     chosen = list(fastest.values())[:FINALISTS]
-    settled = all(record.source == "final" for record in chosen)
+    settled = all(record.source == "final" and not record.is_imported for record in chosen)
     return [] if len(chosen) < 2 or settled else chosen
 
 

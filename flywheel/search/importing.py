@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from hashlib import sha256
+from math import isclose
 from typing import Any, Final
 
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import FlywheelError, IrFormatError, StoreError, UsageError
-from flywheel.ir import ScheduleConfig, config_from_dict, config_to_dict
+from flywheel.ir import TARGETS, ScheduleConfig, config_from_dict, config_to_dict
+from flywheel.measure.floor import floor_us
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import trials_of
 from flywheel.models.catalog import resolve_model
@@ -22,7 +24,7 @@ from flywheel.search.workload import Workload
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store
 
-_SAME: Final = ("model", "gpu", "dtype", "context")
+_SAME: Final = ("model", "gpu", "dtype", "context", "batch")
 _RAN: Final = frozenset({"measured", "incorrect", "implausible", "timed_out"})
 """Outcomes that only a GPU gives."""
 
@@ -30,35 +32,39 @@ _PRIORS: Final = "priors"
 """Where the JSON of a campaign's spec keeps its priors."""
 
 
-def import_trials(
-    store: Store, name: str, records: Sequence[TrialRecord], batch: int = 1
-) -> tuple[Campaign, int]:
-    """Make the trials of one campaign those of the campaign `name`; the campaign, and how many of them were new.
+def import_trials(store: Store, name: str, records: Sequence[TrialRecord]) -> tuple[Campaign, int]:
+    """Make the trials of one campaign those of the campaign `name`, marked as imported from that campaign, all or none;
+    the campaign, and how many of them were new.
 
-    Of how many sequences a step is, `batch`, the columns of a trial do not tell.
-
-    Trials that it has already are left as they are, so that what was cut off can be repeated. Raises UsageError for
-    trials that are not of one campaign or not of one kind, whose config is none or not that of its id, or of other work
-    than the campaign is, and StoreError where it has another trial of the same number.
+    Trials that it has already are left as they are, so that the same can be imported again. Raises UsageError for
+    trials that are not of one campaign or not of one kind, whose config is none or not that of its id, whose
+    floor is not their GPU's, or of other work than the campaign is, and StoreError where it has
+    another trial of the same number, or new ones would join trials that were run for this store.
     """
     _check_one_campaign(records)
-    _check_configs(records)
-    campaign = _campaign_of(name, records, batch)
+    for record in records:
+        fault = _config_fault(record) or _work_fault(record)
+        if fault is not None:
+            raise UsageError(f"trial {record.trial} of campaign {record.campaign!r}: {fault}")
+    campaign = _campaign_of(name, records)
     known = store.campaign(name)
-    if known is None:
-        store.create_campaign(campaign)
-    else:
-        for field in (*_SAME, "batch", "measure"):
-            before, now = getattr(known, field), getattr(campaign, field)
-            if before != now:
-                raise UsageError(f"campaign {name!r} has {field}={before}, the trials have {now}")
+    for field in (*_SAME, "measure") if known is not None else ():
+        has, given = getattr(known, field), getattr(campaign, field)
+        if has != given:
+            raise UsageError(f"campaign {name!r} has {field}={has}, the trials have {given}")
     there = {record.trial: record for record in store.trials(name)}
-    renamed = [replace(record, campaign=name) for record in records]
-    for record in renamed:
-        if there.get(record.trial, record) != record:
+    marked = [
+        replace(record, campaign=name, imported_from=record.imported_from or record.campaign) for record in records
+    ]
+    for record in marked:
+        before = there.get(record.trial)
+        if before is not None and replace(before, imported_from=record.imported_from) != record:
             raise StoreError(f"store {store.name}: campaign {name!r} has another trial {record.trial}")
-    new = sorted((record for record in renamed if record.trial not in there), key=lambda record: record.trial)
-    store.append_all(new)
+    new = sorted((record for record in marked if record.trial not in there), key=lambda record: record.trial)
+    own = sum(not record.is_imported for record in there.values())
+    if new and own:
+        raise StoreError(f"store {store.name}: campaign {name!r} has {own} trials of its own, which imported ones join")
+    store.append_all(new, campaign if known is None else None)
     return known or campaign, len(trials_of(new))
 
 
@@ -89,49 +95,60 @@ def priors_of(campaign: Campaign) -> list[ScheduleConfig]:
 
 def _check_one_campaign(records: Sequence[TrialRecord]) -> None:
     if not records:
-        raise UsageError("import: no trials")
+        raise UsageError("no trials")
     names = sorted({record.campaign for record in records})
     if len(names) > 1:
-        raise UsageError(f"import: trials of {len(names)} campaigns: {', '.join(names)}; --campaign picks one")
+        raise UsageError(f"trials of {len(names)} campaigns: {', '.join(names)}; --campaign picks one")
     for field in _SAME:
         values = sorted({str(getattr(record, field)) for record in records})
         if len(values) > 1:
-            raise UsageError(f"import: campaign {names[0]!r} has trials of {field} {' and of '.join(values)}")
+            raise UsageError(f"campaign {names[0]!r} has trials of {field} {' and of '.join(values)}")
     numbers = [record.trial for record in records]
     if len(set(numbers)) != len(numbers):
         twice = next(number for number in numbers if numbers.count(number) > 1)
-        raise UsageError(f"import: campaign {names[0]!r} has two trials {twice}")
+        raise UsageError(f"campaign {names[0]!r} has two trials {twice}")
 
 
-def _check_configs(records: Sequence[TrialRecord]) -> None:
-    for record in records:
-        where = f"import: trial {record.trial} of campaign {record.campaign!r}"
-        config = json.loads(record.config)
-        try:
-            config_from_dict(config)
-        except IrFormatError as error:
-            raise UsageError(f"{where}: {error}") from None
-        # Of the text: another version's configs may have other fields.
-        canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
-        identity = sha256(canonical.encode()).hexdigest()[:12]
-        if identity != record.config_id:
-            raise UsageError(f"{where}: config_id {record.config_id} is not its config's, {identity}")
+def _config_fault(record: TrialRecord) -> str | None:
+    config = json.loads(record.config)
+    try:
+        config_from_dict(config)
+    except IrFormatError as error:
+        return str(error)
+    # Of the text: another version's configs may have other fields.
+    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    identity = sha256(canonical.encode()).hexdigest()[:12]
+    return None if identity == record.config_id else f"config_id {record.config_id} is not its config's, {identity}"
 
 
-def _campaign_of(name: str, records: Sequence[TrialRecord], batch: int) -> Campaign:
+def _work_fault(record: TrialRecord) -> str | None:
+    """The floor decides what a latency is worth, so it must be what the row's weights take on the row's GPU."""
+    target = TARGETS.get(record.gpu)
+    if target is None or record.floor_us is None or record.weight_bytes is None:
+        return None
+    wanted = floor_us(record.weight_bytes, target)
+    if isclose(record.floor_us, wanted, rel_tol=1e-6):
+        return None
+    return (
+        f"floor_us {record.floor_us} is not the {wanted:.6g} us that {record.weight_bytes:,} bytes take at "
+        f"{target.name}'s {target.hbm_bandwidth_gbs:,.0f} GB/s"
+    )
+
+
+def _campaign_of(name: str, records: Sequence[TrialRecord]) -> Campaign:
     """The campaign that the trials are of, as far as they tell."""
     first = records[0]
     outcomes = {record.outcome for record in records}
     measured = bool(outcomes & _RAN) or any(record.nvrtc is not None for record in records)
     # A campaign that measures may have predicted what it did not find worth measuring, under the same compiler.
     if measured and any(record.outcome == "predicted" and record.nvrtc is None for record in records):
-        raise UsageError(f"import: campaign {first.campaign!r} has measured and predicted trials")
+        raise UsageError(f"campaign {first.campaign!r} has measured and predicted trials")
     spec = CampaignSpec(
         first.model,
         first.gpu,
         first.dtype,
         first.context,
-        batch,
+        first.batch,
         measure="cuda" if measured else "predict",
         sampler=first.sampler,
         seed=first.seed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from math import isfinite
 from typing import Any, assert_never
 
 from flywheel.ir import ScheduleConfig, config_to_dict
@@ -20,7 +21,8 @@ from flywheel.measure.outcome import (
     TrialOutcome,
     outcome_name,
 )
-from flywheel.measure.record import MEASURED_WITH, TrialRecord
+from flywheel.measure.record import JUDGED_WITH, MEASURED_WITH, TrialRecord
+from flywheel.measure.verdict import Verdict
 from flywheel.search.evaluate import Evaluation
 from flywheel.search.noise import Gain
 from flywheel.search.spec import CampaignSpec
@@ -40,8 +42,9 @@ def to_record(
     compared: Gain | None = None,
 ) -> TrialRecord:
     """The row of one trial; one that an earlier row answered keeps that row's outcome and numbers, but for what it was
-    `compared` with. `environment` is the coordinator's: where the trial ran is in the evaluation."""
-    earlier = isinstance(evaluation.outcome, TrialRecord)
+    `compared` with. `environment` is the coordinator's: where the trial ran is in the evaluation, and the commit of
+    what an earlier row answered is that row's, as the numbers are."""
+    earlier = evaluation.outcome if isinstance(evaluation.outcome, TrialRecord) else None
     result = _result(evaluation.outcome)
     place = evaluation.environment or environment
     if evaluation.predicted is not None:
@@ -55,6 +58,7 @@ def to_record(
         gpu=spec.gpu,
         dtype=spec.dtype,
         context=spec.context,
+        batch=spec.batch,
         config=json.dumps(config_to_dict(config), sort_keys=True, separators=(",", ":")),
         config_id=config.config_id,
         program_id=evaluation.program_id,
@@ -65,7 +69,7 @@ def to_record(
         lower_s=evaluation.lower_s,
         validate_s=evaluation.validate_s,
         measure_s=evaluation.measure_s,
-        source="store" if earlier else source,
+        source=source if earlier is None else "store",
         sampler=spec.sampler,
         seed=spec.seed,
         flywheel_version=environment.flywheel_version,
@@ -73,7 +77,7 @@ def to_record(
         python=environment.python,
         optuna=environment.optuna,
         host=place.host,
-        commit=environment.commit,
+        commit=place.commit if earlier is None else earlier.commit,
         gpu_name=place.gpu,
         gpu_driver=place.driver,
         nvrtc=place.nvrtc,
@@ -86,7 +90,7 @@ def to_record(
     return replace(row, floor_fraction=floor_fraction(row.floor_us, row.objective_us))
 
 
-_RESULT = ("outcome", "reason", "predicted_us", "predictor", "latency_us", *MEASURED_WITH)
+_RESULT = ("outcome", "reason", *JUDGED_WITH, "predicted_us", "predictor", "latency_us", *MEASURED_WITH)
 
 
 def _result(outcome: TrialOutcome | TrialRecord) -> dict[str, Any]:
@@ -99,7 +103,8 @@ def result_columns(outcome: TrialOutcome) -> dict[str, Any]:
     """What an outcome says, by column of a trial; the columns that it says nothing of are left out."""
     row: dict[str, Any] = {"outcome": outcome_name(outcome)}
     match outcome:
-        case Measured(latency):
+        case Measured(latency, verdict):
+            row |= _judged(verdict)
             row |= {"latency_us": latency.median_us, "p10_us": latency.p10_us, "p90_us": latency.p90_us}
             row |= {"samples": latency.samples, "l2_state": latency.l2_state, "batch_us": latency.batch_us}
             row |= {} if latency.gpu_state is None else asdict(latency.gpu_state)
@@ -107,10 +112,18 @@ def result_columns(outcome: TrialOutcome) -> dict[str, Any]:
             row |= {"predicted_us": prediction.latency_us, "predictor": prediction.model_version}
         case Rejected(codes, reason):
             row["reason"] = f"[{', '.join(codes)}] {reason}"
-        case Incorrect(reason=reason) | TimedOut(reason=reason) | Crashed(reason=reason):
+        case Incorrect(verdict, reason):
+            row |= {"reason": reason, **_judged(verdict)}
+        case TimedOut(reason=reason) | Crashed(reason=reason):
             row["reason"] = reason
         case Implausible(latency_us, floor_us):
             row["reason"] = f"{latency_us:.1f} us is less than the floor of {floor_us:.1f} us"
         case _:
             assert_never(outcome)
     return row
+
+
+def _judged(verdict: Verdict) -> dict[str, Any]:
+    """An error that is no finite number is absent."""
+    error = verdict.error if isfinite(verdict.error) else None
+    return {"verdict_error": error, "verdict_bound": verdict.bound, "verdict_where": verdict.where}

@@ -156,6 +156,7 @@ def to_campaign(
         gpu=spec.gpu,
         dtype=spec.dtype,
         context=spec.context,
+        batch=spec.batch,
         measure=spec.measure,
         sampler=spec.sampler,
         seed=spec.seed,

@@ -204,9 +204,9 @@ def _best(store: Store, campaigns: Sequence[Campaign], measure: str, predictor: 
 
 
 def _rank(predictor: str, record: TrialRecord) -> tuple[bool, float, str, int]:
-    """Predictions by another version of the cost model come last."""
+    """Predictions by another version of the cost model come last, and imported measurements."""
     assert record.objective_us is not None
-    other = record.is_predicted and record.predictor != predictor
+    other = record.kind == "imported" or (record.is_predicted and record.predictor != predictor)
     return other, record.objective_us, record.campaign, record.trial
 
 

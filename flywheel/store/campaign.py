@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -15,7 +14,8 @@ MEASURES: Final = ("predict", "cuda")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """One search. `spec` is its campaign file as JSON, `created_at` ISO 8601 in UTC.
+    """One search. `batch` sequences are decoded in one step; `spec` is its campaign file as JSON, `created_at` ISO 8601
+    in UTC.
 
     Raises ValueError on `measure` and `spec`.
     """
@@ -25,6 +25,7 @@ class Campaign:
     gpu: str
     dtype: str
     context: int
+    batch: int
     measure: str
     sampler: str
     seed: int
@@ -36,12 +37,6 @@ class Campaign:
             raise ValueError(f"campaign {self.name!r}: measure {self.measure!r} is none of {', '.join(MEASURES)}")
         if not is_json_object(self.spec):
             raise ValueError(f"campaign {self.name!r}: spec is no JSON object")
-
-    @property
-    def batch(self) -> int:
-        """Sequences that its programs decode at once, which the spec alone says."""
-        batch: int = json.loads(self.spec).get("batch", 1)
-        return batch
 
     @property
     def work(self) -> str:
@@ -56,7 +51,8 @@ def work_named(model: str, gpu: str, dtype: str, context: int, batch: int) -> st
 
 @dataclass(frozen=True, slots=True)
 class CampaignSummary:
-    """A campaign with the number of its trials, in all and by outcome, and its best latencies, None where absent.
+    """A campaign with the number of its trials, in all and by outcome, and its best latencies by kind, None where
+    absent: measured for this store, imported, predicted.
 
     `rows` are its trials and what was measured in finals.
     """
@@ -66,4 +62,5 @@ class CampaignSummary:
     trials: int
     outcomes: Mapping[str, int]
     best_measured_us: float | None
+    best_imported_us: float | None
     best_predicted_us: float | None

@@ -23,9 +23,9 @@ _ENVIRONMENT: Final = (
     "kernels",
 )  # fmt: skip
 _NUMBERS: Final = (
-    "predicted_us", "latency_us", "p10_us", "p90_us", "samples", "batch_us", "sm_clock_mhz", "mem_clock_mhz", "power_w",
-    "temperature_c", "floor_us", "floor_fraction", "weight_bytes", "tasks", "ask_s", "lower_s", "validate_s",
-    "measure_s",
+    "predicted_us", "latency_us", "p10_us", "p90_us", "samples", "verdict_error", "verdict_bound", "batch_us",
+    "sm_clock_mhz", "mem_clock_mhz", "power_w", "temperature_c", "floor_us", "floor_fraction", "weight_bytes", "tasks",
+    "ask_s", "lower_s", "validate_s", "measure_s",
 )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def campaign_params(campaign: Campaign, records: Sequence[TrialRecord]) -> dict[
     return to_params(dict(_flat(described)))
 
 
-_CAMPAIGN: Final = ("model", "gpu", "dtype", "context", "measure", "sampler", "seed", "created_at")
+_CAMPAIGN: Final = ("model", "gpu", "dtype", "context", "batch", "measure", "sampler", "seed", "created_at")
 
 
 def trial_params(record: TrialRecord, knobs: Mapping[str, str]) -> dict[str, str]:
@@ -74,17 +74,18 @@ def trial_params(record: TrialRecord, knobs: Mapping[str, str]) -> dict[str, str
 def campaign_points(records: Sequence[TrialRecord]) -> Iterator[Point]:
     """The series of a campaign, row by row: latencies, the best so far, its floor fraction, counts of outcomes.
 
-    Predicted and measured latencies are series of their own, and so are those of a final, which counts as no outcome.
+    Measured, imported and predicted latencies are series of their own, and so are those of a final, which counts as no
+    outcome.
     """
     counts: Counter[str] = Counter()
     for record, best in best_so_far(records):
         found: dict[str, float | None]
         if record.source == "final":
-            found = {"measured/final_us": record.latency_us}
+            found = {f"{record.kind}/final_us": record.latency_us}
         else:
             counts[record.outcome] += 1
             found = {f"outcomes/{record.outcome}": counts[record.outcome]}
-            found |= {"predicted/latency_us": record.predicted_us, "measured/latency_us": record.latency_us}
+            found |= {"predicted/latency_us": record.predicted_us, f"{record.kind}/latency_us": record.objective_us}
         for kind, holder in best.items():
             found |= {f"{kind}/best_us": holder.objective_us, f"{kind}/best_floor_fraction": holder.floor_fraction}
         time_ms = to_ms(record.created_at)

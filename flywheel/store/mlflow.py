@@ -251,7 +251,8 @@ def _write_status(client: Any, run: Any, campaign: Campaign, records: Sequence[T
 
 
 def _trial_tags(record: TrialRecord) -> dict[str, str]:
-    tags = {"outcome": record.outcome, "source": record.source, "reason": record.reason, "throttle": record.throttle}
+    tags = {"outcome": record.outcome, "source": record.source, "reason": record.reason, "throttle": record.throttle,
+            "imported_from": record.imported_from, "verdict_where": record.verdict_where}  # fmt: skip
     return {f"flywheel.{name}": value[:2000] for name, value in tags.items() if value is not None}
 
 
@@ -263,7 +264,7 @@ def _describe(campaign: Campaign, records: Sequence[TrialRecord]) -> str:
     if best is None or best.objective_us is None:
         return f"{work}: no feasible schedule in {count} trials."
     floor = "" if best.floor_fraction is None else f", {best.floor_fraction:.1%} of the weight floor"
-    said = f"**{best.outcome}** {best.objective_us:,.1f} us a token{floor}"
+    said = f"**{best.kind}** {best.objective_us:,.1f} us a token{floor}"
     tied = ", ".join(str(record.trial) for record in tied_with(best, records))
     return f"{work}: {said}; trial {best.trial}, of {count} trials{f'; **tied** with trial {tied}' if tied else ''}."
 

@@ -12,7 +12,7 @@ from flywheel.errors import StoreError
 from flywheel.ir.config import ScheduleConfig, config_from_dict
 from flywheel.ir.files import parse_json, read_text
 from flywheel.measure.floor import floor_fraction
-from flywheel.measure.record import COMPARED_WITH, MEASURED_WITH, TrialRecord
+from flywheel.measure.record import COMPARED_WITH, JUDGED_WITH, MEASURED_WITH, TrialRecord
 
 _T = TypeVar("_T")
 
@@ -23,12 +23,13 @@ FORMAT_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What a schedule file asks for: lower this config for this model, GPU, dtype and context."""
+    """What a schedule file asks for: lower this config for this model, GPU, dtype, context and batch."""
 
     model: str
     gpu: str
     dtype: str
     context: int
+    batch: int
     config: ScheduleConfig
     config_id: str
     program_id: str | None
@@ -37,7 +38,8 @@ class Schedule:
 def schedule_document(record: TrialRecord, *, command: str) -> dict[str, Any]:
     """JSON-ready document of a measured or predicted trial; `command` is the line that makes its program again.
 
-    `predicted` and `measured` are separate objects, null where absent. Raises StoreError for a trial without a latency.
+    `predicted` and `measured` are separate objects, null where absent; the kind of an imported measurement is
+    "imported". Raises StoreError for a trial without a latency.
     """
     if record.objective_us is None:
         raise StoreError(
@@ -50,6 +52,7 @@ def schedule_document(record: TrialRecord, *, command: str) -> dict[str, Any]:
         "gpu": record.gpu,
         "dtype": record.dtype,
         "context": record.context,
+        "batch": record.batch,
         "config": json.loads(record.config),
         "config_id": record.config_id,
         "program_id": record.program_id,
@@ -62,6 +65,7 @@ def schedule_document(record: TrialRecord, *, command: str) -> dict[str, Any]:
             "campaign": record.campaign,
             "trial": record.trial,
             "source": record.source,
+            "imported_from": record.imported_from,
             "sampler": record.sampler,
             "seed": record.seed,
             "flywheel_version": record.flywheel_version,
@@ -91,7 +95,8 @@ def load_schedule(path: str | Path) -> Schedule:
 
 
 def schedule_from_document(document: object, where: str) -> Schedule:
-    """Read a schedule; unknown fields are dropped. `where` names it in errors.
+    """Read a schedule; unknown fields are dropped, and one without a `batch` is of one sequence. `where` names it in
+    errors.
 
     Raises IrFormatError where its config is malformed, StoreError where it is not a schedule that this code understands
     or its config is not the one that `config_id` names.
@@ -111,6 +116,7 @@ def schedule_from_document(document: object, where: str) -> Schedule:
         gpu=_field(document, "gpu", str, where),
         dtype=_field(document, "dtype", str, where),
         context=_field(document, "context", int, where),
+        batch=_field({"batch": 1, **document}, "batch", int, where),
         config=config,
         config_id=config_id,
         program_id=None if program_id is None else _field(document, "program_id", str, where),
@@ -132,9 +138,9 @@ def _measured(record: TrialRecord) -> dict[str, Any] | None:
     if record.latency_us is None:
         return None
     return {
-        "kind": "measured",
+        "kind": record.kind,
         "median_us": record.latency_us,
-        **{name: getattr(record, name) for name in (*MEASURED_WITH, *COMPARED_WITH)},
+        **{name: getattr(record, name) for name in (*MEASURED_WITH, *COMPARED_WITH, *JUDGED_WITH)},
         "floor_fraction": _fraction(record.floor_us, record.latency_us),
     }
 

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from sqlalchemy import BigInteger, Column, Double, ForeignKey, Index, Integer, MetaData, Table, Text, UniqueConstraint
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+    text,
+)
 from sqlalchemy.types import TypeEngine
 
 from flywheel.measure.record import COLUMNS
 
-SCHEMA_VERSION: Final = "0003"
+SCHEMA_VERSION: Final = "0004"
 """Revision of the newest migration."""
 
 VERSION_TABLE: Final = "schema_version"
 """Table that holds a store's revision; the migrations own it."""
 
 _SQL_TYPES: Final[dict[type, type[TypeEngine[Any]]]] = {str: Text, int: BigInteger, float: Double}
+
+_BEFORE: Final = {"batch": "1"}
+"""SQL of what a row says in a column that may not be empty and that came after the table: the database's default, so
+that a migration can add the column to rows that are there. Every row that this code adds says it itself."""
 
 metadata: Final = MetaData()
 
@@ -27,6 +43,7 @@ campaigns: Final = Table(
     Column("gpu", Text, nullable=False),
     Column("dtype", Text, nullable=False),
     Column("context", BigInteger, nullable=False),
+    Column("batch", BigInteger, nullable=False, server_default=text(_BEFORE["batch"])),
     Column("measure", Text, nullable=False),
     Column("sampler", Text, nullable=False),
     Column("seed", BigInteger, nullable=False),
@@ -44,6 +61,7 @@ trials: Final = Table(
             _SQL_TYPES[column.python_type],
             *([ForeignKey("campaigns.name", name="fk_trials_campaign")] if column.name == "campaign" else []),
             nullable=column.nullable,
+            server_default=text(_BEFORE[column.name]) if column.name in _BEFORE else None,
         )
         for column in COLUMNS
     ),

@@ -71,14 +71,17 @@ class Store:
 
     def create_campaign(self, campaign: Campaign) -> None:
         """Add a campaign. Raises StoreError where the name is taken."""
-        values = {column.name: getattr(campaign, column.name) for column in campaigns.columns}
         with writing(self._engine, self.name) as connection:
-            try:
-                connection.execute(insert(campaigns), values)
-            except IntegrityError as error:
-                if violated(error) is None:
-                    raise
-                raise StoreError(f"store {self.name}: campaign {campaign.name!r} already exists") from None
+            self._create(connection, campaign)
+
+    def _create(self, connection: Connection, campaign: Campaign) -> None:
+        values = {column.name: getattr(campaign, column.name) for column in campaigns.columns}
+        try:
+            connection.execute(insert(campaigns), values)
+        except IntegrityError as error:
+            if violated(error) is None:
+                raise
+            raise StoreError(f"store {self.name}: campaign {campaign.name!r} already exists") from None
 
     def campaign(self, name: str) -> Campaign | None:
         """The campaign of that name; None where there is none."""
@@ -98,19 +101,22 @@ class Store:
         """Add a trial for good. Raises TrialExistsError where its campaign has that trial already."""
         self.append_all((record,))
 
-    def append_all(self, records: Sequence[TrialRecord]) -> None:
-        """Add rows for good, all or none. Raises TrialExistsError where a campaign has one of these trials already."""
+    def append_all(self, records: Sequence[TrialRecord], campaign: Campaign | None = None) -> None:
+        """Add rows for good, all or none, with a new `campaign` for them where one is given. Raises TrialExistsError
+        where a campaign has one of these trials already, StoreError where the new one's name is taken."""
         with writing(self._engine, self.name) as connection:
+            if campaign is not None:
+                self._create(connection, campaign)
             for record in records:
                 try:
                     connection.execute(insert(trials), {name: getattr(record, name) for name in _NAMES})
                 except IntegrityError as error:
-                    campaign = f"store {self.name}: campaign {record.campaign!r}"
+                    where = f"store {self.name}: campaign {record.campaign!r}"
                     match violated(error):
                         case "foreign key":
-                            raise StoreError(f"{campaign} does not exist") from error
+                            raise StoreError(f"{where} does not exist") from error
                         case "unique":
-                            raise TrialExistsError(f"{campaign} has trial {record.trial} already") from error
+                            raise TrialExistsError(f"{where} has trial {record.trial} already") from error
                     raise
 
     def trials(self, campaign: str) -> list[TrialRecord]:
@@ -132,8 +138,8 @@ class Store:
         """The trial of this program, on this GPU and under this kind of measure, that need not be repeated: the newest
         final, else the first.
 
-        Measured, rejected and incorrect ones do; a predicted one does where `predictor` gave its prediction. `machine`
-        holds columns that must be as they are there, absent ones too.
+        Measured, rejected and incorrect ones do; a predicted one does where `predictor` gave its prediction; an
+        imported one answers nothing. `machine` holds columns that must be as they are there, absent ones too.
         """
         fact = and_(
             trials.c.outcome.in_(LASTING_OUTCOMES),
@@ -143,6 +149,7 @@ class Store:
             select(*_RECORD)
             .join(campaigns, campaigns.c.name == trials.c.campaign)
             .where(trials.c.program_id == program_id, trials.c.gpu == gpu, trials.c.dtype == dtype)
+            .where(trials.c.imported_from.is_(None))
             .where(campaigns.c.measure == measure, fact, *(trials.c[name] == value for name, value in machine.items()))
             .order_by(case((trials.c.source == "final", -trials.c.id), else_=trials.c.id))
             .limit(1)
@@ -158,24 +165,28 @@ class Store:
         gpu: str | None = None,
         dtype: str | None = None,
         context: int | None = None,
+        batch: int | None = None,
         predictor: str | None = None,
     ) -> TrialRecord | None:
-        """The fastest measured trial, or with `measured=False` the fastest predicted one, the first of equals.
+        """The fastest measured trial, or with `measured=False` the fastest predicted one, the first of equals. An
+        imported measurement is one only where none was made for this store.
 
         As `measure.standing.best_of` has it: a campaign's final replaces what was measured before, and a trial within
         the noise of its rival is no better than that. Each name that is given narrows the search; None where no trial
         is left.
         """
         objective, outcome = (trials.c.latency_us, "measured") if measured else (trials.c.predicted_us, "predicted")
-        work = {"campaign": campaign, "model": model, "gpu": gpu, "dtype": dtype, "context": context}
+        work = {"campaign": campaign, "model": model, "gpu": gpu, "dtype": dtype, "context": context,
+                "batch": batch}  # fmt: skip
         conditions = [trials.c[name] == value for name, value in work.items() if value is not None]
         source, may_be_best = _contenders(conditions)
         conditions += [] if predictor is None else [trials.c.predictor == predictor]
+        own_first = [_imported()] if measured else []
         query = (
             select(*_RECORD)
             .select_from(source)
             .where(trials.c.outcome == outcome, may_be_best, *conditions)
-            .order_by(objective, trials.c.id if campaign is None else trials.c.trial)
+            .order_by(*own_first, objective, trials.c.id if campaign is None else trials.c.trial)
             .limit(1)
         )
         return self._first(query)
@@ -256,7 +267,13 @@ class _Tally:
     rows: int
     trials: int
     latency_us: float | None
+    imported_us: float | None
     predicted_us: float | None
+
+
+def _imported() -> ColumnElement[int]:
+    """Of a row: 1 where it was imported, else 0."""
+    return case((trials.c.imported_from.is_(None), 0), else_=1)
 
 
 def _tallies(connection: Connection) -> dict[str, dict[str, _Tally]]:
@@ -268,7 +285,8 @@ def _tallies(connection: Connection) -> dict[str, dict[str, _Tally]]:
             trials.c.outcome,
             func.count(),
             func.sum(case((trials.c.source == "final", 0), else_=1)),
-            func.min(case((may_be_best, trials.c.latency_us))),
+            func.min(case((and_(may_be_best, _imported() == 0), trials.c.latency_us))),
+            func.min(case((and_(may_be_best, _imported() == 1), trials.c.latency_us))),
             func.min(case((may_be_best, trials.c.predicted_us))),
         )
         .select_from(source)
@@ -290,5 +308,6 @@ def _summary(campaign: Campaign, tallies: dict[str, _Tally]) -> CampaignSummary:
         sum(outcomes.values()),
         MappingProxyType(outcomes),
         None if measured is None else measured.latency_us,
+        None if measured is None else measured.imported_us,
         None if predicted is None else predicted.predicted_us,
     )

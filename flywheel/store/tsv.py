@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from flywheel.errors import StoreError
@@ -32,34 +32,38 @@ def to_csv(records: Iterable[TrialRecord]) -> str:
     return out.getvalue()
 
 
-def from_tsv(text: str) -> list[TrialRecord]:
+def from_tsv(text: str, batch: int | None = None) -> list[TrialRecord]:
     """Records of a table that `to_tsv` wrote; a nullable column may be missing, none may be unknown.
 
+    `batch` is that of all rows of a table without that column; one that has it says it itself.
     Raises StoreError with the line number.
     """
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
-    columns = _header(lines[0])
-    return [_record(number, line, columns) for number, line in enumerate(lines[1:], start=2)]
+    given = {} if batch is None or "batch" in lines[0].split("\t") else {"batch": batch}
+    columns = _header(lines[0], given)
+    return [_record(number, line, columns, given) for number, line in enumerate(lines[1:], start=2)]
 
 
-def _header(line: str) -> list[Column]:
+def _header(line: str, given: Collection[str]) -> list[Column]:
     names = line.split("\t")
     unknown = [name for name in names if name not in _BY_NAME]
     if unknown:
         raise StoreError(f"table line 1: unknown column {unknown[0]!r}")
     if len(set(names)) != len(names):
         raise StoreError("table line 1: a column appears twice")
-    missing = [column.name for column in COLUMNS if not column.nullable and column.name not in names]
+    missing = [column.name for column in COLUMNS if not column.nullable and column.name not in (*names, *given)]
+    if missing == ["batch"]:
+        raise StoreError("table line 1: column batch is missing, so say of how many sequences a step is")
     if missing:
         raise StoreError(f"table line 1: column {missing[0]} is missing")
     return [_BY_NAME[name] for name in names]
 
 
-def _record(number: int, line: str, columns: list[Column]) -> TrialRecord:
+def _record(number: int, line: str, columns: list[Column], given: Mapping[str, Any]) -> TrialRecord:
     cells = line.split("\t")
     if len(cells) != len(columns):
         raise StoreError(f"table line {number}: {len(cells)} cells under {len(columns)} columns")
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(given)
     for column, cell in zip(columns, cells, strict=True):
         try:
             values[column.name] = column.python_type(_unescape(cell)) if cell else None

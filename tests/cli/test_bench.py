@@ -96,7 +96,8 @@ def measured_store(store: str) -> None:
     """Make the searched campaign's rows measured ones."""
     with closing(sqlite3.connect(store)) as connection, connection:
         connection.execute(
-            "UPDATE trials SET outcome = 'measured', latency_us = predicted_us, predicted_us = NULL, predictor = NULL"
+            "UPDATE trials SET outcome = 'measured', latency_us = predicted_us, p10_us = predicted_us, "
+            "p90_us = predicted_us, samples = 30, predicted_us = NULL, predictor = NULL"
         )
 
 

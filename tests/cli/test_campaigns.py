@@ -49,7 +49,8 @@ def test_a_missing_or_broken_store_is_code_5(run: Run) -> None:
 def test_reasons_of_strangers_are_only_text(run: Run, searched: Path) -> None:
     with open_store(searched) as store:
         row = store.trials("small")[0]
-    refused = replace(row, outcome="timed_out", reason="\x1b[31mred", predicted_us=None, predictor=None)
+    refused = replace(row, outcome="timed_out", reason="\x1b[31mred", predicted_us=None, predictor=None,
+                      floor_fraction=None)  # fmt: skip
     Path("rows.tsv").write_text(to_tsv([refused]), encoding="utf-8")
     assert run("import", "rows.tsv", "--as", "theirs").exit_code == 0
     assert r"trial 0, timed out: \x1b[31mred" in run("campaigns", "theirs").stdout

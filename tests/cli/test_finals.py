@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import Result
+from rows import timed
 
 from flywheel.cli.events import JsonLines
 from flywheel.cli.progress import PlainLines
@@ -27,21 +30,20 @@ def measured(run: Run, searched: Path) -> list[TrialRecord]:
     two, of which the second, row 6, wins by less than the noise."""
     with open_store(searched, create=False) as store:
         rows = store.trials("small")
-    trials = [
-        replace(row, outcome="measured", predicted_us=None, predictor=None, latency_us=3000.0 + row.trial, nvrtc="13")
-        for row in rows
-    ]
-    trials[4] = replace(trials[4], latency_us=2999.0, rival_us=2999.5, gain_low_us=-1.0, gain_high_us=2.0)
+    trials = [timed(row, 3000.0 + row.trial, predicted_us=None, predictor=None, nvrtc="13") for row in rows]
+    trials[4] = timed(trials[4], 2999.0, rival_us=2999.5, gain_low_us=-1.0, gain_high_us=2.0)
     finals = [
-        replace(row, trial=TRIALS + row.trial, source="final", latency_us=us, rival_us=3100.0, gain_low_us=-1.0,
-                gain_high_us=1.0, created_at=trials[-1].created_at)
+        timed(row, us, trial=TRIALS + row.trial, source="final", rival_us=3100.0, gain_low_us=-1.0, gain_high_us=1.0,
+              created_at=trials[-1].created_at)
         for row, us in zip(trials, (3101.0, 3100.0), strict=False)
     ]  # fmt: skip
     records = trials + finals
     Path("rows.tsv").write_text(to_tsv(records), encoding="utf-8")
     result = run("import", "rows.tsv", "--as", "gpu")
     assert result.exit_code == 0, result.stderr
-    assert "5 trials, 5 of them new" in result.stdout
+    assert "5 imported trials, 5 of them new" in result.stdout
+    with closing(sqlite3.connect("flywheel.db")) as connection, connection:  # as if they were of this store
+        connection.execute("UPDATE trials SET imported_from = NULL")
     return [replace(record, campaign="gpu") for record in records]
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from click.testing import Result
 from flywheel.interop.amk import schedule_id
 from flywheel.ir import ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.store.sql import open_store
+from flywheel.store.tsv import from_tsv, to_tsv
 
 Run = Callable[..., Result]
 WORK = ("--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict")
@@ -38,7 +40,9 @@ def test_an_exported_table_comes_back_as_it_was(run: Run, table: str) -> None:
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     assert (document["trials"], document["new_trials"], document["priors"]) == (5, 5, 0)
-    assert run("export", "--format", "tsv").stdout == table
+    rows = from_tsv(run("export", "--format", "tsv").stdout)
+    assert {row.imported_from for row in rows} == {"small"}
+    assert to_tsv(replace(row, imported_from=None) for row in rows) == table
     again = json.loads(run("import", "-", "--as", "small", "--json", stdin=table).stdout)
     assert (again["trials"], again["new_trials"]) == (5, 0)
 
@@ -51,31 +55,82 @@ def test_the_command_that_it_names_goes_on_from_there(run: Run, table: str) -> N
     assert json.loads(result.stdout)["new_trials"] == 1
 
 
-def test_trials_of_a_batch_are_of_the_batch_that_is_named(run: Run, table: str) -> None:
+def without(table: str, *columns: str) -> str:
+    """The table as a version wrote it that did not have these columns."""
+    rows = [line.split("\t") for line in table.splitlines()]
+    kept = [at for at, name in enumerate(rows[0]) if name not in columns]
+    return "\n".join("\t".join(cells[at] for at in kept) for cells in rows) + "\n"
+
+
+def with_cells(table: str, row: int, **cells: str) -> str:
+    """The table with other cells in one of its rows."""
+    rows = [line.split("\t") for line in table.splitlines()]
+    for name, cell in cells.items():
+        rows[1 + row][rows[0].index(name)] = cell
+    return "\n".join(map("\t".join, rows)) + "\n"
+
+
+def test_trials_of_a_table_without_batches_are_of_the_batch_that_is_named(run: Run, table: str) -> None:
     """And go on from there, but join no campaign of another."""
-    result = run("import", "-", "--as", "four", "--batch", "4", stdin=table)
-    assert result.stdout.startswith("four: smollm2-135m on l4, bf16, context 512, batch 4: 5 trials, 5 of them new\n")
-    document = json.loads(run("import", "-", "--as", "four", "--batch", "4", "--json", stdin=table).stdout)
+    older = without(table, "batch")
+    result = run("import", "-", "--as", "four", "--batch", "4", stdin=older)
+    work = "four: smollm2-135m on l4, bf16, context 512, batch 4"
+    assert result.stdout.startswith(f"{work}: 5 imported trials, 5 of them new\n")
+    document = json.loads(run("import", "-", "--as", "four", "--batch", "4", "--json", stdin=older).stdout)
     assert (document["batch"], document["new_trials"]) == (4, 0)
     assert " --batch 4 " in document["command"]
     for wrong, message in ((2, "campaign 'four' has batch=4, the trials have 2"), (9, "--batch 9 is not in 1..8")):
-        refused = run("import", "-", "--as", "four", "--batch", str(wrong), stdin=table)
+        refused = run("import", "-", "--as", "four", "--batch", str(wrong), stdin=older)
         assert (refused.exit_code, refused.stdout) == (2, "")
         assert message in refused.stderr
 
 
-def test_a_table_that_is_named_as_a_batch_s_is_not_taken_for_one_sequence_s(run: Run, table: str) -> None:
-    named = table.replace("small\t", "smollm2-135m-l4-bf16-c512-b4-predict-local-s0\t")
-    refused = run("import", "-", "--as", "copy", stdin=named)
+def test_a_table_without_batches_is_not_taken_for_one_sequence_s(run: Run, table: str) -> None:
+    refused = run("import", "-", "--as", "copy", stdin=without(table, "batch"))
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert "is named as one of 4 sequences: --batch 4, or 1 if it is not" in refused.stderr
+    assert "-: no column batch, so --batch must say" in refused.stderr
     assert run("campaigns").stdout.count("copy") == 0
-    assert run("import", "-", "--as", "copy", "--batch", "4", stdin=named).exit_code == 0
+
+
+def test_a_table_with_batches_says_them_itself(run: Run, table: str) -> None:
+    assert json.loads(run("import", "-", "--as", "one", "--json", stdin=table).stdout)["batch"] == 1
+    refused = run("import", "-", "--as", "four", "--batch", "4", stdin=table)
+    assert (refused.exit_code, "no trials of batch 4" in refused.stderr) == (2, True)
+
+
+MEASURED = {"outcome": "measured", "predicted_us": "", "predictor": "", "samples": "30", "floor_fraction": ""}
+
+
+@pytest.mark.parametrize(
+    ("cells", "fact"),
+    [
+        ({"latency_us": "1.0", "p10_us": "9.0", "p90_us": "0.5", "floor_fraction": "514"},
+         "p10_us 9.0, latency_us 1.0, p90_us 0.5 are not in ascending order"),
+        ({"latency_us": "1.0", "p10_us": "1.0", "p90_us": "1.0"}, "measured latency 1.0 us is below floor_us"),
+        ({"latency_us": "1e6", "p10_us": "1e6", "p90_us": "1e6", "floor_fraction": "0.9"}, "is not floor_us over"),
+        ({"latency_us": "1e6", "p10_us": "1e6", "p90_us": "1e6", "samples": "0"}, "samples is 0, not positive"),
+        ({"latency_us": "1e6", "p10_us": "1e6", "p90_us": "1e6", "verdict_bound": "0.1", "verdict_error": "0.2",
+          "verdict_where": "logits"}, "verdict_error 0.2 is not within verdict_bound 0.1"),
+        ({"latency_us": "1e6", "p10_us": "1e6", "p90_us": "1e6", "floor_us": "1.0"}, "floor_us 1.0 is not the "),
+        ({"latency_us": "1e6", "p10_us": "1e6", "p90_us": "1e6", "batch": "9"}, "batch is 9, not in 1..8"),
+    ],
+)  # fmt: skip
+def test_a_table_with_one_impossible_row_is_refused_in_one_line_and_leaves_no_row(
+    run: Run, table: str, cells: dict[str, str], fact: str
+) -> None:
+    Path("forged.tsv").write_text(with_cells(table, 3, **(MEASURED | cells)), encoding="utf-8")
+    refused = run("import", "forged.tsv", "--as", "forged")
+    assert (refused.exit_code, refused.stdout, len(refused.stderr.splitlines())) == (2, "", 1)
+    assert "forged.tsv: " in refused.stderr
+    assert "trial 3 of campaign 'small'" in refused.stderr
+    assert fact in refused.stderr
+    with open_store("flywheel.db") as store:
+        assert store.campaigns() == []
 
 
 def test_another_store_is_in_the_command(run: Run, table: str) -> None:
     result = run("import", "-", "--as", "copy", "--store", "other.db", stdin=table)
-    assert result.stdout.startswith("copy: smollm2-135m on l4, bf16, context 512: 5 trials, 5 of them new\n")
+    assert result.stdout.startswith("copy: smollm2-135m on l4, bf16, context 512: 5 imported trials, 5 of them new\n")
     assert result.stdout.splitlines()[-1].endswith("--name copy --store other.db")
 
 

@@ -16,8 +16,8 @@ def campaign(spec: CampaignSpec) -> Campaign:
     settled = with_name(spec, "predict")
     assert settled.name is not None
     return Campaign(
-        name=settled.name, model=spec.model, gpu=spec.gpu, dtype=spec.dtype, context=spec.context, measure="predict",
-        sampler=spec.sampler, seed=spec.seed, spec=json.dumps({**asdict(settled), "decoder": {}}),
+        name=settled.name, model=spec.model, gpu=spec.gpu, dtype=spec.dtype, context=spec.context, batch=spec.batch,
+        measure="predict", sampler=spec.sampler, seed=spec.seed, spec=json.dumps({**asdict(settled), "decoder": {}}),
         created_at="2026-01-01T00:00:00+00:00",
     )  # fmt: skip
 

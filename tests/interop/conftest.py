@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from rows import completed
 
 from flywheel.ir.config import ScheduleConfig, config_to_dict
 from flywheel.ir.files import dump_json
@@ -18,12 +19,12 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 OUTCOMES: dict[str, dict[str, Any]] = {
     "predicted": {"predicted_us": 900.5, "predictor": "1"},
-    "measured": {"latency_us": 1000.25, "p10_us": 990.0, "p90_us": 1010.0},
+    "measured": {"latency_us": 1000.25},
 }
 
 
 def _record(outcome: str = "predicted", **changes: Any) -> TrialRecord:
-    return TrialRecord(**{**BASE, "outcome": outcome, **OUTCOMES.get(outcome, {"reason": "why"}), **changes})
+    return TrialRecord(**completed({**BASE, "outcome": outcome, **OUTCOMES.get(outcome, {"reason": "why"}), **changes}))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from rows import completed
 
 from flywheel.measure.record import TrialRecord
 
@@ -27,7 +28,7 @@ def _record(**changes: Any) -> TrialRecord:
         "host": "lab",
         "created_at": "2026-01-02T03:04:05+00:00",
     }
-    return TrialRecord(**{**fields, **changes})
+    return TrialRecord(**completed({**fields, **changes}))
 
 
 @pytest.fixture(scope="session")

@@ -79,3 +79,56 @@ def test_nothing_takes_no_time(make_record: Records, latency_us: float) -> None:
         make_record(outcome="measured", latency_us=latency_us)
     with pytest.raises(ValueError, match="predicted_us is 0, not positive"):
         make_record(outcome="predicted", predicted_us=0, predictor="1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"p10_us": 9.0, "p90_us": 0.5}, "p10_us 9.0, latency_us 1.0, p90_us 0.5 are not in ascending order"),
+        ({"p10_us": 1.1}, "not in ascending order"),
+        ({"p90_us": 0.9}, "not in ascending order"),
+        ({"p10_us": 0.0}, "p10_us is 0.0, not positive"),
+        ({"p10_us": None}, "latency_us without p10_us"),
+        ({"p90_us": None}, "latency_us without p90_us"),
+        ({"samples": None}, "latency_us without samples"),
+        ({"samples": 0}, "samples is 0, not positive"),
+        ({"floor_us": 514.0, "floor_fraction": 514.0}, "measured latency 1.0 us is below floor_us 514.0: implausible"),
+        ({"floor_us": 0.5, "floor_fraction": 0.6}, "floor_fraction 0.6 is not floor_us over the latency, 0.5"),
+        ({"floor_fraction": 0.5}, "floor_fraction 0.5 without floor_us"),
+        ({"rival_us": 1.0, "gain_low_us": 2.0, "gain_high_us": 1.0}, "gain_low_us 2.0 exceeds gain_high_us 1.0"),
+        ({"verdict_error": 0.2, "verdict_bound": 0.1, "verdict_where": "x"}, "0.2 is not within verdict_bound 0.1"),
+        ({"verdict_bound": 0.1, "verdict_where": "logits"}, "verdict_error None is not within verdict_bound 0.1"),
+        ({"verdict_error": 0.1}, "verdict_error without verdict_bound"),
+        ({"verdict_error": 0.1, "verdict_bound": 0.1}, "both or neither"),
+        ({"batch": 9}, r"batch is 9, not in 1\.\.8"),
+        ({"batch": 0}, "batch is 0, not positive"),
+        ({"trial": -1}, "trial is -1, negative"),
+        ({"measure_s": -0.1}, "measure_s is -0.1, negative"),
+    ],
+)
+def test_a_measured_row_holds_what_its_types_enforce(
+    make_record: Records, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_record(**{"outcome": "measured", "latency_us": 1.0, **changes})
+
+
+def test_a_prediction_is_not_below_the_floor_either(make_record: Records) -> None:
+    with pytest.raises(ValueError, match=r"predicted latency 1\.0 us is below floor_us 2\.0"):
+        make_record(outcome="predicted", predicted_us=1.0, predictor="1", floor_us=2.0)
+
+
+def test_a_verdict_belongs_to_rows_that_were_judged(make_record: Records) -> None:
+    judged = {"verdict_bound": 0.1, "verdict_where": "logits"}
+    assert make_record(outcome="incorrect", reason="why", verdict_error=0.3, **judged).verdict_error == 0.3
+    assert make_record(outcome="incorrect", reason="not a number", **judged).verdict_error is None
+    for outcome in ("rejected", "timed_out", "crashed"):
+        with pytest.raises(ValueError, match=f"verdict_bound in a row that is {outcome}, so not judged"):
+            make_record(outcome=outcome, **judged)
+
+
+def test_an_imported_measurement_is_a_kind_of_its_own(make_record: Records) -> None:
+    row = make_record(outcome="measured", latency_us=1.0, imported_from="elsewhere")
+    assert (row.kind, make_record(outcome="measured", latency_us=1.0).kind) == ("imported", "measured")
+    predicted = make_record(outcome="predicted", predicted_us=1.0, predictor="1", imported_from="elsewhere")
+    assert predicted.kind == "predicted"

@@ -1,13 +1,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import best_of, best_so_far, compared, incumbents, ranked, standing, tied_with, trials_of
+from flywheel.measure.standing import (
+    best_of,
+    best_so_far,
+    compared,
+    incumbents,
+    marks,
+    ranked,
+    standing,
+    tied_with,
+    trials_of,
+)
 
 Row = tuple[str, float, float | None, str]
 """Program, latency, least gain over its rival, source."""
@@ -121,3 +132,12 @@ def test_the_best_is_the_last_incumbent_the_first_ranked_and_the_least_that_hold
     assert best is None or ranked(records)[0] == best
     assert len({record.config_id for record in ranked(records)}) == len(ranked(records))
     assert len(list(best_so_far(records))) == len(records)
+
+
+def test_what_was_measured_for_this_store_goes_before_what_was_imported(rows: Rows) -> None:
+    imported = [replace(row, imported_from="elsewhere") for row in rows(("a", 90.0, None, "search"))]
+    own = rows(("b", 100.0, None, "search"), ("c", 95.0, None, "search"), start=1)
+    assert best_of(imported) == imported[0]
+    assert best_of([*imported, *own]) == own[1]
+    assert numbers(ranked([*imported, *own])) == [2, 1, 0]
+    assert (marks(imported[0]), marks(own[0])) == ("imported", None)

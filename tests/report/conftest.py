@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from rows import completed
 
 from flywheel.ir import config_to_dict
 from flywheel.measure.record import TrialRecord
@@ -27,17 +28,18 @@ def _records(count: int, **changes: Any) -> list[TrialRecord]:
             "campaign": "made", "trial": trial, "model": MODEL, "gpu": GPU, "dtype": "bf16", "context": 512,
             "config": json.dumps(config_to_dict(config)), "config_id": config.config_id, "program_id": "p",
             "source": "search", "outcome": "predicted", "predicted_us": 2000.0 + trial % 8 * 37,
-            "predictor": "1", "floor_us": 1500.0, "floor_fraction": 0.7, "sampler": "tpe", "seed": 0,
+            "predictor": "1", "floor_us": 1500.0, "sampler": "tpe", "seed": 0,
             "ir_version": "0.2.0", "python": "3.11",
             "host": "lab", "created_at": "2026-01-02T03:04:05+00:00",
         }  # fmt: skip
-        rows.append(TrialRecord(**{**row, **changes}))
+        rows.append(TrialRecord(**completed({**row, **changes})))
     return rows
 
 
 def _campaign(**changes: Any) -> Campaign:
-    fields = {"name": "made", "model": MODEL, "gpu": GPU, "dtype": "bf16", "context": 512, "measure": "predict",
-              "sampler": "tpe", "seed": 0, "spec": "{}", "created_at": "2026-01-02T03:04:05+00:00"}  # fmt: skip
+    fields = {"name": "made", "model": MODEL, "gpu": GPU, "dtype": "bf16", "context": 512, "batch": 1,
+              "measure": "predict", "sampler": "tpe", "seed": 0, "spec": "{}",
+              "created_at": "2026-01-02T03:04:05+00:00"}  # fmt: skip
     return Campaign(**{**fields, **changes})
 
 

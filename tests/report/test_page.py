@@ -8,6 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from rows import timed
 
 from flywheel.cost_model import timeline
 from flywheel.ir import config_from_dict
@@ -116,10 +117,7 @@ def test_reasons_and_hosts_of_strangers_are_only_text(make_records: Records, mak
 
 def test_predicted_and_measured_latencies_are_told_apart(make_records: Records, make_campaign: Campaigns) -> None:
     predicted = make_records(5)
-    measured = [
-        replace(row, trial=5 + row.trial, outcome="measured", latency_us=2500.0, p10_us=2400.0, p90_us=2600.0)
-        for row in predicted
-    ]
+    measured = [timed(row, 2500.0, trial=5 + row.trial) for row in predicted]
     only = page(gather(make_campaign(), predicted), None, "x")
     assert "predicted by a cost model" in only
     assert "measured: " not in only
@@ -134,15 +132,11 @@ def test_predicted_and_measured_latencies_are_told_apart(make_records: Records, 
 
 def held(make_records: Records, *, high_us: float) -> list[TrialRecord]:
     """Three measured trials, and a final of the best two, of which the second one surely wins below `high_us` 0."""
-    measured = {"outcome": "measured", "predicted_us": None, "predictor": None}
-    trials = [
-        replace(row, **measured, latency_us=2000.0 + row.trial, program_id=f"p{row.trial}")  # type: ignore[arg-type]
-        for row in make_records(3)
-    ]
+    blank = {"predicted_us": None, "predictor": None}
+    trials = [timed(row, 2000.0 + row.trial, program_id=f"p{row.trial}", **blank) for row in make_records(3)]
     gains = ((2100.0, -3.0, high_us), (2090.0, -high_us, 3.0))
     return trials + [
-        replace(row, trial=3 + row.trial, source="final", latency_us=us, rival_us=2090.0, gain_low_us=low,
-                gain_high_us=high)
+        timed(row, us, trial=3 + row.trial, source="final", rival_us=2090.0, gain_low_us=low, gain_high_us=high)
         for row, (us, low, high) in zip(trials[:2], gains, strict=True)
     ]  # fmt: skip
 
@@ -179,7 +173,7 @@ def test_a_best_without_a_final_or_with_company_says_so(make_records: Records, m
 
 def test_the_staircase_leaves_out_what_is_within_the_noise(make_records: Records) -> None:
     trials = held(make_records, high_us=1.0)[:2]
-    lucky = replace(trials[1], latency_us=1990.0, rival_us=1991.0, gain_low_us=-1.0, gain_high_us=2.0)
+    lucky = timed(trials[1], 1990.0, rival_us=1991.0, gain_low_us=-1.0, gain_high_us=2.0)
     drawing = history([trials[0], lucky])
     assert drawing is not None
     assert "trial 0: measured 2,000.0 us" in drawing

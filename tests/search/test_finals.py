@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from rows import timed
 
 from flywheel.errors import UsageError
 from flywheel.ir import ScheduleConfig
@@ -200,7 +201,7 @@ def test_another_processs_better_trial_calls_for_another_final(lab: Any, engine:
     ) -> Callable[[], Evaluation]:
         records = lab.store.trials("toy")
         if rounds > 1 and len(records) == 7:
-            lab.store.append(replace(records[0], trial=7, program_id="theirs", latency_us=1.0))
+            lab.store.append(timed(records[0], 0.5, trial=7, program_id="theirs", floor_us=None))
         return submit(config, rivals, rounds)
 
     noisy.submit = meddle  # type: ignore[method-assign]
@@ -218,7 +219,7 @@ def test_another_processs_slower_trial_only_moves_the_numbers(lab: Any, engine: 
 
     def meddle(rows: list[Any]) -> None:
         if rows[0].source == "final" and len(lab.store.trials("toy")) == 7:
-            append_all([replace(rows[0], trial=7, source="search", program_id="slow", latency_us=1e6)])
+            append_all([timed(rows[0], 1e6, trial=7, source="search", program_id="slow")])
         append_all(rows)
 
     lab.store.append_all = meddle

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rows import timed
 
 from flywheel.errors import StoreError, UsageError
 from flywheel.ir import ScheduleConfig
@@ -42,8 +44,9 @@ def test_rows_that_were_written_and_imported_are_the_rows(
     name = f"back {next(numbers)}"
     _, new = import_trials(lab.store, name, from_tsv(to_tsv(changed)))
     assert new == len(changed)
-    assert lab.store.trials(name) == [replace(row, campaign=name) for row in changed]
-    assert to_tsv(replace(row, campaign="finished") for row in lab.store.trials(name)) == to_tsv(changed)
+    assert lab.store.trials(name) == [replace(row, campaign=name, imported_from="finished") for row in changed]
+    back = [replace(row, campaign="finished", imported_from=None) for row in lab.store.trials(name)]
+    assert to_tsv(back) == to_tsv(changed)
 
 
 def test_an_import_that_was_cut_off_is_finished_by_repeating_it(lab: Any, rows: list[TrialRecord]) -> None:
@@ -66,11 +69,13 @@ def test_another_trial_of_the_same_number_is_not_overwritten(lab: Any, rows: lis
         ({"model": "other"}, "trials of model other and of small"),
         ({"context": 65}, "trials of context 64 and of 65"),
         ({"trial": 0}, "has two trials 0"),
-        ({"outcome": "incorrect", "predicted_us": None, "predictor": None}, "measured and predicted trials"),
+        ({"batch": 2}, "trials of batch 1 and of 2"),
+        ({"outcome": "incorrect", "predicted_us": None, "predictor": None, "floor_fraction": None},
+         "measured and predicted trials"),
         ({"config": '{"tiling": 1}'}, r"trial 5 of campaign 'finished': .*tiling"),
         ({"config_id": "0123456789ab"}, "config_id 0123456789ab is not its config's, [0-9a-f]{12}"),
     ],
-)
+)  # fmt: skip
 def test_rows_that_are_not_of_one_campaign_are_refused(
     lab: Any, rows: list[TrialRecord], change: dict[str, object], message: str
 ) -> None:
@@ -87,7 +92,7 @@ def test_rows_of_other_work_do_not_join_a_campaign(lab: Any, rows: list[TrialRec
 
 def test_rows_that_only_a_gpu_gives_make_a_measured_campaign(lab: Any, rows: list[TrialRecord]) -> None:
     blank = {"predicted_us": None, "predictor": None, "floor_fraction": None}
-    measured = replace(rows[0], **blank, outcome="measured", latency_us=9.0)  # type: ignore[arg-type]
+    measured = timed(replace(rows[0], **blank, outcome="rejected"), 9.0)  # type: ignore[arg-type]
     assert import_trials(lab.store, "m", [measured])[0].measure == "cuda"
     assert import_trials(lab.store, "p", rows)[0].measure == "predict"
     rejected = replace(rows[0], **blank, outcome="rejected", reason="why")  # type: ignore[arg-type]
@@ -143,3 +148,31 @@ def test_a_searched_campaign_has_no_priors(lab: Any) -> None:
     campaign = lab.store.campaign("toy")
     assert campaign is not None
     assert priors_of(campaign) == []
+
+
+RECORDED = Path(__file__).parents[2] / "results" / "gpu"
+
+
+def test_recorded_tables_of_before_there_were_batches_come_in_with_one(lab: Any) -> None:
+    rows = from_tsv((RECORDED / "results.134d1d1.tsv").read_text(encoding="utf-8"), batch=8)
+    chosen = [row for row in rows if row.campaign == "s11b8"]
+    campaign, new = import_trials(lab.store, "recorded", chosen)
+    assert (campaign.batch, campaign.measure, new) == (8, "cuda", len([row for row in chosen if row.source != "final"]))
+    assert {(row.batch, row.imported_from, row.kind) for row in lab.store.trials("recorded")} == {
+        (8, "s11b8", "imported")
+    }
+
+
+def test_imported_trials_do_not_join_trials_of_the_store(lab: Any, rows: list[TrialRecord]) -> None:
+    with pytest.raises(StoreError, match="campaign 'finished' has 6 trials of its own, which imported ones"):
+        import_trials(lab.store, "finished", [replace(row, trial=row.trial + 6) for row in rows])
+    assert import_trials(lab.store, "finished", rows)[1] == 0
+    assert not any(row.is_imported for row in lab.store.trials("finished"))
+
+
+def test_a_floor_that_is_not_the_gpus_is_refused(lab: Any) -> None:
+    rows = from_tsv((RECORDED / "results.134d1d1.tsv").read_text(encoding="utf-8"), batch=8)[:3]
+    cheap = replace(rows[1], floor_us=1.0, floor_fraction=1.0 / (rows[1].latency_us or 1.0))
+    with pytest.raises(UsageError, match=r"trial 1 of campaign 's11b8': floor_us 1\.0 is not the 514\.\d+ us"):
+        import_trials(lab.store, "recorded", [rows[0], cheap, rows[2]])
+    assert lab.store.campaign("recorded") is None

@@ -17,7 +17,7 @@ from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
 from flywheel.measure.latency import PredictedLatency
 from flywheel.measure.outcome import Crashed, Measured, Predicted
-from flywheel.measure.record import TrialRecord
+from flywheel.measure.record import JUDGED_WITH, MEASURED_WITH, TrialRecord
 from flywheel.search import measuring, prefilter
 from flywheel.search.campaign import CampaignResult, CampaignRun, open_campaign
 from flywheel.search.evaluate import Prepared
@@ -189,7 +189,8 @@ def test_the_limit_follows_the_best_and_is_none_without_one(site: Site) -> None:
     assert limits.limit_us(known) == 14.0
     other = replace(measured, predicted_us=7.0, predictor="another")
     assert limits.limit_us(other) == limits.limit_us(measured)
-    unmeasured = dict.fromkeys(("latency_us", "p10_us", "p90_us", "samples", "l2_state"))
+    columns = ("latency_us", *MEASURED_WITH, *JUDGED_WITH, "floor_us", "floor_fraction")
+    unmeasured = dict.fromkeys(columns)
     guess = replace(known, outcome="predicted", **unmeasured)  # type: ignore[arg-type]
     assert limits.limit_us(guess) is None
 

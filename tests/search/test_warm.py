@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import timed
 
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.ir import TARGETS, MegakernelProgram, config_from_dict
@@ -111,10 +112,7 @@ def known_good(work: Workload = HOME) -> list[str]:
 
 def measured(record: TrialRecord, latency_us: float = 7.0) -> TrialRecord:
     """The row as a GPU would have made it, with the kernels of today."""
-    return replace(
-        record, outcome="measured", latency_us=latency_us, predicted_us=None, predictor=None,
-        kernels=source_digest()[:16],
-    )  # fmt: skip
+    return timed(record, latency_us, predicted_us=None, predictor=None, kernels=source_digest()[:16], floor_us=None)
 
 
 def test_a_campaign_begins_with_the_best_schedules_of_the_nearest_work_then_the_known_good_ones(site: Site) -> None:

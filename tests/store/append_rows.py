@@ -19,11 +19,11 @@ from flywheel.store.sql import Store, open_store
 
 NOW = "2026-01-02T03:04:05+00:00"
 CAMPAIGN = Campaign(
-    name="shared", model="m", gpu="h100", dtype="BF16", context=1, measure="predict", sampler="random", seed=0,
+    name="shared", model="m", gpu="h100", dtype="BF16", context=1, batch=1, measure="predict", sampler="random", seed=0,
     spec="{}", created_at=NOW,
 )  # fmt: skip
 RECORD = TrialRecord(
-    campaign="shared", trial=0, model="m", gpu="h100", dtype="BF16", context=1, config="{}", config_id="c",
+    campaign="shared", trial=0, model="m", gpu="h100", dtype="BF16", context=1, batch=1, config="{}", config_id="c",
     outcome="rejected", reason="no-fit", source="search", sampler="random", seed=0, ir_version="0.2.0", python="3.11",
     host="lab", created_at=NOW,
 )  # fmt: skip

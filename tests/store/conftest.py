@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from rows import completed
 
 from flywheel.ir.config import ScheduleConfig, config_to_dict
 from flywheel.ir.files import dump_json
@@ -31,7 +32,7 @@ BASE: dict[str, Any] = {
 }
 OUTCOMES: dict[str, dict[str, Any]] = {
     "predicted": {"predicted_us": 900.5, "predictor": "1"},
-    "measured": {"latency_us": 1000.25, "p10_us": 990.0, "p90_us": 1010.0},
+    "measured": {"latency_us": 1000.25},
     "rejected": {"reason": "smem-overflow"},
     "incorrect": {"reason": "max relative error 1.0"},
     "crashed": {"reason": "lost the worker"},
@@ -39,7 +40,7 @@ OUTCOMES: dict[str, dict[str, Any]] = {
 
 
 def _record(outcome: str = "predicted", **changes: Any) -> TrialRecord:
-    return TrialRecord(**{**BASE, "outcome": outcome, **OUTCOMES[outcome], **changes})
+    return TrialRecord(**completed({**BASE, "outcome": outcome, **OUTCOMES[outcome], **changes}))
 
 
 def _campaign(name: str = "first", **changes: Any) -> Campaign:
@@ -49,6 +50,7 @@ def _campaign(name: str = "first", **changes: Any) -> Campaign:
         "gpu": "h100",
         "dtype": "BF16",
         "context": 512,
+        "batch": 1,
         "measure": "predict",
         "sampler": "tpe",
         "seed": 0,

@@ -173,19 +173,96 @@ def test_coordinators_that_migrate_one_store_at_once_all_find_it_migrated(
         assert list(threads.map(migrate, range(4))) == [[make_record()]] * 4
 
 
-def make_store_of(revision: str, url: str, campaign: Campaign, records: list[TrialRecord]) -> set[str]:
-    """Create a store as it was at a revision, with these rows; the columns that its trials have."""
+@pytest.mark.parametrize(
+    ("name", "spec", "batch"),
+    [
+        ("first", '{"batch": 4}', 4),
+        ("llama3-8b-h200-bf16-c512-b8-cuda-local-s0", "{}", 8),
+        ("llama3-8b-h200-bf16-c512-b8-cuda-local-s0", '{"batch": 1}', 1),
+        ("llama3-8b-h200-bf16-c512-cuda-local-s0", "{}", 1),
+    ],
+)
+def test_a_migration_fills_batches_from_what_specs_and_names_told(
+    store_url: str, name: str, spec: str, batch: int,
+    make_record: Callable[..., TrialRecord], make_campaign: Callable[..., Campaign],
+) -> None:  # fmt: skip
+    records = [make_record(campaign=name, trial=number) for number in range(2)]
+    make_store_of("0003", store_url, make_campaign(name, spec=spec), records)
+    with open_store(store_url, create=False) as store:
+        found = store.campaign(name)
+        assert found is not None
+        assert found.batch == batch
+        assert [record.batch for record in store.trials(name)] == [batch, batch]
+        assert (store.best(measured=False, batch=batch) is None, store.best(measured=False, batch=7)) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"latency_us": 1.0, "p10_us": 9.0, "p90_us": 0.5, "floor_us": 514.0, "floor_fraction": 514.0},
+         "latency_us 1.0, p10_us 9.0, p90_us 0.5"),
+        ({"floor_us": 2000.0, "floor_fraction": 2.0}, "floor_us 2000.0"),
+        ({"floor_us": 500.0, "floor_fraction": 0.9}, "floor_fraction 0.9"),
+        ({"samples": None}, "latency_us 1000.25"),
+        ({"rival_us": 1.0, "gain_low_us": 2.0, "gain_high_us": 1.0, "source": "final"}, "gain_low_us 2.0"),
+    ],
+)  # fmt: skip
+def test_a_row_whose_numbers_cannot_all_be_true_is_set_aside_and_keeps_them_in_its_reason(
+    store_url: str, changes: dict[str, object], said: str,
+    make_record: Callable[..., TrialRecord], make_campaign: Callable[..., Campaign],
+) -> None:  # fmt: skip
+    make_store_of("0003", store_url, make_campaign(), [make_record("measured")], **changes)
+    with open_store(store_url, create=False) as store:
+        (row,) = store.trials("first")
+        assert (row.outcome, row.latency_us, row.floor_fraction) == ("implausible", None, None)
+        assert row.reason is not None
+        assert row.reason.startswith("these numbers cannot all be true: outcome measured, ")
+        assert said in row.reason
+        assert store.best(measured=True) is None
+
+
+def test_rows_that_can_be_true_are_left_as_they_were(
+    store_url: str, make_record: Callable[..., TrialRecord], make_campaign: Callable[..., Campaign]
+) -> None:
+    records = [
+        make_record("measured", floor_us=700.0, rival_us=1.0, gain_low_us=-2.0, gain_high_us=1.0),
+        make_record("predicted", trial=1, floor_us=900.5),
+        make_record("rejected", trial=2, floor_us=700.0),
+    ]
+    make_store_of("0003", store_url, make_campaign(), records)
+    with open_store(store_url, create=False) as store:
+        assert store.trials("first") == records
+
+
+def test_the_laptop_chip_that_was_called_rtx5090_is_told_from_the_desktop_card(
+    store_url: str, make_record: Callable[..., TrialRecord], make_campaign: Callable[..., Campaign]
+) -> None:
+    campaign = make_campaign(gpu="rtx5090", spec='{"gpu": "rtx5090", "trials": 3}')
+    make_store_of("0003", store_url, campaign, [make_record(gpu="rtx5090")])
+    with open_store(store_url, create=False) as store:
+        found = store.campaign("first")
+        assert found is not None
+        assert (found.gpu, found.spec) == ("rtx5090-laptop", '{"gpu": "rtx5090-laptop", "trials": 3}')
+        assert [record.gpu for record in store.trials("first")] == ["rtx5090-laptop"]
+
+
+def make_store_of(
+    revision: str, url: str, campaign: Campaign, records: list[TrialRecord], **changes: object
+) -> set[str]:
+    """Create a store as it was at a revision, with these rows, changed as no TrialRecord could be; the columns that its
+    trials have."""
     engine, name = make_engine(url, create=True)
     with writing(engine, name) as connection:
         SCRIPTS.attributes["connection"] = connection
         command.upgrade(SCRIPTS, revision)
         released = MetaData()
         released.reflect(connection)
-        connection.execute(released.tables["campaigns"].insert(), asdict(campaign))
-        old = released.tables["trials"]
+        campaigns, old = released.tables["campaigns"], released.tables["trials"]
         columns = set(old.columns.keys()) - {"id"}
+        described = asdict(campaign).items()
+        connection.execute(campaigns.insert(), {name: value for name, value in described if name in campaigns.columns})
         for record in records:
-            values = {name: value for name, value in asdict(record).items() if name in columns}
-            connection.execute(old.insert(), values)
+            row = asdict(record) | changes
+            connection.execute(old.insert(), {name: value for name, value in row.items() if name in columns})
     engine.dispose()
     return columns

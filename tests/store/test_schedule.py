@@ -38,8 +38,8 @@ def test_predicted_and_measured_are_separate_objects(make_record: Records) -> No
     assert {name: value for name, value in measured["measured"].items() if value is not None} == {
         "kind": "measured",
         "median_us": 1000.25,
-        "p10_us": 990.0,
-        "p90_us": 1010.0,
+        "p10_us": 1000.25,
+        "p90_us": 1000.25,
         "samples": 30,
         "sm_clock_mhz": 1980,
     }

@@ -46,7 +46,6 @@ def test_a_row_comes_back_as_it_was_appended(store: Store, make_record: Records)
         predictor="7",
         weight_bytes=140_000_000_000,
         floor_us=535.9,
-        floor_fraction=1 / 3,
         tasks=12_000,
         ask_s=1e-9,
         lower_s=0.04,

@@ -24,12 +24,14 @@ def store(store_url: str, make_campaign: Campaigns) -> Iterator[Store]:
 
 
 def drawn(make_record: Records, campaign: str, chance: random.Random) -> list[TrialRecord]:
-    """Rows of a campaign with few programs, equal latencies, gains above and below zero, and finals."""
+    """Rows of a campaign with few programs, equal latencies, gains above and below zero, and finals; the first ones may
+    be imported."""
     records: list[TrialRecord] = []
+    imported = chance.choice((0, 0, 3, 14))
     moment = f"2026-01-02T{chance.randrange(24):02}:00:00+00:00"
     for trial in range(chance.randrange(14)):
         source = chance.choice(("search", "search", "store", "final"))
-        if source == "final" and not (records and records[-1].source == "final"):
+        if source == "final" and (trial == imported or not (records and records[-1].source == "final")):
             moment = f"2026-01-02T00:00:{trial:02}+00:00"
         low = chance.choice((None, -1.0, 0.0, 1.0))
         gains = {} if low is None else {"rival_us": 100.0, "gain_low_us": low, "gain_high_us": low + 1.0}
@@ -37,7 +39,7 @@ def drawn(make_record: Records, campaign: str, chance: random.Random) -> list[Tr
         numbers = {"latency_us": chance.choice((98.0, 99.0, 100.0, 101.0)), **gains} if kind == "measured" else {}
         record = make_record(
             kind, campaign=campaign, trial=trial, program_id=chance.choice("abc"), source=source, created_at=moment,
-            **numbers,
+            imported_from="elsewhere" if trial < imported else None, **numbers,
         )  # fmt: skip
         records.append(record)
     return records
@@ -57,14 +59,18 @@ def test_sql_and_python_name_the_same_best_of_every_campaign(
     for name, records in written.items():
         best = best_of(records)
         assert store.best(measured=True, campaign=name) == best
-        assert summaries[name].best_measured_us == (None if best is None else best.latency_us)
+        found_us = {"measured": summaries[name].best_measured_us, "imported": summaries[name].best_imported_us}
+        assert best is None or found_us[best.kind] == best.latency_us
+        assert (found_us["measured"] is None) == (best is None or best.kind == "imported")
         assert (summaries[name].rows, summaries[name].trials) == (len(records), len(trials_of(records)))
         assert sum(summaries[name].outcomes.values()) == summaries[name].trials
     bests = [best for best in map(best_of, written.values()) if best is not None]
     found = store.best(measured=True, model="llama3.2-1b", gpu="h100")
     assert found is not None
-    assert found.latency_us == min(best.latency_us for best in bests if best.latency_us is not None)
+    own = [best.latency_us for best in bests if best.kind == "measured" and best.latency_us is not None]
+    assert (found.kind, found.latency_us) == ("measured", min(own))
     assert any(record.source == "final" for record in bests)
+    assert any(record.kind == "imported" for record in bests)
 
 
 def test_rows_that_belong_together_are_there_all_or_not_at_all(store: Store, make_record: Records) -> None:
@@ -101,3 +107,19 @@ def test_a_final_answers_before_the_trial_that_it_measured_again(
     store.append_all(rows)
     found = store.seen("0123456789ab", gpu="h100", dtype="BF16", measure="cuda")
     assert found == rows[3]
+
+
+def test_an_imported_row_answers_nothing_and_is_the_best_only_where_there_is_no_other(
+    store: Store, make_record: Records, make_campaign: Campaigns
+) -> None:
+    store.create_campaign(make_campaign("table", measure="cuda"))
+    imported = make_record("measured", campaign="table", latency_us=90.0, imported_from="elsewhere")
+    store.append(imported)
+    assert store.seen("0123456789ab", gpu="h100", dtype="BF16", measure="cuda") is None
+    assert store.best(measured=True, gpu="h100") == imported
+    store.create_campaign(make_campaign("own", measure="cuda"))
+    own = make_record("measured", campaign="own", latency_us=100.0)
+    store.append(own)
+    assert store.seen("0123456789ab", gpu="h100", dtype="BF16", measure="cuda") == own
+    assert store.best(measured=True, gpu="h100") == own
+    assert store.best(measured=True, campaign="table") == imported
