@@ -48,9 +48,8 @@ def to_record(
     result = _result(evaluation.outcome)
     place = evaluation.environment or environment
     if evaluation.predicted is not None:
-        result |= {"predicted_us": evaluation.predicted.latency_us, "predictor": evaluation.predicted.model_version}
-    if compared is not None:
-        result |= {"rival_us": compared.rival_us, "gain_low_us": compared.low_us, "gain_high_us": compared.high_us}
+        result |= result_columns(Predicted(evaluation.predicted)) | {"outcome": result["outcome"]}
+    result |= {} if compared is None else _contest_columns(compared)
     row = TrialRecord(
         campaign=campaign,
         trial=trial,
@@ -121,6 +120,10 @@ def result_columns(outcome: TrialOutcome) -> dict[str, Any]:
         case _:
             assert_never(outcome)
     return row
+
+
+def _contest_columns(compared: Gain) -> dict[str, Any]:
+    return {"rival_us": compared.rival_us, "gain_low_us": compared.low_us, "gain_high_us": compared.high_us}
 
 
 def _judged(verdict: Verdict) -> dict[str, Any]:
