@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 
+from flywheel.ir.firing import walk
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Task
 
@@ -49,30 +50,15 @@ def topological_positions(tasks: Sequence[Task]) -> Sequence[int]:
 
     Tasks on or behind a cycle are missing from it.
     """
-    unfinished: dict[int, int] = Counter([task.out_counter for task in tasks])
-    if list_order_is_topological(tasks, unfinished):
+    produced = Counter([task.out_counter for task in tasks])
+    if list_order_is_topological(tasks, produced):
         return range(len(tasks))
-    producers = unfinished.keys()
-    waiting: dict[int, list[int]] = {}
-    missing = []
-    for index, task in enumerate(tasks):
-        counters = {wait.counter for wait in task.waits} & producers
-        missing.append(len(counters))
-        for counter in sorted(counters):
-            waiting.setdefault(counter, []).append(index)
-    ready = deque(index for index, count in enumerate(missing) if not count)
-    order = []
-    while ready:
-        index = ready.popleft()
-        order.append(index)
-        counter = tasks[index].out_counter
-        unfinished[counter] -= 1
-        if not unfinished[counter]:
-            for consumer in waiting.get(counter, ()):
-                missing[consumer] -= 1
-                if not missing[consumer]:
-                    ready.append(consumer)
-    return order
+    shared = {id(task.waits): task.waits for task in tasks}
+    needs = {
+        identity: [(each, produced[each]) for each in sorted({wait.counter for wait in waits}) if each in produced]
+        for identity, waits in shared.items()
+    }
+    return walk([needs[id(task.waits)] for task in tasks], [task.out_counter for task in tasks])
 
 
 def topological_order(program: MegakernelProgram) -> list[int] | None:

@@ -1,76 +1,110 @@
-"""Counter-driven execution without numbers: what fires when, and what blocks for ever."""
+"""Counter-driven execution without numbers: what fires when, and what blocks for ever.
+
+Counters only grow, so a task that may fire now may fire later, too: one greedy walk, in any order, either fires all
+tasks or shows those that never fire. Whoever asks what counters allow goes by `walk`. The cost model's engine does not:
+there the order comes out of the times.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from heapq import heapify, heappop, heappush
 
 from flywheel.ir.records import Task
 
+Need = tuple[int, int]
+"""(counter, how often it must have been signalled, at least once)"""
 
-def fire(tasks: Sequence[Task], priority: Sequence[float] | None = None) -> list[int]:
-    """Positions in the order in which counters let tasks fire: of the ready ones, the one of lowest `priority` first.
 
-    Without `priority`, first ready, first fired. A task that never becomes ready is missing.
+def walk(
+    needs: Sequence[Sequence[Need]],
+    signals: Sequence[int],
+    keys: Sequence[float] | None = None,
+    followers: Mapping[int, int] | None = None,
+) -> list[int]:
+    """Positions in the order in which they fire; one that never may is missing.
+
+    `needs[i]` is what i waits for, `signals[i]` the counter that it signals, and `followers[i]` fires after i. Of those
+    that may fire, the one of the least key is next; without `keys`, the one that could first.
     """
+    behind = followers or {}
+    waiting = _waiting(needs)
+    missing = [len(wanted) for wanted in needs]
+    for index in behind.values():
+        missing[index] += 1
+    arrived = deque(index for index, count in enumerate(missing) if not count)
+    ranked = [] if keys is None else [(keys[index], index) for index in arrived]
+    heapify(ranked)
+
+    def release(index: int) -> None:
+        missing[index] -= 1
+        if missing[index]:
+            return
+        if keys is None:
+            arrived.append(index)
+        else:
+            heappush(ranked, (keys[index], index))
+
+    counts: dict[int, int] = {}
+    order: list[int] = []
+    while ranked or (keys is None and arrived):
+        index = arrived.popleft() if keys is None else heappop(ranked)[1]
+        order.append(index)
+        counter = signals[index]
+        counts[counter] = count = counts.get(counter, 0) + 1
+        if index in behind:
+            release(behind[index])
+        entries = waiting.get(counter, [])
+        while entries and entries[-1][0] <= count:
+            release(entries.pop()[1])
+    return order
+
+
+def _waiting(needs: Sequence[Sequence[Need]]) -> dict[int, list[tuple[int, int]]]:
+    """(threshold, position) of what waits for each counter, the lowest threshold last."""
     waiting: dict[int, list[tuple[int, int]]] = {}
-    missing = []
-    for index, task in enumerate(tasks):
-        pending = [(wait.counter, wait.threshold) for wait in task.waits if wait.threshold > 0]
-        missing.append(len(pending))
-        for counter, threshold in pending:
+    for index, wanted in enumerate(needs):
+        for counter, threshold in wanted:
             waiting.setdefault(counter, []).append((threshold, index))
     for entries in waiting.values():
         entries.sort(reverse=True)
-    counts: dict[int, int] = {}
-    order: list[int] = []
-    arrived = deque(index for index, count in enumerate(missing) if not count)
-    ranked = [] if priority is None else [(priority[index], index) for index in arrived]
-    heapify(ranked)
-    while ranked or (priority is None and arrived):
-        index = arrived.popleft() if priority is None else heappop(ranked)[1]
-        order.append(index)
-        counter = tasks[index].out_counter
-        counts[counter] = count = counts.get(counter, 0) + 1
-        entries = waiting.get(counter, [])
-        while entries and entries[-1][0] <= count:
-            consumer = entries.pop()[1]
-            missing[consumer] -= 1
-            if not missing[consumer]:
-                if priority is None:
-                    arrived.append(consumer)
-                else:
-                    heappush(ranked, (priority[consumer], consumer))
-    return order
+    return waiting
+
+
+def fire(tasks: Sequence[Task], keys: Sequence[float] | None = None, serial: bool = False) -> list[int]:
+    """Positions in the order in which counters let tasks fire, as `walk` chooses by `keys`; with `serial`, each SM runs
+    its tasks one after the other."""
+    shared = {id(task.waits): task.waits for task in tasks}
+    needs = {
+        identity: [(wait.counter, wait.threshold) for wait in waits if wait.threshold > 0]
+        for identity, waits in shared.items()
+    }
+    followers = _followers(tasks) if serial else None
+    return walk([needs[id(task.waits)] for task in tasks], [task.out_counter for task in tasks], keys, followers)
 
 
 def stuck_in_queues(tasks: Sequence[Task]) -> list[int]:
     """Positions of the head tasks at which serial SM queues block for ever; empty where all finish.
 
-    Counters only grow, so a task that may run now may run later too: the greedy walk is exact. Tasks without an SM are
-    free.
+    Tasks without an SM are free.
     """
-    queues: dict[int, list[int]] = {}
+    fired = set(fire(tasks, serial=True))
+    behind = set(_followers(tasks, fired).values())
+    return [index for index in range(len(tasks)) if index not in fired and index not in behind]
+
+
+def _followers(tasks: Sequence[Task], gone: Set[int] = frozenset()) -> dict[int, int]:
+    """Next position in the queue of the same SM, whose queue is without those that are `gone`.
+
+    Tasks without an SM are in no queue.
+    """
+    last: dict[int, int] = {}
+    followers = {}
     for index, task in enumerate(tasks):
-        queues.setdefault(-1 - index if task.sm is None else task.sm, []).append(index)
-    heads = dict.fromkeys(queues, 0)
-    counts: dict[int, int] = {}
-    sleeping: dict[int, list[tuple[int, int]]] = {}  # counter -> heap of (threshold, queue)
-    awake = deque(queues)
-    while awake:
-        name = awake.popleft()
-        queue = queues[name]
-        while heads[name] < len(queue):
-            task = tasks[queue[heads[name]]]
-            blocker = next((w for w in task.waits if counts.get(w.counter, 0) < w.threshold), None)
-            if blocker is not None:
-                heappush(sleeping.setdefault(blocker.counter, []), (blocker.threshold, name))
-                break
-            heads[name] += 1
-            counter = task.out_counter
-            counts[counter] = count = counts.get(counter, 0) + 1
-            sleepers = sleeping.get(counter, [])
-            while sleepers and sleepers[0][0] <= count:
-                awake.append(heappop(sleepers)[1])
-    return sorted(queues[name][heads[name]] for name in queues if heads[name] < len(queues[name]))
+        if task.sm is None or index in gone:
+            continue
+        if task.sm in last:
+            followers[last[task.sm]] = index
+        last[task.sm] = index
+    return followers
