@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flywheel import ir
-from flywheel.plan import staging, variant
+from flywheel.plan import staging, step, variant
 from flywheel.vm import abi
 
 HEADER = Path(__file__).parents[1] / "flywheel" / "vm" / "cuda" / "abi.h"
@@ -21,7 +21,7 @@ CODES: dict[str, type[IntEnum]] = {
     "AMK_OP_": ir.InstructionKind,
     "AMK_DTYPE_": ir.DType,
     "AMK_MEMSPACE_": ir.MemSpace,
-    "FW_EPILOGUE_": abi.Epilogue,
+    "FW_EPILOGUE_": step.Epilogue,
     "FW_LAYOUT_": abi.Layout,
     "FW_STAMP_": abi.Stamp,
     "FW_ANCHOR_": abi.Anchor,
@@ -43,9 +43,9 @@ CAPS = {
     "FW_MAX_ROWS": ir.ABI_MAX_ROWS,
     "FW_FRAGMENT_ROWS": abi.FRAGMENT_ROWS,
     "FW_FRAGMENT_K": staging.FRAGMENT_K,
-    "FW_RESULT_REF": abi.RESULT_REF,
+    "FW_RESULT_REF": step.RESULT_REF,
     "FW_SPILLED": abi.SPILLED,
-    "FW_ABSENT": abi.ABSENT,
+    "FW_ABSENT": step.ABSENT,
     "FW_COUNTER_STRIDE": abi.COUNTER_STRIDE,
     "FW_RESERVED_BYTES": variant.RESERVED_BYTES,
     "FW_PARTIALS_BYTES": abi.PARTIALS_BYTES,

@@ -23,14 +23,8 @@ MAX_STEPS: Final = 16
 FRAGMENT_ROWS: Final = 16
 """A weight fragment is FRAGMENT_ROWS x FRAGMENT_K elements, which 32 lanes hold 8 each."""
 
-RESULT_REF: Final = 16
-"""An operand ref below this is a task input; from here on it is the scratch result of step `ref - RESULT_REF`."""
-
 SPILLED: Final = 1 << 30
 """Added to a scratch offset that counts from the SM's slice of the workspace instead of from the staging area."""
-
-ABSENT: Final = -1
-"""A ref, table index or counter that is not there."""
 
 COUNTER_STRIDE: Final = 128
 """Bytes from one counter to the next: a cache line each."""
@@ -106,16 +100,6 @@ class StepFlag(IntFlag):
     that these can begin before it is known. It announces what it stages itself."""
     TAKES_SCALE = 8388608
     """A matrix step whose products are multiplied by what the norm left."""
-
-
-class Epilogue(IntEnum):
-    """What a matrix step does to its rounded product before it stores it, `other` being `epilogue_arg`."""
-
-    NONE = 0
-    ADD = 1
-    """product + other, in the task's columns (a residual)."""
-    SILU_MUL = 2
-    """silu(other) * product, `other` being a scratch result (the gate)."""
 
 
 class SegmentFlag(IntFlag):

@@ -27,6 +27,7 @@ from flywheel.ir import (
     MemSpace,
 )
 from flywheel.plan.staging import FRAGMENT_K, MIN_STAGED_BYTES, WORK_BYTES
+from flywheel.plan.step import ABSENT, RESULT_REF, Epilogue
 from flywheel.plan.variant import MAX_RING_SLOTS, MAX_X_SLICES, RESERVED_BYTES, WARP
 from flywheel.vm import abi
 
@@ -39,7 +40,7 @@ PREFIXES: Final[Mapping[str, type[IntEnum] | type[IntFlag]]] = MappingProxyType(
         "AMK_MEMSPACE": MemSpace,
         "FW_INSTRUCTION": abi.InstructionFlag,
         "FW_STEP": abi.StepFlag,
-        "FW_EPILOGUE": abi.Epilogue,
+        "FW_EPILOGUE": Epilogue,
         "FW_SEGMENT": abi.SegmentFlag,
         "FW_LAYOUT": abi.Layout,
         "FW_STAMP": abi.Stamp,
@@ -63,9 +64,9 @@ CONSTANTS: Final[Mapping[str, int]] = MappingProxyType(
         "FW_MAX_ROWS": ABI_MAX_ROWS,
         "FW_FRAGMENT_ROWS": abi.FRAGMENT_ROWS,
         "FW_FRAGMENT_K": FRAGMENT_K,
-        "FW_RESULT_REF": abi.RESULT_REF,
+        "FW_RESULT_REF": RESULT_REF,
         "FW_SPILLED": abi.SPILLED,
-        "FW_ABSENT": abi.ABSENT,
+        "FW_ABSENT": ABSENT,
         "FW_COUNTER_STRIDE": abi.COUNTER_STRIDE,
         "FW_RESERVED_BYTES": RESERVED_BYTES,
         "FW_PARTIALS_BYTES": abi.PARTIALS_BYTES,

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from flywheel.errors import ConfigError, GpuFaultError, LaunchTimeoutError, TensorError
 from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind
-from flywheel.vm.abi import ABSENT, COUNTER_STRIDE, Anchor, Fault, Layout, Stamp, numpy_struct
+from flywheel.plan.step import ABSENT
+from flywheel.vm.abi import COUNTER_STRIDE, Anchor, Fault, Layout, Stamp, numpy_struct
 from flywheel.vm.driver import Gpu, LoadedKernel, Memory, check_fit
 from flywheel.vm.elements import stored, stored_type, values
 from flywheel.vm.pack import PackedProgram

@@ -26,8 +26,8 @@ from flywheel.ir import (
     Task,
     Wait,
 )
-from flywheel.vm.pack.handoff import by_data as by_data_of
-from flywheel.vm.pack.nodes import group_tasks
+from flywheel.plan.handoff import by_data as by_data_of
+from flywheel.plan.nodes import group_tasks
 
 KIB = 1024
 ROWS = range(16)

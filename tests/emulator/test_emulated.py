@@ -20,9 +20,10 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind, random_weights
+from flywheel.plan.step import ABSENT
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm import nvrtc
-from flywheel.vm.abi import ABSENT, Fault, InstructionFlag, SegmentFlag, StepFlag
+from flywheel.vm.abi import Fault, InstructionFlag, SegmentFlag, StepFlag
 from flywheel.vm.driver import load_variant
 from flywheel.vm.loader import LoadedProgram, needed_weights
 from flywheel.vm.nvrtc import arch_name

@@ -9,8 +9,8 @@ from flywheel.errors import InvalidProgramError
 from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind, DType, InstructionKind
 from flywheel.plan import KernelVariant
 from flywheel.plan.staging import WORK_BYTES
-from flywheel.vm.abi import ABSENT, KERNELS, MAX_STEPS, RESULT_REF
-from flywheel.vm.pack.step import Form, Operand, Step, copied_rows, look, names_columns
+from flywheel.plan.step import ABSENT, RESULT_REF, Form, Operand, Step, copied_rows, look, names_columns
+from flywheel.vm.abi import KERNELS, MAX_STEPS
 
 _K = InstructionKind
 

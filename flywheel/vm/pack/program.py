@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import DType, InstructionKind, MegakernelProgram, Task
-from flywheel.plan import KernelVariant, variant_of
+from flywheel.plan import KernelVariant, Plan, make_plan
+from flywheel.plan.nodes import Node, make_nodes
+from flywheel.plan.routine import Routine, make_routine
+from flywheel.plan.step import Form, steps_of
 from flywheel.vm.abi import FRAGMENT_ROWS, PARTIALS_BYTES, InstructionFlag
 from flywheel.vm.pack.best import best_flags
-from flywheel.vm.pack.checks import float_type
-from flywheel.vm.pack.handoff import by_counters, by_data
+from flywheel.vm.pack.checks import check_count, check_steps, float_type
+from flywheel.vm.pack.frequencies import Frequencies
+from flywheel.vm.pack.instructions import node_rows, params_rows, weight_rows
 from flywheel.vm.pack.memory import ALIGNMENT, Arena, buffer_table, check_buffers, place_buffers
-from flywheel.vm.pack.nodes import Node, group_tasks, make_nodes, node_rows, params_rows, weight_rows
 from flywheel.vm.pack.stream import matrix_entries, segments_of, tile_of
-from flywheel.vm.pack.template import STEP, Template, fragment_bytes
+from flywheel.vm.pack.template import STEP, Template, fragment_bytes, make_template
 
 Table = npt.NDArray[np.void]
 Ints = npt.NDArray[np.int32]
@@ -69,32 +72,39 @@ def pack(program: MegakernelProgram) -> PackedProgram:
     Raises ConfigError where it has no target or an impossible config, and InvalidProgramError, naming the task, for
     what the kernel cannot run.
     """
-    variant = variant_of(program)
+    return pack_plan(make_plan(program))
+
+
+def pack_plan(plan: Plan) -> PackedProgram:
+    """The tables of a planned program. Raises InvalidProgramError as `pack` does."""
+    program, variant, grouping, hand_offs = plan.program, plan.variant, plan.grouping, plan.hand_offs
     check_buffers(program.buffers)
     dtype = float_type(program.buffers)
-    grouping = group_tasks(program.tasks)
-    hand_offs = by_data(program, grouping) if variant.data_hand_offs else by_counters(program, grouping)
-    early = variant if hand_offs.awaited else replace(variant, x_slices=1)  # a half says nothing of itself to counters
-    nodes, templates, floats = make_nodes(program, grouping, dtype, early)
+    nodes, forms = make_nodes(program, grouping)
+    templates, floats = _templates(plan, nodes, forms, dtype)
+    routines = [template.routine for template in templates]
     steps, first_steps = _step_table(templates)
     pass_blocks = _pass_blocks(steps, variant)
-    buffers = buffer_table(program.buffers, weight_rows(nodes, templates, program.buffers), hand_offs.awaited)
+    buffers = buffer_table(program.buffers, weight_rows(nodes, routines, program.buffers), hand_offs.awaited)
 
     sms, order = _queue_order(program)
     node_of = grouping.node_of[order]
     rows = {counter.id: row for row, counter in enumerate(program.counters) if counter.id in hand_offs.counters}
     by_node = node_rows(nodes, first_steps, templates, rows, hand_offs.waits)
-    for node, flag in best_flags(program, grouping, nodes, templates).items():
+    for node, flag in best_flags(program, grouping, nodes, routines).items():
         by_node["flags"][node] |= np.uint32(flag)
     instructions = by_node[node_of]
     instructions["params"] = params_rows(grouping.params)[grouping.params_of[order]]
     instructions["task"], instructions["sm"] = order, sms
     num_sms = program.target.num_sms if program.target is not None else 0
     queues = np.searchsorted(sms, np.arange(num_sms + 1)).astype(np.int32)
-    instructions["flags"][_finds_x_staged(nodes, templates, node_of, sms)] |= np.uint32(InstructionFlag.X_STAGED)
+    instructions["flags"][_finds_x_staged(nodes, routines, node_of, sms)] |= np.uint32(InstructionFlag.X_STAGED)
 
-    forms = np.array([node.form for node in nodes], np.int64)[node_of]
-    entries = matrix_entries(instructions, [template.matrices for template in templates], forms)
+    entries = matrix_entries(
+        instructions,
+        [routine.matrices for routine in routines],
+        np.array([node.form for node in nodes], np.int64)[node_of],
+    )
     _check_tiles(program.tasks, instructions, steps, entries)
     segments, segment_buffers, streams = segments_of(
         instructions, queues, steps, buffers, entries, fragment_bytes(dtype), variant, pass_blocks
@@ -110,6 +120,26 @@ def pack(program: MegakernelProgram) -> PackedProgram:
         last_position=max((each["pos"] for each in grouping.params if "pos" in each), default=None),
         fixed_position=_fixed(grouping.firsts),
     )  # fmt: skip
+
+
+def _templates(
+    plan: Plan, nodes: Sequence[Node], forms: Sequence[Form], dtype: DType
+) -> tuple[list[Template], npt.NDArray[np.float32]]:
+    """(the template of each form, float table). Raises InvalidProgramError naming the first task that has no kernel."""
+    firsts = {node.form: node.task for node in reversed(nodes)}
+    frequencies = Frequencies()
+    templates = []
+    for number, form in enumerate(forms):
+        try:
+            steps = steps_of(form)
+            check_steps(steps, form, dtype, plan.variant)
+            check_count(steps)
+            routine = make_routine(steps, form, dtype, plan.x_slices)
+            templates.append(make_template(routine, dtype, plan.variant, frequencies))
+        except InvalidProgramError as error:
+            task = firsts[number]
+            raise InvalidProgramError(f"task {task.id} ({task.label}): {task.op.name} {error}") from error
+    return templates, frequencies.table()
 
 
 def _step_table(templates: Sequence[Template]) -> tuple[Table, list[int]]:
@@ -151,7 +181,7 @@ def _queue_order(program: MegakernelProgram) -> tuple[npt.NDArray[np.int64], npt
 
 
 def _finds_x_staged(
-    nodes: Sequence[Node], templates: Sequence[Template], node_of: npt.NDArray[np.int64], sms: npt.NDArray[np.int64]
+    nodes: Sequence[Node], routines: Sequence[Routine], node_of: npt.NDArray[np.int64], sms: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
     """Which instructions find their first matrix operand staged by the one before them on their SM.
 
@@ -161,8 +191,8 @@ def _finds_x_staged(
     keys: dict[object, int] = {}
     columns: list[list[int]] = [[], []]
     for node in nodes:
-        template = templates[node.form]
-        for value, column in zip((template.skipped_x, template.left_x), columns, strict=True):
+        routine = routines[node.form]
+        for value, column in zip((routine.skipped_x, routine.left_x), columns, strict=True):
             column.append(-1 if value is None else keys.setdefault(value.over(node.inputs), len(keys)))
     found, left = (np.array(column, np.int64)[node_of] for column in columns)
     marks = np.zeros(len(node_of), np.bool_)

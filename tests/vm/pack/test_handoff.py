@@ -28,11 +28,12 @@ from flywheel.ir import (
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
+from flywheel.plan.handoff import HandOffs, by_counters, by_data
+from flywheel.plan.nodes import group_tasks
+from flywheel.plan.step import ABSENT
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.abi import ABSENT, Layout
+from flywheel.vm.abi import Layout
 from flywheel.vm.pack import PackedProgram, pack
-from flywheel.vm.pack.handoff import HandOffs, by_counters, by_data
-from flywheel.vm.pack.nodes import group_tasks
 
 Chain = Callable[..., MegakernelProgram]
 IN, WEIGHT, ACT, OUT, KV = (

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import BufferKind, DType, InstructionKind, MegakernelProgram
-from flywheel.vm.abi import Epilogue, StepFlag
+from flywheel.plan.step import Epilogue
+from flywheel.vm.abi import StepFlag
 from flywheel.vm.pack import pack
 
 IN, WEIGHT, ACT, OUT, KV = (

@@ -16,9 +16,10 @@ from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.plan.staging import MIN_STAGED_BYTES
+from flywheel.plan.step import Epilogue
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
-from flywheel.vm.abi import Epilogue, InstructionFlag, SegmentFlag
+from flywheel.vm.abi import InstructionFlag, SegmentFlag
 from flywheel.vm.pack import pack
 
 IN, ACT, WEIGHT, OUT = BufferKind.IO_INPUT, BufferKind.ACTIVATION, BufferKind.WEIGHT, BufferKind.IO_OUTPUT

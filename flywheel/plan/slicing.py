@@ -15,8 +15,7 @@ from dataclasses import replace
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import InstructionKind
 from flywheel.plan.staging import SLICE_K, Slices, slices_of
-from flywheel.vm.abi import RESULT_REF
-from flywheel.vm.pack.step import Form, Step
+from flywheel.plan.step import RESULT_REF, Form, Step
 
 
 def in_slices(steps: Sequence[Step], form: Form, x_slices: int = 1) -> list[Step]:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from flywheel.ir import COMPUTE_DTYPES, Buffer, BufferKind, InstructionKind, MegakernelProgram, Task, Wait
 from flywheel.ir.access import TILED_OPS, appends_behind, multi_row_buffers, tile
-from flywheel.vm.pack.nodes import Grouping
+from flywheel.plan.nodes import Grouping
 
 _GIVEN: Final = (BufferKind.WEIGHT, BufferKind.CONST, BufferKind.IO_INPUT)
 

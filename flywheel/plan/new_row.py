@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from flywheel.ir import BufferKind, DType, InstructionKind, KvRows
-from flywheel.vm.abi import RESULT_REF
-from flywheel.vm.pack.step import Form, Step, inherited, look
-from flywheel.vm.pack.turning import HEAD_DIMS, find_norm, is_turn, turns_queries
+from flywheel.plan.step import RESULT_REF, Form, Step, inherited, look
+from flywheel.plan.turning import HEAD_DIMS, find_norm, is_turn, turns_queries
 
 _K = InstructionKind
 

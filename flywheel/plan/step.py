@@ -7,16 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, BufferKind, DType, InstructionKind
 from flywheel.ir.access import MATRIX_OPS
 from flywheel.plan.staging import Slices
-from flywheel.vm.abi import ABSENT, RESULT_REF, Epilogue
 
 _K = InstructionKind
+
+RESULT_REF: Final = 16
+"""An operand ref below this is a task input; from here on it is the scratch result of step `ref - RESULT_REF`."""
+
+ABSENT: Final = -1
+"""A ref, table index or counter that is not there."""
+
+
+class Epilogue(IntEnum):
+    """What a matrix step does to its rounded product before it stores it, `other` being `epilogue_arg`."""
+
+    NONE = 0
+    ADD = 1
+    """product + other, in the task's columns (a residual)."""
+    SILU_MUL = 2
+    """silu(other) * product, `other` being a scratch result (the gate)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,3 +264,8 @@ def look(ref: int, steps: Sequence[Step], form: Form) -> Operand:
     if ref - RESULT_REF >= len(steps):
         raise InvalidProgramError(f"operand {ref} is made by no step")
     return steps[ref - RESULT_REF].result
+
+
+def x_rows(matrix: Step, steps: Sequence[Step], form: Form) -> int:
+    """Rows of x of a matrix step."""
+    return look(matrix.args[0], steps, form).numel // int(matrix.params["K"])

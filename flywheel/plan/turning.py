@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Final
 
 from flywheel.ir import BufferKind, DType, InstructionKind
-from flywheel.vm.abi import ABSENT, RESULT_REF
-from flywheel.vm.pack.step import Form, Step, look
+from flywheel.plan.step import ABSENT, RESULT_REF, Form, Step, look
 
 _K = InstructionKind
 
@@ -20,6 +20,15 @@ HEAD_DIMS: Final = (64, 128)
 """What the kernel is compiled for."""
 
 _WEIGHTS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An attention, the ROPE of its queries, and the RMSNORM of each head before that, if there is one."""
+
+    attention: int
+    rope: int
+    norm: int | None
 
 
 def turns_queries(place: int, steps: Sequence[Step], form: Form, dtype: DType) -> bool:
@@ -37,6 +46,15 @@ def turns_queries(place: int, steps: Sequence[Step], form: Form, dtype: DType) -
         and is_turn(rope, width, head_dim, steps, form, dtype)
         and look(rope.args[0], steps, form).dtype is dtype
     )
+
+
+def find_turn(
+    place: int, steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]
+) -> Turn | None:
+    """The turn that step `place`, not the first, does, if it does one; `views` are those that are not run."""
+    if not turns_queries(place, steps, form, dtype):
+        return None
+    return Turn(place, place - 1, find_norm(place - 1, steps, form, dtype, views))
 
 
 def is_turn(rope: Step, numel: int, head_dim: int, steps: Sequence[Step], form: Form, dtype: DType) -> bool:

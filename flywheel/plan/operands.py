@@ -1,0 +1,109 @@
+"""Which operands the matrix steps of a task find in the staging area, and how they come there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flywheel.ir import DType, InstructionKind
+from flywheel.plan.staging import FRAGMENT_K, operand_stride
+from flywheel.plan.step import RESULT_REF, Form, Step, look, x_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """One operand at the start of the staging area, for matrix steps `steps`; it stays from step `start` to `end`.
+
+    `scaled_later` says that a norm makes it, whose rows' scales go to the products instead.
+    """
+
+    ref: int
+    steps: tuple[int, ...]
+    nbytes: int
+    start: int
+    end: int
+    in_place: bool
+    scaled_later: bool
+
+
+def stagings_of(steps: Sequence[Step], form: Form) -> tuple[Staging, ...]:
+    """Runs of matrix steps that multiply the same operand, which is staged once for each run.
+
+    In a task that attends every matrix step stages anew, so that no matrix warp runs ahead into what follows it.
+    """
+    runs = _runs(steps, form)
+    stagings: list[Staging] = []
+    for number, members in enumerate(runs):
+        until = runs[number + 1][0] if number + 1 < len(runs) else None
+        free_from = stagings[-1].end + 1 if stagings else 0
+        stagings.append(_staging(steps, form, members, free_from, until))
+    return tuple(stagings)
+
+
+def _runs(steps: Sequence[Step], form: Form) -> list[tuple[int, ...]]:
+    """Matrix steps that multiply what one staging leaves."""
+    reuse = not any(step.op is InstructionKind.ATTENTION_TILE for step in steps)
+    runs: list[tuple[int, ...]] = []
+    last: tuple[object, ...] | None = None  # ref and K of the operand of the last run
+    for index, step in enumerate(steps):
+        if step.matrix:
+            x = step.args[0]
+            operand = x, step.params["K"]
+            stays = not step.streams and not (x < RESULT_REF and form.written[x] is not None)
+            if reuse and stays and operand == last:
+                runs[-1] = (*runs[-1], index)
+            else:
+                runs.append((index,))
+            last = operand
+    return runs
+
+
+def _staging(
+    steps: Sequence[Step], form: Form, members: tuple[int, ...], free_from: int, until: int | None
+) -> Staging:
+    """The operand of a run, between the steps from which on the area is free and `until` which it is (None: the end).
+
+    It is announced where it is made if it can be: no matrix warp may begin while an attention has their partials for
+    itself.
+    """
+    first, last = steps[members[0]], members[-1]
+    x, made = first.args[0], first.args[0] - RESULT_REF
+    value = look(x, steps, form)
+    rows = x_rows(first, steps, form)
+    stride = operand_stride(rows, first.depth if first.streams else first.params["K"])
+    nbytes = value.dtype.nbytes(rows * stride * (first.beside if first.streams else 1))
+    norms = made >= 0 and _norms_alone(steps, made, members)
+    in_place = (
+        made >= free_from
+        and first.depth % FRAGMENT_K == 0
+        and (rows == 1 or norms)
+        and all(each.op is not InstructionKind.ATTENTION_TILE for each in steps[made + 1 : members[0]])
+        and (until is None or max(last, last_uses(steps)[made]) < until)
+    )
+    if in_place:
+        last = max(last, last_uses(steps)[made])
+    end = len(steps) if until is None else last
+    later = in_place and norms and value.dtype is DType.BF16  # F16 has no room for what is not scaled
+    return Staging(x, members, nbytes, made if in_place else members[0], end, in_place, later)
+
+
+def _norms_alone(steps: Sequence[Step], made: int, members: Sequence[int]) -> bool:
+    """Whether a norm makes rows that matrix steps `members` alone read: then they may lie apart as those have them."""
+    norm = steps[made]
+    x = RESULT_REF + made
+    readers = {index for index, step in enumerate(steps) if x in step.reads}
+    same = all(
+        step.params["K"] == norm.params.get("hidden") and x not in step.reads[1:]
+        for step in (steps[index] for index in members)
+    )
+    return norm.op is InstructionKind.RMSNORM and readers == set(members) and same
+
+
+def last_uses(steps: Sequence[Step]) -> list[int]:
+    """The last step that reads each step's result; itself where none does."""
+    last = list(range(len(steps)))
+    for index, step in enumerate(steps):
+        for ref in step.reads:
+            if ref >= RESULT_REF:
+                last[ref - RESULT_REF] = index
+    return last

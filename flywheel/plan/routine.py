@@ -1,0 +1,146 @@
+"""What all tasks of one form do: their steps, and which of them are done on the way of others."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from flywheel.ir import INHERITED_PARAMS, DType, InstructionKind
+from flywheel.plan.new_row import NewRow, find_new_row
+from flywheel.plan.operands import Staging, stagings_of
+from flywheel.plan.slicing import in_slices
+from flywheel.plan.step import ABSENT, RESULT_REF, Form, Step, inherited, look, names_columns
+from flywheel.plan.turning import Turn, find_turn
+
+_K = InstructionKind
+
+
+@dataclass(frozen=True, slots=True)
+class StagedValue:
+    """A staged operand: how it follows from some inputs of the task, which inputs these are, and its layout."""
+
+    formula: Hashable
+    inputs: tuple[int, ...]
+
+    def over(self, buffers: Sequence[int]) -> Hashable:
+        """A key that tasks share if their operands have the same bytes whenever the buffers hold the same."""
+        return self.formula, tuple(buffers[number] for number in self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Routine:
+    """The steps of a form, and how they go together; steps are named by their places.
+
+    `views` are COPYs of columns that nothing need run for: their readers look at the columns where they are. `turns`
+    are the attentions that turn their queries themselves, but for that of `new_row`, the steps of a launch's new row.
+    `skipped_x` is the operand of the first matrix step, where the steps before it can be left out once that is staged;
+    `left_x` the one that the last staging leaves. Either is None where no other task may rely on it.
+    """
+
+    form: Form
+    steps: tuple[Step, ...]
+    stagings: tuple[Staging, ...]
+    views: frozenset[int]
+    new_row: NewRow | None
+    turns: tuple[Turn, ...]
+    skipped_x: StagedValue | None
+    left_x: StagedValue | None
+
+    @property
+    def matrices(self) -> tuple[int, ...]:
+        """The matrix steps."""
+        return tuple(index for index, step in enumerate(self.steps) if step.matrix)
+
+    @property
+    def loose(self) -> frozenset[int]:
+        """Inputs that a step reads in row-major order."""
+        return frozenset(
+            ref
+            for step in self.steps
+            for place, ref in enumerate(step.reads)
+            if ref < RESULT_REF and not (place == 1 and (step.matrix or step.op is _K.EMBED))
+        )
+
+    def staging(self, step: int) -> Staging:
+        """The staging that matrix step `step` multiplies."""
+        return next(staging for staging in self.stagings if step in staging.steps)
+
+
+def make_routine(whole: Sequence[Step], form: Form, dtype: DType, x_slices: int) -> Routine:
+    """The routine of the steps of a form (`steps_of`), in a program of `dtype` floats whose inputs may be multiplied in
+    `x_slices` slices. Raises InvalidProgramError as `in_slices` does."""
+    steps = tuple(in_slices(whole, form, x_slices))
+    stagings = stagings_of(steps, form)
+    in_place = {staging.ref - RESULT_REF for staging in stagings if staging.in_place}
+    views = frozenset(
+        index for index, step in enumerate(steps) if index not in in_place and _is_view(step, form)
+    )
+    new_row = find_new_row(steps, form, dtype, views)
+    before = range(1, len(steps) if new_row is None else new_row.key_rope)
+    turns = [find_turn(place, steps, form, dtype, views) for place in before]
+    skipped, left = _shared_operands(steps, form, stagings)
+    return Routine(
+        form, steps, stagings, views, new_row, tuple(turn for turn in turns if turn is not None), skipped, left
+    )
+
+
+def _is_view(step: Step, form: Form) -> bool:
+    """Whether a COPY only names columns of an input that the task does not write."""
+    if not names_columns(step, form) or step.out != ABSENT or step.args[0] >= RESULT_REF:
+        return False
+    source = form.inputs[step.args[0]]
+    return source.dtype is step.result.dtype and source.dtype is not DType.I4 and form.written[step.args[0]] is None
+
+
+def _shared_operands(
+    steps: Sequence[Step], form: Form, stagings: Sequence[Staging]
+) -> tuple[StagedValue | None, StagedValue | None]:
+    """(operand that an earlier task may have staged, operand that a later one finds staged)."""
+    if len(stagings) != 1 or any(step.op is _K.ATTENTION_TILE for step in steps):
+        return None, None  # an attention has taken the operand's place
+    if any(step.streams for step in steps if step.matrix):
+        return None, None  # or a later slice of it
+    (staging,) = stagings
+    inputs: list[int] = []
+    formula = _formula(staging.ref, steps, form, inputs)
+    if formula is None:
+        return None, None
+    first = staging.steps[0]
+    layout = (steps[first].params["K"], look(staging.ref, steps, form).dtype, staging.scaled_later)
+    value = StagedValue((formula, layout), tuple(inputs))
+    return (value if _is_for_operand_alone(steps, staging.ref, first) else None), value
+
+
+def _is_for_operand_alone(steps: Sequence[Step], x: int, first: int) -> bool:
+    """Whether nothing but matrix operands comes of the steps before matrix step `first`."""
+    if any(step.out != ABSENT for step in steps[:first]):
+        return False
+    for step in steps[first:]:
+        read = step.reads[1:] if step.matrix and step.args[0] == x else step.reads
+        if any(RESULT_REF <= ref < RESULT_REF + first for ref in read):
+            return False
+    return True
+
+
+def _formula(ref: int, steps: Sequence[Step], form: Form, inputs: list[int]) -> Hashable | None:
+    """The value of a ref over `inputs`, to which it adds; None where it depends on the task's params or on weights."""
+    if ref < RESULT_REF:
+        if form.written[ref] is not None:
+            return None
+        if ref not in inputs:
+            inputs.append(ref)
+        return "input", inputs.index(ref)
+    step = steps[ref - RESULT_REF]
+    if step.matrix or any(inherited(step, form, name) for name in _takes(step)):
+        return None
+    args = tuple(_formula(arg, steps, form, inputs) for arg in step.args)
+    if None in args:
+        return None
+    return step.op, args, tuple(sorted(step.params.items())), step.result.dtype, step.result.shape
+
+
+def _takes(step: Step) -> frozenset[str]:
+    """Params of the task that the step's op would use."""
+    if step.op is _K.COPY:
+        return frozenset({"n_off", "N_tile"})
+    return INHERITED_PARAMS if step.op in (_K.ATTENTION_TILE, _K.KV_APPEND) else frozenset()

@@ -1,0 +1,77 @@
+"""The instruction table: most of its columns are filled node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flywheel.errors import InvalidProgramError
+from flywheel.ir import PARAM_FIELDS, Buffer, Wait
+from flywheel.plan.nodes import Node
+from flywheel.plan.routine import Routine
+from flywheel.plan.step import ABSENT
+from flywheel.vm.abi import numpy_struct
+from flywheel.vm.pack.template import Template
+
+INSTRUCTION: Final = numpy_struct("amk_instruction_t")
+
+
+
+def node_rows(
+    nodes: Sequence[Node],
+    first_steps: Sequence[int],
+    templates: Sequence[Template],
+    counters: Mapping[int, int],
+    waits: Sequence[Sequence[Wait]],
+) -> npt.NDArray[np.void]:
+    """An instruction a node with these waits, but for params, SM and place. `counters` are the rows of those asked."""
+    table = np.zeros(len(nodes), INSTRUCTION)
+    forms = [node.form for node in nodes]
+    table["op"] = [node.task.op for node in nodes]
+    table["out_counter"] = [counters.get(node.task.out_counter, ABSENT) for node in nodes]
+    table["first_step"] = np.array(first_steps, np.int32)[forms]
+    table["n_steps"] = np.array([len(template.steps) for template in templates], np.int32)[forms]
+    table["flags"] = np.array([template.flags for template in templates], np.uint32)[forms]
+    _fill(table, "inputs", "n_inputs", [node.inputs for node in nodes])
+    _fill(table, "outputs", "n_outputs", [node.outputs for node in nodes])
+    _fill(table, "wait_counter", "n_waits", [[counters[wait.counter] for wait in each] for each in waits])
+    _fill(table, "wait_threshold", "n_waits", [[wait.threshold for wait in each] for each in waits])
+    return table
+
+
+def _fill(table: npt.NDArray[np.void], name: str, count: str, lists: Sequence[Sequence[int]]) -> None:
+    """Write lists of different lengths to the array member `name`, and their lengths to `count`."""
+    table[count] = [len(each) for each in lists]
+    width = table[name].shape[1]
+    table[name] = [(*each, *(0,) * (width - len(each))) for each in lists]
+
+
+def params_rows(params: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.void]:
+    """`amk_params_t` of each; what is absent is zero."""
+    table = np.zeros(len(params), numpy_struct("amk_params_t"))
+    for name in PARAM_FIELDS:
+        table[name] = [each.get(name, 0) for each in params]
+    return table
+
+
+def weight_rows(nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer]) -> dict[int, None]:
+    """Rows of the buffers that hold weight fragments, in order of use.
+
+    Raises InvalidProgramError naming a task that reads one of them as rows.
+    """
+    weights = [[routine.steps[place].args[1] for place in routine.matrices] for routine in routines]
+    loose = [routine.loose for routine in routines]
+    rows = {node.inputs[number]: None for node in nodes for number in weights[node.form]}
+    for node in nodes:
+        for number in loose[node.form]:
+            row = node.inputs[number]
+            if row in rows:
+                buffer = buffers[row]
+                raise InvalidProgramError(
+                    f"task {node.task.id} ({node.task.label}): {node.task.op.name} reads buffer {buffer.id} "
+                    f"({buffer.name}), a matrix elsewhere, as another operand"
+                )
+    return rows
