@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
 from types import MappingProxyType
 from typing import Final
 
-from flywheel.errors import ConfigError
-from flywheel.ir import Buffer, BufferKind, InstructionKind, MegakernelProgram, Task
-from flywheel.ir.access import appends_behind
-from flywheel.plan import KernelVariant, variant_of
+import numpy as np
+import numpy.typing as npt
+
+from flywheel.ir import Buffer, BufferKind, InstructionKind, Task
+from flywheel.plan import KernelVariant, Plan
+
+Ints = npt.NDArray[np.int64]
+Marks = npt.NDArray[np.bool_]
 
 STREAMED_KINDS: Final = frozenset({BufferKind.WEIGHT, BufferKind.KV_CACHE, BufferKind.CONST})
 """Inputs that `est_bytes` stands for; all others are activations, read when the task starts."""
@@ -58,63 +61,56 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
+class Gates:
+    """What tasks signal and await, by numbers: a gate is a pair (counter, threshold) that some task awaits.
+
+    `signal` is the counter of each entry, `awaits` the number of the set of gates, in `gate_sets`, that it awaits.
+    """
+
+    signal: Ints
+    awaits: Ints
+    gate_sets: list[tuple[int, ...]]
+    counter_gates: list[list[tuple[int, int]]]
+    """Per counter: (gate, further signals that it takes after the one before), ascending."""
+    by_data: Marks
+    """Per gate: whether those who wait look at the data instead of the counter."""
+
+
+@dataclass(frozen=True, slots=True)
 class Demand:
-    """The queues of a program, one after the other: entry `i` of each list is one task, `first[sm]..first[sm + 1]` are
-    the entries of an SM. The other columns are those of `Queues`."""
+    """The queues of a program, one after the other: entry `i` of each column is one task, `first[sm]..first[sm + 1]`
+    are the entries of an SM, and `stream_end` counts bytes from the start of the SM's stream."""
 
     variant: KernelVariant
     task_ids: list[int]
     labels: list[str]
-    first: list[int]
-    stream_end: list[int]
+    first: Ints
+    stream_end: Ints
     kinds: list[Kind]
-    kind_of: list[int]
-    signal: list[int]
-    awaits: list[int]
-    gate_sets: list[tuple[int, ...]]
-    counter_gates: list[list[tuple[int, int]]]
-    by_data: list[bool]
-    """Per gate: whether those who wait look at the data instead of the counter."""
+    kind_of: Ints
+    gates: Gates
 
 
-def demand_of(program: MegakernelProgram) -> Demand:
-    """What `program`, a valid one, asks. Raises ConfigError where it has no target or no SM for a task."""
-    variant = variant_of(program)
-    assert program.target is not None
-    by_sm = _by_sm(program.tasks, program.target.num_sms)
-    ordered = [task for queue in by_sm for task in queue]
-    kinds, kind_of = _kinds(program, by_sm)
-    entries = iter(kind_of)
-    ends = [end for queue in by_sm for end in accumulate([kinds[next(entries)].streamed_bytes for _ in queue])]
-    signal, awaits, gate_sets, counter_gates, asked = _gates(ordered)
+def demand_of(plan: Plan) -> Demand:
+    """What a planned program asks."""
+    ordered = [plan.program.tasks[place] for place in plan.order.tolist()]
+    node_of = plan.grouping.node_of[plan.order]
+    works = _works(plan)
+    nbytes = np.array([task.est_bytes for task in ordered], np.int64)
+    flops = np.array([task.est_flops for task in ordered], np.int64)
+    attends = np.array([work.steps.attentions > 0 for work in works], np.bool_)
+    ends = np.concatenate(([0], np.cumsum(np.where(attends[node_of], 0, nbytes))))
+    kinds, kind_of = _kinds(works, node_of, nbytes, flops, _find_staged(works, node_of, plan.first))
     return Demand(
-        variant=variant,
+        variant=plan.variant,
         task_ids=[task.id for task in ordered],
         labels=[task.label for task in ordered],
-        first=[0, *accumulate(map(len, by_sm))],
-        stream_end=ends,
+        first=plan.first,
+        stream_end=ends[1:] - np.repeat(ends[plan.first[:-1]], np.diff(plan.first)),
         kinds=kinds,
         kind_of=kind_of,
-        signal=signal,
-        awaits=awaits,
-        gate_sets=gate_sets,
-        counter_gates=counter_gates,
-        by_data=_by_data(program, variant, ordered, signal, [gate_sets[number] for number in awaits], asked),
+        gates=_gates(plan, node_of),
     )
-
-
-def _by_sm(tasks: Sequence[Task], num_sms: int) -> list[list[Task]]:
-    queues: list[list[Task]] = [[] for _ in range(num_sms)]
-    for task in tasks:
-        sm = task.sm
-        if sm is None or not 0 <= sm < num_sms:
-            raise ConfigError(f"task {task.id} ({task.label}): sm={sm} is not in 0..{num_sms - 1}")
-        queues[sm].append(task)
-    return queues
-
-
-_Operand = tuple[tuple[int, ...], int, int]
-"""What decides the vector that is multiplied: the activations it is made of, and norms and merges on the way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,68 +129,84 @@ class _Steps:
     parts: Mapping[int, int]
 
 
-def _kinds(program: MegakernelProgram, by_sm: Sequence[Sequence[Task]]) -> tuple[list[Kind], list[int]]:
-    """(the kinds that there are, the number of the kind of each task)."""
-    activations = {buffer.id: buffer for buffer in program.buffers if buffer.kind not in STREAMED_KINDS}
-    recipes: dict[int, _Steps] = {}
-    # Tasks that were cut from one operation share their inputs and their recipe.
-    known: dict[tuple[int, int, int, int, int], _Entry] = {}
-    entries: list[_Entry] = []
-    staged: list[bool] = []
-    readers = Counter[tuple[int, ...]]()
-    for queue in by_sm:
-        before: _Operand | None = None
-        for task in queue:
-            recipe = id(task.params.get("recipe"))
-            key = (recipe, task.est_bytes, task.est_flops, id(task.inputs), task.op)
-            entry = known.get(key)
-            if entry is None:
-                steps = recipes.get(recipe) if task.op is InstructionKind.FUSED else None
-                if steps is None:
-                    steps = recipes[recipe] = _steps(task)
-                read = tuple(buffer for buffer in task.inputs if buffer in activations)
-                operand = (read, steps.norms, steps.merged) if steps.products else None
-                entry = known[key] = _Entry(task, steps, read, operand)
-            again = entry.operand is not None and entry.operand == before
-            if not again:
-                readers[entry.read] += 1
-            entries.append(entry)
-            staged.append(again)
-            before = entry.operand
-    numbers: dict[Kind, int] = {}
-    named: dict[tuple[int, bool], int] = {}
-    kind_of = []
-    for entry, again in zip(entries, staged, strict=True):
-        name = id(entry), again
-        number = named.get(name)
-        if number is None:
-            kind = _kind(entry.task, entry.steps, activations, again, readers[entry.read])
-            number = named[name] = numbers.setdefault(kind, len(numbers))
-        kind_of.append(number)
-    return list(numbers), kind_of
-
-
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """Tasks that differ in nothing that is priced: one of them, what it does, and the activations that it reads."""
+class _Work:
+    """What the tasks of a node do: the first of them, its steps, the activations that it reads, and their bytes."""
 
     task: Task
     steps: _Steps
     read: tuple[int, ...]
-    operand: _Operand | None
+    read_bytes: int
 
 
-def _kind(task: Task, steps: _Steps, activations: Mapping[int, Buffer], staged: bool, readers: int) -> Kind:
-    read = 0
-    for place, number in enumerate(task.inputs):
-        buffer = activations.get(number)
-        if buffer is not None and task.op is not InstructionKind.SAMPLE_ARGMAX:
-            read += buffer.dtype.nbytes(steps.parts[place]) if place in steps.parts else buffer.nbytes
+def _works(plan: Plan) -> list[_Work]:
+    """By node."""
+    activations = {buffer.id: buffer for buffer in plan.program.buffers if buffer.kind not in STREAMED_KINDS}
+    recipes: dict[int, _Steps] = {}
+    works = []
+    for task in plan.grouping.firsts:
+        recipe = id(task.params.get("recipe"))
+        steps = recipes.get(recipe) if task.op is InstructionKind.FUSED else None
+        if steps is None:
+            steps = recipes[recipe] = _steps(task)
+        read = tuple([number for number in task.inputs if number in activations])
+        works.append(_Work(task, steps, read, _read_bytes(task, steps, activations)))
+    return works
+
+
+def _read_bytes(task: Task, steps: _Steps, activations: Mapping[int, Buffer]) -> int:
+    if task.op is InstructionKind.SAMPLE_ARGMAX:
+        return 0
+    return sum(
+        activations[number].dtype.nbytes(steps.parts[place]) if place in steps.parts else activations[number].nbytes
+        for place, number in enumerate(task.inputs)
+        if number in activations
+    )
+
+
+def _find_staged(works: Sequence[_Work], node_of: Ints, first: Ints) -> Marks:
+    """Which entries multiply what the one before them on their SM did: the same activations, normed and merged
+    alike."""
+    numbers: dict[tuple[tuple[int, ...], int, int], int] = {}
+    operands = []
+    for work in works:
+        made = work.read, work.steps.norms, work.steps.merged
+        operands.append(numbers.setdefault(made, len(numbers)) if work.steps.products else -1)
+    operand = np.array(operands, np.int64)[node_of]
+    staged = np.zeros(len(operand), np.bool_)
+    staged[1:] = (operand[1:] >= 0) & (operand[1:] == operand[:-1])
+    staged[first[:-1][np.diff(first) > 0]] = False
+    return staged
+
+
+def _kinds(
+    works: Sequence[_Work], node_of: Ints, nbytes: Ints, flops: Ints, staged: Marks
+) -> tuple[list[Kind], Ints]:
+    """(the kinds that there are, the number of the kind of each entry)."""
+    numbers: dict[tuple[int, ...], int] = {}
+    read = np.array([numbers.setdefault(work.read, len(numbers)) for work in works], np.int64)
+    readers = np.bincount(read[node_of[~staged]], minlength=len(numbers))
+    code = node_of
+    for column in (nbytes, flops, staged):
+        values, places = np.unique(column, return_inverse=True)
+        code = code * len(values) + places
+    _, examples, alike = np.unique(code, return_index=True, return_inverse=True)
+    kinds: dict[Kind, int] = {}
+    kind_of = []
+    for entry in examples.tolist():
+        node = node_of[entry]
+        kind = _kind(works[node], int(nbytes[entry]), int(flops[entry]), bool(staged[entry]), int(readers[read[node]]))
+        kind_of.append(kinds.setdefault(kind, len(kinds)))
+    return list(kinds), np.array(kind_of, np.int64)[alike]
+
+
+def _kind(work: _Work, nbytes: int, flops: int, staged: bool, readers: int) -> Kind:
+    steps = work.steps
     return Kind(
-        streamed_bytes=0 if steps.attentions else task.est_bytes,
-        cached_bytes=task.est_bytes if steps.attentions else 0,
-        read_bytes=read,
-        flops=task.est_flops // (task.params.get("M_tile", 1) if steps.products else 1),
+        streamed_bytes=0 if steps.attentions else nbytes,
+        cached_bytes=nbytes if steps.attentions else 0,
+        read_bytes=work.read_bytes,
+        flops=flops // (work.task.params.get("M_tile", 1) if steps.products else 1),
         readers=readers,
         staged=staged,
         steps=steps.others,
@@ -221,64 +233,25 @@ def _steps(task: Task) -> _Steps:
     return _Steps(tally["products"], tally["norms"], merged, tally["attentions"], tally["others"], parts)
 
 
-def _gates(
-    ordered: list[Task],
-) -> tuple[list[int], list[int], list[tuple[int, ...]], list[list[tuple[int, int]]], list[int]]:
-    """(counter that each task signals, number of the set of gates that it awaits, these sets, per counter its gates
-    ascending, counter of each gate)."""
+def _gates(plan: Plan, node_of: Ints) -> Gates:
+    """Counters, gates and their sets, numbered as the queues come to them."""
+    nodes, seen = np.unique(node_of, return_index=True)
+    firsts = [(node, plan.grouping.firsts[node]) for node in nodes[np.argsort(seen)].tolist()]
     counters: dict[int, int] = {}
     numbers: dict[tuple[int, int], int] = {}
     sets: dict[tuple[int, ...], int] = {}
-    known: dict[int, int] = {}
-    awaits = []
-    for task in ordered:
-        waits = task.waits
-        awaited = known.get(id(waits))
-        if awaited is None:
-            pairs = [(counters.setdefault(w.counter, len(counters)), w.threshold) for w in waits if w.threshold > 0]
-            gates = tuple(numbers.setdefault(pair, len(numbers)) for pair in pairs)
-            awaited = known[id(waits)] = sets.setdefault(gates, len(sets))
-        awaits.append(awaited)
-    signal = [counters.setdefault(task.out_counter, len(counters)) for task in ordered]
+    awaits, signal = np.zeros((2, len(plan.grouping.firsts)), np.int64)
+    for node, task in firsts:
+        pairs = [(counters.setdefault(w.counter, len(counters)), w.threshold) for w in task.waits if w.threshold > 0]
+        gates = tuple([numbers.setdefault(pair, len(numbers)) for pair in pairs])
+        awaits[node] = sets.setdefault(gates, len(sets))
+    for node, task in firsts:
+        signal[node] = counters.setdefault(task.out_counter, len(counters))
     chains: list[list[tuple[int, int]]] = [[] for _ in counters]
     before = [0] * len(counters)
     for (counter, threshold), gate in sorted(numbers.items()):
         chains[counter].append((gate, threshold - before[counter]))
         before[counter] = threshold
-    return signal, awaits, list(sets), chains, [counter for counter, _ in numbers]
-
-
-def _by_data(
-    program: MegakernelProgram,
-    variant: KernelVariant,
-    ordered: Sequence[Task],
-    signal: Sequence[int],
-    gates: Sequence[tuple[int, ...]],
-    counters: Sequence[int],
-) -> list[bool]:
-    """Whether a gate's counter is one that nobody asks, in a variant that hands over by the data.
-
-    As the packer decides for what `lower` makes: no counter at all goes where buffers share pages; else one stays where
-    what is handed over is no activation, unless it is appended behind all rows that are read of a cache.
-    """
-    pages = program.pages.buffer_to_page if program.pages is not None else {}
-    if not variant.data_hand_offs or len(set(pages.values())) < len(pages):
-        return [False] * len(counters)
-    kept = {buffer.id for buffer in program.buffers if buffer.kind in (BufferKind.KV_CACHE, BufferKind.IO_OUTPUT)}
-    writers: dict[int, dict[int, Task]] = defaultdict(dict)
-    for counter, task in zip(signal, ordered, strict=True):
-        if not kept.isdisjoint(task.outputs):
-            writers[counter].setdefault(id(task.outputs), task)
-    by_data = [True] * len(counters)
-    seen: set[tuple[int, int]] = set()
-    for task, awaited in zip(ordered, gates, strict=True):
-        if not awaited or (id(task.inputs), id(awaited)) in seen or kept.isdisjoint(task.inputs):
-            continue
-        seen.add((id(task.inputs), id(awaited)))
-        for gate in awaited:
-            by_data[gate] = by_data[gate] and not any(
-                number in kept and number in writer.outputs and not appends_behind(writer, task, place)
-                for writer in writers[counters[gate]].values()
-                for place, number in enumerate(task.inputs)
-            )
-    return by_data
+    asked = {(counters[wait.counter], wait.threshold) for waits in plan.hand_offs.waits for wait in waits}
+    by_data = np.array([pair not in asked for pair in numbers], np.bool_)
+    return Gates(signal[node_of], awaits[node_of], list(sets), chains, by_data)

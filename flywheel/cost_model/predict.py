@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from flywheel.cost_model.demand import Demand, demand_of
 from flywheel.cost_model.machine import Machine, machine_for
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import MegakernelProgram
 from flywheel.measure.floor import floor_us, weight_bytes_read
+from flywheel.plan import make_plan
 
 if TYPE_CHECKING:
     from flywheel.cost_model.engine import Queues, Trace
@@ -54,7 +57,8 @@ class TaskSpan:
 def predict(program: MegakernelProgram, machine: Machine | None = None) -> Prediction:
     """Latency of one launch of `program`, a valid one, on its target; `machine` replaces the target's constants.
 
-    Raises ConfigError for a program without target or SM assignment, InvalidProgramError for one that cannot finish.
+    Raises ConfigError for a program without target, InvalidProgramError for one without SM assignment or that cannot
+    finish.
     """
     demand, machine, queues, trace = _run(program, machine)
     assert program.target is not None
@@ -73,7 +77,7 @@ def predict(program: MegakernelProgram, machine: Machine | None = None) -> Predi
 def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list[TaskSpan]:
     """The spans of all tasks, SM by SM in queue order. Raises as `predict` does."""
     demand, _, _, trace = _run(program, machine)
-    sms = [sm for sm, (a, b) in enumerate(zip(demand.first, demand.first[1:], strict=False)) for _ in range(a, b)]
+    sms = np.repeat(np.arange(len(demand.first) - 1), np.diff(demand.first)).tolist()
     return [
         TaskSpan(task, sm, start, end)
         for task, sm, start, end in zip(demand.task_ids, sms, trace.start_us, trace.end_us, strict=True)
@@ -91,7 +95,7 @@ def _latency_us(trace: Trace, machine: Machine, floor: float) -> float:
 
 
 def _run(program: MegakernelProgram, machine: Machine | None) -> tuple[Demand, Machine, Queues, Trace]:
-    demand = demand_of(program)
+    demand = demand_of(make_plan(program))
     assert program.target is not None
     machine = machine or machine_for(program.target)
     return demand, machine, *_simulate(demand, machine)

@@ -23,17 +23,16 @@ _ATTENDED_BYTES: Final = 4096
 
 def priced(demand: Demand, machine: Machine) -> Queues:
     """The queues with the times that they take on `machine`."""
-    variant, ends = demand.variant, np.array(demand.stream_end, np.int64)
+    variant, ends, first, gates = demand.variant, demand.stream_end, demand.first, demand.gates
     room = variant.ring_slots // variant.copies * variant.copies * variant.chunk_bytes
     # A task that waits has its own weights read, and those of others behind it as far as the task before it allows: the
     # progress that the loader is told allows one more, but schedules of depth 1 take what they would take without it.
-    first, entries = np.array(demand.first, np.int64), np.arange(len(ends))
+    entries = np.arange(len(ends))
     last = np.repeat(first[1:] - 1, np.diff(first))
     before = np.concatenate([[0], ends[:-1]])
     before[first[:-1][np.diff(first) > 0]] = 0
     early_depth = max(variant.prefetch_depth, 1) - 1
     prices = np.array([_price(kind, variant, machine) for kind in demand.kinds])[demand.kind_of].T
-    by_data = np.array(demand.by_data, np.bool_)
     return Queues(
         first=first,
         early_limit=np.minimum(before + room, ends[np.minimum(entries + early_depth, last)]).astype(np.float64),
@@ -42,12 +41,12 @@ def priced(demand: Demand, machine: Machine) -> Queues:
         ahead_us=prices[0],
         work_us=prices[1],
         tail_us=prices[2],
-        signal=np.array(demand.signal, np.int64),
-        awaits=np.array(demand.awaits, np.int64),
-        gate_sets=demand.gate_sets,
-        counter_gates=demand.counter_gates,
-        visible_us=np.where(by_data, machine.data_visibility_us, machine.visibility_us),
-        polled=~by_data,
+        signal=gates.signal,
+        awaits=gates.awaits,
+        gate_sets=gates.gate_sets,
+        counter_gates=gates.counter_gates,
+        visible_us=np.where(gates.by_data, machine.data_visibility_us, machine.visibility_us),
+        polled=~gates.by_data,
     )
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+from flywheel.errors import InvalidProgramError
 from flywheel.ir import MegakernelProgram
 from flywheel.plan.handoff import HandOffs, by_counters, by_data
 from flywheel.plan.nodes import Grouping, group_tasks
@@ -12,21 +16,47 @@ from flywheel.plan.variant import KernelVariant, variant_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A program, the block that runs it, its tasks by node, and how nodes learn that what they read is there."""
+    """A program, the block that runs it, its tasks by node, and how nodes learn that what they read is there.
+
+    `order` are places in `program.tasks`, SM after SM and in list order on each; those of SM s are
+    `order[first[s] : first[s + 1]]`.
+    """
 
     program: MegakernelProgram
     variant: KernelVariant
     grouping: Grouping
     hand_offs: HandOffs
+    order: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]
 
     @property
     def x_slices(self) -> int:
         """Slices in which an input that fits may be multiplied: a counter says nothing of a part."""
         return self.variant.x_slices if self.hand_offs.awaited else 1
 
+    @property
+    def sms(self) -> npt.NDArray[np.int64]:
+        """The SM of each entry of `order`."""
+        return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
+
 
 def make_plan(program: MegakernelProgram) -> Plan:
-    """The plan of a program that `validate(strict=True)` accepts. Raises ConfigError as `variant_of` does."""
+    """The plan of a program that `validate(strict=True)` accepts.
+
+    Raises ConfigError as `variant_of` does, and InvalidProgramError that names the first task without an SM.
+    """
     variant, grouping = variant_of(program), group_tasks(program.tasks)
     decide = by_data if variant.data_hand_offs else by_counters
-    return Plan(program, variant, grouping, decide(program, grouping))
+    return Plan(program, variant, grouping, decide(program, grouping), *_queues(program))
+
+
+def _queues(program: MegakernelProgram) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """`order` and `first` of a plan."""
+    num_sms = program.target.num_sms if program.target is not None else 0
+    placed = [task.sm for task in program.tasks]
+    outside = next((place for place, sm in enumerate(placed) if sm is None or not 0 <= sm < num_sms), None)
+    if outside is not None:
+        task = program.tasks[outside]
+        raise InvalidProgramError(f"task {task.id} ({task.label}): sm={task.sm} is not in 0..{num_sms - 1}")
+    sms = np.array(placed, np.int64)
+    return np.argsort(sms, kind="stable"), np.concatenate(([0], np.cumsum(np.bincount(sms, minlength=num_sms))))

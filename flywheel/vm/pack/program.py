@@ -87,17 +87,15 @@ def pack_plan(plan: Plan) -> PackedProgram:
     pass_blocks = _pass_blocks(steps, variant)
     buffers = buffer_table(program.buffers, weight_rows(nodes, routines, program.buffers), hand_offs.awaited)
 
-    sms, order = _queue_order(program)
-    node_of = grouping.node_of[order]
+    sms, queues = plan.sms, plan.first.astype(np.int32)
+    node_of = grouping.node_of[plan.order]
     rows = {counter.id: row for row, counter in enumerate(program.counters) if counter.id in hand_offs.counters}
     by_node = node_rows(nodes, first_steps, templates, rows, hand_offs.waits)
     for node, flag in best_flags(program, grouping, nodes, routines).items():
         by_node["flags"][node] |= np.uint32(flag)
     instructions = by_node[node_of]
-    instructions["params"] = params_rows(grouping.params)[grouping.params_of[order]]
-    instructions["task"], instructions["sm"] = order, sms
-    num_sms = program.target.num_sms if program.target is not None else 0
-    queues = np.searchsorted(sms, np.arange(num_sms + 1)).astype(np.int32)
+    instructions["params"] = params_rows(grouping.params)[grouping.params_of[plan.order]]
+    instructions["task"], instructions["sm"] = plan.order, sms
     instructions["flags"][_finds_x_staged(nodes, routines, node_of, sms)] |= np.uint32(InstructionFlag.X_STAGED)
 
     entries = matrix_entries(
@@ -167,17 +165,6 @@ def _pass_blocks(steps: Table, variant: KernelVariant) -> int:
             f"{PARTIALS_BYTES // 2} bytes"
         )
     return blocks
-
-
-def _queue_order(program: MegakernelProgram) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(SM of each instruction, its place in `program.tasks`), SM after SM and in list order on each."""
-    placed = [task.sm for task in program.tasks]
-    if None in placed:
-        task = program.tasks[placed.index(None)]
-        raise InvalidProgramError(f"task {task.id} ({task.label}): has no SM")
-    sms = np.array(placed, np.int64)
-    order = np.argsort(sms, kind="stable")
-    return sms[order], order
 
 
 def _finds_x_staged(

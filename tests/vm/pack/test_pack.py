@@ -324,7 +324,7 @@ def test_a_task_without_an_sm_is_refused() -> None:
     program = decoder("plain")
     tasks = list(program.tasks)
     tasks[5] = replace(tasks[5], sm=None)
-    with pytest.raises(InvalidProgramError, match=r"task 5 \(.*\): has no SM"):
+    with pytest.raises(InvalidProgramError, match=r"task 5 \(.*\): sm=None is not in 0\.\."):
         pack(replace(program, tasks=tuple(tasks)))
 
 
