@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.ir import Buffer, BufferKind, InstructionKind, Task
+from flywheel.ir import BufferKind, InstructionKind, Task
 from flywheel.plan import KernelVariant, Plan
 
 Ints = npt.NDArray[np.int64]
@@ -141,7 +141,8 @@ class _Work:
 
 def _works(plan: Plan) -> list[_Work]:
     """By node."""
-    activations = {buffer.id: buffer for buffer in plan.program.buffers if buffer.kind not in STREAMED_KINDS}
+    buffers = [buffer for buffer in plan.program.buffers if buffer.kind not in STREAMED_KINDS]
+    dtypes, sizes = {buffer.id: buffer.dtype for buffer in buffers}, {buffer.id: buffer.nbytes for buffer in buffers}
     recipes: dict[int, _Steps] = {}
     works = []
     for task in plan.grouping.firsts:
@@ -149,19 +150,13 @@ def _works(plan: Plan) -> list[_Work]:
         steps = recipes.get(recipe) if task.op is InstructionKind.FUSED else None
         if steps is None:
             steps = recipes[recipe] = _steps(task)
-        read = tuple([number for number in task.inputs if number in activations])
-        works.append(_Work(task, steps, read, _read_bytes(task, steps, activations)))
+        read = tuple([number for number in task.inputs if number in sizes])
+        nbytes = sum([sizes[number] for number in read])
+        for place, numel in steps.parts.items():
+            number = task.inputs[place]
+            nbytes += dtypes[number].nbytes(numel) - sizes[number] if number in sizes else 0
+        works.append(_Work(task, steps, read, 0 if task.op is InstructionKind.SAMPLE_ARGMAX else nbytes))
     return works
-
-
-def _read_bytes(task: Task, steps: _Steps, activations: Mapping[int, Buffer]) -> int:
-    if task.op is InstructionKind.SAMPLE_ARGMAX:
-        return 0
-    return sum(
-        activations[number].dtype.nbytes(steps.parts[place]) if place in steps.parts else activations[number].nbytes
-        for place, number in enumerate(task.inputs)
-        if number in activations
-    )
 
 
 def _find_staged(works: Sequence[_Work], node_of: Ints, first: Ints) -> Marks:

@@ -77,7 +77,8 @@ class _Accesses:
         self.buffers: Mapping[int, Buffer] = {buffer.id: buffer for buffer in program.buffers}
         self.sizes = np.bincount(grouping.node_of, minlength=len(self.nodes))
         self._tiles = _tiles(grouping)
-        self._rows = multi_row_buffers(program.tasks, self.buffers)
+        self._rows = multi_row_buffers(self.nodes, self.buffers)
+        self._behind: dict[tuple[object, ...], bool] = {}
         self.writers: dict[int, list[int]] = defaultdict(list)
         self.readers: dict[int, list[int]] = defaultdict(list)
         self._signals: dict[int, int] = defaultdict(int)
@@ -131,10 +132,16 @@ class _Accesses:
 
     def _is_behind(self, writer: int, reader: int, number: int) -> bool:
         """Whether all that the writer appends to a cache lies behind what the reader sees of it."""
-        task = self.nodes[reader]
-        places = [place for place, read in enumerate(task.inputs) if read == number]
-        is_cache = self.buffers[number].kind is BufferKind.KV_CACHE
-        return is_cache and all(appends_behind(self.nodes[writer], task, place) for place in places)
+        if self.buffers[number].kind is not BufferKind.KV_CACHE:
+            return False
+        task, append = self.nodes[reader], self.nodes[writer]
+        places = tuple([place for place, read in enumerate(task.inputs) if read == number])
+        # Layers are alike: what their tasks share says it of all of them.
+        key = task.op, append.op, id(task.params), id(append.params), places, append.outputs.index(number)
+        known = self._behind.get(key)
+        if known is None:
+            known = self._behind[key] = all(appends_behind(append, task, place) for place in places)
+        return known
 
     def between(self, one: int, other: int) -> tuple[set[Wait], set[Wait]] | None:
         """(waits of one node for all of the other, the same the other way round); None where there is neither."""

@@ -45,7 +45,8 @@ def make_plan(program: MegakernelProgram) -> Plan:
 
     Raises ConfigError as `variant_of` does, and InvalidProgramError that names the first task without an SM.
     """
-    variant, grouping = variant_of(program), group_tasks(program.tasks)
+    grouping = group_tasks(program.tasks)
+    variant = variant_of(program)
     decide = by_data if variant.data_hand_offs else by_counters
     return Plan(program, variant, grouping, decide(program, grouping), *_queues(program))
 

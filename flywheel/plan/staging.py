@@ -5,7 +5,7 @@ Source: docs/vm.md, "Tables".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import prod
 from typing import Final, NamedTuple
 
@@ -77,30 +77,25 @@ def _most_staged(rows: int) -> int:
     return MAX_STAGED_BYTES if rows == 1 else MAX_STAGED_ROWS_BYTES
 
 
-def staged_bytes(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
-    """Bytes of the largest operand that a matrix task keeps in shared memory, in its weight's type; at least
-    MIN_STAGED_BYTES. An input takes what `operand_bytes` says, a result of the task's own steps at most what the area
-    may grow to."""
-    largest = MIN_STAGED_BYTES
-    for operand in _operands(tasks, buffers):
-        made = operand.buffer is None
-        largest = max(largest, operand_bytes(operand.dtype, operand.rows, operand.depth, made))
-    return largest
-
-
-class _Operand(NamedTuple):
-    """What a matrix task multiplies, [rows, depth]: a buffer, or None where its own steps make it."""
+class Operand(NamedTuple):
+    """What a matrix task multiplies, [rows, depth]; `made` by its own steps, or an input."""
 
     dtype: DType
     rows: int
     depth: int
-    buffer: int | None
+    made: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in the staging area."""
+        return operand_bytes(self.dtype, self.rows, self.depth, self.made)
 
 
-def _operands(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> Iterator[_Operand]:
-    """The operands of matrix tasks, once for tiles that follow each other; of an input in its weight's type."""
+def operands_of(tasks: Iterable[Task], buffers: Sequence[Buffer]) -> frozenset[Operand]:
+    """The operands of matrix tasks, in their weights' types."""
     known = {buffer.id: buffer for buffer in buffers}
     recipes: dict[int, list[_Product]] = {}
+    found: set[Operand] = set()
     before: tuple[object, object, object] = (None, None, None)
     for task in tasks:
         params = task.params
@@ -110,10 +105,21 @@ def _operands(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> Iterator[_Ope
             continue  # one more tile of the same
         before = task.inputs, recipe, params.get("K")
         for product in _products(task, recipes):
-            dtype, depth = known[task.inputs[product.weight]].dtype, product.depth
-            number = task.inputs[product.x] if product.numel is None else None
-            numel = known[number].numel if number is not None else product.numel or 0
-            yield _Operand(dtype, max(1, numel // depth), depth, number)
+            dtype, depth, made = known[task.inputs[product.weight]].dtype, product.depth, product.numel is not None
+            numel = product.numel if product.numel is not None else known[task.inputs[product.x]].numel
+            found.add(Operand(dtype, max(1, numel // depth), depth, made))
+    return frozenset(found)
+
+
+def staged_bytes(operands: Collection[Operand]) -> int:
+    """Bytes of the largest of the operands that a program keeps in shared memory, at least MIN_STAGED_BYTES."""
+    return max(MIN_STAGED_BYTES, *[operand.nbytes for operand in operands], 0)
+
+
+def rows_of(operands: Collection[Operand]) -> int:
+    """Rows of every operand that is multiplied; 0 where they differ, or there is none."""
+    found = {operand.rows for operand in operands}
+    return found.pop() if len(found) == 1 else 0
 
 
 class _Product(NamedTuple):
@@ -146,9 +152,3 @@ def _products(task: Task, recipes: dict[int, list[_Product]]) -> list[_Product]:
             if type(step["out"]) is int:
                 made[step["out"]] = prod(step["out_shape"])
     return recipes[id(recipe)]
-
-
-def rows_of(tasks: Sequence[Task], buffers: Sequence[Buffer]) -> int:
-    """Rows of every operand that is multiplied; 0 where they differ, or there is none."""
-    found = {operand.rows for operand in _operands(tasks, buffers)}
-    return found.pop() if len(found) == 1 else 0

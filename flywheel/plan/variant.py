@@ -8,7 +8,7 @@ from typing import Final
 from flywheel.errors import ConfigError
 from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig
 from flywheel.ir.runs import tasks_by_recipe
-from flywheel.plan.staging import MIN_STAGED_BYTES, rows_of, staged_bytes
+from flywheel.plan.staging import MIN_STAGED_BYTES, operands_of, rows_of, staged_bytes
 
 RESERVED_BYTES: Final = 16 * 1024
 """Shared memory for barriers, instruction words, partial sums and reductions."""
@@ -171,8 +171,6 @@ def variant_of(program: MegakernelProgram) -> KernelVariant:
     """The variant of a program. Raises ConfigError where it has no target or an impossible config."""
     if program.target is None:
         raise ConfigError("program: no target, so no kernel variant")
-    tasks = list(tasks_by_recipe(program.tasks))
-    variant = kernel_variant(
-        program.config or ScheduleConfig(), program.target, staged_bytes(tasks, program.buffers)
-    )
-    return replace(variant, rows=rows_of(tasks, program.buffers))
+    operands = operands_of(tasks_by_recipe(program.tasks), program.buffers)
+    variant = kernel_variant(program.config or ScheduleConfig(), program.target, staged_bytes(operands))
+    return replace(variant, rows=rows_of(operands))

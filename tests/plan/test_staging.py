@@ -12,6 +12,7 @@ from flywheel.plan.staging import (
     MIN_STAGED_BYTES,
     operand_bytes,
     operand_stride,
+    operands_of,
     slices_of,
     staged_bytes,
 )
@@ -20,12 +21,12 @@ from flywheel.plan.staging import (
 def test_the_longest_operand_is_staged_whatever_the_ids_of_its_buffers(
     tiny: MegakernelProgram, with_task: Callable[..., MegakernelProgram]
 ) -> None:
-    assert staged_bytes(tiny.tasks, tiny.buffers) == MIN_STAGED_BYTES
+    assert staged_bytes(operands_of(tiny.tasks, tiny.buffers)) == MIN_STAGED_BYTES
     deep = with_task(tiny, 102, params={"K": 10007})
-    assert staged_bytes(deep.tasks, deep.buffers) == 10016 * 2
-    assert staged_bytes(deep.tasks, list(reversed(deep.buffers))) == 10016 * 2
+    assert staged_bytes(operands_of(deep.tasks, deep.buffers)) == 10016 * 2
+    assert staged_bytes(operands_of(deep.tasks, list(reversed(deep.buffers)))) == 10016 * 2
     deepest = with_task(tiny, 102, params={"K": 10**6})
-    assert MAX_STAGED_BYTES - 4096 < staged_bytes(deepest.tasks, deepest.buffers) <= MAX_STAGED_BYTES
+    assert MAX_STAGED_BYTES - 4096 < staged_bytes(operands_of(deepest.tasks, deepest.buffers)) <= MAX_STAGED_BYTES
 
 
 def test_several_rows_are_staged_apart() -> None:
@@ -33,7 +34,7 @@ def test_several_rows_are_staged_apart() -> None:
     buffers = [Buffer(number, name, BufferKind.CONST, DType.F16, shape) for number, (name, shape) in
                enumerate(shapes.items())]  # fmt: skip
     task = Task(0, InstructionKind.GEMV_TILE, (0, 1), (2,), 0, params={"K": 4000, "N_tile": 32, "n_off": 0})
-    assert staged_bytes([task], buffers) == 4 * 4016 * 2
+    assert staged_bytes(operands_of([task], buffers)) == 4 * 4016 * 2
 
 
 def test_an_operand_made_by_its_recipe_is_staged_in_the_type_of_its_weight() -> None:
@@ -47,9 +48,9 @@ def test_an_operand_made_by_its_recipe_is_staged_in_the_type_of_its_weight() -> 
         Buffer(1, "w", BufferKind.WEIGHT, DType.BF16, (8, 10000)),
     ]
     params = {"N_tile": 8, "n_off": 0, "recipe": {"steps": steps}}
-    assert staged_bytes([Task(0, InstructionKind.FUSED, (0, 1), (2,), 0, params=params)], buffers) == 20000
+    assert staged_bytes(operands_of([Task(0, InstructionKind.FUSED, (0, 1), (2,), 0, params=params)], buffers)) == 20000
     steps[0]["out_shape"] = [8, 10000]
-    assert staged_bytes([Task(0, InstructionKind.FUSED, (0, 1), (2,), 0, params=params)], buffers) == (
+    assert staged_bytes(operands_of([Task(0, InstructionKind.FUSED, (0, 1), (2,), 0, params=params)], buffers)) == (
         MAX_STAGED_ROWS_BYTES
     )
 
