@@ -13,7 +13,7 @@ from flywheel.ir import TARGETS, MegakernelProgram
 from flywheel.lowering.lower import lower
 from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.models.spec import DecoderSpec
-from flywheel.plan import make_plan
+from flywheel.plan.program import make_plan
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
 

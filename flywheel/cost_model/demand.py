@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.ir import BufferKind, InstructionKind, Task
-from flywheel.plan import KernelVariant, Plan
+from flywheel.plan import KernelVariant
+from flywheel.plan.program import Plan
 
 Ints = npt.NDArray[np.int64]
 Marks = npt.NDArray[np.bool_]

@@ -12,7 +12,7 @@ from flywheel.cost_model.machine import Machine, machine_for
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import MegakernelProgram
 from flywheel.measure.floor import floor_us, weight_bytes_read
-from flywheel.plan import make_plan
+from flywheel.plan.program import make_plan
 
 if TYPE_CHECKING:
     from flywheel.cost_model.engine import Queues, Trace

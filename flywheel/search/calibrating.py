@@ -22,7 +22,8 @@ from flywheel.measure.ceiling import Ceiling
 from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import trials_of
-from flywheel.plan import make_plan, program_id
+from flywheel.plan import program_id
+from flywheel.plan.program import make_plan
 from flywheel.process import no_collector
 from flywheel.search.warm import identity_of, work_of
 from flywheel.search.workload import Workload, find_target

@@ -27,9 +27,9 @@ from flywheel.ir import (
     Task,
     Wait,
 )
-from flywheel.plan import make_plan
 from flywheel.plan.handoff import by_data as by_data_of
 from flywheel.plan.nodes import group_tasks
+from flywheel.plan.program import make_plan
 
 KIB = 1024
 ROWS = range(16)

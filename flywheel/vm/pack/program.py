@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import DType, InstructionKind, MegakernelProgram, Task
-from flywheel.plan import KernelVariant, Plan, make_plan
+from flywheel.plan import KernelVariant
 from flywheel.plan.nodes import Node, make_nodes
+from flywheel.plan.program import Plan, make_plan
 from flywheel.plan.routine import Routine, make_routine
 from flywheel.plan.step import Form, steps_of
 from flywheel.vm.abi import FRAGMENT_ROWS, PARTIALS_BYTES, InstructionFlag

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import imagined
+import numpy as np
+import pytest
+
+from flywheel.cost_model.demand import demand_of
+from flywheel.errors import ConfigError, InvalidProgramError
+from flywheel.ir import MegakernelProgram, Task
+from flywheel.plan.program import Plan, make_plan
+from flywheel.vm.abi import InstructionFlag
+from flywheel.vm.pack import pack
+
+
+def programs() -> Sequence[MegakernelProgram]:
+    return [*imagined.programs(0, 12), *imagined.programs(1, 12)]
+
+
+def test_every_task_is_once_in_the_queue_of_its_sm_in_list_order() -> None:
+    for program in programs():
+        plan = make_plan(program)
+        assert sorted(plan.order) == list(range(len(program.tasks)))
+        for sm, (begin, end) in enumerate(zip(plan.first, plan.first[1:], strict=False)):
+            queue = plan.order[begin:end]
+            assert {program.tasks[place].sm for place in queue} <= {sm}
+            assert (np.diff(queue) > 0).all()
+
+
+def test_a_task_of_a_node_differs_from_its_first_in_tile_params_and_sm_alone() -> None:
+    def shared(task: Task) -> tuple[object, ...]:
+        own = {name: value for name, value in task.params.items() if name not in ("n_off", "N_tile")}
+        return task.op, task.inputs, task.outputs, task.out_counter, tuple(task.waits), own
+
+    for program in programs()[::4]:
+        grouping = make_plan(program).grouping
+        for task, node, params in zip(program.tasks, grouping.node_of, grouping.params_of, strict=True):
+            assert shared(task)[:5] == shared(grouping.firsts[node])[:5]
+            assert grouping.params[params] == task.params
+
+
+def test_inputs_are_cut_into_slices_only_where_they_are_handed_over_by_the_data() -> None:
+    def cut(plan: Plan) -> bool:
+        return plan.x_slices > 1
+
+    plans = [make_plan(program) for program in programs()]
+    assert {cut(plan) for plan in plans} == {False, True}
+    assert all(plan.hand_offs.awaited and plan.variant.x_slices == plan.x_slices for plan in plans if cut(plan))
+    assert all(plan.variant.x_slices == 1 or not plan.hand_offs.awaited for plan in plans if not cut(plan))
+
+
+def test_the_cost_model_takes_for_staged_what_the_packer_finds_staged() -> None:
+    found = 0
+    for program in programs():
+        demand, packed = demand_of(make_plan(program)), pack(program)
+        staged = np.array([kind.staged for kind in demand.kinds])[demand.kind_of]
+        assert (staged == (packed.instructions["flags"] & InstructionFlag.X_STAGED != 0)).all()
+        found += staged.sum()
+    assert found
+
+
+def test_a_program_without_a_target_or_with_a_task_without_an_sm_has_no_plan(
+    tiny: MegakernelProgram, with_task: Callable[..., MegakernelProgram]
+) -> None:
+    with pytest.raises(ConfigError, match="no target"):
+        make_plan(replace(tiny, target=None))
+    assert tiny.target is not None
+    for sm in (None, -1, tiny.target.num_sms):
+        with pytest.raises(InvalidProgramError, match=rf"task 102 \(.*\): sm={sm} is not in 0\.\."):
+            make_plan(with_task(tiny, 102, sm=sm))
