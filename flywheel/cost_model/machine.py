@@ -12,11 +12,9 @@ What the campaigns show, and the probes did not:
   the last has landed. So ring and bytes under way count in whole rounds of copies: four copies of 16 KiB and 96 KiB
   under way are one round of 64 KiB.
 - A loader that stood still behind a full ring brings nothing in until slots are freed and new copies have landed.
-- A control warp that has polled a counter about 300 times asks the host, and that answers one SM after the other: 100
-  us of waiting at a counter become half a millisecond a hand-off (`patience_us`, `ask_us`). Schedules whose SMs wait so
-  long, for an operation that takes as long or has few tiles, take up to 40 times what they would. Waits for data ask
-  nobody. So it was with the kernels of the campaigns; those from 2268098 on ask every 5 ms, and what they gain has not
-  been measured: such schedules are predicted too slow.
+- A control warp that has polled a counter for long asks the host, and that answers one SM after the other
+  (`patience_us`, `ask_us`). Waits for data ask nobody. The kernels of the campaigns asked far sooner than the VM's do,
+  every 5 ms: schedules whose SMs wait long for an operation are predicted too slow.
 - Few vector warps fetch activations, keys and values in many rounds of loads (`fetch_us`, `attend_us`).
 - Activations that many SMs read at once come slower, by the number of those who ask (`shared_gbs`): merging partials
   in 128 tiles of o costs more than in 64.
@@ -25,8 +23,8 @@ What the campaigns show, and the probes did not:
   they are not hidden.
 
 Constants that stand for each other are not told apart: a hand-off by the data, for one, is `data_visibility_us`,
-`crowd_us` and a part of `task_us`. `read_gbs` is what is left of the card's 4520 to 4660 GB/s where everything else
-goes on.
+`crowd_us` and a part of `task_us`. `read_gbs` is what is left of what the card reads alone where everything else goes
+on.
 
 The other GPUs are scaled from it, not measured:
 
@@ -79,7 +77,7 @@ class Consumer:
 
 
 _FLOPS_PER_WARP_US: Final = 36e3
-"""Attention on one warp took 0.45 us for 16 more tokens of 64 values and 4 heads, all FMAs."""
+"""Of one warp of an H200 that attends: 0.45 us for 16 more tokens of 64 values and 4 heads, all FMAs."""
 
 VM: Final = Consumer(0.008801, 0.0, 0.348, 301.2e3, 1.278, _FLOPS_PER_WARP_US)
 """The matrix warps of the CUDA VM: weights packed in fragment order as the A operand of `mma.m16n8k16`."""
@@ -96,7 +94,7 @@ class Vector:
     fetch_us: float = 0.0
     """A round of activations that a task's warps load at once."""
     slice_us: float = 0.0
-    """A further slice of what is multiplied; of kernels that took a pass more a tile for it."""
+    """A further slice of what is multiplied."""
     step_us: float = 0.0
     """A step that is none of the following, and no product."""
     norm_us: float = 0.0

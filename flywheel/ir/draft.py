@@ -12,10 +12,7 @@ from flywheel.ir.records import Task, Wait
 
 @dataclass(slots=True)
 class TaskDraft:
-    """A task before it is frozen: the same slots, but plain assignment where a frozen dataclass pays for a guard.
-
-    Building and freezing a draft takes a fifth of the time of building a Task (0.36 us against 1.8 us, CPython 3.11).
-    """
+    """A task before it is frozen: the same slots, but plain assignment where a frozen dataclass pays for a guard."""
 
     id: int
     op: InstructionKind

@@ -7,8 +7,8 @@ from math import isfinite
 from typing import Literal
 
 L2State = Literal["clean", "flushed", "warm"]
-"""The L2 cache before each sample: emptied by reads; by writes, which are then still on their way to memory (rows of
-before November 22, 2026); or as the sample before left it."""
+"""The L2 cache before each sample: emptied by reads; by writes, which are then still on their way to memory; or as the
+sample before left it. Samples are taken with a cache that reads emptied."""
 
 
 @dataclass(frozen=True, slots=True)

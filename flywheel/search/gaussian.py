@@ -21,7 +21,7 @@ Fit = tuple[float, float, float]
 
 _APART: Final = 0.3
 """Of the distance of an ordered knob's ends: what two of its values have between them however near they are. One bad
-value says little of the next: 4 KiB a weight copy can be the worst of all where 8 is the best."""
+value says little of the next."""
 
 _LENGTHS: Final = (1.0, 3.0, 10.0, 30.0)
 _ADDITIVE: Final = (0.0, 0.5)

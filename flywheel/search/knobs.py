@@ -169,4 +169,4 @@ GOOD_ON_H200: Final[Choice] = MappingProxyType(
         "copies": 4,
     }
 )
-"""Block and ring that were the fastest of a few with llama3.2-1b and llama3-8b on an H200."""
+"""Block and ring of the schedules that are known to be good. Source: results/gpu/versions.md."""
