@@ -47,8 +47,8 @@ SAMPLERS: Final[dict[str, Callable[[int], BaseSampler]]] = {
 
 
 ORDER_AWARE: Final = frozenset({"local", "gp", "cmaes"})
-"""Samplers that are told the order of a knob's values. TPE does better without it here, since knobs have few values, and
-with more candidates than its own 24. Source: results/samplers.txt."""
+"""Samplers that are told the order of a knob's values. TPE does better without it here, since knobs have few values,
+and with more candidates than its own 24. Source: results/samplers.txt."""
 
 _NEEDS: Final = {"gp": ("scipy", "torch"), "cmaes": ("cmaes",)}
 """What Optuna imports for a sampler, some of it only at the first ask."""
