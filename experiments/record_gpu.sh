@@ -9,6 +9,7 @@
 # contexts:MODEL[:RIVALS]     the same at 512 and 4096     batches:MODEL[:RIVALS]  the same for 1, 2, 4 and 8 sequences
 # trace:MODEL                 where its time goes          random:MODEL[:TRIALS]   200 schedules, to calibrate with
 # calibrate                   the cost model's constants, from all that the store has measured
+# versions:OLD                the recorded schedules of llama3.2-1b and llama3-8b with this tree and with that of OLD, in turn
 #
 # The store is OUTPUT/gpu.db, or the FLYWHEEL_STORE that is given; what stands behind a search reads the model's best schedule
 # from it. Commands run in OUTPUT, so that what they record names no folder. A part that fails does not keep the others from
@@ -63,6 +64,8 @@ part() {
       best "$model" && record "$name.txt" trace --config "$model.schedule.json" --output "$name.json" \
         --picture "$name.svg" ;;
     calibrate) record calibrate.txt calibrate --gpu h200 --output machine.json ;;
+    versions) python3 experiments/two_versions.py "$model" . results/gpu/llama3.2-1b.schedule.json \
+        results/gpu/llama3-8b.schedule.json --record "$output/two_versions.txt" ;;
     noise) python3 experiments/aa_noise.py --noise "$output/results.tsv" | tee "$output/aa_noise.txt" ;;
     *) echo "record_gpu.sh: part $kind is none of those in its head" >&2; return 2 ;;
   esac
