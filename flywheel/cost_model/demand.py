@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.ir import BufferKind, InstructionKind, Task
+from flywheel.ir import BufferKind, InstructionKind, Runs, Task
 from flywheel.plan import KernelVariant
 from flywheel.plan.program import Plan
 
@@ -84,7 +84,6 @@ class Demand:
 
     variant: KernelVariant
     task_ids: list[int]
-    labels: list[str]
     first: Ints
     stream_end: Ints
     kinds: list[Kind]
@@ -94,18 +93,16 @@ class Demand:
 
 def demand_of(plan: Plan) -> Demand:
     """What a planned program asks."""
-    ordered = [plan.program.tasks[place] for place in plan.order.tolist()]
-    node_of = plan.grouping.node_of[plan.order]
+    tasks, order = plan.program.tasks, plan.order
+    node_of = plan.grouping.node_of[order]
     works = _works(plan)
-    nbytes = np.array([task.est_bytes for task in ordered], np.int64)
-    flops = np.array([task.est_flops for task in ordered], np.int64)
+    nbytes, flops = plan.grouping.est_bytes[order], plan.grouping.est_flops[order]
     attends = np.array([work.steps.attentions > 0 for work in works], np.bool_)
     ends = np.concatenate(([0], np.cumsum(np.where(attends[node_of], 0, nbytes))))
     kinds, kind_of = _kinds(works, node_of, nbytes, flops, _find_staged(works, node_of, plan.first))
     return Demand(
         variant=plan.variant,
-        task_ids=[task.id for task in ordered],
-        labels=[task.label for task in ordered],
+        task_ids=order.tolist() if isinstance(tasks, Runs) else [tasks[place].id for place in order.tolist()],
         first=plan.first,
         stream_end=ends[1:] - np.repeat(ends[plan.first[:-1]], np.diff(plan.first)),
         kinds=kinds,

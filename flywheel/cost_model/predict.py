@@ -87,7 +87,10 @@ def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list
 def latency_us(demand: Demand, machine: Machine, floor: float) -> float:
     """What `predict` says of the program that asks `demand` and whose floor is that, in us. Raises InvalidProgramError
     as it does."""
-    return _latency_us(_simulate(demand, machine)[1], machine, floor)
+    _, trace = _simulate(demand, machine)
+    if trace.stuck is not None:
+        raise _never_starts(f"task {demand.task_ids[trace.stuck]}")
+    return _latency_us(trace, machine, floor)
 
 
 def _latency_us(trace: Trace, machine: Machine, floor: float) -> float:
@@ -95,10 +98,15 @@ def _latency_us(trace: Trace, machine: Machine, floor: float) -> float:
 
 
 def _run(program: MegakernelProgram, machine: Machine | None) -> tuple[Demand, Machine, Queues, Trace]:
-    demand = demand_of(make_plan(program))
+    plan = make_plan(program)
+    demand = demand_of(plan)
     assert program.target is not None
     machine = machine or machine_for(program.target)
-    return demand, machine, *_simulate(demand, machine)
+    queues, trace = _simulate(demand, machine)
+    if trace.stuck is not None:
+        task = program.tasks[int(plan.order[trace.stuck])]
+        raise _never_starts(f"task {task.id} ({task.label})")
+    return demand, machine, queues, trace
 
 
 def _simulate(demand: Demand, machine: Machine) -> tuple[Queues, Trace]:
@@ -117,8 +125,8 @@ def _simulate(demand: Demand, machine: Machine) -> tuple[Queues, Trace]:
         patience_us=machine.patience_us,
         ask_us=machine.ask_us,
     )
-    trace = simulate(queues, rates)
-    if trace.stuck is not None:
-        name = f"task {demand.task_ids[trace.stuck]} ({demand.labels[trace.stuck]})"
-        raise InvalidProgramError(f"{name}: never starts, its counters stay incomplete")
-    return queues, trace
+    return queues, simulate(queues, rates)
+
+
+def _never_starts(task: str) -> InvalidProgramError:
+    return InvalidProgramError(f"{task}: never starts, its counters stay incomplete")

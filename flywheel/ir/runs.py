@@ -95,6 +95,14 @@ class Runs(Sequence[Task]):
         return self._tasks
 
 
+def task_of(run: Run, place: int, number: int, sm: int) -> Task:
+    """The task of one tile of a run, by its place in `tiles`."""
+    params, nbytes, flops = run.tiles[place]
+    return TaskDraft(
+        number, run.op, run.inputs, run.outputs, run.out_counter, run.waits, params, sm, nbytes, flops, run.label
+    ).freeze()
+
+
 def tasks_by_recipe(tasks: Sequence[Task]) -> Iterable[Task]:
     """One task for all of a run that have its recipe: what shows every operation and every operand that there is.
 
@@ -104,13 +112,10 @@ def tasks_by_recipe(tasks: Sequence[Task]) -> Iterable[Task]:
 
 
 def _by_recipe(tasks: Runs) -> Iterator[Task]:
-    known: dict[int, list[tuple[int, Tile]]] = {}
+    known: dict[int, list[int]] = {}
     for run, first in zip(tasks.runs, tasks.first, strict=False):
         if id(run.tiles) not in known:
             recipes = {id(tile.params.get("recipe")): place for place, tile in reversed(list(enumerate(run.tiles)))}
-            known[id(run.tiles)] = [(place, run.tiles[place]) for place in sorted(recipes.values())]
-        for place, (params, nbytes, flops) in known[id(run.tiles)]:
-            yield Task(
-                first + place, run.op, run.inputs, run.outputs, run.out_counter, run.waits, params,
-                tasks.sms[first + place], nbytes, flops, run.label,
-            )  # fmt: skip
+            known[id(run.tiles)] = sorted(recipes.values())
+        for place in known[id(run.tiles)]:
+            yield task_of(run, place, first + place, tasks.sms[first + place])

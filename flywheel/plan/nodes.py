@@ -9,8 +9,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.ir import INHERITED_PARAMS, PARAM_FIELDS, InstructionKind, MegakernelProgram, Task
+from flywheel.ir import INHERITED_PARAMS, PARAM_FIELDS, InstructionKind, MegakernelProgram, Run, Runs, Task
+from flywheel.ir.runs import task_of
 from flywheel.plan.step import Form, Operand
+
+Ints = npt.NDArray[np.int64]
 
 _OWN_PARAMS: Final = PARAM_FIELDS.keys() - INHERITED_PARAMS
 
@@ -27,41 +30,103 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Nodes, distinct params, and which of them each task has."""
+    """Nodes, distinct params, and which of them each task has; columns are by place in the list of tasks."""
 
     firsts: list[Task]
-    node_of: npt.NDArray[np.int64]
+    node_of: Ints
     params: list[Mapping[str, Any]]
-    params_of: npt.NDArray[np.int64]
+    params_of: Ints
+    est_bytes: Ints
+    est_flops: Ints
     kinds: list[int]
     """Of the params of each node: equal where the steps are."""
 
 
 def group_tasks(tasks: Sequence[Task]) -> Grouping:
     """Group tasks by the identity of their operands, waits and recipe, which tiles and equal layers share."""
+    kinds = _Kinds()
+    grouped = _group_runs(tasks, kinds) if isinstance(tasks, Runs) else _group_each(tasks, kinds)
+    firsts, node_of, params_of, est_bytes, est_flops, node_kinds = grouped
+    return Grouping(firsts, node_of, kinds.params, params_of, est_bytes, est_flops, node_kinds)
+
+
+_Columns = tuple[list[Task], Ints, Ints, Ints, Ints, list[int]]
+"""(firsts, node_of, params_of, est_bytes, est_flops, kinds) of a Grouping."""
+
+
+class _Kinds:
+    """Numbers of distinct params, and of what of them decides on the steps."""
+
+    def __init__(self) -> None:
+        self.params: list[Mapping[str, Any]] = []
+        self._known: dict[int, tuple[int, int]] = {}
+        self._kinds: dict[Hashable, int] = {}
+
+    def __call__(self, params: Mapping[str, Any]) -> tuple[int, int]:
+        """(number, kind)."""
+        known = self._known.get(id(params))
+        if known is None:
+            kind = self._kinds.setdefault(_kind(params), len(self._kinds))
+            known = self._known[id(params)] = len(self.params), kind
+            self.params.append(params)
+        return known
+
+
+def _group_each(tasks: Sequence[Task], kinds: _Kinds) -> _Columns:
     nodes: dict[tuple[int, ...], int] = {}
     firsts: list[Task] = []
     node_kinds: list[int] = []
-    numbers: dict[int, tuple[int, int]] = {}
-    kinds: dict[Hashable, int] = {}
-    params: list[Mapping[str, Any]] = []
     node_of, params_of = [], []
     for task in tasks:
-        identity = id(task.params)
-        known = numbers.get(identity)
-        if known is None:
-            known = numbers[identity] = len(params), kinds.setdefault(_kind(task.params), len(kinds))
-            params.append(task.params)
-        number, kind = known
+        number, kind = kinds(task.params)
         key = (kind, task.op, task.out_counter, id(task.inputs), id(task.outputs), id(task.waits))
-        node = nodes.get(key)
-        if node is None:
-            node = nodes[key] = len(firsts)
+        node = nodes.setdefault(key, len(firsts))
+        if node == len(firsts):
             firsts.append(task)
             node_kinds.append(kind)
         node_of.append(node)
         params_of.append(number)
-    return Grouping(firsts, np.array(node_of, np.int64), params, np.array(params_of, np.int64), node_kinds)
+    costs = np.array([(task.est_bytes, task.est_flops) for task in tasks], np.int64).reshape(-1, 2)
+    return firsts, np.array(node_of, np.int64), np.array(params_of, np.int64), costs[:, 0], costs[:, 1], node_kinds
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Of a run's tiles, which equal layers share: columns [tile, 4] of params, node of the run, bytes and flops, and
+    the place and the kind of the first tile of each of these nodes."""
+
+    columns: Ints
+    firsts: list[tuple[int, int]]
+
+
+def _group_runs(tasks: Runs, kinds: _Kinds) -> _Columns:
+    known: dict[int, _Tiles] = {}
+    firsts: list[Task] = []
+    node_kinds: list[int] = []
+    columns = []
+    for run, first in zip(tasks.runs, tasks.first, strict=False):
+        tiles = known.get(id(run.tiles))
+        if tiles is None:
+            tiles = known[id(run.tiles)] = _read_tiles(run, kinds)
+        columns.append(tiles.columns + np.array([0, len(firsts), 0, 0]))
+        for place, kind in tiles.firsts:
+            firsts.append(task_of(run, place, first + place, tasks.sms[first + place]))
+            node_kinds.append(kind)
+    params_of, node_of, est_bytes, est_flops = np.concatenate([np.zeros((0, 4), np.int64), *columns]).T
+    return firsts, node_of, params_of, est_bytes, est_flops, node_kinds
+
+
+def _read_tiles(run: Run, kinds: _Kinds) -> _Tiles:
+    nodes: dict[int, int] = {}
+    firsts: list[tuple[int, int]] = []
+    columns = []
+    for place, (params, est_bytes, est_flops) in enumerate(run.tiles):
+        number, kind = kinds(params)
+        node = nodes.setdefault(kind, len(nodes))
+        if node == len(firsts):
+            firsts.append((place, kind))
+        columns.append((number, node, est_bytes, est_flops))
+    return _Tiles(np.array(columns, np.int64), firsts)
 
 
 def _kind(params: Mapping[str, Any]) -> Hashable:

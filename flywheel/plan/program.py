@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.errors import InvalidProgramError
-from flywheel.ir import MegakernelProgram
+from flywheel.ir import MegakernelProgram, Runs
 from flywheel.plan.handoff import HandOffs, by_counters, by_data
 from flywheel.plan.nodes import Grouping, group_tasks
 from flywheel.plan.variant import KernelVariant, variant_of
@@ -54,10 +54,10 @@ def make_plan(program: MegakernelProgram) -> Plan:
 def _queues(program: MegakernelProgram) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """`order` and `first` of a plan."""
     num_sms = program.target.num_sms if program.target is not None else 0
-    placed = [task.sm for task in program.tasks]
-    outside = next((place for place, sm in enumerate(placed) if sm is None or not 0 <= sm < num_sms), None)
-    if outside is not None:
-        task = program.tasks[outside]
+    tasks = program.tasks
+    placed = tasks.sms if isinstance(tasks, Runs) else [task.sm for task in tasks]
+    if not all(sm is not None and 0 <= sm < num_sms for sm in set(placed)):
+        task = next(task for task in tasks if task.sm is None or not 0 <= task.sm < num_sms)
         raise InvalidProgramError(f"task {task.id} ({task.label}): sm={task.sm} is not in 0..{num_sms - 1}")
     sms = np.array(placed, np.int64)
     return np.argsort(sms, kind="stable"), np.concatenate(([0], np.cumsum(np.bincount(sms, minlength=num_sms))))
