@@ -27,6 +27,7 @@ INVALIDITY: Final = MappingProxyType(
         "implausible": "correctness",  # whoever beats the time that its weights take has not read them all
         "timed_out": "timeout",
         "crashed": "runtime",
+        "no_memory": "runtime",
     }
 )
 """T4's word for each outcome."""

@@ -68,9 +68,19 @@ class Crashed:
     transient: bool
 
 
-TrialOutcome: TypeAlias = Measured | Predicted | Rejected | Incorrect | Implausible | TimedOut | Crashed
+@dataclass(frozen=True, slots=True)
+class NoMemory:
+    """The GPU had less memory free than the program asked for: whoever held the rest, this says nothing of the
+    program, which a search asks for where the whole GPU could hold it."""
 
-OUTCOME_NAMES: Final = ("measured", "predicted", "rejected", "incorrect", "implausible", "timed_out", "crashed")
+    reason: str
+
+
+TrialOutcome: TypeAlias = Measured | Predicted | Rejected | Incorrect | Implausible | TimedOut | Crashed | NoMemory
+
+OUTCOME_NAMES: Final = (
+    "measured", "predicted", "rejected", "incorrect", "implausible", "timed_out", "crashed", "no_memory",
+)  # fmt: skip
 """Every name that `outcome_name` gives."""
 
 LASTING_OUTCOMES: Final = ("measured", "predicted", "rejected", "incorrect")
@@ -94,5 +104,7 @@ def outcome_name(outcome: TrialOutcome) -> str:
             return "timed_out"
         case Crashed():
             return "crashed"
+        case NoMemory():
+            return "no_memory"
         case _:
             assert_never(outcome)

@@ -73,7 +73,7 @@ class TrialRecord:
     config: Annotated[str, "the ScheduleConfig as canonical JSON"]
     config_id: Annotated[str, "hash of the config"]
     program_id: Annotated[str | None, "hash of the lowered program; absent where lowering refused the config"] = None
-    outcome: Annotated[str, "measured, predicted, rejected, incorrect, implausible, timed_out or crashed"]
+    outcome: Annotated[str, "measured, predicted, rejected, incorrect, implausible, timed_out, crashed or no_memory"]
     reason: Annotated[str | None, "why it is neither measured nor predicted"] = None
     verdict_error: Annotated[
         float | None, "worst error of the program's numbers against the oracle's; absent where it is no number"

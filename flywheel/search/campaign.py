@@ -31,7 +31,7 @@ from flywheel.search.prefilter import Prefilter
 from flywheel.search.rows import to_record
 from flywheel.search.space import Space
 from flywheel.search.spec import CampaignSpec, constants_of, to_campaign
-from flywheel.search.study import Ask, CampaignStudy
+from flywheel.search.study import NOT_TRIED, Ask, CampaignStudy, Told
 from flywheel.search.warm import choose_starts, described, starts_of
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store
@@ -174,7 +174,8 @@ class CampaignRun:
         found = [record.trial for record in known if self._best and record.program_id == self._best.program_id]
         last = min(found, default=-1)
         self._stale = sum(record.trial > last for record in known)
-        told = [(self._choice(record), self._objective_us(record)) for record in known]
+        known = [record for record in known if record.outcome != "no_memory"]  # another run may find the memory
+        told = [(self._choice(record), self._told(record)) for record in known]
         inside = [(choice, objective) for choice, objective in told if choice is not None]
         self._left: int | None = None  # configs that a grid has not tried yet
         if self._spec.sampler == "grid":
@@ -210,9 +211,9 @@ class CampaignRun:
             study, (trial, choice), config, ask_s, finish = flight.popleft()
             record, improved = self._keep(config, ask_s, finish())
             if study is self._study:
-                study.tell(trial, self._objective_us(record))
+                study.tell(trial, self._told(record))
             else:
-                self._study.add(choice, self._objective_us(record))
+                self._study.add(choice, self._told(record))
             elapsed = perf_counter() - start
             counts = dict(self._outcomes)
             watch(Progress(record, self._best, counts, self._trials, self._own, elapsed, improved))
@@ -346,9 +347,9 @@ class CampaignRun:
         """Whether the row says that a measurement was not worth its time: no fact about what it would have found."""
         return record.is_predicted and self._spec.measure == "cuda"
 
-    def _objective_us(self, record: TrialRecord) -> float | None:
-        """What the study is told."""
-        return None if self._unmeasured(record) else record.objective_us
+    def _told(self, record: TrialRecord) -> Told:
+        """What the study is told: nothing of what was predicted where others are measured, or found no memory free."""
+        return NOT_TRIED if self._unmeasured(record) or record.outcome == "no_memory" else record.objective_us
 
     def _choice(self, record: TrialRecord) -> Choice | None:
         return self._space.to_choice(_config(record))

@@ -47,6 +47,8 @@ class LocalSampler(BaseSampler):
     """Proposes the steps of one knob from the best start, then what is most likely to beat the best trial, among points
     that differ from good ones in a few knobs.
 
+    A trial that failed was not tried: it is expected to be what its neighbours say, as one that is under way.
+
     What it proposes depends on the seed and the study's trials alone. It proposes no point twice, be it finished or
     under way, before all are tried.
     """
@@ -82,7 +84,7 @@ class LocalSampler(BaseSampler):
             if other.params.keys() != search_space.keys():
                 continue
             point = tuple(value.index(other.params[name]) for name, value in zip(search_space, values, strict=True))
-            if other.state is TrialState.RUNNING:
+            if other.state in (TrialState.RUNNING, TrialState.FAIL):  # under way, or not worth trying
                 pending.append(point)
             else:
                 told.append((_feasible(other), point))
@@ -175,7 +177,7 @@ def _untried(grid: Grid, start: Point, tried: set[Point]) -> Point:
 
 
 def _others(study: Study, trial: FrozenTrial) -> list[FrozenTrial]:
-    states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
+    states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING, TrialState.FAIL)
     return [other for other in study.get_trials(deepcopy=False, states=states) if other.number != trial.number]
 
 

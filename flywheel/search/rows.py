@@ -15,6 +15,7 @@ from flywheel.measure.outcome import (
     Implausible,
     Incorrect,
     Measured,
+    NoMemory,
     Predicted,
     Rejected,
     TimedOut,
@@ -113,7 +114,7 @@ def result_columns(outcome: TrialOutcome) -> dict[str, Any]:
             row["reason"] = f"[{', '.join(codes)}] {reason}"
         case Incorrect(verdict, reason):
             row |= {"reason": reason, **_judged(verdict)}
-        case TimedOut(reason=reason) | Crashed(reason=reason):
+        case TimedOut(reason=reason) | Crashed(reason=reason) | NoMemory(reason):
             row["reason"] = reason
         case Implausible(latency_us, floor_us):
             row["reason"] = f"{latency_us:.1f} us is less than the floor of {floor_us:.1f} us"

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
+from typing import Final
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -23,6 +25,19 @@ FEASIBLE = "feasible"
 """The constraint that a trial without an objective breaks."""
 
 
+class Untold(Enum):
+    """What stands for an objective of which a study is told nothing."""
+
+    NOT_TRIED = "not tried"
+
+
+NOT_TRIED: Final = Untold.NOT_TRIED
+"""Of a choice that was proposed and not evaluated, which says nothing of it."""
+
+Told = float | None | Untold
+"""A latency in us, None where the choice has none, or NOT_TRIED."""
+
+
 class CampaignStudy:
     """Ask for a choice, tell what it cost.
 
@@ -30,9 +45,12 @@ class CampaignStudy:
 
     A choice without an objective (rejected, incorrect, ...) is told as the worst objective so far that breaks a
     constraint, so that samplers learn to avoid it without a made-up number; before there is any, it is told as pruned.
+    Of a choice that was NOT_TRIED nothing is told, and its trial fails: samplers learn nothing from that, while `local`
+    and `grid` do not propose it again. A cost model's word in its place would be an objective of another kind, and
+    "infeasible" a lie, which keeps a sampler away from neighbours that are better than predicted.
     """
 
-    def __init__(self, space: Space, sampler: str, seed: int, known: Sequence[tuple[Choice, float | None]]) -> None:
+    def __init__(self, space: Space, sampler: str, seed: int, known: Sequence[tuple[Choice, Told]]) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._space = space
         self._searched = [
@@ -58,10 +76,12 @@ class CampaignStudy:
                 choice[dimension.name] = _suggest(trial, dimension)
         return trial, choice
 
-    def tell(self, trial: Trial, objective: float | None) -> None:
-        """The trial's latency in us, or None where it has none."""
+    def tell(self, trial: Trial, objective: Told) -> None:
+        """What came of a trial."""
         with _quiet(), _exhaustible():
-            if objective is not None:
+            if isinstance(objective, Untold):
+                self._study.tell(trial, state=TrialState.FAIL)
+            elif objective is not None:
                 self._worst = objective if self._worst is None else max(self._worst, objective)
                 trial.set_constraint(FEASIBLE, 0.0)
                 self._study.tell(trial, objective)
@@ -71,15 +91,18 @@ class CampaignStudy:
             else:
                 self._study.tell(trial, state=TrialState.PRUNED)
 
-    def add(self, choice: Choice, objective: float | None) -> None:
+    def add(self, choice: Choice, objective: Told) -> None:
         """A trial that was not asked of this study."""
-        if objective is not None:
-            self._worst = objective if self._worst is None else max(self._worst, objective)
-        value = self._worst if objective is None else objective
+        state, value = TrialState.FAIL, None
+        if not isinstance(objective, Untold):
+            if objective is not None:
+                self._worst = objective if self._worst is None else max(self._worst, objective)
+            value = self._worst if objective is None else objective
+            state = TrialState.PRUNED if value is None else TrialState.COMPLETE
         with _quiet():
             self._study.add_trial(
                 create_trial(
-                    state=TrialState.PRUNED if value is None else TrialState.COMPLETE,
+                    state=state,
                     value=value,
                     params={d.name: _encode(d, choice[d.name]) for d in self._searched},
                     distributions={d.name: _distribution(d) for d in self._searched},

@@ -21,7 +21,7 @@ from flywheel.errors import (
 )
 from flywheel.ir import MegakernelProgram
 from flywheel.measure.contest import Contest
-from flywheel.measure.outcome import Crashed, Rejected, TimedOut, TrialOutcome
+from flywheel.measure.outcome import Crashed, NoMemory, Rejected, TimedOut, TrialOutcome
 from flywheel.process import enter_child, keep_objects
 
 _T = TypeVar("_T")
@@ -97,22 +97,21 @@ def serve(connection: Connection, make_bench: MakeBench) -> None:
 def answer(
     bench: Bench, program: MegakernelProgram, rivals: tuple[MegakernelProgram, ...] = (), rounds: int = 1
 ) -> Answer:
-    """The outcome of one program; what the bench raises is one too.
-
-    Memory that a program lacks is memory that it asks for: weights and caches are there before the first program.
-    """
+    """The outcome of one program; what the bench raises is one too."""
     result = _defended(lambda: bench.compare(program, rivals, rounds) if rivals else Contest(bench.measure(program)))
     match result:
         case LaunchTimeoutError():
             return Answer(Contest(TimedOut(result.limit_s, _line(result))))
         case GpuMemoryError():
-            return Answer(Contest(Rejected(("gpu-memory",), _line(result))))
+            return Answer(Contest(NoMemory(_line(result))))
         case KernelCompileError():
             return Answer(Contest(Crashed(f"compile: {_line(result)}", transient=False)))
         case ConfigError() | InvalidProgramError() | TensorError() | WeightsError():
             return Answer(Contest(Rejected(("load",), _line(result))))
         case GpuFaultError():
             return Answer(Contest(Crashed(_line(result), transient=False)), last=True)
+        case Exception() if type(result).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+            return Answer(Contest(NoMemory(_line(result))), last=True)
         case Exception():
             return Answer(Contest(Crashed(f"{type(result).__name__}: {_line(result)}", transient=False)), last=True)
         case _:

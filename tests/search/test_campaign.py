@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from flywheel.errors import UsageError
+from flywheel.ir import MegakernelProgram
 from flywheel.measure.latency import PredictedLatency
-from flywheel.measure.outcome import Predicted
+from flywheel.measure.outcome import Crashed, NoMemory, Predicted, TrialOutcome
 from flywheel.measure.standing import best_of
 from flywheel.search.campaign import open_campaign
 from flywheel.search.engine import InlineEngine
@@ -149,6 +150,25 @@ def test_infeasible_trials_are_kept_and_never_best(lab: Any, toy_measures: Modul
     assert result.best == best_of(records)
     assert best_of([record for record in records if record.outcome == "crashed"]) is None
     assert best_of([]) is None
+
+
+def test_what_found_no_memory_is_neither_remembered_nor_learnt_from_and_tried_by_the_next_run(
+    lab: Any, toy_measures: ModuleType
+) -> None:
+    """Another tenant's memory says nothing of a program."""
+
+    def crowded(program: MegakernelProgram) -> TrialOutcome:
+        fragile = toy_measures.fragile(program)
+        return NoMemory("9 GB requested, 1 GB free") if isinstance(fragile, Crashed) else fragile
+
+    spec = lab.spec(sampler="grid", trials=28)
+    assert lab.run(spec, InlineEngine(lab.bench(crowded))).outcomes == {"predicted": 12, "no_memory": 16}
+    first = lab.store.trials("toy")
+    assert {row.reason for row in first if row.outcome == "no_memory"} == {"9 GB requested, 1 GB free"}
+    lab.run(lab.spec(sampler="grid", trials=44), InlineEngine(lab.bench(toy_measures.smooth)))
+    again = lab.store.trials("toy")[28:]
+    assert {row.outcome for row in again} == {"predicted"}
+    assert {row.config_id for row in again} == {row.config_id for row in first if row.outcome == "no_memory"}
 
 
 def test_two_runs_of_one_campaign_share_its_numbers_and_its_budget(lab: Any) -> None:

@@ -27,7 +27,7 @@ from flywheel.search.processes import ProcessHost
 from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec, with_name
 from flywheel.search.station import Measuring, Predicting, Setup, Station
-from flywheel.search.study import CampaignStudy
+from flywheel.search.study import NOT_TRIED, CampaignStudy, Told
 from flywheel.vm.client import Limits
 
 
@@ -126,15 +126,17 @@ def test_what_is_kept_is_the_same_as_without(site: Site) -> None:
     assert whole.outcomes == {"measured": 28}
 
 
-def test_predictions_never_are_the_best_nor_told_as_objectives(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[float | None] = []
+def test_predictions_are_never_the_best_and_nothing_is_told_of_them(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Told] = []
     tell = CampaignStudy.tell
     monkeypatch.setattr(CampaignStudy, "tell", lambda self, trial, us: (told.append(us), tell(self, trial, us))[1])
     flattering = replace(site.predictor, scale=1e-3)  # every prediction is far below every measurement
     result = site.run(flattering)
     assert result.best is not None and result.best.outcome == "measured"
-    assert told == [row.latency_us for row in site.rows()]
-    assert None in told
+    assert told == [NOT_TRIED if row.outcome == "predicted" else row.latency_us for row in site.rows()]
+    assert NOT_TRIED in told
     again = site.run(flattering)
     assert (again.best, again.new_trials) == (result.best, 0)
 

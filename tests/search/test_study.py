@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from flywheel.search.knobs import Choice
 from flywheel.search.samplers import SAMPLERS
 from flywheel.search.space import make_space
-from flywheel.search.study import CampaignStudy
+from flywheel.search.study import NOT_TRIED, CampaignStudy, Told
 
 Objective = Callable[[Choice], float | None]
 
@@ -122,3 +122,32 @@ def test_a_sampler_is_asked_on_one_thread_of_blas(lab: Any, monkeypatch: pytest.
         CampaignStudy(lab.space(), "random", 0, []).ask()
     assert seen
     assert {1} == set().union(*seen)
+
+
+@pytest.mark.parametrize("sampler", sorted(SAMPLERS))
+def test_of_a_choice_that_was_not_tried_samplers_learn_nothing(lab: Any, sampler: str) -> None:
+    """Neither an objective, nor that it is infeasible; told live or restored."""
+    live = CampaignStudy(lab.space(), sampler, 4, [])
+    told: list[tuple[Choice, Told]] = []
+    for number in range(9):
+        trial, choice = live.ask()
+        objective: Told = NOT_TRIED if number in (2, 5, 6) else smooth(choice)
+        live.tell(trial, objective)
+        told.append((choice, objective))
+    restored = CampaignStudy(lab.space(), sampler, 4, told)
+    for study in (live, restored):
+        left = [trial for trial in study._study.trials if trial.state is TrialState.FAIL]
+        assert [trial.number for trial in left] == [2, 5, 6]
+        assert all(trial.values is None and not trial.constraints for trial in left)
+        assert study._study.best_value == min(us for _, us in told if isinstance(us, float))
+
+
+@pytest.mark.parametrize("sampler", ["local", "grid"])
+def test_a_choice_that_was_not_tried_is_not_proposed_again(lab: Any, sampler: str) -> None:
+    study = CampaignStudy(lab.space(threads="320"), sampler, 0, [])
+    asked = []
+    for number in range(7):
+        trial, choice = study.ask()
+        study.tell(trial, NOT_TRIED if number % 2 else smooth(choice))
+        asked.append(choice["depth"])
+    assert len(set(asked)) == 7

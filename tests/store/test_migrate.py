@@ -221,6 +221,16 @@ def test_a_row_whose_numbers_cannot_all_be_true_is_set_aside_and_keeps_them_in_i
         assert store.best(measured=True) is None
 
 
+def test_memory_that_was_not_free_once_rejects_no_program_any_more(
+    store_url: str, make_record: Callable[..., TrialRecord], make_campaign: Callable[..., Campaign]
+) -> None:
+    reasons = ("[gpu-memory] GPU memory: 9 bytes requested", "[load] grid of 140 blocks")
+    records = [make_record("rejected", trial=trial, reason=reason) for trial, reason in enumerate(reasons)]
+    make_store_of("0003", store_url, make_campaign(), records)
+    with open_store(store_url, create=False) as store:
+        assert [record.outcome for record in store.trials("first")] == ["no_memory", "rejected"]
+
+
 def test_rows_that_can_be_true_are_left_as_they_were(
     store_url: str, make_record: Callable[..., TrialRecord], make_campaign: Callable[..., Campaign]
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from flywheel.errors import FlywheelError, NoGpuError
 from flywheel.ir import MegakernelProgram
-from flywheel.measure.outcome import Crashed, Incorrect, Measured, Rejected, TimedOut, TrialOutcome
+from flywheel.measure.outcome import Crashed, Incorrect, Measured, NoMemory, Rejected, TimedOut, TrialOutcome
 from flywheel.vm.client import Client, Limits
 
 GOOD = MegakernelProgram()
@@ -51,7 +51,7 @@ def test_one_worker_measures_all(client: Client, tmp_path: Path) -> None:
 
 SURVIVED: dict[str, TrialOutcome] = {
     "time out": TimedOut(0.5, "task 3 (L0.q) waits for counter 2: 1 of 6 after 0.5 s"),
-    "memory": Rejected(("gpu-memory",), "workspace: 9 GB wanted, 1 GB free"),
+    "memory": NoMemory("workspace: 9 GB wanted, 1 GB free"),
     "compile": Crashed("compile: vm_loop.cuh(12): error: expected a ;", transient=False),
     "config": Rejected(("load",), "grid of 140 blocks; 132 are co-resident"),
     "invalid": Rejected(("load",), "task 9: opcode ALLREDUCE_SHARD has no kernel"),

@@ -27,7 +27,7 @@ _SECONDS: Final = ("ask_s", "lower_s", "validate_s", "measure_s")
 
 
 def upgrade() -> None:
-    """Add the columns and fill those that the rows that are there tell; then the other two changes of meaning."""
+    """Add the columns and fill those that the rows that are there tell; then the other changes of meaning."""
     for table in ("campaigns", "trials"):
         op.add_column(table, sa.Column("batch", sa.BigInteger(), nullable=False, server_default=sa.text("1")))
     for name in ("verdict_error", "verdict_bound"):
@@ -39,7 +39,14 @@ def upgrade() -> None:
     campaigns, trials = held.tables["campaigns"], held.tables["trials"]
     _fill_batches(campaigns, trials)
     _rename_laptop(campaigns, trials)
+    _forgive(trials)
     _set_aside(trials)
+
+
+def _forgive(trials: sa.Table) -> None:
+    """Memory that was not free is a fact about that moment, not about the program."""
+    lacked = sa.and_(trials.c.outcome == "rejected", trials.c.reason.like("[gpu-memory]%"))
+    op.get_bind().execute(trials.update().where(lacked).values(outcome="no_memory"))
 
 
 def _fill_batches(campaigns: sa.Table, trials: sa.Table) -> None:
