@@ -12,6 +12,7 @@ from flywheel.measure.outcome import (
     Implausible,
     Incorrect,
     Measured,
+    NoMemory,
     Predicted,
     Rejected,
     TimedOut,
@@ -45,6 +46,7 @@ def test_every_outcome_has_its_name() -> None:
         Implausible(1.0, 2.0),
         TimedOut(5.0, "no token"),
         Crashed("gone", transient=True),
+        NoMemory("9 GB requested, 1 GB free"),
     ]
     assert tuple(outcome_name(outcome) for outcome in outcomes) == OUTCOME_NAMES
     assert tuple(type(outcome) for outcome in outcomes) == get_args(TrialOutcome)
