@@ -18,13 +18,13 @@ from flywheel.ir.show import show
 from flywheel.measure.latency import PredictedLatency
 
 FORMAT: Final = "flywheel-machine"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 
 _LEAST: Final = 1e-6
 _MOST: Final = 1e9
 _MAY_BE_ZERO: Final = frozenset(
-    {"bubble_us", "poll_us", "launch_us", "data_visibility_us", "crowd_us", "restage_share", "more_copies_us",
-     "patience_us", "ask_us", "warp_us", "stage_us", "chunk_us", "half_warps",
+    {"poll_us", "launch_us", "data_visibility_us", "crowd_us", "restage_share", "more_copies_us",
+     "patience_us", "ask_us", "warp_us", "chunk_us", "half_warps",
      *(field.name for field in fields(Vector))}
 )  # fmt: skip
 """Constants that divide nothing."""

@@ -16,10 +16,6 @@ Time moves from one event to the next; nothing is sampled. Three things go on at
   It answers one after the other, each in `ask_us`, and an SM sees nothing else until it has its answer. An SM polls for
   its next task from the start of the one before. Where a hundred SMs wait, all come hundreds of microseconds late, and
   so does everybody who waits for them.
-
-A blocking wait also costs `bubble_us` worth of the SM's weight stream: the loader owes those bytes. A kernel whose
-consumers do nothing loses that much at each hand-off, and one whose consumers are slower than the memory does not
-notice (results/cost_model_probes.md).
 """
 
 from __future__ import annotations
@@ -71,7 +67,6 @@ class Rates:
     """Bytes per us of all loaders together."""
     loader: float
     """Most bytes per us of one loader."""
-    bubble_bytes: float
     poll_us: float
     restart_us: float = 0.0
     crowd_us: float = 0.0

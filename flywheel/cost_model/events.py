@@ -29,7 +29,7 @@ NOBODY: Final = -1
 Records = Any
 """An array of records, or one of them; numba infers the fields."""
 
-CONSTANTS: Final = ("total", "bubble_bytes", "poll_us", "restart_us", "crowd_us", "patience_us", "ask_us")
+CONSTANTS: Final = ("total", "poll_us", "restart_us", "crowd_us", "patience_us", "ask_us")
 """Fields of `Rates` that a run reads."""
 
 TASK = np.dtype(
@@ -39,14 +39,14 @@ TASK = np.dtype(
 """A queue entry: its columns of `Queues`, the range of `Engine.awaited` that it awaits, and when it ran."""
 
 SM = np.dtype(
-    [(name, "f8") for name in ("base", "have", "owed", "limit", "done", "due", "since", "blocked", "finish", "began",
+    [(name, "f8") for name in ("base", "have", "limit", "done", "due", "since", "blocked", "finish", "began",
                                "busy")]
     + [(name, "i8") for name in ("head", "stop", "next")]
     + [(name, "?") for name in ("active", "waiting", "asleep")]
 )  # fmt: skip
-"""An SM. Its loader, where `active`, is at `volume + base` of its stream, else at `have`; `owed` bytes are lost at its
-next start. `due` is the volume of its next arrival. `since`: when it fell asleep; `began`: when its last task started;
-`busy`: until when the host answers it; `next`: who waits behind it at its gate."""
+"""An SM. Its loader, where `active`, is at `volume + base` of its stream, else at `have`. `due` is the volume of its
+next arrival. `since`: when it fell asleep; `began`: when its last task started; `busy`: until when the host answers it;
+`next`: who waits behind it at its gate."""
 
 GATE = np.dtype([("visible", "f8"), ("first", "i8"), ("last", "i8"), ("open", "?"), ("polled", "?")])
 """A gate, and the first and last SM that wait there."""
@@ -100,8 +100,7 @@ def _activate(engine: Engine, sm: Records, have: float) -> None:
     state.n_active += 1
     state.rate = engine.rate_of[state.n_active]
     late = state.restart_us * state.rate if have else 0.0
-    sm.base = have - state.volume - sm.owed - late
-    sm.owed = 0.0
+    sm.base = have - state.volume - late
 
 
 @compiled
@@ -239,17 +238,6 @@ def _arrive(engine: Engine, number: int) -> float:
 
 
 @compiled
-def _lose(state: Records, sm: Records, share: float) -> None:
-    """`share` of the bubble of a wait; one for a signal that is already on its way costs less than all of it."""
-    lost = state.bubble_bytes * share
-    if sm.active:
-        sm.have = max(sm.have, state.volume + sm.base)
-        sm.base -= lost
-    else:
-        sm.owed = max(sm.owed, lost)
-
-
-@compiled
 def _wake(engine: Engine, number: int, time: float) -> None:
     """An SM, which sleeps, sees what is open: it goes on, or to the next closed gate."""
     state, sm = engine.state[0], engine.sms[number]
@@ -260,12 +248,8 @@ def _wake(engine: Engine, number: int, time: float) -> None:
         return
     blocked = time - sm.since
     if blocked > 0.0:
-        visible = 0.0
-        for place in range(task.first_gate, task.last_gate):
-            visible = max(visible, engine.gates[engine.awaited[place]].visible)
         blocked = max(blocked, task.ahead)
         sm.blocked += blocked
-        _lose(state, sm, blocked / visible if blocked < visible else 1.0)
         again = _start(engine, number, sm.since + blocked)
     else:  # its turn comes after `time`: the last chunk before is still being consumed
         again = _start(engine, number, sm.since + max(task.ahead, state.poll_us))

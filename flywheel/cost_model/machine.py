@@ -2,11 +2,9 @@
 
 The H200's are fitted: `flywheel calibrate` moved them until predictions agreed with a part of what campaigns measured
 there, at most 50 configs of each model and context, both drawn at random and searched. results/calibration.txt says how
-well others are predicted, results/gpu/results.tsv has the rows. `sm_read_gbs` and `poll_us` are estimates; `bubble_us`
-and `consumer.stage_us` are what those kernels do not need: they are there for the microbenchmarks of
-experiments/cost_model_probes.py, which are other kernels with constants of their own.
+well others are predicted, results/gpu/results.tsv has the rows. `sm_read_gbs` and `poll_us` are estimates.
 
-What the campaigns show, and the probes did not:
+What the campaigns show:
 
 - The loader fills `copies` slots of its ring at once, when all of them are free and the chunk `inflight_chunks` before
   the last has landed. So ring and bytes under way count in whole rounds of copies: four copies of 16 KiB and 96 KiB
@@ -52,14 +50,13 @@ BULK_COPY_ARCH: Final = 90
 class Consumer:
     """The loop that turns streamed bytes into outputs, on `warps` warps of one SM.
 
-    A task costs `warp_us * warps + stage_us / warps`: barriers and the last reduction grow with a block's warps, which
-    share the staging of the vector. Groups of matrix warps take chunks in turn, each in `chunk_us` besides its bytes;
-    these come at a rate that saturates with the warps: half of `bytes_per_us` at `half_warps`. Arithmetic that no
-    tensor core does runs at `flops_per_warp_us` a warp, at the same time as the bytes.
+    A task costs `warp_us * warps`: barriers and the last reduction grow with a block's warps. Groups of matrix warps
+    take chunks in turn, each in `chunk_us` besides its bytes; these come at a rate that saturates with the warps: half
+    of `bytes_per_us` at `half_warps`. Arithmetic that no tensor core does runs at `flops_per_warp_us` a warp, at the
+    same time as the bytes.
     """
 
     warp_us: float
-    stage_us: float
     chunk_us: float
     bytes_per_us: float
     half_warps: float
@@ -67,7 +64,7 @@ class Consumer:
 
     def task_us(self, warps: int, staged: float = 1.0) -> float:
         """Time of one task besides its bytes, in a block of so many warps, of which only a part is not saved."""
-        return (self.warp_us * warps + self.stage_us / warps) * staged
+        return self.warp_us * warps * staged
 
     def chunks_us(self, nbytes: int, variant: KernelVariant) -> float:
         """Time for the chunks of so many bytes."""
@@ -79,7 +76,7 @@ class Consumer:
 _FLOPS_PER_WARP_US: Final = 36e3
 """Of one warp of an H200 that attends: 0.45 us for 16 more tokens of 64 values and 4 heads, all FMAs."""
 
-VM: Final = Consumer(0.008801, 0.0, 0.348, 301.2e3, 1.278, _FLOPS_PER_WARP_US)
+VM: Final = Consumer(0.008801, 0.348, 301.2e3, 1.278, _FLOPS_PER_WARP_US)
 """The matrix warps of the CUDA VM: weights packed in fragment order as the A operand of `mma.m16n8k16`."""
 
 
@@ -136,8 +133,6 @@ class Machine:
     """The same where no counter is between, and those who wait look at what is written."""
     crowd_us: float
     """How much longer either takes while all of the memory's bandwidth is in use."""
-    bubble_us: float
-    """Weight stream of an SM that a blocking wait loses, however full the ring is."""
     poll_us: float
     """Wait that finds its counter complete."""
     launch_us: float
@@ -184,7 +179,6 @@ _H200: Final = Machine(
     visibility_us=2.591,
     data_visibility_us=1.143,
     crowd_us=0.7179,
-    bubble_us=0.0,
     poll_us=0.1,
     launch_us=4.462,
     restage_share=0.6269,

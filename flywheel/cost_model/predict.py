@@ -118,7 +118,6 @@ def _simulate(demand: Demand, machine: Machine) -> tuple[Queues, Trace]:
     rates = Rates(
         total=machine.read_gbs * 1e3,
         loader=machine.loader_rate(variant),
-        bubble_bytes=machine.bubble_us * machine.share,
         poll_us=machine.poll_us,
         restart_us=machine.restart_us(variant),
         crowd_us=machine.crowd_us,

@@ -1,27 +1,11 @@
 from __future__ import annotations
 
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import ModuleType
 
 import imagined
 import pytest
 
 from flywheel.ir import MegakernelProgram
-
-EXPERIMENT = Path(__file__).parents[2] / "experiments" / "cost_model_probes.py"
-
-
-@pytest.fixture(scope="session")
-def probes() -> ModuleType:
-    """The experiment: the measured table, and programs like the kernels that were measured."""
-    spec = spec_from_file_location(EXPERIMENT.stem, EXPERIMENT)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="session")

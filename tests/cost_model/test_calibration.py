@@ -74,7 +74,7 @@ def edit(*path: str, value: Any = None, remove: bool = False) -> Callable[[dict[
     ("change", "fact"),
     [
         (edit("format", value="flywheel-schedule"), "is not a flywheel-machine file"),
-        (edit("version", value=2), "version 2 is not 1"),
+        (edit("version", value=1), "version 1 is not 2; run flywheel calibrate again"),
         (edit("model_version", value="1"), f"model_version '1' is not '{MODEL_VERSION}'; run flywheel calibrate again"),
         (edit("machine", value=[]), "machine is not an object"),
         (edit("machine", remove=True), "machine is not an object"),
@@ -84,7 +84,7 @@ def edit(*path: str, value: Any = None, remove: bool = False) -> Callable[[dict[
         (edit("machine", "read_gbs", value=0), r"machine\.read_gbs 0 is not a number in 1e-06\.\.1e\+09"),
         (edit("machine", "read_gbs", value=float("nan")), r"machine\.read_gbs nan is not a number"),
         (edit("machine", "read_gbs", value=10**400), r"machine\.read_gbs a huge int is"),
-        (edit("machine", "bubble_us", value=True), r"machine\.bubble_us True is not a number"),
+        (edit("machine", "poll_us", value=True), r"machine\.poll_us True is not a number"),
         (edit("machine", "num_sms", value=1.5), r"machine\.num_sms 1\.5 is not a positive integer"),
         (edit("machine", "name", value=""), r"machine\.name '' is not a name"),
         (edit("machine", "source", value=[]), r"machine\.source \[\] is not"),

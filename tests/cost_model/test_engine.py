@@ -6,7 +6,7 @@ import pytest
 
 from flywheel.cost_model.engine import Queues, Rates, simulate
 
-RATES = Rates(total=100.0, loader=80.0, bubble_bytes=0.0, poll_us=0.0)
+RATES = Rates(total=100.0, loader=80.0, poll_us=0.0)
 
 
 def queues(*sms: list[tuple[int, float]], ahead: float = 1e9, **changes: object) -> Queues:
@@ -80,14 +80,6 @@ def test_a_join_opens_one_visibility_after_its_last_signal() -> None:
     trace = simulate(two_sms_with_a_join(0), RATES)
     assert trace.finish_us == [pytest.approx(6.0), pytest.approx(6.0)]
     assert trace.blocked_us == [pytest.approx(3.0), pytest.approx(1.0)]
-
-
-def test_a_blocking_wait_costs_stream_only_where_the_stream_is_what_binds() -> None:
-    bubble = replace(RATES, bubble_bytes=100.0)
-    # 50 bytes per us each: 500 take 10 us, and the bubble 2 us more.
-    assert max(simulate(two_sms_with_a_join(500), RATES).finish_us) == pytest.approx(10.0)
-    assert max(simulate(two_sms_with_a_join(500), bubble).finish_us) == pytest.approx(12.0)
-    assert max(simulate(two_sms_with_a_join(50), bubble).finish_us) == pytest.approx(6.0)
 
 
 def test_a_wait_that_is_already_satisfied_costs_a_poll() -> None:

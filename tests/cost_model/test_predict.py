@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chains import DEEP, LLAMA_1B, LLAMA_8B, WIDE, Block, Chain, chain_program
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,9 +33,6 @@ from flywheel.plan.nodes import group_tasks
 from flywheel.plan.program import make_plan
 
 KIB = 1024
-ROWS = range(16)
-"""Positions in the measured table."""
-
 VERSION = "5"
 PREDICTED_US = (
     "0x1.ce7bcc9b23e58p+5",
@@ -49,87 +47,64 @@ PREDICTED_US = (
 """What VERSION of the model says of four programs of each small model."""
 
 
-def test_probe_programs_read_what_the_models_read(probes: ModuleType) -> None:
-    def read_gb(chain: Any) -> float:
-        return float(probes.chain_program(chain, probes.MMA_8, 0).total_weight_bytes() / 1e9)
-
-    assert read_gb(probes.LLAMA_1B) == pytest.approx(2.471, abs=5e-4)
-    assert read_gb(probes.LLAMA_8B) == pytest.approx(15.009, abs=5e-4)
+def predicted_us(chain: Chain, block: Block, hand_offs: int) -> float:
+    """Predicted time of a chain on an H200."""
+    return predict(chain_program(chain, block, hand_offs)).latency_us
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_a_measured_kernel_is_predicted_within_8_percent(probes: ModuleType, row: int) -> None:
-    probe = probes.PROBES[row]
-    assert probes.predicted_ms(probes.LLAMA_1B, probe.kernel, probe.handoffs) == pytest.approx(
-        probe.measured_1b_ms, rel=0.08
-    )
-    assert probes.predicted_ms(probes.LLAMA_8B, probe.kernel, probe.handoffs) == pytest.approx(
-        probe.measured_8b_ms, rel=0.08
-    )
+def test_a_chain_reads_what_its_model_reads() -> None:
+    assert chain_program(LLAMA_1B, WIDE, 0).total_weight_bytes() / 1e9 == pytest.approx(2.471, abs=5e-4)
+    assert chain_program(LLAMA_8B, WIDE, 0).total_weight_bytes() / 1e9 == pytest.approx(15.009, abs=5e-4)
 
 
-def test_every_measured_row_is_tested(probes: ModuleType) -> None:
-    assert len(probes.PROBES) == len(ROWS)
+@pytest.mark.parametrize("block", [DEEP, WIDE])
+def test_more_hand_offs_are_slower(block: Block) -> None:
+    times = [predicted_us(LLAMA_1B, block, hand_offs) for hand_offs in (0, 3, 4, 5, 6)]
+    assert all(fewer < more for fewer, more in pairwise(times))
 
 
-def test_more_hand_offs_are_slower(probes: ModuleType) -> None:
-    for kernel in (probes.CUDA_16, probes.MMA_8, probes.B_16, probes.STREAM):
-        times = [probes.predicted_ms(probes.LLAMA_1B, kernel, handoffs) for handoffs in (0, 3, 4, 5, 6)]
-        assert all(fewer < more for fewer, more in pairwise(times)), kernel.name
-
-
-def test_the_small_model_loses_the_larger_share(probes: ModuleType) -> None:
-    for handoffs in (0, 4, 6):
-        small, large = (
-            predict(probes.chain_program(chain, probes.MMA_8, handoffs), probes.PROBED)
-            for chain in (probes.LLAMA_1B, probes.LLAMA_8B)
-        )
+def test_the_small_model_loses_the_larger_share() -> None:
+    for hand_offs in (0, 4, 6):
+        small, large = (predict(chain_program(chain, WIDE, hand_offs)) for chain in (LLAMA_1B, LLAMA_8B))
         assert small.floor_us / small.latency_us < large.floor_us / large.latency_us
 
 
-def test_prefetch_is_faster_than_none_and_deeper_is_never_slower(probes: ModuleType) -> None:
-    times = [
-        predict(probes.chain_program(probes.LLAMA_1B, probes.MMA_8, 4, depth), probes.PROBED).latency_us
-        for depth in (0, 1, 2, 4, 8)
-    ]
-    assert times[1] < 0.97 * times[0]
+def test_prefetch_is_faster_than_none_and_deeper_is_never_slower() -> None:
+    times = [predict(chain_program(LLAMA_1B, DEEP, 4, depth)).latency_us for depth in (0, 1, 2, 4, 8)]
+    assert times[1] < 0.98 * times[0]
     assert all(deeper <= shallower * 1.002 for shallower, deeper in pairwise(times))
 
 
-def test_8_kib_copies_are_far_slower_than_16_kib_ones(probes: ModuleType) -> None:
-    small = replace(probes.STREAM, chunk_bytes=8 * KIB, ring_slots=24)
-    slow, fast = (probes.predicted_ms(probes.LLAMA_8B, kernel, 0) for kernel in (small, probes.STREAM))
-    assert 2810 < 15009 / slow < 2940
-    assert slow > 1.5 * fast
+def test_8_kib_copies_are_far_slower_than_16_kib_ones() -> None:
+    small = replace(DEEP, chunk_bytes=8 * KIB, ring_slots=24)
+    assert predicted_us(LLAMA_8B, small, 0) > 1.5 * predicted_us(LLAMA_8B, DEEP, 0)
 
 
-def test_small_rings_are_slower(probes: ModuleType) -> None:
-    times = [
-        probes.predicted_ms(probes.LLAMA_1B, replace(probes.STREAM, ring_slots=slots), 4) for slots in (2, 3, 4, 6, 12)
-    ]
+def test_small_rings_are_slower() -> None:
+    times = [predicted_us(LLAMA_1B, replace(DEEP, ring_slots=slots), 4) for slots in (2, 3, 4, 6, 12)]
     assert all(larger <= smaller for smaller, larger in pairwise(times))
     assert times[0] > 1.5 * times[-1]
 
 
-def test_the_streaming_skeleton_reaches_the_read_ceiling_and_not_more(probes: ModuleType) -> None:
-    seconds = probes.predicted_ms(probes.LLAMA_8B, probes.STREAM, 0) / 1e3
-    assert 0.98 < 15.009 / seconds / probes.PROBED.read_gbs < 1.0
+def test_a_chain_without_hand_offs_reaches_the_read_rate_and_not_more() -> None:
+    seconds = predicted_us(LLAMA_8B, WIDE, 0) / 1e6
+    assert 0.98 < 15.009 / seconds / MACHINES["h200"].read_gbs < 1.0
 
 
-def test_the_same_program_gets_the_same_prediction(probes: ModuleType) -> None:
-    programs = [probes.chain_program(probes.LLAMA_1B, probes.MMA_8, 4) for _ in range(2)]
+def test_the_same_program_gets_the_same_prediction() -> None:
+    programs = [chain_program(LLAMA_1B, WIDE, 4) for _ in range(2)]
     assert predict(programs[0]) == predict(programs[0]) == predict(programs[1])
 
 
-def test_the_time_of_an_sm_is_work_waits_and_want_of_bytes(probes: ModuleType) -> None:
-    prediction = predict(probes.chain_program(probes.LLAMA_1B, probes.STREAM, 4))
+def test_the_time_of_an_sm_is_work_waits_and_want_of_bytes() -> None:
+    prediction = predict(chain_program(LLAMA_1B, DEEP, 4))
     columns = zip(prediction.busy_us, prediction.blocked_us, prediction.starved_us, prediction.finish_us, strict=True)
     assert all(sum(parts) == pytest.approx(finish) for *parts, finish in columns)
     assert prediction.latency_us > max(prediction.finish_us)
 
 
-def test_a_timeline_covers_every_task_once_in_queue_order_and_agrees_with_the_prediction(probes: ModuleType) -> None:
-    program = probes.chain_program(probes.LLAMA_1B, probes.MMA_8, 4)
+def test_a_timeline_covers_every_task_once_in_queue_order_and_agrees_with_the_prediction() -> None:
+    program = chain_program(LLAMA_1B, WIDE, 4)
     spans = timeline(program)
     assert sorted(span.task for span in spans) == list(range(len(program.tasks)))
     for before, after in pairwise(spans):
