@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from fragments import fragment_index, from_fragments, to_fragments
 from hypothesis import given
 from hypothesis import strategies as st
-
-from flywheel.vm.fragments import fragment_index, from_fragments, to_fragments
 
 SIZES = st.tuples(st.integers(1, 40), st.integers(1, 70))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from fragments import from_fragments, to_fragments
 from torch import Tensor
 
 from flywheel.ir import PARAM_FIELDS, DType, InstructionKind, MegakernelProgram
@@ -21,7 +22,6 @@ from flywheel.plan.staging import WORK_BYTES
 from flywheel.plan.step import ABSENT, RESULT_REF, Epilogue
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import PARTIALS_BYTES, SPILLED, InstructionFlag, Layout, SegmentFlag, StepFlag
-from flywheel.vm.fragments import from_fragments, to_fragments
 from flywheel.vm.pack import PackedProgram
 from flywheel.vm.reference.ops import OPS
 
