@@ -5,6 +5,7 @@ from pathlib import Path
 
 from flywheel.ir import DType
 from flywheel.tensors import TORCH_DTYPES
+from flywheel.vm.elements import STORED
 
 PACKAGE = Path(__file__).parents[1] / "flywheel"
 
@@ -24,6 +25,10 @@ def test_torch_holds_every_element_type_in_its_bits() -> None:
     assert {dtype: TORCH_DTYPES[dtype].itemsize * 8 for dtype in DType} == {
         dtype: 2 * dtype.bits if dtype is DType.I4 else dtype.bits for dtype in DType
     }
+
+
+def test_numpy_holds_elements_in_their_bits_as_far_as_it_has_types() -> None:
+    assert {dtype: stored.itemsize * 8 for dtype, stored in STORED.items()} == {dtype: dtype.bits for dtype in STORED}
 
 
 def test_no_other_module_has_such_a_table() -> None:

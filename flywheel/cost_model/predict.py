@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from flywheel.cost_model.demand import Demand, demand_of
 from flywheel.cost_model.machine import Machine, machine_for
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import MegakernelProgram
 from flywheel.measure.floor import floor_us, weight_bytes_read
-from flywheel.plan.program import make_plan
 
 if TYPE_CHECKING:
+    from flywheel.cost_model.demand import Demand
     from flywheel.cost_model.engine import Queues, Trace
 
 MODEL_VERSION: Final = "5"
@@ -77,7 +75,7 @@ def predict(program: MegakernelProgram, machine: Machine | None = None) -> Predi
 def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list[TaskSpan]:
     """The spans of all tasks, SM by SM in queue order. Raises as `predict` does."""
     demand, _, _, trace = _run(program, machine)
-    sms = np.repeat(np.arange(len(demand.first) - 1), np.diff(demand.first)).tolist()
+    sms = [sm for sm, (first, end) in enumerate(pairwise(demand.first)) for _ in range(first, end)]
     return [
         TaskSpan(task, sm, start, end)
         for task, sm, start, end in zip(demand.task_ids, sms, trace.start_us, trace.end_us, strict=True)
@@ -98,6 +96,10 @@ def _latency_us(trace: Trace, machine: Machine, floor: float) -> float:
 
 
 def _run(program: MegakernelProgram, machine: Machine | None) -> tuple[Demand, Machine, Queues, Trace]:
+    # Here, since nothing but a prediction should wait for numpy and numba.
+    from flywheel.cost_model.demand import demand_of
+    from flywheel.plan.program import make_plan
+
     plan = make_plan(program)
     demand = demand_of(plan)
     assert program.target is not None
@@ -110,7 +112,6 @@ def _run(program: MegakernelProgram, machine: Machine | None) -> tuple[Demand, M
 
 
 def _simulate(demand: Demand, machine: Machine) -> tuple[Queues, Trace]:
-    # Here, since nothing but a prediction should wait for numba.
     from flywheel.cost_model.engine import Rates, simulate
     from flywheel.cost_model.queues import priced
 
