@@ -36,7 +36,7 @@ from flywheel.errors import (
     UnknownNameError,
     UsageError,
 )
-from flywheel.ir import TARGETS, GpuTarget, MegakernelProgram, ScheduleConfig
+from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -217,18 +217,16 @@ def _settle(
 
 
 def _target(gpu: str | None) -> GpuTarget:
-    """The target of that name, else the one that this machine's GPU is. Raises UnknownNameError, UsageError."""
-    from flywheel.search.device import is_target
+    """The target of that name, else the one that this machine's GPU is. Raises UnknownNameError, NoGpuError."""
+    from flywheel.measure.device import Device
+    from flywheel.search.device import target_here
     from flywheel.search.workload import find_target
     from flywheel.vm.driver import open_gpu
 
     if gpu is not None:
         return find_target(gpu)
-    here = open_gpu().name
-    found = next((target for target in TARGETS.values() if is_target(here, target)), None)
-    if found is None:
-        raise UsageError(f"bench: {here} is not one of flywheel targets; say which one it is like with --gpu")
-    return found
+    here = open_gpu()
+    return target_here(Device(here.name, here.num_sms, here.total_bytes))
 
 
 def _from_file(workload: Workload, given: Schedule | ScheduleConfig, path: str) -> Chosen:

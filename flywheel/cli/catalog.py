@@ -59,7 +59,7 @@ def targets(as_json: bool) -> None:
     headers = ("<GPU", "arch", "SMs", "HBM", "GB/s", "L2", "smem a block", "<cost model", "<source")
     rows = [
         (
-            target.name, f"sm_{target.sm_arch}", str(target.num_sms), f"{target.hbm_bytes / 1e9:.0f} GB",
+            target.name, f"sm_{target.sm_arch}", str(target.num_sms), f"{target.hbm_bytes / 2**30:.0f} GiB",
             f"{target.hbm_bandwidth_gbs:,.0f}", f"{target.l2_bytes / 2**20:.0f} MiB",
             f"{target.smem_bytes_per_block_optin / 1024:.0f} KiB", machine_for(target).source, target.note,
         )

@@ -157,12 +157,9 @@ def lower_model(
 def _default_gpu(device: str) -> str:
     if device != "cuda":
         return DEFAULT_GPU
-    from flywheel.ir import TARGETS
-    from flywheel.search.device import is_target
+    from flywheel.measure.device import Device
+    from flywheel.search.device import target_here
     from flywheel.vm.driver import open_gpu
 
-    name = open_gpu().name
-    found = next((target.name for target in TARGETS.values() if is_target(name, target)), None)
-    if found is None:
-        raise UsageError(f"--device cuda: {name} is not one of flywheel targets; say which one it is like with --gpu")
-    return found
+    gpu = open_gpu()
+    return target_here(Device(gpu.name, gpu.num_sms, gpu.total_bytes)).name

@@ -15,11 +15,13 @@ import click
 from flywheel.cli.options import command, json_option, store_option
 from flywheel.cli.text import note, pairs, percent, show, show_json
 from flywheel.errors import StoreError
+from flywheel.measure.device import GENERIC
 
 if TYPE_CHECKING:
+    from flywheel.measure.device import Device
     from flywheel.measure.environment import Environment
 
-DEPENDENCIES: Final = ("optuna", "sqlalchemy", "alembic", "click", "rich", "numpy")
+DEPENDENCIES: Final = ("optuna", "sqlalchemy", "alembic", "click", "rich", "numba", "numpy", "threadpoolctl")
 EXTRAS: Final = {
     "torch": ("torch",),
     "hf": ("safetensors", "tokenizers"),
@@ -57,7 +59,7 @@ def doctor(probe: bool, store: str, as_json: bool) -> None:
         "gpu": {
             "name": environment.gpu,
             "driver": environment.driver,
-            "target": _match(environment.gpu),
+            "target": _match(environment.device),
             "missing": missing_modules(),
         },
         "store": _store(store, environment.gpu),
@@ -75,13 +77,20 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _match(gpu: str | None) -> str | None:
-    from flywheel.ir import TARGETS
-    from flywheel.search.device import is_target
+def _match(device: Device | None) -> str | None:
+    """The name of the GPU's record: of its datasheet or, where the driver can be asked, a generic one."""
+    from flywheel.errors import NoGpuError
+    from flywheel.measure.device import Device, target_of
+    from flywheel.vm.driver import describe_gpu
 
-    if gpu is None:
+    if device is None:
         return None
-    return next((name for name, target in TARGETS.items() if is_target(gpu, target)), None)
+    try:
+        seen = describe_gpu()
+    except NoGpuError:
+        found = target_of(device)
+        return None if found is None else found.name
+    return (target_of(Device(device.name, seen.num_sms, seen.hbm_bytes)) or seen).name
 
 
 def _probe(url: str, environment: Environment) -> None:
@@ -152,6 +161,8 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
     if gpu["name"] is None:
         return "none that nvidia-smi knows: latencies are predicted by the cost model"
     target = f"--gpu {gpu['target']}" if gpu["target"] else "none of the known GPUs (flywheel targets)"
+    if gpu["target"] and gpu["target"].startswith(GENERIC):
+        target += ", a record of what its driver says, for want of a datasheet"
     if gpu["missing"]:
         target += (
             f"; latencies are predicted until pip install 'flywheel[cuda,torch]' ({', '.join(gpu['missing'])} missing)"
@@ -161,7 +172,7 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
 
 def _ceiling_line(gpu: dict[str, Any], ceiling: dict[str, Any] | None) -> str | None:
     """What the card itself was measured to do."""
-    from flywheel.ir import TARGETS
+    from flywheel.search.workload import find_target
 
     if gpu["name"] is None:
         return None
@@ -169,7 +180,7 @@ def _ceiling_line(gpu: dict[str, Any], ceiling: dict[str, Any] | None) -> str | 
         return "nothing yet of what this GPU can do; flywheel doctor --probe"
     of = ""
     if gpu["target"] is not None:
-        of = f" ({percent(ceiling['read_gbs'] / TARGETS[gpu['target']].hbm_bandwidth_gbs)} of the datasheet's)"
+        of = f" ({percent(ceiling['read_gbs'] / find_target(gpu['target']).hbm_bandwidth_gbs)} of the datasheet's)"
     return (
         f"reads {ceiling['read_gbs']:,.0f} GB/s{of} with {ceiling['read_kernel']}; "
         f"a hand-off takes {ceiling['hand_off_us']:.2f} us"

@@ -155,7 +155,7 @@ def _priors(
     from flywheel.search.workload import make_workload
 
     workload = make_workload(**work)
-    settled = settle_measure(measure, workload.target, capture_environment().gpu, missing_modules())
+    settled = settle_measure(measure, workload.target, capture_environment().device, missing_modules())
     made = import_priors(store, name, workload, settled, configs)
     return {**_document(store, made), "trials": 0, "new_trials": 0, "priors": len(configs)}
 

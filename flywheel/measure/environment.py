@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Final
 
 from flywheel.ir.version import IR_VERSION
+from flywheel.measure.device import Device
 
 _SOURCE_ROOT: Final = Path(__file__).resolve().parents[2]
+_ASKED: Final = "driver_version,name,uuid,memory.total"
 _COMMAND_TIMEOUT_S: Final = 10.0
 
 
@@ -40,11 +42,17 @@ class Environment:
     gpu: str | None
     nvrtc: str | None = None
     kernels: str | None = None
+    gpu_memory_bytes: int | None = None
+
+    @property
+    def device(self) -> Device | None:
+        """The GPU, as far as this tells; None where there is none."""
+        return None if self.gpu is None else Device(self.gpu, None, self.gpu_memory_bytes)
 
 
 def capture_environment() -> Environment:
     """The environment of this process. Asks git and nvidia-smi where they are there; imports nothing heavy."""
-    driver, gpu = _driver_and_gpu()
+    driver, device = _driver_and_gpu()
     return Environment(
         flywheel_version=_version("flywheel"),
         ir_version=IR_VERSION,
@@ -57,7 +65,8 @@ def capture_environment() -> Environment:
         sqlalchemy=_version("sqlalchemy"),
         torch=_version("torch"),
         driver=driver,
-        gpu=gpu,
+        gpu=None if device is None else device.name,
+        gpu_memory_bytes=None if device is None else device.total_bytes,
     )
 
 
@@ -75,28 +84,29 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def list_gpus() -> list[tuple[str, str]]:
-    """(id for CUDA_VISIBLE_DEVICES, name) of each NVIDIA GPU that a process here may use."""
-    return [(gpu, name) for _, name, gpu in _gpus() if gpu and name]
+def list_gpus() -> list[tuple[str, Device]]:
+    """(id for CUDA_VISIBLE_DEVICES, what it is) of each NVIDIA GPU that a process here may use."""
+    return [(gpu, device) for _, device, gpu in _gpus() if gpu and device is not None]
 
 
-def _driver_and_gpu() -> tuple[str | None, str | None]:
-    for driver, name, _ in _gpus():
-        return driver or None, name or None
+def _driver_and_gpu() -> tuple[str | None, Device | None]:
+    for driver, device, _ in _gpus():
+        return driver or None, device
     return None, None
 
 
-def _gpus() -> list[tuple[str, str, str]]:
-    """(driver, name, id) of each."""
+def _gpus() -> list[tuple[str, Device | None, str]]:
+    """(driver, GPU, id) of each; nvidia-smi does not tell its SMs."""
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed == "":
         return []
     chosen = [] if allowed is None else [f"--id={allowed}"]
-    listing = _output("nvidia-smi", *chosen, "--query-gpu=driver_version,name,uuid", "--format=csv,noheader")
+    listing = _output("nvidia-smi", *chosen, f"--query-gpu={_ASKED}", "--format=csv,noheader,nounits")
     found = []
     for line in (listing or "").splitlines():
-        driver, name, gpu = [*line.split(", "), "", ""][:3]
-        found.append((driver, name, gpu))
+        driver, name, gpu, mebibytes = [*line.split(", "), "", "", ""][:4]
+        total_bytes = int(mebibytes) * 2**20 if mebibytes.isdecimal() else None
+        found.append((driver, Device(name, None, total_bytes) if name else None, gpu))
     return found
 
 

@@ -61,7 +61,7 @@ def appraise(
     `measure` is auto, predict or cuda. Raises NoGpuError and UsageError where cuda cannot be had, StoreError, and what
     stops a GPU worker from starting.
     """
-    settled = settle_measure(measure, workload.target, capture_environment().gpu, missing_modules())
+    settled = settle_measure(measure, workload.target, capture_environment().device, missing_modules())
     incumbent = None if store is None else _incumbent(store, workload, settled, predictor)
     before = None if incumbent is None else config_from_dict(json.loads(incumbent.config))
     with _open(settled, workload, before, predictor) as compare:

@@ -126,7 +126,7 @@ def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space, predictor:
 
 
 def _check_gpu(name: str, known: Sequence[TrialRecord], gpu: str | None) -> None:
-    """Two GPUs may share a target: an H100 is one with HBM3 or on a PCIe card."""
+    """One target may have several names: drivers and makers of boards differ."""
     for record in known:
         if None not in (gpu, record.gpu_name, record.latency_us) and record.gpu_name != gpu:
             raise UsageError(f"campaign {name!r} was measured on {record.gpu_name}, not {gpu}; --fresh starts another")

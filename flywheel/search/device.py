@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from importlib.util import find_spec
-from itertools import pairwise
 from typing import Final
 
 from flywheel.errors import NoGpuError, UsageError
 from flywheel.ir import GpuTarget
+from flywheel.measure.device import Device, is_target, target_of
 
 _MEASURES: Final = ("torch", "cuda.bindings", "cuda.core", "pynvml")
 """What measuring imports."""
 
 
-def settle_measure(wanted: str, target: GpuTarget, present: str | None, missing: Sequence[str]) -> str:
+def settle_measure(wanted: str, target: GpuTarget, present: Device | None, missing: Sequence[str]) -> str:
     """How latencies are got: "predict", or "cuda" where the GPU is here and nothing is `missing` to measure on it.
 
-    `present` names this machine's GPU. Raises NoGpuError where `cuda` cannot be had, and where another GPU is present
+    `present` is this machine's GPU. Raises NoGpuError where `cuda` cannot be had, and where another GPU is present
     and nobody asked for predictions; UsageError where `cuda` is asked for and only packages are missing.
     """
     if wanted == "predict":
@@ -46,7 +45,8 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def is_target(device: str, target: GpuTarget) -> bool:
-    """Whether a device name, as its driver gives it, is this target: "NVIDIA GeForce RTX 4090" is rtx4090."""
-    words = re.findall(r"[a-z0-9]+", device.lower())
-    return target.name in {*words, *(first + second for first, second in pairwise(words))}
+def target_here(device: Device) -> GpuTarget:
+    """What this process's GPU is: the record of its datasheet, else a generic one. Raises NoGpuError."""
+    from flywheel.vm.driver import describe_gpu
+
+    return target_of(device) or describe_gpu()

@@ -11,12 +11,14 @@ from typing import Final
 
 from flywheel.errors import ConfigError, KernelCompileError, NoGpuError, UsageError
 from flywheel.ir import DType, GpuTarget, MegakernelProgram
+from flywheel.measure.device import Device, is_target
 from flywheel.measure.environment import Environment, capture_environment
 from flywheel.measure.record import TrialRecord
 from flywheel.models.decoder import DTYPES
 from flywheel.plan import variant_of
-from flywheel.search.device import is_target, missing_modules
+from flywheel.search.device import missing_modules
 from flywheel.store.sql import Store
+from flywheel.vm.driver import describe_gpu
 from flywheel.vm.nvrtc import arch_name, compile_variant, nvrtc_version, source_digest
 from flywheel.vm.worker import Bench
 
@@ -38,9 +40,13 @@ def capture(target: GpuTarget) -> Environment:
     """Where a station measures. Raises NoGpuError where its GPU is not `target`, UsageError where packages are missing,
     KernelCompileError without a compiler."""
     environment = capture_environment()
-    if environment.gpu is None or not is_target(environment.gpu, target):
-        raise NoGpuError(f"--measure cuda needs an {target.name}: {environment.host} has {environment.gpu or 'no GPU'}")
+    present = environment.device
     missing = missing_modules()
+    if present is not None and not missing:
+        seen = describe_gpu()
+        present = Device(present.name, seen.num_sms, seen.hbm_bytes)
+    if present is None or not is_target(present, target):
+        raise NoGpuError(f"--measure cuda needs an {target.name}: {environment.host} has {present or 'no GPU'}")
     if missing:
         raise UsageError(f"{environment.host}: {' and '.join(missing)} missing: pip install 'flywheel[cuda,torch]'")
     return replace(environment, nvrtc=nvrtc_version(), kernels=source_digest()[:16])

@@ -12,9 +12,10 @@ from typing import Final
 from flywheel.cost_model import STOCK, Predictor
 from flywheel.errors import NoGpuError, UsageError
 from flywheel.ir import GpuTarget
+from flywheel.measure.device import is_target
 from flywheel.measure.environment import Environment, capture_environment, list_gpus
 from flywheel.search import measuring, predicting
-from flywheel.search.device import is_target, missing_modules, settle_measure
+from flywheel.search.device import missing_modules, settle_measure
 from flywheel.search.engine import Bench, Engine, InlineEngine
 from flywheel.search.fleet import Fleet
 from flywheel.search.host import Host
@@ -59,14 +60,14 @@ def open_site(spec: CampaignSpec, target: GpuTarget) -> Iterator[Site]:
 
 
 def _here(spec: CampaignSpec, target: GpuTarget) -> Site:
-    found = [(gpu, name) for gpu, name in list_gpus() if is_target(name, target)]
-    present = found[0][1] if found else capture_environment().gpu
+    found = [(gpu, device) for gpu, device in list_gpus() if is_target(device, target)]
+    present = found[0][1] if found else capture_environment().device
     measure = settle_measure(spec.measure, target, present, missing_modules())
     if measure == "predict":
         count = spec.workers or spec.jobs
         return Site(measure, lambda setup: [ProcessHost(f"process {number}", setup) for number in range(count)])
     # A GPU that the driver lists without an id is the one that CUDA takes by itself.
-    chosen = [(gpu, {"CUDA_VISIBLE_DEVICES": gpu}) for gpu, _ in found] or [(present or "GPU", {})]
+    chosen = [(gpu, {"CUDA_VISIBLE_DEVICES": gpu}) for gpu, _ in found] or [(getattr(present, "name", "GPU"), {})]
     count = _workers(spec.workers or len(chosen), len(chosen), "this machine", f"{target.name} GPUs")
     return Site(measure, lambda setup: [ProcessHost(name, setup, environ) for name, environ in chosen[:count]])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flywheel.errors import UnknownNameError
 from flywheel.ir import TARGETS, GpuTarget
+from flywheel.measure.device import GENERIC
 from flywheel.models.catalog import CATALOG, resolve_model
 from flywheel.models.decoder import DTYPES, decode_step
 from flywheel.models.graph import Graph
@@ -49,10 +50,18 @@ def make_workload(model: str, gpu: str, dtype: str, context: int, batch: int = 1
 
 
 def find_target(name: str) -> GpuTarget:
-    """A built-in GPU by name. Raises UnknownNameError."""
-    if name not in TARGETS:
-        raise UnknownNameError(f"GPU {name!r} is not one of {', '.join(TARGETS)}")
-    return TARGETS[name]
+    """A built-in GPU by name, or this machine's under `generic` and its generic name. Raises UnknownNameError, and
+    NoGpuError where a generic one is asked for and none is here."""
+    if name in TARGETS:
+        return TARGETS[name]
+    if name != GENERIC and not name.startswith(f"{GENERIC}-"):
+        raise UnknownNameError(f"GPU {name!r} is not one of {', '.join(TARGETS)}, {GENERIC}")
+    from flywheel.vm.driver import describe_gpu
+
+    here = describe_gpu()
+    if name not in (GENERIC, here.name):
+        raise UnknownNameError(f"GPU {name!r} is not here: this machine's is {here.name}")
+    return here
 
 
 def _directory(path: str) -> str:

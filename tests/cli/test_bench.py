@@ -5,6 +5,7 @@ import shlex
 import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from click.testing import Result
 
 from flywheel.decode.lineup import Rival
 from flywheel.errors import ConfigError, NoGpuError
-from flywheel.ir import MegakernelProgram, ScheduleConfig, config_to_dict
+from flywheel.ir import TARGETS, MegakernelProgram, ScheduleConfig, config_to_dict
 from flywheel.measure.comparison import Comparison, Entry
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured
@@ -73,7 +74,7 @@ class FakeContests:
 @pytest.fixture
 def l4(monkeypatch: pytest.MonkeyPatch) -> type[FakeContests]:
     """Pretend that an L4 is here."""
-    gpu = SimpleNamespace(name="NVIDIA L4", cuda_version="13.0")
+    gpu = SimpleNamespace(name="NVIDIA L4", num_sms=58, total_bytes=23034 * 2**20, cuda_version="13.0")
     FakeContests.asked, FakeContests.wrong, FakeContests.too_many = [], set(), set()
     monkeypatch.setattr("flywheel.vm.driver.open_gpu", lambda: gpu)
     monkeypatch.setattr("flywheel.decode.cuda.prepare_torch", lambda: None)
@@ -282,12 +283,15 @@ def test_without_a_gpu_it_is_code_4(run: Run, config: Path, monkeypatch: pytest.
     assert (result.exit_code, result.stdout, result.stderr) == (4, "", "flywheel: GPU 0: no driver\n")
 
 
-def test_another_gpu_must_be_named(
+def test_a_gpu_without_a_datasheet_is_lowered_for_by_what_its_driver_says_and_named_so(
     run: Run, l4: type[FakeContests], config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = SimpleNamespace(name="NVIDIA T4", cuda_version="13.0")
+    gpu = SimpleNamespace(name="NVIDIA L4", num_sms=50, total_bytes=23034 * 2**20, cuda_version="13.0")
+    seen = replace(TARGETS["l4"], name="generic-l4-50sm-22gib", num_sms=50)
     monkeypatch.setattr("flywheel.vm.driver.open_gpu", lambda: gpu)
-    result = run("bench", *WORK, "--config", config)
-    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
-    assert "NVIDIA T4 is not one of flywheel targets" in result.stderr
-    assert run("bench", *WORK, "--config", config, "--gpu", "l4").exit_code == 0
+    monkeypatch.setattr("flywheel.vm.driver.describe_gpu", lambda: seen)
+    result = run("bench", *WORK, "--config", config, "--json")
+    assert (result.exit_code, json.loads(result.stdout)["gpu"]) == (0, "generic-l4-50sm-22gib")
+    assert run("bench", *WORK, "--config", config, "--gpu", "generic").exit_code == 0
+    refused = run("bench", *WORK, "--config", config, "--gpu", "generic-t4-40sm-15gib")
+    assert (refused.exit_code, "this machine's is generic-l4-50sm-22gib" in refused.stderr) == (2, True)

@@ -11,7 +11,8 @@ from click.testing import Result
 
 from flywheel.errors import NoGpuError
 from flywheel.ir import TARGETS
-from flywheel.search.device import is_target
+from flywheel.measure.device import Device
+from flywheel.search.device import target_here
 from flywheel.store.sql import open_store
 
 Run = Callable[..., Result]
@@ -27,13 +28,10 @@ def gpu() -> str:
 
     try:
         prepare_torch()
-        name = open_gpu().name
+        gpu = open_gpu()
     except NoGpuError as error:
         pytest.skip(str(error))
-    found = next((target.name for target in TARGETS.values() if is_target(name, target)), None)
-    if found is None:
-        pytest.skip(f"{name} is no known target")
-    return found
+    return target_here(Device(gpu.name, gpu.num_sms, gpu.total_bytes)).name
 
 
 @pytest.mark.usefixtures("gpu")

@@ -136,9 +136,9 @@ def spec_sample() -> dict[str, Any]:
     return {
         "ir_version": "0.3.0",
         "abi_version": "0.2",
-        "meta": {"model": "toy", "gpu": "rtx5090"},
+        "meta": {"model": "toy", "gpu": "rtx5090-laptop"},
         "target": {
-            "name": "rtx5090", "sm_arch": 120, "num_sms": 82, "smem_bytes_per_sm": 102400,
+            "name": "rtx5090-laptop", "sm_arch": 120, "num_sms": 82, "smem_bytes_per_sm": 102400,
             "smem_bytes_per_block_optin": 101376, "regs_per_sm": 65536, "max_threads_per_sm": 1536,
             "max_regs_per_thread": 255, "l2_bytes": 67108864, "hbm_bytes": 24000000000, "hbm_bandwidth_gbs": 896.0,
             "fp16_tflops": 228.0, "clock_ghz": 2.16, "supports_cooperative": True, "wddm_tdr": True, "note": "",

@@ -3,10 +3,12 @@ from __future__ import annotations
 import pytest
 
 from flywheel.ir import TARGETS
+from flywheel.ir.target import DRIVER_NAMES
 
 
 def test_the_registry_holds_the_gpus_that_the_project_promises() -> None:
-    assert set(TARGETS) == {"rtx5090", "b200", "h100", "h200", "a100", "l40s", "l4", "a10g", "rtx4090"}
+    assert set(TARGETS) >= {"rtx5090", "b200", "h100", "h200", "a100", "l40s", "l4", "a10g", "rtx4090"}
+    assert DRIVER_NAMES.keys() == TARGETS.keys()
 
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
@@ -26,6 +28,12 @@ def test_the_floor_is_bytes_over_bandwidth() -> None:
     assert TARGETS["h100"].bandwidth_bound_us(0) == 0.0
 
 
-def test_only_the_watched_gpu_is_under_a_display_driver() -> None:
-    assert [gpu.name for gpu in TARGETS.values() if gpu.wddm_tdr] == ["rtx5090"]
-    assert TARGETS["rtx5090"].num_sms == 82
+def test_only_chips_of_laptops_are_under_a_display_driver() -> None:
+    assert [gpu.name for gpu in TARGETS.values() if gpu.wddm_tdr] == ["rtx4090-laptop", "rtx5090-laptop"]
+
+
+def test_a_name_without_a_suffix_is_the_sxm_board_or_the_desktop_card() -> None:
+    boards = {name: (TARGETS[name].num_sms, TARGETS[name].hbm_bandwidth_gbs) for name in ("a100", "h100", "h200")}
+    assert boards == {"a100": (108, 2039.0), "h100": (132, 3350.0), "h200": (132, 4800.0)}
+    assert (TARGETS["rtx5090"].num_sms, TARGETS["rtx5090"].hbm_bandwidth_gbs) == (170, 1792.0)
+    assert (TARGETS["rtx5090-laptop"].num_sms, TARGETS["rtx5090-laptop"].hbm_bandwidth_gbs) == (82, 896.0)

@@ -10,7 +10,11 @@ import pytest
 
 import flywheel
 from flywheel.ir.version import IR_VERSION
+from flywheel.measure.device import Device
 from flywheel.measure.environment import capture_environment, git_commit, list_gpus
+
+H200 = Device("NVIDIA H200", None, 143771 * 2**20)
+L4 = Device("NVIDIA L4", None, 23034 * 2**20)
 
 
 def git(root: Path, *arguments: str) -> None:
@@ -63,7 +67,8 @@ def test_a_machine_without_git_and_gpu_tools_reports_absence(tmp_path: Path, mon
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver's tool that lists two GPUs, or the second one where `--id=GPU-b` asks for it."""
     tool = tmp_path / "nvidia-smi"
-    first, second = (f"echo '580.1, NVIDIA {name}, GPU-{letter}'" for name, letter in (("H200", "a"), ("L4", "b")))
+    listed = (("H200", "a", 143771), ("L4", "b", 23034))
+    first, second = (f"echo '580.1, NVIDIA {name}, GPU-{letter}, {size}'" for name, letter, size in listed)
     tool.write_text(f"#!/bin/sh\n[ $1 = --id=GPU-b ] || {first}\n{second}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -74,17 +79,18 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_gpu_is_the_first_that_the_driver_lists() -> None:
     environment = capture_environment()
     assert (environment.driver, environment.gpu) == ("580.1", "NVIDIA H200")
-    assert list_gpus() == [("GPU-a", "NVIDIA H200"), ("GPU-b", "NVIDIA L4")]
+    assert environment.device == H200
+    assert list_gpus() == [("GPU-a", H200), ("GPU-b", L4)]
 
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("allowed", "driver", "gpus"),
-    [("GPU-b", "580.1", [("GPU-b", "NVIDIA L4")]), ("", None, [])],
+    [("GPU-b", "580.1", [("GPU-b", L4)]), ("", None, [])],
     ids=["second", "none"],
 )
 def test_a_gpu_that_this_process_may_not_use_is_not_here(
-    allowed: str, driver: str | None, gpus: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    allowed: str, driver: str | None, gpus: list[tuple[str, Device]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
     assert list_gpus() == gpus

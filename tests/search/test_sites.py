@@ -6,6 +6,7 @@ import pytest
 
 from flywheel.errors import NoGpuError, UsageError
 from flywheel.ir import TARGETS
+from flywheel.measure.device import Device
 from flywheel.search import sites
 from flywheel.search.engine import InlineEngine
 from flywheel.search.fleet import Fleet
@@ -15,12 +16,16 @@ from flywheel.search.spec import CampaignSpec
 from flywheel.search.station import Predicting, Setup
 
 H100 = TARGETS["h100"]
-GPUS = [("GPU-a", "NVIDIA L4"), ("GPU-b", "NVIDIA H100 80GB HBM3"), ("GPU-c", "NVIDIA H100 80GB HBM3")]
+BOARD = Device("NVIDIA H100 80GB HBM3", None, 85_520_809_984)
+GPUS = [
+    ("GPU-a", Device("NVIDIA L4")), ("GPU-b", BOARD), ("GPU-p", Device("NVIDIA H100 PCIe", None, 85_520_809_984)),
+    ("GPU-c", BOARD),
+]  # fmt: skip
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with an L4 and two H100s, and all that measuring takes."""
+    """A machine with an L4, two H100s and an H100 on a PCIe card, and all that measuring takes."""
     monkeypatch.setattr(sites, "list_gpus", lambda: GPUS)
     monkeypatch.setattr(sites, "missing_modules", list)
 

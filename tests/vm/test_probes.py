@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.errors import NoGpuError
-from flywheel.ir import TARGETS
-from flywheel.search.device import is_target
+from flywheel.measure.device import Device, target_of
 from flywheel.vm.driver import open_gpu
 from flywheel.vm.nvrtc import ARCHITECTURES, compile_unit
 from flywheel.vm.probes import probe
@@ -28,7 +27,7 @@ def test_a_gpu_reads_near_its_datasheet_and_hands_over_in_about_a_microsecond() 
     except NoGpuError as error:
         pytest.skip(str(error))
     found = probe(gpu)
-    target = next((target for target in TARGETS.values() if is_target(gpu.name, target)), None)
+    target = target_of(Device(gpu.name, gpu.num_sms, gpu.total_bytes))
     if target is not None:
         assert 0.6 < found.read_gbs / target.hbm_bandwidth_gbs < 1.05
     assert 0.1 < found.hand_off_us < 10
