@@ -62,7 +62,7 @@ Members = list[tuple[str, str, int]]
 """(C type, name, count) in order."""
 
 DEFINE = re.compile(r"^#define (\w+) \(?(-?\d+)\)?$", re.M)
-STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};$", re.M | re.S)
+STRUCT = re.compile(r"^(?:struct|union) (\w+) \{\n(.*?)^\};$", re.M | re.S)
 MEMBER = re.compile(r"^  (\w+) (\w+)(?:\[(\d+)\])?;(?:  // .*)?$", re.M)
 SIZE = re.compile(r'^static_assert\(sizeof\((\w+)\) == (\d+), ".*"\);$', re.M)
 OFFSET = re.compile(r"^FW_ASSERT_OFFSET\((\w+), (\w+), (\d+)\);$", re.M)
@@ -78,13 +78,11 @@ def structs_of(text: str) -> dict[str, Members]:
 def laid_out(name: str, structs: Mapping[str, Members]) -> tuple[dict[str, int], int, int]:
     """(offsets of the members, size, alignment) by the rules of C."""
     offsets: dict[str, int] = {}
-    end = widest = 1
-    end = 0
+    end, widest = 0, 1
     for kind, member, count in structs[name]:
         size, align = (SIZES[kind], SIZES[kind]) if kind in SIZES else laid_out(kind, structs)[1:]
-        end = -(-end // align) * align
-        offsets[member] = end
-        end += size * count
+        offsets[member] = 0 if name in abi.UNIONS else -(-end // align) * align
+        end = max(end, offsets[member] + size * count)
         widest = max(widest, align)
     return offsets, -(-end // widest) * widest, widest
 
@@ -140,7 +138,8 @@ def test_the_header_says_what_the_tables_say(header: str) -> None:
 
 
 def test_the_header_is_read_whole(header: str) -> None:
-    assert len(structs_of(header)) == header.count("\nstruct ")
+    assert len(structs_of(header)) == header.count("\nstruct ") + header.count("\nunion ")
+    assert set(re.findall(r"^union (\w+)", header, re.M)) == abi.UNIONS
     assert sum(len(members) for members in structs_of(header).values()) == header.count("\nFW_ASSERT_OFFSET(")
     assert len(DEFINE.findall(header)) == header.count("#define") - header.count("#define FW_ASSERT_OFFSET(")
 
@@ -174,6 +173,7 @@ def test_instructions_carry_the_capacities_of_the_abi(header: str) -> None:
         ("inputs[8];", "inputs[7];", "type of amk_instruction_t.inputs"),
         ("sizeof(amk_step_t) == 128", "sizeof(amk_step_t) == 132", "sizeof amk_step_t"),
         ("OFFSET(amk_step_t, params, 60)", "OFFSET(amk_step_t, params, 64)", "offset of amk_step_t.params"),
+        ("OFFSET(amk_step_kind_t, rope, 0)", "OFFSET(amk_step_kind_t, rope, 8)", "offset of amk_step_kind_t.rope"),
     ],
 )
 def test_a_header_that_drifts_is_found_out(header: str, old: str, new: str, drift: str) -> None:

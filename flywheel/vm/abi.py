@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from flywheel.ir import ABI_MAX_INPUTS, ABI_MAX_OUTPUTS, ABI_MAX_RANK, ABI_MAX_WAITS, InstructionKind
+from flywheel.ir import ABI_MAX_INPUTS, ABI_MAX_OUTPUTS, ABI_MAX_RANK, ABI_MAX_WAITS
 from flywheel.ir.opcodes import PARAM_FIELDS
 
 MAX_STEPS: Final = 16
@@ -93,8 +93,8 @@ class StepFlag(IntFlag):
     LAST = 1048576
     """The last step of its task."""
     APPENDS = 2097152
-    """One of TURNS that also appends the row that it attends to last: the ROPE of its key, which is step `kblocks`, the
-    KV_APPEND behind that, and the one of its value, step `beside`, are left to it."""
+    """One of TURNS that also appends the row that it attends to last: the ROPE of its key, the KV_APPEND behind that,
+    and the one of its value are left to it (`amk_attention_t`)."""
     LEAVES_SCALE = 4194304
     """An RMSNORM that stages x * w, and leaves what each row is to be multiplied by to its products (TAKES_SCALE), so
     that these can begin before it is known. It announces what it stages itself."""
@@ -182,6 +182,56 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("uint32_t", "flags", note="InstructionFlag"),
             Field("int32_t", "reserved"),
         ),
+        "amk_plain_t": (
+            Field("int32_t", "unused"),
+            Field("int32_t", "rows", note="of the result"),
+        ),
+        "amk_product_t": (
+            Field("int32_t", "unused"),
+            Field("int32_t", "rows", note="activation rows, M: of x and of the result"),
+            Field("int32_t", "kblocks", note="fragments of K, or of a slice of it"),
+            Field("int32_t", "beside", note="slices of the operand that lie side by side"),
+            Field("int32_t", "row_chunks", note="partials of a row block, at most"),
+            Field("int16_t", "epilogue", note="Epilogue"),
+            Field("int16_t", "epilogue_arg", note="operand ref"),
+        ),
+        "amk_norm_t": (
+            Field("int32_t", "unused"),
+            Field("int32_t", "rows", note="of the result"),
+            Field("int32_t", "pitch_blocks", note="of rows staged apart, fragments from one to the next; else 0"),
+        ),
+        "amk_rope_t": (
+            Field("int32_t", "frequencies", note="offset of its inverse frequencies in the float table"),
+            Field("int32_t", "rows", note="of the result"),
+            Field("int32_t", "value", note="of NEW_ROW, the step that appends the value"),
+            Field("int32_t", "query_rope", note="of NEW_ROW, the step that turns the queries"),
+            Field("int32_t", "norm", note="of one that is done on the way, the step that norms its heads, or -1"),
+        ),
+        "amk_attention_t": (
+            Field("int32_t", "unused"),
+            Field("int32_t", "rows", note="of the result"),
+            Field("int32_t", "key_rope", note="of APPENDS, the step that turns the key"),
+            Field("int32_t", "value", note="of APPENDS, the step that appends the value"),
+        ),
+        "amk_softmax_t": (
+            Field("int32_t", "unused"),
+            Field("int32_t", "outer", note="elements before the dimension"),
+            Field("int32_t", "n", note="elements along it"),
+            Field("int32_t", "inner", note="elements behind it: the stride of those along it"),
+        ),
+        "amk_append_t": (
+            Field("int32_t", "unused"),
+            Field("int32_t", "row_numel", note="elements of a cache row"),
+        ),
+        "amk_step_kind_t": (
+            Field("amk_plain_t", "plain", note="what has no kind of its own below; of every scratch result, its rows"),
+            Field("amk_product_t", "product", note="GEMV_TILE, GEMM_TILE"),
+            Field("amk_norm_t", "norm", note="RMSNORM"),
+            Field("amk_rope_t", "rope", note="ROPE"),
+            Field("amk_attention_t", "attention", note="ATTENTION_TILE"),
+            Field("amk_softmax_t", "softmax", note="SOFTMAX"),
+            Field("amk_append_t", "append", note="KV_APPEND"),
+        ),
         "amk_step_t": (
             Field("int16_t", "op", note="InstructionKind, never FUSED"),
             Field("int16_t", "n_args"),
@@ -191,13 +241,7 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("uint32_t", "flags", note="StepFlag"),
             Field("int32_t", "out_numel", note="elements of the result; of a tiled task's final step, of its tile"),
             Field("int32_t", "scratch", note="byte offset of the result, where it is scratch"),
-            Field("int32_t", "rope", note="offset of its inverse frequencies in the float table"),
-            Field("int32_t", "rows", note="of a matrix step, activation rows M; else of the result, see docs/vm.md"),
-            Field("int32_t", "kblocks", note="fragments of K, or of a slice of it; of others, see docs/vm.md"),
-            Field("int32_t", "beside", note="slices of the operand that lie side by side; of others, see docs/vm.md"),
-            Field("int32_t", "row_chunks", note="partials of a row block, at most; of others, see docs/vm.md"),
-            Field("int16_t", "epilogue", note="Epilogue"),
-            Field("int16_t", "epilogue_arg", note="operand ref"),
+            Field("amk_step_kind_t", "as", note="what steps of its kind have besides"),
             Field("amk_params_t", "params"),
         ),
         "amk_segment_t": (
@@ -254,7 +298,10 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
         ),
     }
 )
-"""Members of each struct, in order; alignments are natural and no struct has padding."""
+"""Members of each struct, in order, or of a union (UNIONS); alignments are natural and no struct has padding."""
+
+UNIONS: Final = frozenset({"amk_step_kind_t"})
+"""Those of STRUCTS whose members all begin where they do."""
 
 
 class Stamp(IntEnum):
@@ -300,41 +347,13 @@ class Fault(IntEnum):
     """An EMBED id is no row of its table."""
 
 
-_K = InstructionKind
-
-KERNELS: Final[Mapping[InstructionKind, str]] = MappingProxyType(
-    {
-        _K.COPY: "copy",
-        _K.EMBED: "embed",
-        _K.RMSNORM: "rmsnorm",
-        _K.LAYERNORM: "layernorm",
-        _K.GEMV_TILE: "matrix",
-        _K.GEMM_TILE: "matrix",
-        _K.ATTENTION_TILE: "attention_tile",
-        _K.ROPE: "rope",
-        _K.SILU_MUL: "silu_mul",
-        _K.GELU: "gelu",
-        _K.ADD: "add",
-        _K.MUL: "mul",
-        _K.DEQUANT: "dequant",
-        _K.SOFTMAX: "softmax",
-        _K.KV_APPEND: "kv_append",
-        _K.SAMPLE_ARGMAX: "sample_argmax",
-        _K.ATTENTION_COMBINE: "attention_combine",
-    }
-)
-"""What runs each opcode on the device: function `op_<name>` of `ops/<name>.cuh`. NOP has nothing to run, FUSED is its
-steps, and ALLREDUCE_SHARD has no kernel: one GPU runs the program."""
-
-
-USUAL: Final = (_K.GEMV_TILE, _K.GEMM_TILE, _K.RMSNORM, _K.ROPE, _K.ATTENTION_TILE, _K.ATTENTION_COMBINE)
-"""What most steps of a decoder are, the most frequent first, those of one micro-kernel together."""
-
-
 def numpy_struct(name: str) -> np.dtype[np.void]:
     """The numpy type of struct `name`, byte for byte the device's; nested structs are fields of their own types."""
-    fields: list[tuple[str, object] | tuple[str, object, tuple[int]]] = []
+    names, formats, offsets, end = [], [], [], 0
     for field in STRUCTS[name]:
-        kind = CTYPES[field.type][0] if field.type in CTYPES else numpy_struct(field.type)
-        fields.append((field.name, kind) if field.count == 1 else (field.name, kind, (field.count,)))
-    return np.dtype(fields)
+        kind = np.dtype(CTYPES[field.type][0]) if field.type in CTYPES else numpy_struct(field.type)
+        names.append(field.name)
+        formats.append(kind if field.count == 1 else np.dtype((kind, field.count)))
+        offsets.append(0 if name in UNIONS else end)
+        end = max(end, offsets[-1] + formats[-1].itemsize)
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": end})

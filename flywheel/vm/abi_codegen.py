@@ -29,7 +29,7 @@ from flywheel.ir import (
 from flywheel.plan.staging import FRAGMENT_K, MIN_STAGED_BYTES, WORK_BYTES
 from flywheel.plan.step import ABSENT, RESULT_REF, Epilogue
 from flywheel.plan.variant import MAX_RING_SLOTS, MAX_X_SLICES, RESERVED_BYTES, WARP
-from flywheel.vm import abi
+from flywheel.vm import abi, kernels
 
 CUDA: Final = Path(__file__).parent / "cuda"
 
@@ -125,15 +125,15 @@ def dispatch_header() -> str:
 
     The usual ones are found by comparison, one after the other: a table of targets lies in memory, far away.
     """
-    headers = dict.fromkeys(abi.KERNELS.values())
+    headers = dict.fromkeys(kernels.KERNELS.values())
     includes = "\n".join(f'#include "ops/{kernel}.cuh"' for kernel in headers)
     usual = "\n".join(
         f"  if ({' | '.join(f'(op == AMK_OP_{op.name})' for op in ops)}) return op_{kernel}(vm, step);\n  {_OPAQUE}"
-        for kernel, ops in groupby(abi.USUAL, abi.KERNELS.__getitem__)
+        for kernel, ops in groupby(kernels.USUAL, kernels.KERNELS.__getitem__)
     )
     cases = "\n".join(
         f"    case AMK_OP_{op.name}: op_{kernel}(vm, step); break;"
-        for op, kernel in abi.KERNELS.items() if op not in abi.USUAL
+        for op, kernel in kernels.KERNELS.items() if op not in kernels.USUAL
     )  # fmt: skip
     return f"""\
 {_WRITTEN}
@@ -190,7 +190,7 @@ def _struct(name: str) -> str:
         members.append(f"  {field.type} {field.name}{count};{note}")
         offset = layout.fields[field.name][1]
         checks.append(f"FW_ASSERT_OFFSET({name}, {field.name}, {offset});")
-    return "\n".join(["", f"struct {name} {{", *members, "};", *checks])
+    return "\n".join(["", f"{'union' if name in abi.UNIONS else 'struct'} {name} {{", *members, "};", *checks])
 
 
 def main(folder: Path = CUDA) -> int:

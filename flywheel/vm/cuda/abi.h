@@ -232,6 +232,106 @@ FW_ASSERT_OFFSET(amk_instruction_t, n_steps, 212);
 FW_ASSERT_OFFSET(amk_instruction_t, flags, 216);
 FW_ASSERT_OFFSET(amk_instruction_t, reserved, 220);
 
+struct amk_plain_t {
+  int32_t unused;
+  int32_t rows;  // of the result
+};
+static_assert(sizeof(amk_plain_t) == 8, "amk_plain_t");
+FW_ASSERT_OFFSET(amk_plain_t, unused, 0);
+FW_ASSERT_OFFSET(amk_plain_t, rows, 4);
+
+struct amk_product_t {
+  int32_t unused;
+  int32_t rows;  // activation rows, M: of x and of the result
+  int32_t kblocks;  // fragments of K, or of a slice of it
+  int32_t beside;  // slices of the operand that lie side by side
+  int32_t row_chunks;  // partials of a row block, at most
+  int16_t epilogue;  // Epilogue
+  int16_t epilogue_arg;  // operand ref
+};
+static_assert(sizeof(amk_product_t) == 24, "amk_product_t");
+FW_ASSERT_OFFSET(amk_product_t, unused, 0);
+FW_ASSERT_OFFSET(amk_product_t, rows, 4);
+FW_ASSERT_OFFSET(amk_product_t, kblocks, 8);
+FW_ASSERT_OFFSET(amk_product_t, beside, 12);
+FW_ASSERT_OFFSET(amk_product_t, row_chunks, 16);
+FW_ASSERT_OFFSET(amk_product_t, epilogue, 20);
+FW_ASSERT_OFFSET(amk_product_t, epilogue_arg, 22);
+
+struct amk_norm_t {
+  int32_t unused;
+  int32_t rows;  // of the result
+  int32_t pitch_blocks;  // of rows staged apart, fragments from one to the next; else 0
+};
+static_assert(sizeof(amk_norm_t) == 12, "amk_norm_t");
+FW_ASSERT_OFFSET(amk_norm_t, unused, 0);
+FW_ASSERT_OFFSET(amk_norm_t, rows, 4);
+FW_ASSERT_OFFSET(amk_norm_t, pitch_blocks, 8);
+
+struct amk_rope_t {
+  int32_t frequencies;  // offset of its inverse frequencies in the float table
+  int32_t rows;  // of the result
+  int32_t value;  // of NEW_ROW, the step that appends the value
+  int32_t query_rope;  // of NEW_ROW, the step that turns the queries
+  int32_t norm;  // of one that is done on the way, the step that norms its heads, or -1
+};
+static_assert(sizeof(amk_rope_t) == 20, "amk_rope_t");
+FW_ASSERT_OFFSET(amk_rope_t, frequencies, 0);
+FW_ASSERT_OFFSET(amk_rope_t, rows, 4);
+FW_ASSERT_OFFSET(amk_rope_t, value, 8);
+FW_ASSERT_OFFSET(amk_rope_t, query_rope, 12);
+FW_ASSERT_OFFSET(amk_rope_t, norm, 16);
+
+struct amk_attention_t {
+  int32_t unused;
+  int32_t rows;  // of the result
+  int32_t key_rope;  // of APPENDS, the step that turns the key
+  int32_t value;  // of APPENDS, the step that appends the value
+};
+static_assert(sizeof(amk_attention_t) == 16, "amk_attention_t");
+FW_ASSERT_OFFSET(amk_attention_t, unused, 0);
+FW_ASSERT_OFFSET(amk_attention_t, rows, 4);
+FW_ASSERT_OFFSET(amk_attention_t, key_rope, 8);
+FW_ASSERT_OFFSET(amk_attention_t, value, 12);
+
+struct amk_softmax_t {
+  int32_t unused;
+  int32_t outer;  // elements before the dimension
+  int32_t n;  // elements along it
+  int32_t inner;  // elements behind it: the stride of those along it
+};
+static_assert(sizeof(amk_softmax_t) == 16, "amk_softmax_t");
+FW_ASSERT_OFFSET(amk_softmax_t, unused, 0);
+FW_ASSERT_OFFSET(amk_softmax_t, outer, 4);
+FW_ASSERT_OFFSET(amk_softmax_t, n, 8);
+FW_ASSERT_OFFSET(amk_softmax_t, inner, 12);
+
+struct amk_append_t {
+  int32_t unused;
+  int32_t row_numel;  // elements of a cache row
+};
+static_assert(sizeof(amk_append_t) == 8, "amk_append_t");
+FW_ASSERT_OFFSET(amk_append_t, unused, 0);
+FW_ASSERT_OFFSET(amk_append_t, row_numel, 4);
+
+union amk_step_kind_t {
+  amk_plain_t plain;  // what has no kind of its own below; of every scratch result, its rows
+  amk_product_t product;  // GEMV_TILE, GEMM_TILE
+  amk_norm_t norm;  // RMSNORM
+  amk_rope_t rope;  // ROPE
+  amk_attention_t attention;  // ATTENTION_TILE
+  amk_softmax_t softmax;  // SOFTMAX
+  amk_append_t append;  // KV_APPEND
+};
+static_assert(sizeof(amk_step_kind_t) == 24, "amk_step_kind_t");
+FW_ASSERT_OFFSET(amk_step_kind_t, plain, 0);
+FW_ASSERT_OFFSET(amk_step_kind_t, product, 0);
+FW_ASSERT_OFFSET(amk_step_kind_t, norm, 0);
+FW_ASSERT_OFFSET(amk_step_kind_t, rope, 0);
+FW_ASSERT_OFFSET(amk_step_kind_t, attention, 0);
+FW_ASSERT_OFFSET(amk_step_kind_t, softmax, 0);
+FW_ASSERT_OFFSET(amk_step_kind_t, append, 0);
+
 struct amk_step_t {
   int16_t op;  // InstructionKind, never FUSED
   int16_t n_args;
@@ -241,13 +341,7 @@ struct amk_step_t {
   uint32_t flags;  // StepFlag
   int32_t out_numel;  // elements of the result; of a tiled task's final step, of its tile
   int32_t scratch;  // byte offset of the result, where it is scratch
-  int32_t rope;  // offset of its inverse frequencies in the float table
-  int32_t rows;  // of a matrix step, activation rows M; else of the result, see docs/vm.md
-  int32_t kblocks;  // fragments of K, or of a slice of it; of others, see docs/vm.md
-  int32_t beside;  // slices of the operand that lie side by side; of others, see docs/vm.md
-  int32_t row_chunks;  // partials of a row block, at most; of others, see docs/vm.md
-  int16_t epilogue;  // Epilogue
-  int16_t epilogue_arg;  // operand ref
+  amk_step_kind_t as;  // what steps of its kind have besides
   amk_params_t params;
 };
 static_assert(sizeof(amk_step_t) == 128, "amk_step_t");
@@ -259,13 +353,7 @@ FW_ASSERT_OFFSET(amk_step_t, out_dtype, 22);
 FW_ASSERT_OFFSET(amk_step_t, flags, 24);
 FW_ASSERT_OFFSET(amk_step_t, out_numel, 28);
 FW_ASSERT_OFFSET(amk_step_t, scratch, 32);
-FW_ASSERT_OFFSET(amk_step_t, rope, 36);
-FW_ASSERT_OFFSET(amk_step_t, rows, 40);
-FW_ASSERT_OFFSET(amk_step_t, kblocks, 44);
-FW_ASSERT_OFFSET(amk_step_t, beside, 48);
-FW_ASSERT_OFFSET(amk_step_t, row_chunks, 52);
-FW_ASSERT_OFFSET(amk_step_t, epilogue, 56);
-FW_ASSERT_OFFSET(amk_step_t, epilogue_arg, 58);
+FW_ASSERT_OFFSET(amk_step_t, as, 36);
 FW_ASSERT_OFFSET(amk_step_t, params, 60);
 
 struct amk_segment_t {

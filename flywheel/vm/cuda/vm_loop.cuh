@@ -60,8 +60,8 @@ __device__ __forceinline__ Operand scratch(Block& block, const amk_step_t& step)
     char* spilled = reinterpret_cast<char*>(block.program.workspace) +
                     static_cast<long long>(blockIdx.x) * block.program.workspace_stride;
     char* base = step.scratch & FW_SPILLED ? spilled : block.staging();
-    return {base + (step.scratch & ~FW_SPILLED), step.out_numel, step.out_dtype, step.out_numel / step.rows, step.rows,
-            FW_LAYOUT_ROWS};
+    return {base + (step.scratch & ~FW_SPILLED), step.out_numel, step.out_dtype, step.out_numel / step.as.plain.rows,
+            step.as.plain.rows, FW_LAYOUT_ROWS};
 }
 
 // Columns of an input, in place of a copy of them.
@@ -69,8 +69,8 @@ __device__ __forceinline__ Operand view(Block& block, const amk_instruction_t& i
     Operand source = resolve(block, instruction.inputs[step.args[0]]);
     source.ptr += static_cast<long long>(step.params.n_off) * element_bytes(source.dtype);
     source.numel = step.out_numel;
-    source.width = step.out_numel / step.rows;
-    source.rows = step.rows;
+    source.width = step.out_numel / step.as.plain.rows;
+    source.rows = step.as.plain.rows;
     return source;
 }
 

@@ -10,7 +10,8 @@ from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind, DType, InstructionKind
 from flywheel.plan import KernelVariant
 from flywheel.plan.staging import WORK_BYTES
 from flywheel.plan.step import ABSENT, RESULT_REF, Form, Operand, Step, copied_rows, look, names_columns
-from flywheel.vm.abi import KERNELS, MAX_STEPS
+from flywheel.vm.abi import MAX_STEPS
+from flywheel.vm.kernels import KERNELS
 
 _K = InstructionKind
 

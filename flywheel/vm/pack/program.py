@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import DType, InstructionKind, MegakernelProgram, Task
+from flywheel.ir.access import MATRIX_OPS
 from flywheel.plan import KernelVariant
 from flywheel.plan.nodes import Node, make_nodes
 from flywheel.plan.program import Plan, make_plan
@@ -144,20 +145,19 @@ def _templates(
 def _step_table(templates: Sequence[Template]) -> tuple[Table, list[int]]:
     """(the steps of all templates, equal runs once; where those of each template begin)."""
     known: dict[bytes, int] = {}
-    runs, firsts, end = [np.zeros(0, STEP)], [], 0
+    firsts, end = [], 0
     for template in templates:
         key = template.steps.tobytes()
         if key not in known:
             known[key] = end
-            runs.append(template.steps)
             end += len(template.steps)
         firsts.append(known[key])
-    return np.concatenate(runs), firsts
+    return np.frombuffer(b"".join(known), STEP), firsts  # np.concatenate would lay the members of a union side by side
 
 
 def _pass_blocks(steps: Table, variant: KernelVariant) -> int:
     """Row blocks whose partial sums fit half of the partials, for all matrix steps alike."""
-    rows = steps["rows"][steps["row_chunks"] > 0]
+    rows = steps["as"]["product"]["rows"][np.isin(steps["op"], list(MATRIX_OPS))]
     most = int(rows.max()) if len(rows) else 1
     blocks = PARTIALS_BYTES // 2 // (variant.matrix_warps * FRAGMENT_ROWS * 4 * most)
     if blocks < 1:
@@ -195,7 +195,7 @@ def _check_tiles(
     instruction, step = entries
     _, n_tile = tile_of(instructions, steps, instruction, step)
     fused = instructions["op"][instruction] == InstructionKind.FUSED
-    wrong = fused & (steps["out_numel"][step] != n_tile * steps["rows"][step])
+    wrong = fused & (steps["out_numel"][step] != n_tile * steps["as"]["product"]["rows"][step])
     if wrong.any():
         first = int(np.flatnonzero(wrong)[0])
         task = tasks[int(instructions["task"][instruction[first]])]

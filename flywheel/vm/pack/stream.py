@@ -81,17 +81,19 @@ def segments_of(
     n_off, n_tile = tile_of(instructions, steps, instruction, step)
     first_block = n_off // FRAGMENT_ROWS
     blocks = -(-(n_off + n_tile) // FRAGMENT_ROWS) - first_block
-    depth, each = -(-steps["params"]["K"][step].astype(np.int64) // FRAGMENT_K), steps["kblocks"][step].astype(np.int64)
+    depth = -(-steps["params"]["K"][step].astype(np.int64) // FRAGMENT_K)
+    rows, each, beside = (
+        steps["as"]["product"][name][step].astype(np.int64) for name in ("rows", "kblocks", "beside")
+    )
     slices = -(-depth // each)
     merged = (blocks == 1) & _merges(depth, each, fragment_bytes, variant)
     entry, number = expand(-(-blocks // pass_blocks) * np.where(merged, 1, slices))
-    instruction, step, depth, each, slices, merged = (
-        column[entry] for column in (instruction, step, depth, each, slices, merged)
+    instruction, step, depth, rows, each, beside, slices, merged = (
+        column[entry] for column in (instruction, step, depth, rows, each, beside, slices, merged)
     )
     pass_, slice_ = np.divmod(number, np.where(merged, 1, slices))
     weight = instructions["inputs"][instruction, steps["args"][step, 1]]
     row_stride = -(-buffers["shape"][weight, 1].astype(np.int64) // FRAGMENT_K) * fragment_bytes
-    rows, beside = (steps[name][step].astype(np.int64) for name in ("rows", "beside"))
     kblocks = np.minimum(each, depth - slice_ * each)
     segments = np.zeros(len(entry), SEGMENT)
     segments["src"] = (first_block[entry] + pass_ * pass_blocks) * row_stride + slice_ * each * fragment_bytes

@@ -18,6 +18,7 @@ from flywheel.plan.routine import Routine
 from flywheel.plan.staging import FRAGMENT_K, operand_stride
 from flywheel.plan.step import ABSENT, RESULT_REF, Form, Step, look, names_columns, x_rows
 from flywheel.vm.abi import FRAGMENT_ROWS, InstructionFlag, StepFlag, numpy_struct
+from flywheel.vm.kernels import STEP_KINDS
 from flywheel.vm.pack.frequencies import Frequencies
 from flywheel.vm.pack.placing import place_values
 from flywheel.vm.pack.stream import chunking
@@ -64,12 +65,18 @@ def make_template(routine: Routine, dtype: DType, variant: KernelVariant, freque
     table = np.zeros(len(steps), STEP)
     table["scratch"] = placed.offsets
     for index, step in enumerate(steps):
-        _fill(table[index], step, steps[:index], form, frequencies)
+        _fill(table[index], step, form)
+        kind = table[index]["as"][STEP_KINDS.get(step.op, "plain")]
         if step.matrix:
-            kblocks = -(-step.depth // FRAGMENT_K)
-            _, row_chunks = chunking(kblocks, fragment_bytes(dtype), variant.chunk_bytes)
-            table[index]["kblocks"], table[index]["beside"] = kblocks, step.beside
-            table[index]["row_chunks"] = row_chunks if step.slices is None else variant.matrix_warps
+            _fill_product(kind, step, x_rows(step, steps, form), dtype, variant)
+        elif step.op is _K.SOFTMAX:
+            kind["outer"], kind["n"], kind["inner"] = _around(step, steps[:index], form)
+        elif step.op is _K.KV_APPEND:
+            kind["row_numel"] = step.result.numel // step.result.shape[0]
+        else:
+            kind["rows"] = step.result.rows
+        if step.op is _K.ROPE:
+            kind["frequencies"] = frequencies.offset(step.params)
     _flag(table, routine.views, StepFlag.VIEW)
     for staging in routine.stagings:
         _flag_operand(table, staging, steps)
@@ -88,10 +95,10 @@ def _flag_operand(table: npt.NDArray[np.void], staging: Staging, steps: Sequence
     _flag(table, [first], StepFlag.X_IN_PLACE if staging.in_place else StepFlag.STAGE)
     _flag(table, others, StepFlag.REUSE_X)
     if staging.in_place:
-        maker, rows = staging.ref - RESULT_REF, int(table[first]["rows"])
+        maker, rows = staging.ref - RESULT_REF, int(table[first]["as"]["product"]["rows"])
         _flag(table, [maker], StepFlag.ANNOUNCES)
-        if rows > 1:
-            table[maker]["kblocks"] = operand_stride(rows, steps[first].depth) // FRAGMENT_K
+        if rows > 1:  # which only a norm stages so
+            table[maker]["as"]["norm"]["pitch_blocks"] = operand_stride(rows, steps[first].depth) // FRAGMENT_K
         if staging.scaled_later:
             _flag(table, [maker], StepFlag.LEAVES_SCALE)
             _flag(table, staging.steps, StepFlag.TAKES_SCALE)
@@ -101,16 +108,17 @@ def _flag_turning(table: npt.NDArray[np.void], routine: Routine) -> None:
     """Flag what a new row's kernel or an attention does of the steps before it."""
     row = routine.new_row
     if row is not None:
-        first, last = table[row.key_rope], table[row.attention]
         _flag(table, [row.key, row.value, row.query_rope], StepFlag.LEFT)
         if row.alone:
             _flag(table, [row.key_rope], StepFlag.NEW_ROW)
-            first["kblocks"], first["beside"] = row.value, row.query_rope
+            first = table[row.key_rope]["as"]["rope"]
+            first["value"], first["query_rope"] = row.value, row.query_rope
             _flag(table, [row.attention], StepFlag.LEFT)
         else:
             _flag(table, [row.key_rope], StepFlag.LEFT)
             _flag(table, [row.attention], StepFlag.TURNS | StepFlag.APPENDS)
-            last["kblocks"], last["beside"] = row.key_rope, row.value
+            last = table[row.attention]["as"]["attention"]
+            last["key_rope"], last["value"] = row.key_rope, row.value
         _leave_norm(table, row.key_rope, row.key_norm)
         _leave_norm(table, row.query_rope, row.query_norm)
     for turn in routine.turns:
@@ -121,7 +129,7 @@ def _flag_turning(table: npt.NDArray[np.void], routine: Routine) -> None:
 
 def _leave_norm(table: npt.NDArray[np.void], rope: int, norm: int | None) -> None:
     """Leave a norm, if there is one, to what does the ROPE behind it."""
-    table[rope]["row_chunks"] = ABSENT if norm is None else norm
+    table[rope]["as"]["rope"]["norm"] = ABSENT if norm is None else norm
     if norm is not None:
         _flag(table, [norm], StepFlag.LEFT)
 
@@ -139,19 +147,23 @@ def _instruction_flags(form: Form) -> InstructionFlag:
     return flags
 
 
-def _fill(row: np.void, step: Step, before: Sequence[Step], form: Form, frequencies: Frequencies) -> None:
+def _fill(row: np.void, step: Step, form: Form) -> None:
+    """What steps of every kind have."""
     row["op"], row["n_args"] = step.op, len(step.args)
     row["args"] = ABSENT
     row["args"][: len(step.args)] = step.args
     row["out"], row["out_dtype"], row["out_numel"] = step.out, step.result.dtype, step.result.numel
-    row["epilogue"], row["epilogue_arg"] = step.epilogue, step.other
-    row["rope"] = frequencies.offset(step.params) if step.op is _K.ROPE else ABSENT
-    row["rows"] = _rows(step, before, form)
-    if step.op is _K.SOFTMAX:
-        row["rows"], row["kblocks"], row["beside"] = _around(step, before, form)
     row["flags"] = _flags(step, form)
     for name in PARAM_FIELDS.keys() & step.params.keys():
         row["params"][name] = step.params[name]
+
+
+def _fill_product(product: np.void, step: Step, rows: int, dtype: DType, variant: KernelVariant) -> None:
+    kblocks = -(-step.depth // FRAGMENT_K)
+    _, row_chunks = chunking(kblocks, fragment_bytes(dtype), variant.chunk_bytes)
+    product["rows"], product["kblocks"], product["beside"] = rows, kblocks, step.beside
+    product["row_chunks"] = row_chunks if step.slices is None else variant.matrix_warps
+    product["epilogue"], product["epilogue_arg"] = step.epilogue, step.other
 
 
 def _flags(step: Step, form: Form) -> int:
@@ -165,15 +177,6 @@ def _flags(step: Step, form: Form) -> int:
     if step.matrix and (form.recipe is not None or step.out == ABSENT) and not (step.out == 0 and form.rows > 1):
         flags |= StepFlag.INDEX_FROM_ZERO
     return flags
-
-
-def _rows(step: Step, before: Sequence[Step], form: Form) -> int:
-    """Rows of x of a matrix step, elements of a cache row of an append, rows of any other result."""
-    if step.matrix:
-        return x_rows(step, before, form)
-    if step.op is _K.KV_APPEND:
-        return step.result.numel // step.result.shape[0]
-    return step.result.rows
 
 
 def _around(step: Step, before: Sequence[Step], form: Form) -> tuple[int, int, int]:

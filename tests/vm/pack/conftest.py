@@ -100,7 +100,7 @@ def agree(table_vm: ModuleType) -> Callable[..., None]:
         expected = ReferenceVM(program).run(tensors, pos=pos)
         packed = pack(program)
         products = np.isin(packed.steps["op"], [op.value for op in MATRIX_OPS])
-        rows = set(packed.steps["rows"][products].tolist())
+        rows = set(packed.steps["as"]["product"]["rows"][products].tolist())
         assert packed.variant.rows == (rows.pop() if len(rows) == 1 else 0)
         made = table_vm.TableVM(packed, program, tensors).run(-1 if pos is None else pos)
         assert made.keys() == expected.keys()

@@ -50,7 +50,9 @@ def is_written(tensor: Tensor) -> bool:
 
 
 def refs_of(step: Any) -> list[int]:
-    epilogue = [int(step["epilogue_arg"])] if step["epilogue"] != Epilogue.NONE else []
+    product = step["as"]["product"]
+    adds = step["op"] in MATRIX_OPS and product["epilogue"] != Epilogue.NONE
+    epilogue = [int(product["epilogue_arg"])] if adds else []
     return [*map(int, step["args"][: step["n_args"]]), *epilogue]
 
 
@@ -169,13 +171,13 @@ class TableVM:
         area = sm.workspace if scratch & SPILLED else sm.staging
         start = scratch & ~SPILLED
         assert start + nbytes <= len(area)
-        if step["op"] == K.RMSNORM and step["kblocks"]:  # rows apart, as its matrix step has them
+        if step["op"] == K.RMSNORM and step["as"]["norm"]["pitch_blocks"]:  # rows apart, as its matrix step has them
             assert step["flags"] & StepFlag.ANNOUNCES and start == 0
-            rows, pitch = int(step["rows"]), 16 * int(step["kblocks"])
+            rows, pitch = int(step["as"]["norm"]["rows"]), 16 * int(step["as"]["norm"]["pitch_blocks"])
             apart = torch.from_numpy(area[: rows * pitch * dtype.itemsize]).view(dtype).view(rows, pitch)
             return apart[:, : int(step["params"]["hidden"])]
         flat = torch.from_numpy(area[start : start + nbytes]).view(dtype)
-        return flat.view(max(1, int(step["rows"])), -1) if step["op"] in MATRIX_OPS else flat
+        return flat.view(max(1, int(step["as"]["product"]["rows"])), -1) if step["op"] in MATRIX_OPS else flat
 
     def _operand(self, sm: Sm, instruction: Any, steps: Any, ref: int) -> Tensor:
         if ref >= RESULT_REF:
@@ -223,7 +225,7 @@ class TableVM:
             del given["n_off"]
         out = self._out(sm, instruction, step, params)
         if op is K.KV_APPEND:
-            assert step["rows"] == inputs[1].numel() // inputs[1].shape[0]
+            assert step["as"]["append"]["row_numel"] == inputs[1].numel() // inputs[1].shape[0]
             OPS[op](inputs, out.view(inputs[1].shape), given)
             return
         assert out.numel() == step["out_numel"]
@@ -231,7 +233,7 @@ class TableVM:
         if op is K.ROPE:
             self._rope(inputs, result, step)
         elif op is K.SOFTMAX:
-            shape = (int(step["rows"]), int(step["kblocks"]), int(step["beside"]))
+            shape = step["as"]["softmax"][["outer", "n", "inner"]].tolist()
             result.copy_(inputs[0].reshape(shape).float().softmax(1).reshape(-1))
         else:
             OPS[op](inputs, result, given)
@@ -245,7 +247,7 @@ class TableVM:
     def _rope(self, inputs: list[Tensor], result: Tensor, step: Any) -> None:
         x, positions = inputs
         head_dim = int(step["params"]["head_dim"])
-        frequencies = torch.from_numpy(self.packed.floats[step["rope"] :][: head_dim // 2])
+        frequencies = torch.from_numpy(self.packed.floats[step["as"]["rope"]["frequencies"] :][: head_dim // 2])
         angles = positions.reshape(-1, 1, 1).float() * frequencies
         low, high = x.reshape(positions.numel(), -1, head_dim).float().chunk(2, dim=-1)
         turned = torch.cat((low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()), dim=-1)
@@ -253,7 +255,8 @@ class TableVM:
 
     def _matrix(self, sm: Sm, instruction: Any, steps: Any, index: int, params: Mapping[str, Any]) -> None:
         step = steps[index]
-        flags, rows, each, beside = (int(step[name]) for name in ("flags", "rows", "kblocks", "beside"))
+        flags, product = int(step["flags"]), step["as"]["product"]
+        rows, each, beside = (int(product[name]) for name in ("rows", "kblocks", "beside"))
         how = StepFlag(flags) & (StepFlag.STAGE | StepFlag.X_IN_PLACE | StepFlag.REUSE_X)
         assert how in (StepFlag.STAGE, StepFlag.X_IN_PLACE, StepFlag.REUSE_X)
         x = self._operand(sm, instruction, steps, int(step["args"][0])).reshape(rows, -1)
@@ -264,7 +267,7 @@ class TableVM:
         fresh = not instruction["flags"] & InstructionFlag.X_STAGED and how is not StepFlag.REUSE_X
         assert fresh or not streams
         assert len(starts) == 1 or how is not StepFlag.X_IN_PLACE
-        assert len(starts) == 1 or step["row_chunks"] == self.packed.variant.matrix_warps
+        assert len(starts) == 1 or product["row_chunks"] == self.packed.variant.matrix_warps
         if how is StepFlag.X_IN_PLACE:
             assert steps[int(step["args"][0]) - RESULT_REF]["flags"] & StepFlag.ANNOUNCES
         if how is StepFlag.STAGE and not instruction["flags"] & InstructionFlag.X_STAGED:
@@ -318,14 +321,14 @@ class TableVM:
         span: tuple[int, int], start: int, place: int, slices: tuple[bool, bool],
     ) -> Tensor:  # fmt: skip
         """The next segment of the stream times a slice of x."""
-        packed = self.packed
+        packed, made = self.packed, step["as"]["product"]
         element = TORCH_DTYPES[packed.dtype].itemsize
         fragment = 256 * element
         assert sm.stream < len(packed.segments)
         segment = packed.segments[sm.stream]
         row = int(instruction["inputs"][step["args"][1]])
         assert packed.segment_buffers[sm.stream] == row
-        assert segment["rows"] == len(x) == step["rows"]
+        assert segment["rows"] == len(x) == made["rows"]
         assert segment["queue_index"] == sm.queue - packed.queues[instruction["sm"]]
         blocks, kblocks, each = int(segment["row_blocks"]), int(segment["kblocks"]), x.shape[1] // 16
         assert blocks == span[1] - span[0]
@@ -334,15 +337,15 @@ class TableVM:
         merged = bool(segment["slice_chunks"])  # one segment for all slices, which its chunks never straddle
         if merged:
             assert packed.variant.rows == len(x) > 1 == blocks and any(slices) and marked == [fresh, False, False]
-            assert segment["slice_chunks"] * segment["chunk_kblocks"] == each == step["kblocks"]
-            assert segment["x_kblocks"] == place == 0 and step["beside"] == 1
+            assert segment["slice_chunks"] * segment["chunk_kblocks"] == each == made["kblocks"]
+            assert segment["x_kblocks"] == place == 0 and made["beside"] == 1
             assert segment["row_chunks"] >= packed.variant.chunk_groups and kblocks * 16 == step["params"]["K"]
         else:
             assert segment["x_kblocks"] == place and kblocks == each and marked == [fresh, *slices]
         assert blocks * packed.variant.matrix_warps * len(x) * 64 <= PARTIALS_BYTES // 2
         assert segment["chunk_kblocks"] * fragment <= packed.variant.chunk_bytes
         assert 0 <= segment["row_chunks"] * segment["chunk_kblocks"] - kblocks < segment["chunk_kblocks"]
-        assert segment["row_chunks"] == step["row_chunks"] or any(slices)
+        assert segment["row_chunks"] == made["row_chunks"] or any(slices)
         stride, src = int(segment["row_stride"]), int(segment["src"])
         begin = 0 if merged else start
         assert src == span[0] * stride + begin * fragment and (begin + kblocks) * fragment <= stride
@@ -366,11 +369,12 @@ class TableVM:
             bias = self._operand(sm, instruction, steps, int(step["args"][2])).reshape(-1)
             product = product + bias[n_off : n_off + n_tile].float()
         value = product.to(TORCH_DTYPES[DType(int(step["out_dtype"]))]).float()
-        if step["epilogue"] == Epilogue.ADD:
-            other = self._operand(sm, instruction, steps, int(step["epilogue_arg"])).reshape(rows, -1)
+        epilogue = step["as"]["product"]["epilogue"]
+        if epilogue == Epilogue.ADD:
+            other = self._operand(sm, instruction, steps, int(step["as"]["product"]["epilogue_arg"])).reshape(rows, -1)
             value = value + other[:, n_off : n_off + n_tile].float()
-        elif step["epilogue"] == Epilogue.SILU_MUL:
-            gate = self._operand(sm, instruction, steps, int(step["epilogue_arg"])).reshape(rows, -1)
+        elif epilogue == Epilogue.SILU_MUL:
+            gate = self._operand(sm, instruction, steps, int(step["as"]["product"]["epilogue_arg"])).reshape(rows, -1)
             value = torch.nn.functional.silu(gate.float()) * value
         out = self._out(sm, instruction, step, params)
         if step["flags"] & StepFlag.INDEX_FROM_ZERO:

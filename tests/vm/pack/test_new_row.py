@@ -42,7 +42,8 @@ def found(packed: PackedProgram) -> list[list[str]]:
     for instruction in packed.instructions:
         steps = packed.steps[instruction["first_step"] :][: instruction["n_steps"]]
         for place in np.flatnonzero(steps["flags"] & int(StepFlag.NEW_ROW)):
-            others = (steps[place]["kblocks"], steps[place]["beside"], len(steps) - 1)
+            rope = steps[place]["as"]["rope"]
+            others = (rope["value"], rope["query_rope"], len(steps) - 1)
             rows.append([InstructionKind(int(steps[at]["op"])).name for at in (place, place + 1, *others)])
     return rows
 
@@ -53,8 +54,8 @@ def appended(packed: PackedProgram) -> list[list[str]]:
     for instruction in packed.instructions:
         steps = packed.steps[instruction["first_step"] :][: instruction["n_steps"]]
         for place in np.flatnonzero(steps["flags"] & int(StepFlag.APPENDS)):
-            key = steps[place]["kblocks"]
-            others = (key, key + 1, steps[place]["beside"], place - 1)
+            attention = steps[place]["as"]["attention"]
+            others = (attention["key_rope"], attention["key_rope"] + 1, attention["value"], place - 1)
             assert all(steps["flags"][list(others)] & int(StepFlag.LEFT))
             assert steps["flags"][place] & int(StepFlag.TURNS)
             rows.append([InstructionKind(int(steps[at]["op"])).name for at in (*others, place)])
@@ -66,7 +67,8 @@ def own_norms(packed: PackedProgram, instruction: Any) -> list[int]:
     steps = packed.steps[instruction["first_step"] :][: instruction["n_steps"]]
     places: list[int] = []
     for place in np.flatnonzero(steps["flags"] & int(StepFlag.NEW_ROW)):
-        places += [int(steps[rope]["row_chunks"]) for rope in (place, steps[place]["beside"])]
+        ropes = steps["as"]["rope"]
+        places += [int(ropes["norm"][rope]) for rope in (place, ropes["query_rope"][place])]
     norms = [place for place in places if place >= 0]
     assert all(steps[place]["op"] == int(InstructionKind.RMSNORM) for place in norms)
     assert all(steps[place]["flags"] & int(StepFlag.LEFT) for place in norms)
@@ -167,7 +169,7 @@ def test_a_view_may_lie_between_the_steps(chain: Chain) -> None:
     packed = pack(appending(chain))
     assert packed.steps["flags"][3] & int(StepFlag.VIEW)
     assert found(packed) == [ROW]
-    assert (packed.steps["kblocks"][0], packed.steps["beside"][0]) == (2, 4)
+    assert packed.steps["as"]["rope"][0][["value", "query_rope"]].tolist() == (2, 4)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import BufferKind, DType, InstructionKind, MegakernelProgram
+from flywheel.ir.access import MATRIX_OPS
 from flywheel.plan.step import Epilogue
 from flywheel.vm.abi import StepFlag
 from flywheel.vm.pack import pack
@@ -148,7 +150,7 @@ def packed_steps(program: MegakernelProgram) -> Any:
 def test_a_residual_is_added_by_the_matrix_step(chain: Chain, agree: Agree, args: list[str]) -> None:
     program = one_tile(chain, gemv(0, 1, 0), step("COPY", [3], 1, 15), step("ADD", args, "final", 15))
     (only,) = packed_steps(program)
-    assert (only["epilogue"], only["epilogue_arg"]) == (Epilogue.ADD, 3)
+    assert (only["as"]["product"]["epilogue"], only["as"]["product"]["epilogue_arg"]) == (Epilogue.ADD, 3)
     agree(program)
 
 
@@ -156,9 +158,10 @@ def test_a_gate_is_applied_by_the_matrix_step_wherever_it_was_made(chain: Chain,
     for first, second in ((1, 2), (2, 1)):
         gate, up = ("s0", "s1") if first == 1 else ("s1", "s0")
         program = one_tile(chain, gemv(0, first, 0), gemv(0, second, 1), step("SILU_MUL", [gate, up], "final", 15))
-        one, two = packed_steps(program)
+        steps = packed_steps(program)
+        one, two = steps["as"]["product"]
         assert (one["epilogue"], two["epilogue"], two["epilogue_arg"]) == (Epilogue.NONE, Epilogue.SILU_MUL, 16)
-        assert two["flags"] & StepFlag.REUSE_X
+        assert steps["flags"][1] & StepFlag.REUSE_X
         agree(program)
 
 
@@ -177,7 +180,9 @@ UNFUSED = {
 @pytest.mark.parametrize("name", UNFUSED)
 def test_what_no_epilogue_can_do_stays_a_step(chain: Chain, agree: Agree, name: str) -> None:
     program = one_tile(chain, *UNFUSED[name])
-    assert not packed_steps(program)["epilogue"].any() and len(packed_steps(program)) == len(UNFUSED[name])
+    steps = packed_steps(program)
+    products = steps["as"]["product"][np.isin(steps["op"], list(MATRIX_OPS))]
+    assert not products["epilogue"].any() and len(steps) == len(UNFUSED[name])
     agree(program)
 
 
@@ -275,7 +280,7 @@ def test_an_operand_still_needed_beside_another_is_staged_from_elsewhere(chain: 
     ]  # fmt: skip
     program = one_tile(chain, *steps)
     made = packed_steps(program)
-    assert [bool(each["flags"] & StepFlag.STAGE) for each in made if each["row_chunks"]] == [True, True, True]
+    assert [bool(each["flags"] & StepFlag.STAGE) for each in made if each["op"] in MATRIX_OPS] == [True, True, True]
     agree(program)
 
 
@@ -316,7 +321,7 @@ def test_a_tile_of_several_rows_takes_its_columns_of_each(chain: Chain, agree: A
         tasks.append(("FUSED", ["x", "g", "w", "b", "r"], ["y"], fused(*residual, **params)))
         tasks.append(("FUSED", ["x", "w", "v"], ["z"], fused(*gated, **params)))
     program = chain(buffers, tasks)
-    assert list(packed_steps(program)["epilogue"]) == [Epilogue.NONE, Epilogue.ADD]
+    assert list(packed_steps(program)["as"]["product"]["epilogue"]) == [Epilogue.NONE, Epilogue.ADD]
     agree(program)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import TARGETS, BufferKind, DType, MegakernelProgram, ScheduleConfig
+from flywheel.ir.access import MATRIX_OPS
 from flywheel.lowering.lower import lower
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step
@@ -84,7 +85,7 @@ def test_slices_are_segments_that_take_each_other_s_place(chain: Chain, limit: L
     buffers = {"x": (IN, BF16, (1, 1024)), "w": (WEIGHT, BF16, (20, 1024)), "y": (OUT, BF16, (1, 20))}
     packed = pack(chain(buffers, [("GEMV_TILE", ["x", "w"], ["y"], {"K": 1024, "n_off": 0, "N_tile": 20})]))
     (step,) = packed.steps
-    assert (step["kblocks"], step["beside"], step["row_chunks"]) == (22, 1, packed.variant.matrix_warps)
+    assert step["as"]["product"][["kblocks", "beside", "row_chunks"]].tolist() == (22, 1, packed.variant.matrix_warps)
     fresh, continues, goes_on = SegmentFlag.FRESH_X, SegmentFlag.CONTINUES, SegmentFlag.GOES_ON
     assert packed.segments["flags"].tolist() == [fresh | goes_on, fresh | continues | goes_on, fresh | continues]
     assert packed.segments["kblocks"].tolist() == [22, 22, 20]
@@ -141,7 +142,8 @@ def test_residuals_and_gates_are_taken_in_behind_the_last_slice(
         tasks.append(("FUSED", ["x", "w", "v"], ["z"], {**tile, "recipe": {"steps": gated}}))
     program = chain(buffers, tasks)
     steps = pack(program).steps
-    epilogues = {Epilogue(int(step["epilogue"])) for step in steps if step["kblocks"] * 16 < depth}
+    cut = [product for product in steps["as"]["product"] if product["kblocks"] * 16 < depth]
+    epilogues = {Epilogue(int(product["epilogue"])) for product in cut}
     assert {Epilogue.ADD, Epilogue.SILU_MUL} <= epilogues
     agree(program)
 
@@ -195,7 +197,7 @@ def test_eight_sequences_of_llama3_8b_fit() -> None:
             packed = pack(lower(workload.graph, space.to_config({**choice, "fuse.down": fuse}), workload.target))
             assert packed.variant.ring_slots * packed.variant.chunk_bytes >= 64 * 1024
             cut = packed.steps[packed.steps["params"]["K"] == 14336]
-            assert set(cut["kblocks"].tolist()) == {128}
+            assert set(cut["as"]["product"]["kblocks"].tolist()) == {128}
             streamed = packed.segments["row_blocks"].astype(np.int64) * packed.segments["kblocks"] * 256
             assert streamed.sum() == sum(numel for numel in matrices(workload))
 
@@ -212,7 +214,7 @@ def test_slices_of_what_fits_lie_side_by_side_and_are_announced_ahead(agree: Agr
     few = replace(TARGETS["h100"], name="few", num_sms=3, note="")
     program = lower(decode_step(spec, 48, BF16), config, few)
     packed = pack(program)
-    downs = packed.steps[packed.steps["params"]["K"] == 200]
+    downs = packed.steps["as"]["product"][packed.steps["params"]["K"] == 200]
     each = 32 * -(-200 // (32 * slices))
     assert len(downs) and set(downs["kblocks"] * 16) == {each} and set(downs["beside"]) == {-(-200 // each)}
     of_downs = packed.segments[packed.segments["flags"] & SLICED != 0]
@@ -238,8 +240,10 @@ def test_what_several_products_multiply_is_not_cut_to_be_early(agree: Agree) -> 
     firsts = {int(each["first_step"]) for each in packed.instructions if int(each["task"]) in gates}
     for first in firsts:
         for step in packed.steps[first : first + 2]:
-            assert step["kblocks"] * 16 == step["params"]["K"] == 128 and step["beside"] == 1
-    assert (packed.steps["beside"] == 2).any()
+            product = step["as"]["product"]
+            assert product["kblocks"] * 16 == step["params"]["K"] == 128 and product["beside"] == 1
+    products = packed.steps[np.isin(packed.steps["op"], list(MATRIX_OPS))]
+    assert (products["as"]["product"]["beside"] == 2).any()
     agree(program, 17)
 
 

@@ -59,7 +59,7 @@ def left(program: MegakernelProgram) -> list[str]:
     assert [names[place] for place in turning] == ["ATTENTION_TILE"] * len(turning)
     ropes = [place for place in found if names[place] == "ROPE"]
     assert [place + 1 for place in ropes] == turning
-    norms = [int(steps[place]["row_chunks"]) for place in ropes]
+    norms = [int(steps[place]["as"]["rope"]["norm"]) for place in ropes]
     assert [norm for norm in norms if norm >= 0] == [place for place in found if names[place] == "RMSNORM"]
     return [names[place] for place in found]
 

@@ -217,7 +217,7 @@ struct Rotation {
         const amk_step_t& queries = (&step)[-1];
         if (unit < queries.out_numel / 64) return queries;
         unit -= queries.out_numel / 64;
-        return vm.task()->steps[step.kblocks];
+        return vm.task()->steps[step.as.attention.key_rope];
     }
     // Where its turned heads go: those of a key into the row of the KV_APPEND behind it.
     static __device__ __forceinline__ element_t* target(Vm vm, const amk_step_t& step, const amk_step_t& rope) {
@@ -269,7 +269,7 @@ struct Rotation {
 // The value of the row that a step appends, by its last warp.
 template <int D> __device__ __forceinline__ void append_value(Vm vm, const amk_step_t& step) {
     if (Place().warp < VECTOR_WARPS - 1) return;
-    const amk_step_t& append = vm.task()->steps[step.beside];
+    const amk_step_t& append = vm.task()->steps[step.as.attention.value];
     HeadValues<D / 64> values;
     values.load(vm, append);
     values.settle(vm, append);

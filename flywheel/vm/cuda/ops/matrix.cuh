@@ -2,7 +2,7 @@
 // Stages and announces x, then takes over pass after pass what the matrix warps multiplied: adds up the partials of a row
 // in the order of K, adds the bias, rounds to out_dtype, applies the epilogue, and stores rounded to the output's dtype.
 // Half a warp takes 16 rows of W for one row of x; x is [rows][x_stride] at the start of the staging area, zero behind K.
-// Where K comes in slices, each is announced as soon as it is staged: `step.beside` of them lie side by side, and each further
+// Where K comes in slices, each is announced as soon as it is staged: `beside` of them lie side by side, and each further
 // one takes the place of one that is multiplied.
 #pragma once
 
@@ -20,10 +20,10 @@ struct XSlice {
     __device__ __forceinline__ XSlice(Vm vm, const amk_step_t& step, int its_first, int place) : first(its_first == 0) {
         const Operand& x = vm.arg(step, 0);
         pitch = step.params.K;
-        const int start = its_first * 16, kblocks = min(step.kblocks, (pitch + 15) / 16 - its_first);
+        const int start = its_first * 16, kblocks = min(step.as.product.kblocks, (pitch + 15) / 16 - its_first);
         source = reinterpret_cast<const element_t*>(x.ptr) + start;
-        const int rows = product_rows(step.rows);
-        staged = reinterpret_cast<element_t*>(vm.block().staging()) + place * rows * x_stride(step.kblocks, rows);
+        const int rows = product_rows(step.as.product.rows);
+        staged = reinterpret_cast<element_t*>(vm.block().staging()) + place * rows * x_stride(step.as.product.kblocks, rows);
         padded = kblocks * 16;
         depth = min(pitch - start, padded);
         stride = x_stride(kblocks, rows);
@@ -64,8 +64,8 @@ template <int ROWS> __device__ __forceinline__ int announce_rows(Vm vm, const am
     constexpr int GROUPS = COLUMNS * ROWS;
     constexpr bool AHEAD = FW_ROWS > 0 && FW_THREADS <= 512;  // where there are registers for both
     const Operand& x = vm.arg(step, 0);
-    const int rows = FW_ROWS > 0 ? ROWS : step.rows, all = step.params.K * static_cast<int>(sizeof(element_t));
-    const int each = step.kblocks * FRAGMENT_ROW, mine = vm.thread() * 16;
+    const int rows = FW_ROWS > 0 ? ROWS : step.as.product.rows, all = step.params.K * static_cast<int>(sizeof(element_t));
+    const int each = step.as.product.kblocks * FRAGMENT_ROW, mine = vm.thread() * 16;
     const bool awaited = x.layout == FW_LAYOUT_AWAITED;
     const char* from = x.ptr;  // the slice's first column, and where in it the thread is
     int at = mine, width = min(each, all), left = all;
@@ -129,7 +129,7 @@ template <int ROWS> __device__ __forceinline__ int announce_rows(Vm vm, const am
 __device__ __forceinline__ void stage_elements(Vm vm, const amk_step_t& step, XSlice x) {
     if (x.first) vm.await(step.args[0]);
 #pragma unroll 1
-    for (int m = 0; m < product_rows(step.rows); m++, x.source += x.pitch, x.staged += x.stride) {
+    for (int m = 0; m < product_rows(step.as.product.rows); m++, x.source += x.pitch, x.staged += x.stride) {
 #pragma unroll 1
         for (int i = vm.thread(); i < x.padded; i += VECTOR_THREADS) {
             x.staged[i] = i < x.depth ? load_element(x.source + i) : element_t(0);
@@ -151,14 +151,14 @@ struct Unit {
 __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int round) {
     if (step.flags & FW_STEP_X_IN_PLACE) return round + 1;
     const bool packed = step.params.K % 16 == 0 && aligned16(vm.arg(step, 0).ptr);
-    if (FW_ROWS != 1 && packed && product_rows(step.rows) > 1) {
+    if (FW_ROWS != 1 && packed && product_rows(step.as.product.rows) > 1) {
         return announce_rows<FW_ROWS == 0 ? FW_MAX_ROWS : FW_ROWS>(vm, step, round);
     }
-    int place = 0, left = step.beside;  // places that nothing was staged in
+    int place = 0, left = step.as.product.beside;  // places that nothing was staged in
 #pragma unroll 1
-    for (int first = 0; first * 16 < step.params.K; first += step.kblocks, left--, place++, round++) {
-        if (place == step.beside) place = 0;
-        const int before = round - step.beside;
+    for (int first = 0; first * 16 < step.params.K; first += step.as.product.kblocks, left--, place++, round++) {
+        if (place == step.as.product.beside) place = 0;
+        const int before = round - step.as.product.beside;
         uint64_t* const read = &vm.block().x_read[before % X_ROUNDS];
         if (left <= 0 && !warp_barrier_wait(read, before / X_ROUNDS & 1, &vm.block().aborted)) break;
         const XSlice x(vm, step, first, place);
@@ -178,14 +178,15 @@ __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int rou
 __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool streams, bool keeps_best, BestSeen& best,
                                           int& pass, int& done) {
     const Operand out = vm.out(step);
-    const int epilogue = step.epilogue, rows = product_rows(step.rows), n_off = vm.n_off(step), n_tile = vm.n_tile(step);
+    const int epilogue = step.as.product.epilogue, rows = product_rows(step.as.product.rows);
+    const int n_off = vm.n_off(step), n_tile = vm.n_tile(step);
     const int start = step.flags & FW_STEP_INDEX_FROM_ZERO ? 0 : n_off;  // column of out that the tile begins at
     const int pitch = step.flags & FW_STEP_INDEX_FROM_ZERO ? n_tile : out.numel / rows;
-    const Operand other = epilogue != FW_EPILOGUE_NONE ? vm.operand(step.epilogue_arg) : out;
+    const Operand other = epilogue != FW_EPILOGUE_NONE ? vm.operand(step.as.product.epilogue_arg) : out;
     const int other_start = epilogue == FW_EPILOGUE_ADD ? n_off : 0;
     const int other_pitch = epilogue == FW_EPILOGUE_ADD ? other.numel / rows : n_tile;
     const Operand* bias = step.n_args > 2 ? &vm.arg(step, 2) : nullptr;
-    const int slots = min(step.row_chunks, chunk_groups(vm.block())) * vm.block().program.chunk_warps;
+    const int slots = min(step.as.product.row_chunks, chunk_groups(vm.block())) * vm.block().program.chunk_warps;
     const int pass_blocks = vm.block().program.pass_blocks;
     const int first_unit = vm.warp() * 2 + vm.lane() / 16, row = vm.lane() % 16;
     const int out_dtype = step.out_dtype;
@@ -266,7 +267,7 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
 FW_MICRO_KERNEL op_matrix(Vm vm, const amk_step_t& step) {
     int stagings = vm.block().stagings, pass = vm.block().passes, done = 0;
     const bool stages = !(step.flags & FW_STEP_REUSE_X) && &step != x_staged_step(*vm.task());
-    const bool streams = step.beside * step.kblocks * 16 < step.params.K;
+    const bool streams = step.as.product.beside * step.as.product.kblocks * 16 < step.params.K;
     const bool keeps_best = step.out >= 0 && vm.task()->instruction.flags & FW_INSTRUCTION_KEEPS_BEST;
     BestSeen best;
     do {

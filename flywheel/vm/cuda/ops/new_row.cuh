@@ -15,7 +15,7 @@ struct NewRow {
 // Where the packer has said that they are: what it has seen to is in plan/new_row.py.
 __device__ __forceinline__ NewRow new_row_of(Vm vm, const amk_step_t& key_rope) {
     const TaskSlot& task = *vm.task();
-    return {&key_rope, &key_rope + 1, task.steps + key_rope.kblocks, task.steps + key_rope.beside,
+    return {&key_rope, &key_rope + 1, task.steps + key_rope.as.rope.value, task.steps + key_rope.as.rope.query_rope,
             task.steps + task.instruction.n_steps - 1};
 }
 

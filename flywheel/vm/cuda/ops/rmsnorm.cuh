@@ -290,8 +290,9 @@ FW_MICRO_KERNEL op_rmsnorm(Vm vm, const amk_step_t& step) {
     constexpr int BYTES = sizeof(element_t);
     const Operand x = vm.arg(step, 0), w = vm.arg(step, 1), out = vm.out(step);
     const int hidden = step.params.hidden, groups = hidden * BYTES / 16;
-    const int pitch = step.kblocks > 0 ? step.kblocks * 16 : hidden;
-    const bool awaited = x.layout == FW_LAYOUT_AWAITED, staged = step.kblocks > 0, later = step.flags & FW_STEP_LEAVES_SCALE;
+    const int pitch = step.as.norm.pitch_blocks > 0 ? step.as.norm.pitch_blocks * 16 : hidden;
+    const bool awaited = x.layout == FW_LAYOUT_AWAITED, staged = step.as.norm.pitch_blocks > 0;
+    const bool later = step.flags & FW_STEP_LEAVES_SCALE;
     const bool packed = (step.out_dtype == FW_DTYPE) & packs(x) & packs(w) & packs(out) & (hidden % (16 / BYTES) == 0);
     const bool is_short = groups <= 2 * WARP;
     const int rows = FW_ROWS > 0 && out.numel == FW_ROWS * hidden ? FW_ROWS : out.numel / hidden;

@@ -1,5 +1,5 @@
 // ROPE: elements i and i + head_dim / 2 of each head, rotated by position * inverse frequency i.
-// Operands: x [S, heads, head_dim], positions I32 [S], out as x; step.rope: the frequencies' place in the float table.
+// Operands: x [S, heads, head_dim], positions I32 [S], out as x; step.as.rope.frequencies: their place in the float table.
 // Rounding: angle, sine, cosine and products in fp32, once to the step's dtype, then to the output's.
 // Where loads of the steps behind it need not wait for its result, it is left to them (attention to what it rotates) or does
 // theirs (all that is to be done for a new row).

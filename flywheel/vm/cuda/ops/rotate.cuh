@@ -42,7 +42,7 @@ struct Turns {
     SineCosine turn[PAIRS];
     __device__ __forceinline__ void load(Vm vm, const amk_step_t& rope, int first) {
 #pragma unroll
-        for (int p = 0; p < PAIRS; p++) frequency[p] = vm.floats()[rope.rope + first + p];
+        for (int p = 0; p < PAIRS; p++) frequency[p] = vm.floats()[rope.as.rope.frequencies + first + p];
         position = load_int(vm.arg(rope, 1), 0);
     }
     __device__ __forceinline__ void make() {
@@ -105,7 +105,7 @@ struct HeadPair {
 
 // The RMSNORM of its heads that whoever does `rope` does too, or null.
 __device__ __forceinline__ const amk_step_t* norm_before(Vm vm, const amk_step_t& rope) {
-    return rope.row_chunks < 0 ? nullptr : vm.task()->steps + rope.row_chunks;
+    return rope.as.rope.norm < 0 ? nullptr : vm.task()->steps + rope.as.rope.norm;
 }
 
 // Its weights of elements `at` and at + half.
@@ -130,7 +130,7 @@ __device__ __forceinline__ void rotate_heads(Vm vm, const amk_step_t& step, cons
     constexpr int AHEAD = 2, MOST = floor_log2(VECTOR_THREADS);
     const Operand positions = vm.arg(step, 1), out = vm.out(step);
     const T* from = reinterpret_cast<const T*>(x.ptr);
-    const float* frequencies = vm.floats() + step.rope;
+    const float* frequencies = vm.floats() + step.as.rope.frequencies;
     const int head_dim = step.params.head_dim, half = head_dim / 2, dtype = step.out_dtype;
     const int row = positions.numel == 1 ? out.numel : out.numel / positions.numel;
     const int shift = min(32 - __clz(half - 1), MOST);

@@ -1,5 +1,5 @@
 // SOFTMAX over one dim of x, seen as [outer, n, inner]; the loader resolves `dim` to these.
-// Operands: x and out of outer * n * inner elements; step.rows = outer, step.kblocks = n, step.beside = inner.
+// Operands: x and out of outer * n * inner elements; step.as.softmax has these.
 // Rounding: fp32 throughout, once to the step's dtype, then to the output's.
 // A warp a vector where there are vectors enough, else all threads on one after the other.
 #pragma once
@@ -18,7 +18,8 @@ struct SoftmaxLanes {
 
 FW_MICRO_KERNEL op_softmax(Vm vm, const amk_step_t& step) {
     const Operand x = vm.arg(step, 0), out = vm.out(step);
-    const int n = step.kblocks, inner = step.beside, vectors = step.rows * inner, dtype = step.out_dtype;
+    const int n = step.as.softmax.n, inner = step.as.softmax.inner, vectors = step.as.softmax.outer * inner;
+    const int dtype = step.out_dtype;
     const bool whole = vectors < VECTOR_WARPS;
     const SoftmaxLanes lanes{vm, whole, whole ? vm.thread() : vm.lane(), whole ? VECTOR_THREADS : WARP};
     for (int vector = whole ? 0 : vm.warp(); vector < vectors; vector += whole ? 1 : VECTOR_WARPS) {

@@ -1,0 +1,52 @@
+"""What runs each opcode on the device, and what its steps say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from flywheel.ir import InstructionKind
+
+_K = InstructionKind
+
+KERNELS: Final[Mapping[InstructionKind, str]] = MappingProxyType(
+    {
+        _K.COPY: "copy",
+        _K.EMBED: "embed",
+        _K.RMSNORM: "rmsnorm",
+        _K.LAYERNORM: "layernorm",
+        _K.GEMV_TILE: "matrix",
+        _K.GEMM_TILE: "matrix",
+        _K.ATTENTION_TILE: "attention_tile",
+        _K.ROPE: "rope",
+        _K.SILU_MUL: "silu_mul",
+        _K.GELU: "gelu",
+        _K.ADD: "add",
+        _K.MUL: "mul",
+        _K.DEQUANT: "dequant",
+        _K.SOFTMAX: "softmax",
+        _K.KV_APPEND: "kv_append",
+        _K.SAMPLE_ARGMAX: "sample_argmax",
+        _K.ATTENTION_COMBINE: "attention_combine",
+    }
+)
+"""What runs each opcode on the device: function `op_<name>` of `ops/<name>.cuh`. NOP has nothing to run, FUSED is its
+steps, and ALLREDUCE_SHARD has no kernel: one GPU runs the program."""
+
+
+USUAL: Final = (_K.GEMV_TILE, _K.GEMM_TILE, _K.RMSNORM, _K.ROPE, _K.ATTENTION_TILE, _K.ATTENTION_COMBINE)
+"""What most steps of a decoder are, the most frequent first, those of one micro-kernel together."""
+
+STEP_KINDS: Final[Mapping[InstructionKind, str]] = MappingProxyType(
+    {
+        _K.GEMV_TILE: "product",
+        _K.GEMM_TILE: "product",
+        _K.RMSNORM: "norm",
+        _K.ROPE: "rope",
+        _K.ATTENTION_TILE: "attention",
+        _K.SOFTMAX: "softmax",
+        _K.KV_APPEND: "append",
+    }
+)
+"""The member of `amk_step_kind_t` that holds of a step; `plain` of any other."""
