@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,10 +10,14 @@ from traces import BASE_NS, WAITS, model_stamps, small_program, small_trace
 
 from flywheel.cost_model import machine_for, timeline
 from flywheel.errors import TraceError
-from flywheel.ir import dependency_edges
+from flywheel.ir import TARGETS, DType, ScheduleConfig, dependency_edges
+from flywheel.ir import InstructionKind as K
+from flywheel.lowering.lower import lower
+from flywheel.models.decoder import decode_step
+from flywheel.models.spec import DecoderSpec
 from flywheel.vm.abi import Stamp
-from flywheel.vm.pack import PackedProgram
-from flywheel.vm.trace import Phase, Stamps, hand_offs, read_stamps
+from flywheel.vm.pack import PackedProgram, pack
+from flywheel.vm.trace import Phase, Stamps, _multiplies, hand_offs, read_stamps
 
 
 @pytest.fixture
@@ -50,6 +55,21 @@ def test_a_product_stages_multiplies_and_finishes_and_all_else_runs() -> None:
     assert found["embed"] == other
     assert found["L0.down_proj"] == product
     assert [phases for phases in found.values() if phases not in (product, other)] == []
+
+
+def test_a_rope_that_norms_its_heads_multiplies_nothing() -> None:
+    """The norm's place, which the ROPE names, is no number of chunks."""
+    spec = DecoderSpec("small", "qwen3", 64, 96, 1, 4, 2, 64, 50, 1e4, 1e-5, 64, qk_norm=True)
+    row = ("k_norm", "k_rope", "k_append", "v_append", "q_norm", "q_rope", "attention")
+    few = replace(TARGETS["h200"], name="few", num_sms=3, note="")
+    packed = pack(lower(decode_step(spec, 48, DType.BF16), ScheduleConfig(fusion_grouping=(row,)), few))
+    turning = [at for at, step in enumerate(packed.steps) if step["op"] == K.ROPE and step["as"]["rope"]["norm"] > 0]
+    assert turning
+    multiplies = _multiplies(packed)
+    for instruction, found in zip(packed.instructions, multiplies, strict=True):
+        first = instruction["first_step"]
+        steps = packed.steps[first : first + instruction["n_steps"]]
+        assert found == bool({*steps["op"].tolist()} & {K.GEMV_TILE, K.GEMM_TILE})
 
 
 def test_an_operand_that_was_there_takes_no_staging(launch: tuple[PackedProgram, Stamps]) -> None:
