@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +76,7 @@ class _Accesses:
         self.nodes: Sequence[Task] = grouping.firsts
         self.buffers: Mapping[int, Buffer] = {buffer.id: buffer for buffer in program.buffers}
         self.sizes = np.bincount(grouping.node_of, minlength=len(self.nodes))
-        self._tiles = _tiles(grouping)
+        self._tiles, self._params = _tiles(grouping), _params(grouping)
         self._rows = multi_row_buffers(self.nodes, self.buffers)
         self._behind: dict[tuple[object, ...], bool] = {}
         self.writers: dict[int, list[int]] = defaultdict(list)
@@ -131,17 +131,21 @@ class _Accesses:
         return pairs
 
     def _is_behind(self, writer: int, reader: int, number: int) -> bool:
-        """Whether all that the writer appends to a cache lies behind what the reader sees of it."""
+        """Whether what the writer, a single task, appends to a cache lies behind all that the reader's tasks see."""
         if self.buffers[number].kind is not BufferKind.KV_CACHE:
             return False
-        task, append = self.nodes[reader], self.nodes[writer]
+        append, task = self.nodes[writer], self.nodes[reader]
         places = tuple([place for place, read in enumerate(task.inputs) if read == number])
-        # Layers are alike: what their tasks share says it of all of them.
-        key = task.op, append.op, id(task.params), id(append.params), places, append.outputs.index(number)
-        known = self._behind.get(key)
-        if known is None:
-            known = self._behind[key] = all(appends_behind(append, task, place) for place in places)
-        return known
+        for params in self._params[reader]:
+            # Layers are alike: what their tasks share says it of all of them.
+            key = task.op, append.op, id(params), id(append.params), places, append.outputs.index(number)
+            known = self._behind.get(key)
+            if known is None:
+                each = replace(task, params=params)
+                known = self._behind[key] = all(appends_behind(append, each, place) for place in places)
+            if not known:
+                return False
+        return True
 
     def between(self, one: int, other: int) -> tuple[set[Wait], set[Wait]] | None:
         """(waits of one node for all of the other, the same the other way round); None where there is neither."""
@@ -155,6 +159,15 @@ class _Accesses:
             for wait in self.nodes[node].waits
             if wait.counter == counter and wait.threshold == self._signals[counter]
         }
+
+
+def _params(grouping: Grouping) -> list[list[Mapping[str, Any]]]:
+    """The params that the tasks of each node have."""
+    codes = np.unique(grouping.node_of * len(grouping.params) + grouping.params_of)
+    nodes, numbers = np.divmod(codes, len(grouping.params))
+    ends = np.searchsorted(nodes, np.arange(len(grouping.firsts) + 1)).tolist()
+    params = [grouping.params[number] for number in numbers.tolist()]
+    return [params[first:end] for first, end in pairwise(ends)]
 
 
 def _tiles(grouping: Grouping) -> list[npt.NDArray[np.int64]]:

@@ -199,6 +199,29 @@ def test_who_reads_rows_before_the_appended_one_does_not(chain: Chain) -> None:
     assert kept(program) == {}
 
 
+@pytest.mark.parametrize(("end", "left"), [(5, {}), (6, {5: {(3, 1), (4, 1)}})])
+def test_every_window_of_a_node_counts_for_what_its_tasks_wait_for(
+    chain: Chain, end: int, left: dict[int, set[tuple[int, int]]]
+) -> None:
+    """Two tasks that share operands and waits attend to one window each; a row is appended at 5."""
+    whole = attending(chain, kv_rows=1, pos=5)
+    attention, output = whole.tasks[5], whole.buffers[-1]
+    steps = [{"op": "ATTENTION_TILE", "args": [{"in": 0}, {"in": 1}, {"in": 2}], "out": "final",
+              "params": {"head_dim": 32, "n_heads": 1, "n_kv_heads": 1, "scale": 1.0}, "out_shape": [1, 34],
+              "out_dtype": "F32"}]  # fmt: skip
+    shared = {"recipe": {"steps": steps}, "N_tile": 34, "pos": end, "kv_rows": 1}
+    tiles = [
+        replace(attention, op=InstructionKind.FUSED, params={**shared, "n_off": 0, "kv_start": 0, "kv_len": 3}),
+        replace(attention, op=InstructionKind.FUSED, params={**shared, "n_off": 34, "kv_start": 3, "kv_len": end - 3}),
+    ]
+    tiles[1] = replace(tiles[1], id=6)
+    program = replace(
+        whole, tasks=(*whole.tasks[:5], *tiles), buffers=(*whole.buffers[:-1], replace(output, shape=(1, 68)))
+    )
+    assert len(group_tasks(program.tasks).firsts) == 6
+    assert kept(program) == left
+
+
 def test_order_that_only_other_tasks_hold_leaves_all_to_counters(chain: Chain) -> None:
     buffers = VECTORS | {"z": (OUT, F32, ROW)}
     tasks = [("GELU", ["x"], ["y"], {}), ("GELU", ["y"], ["a"], {}), ("ADD", ["a", "y"], ["z"], {})]
