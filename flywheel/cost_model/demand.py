@@ -45,9 +45,9 @@ class Kind:
 
     `flops` of products are those of one row: others ride in columns of the fragment that are multiplied anyway.
     `readers` tasks read the same at about the same time. `staged`: the task before it on its SM multiplied the same
-    operand. `merged` counts heads of partials. `sliced`: it multiplies an input as it is, for which the variant's slices
-    are priced. The packer cuts none where there are several rows or hand-offs go by counters; the price, to which the
-    constants are fitted, counts those slices too.
+    operand. `merged` counts heads of partials. `sliced`: it multiplies an input as it is, for which the variant's
+    slices are priced. The packer cuts none where there are several rows or hand-offs go by counters; the price, to
+    which the constants are fitted, counts those slices too.
     """
 
     streamed_bytes: int
