@@ -5,14 +5,13 @@ from flywheel.ir.dag import dependency_edges, topological_order
 from flywheel.ir.dtype import COMPUTE_DTYPES, PER_SM_SPACES, READONLY_KINDS, BufferKind, DType, MemSpace
 from flywheel.ir.opcodes import (
     INHERITED_PARAMS,
-    OP_REGISTRY,
     PARAM_FIELDS,
     RECIPE_PARAM_FIELDS,
     TASK_PARAM_FIELDS,
     InstructionKind,
     KvRows,
-    OpSpec,
 )
+from flywheel.ir.operations import OPERATIONS, Operation
 from flywheel.ir.positions import at_position
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
@@ -48,7 +47,7 @@ __all__ = [
     "COMPUTE_DTYPES",
     "INHERITED_PARAMS",
     "IR_VERSION",
-    "OP_REGISTRY",
+    "OPERATIONS",
     "PARAM_FIELDS",
     "PER_SM_SPACES",
     "READONLY_KINDS",
@@ -65,7 +64,7 @@ __all__ = [
     "KvRows",
     "MegakernelProgram",
     "MemSpace",
-    "OpSpec",
+    "Operation",
     "Page",
     "PageAllocation",
     "Run",

@@ -1,8 +1,7 @@
-"""The opcode table: codes, arity, required params and the order of the params struct. Source: docs/ir.md."""
+"""Codes of operations, and the params of tasks: their struct's order, types and ranges. Source: docs/ir.md."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Final
@@ -44,52 +43,6 @@ class KvRows(IntEnum):
     """The one at `pos`, wherever that moves."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpSpec:
-    """Arity and required params of one opcode; -1 means up to the ABI's limit."""
-
-    kind: InstructionKind
-    min_inputs: int
-    max_inputs: int
-    n_outputs: int
-    required_params: tuple[str, ...] = ()
-    note: str = ""
-
-
-_K = InstructionKind
-_OPS: Final = (
-    OpSpec(_K.NOP, 0, 0, 0, (), "no operation"),
-    OpSpec(_K.COPY, 1, 1, 1, (), "out = x, or its columns n_off..n_off+N_tile"),
-    OpSpec(_K.EMBED, 2, 2, 1, ("hidden",), "[ids, table [V, H]] -> gathered rows"),
-    OpSpec(_K.RMSNORM, 2, 2, 1, ("eps", "hidden"), "x * rsqrt(mean(x^2) + eps) * w"),
-    OpSpec(_K.LAYERNORM, 2, 3, 1, ("eps", "hidden"), "LayerNorm(x, w[, b])"),
-    OpSpec(_K.GEMV_TILE, 2, 3, 1, ("K", "N_tile", "n_off"), "columns n_off.. of x @ W.T [+ bias]"),
-    OpSpec(_K.GEMM_TILE, 2, 3, 1, ("M_tile", "K", "N_tile", "n_off"), "GEMV_TILE over M_tile rows"),
-    OpSpec(
-        _K.ATTENTION_TILE,
-        3,
-        4,
-        1,
-        ("head_dim", "kv_start", "kv_len", "scale", "n_heads", "n_kv_heads"),
-        "[q, k cache, v cache] -> GQA attention over a KV window, whole or as a partial",
-    ),
-    OpSpec(_K.ROPE, 2, 2, 1, ("head_dim", "theta"), "[x, positions] -> rotate-half embedding"),
-    OpSpec(_K.SILU_MUL, 2, 2, 1, (), "silu(gate) * up"),
-    OpSpec(_K.GELU, 1, 1, 1, (), "GELU"),
-    OpSpec(_K.ADD, 2, 2, 1, (), "a + b"),
-    OpSpec(_K.MUL, 1, 2, 1, (), "a * b, or a * scale"),
-    OpSpec(_K.DEQUANT, 2, 3, 1, ("qdtype", "group"), "[q, scales[, zeros]] -> float tile"),
-    OpSpec(_K.SOFTMAX, 1, 1, 1, (), "softmax over dim (default last)"),
-    OpSpec(_K.ALLREDUCE_SHARD, 1, 8, 1, (), "sum of tensor-parallel shards"),
-    OpSpec(_K.KV_APPEND, 2, 2, 1, ("pos",), "[new rows, cache] -> cache with the rows at pos"),
-    OpSpec(_K.SAMPLE_ARGMAX, 1, 1, 1, (), "index of the largest logit, the first of equals"),
-    OpSpec(_K.ATTENTION_COMBINE, 2, 8, 1, (), "merge of per-KV-block partials"),
-    OpSpec(_K.FUSED, 1, -1, -1, ("recipe",), "primitive steps over on-chip scratch"),
-)
-
-OP_REGISTRY: Final = MappingProxyType({spec.kind: spec for spec in _OPS})
-"""Every opcode's arity and required params."""
-
 PARAM_FIELDS: Final = MappingProxyType(
     {
         "hidden": "i",
@@ -129,3 +82,27 @@ RECIPE_PARAM_FIELDS: Final = MappingProxyType(
 
 INHERITED_PARAMS: Final = frozenset({"n_off", "N_tile", "pos", "kv_start", "kv_len"})
 """Params that a recipe's step takes from its task when it does not name them: what changes by tile or by token."""
+
+LEAST: Final = MappingProxyType(
+    {
+        "hidden": 1,
+        "K": 1,
+        "M_tile": 1,
+        "N_tile": 1,
+        "n_off": 0,
+        "head_dim": 1,
+        "n_heads": 1,
+        "n_kv_heads": 1,
+        "kv_start": 0,
+        "kv_len": 0,
+        "group": 1,
+        "qdtype": 0,
+        "pos": 0,
+        "eps": 0.0,
+        "rope_original_max_position": 1,
+    }
+)
+"""Smallest value of each bounded param; `scale` and `dim` may be negative."""
+
+POSITIVE: Final = frozenset({"theta", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor"})
+"""Params that are divisors or bases of powers: above 0."""

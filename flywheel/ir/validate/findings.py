@@ -25,6 +25,8 @@ CODES: Final = MappingProxyType(
         "bad-param": "a param of the wrong type, NaN, or outside its range",
         "bad-recipe": "a FUSED recipe that cannot be interpreted",
         "readonly-write": "a task writes a WEIGHT, CONST or IO_INPUT",
+        "operand-size": "an operand or a result that is not as large as its operation has it",
+        "operand-type": "an operand or a result of a dtype or kind that its operation does not take",
         "tile-bounds": "a tile reaches past its buffer",
         "kv-bounds": "a KV window or append reaches past its cache",
         "kv-target": "a KV_APPEND whose cache operand is not the output that it writes",

@@ -4,37 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from types import MappingProxyType
 from typing import Any, Final
 
-from flywheel.ir.opcodes import InstructionKind, KvRows
+from flywheel.ir.opcodes import LEAST, POSITIVE, InstructionKind, KvRows
 from flywheel.ir.records import Task
 from flywheel.ir.show import show
 from flywheel.ir.validate.findings import Findings
-
-LEAST: Final = MappingProxyType(
-    {
-        "hidden": 1,
-        "K": 1,
-        "M_tile": 1,
-        "N_tile": 1,
-        "n_off": 0,
-        "head_dim": 1,
-        "n_heads": 1,
-        "n_kv_heads": 1,
-        "kv_start": 0,
-        "kv_len": 0,
-        "group": 1,
-        "qdtype": 0,
-        "pos": 0,
-        "eps": 0.0,
-        "rope_original_max_position": 1,
-    }
-)
-"""Smallest value of each bounded param; `scale` and `dim` may be negative."""
-
-POSITIVE: Final = frozenset({"theta", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor"})
-"""Params that are divisors or bases of powers: above 0."""
 
 _INT32: Final = 2**31
 
@@ -53,9 +28,9 @@ def check_params(task: Task, fields: Mapping[str, str], required: Sequence[str],
                 findings.error("bad-param", f"{_where(task)}: {fault}", task.id)
         elif name != "recipe" or task.op is not InstructionKind.FUSED:
             findings.warn("unknown-param", f"{_where(task)}: param {show(name)} does not reach the device", task.id)
-    for fault in (heads_fault(params), _rows_fault(params)):
-        if fault is not None:
-            findings.error("bad-param", f"{_where(task)}: {fault}", task.id)
+    fault = _rows_fault(params)
+    if fault is not None:
+        findings.error("bad-param", f"{_where(task)}: {fault}", task.id)
 
 
 def _where(task: Task) -> str:
@@ -75,16 +50,6 @@ def param_fault(name: str, value: Any, kind: str) -> str | None:
         return f"{name}={value} is less than {LEAST[name]}"
     if name in POSITIVE and value <= 0:
         return f"{name}={value} is not greater than 0"
-    return None
-
-
-def heads_fault(params: Mapping[str, Any]) -> str | None:
-    """What is wrong with the numbers of heads, or None."""
-    if "n_kv_heads" not in params:
-        return None
-    heads, kv_heads = params.get("n_heads"), params["n_kv_heads"]
-    if type(heads) is int and type(kv_heads) is int and kv_heads > 0 and heads % kv_heads:
-        return f"n_heads={show(heads)} is not a multiple of n_kv_heads={show(kv_heads)}"
     return None
 
 

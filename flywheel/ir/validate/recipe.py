@@ -8,11 +8,12 @@ from math import prod
 from typing import Any, Final
 
 from flywheel.ir.dtype import BufferKind, DType, MemSpace
-from flywheel.ir.opcodes import INHERITED_PARAMS, OP_REGISTRY, RECIPE_PARAM_FIELDS, InstructionKind
+from flywheel.ir.opcodes import INHERITED_PARAMS, RECIPE_PARAM_FIELDS, InstructionKind
+from flywheel.ir.operations import OPERATIONS
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.show import show
 from flywheel.ir.validate.findings import Findings
-from flywheel.ir.validate.params import heads_fault, param_fault
+from flywheel.ir.validate.params import param_fault
 from flywheel.ir.version import ABI_MAX_RANK
 
 MAX_STEPS: Final = 64
@@ -103,7 +104,7 @@ def _read_steps(items: Any) -> Recipe:
         if slot in written:
             raise _Fault(f"step {index}: writes {kind} {slot} again")
         written.add(slot)
-        inherits |= INHERITED_PARAMS.intersection(OP_REGISTRY[step.op].required_params) - step.params.keys()
+        inherits |= INHERITED_PARAMS.intersection(OPERATIONS[step.op].params) - step.params.keys()
         n_inputs = max([n_inputs, *(number + 1 for role, number in step.args if role == "in")])
         steps.append(step)
     if outputs != set(range(len(outputs))) or not outputs:
@@ -116,12 +117,13 @@ def _read_step(item: Mapping[str, Any], where: str, scratch: set[int]) -> Step:
     op = InstructionKind.__members__.get(name)
     if op is None or op in NOT_PRIMITIVE:
         raise _Fault(f"{where}: op {show(name)} is not a primitive operation")
-    spec = OP_REGISTRY[op]
+    row = OPERATIONS[op]
+    least, most = row.arity
     args = tuple(_operand(arg, where, scratch) for arg in _list(item, "args", where))
-    if not spec.min_inputs <= len(args) <= spec.max_inputs:
-        raise _Fault(f"{where}: {name} has {len(args)} args, not {spec.min_inputs}..{spec.max_inputs}")
+    if not least <= len(args) <= most:
+        raise _Fault(f"{where}: {name} has {len(args)} args, not {least}..{most}")
     params = _mapping(item.get("params", {}), f"{where}: params")
-    _check_params(params, f"{where}: {name}", spec.required_params)
+    _check_params(params, f"{where}: {name}", row.params)
     dtype = DType.__members__.get(_text(item, "out_dtype", where))
     if dtype is None:
         raise _Fault(f"{where}: out_dtype {show(item['out_dtype'])} is not a DType")
@@ -141,9 +143,6 @@ def _check_params(params: Mapping[str, Any], where: str, required: tuple[str, ..
         fault = f"{show(key)}: unknown" if kind is None else param_fault(key, value, kind)
         if fault is not None:
             raise _Fault(f"{where}: param {fault}")
-    fault = heads_fault(params)
-    if fault is not None:
-        raise _Fault(f"{where}: {fault}")
     for key in required:
         if key not in params and key not in INHERITED_PARAMS:
             raise _Fault(f"{where}: needs param {key}")

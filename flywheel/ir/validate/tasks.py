@@ -7,22 +7,30 @@ model, cost little.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
-from flywheel.ir.dtype import READONLY_KINDS, BufferKind
-from flywheel.ir.opcodes import OP_REGISTRY, TASK_PARAM_FIELDS, InstructionKind
+from flywheel.ir.dtype import READONLY_KINDS, DType
+from flywheel.ir.opcodes import TASK_PARAM_FIELDS, InstructionKind
+from flywheel.ir.operations import OPERATIONS
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.validate.bounds import bound_faults
-from flywheel.ir.validate.findings import Findings
+from flywheel.ir.validate.findings import Finding, Findings
 from flywheel.ir.validate.params import check_params
 from flywheel.ir.validate.recipe import Recipe, read_recipe
 from flywheel.ir.version import ABI_MAX_INPUTS, ABI_MAX_OUTPUTS, ABI_MAX_WAITS
+
+_ARITY: Final = {op: (*row.arity, *row.n_outputs) for op, row in OPERATIONS.items()}
+"""Least and most inputs, least and most outputs."""
+
+_IN_PLACE: Final = {op: row.in_place for op, row in OPERATIONS.items()}
 
 
 def check_tasks(program: MegakernelProgram, findings: Findings) -> None:
     """Arity, references, params, recipes and bounds of every task."""
     buffers = {buffer.id: buffer for buffer in program.buffers}
     tasks = program.tasks
+    _check_nibbles(program.buffers, findings)
     _check_placement(program, findings)
     _check_wait_counts(tasks, findings)
     # C-level zips: three short loops over every task instead of one long one.
@@ -41,13 +49,34 @@ def check_tasks(program: MegakernelProgram, findings: Findings) -> None:
             return
     params = zip([id(task.op) for task in tasks], [id(task.params) for task in tasks], strict=True)
     for task in dict(zip(params, tasks, strict=True)).values():
-        check_params(task, TASK_PARAM_FIELDS, OP_REGISTRY[task.op].required_params, findings)
+        check_params(task, TASK_PARAM_FIELDS, OPERATIONS[task.op].params, findings)
         if findings.errors and findings.full:
             return
     if not findings.errors:
         shape_of = _operand_shapes(distinct, buffers)
         decided = zip([id(task.params) for task in tasks], map(shape_of.__getitem__, keys), strict=True)
         _check_bounds(dict(zip(decided, tasks, strict=True)), buffers, findings)
+
+
+def task_findings(task: Task, buffers: Mapping[int, Buffer]) -> list[Finding]:
+    """What is wrong with one task alone, as `check_tasks` says it of all."""
+    findings = Findings(strict=True)
+    _check_operands(task, buffers, findings)
+    if not findings.errors:
+        check_params(task, TASK_PARAM_FIELDS, OPERATIONS[task.op].params, findings)
+    if not findings.errors:
+        _check_task_bounds(task, {}, buffers, findings)
+    return findings.errors
+
+
+def _check_nibbles(buffers: Sequence[Buffer], findings: Findings) -> None:
+    """Rows of I4 end with a byte."""
+    for buffer in buffers:
+        if buffer.dtype is DType.I4 and buffer.shape[-1] % 2:
+            text = f"I4 rows of an odd number of elements, {buffer.shape[-1]}"
+            findings.error("bad-shape", f"buffer {buffer.id} ({buffer.name}): {text}")
+            if findings.full:
+                return
 
 
 def _check_placement(program: MegakernelProgram, findings: Findings) -> None:
@@ -142,7 +171,7 @@ def _check_task_bounds(
     inputs = [buffers[number] for number in task.inputs]
     outputs = [buffers[number] for number in task.outputs]
     for code, text in bound_faults(task, recipe, inputs, outputs):
-        findings.error(code, f"task {task.id} ({task.label}): {text}", task.id)
+        findings.error(code, f"{_name(task)}: {text}", task.id)
 
 
 def _check_operands(task: Task, buffers: Mapping[int, Buffer], findings: Findings) -> None:
@@ -157,24 +186,21 @@ def _check_operands(task: Task, buffers: Mapping[int, Buffer], findings: Finding
         if buffers[number].kind in READONLY_KINDS:
             what = f"buffer {number} ({buffers[number].name}), a {buffers[number].kind.name}"
             findings.error("readonly-write", f"{_name(task)} writes {what}", task.id)
-    if task.op is InstructionKind.KV_APPEND and len(findings.errors) == before:
-        cache, target = buffers[task.inputs[1]], task.outputs[0]
-        if cache.kind is BufferKind.KV_CACHE and cache.id != target:
-            what = f"cache {cache.id} and writes buffer {target}, not in place"
-            findings.error("kv-target", f"{_name(task)} takes {what}", task.id)
+    place = _IN_PLACE[task.op]
+    if place is not None and len(findings.errors) == before and task.inputs[place] != task.outputs[0]:
+        what = f"buffer {task.inputs[place]} as its cache and writes buffer {task.outputs[0]}, not in place"
+        findings.error("kv-target", f"{_name(task)} takes {what}", task.id)
 
 
 def _check_arity(task: Task, findings: Findings) -> None:
-    spec = OP_REGISTRY[task.op]
+    least, most, least_outputs, most_outputs = _ARITY[task.op]
     n_inputs, n_outputs = len(task.inputs), len(task.outputs)
-    most = spec.max_inputs if spec.max_inputs >= 0 else ABI_MAX_INPUTS
-    if not spec.min_inputs <= n_inputs <= most:
+    if not least <= n_inputs <= most:
         code = "abi-limit" if n_inputs > ABI_MAX_INPUTS else "arity"
-        findings.error(code, f"{_name(task)} has {n_inputs} inputs, not {spec.min_inputs}..{most}", task.id)
-    least, most = (spec.n_outputs, spec.n_outputs) if spec.n_outputs >= 0 else (1, ABI_MAX_OUTPUTS)
-    if not least <= n_outputs <= most:
+        findings.error(code, f"{_name(task)} has {n_inputs} inputs, not {least}..{most}", task.id)
+    if not least_outputs <= n_outputs <= most_outputs:
         code = "abi-limit" if n_outputs > ABI_MAX_OUTPUTS else "arity"
-        findings.error(code, f"{_name(task)} has {n_outputs} outputs, not {least}..{most}", task.id)
+        findings.error(code, f"{_name(task)} has {n_outputs} outputs, not {least_outputs}..{most_outputs}", task.id)
     elif n_outputs > 1 and len(set(task.outputs)) < n_outputs:
         findings.error("arity", f"{_name(task)} writes one buffer as two outputs", task.id)
 

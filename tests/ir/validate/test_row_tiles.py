@@ -22,11 +22,16 @@ from flywheel.ir import (
 
 ROWS, WIDTH = 4, 8
 NUMEL = ROWS * WIDTH
-SOURCE, WEIGHT = 0, 1
+SOURCE = 0
 TRANSIENT = (2, 3)
+WEIGHTS = {1: 11, 2: 12, 4: 14}
+"""By rows of x."""
 BUFFERS = (
     Buffer(SOURCE, "source", BufferKind.IO_INPUT, DType.F32, (ROWS, WIDTH)),
-    Buffer(WEIGHT, "weight", BufferKind.WEIGHT, DType.F32, (NUMEL, NUMEL)),
+    *(
+        Buffer(number, f"w{rows}", BufferKind.WEIGHT, DType.F32, (NUMEL // rows, NUMEL // rows))
+        for rows, number in WEIGHTS.items()
+    ),
     *(Buffer(number, f"t{number}", BufferKind.ACTIVATION, DType.F32, (ROWS, WIDTH)) for number in TRANSIENT),
 )
 Cells = frozenset[int]
@@ -53,11 +58,12 @@ def body(dice: random.Random, number: int, waits: tuple[Wait, ...], written: lis
     if dice.random() < 0.3:
         depth = NUMEL // rows
         params = {"M_tile": rows, "K": depth, **tile}
-        return task(InstructionKind.GEMM_TILE, (source, WEIGHT), params), {source: everything}, {target: made}
+        return task(InstructionKind.GEMM_TILE, (source, WEIGHTS[rows]), params), {source: everything}, {target: made}
     several = {"M_tile": rows} if rows > 1 or dice.random() < 0.5 else {}
     step = {"args": [{"in": 0}], "out": "final", "out_shape": [rows, width], "out_dtype": "F32"}
     if dice.random() < 0.5:
-        recipe = {"steps": [{**step, "op": "GELU"}]}
+        whole = {**step, "op": "GELU", "out": 0, "out_shape": [ROWS, WIDTH]}
+        recipe = {"steps": [whole, {**step, "op": "COPY", "params": several, "args": [{"s": 0}]}]}
         reads = everything
     else:
         recipe = {"steps": [{**step, "op": "COPY", "params": several}]}

@@ -82,7 +82,8 @@ def test_what_may_reach_the_appended_rows_is_no_read_of_the_past() -> None:
     buffers = (NEW, CACHE, OUT)
     assert codes(program([append(0, pos=6), past({})], buffers)) == {"race-read"}
     assert codes(program([append(0), past({"kv_len": 8})], buffers)) == {"bad-param"}
-    assert codes(program([append(0), past({}, inputs=(1, 1, 1))], buffers)) == {"race-read"}
+    wide = (NEW, CACHE, replace(OUT, shape=(8, 4)))
+    assert codes(program([append(0), past({"n_heads": 8}, inputs=(1, 1, 1))], wide)) == {"race-read"}
     written = {"op": "COPY", "args": [{"in": 0}], "out": "final", "params": {}, "out_shape": [4], "out_dtype": "F32"}
     for recipe in ({"steps": [{**written, "out_shape": [8, 1, 4], "args": [{"in": 1}]}]},):
         whole = Task(0, _K.FUSED, (0, 1), (1,), 0, (), {"pos": 7, "recipe": recipe})
@@ -191,7 +192,9 @@ def test_one_row_and_several_rows_of_one_buffer_do_not_pass_for_disjoint_tiles()
     buffers = (weight, rows, row, out)
     assert codes(program([gemm(0, 1, 0, 4), gemm(1, 1, 4, 4)], buffers)) == set()
     # Columns 4..8 of the first row are elements 4..8, which the second row's view shares.
-    assert codes(program([gemm(0, 1, 0, 4), gemm(1, 2, 4, 4)], buffers)) == {"race-write"}
+    step = {"op": "COPY", "args": [{"in": 0}], "out": "final", "out_shape": [1, 4], "out_dtype": "F32"}
+    flat = Task(1, _K.FUSED, (2,), (3,), 1, (), {"n_off": 4, "N_tile": 4, "recipe": {"steps": [step]}})
+    assert codes(program([gemm(0, 1, 0, 4), flat], buffers)) == {"race-write"}
 
 
 def test_work_on_one_buffer_in_place_is_accepted_when_tiles_keep_to_their_columns() -> None:
@@ -206,14 +209,14 @@ def test_work_on_one_buffer_in_place_is_accepted_when_tiles_keep_to_their_column
         for i in range(4)
     ]
     assert codes(program([fill, *tiles], (source, x))) == set()
-    whole = {"steps": [{**double, "args": [{"in": 0}, {"in": 0}]}]}
+    whole = {"steps": [{**step, "op": "GELU", "out_shape": [1, 16]}, {**step, "args": [{"s": 0}], "out": "final"}]}
     greedy = replace(tiles[0], params={**tiles[0].params, "recipe": whole})
     assert codes(program([fill, greedy, *tiles[1:]], (source, x))) == {"race-read"}
 
 
 def test_reading_columns_before_this_very_task_writes_them_is_rejected_when_strict() -> None:
     step = {"op": "COPY", "args": [{"in": 0}], "out": "final", "out_shape": [1, 8], "out_dtype": "F32"}
-    source = Buffer(0, "source", BufferKind.WEIGHT, DType.F32, (8, 8))
+    source = Buffer(0, "source", BufferKind.WEIGHT, DType.F32, (16, 8))
     x = Buffer(1, "x", BufferKind.IO_OUTPUT, DType.F32, (1, 16))
     row = Buffer(2, "row", BufferKind.IO_INPUT, DType.F32, (1, 8))
     half = Task(0, _K.GEMV_TILE, (2, 0), (1,), 0, (), {"K": 8, "n_off": 0, "N_tile": 8})

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flywheel.errors import InvalidProgramError, TensorError
-from flywheel.ir import OP_REGISTRY, InstructionKind
+from flywheel.ir import OPERATIONS, InstructionKind
 from flywheel.vm.reference import ops
 from flywheel.vm.reference.ops import OPS
 
@@ -35,7 +35,7 @@ def computed(
 
 
 def test_every_opcode_but_fused_has_a_function() -> None:
-    assert set(OPS) == set(OP_REGISTRY) - {InstructionKind.FUSED}
+    assert set(OPS) == set(OPERATIONS) - {InstructionKind.FUSED}
 
 
 def test_nop_leaves_everything_alone() -> None:

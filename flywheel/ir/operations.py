@@ -1,0 +1,300 @@
+"""The table of operations: what each opcode takes, makes, reads and writes. Source: docs/ir.md, "Opcodes".
+
+The validator's bounds, the regions of the race proof, the operand checks of the reference VM, the counts of operations
+and the table in docs/ir.md derive from it. A new opcode is a row here, a function in vm/reference and a header in
+vm/cuda/ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Final
+
+from flywheel.ir.dtype import BufferKind, DType
+from flywheel.ir.extents import Cache, Either, Extent, Matrix, Packed, View
+from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.version import ABI_MAX_INPUTS, ABI_MAX_OUTPUTS
+
+FLOATS: Final = frozenset({DType.F32, DType.F16, DType.BF16, DType.F8E4M3, DType.F8E5M2})
+INDICES: Final = frozenset({DType.I32, DType.I8, DType.U8})
+INTEGER: Final = frozenset({DType.I32})
+PACKED: Final = frozenset({DType.I8, DType.U8, DType.I4})
+WHOLE_BYTES: Final = frozenset(DType) - {DType.I4}
+
+CACHES: Final = frozenset({BufferKind.KV_CACHE})
+
+
+class Axis(Enum):
+    """Along what a part of an operand lies."""
+
+    ROWS = "rows"
+    """The first factor of its extent."""
+    COLUMNS = "columns"
+    """The last factor of its extent: so many of each row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`count` rows or columns of an operand, from `start` on; from anywhere where that is None."""
+
+    axis: Axis
+    start: str | None
+    count: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An input or an output. `part` is what is read or written of it, None for all; `kinds` what buffers it may be."""
+
+    name: str
+    extent: Extent
+    dtypes: frozenset[DType] = FLOATS
+    part: Part | None = None
+    kinds: frozenset[BufferKind] = frozenset(BufferKind)
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A row of the table.
+
+    `most_inputs` is above the number of `inputs` where the last of them may be given again. `makes` is the result of a
+    recipe's step where that is looked at otherwise than the output: a tile alone, a cache of any shape. `in_place` is the
+    input that the output has to be. `flops` are the floating-point operations, a product.
+    """
+
+    kind: InstructionKind
+    inputs: tuple[Operand, ...]
+    output: Operand | None
+    meaning: str
+    params: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    defaults: tuple[tuple[str, int], ...] = ()
+    most_inputs: int = 0
+    makes: Extent | None = None
+    in_place: int | None = None
+    even: str | None = None
+    """A param that is no odd number."""
+    multiple: tuple[str, str] | None = None
+    """A param that is a multiple of another."""
+    codes: tuple[str, frozenset[DType]] | None = None
+    """A param that is the code of one of these types."""
+    together: tuple[str, ...] = ()
+    """Params of which a step has all or none."""
+    alone: str | None = None
+    """A param that must be there where only one input is."""
+    axis: str | None = None
+    """A param that is a dimension of the first input."""
+    tells_heads: bool = False
+    """Whether the sizes of a partial and of the output tell `n_heads` where no param does."""
+    keeps_bits: bool = False
+    """Whether types other than floats pass, where input and output have the same."""
+    flops: tuple[str, ...] = ("0",)
+
+    @property
+    def arity(self) -> tuple[int, int]:
+        """Least and most inputs."""
+        if self.kind is InstructionKind.FUSED:
+            return 1, ABI_MAX_INPUTS
+        return sum(not operand.optional for operand in self.inputs), max(self.most_inputs, len(self.inputs))
+
+    @property
+    def n_outputs(self) -> tuple[int, int]:
+        """Least and most outputs."""
+        if self.kind is InstructionKind.FUSED:
+            return 1, ABI_MAX_OUTPUTS
+        return (0, 0) if self.output is None else (1, 1)
+
+    def operand(self, place: int) -> Operand:
+        """The input at a place."""
+        return self.inputs[min(place, len(self.inputs) - 1)]
+
+
+_K = InstructionKind
+_TILE = Part(Axis.COLUMNS, "n_off", "N_tile")
+_WINDOW = Part(Axis.ROWS, "kv_start", "kv_len")
+_WHOLE_HEADS, _PARTIAL = View("n_heads", "head_dim"), View("n_heads", "head_dim + 2", dtype=DType.F32)
+_MADE = Operand("out", View("n"))
+
+
+def _matrix(kind: InstructionKind, rows: str, params: tuple[str, ...], meaning: str) -> Operation:
+    return Operation(
+        kind,
+        (
+            Operand("x", View(rows, "K")),
+            Operand("W", Matrix("N_out", "K", wide=True), part=Part(Axis.ROWS, "n_off", "N_tile")),
+            Operand("bias", View("N_out"), part=_TILE, optional=True),
+        ),
+        Operand("out", View(rows, "N_out"), part=_TILE),
+        meaning,
+        params,
+        makes=View(rows, "N_tile"),
+        flops=("2", rows, "N_tile", "K"),
+    )
+
+
+def _norm(kind: InstructionKind, further: tuple[Operand, ...], meaning: str) -> Operation:
+    return Operation(
+        kind,
+        (Operand("x", View("R", "hidden")), Operand("w", View("hidden")), *further),
+        Operand("out", View("R", "hidden")),
+        meaning,
+        ("eps", "hidden"),
+        flops=("4", "R", "hidden"),
+    )
+
+
+def _elementwise(kind: InstructionKind, names: str, meaning: str, flops: int, **more: Any) -> Operation:
+    inputs = tuple(Operand(name, View("n")) for name in names.split())
+    return Operation(kind, inputs, _MADE, meaning, flops=(str(flops), "n"), **more)
+
+
+_ROWS: Final = (
+    Operation(_K.NOP, (), None, "nothing; still waits and signals"),
+    Operation(
+        _K.COPY,
+        (Operand("x", View("n"), WHOLE_BYTES),),
+        Operand("out", View("n"), WHOLE_BYTES),
+        "`x`; with `n_off` and `N_tile`, those elements of `x`, or with `M_tile` of each of so many rows of `x`",
+        options=("n_off", "N_tile", "M_tile"),
+        keeps_bits=True,
+    ),
+    Operation(
+        _K.EMBED,
+        (
+            Operand("ids", View("S"), INDICES),
+            Operand("table", Matrix("V", "hidden"), part=Part(Axis.ROWS, None, "S")),
+        ),
+        Operand("out", View("S", "hidden")),
+        "the rows of `table` that `ids` name",
+        ("hidden",),
+    ),
+    _norm(_K.RMSNORM, (), "per row, `x * rsqrt(mean(x^2) + eps) * w`"),
+    _norm(
+        _K.LAYERNORM,
+        (Operand("b", View("hidden"), optional=True),),
+        "per row, `(x - mean) * rsqrt(var + eps) * w + b`",
+    ),
+    _matrix(_K.GEMV_TILE, "M", ("K", "N_tile", "n_off"), "columns `n_off`.. of `x @ W.T + bias`"),
+    _matrix(_K.GEMM_TILE, "M_tile", ("M_tile", "K", "N_tile", "n_off"), "the same, of `M_tile` rows"),
+    Operation(
+        _K.ATTENTION_TILE,
+        (
+            Operand("q", _WHOLE_HEADS),
+            Operand("k", Cache("max_seq", "n_kv_heads", "head_dim"), part=_WINDOW),
+            Operand("v", Cache("max_seq", "n_kv_heads", "head_dim"), part=_WINDOW),
+            Operand("mask", Either(View("max_seq"), View("n_heads", "max_seq")), optional=True),
+        ),
+        Operand("out", Either(_WHOLE_HEADS, _PARTIAL)),
+        "attention over a window of two caches, whole or as a [partial](#kv-caches); a mask is added to the scores",
+        ("head_dim", "kv_start", "kv_len", "scale", "n_heads", "n_kv_heads"),
+        ("pos", "kv_rows"),
+        multiple=("n_heads", "n_kv_heads"),
+        flops=("4", "n_heads", "head_dim", "kv_len"),
+    ),
+    Operation(
+        _K.ROPE,
+        (Operand("x", View("S", "heads", "head_dim")), Operand("positions", View("S"), INDICES)),
+        Operand("out", View("S", "heads", "head_dim")),
+        "rotary embedding of every head",
+        ("head_dim", "theta"),
+        even="head_dim",
+        together=("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position"),
+        flops=("3", "S", "heads", "head_dim"),
+    ),
+    _elementwise(_K.SILU_MUL, "gate up", "`silu(gate) * up`", 4),
+    _elementwise(_K.GELU, "x", "`x * Phi(x)`, with erf", 4),
+    _elementwise(_K.ADD, "a b", "`a + b`", 1),
+    Operation(
+        _K.MUL,
+        (Operand("a", View("n")), Operand("b", View("n"), optional=True)),
+        _MADE,
+        "`a * b`; of one input, `a * scale`",
+        options=("scale",),
+        alone="scale",
+        flops=("1", "n"),
+    ),
+    Operation(
+        _K.DEQUANT,
+        (
+            Operand("q", Packed("R", "n"), PACKED),
+            Operand("scales", View("R", "n / group")),
+            Operand("zeros", View("R", "n / group"), optional=True),
+        ),
+        Operand("out", View("R", "n")),
+        "`(q - zero) * scale`",
+        ("qdtype", "group"),
+        codes=("qdtype", PACKED),
+        flops=("2", "R", "n"),
+    ),
+    _elementwise(_K.SOFTMAX, "x", "softmax over dimension `dim`, by default the last", 4, options=("dim",), axis="dim"),
+    _elementwise(
+        _K.ALLREDUCE_SHARD, "x", "sum of the shards of several GPUs, in their order", 1, most_inputs=ABI_MAX_INPUTS
+    ),
+    Operation(
+        _K.KV_APPEND,
+        (
+            Operand("x", View("T", "row")),
+            Operand("cache", Cache("max_seq", "row"), part=Part(Axis.ROWS, "pos", "T"), kinds=CACHES),
+        ),
+        Operand("cache", Cache("max_seq", "row"), part=Part(Axis.ROWS, "pos", "T"), kinds=CACHES),
+        "writes the rows of `x` to the cache from row `pos` on, in place",
+        ("pos",),
+        ("kv_rows",),
+        makes=View("max_seq", "row"),
+        in_place=1,
+    ),
+    Operation(
+        _K.SAMPLE_ARGMAX,
+        (Operand("logits", View("S", "V")),),
+        Operand("out", View("S"), INTEGER),
+        "per row, the index of the largest logit, of equals the first",
+        flops=("1", "S", "V"),
+    ),
+    Operation(
+        _K.ATTENTION_COMBINE,
+        (Operand("part", _PARTIAL), Operand("part", _PARTIAL)),
+        Operand("out", Either(_WHOLE_HEADS, _PARTIAL)),
+        "merges partials of attention",
+        options=("n_heads", "head_dim"),
+        most_inputs=ABI_MAX_INPUTS,
+        tells_heads=True,
+        flops=("4", "parts", "n_heads", "head_dim + 2"),
+    ),
+    Operation(
+        _K.FUSED,
+        (),
+        None,
+        "[a recipe](#fused-recipes) of the operations above",
+        ("recipe",),
+        ("n_off", "N_tile", "M_tile", "pos", "kv_start", "kv_len", "kv_rows"),
+    ),
+)
+
+OPERATIONS: Final = MappingProxyType({row.kind: row for row in _ROWS})
+"""Every opcode's row."""
+
+COPIED_COLUMNS: Final = Operation(
+    _K.COPY,
+    (Operand("x", View("M_tile", "width"), WHOLE_BYTES, _TILE),),
+    Operand("out", View("M_tile", "N_tile"), WHOLE_BYTES),
+    "the columns of each of `M_tile` rows",
+    ("n_off", "N_tile"),
+    ("M_tile",),
+    (("M_tile", 1),),
+    keeps_bits=True,
+)
+"""COPY where params name columns."""
+
+TILES: Final = frozenset(row.kind for row in _ROWS if row.output is not None and row.output.part is _TILE)
+"""Opcodes that write the columns of a tile."""
+
+
+def operation_of(op: InstructionKind, params: Mapping[str, Any]) -> Operation:
+    """The row of an opcode with these params."""
+    if op is _K.COPY and "n_off" in params and "N_tile" in params:
+        return COPIED_COLUMNS
+    return OPERATIONS[op]
