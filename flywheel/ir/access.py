@@ -15,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from flywheel.ir.opcodes import InstructionKind, KvRows
+from flywheel.ir.operations import APPENDS, OPERATIONS, TILES
 from flywheel.ir.records import Buffer, Task
 
 Region = tuple[int, int]
 
-MATRIX_OPS: Final = frozenset({InstructionKind.GEMV_TILE, InstructionKind.GEMM_TILE})
+MATRIX_OPS: Final = TILES
+"""Ops that write columns whatever else their params are."""
 
 TILED_OPS: Final = MATRIX_OPS | {InstructionKind.FUSED}
 """Ops that write the columns `n_off`..`n_off + N_tile` of outputs[0] where their params name them."""
@@ -120,7 +122,8 @@ def _past_rows_end(task: Task, operand: int) -> int | None:
         caches = [(step["op"], step["args"]) for step in params["recipe"]["steps"]]
     for name, args in caches:
         for place, arg in enumerate(args):
-            if arg.get("in") == operand and not (name == "ATTENTION_TILE" and place in (1, 2)):
+            part = OPERATIONS[InstructionKind[name]].operand(place).part
+            if arg.get("in") == operand and (part is None or part.start != "kv_start"):
                 return None
     end: int = params["kv_start"] + params["kv_len"]
     return end if params["kv_len"] > 0 else 0
@@ -128,14 +131,14 @@ def _past_rows_end(task: Task, operand: int) -> int | None:
 
 def _appended_row(task: Task, output: int) -> int | None:
     """First row of a cache that the task may write as `outputs[output]`; None where that may be any."""
-    if task.op is InstructionKind.KV_APPEND:
+    if task.op in APPENDS:
         pos: int = task.params["pos"]
         return pos
     if task.op is not InstructionKind.FUSED:
         return None
     target = ({"out": output}, "final") if output == 0 else ({"out": output},)
     writers = [step for step in task.params["recipe"]["steps"] if step["out"] in target]
-    if any(step["op"] != "KV_APPEND" for step in writers):
+    if any(InstructionKind[step["op"]] not in APPENDS for step in writers):
         return None
     rows = [{**task.params, **step.get("params", {})}["pos"] for step in writers]
     return min(rows, default=None)

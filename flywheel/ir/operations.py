@@ -62,8 +62,8 @@ class Operation:
     """A row of the table.
 
     `most_inputs` is above the number of `inputs` where the last of them may be given again. `makes` is the result of a
-    recipe's step where that is looked at otherwise than the output: a tile alone, a cache of any shape. `in_place` is the
-    input that the output has to be. `flops` are the floating-point operations, a product.
+    recipe's step where that is looked at otherwise than the output: a tile alone, a cache of any shape. `in_place` is
+    the input that the output has to be. `flops` are the floating-point operations, a product.
     """
 
     kind: InstructionKind
@@ -189,7 +189,7 @@ _ROWS: Final = (
             Operand("mask", Either(View("max_seq"), View("n_heads", "max_seq")), optional=True),
         ),
         Operand("out", Either(_WHOLE_HEADS, _PARTIAL)),
-        "attention over a window of two caches, whole or as a [partial](#kv-caches); a mask is added to the scores",
+        "attention over a window of two caches, whole or as a partial; a mask is added to the scores",
         ("head_dim", "kv_start", "kv_len", "scale", "n_heads", "n_kv_heads"),
         ("pos", "kv_rows"),
         multiple=("n_heads", "n_kv_heads"),
@@ -291,6 +291,9 @@ COPIED_COLUMNS: Final = Operation(
 
 TILES: Final = frozenset(row.kind for row in _ROWS if row.output is not None and row.output.part is _TILE)
 """Opcodes that write the columns of a tile."""
+
+APPENDS: Final = frozenset(row.kind for row in _ROWS if row.in_place is not None)
+"""Opcodes that write rows of a cache from row `pos` on."""
 
 
 def operation_of(op: InstructionKind, params: Mapping[str, Any]) -> Operation:

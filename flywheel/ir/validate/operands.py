@@ -28,8 +28,11 @@ def operand_faults(
     if row.output is None:
         return
     broken = list(_param_faults(row, params, inputs))
-    made = Operand("out", row.makes, row.output.dtypes) if is_step and row.makes is not None else row.output
-    bound = [*((row.operand(place), buffer) for place, buffer in enumerate(inputs)), (made, output)]
+    bound = [(row.operand(place), buffer) for place, buffer in enumerate(inputs)]
+    if is_step and row.makes is not None:
+        bound.append((Operand("out", row.makes, row.output.dtypes), output))
+    elif row.in_place is None:
+        bound.append((row.output, output))
     broken += _type_faults(row, bound)
     if broken:
         yield from broken

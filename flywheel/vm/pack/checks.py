@@ -7,6 +7,7 @@ from typing import Final
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind, DType, InstructionKind
+from flywheel.ir.operations import FLOATS, OPERATIONS
 from flywheel.plan import KernelVariant
 from flywheel.plan.staging import WORK_BYTES
 from flywheel.plan.step import ABSENT, RESULT_REF, Form, Operand, Step, copied_rows, look, names_columns
@@ -17,22 +18,11 @@ _K = InstructionKind
 
 HALVES: Final = (DType.F16, DType.BF16)
 
-IDS: Final = (DType.I32, DType.I8, DType.U8)
-
-BYTES: Final = (DType.I8, DType.U8, DType.I4)
-
 MAX_HEAD_DIM: Final = 256
 """What the lanes of an attention warp hold."""
 
 MAX_WIDTH: Final = 1 << 26
 """Of a matrix: the bytes of 16 of its rows are a uint32."""
-
-_OPERAND_TYPES: Final = {
-    (_K.EMBED, 0): IDS,
-    (_K.ROPE, 1): IDS,
-    (_K.DEQUANT, 0): BYTES,
-}
-"""Operands that are no floats."""
 
 _WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 
@@ -71,7 +61,7 @@ def check_steps(steps: Sequence[Step], form: Form, dtype: DType, variant: Kernel
             if step.matrix:
                 _check_matrix(step, args, dtype)
             elif step.op is _K.ATTENTION_TILE:
-                _check_attention(step, args, variant)
+                _check_attention(step, variant)
         except InvalidProgramError as error:
             raise InvalidProgramError(f"{error}" if form.recipe is None else f"step {index}: {error}") from error
 
@@ -81,13 +71,13 @@ def _check_types(step: Step, args: Sequence[Operand], form: Form, dtype: DType) 
     stored = step.result.dtype if step.out == ABSENT else form.outputs[step.out].dtype
     if step.op is _K.COPY and len({args[0].dtype, step.result.dtype, stored}) == 1 and stored is not DType.I4:
         return
+    row = OPERATIONS[step.op]
     for place, operand in enumerate(args):
-        _expect(operand.dtype, _OPERAND_TYPES.get((step.op, place), floats), f"{step.op.name} operand {place}")
-    made = (DType.I32,) if step.op is _K.SAMPLE_ARGMAX else floats
-    for result in (step.result.dtype, stored):
-        _expect(result, made, f"{step.op.name} result")
-    if step.op is _K.DEQUANT and step.params["qdtype"] not in BYTES:
-        raise InvalidProgramError(f"qdtype={step.params['qdtype']} is not I4, I8 or U8")
+        if row.operand(place).dtypes >= FLOATS:
+            _expect(operand.dtype, floats, f"{step.op.name} operand {place}")
+    if row.output is not None and row.output.dtypes >= FLOATS:
+        for result in (step.result.dtype, stored):
+            _expect(result, floats, f"{step.op.name} result")
 
 
 def _expect(found: DType, wanted: Sequence[DType], what: str) -> None:
@@ -126,17 +116,12 @@ def _check_matrix(step: Step, args: Sequence[Operand], dtype: DType) -> None:
     for operand, name in ((weight, "matrix"), (x, "vector")):
         if operand.dtype is not dtype:
             raise InvalidProgramError(f"the {name} is {operand.dtype.name}, not {dtype.name} as the program is")
-    if x.numel % depth:
-        raise InvalidProgramError(f"{x.numel} elements are not rows of K={depth}")
     if x.numel // depth > ABI_MAX_ROWS:
         raise InvalidProgramError(f"{x.numel // depth} rows of x, more than {ABI_MAX_ROWS}")
 
 
-def _check_attention(step: Step, args: Sequence[Operand], variant: KernelVariant) -> None:
-    head_dim, row = step.params["head_dim"], step.params["n_kv_heads"] * step.params["head_dim"]
-    for cache in args[1:3]:
-        if cache.numel // cache.shape[0] != row:
-            raise InvalidProgramError(f"a cache {list(cache.shape)} has no rows of {row} elements")
+def _check_attention(step: Step, variant: KernelVariant) -> None:
+    head_dim = step.params["head_dim"]
     if head_dim > MAX_HEAD_DIM:
         raise InvalidProgramError(f"head_dim={head_dim} is above {MAX_HEAD_DIM}")
     needed = variant.vector_warps * (head_dim + 2) * 4

@@ -27,23 +27,23 @@ class ReferenceVM:
     rejects, or whose buffers cannot be told apart by name.
     """
 
-    __slots__ = ("_order", "_order_key", "device", "program")
+    __slots__ = ("_order", "_order_key", "device", "program", "proved")
 
     def __init__(self, program: MegakernelProgram, device: str | torch.device = "cpu") -> None:
         result = validate(program, strict=True)
         if not result.ok:
             more = f" (and {len(result.errors) - 1} more)" if len(result.errors) > 1 else ""
             raise InvalidProgramError(f"program: {result.errors[0]}{more}")
-        self._load(program, device)
+        self._load(program, device, proved=True)
 
     @classmethod
     def unchecked(cls, program: MegakernelProgram, device: str | torch.device = "cpu") -> Self:
         """A VM of a program that need not be safe: to see what the proof rules out."""
         machine = cls.__new__(cls)
-        machine._load(program, device)
+        machine._load(program, device, proved=False)
         return machine
 
-    def _load(self, program: MegakernelProgram, device: str | torch.device) -> None:
+    def _load(self, program: MegakernelProgram, device: str | torch.device, proved: bool) -> None:
         seen: set[str] = set()
         for buffer in program.buffers:
             tensor_shape(buffer)
@@ -52,6 +52,7 @@ class ReferenceVM:
             if buffer.kind is not BufferKind.ACTIVATION:
                 seen.add(buffer.name)
         self.program = program
+        self.proved = proved
         self.device = torch.device(device)
         self._order_key: tuple[str, int] | None = None
         self._order: Sequence[int] = ()
@@ -111,7 +112,7 @@ class BoundProgram:
             **{buffer.id: _resident(buffer, given[buffer.name], machine) for buffer in machine.buffers(*RESIDENT)},
         }
         self._outputs = machine.buffers(BufferKind.IO_OUTPUT, BufferKind.KV_CACHE)
-        self._binder = Binder(program.buffers, self._tensors, machine.device)
+        self._binder = Binder(program.buffers, self._tensors, machine.device, machine.proved)
         self._calls: list[list[Call]] = [self._binder.bind(task) for task in program.tasks]
         self._pos: int | None = None
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flywheel.errors import InvalidProgramError, TensorError
+from flywheel.errors import TensorError
 from flywheel.ir import InstructionKind
 from flywheel.ir.access import tile, tile_rows
 from flywheel.vm.reference.attention import attention_combine, attention_tile, kv_append, rope
 from flywheel.vm.reference.dequant import dequant
-from flywheel.vm.reference.operands import Op, Params, rows_of, same_size, split, store
+from flywheel.vm.reference.operands import Op, Params, flat, rows_of, split, store
 
 BLOCK_WEIGHTS: Final = 1 << 17
 """Weights that a CPU converts to fp32 at once: 512 KiB stay in its L2 cache until they are multiplied."""
@@ -43,14 +43,14 @@ def rmsnorm(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
     """x * rsqrt(mean(x^2) + eps) * w over rows of `hidden` elements."""
     x = split(inputs[0], params["hidden"]).float()
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + params["eps"])
-    store(out, x * scale * _vector(inputs[1], params))
+    store(out, x * scale * flat(inputs[1]))
 
 
 def layernorm(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
     """(x - mean) * rsqrt(variance + eps) * w [+ b] over rows of `hidden` elements."""
     x = split(inputs[0], params["hidden"]).float()
-    bias = _vector(inputs[2], params) if len(inputs) > 2 else None
-    store(out, functional.layer_norm(x, x.shape[1:], _vector(inputs[1], params), bias, params["eps"]))
+    bias = flat(inputs[2]) if len(inputs) > 2 else None
+    store(out, functional.layer_norm(x, x.shape[1:], flat(inputs[1]), bias, params["eps"]))
 
 
 def gemv_tile(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
@@ -61,8 +61,6 @@ def gemv_tile(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
     depth, start, end = params["K"], params["n_off"], params["n_off"] + params["N_tile"]
     x = split(inputs[0], depth).float()
     weight = rows_of(inputs[1], depth)
-    if end > weight.shape[0]:
-        raise InvalidProgramError(f"columns up to {end} of a weight of {weight.shape[0]} rows")
     step = max(1, BLOCK_WEIGHTS // depth) if weight.device.type == "cpu" else end - start
     blocks = [_product(x, weight[first : min(first + step, end)]) for first in range(start, end, step)]
     result = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
@@ -71,8 +69,7 @@ def gemv_tile(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
 
 def silu_mul(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
     """silu(gate) * up."""
-    gate, up = same_size(*inputs)
-    store(out, functional.silu(gate) * up)
+    store(out, functional.silu(flat(inputs[0])) * flat(inputs[1]))
 
 
 def gelu(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
@@ -82,48 +79,30 @@ def gelu(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
 
 def add(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
     """a + b."""
-    left, right = same_size(*inputs)
-    store(out, left + right)
+    store(out, flat(inputs[0]) + flat(inputs[1]))
 
 
 def mul(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
     """a * b, or a * `scale`."""
-    if len(inputs) == 2:
-        left, right = same_size(*inputs)
-        store(out, left * right)
-    elif "scale" in params:
-        store(out, inputs[0].float() * params["scale"])
-    else:
-        raise InvalidProgramError("one operand and no param scale")
+    store(out, flat(inputs[0]) * (flat(inputs[1]) if len(inputs) == 2 else params["scale"]))
 
 
 def softmax(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
     """Softmax over dimension `dim`, by default the last."""
-    x, dim = inputs[0].float(), params.get("dim", -1)
-    if not -x.dim() <= dim < x.dim():
-        raise InvalidProgramError(f"dim={dim} of a tensor of rank {x.dim()}")
-    store(out, x.softmax(dim))
+    store(out, inputs[0].float().softmax(params.get("dim", -1)))
 
 
 def allreduce_shard(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
     """Sum of the shards, in their order."""
-    total = inputs[0].reshape(-1).float()
+    total = flat(inputs[0])
     for shard in inputs[1:]:
-        total = torch.add(*same_size(total, shard))
+        total = total + flat(shard)
     store(out, total)
 
 
 def sample_argmax(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
     """Index of the largest element, the first of equals; one a row where `out` [S] has several."""
-    if inputs[0].numel() % out.numel():
-        raise InvalidProgramError(f"{inputs[0].numel()} logits are not {out.numel()} rows")
     store(out, inputs[0].reshape(out.numel(), -1).float().argmax(-1))
-
-
-def _vector(weight: Tensor, params: Params) -> Tensor:
-    if weight.numel() < params["hidden"]:
-        raise InvalidProgramError(f"a weight of {weight.numel()} elements for hidden={params['hidden']}")
-    return weight.reshape(-1)[: params["hidden"]].float()
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

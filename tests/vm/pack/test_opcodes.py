@@ -371,7 +371,7 @@ def test_no_operand_is_reused_around_attention_which_borrows_the_partials(chain:
 
 @st.composite
 def recipes(draw: st.DrawFn) -> list[list[Any]]:
-    """Three recipes over x48 (in 0), x40 (1), x3000 (2), weights [64, K] of them (3, 4, 5) and a gain (6)."""
+    """Three recipes over x48 (in 0), x40 (1), x3000 (2), weights [64, K] (3, 4, 5), gains [48] (6), [3000] (7)."""
     made = []
     for _ in range(3):
         values: list[tuple[Any, int]] = [(0, 48), (1, 40), (2, 3000)]
@@ -388,8 +388,8 @@ def recipes(draw: st.DrawFn) -> list[list[Any]]:
                 width = size
             elif kind == "ADD":
                 steps.append(step(kind, [value, draw(st.sampled_from(alike))], slot, width))
-            elif kind == "RMSNORM":
-                steps.append(step(kind, [value, 6], slot, width, eps=1e-5, hidden=width))
+            elif kind == "RMSNORM" and width != 40:
+                steps.append(step(kind, [value, 6 if width == 48 else 7], slot, width, eps=1e-5, hidden=width))
             elif kind == "COPY" and width > 40:
                 steps.append(step(kind, [value], slot, 40, n_off=draw(st.integers(0, width - 40)), N_tile=40))
                 width = 40
@@ -406,7 +406,7 @@ def recipes(draw: st.DrawFn) -> list[list[Any]]:
 def test_any_recipes_one_after_the_other_mean_what_they_say(chain: Chain, agree: Agree, drawn: list[list[Any]]) -> None:
     buffers: dict[str, Any] = {f"x{width}": (IN, F32, (1, width)) for width in (48, 40, 3000)}
     buffers |= {f"w{width}": (WEIGHT, F32, (64, width)) for width in (48, 40, 3000)}
-    buffers["gain"] = (WEIGHT, F32, (3000,))
+    buffers |= {f"gain{width}": (WEIGHT, F32, (width,)) for width in (48, 3000)}
     names = list(buffers)
     buffers |= {f"y{number}": (OUT, F32, (1, 40)) for number in range(len(drawn))}
     tasks = [("FUSED", names, [f"y{number}"], fused(*steps)) for number, steps in enumerate(drawn)]

@@ -234,10 +234,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
         {"x": (IN, F32, (9, 16)), "w": (WEIGHT, F32, (8, 16)), "y": (OUT, F32, (9, 8))},
         [("GEMM_TILE", ["x", "w"], ["y"], {**MATRIX, "M_tile": 9})], r"9 rows of x, more than 8",
     ),
-    "a row and a half": (
-        {"x": (IN, F32, (1, 24)), "w": (WEIGHT, F32, (8, 16)), "y": (OUT, F32, (1, 8))},
-        [("GEMV_TILE", ["x", "w"], ["y"], MATRIX)], r"24 elements are not rows of K=16",
-    ),
     "long vector": (
         {"x": (IN, F32, (1, 20000)), "w": (WEIGHT, F32, (8, 20000)), "y": (OUT, F32, (1, 8))},
         [("FUSED", ["x", "w"], ["y"], made_first(20000, 1))],

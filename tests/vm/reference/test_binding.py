@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flywheel.errors import InvalidProgramError
-from flywheel.ir import BufferKind, DType, MegakernelProgram, ScheduleConfig
+from flywheel.ir import BufferKind, DType, MegakernelProgram, ScheduleConfig, validate
 from flywheel.lowering.fusion import COMBINE, PATTERNS, Pattern
 from flywheel.vm.reference import ReferenceVM
 
@@ -154,15 +154,21 @@ def test_dequantised_weights_multiply_in_a_recipe(chain: Build) -> None:
     torch.testing.assert_close(ReferenceVM(program).run(tensors)["y"], tensors["x"] @ wide.T)
 
 
-def test_packed_elements_reach_dequant_only(chain: Build) -> None:
-    buffers = {"q": (IN, DType.I4, (4, 8)), "y": (OUT, F32, (4, 8))}
-    machine = ReferenceVM(chain(buffers, [("COPY", ["q"], "y", {})]))
-    with pytest.raises(InvalidProgramError, match=r"task 0 \(t0\): COPY reads buffer 0 \(q\): only DEQUANT"):
-        machine.run({"q": torch.zeros(4, 4, dtype=torch.uint8)})
-
-
-def test_a_misfit_names_its_task(chain: Build) -> None:
-    buffers = {"x": (IN, F32, (1, 8)), "z": (IN, F32, (1, 10)), "y": (OUT, F32, (1, 8))}
-    machine = ReferenceVM(chain(buffers, [("ADD", ["x", "z"], "y", {})]))
-    with pytest.raises(InvalidProgramError, match=r"task 0 \(t0\): ADD operands of 8 and 10 elements"):
-        machine.run({"x": random(1, 8), "z": random(1, 10)})
+@pytest.mark.parametrize(
+    ("op", "inputs", "params", "wanted"),
+    [
+        ("ADD", ["x", "z"], {}, r"ADD: b \(z \[1, 10\]\) holds 10 elements, not n=8"),
+        ("COPY", ["q"], {}, r"COPY: x \(q \[1, 8\]\) is I4, not "),
+        ("SOFTMAX", ["x"], {"dim": 2}, r"SOFTMAX: dim=2 is not one of the 2 dimensions of x \[1, 8\]"),
+        ("MUL", ["x"], {}, "MUL: one input needs param scale"),
+    ],
+)
+def test_the_vm_refuses_an_unproved_task_as_the_validator_does(
+    chain: Build, op: str, inputs: list[str], params: dict[str, int], wanted: str
+) -> None:
+    buffers = {"x": (IN, F32, (1, 8)), "z": (IN, F32, (1, 10)), "q": (IN, DType.I4, (1, 8)), "y": (OUT, F32, (1, 8))}
+    program = chain(buffers, [(op, inputs, "y", params)])
+    tensors = {"x": random(1, 8), "z": random(1, 10), "q": torch.zeros(1, 4, dtype=torch.uint8)}
+    with pytest.raises(InvalidProgramError, match=r"^task 0 \(t0\): " + wanted) as refusal:
+        ReferenceVM.unchecked(program).run(tensors)
+    assert str(refusal.value) == validate(program, strict=True).errors[0].message

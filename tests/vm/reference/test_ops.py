@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flywheel.errors import InvalidProgramError, TensorError
+from flywheel.errors import TensorError
 from flywheel.ir import OPERATIONS, InstructionKind
 from flywheel.vm.reference import ops
 from flywheel.vm.reference.ops import OPS
@@ -139,8 +139,6 @@ def test_mul_multiplies_or_scales() -> None:
     a, b = random(8), random(8)
     assert torch.equal(computed("MUL", [a, b], (8,)), a * b)
     assert torch.equal(computed("MUL", [a], (8,), scale=0.5), a / 2)
-    with pytest.raises(InvalidProgramError, match="no param scale"):
-        computed("MUL", [a], (8,))
 
 
 @pytest.mark.parametrize(("params", "dim"), [({}, 1), ({"dim": 0}, 0), ({"dim": -2}, 0)])
@@ -149,11 +147,6 @@ def test_softmax_sums_to_one_over_its_dim(params: dict[str, int], dim: int) -> N
     powers = torch.exp(x.double() - x.double().max())
     exact = powers / powers.sum(dim, keepdim=True)
     torch.testing.assert_close(computed("SOFTMAX", [x], (3, 5), **params).double(), exact, rtol=1e-5, atol=1e-7)
-
-
-def test_softmax_refuses_a_dim_that_is_not_there() -> None:
-    with pytest.raises(InvalidProgramError, match="dim=2 of a tensor of rank 2"):
-        computed("SOFTMAX", [random(3, 5)], (3, 5), dim=2)
 
 
 def test_allreduce_sums_its_shards_in_fp32() -> None:
@@ -168,12 +161,3 @@ def test_argmax_takes_the_first_of_equals() -> None:
     assert computed("SAMPLE_ARGMAX", [torch.zeros(1, 100_000)], (1,), torch.int32).tolist() == [0]
     several = torch.tensor([[0.0, 3.0, 3.0], [9.0, 1.0, 9.0]])
     assert computed("SAMPLE_ARGMAX", [several], (2,), torch.int32).tolist() == [1, 0]
-
-
-def test_operands_of_different_sizes_are_refused() -> None:
-    with pytest.raises(InvalidProgramError, match="operands of 4 and 1 elements"):
-        computed("ADD", [random(4), random(1)], (4,))
-    with pytest.raises(InvalidProgramError, match="makes 4 elements for an output of 8"):
-        computed("GELU", [random(4)], (8,))
-    with pytest.raises(InvalidProgramError, match="10 elements are not rows of 4"):
-        computed("RMSNORM", [random(10), random(4)], (10,), eps=0.0, hidden=4)
