@@ -100,6 +100,20 @@ def multi_row_buffers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> d
     return rows
 
 
+def uncovered(columns: Sequence[Region], edge: int, stop: int) -> list[Region]:
+    """What sorted, disjoint `columns` leave of `edge`..`stop`."""
+    gaps = []
+    for start, end in columns:
+        if end <= edge or start >= stop:
+            continue
+        if start > edge:
+            gaps.append((edge, start))
+        edge = max(edge, end)
+    if edge < stop:
+        gaps.append((edge, stop))
+    return gaps
+
+
 def _copied(params: Mapping[str, Any]) -> Region | None:
     """Columns that a COPY with `params` reads; None for all, and for those of several rows."""
     return tile(params) if tile_rows(params) == 1 else None

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import inf
 
-from flywheel.ir.access import appends_behind, multi_row_buffers, read_regions, written_region
+from flywheel.ir.access import (
+    MATRIX_OPS,
+    WHOLE,
+    Region,
+    appends_behind,
+    multi_row_buffers,
+    read_regions,
+    tile_rows,
+    uncovered,
+    written_region,
+)
 from flywheel.ir.dtype import READONLY_KINDS, BufferKind
 from flywheel.ir.firing import fire
 from flywheel.ir.program import MegakernelProgram
@@ -23,7 +33,8 @@ def simulate_counters(program: MegakernelProgram) -> tuple[list[int], list[int]]
 
 
 def simulate_adversarial(program: MegakernelProgram, seeds: int = 16) -> list[str]:
-    """Reads that ran before a write of the same columns, over `seeds` firing orders; each is reported once.
+    """Reads of what no task has written yet, and reads before a write in one of `seeds` firing orders and after it in
+    another; each is reported once.
 
     The orders: oldest first; then in turn one that holds a single writer back as long as anything else can run, one of
     random priorities, and, once, newest first. Writers whose readers do not all await them directly are held back
@@ -74,27 +85,43 @@ def _suspects(tasks: Sequence[Task], writers: Mapping[int, Sequence[int]]) -> li
 
 
 class _Watch:
-    """What must be written before each read."""
+    """What is written before each read: enough, and the same in every order."""
 
-    __slots__ = ("_caches", "_multi_row", "_program", "writers")
+    __slots__ = ("_caches", "_first", "_multi_row", "_program", "_sizes", "writers")
 
     def __init__(self, program: MegakernelProgram) -> None:
         self._program = program
         buffers: dict[int, Buffer] = {buffer.id: buffer for buffer in program.buffers}
         self._caches = {buffer.id for buffer in program.buffers if buffer.kind is BufferKind.KV_CACHE}
+        self._sizes = {number: buffer.numel for number, buffer in buffers.items()}
         self._multi_row = multi_row_buffers(program.tasks, buffers)
+        self._first: dict[tuple[int, int], list[int]] | None = None
         self.writers: dict[int, list[int]] = {}
         for index, task in enumerate(program.tasks):
             for number in task.outputs:
                 self.writers.setdefault(number, []).append(index)
 
     def violations(self, order: Sequence[int]) -> list[str]:
-        """One message for each read of `order` that comes before a write of what it reads."""
+        """One message for each read of `order` that comes before its first write, or before others than in the first
+        order that was asked about."""
+        late, found = self._late(order)
+        first = self._first = late if self._first is None else self._first
+        tasks = self._program.tasks
+        for index, operand in dict.fromkeys((*late, *first)):
+            here, there = late.get((index, operand), []), first.get((index, operand), [])
+            if here != there:
+                task, (writer, *_) = tasks[index], sorted({*here} ^ {*there})
+                text = f"reads buffer {task.inputs[operand]} before task {tasks[writer].id} writes it"
+                found.append(f"task {task.id} ({task.label}): {text}")
+        return found
+
+    def _late(self, order: Sequence[int]) -> tuple[dict[tuple[int, int], list[int]], list[str]]:
+        """(writers that come after each read, by reader and operand; reads of what is not written yet)."""
         tasks = self._program.tasks
         kinds = {buffer.id: buffer.kind for buffer in self._program.buffers}
         left = {number: len(members) for number, members in self.writers.items()}
         fired: set[int] = set()
-        found = []
+        late, found = {}, []
         for index in order:
             task = tasks[index]
             for operand, number in enumerate(task.inputs):
@@ -107,13 +134,34 @@ class _Watch:
                 if not others:
                     found.append(f"{reads}, which nothing else writes")
                     continue
-                early = next((w for w in others if w not in fired and self._overlap(w, index, operand)), None)
-                if early is not None:
-                    found.append(f"{reads} before task {tasks[early].id} writes it")
+                behind = [w for w in others if w not in fired and self._overlap(w, index, operand)]
+                if behind:
+                    late[index, operand] = behind
+                    missed = self._missed(behind, fired.intersection(others), index, operand)
+                    if missed is not None:
+                        found.append(f"{reads} before task {tasks[missed].id} writes it")
             fired.add(index)
             for number in task.outputs:
                 left[number] -= 1
-        return found
+        return late, found
+
+    def _missed(self, late: Sequence[int], early: Collection[int], reader: int, operand: int) -> int | None:
+        """One of the late writers that writes, of what the reader reads, what none of the early ones has written."""
+        number = self._program.tasks[reader].inputs[operand]
+        written = sorted(self._columns(writer, number) for writer in early)
+        for writer in late:
+            first, last = self._columns(writer, number)
+            for start, end in self._regions(reader, operand) or [WHOLE]:
+                if uncovered(written, max(first, start), min(last, end)):
+                    return writer
+        return None
+
+    def _columns(self, writer: int, number: int) -> Region:
+        task, rows = self._program.tasks[writer], self._multi_row.get(number, 1)
+        counts = task.outputs[0] == number and rows is not None
+        if counts and number in self._multi_row and task.op not in MATRIX_OPS:
+            counts = tile_rows(task.params) == rows
+        return (written_region(task) if counts else None) or (0, self._sizes[number] // (rows or 1))
 
     def _overlap(self, writer: int, reader: int, operand: int) -> bool:
         """Whether what `writer` writes of an operand of `reader` is among what `reader` reads."""
@@ -122,7 +170,11 @@ class _Watch:
         if number in self._caches and appends_behind(tasks[writer], tasks[reader], operand):
             return False
         written = written_region(tasks[writer]) if tasks[writer].outputs[0] == number else None
-        regions = None if number in self._multi_row else read_regions(tasks[reader], operand)
+        regions = self._regions(reader, operand)
         if written is None or regions is None:
             return True
         return any(start < written[1] and written[0] < end for start, end in regions)
+
+    def _regions(self, reader: int, operand: int) -> list[Region] | None:
+        task = self._program.tasks[reader]
+        return None if task.inputs[operand] in self._multi_row else read_regions(task, operand)

@@ -1,8 +1,9 @@
-"""Race freedom: every write happens before every read of the same columns, and overlapping writes are ordered.
+"""Race freedom: overlapping writes are ordered, and every read is ordered with every write of the same columns.
 
-The writers of any one column must form a chain, so only the last writer of each stretch of columns, its *frontier*, is
-compared with readers. Tasks share operand and wait records: one decision per (operands, wait class) covers a
-projection, and single columns are compared only where such a decision fails.
+The writers of any one column must form a chain, so a task that comes after the last writer of each stretch of columns,
+its *frontier*, comes after all. Tasks share operand and wait records: one decision per (operands, wait class) covers a
+projection, and single columns, or the other writers of columns that are written again, are looked at only where such a
+decision fails.
 """
 
 from __future__ import annotations
@@ -12,16 +13,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flywheel.ir.access import WHOLE, Region, appends_behind, multi_row_buffers, read_regions, tile, tile_rows
+from flywheel.ir.access import (
+    WHOLE,
+    Region,
+    appends_behind,
+    multi_row_buffers,
+    read_regions,
+    tile,
+    tile_rows,
+    uncovered,
+)
 from flywheel.ir.dtype import READONLY_KINDS, BufferKind
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.order import HappensBefore
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.validate.findings import Findings
-
-Write = tuple[int, int, int]
-"""Start and end of the columns written, and the position of the writer."""
+from flywheel.ir.validate.rewrites import ReadFault, Stage, Write, read_fault, stages_of
 
 _GEMV, _GEMM, _FUSED = InstructionKind.GEMV_TILE, InstructionKind.GEMM_TILE, InstructionKind.FUSED
 
@@ -30,14 +38,13 @@ _GEMV, _GEMM, _FUSED = InstructionKind.GEMV_TILE, InstructionKind.GEMM_TILE, Ins
 class Frontier:
     """Last writes of a buffer by column, sorted and disjoint, and the counters that they signal.
 
-    `gaps` are the columns that nothing writes; `first` holds the columns that a writer is the first to write, for those
-    that overlap others.
+    `gaps` are the columns that nothing writes, `stages` all writers where columns are written more than once.
     """
 
     writes: list[Write]
     signals: tuple[int, ...]
     gaps: Sequence[Region] = ()
-    first: Mapping[int, list[Region]] | None = None
+    stages: Sequence[Stage] = ()
 
     def overlapping(self, start: int, end: int) -> list[int]:
         """Positions of the last writers of columns `start`..`end`."""
@@ -169,12 +176,46 @@ def _check_reads(index: int, accesses: Accesses, frontiers: Mapping[int, Frontie
                     task.id,
                 )
             continue
-        behind = (appends_behind(accesses.tasks[writer], task, operand) for _, _, writer in writes)
-        if buffer.kind is BufferKind.KV_CACHE and all(behind):
-            continue
         frontier = frontiers[number]
-        if frontier.gaps or not accesses.order.reached(frontier.signals, group):
+        if not frontier.gaps and accesses.order.reached(frontier.signals, group):
+            continue
+        stages = frontier.stages
+        if buffer.kind is BufferKind.KV_CACHE:
+            tasks = accesses.tasks
+            writes = [write for write in writes if not appends_behind(tasks[write[2]], task, operand)]
+            stages = stages_of(tasks, accesses.order.wait_class, writes)
+            if not stages:
+                continue
+        if stages:
+            _check_rewritten(index, accesses.read(index, operand), buffer, stages, accesses, findings)
+        else:
             _check_columns(index, accesses.read(index, operand), buffer, frontier, accesses, findings)
+
+
+def _check_rewritten(
+    index: int,
+    regions: list[Region] | None,
+    buffer: Buffer,
+    stages: Sequence[Stage],
+    accesses: Accesses,
+    findings: Findings,
+) -> None:
+    tasks = accesses.tasks
+    for region in regions or [WHOLE]:
+        fault = read_fault(index, tasks, accesses.order, stages, region, accesses.width(buffer))
+        if fault is not None:
+            _report_read(index, buffer, fault, accesses, findings)
+            return
+
+
+def _report_read(index: int, buffer: Buffer, fault: ReadFault, accesses: Accesses, findings: Findings) -> None:
+    if fault.writer is None:
+        _report_gap(buffer, fault.columns, accesses.tasks[index], findings)
+        return
+    writer = accesses.tasks[fault.writer]
+    why = "which only later tasks write, as" if fault.ordered else "not ordered with"
+    text = f"{_reads(accesses, index, buffer)}, {why} task {writer.id} ({writer.label})"
+    findings.error("race-read", text, accesses.tasks[index].id)
 
 
 def _check_columns(
@@ -188,7 +229,7 @@ def _check_columns(
     tasks, order = accesses.tasks, accesses.order
     for start, end in regions or [WHOLE]:
         writers = frontier.overlapping(start, end)
-        own = (frontier.first or {}).get(index, [WHOLE]) if index in writers else []
+        own = [WHOLE] if index in writers else []
         gap = next((gap for gap in (*frontier.gaps, *own) if gap[0] < end and start < gap[1]), None)
         if gap is not None:
             _report_gap(buffer, gap, tasks[index], findings)
@@ -205,36 +246,23 @@ def _frontier(buffer: Buffer, writes: list[Write], accesses: Accesses, findings:
     tasks, (_, end, index) = accesses.tasks, writes[0]
     if len(writes) == 1 and end == WHOLE[1]:
         return Frontier(writes, (tasks[index].out_counter,))
-    first: dict[int, list[Region]] = {}
+    stages: Sequence[Stage] = ()
     last = sorted(writes)
     if any(map(_overlap, last, last[1:])):
-        writes = sorted(writes, key=lambda write: accesses.ranks[write[2]])
-        last = _sweep(buffer, writes, first, accesses, findings)
+        stages = stages_of(tasks, accesses.order.wait_class, writes)
+        last = _sweep(buffer, sorted(writes, key=lambda write: accesses.ranks[write[2]]), accesses, findings)
     signals = tuple(dict.fromkeys([tasks[index].out_counter for _, _, index in last]))
-    return Frontier(last, signals, _gaps(last, 0, accesses.width(buffer)), first)
+    gaps = uncovered([(start, end) for start, end, _ in last], 0, accesses.width(buffer))
+    return Frontier(last, signals, gaps, stages)
 
 
 def _overlap(first: Write, second: Write) -> bool:
     return second[0] < first[1]
 
 
-def _gaps(writes: Sequence[Write], edge: int, stop: int) -> list[Region]:
-    """What sorted, disjoint `writes` leave of the columns `edge`..`stop`."""
-    gaps = []
-    for start, end, _ in writes:
-        if start > edge:
-            gaps.append((edge, start))
-        edge = max(edge, end)
-    if edge < stop:
-        gaps.append((edge, stop))
-    return gaps
-
-
-def _sweep(
-    buffer: Buffer, writes: list[Write], fresh: dict[int, list[Region]], accesses: Accesses, findings: Findings
-) -> list[Write]:
-    """Lay `writes`, in topological order, over one another, each after all that it covers; fills `fresh`."""
-    tasks, order, width = accesses.tasks, accesses.order, accesses.width(buffer)
+def _sweep(buffer: Buffer, writes: list[Write], accesses: Accesses, findings: Findings) -> list[Write]:
+    """Lay `writes`, in topological order, over one another, each after all that it covers."""
+    tasks, order = accesses.tasks, accesses.order
     top: list[Write] = []
     for start, end, index in writes:
         first = bisect_right(top, start, key=lambda write: write[1])
@@ -244,7 +272,6 @@ def _sweep(
                 _report_pair(buffer, tasks[other], tasks[index], findings)
                 if findings.full:
                     return top
-        fresh[index] = _gaps(top[first:last], start, min(end, width))
         pieces = [(start, end, index)]
         if first < last and top[first][0] < start:
             pieces.insert(0, (top[first][0], start, top[first][2]))

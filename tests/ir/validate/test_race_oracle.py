@@ -131,7 +131,7 @@ def closure(program: MegakernelProgram) -> list[list[bool]]:
 
 
 def read_faults(bodies: list[Body], before: list[list[bool]]) -> bool:
-    """Whether some read is not after every other write of its columns, or reads what nothing else has written."""
+    """Whether some read is in no order with another write of its columns, or no write comes before it."""
     for reader, (_, _, outputs, _, reads, _) in enumerate(bodies):
         for buffer, columns in reads:
             if buffer in (SOURCE, WEIGHT) or (buffer == CACHE and buffer in outputs):
@@ -140,11 +140,15 @@ def read_faults(bodies: list[Body], before: list[list[bool]]) -> bool:
                 (writer, written & columns)
                 for writer, body in enumerate(bodies)
                 for number, written in body[5]
-                if number == buffer and writer != reader
+                if number == buffer and writer != reader and written & columns
             ]
-            if any(written and not before[writer][reader] for writer, written in writers):
+            if any(not before[writer][reader] and not before[reader][writer] for writer, _ in writers):
                 return True
-            if buffer != CACHE and columns - frozenset().union(*(written for _, written in writers)):
+            earlier = [written for writer, written in writers if before[writer][reader]]
+            if buffer == CACHE:
+                if writers and not earlier:
+                    return True
+            elif columns - frozenset().union(*earlier):
                 return True
     return False
 

@@ -94,12 +94,13 @@ def races(bodies: list[Body]) -> bool:
     for number, (_, reads, writes) in enumerate(bodies):
         for buffer, touched in reads.items():
             others = [(place, each[2].get(buffer, frozenset())) for place, each in enumerate(bodies) if place != number]
-            if any(made & touched and place not in after[number] for place, made in others):
+            if any(made & touched and not ordered(place, number) for place, made in others):
                 return True
             writers = [each[0] for each in bodies if buffer in each[2]]
             # Writers that disagree on rows count whole, so what they leave out does not show.
             agree = len({writer.params.get("M_tile", 1) for writer in writers}) == 1
-            if buffer != SOURCE and agree and touched - frozenset().union(*(made for _, made in others)):
+            earlier = [made for place, made in others if place in after[number]]
+            if buffer != SOURCE and agree and touched - frozenset().union(*earlier):
                 return True
         for buffer, touched in writes.items():
             if any(
