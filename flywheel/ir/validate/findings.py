@@ -36,7 +36,7 @@ CODES: Final = MappingProxyType(
         "cycle": "tasks that wait for each other",
         "queue-deadlock": "serial SM queues that block for ever",
         "unwritten-read": "a read of a buffer that nothing else writes",
-        "race-read": "a read that is not ordered after a write of the same columns",
+        "race-read": "a read that is in no order with a write of the same columns, or before all of them",
         "race-write": "two writes of the same columns that are not ordered",
         "missing-output": "an IO_OUTPUT that nothing writes",
         "per-sm-buffer": "an SMEM or REGISTER buffer used from more than one SM",

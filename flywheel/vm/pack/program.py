@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import DType, InstructionKind, MegakernelProgram, Task
-from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.access import MATRIX_OPS, rewritten_buffers
 from flywheel.plan import KernelVariant
 from flywheel.plan.nodes import Node, make_nodes
 from flywheel.plan.program import Plan, make_plan
@@ -98,7 +98,8 @@ def pack_plan(plan: Plan) -> PackedProgram:
     instructions = by_node[node_of]
     instructions["params"] = params_rows(grouping.params)[grouping.params_of[plan.order]]
     instructions["task"], instructions["sm"] = plan.order, sms
-    instructions["flags"][_finds_x_staged(nodes, routines, node_of, sms)] |= np.uint32(InstructionFlag.X_STAGED)
+    staged = _finds_x_staged(program, nodes, routines, node_of, sms)
+    instructions["flags"][staged] |= np.uint32(InstructionFlag.X_STAGED)
 
     entries = matrix_entries(
         instructions,
@@ -169,19 +170,28 @@ def _pass_blocks(steps: Table, variant: KernelVariant) -> int:
 
 
 def _finds_x_staged(
-    nodes: Sequence[Node], routines: Sequence[Routine], node_of: npt.NDArray[np.int64], sms: npt.NDArray[np.int64]
+    program: MegakernelProgram,
+    nodes: Sequence[Node],
+    routines: Sequence[Routine],
+    node_of: npt.NDArray[np.int64],
+    sms: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.bool_]:
     """Which instructions find their first matrix operand staged by the one before them on their SM.
 
-    The operands are the same function of the same buffers. These hold the same for both: whoever writes what a task
-    reads happens before that task, so nothing is written any more once it was read.
+    The operands are the same function of the same buffers. These hold the same for both where no column of them is
+    written twice: its only write happens before each task that reads it.
     """
     keys: dict[object, int] = {}
+    again = rewritten_buffers(program.tasks)
+    rewritten = {row for row, buffer in enumerate(program.buffers) if buffer.id in again}
     columns: list[list[int]] = [[], []]
     for node in nodes:
         routine = routines[node.form]
         for value, column in zip((routine.skipped_x, routine.left_x), columns, strict=True):
-            column.append(-1 if value is None else keys.setdefault(value.over(node.inputs), len(keys)))
+            if value is None or any(node.inputs[place] in rewritten for place in value.inputs):
+                column.append(-1)
+            else:
+                column.append(keys.setdefault(value.over(node.inputs), len(keys)))
     found, left = (np.array(column, np.int64)[node_of] for column in columns)
     marks = np.zeros(len(node_of), np.bool_)
     marks[1:] = (sms[:-1] == sms[1:]) & (found[1:] >= 0) & (found[1:] == left[:-1])

@@ -248,10 +248,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
         {"x": (IN, F32, (2**16, 2**15)), "y": (OUT, F32, (2**16, 2**15))}, [("GELU", ["x"], ["y"], {})],
         r"task 0 \(t0\): GELU an operand of 2147483648 elements",
     ),
-    "floats as ids": (
-        {**X, "w": (WEIGHT, F32, (8, 16)), "y": (OUT, F32, (16, 16))},
-        [("EMBED", ["x", "w"], ["y"], {"hidden": 16})], r"EMBED operand 0 is F32, not I32",
-    ),
     "eight-bit floats": (
         {"x": (IN, DType.F8E4M3, (1, 16)), **Y}, [("GELU", ["x"], ["y"], {})], r"GELU operand 0 is F8E4M3",
     ),
