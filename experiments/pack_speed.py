@@ -29,7 +29,7 @@ def main() -> None:
     )
     print(f"{'model':<14}{'config':<28}{'tasks':>8}{'steps':>8}{'segments':>10}{'pack ms':>9}")
     for model in arguments.models.split(","):
-        workload = make_workload(model, arguments.gpu, "bf16", 512)
+        workload = make_workload(model, arguments.gpu, "bf16", 512, any_size=True)
         space = make_space(workload)
         configs = {"default": ScheduleConfig()}
         configs |= {f"known-good, kv_block {c['kv_block']}": space.to_config(c) for c in space.known_good()}

@@ -19,6 +19,10 @@ class ConfigError(FlywheelError):
     """A ScheduleConfig holds a value that no lowering can honour on this target."""
 
 
+class TooLargeError(FlywheelError):
+    """A decode step does not fit the memory of its GPU."""
+
+
 class UnknownNameError(FlywheelError):
     """No model, GPU, sampler, knob or campaign has this name."""
 

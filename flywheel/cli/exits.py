@@ -13,6 +13,7 @@ from flywheel.errors import (
     NoGpuError,
     StoreError,
     TensorError,
+    TooLargeError,
     UnknownNameError,
     UnsupportedModelError,
     UsageError,
@@ -26,7 +27,8 @@ DIFFERENT: Final = 1
 USAGE: Final = 2
 """Options, names, configs, weights or argument files that cannot be used."""
 REJECTED: Final = 3
-"""Nothing feasible was found, a program or config was refused, or a program computed the wrong numbers."""
+"""Nothing feasible was found, a program or config was refused, a model does not fit the GPU, or a program computed the
+wrong numbers."""
 NO_GPU: Final = 4
 STORE: Final = 5
 ABORTED: Final = 130
@@ -43,6 +45,7 @@ _CODES: Final = (
     (WeightsError, USAGE),
     (TensorError, USAGE),
     (InvalidProgramError, REJECTED),
+    (TooLargeError, REJECTED),
     (MismatchError, REJECTED),
     (NoGpuError, NO_GPU),
     (StoreError, STORE),

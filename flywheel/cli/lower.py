@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 @click.option("--set", "settings", type=setting, multiple=True, metavar="NAME=VALUE",
               help="Set one knob of the search space; repeatable.")  # fmt: skip
 @click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
+@click.option("--any-size", is_flag=True, help="Lower even what the GPU's memory does not hold, to look at.")
 @output_option
 @json_option
 @click.pass_context
@@ -52,13 +53,14 @@ def lower(
     config_file: str | None,
     settings: tuple[tuple[str, str], ...],
     machine: str | None,
+    any_size: bool,
     output: Path | None,
     as_json: bool,
 ) -> None:
     """Lower a model for a GPU: the program's JSON on stdout, a summary on stderr.
 
     An exported schedule brings its model, GPU, dtype, context and batch along; options override them. A config that the
-    lowerer refuses ends with exit code 3.
+    lowerer refuses, and a model that the GPU's memory does not hold, end with exit code 3.
     """
     from flywheel.lowering.lower import lower as lower_graph
     from flywheel.search.space import make_space
@@ -67,7 +69,7 @@ def lower(
     given = load_config(config_file) if config_file is not None else None
     named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch}
     settled = settle_work("lower", named, given if isinstance(given, Schedule) else None)
-    workload = make_workload(**settled)
+    workload = make_workload(**settled, any_size=any_size)
     predictor = open_predictor(machine, workload.target)
     config = given.config if isinstance(given, Schedule) else given
     if config is None or settings:

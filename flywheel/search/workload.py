@@ -11,6 +11,7 @@ from flywheel.ir import TARGETS, GpuTarget
 from flywheel.measure.device import GENERIC
 from flywheel.models.catalog import CATALOG, resolve_model
 from flywheel.models.decoder import DTYPES, decode_step
+from flywheel.models.footprint import check_fits
 from flywheel.models.graph import Graph
 from flywheel.models.spec import DecoderSpec
 
@@ -40,12 +41,17 @@ class Workload:
         return decode_step(self.spec, self.context, DTYPES[self.dtype], self.batch)
 
 
-def make_workload(model: str, gpu: str, dtype: str, context: int, batch: int = 1) -> Workload:
-    """Resolve names. Raises UnknownNameError, UnsupportedModelError, ConfigError."""
+def make_workload(
+    model: str, gpu: str, dtype: str, context: int, batch: int = 1, *, any_size: bool = False
+) -> Workload:
+    """Resolve names. Raises UnknownNameError, UnsupportedModelError, ConfigError, and TooLargeError where the GPU's
+    memory does not hold it, unless `any_size` will do."""
     decoder = resolve_model(model)
     name = model if model in CATALOG else _directory(model)
     workload = Workload(name, decoder, find_target(gpu), dtype, context, batch)
-    _ = workload.graph  # raises where the context is out of reach
+    graph = workload.graph  # raises where the context is out of reach
+    if not any_size:
+        check_fits(graph, workload.target)
     return workload
 
 

@@ -295,3 +295,11 @@ def test_a_gpu_without_a_datasheet_is_lowered_for_by_what_its_driver_says_and_na
     assert run("bench", *WORK, "--config", config, "--gpu", "generic").exit_code == 0
     refused = run("bench", *WORK, "--config", config, "--gpu", "generic-t4-40sm-15gib")
     assert (refused.exit_code, "this machine's is generic-l4-50sm-22gib" in refused.stderr) == (2, True)
+
+
+def test_a_model_that_the_gpus_memory_does_not_hold_is_refused_before_anything_is_loaded(
+    run: Run, l4: type[FakeContests], config: Path
+) -> None:
+    refused = run("bench", "--model", "qwen3-14b", "--config", config)
+    assert (refused.exit_code, len(refused.stderr.splitlines()), l4.asked) == (3, 1, [])
+    assert "qwen3-14b on l4: 29.54 GB of weights" in refused.stderr

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from click.testing import Result
 
 from flywheel.ir import ScheduleConfig, config_to_dict, load_program, program_from_json
@@ -98,3 +99,18 @@ def test_a_program_is_no_config(run: Run, program: Path) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     assert "ScheduleConfig" in result.stderr
     assert run("lower", *WORK, "--config", "-", stdin="{}").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "command", [("lower",), ("search", "--measure", "predict", "--trials", "1"), ("evaluate", "-")]
+)
+def test_a_model_that_the_gpus_memory_does_not_hold_is_one_line_with_the_numbers(
+    run: Run, command: tuple[str, ...]
+) -> None:
+    refused = run(*command, "--model", "llama3-70b", "--gpu", "h100", stdin="{}")
+    assert (refused.exit_code, refused.stdout) == (3, "")
+    assert refused.stderr == (
+        "flywheel: llama3-70b on h100: 141.11 GB of weights, 0.17 of caches and 0.03 of workspace exceed its "
+        "85.90 GB of memory\n"
+    )
+    assert not Path("flywheel.db").exists()

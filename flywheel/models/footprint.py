@@ -1,0 +1,61 @@
+"""What a decode step keeps in a GPU's memory, and whether the GPU has that much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flywheel.errors import TooLargeError
+from flywheel.ir import BufferKind, GpuTarget
+from flywheel.models.graph import Block, Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of a decode step: weights, packed once; KV caches of every sequence; and the workspace, at most: what
+    operations hand on, each in memory of its own.
+
+    Not counted is what a process needs beside the program: CUDA's context, and torch's copy of the weights, which this
+    version keeps while it checks logits.
+    """
+
+    weight_bytes: int
+    cache_bytes: int
+    workspace_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.weight_bytes + self.cache_bytes + self.workspace_bytes
+
+
+def footprint(graph: Graph) -> Footprint:
+    """What a step of the graph needs, whatever its schedule; a tensor that several operations share counts once."""
+    sizes = dict.fromkeys(BufferKind, 0)
+    sources: set[str] = set()
+    for block, layers in ((graph.prologue, 1), (graph.layer, graph.n_layers), (graph.epilogue, 1)):
+        for kind, nbytes in _tensors(block, sources):
+            sizes[kind] += layers * nbytes
+    weights, caches = sizes[BufferKind.WEIGHT] + sizes[BufferKind.CONST], sizes[BufferKind.KV_CACHE]
+    return Footprint(weights, caches, sum(sizes.values()) - weights - caches)
+
+
+def check_fits(graph: Graph, target: GpuTarget) -> None:
+    """Raises TooLargeError, with the numbers, where the target's memory does not hold a step of the graph."""
+    needed = footprint(graph)
+    if needed.nbytes > target.hbm_bytes:
+        parts = (needed.weight_bytes, needed.cache_bytes, needed.workspace_bytes)
+        weights, caches, workspace = (f"{nbytes / 1e9:,.2f}" for nbytes in parts)
+        raise TooLargeError(
+            f"{graph.model} on {target.name}: {weights} GB of weights, {caches} of caches and {workspace} of workspace "
+            f"exceed its {target.hbm_bytes / 1e9:,.2f} GB of memory"
+        )
+
+
+def _tensors(block: Block, sources: set[str]) -> list[tuple[BufferKind, int]]:
+    found = []
+    for tensor in block.tensors.values():
+        if tensor.source is None or tensor.source not in sources:
+            found.append((tensor.kind, tensor.dtype.nbytes(tensor.numel)))
+        if tensor.source is not None:
+            sources.add(tensor.source)
+    return found
