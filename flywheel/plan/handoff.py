@@ -58,12 +58,13 @@ def by_data(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
     kept = {pair: waits for pair in ordered if (waits := accesses.between(*pair))}
     if not awaited or kept.keys() != ordered:
         return by_counters(program, grouping)
-    needed: list[set[Wait]] = [set() for _ in grouping.firsts]
+    needed: dict[int, set[Wait]] = defaultdict(set)
     for (one, other), (waits_of_one, waits_of_other) in kept.items():
         needed[one] |= waits_of_one
         needed[other] |= waits_of_other
     left = tuple(
-        tuple(wait for wait in task.waits if wait in needed[node]) for node, task in enumerate(grouping.firsts)
+        tuple([wait for wait in task.waits if wait in needed[node]]) if node in needed else ()
+        for node, task in enumerate(grouping.firsts)
     )
     rows = frozenset(row for row, buffer in enumerate(program.buffers) if buffer.id in awaited)
     return HandOffs(rows, left, frozenset(wait.counter for waits in left for wait in waits))
