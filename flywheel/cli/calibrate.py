@@ -87,6 +87,7 @@ def _document(selection: Selection, found: Calibrated, output: Path) -> dict[str
         "other_kernels": list(selection.kernels),
         "campaigns": list(selection.campaigns),
         "elsewhere": selection.elsewhere,
+        "imported": selection.imported,
         "few": dict(selection.few),
         "disturbed": [work.workload.model for work in selection.works if work.disturbed],
         "works": [asdict(work) for work in found.works],
@@ -111,6 +112,7 @@ def _show(document: dict[str, Any]) -> None:
             [
                 ("measured", f"{measured}, kernels {', '.join([document['kernels'], *document['other_kernels']])}"),
                 ("campaigns", ", ".join(document["campaigns"])),
+                ("imported", f"{document['imported']:,} of these rows" if document["imported"] else None),
                 ("probed", _BOUNDS.format(**probed) if probed else None),
                 ("disturbed", ", ".join(document["disturbed"]) or None),
                 ("left out", "; ".join(left_out) or None),

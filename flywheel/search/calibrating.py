@@ -71,7 +71,8 @@ class Selection:
     """The rows to calibrate with: all measured by the `place`, GPU, driver, compiler and kernels, of the newest row, or
     by other `kernels` at the same place.
 
-    `elsewhere` counts rows of other places, `few` configs of works with fewer than LEAST_CONFIGS.
+    `elsewhere` counts rows of other places, `few` configs of works with fewer than LEAST_CONFIGS, `imported` those of
+    the rows that were imported.
     """
 
     gpu: str
@@ -81,6 +82,7 @@ class Selection:
     elsewhere: int
     few: Mapping[str, int]
     kernels: tuple[str, ...] = ()
+    imported: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,8 @@ def select(store: Store, gpu: str, campaigns: Sequence[str] = (), kernels: Seque
         where = f"{place['gpu_name']}, driver {place['gpu_driver']}, kernels {place['kernels']}"
         raise UsageError(f"calibrate: {counted} measured on {where}; {LEAST_CONFIGS} configs of one are needed")
     used = tuple(sorted({row.campaign for _, row in here}))
-    return Selection(gpu, place, used, enough, len(rows) - len(here), few, others)
+    imported = sum(row.is_imported for _, row in here)
+    return Selection(gpu, place, used, enough, len(rows) - len(here), few, others, imported)
 
 
 def _by_work(rows: Sequence[tuple[Workload, TrialRecord]]) -> list[MeasuredWork]:

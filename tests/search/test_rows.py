@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,3 +69,31 @@ def test_an_answer_from_the_store_keeps_its_numbers_and_tells_its_source(environ
     assert (first.source, again.source) == ("seed", "store")
     assert (again.outcome, again.predicted_us, again.predictor) == ("predicted", 40.0, "7")
     assert again.floor_fraction == first.floor_fraction == 0.625
+
+
+def test_a_judged_row_keeps_the_figures_of_its_verdict(environment: Environment) -> None:
+    latency = MeasuredLatency(50.0, 49.0, 52.0, 100, 10, "flushed")
+    outcomes = (Measured(latency, PASSED), PASSED), (Incorrect(FAILED, "argmax differs"), FAILED)
+    for outcome, verdict in outcomes:
+        record = row(Evaluation(outcome, "0123"), environment)
+        figures = (record.verdict_error, record.verdict_bound, record.verdict_where)
+        assert figures == (verdict.error, verdict.bound, verdict.where)
+
+
+def test_the_commit_is_that_of_the_process_that_measured(environment: Environment) -> None:
+    latency = MeasuredLatency(50.0, 49.0, 52.0, 100, 10, "flushed")
+    there = replace(environment, commit="b" * 40, kernels="feed", host="elsewhere")
+    measured = row(Evaluation(Measured(latency, PASSED), "0123", environment=there), environment)
+    assert (measured.commit, measured.kernels, measured.host) == ("b" * 40, "feed", "elsewhere")
+    answered = row(Evaluation(measured, "0123"), environment)
+    assert (answered.source, answered.commit) == ("store", "b" * 40)
+    assert row(Evaluation(Predicted(PredictedLatency(40.0, "7")), "0123"), environment).commit == environment.commit
+
+
+def test_a_row_is_of_the_batch_that_was_searched(environment: Environment) -> None:
+    evaluation = Evaluation(Predicted(PredictedLatency(40.0, "7")), "0123")
+    record = to_record(
+        "toy", 5, replace(SPEC, batch=4), CONFIG, evaluation, environment,
+        source="search", ask_s=None, created_at="2026-01-02T03:04:05.678+00:00",
+    )  # fmt: skip
+    assert (record.batch, row(evaluation, environment).batch) == (4, 1)
