@@ -46,7 +46,15 @@ class Runs(Sequence[Task]):
     __slots__ = ("_tasks", "first", "runs", "sms")
 
     def __init__(self, runs: Sequence[Run], sms: Sequence[int]) -> None:
-        """Raises ValueError unless there is an SM for each tile."""
+        """Raises ValueError for what is no Run of Tiles, and unless there is an SM for each tile."""
+        for run in runs:
+            if type(run) is not Run or type(run.tiles) is not tuple or not run.tiles:
+                raise ValueError(f"{run!r:.80} is no run of tiles")
+        for tiles in {id(run.tiles): run.tiles for run in runs}.values():
+            if set(map(type, tiles)) != {Tile}:
+                raise ValueError(f"{tiles!r:.80} are no tiles")
+        if not set(map(type, sms)) <= {int}:
+            raise ValueError("an SM is no int")
         self.runs = tuple(runs)
         self.first = tuple(accumulate((len(run.tiles) for run in self.runs), initial=0))
         self.sms = tuple(sms)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from flywheel.ir.dag import find_cycle, topological_positions
 from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.runs import Runs
 from flywheel.ir.show import show
+from flywheel.ir.validate.by_run import levels_of_safe_runs
 from flywheel.ir.validate.findings import CODES, Finding, Findings, ValidationResult
 from flywheel.ir.validate.liveness import check_queues, check_waits
 from flywheel.ir.validate.memory import check_pages, check_per_sm_buffers
@@ -34,11 +36,16 @@ def _prove(program: MegakernelProgram, findings: Findings, stats: dict[str, int]
         "tasks": len(tasks),
         "buffers": len(program.buffers),
         "counters": len(program.counters),
-        "sms": len({task.sm for task in tasks if task.sm is not None}),
+        "sms": len(set(tasks.sms if isinstance(tasks, Runs) else [task.sm for task in tasks]) - {None}),
         "weight_bytes": program.total_weight_bytes(),
         "scratch_bytes": program.pages.total_scratch_bytes if program.pages else 0,
     }
     _check_gpu_label(program, findings)
+    if isinstance(tasks, Runs):
+        levels = levels_of_safe_runs(program)
+        if levels is not None:
+            stats["levels"] = levels
+            return
     check_tasks(program, findings)
     check_waits(program, findings)
     if findings.errors:

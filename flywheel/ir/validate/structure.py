@@ -17,7 +17,7 @@ from flywheel.ir.dtype import BufferKind, DType, MemSpace
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
-from flywheel.ir.runs import Runs
+from flywheel.ir.runs import Runs, task_of
 from flywheel.ir.show import show
 from flywheel.ir.target import GpuTarget
 from flywheel.ir.validate.findings import Findings
@@ -65,7 +65,7 @@ def check_structure(program: object, findings: Findings) -> bool:
     tables: list[tuple[str, object, type]] = [
         ("buffer", program.buffers, Buffer),
         ("counter", program.counters, Counter),
-        ("task", program.tasks, Task),
+        ("task", _shown(program.tasks), Task),
     ]
     if _header(program, findings) and program.pages is not None:
         tables.append(("page", program.pages.pages, Page))
@@ -76,9 +76,23 @@ def check_structure(program: object, findings: Findings) -> bool:
                 if shared is None or rule.field not in _SHARED or not _keeps(shared, rule):
                     _check_field(name, records, rule, findings)  # type: ignore[arg-type]
     if not findings.errors:
-        for name, records, _ in tables:
-            _unique(name, records, findings)  # type: ignore[arg-type]
+        for name, records, kind in tables:
+            if kind is not Task or records is program.tasks:
+                _unique(name, records, findings)  # type: ignore[arg-type]
     return not findings.errors
+
+
+def _shown(tasks: object) -> object:
+    """Tasks that show every field: all, but of runs, whose ids are places, the first of each, and those of one run for
+    each of the tiles that runs share."""
+    if type(tasks) is not Runs or not hasattr(tasks, "sms"):  # `__new__` alone leaves that unset
+        return tasks
+    owners = {id(run.tiles): number for number, run in reversed(list(enumerate(tasks.runs)))}
+    return [
+        task_of(run, place, first + place, tasks.sms[first + place])
+        for number, (run, first) in enumerate(zip(tasks.runs, tasks.first, strict=False))
+        for place in range(len(run.tiles) if owners[id(run.tiles)] == number else 1)
+    ]
 
 
 def _header(program: MegakernelProgram, findings: Findings) -> bool:
@@ -104,7 +118,7 @@ def _check_record(name: str, record: object, kind: type, findings: Findings) -> 
 
 def _records(name: str, records: object, kind: type, findings: Findings) -> bool:
     """Whether `records` is a plain sequence of `kind` records."""
-    if type(records) not in (tuple, list, Runs):
+    if type(records) not in (tuple, list):
         findings.error("not-a-program", f"{name}s: expected a list, got {show(records)}")
         return False
     items: Sequence[object] = records  # type: ignore[assignment]

@@ -1,0 +1,164 @@
+"""The proof of a program of runs, run by run: what holds for one task of a run holds for all, but for their columns.
+
+Tiles of a run share their operands, what they wait for and the counter that they signal. So they stand in the same
+order with every other task, and in none with each other. Source: docs/ir.md, "Proof by runs".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from flywheel.ir.access import TILED_OPS, WHOLE, Region, tile
+from flywheel.ir.dtype import PER_SM_SPACES, BufferKind
+from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.records import Buffer, Task
+from flywheel.ir.runs import Run, Runs, Tile, task_of
+from flywheel.ir.validate.findings import Findings
+from flywheel.ir.validate.memory import check_pages
+from flywheel.ir.validate.races import Accesses, check_races
+from flywheel.ir.validate.tasks import check_tasks
+
+_Tiles = tuple[Tile, ...]
+
+
+def levels_of_safe_runs(program: MegakernelProgram) -> int | None:
+    """Levels of the program's order where the rules behind `check_structure` find neither error nor warning.
+
+    None where they might: then a look at every task says what. The program has runs, and a sound structure.
+    """
+    runs = program.tasks
+    assert isinstance(runs, Runs)
+    num_sms = program.target.num_sms if program.target is not None else None
+    if runs.sms and (min(runs.sms) < 0 or (num_sms is not None and max(runs.sms) >= num_sms)):
+        return None
+    if any(buffer.space in PER_SM_SPACES for buffer in program.buffers):
+        return None
+    if program.pages is not None and any(page.space in PER_SM_SPACES for page in program.pages.pages):
+        return None
+    buffers = {buffer.id: buffer for buffer in program.buffers}
+    findings = Findings(strict=True)
+    apart = _distinct_tasks(runs, buffers)
+    columns = _Columns()
+    if apart is None or not all(columns.are_apart(run, buffers) for run in runs.runs):
+        return None
+    if not _waits_are_joins(runs, {counter.id for counter in program.counters}):
+        return None
+    check_tasks(replace(program, tasks=apart), findings)
+    if findings.errors or findings.warnings:
+        return None
+    firsts = tuple(task_of(run, 0, first, runs.sms[first]) for run, first in zip(runs.runs, runs.first, strict=False))
+    accesses = _RunAccesses(replace(program, tasks=firsts), runs.runs, columns)
+    check_races(accesses.program, accesses, findings)
+    check_pages(accesses.program, accesses, findings)
+    return None if findings.errors or findings.warnings else accesses.order.depth
+
+
+def _distinct_tasks(runs: Runs, buffers: Mapping[int, Buffer]) -> tuple[Task, ...] | None:
+    """The tasks of one run of each op, tiles and looks of operands; None where an operand names no buffer.
+
+    Whatever `check_tasks` says of a task, it says of those that differ from it by the ids of operands alone.
+    """
+    looks = {number: (buffer.kind, buffer.dtype, *buffer.shape) for number, buffer in buffers.items()}
+    distinct: dict[tuple[object, ...], tuple[Run, int]] = {}
+    for run, first in zip(runs.runs, runs.first, strict=False):
+        operands = (*run.inputs, *run.outputs)
+        if not looks.keys() >= set(operands):
+            return None
+        # Which operands are one and the same buffer is part of how they look.
+        same = tuple([operands.index(number) for number in operands])
+        shapes = tuple([looks[number] for number in operands])
+        key = run.op, id(run.tiles), len(run.inputs), same, shapes, len(run.waits)
+        distinct.setdefault(key, (run, first))
+    return tuple(
+        task_of(run, place, first + place, runs.sms[first + place])
+        for run, first in distinct.values()
+        for place in range(len(run.tiles))
+    )
+
+
+class _Columns:
+    """The columns that the tiles of runs write, by the identity of the tiles: equal layers share them."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[Region] | None] = {}
+
+    def of(self, run: Run) -> list[Region]:
+        """Columns of `outputs[0]` that a run writes, sorted; neighbours as one. For a run whose tiles are apart."""
+        found = self._read(run.tiles) if run.op in TILED_OPS else None
+        return [WHOLE] if found is None else found
+
+    def are_apart(self, run: Run, buffers: Mapping[int, Buffer]) -> bool:
+        """Whether no two tiles of the run write the same element, and none reads what another one writes."""
+        if len(run.tiles) == 1:
+            return True
+        if run.op not in TILED_OPS or len(run.outputs) != 1 or run.outputs[0] in run.inputs:
+            return False
+        return buffers[run.outputs[0]].kind is not BufferKind.KV_CACHE and self._read(run.tiles) is not None
+
+    def _read(self, tiles: _Tiles) -> list[Region] | None:
+        """None where a tile names no columns, two overlap, or tiles differ in K, in rows or in what they attend to."""
+        if id(tiles) not in self._known:
+            self._known[id(tiles)] = _merged(tiles)
+        return self._known[id(tiles)]
+
+
+def _merged(tiles: _Tiles) -> list[Region] | None:
+    regions = [tile(each.params) for each in tiles]
+    found = sorted(region for region in regions if region is not None)
+    if len(found) < len(tiles) or any(one[1] > other[0] for one, other in pairwise(found)):
+        return None
+    if len(tiles) > 1 and any("kv_rows" in each.params for each in tiles):
+        return None
+    if len({(each.params.get("K"), each.params.get("M_tile")) for each in tiles}) > 1:
+        return None
+    merged: list[Region] = []
+    for start, end in found:
+        if merged and merged[-1][1] == start:
+            start = merged.pop()[0]
+        merged.append((start, end))
+    return merged
+
+
+def _waits_are_joins(runs: Runs, counters: set[int]) -> bool:
+    """Whether every wait needs all signals of a counter that is there, and all of them come earlier in the list."""
+    signals = Counter[int]()
+    for run in runs.runs:
+        signals[run.out_counter] += len(run.tiles)
+    if not signals.keys() <= counters:
+        return False
+    left = dict(signals)
+    for run in runs.runs:
+        for wait in run.waits:
+            if wait.counter not in signals or wait.threshold != signals[wait.counter] or left[wait.counter]:
+                return False
+        left[run.out_counter] -= len(run.tiles)
+    return True
+
+
+class _RunAccesses(Accesses):
+    """Accesses of the first tasks of `runs`, the tasks of `program`, which write the columns of all their tiles."""
+
+    __slots__ = ("_columns", "_single", "program")
+
+    def __init__(self, program: MegakernelProgram, runs: Sequence[Run], columns: _Columns) -> None:
+        self.program = program
+        self._columns = [columns.of(run) for run in runs]
+        self._single = [len(run.tiles) == 1 for run in runs]
+        super().__init__(program, range(len(program.tasks)))
+
+    def _collect_writes(self) -> None:
+        for index, task in enumerate(self.tasks):
+            regions = self._columns[index]
+            for number in task.outputs:
+                entries = [(start, end, index) for start, end in regions]
+                if number in self.multi_row or self.buffers[number].kind is BufferKind.KV_CACHE:
+                    entries = [self._widened(number, entry) for entry in entries]
+                self.writes.setdefault(number, []).extend(entries)
+                regions = [WHOLE]
+
+    def read(self, index: int, operand: int) -> list[Region] | None:
+        """What the task reads; of a run of several tiles, which may read different columns, all."""
+        return super().read(index, operand) if self._single[index] else None
