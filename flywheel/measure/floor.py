@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -10,6 +10,7 @@ from flywheel.ir.dtype import BufferKind
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
+from flywheel.ir.runs import tasks_by_recipe
 from flywheel.ir.target import GpuTarget
 
 _IdSource = tuple[int, int | None]
@@ -28,7 +29,7 @@ def weight_bytes_read(program: MegakernelProgram) -> int:
     whole: dict[int, None] = {}
     gathered: dict[int, dict[_IdSource, int]] = {}
     settled: set[int] = set()  # operand records, which tiles share, whose weights are all in `whole`
-    for task in program.tasks:
+    for task in _readers(program.tasks):
         if id(task.inputs) in settled:
             continue
         if not any(read in weights and read not in whole for read in task.inputs):
@@ -93,4 +94,15 @@ def _recipe_ids(
     if "in" in arg:
         ids = task.inputs[arg["in"]]
         return {(ids, None): buffers[ids].numel}
-    return {(task.id, arg["s"]): prod(steps[arg["s"]]["out_shape"])}
+    made = next(step for step in steps if step["out"] == arg["s"])
+    return {(task.id, arg["s"]): prod(made["out_shape"])}
+
+
+def _readers(tasks: Sequence[Task]) -> Iterable[Task]:
+    """Tasks that show all that is read: one for all of a run with its recipe, unless each may make ids of its own."""
+    found = list(tasks_by_recipe(tasks))
+    return tasks if any(task.op is InstructionKind.FUSED and _gathers(task) for task in found) else found
+
+
+def _gathers(task: Task) -> bool:
+    return any(step["op"] == InstructionKind.EMBED.name for step in task.params["recipe"]["steps"])

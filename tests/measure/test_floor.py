@@ -8,6 +8,7 @@ from flywheel.ir.dtype import BufferKind, DType
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
+from flywheel.ir.runs import Run, Runs, Tile
 from flywheel.ir.target import TARGETS
 from flywheel.measure.floor import floor_fraction, floor_us, weight_bytes_read
 
@@ -75,10 +76,21 @@ def test_a_recipe_that_multiplies_by_the_table_reads_it_whole() -> None:
 
 def test_ids_made_on_chip_cost_a_row_each() -> None:
     recipe = [
-        {"op": "SAMPLE_ARGMAX", "args": [{"in": 0}], "out": 0, "out_shape": [3]},
-        {"op": "EMBED", "args": [{"s": 0}, {"in": 1}], "out": "final"},
+        {"op": "SAMPLE_ARGMAX", "args": [{"in": 0}], "out": 7, "out_shape": [3]},  # a name, not the step's place
+        {"op": "EMBED", "args": [{"s": 7}, {"in": 1}], "out": "final"},
     ]
     assert program((K.FUSED, [LOGITS, TABLE]), recipe=recipe) == 3 * ROW
+
+
+def test_each_tile_of_a_run_that_makes_its_own_ids_counts() -> None:
+    recipe = {
+        "steps": [
+            {"op": "SAMPLE_ARGMAX", "args": [{"in": 0}], "out": 0, "out_shape": [3]},
+            {"op": "EMBED", "args": [{"s": 0}, {"in": 1}], "out": "final"},
+        ]
+    }
+    run = Run(K.FUSED, (LOGITS, TABLE), (X,), 0, (), "gather", (Tile({"recipe": recipe}, 0, 0),) * 2)
+    assert weight_bytes_read(MegakernelProgram(buffers=BUFFERS, tasks=Runs([run], [0, 1]))) == 6 * ROW
 
 
 def test_the_floor_is_bytes_over_bandwidth_and_its_fraction_is_one_at_the_floor() -> None:
