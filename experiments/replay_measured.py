@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -27,6 +28,9 @@ from flywheel.search.space import Space, make_space
 from flywheel.search.workload import make_workload
 
 CHECKPOINTS = (30, 60, 100, 150)
+BATCHED = re.compile(r"-b\d+-")
+"""In the names of campaigns of several rows, which their rows do not tell."""
+
 NOISE, WARP, STEPS = 0.003, 0.1, 150
 Array = np.ndarray
 
@@ -40,6 +44,8 @@ class Truth:
         rows = []
         for version, file in enumerate(files):
             for row in csv.DictReader(file.open(encoding="utf-8"), delimiter="\t"):
+                if BATCHED.search(row["campaign"]):
+                    continue
                 if (row["model"], row["context"]) == (space.workload.model, "512") and row["latency_us"]:
                     choice = space.to_choice(config_from_dict(json.loads(row["config"])))
                     if choice is not None:

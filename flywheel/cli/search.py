@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from flywheel.search.campaign import CampaignResult
     from flywheel.search.run import Start
 
-SAMPLERS = ("local", "tpe", "gp", "cmaes", "random", "grid")
+SAMPLERS = ("descent", "local", "tpe", "gp", "cmaes", "random", "grid")
 _STOPPED = {
     "trials": "all trials are done",
     "time": "the time is up",
@@ -85,6 +86,8 @@ def _default(name: str, text: str) -> str:
 @click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
 @click.option("--prefilter", type=float, metavar="FACTOR",
               help="Do not measure what is predicted to take more than FACTOR times what is predicted of the best.")
+@click.option("--predictions", type=int, help=_default(
+    "predictions", "Predictions that sampler descent makes, on a calibrated GPU, before it chooses what to measure."))
 @click.option("--fix", type=setting, metavar="NAME=VALUE", multiple=True, help="Pin a knob; repeatable.")
 @click.option("--name", metavar="NAME", help="Name of the campaign.  [default: after what it searches]")
 @click.option(
@@ -241,6 +244,7 @@ def _document(start: Start, result: CampaignResult) -> dict[str, Any]:
         "new_trials": result.new_trials,
         "outcomes": result.outcomes,
         "saved": _saved(spec, result),
+        "foreseen": asdict(result.foreseen) if result.foreseen.count else None,
         "best": None if best is None else {
             "trial": best.trial,
             "config": json.loads(best.config),
@@ -282,6 +286,7 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
                 ("trials", f"{result.trials:,}, {result.new_trials:,} of them new{rate}; {_STOPPED[result.stopped]}"),
                 ("outcomes", counts(result.outcomes)),
                 ("saved", f"{saved:,} measurements saved by predictions" if (saved := _saved(spec, result)) else None),
+                ("steered", _steered(result)),
                 *(_found(spec, best) if best is not None else ()),
                 ("tied", ties((record.trial, record.latency_us) for record in result.tied)),
                 ("final", None if best is None or best.is_predicted or best.source == "final" else _UNCERTAIN),
@@ -296,6 +301,14 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
 def _saved(spec: CampaignSpec, result: CampaignResult) -> int:
     """Trials of a campaign that measures which were not measured, for what was predicted of them."""
     return result.outcomes.get("predicted", 0) if spec.measure == "cuda" else 0
+
+
+def _steered(result: CampaignResult) -> str | None:
+    """By what was predicted and is no trial."""
+    said = result.foreseen
+    if not said.count:
+        return None
+    return f"by {said.count:,} predictions in {duration(said.seconds)}, the best {us(said.least_us)}"
 
 
 def _found(spec: CampaignSpec, best: TrialRecord) -> list[tuple[str, str | None]]:

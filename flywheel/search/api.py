@@ -11,7 +11,7 @@ from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.search.campaign import Progress
 from flywheel.search.run import run_search
-from flywheel.search.spec import DEFAULT_TRIALS, CampaignSpec, check_name
+from flywheel.search.spec import DEFAULT_PREDICTIONS, DEFAULT_TRIALS, CampaignSpec, check_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def search(
     context: int = 512,
     batch: int = 1,
     measure: str = "auto",
-    sampler: str = "local",
+    sampler: str = "descent",
     seed: int = 0,
     trials: int = DEFAULT_TRIALS,
     time_s: float | None = None,
@@ -58,6 +58,7 @@ def search(
     warm: bool = True,
     machine: str | Path | None = None,
     prefilter: float | None = None,
+    predictions: int = DEFAULT_PREDICTIONS,
     fix: Mapping[str, str | int] | None = None,
     name: str | None = None,
     store: str | Path = "flywheel.db",
@@ -78,20 +79,14 @@ def search(
         model=model, gpu=gpu, dtype=dtype, context=context, batch=batch, measure=measure, sampler=sampler, seed=seed,
         trials=trials, time_s=time_s, until=until, patience=patience, jobs=jobs, engine=engine, workers=workers,
         ray_address=ray_address, seeds=seeds, warm=warm, name=name, prefilter=prefilter,
+        predictions=predictions,
         machine=None if machine is None else str(machine),
         fix={knob: str(value) for knob, value in (fix or {}).items()},
     )  # fmt: skip
     result = run_search(spec, str(store), fresh=fresh, watch=watch or (lambda _: None))
     best = result.best
+    config = None if best is None else config_from_dict(json.loads(best.config))
     return SearchResult(
-        campaign=result.name,
-        store=str(store),
-        best=best,
-        config=None if best is None else config_from_dict(json.loads(best.config)),
-        outcomes=result.outcomes,
-        trials=result.trials,
-        new_trials=result.new_trials,
-        elapsed_s=result.elapsed_s,
-        stopped=result.stopped,
-        tied=result.tied,
-    )
+        result.name, str(store), best, config, result.outcomes, result.trials, result.new_trials, result.elapsed_s,
+        result.stopped, result.tied,
+    )  # fmt: skip

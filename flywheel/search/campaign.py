@@ -9,7 +9,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from math import prod
 from time import perf_counter
@@ -24,6 +24,7 @@ from flywheel.measure.standing import best_of, tied_with, trials_of
 from flywheel.search.engine import Engine
 from flywheel.search.evaluate import Evaluation
 from flywheel.search.finals import finalists, measure_again
+from flywheel.search.foresight import Foreseen, Foresight
 from flywheel.search.importing import priors_of
 from flywheel.search.knobs import Choice, Value
 from flywheel.search.noise import gain
@@ -54,7 +55,8 @@ class Progress:
 class CampaignResult:
     """How a run of a campaign ended. `stopped` is trials, time, until, patience, exhausted or interrupted.
 
-    `tied` are rows that `best` cannot be told from, where it was measured in a final.
+    `tied` are rows that `best` cannot be told from, where it was measured in a final. `foreseen` is what this run
+    predicted to choose what to measure; none of it is a trial.
     """
 
     name: str
@@ -65,6 +67,7 @@ class CampaignResult:
     elapsed_s: float
     stopped: str
     tied: tuple[TrialRecord, ...] = ()
+    foreseen: Foreseen = field(default_factory=Foreseen)
 
 
 Watch = Callable[[Progress], None]
@@ -108,10 +111,10 @@ def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool,
 
 
 def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space, predictor: str) -> None:
-    for field in ("model", "gpu", "dtype", "context", "batch", "measure"):
-        before, now = getattr(campaign, field), getattr(spec, field)
+    for option in ("model", "gpu", "dtype", "context", "batch", "measure"):
+        before, now = getattr(campaign, option), getattr(spec, option)
         if before != now:
-            raise UsageError(f"campaign {campaign.name!r} has {field}={before}, not {now}; --fresh starts a new one")
+            raise UsageError(f"campaign {campaign.name!r} has {option}={before}, not {now}; --fresh starts a new one")
     described = json.loads(campaign.spec)
     if described.get("fix", {}) != dict(spec.fix):
         raise UsageError(f"campaign {campaign.name!r} has other pinned knobs; --fresh or --name starts a new one")
@@ -144,10 +147,12 @@ class CampaignRun:
         engine: Engine,
         environment: Environment,
         predictor: Predictor = STOCK,
+        foresight: Foresight | None = None,
     ) -> None:
         self._spec, self._name, self._space = spec, name, space
         self._store, self._engine, self._environment = store, engine, environment
         factor = spec.prefilter
+        self._foresight = foresight
         self._prefilter = None if factor is None else Prefilter(factor, predictor, space.workload)
         self._own = 0  # trials of this run
         self._answers: dict[str, Evaluation] = {}  # by config id, of this run: a sampler may repeat itself
@@ -181,7 +186,10 @@ class CampaignRun:
         if self._spec.sampler == "grid":
             tried = {self._space.to_config(choice).config_id for choice, _ in inside}
             self._left = prod(len(dimension.values) for dimension in self._space.dimensions) - len(tried)
-        self._study = CampaignStudy(self._space, self._spec.sampler, self._spec.seed, inside)
+        measured = self._spec.measure == "cuda"
+        self._study = CampaignStudy(
+            self._space, self._spec.sampler, self._spec.seed, inside, measured, self._foresight
+        )
         self._tried = {record.config_id for record in known}
         for choice in self._first() if self._spec.seeds else ():
             identity = self._space.to_config(choice).config_id

@@ -60,6 +60,19 @@ class Grid:
         return distances
 
 
+def untried(grid: Grid, start: Point, tried: set[Point]) -> Point:
+    """The untried point that is the fewest steps away; `start` itself where all are tried."""
+    ring, seen = [start], {start}
+    while ring:
+        around = [near for point in ring for near in grid.neighbours(point)]
+        found = next((point for point in around if point not in tried), None)
+        if found is not None:
+            return found
+        ring = [point for point in dict.fromkeys(around) if point not in seen]
+        seen.update(ring)
+    return start
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tables:
     """A grid's distances and likenesses of values, [values of all knobs, the same], 0 between values of two knobs: with

@@ -7,18 +7,15 @@ judged by them, and what was good with a value that came along by chance bars th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-from optuna.samplers import BaseSampler, RandomSampler
-from optuna.study import Study
-from optuna.trial import FrozenTrial, TrialState
 
-from flywheel.search.gaussian import GaussianProcess, Grid, Point
+from flywheel.search.gaussian import GaussianProcess, Grid, Point, untried
+from flywheel.search.gridded import Answer, GridSampler, Tried
 
-_FIRST: Final = 2
+FIRST: Final = 2
 """Feasible trials before the model is asked; until then, points far from all others."""
 
 _STARTS: Final = 3
@@ -43,7 +40,7 @@ _NEAR: Final = 0.03
 """Of the best latency: differences well below count in full, those above less and less."""
 
 
-class LocalSampler(BaseSampler):
+class LocalSampler(GridSampler):
     """Proposes the steps of one knob from the best start, then what is most likely to beat the best trial, among points
     that differ from good ones in a few knobs.
 
@@ -53,57 +50,24 @@ class LocalSampler(BaseSampler):
     under way, before all are tried.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._first = RandomSampler(seed)
-
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """The knobs of the trials so far; before there are any, each is sampled for itself."""
-        known = next((other for other in _others(study, trial) if other.distributions), None)
-        return {} if known is None else dict(sorted(known.distributions.items()))
-
-    def sample_independent(
-        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        """A value of the very first point."""
-        return self._first.sample_independent(study, trial, param_name, param_distribution)
-
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        """A point."""
-        if not search_space:
-            return {}
-        values = [_values(distribution) for distribution in search_space.values()]
-        grid = Grid(
-            tuple(map(len, values)), tuple(isinstance(knob, IntDistribution) for knob in search_space.values())
-        )
-        told: list[tuple[float | None, Point]] = []
-        pending: list[Point] = []
-        for other in _others(study, trial):
-            if other.params.keys() != search_space.keys():
-                continue
-            point = tuple(value.index(other.params[name]) for name, value in zip(search_space, values, strict=True))
-            if other.state in (TrialState.RUNNING, TrialState.FAIL):  # under way, or not worth trying
-                pending.append(point)
-            else:
-                told.append((_feasible(other), point))
-        chance = np.random.default_rng((self._seed, trial.number))
-        chosen = propose(grid, told, pending, chance)
-        return {name: value[index] for name, value, index in zip(search_space, values, chosen, strict=True)}
+    def propose(self, grid: Grid, tried: Sequence[Tried], number: int) -> Point:
+        """The point to try next."""
+        told = [each.told for each in tried if each.told is not None]
+        pending = [each.point for each in tried if each.told is None]
+        return propose(grid, told, pending, np.random.default_rng((self._seed, number)))
 
 
 def propose(
-    grid: Grid, told: Sequence[tuple[float | None, Point]], pending: Sequence[Point], chance: np.random.Generator
+    grid: Grid, told: Sequence[Answer], pending: Sequence[Point], chance: np.random.Generator
 ) -> Point:
     """The point to try next; `told` are latencies in us, None where infeasible."""
     tried = {point for _, point in told} | set(pending)
     feasible = [value for value, _ in told if value is not None]
-    if len(feasible) < _FIRST:
+    if len(feasible) < FIRST:
         points = [_anywhere(grid, chance) for _ in range(30)]
         gaps = grid.distances(points, sorted(tried)).min(axis=1) if tried else np.zeros(30)
         drawn = points[int(gaps.argmax())]
-        return drawn if drawn not in tried else _untried(grid, drawn, tried)
+        return drawn if drawn not in tried else untried(grid, drawn, tried)
     worst = max(feasible)
     ranked = sorted((worst if value is None else value, value is None, point) for value, point in told)[:_LEARNT]
     points = [point for _, _, point in ranked]
@@ -116,10 +80,10 @@ def propose(
     centres = [points[index] for index in sorted(possible, key=lambda index: (model.means[index], index))[:_CENTRES]]
     near = {point for centre in centres for point in grid.neighbours(centre)}
     near |= {_jump(grid, centres[index % len(centres)], chance) for index in range(_JUMPS)}
-    untried = sorted(near - tried)
-    if not untried:
-        return _untried(grid, centres[0], tried)
-    candidates = [untried[index] for index in chance.permutation(len(untried))]  # among equals, any
+    new = sorted(near - tried)
+    if not new:
+        return untried(grid, centres[0], tried)
+    candidates = [new[index] for index in chance.permutation(len(new))]  # among equals, any
     return _climb(grid, model, candidates, tried, chance)
 
 
@@ -129,7 +93,7 @@ def _warped(latencies_us: list[float]) -> NDArray[np.float64]:
     return warped
 
 
-def _start(told: Sequence[tuple[float | None, Point]]) -> Point:
+def _start(told: Sequence[Answer]) -> Point:
     """The best of the first feasible points."""
     first = [(value, point) for value, point in told if value is not None][:_STARTS]
     return min(first)[1]
@@ -161,34 +125,3 @@ def _jump(grid: Grid, point: Point, chance: np.random.Generator) -> Point:
 
 def _anywhere(grid: Grid, chance: np.random.Generator) -> Point:
     return tuple(int(chance.integers(size)) for size in grid.sizes)
-
-
-def _untried(grid: Grid, start: Point, tried: set[Point]) -> Point:
-    """The untried point that is the fewest steps away; `start` itself where all are tried."""
-    ring, seen = [start], {start}
-    while ring:
-        around = [near for point in ring for near in grid.neighbours(point)]
-        found = next((point for point in around if point not in tried), None)
-        if found is not None:
-            return found
-        ring = [point for point in dict.fromkeys(around) if point not in seen]
-        seen.update(ring)
-    return start
-
-
-def _others(study: Study, trial: FrozenTrial) -> list[FrozenTrial]:
-    states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING, TrialState.FAIL)
-    return [other for other in study.get_trials(deepcopy=False, states=states) if other.number != trial.number]
-
-
-def _values(distribution: BaseDistribution) -> Sequence[Any]:
-    if isinstance(distribution, CategoricalDistribution):
-        return distribution.choices
-    assert isinstance(distribution, IntDistribution)
-    return range(distribution.low, distribution.high + 1)
-
-
-def _feasible(trial: FrozenTrial) -> float | None:
-    """Latency in us, or None where the trial has none of its own."""
-    broken = any(excess > 0 for excess in trial.constraints.values())
-    return None if trial.state is not TrialState.COMPLETE or broken else trial.value

@@ -10,6 +10,7 @@ from flywheel.cost_model import MODEL_VERSION, open_predictor
 from flywheel.measure.environment import Environment
 from flywheel.measure.standing import trials_of
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress, open_campaign
+from flywheel.search.foresight import Foresight, is_calibrated
 from flywheel.search.samplers import make_sampler
 from flywheel.search.sites import open_engine, open_site
 from flywheel.search.space import make_space
@@ -59,6 +60,7 @@ def run_search(
         with (  # the store closes last: the last connection to a SQLite file folds its write-ahead log into it
             open_store(store_url) as store,
             open_engine(spec, site, workload, store, store_url, predictor) as (engine, environment),
+            Foresight(workload, predictor, spec.predictions, spec.jobs) as foresight,
         ):
             name = open_campaign(spec, space, store, fresh, predictor.version)
             sizes = [len(dimension.values) for dimension in space.dimensions]
@@ -67,5 +69,7 @@ def run_search(
             starts = tuple(starts_of(campaign)) if campaign is not None and spec.seeds and spec.warm else ()
             searched = sum(size > 1 for size in sizes)
             announce(Start(spec, name, known, searched, prod(sizes), environment, starts, predictor.version))
-            campaign_run = CampaignRun(spec, name, space, store, engine, environment, predictor)
-            return campaign_run.run(watch, interrupted)
+            steered = spec.measure == "cuda" and spec.predictions > 0 and is_calibrated(predictor, workload)
+            steering = foresight if steered else None
+            campaign_run = CampaignRun(spec, name, space, store, engine, environment, predictor, steering)
+            return replace(campaign_run.run(watch, interrupted), foreseen=foresight.said)

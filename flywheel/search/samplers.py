@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Final
+from typing import Any, Final
 
 from optuna import samplers
 from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler
 
 from flywheel.errors import UnknownNameError, UsageError
+from flywheel.search.descending import DescentSampler
+from flywheel.search.foreseen import Foresee, ForeseenSampler
 from flywheel.search.local import LocalSampler
 
 
@@ -36,6 +39,7 @@ def _grid(seed: int) -> BaseSampler:
 
 
 SAMPLERS: Final[dict[str, Callable[[int], BaseSampler]]] = {
+    "descent": DescentSampler,
     "local": LocalSampler,
     "tpe": _tpe,
     "gp": _gp,
@@ -46,7 +50,7 @@ SAMPLERS: Final[dict[str, Callable[[int], BaseSampler]]] = {
 """Every sampler; `grid` walks the whole space in random order, so pin knobs with it."""
 
 
-ORDER_AWARE: Final = frozenset({"local", "gp", "cmaes"})
+ORDER_AWARE: Final = frozenset({"descent", "local", "gp", "cmaes"})
 """Samplers that are told the order of a knob's values. TPE does better without it here, since knobs have few values,
 and with more candidates than its own 24. Source: results/samplers.txt."""
 
@@ -54,12 +58,24 @@ _NEEDS: Final = {"gp": ("scipy", "torch"), "cmaes": ("cmaes",)}
 """What Optuna imports for a sampler, some of it only at the first ask."""
 
 
-_STATELESS: Final = frozenset({"local"})
+_STATELESS: Final = frozenset({"descent", "local"})
 """Samplers that draw by the number of the trial: a resumed campaign goes on as if it had not been interrupted."""
 
 
-def make_sampler(name: str, seed: int, known: int) -> BaseSampler:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """That trials are measured; `foresee` is what was predicted of parameters, `budget` times before the first proposal
+    and from `starts` on. None where predictions are not to be trusted."""
+
+    foresee: Foresee | None = None
+    starts: Sequence[Mapping[str, Any]] = ()
+    budget: int = 0
+
+
+def make_sampler(name: str, seed: int, known: int, measured: Measured | None = None) -> BaseSampler:
     """A sampler for a campaign with `known` trials behind it: a resumed one must not repeat its first draws.
+
+    What a trial costs is predicted, and predictions are what `descent` goes by, unless it is `measured`.
 
     Raises UnknownNameError for another name, UsageError where the sampler's own libraries are not installed.
     """
@@ -70,4 +86,9 @@ def make_sampler(name: str, seed: int, known: int) -> BaseSampler:
         raise UsageError(f"sampler {name} needs {' and '.join(missing)}: pip install 'flywheel[samplers]'")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        return SAMPLERS[name]((seed * 1_000_003 + (0 if name in _STATELESS else known)) % 2**32)
+        drawn = (seed * 1_000_003 + (0 if name in _STATELESS else known)) % 2**32
+        if name != "descent" or measured is None:
+            return SAMPLERS[name](drawn)
+        if measured.foresee is None:
+            return LocalSampler(drawn)
+        return ForeseenSampler(drawn, measured.foresee, measured.starts, measured.budget)

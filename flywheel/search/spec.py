@@ -15,6 +15,7 @@ from flywheel.errors import UsageError
 from flywheel.store.campaign import Campaign, work_named
 
 DEFAULT_TRIALS = 120
+DEFAULT_PREDICTIONS = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class CampaignSpec:
     processes predict on this machine; `workers` are the GPUs that measure, or on Ray the processes that predict, None
     for as many as there are. `machine` is the file of a calibration, which predicts instead of the GPU's own constants.
     With `prefilter`, what is predicted to take more than that many times what is predicted of the best is not measured.
-    `batch` sequences are decoded in lock-step.
+    `predictions` are what sampler descent makes before it proposes what to measure. `batch` sequences are decoded in
+    lock-step.
     """
 
     model: str
@@ -35,7 +37,7 @@ class CampaignSpec:
     context: int = 512
     batch: int = 1
     measure: str = "auto"
-    sampler: str = "local"
+    sampler: str = "descent"
     seed: int = 0
     trials: int = DEFAULT_TRIALS
     time_s: float | None = None
@@ -49,12 +51,13 @@ class CampaignSpec:
     warm: bool = True
     machine: str | None = None
     prefilter: float | None = None
+    predictions: int = DEFAULT_PREDICTIONS
     fix: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
 
     def __post_init__(self) -> None:
-        for option in ("context", "batch", "trials", "jobs", "patience", "workers", "seed"):
-            value, least = getattr(self, option), int(option != "seed")
+        for option in ("context", "batch", "trials", "jobs", "patience", "workers", "seed", "predictions"):
+            value, least = getattr(self, option), int(option not in ("seed", "predictions"))
             if value is not None and value < least:
                 raise UsageError(f"{option}={value} is less than {least}")
         if self.seed >= 2**63:

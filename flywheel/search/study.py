@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -15,8 +15,9 @@ from optuna.exceptions import ExperimentalWarning
 from optuna.trial import Trial, TrialState, create_trial
 
 from flywheel.process import one_blas_thread
+from flywheel.search.foresight import Foresight
 from flywheel.search.knobs import Choice, Value
-from flywheel.search.samplers import ORDER_AWARE, make_sampler
+from flywheel.search.samplers import ORDER_AWARE, Measured, make_sampler
 from flywheel.search.space import Dimension, Space
 
 Ask = tuple[Trial, dict[str, Value]]
@@ -45,12 +46,22 @@ class CampaignStudy:
 
     A choice without an objective (rejected, incorrect, ...) is told as the worst objective so far that breaks a
     constraint, so that samplers learn to avoid it without a made-up number; before there is any, it is told as pruned.
-    Of a choice that was NOT_TRIED nothing is told, and its trial fails: samplers learn nothing from that, while `local`
-    and `grid` do not propose it again. A cost model's word in its place would be an objective of another kind, and
-    "infeasible" a lie, which keeps a sampler away from neighbours that are better than predicted.
+    Of a choice that was NOT_TRIED nothing is told, and its trial fails: samplers learn nothing from that, while
+    `descent`, `local` and `grid` do not propose it again. A cost model's word in its place would be an objective of
+    another kind, and "infeasible" a lie, which keeps a sampler away from neighbours that are better than predicted.
+
+    Objectives are `measured` or predicted; with `foresight`, a sampler may have predicted what it proposes to measure.
     """
 
-    def __init__(self, space: Space, sampler: str, seed: int, known: Sequence[tuple[Choice, Told]]) -> None:
+    def __init__(
+        self,
+        space: Space,
+        sampler: str,
+        seed: int,
+        known: Sequence[tuple[Choice, Told]],
+        measured: bool = False,
+        foresight: Foresight | None = None,
+    ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._space = space
         self._searched = [
@@ -59,9 +70,22 @@ class CampaignStudy:
             if len(dimension.values) > 1
         ]
         self._worst: float | None = None
-        self._study = optuna.create_study(direction="minimize", sampler=make_sampler(sampler, seed, len(known)))
+        made = make_sampler(sampler, seed, len(known), self._measured(foresight) if measured else None)
+        self._study = optuna.create_study(direction="minimize", sampler=made)
         for choice, objective in known:
             self.add(choice, objective)
+
+    def _measured(self, foresight: Foresight | None) -> Measured:
+        if foresight is None:
+            return Measured()
+        fixed = {d.name: d.values[0] for d in self._space.dimensions}
+
+        def foresee(asked: Sequence[Mapping[str, Value]]) -> Sequence[float | None]:
+            choices = [{**fixed, **{d.name: _decode(d, each[d.name]) for d in self._searched}} for each in asked]
+            return foresight.predict([self._space.to_config(choice) for choice in choices])
+
+        starts = [{d.name: _encode(d, start[d.name]) for d in self._searched} for start in self._space.known_good()]
+        return Measured(foresee, starts, foresight.budget)
 
     def enqueue(self, choice: Choice) -> None:
         """Propose `choice` at the next ask."""
@@ -124,6 +148,10 @@ def _distribution(dimension: Dimension) -> BaseDistribution:
 
 def _encode(dimension: Dimension, value: Value) -> Value:
     return dimension.values.index(value) if dimension.ordered else value
+
+
+def _decode(dimension: Dimension, parameter: Value) -> Value:
+    return dimension.values[int(parameter)] if dimension.ordered else parameter
 
 
 def _suggest(trial: Trial, dimension: Dimension) -> Value:

@@ -61,7 +61,7 @@ def test_a_campaign_of_a_batch_is_one_of_its_own(run: Run) -> None:
     result = run(*SEARCH, "--batch", 4, "--json")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
-    assert document["campaign"] == "smollm2-135m-l4-bf16-c512-b4-predict-local-s0"
+    assert document["campaign"] == "smollm2-135m-l4-bf16-c512-b4-predict-descent-s0"
     assert (document["batch"], document["new_trials"]) == (4, 3)
     clash = run(*SEARCH, "--batch", 2, "--name", document["campaign"])
     assert (clash.exit_code, "has batch=4, not 2" in clash.stderr) == (2, True)
@@ -91,7 +91,7 @@ def test_what_people_read_of_a_campaign_says_its_batch(run: Run) -> None:
     assert row.split()[header.split().index("batch")] == "4"
     assert run("report", name, "--store", "trials.db", "--out", "page.html").exit_code == 0
     page = Path("page.html").read_text(encoding="utf-8")
-    assert f"{work}, sampler local" in page
+    assert f"{work}, sampler descent" in page
     assert "lowers its config to another program" not in page
     assert "The best schedule&#x27;s knobs" in page or "The best schedule's knobs" in page
 

@@ -35,7 +35,7 @@ def campaign(spec: CampaignSpec) -> Campaign:
 )  # fmt: skip
 def test_the_command_of_a_campaign_states_what_was_asked(spec: CampaignSpec, tail: str) -> None:
     common = "flywheel search --model m --gpu h100 --dtype bf16 --context 512 --measure predict"
-    assert search_command(campaign(spec)) == f"{common} --sampler local --seed 0 --trials 120{tail}"
+    assert search_command(campaign(spec)) == f"{common} --sampler descent --seed 0 --trials 120{tail}"
 
 
 def test_every_field_of_a_campaign_is_an_option_of_the_command() -> None:

@@ -146,7 +146,7 @@ def test_command_line_beats_environment_beats_file_beats_default(run: Run, monke
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     settled = {name: document[name] for name in ("gpu", "seed", "trials", "context", "sampler")}
-    assert settled == {"gpu": "l4", "seed": 4, "trials": 1, "context": 128, "sampler": "local"}
+    assert settled == {"gpu": "l4", "seed": 4, "trials": 1, "context": 128, "sampler": "descent"}
     assert document["best"]["config"]["pipelining_depth"] == 4
     assert document["best"]["config"]["threads_per_block"] == 192
     assert Path("elsewhere.db").exists()

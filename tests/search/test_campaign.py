@@ -18,7 +18,7 @@ from flywheel.search.engine import InlineEngine
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
 
-SAMPLERS = "local", "tpe", "cmaes", "random", "grid"
+SAMPLERS = "descent", "local", "tpe", "cmaes", "random", "grid"
 
 
 def test_trials_are_numbered_from_zero_and_the_best_is_kept(lab: Any) -> None:

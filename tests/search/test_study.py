@@ -104,7 +104,7 @@ def test_an_enqueued_choice_is_asked_next(lab: Any) -> None:
 
 def test_a_space_of_one_choice_can_be_asked(lab: Any) -> None:
     space = lab.space(depth="2", threads="320")
-    for sampler in ("local", "tpe", "cmaes", "random", "grid"):
+    for sampler in ("descent", "local", "tpe", "cmaes", "random", "grid"):
         study = CampaignStudy(space, sampler, 0, [])
         assert [choice["depth"] for choice, _ in drive(study, 3, smooth)] == [2, 2, 2]
 

@@ -1,0 +1,197 @@
+"""Descent from many starts, one knob at a time, on values that come later than they are asked for.
+
+A descent takes any better value of a knob until no knob has one. The next begins a few knobs away from one of the best
+ends (a kick), or between two of them (a crossing). Which two values of a knob make no difference is learnt on the way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from copy import copy
+from typing import Final
+
+import numpy as np
+
+from flywheel.search.gaussian import Grid, Point, untried
+
+_ENDS: Final = 8
+"""Ends of descents that the next ones begin from."""
+
+_BEST: Final = 0.6
+"""Share of kicks that are from the best end; the others are from any."""
+
+_CROSSED: Final = 0.3
+"""Share of descents that begin between two ends."""
+
+_KICK: Final = (2, 4)
+"""Knobs that a kick moves, least and most."""
+
+_ALIKE: Final = 2
+"""Times that two values of a knob must have made no difference, and more than three times as often as they made one, to
+be taken for alike."""
+
+_AGAIN: Final = 0.1
+"""Share of values taken for alike that are tried all the same."""
+
+_STARTS: Final = 100
+"""Starts in a row that lead to nothing untried, after which what is left of a small grid is walked."""
+
+
+class Descent:
+    """Asked for points, told their values in us, None where infeasible, in any order; it asks for none twice.
+
+    What it asks for depends on what it was told and asked before, and on the `chance` it is given.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._values: dict[Point, float] = {}
+        self._asked: set[Point] = set()
+        self._ends: list[Point] = []
+        self._centre: Point | None = None
+        self._begun: dict[Point, tuple[Point, int] | None] = {}  # of this descent: where from, in which knob
+        self._left: list[int] = []  # knobs of this round
+        self._moved = True  # since the round began
+        self._held: frozenset[int] = frozenset()  # knobs that the next round leaves alone
+        self._waiting: list[tuple[Point, int]] = []
+        self._gains = np.ones(len(grid.sizes))
+        self._alike: Counter[tuple[int, int, int]] = Counter()
+        self._unlike: Counter[tuple[int, int, int]] = Counter()
+
+    @property
+    def values(self) -> dict[Point, float]:
+        """What it was told, infeasible ones as infinite."""
+        return self._values
+
+    def fork(self) -> Descent:
+        """One that can be asked in its place, and left alone: what is told to either, both know."""
+        fork = copy(self)
+        fork._asked, fork._begun = set(self._asked), dict(self._begun)
+        fork._ends, fork._left, fork._waiting = list(self._ends), list(self._left), list(self._waiting)
+        fork._gains = self._gains.copy()
+        return fork
+
+    def note(self, point: Point) -> None:
+        """The point is on its way; if it was not asked for here, the descent will go there where it is better."""
+        if point not in self._asked:
+            self._asked.add(point)
+            self._begun[point] = None
+
+    def tell(self, point: Point, value: float | None) -> None:
+        """The value of a point."""
+        self.note(point)
+        worth = self._values[point] = float("inf") if value is None else value
+        origin = self._begun.get(point)
+        if origin is not None and origin[0] in self._values:
+            self._compare(*origin, point)
+        if point in self._begun and self._centre is not None and worth < self._worth(self._centre):
+            self._move(point, None if origin is None else origin[1])
+
+    def ask(self, chance: np.random.Generator) -> Point:
+        """A point that was not asked for; the best one where there is none left."""
+        if self._centre is None and self._begun:
+            given = list(self._begun)[::-1]
+            self._begin(min(given, key=self._worth))
+            self._begun |= dict.fromkeys(given)
+        for _ in range(_STARTS):
+            found = self._descend(chance)
+            if found is not None:
+                self._asked.add(found)
+                return found
+            self._begin(*self._start(chance))
+            assert self._centre is not None
+            if self._centre not in self._asked:
+                self._asked.add(self._centre)
+                return self._centre
+        found = untried(self._grid, self._ends[0], self._asked)
+        self._asked.add(found)
+        return found
+
+    def _descend(self, chance: np.random.Generator) -> Point | None:
+        """The next point at the centre; None where the descent has ended."""
+        while self._centre is not None:
+            while self._waiting:
+                point, knob = self._waiting.pop(0)
+                if point not in self._asked:
+                    self._begun[point] = self._centre, knob
+                    return point
+            if not self._left:
+                if not self._moved:
+                    return None
+                order = np.argsort(-self._gains * chance.random(len(self._gains)), kind="stable")
+                self._left = [int(knob) for knob in order if int(knob) not in self._held]
+                self._moved, self._held = bool(self._held), frozenset()
+            if self._left:
+                self._look(self._left.pop(0), chance)
+        return None
+
+    def _look(self, knob: int, chance: np.random.Generator) -> None:
+        """Line up the other values of a knob, nearest first; go to one that is known to be better."""
+        assert self._centre is not None
+        centre = self._centre
+        beside = sorted(self._grid.beside(centre, knob), key=lambda point: abs(point[knob] - centre[knob]))
+        known = [point for point in beside if self._worth(point) < self._worth(centre)]
+        if known:
+            self._move(min(known, key=self._worth), knob)
+            return
+        self._gains[knob] = max(0.8 * self._gains[knob], 0.2)
+        self._waiting = [
+            (point, knob)
+            for point in beside
+            if point not in self._asked and not (self._taken_alike(knob, centre, point) and chance.random() > _AGAIN)
+        ]
+
+    def _move(self, point: Point, knob: int | None) -> None:
+        if knob is not None:
+            self._gains[knob] += 0.75
+        self._waiting = [(other, one) for other, one in self._waiting if one == knob]
+        self._centre, self._moved = point, True
+
+    def _begin(self, start: Point, held: frozenset[int] = frozenset()) -> None:
+        """End the descent and begin one, whose first round leaves the `held` knobs alone: so the others can follow."""
+        if self._centre is not None:
+            ends = dict.fromkeys([*self._ends, self._centre])
+            self._ends = sorted(ends, key=lambda point: (self._worth(point), point))[:_ENDS]
+        self._centre, self._left, self._moved, self._waiting, self._held = start, [], True, [], held
+        self._begun = {start: None}
+
+    def _start(self, chance: np.random.Generator) -> tuple[Point, frozenset[int]]:
+        """Where to begin, and the knobs that were kicked there."""
+        ends = [end for end in [*self._ends, self._centre] if end is not None]
+        if not ends:
+            return tuple(int(chance.integers(size)) for size in self._grid.sizes), frozenset()
+        ends.sort(key=lambda point: (self._worth(point), point))
+        base, knobs = ends[0], int(chance.integers(_KICK[0], _KICK[1] + 1))
+        if len(ends) > 1 and chance.random() < _CROSSED:
+            one, other = (ends[index] for index in chance.choice(len(ends), 2, replace=False))
+            base = tuple(a if chance.random() < 0.5 else b for a, b in zip(one, other, strict=True))
+            if base not in self._asked:
+                return base, frozenset()
+            knobs = _KICK[0]
+        elif chance.random() > _BEST:
+            base = ends[int(chance.integers(len(ends)))]
+        start = kick(self._grid, base, knobs, chance)
+        return start, frozenset(knob for knob, (a, b) in enumerate(zip(base, start, strict=True)) if a != b)
+
+    def _worth(self, point: Point) -> float:
+        return self._values.get(point, float("inf"))
+
+    def _compare(self, origin: Point, knob: int, point: Point) -> None:
+        same = self._values[origin] == self._values[point]
+        (self._alike if same else self._unlike)[_pair(knob, origin, point)] += 1
+
+    def _taken_alike(self, knob: int, one: Point, other: Point) -> bool:
+        pair = _pair(knob, one, other)
+        return self._alike[pair] >= _ALIKE and self._alike[pair] > 3 * self._unlike[pair]
+
+
+def kick(grid: Grid, point: Point, knobs: int, chance: np.random.Generator) -> Point:
+    """Another value in each of so many knobs, as far as there are any."""
+    for knob in chance.choice(len(point), min(knobs, len(point)), replace=False):
+        beside = grid.beside(point, int(knob)) or [point]
+        point = beside[int(chance.integers(len(beside)))]
+    return point
+
+
+def _pair(knob: int, one: Point, other: Point) -> tuple[int, int, int]:
+    return knob, min(one[knob], other[knob]), max(one[knob], other[knob])

@@ -1,0 +1,156 @@
+"""The sampler of a search that measures what was predicted: the best predictions, then what measurements say of them.
+
+The cost model tells good schedules from others well, and hardly which of the good ones is the best. So a descent over
+thousands of predictions, none of which is a trial, finds the schedules that are worth a measurement, and a Gaussian
+process learns by how much measurements differ from predictions there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from flywheel.search.descent import Descent, kick
+from flywheel.search.gaussian import Array, GaussianProcess, Grid, Point, improvement, untried
+from flywheel.search.gridded import GridSampler, Tried
+
+Foresee = Callable[[Sequence[Mapping[str, Any]]], Sequence[float | None]]
+"""Predicted latencies in us of parameters, None where infeasible."""
+
+_SIDE: Final = 8
+"""Predictions that are asked for at once."""
+
+_FIRST: Final = 12
+"""Best predictions that are measured before measurements choose."""
+
+_APART: Final = (3, 2, 1)
+"""Knobs in which any two of these differ, as far as there are so many."""
+
+_WITHIN: Final = 0.08
+"""Of the best prediction: what is predicted to take longer is no candidate, if it is not near the best measured."""
+
+_LEARNT: Final = 200
+"""Best measurements that the model is made of."""
+
+_CENTRES: Final = 3
+"""Best trials whose neighbours are candidates."""
+
+_KICKS: Final = 60
+"""Candidates that differ from a centre in two to four knobs."""
+
+_QUOTA: Final = 8
+"""Of so many trials one is such a candidate, whatever else is likely."""
+
+_AGAIN: Final = 0.3
+"""Of its expected improvement, what counts of a candidate that is predicted exactly as a trial was: mostly it is the
+same program."""
+
+_LUCK: Final = 0.3
+"""Share of an expected improvement that is drawn: coordinators of one campaign, each with its seed, part ways."""
+
+
+class ForeseenSampler(GridSampler):
+    """Proposes the best of `budget` predictions, so far apart that they tell something, then by expected improvement.
+
+    What it proposes depends on the seed, the predictions and the study's trials alone: a study that is rebuilt from its
+    trials makes the same predictions again, and goes on as if it had never ended. It proposes no point twice before all
+    are tried. The descent begins at `starts`.
+    """
+
+    def __init__(self, seed: int, foresee: Foresee, starts: Sequence[Mapping[str, Any]], budget: int) -> None:
+        super().__init__(seed)
+        self._ask, self._starts, self._budget = foresee, starts, budget
+        self._predicted: dict[Point, float | None] = {}
+        self._good: list[tuple[float, Point]] = []  # of what the descent found, best first
+        self._finalists: list[Point] | None = None
+
+    def propose(self, grid: Grid, tried: Sequence[Tried], number: int) -> Point:
+        """The point to try next."""
+        if self._finalists is None:
+            self._descend(grid)
+            found = sorted((value, point) for point, value in self._predicted.items() if value is not None)
+            self._good = [each for each in found if each[0] <= found[0][0] * (1.0 + _WITHIN)]
+            self._finalists = self._choose()
+        points = {each.point for each in tried}
+        best = next((point for point in self._finalists if point not in points), None)
+        chance = np.random.default_rng((self._seed, number))
+        return best or self._improve(grid, tried, points, number, chance)
+
+    def _descend(self, grid: Grid) -> None:
+        descent = Descent(grid)
+        asked = [self.point(start) for start in self._starts]
+        for number in range(self._budget):
+            for point, predicted_us in zip(asked, self._foresee(asked), strict=True):
+                descent.tell(point, predicted_us)
+            chance = np.random.default_rng((self._seed, 2**32 + number))
+            drawn = [descent.ask(chance) for _ in range(min(_SIDE, self._budget - len(self._predicted)))]
+            asked = [point for point in drawn if point not in self._predicted]
+            if not asked:
+                return
+
+    def _foresee(self, points: Sequence[Point]) -> list[float | None]:
+        new = [point for point in dict.fromkeys(points) if point not in self._predicted]
+        if new:
+            self._predicted.update(zip(new, self._ask([self.parameters(point) for point in new]), strict=True))
+        return [self._predicted[point] for point in points]
+
+    def _choose(self) -> list[Point]:
+        """What to measure first: the best of each prediction, some knobs apart from what is better."""
+        chosen: dict[Point, float] = {}
+        for apart in _APART:
+            for value, point in self._good:
+                if len(chosen) == _FIRST:
+                    break
+                gaps = (sum(a != b for a, b in zip(point, other, strict=True)) for other in chosen)
+                if value not in chosen.values() and min(gaps, default=apart) >= apart:
+                    chosen[point] = value
+        return sorted(chosen, key=lambda point: (chosen[point], point))
+
+    def _improve(
+        self, grid: Grid, tried: Sequence[Tried], points: set[Point], number: int, chance: np.random.Generator
+    ) -> Point:
+        """The candidate of the largest expected improvement over the least expected latency of any trial."""
+        self._foresee([each.point for each in tried])
+        found = [(each.told[0], each.point) for each in tried if each.told is not None and each.told[0] is not None]
+        known = sorted(each for each in found if self._predicted[each[1]] is not None)[:_LEARNT]
+        pending = [each.point for each in tried if each.told is None and self._predicted[each.point] is not None]
+        if len(known) < 2:
+            return self._best_left(grid, points)
+        where = [point for _, point in known]
+        ratios = np.log([latency_us for latency_us, _ in known]) - self._logs(where)
+        model = GaussianProcess(grid, where, ratios, pending)
+        least = self._logs(where) + model.mean + model.unit * model.means
+        centres = [where[int(index)] for index in np.argsort(least, kind="stable")[:_CENTRES]]
+        new = self._candidates(grid, centres, points, number % _QUOTA == _QUOTA - 1, chance)
+        if not new:
+            return self._best_left(grid, points)
+        means, deviations = model.predict(new)
+        means = self._logs(new) + model.mean + model.unit * means
+        gains = improvement(least.min(), means, model.unit * deviations)
+        seen = {self._predicted[point] for point in points}
+        gains *= np.array([_AGAIN if self._predicted[point] in seen else 1.0 for point in new])
+        return new[int((gains * chance.uniform(1.0 - _LUCK, 1.0, len(new))).argmax())]
+
+    def _candidates(
+        self, grid: Grid, centres: Sequence[Point], points: set[Point], kicked: bool, chance: np.random.Generator
+    ) -> list[Point]:
+        """Feasible points that were not tried: kicks, and if it is not these alone, neighbours and good predictions."""
+        found = {kick(grid, centres[place % len(centres)], 2 + place % 3, chance) for place in range(_KICKS)}
+        if not kicked:
+            found.update(point for centre in centres for point in grid.neighbours(centre))
+        self._foresee(sorted(found))
+        if not kicked:
+            found.update(point for _, point in self._good)
+        return sorted(point for point in found - points if self._predicted[point] is not None)
+
+    def _best_left(self, grid: Grid, points: set[Point]) -> Point:
+        """The best prediction that was not tried, or else what is near it."""
+        good = [point for _, point in self._good] or [self.point(start) for start in self._starts]
+        return next((point for point in good if point not in points), untried(grid, good[0], points))
+
+    def _logs(self, points: Sequence[Point]) -> Array:
+        """Logarithms of feasible predictions."""
+        logs: Array = np.log(np.array([self._predicted[point] for point in points], dtype=np.float64))
+        return logs
