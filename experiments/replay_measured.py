@@ -16,18 +16,22 @@ import json
 import re
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from flywheel.ir import config_from_dict
+from flywheel.cost_model import STOCK
+from flywheel.ir import ScheduleConfig, config_from_dict
+from flywheel.search.foresight import Foresight
 from flywheel.search.gaussian import Grid, Point
 from flywheel.search.knobs import Choice
-from flywheel.search.local import propose
 from flywheel.search.space import Space, make_space
+from flywheel.search.spec import DEFAULT_PREDICTIONS
+from flywheel.search.study import CampaignStudy
 from flywheel.search.workload import make_workload
 
-CHECKPOINTS = (30, 60, 100, 150)
+CHECKPOINTS = (10, 20, 30, 40, 60, 100)
 BATCHED = re.compile(r"-b\d+-")
 """In the names of campaigns of several rows, which their rows do not tell."""
 
@@ -116,17 +120,34 @@ class Truth:
         self.errors = float(np.median(wrong)), float(np.median(wrong[good])), float(np.quantile(wrong[good], 0.9))
 
 
-def replay(truth: Truth, starts: list[Point], seed: int) -> list[float]:
+class Known:
+    """Predictions that seeds share, by config: a proposal is as good whoever asked for them first."""
+
+    def __init__(self, foresight: Foresight) -> None:
+        self._foresight, self.budget = foresight, foresight.budget
+        self._known: dict[str, float | None] = {}
+
+    def predict(self, configs: Sequence[ScheduleConfig]) -> list[float | None]:
+        """As Foresight."""
+        new = [config for config in configs if config.config_id not in self._known]
+        found = zip(new, self._foresight.predict(new), strict=True)
+        self._known |= {config.config_id: latency_us for config, latency_us in found}
+        return [self._known[config.config_id] for config in configs]
+
+
+def replay(truth: Truth, space: Space, sampler: str, foresight: Known, seed: int) -> list[float]:
     """Regret in % at each checkpoint."""
     noise = np.random.default_rng(seed + 1000)
-    told: list[tuple[float | None, Point]] = []
+    study = CampaignStudy(space, sampler, seed, [], measured=True, foresight=foresight)
+    for choice in space.known_good():
+        study.enqueue(choice)
     real: list[float] = []
-    for trial in range(CHECKPOINTS[-1]):
-        chance = np.random.default_rng((seed * 1_000_003, trial))
-        point = starts[trial] if trial < len(starts) else propose(truth.grid, told, [], chance)
-        real.append(float(truth([point])[0]))
-        told.append((real[-1] * (1 + NOISE * noise.normal()), point))
-    seen = [latency or 0.0 for latency, _ in told]
+    seen: list[float] = []
+    for _ in range(CHECKPOINTS[-1]):
+        trial, choice = study.ask()
+        real.append(float(truth([truth.point(choice)])[0]))
+        seen.append(real[-1] * (1 + NOISE * noise.normal()))
+        study.tell(trial, seen[-1])
     return [100 * (real[int(np.argmin(seen[:count]))] / truth.least - 1) for count in CHECKPOINTS]
 
 
@@ -136,9 +157,12 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--model", default="llama3-8b")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--starts", default="2,3", help="how many of the known good schedules begin")
+    parser.add_argument("--samplers", default="descent,local", help="names, separated by commas")
+    parser.add_argument("--predictions", type=int, default=DEFAULT_PREDICTIONS, help="before the first measurement")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that predict")
     asked = parser.parse_args()
-    space = make_space(make_workload(asked.model, "h200", "bf16", 512, 1))
+    workload = make_workload(asked.model, "h200", "bf16", 512, 1)
+    space = make_space(workload)
     truth = Truth(space, asked.files)
     print("$ python experiments/replay_measured.py " + " ".join(sys.argv[1:]))
     every, median, high = truth.errors
@@ -146,12 +170,14 @@ def main() -> None:
         f"{asked.model}: {len(truth.latencies)} rows, best {truth.least:.1f} us; left out, a row is missed by "
         f"{every:.2f} % (median), within 5 % of the best by {median:.2f} % (a tenth by more than {high:.2f})"
     )
-    for count in map(int, asked.starts.split(",")):
-        starts = [truth.point(choice) for choice in space.known_good()[:count]]
-        runs = [replay(truth, starts, seed) for seed in range(asked.seeds)]
-        each = list(zip(*runs, strict=True))
-        cells = [f"{statistics.median(run):6.2f} ({min(run):.2f}..{max(run):.2f})" for run in each]
-        print(f"{count} starts, regret in % at {CHECKPOINTS}, median (least..most): " + "  ".join(cells), flush=True)
+    print(f"{'regret in % after':<18}" + "".join(f"{count:>22}" for count in CHECKPOINTS))
+    with Foresight(workload, STOCK, asked.predictions, asked.jobs) as foresight:
+        known = Known(foresight)
+        for sampler in asked.samplers.split(","):
+            runs = [replay(truth, space, sampler, known, seed) for seed in range(asked.seeds)]
+            each = zip(*runs, strict=True)
+            cells = [f"{statistics.median(run):.2f} ({min(run):.2f}..{max(run):.2f})" for run in each]
+            print(f"{sampler:<18}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -34,14 +34,14 @@ _WITHIN: Final = 0.08
 _LEARNT: Final = 200
 """Best measurements that the model is made of."""
 
-_CENTRES: Final = 3
-"""Best trials whose neighbours are candidates."""
+_CENTRES: Final = 2
+"""Best trials whose neighbours are candidates, which are predicted once for each."""
 
-_KICKS: Final = 60
-"""Candidates that differ from a centre in two to four knobs."""
+_KICKS: Final = 16
+"""Candidates that differ from a centre in two to four knobs, of a trial that goes to one of them."""
 
 _QUOTA: Final = 8
-"""Of so many trials one is such a candidate, whatever else is likely."""
+"""Of so many trials one goes to such a candidate, whatever else is likely."""
 
 _AGAIN: Final = 0.3
 """Of its expected improvement, what counts of a candidate that is predicted exactly as a trial was: mostly it is the
@@ -136,10 +136,11 @@ class ForeseenSampler(GridSampler):
     def _candidates(
         self, grid: Grid, centres: Sequence[Point], points: set[Point], kicked: bool, chance: np.random.Generator
     ) -> list[Point]:
-        """Feasible points that were not tried: kicks, and if it is not these alone, neighbours and good predictions."""
-        found = {kick(grid, centres[place % len(centres)], 2 + place % 3, chance) for place in range(_KICKS)}
-        if not kicked:
-            found.update(point for centre in centres for point in grid.neighbours(centre))
+        """Feasible points that were not tried: kicks, or else neighbours and good predictions."""
+        if kicked:
+            found = {kick(grid, centres[place % len(centres)], 2 + place % 3, chance) for place in range(_KICKS)}
+        else:
+            found = {point for centre in centres for point in grid.neighbours(centre)}
         self._foresee(sorted(found))
         if not kicked:
             found.update(point for _, point in self._good)

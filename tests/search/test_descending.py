@@ -74,7 +74,7 @@ def test_a_campaign_that_was_stopped_goes_on_as_if_it_had_not_been(table: Space,
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_of_a_table_with_a_ridge_is_found(table: Space, seed: int) -> None:
-    assert min(value or 1e9 for _, value in drive(begin(table, seed), 300, width=2)) == 100.0
+    assert min(value or 1e9 for _, value in drive(begin(table, seed), 700, width=2)) == 100.0
 
 
 def test_nothing_is_proposed_twice(table: Space) -> None:
