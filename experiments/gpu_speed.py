@@ -68,7 +68,7 @@ def main() -> None:
             f"  {name:24} {latency.median_us:8.1f} us (p10 {latency.p10_us:.1f}, p90 {latency.p90_us:.1f}; back to "
             f"back {latency.batch_us or 0.0:.1f}), {reached:.1f} % of the floor; "
             f"{median(ratios):.4f} of {median(base):.1f} (p10 {ratios[len(ratios) // 10]:.4f}, "
-            f"p90 {ratios[-1 - len(ratios) // 10]:.4f}); logits within {outcome.verdict.max_rel_error:.4f}",
+            f"p90 {ratios[-1 - len(ratios) // 10]:.4f}); error {outcome.verdict.error:.4f}",
             flush=True,
         )
 

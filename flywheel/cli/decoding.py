@@ -17,7 +17,7 @@ from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
-    from flywheel.decode.session import BatchSession
+    from flywheel.decode.session import JudgedSession
     from flywheel.decode.source import Source, Weights
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -85,7 +85,7 @@ def open_model(command: str, model: str) -> Source:
 
 def open_session(
     program: MegakernelProgram, source: Source, seed: int, device: str = "reference", order: str = "list"
-) -> tuple[BatchSession, Weights]:
+) -> tuple[JudgedSession, Weights]:
     """A program on a device, and the model's weights in its dtype, there too. Random ones are announced.
 
     Raises as ReferenceSession or CudaModel and its `load` do.

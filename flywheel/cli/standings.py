@@ -110,5 +110,5 @@ def _row(comparison: Comparison, entry: Entry, rivals: Sequence[str], single: Co
         percent(found.ceiling_fraction),
         *(ABSENT if factor is None else f"{factor:.2f}" for factor in against),
         ABSENT if found.over_single is None else f"{found.over_single:.2f}",
-        f"pass ({entry.verdict.max_rel_error:.2g})",
+        f"pass ({entry.verdict.error:.2g})",
     ]

@@ -136,6 +136,7 @@ def _run(program: MegakernelProgram, source: Source, position: int | None, seed:
 
 def describe(traced: TracedStep) -> dict[str, Any]:
     """What was found, JSON-ready. Shares of an operation are of its own time, those of the launch of all SMs'."""
+    from flywheel.measure.verdict import as_document
     from flywheel.report.traced import hand_off_times, idle_us, operation_times
     from flywheel.vm.trace import Phase
 
@@ -145,10 +146,7 @@ def describe(traced: TracedStep) -> dict[str, Any]:
         "gpu_name": traced.gpu_name,
         "position": traced.position,
         "batch": traced.batch,
-        "verdict": {
-            "max_rel_error": traced.verdict.max_rel_error,
-            "positions": list(traced.verdict.positions),
-        },
+        "verdict": as_document(traced.verdict),
         "latency_us": traced.latency.median_us,
         "traced_us": traced.traced_us,
         "span_us": span,
@@ -218,8 +216,8 @@ def _show(document: dict[str, Any]) -> None:
                 ("an SM", ", ".join(f"{name} {percent(share)}" for name, share in spent)),
                 ("its loader", f"stalled {percent(document['loader_stalled'])}: the ring full, or too far ahead"),
                 ("matrix warps", f"starved {percent(document['matrix_starved'])}: the operand there, no weights"),
-                ("logits", f"right at {', '.join(map(str, document['verdict']['positions']))}: max rel error "
-                           f"{document['verdict']['max_rel_error']:.3g}"),
+                ("verdict", f"right at {', '.join(map(str, document['verdict']['positions']))}: error "
+                            f"{document['verdict']['error']:.2g}, at most {document['verdict']['bound']:.2g}"),
             ]
         )
     )  # fmt: skip

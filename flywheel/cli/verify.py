@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
@@ -64,8 +63,8 @@ def verify(
     order: str,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Run a program behind filled KV caches and compare its logits with an oracle that shares no code with it; of a
-    batch, those of every sequence.
+    """Run a program behind filled KV caches and compare each tensor that it makes, of every sequence of a batch, with
+    what an oracle that shares no code with it makes of the same operands.
 
     The program is a file, or what --config lowers to. Exit code 3 if the verdict is not a pass, which it never is
     without a position after 0.
@@ -85,7 +84,9 @@ def verify(
         program = lower_model(source, given, gpu, dtype, context, device, batch)
     verdict = _verdict(program, source, positions, device, seed, order)
     if as_json:
-        show_json({**_document(verdict), "model": source.name, "program_id": program_id(program),
+        from flywheel.measure.verdict import as_document
+
+        show_json({**as_document(verdict), "model": source.name, "program_id": program_id(program),
                    "config_id": program.config.config_id if program.config else None, "device": device,
                    "order": order, "seed": seed, "random_weights": source.stored is None})  # fmt: skip
     else:
@@ -116,43 +117,21 @@ def _verdict(
     seed: int,
     order: str,
 ) -> Verdict:
-    from flywheel.decode.verify import default_positions, make_oracle
+    from flywheel.decode.verify import default_positions
     from flywheel.decode.verify import verify as compare
 
     session, weights = open_session(program, source, seed, device, order)
     tried = positions if positions is not None else default_positions(session.context)
-    return compare(session, make_oracle(session, weights), tried, seed)
-
-
-def _document(verdict: Verdict) -> dict[str, Any]:
-    """An error that is no number is null; the reason says what it was."""
-    return {
-        "passed": verdict.passed,
-        "reason": verdict.reason,
-        "max_abs_error": verdict.max_abs_error if isfinite(verdict.max_abs_error) else None,
-        "max_rel_error": verdict.max_rel_error if isfinite(verdict.max_rel_error) else None,
-        "top1_agreement": verdict.top1_agreement,
-        "tolerance": {
-            "max_rel_error": verdict.tolerance.max_rel_error,
-            "min_top1_agreement": verdict.tolerance.min_top1_agreement,
-        },
-        "positions": list(verdict.positions),
-        "dtype": verdict.dtype,
-    }
+    return compare(session, weights, tried, seed)
 
 
 def _show(verdict: Verdict) -> None:
-    bound = verdict.tolerance
     show("PASS" if verdict.passed else f"FAIL: {verdict.reason}")
     show(
         pairs(
             [
-                ("max abs error", f"{verdict.max_abs_error:.3g}"),
-                (
-                    "max rel error",
-                    f"{verdict.max_rel_error:.3g} (at most {bound.max_rel_error:.3g} for {verdict.dtype})",
-                ),
-                ("top-1 agreement", f"{verdict.top1_agreement:.3g} (at least {bound.min_top1_agreement:.3g})"),
+                ("error", f"{verdict.error:.3g} (at most {verdict.bound:.3g} for {verdict.dtype})"),
+                ("where", verdict.where),
                 ("positions", ", ".join(map(str, verdict.positions))),
             ]
         )

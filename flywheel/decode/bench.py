@@ -10,8 +10,9 @@ from typing import Final
 import torch
 
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch, time_sessions
+from flywheel.decode.judge import Examined, Judge
 from flywheel.decode.source import Source
-from flywheel.decode.verify import compare_rows, default_positions, expect_rows, judge_steps
+from flywheel.decode.verify import default_positions, judge_repeated
 from flywheel.errors import GpuMemoryError
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.measure.contest import Contest
@@ -19,7 +20,7 @@ from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Implausible, Incorrect, Measured, TrialOutcome
 from flywheel.measure.verdict import Verdict
-from flywheel.models.eager import EagerDecoder
+from flywheel.models.eager import OracleWeights
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.driver import open_gpu
 from flywheel.vm.pack import pack
@@ -30,11 +31,12 @@ _WARMUP: Final = 3
 
 
 class CudaBench:
-    """A model's weights and caches on the GPU, and what the oracle expects of any program of it.
+    """A model's weights and caches on the GPU, and the judge of any program of it.
 
-    Everything that programs share is made here: weights (the checkpoint's, else random ones of `seed`), packed, and the
-    oracle's logits and caches at `default_positions(context)`, of each of `batch` sequences. Launches are timed at the
-    last position, behind the oracle's caches. Programs come with their proof: it is not made again while a GPU waits.
+    Everything that programs share is made here: weights (the checkpoint's, else random ones of `seed`), packed, and
+    what the judge feeds programs with at `default_positions(context)`, for each of `batch` sequences. Launches are
+    timed at the last position, behind the judge's caches. Programs come with their proof: it is not made again while
+    a GPU waits.
     Raises NoGpuError, KernelCompileError, GpuMemoryError, and UsageError for a context that the model does not reach.
     """
 
@@ -43,18 +45,16 @@ class CudaBench:
         prepare_torch()
         try:
             weights = source.weights(dtype, seed, "cuda")
-            oracle = EagerDecoder(source.spec, weights, TORCH_DTYPES[dtype], context, "cuda")
-            self._expected = expect_rows(oracle, default_positions(context), batch, seed)
-            del oracle
-            torch.cuda.empty_cache()  # what the VM allocates is not torch's
             self._model = CudaModel(gpu, source.spec, dtype, context, weights, batch)
+            own = OracleWeights(source.spec, self._model.weights, TORCH_DTYPES[dtype], "cuda")
+            self._judge: Final = Judge(own, dtype, context, default_positions(context), batch, seed)
+            torch.cuda.empty_cache()  # what the VM allocates is not torch's
             self._model.pack_matrices()
         except torch.OutOfMemoryError as error:
             raise GpuMemoryError(f"{source.name}: {str(error).splitlines()[0]}") from error
-        last = self._expected[0].positions[-1]
-        self._last: Final = ([each.tokens[last] for each in self._expected], last)
+        self._last: Final = (self._judge.tokens[-1].tolist(), self._judge.positions[-1])
         self._rivals: Sequence[MegakernelProgram] = ()
-        self._kept: list[tuple[CudaSession, Verdict]] = []  # the rivals, loaded
+        self._kept: list[tuple[CudaSession, Examined]] = []  # the rivals, loaded
 
     def measure(self, program: MegakernelProgram) -> TrialOutcome:
         """As `vm.worker.Bench` says: Measured, Incorrect or Implausible.
@@ -62,11 +62,11 @@ class CudaBench:
         Raises as `CudaModel.load_packed` and `pack`, LaunchTimeoutError and GpuFaultError.
         """
         with self._model.load_packed(pack(program)) as session:
-            verdict = compare_rows(session, self._expected)
-            if not verdict.passed:
-                return Incorrect(verdict, str(verdict.reason))
+            examined = self._judge.examine(session)
+            if not examined.verdict.passed:
+                return Incorrect(examined.verdict, str(examined.verdict.reason))
             latency = session.time(*self._last, samples=_SAMPLES, warmup=_WARMUP)
-            return self._judge_last(session) or judge_latency(program, latency, verdict)
+            return self._judge_last(session, examined) or judge_latency(program, latency, examined.verdict)
 
     def compare(self, program: MegakernelProgram, rivals: Sequence[MegakernelProgram], rounds: int) -> Contest:
         """As `vm.worker.Bench` says; of what is Incorrect, there are no times. Raises as `measure` does.
@@ -89,17 +89,17 @@ class CudaBench:
             self._drop_rivals()
             for rival in rivals:
                 session = self._model.load_packed(pack(rival))
-                self._kept.append((session, compare_rows(session, self._expected)))
+                self._kept.append((session, self._judge.examine(session)))
             self._rivals = rivals
         with self._model.load_packed(pack(program)) as session:
-            verdict = compare_rows(session, self._expected)
-            if not verdict.passed:
-                return Contest(Incorrect(verdict, str(verdict.reason)))
+            examined = [self._judge.examine(session), *(found for _, found in self._kept)]
+            verdicts = [each.verdict for each in examined]
+            if not verdicts[0].passed:
+                return Contest(Incorrect(verdicts[0], str(verdicts[0].reason)))
             sessions = [session, *(kept for kept, _ in self._kept)]
             times = time_sessions(sessions, *self._last, samples=_SAMPLES, warmup=_WARMUP)
             latency = self._with_batch(session, _summarise(times[:1]))
-            wrong = [self._judge_last(each) for each in sessions]
-        verdicts = [verdict, *(found for _, found in self._kept)]
+            wrong = [self._judge_last(*each) for each in zip(sessions, examined, strict=True)]
         return _contest((program, *rivals), verdicts, wrong, [[samples] for samples in times], latency)
 
     def _compare_in_rounds(self, programs: Sequence[MegakernelProgram], rounds: int) -> Contest:
@@ -110,11 +110,12 @@ class CudaBench:
                 order = [(turn + place) % len(programs) for place in range(len(programs))]
                 loaded = {place: stack.enter_context(self._model.load_packed(packed[place])) for place in order}
                 sessions = [loaded[place] for place in range(len(programs))]
-                verdicts = [compare_rows(session, self._expected) for session in sessions]
+                examined = [self._judge.examine(session) for session in sessions]
+                verdicts = [each.verdict for each in examined]
                 found = time_sessions(sessions, *self._last, samples=_SAMPLES, warmup=_WARMUP)
                 for rounds_of_one, samples in zip(times, found, strict=True):
                     rounds_of_one.append(samples)
-                wrong = [self._judge_last(session) for session in sessions]
+                wrong = [self._judge_last(*each) for each in zip(sessions, examined, strict=True)]
                 if turn == rounds - 1 or any(wrong) or not all(verdict.passed for verdict in verdicts):
                     latency = self._with_batch(sessions[0], _summarise(times[0]))
                     break
@@ -124,10 +125,9 @@ class CudaBench:
         """With the state of the GPU under many launches, but for a program that was cut short."""
         return latency if latency.samples == 1 else session.time_batch(self._last[1], latency)
 
-    def _judge_last(self, session: CudaSession) -> Incorrect | None:
-        """Of the launches that were timed, the last must have computed what the slower ones did; None where it has."""
-        wanted = [each.logits[-1] for each in self._expected]
-        verdict = judge_steps(session.read_rows(), wanted, [self._last[1]], session.dtype)
+    def _judge_last(self, session: CudaSession, examined: Examined) -> Incorrect | None:
+        """Of the launches that were timed, the last must have computed what the judged one did; None where it has."""
+        verdict = judge_repeated(session.read_rows(), examined.logits, self._last[1], session.dtype)
         return None if verdict.passed else Incorrect(verdict, f"while timed: {verdict.reason}")
 
     def _drop_rivals(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
 from flywheel.models.spec import DecoderSpec
 from flywheel.tensors import TORCH_DTYPES
+
+_COMPARED: Final = 2**28  # elements at a time, for the memory that it takes
 
 
 class KvCaches:
@@ -27,6 +30,11 @@ class KvCaches:
         self._spec, self._context = spec, context
         shape = (spec.n_layers, 2, batch, spec.n_kv_heads, context, 1, spec.head_dim)
         self._rows = torch.full(shape, torch.nan, dtype=TORCH_DTYPES[dtype], device=device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self._rows.device
 
     def by_name(self, interface: Interface) -> dict[str, Tensor]:
         """Cache buffer -> its rows, which are contiguous, of a program of the same model, type, context and batch."""
@@ -57,3 +65,28 @@ class KvCaches:
         for own, sides in zip(rows, layers, strict=True):
             for heads, side in zip(own, sides, strict=True):
                 heads[:, :length, 0].copy_(side.transpose(0, 1))
+
+    def write_past(self, past: Tensor, length: int, gain: float) -> None:
+        """Replace every sequence by the first `length` positions of `past` [layers, 2, batch, heads, positions,
+        head_dim], keys multiplied by `gain`; positions after them hold nothing."""
+        self._rows.fill_(torch.nan)
+        written = self._rows[..., :length, 0, :]
+        written.copy_(past[..., :length, :])
+        written[:, 0].mul_(gain)
+
+    def new_rows(self, position: int) -> Tensor:
+        """Copies of the rows at a position, [layers, 2, batch, heads, head_dim]."""
+        return self._rows[..., position, 0, :].clone()
+
+    def changed(self, past: Tensor, length: int, gain: float) -> Tensor:
+        """Whether any but the row at `length` is not as `write_past` left it, [layers, 2, batch, heads]."""
+        changed = self._rows[..., length + 1 :, 0, :].isnan().logical_not_().flatten(-2).any(-1)
+        step = max(1, _COMPARED // max(1, past[0].numel()))
+        for start in range(0, len(past), step):
+            rows, wanted = (
+                self._rows[start : start + step, ..., :length, 0, :],
+                past[start : start + step, ..., :length, :],
+            )
+            for side, factor in enumerate((gain, 1.0)):
+                changed[start : start + step, side] |= (rows[:, side] != wanted[:, side] * factor).flatten(-2).any(-1)
+        return changed

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from flywheel.decode.bench import judge_latency
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch
+from flywheel.decode.judge import Examined, Judge
 from flywheel.decode.lineup import Plan, Rival
 from flywheel.decode.rivals import FusedWeights, TorchDecoder, fuse, steps_of
-from flywheel.decode.session import Step
 from flywheel.decode.source import Source, Weights
-from flywheel.decode.verify import Expectation, compare_rows, default_positions, expect_rows, judge_steps
+from flywheel.decode.verify import default_positions, judge_free, judge_repeated
 from flywheel.errors import GpuMemoryError, KernelCompileError
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.measure.comparison import Comparison, Entry
@@ -26,7 +26,7 @@ from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured
 from flywheel.measure.verdict import Verdict
-from flywheel.models.eager import EagerDecoder
+from flywheel.models.eager import OracleWeights
 from flywheel.process import sums_as_shipped
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.driver import Gpu
@@ -82,29 +82,28 @@ class Contests:
             model.pack_matrices()
             model.load(program).close()  # what does not fit says so before anything that takes minutes
             say("what the oracle expects")
-            expected = self._expect(context, batch)
+            made = self._make_judge(context, batch)
             torch._dynamo.reset()  # what it compiled for other shapes
             graphs = []
             for rival in rivals:
                 say(f"{rival.name}, {rival.how}" + (", takes minutes" if rival.compiled else ""))
-                graphs.append(GraphedStep(self._gpu, self._source, self._fused, dtype, context, rival, expected))
-            entries = _hold_rounds(model, program, graphs, expected, plan, say)
+                graphs.append(GraphedStep(self._gpu, self._source, self._fused, dtype, context, rival, made))
+            entries = _hold_rounds(model, program, graphs, made, plan, say)
         bytes_read = weight_bytes_read(program)
         assert program.target is not None
         floor, ceiling = floor_us(bytes_read, program.target), bytes_read / read_gbs / 1e3
         return Comparison(context, bytes_read, floor, ceiling, entries, batch)
 
-    def _expect(self, context: int, batch: int) -> tuple[Expectation, ...]:
-        oracle = EagerDecoder(self._source.spec, self._weights, TORCH_DTYPES[self._dtype], context, "cuda")
-        expected = expect_rows(oracle, default_positions(context), batch, self._seed)
-        del oracle
+    def _make_judge(self, context: int, batch: int) -> Judge:
+        own = OracleWeights(self._source.spec, self._weights, TORCH_DTYPES[self._dtype], "cuda")
+        made = Judge(own, self._dtype, context, default_positions(context), batch, self._seed)
         torch.cuda.empty_cache()  # what the VM allocates is not torch's
-        return expected
+        return made
 
 
 class GraphedStep:
-    """A rival's step at the last of the expected positions, a row for each of the `expected`, behind the oracle's
-    caches, as a CUDA graph that is launched on the VM's stream.
+    """A rival's step at the last of a judge's positions, of as many sequences, behind the judge's caches, as a CUDA
+    graph that is launched on the VM's stream.
 
     torch.compile runs without CUDA graphs of its own: those copy inputs, and run Python, at every launch.
     """
@@ -117,12 +116,12 @@ class GraphedStep:
         dtype: DType,
         context: int,
         rival: Rival,
-        expected: Sequence[Expectation],
+        made: Judge,
     ) -> None:
         self.rival: Final = rival
-        self._gpu, self._expected = gpu, expected
-        self._position = expected[0].positions[-1]
-        self._decoder = TorchDecoder(source.spec, weights, dtype, context, rival.inline_attention, len(expected))
+        self._gpu, self._judge = gpu, made
+        self._position = made.positions[-1]
+        self._decoder = TorchDecoder(source.spec, weights, dtype, context, rival.inline_attention, made.batch)
         self._stream = torch.cuda.ExternalStream(gpu.stream_handle)  # type: ignore[no-untyped-call]
         self._set()
         forward: _Forward = self._decoder.forward
@@ -133,7 +132,7 @@ class GraphedStep:
             self._logits, self._tokens = self._captured(forward)
 
     def verdict(self) -> Verdict:
-        """On one launch of the graph, behind the expected caches."""
+        """On one launch of the graph, behind the judge's caches."""
         self._set()
         self._logits.fill_(torch.nan)
         torch.cuda.synchronize()  # the VM's stream does not wait for torch's
@@ -148,12 +147,12 @@ class GraphedStep:
     def judge(self) -> Verdict:
         """The verdict on what the last launch gave; waits for it."""
         self._gpu.sync()
-        return _judge_last(steps_of(self._logits, self._tokens), self._expected, self._decoder.dtype)
+        return judge_free(steps_of(self._logits, self._tokens), self._judge)
 
     def _set(self) -> None:
-        for row, each in enumerate(self._expected):
-            self._decoder.write_cache(each.cache_before(self._position), row)
-        self._decoder.set_tokens([each.tokens[self._position] for each in self._expected])
+        for row in range(self._judge.batch):
+            self._decoder.write_cache(self._judge.layer_caches(-1, row), row)
+        self._decoder.set_tokens(self._judge.tokens[-1].tolist())
 
     def _captured(self, forward: _Forward) -> tuple[Tensor, Tensor]:
         """Source: PyTorch's notes on CUDA graphs: warm up on a side stream, so that nothing is set up in the graph."""
@@ -233,13 +232,12 @@ def _hold_rounds(
     model: CudaModel,
     program: MegakernelProgram,
     graphs: Sequence[GraphedStep],
-    expected: Sequence[Expectation],
+    made: Judge,
     plan: Plan,
     say: Callable[[str], None],
 ) -> tuple[Entry, ...]:
     """The program's entry, then those of its rivals. Each round begins with another contestant."""
-    position = expected[0].positions[-1]
-    tokens = [each.tokens[position] for each in expected]
+    position, tokens = made.positions[-1], made.tokens[-1].tolist()
     ours = Record(OURS, "the program, one launch a step")
     rivals = [Runner(Record(graph.rival.name, graph.rival.how), graph.launch, graph.judge) for graph in graphs]
     for graph, rival in zip(graphs, rivals, strict=True):
@@ -247,22 +245,18 @@ def _hold_rounds(
     for turn in range(plan.rounds):
         say(f"round {turn + 1} of {plan.rounds}")
         with model.load(program) as session:
-            ours.note(compare_rows(session, expected))
+            examined = made.examine(session)
+            ours.note(examined.verdict)
             launch, finish = session.launcher(tokens, position)
-            judge = partial(_judge_session, session, expected)
+            judge = partial(_judge_session, session, examined, position)
             runners = [Runner(ours, launch, judge), *rivals]
             first = turn % len(runners)
             time_round(model.gpu, [*runners[first:], *runners[:first]], finish, plan.samples)
     return tuple(record.entry(program) for record in (ours, *(rival.record for rival in rivals)))
 
 
-def _judge_session(session: CudaSession, expected: Sequence[Expectation]) -> Verdict:
-    return _judge_last(session.read_rows(), expected, session.dtype)
-
-
-def _judge_last(steps: Sequence[Step], expected: Sequence[Expectation], dtype: DType) -> Verdict:
-    """Of a step of each sequence at the last of the expected positions."""
-    return judge_steps(steps, [each.logits[-1] for each in expected], expected[0].positions[-1:], dtype)
+def _judge_session(session: CudaSession, examined: Examined, position: int) -> Verdict:
+    return judge_repeated(session.read_rows(), examined.logits, position, session.dtype)
 
 
 @contextmanager

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import read_interface
 from flywheel.decode.session import Step, check_rows
 from flywheel.decode.source import Weights
+from flywheel.decode.taps import Taps, find_taps
 from flywheel.errors import InvalidProgramError, NoGpuError, TensorError
 from flywheel.ir import BufferKind, DType, MegakernelProgram, validate
 from flywheel.measure.latency import MeasuredLatency
@@ -126,7 +128,9 @@ class CudaModel:
         caches = {name: rows.data_ptr() for name, rows in self.caches.by_name(interface).items()}
         kernel = self._kernel(packed.variant, trace)
         self._place_weights(packed)
-        return CudaSession(self, LoadedProgram(self.gpu, packed, kernel, self.resident, caches))
+        load = partial(LoadedProgram, self.gpu, kernel=kernel, weights=self.resident, caches=caches)
+        taps = find_taps(program, self.spec, interface)
+        return CudaSession(self, load(packed), taps, lambda: load(packed.apart()))
 
     def _kernel(self, variant: KernelVariant, trace: bool) -> LoadedKernel:
         key = variant.threads, variant.matrix_warps, variant.rows, trace
@@ -159,13 +163,24 @@ class CudaSession:
     What a launch must write is NaN before it, so that reading what it has not written shows.
     """
 
-    def __init__(self, model: CudaModel, loaded: LoadedProgram, limit_s: float = LAUNCH_LIMIT_S) -> None:
+    def __init__(
+        self,
+        model: CudaModel,
+        loaded: LoadedProgram,
+        taps: Taps,
+        load_apart: Callable[[], LoadedProgram],
+        limit_s: float = LAUNCH_LIMIT_S,
+    ) -> None:
         self.spec: Final = model.spec
         self.dtype: Final = model.dtype
         self.context: Final = model.context
         self.batch: Final = model.batch
-        self._caches = model.caches
+        self.caches: Final = model.caches
+        self.taps: Final = taps
+        self.shares_memory: Final = loaded.packed.shares_memory
         self._loaded = loaded
+        self._load_apart = load_apart
+        self._apart: LoadedProgram | None = None
         self._limit_s = limit_s
 
     def __enter__(self) -> Self:
@@ -177,6 +192,8 @@ class CudaSession:
     def close(self) -> None:
         """Give the program's memory back."""
         self._loaded.close()
+        if self._apart is not None:
+            self._apart.close()
 
     def step(self, token_id: int, position: int) -> Step:
         """As DecodeSession says; ConfigError where the program was lowered for fewer positions than it has caches.
@@ -192,6 +209,28 @@ class CudaSession:
         self._loaded.sync(self._limit_s)
         return self.read_rows()
 
+    def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> dict[str, Tensor]:
+        """As JudgedSession says; raises as `step`, and GpuMemoryError."""
+        loaded = self._loaded
+        if apart and self.shares_memory:
+            loaded = self._apart = self._apart or self._load_apart()
+        _wait_for_torch(self.caches)
+        self._prepare(token_ids, position, loaded)
+        loaded.launch(position)
+        loaded.sync(self._limit_s)
+        memory = torch.empty(loaded.transient_bytes, dtype=torch.uint8, device=self.caches.device)
+        _wait_for_torch(self.caches)
+        starts = loaded.copy_transients(memory.data_ptr())
+        loaded.gpu.sync()
+        buffers = {buffer.name: buffer for buffer in loaded.packed.program.buffers if buffer.name in starts}
+        return {
+            name: memory[start:][: buffers[name].nbytes]
+            .view(TORCH_DTYPES[buffers[name].dtype])
+            .view(buffers[name].shape)
+            for name, start in starts.items()
+            if buffers[name].dtype in TORCH_DTYPES
+        }
+
     def read(self) -> Step:
         """What the last launch gave the first sequence; logits are on the CPU."""
         return self.read_rows()[0]
@@ -203,8 +242,8 @@ class CudaSession:
 
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """As BatchSession says. Raises UsageError for another number of layers, or more positions than there are."""
-        self._caches.write(layers, row)
-        torch.cuda.synchronize()
+        self.caches.write(layers, row)
+        _wait_for_torch(self.caches)
 
     def time(self, token_id: Tokens, position: int, *, samples: int, warmup: int) -> MeasuredLatency:
         """Time launches at a position, behind what the caches hold, the L2 cache emptied before each.
@@ -212,9 +251,7 @@ class CudaSession:
         Raises as `step` does.
         """
         self._prepare(token_id, position)
-        return time_launches(
-            self._loaded, position, samples=samples, warmup=warmup, l2="clean", limit_s=self._limit_s
-        )
+        return time_launches(self._loaded, position, samples=samples, warmup=warmup, l2="clean", limit_s=self._limit_s)
 
     def time_batch(self, position: int, latency: MeasuredLatency) -> MeasuredLatency:
         """Behind `time_sessions`: `latency` with what `time` adds to its single launches. Raises as `step` does."""
@@ -238,12 +275,19 @@ class CudaSession:
         stamps, waits = self._loaded.read_trace(), self._loaded.read_waits()
         return latency_us, read_stamps(self._loaded.packed, stamps, waits)
 
-    def _prepare(self, token_id: Tokens, position: int) -> None:
+    def _prepare(self, token_id: Tokens, position: int, loaded: LoadedProgram | None = None) -> None:
         token_ids = [token_id] if isinstance(token_id, int) else token_id
         check_rows(self.spec, self.context, self.batch, token_ids, position)
-        self._loaded.poison()
-        self._loaded.write_input("token_id", np.array(token_ids, np.int32))
-        self._loaded.write_input("position", np.array([position], np.int32))
+        prepared = loaded or self._loaded
+        prepared.poison()
+        prepared.write_input("token_id", np.array(token_ids, np.int32))
+        prepared.write_input("position", np.array([position], np.int32))
+
+
+def _wait_for_torch(caches: KvCaches) -> None:
+    """The VM's stream does not wait for torch's."""
+    if caches.device.type == _DEVICE:
+        torch.cuda.synchronize()
 
 
 def time_sessions(

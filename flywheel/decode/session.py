@@ -12,12 +12,13 @@ from torch import Tensor
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import read_interface
 from flywheel.decode.source import Weights
+from flywheel.decode.taps import Taps, find_taps
 from flywheel.errors import UsageError
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.models.eager import LayerCache
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind
-from flywheel.vm.reference import ReferenceVM
+from flywheel.vm.reference import BoundProgram, ReferenceVM
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +67,36 @@ class BatchSession(DecodeSession, Protocol):
         """As DecodeSession says, of sequence `row`."""
 
 
+class JudgedSession(BatchSession, Protocol):
+    """A program that shows what it makes on the way."""
+
+    @property
+    def caches(self) -> KvCaches:
+        """Of all its sequences."""
+
+    @property
+    def taps(self) -> Taps:
+        """The tensors that it shows."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether some buffers of the program share memory: then a launch overwrites what it has shown."""
+
+    def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> dict[str, Tensor]:
+        """Copies of what one launch left in each buffer of `taps`, by the buffer's name, on the caches' device. With
+        `apart`, the launch is of the same program with memory of its own for each buffer.
+
+        Raises UsageError as `step_rows`."""
+
+
 class ReferenceSession:
     """A program in the reference VM, proved and bound once.
 
     Weights of another float type than their buffer are converted, once. `order` and `seed` are those of `firing_order`.
     Positions that no token has written hold NaN, so that reading them shows.
 
-    Raises InvalidProgramError for an unsafe program, TensorError for one that is no decode step of `spec` and
-    WeightsError where its weights are not the model's.
+    Raises InvalidProgramError for an unsafe program, which without `proved` is not looked for, TensorError for one that
+    is no decode step of `spec` and WeightsError where its weights are not the model's.
     """
 
     def __init__(
@@ -84,8 +107,9 @@ class ReferenceSession:
         device: str | torch.device = "cpu",
         order: str = "list",
         seed: int = 0,
+        proved: bool = True,
     ) -> None:
-        machine = ReferenceVM(program, device)
+        machine = ReferenceVM(program, device) if proved else ReferenceVM.unchecked(program, device)
         interface = read_interface(program, spec)
         self.spec = spec
         self.dtype = interface.dtype
@@ -93,9 +117,13 @@ class ReferenceSession:
         self.batch = interface.batch
         self._order = order
         self._seed = seed
-        self._caches = KvCaches(spec, self.dtype, self.context, machine.device, self.batch)
-        heads = self._caches.by_name(interface)
-        self._bound = machine.bind({**bind(program, weights, cast=True), **heads})
+        self.caches = KvCaches(spec, self.dtype, self.context, machine.device, self.batch)
+        self.taps = find_taps(program, spec, interface)
+        self.shares_memory = shares_memory(program)
+        self._machine = machine
+        self._given = {**bind(program, weights, cast=True), **self.caches.by_name(interface)}
+        self._bound = machine.bind(self._given)
+        self._apart: BoundProgram | None = None
         self._tokens = torch.zeros(self.batch, dtype=torch.int32)
         self._position = torch.zeros(1, dtype=torch.int32)
 
@@ -105,18 +133,34 @@ class ReferenceSession:
 
     def step_rows(self, token_ids: Sequence[int], position: int) -> list[Step]:
         """As BatchSession says; ConfigError as `step`."""
-        check_rows(self.spec, self.context, self.batch, token_ids, position)
-        self._tokens.copy_(torch.tensor(token_ids))
-        self._position[0] = position
-        inputs = {"token_id": self._tokens, "position": self._position}
-        outputs = self._bound.step(inputs, position, self._order, self._seed)
+        outputs = self._launch(self._bound, token_ids, position)
         return [
             Step(logits, int(token)) for logits, token in zip(outputs["logits"], outputs["next_token"], strict=True)
         ]
 
+    def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> dict[str, Tensor]:
+        """As JudgedSession says; ConfigError as `step`."""
+        bound = self._bound
+        if apart and self.shares_memory:
+            bound = self._apart = self._apart or self._machine.bind(self._given, apart=True)
+        self._launch(bound, token_ids, position)
+        return bound.transients()
+
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """As BatchSession says. Raises UsageError for another number of layers, or more positions than there are."""
-        self._caches.write(layers, row)
+        self.caches.write(layers, row)
+
+    def _launch(self, bound: BoundProgram, token_ids: Sequence[int], position: int) -> dict[str, Tensor]:
+        check_rows(self.spec, self.context, self.batch, token_ids, position)
+        self._tokens.copy_(torch.tensor(token_ids))
+        self._position[0] = position
+        return bound.step({"token_id": self._tokens, "position": self._position}, position, self._order, self._seed)
+
+
+def shares_memory(program: MegakernelProgram) -> bool:
+    """Whether a page holds more than one buffer."""
+    homes = list(program.pages.buffer_to_page.values()) if program.pages is not None else []
+    return len(set(homes)) < len(homes)
 
 
 def check_place(spec: DecoderSpec, context: int, token_id: int, position: int) -> None:

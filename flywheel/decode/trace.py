@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,13 +9,14 @@ import torch
 
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch
 from flywheel.decode.interface import read_interface
+from flywheel.decode.judge import Examined, Judge
 from flywheel.decode.source import Source
-from flywheel.decode.verify import Expectation, compare_rows, default_positions, expect_rows, judge_steps
+from flywheel.decode.verify import default_positions, judge_repeated
 from flywheel.errors import GpuMemoryError, MismatchError, UsageError
 from flywheel.ir import MegakernelProgram
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.verdict import Verdict
-from flywheel.models.eager import EagerDecoder
+from flywheel.models.eager import OracleWeights
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.driver import open_gpu
 from flywheel.vm.trace import LaunchTrace
@@ -42,9 +42,9 @@ class TracedStep:
 
 
 def trace_step(program: MegakernelProgram, source: Source, position: int | None = None, seed: int = 0) -> TracedStep:
-    """Trace a program of a model at a position, the last one unless given, behind the oracle's caches.
+    """Trace a program of a model at a position, the last one unless given, behind the judge's caches.
 
-    Raises MismatchError where the logits, with a trace or without, are wrong at any of the default positions or this
+    Raises MismatchError where the program, with a trace or without, is wrong at any of the default positions or this
     one; UsageError for position 0 and for one outside the context; TraceError; NoGpuError; and as `CudaModel.load` and
     `CudaSession.step` do.
     """
@@ -56,40 +56,35 @@ def trace_step(program: MegakernelProgram, source: Source, position: int | None 
     gpu = open_gpu()
     try:
         weights = source.weights(interface.dtype, seed, "cuda")
-        oracle = EagerDecoder(source.spec, weights, TORCH_DTYPES[interface.dtype], interface.context, "cuda")
-        expected = expect_rows(oracle, (*default_positions(interface.context), place), interface.batch, seed)
-        tokens = [each.tokens[place] for each in expected]
-        del oracle
+        own = OracleWeights(source.spec, weights, TORCH_DTYPES[interface.dtype], "cuda")
+        positions = (*default_positions(interface.context), place)
+        made = Judge(own, interface.dtype, interface.context, positions, interface.batch, seed)
         torch.cuda.empty_cache()  # what the VM allocates is not torch's
         model = CudaModel(gpu, source.spec, interface.dtype, interface.context, weights, interface.batch)
         with model:
             with model.load(program) as plain:
-                _check(plain, expected, place)
+                _check(plain, made)
+                tokens = made.prepare(plain, place)
                 latency = plain.time(tokens, place, samples=_SAMPLES, warmup=_WARMUP)
             with model.load(program, trace=True) as session:
-                verdict = _check(session, expected, place)
+                verdict = _check(session, made).verdict
+                tokens = made.prepare(session, place)
+                judged = session.step_rows(tokens, place)
                 traced_us, trace = session.trace(tokens, place, warmup=_WARMUP)
-                _check_last(session, expected, place)
+                logits = torch.stack([step.logits for step in judged])
+                _refuse(judge_repeated(session.read_rows(), logits, place, session.dtype), ", while traced")
     except torch.OutOfMemoryError as error:
         raise GpuMemoryError(f"{source.name}: {str(error).splitlines()[0]}") from error
     return TracedStep(gpu.name, interface.batch, place, verdict, latency, traced_us, trace)
 
 
-def _check(session: CudaSession, expected: Sequence[Expectation], place: int) -> Verdict:
-    """The verdict, a pass. Leaves the caches as they are before `place`."""
-    verdict = compare_rows(session, expected)
-    _refuse(verdict, "")
-    for row, each in enumerate(expected):
-        session.write_cache(each.cache_before(place), row)
-    return verdict
-
-
-def _check_last(session: CudaSession, expected: Sequence[Expectation], place: int) -> None:
-    """What the traced launch itself has computed."""
-    wanted = [each.logits[each.positions.index(place)] for each in expected]
-    _refuse(judge_steps(session.read_rows(), wanted, [place], session.dtype), f" at position {place}, while traced")
+def _check(session: CudaSession, made: Judge) -> Examined:
+    """The verdict, a pass, and more."""
+    examined = made.examine(session)
+    _refuse(examined.verdict, "")
+    return examined
 
 
 def _refuse(verdict: Verdict, where: str) -> None:
     if not verdict.passed:
-        raise MismatchError(f"program: logits are wrong{where}: {verdict.reason}")
+        raise MismatchError(f"program: is wrong{where}: {verdict.reason}")

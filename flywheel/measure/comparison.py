@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import isfinite
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +11,7 @@ from flywheel.measure.contest import Rounds
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Implausible, Incorrect, Measured, outcome_name
-from flywheel.measure.verdict import Verdict
+from flywheel.measure.verdict import Verdict, as_document
 
 CompetingOutcome = Measured | Incorrect | Implausible
 
@@ -130,7 +129,7 @@ def _entry(comparison: Comparison, entry: Entry, single: Comparison | None) -> d
         "how": entry.how,
         "outcome": outcome_name(entry.outcome),
         "reason": reason_of(entry.outcome),
-        "verdict": None if entry.verdict is None else _verdict(entry.verdict),
+        "verdict": None if entry.verdict is None else as_document(entry.verdict),
         "median_us": None if latency is None else latency.median_us,
         "p10_us": None if latency is None else latency.p10_us,
         "p90_us": None if latency is None else latency.p90_us,
@@ -157,13 +156,3 @@ def reason_of(outcome: CompetingOutcome) -> str | None:
             return reason
         case Implausible(latency_us=latency_us, floor_us=floor_us):
             return f"{latency_us:.1f} us is below the weight floor of {floor_us:.1f} us"
-
-
-def _verdict(verdict: Verdict) -> dict[str, Any]:
-    return {
-        "passed": verdict.passed,
-        "max_abs_error": verdict.max_abs_error if isfinite(verdict.max_abs_error) else None,
-        "max_rel_error": verdict.max_rel_error if isfinite(verdict.max_rel_error) else None,
-        "top1_agreement": verdict.top1_agreement,
-        "positions": list(verdict.positions),
-    }

@@ -29,12 +29,42 @@ LayerCache = tuple[Tensor, Tensor]
 """Keys and values of one layer, both [n_positions, n_kv_heads, head_dim]. Keys are rotated."""
 
 
+class OracleWeights:
+    """A decoder's weights, by role, on one device and in one dtype.
+
+    `given` has the keys of `checkpoint_tensors(spec)`; they are moved to `device` and converted to `dtype` (float16,
+    bfloat16, float32 or float64) here, and not copied where they have both. Raises WeightsError for a missing or
+    misshapen one.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, given: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        for key, shape in checkpoint_tensors(spec).items():
+            if key not in given or tuple(given[key].shape) != shape:
+                fact = f"is {list(given[key].shape)}" if key in given else "is missing"
+                raise WeightsError(f"{spec.name}: tensor {key!r} {fact}; wanted: {list(shape)}")
+
+        def own(key: str) -> Tensor:
+            return given[key].detach().to(device, dtype)
+
+        roles = layer_weight_shapes(spec)
+        self.spec: Final = spec
+        self.dtype: Final = dtype
+        self.wide: Final = torch.float64 if dtype == torch.float64 else torch.float32
+        self.device: Final = torch.device(device)
+        self.embed: Final = own(model_weight_key(spec, "embed"))
+        self.final_norm: Final = own(model_weight_key(spec, "final_norm"))
+        self.head: Final = own(model_weight_key(spec, "lm_head"))
+        self.layers: Final = [{role: own(layer_weight_key(role, i)) for role in roles} for i in range(spec.n_layers)]
+        self.frequencies: Final = rope_frequencies(spec).to(device)
+
+
 class EagerDecoder:
     """One sequence: a decoder, its weights and a cache of up to `context` positions.
 
-    `weights` has the keys of `checkpoint_tensors(spec)`; they are moved to `device` and converted to `dtype` (float16,
-    bfloat16, float32 or float64) here, and not copied where they have both. Raises WeightsError for a missing or
-    misshapen one, UsageError for a context that the model does not reach.
+    `weights` as OracleWeights takes them. Raises WeightsError as that does, UsageError for a context that the model
+    does not reach.
     """
 
     def __init__(
@@ -47,25 +77,14 @@ class EagerDecoder:
     ) -> None:
         if not 1 <= context <= spec.max_position:
             raise UsageError(f"{spec.name}: context {context} is not in 1..{spec.max_position}")
-        for key, shape in checkpoint_tensors(spec).items():
-            if key not in weights or tuple(weights[key].shape) != shape:
-                fact = f"is {list(weights[key].shape)}" if key in weights else "is missing"
-                raise WeightsError(f"{spec.name}: tensor {key!r} {fact}; wanted: {list(shape)}")
-
-        def own(key: str) -> Tensor:
-            return weights[key].detach().to(device, dtype)
-
+        own = OracleWeights(spec, weights, dtype, device)
         self.spec = spec
         self.dtype = dtype
         self.context = context
-        self.device = torch.device(device)
-        self._wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self._embed = own(model_weight_key(spec, "embed"))
-        self._final_norm = own(model_weight_key(spec, "final_norm"))
-        self._head = own(model_weight_key(spec, "lm_head")).to(self._wide)
-        roles = layer_weight_shapes(spec)
-        self._layers = [{role: own(layer_weight_key(role, i)) for role in roles} for i in range(spec.n_layers)]
-        self._frequencies = rope_frequencies(spec).to(device)
+        self.device = own.device
+        self._wide = own.wide
+        self._own = own
+        self._head = own.head.to(own.wide)
         shape = (context, spec.n_kv_heads, spec.head_dim)
         self._cache = [
             (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
@@ -108,7 +127,7 @@ class EagerDecoder:
         with torch.no_grad():
             for start in range(0, len(tokens), _PREFILL_CHUNK):
                 hidden = self._forward(tokens[start : start + _PREFILL_CHUNK])
-            last = self._norm(hidden[-1], self._final_norm)
+            last = self._norm(hidden[-1], self._own.final_norm)
             return linear(last.to(self._wide), self._head)
 
     def read_cache(self) -> list[LayerCache]:
@@ -138,10 +157,9 @@ class EagerDecoder:
     def _forward(self, tokens: Tensor) -> Tensor:
         """The residual stream [S, hidden] of the tokens [S], which follow the cached ones."""
         start, stop = self._length, self._length + len(tokens)
-        angles = torch.arange(start, stop, device=self.device)[:, None].float() * self._frequencies
-        turn = torch.polar(torch.ones((), dtype=self._wide, device=self.device), angles.to(self._wide))[:, None, :]
-        x = self._embed[tokens]
-        for weights, cache in zip(self._layers, self._cache, strict=True):
+        turn = turns(self._own, torch.arange(start, stop, device=self.device))
+        x = self._own.embed[tokens]
+        for weights, cache in zip(self._own.layers, self._cache, strict=True):
             x = x + self._attention(self._norm(x, weights["input_norm"]), weights, cache, turn)
             x = x + self._mlp(self._norm(x, weights["post_attention_norm"]), weights)
         self._length = stop
@@ -156,11 +174,11 @@ class EagerDecoder:
         if spec.qk_norm:
             q, k = self._norm(q, weights["q_norm"]), self._norm(k, weights["k_norm"])
         keys, values = cache
-        keys[start : start + count] = self._rotate(k, turn)
+        keys[start : start + count] = rotate(k, turn, self._wide)
         values[start : start + count] = v
         seen_keys, seen_values = (side[: start + count].to(self._wide) for side in cache)
         # Query head h = g * group + j reads KV head g.
-        grouped = self._rotate(q, turn).to(self._wide).view(count, spec.n_kv_heads, spec.group, spec.head_dim)
+        grouped = rotate(q, turn, self._wide).to(self._wide).view(count, spec.n_kv_heads, spec.group, spec.head_dim)
         scores = torch.einsum("sgjd,tgd->gjst", grouped, seen_keys) * spec.head_dim**-0.5
         later = torch.ones(count, start + count, dtype=torch.bool, device=self.device).triu(start + 1)
         shares = scores.masked_fill(later, -torch.inf).softmax(-1)
@@ -169,18 +187,35 @@ class EagerDecoder:
 
     def _mlp(self, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         gate, up = linear(x, weights["gate_proj"]), linear(x, weights["up_proj"])
-        return linear((silu(gate.to(self._wide)) * up.to(self._wide)).to(self.dtype), weights["down_proj"])
+        return linear(swiglu(gate, up, self._wide), weights["down_proj"])
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.to(self._wide)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.spec.norm_eps)
-        return (wide * scale * weight.to(self._wide)).to(self.dtype)
+        return rms_norm(x, weight, self.spec.norm_eps, self._wide)
 
-    def _rotate(self, x: Tensor, turn: Tensor) -> Tensor:
-        """x: [S, heads, head_dim]; elements i and i + head_dim / 2 are a complex number. turn: [S, 1, head_dim / 2]."""
-        low, high = x.to(self._wide).chunk(2, -1)
-        turned = torch.complex(low, high) * turn
-        return torch.cat((turned.real, turned.imag), -1).to(self.dtype)
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, wide: torch.dtype) -> Tensor:
+    """RMSNorm over the last dimension, computed in `wide`."""
+    widened = x.to(wide)
+    scale = torch.rsqrt(widened.square().mean(-1, keepdim=True) + eps)
+    return (widened * scale * weight.to(wide)).to(x.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor, wide: torch.dtype) -> Tensor:
+    """SiLU(gate) times up, computed in `wide`."""
+    return (silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+
+
+def turns(weights: OracleWeights, positions: Tensor) -> Tensor:
+    """RoPE's rotations at positions [S], complex numbers [S, 1, head_dim / 2]."""
+    angles = positions[:, None].float() * weights.frequencies
+    return torch.polar(torch.ones((), dtype=weights.wide, device=weights.device), angles.to(weights.wide))[:, None, :]
+
+
+def rotate(x: Tensor, turn: Tensor, wide: torch.dtype) -> Tensor:
+    """RoPE of x [S, heads, head_dim], whose elements i and i + head_dim / 2 are a complex number, by `turns`."""
+    low, high = x.to(wide).chunk(2, -1)
+    turned = torch.complex(low, high) * turn
+    return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
 
 
 def rope_frequencies(spec: DecoderSpec) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from math import prod, sqrt
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -25,8 +26,25 @@ from flywheel.models.spec import (
 )
 from flywheel.tensors import TORCH_DTYPES
 
-_NORM_SPREAD: Final = 0.1
-_BIAS_SPREAD: Final = 0.2
+_MATRIX: Final = MappingProxyType(
+    {"q_proj": 1.5, "k_proj": 1.0, "v_proj": 1.0, "gate_proj": 1.0, "up_proj": 1.0, "lm_head": 1.0}
+)
+"""Deviation of a projection of a normed row."""
+
+_QUERY: Final = 1.5
+"""Mean of q_norm: scores deviate by so much."""
+
+_STREAM: Final = 50.0
+"""Mean square of the embedding over the norms' epsilon."""
+
+_ADDED: Final = 0.35
+"""Deviation of what attention and MLP add to the residual stream, over the embedding's."""
+
+_ACT: Final = 0.6
+"""Root mean square of SiLU(gate) times up, where both have deviation 1."""
+
+_NORM_SPREAD: Final = 0.5 / sqrt(3.0)
+_BIAS: Final = 0.5
 _CHUNK: Final = 2**22  # elements converted at a time
 
 
@@ -48,11 +66,13 @@ def random_weights(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Weights of every key of `checkpoint_tensors`, uniform around 0 with a deviation of `1 / sqrt(fan_in)`, so that
-    activations, attention scores and logits have a deviation near 1; norms are around 1. Sharper scores would drown
-    a wrong cache in rounding: with queries twice as wide, the logits of llama3.2-1b at position 512 differ between bf16
-    and float32 by 0.039 (root mean square), not 0.015, and 25 positions without values in one layer show as 0.022, not
-    0.016.
+    """Weights of every key of `checkpoint_tensors`, uniform around their mean, such that each operation of a decode
+    step shows in what it makes, in every layer.
+
+    - The residual stream begins with a mean square of 50 norm epsilons, and attention and MLP each add 0.35 of the
+      embedding's deviation: so an epsilon counts, and so does each addition, many layers on.
+    - Queries times keys deviate by 1.5: a softmax neither flat nor of one position.
+    - Norms are within 0.5 and 1.5, the final one's around 0: with a tied head, a token does not predict itself.
 
     A tensor depends on its key, shape, `seed` and `dtype` alone: neither on the order nor on the device, since its bits
     are drawn on the CPU and scaled, on `device`, with exactly rounded operations.
@@ -60,19 +80,31 @@ def random_weights(
 
     def draw(tensor: tuple[str, str, Shape]) -> tuple[str, Tensor]:
         key, role, shape = tensor
-        return key, _draw(f"{seed}:{key}", shape, *_distribution(role, shape), dtype, device)
+        return key, _draw(f"{seed}:{key}", shape, *_distribution(spec, role, shape), dtype, device)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return dict(pool.map(draw, _tensors(spec)))
 
 
-def _distribution(role: str, shape: Shape) -> tuple[float, float]:
-    """(mean, standard deviation) of a role's weights. The embedding is scaled as the head that it may be tied to."""
+def _distribution(spec: DecoderSpec, role: str, shape: Shape) -> tuple[float, float]:
+    """(mean, standard deviation) of a role's weights."""
+    stream = sqrt(_STREAM * spec.norm_eps)
     if role.endswith("_bias"):
-        return 0.0, _BIAS_SPREAD
+        return 0.0, _BIAS
+    if role == "final_norm":
+        return 0.0, 1.0
     if role.endswith("norm"):
-        return 1.0, _NORM_SPREAD
-    return 0.0, 1 / sqrt(shape[1])
+        scale = _QUERY if role == "q_norm" else 1.0
+        return scale, scale * _NORM_SPREAD
+    if role == "embed":
+        return 0.0, stream
+    if role == "o_proj":
+        return 0.0, _ADDED * stream / sqrt(shape[1])
+    if role == "down_proj":
+        return 0.0, _ADDED * stream / (_ACT * sqrt(shape[1]))
+    if spec.qk_norm and role in ("q_proj", "k_proj"):
+        return 0.0, stream / sqrt(shape[1])  # q_norm and k_norm make of it what it would be
+    return 0.0, _MATRIX[role] / sqrt(shape[1])
 
 
 def _draw(

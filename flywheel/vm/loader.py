@@ -140,12 +140,33 @@ class LoadedProgram:
     def read_output(self, name: str) -> npt.NDArray[Any]:
         """An output, or any activation that nothing has overwritten; BF16 as float32. Raises TensorError."""
         row, buffer = self._own(name)
-        offset = self._offset(row)
-        if self.packed.buffers["layout"][row] == Layout.AWAITED:
-            launches = int(self.gpu.download(self._state, np.uint32, (1,))[0])
-            offset += (launches + 1) % 2 * self.packed.arena.nbytes
+        offset = self._offset(row) + self._last_set() * int(self._is_awaited(row))
         array = self.gpu.download(self._arena, stored_type(buffer.dtype), tuple(buffer.shape), offset)
         return values(array, buffer.dtype)
+
+    @property
+    def transient_bytes(self) -> int:
+        """Bytes of what `copy_transients` copies."""
+        return self._arena.nbytes
+
+    def copy_transients(self, target: int) -> dict[str, int]:
+        """Copy what the last launch left to the device address `target`, in stream order; byte offsets there of each
+        activation and output by name."""
+        last_set = self._last_set()
+        self.gpu.copy(target, self._arena.address, self._arena.nbytes)
+        return {
+            buffer.name: self._offset(row) + last_set * int(self._is_awaited(row))
+            for row, buffer in enumerate(self.packed.program.buffers)
+            if buffer.kind in _WRITTEN_KINDS
+        }
+
+    def _is_awaited(self, row: int) -> bool:
+        return bool(self.packed.buffers["layout"][row] == Layout.AWAITED)
+
+    def _last_set(self) -> int:
+        """Bytes by which the set of awaited buffers that the last launch wrote lies behind the first one."""
+        launches = int(self.gpu.download(self._state, np.uint32, (1,))[0])
+        return (launches + 1) % 2 * self.packed.arena.nbytes
 
     def launch(self, pos: int | None = None) -> None:
         """Enqueue one launch, moved to position `pos`; None runs the program as it was lowered. `sync` waits for it.

@@ -31,8 +31,7 @@ TIMES = {"flywheel": 100.0, "cublas": 400.0, "compile": 250.0, "compile-inline":
 
 
 def entry(name: str, how: str, wrong: bool, batch: int = 1) -> Entry:
-    verdict = judge(
-        max_abs_error=0.1, max_rel_error=0.5 if wrong else 0.01, top1_agreement=1.0, positions=(0, 63), dtype="BF16"
+    verdict = judge(error=0.5 if wrong else 0.01, where="logits", positions=(0, 63), dtype="BF16"
     )
     if wrong:
         return Entry(name, how, Incorrect(verdict, str(verdict.reason)))
@@ -231,7 +230,7 @@ def test_whose_logits_are_wrong_has_no_time_and_the_code_says_so(
     assert result.exit_code == 3
     row = next(line for line in result.stdout.splitlines() if line.split()[1:3] == ["compile", "-"])
     assert row.split() == ["1", "compile", *"----------", "incorrect"]
-    assert "compile, batch 1, is not timed: max relative error 0.5 exceeds" in result.stdout
+    assert "compile, batch 1, is not timed: logits: error 0.5 exceeds" in result.stdout
 
 
 def test_a_schedule_brings_its_model_and_context(run: Run, l4: type[FakeContests], store: str) -> None:

@@ -24,7 +24,7 @@ from flywheel.search.spec import CampaignSpec, to_campaign
 from flywheel.store.sql import open_store
 
 Run = Callable[..., Result]
-VERDICT = judge(max_abs_error=0.0, max_rel_error=0.0, top1_agreement=1.0, positions=[1], dtype="BF16")
+VERDICT = judge(error=0.0, where="logits", positions=[1], dtype="BF16")
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def test_a_refused_config_has_codes_and_ends_with_3(run: Run) -> None:
 
 
 def verdict(error: float) -> Any:
-    return judge(max_abs_error=error, max_rel_error=error, top1_agreement=1.0, positions=(0, 7), dtype="BF16")
+    return judge(error=error, where="logits", positions=(0, 7), dtype="BF16")
 
 
 @pytest.mark.parametrize(

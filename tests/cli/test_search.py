@@ -221,7 +221,7 @@ def test_what_the_worker_measures_lands_in_rows_with_the_gpu_they_were_measured_
     run: Run, with_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(_: object, program: MegakernelProgram) -> Measured:
-        verdict = judge(max_abs_error=0.0, max_rel_error=0.0, top1_agreement=1.0, positions=[1], dtype="BF16")
+        verdict = judge(error=0.0, where="logits", positions=[1], dtype="BF16")
         state = GpuState(1980, 2619, 410.5, 51, "none")
         latency = MeasuredLatency(950.0 + len(program.tasks), 900.0, 9e9, 30, 3, "flushed", 940.0, state)
         return Measured(latency, verdict)

@@ -40,8 +40,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MegakernelProgram, int
     def pretend(program: MegakernelProgram, source: Source, position: int | None, seed: int) -> TracedStep:
         asked.append((program, position))
         packed, stamps = model_stamps(program)
-        verdict = judge(
-            max_abs_error=0.01, max_rel_error=0.001, top1_agreement=1.0, positions=(0, 1, 63), dtype="BF16"
+        verdict = judge(error=0.001, where="logits", positions=(0, 1, 63), dtype="BF16"
         )
         latency = MeasuredLatency(900.0, 890.0, 910.0, 30, 3, "flushed")
         launch = read_stamps(packed, stamps, np.tile([0.25, 0.5], (len(packed.queues) - 1, 1)))

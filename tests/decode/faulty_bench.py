@@ -16,7 +16,6 @@ import torch
 from flywheel.decode.bench import CudaBench
 from flywheel.decode.cuda import CudaModel
 from flywheel.decode.source import Source
-from flywheel.decode.verify import compare_rows
 from flywheel.ir import Counter, DType, MegakernelProgram, Wait
 from flywheel.measure.outcome import Incorrect, TrialOutcome
 from flywheel.models.spec import DecoderSpec
@@ -47,7 +46,7 @@ class FaultyBench(CudaBench):
             case "kill" if not self._mark.exists():
                 self._mark.touch()
                 with self._model.load(program) as session:
-                    session.write_cache(self._expected[0].cache_before(7))
+                    self._judge.prepare(session, 7)
                     session._loaded.launch(7)
                     os.kill(os.getpid(), signal.SIGKILL)
         return super().measure(program)
@@ -60,7 +59,7 @@ class FaultyBench(CudaBench):
             CudaModel(self._model.gpu, SPEC, DType.BF16, CONTEXT, weights) as model,
             model.load(program) as session,
         ):
-            verdict = compare_rows(session, self._expected)
+            verdict = self._judge.examine(session).verdict
         return Incorrect(verdict, str(verdict.reason))
 
     def _run_packed(self, program: MegakernelProgram, far_away: bool = False) -> TrialOutcome:
@@ -71,7 +70,7 @@ class FaultyBench(CudaBench):
             packed = replace(packed, segments=segments)
         with self._model.load_packed(packed) as session:
             session._limit_s = 1.0
-            verdict = compare_rows(session, self._expected)
+            verdict = self._judge.examine(session).verdict
         return Incorrect(verdict, str(verdict.reason))
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import pytest
+import torch
 
+from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import read_interface
+from flywheel.decode.judge import Judge
 from flywheel.decode.session import ReferenceSession
-from flywheel.decode.verify import compare_rows, expect_rows, make_oracle, verify
+from flywheel.decode.verify import make_judge
 from flywheel.errors import ConfigError, TensorError, UsageError
 from flywheel.ir import (
     TARGETS,
@@ -63,10 +65,12 @@ def lowered(
     return lower(decode_step(SPECS[family], CONTEXT, dtype, batch), CONFIGS[config], TARGET)
 
 
-def session_of(program: MegakernelProgram, family: str, dtype: DType, **order: Any) -> tuple[ReferenceSession, Any]:
+def session_of(
+    program: MegakernelProgram, family: str, dtype: DType, seed: int = 0, **order: Any
+) -> tuple[ReferenceSession, Judge]:
     weights = random_weights(SPECS[family], 1, TORCH_DTYPES[dtype])
     session = ReferenceSession(program, SPECS[family], weights, **order)
-    return session, make_oracle(session, weights)
+    return session, make_judge(session, weights, POSITIONS, seed)
 
 
 KINDS: Final = [(2, DType.F32), (3, DType.BF16), (4, DType.F32), (8, DType.BF16)]
@@ -82,39 +86,42 @@ def test_every_row_gets_what_its_sequence_gets_alone(family: str, config: str, b
     program = lowered(family, config, batch, dtype)
     assert validate(program, strict=True).ok
     assert simulate_adversarial(program, 4) == []
-    session, oracle = session_of(program, family, dtype, order="adversarial")
-    verdict = verify(session, oracle, POSITIONS, seed=3)
+    session, judge = session_of(program, family, dtype, seed=3, order="adversarial")
+    verdict = judge.examine(session).verdict
     assert verdict.passed, verdict.reason
-    assert verdict.top1_agreement == 1.0
-    if dtype is DType.F32:
-        assert verdict.max_rel_error < 1e-5
+    assert 3 * verdict.error <= verdict.bound
 
 
 @pytest.mark.parametrize("row", [0, 2])
-def test_one_wrong_row_is_no_pass(row: int) -> None:
-    session, oracle = session_of(lowered(batch=3), "qwen3", DType.F32)
-    expected: Sequence[Any] = expect_rows(oracle, POSITIONS, 3)
-    tokens = tuple((token + 1) % 70 for token in expected[row].tokens)
-    wrong = [replace(each, tokens=tokens) if place == row else each for place, each in enumerate(expected)]
-    assert compare_rows(session, expected).passed
-    assert not compare_rows(session, wrong).passed
+def test_one_wrong_row_is_no_pass_and_is_named(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, judge = session_of(lowered(batch=3), "qwen3", DType.F32)
+    assert judge.examine(session).verdict.passed
+    write = KvCaches.write_past
 
+    def write_another(caches: KvCaches, past: torch.Tensor, length: int, gain: float) -> None:
+        others = past.clone()
+        others[1, 0, row] = past[1, 0, (row + 1) % 3]
+        write(caches, others, length, gain)
 
-def test_rows_may_trade_places() -> None:
-    session, oracle = session_of(lowered(batch=3), "qwen3", DType.F32)
-    expected = expect_rows(oracle, POSITIONS, 3)
-    assert compare_rows(session, expected[::-1]).passed
+    monkeypatch.setattr(KvCaches, "write_past", write_another)
+    monkeypatch.setattr(KvCaches, "changed", lambda caches, past, *_: torch.zeros(past.shape[:4], dtype=torch.bool))
+    examined = judge.examine(session)
+    assert not examined.verdict.passed
+    assert f"row {row}, L1.attn head" in examined.verdict.where
+    scores = examined.scores["L1.attn"].view(len(POSITIONS), 3, -1).amax((0, 2)).tolist()
+    assert [each for each, score in enumerate(scores) if score > examined.verdict.bound] == [row]
 
 
 def test_a_cache_is_one_rows_alone() -> None:
-    session, oracle = session_of(lowered(batch=2), "qwen3", DType.F32)
-    one, other = expect_rows(oracle, (16,), 2)
-    session.write_cache(one.cache_before(16), 0)
-    session.write_cache(one.cache_before(16), 1)
-    first, second = session.step_rows([one.tokens[16]] * 2, 16)
+    session, judge = session_of(lowered(batch=2), "qwen3", DType.F32)
+    place, position = 1, POSITIONS[1]
+    one, other = (judge.layer_caches(place, row) for row in range(2))
+    session.write_cache(one, 0)
+    session.write_cache(one, 1)
+    first, second = session.step_rows([3, 3], position)
     assert first.logits.equal(second.logits)
-    session.write_cache(other.cache_before(16), 1)
-    again, changed = session.step_rows([one.tokens[16]] * 2, 16)
+    session.write_cache(other, 1)
+    again, changed = session.step_rows([3, 3], position)
     assert again.logits.equal(first.logits)
     assert not changed.logits.equal(first.logits)
 

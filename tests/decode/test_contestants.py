@@ -23,8 +23,8 @@ from flywheel.vm.driver import Gpu
 
 Launch = Callable[[], None]
 
-GOOD = judge(max_abs_error=0.0, max_rel_error=0.0, top1_agreement=1.0, positions=(7,), dtype="BF16")
-BAD = judge(max_abs_error=1.0, max_rel_error=1.0, top1_agreement=0.0, positions=(7,), dtype="BF16")
+GOOD = judge(error=0.0, where="logits", positions=(7,), dtype="BF16")
+BAD = judge(error=1.0, where="logits", positions=(7,), dtype="BF16")
 SMALL = DecoderSpec("small", "llama", 192, 512, 3, 3, 1, 64, 1024, 1e5, 1e-5, 512, tied_head=True)
 OTHER = DecoderSpec("other", "qwen3", 256, 512, 2, 4, 2, 64, 500, 1e4, 1e-6, 512, qk_norm=True, qkv_bias=True)
 
@@ -60,7 +60,7 @@ def test_rounds_add_up_and_the_first_verdict_stands(
     timed: list[int], lowered: Callable[..., MegakernelProgram]
 ) -> None:
     ran: list[str] = []
-    exact = replace(GOOD, max_rel_error=0.001)
+    exact = replace(GOOD, error=0.001)
     one, two = runner("one", [exact, GOOD, GOOD], ran), runner("two", [GOOD, GOOD, GOOD], ran)
     for runners in ((one, two), (two, one)):
         time_round(None, runners, lambda: ran.append("finish"), 4)  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def test_who_goes_wrong_while_timed_loses_all_times(
     assert timed == [1, 1]  # not a third time
     entry = late.record.entry(lowered())
     assert isinstance(entry.outcome, Incorrect)
-    assert entry.outcome.reason.startswith("while timed: max relative error")
+    assert entry.outcome.reason.startswith("while timed: logits: error")
     assert entry.times_us == ()
 
 

@@ -92,7 +92,6 @@ def test_a_fault_shows_in_the_tokens(lowered: Callable[..., MegakernelProgram], 
         generate(session, Request(tuple(range(20)), 20), oracle)
 
 
-
 def test_ties_are_reported_by_index(spec: DecoderSpec, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     _, oracle = opened(dtype=DType.BF16)
     logits = torch.zeros(spec.vocab)

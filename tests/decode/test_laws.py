@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flywheel.decode.session import ReferenceSession
-from flywheel.decode.verify import make_oracle, verify
+from flywheel.decode.verify import verify
 from flywheel.ir import TARGETS
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
@@ -53,7 +53,9 @@ def specs(draw: st.DrawFn) -> DecoderSpec:
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     target = replace(TARGETS["h100"], name="few", num_sms=draw(st.sampled_from((1, 2, 5, 16))))
-    return Workload("drawn", draw(specs()), target, draw(st.sampled_from(["f32", "bf16"])), draw(st.integers(2, 200)))
+    return Workload(
+        "drawn", draw(specs()), target, draw(st.sampled_from(["f32", "f16", "bf16"])), draw(st.integers(2, 200))
+    )
 
 
 @st.composite
@@ -77,7 +79,6 @@ def test_every_lowered_program_gives_the_oracles_logits_in_any_order(
     positions = [last, data.draw(st.integers(0, last)), max(1, last // 2)]
     for order in ("list", "adversarial", "queues"):
         session = ReferenceSession(program, workload.spec, weights, order=order, seed=seed)
-        verdict = verify(session, make_oracle(session, weights), positions, seed)
-        # Two logits of few, drawn alike, may be nearer to each other than rounding: that is no fault of a program.
-        assert verdict.max_rel_error <= verdict.tolerance.max_rel_error, (order, verdict)
-        assert workload.dtype == "bf16" or verdict.passed, (order, verdict)
+        verdict = verify(session, weights, positions, seed)
+        assert verdict.passed, (order, verdict)
+        assert workload.spec.head_dim < 16 or 3 * verdict.error <= verdict.bound, (order, verdict)

@@ -12,8 +12,8 @@ from flywheel.measure.latency import GpuState, MeasuredLatency
 from flywheel.measure.outcome import Implausible, Incorrect, Measured
 from flywheel.measure.verdict import judge
 
-PASSED = judge(max_abs_error=0.1, max_rel_error=0.01, top1_agreement=1.0, positions=(0, 511), dtype="BF16")
-WRONG = judge(max_abs_error=math.nan, max_rel_error=math.nan, top1_agreement=0.0, positions=(511,), dtype="BF16")
+PASSED = judge(error=0.01, where="logits", positions=(0, 511), dtype="BF16")
+WRONG = judge(error=math.nan, where="logits", positions=(511,), dtype="BF16")
 
 
 def entry(name: str, median_us: float, **changes: Any) -> Entry:
@@ -72,6 +72,6 @@ def test_the_document_is_json_with_every_sample_and_null_for_what_is_not_there()
     assert ours["gpu_state"]["sm_clock_mhz"] == 1980
     assert ours["verdict"]["positions"] == [0, 511]
     assert (failed["outcome"], failed["reason"]) == ("incorrect", "max absolute error is nan")
-    assert failed["verdict"]["max_rel_error"] is None
+    assert failed["verdict"]["error"] is None
     assert (failed["median_us"], failed["times_us"], failed["speedups"]) == (None, [], {})
     assert failed.keys() == ours.keys() == slower.keys()

@@ -22,8 +22,8 @@ from flywheel.measure.outcome import (
 from flywheel.measure.verdict import judge
 
 LATENCY = MeasuredLatency(2.0, 1.0, 3.0, samples=10, warmup=2, l2_state="warm")
-PASSED = judge(max_abs_error=0.0, max_rel_error=0.0, top1_agreement=1.0, positions=(0, 5), dtype="BF16")
-FAILED = replace(PASSED, passed=False, max_rel_error=1.0)
+PASSED = judge(error=0.0, where="logits", positions=(0, 5), dtype="BF16")
+FAILED = replace(PASSED, passed=False, error=1.0)
 
 
 def test_a_latency_cannot_exist_without_a_passing_verdict() -> None:

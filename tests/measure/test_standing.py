@@ -95,9 +95,7 @@ def test_an_answer_from_an_earlier_row_is_no_second_chance(rows: Rows) -> None:
     assert best_of([elsewhere]) == elsewhere
 
 
-def test_what_was_not_worth_measuring_is_never_the_best(
-    rows: Rows, make_record: Callable[..., TrialRecord]
-) -> None:
+def test_what_was_not_worth_measuring_is_never_the_best(rows: Rows, make_record: Callable[..., TrialRecord]) -> None:
     measured = rows(("a", 100.0, None, "search"))
     spared = make_record(trial=1, outcome="predicted", predicted_us=90.0, predictor="2", program_id="b")
     assert incumbents([*measured, spared]) == measured

@@ -12,8 +12,8 @@ from flywheel.measure.verdict import judge
 from flywheel.report.bars import OURS_COLOUR, RIVAL_COLOUR, bars
 from flywheel.report.svg import standalone
 
-PASSED = judge(max_abs_error=0.1, max_rel_error=0.01, top1_agreement=1.0, positions=(511,), dtype="BF16")
-WRONG = judge(max_abs_error=9.0, max_rel_error=1.0, top1_agreement=0.0, positions=(511,), dtype="BF16")
+PASSED = judge(error=0.01, where="logits", positions=(511,), dtype="BF16")
+WRONG = judge(error=1.0, where="logits", positions=(511,), dtype="BF16")
 
 
 def entry(name: str, median_us: float) -> Entry:

@@ -11,15 +11,15 @@ from flywheel.measure.environment import Environment
 from flywheel.measure.latency import MeasuredLatency, PredictedLatency
 from flywheel.measure.outcome import Crashed, Implausible, Incorrect, Measured, Predicted, Rejected, TimedOut
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.verdict import TOLERANCE, Verdict
+from flywheel.measure.verdict import BOUND, Verdict
 from flywheel.search.evaluate import Evaluation
 from flywheel.search.rows import to_record
 from flywheel.search.spec import CampaignSpec
 
 SPEC = CampaignSpec("small", "few", context=64, measure="predict", sampler="random", seed=3)
 CONFIG = ScheduleConfig(sm_assignment={3: 1}, tiling={"gemv": {"N_tile": 32}})
-PASSED = Verdict(True, 0.0, 0.0, 1.0, TOLERANCE["BF16"], (0, 1), "BF16")
-FAILED = Verdict(False, 9.0, 9.0, 0.0, TOLERANCE["BF16"], (0, 1), "BF16")
+PASSED = Verdict(True, 0.0, BOUND["BF16"], "logits", (0, 1), "BF16")
+FAILED = Verdict(False, 9.0, BOUND["BF16"], "logits", (0, 1), "BF16")
 
 
 def row(evaluation: Evaluation, environment: Environment, source: str = "search") -> TrialRecord:

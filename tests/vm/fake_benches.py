@@ -63,8 +63,7 @@ class Fake:
                 sys.exit(3)
             case "wrong" | "nan":
                 error = float("nan") if act == "nan" else 0.5
-                verdict = judge(
-                    max_abs_error=error, max_rel_error=error, top1_agreement=0.0, positions=[1], dtype="F32"
+                verdict = judge(error=error, where="logits", positions=[1], dtype="F32"
                 )
                 return Incorrect(verdict, verdict.reason or "")
             case "chatter":
@@ -83,7 +82,7 @@ class Fake:
 
 def measured() -> Measured:
     """What every good program gets."""
-    verdict = judge(max_abs_error=1e-6, max_rel_error=1e-6, top1_agreement=1.0, positions=[1], dtype="F32")
+    verdict = judge(error=1e-6, where="logits", positions=[1], dtype="F32")
     return Measured(MeasuredLatency(2.0, 1.0, 3.0, 30, 5, "flushed"), verdict)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from flywheel.plan.nodes import Node, make_nodes
 from flywheel.plan.program import Plan, make_plan
 from flywheel.plan.routine import Routine, make_routine
 from flywheel.plan.step import Form, steps_of
-from flywheel.vm.abi import FRAGMENT_ROWS, PARTIALS_BYTES, InstructionFlag
+from flywheel.vm.abi import FRAGMENT_ROWS, PARTIALS_BYTES, InstructionFlag, Layout
 from flywheel.vm.pack.best import best_flags
 from flywheel.vm.pack.checks import check_count, check_steps, float_type
 from flywheel.vm.pack.frequencies import Frequencies
@@ -57,6 +57,16 @@ class PackedProgram:
     """Position that the program was lowered for; None where no task has one."""
     fixed_position: str | None
     """A task whose recipe fixes what a move to another position must change, with its label."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether some buffers lie where others do."""
+        return len(set(self.arena.offsets.values())) < len(self.arena.offsets)
+
+    def apart(self) -> PackedProgram:
+        """The same tables, but no two buffers share memory: what a launch makes on the way is there after it."""
+        awaited = np.flatnonzero(self.buffers["layout"] == Layout.AWAITED).tolist()
+        return replace(self, arena=place_buffers(replace(self.program, pages=None), awaited))
 
     def check_position(self, pos: int) -> None:
         """Raises ConfigError where a launch cannot move to `pos`, as `at_position` does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -13,7 +14,7 @@ from flywheel.ir import Buffer, BufferKind, MegakernelProgram, at_position, vali
 from flywheel.process import one_torch_thread
 from flywheel.vm.reference.binding import Binder
 from flywheel.vm.reference.firing import firing_order
-from flywheel.vm.reference.memory import Arena, check_tensors, tensor_shape
+from flywheel.vm.reference.memory import TRANSIENT, Arena, check_tensors, tensor_shape
 from flywheel.vm.reference.operands import Call
 
 RESIDENT = (BufferKind.WEIGHT, BufferKind.CONST, BufferKind.KV_CACHE)
@@ -79,12 +80,13 @@ class ReferenceVM:
         }
         return self.bind(resident).step(fed, pos, order, seed)
 
-    def bind(self, buffers: Mapping[str, Tensor]) -> BoundProgram:
+    def bind(self, buffers: Mapping[str, Tensor], *, apart: bool = False) -> BoundProgram:
         """The program with its WEIGHT, CONST and KV_CACHE tensors, to launch many times; weights are neither copied nor
-        converted, and launches update caches in place. Raises TensorError as `run` does, and for a cache that cannot be
-        updated in place: strided, or on another device."""
+        converted, and launches update caches in place. With `apart`, no two buffers share memory, whatever pages say.
+        Raises TensorError as `run` does, and for a cache that cannot be updated in place: strided, or on another
+        device."""
         check_tensors(self.buffers(*RESIDENT), buffers)
-        return BoundProgram(self, buffers)
+        return BoundProgram(self, buffers, apart)
 
     def buffers(self, *kinds: BufferKind) -> list[Buffer]:
         """Buffers of these kinds."""
@@ -103,10 +105,10 @@ class BoundProgram:
 
     __slots__ = ("_arena", "_binder", "_calls", "_machine", "_outputs", "_pos", "_tensors")
 
-    def __init__(self, machine: ReferenceVM, given: Mapping[str, Tensor]) -> None:
+    def __init__(self, machine: ReferenceVM, given: Mapping[str, Tensor], apart: bool = False) -> None:
         program = machine.program
         self._machine = machine
-        self._arena = Arena(program, machine.device)
+        self._arena = Arena(replace(program, pages=None) if apart else program, machine.device)
         self._tensors = {
             **self._arena.tensors(),
             **{buffer.id: _resident(buffer, given[buffer.name], machine) for buffer in machine.buffers(*RESIDENT)},
@@ -137,6 +139,12 @@ class BoundProgram:
                 buffer.name: tensor if buffer.kind is BufferKind.KV_CACHE else tensor.clone()
                 for buffer, tensor in [(buffer, self._tensors[buffer.id]) for buffer in self._outputs]
             }
+
+    def transients(self) -> dict[str, Tensor]:
+        """Copies of every ACTIVATION and IO_OUTPUT as the last launch left it: of buffers that share memory, the last
+        that was written. Of several of one name, one."""
+        copies = self._arena.copy()
+        return {buffer.name: copies[buffer.id] for buffer in self._machine.buffers(*TRANSIENT)}
 
     def _fire(self, firing: Sequence[int]) -> None:
         calls, index = self._calls, 0

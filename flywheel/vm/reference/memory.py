@@ -54,7 +54,7 @@ def check_tensors(buffers: Collection[Buffer], given: Mapping[str, Tensor]) -> N
 class Arena:
     """One allocation for every activation, output and input of a program; buffers of one page share its bytes."""
 
-    __slots__ = ("_poisoned", "_tensors")
+    __slots__ = ("_memory", "_poisoned", "_spans", "_tensors")
 
     def __init__(self, program: MegakernelProgram, device: torch.device) -> None:
         homes = program.pages.buffer_to_page if program.pages is not None else {}
@@ -74,13 +74,20 @@ class Arena:
             if buffer.kind in TRANSIENT:
                 poisoned = end
         memory = torch.empty(end, dtype=torch.uint8, device=device)
+        self._memory = memory
         self._poisoned = memory[:poisoned]
-        self._tensors = {
-            buffer.id: memory[offsets[slots[buffer.id]] :][: buffer.nbytes]
-            .view(TORCH_DTYPES[buffer.dtype])
-            .view(tensor_shape(buffer))
-            for buffer in (*transient, *inputs)
+        self._spans = {buffer: offsets[slots[buffer.id]] for buffer in (*transient, *inputs)}
+        self._tensors = self._views(memory)
+
+    def _views(self, memory: Tensor) -> dict[int, Tensor]:
+        return {
+            buffer.id: memory[start:][: buffer.nbytes].view(TORCH_DTYPES[buffer.dtype]).view(tensor_shape(buffer))
+            for buffer, start in self._spans.items()
         }
+
+    def copy(self) -> Mapping[int, Tensor]:
+        """Buffers by id, as they are now."""
+        return self._views(self._memory.clone())
 
     def poison(self) -> None:
         """Forget the last launch: activations and outputs hold no number."""

@@ -1,0 +1,240 @@
+"""The judge of a model's programs: every tensor that a launch shows against the oracle's of the same operands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from flywheel.decode.scores import Scores, worst_of
+from flywheel.decode.session import JudgedSession
+from flywheel.errors import UsageError
+from flywheel.ir import DType
+from flywheel.measure.verdict import Verdict, judge
+from flywheel.models.eager import LayerCache, OracleWeights
+from flywheel.models.forced import Past, run_forced
+from flywheel.tensors import TORCH_DTYPES
+
+FLAT: Final = 0.25
+"""Deviation of the scores of cached keys at the last of the judged positions: there each of many rows counts."""
+
+NEEDLE: Final = 4.5
+"""Score of one key at the position before the last: nothing shows another softmax scale better than one row that weighs
+about as much as all others."""
+
+GAINS: Final = (8.0, 2.0, 1.0)
+"""Of cached keys: at most positions, whose sharp scores show what turns queries; at the last but one; at the last."""
+
+_EDGE: Final = 16
+_HEAVY: Final = 4.0
+"""Gain of the values of the first and the last of each `_EDGE` rows, between which windows begin and end."""
+
+_STRIDE: Final = 7919
+"""Elements that a layer's noise lies behind that of the layer before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What launches left, one a position: `tensors` by name [rows, width], the `new` rows and whether any other of the
+    caches' rows `changed` [positions, layers, 2, batch, heads (, head_dim)]."""
+
+    tensors: dict[str, Tensor]
+    new: Tensor
+    changed: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """The verdict on a program, what it gave at the last position, `logits` [batch, vocab], and all comparisons:
+    scores [rows, parts] by tensor."""
+
+    verdict: Verdict
+    logits: Tensor
+    scores: Mapping[str, Tensor]
+
+
+class Judge:
+    """What programs of one model, dtype and batch are fed with, at some positions, and the oracle that judges them.
+
+    `tokens` [positions, batch], unless given, and caches are random ones of `seed`. Caches hold keys that score, with
+    the oracle's own queries, as FLAT, NEEDLE and GAINS say. `logits` [positions, batch, vocab] are what the oracle
+    makes of all that, each operation of its own values.
+    Raises UsageError for no positions, and for one outside the context.
+    """
+
+    def __init__(
+        self,
+        weights: OracleWeights,
+        dtype: DType,
+        context: int,
+        positions: Sequence[int],
+        batch: int,
+        seed: int = 0,
+        tokens: Tensor | None = None,
+    ) -> None:
+        tried = sorted(set(positions))
+        if not tried:
+            raise UsageError("positions: none given; at least one after 0 is needed")
+        outside = next((position for position in tried if not 0 <= position < context), None)
+        if outside is not None:
+            raise UsageError(f"position {outside} is not in 0..{context - 1}, the program's context")
+        spec = weights.spec
+        self.positions: Final = tuple(tried)
+        self.batch: Final = batch
+        self.dtype: Final = dtype
+        self._weights = weights
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(0, spec.vocab, (len(tried), batch), generator=generator)
+        self.tokens: Final = drawn if tokens is None else tokens
+        self._on_device = self.tokens.to(weights.device)
+        self.gains: Final = tuple([GAINS[0]] * len(tried) + list(GAINS[1:]))[-len(tried) :]
+        shape = (2, batch, spec.n_kv_heads, tried[-1], spec.head_dim)
+        noise = torch.rand(shape, generator=generator).sub_(0.5).mul_(sqrt(12.0)).to(weights.device)
+        self.past: Final = torch.empty((spec.n_layers, *shape), dtype=TORCH_DTYPES[dtype], device=weights.device)
+        drawing = _Drawing(noise, self.past, torch.tensor(self.gains, device=weights.device), self.positions)
+        run_forced(weights, self._on_device, self.positions, drawing)
+        self.logits: Final = drawing.logits[0].view(len(tried), batch, -1)
+
+    def examine(self, session: JudgedSession) -> Examined:
+        """One launch at each position, of a session of the judge's model, dtype and batch.
+
+        Leaves the caches as they are behind a launch at the last position.
+        """
+        places = range(len(self.positions))
+        shown = self._shown([self._launch(session, place, apart=True) for place in places], session)
+        scores = Scores(len(self.positions) * self.batch)
+        gains = torch.tensor(self.gains, device=self.past.device)
+        run_forced(self._weights, self._on_device, self.positions, _Comparing(shown, scores, self.past, gains))
+        for layer in range(len(self.past)):
+            for number, side in enumerate("kv"):
+                scores.require(
+                    f"L{layer}.{side}_cache, another row than the new one,",
+                    shown.changed[:, layer, number].flatten(0, 1),
+                )
+        scores.require("next_token", self._unlike_argmax(shown))
+        last = shown.tensors["logits"][-self.batch :]
+        if session.shares_memory:
+            self._compare_plain(session, shown, scores)
+        found = scores.by_name()
+        error, where = worst_of(found, self.positions, self.batch)
+        verdict = judge(error=error, where=where, positions=self.positions, dtype=self.dtype.name)
+        return Examined(verdict, last, found)
+
+    def prepare(self, session: JudgedSession, position: int) -> list[int]:
+        """Fill the caches with what stands before one of the positions; the tokens that stand there."""
+        place = self.positions.index(position)
+        session.caches.write_past(self.past, position, self.gains[place])
+        return self.tokens[place].tolist()
+
+    def _launch(self, session: JudgedSession, place: int, *, apart: bool) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """(what it showed, the new rows, whether other rows changed) of one launch."""
+        position, gain = self.positions[place], self.gains[place]
+        tensors = session.show(self.prepare(session, position), position, apart=apart)
+        return tensors, session.caches.new_rows(position), session.caches.changed(self.past, position, gain)
+
+    def _shown(self, launches: Sequence[tuple[dict[str, Tensor], Tensor, Tensor]], session: JudgedSession) -> Shown:
+        tensors, new, changed = zip(*launches, strict=True)
+        read = [session.taps.read(each, self.past.dtype) for each in tensors]
+        together = {name: torch.cat([each[name] for each in read]) for name in read[0]}
+        return Shown(together, torch.stack(new), torch.stack(changed))
+
+    def _unlike_argmax(self, shown: Shown) -> Tensor:
+        logits, tokens = shown.tensors["logits"], shown.tensors["next_token"]
+        indices = torch.arange(logits.shape[-1], device=logits.device)
+        first = torch.where(logits == logits.amax(-1, keepdim=True), indices, len(indices)).amin(-1)
+        return (first != tokens)[:, None]
+
+    def _compare_plain(self, session: JudgedSession, shown: Shown, scores: Scores) -> None:
+        """The program itself at the last position: whatever shares memory, it makes the same."""
+        tensors, new, changed = self._launch(session, len(self.positions) - 1, apart=False)
+        rows = len(self.positions) * self.batch
+        wrong = torch.zeros(rows, 1, dtype=torch.bool, device=new.device)
+        for row in range(self.batch):
+            same = torch.equal(tensors["logits"][row], shown.tensors["logits"][row - self.batch])
+            same = same and torch.equal(new[:, :, row], shown.new[-1, :, :, row])
+            wrong[row - self.batch] = not (same and not bool(changed[:, :, row].any()))
+        scores.require("what a launch makes where buffers share memory", wrong)
+
+    def layer_caches(self, place: int, row: int) -> list[LayerCache]:
+        """What stands in a sequence's caches before a position."""
+        length, gain = self.positions[place], self.gains[place]
+        rows = self.past[:, :, row, :, :length].transpose(2, 3)
+        return [(keys * gain, values) for keys, values in rows]
+
+
+@dataclass(slots=True)
+class _Drawing:
+    """Fills `past_rows` from `noise` [2, batch, n_kv_heads, rows, head_dim], and keeps the logits."""
+
+    noise: Tensor
+    past_rows: Tensor
+    gains: Tensor
+    positions: tuple[int, ...]
+    logits: list[Tensor] = field(default_factory=list)
+
+    def take(self, name: str, made: Tensor, parts: int) -> Tensor:
+        if name == "logits":
+            self.logits.append(made)
+        return made
+
+    def past(self, layer: int, q: Tensor, v: Tensor) -> Past:
+        rows, n_kv_heads, head_dim = self.past_rows[layer], v.shape[1], v.shape[2]
+        queries = q.float().view(len(q), n_kv_heads, -1, head_dim)
+        sizes = torch.stack(
+            (
+                FLAT * sqrt(head_dim) / queries.square().sum(-1).mean((0, 2)).sqrt(),
+                v.float().square().mean((0, 2)).sqrt(),
+            )
+        )  # [2, n_kv_heads]
+        drawn = self.noise.flatten().roll(layer * _STRIDE).view(self.noise.shape) * sizes[:, None, :, None, None]
+        edge = torch.arange(drawn.shape[-2], device=drawn.device) % _EDGE
+        drawn[1].mul_(torch.where((edge == 0) | (edge == _EDGE - 1), _HEAVY, 1.0)[:, None])
+        self._place_needle(drawn[0], queries)
+        rows.copy_(drawn)
+        return Past(rows[0], rows[1], self.gains)
+
+    def _place_needle(self, keys: Tensor, queries: Tensor) -> None:
+        """At the first heavy row that only the last two positions see, the shortest key that scores NEEDLE with each
+        query [rows, n_kv_heads, group, head_dim] of the last but one."""
+        if len(self.positions) < 2:
+            return
+        seen_before = self.positions[-3] if len(self.positions) > 2 else 0
+        place = -(-seen_before // _EDGE) * _EDGE
+        if place >= self.positions[-2]:
+            return
+        batch = len(keys)
+        own = queries.view(-1, batch, *queries.shape[1:])[-2].double()  # [batch, n_kv_heads, group, head_dim]
+        wanted = torch.full(
+            (*own.shape[:-1], 1), NEEDLE * sqrt(own.shape[-1]) / GAINS[1], dtype=own.dtype, device=own.device
+        )
+        keys[:, :, place] = (torch.linalg.pinv(own) @ wanted).squeeze(-1).to(keys.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparing:
+    """Compares what launches showed, and goes on from it."""
+
+    shown: Shown
+    scores: Scores
+    past_rows: Tensor
+    gains: Tensor
+
+    def take(self, name: str, made: Tensor, parts: int) -> Tensor:
+        got = self._got(name)
+        if got is None:
+            return made
+        self.scores.compare(name, got, made, parts)
+        return got.to(made.dtype)
+
+    def past(self, layer: int, q: Tensor, v: Tensor) -> Past:
+        return Past(self.past_rows[layer, 0], self.past_rows[layer, 1], self.gains)
+
+    def _got(self, name: str) -> Tensor | None:
+        if not name.endswith("_cache"):
+            return self.shown.tensors.get(name)
+        layer, side = name.removeprefix("L").removesuffix("_cache").split(".")
+        return self.shown.new[:, int(layer), "kv".index(side)].flatten(0, 1).flatten(1)

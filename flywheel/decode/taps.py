@@ -1,0 +1,88 @@
+"""Taps: the model's own tensors that a program leaves in its buffers, by the names of the model's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from flywheel.decode.interface import Interface
+from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram
+from flywheel.models.decoder import decode_step
+from flywheel.models.spec import DecoderSpec
+
+_PARTIAL_EXTRA: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Buffer names by tensor: one, or the partials that attention is the merge of."""
+
+    buffers: Mapping[str, tuple[str, ...]]
+    head_dim: int
+
+    def read(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Tensors by their name, of buffers by theirs; what is merged is rounded to `dtype`."""
+        return {
+            name: tensors[parts[0]]
+            if len(parts) == 1
+            else merged([tensors[part] for part in parts], self.head_dim, dtype)
+            for name, parts in self.buffers.items()
+        }
+
+
+def find_taps(program: MegakernelProgram, spec: DecoderSpec, interface: Interface) -> Taps:
+    """The taps of a program with that interface. A buffer of a tensor's name with another shape or type is none, and
+    neither is one of several buffers of one name."""
+    graph = decode_step(spec, interface.context, interface.dtype, interface.batch)
+    named: dict[str, list[Buffer]] = {}
+    for buffer in program.buffers:
+        if buffer.kind in (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT):
+            named.setdefault(buffer.name, []).append(buffer)
+    blocks = [("", graph.prologue), *((f"L{i}.", graph.layer) for i in range(spec.n_layers)), ("", graph.epilogue)]
+    buffers: dict[str, tuple[str, ...]] = {}
+    for prefix, block in blocks:
+        for name, tensor in block.tensors.items():
+            if tensor.kind in (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT):
+                if _is(named.get(prefix + name, ()), tensor.dtype, tensor.shape):
+                    buffers[prefix + name] = (prefix + name,)
+                elif name == "attn":
+                    shape = (interface.batch, spec.n_heads * (spec.head_dim + _PARTIAL_EXTRA))
+                    parts = tuple(_last_partials(prefix, named, shape))
+                    if parts:
+                        buffers[prefix + name] = parts
+    return Taps(buffers, spec.head_dim)
+
+
+def _last_partials(prefix: str, named: Mapping[str, Sequence[Buffer]], shape: tuple[int, ...]) -> Iterator[str]:
+    """Those of a layer that are merged into no other partial."""
+    start = f"{prefix}partial."
+    found = [
+        name.removeprefix(start)
+        for name, buffers in named.items()
+        if name.startswith(start) and _is(buffers, DType.F32, shape)
+    ]
+    levels = {name.split(".")[0] for name in found if name.startswith("l")}
+    last = f"l{max(int(level[1:]) for level in levels)}" if levels else None
+    for name in found:
+        if last is None or name.split(".")[0] == last:
+            yield start + name
+
+
+def _is(buffers: Sequence[Buffer], dtype: DType, shape: tuple[int, ...]) -> bool:
+    return len(buffers) == 1 and (buffers[0].dtype, tuple(buffers[0].shape)) == (dtype, shape)
+
+
+def merged(parts: Sequence[Tensor], head_dim: int, dtype: torch.dtype) -> Tensor:
+    """`attn` [batch, n_heads * head_dim] of partials [batch, n_heads * (head_dim + 2)]: per head the outputs, the
+    largest score and the sum of exponentials below it."""
+    rows = torch.stack(list(parts)).view(len(parts), len(parts[0]), -1, head_dim + _PARTIAL_EXTRA).float()
+    outputs, highest, total = rows[..., :head_dim], rows[..., head_dim], rows[..., head_dim + 1]
+    # A part that saw nothing has -inf and 0, and its outputs may be anything.
+    shares = (total * (highest - highest.amax(0)).exp()).unsqueeze(-1)
+    weighted = torch.where(total.unsqueeze(-1) == 0, 0.0, outputs * shares)
+    mixed: Tensor = weighted.sum(0) / shares.sum(0)
+    return mixed.to(dtype).flatten(1)
