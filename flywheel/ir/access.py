@@ -78,13 +78,16 @@ def multi_row_buffers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> d
 
     Tasks must have passed the checks of operands and params.
     """
-    deep = {number: buffer.numel // 2 for number, buffer in buffers.items()}
+    deep: dict[int, int] = {}  # most elements of a row where an input has several
     rows: dict[int, int | None] = {}
     gemv, gemm, fused = InstructionKind.GEMV_TILE, InstructionKind.GEMM_TILE, InstructionKind.FUSED
     for task in tasks:
         op = task.op
         if op is gemv or op is gemm:
-            several = task.params["K"] <= deep[task.inputs[0]]
+            x = task.inputs[0]
+            if x not in deep:
+                deep[x] = buffers[x].numel // 2
+            several = task.params["K"] <= deep[x]
         else:
             several = op is fused and "M_tile" in task.params and tile_rows(task.params) > 1
         if several:
