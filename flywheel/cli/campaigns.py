@@ -12,7 +12,7 @@ from flywheel.cli.options import command, json_option, store_option
 from flywheel.cli.provenance import find_campaign, search_command
 from flywheel.cli.text import ABSENT, counts, escaped, pairs, percent, show, show_json, table, ties, us
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import best_of, marks, ranked, tied_with
+from flywheel.measure.standing import best_of, judged, marks, ranked, tied_with
 
 if TYPE_CHECKING:
     from flywheel.store.campaign import Campaign, CampaignSummary
@@ -104,6 +104,7 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> No
                 ("trials", f"{summary.trials:,}: {counts(summary.outcomes)}"),
                 ("latencies", "predicted by a cost model" if campaign.measure == "predict" else "measured"),
                 ("tied", ties((record.trial, record.latency_us) for record in tied_with(best_of(trials), trials))),
+                ("verdict", None if (top := best_of(trials)) is None else judged(top)),
                 ("store", where),
                 ("command", search_command(campaign)),
             ]

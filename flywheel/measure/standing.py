@@ -132,6 +132,14 @@ def marks(record: TrialRecord) -> str | None:
     return ", ".join(filter(None, ("imported" if record.is_imported else None, disturbed(record)))) or None
 
 
+def judged(record: TrialRecord) -> str | None:
+    """How a row's numbers stood beside the oracle's; None where it does not say."""
+    if record.verdict_bound is None:
+        return None
+    error = "no number" if record.verdict_error is None else f"{record.verdict_error:.3g}"
+    return f"worst error {error} of at most {record.verdict_bound:.3g}, {record.verdict_where}"
+
+
 def _repeats(record: TrialRecord, known: set[str | None]) -> bool:
     return record.source == "store" and record.program_id in known
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import disturbed, marks, ranked
+from flywheel.measure.standing import disturbed, judged, marks, ranked
 from flywheel.report.facts import Facts
 from flywheel.report.history import COLOURS, history, outcomes
 from flywheel.report.knobs import MOST_LINES, coordinates, importance
@@ -100,9 +100,11 @@ def _certainty(best: TrialRecord, tied: Sequence[TrialRecord]) -> list[str]:
     elif best.gain_low_us is not None:
         least, most = best.gain_low_us, best.gain_high_us
         said.append(f"In the final it took {least:,.2f} to {most:,.2f} us less than the next (99 % interval).")
-    marks = disturbed(best)
-    if marks is not None:
-        said.append(f"While it was measured, the GPU's clocks were held down or others computed on it: {marks}.")
+    disturbance, verdict = disturbed(best), judged(best)
+    if disturbance is not None:
+        said.append(f"While it was measured, the GPU's clocks were held down or others computed on it: {disturbance}.")
+    if verdict is not None:
+        said.append(f"Judged beside the oracle: {verdict}.")
     return said
 
 

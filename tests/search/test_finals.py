@@ -19,6 +19,7 @@ from flywheel.measure.outcome import Crashed, Implausible, TrialOutcome
 from flywheel.measure.standing import standing, tied_with
 from flywheel.search.evaluate import Evaluation, prepare
 from flywheel.search.finals import FINALISTS, ROUNDS, finalists
+from flywheel.search.importing import import_trials
 
 SAMPLES = 30
 
@@ -270,3 +271,23 @@ def test_predictions_have_no_rivals_and_no_final(lab: Any) -> None:
     assert finalists(records) == []
     assert standing(records) == records
     assert tied_with(records[0], records) == []
+
+
+def test_imported_measurements_are_nobodys_rival_and_their_programs_are_measured_again_in_the_final(
+    lab: Any, engine: Callable[..., NoisyEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(lab, engine(noise=0.001), name="table")
+    rows = [row for row in lab.store.trials("table") if row.source != "final"][:4]
+    alone = dict.fromkeys(("rival_us", "gain_low_us", "gain_high_us"))
+    faster = [timed(row, (row.latency_us or 0.0) / 2, **alone, floor_us=None) for row in rows]
+    monkeypatch.setattr("flywheel.search.importing.resolve_model", lambda _: lab.workload.spec)
+    import_trials(lab.store, "toy", faster)
+    noisy = engine(noise=0.001)
+    result = run(lab, noisy)
+    assert (result.trials, result.new_trials) == (7, 3)
+    assert noisy.asked[0][1] == ()
+    final = [row for row in lab.store.trials("toy") if row.source == "final"]
+    assert len(final) == FINALISTS
+    assert {row.program_id for row in final} >= {row.program_id for row in rows}
+    assert (result.best in final, result.best.kind) == (True, "measured")
+    assert lab.store.best(measured=True, campaign="toy") == result.best
