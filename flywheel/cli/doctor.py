@@ -80,17 +80,17 @@ def _version(package: str) -> str | None:
 def _match(device: Device | None) -> str | None:
     """The name of the GPU's record: of its datasheet or, where the driver can be asked, a generic one."""
     from flywheel.errors import NoGpuError
-    from flywheel.measure.device import Device, target_of
+    from flywheel.measure.device import target_of
     from flywheel.vm.driver import describe_gpu
 
     if device is None:
         return None
     try:
-        seen = describe_gpu()
+        device, seen = describe_gpu()
     except NoGpuError:
         found = target_of(device)
         return None if found is None else found.name
-    return (target_of(Device(device.name, seen.num_sms, seen.hbm_bytes)) or seen).name
+    return (target_of(device) or seen).name
 
 
 def _probe(url: str, environment: Environment) -> None:

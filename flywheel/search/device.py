@@ -49,4 +49,4 @@ def target_here(device: Device) -> GpuTarget:
     """What this process's GPU is: the record of its datasheet, else a generic one. Raises NoGpuError."""
     from flywheel.vm.driver import describe_gpu
 
-    return target_of(device) or describe_gpu()
+    return target_of(device) or describe_gpu()[1]

@@ -11,7 +11,7 @@ from typing import Final
 
 from flywheel.errors import ConfigError, KernelCompileError, NoGpuError, UsageError
 from flywheel.ir import DType, GpuTarget, MegakernelProgram
-from flywheel.measure.device import Device, is_target
+from flywheel.measure.device import is_target
 from flywheel.measure.environment import Environment, capture_environment
 from flywheel.measure.record import TrialRecord
 from flywheel.models.decoder import DTYPES
@@ -43,13 +43,12 @@ def capture(target: GpuTarget) -> Environment:
     present = environment.device
     missing = missing_modules()
     if present is not None and not missing:
-        seen = describe_gpu()
-        present = Device(present.name, seen.num_sms, seen.hbm_bytes)
+        present, _ = describe_gpu()  # nvidia-smi, which does not tell SMs, may number GPUs in another order
     if present is None or not is_target(present, target):
         raise NoGpuError(f"--measure cuda needs an {target.name}: {environment.host} has {present or 'no GPU'}")
     if missing:
         raise UsageError(f"{environment.host}: {' and '.join(missing)} missing: pip install 'flywheel[cuda,torch]'")
-    return replace(environment, nvrtc=nvrtc_version(), kernels=source_digest()[:16])
+    return replace(environment, gpu=present.name, nvrtc=nvrtc_version(), kernels=source_digest()[:16])
 
 
 def make_bench(model: str, dtype: str, context: int, batch: int = 1) -> Bench:

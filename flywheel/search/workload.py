@@ -64,7 +64,7 @@ def find_target(name: str) -> GpuTarget:
         raise UnknownNameError(f"GPU {name!r} is not one of {', '.join(TARGETS)}, {GENERIC}")
     from flywheel.vm.driver import describe_gpu
 
-    here = describe_gpu()
+    _, here = describe_gpu()
     if name not in (GENERIC, here.name):
         raise UnknownNameError(f"GPU {name!r} is not here: this machine's is {here.name}")
     return here

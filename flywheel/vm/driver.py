@@ -46,8 +46,8 @@ def open_gpu(index: int = 0) -> Gpu:
         raise NoGpuError(f"GPU {index}: {_line(error)}") from error
 
 
-def describe_gpu(index: int = 0) -> GpuTarget:
-    """The GPU that CUDA numbers `index`, as a generic record of what its driver says; no context is made.
+def describe_gpu(index: int = 0) -> tuple[Device, GpuTarget]:
+    """The GPU that CUDA numbers `index`, and a generic record of what its driver says of it; no context is made.
 
     Its bandwidth is the memory's clock, twice, times the width of its bus. Raises NoGpuError.
     """
@@ -74,7 +74,8 @@ def describe_gpu(index: int = 0) -> GpuTarget:
     name = told(driver.cuDeviceGetName(256, device)).partition(b"\0")[0].decode()
     if not facts["memory_khz"] * facts["bus_bits"]:
         raise NoGpuError(f"GPU {index}: {name} does not tell its memory's clock and bus, so it has no floor")
-    return generic_target(name, int(told(driver.cuDeviceTotalMem(device))), facts)
+    total_bytes = int(told(driver.cuDeviceTotalMem(device)))
+    return Device(name, facts["num_sms"], total_bytes), generic_target(name, total_bytes, facts)
 
 
 def generic_target(name: str, total_bytes: int, facts: Mapping[str, int]) -> GpuTarget:

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from threading import Thread
 from time import sleep
 from typing import Any
 
 import pytest
 
-from flywheel.errors import KernelCompileError
+from flywheel.errors import KernelCompileError, NoGpuError
+from flywheel.ir import TARGETS
+from flywheel.measure.device import Device
+from flywheel.measure.environment import Environment
 from flywheel.search import measuring
 from flywheel.search.evaluate import prepare
 
@@ -60,3 +65,26 @@ def test_a_kernel_that_does_not_compile_is_news_for_its_measurement_alone(
     measuring.compile_all("bf16", 90, lab.space().kernels(), lambda: False)
     measuring.compile_all("bf16", 70, lab.space().kernels(), lambda: False)
     assert tried == ["sm_90a"] * len(lab.space().kernels())
+
+
+@pytest.mark.parametrize(
+    ("device", "found"),
+    [
+        (Device("NVIDIA H100 80GB HBM3", 132, 85_520_809_984), True),
+        (Device("NVIDIA H100 80GB HBM3", 114, 85_520_809_984), False),
+        (Device("NVIDIA H100 PCIe", 114, 85_520_809_984), False),
+    ],
+)
+def test_a_station_measures_on_the_card_that_its_driver_says_is_the_target(
+    device: Device, found: bool, environment: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = replace(environment, gpu="NVIDIA H100 80GB HBM3", driver="1")
+    monkeypatch.setattr(measuring, "capture_environment", lambda: here)
+    monkeypatch.setattr(measuring, "missing_modules", list)
+    monkeypatch.setattr(measuring, "nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr(measuring, "describe_gpu", lambda: (device, TARGETS["h100"]))
+    if found:
+        assert measuring.capture(TARGETS["h100"]).gpu == "NVIDIA H100 80GB HBM3"
+        return
+    with pytest.raises(NoGpuError, match=rf"^--measure cuda needs an h100: lab has {re.escape(str(device))}$"):
+        measuring.capture(TARGETS["h100"])

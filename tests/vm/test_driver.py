@@ -6,14 +6,15 @@ import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from flywheel.errors import ConfigError, GpuMemoryError, TensorError
+from flywheel.errors import ConfigError, GpuMemoryError, NoGpuError, TensorError
 from flywheel.ir import TARGETS, DType
-from flywheel.vm.driver import Gpu, _poll, check_fit, load_variant
+from flywheel.measure.device import Device
+from flywheel.vm.driver import _ATTRIBUTES, Gpu, _poll, check_fit, describe_gpu, load_variant
 from flywheel.vm.nvrtc import EntryUsage, arch_name, compile_variant
 
 H200 = TARGETS["h200"]
@@ -146,3 +147,45 @@ def test_a_kernel_for_another_architecture_is_refused_before_it_is_loaded(gpu: G
     other = "sm_80" if gpu.sm_arch != 80 else "sm_90a"
     with pytest.raises(ConfigError, match=f"kernel for {other}: .+ needs {arch_name(gpu.sm_arch)}"):
         load_variant(gpu, compile_variant(other, 320, DType.BF16))
+
+
+class Driver:
+    """cuda.bindings.driver of a machine with one T4, as far as a description asks."""
+
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+    CUdevice_attribute = SimpleNamespace(**{f"CU_DEVICE_ATTRIBUTE_{name}": name for name in _ATTRIBUTES.values()})
+    numbers: ClassVar[dict[str, int]] = {
+        "COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 5, "MULTIPROCESSOR_COUNT": 40,
+        "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": 65536, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 65536,
+        "MAX_REGISTERS_PER_MULTIPROCESSOR": 65536, "MAX_THREADS_PER_MULTIPROCESSOR": 1024, "L2_CACHE_SIZE": 4 << 20,
+        "GLOBAL_MEMORY_BUS_WIDTH": 256, "MEMORY_CLOCK_RATE": 5_001_000, "CLOCK_RATE": 1_590_000,
+        "COOPERATIVE_LAUNCH": 1,
+    }  # fmt: skip
+
+    def cuInit(self, flags: int) -> tuple[int]:
+        return (0,)
+
+    def cuDeviceGet(self, index: int) -> tuple[Any, ...]:
+        return (0, index) if index == 0 else (SimpleNamespace(name="CUDA_ERROR_INVALID_DEVICE"), None)
+
+    def cuDeviceGetAttribute(self, kind: str, device: int) -> tuple[int, int]:
+        return 0, self.numbers[kind]
+
+    def cuDeviceGetName(self, length: int, device: int) -> tuple[int, bytes]:
+        return 0, b"Tesla T4" + bytes(length - 8)
+
+    def cuDeviceTotalMem(self, device: int) -> tuple[int, int]:
+        return 0, 15360 << 20
+
+
+def test_a_gpu_is_described_by_what_its_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuda.bindings.driver", Driver())
+    device, generic = describe_gpu()
+    assert device == Device("Tesla T4", 40, 15360 << 20)
+    assert (generic.name, generic.sm_arch) == ("generic-tesla-t4-40sm-15gib", 75)
+    assert generic.hbm_bandwidth_gbs == pytest.approx(320.064)
+    with pytest.raises(NoGpuError, match=r"^GPU 1: CUDA_ERROR_INVALID_DEVICE$"):
+        describe_gpu(1)
+    monkeypatch.setitem(Driver.numbers, "MEMORY_CLOCK_RATE", 0)
+    with pytest.raises(NoGpuError, match=r"^GPU 0: Tesla T4 does not tell its memory's clock and bus"):
+        describe_gpu()
