@@ -18,7 +18,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 output="$(mkdir -p "$1" && cd "$1" && pwd)" commit="$2"
 shift 2
-export FLYWHEEL_COMMIT="$commit"  # for rows, where this is a copy without its git directory
+export FLYWHEEL_COMMIT="$commit"  # for rows: this may be a copy that git knows nothing of
 export FLYWHEEL_STORE="${FLYWHEEL_STORE:-gpu.db}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 flywheel() { (cd "$output" && python3 -m flywheel "$@"); }

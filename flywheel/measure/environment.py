@@ -24,7 +24,7 @@ class Environment:
     """Software and machine of one run; None for what is not installed or not there.
 
     `flywheel_version` is None in a source tree that was never installed; `commit` ends in `-dirty` where tracked files
-    differ from it, and is what FLYWHEEL_COMMIT says in a copy without its git directory; `driver` and `gpu` are those
+    differ from it, or what FLYWHEEL_COMMIT says of a copy that git knows nothing of; `driver` and `gpu` are those
     of the first NVIDIA GPU that a process here may use. `nvrtc` and `kernels`, the compiler of what is measured and a
     digest of its sources, are None where nothing is measured.
     """
@@ -61,7 +61,7 @@ def capture_environment() -> Environment:
         platform=platform.platform(),
         cpu_count=os.cpu_count(),
         host=platform.node(),
-        commit=git_commit(_SOURCE_ROOT) or os.environ.get("FLYWHEEL_COMMIT") or None,
+        commit=os.environ.get("FLYWHEEL_COMMIT") or git_commit(_SOURCE_ROOT),
         optuna=_version("optuna"),
         sqlalchemy=_version("sqlalchemy"),
         torch=_version("torch"),

@@ -97,7 +97,7 @@ def test_a_gpu_that_this_process_may_not_use_is_not_here(
     assert capture_environment().driver == driver
 
 
-def test_a_copy_without_its_git_directory_has_the_commit_that_it_is_told(
+def test_a_copy_has_the_commit_that_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flywheel.measure.environment._SOURCE_ROOT", tmp_path)
