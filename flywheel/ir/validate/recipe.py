@@ -47,7 +47,7 @@ class Recipe:
 
     def check_task(self, task: Task, findings: Findings) -> bool:
         """Whether the task gives the recipe the operands and params that it uses."""
-        where = f"task {task.id} ({task.label})"
+        where = f"task {task.id} ({task.label}): {task.op.name}"
         before = len(findings.errors)
         n_inputs, n_outputs = len(task.inputs), len(task.outputs)
         if self.n_inputs > n_inputs:

@@ -114,7 +114,7 @@ def _mask(mask: Tensor, max_seq: int, params: Params) -> Tensor:
     rows = split(mask, max_seq)[:, params["kv_start"] : params["kv_start"] + params["kv_len"]].float()
     if rows.shape[0] == 1:
         return rows.unsqueeze(0)
-    return rows.reshape(params["n_kv_heads"], -1, params["kv_len"])
+    return rows.reshape(params["n_kv_heads"], params["n_heads"] // params["n_kv_heads"], params["kv_len"])
 
 
 def _finite(highest: Tensor) -> Tensor:
