@@ -215,7 +215,9 @@ __device__ __noinline__ void run_vector_warps() {
         const amk_step_t* staged = x_staged_step(*vm.task());
         // Where the step is, is all that a register keeps while it runs, and in 32 bits.
         uint32_t place = shared_address(staged ? staged : vm.task()->steps);
-        for (bool more = vm.task()->instruction.n_steps > 0; more; place += sizeof(amk_step_t)) {
+        bool more = vm.task()->instruction.n_steps > 0;
+        if (!more) vm.sync();  // NOP: no warp goes on while another has yet to look at the task
+        for (; more; place += sizeof(amk_step_t)) {
             const amk_step_t* step = static_cast<const amk_step_t*>(__cvta_shared_to_generic(place));
             more = !(step->flags & FW_STEP_LAST);
             if (step->flags & (FW_STEP_VIEW | FW_STEP_LEFT)) continue;

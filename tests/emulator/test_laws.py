@@ -1,0 +1,100 @@
+"""What strict validation and the packer accept ends, writes its declared outputs and no other byte, and computes what
+the reference VM computes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from emulator.canaries import MeasuredGpu, launch
+from emulator.gpu import build_variant
+from mutants import HERE, REWRITES, SINGLES, mutant, tensors
+
+from flywheel.errors import ConfigError, GpuFaultError, InvalidProgramError
+from flywheel.ir import DType, MegakernelProgram, validate
+from flywheel.vm.pack import PackedProgram, pack
+from flywheel.vm.reference import ReferenceVM
+
+SHORT, LONG = 60, 4000
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[MeasuredGpu]:
+    monkeypatch.setattr("flywheel.vm.weights.compile_variant", build_variant)
+    yield MeasuredGpu(num_sms=HERE.num_sms, limit_s=20.0)
+
+
+def packed(program: MegakernelProgram) -> PackedProgram | None:
+    """The tables of an accepted program in F32, None where there is no kernel for it."""
+    if not validate(program, strict=True).ok:
+        return None
+    try:
+        tables = pack(program)
+    except (InvalidProgramError, ConfigError):
+        return None
+    return tables if tables.dtype is DType.F32 else None
+
+
+def agrees(gpu: MeasuredGpu, program: MegakernelProgram, tables: PackedProgram, seed: int) -> None:
+    given = tensors(program, seed)
+    wanted = ReferenceVM(program).run(given)
+    found = launch(gpu, tables, given)
+    for name, value in wanted.items():
+        if value.dtype.is_floating_point:
+            ours, theirs = np.asarray(found[name], np.float32).ravel(), value.float().numpy().ravel()
+            assert np.allclose(ours, theirs, rtol=2e-2, atol=2e-2, equal_nan=True), (seed, name)
+        else:
+            assert np.asarray(found[name]).ravel().tolist() == value.ravel().tolist(), (seed, name)
+
+
+def check(gpu: MeasuredGpu, seeds: range) -> Counter[str]:
+    """The law over mutants; how many were launched."""
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        program = mutant(seed)
+        tables = packed(program)
+        if tables is not None:
+            agrees(gpu, program, tables, seed)
+            found["launched"] += 1
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("place", range(len(REWRITES)))
+def test_ordered_rewrites_run_right(gpu: MeasuredGpu, place: int, seed: int) -> None:
+    gpu.seed = seed
+    tables = packed(REWRITES[place])
+    assert tables is not None
+    agrees(gpu, REWRITES[place], tables, seed)
+
+
+def test_every_opcode_runs_between_canaries(gpu: MeasuredGpu) -> None:
+    """But sums over GPUs, and copies of columns of several rows."""
+    without = set()
+    for seed, program in enumerate(SINGLES):
+        tables = packed(program)
+        if tables is None:
+            without |= {task.op.name for task in program.tasks}
+        else:
+            agrees(gpu, program, tables, seed)
+    assert without == {"ALLREDUCE_SHARD", "COPY"}
+
+
+def test_what_is_accepted_ends_and_writes_its_outputs_alone(gpu: MeasuredGpu) -> None:
+    assert check(gpu, range(SHORT))["launched"] >= SHORT // 4
+
+
+@pytest.mark.slow
+def test_what_is_accepted_ends_and_writes_its_outputs_alone_in_many_mutants(gpu: MeasuredGpu) -> None:
+    assert check(gpu, range(LONG))["launched"] >= LONG // 4
+
+
+def test_a_write_past_a_buffer_shows(gpu: MeasuredGpu) -> None:
+    """A table that says that an output is larger than it is."""
+    program = SINGLES[1]
+    tables = pack(program)
+    tables.buffers["numel"] += 1
+    with pytest.raises((AssertionError, GpuFaultError)):
+        agrees(gpu, program, tables, 0)
