@@ -11,9 +11,9 @@ import numpy.typing as npt
 from emulator.gpu import EmulatedGpu, build_variant
 from torch import Tensor
 
-from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram
+from flywheel.ir import Buffer, BufferKind, MegakernelProgram
 from flywheel.vm.driver import load_variant
-from flywheel.vm.elements import values
+from flywheel.vm.elements import stored_type, values
 from flywheel.vm.loader import LoadedProgram, needed_weights
 from flywheel.vm.nvrtc import arch_name
 from flywheel.vm.pack import PackedProgram
@@ -80,13 +80,10 @@ def launch(gpu: EmulatedGpu, packed: PackedProgram, given: Mapping[str, Tensor])
         for name, memory in caches.items():
             buffer = next(each for each in program.buffers if each.name == name)
             stored = gpu.download(memory, np.uint8, (buffer.nbytes,), GAP)
-            found[name] = values(stored.view(_STORED[buffer.dtype]).reshape(tuple(buffer.shape)), buffer.dtype)
+            found[name] = values(stored.view(stored_type(buffer.dtype)).reshape(tuple(buffer.shape)), buffer.dtype)
     for memory in caches.values():
         gpu.free(memory)
     return found
-
-
-_STORED: Final = {DType.F32: np.float32, DType.F16: np.float16, DType.BF16: np.uint16}
 
 
 class MeasuredGpu(EmulatedGpu):

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from emulator.canaries import MeasuredGpu, launch
 from emulator.gpu import build_variant
-from mutants import HERE, REWRITES, SINGLES, mutant, tensors
+from mutants import HERE, RECIPES, REWRITES, SINGLES, mutant, tensors
 
 from flywheel.errors import ConfigError, GpuFaultError, InvalidProgramError
 from flywheel.ir import DType, MegakernelProgram, validate
@@ -98,3 +99,12 @@ def test_a_write_past_a_buffer_shows(gpu: MeasuredGpu) -> None:
     tables.buffers["numel"] += 1
     with pytest.raises((AssertionError, GpuFaultError)):
         agrees(gpu, program, tables, 0)
+
+
+def test_an_addend_of_eight_bit_floats_has_no_kernel() -> None:
+    program = RECIPES[0]
+    buffers = [replace(each, dtype=DType.F8E4M3) if each.name == "in2" else each for each in program.buffers]
+    tested = replace(program, buffers=tuple(buffers))
+    assert validate(tested, strict=True).ok
+    with pytest.raises(InvalidProgramError, match="what GEMV_TILE takes in is F8E4M3, not F32"):
+        pack(tested)

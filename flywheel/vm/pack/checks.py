@@ -71,6 +71,8 @@ def _check_types(step: Step, args: Sequence[Operand], form: Form, dtype: DType) 
     stored = step.result.dtype if step.out == ABSENT else form.outputs[step.out].dtype
     if step.op is _K.COPY and len({args[0].dtype, step.result.dtype, stored}) == 1 and stored is not DType.I4:
         return
+    if step.other != ABSENT and step.other < RESULT_REF:
+        _expect(form.inputs[step.other].dtype, floats, f"what {step.op.name} takes in")
     row = OPERATIONS[step.op]
     for place, operand in enumerate(args):
         if row.operand(place).dtypes >= FLOATS:
