@@ -1,7 +1,7 @@
 """Descent from many starts, one knob at a time, on values that come later than they are asked for.
 
 A descent takes any better value of a knob until no knob has one. The next begins a few knobs away from one of the best
-ends (a kick), or between two of them (a crossing). Which two values of a knob make no difference is learnt on the way.
+ends (a kick), between two of them (a crossing), or again at one of the first points. Which two values of a knob make no difference is learnt on the way.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ _BEST: Final = 0.6
 
 _CROSSED: Final = 0.3
 """Share of descents that begin between two ends."""
+
+_AFRESH: Final = 0.2
+"""Share of descents that begin again at one of the first points: in another order of knobs they end elsewhere."""
+
+_FIRST: Final = 2
+"""How many these are."""
 
 _KICK: Final = (2, 4)
 """Knobs that a kick moves, least and most."""
@@ -48,6 +54,7 @@ class Descent:
         self._values: dict[Point, float] = {}
         self._asked: set[Point] = set()
         self._ends: list[Point] = []
+        self._given: tuple[Point, ...] = ()
         self._centre: Point | None = None
         self._begun: dict[Point, tuple[Point, int] | None] = {}  # of this descent: where from, in which knob
         self._left: list[int] = []  # knobs of this round
@@ -76,6 +83,7 @@ class Descent:
         if point not in self._asked:
             self._asked.add(point)
             self._begun[point] = None
+            self._given = (*self._given, point)[:_FIRST]
 
     def tell(self, point: Point, value: float | None) -> None:
         """The value of a point."""
@@ -98,11 +106,12 @@ class Descent:
             if found is not None:
                 self._asked.add(found)
                 return found
-            self._begin(*self._start(chance))
-            assert self._centre is not None
-            if self._centre not in self._asked:
-                self._asked.add(self._centre)
-                return self._centre
+            start, held = self._start(chance)
+            self._begin(start, held)
+            self._given = self._given or (start,)
+            if start not in self._asked:
+                self._asked.add(start)
+                return start
         found = untried(self._grid, self._ends[0], self._asked)
         self._asked.add(found)
         return found
@@ -160,6 +169,8 @@ class Descent:
         ends = [end for end in [*self._ends, self._centre] if end is not None]
         if not ends:
             return tuple(int(chance.integers(size)) for size in self._grid.sizes), frozenset()
+        if chance.random() < _AFRESH:
+            return self._given[int(chance.integers(len(self._given)))], frozenset()
         ends.sort(key=lambda point: (self._worth(point), point))
         base, knobs = ends[0], int(chance.integers(_KICK[0], _KICK[1] + 1))
         if len(ends) > 1 and chance.random() < _CROSSED:
