@@ -1,7 +1,8 @@
 """Descent from many starts, one knob at a time, on values that come later than they are asked for.
 
 A descent takes any better value of a knob until no knob has one. The next begins a few knobs away from one of the best
-ends (a kick), between two of them (a crossing), or again at one of the first points. Which two values of a knob make no difference is learnt on the way.
+ends (a kick), between two of them (a crossing), or again at one of the first points. Which two values of a knob make
+no difference is learnt on the way.
 """
 
 from __future__ import annotations
