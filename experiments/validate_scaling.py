@@ -56,6 +56,7 @@ def buffer(number: int, kind: BufferKind, width: int, rows: int = 1) -> Buffer:
 def layers(size: int) -> MegakernelProgram:
     """Per layer a norm, two projections of 132 tiles each, and a third one with the residual fused in."""
     buffers = [buffer(0, BufferKind.IO_INPUT, HIDDEN), buffer(1, BufferKind.WEIGHT, HIDDEN, HIDDEN)]
+    buffers.append(buffer(2, BufferKind.WEIGHT, HIDDEN))
     tasks: list[Task] = []
     done: tuple[Wait, ...] = ()
     plain: list[dict[str, Any]] = [{"K": HIDDEN, "N_tile": 16, "n_off": 16 * sm} for sm in range(SMS)]
@@ -68,7 +69,7 @@ def layers(size: int) -> MegakernelProgram:
         first = len(buffers)
         buffers += [buffer(number, BufferKind.ACTIVATION, HIDDEN) for number in range(first, first + 4)]
         normed, hidden, mixed, out = range(first, first + 4)
-        tasks.append(Task(len(tasks), _K.RMSNORM, (residual, 1), (normed,), signal, done, norm, 0))
+        tasks.append(Task(len(tasks), _K.RMSNORM, (residual, 2), (normed,), signal, done, norm, 0))
         done, signal = (Wait(signal, 1),), signal + 1
         for source, target, tiles in ((normed, hidden, plain), (hidden, mixed, plain), (mixed, out, fused)):
             op, inputs = (_K.FUSED, (source, 1, residual)) if tiles is fused else (_K.GEMV_TILE, (source, 1))

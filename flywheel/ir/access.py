@@ -128,11 +128,10 @@ def uncovered(columns: Sequence[Region], edge: int, stop: int) -> list[Region]:
     """What sorted, disjoint `columns` leave of `edge`..`stop`."""
     gaps = []
     for start, end in columns:
-        if end <= edge or start >= stop:
-            continue
-        if start > edge:
-            gaps.append((edge, start))
-        edge = max(edge, end)
+        if end > edge and start < stop:
+            if start > edge:
+                gaps.append((edge, start))
+            edge = end
     if edge < stop:
         gaps.append((edge, stop))
     return gaps

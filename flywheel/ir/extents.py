@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 from flywheel.ir.dtype import DType
@@ -20,6 +21,8 @@ Scope = dict[str, int]
 
 def value(term: str, scope: Scope) -> int | None:
     """What a term comes to, or None while one of its names has no value."""
+    if term in scope:
+        return scope[term]
     if term.isdigit():
         return int(term)
     name, operator, other = _parts(term)
@@ -29,6 +32,7 @@ def value(term: str, scope: Scope) -> int | None:
     return left + right if operator == "+" else -(-left // right)
 
 
+@cache
 def _parts(term: str) -> tuple[str, str, str]:
     """A term's first name, its operator and what stands behind that; both empty where the term is a name."""
     name, _, rest = term.partition(" ")
@@ -199,16 +203,20 @@ def _fit_product(factors: Sequence[str], count: int, scope: Scope, what: str = "
     known = [value(factor, scope) for factor in factors]
     product = prod(number for number in known if number is not None)
     missing = [factor for factor, number in zip(factors, known, strict=True) if number is None]
-    named = " * ".join(_named(factor, scope) for factor in factors if factor not in missing)
+    if not missing and count == product:
+        return None
+    named = " * ".join(_named(factor, scope) for factor in factors if factor not in missing) if count % product else ""
     if not missing:
+        named = " * ".join(_named(factor, scope) for factor in factors)
         total = f" = {product}" if len(factors) > 1 else ""
-        return None if count == product else f"holds {count} {what}, not {named}{total}"
+        return f"holds {count} {what}, not {named}{total}"
     (unknown,) = missing
     name, operator, other = _parts(unknown)
     if count % product:
         return f"holds {count} {what}, not a multiple of {named}"
     scope[name] = count // product - (int(other) if operator else 0)
     if scope[name] < 1:
+        named = " * ".join(_named(factor, scope) for factor in factors if factor not in missing)
         return f"holds {count} {what}, not {unknown} of at least {int(other) + 1} times {named}"
     return None
 
