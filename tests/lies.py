@@ -193,10 +193,15 @@ def _a_row_late(params: Params) -> Params:
 
 def _without_the_new_row(told: Told, spec: DecoderSpec, layer: int) -> Told:
     last = max(int(task.params["pos"]) for task in told.program.tasks if "pos" in task.params)
+
+    def earlier(params: Params) -> Params:
+        rows = max(0, min(params["kv_len"], last - params["kv_start"]))
+        return {**params, "kv_len": rows, "kv_rows": KvRows.PAST.value, "pos": last}
+
     program = tasks_changed(
         told.program,
         lambda task: _of(layer)(task) and "kv_len" in task.params,
-        lambda task: replace(task, params={**task.params, "kv_rows": KvRows.PAST.value, "pos": last}),
+        lambda task: replace(task, params=earlier(task.params)),
     )
     return replace(told, program=program)
 
@@ -204,11 +209,16 @@ def _without_the_new_row(told: Told, spec: DecoderSpec, layer: int) -> Told:
 def _append_to_the_row_before(told: Told, spec: DecoderSpec, layer: int) -> Told:
     earlier = told.moved
 
+    def before(params: Params) -> Params:
+        pos = max(0, params["pos"] - 1)
+        start = {"kv_start": pos} if params.get("kv_rows") == KvRows.NEW else {}
+        return {**params, "pos": pos, **start}
+
     def moved(program: MegakernelProgram) -> MegakernelProgram:
         return tasks_changed(
             program if earlier is None else earlier(program),
             lambda task: _of(layer)(task) and _has(task, "KV_APPEND"),
-            lambda task: replace(task, params={**task.params, "pos": max(0, task.params["pos"] - 1)}),
+            lambda task: replace(task, params=before(task.params)),
         )
 
     return replace(told, moved=moved)
