@@ -34,7 +34,7 @@ def score(got: Tensor, want: Tensor, parts: int = 1) -> Tensor:
     tiny = torch.finfo(torch.float32).tiny
     size = _size(wanted)
     spread = _size(error) / (size + tiny)
-    peak = (error / (wanted.abs_() + size.unsqueeze(-1) + tiny)).amax(-1) / PEAK
+    peak = (error / (wanted.abs() + size.unsqueeze(-1) + tiny)).amax(-1) / PEAK
     return torch.maximum(spread, peak).nan_to_num(inf, inf)
 
 

@@ -101,7 +101,7 @@ def test_several_sequences_are_traced(gpu: Gpu) -> None:
     assert len(traced.trace.tasks) == len(program.tasks)
 
 
-def test_wrong_logits_are_no_trace(program: MegakernelProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_program_is_no_trace(program: MegakernelProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = CudaModel.load
 
     def load(model: CudaModel, program: MegakernelProgram, *, trace: bool = False) -> object:
@@ -112,5 +112,5 @@ def test_wrong_logits_are_no_trace(program: MegakernelProgram, monkeypatch: pyte
         return honest(model, program, trace=trace)
 
     monkeypatch.setattr(CudaModel, "load", load)
-    with pytest.raises(MismatchError, match="logits are wrong"):
+    with pytest.raises(MismatchError, match="program: is wrong"):
         trace_step(program, SOURCE)

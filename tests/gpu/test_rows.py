@@ -33,9 +33,9 @@ def test_rmsnorm(conform: Conform, dtype: DType, rows: int, hidden: int, threads
 
 @pytest.mark.parametrize("types", [(F32, BF16, BF16), (BF16, F32, F32), (F16, F16, F32), (F32, F32, F16)], ids=str)
 @pytest.mark.parametrize("op", ["RMSNORM", "LAYERNORM"])
-def test_norms_of_mixed_types_and_wide_weights(conform: Conform, op: str, types: tuple[DType, ...]) -> None:
+def test_norms_of_mixed_types(conform: Conform, op: str, types: tuple[DType, ...]) -> None:
     x, w, y = types
-    buffers = {"x": (IN, x, (2, 96)), "w": (WEIGHT, w, (101,)), "y": (OUT, y, (2, 96))}
+    buffers = {"x": (IN, x, (2, 96)), "w": (WEIGHT, w, (96,)), "y": (OUT, y, (2, 96))}
     conform(buffers, [(op, ["x", "w"], "y", {"eps": 1e-3, "hidden": 96})])
 
 
