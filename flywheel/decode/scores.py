@@ -17,7 +17,7 @@ PEAK: Final = 2.0
 _PRIOR: Final = 8
 
 
-ROOM: Final = MappingProxyType({"x_mid": 0.75, "x_out": 0.75, "act": 2.5})
+ROOM: Final = MappingProxyType({"x_mid": 0.75, "x_out": 0.75, "act": 3.5})
 """What roundings make of a tensor over what they make of others: an addition to the residual stream rounds once; SwiGLU
 multiplies two rows that may each have been rounded, and its largest elements are many times as large as most."""
 

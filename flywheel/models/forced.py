@@ -100,9 +100,16 @@ def _rounded(own: OracleWeights, x: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, K] times weight [N, K], in the type of x."""
+    """x [rows, K] times weight [N, K], in the type of x.
+
+    On a GPU, a weight of a half type is read as it is: x is the sum of two of that type, and products sum in float32.
+    """
     if weight.dtype == x.dtype:
         return linear(x, weight)
+    if weight.is_cuda:
+        high = x.to(weight.dtype)
+        both = torch.mm(torch.cat((high, (x - high).to(weight.dtype))), weight.T, out_dtype=x.dtype)
+        return both[: len(x)] + both[len(x) :]
     step = max(1, _WIDENED // weight.shape[1])
     parts = [linear(x, weight[start : start + step].to(x.dtype)) for start in range(0, len(weight), step)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -35,7 +35,7 @@ def specs(draw: st.DrawFn) -> DecoderSpec:
     return DecoderSpec(
         name="drawn",
         family=family,  # type: ignore[arg-type]
-        hidden=draw(st.integers(8, 100)),
+        hidden=draw(st.integers(8, 150)),
         intermediate=draw(st.integers(8, 150)),
         n_layers=draw(st.integers(1, 2)),
         n_heads=n_kv_heads * draw(st.integers(1, 3)),
@@ -53,9 +53,11 @@ def specs(draw: st.DrawFn) -> DecoderSpec:
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     target = replace(TARGETS["h100"], name="few", num_sms=draw(st.sampled_from((1, 2, 5, 16))))
-    return Workload(
-        "drawn", draw(specs()), target, draw(st.sampled_from(["f32", "f16", "bf16"])), draw(st.integers(2, 200))
-    )
+    spec = draw(specs())
+    # Sums of few products may cancel: then half types make of one rounding what no bound for real models allows.
+    long = min(spec.hidden, spec.intermediate, spec.q_width) >= 64 and spec.head_dim >= 16
+    dtypes = ["f32", "f16", "bf16"] if long else ["f32"]
+    return Workload("drawn", spec, target, draw(st.sampled_from(dtypes)), draw(st.integers(2, 200)))
 
 
 @st.composite
@@ -81,4 +83,4 @@ def test_every_lowered_program_gives_the_oracles_logits_in_any_order(
         session = ReferenceSession(program, workload.spec, weights, order=order, seed=seed)
         verdict = verify(session, weights, positions, seed)
         assert verdict.passed, (order, verdict)
-        assert workload.spec.head_dim < 16 or 3 * verdict.error <= verdict.bound, (order, verdict)
+        assert 3 * verdict.error <= verdict.bound, (order, verdict)
