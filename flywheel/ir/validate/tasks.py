@@ -7,6 +7,7 @@ model, cost little.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from marshal import dumps
 from typing import Final
 
 from flywheel.ir.dtype import READONLY_KINDS, DType
@@ -134,11 +135,15 @@ def _check_bounds(distinct: Mapping[tuple[int, int], Task], buffers: Mapping[int
     fault.
     """
     recipes: dict[int, Recipe | None] = {}
+    values: dict[int, object] = {}
     alike: dict[tuple[object, ...], list[Task]] = {}
     for (_, shape), task in distinct.items():
         params = task.params
         rest = tuple([item for item in params.items() if item[0] in TASK_PARAM_FIELDS and item[0] != "n_off"])
-        key = (int(task.op), shape, id(params.get("recipe")), "n_off" in params, rest)
+        recipe = params.get("recipe")
+        if id(recipe) not in values:
+            values[id(recipe)] = _value(recipe)
+        key = (int(task.op), shape, values[id(recipe)], "n_off" in params, rest)
         alike.setdefault(key, []).append(task)
     for tiles in alike.values():
         before = len(findings.errors)
@@ -150,6 +155,14 @@ def _check_bounds(distinct: Mapping[tuple[int, int], Task], buffers: Mapping[int
                 _check_task_bounds(task, again, buffers, findings)
                 if findings.full:
                     return
+
+
+def _value(recipe: object) -> object:
+    """The same for equal recipes of plain values, which many objects may hold; for anything else the object's own."""
+    try:
+        return dumps(recipe, 2)
+    except ValueError:
+        return id(recipe)
 
 
 def _first_column(task: Task) -> int:
