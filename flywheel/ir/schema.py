@@ -14,6 +14,7 @@ from typing import Any, Final, get_args, get_origin, get_type_hints
 from flywheel.ir.config import ScheduleConfig
 from flywheel.ir.dtype import DType
 from flywheel.ir.opcodes import RECIPE_PARAM_FIELDS, TASK_PARAM_FIELDS, InstructionKind
+from flywheel.ir.operations import OPERATIONS, Operation
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
 from flywheel.ir.target import GpuTarget
@@ -39,7 +40,8 @@ _ALWAYS_WRITTEN: Final = ("ir_version", "buffers", "counters", "tasks")
 
 
 def json_schema() -> Schema:
-    """Schema of a program file. A file that it accepts loads; whether the program is safe is for `validate` to say."""
+    """Schema of a program file, with operands and params by the table of operations. A file that it accepts loads;
+    whether the program is safe is for `validate` to say."""
     defs = {record.__name__: _record(record) for record in _RECORDS}
     program = defs.pop(MegakernelProgram.__name__)
     program["required"] = list(_ALWAYS_WRITTEN)
@@ -49,12 +51,25 @@ def json_schema() -> Schema:
         "type": "object",
         "properties": {**params, "recipe": {"$ref": "#/$defs/Recipe"}},
     }
+    defs["Task"]["allOf"] = [
+        {"if": {"properties": {"op": {"const": row.kind.name}}}, "then": _task_of(row)} for row in OPERATIONS.values()
+    ]
     return {
         "$schema": DIALECT,
         "title": f"flywheel megakernel program, ir_version {IR_VERSION}",
         **program,
         "$defs": {**defs, "Recipe": _recipe()},
     }
+
+
+def _task_of(row: Operation) -> Schema:
+    """What the table of operations says of a task with that opcode: how many operands, and which params belong there."""
+
+    def as_many(bounds: tuple[int, int]) -> Schema:
+        return {"minItems": bounds[0], "maxItems": bounds[1]}
+
+    operands = {"inputs": as_many(row.arity), "outputs": as_many(row.n_outputs)}
+    return {"properties": {**operands, "params": {"required": list(row.params)}} if row.params else operands}
 
 
 def _record(record: type) -> Schema:

@@ -160,7 +160,7 @@ def _check_bounds(distinct: Mapping[tuple[int, int], Task], buffers: Mapping[int
 def _value(recipe: object) -> object:
     """The same for equal recipes of plain values, which many objects may hold; for anything else the object's own."""
     try:
-        return dumps(recipe, 2)
+        return dumps(recipe, 2)  # type: ignore[arg-type]  # what it cannot write raises
     except ValueError:
         return id(recipe)
 
