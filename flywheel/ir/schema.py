@@ -63,7 +63,7 @@ def json_schema() -> Schema:
 
 
 def _task_of(row: Operation) -> Schema:
-    """What the table of operations says of a task with that opcode: how many operands, and which params belong there."""
+    """What the table of operations says of a task with that opcode: how many operands, which params."""
 
     def as_many(bounds: tuple[int, int]) -> Schema:
         return {"minItems": bounds[0], "maxItems": bounds[1]}
