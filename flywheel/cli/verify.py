@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     "--positions",
     type=integers,
     metavar="P,P...",
-    help="Positions to compare at.  [default: 0, 1, 7, the middle and the last of the context]",
+    help="Positions to compare at.  [default: 0, 7, the middle and the last two of the context]",
 )
 @click.option(
     "--order",
