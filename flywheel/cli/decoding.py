@@ -97,7 +97,7 @@ def open_session(
     dtype = interface.dtype
     if source.stored is None:
         where = f"{source.name} is a name" if source.folder is None else f"{source.folder} holds no safetensors"
-        note(f"flywheel: RANDOM WEIGHTS of seed {seed}: {where}, so what it says means nothing")
+        note(f"flywheel: RANDOM WEIGHTS of seed {seed}: {where}; text that they make means nothing")
     if device == "cuda":
         from flywheel.decode.cuda import CudaModel, prepare_torch
         from flywheel.vm.driver import open_gpu
