@@ -6,6 +6,7 @@ import os
 import pwd
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -140,6 +141,31 @@ class Server:
     def _limit_files(self, soft: str) -> None:
         command = ["prlimit", "--pid", str(self.pid), f"--fsize={soft}"]
         subprocess.run(command, cwd=self._folder, check=True, **self._who)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """With every process of the server stopped: it takes connections and answers none."""
+        self.freeze()
+        try:
+            yield
+        finally:
+            self.thaw()
+
+    def freeze(self) -> None:
+        """Stop every process of the server, the first one before it can start another."""
+        os.kill(self.pid, signal.SIGSTOP)
+        for session in self._sessions():
+            os.kill(session, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Undo `freeze`."""
+        for process in (*self._sessions(), self.pid):
+            os.kill(process, signal.SIGCONT)
+
+    def _sessions(self) -> list[int]:
+        command = ["ps", "-o", "pid=", "--ppid", str(self.pid)]
+        listed = subprocess.run(command, capture_output=True, text=True, check=False)
+        return [int(line) for line in listed.stdout.split()]
 
     def stop(self) -> None:
         """Stop at once, as a crash would: every session ends, and what was committed is there at the next start."""

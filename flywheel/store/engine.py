@@ -18,11 +18,16 @@ from flywheel.errors import StoreError
 BUSY_TIMEOUT_S: Final = 30
 """How long a lock held by somebody else, and a server that does not answer, are waited for."""
 
+ANSWER_S: Final = 35.0
+"""How long a server may take to answer one statement: a little more than a wait for a lock."""
+
 _WRITES: Final = "flywheel_writes"
 _FACTS: Final = (  # by SQLSTATE or, without one, by words of the message
     ("database is locked", "is locked by another process; waited {limit} s"),
     ("55p03", "is locked by another session; waited {limit} s"),
     ("connection timeout expired", "does not answer; waited {limit} s"),
+    ("gave no answer", "does not answer; waited {answer:g} s"),
+    ("57014", "takes too long; waited {answer:g} s"),
     ("readonly database", "is read-only"),
     ("not a database", "is not a SQLite database"),
     ("malformed", "is damaged: SQLite finds its image malformed"),
@@ -67,12 +72,14 @@ def make_engine(url: str | Path, *, create: bool) -> tuple[Engine, str]:
         event.listen(engine, "begin", file.check_same)
         event.listen(engine, "begin", _begin)
         return engine, name
-    limits = {"connect_timeout": BUSY_TIMEOUT_S, "options": f"-c lock_timeout={BUSY_TIMEOUT_S}s"}
-    unsaid = {name: value for name, value in limits.items() if name not in where.query}
     try:
-        return create_engine(where, pool_pre_ping=True, connect_args=unsaid), name
+        from flywheel.store.postgres import bound, limits
     except ImportError:
         raise StoreError(f"store {name}: its driver psycopg is not installed; install flywheel[postgres]") from None
+    unsaid = {name: value for name, value in limits(BUSY_TIMEOUT_S, ANSWER_S).items() if name not in where.query}
+    engine = create_engine(where, connect_args=unsaid)
+    bound(engine, ANSWER_S)
+    return engine, name
 
 
 def make_store_url(url: str | Path) -> URL:
@@ -131,14 +138,14 @@ def violated(error: IntegrityError) -> str | None:
 
 
 def _fact(error: Exception) -> str:
-    if getattr(error, "connection_invalidated", False):
-        return "lost the connection to its server"
     cause = getattr(error, "orig", None) or error
     text = str(cause)
     searched = (getattr(cause, "sqlstate", None) or text).lower()
     for needle, fact in _FACTS:
         if needle in searched:
-            return fact.format(limit=BUSY_TIMEOUT_S)
+            return fact.format(limit=BUSY_TIMEOUT_S, answer=ANSWER_S)
+    if getattr(error, "connection_invalidated", False):
+        return "lost the connection to its server"
     return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
+from time import monotonic
 
 import psycopg
 import pytest
@@ -15,7 +16,7 @@ from click.testing import Result
 from postgres_server import Server
 
 from flywheel.measure.record import TrialRecord
-from flywheel.store import engine
+from flywheel.store import engine, postgres
 from flywheel.store.sql import Store, open_store
 
 Run = Callable[..., Result]
@@ -147,3 +148,21 @@ def test_a_disk_that_fills_up_under_a_search_is_code_5(run: Run, tmp_path: Path)
         (trials,) = connection.execute("SELECT count(*) FROM trials").fetchone()
     assert 0 < trials < 200
     check_resumes(run, str(copy / "trials.db"), trials)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_server_that_freezes_under_a_search_is_code_5(
+    run: Run, strike: Callable[..., None], postgres_server: Server, monkeypatch: pytest.MonkeyPatch, jobs: int
+) -> None:
+    monkeypatch.setattr(engine, "BUSY_TIMEOUT_S", 2)
+    monkeypatch.setattr(engine, "ANSWER_S", 3.0)
+    monkeypatch.setattr(postgres, "PING_S", 1.0)
+    store = postgres_server.create_database()
+    strike(postgres_server.freeze)
+    start = monotonic()
+    try:
+        search(run, store, "does not answer", jobs)
+    finally:
+        postgres_server.thaw()
+    assert monotonic() - start < 30  # as much as a loaded machine takes to start workers
+    check_resumes(run, store, TRIALS_BEFORE)

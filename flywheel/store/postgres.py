@@ -1,0 +1,105 @@
+"""Connections to a PostgreSQL server that may stop answering: every wait for it is bounded from this side.
+
+A server that is stopped, or whose machine is gone, keeps its connections open: no error ever comes.
+Source: psycopg 3, `Connection.wait`; libpq's connection parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from math import inf
+from time import monotonic
+from typing import Any, Final, TypeVar
+
+import psycopg
+from psycopg import waiting
+from sqlalchemy import Engine, event
+from sqlalchemy.exc import DisconnectionError
+
+_T = TypeVar("_T")
+
+PING_S: Final = 5.0
+"""Wall seconds that the server may take to say that an idle connection still works, before another one is made."""
+SILENT: Final = "the server gave no answer"
+"""What the error of a wait that is given up says."""
+
+_INTERVAL_S: Final = 0.1
+
+
+class BoundedConnection(psycopg.Connection[Any]):
+    """A connection that is closed where the server takes longer than `answer_s` to answer, or where a signal raises
+    while it is waited for. A server that runs ends the session as soon as it tries to answer."""
+
+    answer_s: float = inf
+
+    def wait(
+        self, gen: Generator[int, int, _T], interval: float = _INTERVAL_S, timeout: float | None = None
+    ) -> _T:
+        """As psycopg's, which waits for ever and, interrupted, for an answer to its request to cancel.
+
+        Raises OperationalError.
+        """
+        patience_s = self.answer_s if timeout is None else min(timeout, self.answer_s)
+        try:
+            return waiting.wait(_until(gen, monotonic() + patience_s), self.pgconn.socket, min(interval, _INTERVAL_S))
+        except (KeyboardInterrupt, _SilentError):
+            self.pgconn.finish()
+            raise
+
+
+class _SilentError(psycopg.OperationalError):
+    """The server took too long."""
+
+
+def _until(gen: Generator[int, int, _T], deadline: float) -> Generator[int, int, _T]:
+    """What `gen` asks to wait for, with _SilentError at the `deadline`. It is resumed at every interval."""
+    ready = None
+    while True:
+        try:
+            wanted = gen.send(ready)  # type: ignore[arg-type]  # None starts a generator
+        except StopIteration as end:
+            value: _T = end.value
+            return value
+        ready = yield wanted
+        if not ready and monotonic() >= deadline:
+            raise _SilentError(SILENT)
+
+
+def limits(lock_s: float, answer_s: float) -> dict[str, Any]:
+    """Parameters of a connection that waits no longer than `lock_s` for a server or there for a lock, and whose
+    statements take no longer than `answer_s`."""
+    return {
+        "connect_timeout": lock_s,
+        "options": f"-c lock_timeout={lock_s}s -c statement_timeout={answer_s:.0f}s",
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 4,
+        "tcp_user_timeout": int(1000 * lock_s),
+    }
+
+
+def bound(engine: Engine, answer_s: float) -> None:
+    """Give the engine bounded connections, whose idle ones are asked whether they still work before they are used."""
+
+    @event.listens_for(engine, "do_connect")
+    def connect(dialect: Any, record: Any, arguments: Any, parameters: Any) -> BoundedConnection:
+        made = BoundedConnection.connect(*arguments, **parameters)
+        made.answer_s = answer_s
+        return made
+
+    @event.listens_for(engine, "checkout")
+    def ping(connection: BoundedConnection, record: Any, proxy: Any) -> None:
+        if not record.info.pop("idle", False):
+            return
+        connection.answer_s = PING_S
+        try:
+            connection.execute("SELECT 1")
+            connection.rollback()
+        except psycopg.Error as error:
+            raise DisconnectionError(str(error)) from error
+        finally:
+            connection.answer_s = answer_s
+
+    @event.listens_for(engine, "checkin")
+    def idle(connection: BoundedConnection | None, record: Any) -> None:
+        record.info["idle"] = True
