@@ -6,13 +6,13 @@ Source: psycopg 3, `Connection.wait`; libpq's connection parameters.
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from math import inf
 from time import monotonic
 from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg import waiting
+from psycopg.abc import PQGen
 from sqlalchemy import Engine, event
 from sqlalchemy.exc import DisconnectionError
 
@@ -32,9 +32,7 @@ class BoundedConnection(psycopg.Connection[Any]):
 
     answer_s: float = inf
 
-    def wait(
-        self, gen: Generator[int, int, _T], interval: float = _INTERVAL_S, timeout: float | None = None
-    ) -> _T:
+    def wait(self, gen: PQGen[_T], interval: float = _INTERVAL_S, timeout: float | None = None) -> _T:
         """As psycopg's, which waits for ever and, interrupted, for an answer to its request to cancel.
 
         Raises OperationalError.
@@ -51,7 +49,7 @@ class _SilentError(psycopg.OperationalError):
     """The server took too long."""
 
 
-def _until(gen: Generator[int, int, _T], deadline: float) -> Generator[int, int, _T]:
+def _until(gen: PQGen[_T], deadline: float) -> PQGen[_T]:
     """What `gen` asks to wait for, with _SilentError at the `deadline`. It is resumed at every interval."""
     ready = None
     while True:
