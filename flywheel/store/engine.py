@@ -74,10 +74,11 @@ def make_engine(url: str | Path, *, create: bool) -> tuple[Engine, str]:
         return engine, name
     try:
         from flywheel.store.postgres import bound, limits
+
+        unsaid = {name: value for name, value in limits(BUSY_TIMEOUT_S, ANSWER_S).items() if name not in where.query}
+        engine = create_engine(where, connect_args=unsaid)
     except ImportError:
         raise StoreError(f"store {name}: its driver psycopg is not installed; install flywheel[postgres]") from None
-    unsaid = {name: value for name, value in limits(BUSY_TIMEOUT_S, ANSWER_S).items() if name not in where.query}
-    engine = create_engine(where, connect_args=unsaid)
     bound(engine, ANSWER_S)
     return engine, name
 
