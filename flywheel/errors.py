@@ -47,6 +47,10 @@ class WorkerDiedError(FlywheelError):
     """A process or machine that evaluates trials is gone, with whatever it was doing."""
 
 
+class OutputError(FlywheelError):
+    """Not all of the result could be written to stdout, or a line to stderr."""
+
+
 class StoreError(FlywheelError):
     """The trial store cannot be opened, read or written."""
 

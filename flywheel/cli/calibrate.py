@@ -11,7 +11,7 @@ import click
 
 from flywheel.cli.options import SharedOption, check_writable, command, json_option, store_option, write_file
 from flywheel.cli.provenance import find_campaign
-from flywheel.cli.text import ABSENT, note, pairs, percent, show, show_json, table
+from flywheel.cli.text import ABSENT, note, pairs, percent, show, show_json, show_table
 from flywheel.cost_model import MODEL_VERSION
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _show(document: dict[str, Any]) -> None:
     probed = document["probed"]
     measured = f"{document['gpu_name']}, driver {document['gpu_driver']}, NVRTC {document['nvrtc']}"
     show(
-        pairs(
+        *pairs(
             [
                 ("measured", f"{measured}, kernels {', '.join([document['kernels'], *document['other_kernels']])}"),
                 ("campaigns", ", ".join(document["campaigns"])),
@@ -131,7 +131,7 @@ def _show(document: dict[str, Any]) -> None:
         for work in works
     ]
     headers = ("<held back", "configs", "Spearman before", "median", "p90", "Spearman after", "median", "p90")
-    show("\n" + table(headers, rows, indent="  "))
+    show_table(headers, rows, indent="  ", gap=True)
 
 
 def _changed(works: list[dict[str, Any]]) -> int:

@@ -10,7 +10,7 @@ import click
 
 from flywheel.cli.options import command, json_option, store_option
 from flywheel.cli.provenance import find_campaign, search_command
-from flywheel.cli.text import ABSENT, counts, escaped, pairs, percent, show, show_json, table, ties, us
+from flywheel.cli.text import ABSENT, counts, pairs, percent, show, show_json, show_table, ties, us
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, judged, marks, ranked, tied_with
 
@@ -51,7 +51,7 @@ def _list(where: str, summaries: list[CampaignSummary], as_json: bool) -> None:
         show_json({"store": where, "campaigns": [_document(summary) for summary in summaries]})
         return
     if not summaries:
-        show(escaped(f"{where}: no campaigns"))
+        show(f"{where}: no campaigns")
         return
     headers = ("<campaign", "<model", "<GPU", "<dtype", "context", "batch", "<sampler", "trials", "best", "<",
                "<outcomes")  # fmt: skip
@@ -66,7 +66,7 @@ def _list(where: str, summaries: list[CampaignSummary], as_json: bool) -> None:
                 counts(summary.outcomes),
             )
         )  # fmt: skip
-    show(table(headers, rows))
+    show_table(headers, rows)
 
 
 def _best(summary: CampaignSummary) -> tuple[float | None, str]:
@@ -94,10 +94,10 @@ def _document(summary: CampaignSummary) -> dict[str, Any]:
 
 def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> None:
     campaign: Campaign = summary.campaign
-    show(escaped(f"{campaign.name}: {campaign.work}"))
+    show(f"{campaign.name}: {campaign.work}")
     last = trials[-1].created_at if trials else ABSENT
     show(
-        pairs(
+        *pairs(
             [
                 ("started", campaign.created_at),
                 ("last trial", last),
@@ -118,9 +118,9 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> No
              r.program_id or ABSENT, marks(r) or "")
             for r in best
         ]  # fmt: skip
-        show("\n" + table(headers, rows, indent="  "))
+        show_table(headers, rows, indent="  ", gap=True)
     refused = [record for record in trials if record.reason is not None]
     if refused:
         record = refused[-1]
-        said = escaped(f"trial {record.trial}, {record.outcome.replace('_', ' ')}: {record.reason}")
-        show(f"\n  last without a latency: {said}")
+        said = f"trial {record.trial}, {record.outcome.replace('_', ' ')}: {record.reason}"
+        show("", f"  last without a latency: {said}")

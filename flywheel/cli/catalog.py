@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from flywheel.cli.options import DEFAULTS, SharedOption, command, json_option
-from flywheel.cli.text import show, show_json, size, table, us
+from flywheel.cli.text import show_json, show_table, size, us
 from flywheel.cost_model import machine_for
 from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.ir.serde import target_to_dict
@@ -43,7 +43,7 @@ def models(gpus: tuple[str, ...], dtype: str, as_json: bool) -> None:
         )
         for model in listed
     ]  # fmt: skip
-    show(table(headers, rows))
+    show_table(headers, rows)
 
 
 @command
@@ -65,7 +65,7 @@ def targets(as_json: bool) -> None:
         )
         for target in TARGETS.values()
     ]  # fmt: skip
-    show(table(headers, rows))
+    show_table(headers, rows)
 
 
 def bytes_per_token(spec: DecoderSpec, dtype: DType) -> int:

@@ -20,7 +20,7 @@ import click
 from flywheel.cli.drain import Drain
 from flywheel.cli.mlflow import children_option, make_follower, place, tracking_option
 from flywheel.cli.options import command, json_option, store_option
-from flywheel.cli.text import escaped, note, show, show_json
+from flywheel.cli.text import note, show, show_json
 from flywheel.errors import MirrorError, UsageError
 
 HOST: Final = "127.0.0.1"
@@ -55,8 +55,7 @@ def dashboard(port: int, tracking_uri: str | None, children: str, store: str, as
         else:
             show(address + pages)
             note(f"flywheel: MLflow on {place(follower)}; Ctrl-C ends it")
-        sys.stdout.flush()
-        follow(follower, lambda: drain.requested or not runs(), lambda trouble: note(f"flywheel: {escaped(trouble)}"))
+        follow(follower, lambda: drain.requested or not runs(), lambda trouble: note(f"flywheel: {trouble}"))
         if not drain.requested:
             raise MirrorError("MLflow's server has ended by itself; mlflow server says why")
 

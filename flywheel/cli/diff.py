@@ -14,7 +14,7 @@ from flywheel.cli.exits import DIFFERENT
 from flywheel.cli.files import load_program
 from flywheel.cli.inspect import describe
 from flywheel.cli.options import command, json_option
-from flywheel.cli.text import cell, show, show_json, table
+from flywheel.cli.text import cell, show, show_json, show_table
 from flywheel.ir import MegakernelProgram, config_to_dict, program_to_dict
 from flywheel.report.layer import operation
 
@@ -120,7 +120,7 @@ def _show(document: Mapping[str, Any]) -> None:
         for name, (before, after) in names.items()
     ]
     if rows:
-        show(table(("<", "<", "A", "B", "B - A"), rows))
+        show_table(("<", "<", "A", "B", "B - A"), rows)
     else:
         show("the same but for the order of records")
 

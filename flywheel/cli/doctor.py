@@ -154,7 +154,7 @@ def _show(report: dict[str, Any]) -> None:
         ("measured", _ceiling_line(gpu, store["ceiling"])),
         ("store", _store_line(store)),
     ]  # fmt: skip
-    show(pairs(lines, indent=""))
+    show(*pairs(lines, indent=""))
 
 
 def _gpu_line(gpu: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from flywheel.cli.options import (
     store_option,
     workload_options,
 )
-from flywheel.cli.text import escaped, pairs, percent, show, show_json, us
+from flywheel.cli.text import pairs, percent, show, show_json, us
 from flywheel.cost_model import open_predictor
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.outcome import Measured, Predicted, Rejected
@@ -143,7 +143,7 @@ def _show(document: dict[str, Any]) -> None:
     if latency_us is not None:
         verdict += f" {us(latency_us)} a token; weight floor {us(document['floor_us'])}, "
         verdict += f"{percent(document['floor_fraction'])} reached"
-    show(escaped(f"{work}: {verdict}"))
+    show(f"{work}: {verdict}")
     best, changed = document["incumbent"], document["changed"]
     against = None
     if best is not None:
@@ -158,7 +158,7 @@ def _show(document: dict[str, Any]) -> None:
     if len(knobs) > SHOWN:
         knobs[SHOWN:] = [f"and {len(knobs) - SHOWN} more"]
     show(
-        pairs(
+        *pairs(
             [
                 ("reason", document["reason"]),
                 ("config", document["config_id"]),

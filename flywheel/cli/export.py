@@ -22,7 +22,7 @@ from flywheel.cli.options import (
     write_file,
 )
 from flywheel.cli.provenance import find_campaign, schedule_text
-from flywheel.cli.text import escaped, note, show_json, us
+from flywheel.cli.text import note, show_document, show_json, us
 from flywheel.errors import StoreError, UnknownNameError, UsageError
 from flywheel.interop.t4 import dump_t4, to_t4
 from flywheel.measure.record import TrialRecord
@@ -85,14 +85,14 @@ def export(
             origin = find_campaign(opened, record.campaign)
             text = schedule_text(record, origin) if form == "schedule" else _program(record)
             facts = {"campaign": record.campaign, "trial": record.trial, "program_id": record.program_id}
-            note(escaped(f"{record.campaign}, trial {record.trial}: {record.kind} {us(record.objective_us)}"))
+            note(f"{record.campaign}, trial {record.trial}: {record.kind} {us(record.objective_us)}")
     if output is not None:
         write_file(output, text)
-        note(escaped(f"wrote {output}"))
+        note(f"wrote {output}")
     if as_json and (output is not None or form in ("tsv", "csv")):
         show_json({"format": form, "path": None if output is None else str(output), **facts})
     elif output is None:
-        click.echo(text, nl=False)
+        show_document(text)
 
 
 def _wanted(ctx: click.Context, names: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.cli.options import DEFAULTS
-from flywheel.cli.text import escaped, note
+from flywheel.cli.text import note
 from flywheel.errors import IrFormatError, StoreError, UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig, config_from_dict, program_from_dict
 from flywheel.ir.files import parse_json, read_text
@@ -45,7 +45,7 @@ def load_config(path: str) -> Schedule | ScheduleConfig:
         raise UsageError(str(error)) from None
     unknown = sorted(document.keys() - _FIELDS)
     if unknown:
-        note(escaped(f"{path}: no fields of a ScheduleConfig, so ignored: {', '.join(unknown)}"))
+        note(f"{path}: no fields of a ScheduleConfig, so ignored: {', '.join(unknown)}")
     return config
 
 

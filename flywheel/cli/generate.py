@@ -19,7 +19,7 @@ from flywheel.cli.decoding import (
 )
 from flywheel.cli.files import load_config
 from flywheel.cli.options import command, json_option
-from flywheel.cli.text import duration, note, show, show_json
+from flywheel.cli.text import duration, note, show_document, show_json
 from flywheel.errors import UsageError
 from flywheel.ir import MegakernelProgram
 
@@ -75,7 +75,7 @@ def generate(
     generation = _run(program, source, ids or (), max_tokens, device, seed, verify)
     text = None if tokenizer is None else tokenizer.decode(generation.token_ids)
     if not as_json:
-        show(",".join(map(str, generation.token_ids)) if text is None else text)
+        show_document((",".join(map(str, generation.token_ids)) if text is None else text) + "\n")
         note(_summary(generation, device))
         return
     show_json(

@@ -21,7 +21,7 @@ from flywheel.cli.options import (
     workload_options,
 )
 from flywheel.cli.provenance import search_command
-from flywheel.cli.text import counts, escaped, note, pairs, show, show_json
+from flywheel.cli.text import counts, note, pairs, show, show_json
 from flywheel.errors import IrFormatError, StoreError, UsageError
 from flywheel.interop.amk import MARK, PriorTable, read_results
 from flywheel.ir import ScheduleConfig
@@ -138,9 +138,9 @@ def _foreign(text: str, corpus: str, path: str) -> PriorTable:
     except IrFormatError as error:
         raise IrFormatError(f"{path}: {error}") from None
     if table.ignored:
-        note(escaped(f"{path}: columns that say nothing of a schedule: {', '.join(table.ignored)}"))
+        note(f"{path}: columns that say nothing of a schedule: {', '.join(table.ignored)}")
     if table.skipped:
-        note(escaped(f"{path}: rows without a schedule to try: {counts(table.skipped)}"))
+        note(f"{path}: rows without a schedule to try: {counts(table.skipped)}")
     if not table.configs:
         raise UsageError(f"{path}: no row has a schedule; --corpus names the file that may have them by id")
     return table
@@ -179,5 +179,5 @@ def _show(document: dict[str, Any]) -> None:
     brought = f"{document['trials']:,} imported trials, {document['new_trials']:,} of them new"
     if document["priors"]:
         brought = f"{document['priors']} schedules to try first, no trials"
-    show(escaped(f"{document['campaign']}: {work}: {brought}"))
-    show(pairs([("store", document["store"]), ("next", document["command"])]))
+    show(f"{document['campaign']}: {work}: {brought}")
+    show(*pairs([("store", document["store"]), ("next", document["command"])]))

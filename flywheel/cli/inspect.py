@@ -9,7 +9,7 @@ import click
 
 from flywheel.cli.files import load_program
 from flywheel.cli.options import command, json_option
-from flywheel.cli.text import cell, escaped, pairs, percent, show, show_json, size, table, us
+from flywheel.cli.text import cell, pairs, percent, show, show_json, show_table, size, us
 from flywheel.cost_model import Machine, Prediction, predict
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import MegakernelProgram, config_to_dict, validate
@@ -132,7 +132,7 @@ def _predicted(program: MegakernelProgram) -> dict[str, float | None]:
 
 def _show(file: str, facts: dict[str, Any]) -> None:
     variant, load, errors = facts["variant"], facts["load"], facts["errors"]
-    show(f"{escaped(file)}: program {facts['program_id'] or '(no identity)'}, IR {facts['ir_version']}")
+    show(f"{file}: program {facts['program_id'] or '(no identity)'}, IR {facts['ir_version']}")
     meta = ", ".join(f"{name} {value}" for name, value in facts["meta"].items())
     proof = "valid" if facts["valid"] else f"{len(errors)} errors, the first {errors[0]}"
     lines = [
@@ -147,11 +147,11 @@ def _show(file: str, facts: dict[str, Any]) -> None:
         ("pages", facts["pages"] and f"{facts['pages']:,}, {size(facts['scratch_bytes'])} of scratch"),
         *(_config(facts["config"]) if facts["config"] is not None else ()),
     ]  # fmt: skip
-    show(pairs(lines))
+    show(*pairs(lines))
     rows = [(kind, f"{tally['count']:,}", size(tally["bytes"])) for kind, tally in facts["buffers"].items()]
-    show("\n" + table(("<buffers", "count", "bytes"), rows, indent="  "))
+    show_table(("<buffers", "count", "bytes"), rows, indent="  ", gap=True)
     operations = [(row["operation"], row["op"], f"{row['tasks']:,}", size(row["bytes"])) for row in facts["operations"]]
-    show("\n" + table(("<operations", "<opcode", "tasks", "bytes"), operations, indent="  "))
+    show_table(("<operations", "<opcode", "tasks", "bytes"), operations, indent="  ", gap=True)
 
 
 def _operations(program: MegakernelProgram) -> list[dict[str, Any]]:

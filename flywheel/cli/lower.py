@@ -19,7 +19,7 @@ from flywheel.cli.options import (
     workload_options,
     write_file,
 )
-from flywheel.cli.text import note, percent, show, show_json, size, us
+from flywheel.cli.text import note, percent, show_document, show_json, size, us
 from flywheel.cost_model import Predictor, open_predictor, predict
 from flywheel.errors import ConfigError, UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig, program_to_json
@@ -88,7 +88,7 @@ def lower(
         f"program {summary['program_id']}"
     )
     if output is None:
-        show(program_to_json(program))
+        show_document(program_to_json(program) + "\n")
         return
     write_file(output, program_to_json(program) + "\n")
     if as_json:

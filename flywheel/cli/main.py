@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
-from errno import ENOSPC
+from errno import EAGAIN, EDQUOT, EFBIG, EIO, ENOSPC
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
@@ -16,8 +16,9 @@ from typing import Any, Final
 import click
 
 from flywheel.cli.exits import ABORTED, BROKEN_PIPE, FAILED, USAGE, exit_code
-from flywheel.cli.text import HELP, escaped
-from flywheel.errors import FlywheelError
+from flywheel.cli.output import buffer_output
+from flywheel.cli.text import HELP, complain, note, show
+from flywheel.errors import FlywheelError, OutputError
 
 COMMANDS: Final = {
     "search": ("flywheel.cli.search:search", "Search for the fastest schedule of a model on a GPU."),
@@ -43,6 +44,9 @@ COMMANDS: Final = {
     "doctor": ("flywheel.cli.doctor:doctor", "Say what this machine has, and what that means."),
 }
 """Name -> (module:command, one line of help), in the order of `--help`, which imports none of them."""
+
+_NO_ROOM: Final = (ENOSPC, EFBIG, EDQUOT, EIO, EAGAIN)
+"""What a write fails with where the disk, the quota, the limit on files or the pipe is full, or the disk is broken."""
 
 
 class CommandTable(click.Group):
@@ -87,14 +91,20 @@ class CommandTable(click.Group):
         try:
             code = super().main(args, prog_name or "flywheel", complete_var, standalone_mode=False, **extra)
         except click.exceptions.NoArgsIsHelpError as error:
-            click.echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
+            note(*(error.ctx.get_help() if error.ctx else error.format_message()).split("\n"))
             code = USAGE
         except click.ClickException as error:
-            _complain(_click_message(error))
+            complain(_click_message(error))
             code = USAGE
         except click.Abort:
-            _complain("aborted")
+            complain("aborted")
             code = ABORTED
+        except OSError as error:  # click writes the help itself
+            if error.errno not in _NO_ROOM or error.filename is not None:
+                raise
+            _discard_output()
+            complain(f"output: cannot be written: {error.strerror}")
+            code = FAILED
         code = code if isinstance(code, int) else 0
         if standalone_mode:
             sys.exit(code)
@@ -104,23 +114,19 @@ class CommandTable(click.Group):
         """Run the command; a flywheel error is one line on stderr, with `--debug` behind its traceback."""
         debug = bool(ctx.params.get("debug"))
         if debug:
-            sys.excepthook = sys.__excepthook__
+            sys.excepthook = _show_bug
         try:
             return super().invoke(ctx)
         except FlywheelError as error:
+            if isinstance(error, OutputError):
+                _discard_output()
             if debug:
-                traceback.print_exception(error)
-            _complain(str(error))
+                _show_trace(error)
+            complain(str(error))
             return exit_code(error)
         except BrokenPipeError:
             _discard_output()
             return BROKEN_PIPE
-        except OSError as error:
-            if error.errno != ENOSPC or error.filename is not None:
-                raise
-            _discard_output()
-            _complain(f"output: cannot be written: {error.strerror}")
-            return FAILED
 
 
 @click.command(
@@ -143,6 +149,7 @@ def cli(debug: bool) -> None:
 
 def main() -> int:
     """Entry point; the exit code."""
+    buffer_output()
     sys.excepthook = _report_bug
     return cli.main(standalone_mode=False)
 
@@ -152,12 +159,8 @@ def _show_version(ctx: click.Context) -> None:
         number = version("flywheel")
     except PackageNotFoundError:
         number = "(a source tree that was never installed)"
-    click.echo(f"flywheel {number}")
+    show(f"flywheel {number}")
     ctx.exit()
-
-
-def _complain(message: str) -> None:
-    click.echo(f"flywheel: {escaped(' '.join(message.split()))}", err=True)
 
 
 def _click_message(error: click.ClickException) -> str:
@@ -171,10 +174,19 @@ def _discard_output() -> None:
     """Our output goes nowhere; so that the interpreter's last flush does not complain, too."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
+            if stream is not None:
+                stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def _show_trace(error: BaseException) -> None:
+    note(*"".join(traceback.format_exception(error)).removesuffix("\n").split("\n"))
+
+
+def _show_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    _show_trace(error)
+
+
 def _report_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    _complain(f"internal error: {kind.__name__}: {error}; flywheel --debug shows where")
+    complain(f"internal error: {kind.__name__}: {error}; flywheel --debug shows where")

@@ -16,7 +16,7 @@ from flywheel.cli.exits import FAILED
 from flywheel.cli.options import SharedOption, command, json_option, store_option
 from flywheel.cli.provenance import find_campaign
 from flywheel.cli.report import views
-from flywheel.cli.text import escaped, note, show, show_json
+from flywheel.cli.text import note, show, show_json
 
 if TYPE_CHECKING:
     from flywheel.store.follow import Follower
@@ -114,7 +114,7 @@ def _follow(follower: Follower, pid: int | None) -> int:
 
     def tell(trouble: str) -> None:
         with suppress(OSError):
-            note(f"flywheel: {escaped(trouble)}")
+            note(f"flywheel: {trouble}")
 
     runs = _watch(pid)
     with Drain(lambda: None) as drain:

@@ -8,7 +8,7 @@ from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from flywheel.cli.text import counts, duration, note, percent, us
+from flywheel.cli.text import counts, duration, escaped, note, percent, us
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -171,7 +171,7 @@ class LivePanel:
         body.add_row("improved", self._last())
         if self._draining:
             body.add_row("stopping", Text(DRAINING, style="yellow"))
-        title = Text(start.spec.work, style="bold")
+        title = Text(escaped(start.spec.work), style="bold")
         return Panel(body, title=title, title_align="left", subtitle=f"{start.spec.sampler}, seed {start.spec.seed}",
                      subtitle_align="right", border_style="dim", width=min(78, self._live.console.width))  # fmt: skip
 

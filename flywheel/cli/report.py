@@ -10,7 +10,7 @@ import click
 
 from flywheel.cli.options import check_writable, command, json_option, store_option, write_file
 from flywheel.cli.provenance import find_campaign, schedule_text, search_command
-from flywheel.cli.text import escaped, note, show, show_json
+from flywheel.cli.text import note, show, show_document, show_json
 from flywheel.measure.standing import trials_of
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ def report(campaign: str, output: Path | None, store: str, as_json: bool) -> Non
         records = opened.trials(found.name)
     text = campaign_files(found, records)[PAGE]
     if str(target) == "-":
-        click.echo(text, nl=False)
+        show_document(text)
         return
     write_file(target, text)
     trials = len(trials_of(records))
     if as_json:
         show_json({"campaign": found.name, "path": str(target), "trials": trials, "bytes": len(text.encode())})
     else:
-        show(escaped(f"{target}: {trials:,} trials, {len(text.encode()) / 1e3:,.0f} kB"))
+        show(f"{target}: {trials:,} trials, {len(text.encode()) / 1e3:,.0f} kB")
         note("open it in any browser; it fetches nothing")
 
 

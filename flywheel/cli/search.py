@@ -30,7 +30,7 @@ from flywheel.cli.options import (
 )
 from flywheel.cli.progress import make_reporter
 from flywheel.cli.provenance import find_campaign, schedule_text
-from flywheel.cli.text import counts, duration, escaped, note, pairs, percent, show, show_json, ties, us
+from flywheel.cli.text import counts, duration, note, pairs, percent, show, show_json, ties, us
 from flywheel.errors import UsageError
 from flywheel.search.spec import CampaignSpec, check_name, read_campaign_file
 
@@ -157,7 +157,7 @@ def search(
             spec, store, fresh=fresh, announce=announce, watch=reporter.watch, interrupted=lambda: drain.requested
         )
     for trouble in filter(None, (mirror.trouble() for mirror in mirrors)):
-        note(f"flywheel: the mirror lags: {escaped(trouble)}; flywheel mlflow sync makes up for it")
+        note(f"flywheel: the mirror lags: {trouble}; flywheel mlflow sync makes up for it")
     _present(started[0], result, store, schedule_file, "jsonl" if jsonl else "json" if as_json else "text")
     ctx.exit(_exit_code(result, fresh))
 
@@ -216,7 +216,7 @@ def _latency_source(start: Start, asked: str) -> str:
 def _beginning(start: Start) -> str:
     """Whose schedules this search tries first."""
     works = [f"{warm.model} on {warm.gpu}, {warm.dtype}, context {warm.context}" for warm in start.starts]
-    return escaped(f"Begins with the best schedules of {'; '.join(works)}, tried again here; --cold goes without.")
+    return f"Begins with the best schedules of {'; '.join(works)}, tried again here; --cold goes without."
 
 
 def _schedule(store: str, best: TrialRecord) -> str:
@@ -265,12 +265,11 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
     from flywheel.store.engine import make_store_url, store_name
 
     spec, best = start.spec, result.best
-    work = escaped(spec.work)
     if best is None:
-        show(f"{work}: nothing feasible in {result.trials:,} trials")
+        show(f"{spec.work}: nothing feasible in {result.trials:,} trials")
     else:
         show(
-            f"{work}: {best.kind} {us(best.objective_us)} a token; "
+            f"{spec.work}: {best.kind} {us(best.objective_us)} a token; "
             f"weight floor {us(best.floor_us)}, {percent(best.floor_fraction)} reached"
         )
     rate = ""
@@ -280,7 +279,7 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
     where = store_name(make_store_url(store))  # without its password
     words += ["--store", where] if store != DEFAULT_STORE else []
     show(
-        pairs(
+        *pairs(
             [
                 ("campaign", result.name),
                 ("trials", f"{result.trials:,}, {result.new_trials:,} of them new{rate}; {_STOPPED[result.stopped]}"),

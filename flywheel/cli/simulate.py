@@ -12,7 +12,7 @@ from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_program
 from flywheel.cli.inspect import predict_latency
 from flywheel.cli.options import check_writable, command, json_option, write_file
-from flywheel.cli.text import escaped, note, pairs, percent, show, show_json, size, table, us
+from flywheel.cli.text import note, pairs, percent, show, show_json, show_table, size, us
 from flywheel.cost_model import STOCK, Predictor, open_predictor, timeline
 from flywheel.errors import ConfigError, UsageError
 from flywheel.ir import MegakernelProgram, simulate_adversarial, simulate_counters, validate
@@ -134,9 +134,9 @@ def _show(file: str, document: dict[str, Any]) -> None:
     if prediction is not None:
         shares = ", ".join(f"{name} {percent(prediction[name])}" for name in ("busy", "blocked", "starved"))
     stuck = document["stuck"]
-    show(f"{escaped(file)}: {'valid' if document['valid'] else 'NOT VALID'}")
+    show(f"{file}: {'valid' if document['valid'] else 'NOT VALID'}")
     show(
-        pairs(
+        *pairs(
             [
                 *(("error", error) for error in document["errors"][:SHOWN]),
                 ("counters", f"{document['fired']:,} tasks fire, {len(stuck):,} stuck{_some(stuck)}"),
@@ -156,7 +156,7 @@ def _show(file: str, document: dict[str, Any]) -> None:
             (row["operation"], f"{row['tasks']:,}", size(row["bytes"]), percent(row["time_share"]))
             for row in sorted(document["operations"], key=lambda row: -row["time_share"])
         ]
-        show("\n" + table(("<operation", "tasks", "bytes", "SM time"), rows, indent="  "))
+        show_table(("<operation", "tasks", "bytes", "SM time"), rows, indent="  ", gap=True)
 
 
 def _some(stuck: list[int]) -> str:

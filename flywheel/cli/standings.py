@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from flywheel.cli.text import ABSENT, escaped, pairs, percent, show, size, table, us
+from flywheel.cli.text import ABSENT, pairs, percent, show, show_table, size, us
 
 if TYPE_CHECKING:
     from flywheel.measure.comparison import Comparison, Entry
@@ -44,11 +44,11 @@ def show_bench(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -
     order of their contexts."""
     environment, ceiling = document["environment"], document["ceiling"]
     work = f"{document['model']} on {environment['gpu']}, {document['dtype']}"
-    show(escaped(f"{work}: us a step, in {document['rounds']} rounds of {document['samples']} samples"))
+    show(f"{work}: us a step, in {document['rounds']} rounds of {document['samples']} samples")
     versions = [("driver", environment["driver"]), ("NVRTC", environment["nvrtc"]), ("torch", environment["torch"]),
                 ("triton", environment["triton"]), ("CUDA", environment["cuda_torch"])]  # fmt: skip
     share = percent(ceiling["read_gbs"] / ceiling["datasheet_gbs"])
-    show(pairs([
+    show(*pairs([
         ("versions", ", ".join(f"{name} {found}" for name, found in versions if found)),
         ("commit", environment["commit"]),
         ("read ceiling", f"{ceiling['read_gbs']:,.0f} GB/s with {ceiling['read_kernel']}, measured in this run; "
@@ -61,7 +61,7 @@ def show_bench(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -
         together = list(group)
         _show_context([comparison for comparison, _ in together], [each["schedule"] for _, each in together])
     for each in document["refused"]:
-        show("\n" + escaped(f"context {each['context']:,}, batch {each['batch']} is not compared: {each['reason']}"))
+        show("", f"context {each['context']:,}, batch {each['batch']} is not compared: {each['reason']}")
 
 
 def _show_context(comparisons: Sequence[Comparison], origins: Sequence[Mapping[str, Any]]) -> None:
@@ -72,9 +72,9 @@ def _show_context(comparisons: Sequence[Comparison], origins: Sequence[Mapping[s
     for comparison, origin in zip(comparisons, origins, strict=True):
         found = origin.get("file") or f"trial {origin['trial']} of {origin['campaign']}"
         found += ", imported" if origin.get("imported_from") else ""
-        show(escaped(f"context {comparison.context:,}, batch {comparison.batch}: {size(comparison.weight_bytes)} of "
-                     f"weights need {us(comparison.ceiling_us)} at the read ceiling, {us(comparison.floor_us)} at the "
-                     f"datasheet's bandwidth; schedule {origin['config_id']}, {found}"))  # fmt: skip
+        show(f"context {comparison.context:,}, batch {comparison.batch}: {size(comparison.weight_bytes)} of "
+             f"weights need {us(comparison.ceiling_us)} at the read ceiling, {us(comparison.floor_us)} at the "
+             f"datasheet's bandwidth; schedule {origin['config_id']}, {found}")  # fmt: skip
     names = [entry.name for entry in comparisons[0].entries]
     headers = ["batch", "<name", "median us", "p10", "p90", "back to back", "GB/s", "of floor", "of ceiling",
                *(f"x {name}" for name in names[1:]), "/ batch 1", "<verdict"]  # fmt: skip
@@ -83,12 +83,12 @@ def _show_context(comparisons: Sequence[Comparison], origins: Sequence[Mapping[s
         for comparison in comparisons
         for entry in comparison.entries
     ]
-    show(table(headers, rows, indent="  "))
+    show_table(headers, rows, indent="  ")
     for comparison in comparisons:
         for entry in comparison.entries:
             if entry.latency is None:
                 who = f"{entry.name}, batch {comparison.batch},"
-                show(escaped(f"  {who} is not timed: {reason_of(entry.outcome)}"))
+                show(f"  {who} is not timed: {reason_of(entry.outcome)}")
 
 
 def _row(comparison: Comparison, entry: Entry, rivals: Sequence[str], single: Comparison | None) -> list[str]:

@@ -1,33 +1,66 @@
-"""How results look on a terminal: aligned columns, numbers with units, and JSON."""
+"""How results look on a terminal: aligned columns, numbers with units, and JSON.
+
+What files and users name is shown, too. Every line for people passes `escaped` on its way out: nothing that a stranger
+wrote moves a cursor, sets a title or begins a line of its own.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from math import isfinite
 from types import MappingProxyType
 from typing import Any, Final
 
-import click
+from flywheel.cli.output import on_terminal, write_err, write_out
+from flywheel.errors import OutputError
 
 HELP: Final = MappingProxyType({"help_option_names": ["-h", "--help"], "max_content_width": 100})
 """How every command shows its help."""
 ABSENT: Final = "-"
+MAX_LINE: Final = 8000
+"""Characters of a line for people; what is longer is cut, and says so."""
+MAX_COMPLAINT: Final = 1000
+"""Characters of the line that says why a command failed."""
+MAX_CELL: Final = 200
+"""Characters of a cell of a table, whose column is as wide as its longest cell."""
 
 
-def show(text: str) -> None:
-    """A line, or lines, of the result, on stdout. What a file or a user named is `escaped` before it gets here."""
-    click.echo(_encodable(text))
+def show(*lines: str) -> None:
+    """Lines of the result, on stdout, each of them escaped."""
+    write_out("".join(f"{line_of(line)}\n" for line in lines))
 
 
-def note(text: str) -> None:
-    """A line of progress or advice, on stderr."""
-    click.echo(_encodable(text), err=True)
+def show_table(headers: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "", gap: bool = False) -> None:
+    """A table on stdout, behind an empty line where `gap` says so, with bold headers on a terminal."""
+    head, *body = map(line_of, table(headers, rows, indent))
+    if on_terminal():
+        head = f"\x1b[1m{head}\x1b[0m"
+    write_out("".join(f"{line}\n" for line in ([""] if gap else []) + [head, *body]))
+
+
+def show_document(text: str) -> None:
+    """A file's text on stdout, as it is; on a terminal, all but its line breaks and tabs escaped."""
+    if on_terminal():
+        text = "".join(char if char in "\n\t" else escaped(char) for char in text)
+    write_out(text)
 
 
 def show_json(document: object, indent: int | None = 2) -> None:
     """The result as one JSON document on stdout; numbers that are not finite are null."""
-    click.echo(json.dumps(_finite(document), indent=indent, allow_nan=False))
+    write_out(json.dumps(_finite(document), indent=indent, allow_nan=False) + "\n")
+
+
+def note(*lines: str) -> None:
+    """Lines of progress or advice, on stderr, each of them escaped."""
+    write_err("".join(f"{line_of(line)}\n" for line in lines))
+
+
+def complain(message: str) -> None:
+    """The one line on stderr that says why a command failed, as far as it can be written."""
+    with suppress(OutputError, BrokenPipeError):
+        note(line_of(f"flywheel: {' '.join(message.split())}", MAX_COMPLAINT))
 
 
 def escaped(text: str) -> str:
@@ -37,8 +70,11 @@ def escaped(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
+def line_of(text: str, most: int = MAX_LINE) -> str:
+    """`text` as one line for people: escaped, and cut behind `most` characters."""
+    if len(text) > most:
+        text = f"{text[:most]}... ({len(text):,} characters)"
+    return escaped(text)
 
 
 def _finite(value: object) -> object:
@@ -50,10 +86,11 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "") -> str:
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "") -> list[str]:
     """Columns, those of numbers to the right. A header that starts with `<` is of words; the sign is not shown."""
     words = [header.startswith("<") for header in headers]
-    cells = [[header.removeprefix("<") for header in headers], *([escaped(cell) for cell in row] for row in rows)]
+    cells = [[header.removeprefix("<") for header in headers]]
+    cells += [[line_of(cell, MAX_CELL) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for row in cells:
@@ -62,14 +99,14 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "
             for cell, width, left in zip(row, widths, words, strict=True)
         ]
         lines.append(indent + "  ".join(aligned).rstrip())
-    return "\n".join([click.style(lines[0], bold=True), *lines[1:]])
+    return lines
 
 
-def pairs(items: Iterable[tuple[str, str | None]], indent: str = "  ") -> str:
+def pairs(items: Iterable[tuple[str, str | None]], indent: str = "  ") -> list[str]:
     """Names in one column, values in the next; a pair without a value is left out."""
     shown = [(name, value) for name, value in items if value is not None]
     width = max((len(name) for name, _ in shown), default=0)
-    return "\n".join(f"{indent}{name.ljust(width)}  {escaped(value)}" for name, value in shown)
+    return [f"{indent}{name.ljust(width)}  {escaped(value)}" for name, value in shown]
 
 
 def counts(numbers: Mapping[str, int]) -> str:

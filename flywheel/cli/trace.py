@@ -20,7 +20,7 @@ from flywheel.cli.options import (
     store_option,
     write_file,
 )
-from flywheel.cli.text import ABSENT, escaped, note, pairs, percent, show, show_json, size, table, us
+from flywheel.cli.text import ABSENT, note, pairs, percent, show, show_json, show_table, size, us
 from flywheel.errors import UnknownNameError, UsageError
 from flywheel.ir import MegakernelProgram
 from flywheel.plan import program_id
@@ -120,7 +120,7 @@ def _best(store: str, campaign: str) -> Schedule:
         best = best_of(opened.trials(origin.name))
         if best is None:
             raise UnknownNameError(f"store {opened.name}: no trial of campaign {campaign!r} has a latency")
-    note(escaped(f"{best.campaign}, trial {best.trial}: {best.kind} {us(best.objective_us)}"))
+    note(f"{best.campaign}, trial {best.trial}: {best.kind} {us(best.objective_us)}")
     config = config_from_dict(json.loads(best.config))
     work = (best.model, best.gpu, best.dtype, best.context, best.batch)
     return Schedule(*work, config, best.config_id, best.program_id)
@@ -207,9 +207,9 @@ def _show(document: dict[str, Any]) -> None:
     step = f"{document['model']} on {document['gpu_name']}, position {document['position']:,}"
     step += f", {document['batch']} sequences" if document["batch"] > 1 else ""
     size_of = f"{document['tasks']:,} tasks on {document['sms']} SMs"
-    show(escaped(f"{step}: {size_of}, program {document['program_id']}"))
+    show(f"{step}: {size_of}, program {document['program_id']}")
     show(
-        pairs(
+        *pairs(
             [
                 ("latency", f"{us(document['latency_us'])} without a trace, {us(document['traced_us'])} with it; "
                             f"{us(document['span_us'])} from the first stamp to the last"),
@@ -227,14 +227,14 @@ def _show(document: dict[str, Any]) -> None:
          ABSENT if row["gbs"] is None else f"{row['gbs']:,.0f}", *(percent(row["phases"][name]) for name in phases))
         for row in document["operations"]
     ]  # fmt: skip
-    show("\n" + table(("<operation", "tasks", "bytes", "us an SM", "GB/s", *phases), rows, indent="  "))
+    show_table(("<operation", "tasks", "bytes", "us an SM", "GB/s", *phases), rows, indent="  ", gap=True)
     rows = [
         (row["operation"], ", ".join(row["after"]), f"{row['waited']:,} of {row['tasks']:,}", _two(row["median_us"]),
          _two(row["max_us"]), _two(row["sm_held_us"]), _two(row["sm_hand_off_us"]))
         for row in document["hand_offs"]
     ]  # fmt: skip
     headers = ("<hand-off to", "<after", "waited", "median us", "max us", "before, us an SM", "after, us an SM")
-    show("\n" + table(headers, rows, indent="  "))
+    show_table(headers, rows, indent="  ", gap=True)
 
 
 def _two(value: float | None) -> str:

@@ -35,7 +35,7 @@ def validate(ctx: click.Context, files: tuple[str, ...], strict: bool, as_json: 
         if as_json:
             show_json({"path": path, **_document(result)}, indent=None)
         else:
-            show(f"{escaped(path)}: {result.report()}")
+            show(*f"{escaped(path)}: {result.report()}".split("\n"))
     if not accepted:
         ctx.exit(REJECTED)
 

@@ -128,7 +128,7 @@ def _verdict(
 def _show(verdict: Verdict) -> None:
     show("PASS" if verdict.passed else f"FAIL: {verdict.reason}")
     show(
-        pairs(
+        *pairs(
             [
                 ("error", f"{verdict.error:.3g} (at most {verdict.bound:.3g} for {verdict.dtype})"),
                 ("where", verdict.where),

@@ -108,6 +108,14 @@ def to_params(values: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def code_span(text: str) -> str:
+    """A name as Markdown that shows it and does nothing else, whatever the name: printable, and between more backticks
+    than it has in a row. Source: CommonMark 0.31, "Code spans"."""
+    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:MAX_VALUE])
+    fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
+    return f"{fence} {shown} {fence}" if "`" in shown or not shown.strip() else f"{fence}{shown}{fence}"
+
+
 def to_ms(moment: str) -> int:
     """An ISO 8601 time as milliseconds since 1970."""
     return round(datetime.fromisoformat(moment).timestamp() * 1000)

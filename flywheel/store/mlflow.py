@@ -31,6 +31,7 @@ from flywheel.store.mirror import (
     campaign_key,
     campaign_params,
     campaign_points,
+    code_span,
     to_ms,
     trial_params,
     trial_points,
@@ -259,8 +260,8 @@ def _trial_tags(record: TrialRecord) -> dict[str, str]:
 def _describe(campaign: Campaign, records: Sequence[TrialRecord]) -> str:
     """The run's description, in Markdown."""
     best, count = best_of(records), len(trials_of(records))
-    model, gpu = f"`{campaign.model}`", f"`{campaign.gpu}`"
-    work = work_named(model, gpu, campaign.dtype, campaign.context, campaign.batch)
+    model, gpu, dtype = map(code_span, (campaign.model, campaign.gpu, campaign.dtype))
+    work = work_named(model, gpu, dtype, campaign.context, campaign.batch)
     if best is None or best.objective_us is None:
         return f"{work}: no feasible schedule in {count} trials."
     floor = "" if best.floor_fraction is None else f", {best.floor_fraction:.1%} of the weight floor"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from flywheel.store.mirror import (
     campaign_key,
     campaign_params,
     campaign_points,
+    code_span,
     trial_points,
 )
 from flywheel.store.mlflow import shown
@@ -100,3 +102,13 @@ def test_a_trials_numbers_are_those_that_it_has(make_record: Records) -> None:
 def test_passwords_are_not_shown() -> None:
     assert shown("https://me:secret@lab:5000/x") == "https://me:***@lab:5000/x"
     assert shown("sqlite:////tmp/a@b.db") == "sqlite:////tmp/a@b.db"
+
+
+@given(st.text(alphabet=st.sampled_from("`a\n\x1b[]()<!#\u202e ")))
+def test_no_name_ends_the_markdown_that_shows_it(name: str) -> None:
+    span = code_span(name)
+    fence = span[: len(span) - len(span.lstrip("`"))]
+    inner = span[len(fence) : -len(fence)]
+    assert span.isprintable()
+    assert span.endswith(fence)
+    assert len(fence) not in [len(run) for run in re.findall("`+", inner)]
