@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from multiprocessing import forkserver
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -153,6 +154,14 @@ def handling(numbers: Sequence[signal.Signals], handle: Callable[[int, FrameType
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+def start_fork_server(modules: Sequence[str]) -> None:
+    """Begin a process that imports `modules` and then forks others off, of multiprocessing's "forkserver". Returns at
+    once; nothing where there is one already, of whatever modules."""
+    multiprocessing.set_forkserver_preload(list(modules))
+    with sheltered():
+        forkserver.ensure_running()
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from flywheel.cli.progress import make_reporter
 from flywheel.cli.provenance import find_campaign, schedule_text
 from flywheel.cli.text import counts, duration, note, pairs, percent, show, show_json, ties, us
 from flywheel.errors import UsageError
+from flywheel.search.forks import expect_forks
 from flywheel.search.spec import CampaignSpec, check_name, read_campaign_file
 
 if TYPE_CHECKING:
@@ -132,10 +133,12 @@ def search(
     resumes. With the GPU here, schedules are run, checked against an oracle and timed, one at a time; without it,
     latencies are predicted by a cost model.
     """
+    spec = make_spec(read_campaign_file(campaign_file) if campaign_file is not None else {}, options, dict(fix))
+    if spec.jobs > 1:
+        expect_forks()  # they import beside what follows
     from flywheel.search.run import run_search
     from flywheel.store.mlflow import check_installed
 
-    spec = make_spec(read_campaign_file(campaign_file) if campaign_file is not None else {}, options, dict(fix))
     if schedule_file is not None:
         check_writable(schedule_file)
     if children is not None:

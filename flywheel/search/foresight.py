@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from time import perf_counter
 from types import TracebackType
 from typing import Final, Self
@@ -16,7 +15,8 @@ from flywheel.cost_model import Predictor, machine_for
 from flywheel.errors import ConfigError, WorkerDiedError
 from flywheel.ir import ScheduleConfig
 from flywheel.lowering.lower import lower
-from flywheel.process import enter_child, no_collector, sheltered
+from flywheel.process import no_collector
+from flywheel.search.forks import fork
 from flywheel.search.workload import Workload
 
 
@@ -47,7 +47,7 @@ class Foresight:
         self.budget: Final = budget
         self.said = Foreseen()
         self._workload, self._predictor, self._jobs = workload, predictor, jobs
-        self._workers: list[tuple[SpawnProcess, Connection]] = []
+        self._workers: list[tuple[ForkServerProcess, Connection]] = []
 
     def predict(self, configs: Sequence[ScheduleConfig]) -> list[float | None]:
         """Latencies in us, None where a config has no program. Raises WorkerDiedError where a process dies."""
@@ -86,14 +86,9 @@ class Foresight:
             raise WorkerDiedError("a process that predicts died; --jobs 1 goes without") from error
         return found
 
-    def _start(self) -> tuple[SpawnProcess, Connection]:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._workload, self._predictor), daemon=True)
-        with sheltered():
-            process.start()
-        theirs.close()
-        return process, ours
+    def _start(self) -> tuple[ForkServerProcess, Connection]:
+        process, lanes = fork("a process that predicts", _serve, 1, self._workload, self._predictor)
+        return process, lanes[0]
 
 
 def predict_config(config: ScheduleConfig, workload: Workload, predictor: Predictor) -> float | None:
@@ -105,9 +100,9 @@ def predict_config(config: ScheduleConfig, workload: Workload, predictor: Predic
             return None
 
 
-def _serve(asked: Connection, workload: Workload, predictor: Predictor) -> None:
+def _serve(lanes: Sequence[Connection], workload: Workload, predictor: Predictor) -> None:
     """A process of its own: until the other end closes."""
-    enter_child()
+    (asked,) = lanes
     with suppress(EOFError, OSError):
         while True:
             asked.send([predict_config(config, workload, predictor) for config in asked.recv()])

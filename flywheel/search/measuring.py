@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from threading import Lock
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from flywheel.errors import ConfigError, KernelCompileError, NoGpuError, UsageError
 from flywheel.ir import DType, GpuTarget, MegakernelProgram
@@ -17,10 +17,12 @@ from flywheel.measure.record import TrialRecord
 from flywheel.models.decoder import DTYPES
 from flywheel.plan import variant_of
 from flywheel.search.device import missing_modules
-from flywheel.store.sql import Store
 from flywheel.vm.driver import describe_gpu
 from flywheel.vm.nvrtc import arch_name, compile_variant, nvrtc_version, source_digest
 from flywheel.vm.worker import Bench
+
+if TYPE_CHECKING:
+    from flywheel.store.sql import Store
 
 _COMPILING: Final[dict[tuple[int, int, int, int, DType], Lock]] = {}
 

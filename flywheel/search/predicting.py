@@ -1,6 +1,9 @@
-"""Evaluating by prediction. Imported by worker processes, so it stays light: no Optuna."""
+"""Evaluating by prediction. Imported by worker processes, so it stays light: no Optuna, and SQL only where
+the store is asked."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from flywheel.cost_model import MODEL_VERSION, STOCK, Predictor
 from flywheel.ir import MegakernelProgram
@@ -8,12 +11,16 @@ from flywheel.measure.environment import Environment
 from flywheel.measure.outcome import Predicted
 from flywheel.measure.record import TrialRecord
 from flywheel.search.evaluate import Seen
-from flywheel.store.sql import Store, open_store
+
+if TYPE_CHECKING:
+    from flywheel.store.sql import Store
 
 
 def open_seen(store_url: str, gpu: str, dtype: str, version: str = MODEL_VERSION) -> Seen:
     """Look-up of earlier trials by that version of the cost model, with a connection of its own that the first look-up
     opens."""
+    from flywheel.store.sql import open_store
+
     store: Store | None = None
 
     def seen(program: str) -> TrialRecord | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import threading
@@ -10,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from typing import Any, Final
 
 from flywheel.errors import FlywheelError, WorkerDiedError
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
-from flywheel.process import enter_child, sheltered
 from flywheel.search.evaluate import Prepared
-from flywheel.search.station import Setup, Station
+from flywheel.search.forks import fork
+from flywheel.search.station import Predicting, Setup, Station
 
 START_S: Final = 960.0
 """Wall seconds until a station is ready: a little more than its child may take."""
@@ -29,6 +28,9 @@ CALL_S: Final = 360.0
 
 MEASURE_S: Final = START_S + CALL_S
 """Wall seconds of a measurement, before which a child may have to be started anew."""
+
+_LANES: Final = ("prepare", "measure")
+"""Calls of one lane are answered one after the other, those of two side by side."""
 
 _EXIT_S: Final = 10.0
 
@@ -40,23 +42,15 @@ class ProcessHost:
         self.name: Final = name
         self._setup = setup
         self._environ = dict(environ or {})
-        self._process: SpawnProcess | None = None
+        self._process: ForkServerProcess | None = None
         self._lanes: tuple[Connection, ...] = ()
 
     def start(self) -> Environment:
         """As `Host.start`."""
         self.end(now=True)
-        context = multiprocessing.get_context("spawn")
-        pairs = [context.Pipe() for _ in range(2)]
-        theirs = tuple(their for _, their in pairs)
-        # No daemon: the station has a child itself. It ends with this process, by `enter_child`.
-        process = context.Process(target=serve, args=(self._setup, self._environ, theirs), name="flywheel-station")
-        with sheltered():
-            process.start()
-        for their in theirs:
-            their.close()
         # Those of a dead station are not closed here, where another thread may still read from them.
-        self._process, self._lanes = process, tuple(our for our, _ in pairs)
+        self._process, lanes = fork(self.name, serve, len(_LANES), self._setup, self._environ)
+        self._lanes = tuple(lanes)
         environment: Environment = self._call(0, "ready", (), START_S)
         return environment
 
@@ -77,7 +71,7 @@ class ProcessHost:
         lanes, self._lanes = self._lanes, ()
         if process is None:
             return
-        if now:
+        if now or isinstance(self._setup.means, Predicting):  # that one has nothing to put in order
             process.kill()
         else:
             for lane in lanes:
@@ -108,9 +102,8 @@ class ProcessHost:
         raise WorkerDiedError(f"{self.name}: died with exit code {process.exitcode}")
 
 
-def serve(setup: Setup, environ: Mapping[str, str], lanes: Sequence[Connection]) -> None:
+def serve(lanes: Sequence[Connection], setup: Setup, environ: Mapping[str, str]) -> None:
     """A station's process: one thread a lane, until the other end closes them."""
-    enter_child()
     threading.excepthook = _end_process
     station = Station(setup, environ)
     threads = [threading.Thread(target=partial(_serve_lane, station, lane), daemon=True) for lane in lanes]

@@ -11,6 +11,7 @@ from flywheel.measure.environment import Environment
 from flywheel.measure.standing import trials_of
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress, open_campaign
 from flywheel.search.foresight import Foresight, is_calibrated
+from flywheel.search.forks import expect_forks
 from flywheel.search.samplers import make_sampler
 from flywheel.search.sites import open_engine, open_site
 from flywheel.search.space import make_space
@@ -51,6 +52,8 @@ def run_search(
     Raises UnknownNameError, UnsupportedModelError, ConfigError, UsageError, NoGpuError, KernelCompileError and
     StoreError; a worker that cannot start on the GPU raises what stops it.
     """
+    if spec.jobs > 1:
+        expect_forks()
     workload = make_workload(spec.model, spec.gpu, spec.dtype, spec.context, spec.batch)
     space = make_space(workload, spec.fix)
     make_sampler(spec.sampler, spec.seed, 0)  # raises before the store has a campaign that cannot run
