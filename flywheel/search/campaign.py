@@ -90,17 +90,15 @@ def open_campaign(
 def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool, predictor: str) -> str | None:
     """None where another process took the name in the meantime."""
     assert spec.name is not None
-    taken = {summary.campaign.name: summary.campaign for summary in store.campaigns()}
-    names = [spec.name]
-    while names[-1] in taken:
-        names.append(f"{spec.name}.{len(names) + 1}")
-    newest = names[-2] if len(names) > 1 else None
+    newest, name = None, spec.name
+    while (taken := store.campaign(name)) is not None:
+        newest, name = taken, f"{spec.name}.{int(name[len(spec.name) + 1 :] or 1) + 1}"
     if newest is not None and not fresh:
-        _check_same(taken[newest], spec, space, predictor)
-        return newest
+        _check_same(newest, spec, space, predictor)
+        return newest.name
     starts = choose_starts(store, space, spec.measure, predictor) if spec.seeds and spec.warm else []
     known = {"decoder": asdict(space.workload.spec), "predictor": predictor, **described(starts)}
-    campaign = to_campaign(spec, names[-1], created_at=_now(), **known)
+    campaign = to_campaign(spec, name, created_at=_now(), **known)
     try:
         store.create_campaign(campaign)
     except StoreError:

@@ -24,7 +24,9 @@ def expect_forks() -> None:
     start_fork_server(_NURSERY)
 
 
-def fork(name: str, serve: Callable[..., None], lanes: int, *arguments: Any) -> tuple[ForkServerProcess, list[Connection]]:
+def fork(
+    name: str, serve: Callable[..., None], lanes: int, *arguments: Any
+) -> tuple[ForkServerProcess, list[Connection]]:
     """A process that runs `serve(its ends of the lanes, *arguments)` in this one's environment, and our ends.
 
     It is no daemon, so it may have children, and ends with this process. Raises WorkerDiedError where none starts.

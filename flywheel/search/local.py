@@ -79,7 +79,7 @@ def propose(
         return survey[int(gains.argmax())]
     centres = [points[index] for index in sorted(possible, key=lambda index: (model.means[index], index))[:_CENTRES]]
     near = {point for centre in centres for point in grid.neighbours(centre)}
-    near |= {_jump(grid, centres[index % len(centres)], chance) for index in range(_JUMPS)}
+    near |= set(_jumps(grid, [centres[index % len(centres)] for index in range(_JUMPS)], chance))
     new = sorted(near - tried)
     if not new:
         return untried(grid, centres[0], tried)
@@ -115,12 +115,16 @@ def _climb(
     return best
 
 
-def _jump(grid: Grid, point: Point, chance: np.random.Generator) -> Point:
-    """Another value in each of two or three knobs, some of them perhaps the same."""
-    for knob in chance.integers(len(point), size=chance.integers(2, 4)):
-        near = grid.beside(point, int(knob)) or [point]
-        point = near[int(chance.integers(len(near)))]
-    return point
+def _jumps(grid: Grid, points: Sequence[Point], chance: np.random.Generator) -> list[Point]:
+    """Of each point another value in each of two or three knobs, some of them perhaps the same."""
+    jumped, sizes = np.array(points), np.array(grid.sizes)
+    knobs = chance.integers(len(sizes), size=(3, len(points)))
+    steps = 1 + chance.integers(np.maximum(sizes[knobs] - 1, 1))
+    steps[2, chance.random(len(points)) < 0.5] = 0
+    every = np.arange(len(points))
+    for knob, step in zip(knobs, steps, strict=True):
+        jumped[every, knob] = (jumped[every, knob] + step) % sizes[knob]
+    return list(map(tuple, jumped.tolist()))
 
 
 def _anywhere(grid: Grid, chance: np.random.Generator) -> Point:

@@ -7,7 +7,21 @@ import time
 from contextlib import closing
 from typing import Final
 
-from sqlalchemy import Connection, Engine, Text, column, inspect, select, table, text
+from sqlalchemy import (
+    Column,
+    Connection,
+    Engine,
+    MetaData,
+    String,
+    Table,
+    Text,
+    column,
+    insert,
+    inspect,
+    select,
+    table,
+    text,
+)
 
 from flywheel.errors import StoreError
 from flywheel.store.engine import BUSY_TIMEOUT_S, reading, reported, writing
@@ -44,7 +58,9 @@ def ensure_schema(engine: Engine, name: str, *, create: bool = True) -> None:
             _check_migratable(version, name)
             if version is None:
                 _check_free(connection, name)
-            _upgrade(connection, name)
+                _create(connection)
+            else:
+                _upgrade(connection, name)
 
 
 def _read_version(connection: Connection) -> str | None:
@@ -86,6 +102,14 @@ def _enter_wal(engine: Engine, name: str) -> None:
                 if "locked" not in str(error) or time.monotonic() > deadline:
                     raise
             time.sleep(_RETRY_S)
+
+
+def _create(connection: Connection) -> None:
+    """What all migrations together make of an empty database, without the 0.15 s that alembic's import takes."""
+    metadata.create_all(connection)
+    versions = Table(VERSION_TABLE, MetaData(), Column("version_num", String(32), primary_key=True))
+    versions.create(connection, checkfirst=True)
+    connection.execute(insert(versions), {"version_num": SCHEMA_VERSION})
 
 
 def _upgrade(connection: Connection, name: str) -> None:

@@ -93,7 +93,7 @@ class Store:
         """Every campaign, oldest first, with its counts and best latencies."""
         with reading(self._engine, self.name) as connection:
             found = [self._campaign(row) for row in connection.execute(select(campaigns)).mappings()]
-            tallies = _tallies(connection)
+            tallies = _tallies(connection) if found else {}
         found.sort(key=lambda campaign: (campaign.created_at, campaign.name))  # by code point, whatever the database's
         return [_summary(campaign, tallies.get(campaign.name, {})) for campaign in found]
 

@@ -21,6 +21,7 @@ import flywheel
 from flywheel.errors import StoreError
 from flywheel.measure.record import COLUMNS, TrialRecord
 from flywheel.store.campaign import Campaign
+from flywheel.store import migrate
 from flywheel.store.engine import make_engine, reading, writing
 from flywheel.store.schema import SCHEMA_VERSION, VERSION_TABLE, metadata, trials
 from flywheel.store.sql import open_store
@@ -30,7 +31,13 @@ SCRIPTS.set_main_option("script_location", "flywheel.store:migrations")
 REVISIONS = [script.revision for script in ScriptDirectory.from_config(SCRIPTS).walk_revisions()][::-1]
 
 
-def test_the_migrations_lead_to_the_schema(store_url: str) -> None:
+@pytest.mark.parametrize("migrated", [False, True])
+def test_a_new_store_and_the_migrations_lead_to_the_same_schema(store_url: str, migrated: bool) -> None:
+    if migrated:
+        engine, _ = make_engine(store_url, create=True)
+        with engine.begin() as connection:
+            migrate._upgrade(connection, "a store")
+        engine.dispose()
     with open_store(store_url) as store, store._engine.connect() as connection:
         context = MigrationContext.configure(
             connection, opts={"version_table": VERSION_TABLE, "compare_type": True, "compare_server_default": True}
@@ -117,12 +124,10 @@ def test_an_empty_file_becomes_a_store_only_when_asked(tmp_path: Path) -> None:
 
 
 def test_a_creation_that_fails_leaves_nothing_behind(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from alembic import op
-
     def fail(*arguments: object, **options: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr(op, "create_index", fail)
+    monkeypatch.setattr(migrate, "insert", fail)  # of the version, behind all tables
     with pytest.raises(StoreError, match="disk is full"):
         open_store(store_url)
     monkeypatch.undo()
@@ -134,8 +139,10 @@ def test_a_creation_that_fails_leaves_nothing_behind(store_url: str, monkeypatch
         assert store.campaigns() == []
 
 
-def test_an_up_to_date_store_opens_without_alembic(tmp_path: Path) -> None:
-    open_store(tmp_path / "a.db").close()
+@pytest.mark.parametrize("new", [False, True])
+def test_a_new_or_up_to_date_store_opens_without_alembic(tmp_path: Path, new: bool) -> None:
+    if not new:
+        open_store(tmp_path / "a.db").close()
     code = (
         "import sys; from flywheel.store.sql import open_store; "
         "open_store(sys.argv[1]).close(); sys.exit('alembic' in sys.modules)"
