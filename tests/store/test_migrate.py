@@ -20,8 +20,8 @@ from sqlalchemy import MetaData, inspect, text
 import flywheel
 from flywheel.errors import StoreError
 from flywheel.measure.record import COLUMNS, TrialRecord
-from flywheel.store.campaign import Campaign
 from flywheel.store import migrate
+from flywheel.store.campaign import Campaign
 from flywheel.store.engine import make_engine, reading, writing
 from flywheel.store.schema import SCHEMA_VERSION, VERSION_TABLE, metadata, trials
 from flywheel.store.sql import open_store
