@@ -71,8 +71,9 @@ class CudaBench:
     def compare(self, program: MegakernelProgram, rivals: Sequence[MegakernelProgram], rounds: int) -> Contest:
         """As `vm.worker.Bench` says; of what is Incorrect, there are no times. Raises as `measure` does.
 
-        In one round, the rivals stay loaded for the next call. In several, each loads everything anew and in another
-        order, so that where a program happens to lie in memory is not taken for its speed.
+        In one round, the rivals stay loaded for the next call, and a candidate that is dismissed beside the first of
+        them has few samples and no batch. In several, each loads everything anew and in another order, so that where a
+        program happens to lie in memory is not taken for its speed.
         """
         with ExitStack() as undo:
             undo.callback(self._drop_rivals)  # whatever stops the candidate's launches stops theirs
@@ -97,7 +98,7 @@ class CudaBench:
             if not verdicts[0].passed:
                 return Contest(Incorrect(verdicts[0], str(verdicts[0].reason)))
             sessions = [session, *(kept for kept, _ in self._kept)]
-            times = time_sessions(sessions, *self._last, samples=_SAMPLES, warmup=_WARMUP)
+            times = time_sessions(sessions, *self._last, samples=_SAMPLES, warmup=_WARMUP, dismissing=True)
             latency = self._with_batch(session, _summarise(times[:1]))
             wrong = [self._judge_last(*each) for each in zip(sessions, examined, strict=True)]
         return _contest((program, *rivals), verdicts, wrong, [[samples] for samples in times], latency)
@@ -123,7 +124,7 @@ class CudaBench:
 
     def _with_batch(self, session: CudaSession, latency: MeasuredLatency) -> MeasuredLatency:
         """With the state of the GPU under many launches, but for a program that was cut short."""
-        return latency if latency.samples == 1 else session.time_batch(self._last[1], latency)
+        return latency if latency.samples < _SAMPLES else session.time_batch(self._last[1], latency)
 
     def _judge_last(self, session: CudaSession, examined: Examined) -> Incorrect | None:
         """Of the launches that were timed, the last must have computed what the judged one did; None where it has."""

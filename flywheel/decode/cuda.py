@@ -291,7 +291,13 @@ def _wait_for_torch(caches: KvCaches) -> None:
 
 
 def time_sessions(
-    sessions: Sequence[CudaSession], token_id: Tokens, position: int, *, samples: int, warmup: int
+    sessions: Sequence[CudaSession],
+    token_id: Tokens,
+    position: int,
+    *,
+    samples: int,
+    warmup: int,
+    dismissing: bool = False,
 ) -> list[list[float]]:
     """Samples in us of sessions of one model, launched in turn as `time_in_turn` has it, behind what the caches hold.
 
@@ -300,4 +306,7 @@ def time_sessions(
     for session in sessions:
         session._prepare(token_id, position)
     loaded = [session._loaded for session in sessions]
-    return time_in_turn(loaded, position, samples=samples, warmup=warmup, limit_s=sessions[0]._limit_s)
+    limit_s = sessions[0]._limit_s
+    return time_in_turn(
+        loaded, position, samples=samples, warmup=warmup, limit_s=limit_s, dismissing=dismissing
+    )

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from flywheel.measure.dismissal import MARGINS, is_dismissed
 from flywheel.measure.latency import GpuState, L2State, MeasuredLatency
 from flywheel.vm.driver import Gpu
 from flywheel.vm.flush import Flush
@@ -27,9 +28,6 @@ _MOST_TIMES: Final = 10
 
 Launch = Callable[[], None]
 """Enqueues one launch of something on the stream of a Gpu."""
-
-HOPELESS: Final = 3.0
-"""A program whose first sample takes so many times its rival's is timed no further."""
 
 
 def time_launches(
@@ -54,13 +52,19 @@ def time_launches(
 
 
 def time_in_turn(
-    loaded: Sequence[LoadedProgram], pos: int | None, *, samples: int, warmup: int, limit_s: float = 10.0
+    loaded: Sequence[LoadedProgram],
+    pos: int | None,
+    *,
+    samples: int,
+    warmup: int,
+    limit_s: float = 10.0,
+    dismissing: bool = False,
 ) -> list[list[float]]:
     """Samples in us of each program: sample i of one is taken right beside sample i of the others.
 
     The order is reversed from one sample to the next, and the L2 cache emptied before each launch. Each program gets
-    `warmup` launches that do not count. Where the first one's first sample is HOPELESS beside the second's, that is the
-    only one of each. Raises as `time_launches` does.
+    `warmup` launches that do not count. Where the first one `is_dismissed` beside the second, by their first samples
+    or, with `dismissing`, at any stage, there are no more of any. Raises as `time_launches` does.
     """
     gpu = loaded[0].gpu
     launches = [partial(program.launch, pos) for program in loaded]
@@ -71,8 +75,11 @@ def time_in_turn(
 
     with Flush(gpu) as flush:
         times = _time_turns(gpu, launches, finish, warmup + 1, flush, skipped=warmup)
-        if times[0][0] <= HOPELESS * times[1][0]:
-            more = _time_turns(gpu, launches, finish, samples - 1, flush)
+        stages = [count for count in MARGINS if 1 < count < samples] if dismissing else []
+        for count in (*stages, samples):
+            if is_dismissed(times[0], times[1]):
+                break
+            more = _time_turns(gpu, launches, finish, count - len(times[0]), flush)
             times = [first + rest for first, rest in zip(times, more, strict=True)]
     return times
 

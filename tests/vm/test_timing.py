@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from flywheel.measure.dismissal import HOPELESS
 from flywheel.measure.latency import GpuState
 from flywheel.vm import timing
-from flywheel.vm.timing import HOPELESS, summarise, time_back_to_back, time_contestants, time_in_turn, time_launches
+from flywheel.vm.timing import summarise, time_back_to_back, time_contestants, time_in_turn, time_launches
 
 
 class Loaded:
@@ -101,6 +102,22 @@ def test_a_hopeless_program_is_cut_after_its_first_sample(host_gpu: Any, factor:
     times = time_in_turn([slow, fast], None, samples=5, warmup=2)
     assert [len(found) for found in times] == [samples, samples]
     assert slow.launches == fast.launches == 2 + samples
+
+
+@pytest.mark.parametrize(("slower_us", "samples"), [(-5.0, 30), (0.3, 30), (0.5, 10), (1.5, 5), (500.0, 1)])
+def test_a_program_that_is_surely_slower_is_cut_at_the_stage_that_shows_it(
+    host_gpu: Any, slower_us: float, samples: int
+) -> None:
+    slow: Any = Loaded(host_gpu, 100.0 + slower_us)
+    fast: Any = Loaded(host_gpu, 100.0)
+    times = time_in_turn([slow, fast], None, samples=30, warmup=3, dismissing=True)
+    assert [len(found) for found in times] == [samples, samples]
+    assert slow.launches == fast.launches == 3 + samples
+
+
+def test_a_slower_program_of_a_final_is_sampled_to_the_end(host_gpu: Any) -> None:
+    programs: Any = [Loaded(host_gpu, us) for us in (150.0, 100.0)]
+    assert [len(found) for found in time_in_turn(programs, None, samples=30, warmup=3)] == [30, 30]
 
 
 def test_contestants_of_any_kind_take_turns_behind_an_emptied_cache(host_gpu: Any) -> None:

@@ -1,0 +1,70 @@
+"""Sampling that stops early, on samples that were recorded on an H200."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from flywheel.measure.dismissal import HOPELESS, MARGINS, is_dismissed
+
+RECORDED = Path(__file__).parents[2] / "results" / "gpu"
+COMPARISONS = (
+    "llama3-8b.bench", "llama3-8b.batches", "llama3-8b.b8.bench", "llama3.2-1b.bench", "llama3.2-1b.batches",
+    "llama3.2-1b.contexts", "qwen3-0.6b.bench",
+)  # fmt: skip
+
+
+def copies() -> Iterator[tuple[list[float], list[float]]]:
+    """Windows of samples of one program from two of its loads."""
+    for name in COMPARISONS:
+        document = json.loads((RECORDED / f"{name}.json").read_text())
+        for comparison in document["comparisons"]:
+            for contestant in comparison["contestants"]:
+                for one, other in permutations(contestant["times_us"], 2):
+                    yield from ((one[first:], other[first:]) for first in range(10))
+
+
+def dismissed(slower: float) -> float:
+    """Share of pairs in which the one that is made so much slower is dismissed at any stage."""
+    found = [
+        any(is_dismissed([slower * us for us in one[:count]], other[:count]) for count in MARGINS)
+        for one, other in copies()
+    ]
+    assert len(found) > 6_000
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("slower", [1.0, 0.995])
+def test_no_program_as_fast_as_its_rival_is_dismissed_on_recorded_noise(slower: float) -> None:
+    assert dismissed(slower) == 0.0
+
+
+@pytest.mark.parametrize(("slower", "share"), [(1.02, 0.9), (1.03, 0.97), (1.05, 0.999), (3.2, 1.0)])
+def test_programs_that_are_clearly_slower_are_dismissed_on_recorded_noise(slower: float, share: float) -> None:
+    assert dismissed(slower) >= share
+
+
+def test_a_dismissal_by_chance_alone_is_bounded_whatever_the_noise() -> None:
+    """Every pair must speak against the program, and each does with a chance of at most a half."""
+    assert sum(0.5**count for count in MARGINS if count > 1) < 0.033
+    assert all(margin > 0.0 for margin in MARGINS.values())
+
+
+def test_one_sample_beside_the_rivals_keeps_a_program() -> None:
+    assert is_dismissed([102.0] * 5, [100.0] * 5)
+    assert not is_dismissed([102.0] * 4 + [100.9], [100.0] * 5)
+    assert is_dismissed([100.5] * 10, [100.0] * 10)
+    assert not is_dismissed([100.5] * 5, [100.0] * 5)
+
+
+@pytest.mark.parametrize(("times", "gone"), [(HOPELESS, False), (1.01 * HOPELESS, True)])
+def test_a_first_sample_decides_only_what_is_hopeless(times: float, gone: bool) -> None:
+    assert is_dismissed([100.0 * times], [100.0]) is gone
+
+
+def test_between_stages_sampling_goes_on() -> None:
+    assert not any(is_dismissed([1000.0] * count, [1.0] * count) for count in range(2, 31) if count not in MARGINS)
