@@ -22,10 +22,11 @@ from flywheel.measure.environment import capture_environment
 from flywheel.measure.outcome import Predicted
 from flywheel.measure.record import TrialRecord
 from flywheel.models.catalog import CATALOG
-from flywheel.search.campaign import CampaignRun, open_campaign
+from flywheel.search.campaign import CampaignRun
 from flywheel.search.engine import Bench, InlineEngine
 from flywheel.search.evaluate import Seen, evaluate
 from flywheel.search.knobs import Value
+from flywheel.search.opening import open_campaign
 from flywheel.search.predicting import predict_outcome
 from flywheel.search.space import Space, make_space
 from flywheel.search.spec import CampaignSpec

@@ -9,13 +9,14 @@ import json
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from math import prod
-from time import perf_counter
+from time import perf_counter, sleep
+from typing import Final
 
-from flywheel.cost_model import MODEL_VERSION, STOCK, Predictor
-from flywheel.errors import StoreError, TrialExistsError, UsageError
+from flywheel.cost_model import STOCK, Predictor
+from flywheel.errors import TrialExistsError, UsageError
 from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.environment import Environment
 from flywheel.measure.outcome import LASTING_OUTCOMES, Measured
@@ -31,10 +32,10 @@ from flywheel.search.noise import gain
 from flywheel.search.prefilter import Prefilter
 from flywheel.search.rows import to_record
 from flywheel.search.space import Space
-from flywheel.search.spec import CampaignSpec, constants_of, to_campaign
+from flywheel.search.spec import CampaignSpec
 from flywheel.search.study import NOT_TRIED, Ask, CampaignStudy, Told
-from flywheel.search.warm import choose_starts, described, starts_of
-from flywheel.store.campaign import Campaign
+from flywheel.search.warm import starts_of
+from flywheel.store.claims import Claim, Claims
 from flywheel.store.sql import Store
 
 
@@ -72,58 +73,10 @@ class CampaignResult:
 
 Watch = Callable[[Progress], None]
 
-
-def open_campaign(
-    spec: CampaignSpec, space: Space, store: Store, fresh: bool, predictor: str = MODEL_VERSION
-) -> str:
-    """Name of the campaign to run: the newest of that name, or with `fresh` a new one behind it (`name.2`, ...).
-
-    `predictor` is the version of the cost model that it asks.
-
-    Raises UsageError where the campaign of that name searched something else.
-    """
-    while (name := _open_or_create(spec, space, store, fresh, predictor)) is None:
-        pass
-    return name
-
-
-def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool, predictor: str) -> str | None:
-    """None where another process took the name in the meantime."""
-    assert spec.name is not None
-    newest, name = None, spec.name
-    while (taken := store.campaign(name)) is not None:
-        newest, name = taken, f"{spec.name}.{int(name[len(spec.name) + 1 :] or 1) + 1}"
-    if newest is not None and not fresh:
-        _check_same(newest, spec, space, predictor)
-        return newest.name
-    starts = choose_starts(store, space, spec.measure, predictor) if spec.seeds and spec.warm else []
-    known = {"decoder": asdict(space.workload.spec), "predictor": predictor, **described(starts)}
-    campaign = to_campaign(spec, name, created_at=_now(), **known)
-    try:
-        store.create_campaign(campaign)
-    except StoreError:
-        if store.campaign(campaign.name) is None:
-            raise
-        return None
-    return campaign.name
-
-
-def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space, predictor: str) -> None:
-    for option in ("model", "gpu", "dtype", "context", "batch", "measure"):
-        before, now = getattr(campaign, option), getattr(spec, option)
-        if before != now:
-            raise UsageError(f"campaign {campaign.name!r} has {option}={before}, not {now}; --fresh starts a new one")
-    described = json.loads(campaign.spec)
-    if described.get("fix", {}) != dict(spec.fix):
-        raise UsageError(f"campaign {campaign.name!r} has other pinned knobs; --fresh or --name starts a new one")
-    before = described.get("predictor", MODEL_VERSION)
-    if spec.measure == "predict" and constants_of(before) != constants_of(predictor):
-        raise UsageError(
-            f"campaign {campaign.name!r} was predicted by {before}, not {predictor}; --fresh or --name starts a new one"
-        )
-    decoder = described.get("decoder")
-    if decoder != json.loads(json.dumps(asdict(space.workload.spec))):
-        raise UsageError(f"campaign {campaign.name!r} searched another model of that name; --fresh starts a new one")
+PROPOSALS: Final = 64
+"""How many proposals may be refused, because other runs are trying them, before this one waits."""
+WAIT_S: Final = 0.1
+"""Time between two looks at what other runs have found, where there is nothing else to do."""
 
 
 def _check_gpu(name: str, known: Sequence[TrialRecord], gpu: str | None) -> None:
@@ -154,6 +107,9 @@ class CampaignRun:
         self._prefilter = None if factor is None else Prefilter(factor, predictor, space.workload)
         self._own = 0  # trials of this run
         self._answers: dict[str, Evaluation] = {}  # by config id, of this run: a sampler may repeat itself
+        self._taken: set[str] = set()  # config ids that other runs are trying, as far as this one has bumped into them
+        self._shared = False  # whether another run has been found to search this campaign, too
+        self._asked: tuple[CampaignStudy, Ask, ScheduleConfig, float] | None = None  # a proposal that has to wait
         self._seeds: set[str] = set()
         campaign = store.campaign(name)
         self._priors = [] if campaign is None else priors_of(campaign)
@@ -180,6 +136,7 @@ class CampaignRun:
         known = [record for record in known if record.outcome != "no_memory"]  # another run may find the memory
         told = [(self._choice(record), self._told(record)) for record in known]
         inside = [(choice, objective) for choice, objective in told if choice is not None]
+        self._taken.clear()
         self._left: int | None = None  # configs that a grid has not tried yet
         if self._spec.sampler == "grid":
             tried = {self._space.to_config(choice).config_id for choice, _ in inside}
@@ -201,21 +158,26 @@ class CampaignRun:
 
     def run(self, watch: Watch, interrupted: Callable[[], bool]) -> CampaignResult:
         """Run until a budget is spent or `interrupted`; trials under way are finished and kept."""
+        with self._store.share(self._name) as claims:
+            return self._run(claims, watch, interrupted)
+
+    def _run(self, claims: Claims, watch: Watch, interrupted: Callable[[], bool]) -> CampaignResult:
         start = perf_counter()
         flight: deque[tuple[CampaignStudy, Ask, ScheduleConfig, float, Callable[[], Evaluation]]] = deque()
         while True:
             stopped = self._spent(perf_counter() - start, interrupted)
             while stopped is None and len(flight) < min(self._engine.width, self._room()):
-                asked = perf_counter()
-                ask = self._study.ask()
-                config = self._space.to_config(ask[1])
-                ask_s = perf_counter() - asked
-                finish = self._answer(config) or self._submit(config)
-                flight.append((self._study, ask, config, ask_s, finish))
+                if (proposed := self._propose(claims)) is None:
+                    break
+                flight.append((*proposed, self._answer(proposed[2]) or self._submit(proposed[2])))
             if not flight:
-                break
+                if stopped is not None:
+                    break
+                sleep(WAIT_S)
+                self._catch_up(claims)
+                continue
             study, (trial, choice), config, ask_s, finish = flight.popleft()
-            record, improved = self._keep(config, ask_s, finish())
+            record, improved = self._keep(claims, config, ask_s, finish())
             if study is self._study:
                 study.tell(trial, self._told(record))
             else:
@@ -237,6 +199,65 @@ class CampaignRun:
             stopped or "trials",
             tuple(tied_with(self._best, self._store.trials(self._name))),
         )
+
+    def _propose(self, claims: Claims) -> tuple[CampaignStudy, Ask, ScheduleConfig, float] | None:
+        """What to try next, claimed; None where other runs are trying whatever is left."""
+        for _ in range(PROPOSALS):
+            study, ask, config, ask_s = self._asked or self._ask()
+            self._asked = None
+            answer = self._claim(claims, config)
+            if answer is Claim.FULL:
+                self._asked = study, ask, config, ask_s
+                return None
+            if answer is Claim.GRANTED:
+                return study, ask, config, ask_s
+            study.tell(ask[0], NOT_TRIED)
+            if self._room() <= 0:
+                return None
+        return None
+
+    def _ask(self) -> tuple[CampaignStudy, Ask, ScheduleConfig, float]:
+        asked = perf_counter()
+        ask = self._study.ask()
+        config = self._space.to_config(ask[1])
+        return self._study, ask, config, perf_counter() - asked
+
+    def _claim(self, claims: Claims, config: ScheduleConfig) -> Claim:
+        """Of a config that another run has tried meanwhile, or is trying: TAKEN."""
+        identity, known = config.config_id, config.config_id in self._tried
+        while (answer := claims.claim(identity, self._next, self._spec.trials - self._trials)) is Claim.STALE:
+            self._learn_new(self._store.trials(self._name, self._next))
+            if identity in self._tried and not known:
+                return Claim.TAKEN
+        if answer is Claim.TAKEN and identity not in self._tried:
+            self._taken.add(identity)
+        return answer
+
+    def _catch_up(self, claims: Claims) -> None:
+        """Learn what other runs have found; where one has ended without, what it was trying is there to be tried."""
+        held = claims.held()
+        self._learn_new(self._store.trials(self._name, self._next))
+        if not self._taken <= held:
+            self._learn(self._store.trials(self._name))
+
+    def _learn_new(self, news: Sequence[TrialRecord]) -> None:
+        """Go on from rows of other runs, behind those that are known. Raises as `_learn` does.
+
+        The first of them start the sampler anew: it draws by its seed and what is known, and two runs of one seed would
+        draw the same. A final takes the place of rows that are known.
+        """
+        if news and not self._shared or any(record.source == "final" for record in news):
+            self._shared = True
+            known = self._store.trials(self._name)
+            self._learn([record for record in known if record.trial <= news[-1].trial])
+            return
+        if self._spec.measure == "cuda":
+            _check_gpu(self._name, news, self._environment.gpu)
+        for record in news:
+            choice = self._choice(record)
+            if choice is not None:
+                self._study.add(choice, self._told(record))
+            self._count(record)
 
     def _submit(self, config: ScheduleConfig) -> Callable[[], Evaluation]:
         """What is good elsewhere is measured, whatever is predicted of it."""
@@ -283,7 +304,7 @@ class CampaignRun:
     def _room(self) -> int:
         """Trials that are still wanted: a grid ends, the other samplers may repeat themselves."""
         wanted = self._spec.trials - self._trials
-        return wanted if self._left is None else min(wanted, self._left)
+        return wanted if self._left is None else min(wanted, self._left - len(self._taken))
 
     def _spent(self, elapsed_s: float, interrupted: Callable[[], bool]) -> str | None:
         spec, best = self._spec, self._best
@@ -298,14 +319,13 @@ class CampaignRun:
             return "patience"
         if self._trials >= spec.trials:
             return "trials"
-        return "exhausted" if self._room() <= 0 else None
+        return "exhausted" if self._left is not None and self._left <= 0 else None
 
-    def _keep(self, config: ScheduleConfig, ask_s: float, evaluation: Evaluation) -> tuple[TrialRecord, bool]:
+    def _keep(
+        self, claims: Claims, config: ScheduleConfig, ask_s: float, evaluation: Evaluation
+    ) -> tuple[TrialRecord, bool]:
         identity = config.config_id
         source = "seed" if identity in self._seeds and identity not in self._tried else "search"
-        if self._left is not None and identity not in self._tried:
-            self._left -= 1
-        self._tried.add(identity)
         contest = evaluation.contest
         compared = None
         if contest is not None and contest.times_us and isinstance(contest.outcome, Measured):
@@ -314,14 +334,25 @@ class CampaignRun:
             self._name, self._next, self._spec, config, evaluation, self._environment,
             source=source, ask_s=ask_s, created_at=_now(), compared=compared,
         )  # fmt: skip
-        record = self._append(record)
+        record = claims.append(record)
+        if record.trial != self._next:
+            known = self._store.trials(self._name, self._next)
+            self._learn_new([each for each in known if each.trial < record.trial])
         if record.outcome in LASTING_OUTCOMES and not self._unmeasured(record):
             self._answers[identity] = replace(
                 evaluation, outcome=record, lower_s=None, validate_s=None, measure_s=None, contest=None
             )
+        self._own += 1
+        return record, self._count(record)
+
+    def _count(self, record: TrialRecord) -> bool:
+        """Let a row count, this run's or another's; whether it is the best so far."""
+        if self._left is not None and record.config_id not in self._tried:
+            self._left -= 1
+        self._tried.add(record.config_id)
+        self._taken.discard(record.config_id)
         self._next = record.trial + 1
         self._trials += 1
-        self._own += 1
         self._outcomes[record.outcome] += 1
         repeated = record.source == "store" and record.program_id in self._programs
         self._programs.add(record.program_id)
@@ -331,23 +362,12 @@ class CampaignRun:
         if improved:
             self._best = record
         self._stale = 0 if improved else self._stale + 1
-        return record, improved
+        return improved
 
     def _answer(self, config: ScheduleConfig) -> Callable[[], Evaluation] | None:
         """What this run already knows of a config."""
         known = self._answers.get(config.config_id)
         return None if known is None else lambda: known
-
-    def _append(self, record: TrialRecord) -> TrialRecord:
-        """Append under the next free number; where another process took it, learn what that process found."""
-        while True:
-            try:
-                self._store.append(record)
-            except TrialExistsError:
-                self._learn(self._store.trials(self._name))
-                record = replace(record, trial=self._next)
-            else:
-                return record
 
     def _unmeasured(self, record: TrialRecord) -> bool:
         """Whether the row says that a measurement was not worth its time: no fact about what it would have found."""

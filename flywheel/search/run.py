@@ -9,9 +9,10 @@ from math import prod
 from flywheel.cost_model import MODEL_VERSION, open_predictor
 from flywheel.measure.environment import Environment
 from flywheel.measure.standing import trials_of
-from flywheel.search.campaign import CampaignResult, CampaignRun, Progress, open_campaign
+from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
 from flywheel.search.foresight import Foresight, is_calibrated
 from flywheel.search.forks import expect_forks
+from flywheel.search.opening import open_campaign
 from flywheel.search.samplers import make_sampler
 from flywheel.search.sites import open_engine, open_site
 from flywheel.search.space import make_space

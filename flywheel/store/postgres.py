@@ -63,6 +63,18 @@ def _until(gen: PQGen[_T], deadline: float) -> PQGen[_T]:
             raise _SilentError(SILENT)
 
 
+def ping(connection: BoundedConnection) -> None:
+    """Raises psycopg's Error where the connection, in no transaction, does not work any more."""
+    usual, connection.answer_s = (connection.autocommit, connection.answer_s), PING_S
+    try:
+        connection.autocommit = True
+        connection.execute("SELECT 1")
+    finally:
+        connection.answer_s = usual[1]
+        if not connection.closed:
+            connection.autocommit = usual[0]
+
+
 def limits(lock_s: float, answer_s: float) -> dict[str, Any]:
     """Parameters of a connection that waits no longer than `lock_s` for a server or there for a lock, and whose
     statements take no longer than `answer_s`."""
@@ -86,17 +98,13 @@ def bound(engine: Engine, answer_s: float) -> None:
         return made
 
     @event.listens_for(engine, "checkout")
-    def ping(connection: BoundedConnection, record: Any, proxy: Any) -> None:
+    def check(connection: BoundedConnection, record: Any, proxy: Any) -> None:
         if not record.info.pop("idle", False):
             return
-        connection.answer_s = PING_S
         try:
-            connection.execute("SELECT 1")
-            connection.rollback()
+            ping(connection)
         except psycopg.Error as error:
             raise DisconnectionError(str(error)) from error
-        finally:
-            connection.answer_s = answer_s
 
     @event.listens_for(engine, "checkin")
     def idle(connection: BoundedConnection | None, record: Any) -> None:

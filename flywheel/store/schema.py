@@ -19,9 +19,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-from flywheel.measure.record import COLUMNS
+from flywheel.measure.record import COLUMNS, TrialRecord
 
-SCHEMA_VERSION: Final = "0004"
+SCHEMA_VERSION: Final = "0005"
 """Revision of the newest migration."""
 
 VERSION_TABLE: Final = "schema_version"
@@ -71,6 +71,15 @@ trials: Final = Table(
     Index("ix_trials_model_gpu", "model", "gpu"),
 )
 
+claims: Final = Table(
+    "claims",
+    metadata,
+    Column("campaign", Text, ForeignKey("campaigns.name", name="fk_claims_campaign"), primary_key=True),
+    Column("config_id", Text, primary_key=True),
+    Column("run", BigInteger, nullable=False),
+)
+"""What runs are trying at the moment: the one table whose rows go, with the trial's row or with their run."""
+
 ceilings: Final = Table(
     "ceilings",
     metadata,
@@ -85,3 +94,8 @@ ceilings: Final = Table(
     Index("ix_ceilings_gpu", "gpu"),
 )
 """What `flywheel doctor --probe` measured, append-only; the newest row of a GPU holds."""
+
+
+def record_values(record: TrialRecord) -> dict[str, Any]:
+    """A trial's row as a statement's parameters."""
+    return {column.name: getattr(record, column.name) for column in COLUMNS}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -29,12 +29,13 @@ from flywheel.measure.ceiling import Ceiling
 from flywheel.measure.outcome import LASTING_OUTCOMES
 from flywheel.measure.record import COLUMNS, TrialRecord
 from flywheel.store.campaign import Campaign, CampaignSummary
+from flywheel.store.claims import Claims
 from flywheel.store.engine import make_engine, reading, violated, writing
 from flywheel.store.migrate import ensure_schema
-from flywheel.store.schema import campaigns, ceilings, trials
+from flywheel.store.presence import enter
+from flywheel.store.schema import campaigns, ceilings, record_values, trials
 
-_NAMES: Final = tuple(column.name for column in COLUMNS)
-_RECORD: Final = tuple(trials.c[name] for name in _NAMES)
+_RECORD: Final = tuple(trials.c[column.name] for column in COLUMNS)
 
 
 def open_store(url: str | Path, *, create: bool = True) -> Store:
@@ -109,7 +110,7 @@ class Store:
                 self._create(connection, campaign)
             for record in records:
                 try:
-                    connection.execute(insert(trials), {name: getattr(record, name) for name in _NAMES})
+                    connection.execute(insert(trials), record_values(record))
                 except IntegrityError as error:
                     where = f"store {self.name}: campaign {record.campaign!r}"
                     match violated(error):
@@ -119,9 +120,19 @@ class Store:
                             raise TrialExistsError(f"{where} has trial {record.trial} already") from error
                     raise
 
-    def trials(self, campaign: str) -> list[TrialRecord]:
-        """A campaign's trials by number."""
-        query = select(*_RECORD).where(trials.c.campaign == campaign).order_by(trials.c.trial)
+    @contextmanager
+    def share(self, campaign: str) -> Iterator[Claims]:
+        """A run's share of a campaign, which other runs may search, too, until the block ends or its process does."""
+        presence = enter(self._engine, self.name)
+        try:
+            yield Claims(self._engine, self.name, campaign, presence)
+        finally:
+            presence.end()
+
+    def trials(self, campaign: str, first: int = 0) -> list[TrialRecord]:
+        """A campaign's trials by number, from the `first` on."""
+        mine = trials.c.campaign == campaign, trials.c.trial >= first
+        query = select(*_RECORD).where(*mine).order_by(trials.c.trial)
         with reading(self._engine, self.name) as connection:
             return [self._record(row) for row in connection.execute(query).mappings()]
 

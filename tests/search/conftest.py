@@ -13,9 +13,10 @@ import pytest
 from flywheel.ir import TARGETS, ScheduleConfig
 from flywheel.measure.environment import Environment
 from flywheel.models.spec import DecoderSpec
-from flywheel.search.campaign import CampaignResult, CampaignRun, Progress, open_campaign
+from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
 from flywheel.search.engine import Bench, Engine, InlineEngine
 from flywheel.search.evaluate import Evaluation, Measure
+from flywheel.search.opening import open_campaign
 from flywheel.search.predicting import open_seen
 from flywheel.search.space import Space, make_space
 from flywheel.search.spec import CampaignSpec

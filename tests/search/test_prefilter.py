@@ -19,9 +19,10 @@ from flywheel.measure.latency import PredictedLatency
 from flywheel.measure.outcome import Crashed, Measured, Predicted
 from flywheel.measure.record import JUDGED_WITH, MEASURED_WITH, TrialRecord
 from flywheel.search import measuring, prefilter
-from flywheel.search.campaign import CampaignResult, CampaignRun, open_campaign
+from flywheel.search.campaign import CampaignResult, CampaignRun
 from flywheel.search.evaluate import Prepared
 from flywheel.search.fleet import Fleet
+from flywheel.search.opening import open_campaign
 from flywheel.search.prefilter import Prefilter
 from flywheel.search.processes import ProcessHost
 from flywheel.search.space import make_space

@@ -20,10 +20,11 @@ from flywheel.measure.outcome import Predicted, TrialOutcome
 from flywheel.measure.record import TrialRecord
 from flywheel.models.catalog import CATALOG
 from flywheel.models.spec import DecoderSpec
-from flywheel.search.campaign import CampaignResult, CampaignRun, open_campaign
+from flywheel.search.campaign import CampaignResult, CampaignRun
 from flywheel.search.engine import Bench, InlineEngine
 from flywheel.search.evaluate import Measure
 from flywheel.search.importing import import_priors
+from flywheel.search.opening import open_campaign
 from flywheel.search.predicting import open_seen
 from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec, to_campaign

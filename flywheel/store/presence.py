@@ -1,0 +1,146 @@
+"""Which runs are alive that share a store, told by locks that end with their holder, however that ends.
+
+On a file: a locked file a run beside it, since all that write to a SQLite file are on one machine. On a server: an
+advisory lock a run, in a session of its own. Source: flock(2); PostgreSQL, explicit locking.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Protocol
+
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import DBAPIError
+
+from flywheel.store.engine import reported
+
+_LOCKS: Final = 0x666C7772
+"""First half of the keys of our advisory locks; the other half is a run's number."""
+_HELD: Final = text(
+    "SELECT objid FROM pg_locks WHERE locktype = 'advisory' AND classid = :locks AND objsubid = 2 AND granted "
+    "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
+_HOLD: Final = text("SELECT pg_advisory_lock(:locks, :run)")
+
+
+class Presence(Protocol):
+    """That one run is alive, from its making until `end` or the end of its process."""
+
+    run: int
+    """Its number, drawn at random."""
+
+    def renew(self) -> None:
+        """See that others can see this run. Raises StoreError."""
+        ...
+
+    def alive(self) -> set[int]:
+        """The runs that are, this one among them. Raises StoreError."""
+        ...
+
+    def end(self) -> None:
+        """The run is over."""
+        ...
+
+
+def enter(engine: Engine, name: str) -> Presence:
+    """A new run of the store that errors call `name`. Raises StoreError."""
+    if engine.dialect.name == "sqlite":
+        with reported(name), engine.connect() as connection:
+            file: str = connection.exec_driver_sql("PRAGMA database_list").fetchone()[2]  # type: ignore[index]
+        with reported(name):
+            return _LockedFile(Path(file))
+    return _Session(engine, name)
+
+
+class _LockedFile:
+    def __init__(self, store: Path) -> None:
+        self._store, self._prefix = store, f"{store.name}-run-"
+        self.alive()  # sweeps up after those that were killed
+        self.run = secrets.randbits(31)
+        self._descriptor = self._lock(self._path(self.run))
+
+    def _path(self, run: int) -> Path:
+        return self._store.with_name(f"{self._prefix}{run}")
+
+    @staticmethod
+    def _lock(path: Path) -> int:
+        """Of a file that is still there once it is locked: another run may have swept it up."""
+        while True:
+            descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                if path.stat().st_ino == os.fstat(descriptor).st_ino:
+                    return descriptor
+            os.close(descriptor)
+
+    def renew(self) -> None:
+        """The lock lasts."""
+
+    def alive(self) -> set[int]:
+        found = set()
+        for path in self._store.parent.iterdir():
+            number = path.name.removeprefix(self._prefix)
+            if number != path.name and number.isdecimal() and _is_locked(path):
+                found.add(int(number))
+        return found
+
+    def end(self) -> None:
+        self._path(self.run).unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether somebody holds a run's file; one that nobody holds is removed."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        path.unlink(missing_ok=True)
+        return False
+    finally:
+        os.close(descriptor)
+
+
+class _Session:
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine, self._name = engine, name
+        self.run = secrets.randbits(31)
+        self._connection = self._hold()
+
+    def _hold(self) -> Connection:
+        with reported(self._name):
+            connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+            connection.execute(_HOLD, {"locks": _LOCKS, "run": self.run})
+            return connection
+
+    def renew(self) -> None:
+        """A restart of the server has ended the session, and the lock with it."""
+        from psycopg import Error
+
+        from flywheel.store.postgres import BoundedConnection, ping
+
+        held = self._connection.connection.driver_connection
+        assert isinstance(held, BoundedConnection)
+        try:
+            ping(held)
+        except Error:
+            self.end()
+            self._connection = self._hold()
+
+    def alive(self) -> set[int]:
+        with reported(self._name):
+            return set(self._connection.execute(_HELD, {"locks": _LOCKS}).scalars())
+
+    def end(self) -> None:
+        with suppress(DBAPIError):
+            self._connection.invalidate()  # closes it, and so gives back the lock, without a word to the server
+        self._connection.close()

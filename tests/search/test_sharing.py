@@ -1,0 +1,55 @@
+"""Two runs of one campaign at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import pytest
+
+from flywheel.search.campaign import CampaignResult, CampaignRun
+from flywheel.search.engine import InlineEngine
+from flywheel.search.opening import open_campaign
+from flywheel.store.sql import open_store
+
+SAMPLERS = ("grid", "descent", "local", "random", "tpe")
+EXACT = ("grid", "descent", "local")
+"""Samplers that try nothing twice."""
+
+
+@pytest.fixture
+def share(lab: Any, store_url: str) -> Callable[..., list[CampaignResult]]:
+    """Two runs of a campaign, each with a store of its own, side by side."""
+
+    def run_both(**changes: Any) -> list[CampaignResult]:
+        spec, space, start = lab.spec(**changes), lab.space(), Barrier(2)
+        lab.url = store_url
+        with open_store(store_url) as store:
+            name = open_campaign(spec, space, store, fresh=False)
+
+        def run() -> CampaignResult:
+            with open_store(store_url) as store:
+                made = CampaignRun(spec, name, space, store, InlineEngine(lab.bench()), lab.environment)
+                start.wait()
+                return made.run(lambda _: None, lambda: False)
+
+        with ThreadPoolExecutor(2) as pool:
+            return [future.result() for future in [pool.submit(run), pool.submit(run)]]
+
+    return run_both
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_two_runs_share_a_campaign_exactly(store_url: str, share: Callable[..., Any], sampler: str) -> None:
+    wanted = 40 if sampler == "grid" else 20
+    results = share(sampler=sampler, trials=wanted, seeds=True)
+    with open_store(store_url) as store:
+        rows = store.trials("toy")
+    assert [row.trial for row in rows] == list(range(28 if sampler == "grid" else wanted))
+    assert sum(result.new_trials for result in results) == len(rows)
+    assert all(result.trials == len(rows) for result in results)
+    if sampler in EXACT:
+        assert len({row.config_id for row in rows}) == len(rows)
+    assert min(result.new_trials for result in results) >= len(rows) // 5
