@@ -246,7 +246,7 @@ class CampaignRun:
         The first of them start the sampler anew: it draws by its seed and what is known, and two runs of one seed would
         draw the same. A final takes the place of rows that are known.
         """
-        if news and not self._shared or any(record.source == "final" for record in news):
+        if (news and not self._shared) or any(record.source == "final" for record in news):
             self._shared = True
             known = self._store.trials(self._name)
             self._learn([record for record in known if record.trial <= news[-1].trial])
