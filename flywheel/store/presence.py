@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from sqlalchemy import Connection, Engine, text
-from sqlalchemy.exc import DBAPIError
 
 from flywheel.store.engine import reported
 
@@ -141,6 +140,7 @@ class _Session:
             return set(self._connection.execute(_HELD, {"locks": _LOCKS}).scalars())
 
     def end(self) -> None:
-        with suppress(DBAPIError):
-            self._connection.invalidate()  # closes it, and so gives back the lock, without a word to the server
-        self._connection.close()
+        """Closes the session, and so gives back the lock, without a word to a server that may not answer."""
+        if not self._connection.closed:
+            self._connection.invalidate()
+            self._connection.close()

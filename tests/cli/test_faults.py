@@ -17,7 +17,8 @@ from postgres_server import Server
 
 from flywheel.measure.record import TrialRecord
 from flywheel.store import engine, postgres
-from flywheel.store.sql import Store, open_store
+from flywheel.store.claims import Claims
+from flywheel.store.sql import open_store
 
 Run = Callable[..., Result]
 SEARCH = ("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--context", "16", "--name", "c")
@@ -39,14 +40,15 @@ def strike(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], 
     """Let something happen right after a store's first TRIALS_BEFORE rows."""
 
     def after(fault: Callable[[], object]) -> None:
-        append = Store.append
+        append = Claims.append
 
-        def append_and_strike(store: Store, record: TrialRecord) -> None:
-            append(store, record)
+        def append_and_strike(claims: Claims, record: TrialRecord) -> TrialRecord:
+            record = append(claims, record)
             if record.trial + 1 == TRIALS_BEFORE:
                 fault()
+            return record
 
-        monkeypatch.setattr(Store, "append", append_and_strike)
+        monkeypatch.setattr(Claims, "append", append_and_strike)
 
     return after
 
