@@ -23,7 +23,7 @@ from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.driver import open_gpu
-from flywheel.vm.pack import pack
+from flywheel.vm.pack import PackedProgram, pack
 from flywheel.vm.timing import summarise
 
 _SAMPLES: Final = 30
@@ -53,22 +53,29 @@ class CudaBench:
         except torch.OutOfMemoryError as error:
             raise GpuMemoryError(f"{source.name}: {str(error).splitlines()[0]}") from error
         self._last: Final = (self._judge.tokens[-1].tolist(), self._judge.positions[-1])
-        self._rivals: Sequence[MegakernelProgram] = ()
+        self._rivals: Sequence[MegakernelProgram | PackedProgram] = ()
+        self._rival_programs: list[MegakernelProgram] = []
         self._kept: list[tuple[CudaSession, Examined]] = []  # the rivals, loaded
 
-    def measure(self, program: MegakernelProgram) -> TrialOutcome:
+    def measure(self, program: MegakernelProgram | PackedProgram) -> TrialOutcome:
         """As `vm.worker.Bench` says: Measured, Incorrect or Implausible.
 
         Raises as `CudaModel.load_packed` and `pack`, LaunchTimeoutError and GpuFaultError.
         """
-        with self._model.load_packed(pack(program)) as session:
+        packed = _packed(program)
+        with self._model.load_packed(packed) as session:
             examined = self._judge.examine(session)
             if not examined.verdict.passed:
                 return Incorrect(examined.verdict, str(examined.verdict.reason))
             latency = session.time(*self._last, samples=_SAMPLES, warmup=_WARMUP)
-            return self._judge_last(session, examined) or judge_latency(program, latency, examined.verdict)
+            return self._judge_last(session, examined) or judge_latency(packed.program, latency, examined.verdict)
 
-    def compare(self, program: MegakernelProgram, rivals: Sequence[MegakernelProgram], rounds: int) -> Contest:
+    def compare(
+        self,
+        program: MegakernelProgram | PackedProgram,
+        rivals: Sequence[MegakernelProgram | PackedProgram],
+        rounds: int,
+    ) -> Contest:
         """As `vm.worker.Bench` says; of what is Incorrect, there are no times. Raises as `measure` does.
 
         In one round, the rivals stay loaded for the next call, and a candidate that is dismissed beside the first of
@@ -78,21 +85,25 @@ class CudaBench:
         with ExitStack() as undo:
             undo.callback(self._drop_rivals)  # whatever stops the candidate's launches stops theirs
             if rounds == 1:
-                contest = self._compare_once(program, rivals)
+                contest = self._compare_once(_packed(program), rivals)
             else:
                 self._drop_rivals()
-                contest = self._compare_in_rounds((program, *rivals), rounds)
+                contest = self._compare_in_rounds([_packed(each) for each in (program, *rivals)], rounds)
             undo.pop_all()
         return contest
 
-    def _compare_once(self, program: MegakernelProgram, rivals: Sequence[MegakernelProgram]) -> Contest:
+    def _compare_once(
+        self, packed: PackedProgram, rivals: Sequence[MegakernelProgram | PackedProgram]
+    ) -> Contest:
         if rivals is not self._rivals:
             self._drop_rivals()
-            for rival in rivals:
-                session = self._model.load_packed(pack(rival))
+            self._rival_programs = []
+            for rival in map(_packed, rivals):
+                session = self._model.load_packed(rival)
                 self._kept.append((session, self._judge.examine(session)))
+                self._rival_programs.append(rival.program)
             self._rivals = rivals
-        with self._model.load_packed(pack(program)) as session:
+        with self._model.load_packed(packed) as session:
             examined = [self._judge.examine(session), *(found for _, found in self._kept)]
             verdicts = [each.verdict for each in examined]
             if not verdicts[0].passed:
@@ -101,16 +112,16 @@ class CudaBench:
             times = time_sessions(sessions, *self._last, samples=_SAMPLES, warmup=_WARMUP, dismissing=True)
             latency = self._with_batch(session, _summarise(times[:1]))
             wrong = [self._judge_last(*each) for each in zip(sessions, examined, strict=True)]
-        return _contest((program, *rivals), verdicts, wrong, [[samples] for samples in times], latency)
+        programs = (packed.program, *self._rival_programs)
+        return _contest(programs, verdicts, wrong, [[samples] for samples in times], latency)
 
-    def _compare_in_rounds(self, programs: Sequence[MegakernelProgram], rounds: int) -> Contest:
-        times: list[list[list[float]]] = [[] for _ in programs]
-        packed = [pack(program) for program in programs]
+    def _compare_in_rounds(self, packed: Sequence[PackedProgram], rounds: int) -> Contest:
+        times: list[list[list[float]]] = [[] for _ in packed]
         for turn in range(rounds):
             with ExitStack() as stack:
-                order = [(turn + place) % len(programs) for place in range(len(programs))]
+                order = [(turn + place) % len(packed) for place in range(len(packed))]
                 loaded = {place: stack.enter_context(self._model.load_packed(packed[place])) for place in order}
-                sessions = [loaded[place] for place in range(len(programs))]
+                sessions = [loaded[place] for place in range(len(packed))]
                 examined = [self._judge.examine(session) for session in sessions]
                 verdicts = [each.verdict for each in examined]
                 found = time_sessions(sessions, *self._last, samples=_SAMPLES, warmup=_WARMUP)
@@ -120,7 +131,7 @@ class CudaBench:
                 if turn == rounds - 1 or any(wrong) or not all(verdict.passed for verdict in verdicts):
                     latency = self._with_batch(sessions[0], _summarise(times[0]))
                     break
-        return _contest(programs, verdicts, wrong, times, latency)
+        return _contest([each.program for each in packed], verdicts, wrong, times, latency)
 
     def _with_batch(self, session: CudaSession, latency: MeasuredLatency) -> MeasuredLatency:
         """With the state of the GPU under many launches, but for a program that was cut short."""
@@ -135,6 +146,10 @@ class CudaBench:
         while self._kept:
             self._kept.pop()[0].close()
         self._rivals = ()
+
+
+def _packed(program: MegakernelProgram | PackedProgram) -> PackedProgram:
+    return program if isinstance(program, PackedProgram) else pack(program)
 
 
 def _contest(

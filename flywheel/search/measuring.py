@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,7 +10,7 @@ from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
-from flywheel.errors import ConfigError, KernelCompileError, NoGpuError, UsageError
+from flywheel.errors import ConfigError, InvalidProgramError, KernelCompileError, NoGpuError, UsageError
 from flywheel.ir import DType, GpuTarget, MegakernelProgram
 from flywheel.measure.device import is_target
 from flywheel.measure.environment import Environment, capture_environment
@@ -19,7 +20,7 @@ from flywheel.plan import variant_of
 from flywheel.search.device import missing_modules
 from flywheel.vm.driver import describe_gpu
 from flywheel.vm.nvrtc import arch_name, compile_variant, nvrtc_version, source_digest
-from flywheel.vm.worker import Bench
+from flywheel.vm.worker import Bench, Parcel, Work
 
 if TYPE_CHECKING:
     from flywheel.store.sql import Store
@@ -67,6 +68,16 @@ def compile_ahead(dtype: str, program: MegakernelProgram) -> None:
     with suppress(ConfigError, KernelCompileError):
         variant = variant_of(program)
         _compile(program.target.sm_arch, variant.threads, variant.matrix_warps, variant.rows, DTYPES[dtype])
+
+
+def wrap(program: MegakernelProgram) -> Work:
+    """A program packed for its turn; one that cannot be goes as it is, and the worker says why."""
+    from flywheel.vm.pack import pack
+
+    try:
+        return Parcel(pickle.dumps(pack(program), protocol=pickle.HIGHEST_PROTOCOL))
+    except (ConfigError, InvalidProgramError):
+        return program
 
 
 def compile_all(

@@ -98,7 +98,9 @@ def open_engine(
         bench_of = partial(measuring.make_bench, spec.model, spec.dtype, spec.context, spec.batch)
         kernels = make_space(workload, spec.fix).kernels()
         compile_all = partial(measuring.compile_all, spec.dtype, workload.target.sm_arch, kernels)
-        means = Measuring(bench_of, partial(measuring.compile_ahead, spec.dtype), compile_all=compile_all)
+        means = Measuring(
+            bench_of, partial(measuring.compile_ahead, spec.dtype), measuring.wrap, compile_all=compile_all
+        )
         filtering = predictor if spec.prefilter is not None else None
         setup = Setup(workload, means, partial(measuring.capture, workload.target), filtering)
         look = partial(measuring.look, store, gpu, spec.dtype)

@@ -20,7 +20,7 @@ from flywheel.process import keep_objects, no_collector, set_environment
 from flywheel.search.evaluate import Measure, Prepared, prepare
 from flywheel.search.workload import Workload
 from flywheel.vm.client import Client, Limits
-from flywheel.vm.worker import MakeBench
+from flywheel.vm.worker import MakeBench, Work
 
 _KEPT: Final = 8
 """Programs that wait for their turn or were the rivals of late, of each kind."""
@@ -35,12 +35,16 @@ class Predicting:
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """Latencies are measured by a bench, in a child of the station. `compile_ahead` does what can be done about a
-    program's kernel before its turn, `compile_all` about every kernel before any is asked for, beside all else, until
-    what it is given says that nobody wants it any more."""
+    """Latencies are measured by a bench, in a child of the station.
+
+    Before a program's turn, `compile_ahead` does what can be done about its kernel, and `wrap` makes what the child is
+    sent. `compile_all` compiles every kernel before any is asked for, beside all else, until what it is given says that
+    nobody wants it any more.
+    """
 
     make_bench: MakeBench
     compile_ahead: Callable[[MegakernelProgram], None] | None = None
+    wrap: Callable[[MegakernelProgram], Work] | None = None
     limits: Limits = field(default_factory=Limits)
     compile_all: Callable[[Callable[[], bool]], None] | None = None
 
@@ -55,19 +59,27 @@ class Setup:
     predictor: Predictor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What was prepared, and what of it the child is sent; None where there is no program."""
+
+    prepared: Prepared
+    work: Work | None
+
+
 class Station:
     """One place. `prepare` and `measure` may run side by side, each once at a time."""
 
     def __init__(self, setup: Setup, environ: Mapping[str, str]) -> None:
         set_environment(environ)
         self._setup = setup
-        self._prepared: dict[str, Prepared] = {}  # by config id, oldest first
-        self._rivals: tuple[tuple[str, ...], tuple[MegakernelProgram, ...]] = ((), ())
+        self._made: dict[str, _Made] = {}  # by config id, oldest first
+        self._rivals: tuple[tuple[str, ...], tuple[Work, ...]] = ((), ())
         self._client: Client | None = None
         self._closing = Event()
         self._compiling: Thread | None = None
         match setup.means:
-            case Measuring(make_bench, _, limits, compile_all):
+            case Measuring(make_bench=make_bench, limits=limits, compile_all=compile_all):
                 self._client = Client(make_bench, limits)
                 if compile_all is not None:
                     self._compiling = Thread(target=compile_all, args=(self._closing.is_set,), daemon=True)
@@ -85,12 +97,13 @@ class Station:
 
     def prepare(self, config: ScheduleConfig) -> Prepared:
         """Lower, validate, and compile ahead; what is said of the program, which stays here."""
-        prepared, predictor = self._make(config), self._setup.predictor
+        made, predictor = self._make(config), self._setup.predictor
+        self._made[config.config_id] = made
+        while len(self._made) > _KEPT:
+            del self._made[next(iter(self._made))]
+        prepared = made.prepared
         if predictor is not None and prepared.refused is None and prepared.program is not None:
             prepared = replace(prepared, predicted=predictor.predict(prepared.program))
-        self._prepared[config.config_id] = prepared
-        while len(self._prepared) > _KEPT:
-            del self._prepared[next(iter(self._prepared))]
         return prepared.facts
 
     def measure(self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig], rounds: int) -> tuple[Contest, float]:
@@ -98,21 +111,23 @@ class Station:
 
         It stands alone where one of its rivals is refused today. Raises what stops a child from starting.
         """
-        program = self._take(config)
+        made = self._made.pop(config.config_id, None) or self._make(config)
+        assert made.prepared.program is not None
+        assert made.work is not None
         names = tuple(rival.config_id for rival in rivals)
         if names != self._rivals[0]:
             found = [self._make(rival) for rival in rivals]
-            programs = tuple(each.program for each in found if each.refused is None and each.program is not None)
-            self._rivals = names, programs if len(programs) == len(rivals) else ()
+            able = tuple(each.work for each in found if each.prepared.refused is None and each.work is not None)
+            self._rivals = names, able if len(able) == len(rivals) else ()
         if self._client is not None:
             self._client.ready()  # a new child's start is nobody's time
         start = perf_counter()
         match self._setup.means:
             case Predicting(measure):
-                contest = Contest(measure(program))
+                contest = Contest(measure(made.prepared.program))
             case Measuring():
                 assert self._client is not None
-                contest = self._client.attempt(program, self._rivals[1], rounds)
+                contest = self._client.attempt(made.work, self._rivals[1], rounds)
         return contest, perf_counter() - start
 
     def close(self) -> None:
@@ -124,17 +139,15 @@ class Station:
         if self._compiling is not None and self._compiling.is_alive():
             self._compiling.join()
 
-    def _take(self, config: ScheduleConfig) -> MegakernelProgram:
-        prepared = self._prepared.pop(config.config_id, None)
-        program = (prepared or self._make(config)).program
-        assert program is not None
-        return program
-
-    def _make(self, config: ScheduleConfig) -> Prepared:
+    def _make(self, config: ScheduleConfig) -> _Made:
         with no_collector():
             prepared = prepare(config, self._setup.workload)
-            if prepared.refused is None and prepared.program is not None:
-                match self._setup.means:
-                    case Measuring(compile_ahead=compile_ahead) if compile_ahead is not None:
-                        compile_ahead(prepared.program)
-        return prepared
+            program = prepared.program
+            if prepared.refused is not None or program is None:
+                return _Made(prepared, program)
+            match self._setup.means:
+                case Measuring(compile_ahead=compile_ahead, wrap=wrap):
+                    if compile_ahead is not None:
+                        compile_ahead(program)
+                    return _Made(prepared, program if wrap is None else wrap(program))
+            return _Made(prepared, program)

@@ -14,11 +14,10 @@ from types import TracebackType
 from typing import Final, Self
 
 from flywheel.errors import FlywheelError
-from flywheel.ir import MegakernelProgram
 from flywheel.measure.contest import Contest
 from flywheel.measure.outcome import Crashed, TimedOut, TrialOutcome
 from flywheel.process import sheltered
-from flywheel.vm.worker import Answer, MakeBench, Question, Ready, Unable, serve
+from flywheel.vm.worker import Answer, MakeBench, Question, Ready, Unable, Work, serve
 
 _EXIT_S: Final = 5.0
 """What a worker that was told to end, or killed, may take."""
@@ -45,7 +44,7 @@ class Client:
         self._limits = limits or Limits()
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
-        self._rivals: tuple[MegakernelProgram, ...] = ()  # those that the worker has
+        self._rivals: tuple[Work, ...] = ()  # those that the worker has
 
     def __enter__(self) -> Self:
         return self
@@ -71,12 +70,12 @@ class Client:
             self.close()
             self._start()
 
-    def measure(self, program: MegakernelProgram) -> TrialOutcome:
+    def measure(self, program: Work) -> TrialOutcome:
         """The outcome of a program. Raises as `ready` does where no worker starts."""
         return self.compare(program).outcome
 
     def compare(
-        self, program: MegakernelProgram, rivals: tuple[MegakernelProgram, ...] = (), rounds: int = 1
+        self, program: Work, rivals: tuple[Work, ...] = (), rounds: int = 1
     ) -> Contest:
         """As `attempt`, with a second try after a death. Raises as `ready` does where no worker starts."""
         first = self.attempt(program, rivals, rounds)
@@ -101,7 +100,7 @@ class Client:
             process.join(_EXIT_S)
 
     def attempt(
-        self, program: MegakernelProgram, rivals: tuple[MegakernelProgram, ...] = (), rounds: int = 1
+        self, program: Work, rivals: tuple[Work, ...] = (), rounds: int = 1
     ) -> Contest:
         """Measure a program, against `rivals` where there are any, without a second try: a death is Crashed and
         transient. The same `rivals` object is not sent twice. Raises as `ready` does."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from flywheel.errors import (
     ConfigError,
@@ -24,17 +25,41 @@ from flywheel.measure.contest import Contest
 from flywheel.measure.outcome import Crashed, NoMemory, Rejected, TimedOut, TrialOutcome
 from flywheel.process import enter_child, keep_objects
 
+if TYPE_CHECKING:
+    from flywheel.vm.pack.program import PackedProgram
+
 _T = TypeVar("_T")
 
 
-class Bench(Protocol):
-    """What measures programs."""
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A packed program in the form that crosses to a worker, made before its turn: no GPU waits for that."""
 
-    def measure(self, program: MegakernelProgram) -> TrialOutcome:
+    data: bytes
+
+    def open(self) -> PackedProgram:
+        """What was put in."""
+        packed: PackedProgram = pickle.loads(self.data)
+        return packed
+
+
+Work = MegakernelProgram | Parcel
+"""What a worker is sent."""
+
+
+class Bench(Protocol):
+    """What measures programs, packed or yet to be."""
+
+    def measure(self, program: MegakernelProgram | PackedProgram) -> TrialOutcome:
         """Load, check and time a validated program. May raise what `answer` knows."""
         ...
 
-    def compare(self, program: MegakernelProgram, rivals: Sequence[MegakernelProgram], rounds: int) -> Contest:
+    def compare(
+        self,
+        program: MegakernelProgram | PackedProgram,
+        rivals: Sequence[MegakernelProgram | PackedProgram],
+        rounds: int,
+    ) -> Contest:
         """Load and check programs, then time them in turn, `rounds` times from their loading on. The first is the
         candidate, whose fault it is where this raises; a candidate far slower than the first rival is cut short.
 
@@ -63,8 +88,8 @@ class Unable:
 class Question:
     """A program to measure, alone or against rivals; `rivals` of None are those of the question before."""
 
-    program: MegakernelProgram
-    rivals: tuple[MegakernelProgram, ...] | None = ()
+    program: Work
+    rivals: tuple[Work, ...] | None = ()
     rounds: int = 1
 
 
@@ -85,17 +110,20 @@ def serve(connection: Connection, make_bench: MakeBench) -> None:
         return
     keep_objects()
     connection.send(Ready())
-    rivals: tuple[MegakernelProgram, ...] = ()
+    rivals: tuple[MegakernelProgram | PackedProgram, ...] = ()
     while (question := _next(connection)) is not None:
-        rivals = rivals if question.rivals is None else question.rivals
-        given = answer(bench, question.program, rivals, question.rounds)
+        rivals = rivals if question.rivals is None else tuple(map(_opened, question.rivals))
+        given = answer(bench, _opened(question.program), rivals, question.rounds)
         connection.send(given)
         if given.last:
             os._exit(0)  # an orderly exit would wait for a GPU that may never answer
 
 
 def answer(
-    bench: Bench, program: MegakernelProgram, rivals: tuple[MegakernelProgram, ...] = (), rounds: int = 1
+    bench: Bench,
+    program: MegakernelProgram | PackedProgram,
+    rivals: tuple[MegakernelProgram | PackedProgram, ...] = (),
+    rounds: int = 1,
 ) -> Answer:
     """The outcome of one program; what the bench raises is one too."""
     result = _defended(lambda: bench.compare(program, rivals, rounds) if rivals else Contest(bench.measure(program)))
@@ -116,6 +144,10 @@ def answer(
             return Answer(Contest(Crashed(f"{type(result).__name__}: {_line(result)}", transient=False)), last=True)
         case _:
             return Answer(result)
+
+
+def _opened(work: Work) -> MegakernelProgram | PackedProgram:
+    return work.open() if isinstance(work, Parcel) else work
 
 
 def _defended(work: Callable[[], _T]) -> _T | Exception:

@@ -186,6 +186,32 @@ def test_the_next_config_is_prepared_while_one_is_measured(
         assert [type(outcome) for outcome in outcomes(fleet, configs[:2])] == [Measured] * 2
 
 
+def test_a_worker_is_sent_what_was_wrapped_before_its_turn_also_of_rivals(
+    fleets: Fleets, measuring: Callable[..., Setup], configs: list[ScheduleConfig], toy_measures: ModuleType,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    setup = measuring(wrap=partial(toy_measures.parcel, str(tmp_path)))
+    with fleets(setup, ahead=1) as fleet:
+        found = fleet.submit(configs[1], configs[2:4])()
+    assert isinstance(found.outcome, Measured)
+    assert found.contest is not None and len(found.contest.times_us) == 3
+    assert len((tmp_path / "wrapped").read_text().split()) == 3
+
+
+def test_two_gpus_do_not_wait_for_the_search(lab: Any, toy_measures: ModuleType, tmp_path: Path) -> None:
+    """155 measurements of 53 s in all must take two GPUs at most 30 s; here it is 16 of that length."""
+    seconds, trials = 53 / 155, 16
+    means = Measuring(partial(toy_measures.Steady, str(tmp_path), seconds), limits=LIMITS)
+    hosts = [ProcessHost(f"process {number}", Setup(lab.workload, means, toy_measures.here)) for number in range(2)]
+    with Fleet(hosts, nothing_known, ahead=1, measured=True) as fleet:
+        fleet.ready()
+        lab.run(lab.spec(sampler="local", trials=trials, measure="cuda"), fleet)
+    lines = (tmp_path / "spans").read_text().splitlines()
+    spans = sorted(tuple(map(float, line.split())) for line in lines)
+    first, last = spans[0][0], spans[trials - 1][1]
+    assert last - first <= 30 / 53 * trials * seconds
+
+
 def test_kernels_are_compiled_beside_all_else_and_for_nobody_who_has_gone(
     fleets: Fleets, configs: list[ScheduleConfig], measuring: Callable[..., Setup], toy_measures: ModuleType,
     tmp_path: Path,

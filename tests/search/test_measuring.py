@@ -15,6 +15,8 @@ from flywheel.measure.device import Device
 from flywheel.measure.environment import Environment
 from flywheel.search import measuring
 from flywheel.search.evaluate import prepare
+from flywheel.vm.pack import pack
+from flywheel.vm.worker import Parcel
 
 Variant = tuple[str, int, int, int]
 
@@ -88,3 +90,22 @@ def test_a_station_measures_on_the_card_that_its_driver_says_is_the_target(
         return
     with pytest.raises(NoGpuError, match=rf"^--measure cuda needs an h100: lab has {re.escape(str(device))}$"):
         measuring.capture(TARGETS["h100"])
+
+
+def test_a_program_is_wrapped_as_its_packed_tables(lab: Any) -> None:
+    program = prepare(lab.space().to_config(lab.space().known_good()[0]), lab.workload).program
+    assert program is not None
+    wrapped = measuring.wrap(program)
+    assert isinstance(wrapped, Parcel)
+    opened, packed = wrapped.open(), pack(program)
+    assert opened.program == program
+    for name in ("buffers", "instructions", "queues", "steps", "segments", "segment_buffers", "streams", "floats"):
+        assert getattr(opened, name).tobytes() == getattr(packed, name).tobytes()
+    assert (opened.variant, opened.labels, opened.arena) == (packed.variant, packed.labels, packed.arena)
+
+
+def test_a_program_that_cannot_be_packed_goes_as_it_is_and_the_worker_says_why(lab: Any) -> None:
+    program = prepare(lab.space().to_config(lab.space().known_good()[0]), lab.workload).program
+    assert program is not None
+    aimless = replace(program, target=None)
+    assert measuring.wrap(aimless) is aimless

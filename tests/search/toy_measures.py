@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import time
@@ -20,6 +21,7 @@ from flywheel.measure.latency import MeasuredLatency, PredictedLatency
 from flywheel.measure.outcome import Crashed, Measured, Predicted, TrialOutcome
 from flywheel.measure.verdict import judge
 from flywheel.plan import variant_of
+from flywheel.vm.worker import Parcel
 
 
 def smooth(program: MegakernelProgram) -> TrialOutcome:
@@ -150,6 +152,30 @@ class Reckless:
 
     def compare(self, program: MegakernelProgram, rivals: Sequence[MegakernelProgram], rounds: int) -> Contest:
         return contest(self.measure(program), (program, *rivals), rounds)
+
+
+class Steady:
+    """Measures what `smooth` says, each program in `seconds`, and writes when it began and ended into `folder`."""
+
+    def __init__(self, folder: str, seconds: float) -> None:
+        self._folder, self._seconds = Path(folder), seconds
+
+    def measure(self, program: MegakernelProgram) -> TrialOutcome:
+        begun = time.monotonic()
+        time.sleep(self._seconds)
+        with (self._folder / "spans").open("a") as stream:
+            stream.write(f"{begun} {time.monotonic()}\n")
+        return measured(toy_us(program), 30)
+
+    def compare(self, program: MegakernelProgram, rivals: Sequence[MegakernelProgram], rounds: int) -> Contest:
+        return contest(self.measure(program), (program, *rivals), rounds)
+
+
+def parcel(folder: str, program: MegakernelProgram) -> Parcel:
+    """Says that a program was wrapped."""
+    with (Path(folder) / "wrapped").open("a") as stream:
+        stream.write("one\n")
+    return Parcel(pickle.dumps(program))
 
 
 def kill_station() -> None:
