@@ -16,13 +16,12 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from flywheel.cost_model import STOCK
-from flywheel.ir import ScheduleConfig, config_from_dict
+from flywheel.ir import config_from_dict
 from flywheel.search.foresight import Foresight
 from flywheel.search.gaussian import Grid, Point
 from flywheel.search.knobs import Choice
@@ -31,6 +30,7 @@ from flywheel.search.spec import DEFAULT_PREDICTIONS
 from flywheel.search.study import CampaignStudy
 from flywheel.search.workload import make_workload
 
+NEAR = 0.5
 CHECKPOINTS = (10, 20, 30, 40, 60, 100)
 BATCHED = re.compile(r"-b\d+-")
 """In the names of campaigns of several rows, which their rows do not tell."""
@@ -120,23 +120,8 @@ class Truth:
         self.errors = float(np.median(wrong)), float(np.median(wrong[good])), float(np.quantile(wrong[good], 0.9))
 
 
-class Known:
-    """Predictions that seeds share, by config: a proposal is as good whoever asked for them first."""
-
-    def __init__(self, foresight: Foresight) -> None:
-        self._foresight, self.budget = foresight, foresight.budget
-        self._known: dict[str, float | None] = {}
-
-    def predict(self, configs: Sequence[ScheduleConfig]) -> list[float | None]:
-        """As Foresight."""
-        new = [config for config in configs if config.config_id not in self._known]
-        found = zip(new, self._foresight.predict(new), strict=True)
-        self._known |= {config.config_id: latency_us for config, latency_us in found}
-        return [self._known[config.config_id] for config in configs]
-
-
-def replay(truth: Truth, space: Space, sampler: str, foresight: Known, seed: int) -> list[float]:
-    """Regret in % at each checkpoint."""
+def replay(truth: Truth, space: Space, sampler: str, foresight: Foresight, seed: int) -> tuple[list[float], int]:
+    """Regret in % at each checkpoint, and measurements until it is at most NEAR; of none, one more than were made."""
     noise = np.random.default_rng(seed + 1000)
     study = CampaignStudy(space, sampler, seed, [], measured=True, foresight=foresight)
     for choice in space.known_good():
@@ -148,7 +133,9 @@ def replay(truth: Truth, space: Space, sampler: str, foresight: Known, seed: int
         real.append(float(truth([truth.point(choice)])[0]))
         seen.append(real[-1] * (1 + NOISE * noise.normal()))
         study.tell(trial, seen[-1])
-    return [100 * (real[int(np.argmin(seen[:count]))] / truth.least - 1) for count in CHECKPOINTS]
+    regrets = [100 * (real[int(np.argmin(seen[:count]))] / truth.least - 1) for count in range(1, len(seen) + 1)]
+    until = next((count for count, regret in enumerate(regrets, 1) if regret <= NEAR), len(seen) + 1)
+    return [regrets[count - 1] for count in CHECKPOINTS], until
 
 
 def main() -> None:
@@ -170,13 +157,15 @@ def main() -> None:
         f"{asked.model}: {len(truth.latencies)} rows, best {truth.least:.1f} us; left out, a row is missed by "
         f"{every:.2f} % (median), within 5 % of the best by {median:.2f} % (a tenth by more than {high:.2f})"
     )
-    print(f"{'regret in % after':<18}" + "".join(f"{count:>22}" for count in CHECKPOINTS))
+    heads = [*map(str, CHECKPOINTS), f"trials to {NEAR} %"]
+    print(f"{'regret in % after':<18}" + "".join(f"{head:>22}" for head in heads))
     with Foresight(workload, STOCK, asked.predictions, asked.jobs) as foresight:
-        known = Known(foresight)
         for sampler in asked.samplers.split(","):
-            runs = [replay(truth, space, sampler, known, seed) for seed in range(asked.seeds)]
-            each = zip(*runs, strict=True)
+            runs = [replay(truth, space, sampler, foresight, seed) for seed in range(asked.seeds)]
+            each = zip(*(regrets for regrets, _ in runs), strict=True)
             cells = [f"{statistics.median(run):.2f} ({min(run):.2f}..{max(run):.2f})" for run in each]
+            found = sorted(until for _, until in runs)
+            cells.append(f"{statistics.median(found):.0f} ({found[0]}..{found[-1]})")
             print(f"{sampler:<18}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
 
 

@@ -8,6 +8,7 @@ process learns by how much measurements differ from predictions there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +19,9 @@ from flywheel.search.gridded import GridSampler, Tried
 
 Foresee = Callable[[Sequence[Mapping[str, Any]]], Sequence[float | None]]
 """Predicted latencies in us of parameters, None where infeasible."""
+
+Expect = Callable[[Sequence[Mapping[str, Any]]], None]
+"""That these parameters will be asked for, so that they are predicted meanwhile."""
 
 _SIDE: Final = 8
 """Predictions that are asked for at once."""
@@ -40,6 +44,10 @@ _CENTRES: Final = 2
 _KICKS: Final = 16
 """Candidates that differ from a centre in two to four knobs, of a trial that goes to one of them."""
 
+_AHEAD: Final = 6
+"""Trials from when a trial is a centre, or begins to be one, until what lies around it is a candidate: time in which it
+is predicted, while a GPU measures."""
+
 _QUOTA: Final = 8
 """Of so many trials one goes to such a candidate, whatever else is likely."""
 
@@ -51,6 +59,16 @@ _LUCK: Final = 0.3
 """Share of an expected improvement that is drawn: coordinators of one campaign, each with its seed, part ways."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Learnt:
+    """From trials: those with a latency, best first, logarithms of what they are expected to take, and the model of
+    the logarithm of what latencies are over predictions."""
+
+    where: list[Point]
+    logs: Array
+    model: GaussianProcess
+
+
 class ForeseenSampler(GridSampler):
     """Proposes the best of `budget` predictions, so far apart that they tell something, then by expected improvement.
 
@@ -59,9 +77,12 @@ class ForeseenSampler(GridSampler):
     are tried. The descent begins at `starts`.
     """
 
-    def __init__(self, seed: int, foresee: Foresee, starts: Sequence[Mapping[str, Any]], budget: int) -> None:
+    def __init__(
+        self, seed: int, foresee: Foresee, starts: Sequence[Mapping[str, Any]], budget: int, expect: Expect
+    ) -> None:
         super().__init__(seed)
-        self._ask, self._starts, self._budget = foresee, starts, budget
+        self._ask, self._starts, self._budget, self._expect = foresee, starts, budget, expect
+        self._around: dict[int, list[Point]] = {}  # by trial, what lies around its centres
         self._predicted: dict[Point, float | None] = {}
         self._good: list[tuple[float, Point]] = []  # of what the descent found, best first
         self._finalists: list[Point] | None = None
@@ -73,10 +94,13 @@ class ForeseenSampler(GridSampler):
             found = sorted((value, point) for point, value in self._predicted.items() if value is not None)
             self._good = [each for each in found if each[0] <= found[0][0] * (1.0 + _WITHIN)]
             self._finalists = self._choose()
+        learnt = self._learn(grid, tried)
+        later = number + _AHEAD
+        self._around[later] = self._surroundings(grid, learnt, later)
+        self._expect([self.parameters(point) for point in self._around[later] if point not in self._predicted])
         points = {each.point for each in tried}
         best = next((point for point in self._finalists if point not in points), None)
-        chance = np.random.default_rng((self._seed, number))
-        return best or self._improve(grid, tried, points, number, chance)
+        return best or self._improve(grid, tried, points, number, learnt)
 
     def _descend(self, grid: Grid) -> None:
         descent = Descent(grid)
@@ -108,40 +132,51 @@ class ForeseenSampler(GridSampler):
                     chosen[point] = value
         return sorted(chosen, key=lambda point: (chosen[point], point))
 
-    def _improve(
-        self, grid: Grid, tried: Sequence[Tried], points: set[Point], number: int, chance: np.random.Generator
-    ) -> Point:
-        """The candidate of the largest expected improvement over the least expected latency of any trial."""
+    def _learn(self, grid: Grid, tried: Sequence[Tried]) -> _Learnt | None:
+        """None where too few trials have a latency and a prediction."""
         self._foresee([each.point for each in tried])
         found = [(each.told[0], each.point) for each in tried if each.told is not None and each.told[0] is not None]
         known = sorted(each for each in found if self._predicted[each[1]] is not None)[:_LEARNT]
-        pending = [each.point for each in tried if each.told is None and self._predicted[each.point] is not None]
         if len(known) < 2:
-            return self._best_left(grid, points)
+            return None
         where = [point for _, point in known]
+        pending = [each.point for each in tried if each.told is None and self._predicted[each.point] is not None]
         ratios = np.log([latency_us for latency_us, _ in known]) - self._logs(where)
         model = GaussianProcess(grid, where, ratios, pending)
-        least = self._logs(where) + model.mean + model.unit * model.means
-        centres = [where[int(index)] for index in np.argsort(least, kind="stable")[:_CENTRES]]
-        new = self._candidates(grid, centres, points, number % _QUOTA == _QUOTA - 1, chance)
-        if not new:
+        return _Learnt(where, self._logs(where) + model.mean + model.unit * model.means, model)
+
+    def _surroundings(self, grid: Grid, learnt: _Learnt | None, number: int) -> list[Point]:
+        """What lies around the centres of trial `number`, by what is learnt from the trials _AHEAD before it."""
+        if learnt is None:
+            return []
+        centres = [learnt.where[int(index)] for index in np.argsort(learnt.logs, kind="stable")[:_CENTRES]]
+        if number % _QUOTA == _QUOTA - 1:
+            chance = np.random.default_rng((self._seed, number, 1))
+            return sorted({kick(grid, centres[place % len(centres)], 2 + place % 3, chance) for place in range(_KICKS)})
+        return sorted({point for centre in centres for point in grid.neighbours(centre)})
+
+    def _improve(
+        self, grid: Grid, tried: Sequence[Tried], points: set[Point], number: int, learnt: _Learnt | None
+    ) -> Point:
+        """The candidate of the largest expected improvement over the least expected latency of any trial."""
+        if number not in self._around:  # of a study that is rebuilt
+            before = [each for each in tried if each.number < number - _AHEAD]
+            self._around[number] = self._surroundings(grid, self._learn(grid, before), number)
+        new = self._candidates(self._around[number], points, kicked=number % _QUOTA == _QUOTA - 1)
+        if learnt is None or not new:
             return self._best_left(grid, points)
-        means, deviations = model.predict(new)
-        means = self._logs(new) + model.mean + model.unit * means
-        gains = improvement(least.min(), means, model.unit * deviations)
+        means, deviations = learnt.model.predict(new)
+        means = self._logs(new) + learnt.model.mean + learnt.model.unit * means
+        gains = improvement(learnt.logs.min(), means, learnt.model.unit * deviations)
         seen = {self._predicted[point] for point in points}
         gains *= np.array([_AGAIN if self._predicted[point] in seen else 1.0 for point in new])
+        chance = np.random.default_rng((self._seed, number))
         return new[int((gains * chance.uniform(1.0 - _LUCK, 1.0, len(new))).argmax())]
 
-    def _candidates(
-        self, grid: Grid, centres: Sequence[Point], points: set[Point], kicked: bool, chance: np.random.Generator
-    ) -> list[Point]:
+    def _candidates(self, around: Sequence[Point], points: set[Point], kicked: bool) -> list[Point]:
         """Feasible points that were not tried: kicks, or else neighbours and good predictions."""
-        if kicked:
-            found = {kick(grid, centres[place % len(centres)], 2 + place % 3, chance) for place in range(_KICKS)}
-        else:
-            found = {point for centre in centres for point in grid.neighbours(centre)}
-        self._foresee(sorted(found))
+        self._foresee(around)
+        found = set(around)
         if not kicked:
             found.update(point for _, point in self._good)
         return sorted(point for point in found - points if self._predicted[point] is not None)

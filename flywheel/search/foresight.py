@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
 from time import perf_counter
 from types import TracebackType
 from typing import Final, Self
@@ -22,7 +25,8 @@ from flywheel.search.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """What was predicted to steer a search, in all: configs, the least latency of any, and wall seconds."""
+    """What was predicted to steer a search, in all: configs, the least latency of any, and the wall seconds in which
+    they were waited for."""
 
     count: int = 0
     least_us: float | None = None
@@ -38,23 +42,40 @@ def is_calibrated(predictor: Predictor, workload: Workload) -> bool:
 class Foresight:
     """The cost model at a sampler's wish: `budget` configs before it proposes anything.
 
-    It runs in `jobs` processes, which start with the first question and end with this; with one job, here.
-
-    Latencies do not depend on the number of processes.
+    It runs in `jobs` processes, which start with the first question and end with this; with one job, here. Each config
+    is predicted once. Latencies do not depend on the number of processes. Any thread may ask.
     """
 
     def __init__(self, workload: Workload, predictor: Predictor, budget: int, jobs: int) -> None:
         self.budget: Final = budget
-        self.said = Foreseen()
         self._workload, self._predictor, self._jobs = workload, predictor, jobs
-        self._workers: list[tuple[ForkServerProcess, Connection]] = []
+        self._known: dict[str, Future[float | None]] = {}  # by config id
+        self._wanted: deque[ScheduleConfig] = deque()  # those that somebody waits for first
+        self._changed = threading.Condition()
+        self._ended: WorkerDiedError | None = None  # why nothing is predicted any more
+        self._threads: list[threading.Thread] = []
+        self._waited_s = 0.0
+
+    @property
+    def said(self) -> Foreseen:
+        """What it was asked so far and knows."""
+        with self._changed:
+            found = [future.result() for future in self._known.values() if _succeeded(future)]
+        return Foreseen(len(found), min((us for us in found if us is not None), default=None), self._waited_s)
+
+    def expect(self, configs: Sequence[ScheduleConfig]) -> None:
+        """Say that these will be asked for, so that idle processes predict them. Nothing with one job."""
+        if self._jobs > 1:
+            self._request(configs, urgent=False)
 
     def predict(self, configs: Sequence[ScheduleConfig]) -> list[float | None]:
         """Latencies in us, None where a config has no program. Raises WorkerDiedError where a process dies."""
         start = perf_counter()
-        found = self._share(configs) if self._jobs > 1 and len(configs) > 1 else self._here(configs)
-        least = min((us for us in (*found, self.said.least_us) if us is not None), default=None)
-        self.said = Foreseen(self.said.count + len(found), least, self.said.seconds + perf_counter() - start)
+        futures = self._request(configs, urgent=True)
+        if self._jobs == 1:
+            self._answer(partial(predict_config, workload=self._workload, predictor=self._predictor), lasting=False)
+        found = [future.result() for future in futures]
+        self._waited_s += perf_counter() - start
         return found
 
     def __enter__(self) -> Self:
@@ -63,32 +84,81 @@ class Foresight:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process, ours in self._workers:
-            process.kill()
-            process.join()
-            ours.close()
-        self._workers.clear()
+        self._end(WorkerDiedError("the processes that predict have ended"))
+        for thread in self._threads:
+            thread.join()
 
-    def _here(self, configs: Sequence[ScheduleConfig]) -> list[float | None]:
-        return [predict_config(config, self._workload, self._predictor) for config in configs]
+    def _request(self, configs: Sequence[ScheduleConfig], urgent: bool) -> list[Future[float | None]]:
+        with self._changed:
+            new = [config for config in configs if config.config_id not in self._known]
+            futures = [self._known.setdefault(config.config_id, Future()) for config in configs]
+            new = list({config.config_id: config for config in new}.values())
+            if urgent:
+                late = {config.config_id for config in configs}
+                self._wanted = deque([*(each for each in self._wanted if each.config_id in late), *new,
+                                      *(each for each in self._wanted if each.config_id not in late)])  # fmt: skip
+            else:
+                self._wanted.extend(new)
+            if self._ended is not None:
+                self._fail_wanted(self._ended)
+            elif new and self._jobs > 1 and not self._threads:
+                self._threads = [threading.Thread(target=self._attend, daemon=True) for _ in range(self._jobs)]
+                for thread in self._threads:
+                    thread.start()
+            self._changed.notify_all()
+        return futures
 
-    def _share(self, configs: Sequence[ScheduleConfig]) -> list[float | None]:
-        """Of the configs, every process has each one that is as many places behind its first as there are processes."""
-        if not self._workers:
-            self._workers = [self._start() for _ in range(self._jobs)]
-        found: list[float | None] = [None] * len(configs)
+    def _answer(self, predict: Callable[[ScheduleConfig], float | None], lasting: bool) -> None:
+        """Predict what is wanted; `lasting`, until this ends, and else until nothing is."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended or self._wanted or not lasting)
+                if self._ended or not self._wanted:
+                    return
+                config = self._wanted.popleft()
+                future = self._known[config.config_id]
+            try:
+                future.set_result(predict(config))
+            except WorkerDiedError as death:
+                future.set_exception(death)
+                raise
+
+    def _attend(self) -> None:
+        """A thread with a process of its own, whose death is the end of all."""
         try:
-            for number, (_, worker) in enumerate(self._workers):
-                worker.send(configs[number :: self._jobs])
-            for number, (_, worker) in enumerate(self._workers):
-                found[number :: self._jobs] = worker.recv()
-        except (EOFError, OSError) as error:
-            raise WorkerDiedError("a process that predicts died; --jobs 1 goes without") from error
-        return found
+            process, (lane,) = fork("a process that predicts", _serve, 1, self._workload, self._predictor)
+            try:
+                self._answer(partial(_ask, lane), lasting=True)
+            finally:
+                process.kill()
+                process.join()
+                lane.close()
+        except WorkerDiedError as death:
+            self._end(death)
 
-    def _start(self) -> tuple[ForkServerProcess, Connection]:
-        process, lanes = fork("a process that predicts", _serve, 1, self._workload, self._predictor)
-        return process, lanes[0]
+    def _end(self, why: WorkerDiedError) -> None:
+        with self._changed:
+            self._ended = self._ended or why
+            self._fail_wanted(self._ended)
+            self._changed.notify_all()
+
+    def _fail_wanted(self, why: WorkerDiedError) -> None:
+        for config in self._wanted:
+            self._known[config.config_id].set_exception(why)
+        self._wanted.clear()
+
+
+def _ask(lane: Connection, config: ScheduleConfig) -> float | None:
+    try:
+        lane.send(config)
+        latency_us: float | None = lane.recv()
+    except (EOFError, OSError) as error:
+        raise WorkerDiedError("a process that predicts died; --jobs 1 goes without") from error
+    return latency_us
+
+
+def _succeeded(future: Future[float | None]) -> bool:
+    return future.done() and future.exception() is None
 
 
 def predict_config(config: ScheduleConfig, workload: Workload, predictor: Predictor) -> float | None:
@@ -105,4 +175,4 @@ def _serve(lanes: Sequence[Connection], workload: Workload, predictor: Predictor
     (asked,) = lanes
     with suppress(EOFError, OSError):
         while True:
-            asked.send([predict_config(config, workload, predictor) for config in asked.recv()])
+            asked.send(predict_config(asked.recv(), workload, predictor))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import prod
+from threading import Thread
 
 from flywheel.cost_model import MODEL_VERSION, open_predictor
+from flywheel.errors import WorkerDiedError
 from flywheel.measure.environment import Environment
 from flywheel.measure.standing import trials_of
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
@@ -15,8 +18,9 @@ from flywheel.search.forks import expect_forks
 from flywheel.search.opening import open_campaign
 from flywheel.search.samplers import make_sampler
 from flywheel.search.sites import open_engine, open_site
-from flywheel.search.space import make_space
+from flywheel.search.space import Space, make_space
 from flywheel.search.spec import CampaignSpec, with_name
+from flywheel.search.study import CampaignStudy
 from flywheel.search.warm import WarmStart, starts_of
 from flywheel.search.workload import make_workload
 from flywheel.store.sql import open_store
@@ -63,8 +67,9 @@ def run_search(
         spec = with_name(replace(spec, model=workload.model, gpu=workload.target.name), site.measure, predictor.version)
         with (  # the store closes last: the last connection to a SQLite file folds its write-ahead log into it
             open_store(store_url) as store,
-            open_engine(spec, site, workload, store, store_url, predictor) as (engine, environment),
             Foresight(workload, predictor, spec.predictions, spec.jobs) as foresight,
+            _begun(spec, space, foresight, is_calibrated(predictor, workload)) as steering,
+            open_engine(spec, site, workload, store, store_url, predictor) as (engine, environment),
         ):
             name = open_campaign(spec, space, store, fresh, predictor.version)
             sizes = [len(dimension.values) for dimension in space.dimensions]
@@ -73,7 +78,29 @@ def run_search(
             starts = tuple(starts_of(campaign)) if campaign is not None and spec.seeds and spec.warm else ()
             searched = sum(size > 1 for size in sizes)
             announce(Start(spec, name, known, searched, prod(sizes), environment, starts, predictor.version))
-            steered = spec.measure == "cuda" and spec.predictions > 0 and is_calibrated(predictor, workload)
-            steering = foresight if steered else None
             campaign_run = CampaignRun(spec, name, space, store, engine, environment, predictor, steering)
             return replace(campaign_run.run(watch, interrupted), foreseen=foresight.said)
+
+
+@contextmanager
+def _begun(spec: CampaignSpec, space: Space, foresight: Foresight, calibrated: bool) -> Iterator[Foresight | None]:
+    """What steers a search that measures, if anything does: it makes its first predictions while the GPU gets ready.
+
+    What the campaign's own study asks for will be known then: both ask for the same.
+    """
+    if spec.measure != "cuda" or not spec.predictions or not calibrated or spec.sampler != "descent":
+        yield None
+        return
+    thread = Thread(target=_foresee, args=(spec, space, foresight), daemon=True)
+    if spec.jobs > 1:
+        thread.start()
+    yield foresight
+
+
+def _foresee(spec: CampaignSpec, space: Space, foresight: Foresight) -> None:
+    """Ask a study for a trial that is none of the known good ones. A process that dies is the campaign's news."""
+    study = CampaignStudy(space, spec.sampler, spec.seed, [], measured=True, foresight=foresight)
+    study.enqueue(space.known_good()[0])
+    study.ask()
+    with suppress(WorkerDiedError):
+        study.ask()

@@ -14,7 +14,7 @@ from optuna.samplers import BaseSampler
 
 from flywheel.errors import UnknownNameError, UsageError
 from flywheel.search.descending import DescentSampler
-from flywheel.search.foreseen import Foresee, ForeseenSampler
+from flywheel.search.foreseen import Expect, Foresee, ForeseenSampler
 from flywheel.search.local import LocalSampler
 
 
@@ -65,11 +65,12 @@ _STATELESS: Final = frozenset({"descent", "local"})
 @dataclass(frozen=True, slots=True)
 class Measured:
     """That trials are measured; `foresee` is what was predicted of parameters, `budget` times before the first proposal
-    and from `starts` on. None where predictions are not to be trusted."""
+    and from `starts` on, and `expect` is told of some before. None where predictions are not to be trusted."""
 
     foresee: Foresee | None = None
     starts: Sequence[Mapping[str, Any]] = ()
     budget: int = 0
+    expect: Expect = lambda parameters: None
 
 
 def make_sampler(name: str, seed: int, known: int, measured: Measured | None = None) -> BaseSampler:
@@ -91,4 +92,4 @@ def make_sampler(name: str, seed: int, known: int, measured: Measured | None = N
             return SAMPLERS[name](drawn)
         if measured.foresee is None:
             return LocalSampler(drawn)
-        return ForeseenSampler(drawn, measured.foresee, measured.starts, measured.budget)
+        return ForeseenSampler(drawn, measured.foresee, measured.starts, measured.budget, measured.expect)

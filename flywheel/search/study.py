@@ -14,6 +14,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.exceptions import ExperimentalWarning
 from optuna.trial import Trial, TrialState, create_trial
 
+from flywheel.ir import ScheduleConfig
 from flywheel.process import one_blas_thread
 from flywheel.search.foresight import Foresight
 from flywheel.search.knobs import Choice, Value
@@ -80,12 +81,18 @@ class CampaignStudy:
             return Measured()
         fixed = {d.name: d.values[0] for d in self._space.dimensions}
 
-        def foresee(asked: Sequence[Mapping[str, Value]]) -> Sequence[float | None]:
+        def configs(asked: Sequence[Mapping[str, Value]]) -> list[ScheduleConfig]:
             choices = [{**fixed, **{d.name: _decode(d, each[d.name]) for d in self._searched}} for each in asked]
-            return foresight.predict([self._space.to_config(choice) for choice in choices])
+            return [self._space.to_config(choice) for choice in choices]
+
+        def foresee(asked: Sequence[Mapping[str, Value]]) -> Sequence[float | None]:
+            return foresight.predict(configs(asked))
+
+        def expect(asked: Sequence[Mapping[str, Value]]) -> None:
+            foresight.expect(configs(asked))
 
         starts = [{d.name: _encode(d, start[d.name]) for d in self._searched} for start in self._space.known_good()]
-        return Measured(foresee, starts, foresight.budget)
+        return Measured(foresee, starts, foresight.budget, expect)
 
     def enqueue(self, choice: Choice) -> None:
         """Propose `choice` at the next ask."""

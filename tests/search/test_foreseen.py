@@ -12,6 +12,7 @@ from flywheel.search.foreseen import ForeseenSampler
 from flywheel.search.foresight import Foreseen, Foresight, is_calibrated, predict_config
 from flywheel.search.knobs import Choice
 from flywheel.search.local import LocalSampler
+from flywheel.search.run import _foresee
 from flywheel.search.samplers import Measured, make_sampler
 from flywheel.search.space import Dimension, Space
 from flywheel.search.study import CampaignStudy
@@ -38,10 +39,19 @@ class Oracle:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.asked: list[int] = []
+        self.unexpected: list[int] = []
+        self.expected: set[str] = set()
+        self.ids: set[str] = set()
+
+    def expect(self, configs: Sequence[ScheduleConfig]) -> None:
+        """What will be asked for."""
+        self.expected.update(config.config_id for config in configs)
 
     def predict(self, configs: Sequence[ScheduleConfig]) -> list[float | None]:
         """Of all, in order."""
         self.asked.append(len(configs))
+        self.ids |= {config.config_id for config in configs}
+        self.unexpected.append(sum(config.config_id not in self.expected for config in configs))
         return [predicted(config.tiling["table"]) for config in configs]
 
 
@@ -116,6 +126,26 @@ def test_predictions_are_made_some_at_once_and_not_more_than_the_budget_before_t
     drive(begin(table, oracle), 3)
     assert sum(oracle.asked) == 100
     assert max(oracle.asked) == 8
+
+
+def test_what_a_trial_asks_for_is_expected_some_trials_before(table: Table) -> None:
+    oracle = Oracle(100)
+    study = begin(table, oracle)
+    drive(study, 3)
+    begun = len(oracle.asked)
+    drive(study, 37)
+    assert sum(oracle.asked[begun:]) > 50
+    assert sum(oracle.unexpected[begun:]) == 0
+
+
+def test_what_is_predicted_while_the_gpu_gets_ready_is_all_that_the_first_proposals_ask_for(
+    lab: Any, table: Table
+) -> None:
+    meanwhile, needed = Oracle(100), Oracle(100)
+    _foresee(lab.spec(sampler="descent", seed=3), table, meanwhile)  # type: ignore[arg-type]
+    drive(begin(table, needed, seed=3), 6)
+    assert len(meanwhile.ids) == 100
+    assert needed.ids <= meanwhile.ids
 
 
 def test_what_is_under_way_is_not_proposed_again(table: Table) -> None:
