@@ -104,9 +104,9 @@ def _moving(told: Told) -> Iterator[None]:
 
 def smallest(examined: Examined, layers: Sequence[int]) -> tuple[float, str]:
     """(the least of the layers' worst scores, that layer's worst tensor)."""
-    found = []
+    found, scores = [], examined.scores.by_name()
     for layer in layers:
-        worst = {name: float(each.max()) for name, each in examined.scores.items() if name.startswith(f"L{layer}.")}
+        worst = {name: float(each.max()) for name, each in scores.items() if name.startswith(f"L{layer}.")}
         name = max(worst, key=lambda name: worst[name])
         found.append((worst[name], name))
     return min(found)

@@ -16,6 +16,8 @@ from flywheel.models.spec import DecoderSpec
 from flywheel.tensors import TORCH_DTYPES
 
 _COMPARED: Final = 2**28  # elements at a time, for the memory that it takes
+_WORDS: Final = {2: torch.int16, 4: torch.int32}
+"""Integers of the size of a float."""
 
 
 class KvCaches:
@@ -79,14 +81,16 @@ class KvCaches:
         return self._rows[..., position, 0, :].clone()
 
     def changed(self, past: Tensor, length: int, gain: float) -> Tensor:
-        """Whether any but the row at `length` is not as `write_past` left it, [layers, 2, batch, heads]."""
-        changed = self._rows[..., length + 1 :, 0, :].isnan().logical_not_().flatten(-2).any(-1)
+        """Whether any but the row at `length` differs in a bit from what `write_past` left, [layers, 2, batch, heads]."""
+        word = torch.int64 if past.shape[-1] * past.itemsize % torch.int64.itemsize == 0 else _WORDS[past.itemsize]
+        nothing = torch.full((past.shape[-1],), torch.nan, dtype=past.dtype, device=past.device)
+        behind, before = self._rows[..., length + 1 :, 0, :], self._rows[..., :length, 0, :]
+        changed = (behind.view(word) != nothing.view(word)).flatten(-2).any(-1)
         step = max(1, _COMPARED // max(1, past[0].numel()))
-        for start in range(0, len(past), step):
-            rows, wanted = (
-                self._rows[start : start + step, ..., :length, 0, :],
-                past[start : start + step, ..., :length, :],
-            )
+        for some in (slice(start, start + step) for start in range(0, len(past), step)):
             for side, factor in enumerate((gain, 1.0)):
-                changed[start : start + step, side] |= (rows[:, side] != wanted[:, side] * factor).flatten(-2).any(-1)
+                wanted = past[some, side, ..., :length, :]
+                if factor != 1.0:
+                    wanted = wanted * factor
+                changed[some, side] |= (before[some, side].view(word) != wanted.view(word)).flatten(-2).any(-1)
         return changed

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, Self
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import read_interface
+from flywheel.decode.launched import Launched, Place, places_of
 from flywheel.decode.session import Step, check_rows
 from flywheel.decode.source import Weights
 from flywheel.decode.taps import Taps, find_taps
@@ -40,6 +40,9 @@ Tokens = int | Sequence[int]
 """A token of the only sequence, or of each."""
 
 _DEVICE: Final = "cuda"
+_WIDEST: Final = 8
+"""Bytes of the widest element."""
+
 _ALIGNMENT: Final = 16
 """Of weights that are used where torch has them: the width of the kernels' loads."""
 
@@ -181,6 +184,7 @@ class CudaSession:
         self._loaded = loaded
         self._load_apart = load_apart
         self._apart: LoadedProgram | None = None
+        self._places: dict[LoadedProgram, Mapping[str, Place]] = {}
         self._limit_s = limit_s
 
     def __enter__(self) -> Self:
@@ -209,27 +213,19 @@ class CudaSession:
         self._loaded.sync(self._limit_s)
         return self.read_rows()
 
-    def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> dict[str, Tensor]:
+    def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> Launched:
         """As JudgedSession says; raises as `step`, and GpuMemoryError."""
         loaded = self._loaded
         if apart and self.shares_memory:
             loaded = self._apart = self._apart or self._load_apart()
-        _wait_for_torch(self.caches)
         self._prepare(token_ids, position, loaded)
         loaded.launch(position)
         loaded.sync(self._limit_s)
-        memory = torch.empty(loaded.transient_bytes, dtype=torch.uint8, device=self.caches.device)
-        _wait_for_torch(self.caches)
-        starts = loaded.copy_transients(memory.data_ptr())
+        nbytes = -(-loaded.packed.arena.nbytes // _WIDEST) * _WIDEST
+        memory = torch.empty(1, nbytes, dtype=torch.uint8, device=self.caches.device)
+        loaded.copy_transients(memory.data_ptr())
         loaded.gpu.sync()
-        buffers = {buffer.name: buffer for buffer in loaded.packed.program.buffers if buffer.name in starts}
-        return {
-            name: memory[start:][: buffers[name].nbytes]
-            .view(TORCH_DTYPES[buffers[name].dtype])
-            .view(buffers[name].shape)
-            for name, start in starts.items()
-            if buffers[name].dtype in TORCH_DTYPES
-        }
+        return Launched(memory, self._places_in(loaded))
 
     def read(self) -> Step:
         """What the last launch gave the first sequence; logits are on the CPU."""
@@ -243,7 +239,6 @@ class CudaSession:
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """As BatchSession says. Raises UsageError for another number of layers, or more positions than there are."""
         self.caches.write(layers, row)
-        _wait_for_torch(self.caches)
 
     def time(self, token_id: Tokens, position: int, *, samples: int, warmup: int) -> MeasuredLatency:
         """Time launches at a position, behind what the caches hold, the L2 cache emptied before each.
@@ -275,19 +270,21 @@ class CudaSession:
         stamps, waits = self._loaded.read_trace(), self._loaded.read_waits()
         return latency_us, read_stamps(self._loaded.packed, stamps, waits)
 
+    def _places_in(self, loaded: LoadedProgram) -> Mapping[str, Place]:
+        if loaded not in self._places:
+            starts = loaded.transient_starts()
+            self._places[loaded] = places_of(loaded.packed.program, self.taps.names(), starts)
+        return self._places[loaded]
+
     def _prepare(self, token_id: Tokens, position: int, loaded: LoadedProgram | None = None) -> None:
         token_ids = [token_id] if isinstance(token_id, int) else token_id
         check_rows(self.spec, self.context, self.batch, token_ids, position)
+        if self.caches.device.type == _DEVICE:
+            torch.cuda.synchronize()  # the VM's stream does not wait for torch's
         prepared = loaded or self._loaded
         prepared.poison()
         prepared.write_input("token_id", np.array(token_ids, np.int32))
         prepared.write_input("position", np.array([position], np.int32))
-
-
-def _wait_for_torch(caches: KvCaches) -> None:
-    """The VM's stream does not wait for torch's."""
-    if caches.device.type == _DEVICE:
-        torch.cuda.synchronize()
 
 
 def time_sessions(

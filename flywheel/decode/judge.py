@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import Final
@@ -10,7 +10,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from flywheel.decode.scores import Scores, worst_of
+from flywheel.decode.compared import Oracle, gather
+from flywheel.decode.launched import Launched
+from flywheel.decode.scores import Scored
 from flywheel.decode.session import JudgedSession
 from flywheel.errors import UsageError
 from flywheel.ir import DType
@@ -38,23 +40,12 @@ _STRIDE: Final = 7919
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """What launches left, one a position: `tensors` by name [rows, width], the `new` rows and whether any other of the
-    caches' rows `changed` [positions, layers, 2, batch, heads (, head_dim)]."""
-
-    tensors: dict[str, Tensor]
-    new: Tensor
-    changed: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Examined:
-    """The verdict on a program, what it gave at the last position, `logits` [batch, vocab], and all comparisons:
-    scores [rows, parts] by tensor."""
+    """The verdict on a program, what it gave at the last position, `logits` [batch, vocab], and all comparisons."""
 
     verdict: Verdict
     logits: Tensor
-    scores: Mapping[str, Tensor]
+    scores: Scored
 
 
 class Judge:
@@ -86,17 +77,18 @@ class Judge:
         self.positions: Final = tuple(tried)
         self.batch: Final = batch
         self.dtype: Final = dtype
-        self._weights = weights
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(0, spec.vocab, (len(tried), batch), generator=generator)
         self.tokens: Final = drawn if tokens is None else tokens
-        self._on_device = self.tokens.to(weights.device)
         self.gains: Final = tuple([GAINS[0]] * len(tried) + list(GAINS[1:]))[-len(tried) :]
         shape = (2, batch, spec.n_kv_heads, tried[-1], spec.head_dim)
         noise = torch.rand(shape, generator=generator).sub_(0.5).mul_(sqrt(12.0)).to(weights.device)
         self.past: Final = torch.empty((spec.n_layers, *shape), dtype=TORCH_DTYPES[dtype], device=weights.device)
-        drawing = _Drawing(noise, self.past, torch.tensor(self.gains, device=weights.device), self.positions)
-        run_forced(weights, self._on_device, self.positions, drawing)
+        gains = torch.tensor(self.gains, device=weights.device)
+        drawing = _Drawing(noise, self.past, gains, self.positions)
+        tokens_there, at = self.tokens.to(weights.device), torch.tensor(self.positions, device=weights.device)
+        run_forced(weights, tokens_there, at, drawing)
+        self._oracle: Final = Oracle(weights, tokens_there, at, self.past, gains)
         self.logits: Final = drawing.logits[0].view(len(tried), batch, -1)
 
     def examine(self, session: JudgedSession) -> Examined:
@@ -104,25 +96,30 @@ class Judge:
 
         Leaves the caches as they are behind a launch at the last position.
         """
-        places = range(len(self.positions))
-        shown = self._shown([self._launch(session, place, apart=True) for place in places], session)
-        scores = Scores(len(self.positions) * self.batch)
-        gains = torch.tensor(self.gains, device=self.past.device)
-        run_forced(self._weights, self._on_device, self.positions, _Comparing(shown, scores, self.past, gains))
-        for layer in range(len(self.past)):
-            for number, side in enumerate("kv"):
-                scores.require(
-                    f"L{layer}.{side}_cache, another row than the new one,",
-                    shown.changed[:, layer, number].flatten(0, 1),
-                )
-        scores.require("next_token", self._unlike_argmax(shown))
-        last = shown.tensors["logits"][-self.batch :]
+        launches = [self._launch(session, place, apart=True) for place in range(len(self.positions))]
+        (first, *others), new, changed = (list(each) for each in zip(*launches, strict=True))
+        shown = gather(session.taps, first.then(others), torch.stack(new))
+        scores = self._oracle.compare(shown).copy()
+        changed_by_layer = torch.stack(changed, 2)  # [layers, 2, positions, batch, heads]
+        scores.require(
+            [
+                f"L{layer}.{side}_cache, another row than the new one,"
+                for layer in range(len(self.past))
+                for side in "kv"
+            ],
+            changed_by_layer.flatten(2, 3).flatten(0, 1),
+        )
+        logits = shown.tensor("logits")
+        scores.require(["next_token"], _unlike_argmax(logits, shown.tensor("next_token")[:, None])[None])
+        last = logits[-self.batch :]
         if session.shares_memory:
-            self._compare_plain(session, shown, scores)
-        found = scores.by_name()
-        error, where = worst_of(found, self.positions, self.batch)
+            scores.require(
+                ["what a launch makes where buffers share memory"], self._unlike_plain(session, last, new[-1])
+            )
+        scored = scores.scored()
+        error, where = scored.worst(self.positions, self.batch)
         verdict = judge(error=error, where=where, positions=self.positions, dtype=self.dtype.name)
-        return Examined(verdict, last, found)
+        return Examined(verdict, last, scored)
 
     def prepare(self, session: JudgedSession, position: int) -> list[int]:
         """Fill the caches with what stands before one of the positions; the tokens that stand there."""
@@ -130,40 +127,35 @@ class Judge:
         session.caches.write_past(self.past, position, self.gains[place])
         return self.tokens[place].tolist()
 
-    def _launch(self, session: JudgedSession, place: int, *, apart: bool) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    def _launch(self, session: JudgedSession, place: int, *, apart: bool) -> tuple[Launched, Tensor, Tensor]:
         """(what it showed, the new rows, whether other rows changed) of one launch."""
         position, gain = self.positions[place], self.gains[place]
-        tensors = session.show(self.prepare(session, position), position, apart=apart)
-        return tensors, session.caches.new_rows(position), session.caches.changed(self.past, position, gain)
+        launched = session.show(self.prepare(session, position), position, apart=apart)
+        return launched, session.caches.new_rows(position), session.caches.changed(self.past, position, gain)
 
-    def _shown(self, launches: Sequence[tuple[dict[str, Tensor], Tensor, Tensor]], session: JudgedSession) -> Shown:
-        tensors, new, changed = zip(*launches, strict=True)
-        read = [session.taps.read(each, self.past.dtype) for each in tensors]
-        together = {name: torch.cat([each[name] for each in read]) for name in read[0]}
-        return Shown(together, torch.stack(new), torch.stack(changed))
-
-    def _unlike_argmax(self, shown: Shown) -> Tensor:
-        logits, tokens = shown.tensors["logits"], shown.tensors["next_token"]
-        indices = torch.arange(logits.shape[-1], device=logits.device)
-        first = torch.where(logits == logits.amax(-1, keepdim=True), indices, len(indices)).amin(-1)
-        return (first != tokens)[:, None]
-
-    def _compare_plain(self, session: JudgedSession, shown: Shown, scores: Scores) -> None:
-        """The program itself at the last position: whatever shares memory, it makes the same."""
-        tensors, new, changed = self._launch(session, len(self.positions) - 1, apart=False)
-        rows = len(self.positions) * self.batch
-        wrong = torch.zeros(rows, 1, dtype=torch.bool, device=new.device)
-        for row in range(self.batch):
-            same = torch.equal(tensors["logits"][row], shown.tensors["logits"][row - self.batch])
-            same = same and torch.equal(new[:, :, row], shown.new[-1, :, :, row])
-            wrong[row - self.batch] = not (same and not bool(changed[:, :, row].any()))
-        scores.require("what a launch makes where buffers share memory", wrong)
+    def _unlike_plain(self, session: JudgedSession, logits: Tensor, new: Tensor) -> Tensor:
+        """[1, positions * batch, 1]: whether the program itself makes something else at the last position than `logits`
+        and `new` rows, which it made with memory of its own for each buffer."""
+        launched, new_rows, changed = self._launch(session, len(self.positions) - 1, apart=False)
+        unlike = (session.taps.stack(launched, ["logits"], new.dtype)[0] != logits).any(-1)
+        for each in (new_rows != new, changed):
+            unlike |= each.movedim(2, 0).flatten(1).any(-1)
+        wrong = torch.zeros(1, len(self.positions) * self.batch, 1, dtype=torch.bool, device=unlike.device)
+        wrong[0, -self.batch :, 0] = unlike
+        return wrong
 
     def layer_caches(self, place: int, row: int) -> list[LayerCache]:
         """What stands in a sequence's caches before a position."""
         length, gain = self.positions[place], self.gains[place]
         rows = self.past[:, :, row, :, :length].transpose(2, 3)
         return [(keys * gain, values) for keys, values in rows]
+
+
+def _unlike_argmax(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Whether each of `tokens` [rows, 1] is another than the first of the row's largest logits."""
+    indices = torch.arange(logits.shape[-1], device=logits.device)
+    first = torch.where(logits == logits.amax(-1, keepdim=True), indices, len(indices)).amin(-1, keepdim=True)
+    return first != tokens
 
 
 @dataclass(slots=True)
@@ -176,12 +168,19 @@ class _Drawing:
     positions: tuple[int, ...]
     logits: list[Tensor] = field(default_factory=list)
 
-    def take(self, name: str, made: Tensor, parts: int) -> Tensor:
-        if name == "logits":
-            self.logits.append(made)
+    def groups(self, n_layers: int) -> Iterable[range]:
+        return (range(layer, layer + 1) for layer in range(n_layers))
+
+    def given(self, layers: range) -> Tensor:
+        raise AssertionError("no layer goes with another")
+
+    def take(self, names: tuple[str, ...], made: Tensor, parts: int) -> Tensor:
+        if names == ("logits",):
+            self.logits.append(made[0])
         return made
 
-    def past(self, layer: int, q: Tensor, v: Tensor) -> Past:
+    def past(self, layers: range, q: Tensor, v: Tensor) -> Past:
+        (layer,), q, v = layers, q[0], v[0]
         rows, n_kv_heads, head_dim = self.past_rows[layer], v.shape[1], v.shape[2]
         queries = q.float().view(len(q), n_kv_heads, -1, head_dim)
         sizes = torch.stack(
@@ -195,7 +194,7 @@ class _Drawing:
         drawn[1].mul_(torch.where((edge == 0) | (edge == _EDGE - 1), _HEAVY, 1.0)[:, None])
         self._place_needle(drawn[0], queries)
         rows.copy_(drawn)
-        return Past(rows[0], rows[1], self.gains)
+        return Past(rows[:1], rows[1:], self.gains)
 
     def _place_needle(self, keys: Tensor, queries: Tensor) -> None:
         """At the first heavy row that only the last two positions see, the shortest key that scores NEEDLE with each
@@ -212,29 +211,3 @@ class _Drawing:
             (*own.shape[:-1], 1), NEEDLE * sqrt(own.shape[-1]) / GAINS[1], dtype=own.dtype, device=own.device
         )
         keys[:, :, place] = (torch.linalg.pinv(own) @ wanted).squeeze(-1).to(keys.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _Comparing:
-    """Compares what launches showed, and goes on from it."""
-
-    shown: Shown
-    scores: Scores
-    past_rows: Tensor
-    gains: Tensor
-
-    def take(self, name: str, made: Tensor, parts: int) -> Tensor:
-        got = self._got(name)
-        if got is None:
-            return made
-        self.scores.compare(name, got, made, parts)
-        return got.to(made.dtype)
-
-    def past(self, layer: int, q: Tensor, v: Tensor) -> Past:
-        return Past(self.past_rows[layer, 0], self.past_rows[layer, 1], self.gains)
-
-    def _got(self, name: str) -> Tensor | None:
-        if not name.endswith("_cache"):
-            return self.shown.tensors.get(name)
-        layer, side = name.removeprefix("L").removesuffix("_cache").split(".")
-        return self.shown.new[:, int(layer), "kv".index(side)].flatten(0, 1).flatten(1)

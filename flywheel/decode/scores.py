@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -45,46 +47,62 @@ def _size(values: Tensor) -> Tensor:
     return ((squares * width + squares.mean(-1, keepdim=True) * _PRIOR) / (width + _PRIOR)).sqrt_()
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Scores of tensors, in the order in which a step makes them: (names, numbers [names, rows, parts])."""
+
+    groups: tuple[tuple[tuple[str, ...], npt.NDArray[np.float32]], ...]
+
+    def by_name(self) -> dict[str, npt.NDArray[np.float32]]:
+        """[rows, parts] of each tensor."""
+        return {name: each for names, found in self.groups for name, each in zip(names, found, strict=True)}
+
+    def worst(self, positions: Sequence[int], batch: int) -> tuple[float, str]:
+        """(the largest, where it is); of equals the one that a step makes first. (0.0, "nothing") of none."""
+        most = [(each, name, found[at])
+                for names, found in self.groups
+                for at, (name, each) in enumerate(zip(names, found.max((1, 2)), strict=True))]  # fmt: skip
+        if not most:
+            return 0.0, "nothing"
+        largest = max(each for each, _, _ in most)
+        name, found = min(
+            ((name, found) for each, name, found in most if each == largest), key=lambda held: _layer(held[0])
+        )
+        row, part = divmod(int(found.argmax()), found.shape[1])
+        place = f"position {positions[row // batch]}, row {row % batch}, {name}"
+        return float(largest), place if found.shape[1] == 1 else f"{place} head {part}"
+
+
+def _layer(name: str) -> float:
+    """The layer of a tensor; infinity for one of none."""
+    prefix = name.split(".")[0]
+    return int(prefix[1:]) if prefix.startswith("L") and prefix[1:].isdigit() else inf
+
+
 class Scores:
-    """Comparisons of tensors of so many rows."""
+    """Comparisons of tensors."""
 
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-        self._pairs: dict[str, tuple[Tensor, Tensor, int]] = {}
-        self._found: dict[str, Tensor] = {}
+    def __init__(self, found: Sequence[tuple[tuple[str, ...], Tensor]] = ()) -> None:
+        self._found = list(found)
 
-    def compare(self, name: str, got: Tensor, want: Tensor, parts: int) -> None:
-        """Of [rows, width], in `parts`; the numbers are made later, of many tensors at once."""
-        self._pairs[name] = (got, want, parts)
+    def copy(self) -> Scores:
+        """The same comparisons, to which more can be added."""
+        return Scores(self._found)
 
-    def require(self, name: str, wrong: Tensor) -> None:
-        """What must hold exactly, [rows, parts]."""
-        self._found[name] = torch.where(wrong, inf, 0.0)
+    def compare(self, names: Sequence[str], got: Tensor, want: Tensor, parts: int) -> None:
+        """Of [names, rows, width], in `parts`; names differ by their layer alone."""
+        room = ROOM.get(names[0].split(".")[-1], 1.0)
+        self._found.append((tuple(names), score(got, want, parts) / room))
 
-    def by_name(self) -> dict[str, Tensor]:
-        """The scores [rows, parts] of each tensor, on the CPU, in the order in which they were compared."""
-        alike: dict[tuple[object, ...], list[tuple[str, Tensor, Tensor, int]]] = {}
-        for name, (got, want, parts) in self._pairs.items():
-            alike.setdefault((parts, want.shape, got.dtype), []).append((name, got, want, parts))
-        for pairs in alike.values():
-            names, got_each, want_each, parts_each = zip(*pairs, strict=True)
-            found = score(torch.stack(got_each), torch.stack(want_each), parts_each[0])
-            room = torch.tensor([ROOM.get(name.split(".")[-1], 1.0) for name in names], device=found.device)
-            self._found |= zip(names, found / room[:, None, None], strict=True)
-        order = [*self._pairs, *(name for name in self._found if name not in self._pairs)]
-        flat = torch.cat([self._found[name].float().flatten() for name in order]).cpu()
-        ends = np.cumsum([self._found[name].numel() for name in order])
-        spans = zip(order, [0, *ends[:-1]], ends, strict=True)
-        return {name: flat[start:end].view(self._rows, -1) for name, start, end in spans}
+    def require(self, names: Sequence[str], wrong: Tensor) -> None:
+        """What must hold exactly, [names, rows, parts]."""
+        self._found.append((tuple(names), torch.where(wrong, inf, 0.0)))
 
-
-def worst_of(found: Mapping[str, Tensor], positions: Sequence[int], batch: int) -> tuple[float, str]:
-    """(the largest of scores [rows, parts] by name, where it is); of equals the first. (0.0, "nothing") of none."""
-    if not found:
-        return 0.0, "nothing"
-    most = np.array([float(each.max()) for each in found.values()])
-    name = list(found)[int(most.argmax())]
-    each = found[name]
-    row, part = divmod(int(each.flatten().numpy().argmax()), each.shape[1])
-    place = f"position {positions[row // batch]}, row {row % batch}, {name}"
-    return float(most.max()), place if each.shape[1] == 1 else f"{place} head {part}"
+    def scored(self) -> Scored:
+        """All of them; waits for the device."""
+        flat = torch.cat([found.flatten() for _, found in self._found]).cpu().numpy()
+        ends = np.cumsum([found.numel() for _, found in self._found])
+        each = np.split(flat, ends[:-1])
+        return Scored(
+            tuple((names, part.reshape(found.shape)) for (names, found), part in zip(self._found, each, strict=True))
+        )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import read_interface
+from flywheel.decode.launched import Launched, places_of
 from flywheel.decode.source import Weights
 from flywheel.decode.taps import Taps, find_taps
 from flywheel.errors import UsageError
@@ -82,9 +83,9 @@ class JudgedSession(BatchSession, Protocol):
     def shares_memory(self) -> bool:
         """Whether some buffers of the program share memory: then a launch overwrites what it has shown."""
 
-    def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> dict[str, Tensor]:
-        """Copies of what one launch left in each buffer of `taps`, by the buffer's name, on the caches' device. With
-        `apart`, the launch is of the same program with memory of its own for each buffer.
+    def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> Launched:
+        """Copies of what one launch left in each buffer of `taps`, on the caches' device. With `apart`, the launch is
+        of the same program with memory of its own for each buffer.
 
         Raises UsageError as `step_rows`."""
 
@@ -138,13 +139,14 @@ class ReferenceSession:
             Step(logits, int(token)) for logits, token in zip(outputs["logits"], outputs["next_token"], strict=True)
         ]
 
-    def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> dict[str, Tensor]:
+    def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> Launched:
         """As JudgedSession says; ConfigError as `step`."""
         bound = self._bound
         if apart and self.shares_memory:
             bound = self._apart = self._apart or self._machine.bind(self._given, apart=True)
         self._launch(bound, token_ids, position)
-        return bound.transients()
+        memory, starts = bound.transients()
+        return Launched(memory[None], places_of(self._machine.program, self.taps.names(), starts))
 
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """As BatchSession says. Raises UsageError for another number of layers, or more positions than there are."""

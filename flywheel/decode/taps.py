@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flywheel.decode.interface import Interface
+from flywheel.decode.launched import Launched
 from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
@@ -24,14 +25,25 @@ class Taps:
     buffers: Mapping[str, tuple[str, ...]]
     head_dim: int
 
-    def read(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Tensors by their name, of buffers by theirs; what is merged is rounded to `dtype`."""
-        return {
-            name: tensors[parts[0]]
-            if len(parts) == 1
-            else merged([tensors[part] for part in parts], self.head_dim, dtype)
-            for name, parts in self.buffers.items()
-        }
+    def names(self) -> frozenset[str]:
+        """All those buffers."""
+        return frozenset(name for parts in self.buffers.values() for name in parts)
+
+    def kinds(self) -> dict[int, dict[str, int]]:
+        """By layer, its tensors by their names without it: how many buffers make up each."""
+        found: dict[int, dict[str, int]] = {}
+        for name, parts in self.buffers.items():
+            prefix, dot, tensor = name.partition(".")
+            if dot:
+                found.setdefault(int(prefix[1:]), {})[tensor] = len(parts)
+        return found
+
+    def stack(self, launched: Launched, tensors: Sequence[str], dtype: torch.dtype) -> Tensor:
+        """[tensors, launches * rows, width] of tensors of one kind; what is merged is rounded to `dtype`."""
+        parts = list(zip(*(self.buffers[name] for name in tensors), strict=True))
+        if len(parts) == 1:
+            return launched.stack(parts[0])
+        return merged([launched.stack(part) for part in parts], self.head_dim, dtype)
 
 
 def find_taps(program: MegakernelProgram, spec: DecoderSpec, interface: Interface) -> Taps:
@@ -77,12 +89,13 @@ def _is(buffers: Sequence[Buffer], dtype: DType, shape: tuple[int, ...]) -> bool
 
 
 def merged(parts: Sequence[Tensor], head_dim: int, dtype: torch.dtype) -> Tensor:
-    """`attn` [batch, n_heads * head_dim] of partials [batch, n_heads * (head_dim + 2)]: per head the outputs, the
-    largest score and the sum of exponentials below it."""
-    rows = torch.stack(list(parts)).view(len(parts), len(parts[0]), -1, head_dim + _PARTIAL_EXTRA).float()
+    """`attn` [..., n_heads * head_dim] of partials [..., n_heads * (head_dim + 2)]: per head the outputs, the largest
+    score and the sum of exponentials below it."""
+    stacked = torch.stack(list(parts))
+    rows = stacked.view(*stacked.shape[:-1], -1, head_dim + _PARTIAL_EXTRA).float()
     outputs, highest, total = rows[..., :head_dim], rows[..., head_dim], rows[..., head_dim + 1]
     # A part that saw nothing has -inf and 0, and its outputs may be anything.
     shares = (total * (highest - highest.amax(0)).exp()).unsqueeze(-1)
     weighted = torch.where(total.unsqueeze(-1) == 0, 0.0, outputs * shares)
     mixed: Tensor = weighted.sum(0) / shares.sum(0)
-    return mixed.to(dtype).flatten(1)
+    return mixed.to(dtype).flatten(-2)

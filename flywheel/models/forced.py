@@ -8,7 +8,7 @@ round what it multiplies with keys of that dtype, and which sharp attention make
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -18,13 +18,15 @@ from torch.nn.functional import linear
 
 from flywheel.models.eager import OracleWeights, rms_norm, rotate, swiglu, turns
 
-_WIDENED: Final = 2**26  # elements of a weight, widened at a time
+_WIDENED: Final = 2**26
+"""Elements of a weight, or of caches, that are widened at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What a layer's caches hold before each of the positions: so many of the rows of `keys` and `values`
-    [batch, n_kv_heads, rows, head_dim], the rotated keys multiplied by the position's entry of `gains` [positions]."""
+    """What the caches of some layers hold before each of the positions: so many of the rows of `keys` and `values`
+    [layers, batch, n_kv_heads, rows, head_dim], the rotated keys multiplied by the position's entry of `gains`
+    [positions]."""
 
     keys: Tensor
     values: Tensor
@@ -34,102 +36,153 @@ class Past:
 class Hand(Protocol):
     """Who decides what each operation is fed with."""
 
-    def take(self, name: str, made: Tensor, parts: int) -> Tensor:
-        """What stands for the tensor `name`, [rows, width], of which the oracle makes `made`; of its type.
+    def groups(self, n_layers: int) -> Iterable[range]:
+        """The layers in order, and which of them go together: all but the first of a group read what `given` gives."""
+
+    def given(self, layers: range) -> Tensor:
+        """The residual stream [layers - 1, rows, hidden] behind all but the last layer of a group."""
+
+    def take(self, names: tuple[str, ...], made: Tensor, parts: int) -> Tensor:
+        """What stands for the tensors `names`, [names, rows, width], of which the oracle makes `made`; of its type.
 
         `parts` of equal width make up a row: its heads, or 1.
         """
 
-    def past(self, layer: int, q: Tensor, v: Tensor) -> Past:
-        """The layer's caches; `q` [rows, n_heads, head_dim] is rotated, `v` is [rows, n_kv_heads, head_dim]."""
+    def past(self, layers: range, q: Tensor, v: Tensor) -> Past:
+        """The layers' caches; `q` [layers, rows, n_heads, head_dim] is rotated, as is not `v` [layers, rows,
+        n_kv_heads, head_dim]."""
 
 
-def run_forced(own: OracleWeights, tokens: Tensor, positions: Sequence[int], hand: Hand) -> None:
-    """Every operation in order. A row is one of `batch` sequences at one of the positions, position after position;
-    `tokens` [positions, batch] stand there."""
+def run_forced(own: OracleWeights, tokens: Tensor, at: Tensor, hand: Hand) -> None:
+    """Every operation, of the layers of a group at once. A row is one of `batch` sequences at one of the positions
+    `at` [positions], position after position; `tokens` [positions, batch] stand there. Both are on the weights' device,
+    and nothing waits for it."""
     with torch.no_grad():
-        at = torch.tensor(positions, device=own.device)
         turn = turns(own, at.repeat_interleave(tokens.shape[1]))
-        x = hand.take("x_out", own.embed[tokens.flatten()].to(own.wide), 1)
-        for layer, weights in enumerate(own.layers):
-            attn = _attention(own, layer, x, at, turn, hand)
-            x = _add(layer, "attn_out", "x_mid", _product(attn, weights["o_proj"]), x, hand)
-            normed = hand.take(f"L{layer}.mlp_in", _norm(own, x, weights["post_attention_norm"]), 1)
-            gate = hand.take(f"L{layer}.gate", _product(normed, weights["gate_proj"]), 1)
-            up = hand.take(f"L{layer}.up", _product(normed, weights["up_proj"]), 1)
-            act = hand.take(f"L{layer}.act", swiglu(gate, up, own.wide), 1)
-            x = _add(layer, "mlp_out", "x_out", _product(act, weights["down_proj"]), x, hand)
-        final = hand.take("final_in", _norm(own, x, own.final_norm), 1)
-        hand.take("logits", _product(final, own.head), 1)
+        x = hand.take(("x_out",), own.embed[tokens.flatten()].to(own.wide)[None], 1)
+        for layers in hand.groups(own.spec.n_layers):
+            if len(layers) > 1:
+                x = torch.cat((x, hand.given(layers).to(x.dtype)))
+            x = _Layers(own, layers, hand).made_of(x, at, turn)[-1:]
+        final = hand.take(("final_in",), rms_norm(x, own.final_norm, own.spec.norm_eps, own.wide), 1)
+        hand.take(("logits",), _product(final, [own.head]), 1)
 
 
-def _add(layer: int, added: str, out: str, made: Tensor, x: Tensor, hand: Hand) -> Tensor:
-    return hand.take(f"L{layer}.{out}", x + hand.take(f"L{layer}.{added}", made, 1), 1)
+def named(layers: range, tensor: str) -> tuple[str, ...]:
+    """A tensor's names in the layers."""
+    return tuple(f"L{layer}.{tensor}" for layer in layers)
 
 
-def _attention(own: OracleWeights, layer: int, x: Tensor, at: Tensor, turn: Tensor, hand: Hand) -> Tensor:
-    """`attn` of x [rows, hidden]."""
-    spec, weights = own.spec, own.layers[layer]
-    heads = {"q": spec.n_heads, "k": spec.n_kv_heads, "v": spec.n_kv_heads}
-    normed = hand.take(f"L{layer}.attn_in", _norm(own, x, weights["input_norm"]), 1)
-    made = {}
-    for side, count in heads.items():
-        flat = _product(normed, weights[f"{side}_proj"])
-        if spec.qkv_bias:
-            flat = flat + weights[f"{side}_bias"].to(own.wide)
-        made[side] = hand.take(f"L{layer}.{side}", flat, count).view(-1, count, spec.head_dim)
-    for side in "qk":
-        if spec.qk_norm:
-            flat = _rounded(own, _norm(own, made[side], weights[f"{side}_norm"]).flatten(1))
-            made[side] = hand.take(f"L{layer}.{side}_normed", flat, heads[side]).view_as(made[side])
-        flat = _rounded(own, rotate(made[side], turn, own.wide).flatten(1))
-        made[side] = hand.take(f"L{layer}.{side}_rot", flat, heads[side]).view_as(made[side])
-    for side in "kv":
-        made[side] = hand.take(f"L{layer}.{side}_cache", made[side].flatten(1), heads[side]).view_as(made[side])
-    past = hand.past(layer, made["q"], made["v"])
-    mixed = attend(made["q"], past, made["k"], made["v"], at)
-    return hand.take(f"L{layer}.attn", mixed.flatten(1), spec.n_heads)
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """Layers that go together. Their tensors are [layers, rows, ...]."""
 
+    own: OracleWeights
+    layers: range
+    hand: Hand
 
-def _norm(own: OracleWeights, x: Tensor, weight: Tensor) -> Tensor:
-    return rms_norm(x, weight, own.spec.norm_eps, own.wide)
+    def made_of(self, x: Tensor, at: Tensor, turn: Tensor) -> Tensor:
+        """The residual stream behind each layer, of that before it."""
+        x = self._add("attn_out", "x_mid", self._product(self._attention(x, at, turn), "o_proj"), x)
+        normed = self._take("mlp_in", self._norm(x, "post_attention_norm"))
+        gate = self._take("gate", self._product(normed, "gate_proj"))
+        up = self._take("up", self._product(normed, "up_proj"))
+        act = self._take("act", swiglu(gate, up, self.own.wide))
+        return self._add("mlp_out", "x_out", self._product(act, "down_proj"), x)
+
+    def _attention(self, x: Tensor, at: Tensor, turn: Tensor) -> Tensor:
+        own, spec = self.own, self.own.spec
+        heads = {"q": spec.n_heads, "k": spec.n_kv_heads, "v": spec.n_kv_heads}
+        normed = self._take("attn_in", self._norm(x, "input_norm"))
+        made = {}
+        for side, count in heads.items():
+            flat = self._product(normed, f"{side}_proj")
+            if spec.qkv_bias:
+                flat = flat + self._each(f"{side}_bias").to(own.wide)
+            taken = self._take(side, flat, count)
+            made[side] = taken.view(*taken.shape[:2], count, spec.head_dim)
+        for side in "qk":
+            if spec.qk_norm:
+                flat = _rounded(own, self._norm(made[side], f"{side}_norm").flatten(2))
+                made[side] = self._take(f"{side}_normed", flat, heads[side]).view_as(made[side])
+            flat = _rounded(own, rotate(made[side], turn, own.wide).flatten(2))
+            made[side] = self._take(f"{side}_rot", flat, heads[side]).view_as(made[side])
+        for side in "kv":
+            made[side] = self._take(f"{side}_cache", made[side].flatten(2), heads[side]).view_as(made[side])
+        past = self.hand.past(self.layers, made["q"], made["v"])
+        mixed = attend(made["q"], past, made["k"], made["v"], at)
+        return self._take("attn", mixed.flatten(2), spec.n_heads)
+
+    def _add(self, added: str, out: str, made: Tensor, x: Tensor) -> Tensor:
+        return self._take(out, x + self._take(added, made))
+
+    def _take(self, tensor: str, made: Tensor, parts: int = 1) -> Tensor:
+        return self.hand.take(named(self.layers, tensor), made, parts)
+
+    def _norm(self, x: Tensor, role: str) -> Tensor:
+        weight = self._each(role)
+        return rms_norm(x, weight if x.ndim == 3 else weight[:, None], self.own.spec.norm_eps, self.own.wide)
+
+    def _each(self, role: str) -> Tensor:
+        """A vector of each layer, [layers, 1, width]."""
+        return torch.stack([self.own.layers[layer][role] for layer in self.layers])[:, None]
+
+    def _product(self, x: Tensor, role: str) -> Tensor:
+        return _product(x, [self.own.layers[layer][role] for layer in self.layers])
 
 
 def _rounded(own: OracleWeights, x: Tensor) -> Tensor:
     return x.to(own.dtype).to(x.dtype)
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, K] times weight [N, K], in the type of x.
+def _product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """x [weights, rows, K] times each weight [N, K], in the type of x.
 
     On a GPU, a weight of a half type is read as it is: x is the sum of two of that type, and products sum in float32.
     """
-    if weight.dtype == x.dtype:
-        return linear(x, weight)
-    if weight.is_cuda:
-        high = x.to(weight.dtype)
-        both = torch.mm(torch.cat((high, (x - high).to(weight.dtype))), weight.T, out_dtype=x.dtype)
-        return both[: len(x)] + both[len(x) :]
-    step = max(1, _WIDENED // weight.shape[1])
-    parts = [linear(x, weight[start : start + step].to(x.dtype)) for start in range(0, len(weight), step)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    halves = weights[0].dtype
+    if halves == x.dtype:
+        return torch.stack([linear(each, weight) for each, weight in zip(x, weights, strict=True)])
+    if x.is_cuda:
+        high = x.to(halves)
+        both = torch.cat((high, (x - high).to(halves)), 1)
+        found = x.new_empty((*both.shape[:2], len(weights[0])))
+        for each, weight, place in zip(both, weights, found, strict=True):
+            torch.mm(each, weight.T, out_dtype=x.dtype, out=place)
+        return found[:, : x.shape[1]] + found[:, x.shape[1] :]
+    step = max(1, _WIDENED // x.shape[-1])
+    wide = [
+        torch.cat([linear(each, part.to(x.dtype)) for part in torch.split(weight, step)], -1)
+        for each, weight in zip(x, weights, strict=True)
+    ]
+    return torch.stack(wide)
 
 
 def attend(q: Tensor, past: Past, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
-    """Attention of all rows, [rows, n_heads, head_dim]: of q over the caches' rows before the positions `at`
-    [positions] and over the new rows k and v [rows, n_kv_heads, head_dim]."""
-    batch, n_kv_heads, length, head_dim = past.keys.shape
-    places, group = len(at), q.shape[1] // n_kv_heads
+    """Attention of all rows, [layers, rows, n_heads, head_dim]: of q over the caches' rows before the positions `at`
+    [positions] and over the new rows k and v [layers, rows, n_kv_heads, head_dim]."""
+    step = max(1, _WIDENED // max(1, past.keys[0].numel()))
+    parts = [
+        _attend(q[some], Past(past.keys[some], past.values[some], past.gains), k[some], v[some], at)
+        for some in (slice(start, start + step) for start in range(0, len(q), step))
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend(q: Tensor, past: Past, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+    layers, batch, n_kv_heads, length, head_dim = past.keys.shape
+    places, group = len(at), q.shape[2] // n_kv_heads
+    order = (0, 2, 3, 1, 4, 5)
     # Query head h = g * group + j reads KV head g.
-    query = q.view(places, batch, n_kv_heads, group, head_dim).permute(1, 2, 0, 3, 4)  # [B, G, P, J, D]
-    new_k, new_v = (side.view(places, batch, n_kv_heads, 1, head_dim).permute(1, 2, 0, 3, 4) for side in (k, v))
-    old = query.flatten(2, 3) @ past.keys.to(q.dtype).transpose(2, 3)
-    old = old.view(batch, n_kv_heads, places, group, length) * past.gains.to(q.dtype)[:, None, None]
+    query = q.view(layers, places, batch, n_kv_heads, group, head_dim).permute(order)  # [L, B, G, P, J, D]
+    new_k, new_v = (side.view(layers, places, batch, n_kv_heads, 1, head_dim).permute(order) for side in (k, v))
+    old = query.flatten(3, 4) @ past.keys.to(q.dtype).transpose(3, 4)
+    old = old.view(layers, batch, n_kv_heads, places, group, length) * past.gains.to(q.dtype)[:, None, None]
     unseen = torch.arange(length, device=q.device) >= at[:, None, None]
     old = old.masked_fill(unseen, -torch.inf)
     new = (query * new_k).sum(-1, keepdim=True)
     shares = (torch.cat((old, new), -1) * head_dim**-0.5).softmax(-1)
-    mixed: Tensor = (shares[..., :-1].flatten(2, 3) @ past.values.to(q.dtype)).view(query.shape) + shares[
+    mixed: Tensor = (shares[..., :-1].flatten(3, 4) @ past.values.to(q.dtype)).view(query.shape) + shares[
         ..., -1:
     ] * new_v
-    return mixed.permute(2, 0, 1, 3, 4).reshape(q.shape)
+    return mixed.permute(0, 3, 1, 2, 4, 5).reshape(q.shape)

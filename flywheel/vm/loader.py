@@ -144,21 +144,20 @@ class LoadedProgram:
         array = self.gpu.download(self._arena, stored_type(buffer.dtype), tuple(buffer.shape), offset)
         return values(array, buffer.dtype)
 
-    @property
-    def transient_bytes(self) -> int:
-        """Bytes of what `copy_transients` copies."""
-        return self._arena.nbytes
-
-    def copy_transients(self, target: int) -> dict[str, int]:
-        """Copy what the last launch left to the device address `target`, in stream order; byte offsets there of each
-        activation and output by name."""
-        last_set = self._last_set()
-        self.gpu.copy(target, self._arena.address, self._arena.nbytes)
+    def transient_starts(self) -> dict[str, int]:
+        """Where each activation and output begins in the arena, in bytes, by name."""
         return {
-            buffer.name: self._offset(row) + last_set * int(self._is_awaited(row))
+            buffer.name: self._offset(row)
             for row, buffer in enumerate(self.packed.program.buffers)
             if buffer.kind in _WRITTEN_KINDS
         }
+
+    def copy_transients(self, target: int) -> None:
+        """Copy what the last launch left, the arena, to the device address `target`, in stream order."""
+        arena = self.packed.arena
+        self.gpu.copy(target, self._arena.address, arena.nbytes)
+        # Awaited buffers lie first in the arena, and their second set behind it.
+        self.gpu.copy(target, self._arena.address + self._last_set(), arena.awaited_bytes)
 
     def _is_awaited(self, row: int) -> bool:
         return bool(self.packed.buffers["layout"][row] == Layout.AWAITED)

@@ -108,7 +108,7 @@ def test_one_wrong_row_is_no_pass_and_is_named(row: int, monkeypatch: pytest.Mon
     examined = judge.examine(session)
     assert not examined.verdict.passed
     assert f"row {row}, L1.attn head" in examined.verdict.where
-    scores = examined.scores["L1.attn"].view(len(POSITIONS), 3, -1).amax((0, 2)).tolist()
+    scores = examined.scores.by_name()["L1.attn"].reshape(len(POSITIONS), 3, -1).max((0, 2)).tolist()
     assert [each for each, score in enumerate(scores) if score > examined.verdict.bound] == [row]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flywheel.decode.caches import KvCaches
+from flywheel.decode.launched import Launched
 from flywheel.decode.session import ReferenceSession, Step
 from flywheel.decode.verify import default_positions, is_tie, judge_repeated, verify
 from flywheel.errors import UsageError
@@ -20,7 +21,6 @@ from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.reference import BoundProgram
 
 Opened = Callable[..., tuple[ReferenceSession, EagerDecoder]]
-Shown = dict[str, torch.Tensor]
 Lowered = Callable[..., MegakernelProgram]
 POSITIONS = (0, 7, 32, 62, 63)
 SPEC = DecoderSpec(
@@ -149,11 +149,11 @@ def test_what_shares_memory_is_judged_apart_and_must_give_the_same(
 
     def show_another(
         self: ReferenceSession, tokens: list[int], position: int, *, apart: bool
-    ) -> dict[str, torch.Tensor]:
-        shown = show(self, tokens, position, apart=apart)
+    ) -> Launched:
+        launched = show(self, tokens, position, apart=apart)
         if not apart:
-            shown["logits"][0, 3] += 1e-6
-        return shown
+            launched.stack(["logits"])[0, 0, 3] += 1e-6
+        return launched
 
     monkeypatch.setattr(ReferenceSession, "show", show_another)
     verdict = judged(session)
@@ -193,11 +193,12 @@ def test_a_token_that_is_not_the_first_of_its_own_largest_logits_is_no_pass(
 
     def show_another(
         self: ReferenceSession, tokens: list[int], position: int, *, apart: bool
-    ) -> dict[str, torch.Tensor]:
-        shown = show(self, tokens, position, apart=apart)
+    ) -> Launched:
+        launched = show(self, tokens, position, apart=apart)
         if position == 6:
-            shown["next_token"] = (shown["next_token"] + 1) % 80
-        return shown
+            chosen = launched.stack(["next_token"])[0]
+            chosen.copy_((chosen + 1) % 80)
+        return launched
 
     monkeypatch.setattr(ReferenceSession, "show", show_another)
     verdict = judged(session, [2, 4, 6, 7])

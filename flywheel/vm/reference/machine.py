@@ -140,11 +140,11 @@ class BoundProgram:
                 for buffer, tensor in [(buffer, self._tensors[buffer.id]) for buffer in self._outputs]
             }
 
-    def transients(self) -> dict[str, Tensor]:
-        """Copies of every ACTIVATION and IO_OUTPUT as the last launch left it: of buffers that share memory, the last
-        that was written. Of several of one name, one."""
-        copies = self._arena.copy()
-        return {buffer.name: copies[buffer.id] for buffer in self._machine.buffers(*TRANSIENT)}
+    def transients(self) -> tuple[Tensor, dict[str, int]]:
+        """(a copy of the memory, uint8 [bytes], as the last launch left it; where activations and outputs begin in it).
+        Of buffers that share memory, the last that was written is there; of several of one name, one is given."""
+        memory, starts = self._arena.copy()
+        return memory, {buffer.name: starts[buffer.id] for buffer in self._machine.buffers(*TRANSIENT)}
 
     def _fire(self, firing: Sequence[int]) -> None:
         calls, index = self._calls, 0

@@ -85,9 +85,9 @@ class Arena:
             for buffer, start in self._spans.items()
         }
 
-    def copy(self) -> Mapping[int, Tensor]:
-        """Buffers by id, as they are now."""
-        return self._views(self._memory.clone())
+    def copy(self) -> tuple[Tensor, Mapping[int, int]]:
+        """All of it as it is now, uint8 [bytes], and where buffers begin in it, by id."""
+        return self._memory.clone(), {buffer.id: start for buffer, start in self._spans.items()}
 
     def poison(self) -> None:
         """Forget the last launch: activations and outputs hold no number."""
