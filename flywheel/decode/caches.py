@@ -81,7 +81,7 @@ class KvCaches:
         return self._rows[..., position, 0, :].clone()
 
     def changed(self, past: Tensor, length: int, gain: float) -> Tensor:
-        """Whether any but the row at `length` differs in a bit from what `write_past` left, [layers, 2, batch, heads]."""
+        """Whether any row but that at `length` is not what `write_past` left, bit by bit, [layers, 2, batch, heads]."""
         word = torch.int64 if past.shape[-1] * past.itemsize % torch.int64.itemsize == 0 else _WORDS[past.itemsize]
         nothing = torch.full((past.shape[-1],), torch.nan, dtype=past.dtype, device=past.device)
         behind, before = self._rows[..., length + 1 :, 0, :], self._rows[..., :length, 0, :]
