@@ -16,8 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing import forkserver
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
+
+from flywheel.errors import TooLargeError
 
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
@@ -132,6 +135,24 @@ def sums_as_shipped() -> Iterator[None]:
     finally:
         matmul.allow_bf16_reduced_precision_reduction = bf16
         matmul.allow_fp16_reduced_precision_reduction = fp16
+
+
+def check_memory(what: str, nbytes: int, device: object = "cpu") -> None:
+    """Raises TooLargeError where this machine has no memory left for so many bytes; of another device, nothing is
+    known here."""
+    available = _available_bytes()
+    if str(device).startswith("cpu") and available is not None and nbytes > available:
+        raise TooLargeError(f"{what}: {nbytes / 1e9:,.1f} GB, and this machine has {available / 1e9:,.1f} GB left")
+
+
+def _available_bytes() -> int | None:
+    """None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [line.split() for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0][1]) * 1024 if found else None
 
 
 def set_environment(values: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from flywheel.cli.options import DEFAULTS
 from flywheel.cli.text import note
 from flywheel.errors import IrFormatError, StoreError, UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig, config_from_dict, program_from_dict
-from flywheel.ir.files import parse_json, read_text
+from flywheel.ir.files import parse_json, read_stream, read_text
 from flywheel.store.schedule import FORMAT, Schedule, schedule_from_document
 
 _FIELDS: Final = frozenset(field.name for field in fields(ScheduleConfig))
@@ -65,17 +65,16 @@ def settle_work(who: str, named: Mapping[str, Any], schedule: Schedule | None) -
 
 
 def read_argument(path: str) -> str:
-    """Text of a file or, of `-`, of stdin. Raises IrFormatError where it is not UTF-8 or cannot be read."""
+    """Text of a file or, of `-`, of stdin. Raises IrFormatError where it is not UTF-8, too large or cannot be read."""
     if path != "-":
         return read_text(Path(path))
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise IrFormatError(f"-: not UTF-8 at byte {error.start}") from None
+    if sys.stdin is None:
+        raise IrFormatError("-: stdin is closed")
+    return read_stream(sys.stdin.buffer, path)
 
 
 def _document(path: str) -> Any:
-    text: str | bytes = sys.stdin.buffer.read() if path == "-" else read_text(Path(path))
+    text = read_argument(path)
     try:
         return parse_json(text)
     except IrFormatError as error:

@@ -28,6 +28,8 @@ _MAY_BE_ZERO: Final = frozenset(
      *(field.name for field in fields(Vector))}
 )  # fmt: skip
 """Constants that divide nothing."""
+_LEAST_PATIENCE_US: Final = 1.0
+"""Shortest wait behind which the host may be asked: a prediction counts every question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,11 @@ def _machine(data: object, where: str) -> Machine:
     }
     built: dict[str, Any] = {"name": name, "source": source, "num_sms": num_sms, **parts}
     rest = {field: value for field, value in values.items() if field not in built}
-    return Machine(**built | _numbers(rest, f"{where}: machine"))
+    machine = Machine(**built | _numbers(rest, f"{where}: machine"))
+    if machine.ask_us and machine.patience_us < _LEAST_PATIENCE_US:
+        told = f"machine.patience_us {machine.patience_us:g} is below {_LEAST_PATIENCE_US:g}"
+        raise UsageError(f"{where}: {told}, and the host is asked (machine.ask_us {machine.ask_us:g})")
+    return machine
 
 
 def _record(data: object, kind: type, where: str) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.cost_model.events import CONSTANTS, COUNTER, GATE, LINK, NOBODY, SM, STATE, TASK, Records, run
+from flywheel.cost_model.events import CONSTANTS, COUNTER, GATE, LINK, MAX_EVENTS, NOBODY, SM, STATE, TASK, Records, run
+from flywheel.errors import InvalidProgramError
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -88,7 +89,7 @@ class Trace:
 
 
 def simulate(queues: Queues, rates: Rates) -> Trace:
-    """Run every queue to its end."""
+    """Run every queue to its end. Raises InvalidProgramError where that takes MAX_EVENTS."""
     tasks, sms = _tasks(queues), np.zeros(len(queues.first) - 1, SM)
     sms["head"], sms["stop"] = queues.first[:-1], queues.first[1:]
     gates = np.zeros(len(queues.visible_us), GATE)
@@ -101,6 +102,8 @@ def simulate(queues: Queues, rates: Rates) -> Trace:
         state[name] = getattr(rates, name)
     state["slowest_us"] = 1 / rate_of[-1]
     run(state, tasks, sms, gates, _counters(queues), links, awaited, rate_of)
+    if state["events"][0] >= MAX_EVENTS:
+        raise InvalidProgramError(f"prediction: not done after {MAX_EVENTS:,} events, at {state['now'][0]:.3g} us")
     stuck = sms["head"][sms["head"] < sms["stop"]]
     return Trace(
         sms["finish"].tolist(), sms["blocked"].tolist(), int(stuck.min()) if len(stuck) else None,

@@ -20,6 +20,9 @@ HALF_BYTE: Final = 0.5
 ASKS_AGAIN: Final = 0.2
 """Of the time until a wait asks the host for the first time, how long it waits between two questions: 64 polls, 320."""
 
+MAX_EVENTS: Final = 5_000_000
+"""Events after which a run is given up: the largest schedules have some 300,000 of them."""
+
 NEVER: Final = -1.0
 """A volume at which no loader arrives."""
 
@@ -58,9 +61,10 @@ LINK = np.dtype([("gate", "i8"), ("needs", "i8")])
 
 STATE = np.dtype(
     [(name, "f8") for name in ("now", "volume", "rate", "host", "slowest_us", *CONSTANTS)]
-    + [(name, "i8") for name in ("n_active", "timed")]
+    + [(name, "i8") for name in ("n_active", "timed", "events")]
 )  # fmt: skip
-"""The clock, the memory, the host and the constants; `timed` counts the timers that were set."""
+"""The clock, the memory, the host and the constants; `timed` counts the timers that were set, `events` what
+happened."""
 
 
 class Engine(NamedTuple):
@@ -339,14 +343,15 @@ def run(
     awaited: npt.NDArray[np.int64],
     rate_of: npt.NDArray[np.float64],
 ) -> None:
-    """From event to event, until none is left."""
+    """From event to event, until none is left or there were MAX_EVENTS."""
     timers, arrivals, due = [(0.0, 0, 0)], [(0.0, 0)], [0]  # numba takes the types of lists from what they hold
     timers.clear()
     arrivals.clear()
     engine = Engine(state, tasks, sms, gates, counters, links, awaited, rate_of, timers, arrivals)
     clock = state[0]
     _begin(engine)
-    while True:
+    while clock.events < MAX_EVENTS:
+        clock.events += 1
         while arrivals and arrivals[0][0] != sms[arrivals[0][1]].due:
             heappop(arrivals)
         if arrivals:

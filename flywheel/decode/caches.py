@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Final
 
 import torch
@@ -13,6 +14,7 @@ from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
 from flywheel.models.spec import DecoderSpec
+from flywheel.process import check_memory
 from flywheel.tensors import TORCH_DTYPES
 
 _COMPARED: Final = 2**28  # elements at a time, for the memory that it takes
@@ -31,6 +33,7 @@ class KvCaches:
     ) -> None:
         self._spec, self._context = spec, context
         shape = (spec.n_layers, 2, batch, spec.n_kv_heads, context, 1, spec.head_dim)
+        check_memory(f"{spec.name}: caches of {context} positions", dtype.nbytes(prod(shape)), device)
         self._rows = torch.full(shape, torch.nan, dtype=TORCH_DTYPES[dtype], device=device)
 
     @property

@@ -15,6 +15,7 @@ from flywheel.models.catalog import CATALOG, resolve_model
 from flywheel.models.decoder import DTYPES
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import checkpoint_tensors, random_weights
+from flywheel.process import check_memory
 from flywheel.tensors import TORCH_DTYPES
 
 Weights = Mapping[str, Tensor]
@@ -40,9 +41,10 @@ class Source:
 
     def weights(self, dtype: DType, seed: int, device: str = "cpu") -> Weights:
         """Every weight in `dtype`, on a device of torch: the checkpoint's, converted where they must be, else random
-        ones."""
+        ones. Raises TooLargeError where the memory of this machine does not hold those."""
         wanted = TORCH_DTYPES[dtype]
         if self.stored is None:
+            check_memory(f"{self.name}: its weights", dtype.nbytes(self.spec.n_params), device)
             return random_weights(self.spec, seed, wanted, device)
         return {key: tensor.to(device, wanted) for key, tensor in self.stored.items()}
 

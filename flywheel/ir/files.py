@@ -1,4 +1,5 @@
-"""JSON text, and files that are read or replaced as a whole. What is read may come from a stranger."""
+"""JSON text, and files that are read or replaced as a whole. What is read may come from a stranger: how much of it,
+how many values, and what a name means that is there twice, is decided here."""
 
 from __future__ import annotations
 
@@ -6,10 +7,17 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 from stat import S_IMODE, S_ISREG
-from typing import Any
+from typing import Any, BinaryIO, Final
 from uuid import uuid4
 
 from flywheel.errors import IrFormatError
+from flywheel.ir.show import show
+
+MAX_FILE_BYTES: Final = 2**30
+"""Largest file that is read. The program of the largest model that a GPU holds, in its finest tiles, has 0.2 of it."""
+
+MAX_VALUES: Final = 2**25
+"""Most values of a JSON text, counted by its commas and brackets: parsed, they take some 3 GB."""
 
 
 def dump_json(data: object, indent: int | None = 2) -> str:
@@ -18,25 +26,52 @@ def dump_json(data: object, indent: int | None = 2) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises IrFormatError on malformed, non-UTF-8 or absurdly nested text."""
+    """Parse JSON. Raises IrFormatError on malformed, non-UTF-8, absurdly nested or large text, and where an object has
+    a name twice."""
+    values = sum(text.count(mark) if isinstance(text, str) else text.count(mark.encode()) for mark in ",[{")
+    if values > MAX_VALUES:
+        raise IrFormatError(f"JSON: {values:,} values, more than {MAX_VALUES:,}")
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
     except RecursionError:
         raise IrFormatError("JSON: nested too deeply") from None
     except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, integers beyond Python's digit limit
         raise IrFormatError(f"JSON: {str(error).splitlines()[0]}") from None
 
 
-def read_text(path: Path) -> str:
-    """Text of a file. Raises IrFormatError where it cannot be read as UTF-8."""
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"an object has {show(name)} twice")
+            seen.add(name)
+    return made
+
+
+def read_text(path: Path, most: int = MAX_FILE_BYTES) -> str:
+    """Text of a file, its line breaks as newlines. Raises IrFormatError where it cannot be read as UTF-8, or has more
+    than `most` bytes."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as stream:
+            return read_stream(stream, str(path), most)
     except OSError as error:
         raise IrFormatError(f"{path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise IrFormatError(f"{path}: not UTF-8 at byte {error.start}") from None
     except ValueError as error:  # a NUL in the path
         raise IrFormatError(f"{str(path)!r}: {error}") from None
+
+
+def read_stream(stream: BinaryIO, name: str, most: int = MAX_FILE_BYTES) -> str:
+    """As `read_text`, of what an open file, a pipe or a device called `name` gives."""
+    raw = stream.read(most + 1)
+    if len(raw) > most:
+        raise IrFormatError(f"{name}: more than {most:,} bytes")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise IrFormatError(f"{name}: not UTF-8 at byte {error.start}") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -6,7 +6,6 @@ the tensor and the file. Source: huggingface/safetensors, `README.md`, section "
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -17,8 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flywheel.errors import WeightsError
+from flywheel.errors import IrFormatError, WeightsError
 from flywheel.ir import COMPUTE_DTYPES
+from flywheel.ir.files import parse_json
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, Shape
 
 _SINGLE: Final = "model.safetensors"
@@ -133,8 +133,8 @@ def _read_index(index: Path) -> dict[str, str]:
     if len(raw) > _MAX_INDEX_BYTES:
         raise WeightsError(f"{_INDEX} is larger than {_MAX_INDEX_BYTES} bytes")
     try:
-        content: object = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        content: object = parse_json(raw)
+    except IrFormatError as error:
         raise WeightsError(f"{_INDEX} is not JSON: {_one_line(error)}") from error
     shard_of = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shard_of, dict) or not shard_of:

@@ -15,8 +15,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from flywheel.errors import UnsupportedModelError
-from flywheel.models.spec import MAX_DIM, MAX_FLOAT, MAX_LAYERS, DecoderSpec, Family, RopeScaling
+from flywheel.errors import IrFormatError, UnsupportedModelError
+from flywheel.ir.files import parse_json
+from flywheel.models.spec import (
+    MAX_CONTEXT,
+    MAX_DIM,
+    MAX_FLOAT,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    DecoderSpec,
+    Family,
+    RopeScaling,
+)
 
 _MAX_FILE_BYTES: Final = 4 * 1024**2
 _Neutral = Mapping[str, tuple[object, ...]]
@@ -149,8 +160,8 @@ def load_spec(path: Path) -> DecoderSpec:
     if len(raw) > _MAX_FILE_BYTES:
         raise UnsupportedModelError(f"{str(file)!r} is larger than {_MAX_FILE_BYTES} bytes")
     try:
-        config: object = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        config: object = parse_json(raw)
+    except IrFormatError as error:
         raise UnsupportedModelError(f"{str(file)!r} is not JSON: {_one_line(error)}") from error
     return spec_from_config(config, name if name.isprintable() and name else repr(name))
 
@@ -184,10 +195,10 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
-        vocab=fields.positive_int("vocab_size"),
+        vocab=fields.positive_int("vocab_size", MAX_VOCAB),
         rope_theta=theta,
         norm_eps=fields.positive_float("rms_norm_eps", absent=1e-6),
-        max_position=fields.positive_int("max_position_embeddings"),
+        max_position=fields.positive_int("max_position_embeddings", MAX_CONTEXT),
         tied_head=fields.flag("tie_word_embeddings", absent=False),
         qkv_bias=rules.qkv_bias,
         qk_norm=rules.qk_norm,
@@ -264,11 +275,11 @@ def _check_windows(fields: _Fields, rules: _FamilyRules) -> None:
 
 def _heads(fields: _Fields, rules: _FamilyRules) -> tuple[int, int, int]:
     """(n_heads, n_kv_heads, head_dim); a null num_key_value_heads means as many as query heads in every family."""
-    n_heads = fields.positive_int("num_attention_heads")
+    n_heads = fields.positive_int("num_attention_heads", MAX_HEADS)
     n_kv_heads = rules.n_kv_heads or n_heads
     if "num_key_value_heads" in fields.values:
         given = fields.values["num_key_value_heads"]
-        n_kv_heads = n_heads if given is None else fields.positive_int("num_key_value_heads")
+        n_kv_heads = n_heads if given is None else fields.positive_int("num_key_value_heads", MAX_HEADS)
     if n_heads % n_kv_heads:
         raise fields.refusal("num_key_value_heads", f"a divisor of num_attention_heads={n_heads}, not {n_kv_heads}")
     if rules.head_dim is not None and "head_dim" not in fields.values:
@@ -321,7 +332,7 @@ def _rope_scaling(section: _Fields) -> RopeScaling | None:
     low, high = section.positive_float("low_freq_factor"), section.positive_float("high_freq_factor")
     if low >= high:
         raise section.refusal("high_freq_factor", f"above low_freq_factor={low}")
-    original = section.positive_int("original_max_position_embeddings")
+    original = section.positive_int("original_max_position_embeddings", MAX_CONTEXT)
     return RopeScaling(section.positive_float("factor"), low, high, original)
 
 

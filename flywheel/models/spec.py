@@ -12,8 +12,18 @@ from flywheel.errors import UnsupportedModelError
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 Shape = tuple[int, ...]
 
-MAX_DIM: Final = 2**31 - 1
-"""Largest dimension: a program's params are int32."""
+MAX_DIM: Final = 2**20
+"""Largest dimension. The widest published decoders have under 2^17; what a program and its search cost grows with
+it."""
+
+MAX_HEADS: Final = 4096
+"""Most heads; a program has tasks and buffers for each."""
+
+MAX_VOCAB: Final = 2**22
+"""Largest vocabulary. The largest published have under 2^19."""
+
+MAX_CONTEXT: Final = 2**31 - 1
+"""Longest context: a program's params are int32."""
 
 MAX_LAYERS: Final = 1024
 """Largest n_layers. The deepest published dense decoders have under 200; a program grows with each layer."""
@@ -26,11 +36,11 @@ _BOUNDS: Final = (
     ("hidden", MAX_DIM),
     ("intermediate", MAX_DIM),
     ("n_layers", MAX_LAYERS),
-    ("n_heads", MAX_DIM),
-    ("n_kv_heads", MAX_DIM),
+    ("n_heads", MAX_HEADS),
+    ("n_kv_heads", MAX_HEADS),
     ("head_dim", MAX_DIM),
-    ("vocab", MAX_DIM),
-    ("max_position", MAX_DIM),
+    ("vocab", MAX_VOCAB),
+    ("max_position", MAX_CONTEXT),
 )
 
 
@@ -195,7 +205,8 @@ def _check_rope_scaling(name: str, scaling: RopeScaling) -> None:
         raise UnsupportedModelError(
             f"{name}: rope_scaling.low_freq_factor={low!r} is not between 0 and high_freq_factor={high!r}"
         )
-    if not 1 <= scaling.original_max_position <= MAX_DIM:
+    if not 1 <= scaling.original_max_position <= MAX_CONTEXT:
         raise UnsupportedModelError(
-            f"{name}: rope_scaling.original_max_position={scaling.original_max_position!r} is not from 1 to {MAX_DIM}"
+            f"{name}: rope_scaling.original_max_position={scaling.original_max_position!r} is not from 1 to "
+            f"{MAX_CONTEXT}"
         )

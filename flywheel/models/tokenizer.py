@@ -6,12 +6,12 @@ Source: huggingface/tokenizers; huggingface/transformers, `generation/configurat
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.errors import UsageError
+from flywheel.errors import IrFormatError, UsageError
+from flywheel.ir.files import parse_json
 
 _TOKENIZER: Final = "tokenizer.json"
 _ENDS: Final = ("generation_config.json", "config.json")
@@ -60,8 +60,8 @@ def end_ids(folder: Path) -> frozenset[int]:
         if text is None:
             continue
         try:
-            content: object = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            content: object = parse_json(text)
+        except IrFormatError as error:
             raise UsageError(f"{str(folder / name)!r} is not JSON: {_one_line(error)}") from error
         given = content.get("eos_token_id") if isinstance(content, dict) else None
         if given is None:

@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from flywheel.cost_model import MODEL_VERSION
-from flywheel.errors import UsageError
+from flywheel.errors import IrFormatError, UsageError
+from flywheel.ir.files import read_text
 from flywheel.store.campaign import Campaign, work_named
 
 DEFAULT_TRIALS = 120
 DEFAULT_PREDICTIONS = 400
+
+_MOST: Mapping[str, int] = {"jobs": 1024, "workers": 1024, "predictions": 10**6}
+"""Most that a campaign may ask for: processes of a machine or a cluster, and what they do before the first trial."""
+_MOST_OF_ALL = 2**63 - 1
+"""What a store can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +66,8 @@ class CampaignSpec:
             value, least = getattr(self, option), int(option not in ("seed", "predictions"))
             if value is not None and value < least:
                 raise UsageError(f"{option}={value} is less than {least}")
-        if self.seed >= 2**63:
-            raise UsageError(f"seed={self.seed} is not below 2^63")
+            if value is not None and value > (most := _MOST.get(option, _MOST_OF_ALL)):
+                raise UsageError(f"{option}={value} is more than {most}")
         if self.time_s is not None and not (self.time_s > 0 and isfinite(self.time_s)):
             raise UsageError(f"time_s={self.time_s} is not positive and finite")
         if self.until is not None and not 0 < self.until <= 1:
@@ -87,6 +93,9 @@ class CampaignSpec:
             raise UsageError(f"prefilter={factor} saves measurements; measure='predict' makes none")
 
 
+_MAX_FILE_BYTES = 2**20
+"""Largest campaign file; TOML is read by Python, a megabyte a second."""
+
 _TOML_TYPES: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
     "str | None": (str,),
@@ -100,10 +109,10 @@ _TOML_TYPES: Mapping[str, tuple[type, ...]] = {
 def read_campaign_file(path: Path) -> dict[str, Any]:
     """Options of a campaign file, a flat TOML table with an optional [fix] table. Raises UsageError."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        data = tomllib.loads(read_text(path, _MAX_FILE_BYTES))
+    except IrFormatError as error:
+        raise UsageError(str(error)) from None
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and integers beyond Python's digit limit
         raise UsageError(f"{path}: not TOML: {error}") from None
     known = {entry.name: str(entry.type) for entry in fields(CampaignSpec)}
     options: dict[str, Any] = {}

@@ -89,6 +89,7 @@ def edit(*path: str, value: Any = None, remove: bool = False) -> Callable[[dict[
         (edit("machine", "name", value=""), r"machine\.name '' is not a name"),
         (edit("machine", "source", value=[]), r"machine\.source \[\] is not"),
         (edit("machine", "launch_us", value=3.0), "somebody changed them"),
+        (edit("machine", "patience_us", value=0), r"patience_us 0 is below 1, and the host is asked"),
         (edit("provenance", value=None), "provenance is not an object"),
     ],
 )

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flywheel.cost_model.engine import Queues, Rates, simulate
+from flywheel.errors import InvalidProgramError
 
 RATES = Rates(total=100.0, loader=80.0, poll_us=0.0)
 
@@ -156,6 +157,11 @@ def test_a_long_wait_for_a_counter_hears_of_it_behind_the_answers_of_the_host() 
     assert simulate(joined, asking).finish_us == [pytest.approx(11.0), pytest.approx(8.0)]
     assert simulate(replace(joined, polled=[False]), asking).finish_us == simulate(joined, RATES).finish_us
     assert simulate(joined, replace(asking, patience_us=7.0)).finish_us == simulate(joined, RATES).finish_us
+
+
+def test_a_run_of_endless_questions_is_given_up() -> None:
+    with pytest.raises(InvalidProgramError, match="not done after 5,000,000 events"):
+        simulate(two_sms_with_a_join(0), replace(RATES, patience_us=0.0, ask_us=3.0))
 
 
 def test_a_queue_that_waits_for_ever_is_reported() -> None:

@@ -25,7 +25,11 @@ from flywheel.ir.version import ABI_MAX_RANK
 
 INT32: Final = 2**31
 INT64: Final = 2**63
-MAX_NUMEL: Final = 2**60
+MAX_NUMEL: Final = 2**40
+"""Most elements of a buffer; no GPU has memory for them."""
+MAX_EST_BYTES: Final = 2**40
+MAX_EST_FLOPS: Final = 2**50
+"""Most that one task may be estimated to move and compute: sums over any file's tasks stay int64."""
 MAX_SMS: Final = 2**16
 
 
@@ -300,8 +304,8 @@ RULES: Final[Mapping[type, tuple[Rule, ...]]] = {
         Rule("waits", _LIST, "a list of Wait", each=_waits),
         Rule("params", _DICT, "an object", each=_names),
         Rule("sm", frozenset({int, _NONE}), "an int or null", "sm-range", -INT64),
-        _int("est_bytes", "a count", "bad-param", 0),
-        _int("est_flops", "a count", "bad-param", 0),
+        _int("est_bytes", f"a count of at most {MAX_EST_BYTES:,}", "bad-param", 0, MAX_EST_BYTES),
+        _int("est_flops", f"a count of at most {MAX_EST_FLOPS:,}", "bad-param", 0, MAX_EST_FLOPS),
         Rule("label", _TEXT, "a string"),
     ),
     Page: (

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flywheel.errors import InvalidProgramError, TensorError
 from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram
+from flywheel.process import check_memory
 from flywheel.tensors import TORCH_DTYPES
 
 POISON: Final = 0xFF
@@ -73,6 +74,7 @@ class Arena:
                 end += -(-(buffer.nbytes if page is None else sizes[page]) // ALIGNMENT) * ALIGNMENT
             if buffer.kind in TRANSIENT:
                 poisoned = end
+        check_memory("program: its activations, inputs and outputs", end, device)
         memory = torch.empty(end, dtype=torch.uint8, device=device)
         self._memory = memory
         self._poisoned = memory[:poisoned]
