@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Final, Self
 
+from flywheel.cli.interrupt import draining, interrupt
 from flywheel.process import handling
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -21,19 +23,20 @@ class Drain:
     def __init__(self, notice: Callable[[], None]) -> None:
         self.requested = False
         self._notice = notice
-        self._handling = handling(SIGNALS, self._handle)
+        self._blocks = ExitStack()
 
     def __enter__(self) -> Self:
-        self._handling.__enter__()
+        self._blocks.enter_context(draining())
+        self._blocks.enter_context(handling(SIGNALS, self._handle))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._handling.__exit__(kind, error, trace)
+        self._blocks.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            raise KeyboardInterrupt
+            interrupt(number, frame)
         self.requested = True
         self._notice()

@@ -16,6 +16,7 @@ from typing import Any, Final
 import click
 
 from flywheel.cli.exits import ABORTED, BROKEN_PIPE, FAILED, USAGE, exit_code
+from flywheel.cli.interrupt import abort, end_if_aborted, watch_interrupts
 from flywheel.cli.output import buffer_output
 from flywheel.cli.text import HELP, complain, note, show
 from flywheel.errors import FlywheelError, OutputError
@@ -98,6 +99,7 @@ class CommandTable(click.Group):
             code = USAGE
         except click.Abort:
             complain("aborted")
+            abort()
             code = ABORTED
         except OSError as error:  # click writes the help itself
             if error.errno not in _NO_ROOM or error.filename is not None:
@@ -124,6 +126,9 @@ class CommandTable(click.Group):
                 _show_trace(error)
             complain(str(error))
             return exit_code(error)
+        except MemoryError:
+            complain("no memory is left")
+            return FAILED
         except BrokenPipeError:
             _discard_output()
             return BROKEN_PIPE
@@ -150,8 +155,12 @@ def cli(debug: bool) -> None:
 def main() -> int:
     """Entry point; the exit code."""
     buffer_output()
+    watch_interrupts()
     sys.excepthook = _report_bug
-    return cli.main(standalone_mode=False)
+    try:
+        return cli.main(standalone_mode=False)
+    finally:
+        end_if_aborted()
 
 
 def _show_version(ctx: click.Context) -> None:

@@ -87,7 +87,7 @@ def test_a_dimension_that_is_not_a_positive_int32_is_rejected(field: str, value:
         ({"family": "gpt2"}, "family"),
         ({"n_kv_heads": 3}, "n_heads"),
         ({"head_dim": 15}, "head_dim"),
-        ({"head_dim": 2**30}, "n_heads * head_dim"),
+        ({"head_dim": 2**20}, "n_heads * head_dim"),
         ({"rope_theta": 0.0}, "rope_theta"),
         ({"rope_theta": inf}, "rope_theta"),
         ({"norm_eps": nan}, "norm_eps"),

@@ -59,7 +59,7 @@ def test_a_campaign_file_holds_any_option(tmp_path: Path) -> None:
     ("text", "fact"),
     [
         ("model = ", "not TOML"),
-        ("\udcff", "not TOML"),
+        ("\udcff", "not UTF-8"),
         ("modle = 'x'", "'modle' is not one of model, gpu"),
         ("trials = '12'", "trials='12' is not of type int"),
         ("trials = true", "trials=True is not of type int"),

@@ -1,0 +1,95 @@
+"""Ctrl-C ends a command: at once where Python runs, and within GRACE_S where it is in somebody else's code.
+
+Python tells the main thread of a signal only between two of its own instructions, and does not end before all of its
+threads have. A thread of this module hears of the signal at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Final
+
+from flywheel.cli.exits import ABORTED
+
+GRACE_S: Final = 1.2
+"""How long an interrupted command may take to end by itself."""
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+class _Guard:
+    """What an interrupt means now."""
+
+    __slots__ = ("aborted", "drains")
+
+    def __init__(self) -> None:
+        self.drains = False
+        self.aborted = False
+
+
+_GUARD: Final = _Guard()
+
+
+def watch_interrupts() -> None:
+    """From now on, an interrupt that nothing drains ends this process. To be called in the main thread."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell has it ignored
+        signal.signal(signal.SIGINT, interrupt)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    threading.Thread(target=_listen, args=(reading,), daemon=True).start()
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """A signal handler: raises KeyboardInterrupt, and what that upsets on its way stays silent."""
+    sys.unraisablehook = _say_nothing
+    if "logging" in sys.modules:
+        sys.modules["logging"].disable()
+    raise KeyboardInterrupt
+
+
+def _say_nothing(_: object) -> None:
+    """In place of a traceback of something that cannot be raised."""
+
+
+@contextmanager
+def draining() -> Iterator[None]:
+    """The first interrupt in here only asks for an end; the command goes on until it has one."""
+    _GUARD.drains = True
+    try:
+        yield
+    finally:
+        _GUARD.drains = False
+
+
+def abort() -> None:
+    """The command was interrupted, and has said so."""
+    _GUARD.aborted = True
+
+
+def end_if_aborted() -> None:
+    """End this process now where its command was aborted: nobody waits for its threads, and its code is ABORTED, also
+    where a module that was being imported makes Python end by the signal."""
+    if _GUARD.aborted:
+        os._exit(ABORTED)
+
+
+def _listen(reading: int) -> None:
+    while True:
+        for number in os.read(reading, 64):
+            if number not in _SIGNALS:
+                continue
+            if _GUARD.drains:
+                _GUARD.drains = False
+                continue
+            time.sleep(GRACE_S)
+            if not _GUARD.aborted:
+                os.write(2, b"flywheel: aborted\n")
+            os._exit(ABORTED)
