@@ -50,8 +50,9 @@ def watch_interrupts() -> None:
 def interrupt(number: int, frame: FrameType | None) -> None:
     """A signal handler: raises KeyboardInterrupt, and what that upsets on its way stays silent."""
     sys.unraisablehook = _say_nothing
-    if "logging" in sys.modules:
-        sys.modules["logging"].disable()
+    disable = getattr(sys.modules.get("logging"), "disable", None)  # the module may be half imported
+    if disable is not None:
+        disable()
     raise KeyboardInterrupt
 
 
@@ -74,11 +75,21 @@ def abort() -> None:
     _GUARD.aborted = True
 
 
-def end_if_aborted() -> None:
-    """End this process now where its command was aborted: nobody waits for its threads, and its code is ABORTED, also
-    where a module that was being imported makes Python end by the signal."""
+def end_interrupted() -> None:
+    """To be called last: this process ends with the code ABORTED, whatever else it still has to do and is told.
+
+    At once where its command was aborted: nobody waits for its threads then, and Python ends by the signal where a
+    module was being imported.
+    """
     if _GUARD.aborted:
         os._exit(ABORTED)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_expire, daemon=True).start()
+
+
+def _expire() -> None:
+    time.sleep(GRACE_S)
+    os._exit(ABORTED)
 
 
 def _listen(reading: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import click
 
 from flywheel.cli.exits import ABORTED, BROKEN_PIPE, FAILED, USAGE, exit_code
-from flywheel.cli.interrupt import abort, end_if_aborted, watch_interrupts
+from flywheel.cli.interrupt import abort, end_interrupted, watch_interrupts
 from flywheel.cli.output import buffer_output
 from flywheel.cli.text import HELP, complain, note, show
 from flywheel.errors import FlywheelError, OutputError
@@ -157,10 +157,10 @@ def main() -> int:
     buffer_output()
     watch_interrupts()
     sys.excepthook = _report_bug
-    try:
-        return cli.main(standalone_mode=False)
-    finally:
-        end_if_aborted()
+    code = cli.main(standalone_mode=False)
+    if code == ABORTED:
+        end_interrupted()
+    return code
 
 
 def _show_version(ctx: click.Context) -> None:
