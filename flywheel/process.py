@@ -177,6 +177,23 @@ def handling(numbers: Sequence[signal.Signals], handle: Callable[[int, FrameType
             signal.signal(number, handler)
 
 
+def hear_interrupts(handle: Callable[[int, FrameType | None], None]) -> int:
+    """`handle` takes SIGINT from now on, but where the shell has it ignored. Each signal that Python handles is a byte
+    of the pipe whose reading end this is, written even while the main thread is in somebody else's code. To be called
+    in the main thread."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, handle)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    return reading
+
+
+def ignore_interrupts() -> None:
+    """This process ends anyway."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def start_fork_server(modules: Sequence[str]) -> None:
     """Begin a process that imports `modules` and then forks others off, of multiprocessing's "forkserver". Returns at
     once; nothing where there is one already, of whatever modules."""

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Final
 
 from flywheel.cli.exits import ABORTED
+from flywheel.process import hear_interrupts, ignore_interrupts
 
 GRACE_S: Final = 1.2
 """How long an interrupted command may take to end by itself."""
@@ -39,12 +40,7 @@ _GUARD: Final = _Guard()
 
 def watch_interrupts() -> None:
     """From now on, an interrupt that nothing drains ends this process. To be called in the main thread."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell has it ignored
-        signal.signal(signal.SIGINT, interrupt)
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    threading.Thread(target=_listen, args=(reading,), daemon=True).start()
+    threading.Thread(target=_listen, args=(hear_interrupts(interrupt),), daemon=True).start()
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -83,7 +79,7 @@ def end_interrupted() -> None:
     """
     if _GUARD.aborted:
         os._exit(ABORTED)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_interrupts()
     threading.Thread(target=_expire, daemon=True).start()
 
 
