@@ -167,7 +167,7 @@ class CampaignRun:
         while True:
             stopped = self._spent(perf_counter() - start, interrupted)
             while stopped is None and len(flight) < min(self._engine.width, self._room()):
-                if (proposed := self._propose(claims)) is None:
+                if (proposed := self._propose(claims, len(flight))) is None:
                     break
                 flight.append((*proposed, self._answer(proposed[2]) or self._submit(proposed[2])))
             if not flight:
@@ -200,12 +200,12 @@ class CampaignRun:
             tuple(tied_with(self._best, self._store.trials(self._name))),
         )
 
-    def _propose(self, claims: Claims) -> tuple[CampaignStudy, Ask, ScheduleConfig, float] | None:
-        """What to try next, claimed; None where other runs are trying whatever is left."""
+    def _propose(self, claims: Claims, under_way: int) -> tuple[CampaignStudy, Ask, ScheduleConfig, float] | None:
+        """What to try next beside what is `under_way`, claimed; None where other runs are trying whatever is left."""
         for _ in range(PROPOSALS):
             study, ask, config, ask_s = self._asked or self._ask()
             self._asked = None
-            answer = self._claim(claims, config)
+            answer = self._claim(claims, config, under_way)
             if answer is Claim.FULL:
                 self._asked = study, ask, config, ask_s
                 return None
@@ -222,10 +222,10 @@ class CampaignRun:
         config = self._space.to_config(ask[1])
         return self._study, ask, config, perf_counter() - asked
 
-    def _claim(self, claims: Claims, config: ScheduleConfig) -> Claim:
+    def _claim(self, claims: Claims, config: ScheduleConfig, under_way: int) -> Claim:
         """Of a config that another run has tried meanwhile, or is trying: TAKEN."""
         identity, known = config.config_id, config.config_id in self._tried
-        while (answer := claims.claim(identity, self._next, self._spec.trials - self._trials)) is Claim.STALE:
+        while (answer := claims.claim(identity, self._next, self._wanted() - under_way)) is Claim.STALE:
             self._learn_new(self._store.trials(self._name, self._next))
             if identity in self._tried and not known:
                 return Claim.TAKEN
@@ -303,8 +303,10 @@ class CampaignRun:
 
     def _room(self) -> int:
         """Trials that are still wanted: a grid ends, the other samplers may repeat themselves."""
-        wanted = self._spec.trials - self._trials
-        return wanted if self._left is None else min(wanted, self._left - len(self._taken))
+        return self._wanted() if self._left is None else min(self._wanted(), self._left - len(self._taken))
+
+    def _wanted(self) -> int:
+        return self._spec.trials - self._trials
 
     def _spent(self, elapsed_s: float, interrupted: Callable[[], bool]) -> str | None:
         spec, best = self._spec, self._best

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from types import TracebackType
 from typing import Final, Self
 
@@ -27,6 +28,11 @@ Look = Callable[[str, Environment], TrialRecord | None]
 
 DEATHS: Final = 2
 """Deaths over one config that are its outcome."""
+
+STARTS: Final = 5
+"""Starts of a host, one after the other, that may end in its death before it is given up."""
+START_AGAIN_S: Final = 120.0
+"""Wall seconds after which a death in a start is not tried again: one that takes so long is no accident."""
 
 _END_S: Final = 0.2
 
@@ -68,9 +74,9 @@ class Fleet:
     """Evaluates on `hosts`, `ahead` configs more on each than the one that it measures.
 
     A death costs what the host was doing one retry, alone on a host, and on another one if there is any; the second
-    death of a config is its outcome. A host that cannot start again is given up; with the last one, every evaluation
-    raises what stopped it. `look` is asked here, in the process that has the store. With `measured`, all hosts must be
-    alike.
+    death of a config is its outcome. A host that dies while it starts is started again, STARTS times in all. One that
+    cannot start is given up; with the last one, every evaluation raises what stopped it. `look` is asked here, in the
+    process that has the store. With `measured`, all hosts must be alike.
     """
 
     def __init__(self, hosts: Sequence[Host], look: Look, *, ahead: int = 0, measured: bool = False) -> None:
@@ -222,7 +228,7 @@ class Fleet:
             post.host.end(now=True)  # so that no call to it lasts
             try:
                 with post.preparing, post.measuring:
-                    environment = post.host.start()
+                    environment = self._start_host(post.host)
                 with self._changed:
                     self._check_alike(post, environment)
                     post.environment, post.up = environment, True
@@ -231,6 +237,17 @@ class Fleet:
                 self._give_up(post, FlywheelError(f"worker {death}, before its first trial"))
             except FlywheelError as error:
                 self._give_up(post, error)
+
+    def _start_host(self, host: Host) -> Environment:
+        """Start a host, again where it dies meanwhile. Raises the last death, and what else stops it."""
+        begun = monotonic()
+        for _ in range(STARTS - 1):
+            try:
+                return host.start()
+            except WorkerDiedError:
+                if self._closing or monotonic() - begun > START_AGAIN_S:
+                    raise
+        return host.start()
 
     def _check_alike(self, post: _Post, environment: Environment) -> None:
         others = [other.environment for other in self._posts if other is not post and other.environment is not None]

@@ -22,9 +22,9 @@ class Claim(Enum):
     GRANTED = auto()
     """No other run may try it until this run has appended its row, or is over."""
     TAKEN = auto()
-    """A run is trying it."""
+    """Another run is trying it."""
     FULL = auto()
-    """The runs are trying as many as are wanted."""
+    """Other runs are trying as many as are wanted."""
     STALE = auto()
     """There are rows that the asking run has not seen."""
 
@@ -37,26 +37,28 @@ class Claims:
         self._presence: Final = presence
 
     def claim(self, config_id: str, next_trial: int, room: int) -> Claim:
-        """Ask for a config. `next_trial` is the number behind the rows that this run has seen; `room` is how many
-        configs all runs together may be trying."""
+        """Ask for a config, which this run may be trying already. `next_trial` is the number behind the rows that this
+        run has seen; `room` is how many rows are wanted beyond those and beyond what this run is trying."""
         self._presence.renew()
         with self._alone() as connection:
             if _next_trial(connection, self._campaign) != next_trial:
                 return Claim.STALE
             held = self._held(connection)
-            if config_id in held:
+            run = held.get(config_id)
+            others = sum(run != self._presence.run for run in held.values())
+            if run not in (None, self._presence.run):
                 return Claim.TAKEN
-            if len(held) >= room:
+            if others >= room:
                 return Claim.FULL
-            connection.execute(
-                insert(claims), {"campaign": self._campaign, "config_id": config_id, "run": self._presence.run}
-            )
+            if run is None:
+                mine = {"campaign": self._campaign, "config_id": config_id, "run": self._presence.run}
+                connection.execute(insert(claims), mine)
             return Claim.GRANTED
 
     def held(self) -> set[str]:
-        """The configs that a run is trying."""
+        """The configs that runs are trying, this one among them."""
         with self._alone() as connection:
-            return self._held(connection)
+            return set(self._held(connection))
 
     def append(self, record: TrialRecord) -> TrialRecord:
         """Append the row of a config under the campaign's next number, and give up its claim; the row, with that
@@ -77,8 +79,8 @@ class Claims:
                 connection.execute(row.with_for_update(key_share=True))
             yield connection
 
-    def _held(self, connection: Connection) -> set[str]:
-        """What live runs hold; the claims of dead ones are removed."""
+    def _held(self, connection: Connection) -> dict[str, int]:
+        """The live run that holds a config; the claims of dead ones are removed."""
         mine = claims.c.campaign == self._campaign
         found = connection.execute(select(claims.c.config_id, claims.c.run).where(mine)).all()
         if any(run != self._presence.run for _, run in found):
@@ -87,7 +89,7 @@ class Claims:
             if dead:
                 connection.execute(delete(claims).where(mine, claims.c.run.in_(dead)))
             found = [each for each in found if each.run in alive]
-        return {config_id for config_id, _ in found}
+        return {config_id: run for config_id, run in found}  # noqa: C416  rows are no pairs to a type checker
 
 
 def _next_trial(connection: Connection, campaign: str) -> int:

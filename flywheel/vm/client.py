@@ -13,7 +13,7 @@ from multiprocessing.context import SpawnProcess
 from types import TracebackType
 from typing import Final, Self
 
-from flywheel.errors import FlywheelError
+from flywheel.errors import FlywheelError, WorkerDiedError
 from flywheel.measure.contest import Contest
 from flywheel.measure.outcome import Crashed, TimedOut, TrialOutcome
 from flywheel.process import sheltered
@@ -145,7 +145,7 @@ class Client:
         self.close()
         if late.is_set():
             raise FlywheelError(f"GPU worker: not ready after {self._limits.start_s:g} s")
-        raise FlywheelError(f"GPU worker: died before it was ready: {death}")
+        raise WorkerDiedError(f"GPU worker: died before it was ready: {death}")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from subprocess import PIPE
+from time import sleep
 
 import pytest
 
@@ -90,3 +91,40 @@ def test_two_processes_search_one_campaign_at_once() -> None:
     rows = trials()
     assert len(rows) == made >= 6
     assert [record.trial for record in rows] == list(range(made))
+
+
+def catches_signals(process: subprocess.Popen[str]) -> bool:
+    """Whether its interpreter has come as far as flywheel's first lines."""
+    status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+    (caught,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.1, 0.2, 0.4, 0.8])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_search_starts_ends_it_with_code_130_and_one_line(
+    number: signal.Signals, after_s: float
+) -> None:
+    with subprocess.Popen([*SEARCH, "--trials", "500", "--jobs", "1"], stdout=PIPE, stderr=PIPE, text=True) as process:
+        while not catches_signals(process):
+            sleep(0.005)
+        sleep(after_s)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    said = [line for line in err.splitlines() if line.startswith("flywheel: ") and "again to abort" not in line]
+    assert (process.returncode, len(said)) == (130, 1), err
+    assert said[0].startswith(("flywheel: interrupted", "flywheel: aborted", "flywheel: stopped cleanly"))
+    assert "Traceback" not in err and "Exception" not in err
+
+
+def test_a_signal_after_the_drain_ends_a_search_with_code_130(tmp_path: Path) -> None:
+    late = "import os, signal; from flywheel.cli import drain\nleave = drain.Drain.__exit__\n"
+    late += "def leave_and_kill(*a):\n    leave(*a); os.kill(os.getpid(), signal.SIGINT)\n"
+    late += "drain.Drain.__exit__ = leave_and_kill\nfrom flywheel.__main__ import main\nraise SystemExit(main())\n"
+    done = subprocess.run(
+        [sys.executable, "-c", late, *SEARCH[3:], "--trials", "3", "--jobs", "1"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.splitlines()[-1] == "flywheel: aborted"
+    assert len(trials()) == 3

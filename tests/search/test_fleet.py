@@ -20,7 +20,7 @@ from flywheel.errors import FlywheelError, NoGpuError, StoreError, UsageError
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.outcome import Crashed, Measured, Predicted, TimedOut
 from flywheel.search.engine import InlineEngine
-from flywheel.search.fleet import Fleet, Look
+from flywheel.search.fleet import STARTS, Fleet, Look
 from flywheel.search.host import Host
 from flywheel.search.processes import ProcessHost
 from flywheel.search.space import make_space
@@ -258,6 +258,23 @@ def test_workers_with_different_gpus_are_refused_in_one_line(measuring: Callable
     message = str(caught.value)
     assert message.startswith("workers: gpu is NVIDIA ")
     assert "NVIDIA L4" in message and "NVIDIA H100" in message and "\n" not in message
+
+
+def test_a_station_that_is_killed_while_it_starts_is_started_again(
+    lab: Any, fleets: Fleets, toy_measures: ModuleType, tmp_path: Path
+) -> None:
+    capture = partial(toy_measures.die_at_first, str(tmp_path), STARTS - 1)
+    with fleets(Setup(lab.workload, Predicting(toy_measures.smooth), capture)) as fleet:
+        assert lab.run(lab.spec(trials=6), fleet).outcomes == {"predicted": 6}
+    assert len(list(tmp_path.glob("death *"))) == STARTS - 1
+
+
+def test_a_child_that_is_killed_while_it_starts_is_started_again(
+    lab: Any, fleets: Fleets, toy_measures: ModuleType, configs: list[ScheduleConfig], tmp_path: Path
+) -> None:
+    means = Measuring(partial(toy_measures.make_at_last, str(tmp_path), STARTS - 1), limits=LIMITS)
+    with fleets(Setup(lab.workload, means, toy_measures.here)) as fleet:
+        assert [type(outcome) for outcome in outcomes(fleet, configs)] == [Measured] * 5
 
 
 def test_workers_that_cannot_start_are_news_not_an_outcome(lab: Any, toy_measures: ModuleType) -> None:

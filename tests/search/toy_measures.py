@@ -121,6 +121,21 @@ def here() -> Environment:
     return replace(capture_environment(), gpu=os.environ.get("TOY_GPU", "NVIDIA H100"))
 
 
+def die_at_first(folder: str, deaths: int) -> Environment:
+    """As `here`, but the first so many processes that ask are killed. Marks are made one process at a time."""
+    marks = Path(folder) / f"death {os.getpid()}"
+    if len(list(Path(folder).glob("death *"))) < deaths:
+        marks.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return here()
+
+
+def make_at_last(folder: str, deaths: int) -> ToyBench:
+    """As `make_toy`, but the first so many processes that ask are killed."""
+    die_at_first(folder, deaths)
+    return ToyBench(folder, "none", once=False)
+
+
 def toy_us(program: MegakernelProgram) -> float:
     outcome = smooth(program)
     assert isinstance(outcome, Predicted)
