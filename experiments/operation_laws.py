@@ -1,39 +1,70 @@
 """Tests the laws of the table of operations on many mutants and prints what they were.
 
 Mutated programs of every opcode, of recipes, of rewrites and of lowered decode steps: what `validate(strict=True)`
-accepts runs in the reference VM, and what that VM refuses is rejected with the task and the bound. The mutants are
-those of tests/mutants.py; one that breaks a law ends the script with its seed.
+accepts runs in the reference VM, and what that VM refuses is rejected with the task and the bound. With --emulated:
+what the packer accepts too ends in the emulator of the CUDA VM, writes no byte but its outputs, and computes what the
+reference VM computes. The mutants are those of tests/mutants.py; one that breaks a law ends the script with its seed.
 
-    python experiments/operation_laws.py [mutants]
+    python experiments/operation_laws.py [--emulated] [mutants]
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
 
 TESTS = Path(__file__).parents[1] / "tests"
 
 
-def main(count: int) -> None:
-    """Print how many mutants were accepted, rejected and refused, and under which codes."""
+def main() -> None:
+    """Print how many mutants there were of each fate."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("mutants", type=int, nargs="?", default=25_000)
+    parser.add_argument("--emulated", action="store_true", help="launch in the emulator of the CUDA VM")
+    arguments = parser.parse_args()
     sys.path.insert(0, str(TESTS))
-    spec = importlib.util.spec_from_file_location("laws", TESTS / "vm" / "reference" / "test_laws.py")
+    print_lines = print_emulated if arguments.emulated else print_reference
+    print_lines(arguments.mutants)
+
+
+def print_reference(count: int) -> None:
+    """How many mutants were accepted, rejected and refused, and under which codes."""
+    found = laws_in(TESTS / "vm" / "reference" / "test_laws.py").check(range(count))
+    print(f"{count} mutants: no law was broken")
+    print(f"{found.pop('accepted'):>7} accepted by validate(strict=True), and run by the reference VM without an error")
+    print(f"{found.pop('rejected'):>7} rejected by validate(strict=True)")
+    print(f"{found.pop('refused'):>7} of these for their operands, and refused by a reference VM without that proof")
+    print("findings by code")
+    for code, number in sorted(found.items(), key=lambda pair: (-pair[1], pair[0])):
+        print(f"{number:>7} {code}")
+
+
+def print_emulated(count: int) -> None:
+    """How many mutants were launched, by architecture and float type."""
+    from emulator.canaries import MeasuredGpu
+    from emulator.gpu import build_variant
+    from mutants import HERE
+
+    laws = laws_in(TESTS / "emulator" / "test_laws.py")
+    with patch("flywheel.vm.weights.compile_variant", build_variant):
+        for sm_arch, dtype in laws.ALL:
+            gpu = MeasuredGpu(sm_arch=sm_arch, num_sms=HERE.num_sms, limit_s=60.0)
+            launched = laws.check(gpu, range(count), dtype)["launched"]
+            print(f"sm_{sm_arch} {dtype.name:4}: {launched} of {count} mutants launched, no law was broken", flush=True)
+
+
+def laws_in(path: Path) -> ModuleType:
+    """The module of tests."""
+    spec = importlib.util.spec_from_file_location("laws", path)
     assert spec is not None and spec.loader is not None
     laws = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(laws)
-    found = laws.check(range(count))
-    rows = [
-        f"{count} mutants: no law was broken",
-        f"{found.pop('accepted'):>7} accepted by validate(strict=True), and run by the reference VM without an error",
-        f"{found.pop('rejected'):>7} rejected by validate(strict=True)",
-        f"{found.pop('refused'):>7} of these for their operands, and refused by a reference VM without that proof",
-        "findings by code",
-        *(f"{number:>7} {code}" for code, number in sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))),
-    ]
-    sys.stdout.write("\n".join(rows) + "\n")
+    return laws
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 25_000)
+    main()

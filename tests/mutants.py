@@ -170,7 +170,7 @@ REWRITES: Final = (
 
 
 @cache
-def lowered() -> tuple[MegakernelProgram, ...]:
+def lowered(dtype: DType = _F32) -> tuple[MegakernelProgram, ...]:
     """A decode step of a tiny model, step by step and fused."""
     runs = (("attn_norm", "q_proj", "k_proj", "v_proj"), ("k_rope", "k_append", "v_append", "q_rope", "attention"),
             ("attn_combine", "o_proj", "attn_add"), ("mlp_norm", "gate_proj", "up_proj", "silu_mul"))  # fmt: skip
@@ -178,14 +178,37 @@ def lowered() -> tuple[MegakernelProgram, ...]:
         ScheduleConfig(threads_per_block=THREADS),
         ScheduleConfig({"attention": {"kv_block": 16}}, runs, threads_per_block=THREADS),
     )
-    return tuple(lower(decode_step(SPEC, 32, _F32, batch), config, HERE) for config in configs for batch in (1, 2))
+    return tuple(lower(decode_step(SPEC, 32, dtype, batch), config, HERE) for config in configs for batch in (1, 2))
 
 
-def mutant(seed: int, small: bool = False) -> MegakernelProgram:
-    """A program with none to three faults; with `small`, never a lowered one."""
+def in_type(program: MegakernelProgram, dtype: DType) -> MegakernelProgram:
+    """With what is F32 in another type, but for partials of attention, which are F32 in every program."""
+
+    def recipe(params: Mapping[str, Any]) -> dict[str, Any]:
+        if "recipe" not in params:
+            return dict(params)
+        steps = params["recipe"]["steps"]
+        moved = [{**each, "out_dtype": dtype.name} if each["out_dtype"] == _F32.name else each for each in steps]
+        return {**params, "recipe": {**params["recipe"], "steps": moved}}
+
+    return replace(
+        program,
+        buffers=tuple(
+            replace(each, dtype=dtype) if each.dtype is _F32 and each.shape != PART[2] else each
+            for each in program.buffers
+        ),
+        tasks=tuple(replace(task, params=recipe(task.params)) for task in program.tasks),
+    )
+
+
+def mutant(seed: int, small: bool = False, dtype: DType = _F32) -> MegakernelProgram:
+    """A program of floats of `dtype`, with none to three faults; with `small`, never a lowered one."""
     dice = random.Random(seed)
-    pool = dice.choices((SINGLES, RECIPES, REWRITES, () if small else lowered()), (6, 2, 1, 0 if small else 1))[0]
+    weights = (6, 2, 1, 0 if small else 1)
+    pool = dice.choices((SINGLES, RECIPES, REWRITES, () if small else lowered(dtype)), weights)[0]
     program = dice.choice(pool)
+    if dtype is not _F32 and pool is not lowered(dtype):
+        program = in_type(program, dtype)
     for _ in range(dice.choice((0, 1, 1, 1, 2, 3))):
         program = dice.choice(MUTATIONS)(program, dice)
     return program

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from emulator.gpu import EmulatedGpu, build_variant
 from torch import Tensor
 
@@ -105,7 +106,7 @@ def _loaded(
 ) -> LoadedProgram:  # fmt: skip
     for name, buffer, layout in needed_weights(packed):
         tensor = given[buffer.name]
-        array = tensor.float().numpy() if tensor.dtype.is_floating_point else tensor.numpy()
+        array = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
         weights.put(name, array, tuple(buffer.shape), buffer.dtype, layout)
     return LoadedProgram(gpu, packed, load_variant(gpu, kernel), weights, caches)  # type: ignore[arg-type]
 

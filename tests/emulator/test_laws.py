@@ -18,7 +18,12 @@ from flywheel.ir import DType, MegakernelProgram, validate
 from flywheel.vm.pack import PackedProgram, pack
 from flywheel.vm.reference import ReferenceVM
 
-SHORT, LONG = 60, 4000
+FEW, SHORT, LONG = 24, 60, 4000
+OTHERS = ((90, DType.BF16), (90, DType.F16), (80, DType.F32), (80, DType.BF16))
+"""Architectures and float types beside sm_90 and F32."""
+ALL = ((90, DType.F32), *OTHERS)
+ROOM = {DType.F32: 2e-2, DType.F16: 3e-2, DType.BF16: 1e-1}
+"""What results may be off by, relative and absolute: the reference VM rounds where a recipe of the kernel does not."""
 
 
 @pytest.fixture
@@ -27,15 +32,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[MeasuredGpu]:
     yield MeasuredGpu(num_sms=HERE.num_sms, limit_s=20.0)
 
 
-def packed(program: MegakernelProgram) -> PackedProgram | None:
-    """The tables of an accepted program in F32, None where there is no kernel for it."""
+def packed(program: MegakernelProgram, dtype: DType = DType.F32) -> PackedProgram | None:
+    """The tables of an accepted program of that type, None where there is no kernel for it."""
     if not validate(program, strict=True).ok:
         return None
     try:
         tables = pack(program)
     except (InvalidProgramError, ConfigError):
         return None
-    return tables if tables.dtype is DType.F32 else None
+    return tables if tables.dtype is dtype else None
 
 
 def agrees(gpu: MeasuredGpu, program: MegakernelProgram, tables: PackedProgram, seed: int) -> None:
@@ -45,17 +50,19 @@ def agrees(gpu: MeasuredGpu, program: MegakernelProgram, tables: PackedProgram, 
     for name, value in wanted.items():
         if value.dtype.is_floating_point:
             ours, theirs = np.asarray(found[name], np.float32).ravel(), value.float().numpy().ravel()
-            assert np.allclose(ours, theirs, rtol=2e-2, atol=2e-2, equal_nan=True), (seed, name)
+            room = ROOM[tables.dtype]
+            assert np.allclose(ours, theirs, rtol=room, atol=room, equal_nan=True), (seed, name)
         else:
             assert np.asarray(found[name]).ravel().tolist() == value.ravel().tolist(), (seed, name)
 
 
-def check(gpu: MeasuredGpu, seeds: range) -> Counter[str]:
+def check(gpu: MeasuredGpu, seeds: range, dtype: DType = DType.F32) -> Counter[str]:
     """The law over mutants; how many were launched."""
+    target = replace(HERE, sm_arch=gpu.sm_arch)
     found: Counter[str] = Counter()
     for seed in seeds:
-        program = mutant(seed)
-        tables = packed(program)
+        program = replace(mutant(seed, dtype=dtype), target=target)
+        tables = packed(program, dtype)
         if tables is not None:
             agrees(gpu, program, tables, seed)
             found["launched"] += 1
@@ -87,9 +94,21 @@ def test_what_is_accepted_ends_and_writes_its_outputs_alone(gpu: MeasuredGpu) ->
     assert check(gpu, range(SHORT))["launched"] >= SHORT // 4
 
 
+@pytest.mark.parametrize(("sm_arch", "dtype"), OTHERS)
+def test_what_is_accepted_ends_and_writes_its_outputs_alone_elsewhere(
+    gpu: MeasuredGpu, sm_arch: int, dtype: DType
+) -> None:
+    gpu.sm_arch = sm_arch
+    assert check(gpu, range(FEW), dtype)["launched"] >= FEW // 4
+
+
 @pytest.mark.slow
-def test_what_is_accepted_ends_and_writes_its_outputs_alone_in_many_mutants(gpu: MeasuredGpu) -> None:
-    assert check(gpu, range(LONG))["launched"] >= LONG // 4
+@pytest.mark.parametrize(("sm_arch", "dtype"), ALL)
+def test_what_is_accepted_ends_and_writes_its_outputs_alone_in_many_mutants(
+    gpu: MeasuredGpu, sm_arch: int, dtype: DType
+) -> None:
+    gpu.sm_arch = sm_arch
+    assert check(gpu, range(LONG), dtype)["launched"] >= LONG // 4
 
 
 def test_a_write_past_a_buffer_shows(gpu: MeasuredGpu) -> None:

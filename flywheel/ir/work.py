@@ -1,0 +1,100 @@
+"""What tasks read, write and compute, counted by the table of operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from flywheel.ir.dtype import BufferKind
+from flywheel.ir.extents import Scope, value
+from flywheel.ir.opcodes import INHERITED_PARAMS, InstructionKind
+from flywheel.ir.operations import Axis, Operand, operation_of
+from flywheel.ir.records import Buffer, Task
+from flywheel.ir.validate.findings import Findings
+from flywheel.ir.validate.operands import sizes_of
+from flywheel.ir.validate.recipe import read_recipe
+
+_STREAMED = (BufferKind.WEIGHT, BufferKind.CONST, BufferKind.KV_CACHE)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes that a task reads of weights and caches, bytes that it reads of all else and that it writes, and its
+    floating-point operations."""
+
+    streamed: int = 0
+    read: int = 0
+    written: int = 0
+    flops: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.streamed + other.streamed,
+            self.read + other.read,
+            self.written + other.written,
+            self.flops + other.flops,
+        )
+
+
+def work_of(task: Task, buffers: Mapping[int, Buffer]) -> Work:
+    """The work of a task of a valid program, whose `buffers` are given by id.
+
+    What several steps of a recipe read is read once a step, and what one step leaves for the next moves nothing.
+    """
+    inputs, outputs = [buffers[each] for each in task.inputs], [buffers[each] for each in task.outputs]
+    if task.op is InstructionKind.FUSED:
+        return sum(_step_work(task, inputs, outputs), Work())
+    if not outputs:
+        return Work()
+    sizes = sizes_of(task.op, task.params, inputs, outputs[0])
+    row = operation_of(task.op, task.params)
+    assert row.output is not None
+    reads = [
+        (_part_bytes(row.operand(place), buffer, sizes), buffer)
+        for place, buffer in enumerate(inputs)
+        if place != row.in_place
+    ]
+    return _summed(reads, _part_bytes(row.output, outputs[0], sizes), _flops(row.flops, sizes))
+
+
+def _step_work(task: Task, inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> Iterator[Work]:
+    recipe = read_recipe(task, task.params["recipe"], Findings(strict=True))
+    assert recipe is not None, f"task {task.id} is of a valid program"
+    inherited = {name: task.params[name] for name in INHERITED_PARAMS & task.params.keys()}
+    values: dict[Any, Buffer] = {("in", number): buffer for number, buffer in enumerate(inputs)}
+    for step in recipe.steps:
+        values[step.out] = step.result
+        params, args = {**inherited, **step.params}, [values[arg] for arg in step.args]
+        sizes, row = sizes_of(step.op, params, args, step.result), operation_of(step.op, params)
+        reads = [
+            (_part_bytes(row.operand(place), values[arg], sizes), values[arg])
+            for place, arg in enumerate(step.args)
+            if arg[0] == "in" and place != row.in_place
+        ]
+        written = 0
+        if step.out[0] == "out":
+            output = outputs[step.out[1]]
+            appended = args[0].numel if row.in_place is not None else step.result.numel
+            written = output.dtype.nbytes(appended)
+        yield _summed(reads, written, _flops(row.flops, sizes))
+
+
+def _summed(reads: Sequence[tuple[int, Buffer]], written: int, flops: int) -> Work:
+    streamed = sum(nbytes for nbytes, buffer in reads if buffer.kind in _STREAMED)
+    return Work(streamed, sum(nbytes for nbytes, _ in reads) - streamed, written, flops)
+
+
+def _part_bytes(operand: Operand, buffer: Buffer, sizes: Scope) -> int:
+    part = operand.part
+    if part is None:
+        return buffer.nbytes
+    along = operand.extent.factors[0 if part.axis is Axis.ROWS else -1]
+    count, whole = value(part.count, sizes), value(along, sizes)
+    assert count is not None and whole, f"{operand.name} of a valid program has a size"
+    return buffer.nbytes * count // whole
+
+
+def _flops(factors: Sequence[str], sizes: Scope) -> int:
+    return prod(value(factor, sizes) or 0 for factor in factors)
