@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -13,6 +14,7 @@ from flywheel.cli.text import cell, pairs, percent, show, show_json, show_table,
 from flywheel.cost_model import Machine, Prediction, predict
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import MegakernelProgram, config_to_dict, validate
+from flywheel.ir.work import Work, works_of
 from flywheel.measure.floor import floor_fraction
 from flywheel.plan import KernelVariant, program_id, variant_of
 from flywheel.report.layer import operation
@@ -34,6 +36,7 @@ def describe(program: MegakernelProgram) -> dict[str, Any]:
     """What is in a program, JSON-ready. None stands for what only a valid program on a target has."""
     result = validate(program)
     variant = _variant(program) if result.ok else None
+    works = works_of(program) if result.ok else [Work()] * len(program.tasks)
     buffers: dict[str, list[int]] = {}
     for buffer in program.buffers:
         tally = buffers.setdefault(buffer.kind.name, [0, 0])
@@ -50,12 +53,12 @@ def describe(program: MegakernelProgram) -> dict[str, Any]:
         "target": program.target.name if program.target else None,
         "variant": _variant_document(variant),
         "tasks": len(program.tasks),
-        "operations": _operations(program),
+        "operations": _operations(program, works),
         "buffers": {kind: {"count": count, "bytes": nbytes} for kind, (count, nbytes) in buffers.items()},
         "counters": len(program.counters),
         "waits": sum(len(task.waits) for task in program.tasks),
         "depth": result.stats.get("levels"),
-        "task_bytes": sum(task.est_bytes for task in program.tasks),
+        "work": _work_document(sum(works, Work())) if result.ok else None,
         "weight_bytes": program.total_weight_bytes(),
         "scratch_bytes": pages.total_scratch_bytes if pages else None,
         "pages": len(pages.pages) if pages else None,
@@ -131,7 +134,7 @@ def _predicted(program: MegakernelProgram) -> dict[str, float | None]:
 
 
 def _show(file: str, facts: dict[str, Any]) -> None:
-    variant, load, errors = facts["variant"], facts["load"], facts["errors"]
+    variant, load, work, errors = facts["variant"], facts["load"], facts["work"], facts["errors"]
     show(f"{file}: program {facts['program_id'] or '(no identity)'}, IR {facts['ir_version']}")
     meta = ", ".join(f"{name} {value}" for name, value in facts["meta"].items())
     proof = "valid" if facts["valid"] else f"{len(errors)} errors, the first {errors[0]}"
@@ -141,7 +144,9 @@ def _show(file: str, facts: dict[str, Any]) -> None:
         ("predicted", facts["predicted_us"] and f"{us(facts['predicted_us'])}, {percent(facts['floor_fraction'])} "
                                                 f"of the {us(facts['floor_us'])} floor"),
         ("kernel", variant and _kernel(variant)),
-        ("tasks", f"{facts['tasks']:,} that move {size(facts['task_bytes'])}, with {facts['waits']:,} waits"),
+        ("tasks", f"{facts['tasks']:,}, with {facts['waits']:,} waits"),
+        ("work", work and f"{size(work['streamed_bytes'])} of weights and caches read, {size(work['read_bytes'])} of "
+                          f"all else, {size(work['written_bytes'])} written, {work['flops'] / 1e9:,.2f} GFLOP"),
         ("counters", f"{facts['counters']:,}, {cell(facts['depth'])} deep"),
         ("SMs", load and _spread(load)),
         ("pages", facts["pages"] and f"{facts['pages']:,}, {size(facts['scratch_bytes'])} of scratch"),
@@ -150,20 +155,30 @@ def _show(file: str, facts: dict[str, Any]) -> None:
     show(*pairs(lines))
     rows = [(kind, f"{tally['count']:,}", size(tally["bytes"])) for kind, tally in facts["buffers"].items()]
     show_table(("<buffers", "count", "bytes"), rows, indent="  ", gap=True)
-    operations = [(row["operation"], row["op"], f"{row['tasks']:,}", size(row["bytes"])) for row in facts["operations"]]
-    show_table(("<operations", "<opcode", "tasks", "bytes"), operations, indent="  ", gap=True)
-
-
-def _operations(program: MegakernelProgram) -> list[dict[str, Any]]:
-    """Tasks and bytes by operation and opcode, in the order of their first task."""
-    tally: dict[tuple[str, str], list[int]] = {}
-    for task in program.tasks:
-        counted = tally.setdefault((operation(task.label), task.op.name), [0, 0])
-        counted[0] += 1
-        counted[1] += task.est_bytes
-    return [
-        {"operation": name, "op": op, "tasks": tasks, "bytes": nbytes} for (name, op), (tasks, nbytes) in tally.items()
+    operations = [
+        (row["operation"], row["op"], f"{row['tasks']:,}", size(row["streamed_bytes"]), f"{row['flops'] / 1e6:,.1f}")
+        for row in facts["operations"]
     ]
+    show_table(("<operations", "<opcode", "tasks", "streamed", "MFLOP"), operations, indent="  ", gap=True)
+
+
+def _operations(program: MegakernelProgram, works: Sequence[Work]) -> list[dict[str, Any]]:
+    """Tasks and their work by operation and opcode, in the order of their first task."""
+    tally: dict[tuple[str, str], tuple[int, Work]] = {}
+    for task, work in zip(program.tasks, works, strict=True):
+        key = operation(task.label), task.op.name
+        tasks, before = tally.get(key, (0, Work()))
+        tally[key] = tasks + 1, before + work
+    return [
+        {"operation": name, "op": op, "tasks": tasks, **_work_document(work)}
+        for (name, op), (tasks, work) in tally.items()
+    ]
+
+
+def _work_document(work: Work) -> dict[str, int]:
+    return {
+        "streamed_bytes": work.streamed, "read_bytes": work.read, "written_bytes": work.written, "flops": work.flops
+    }  # fmt: skip
 
 
 def _kernel(variant: dict[str, int]) -> str:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 from flywheel.ir.dtype import BufferKind
 from flywheel.ir.extents import Scope, value
 from flywheel.ir.opcodes import INHERITED_PARAMS, InstructionKind
 from flywheel.ir.operations import Axis, Operand, operation_of
+from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.validate.findings import Findings
 from flywheel.ir.validate.operands import sizes_of
 from flywheel.ir.validate.recipe import read_recipe
 
-_STREAMED = (BufferKind.WEIGHT, BufferKind.CONST, BufferKind.KV_CACHE)
+_STREAMED: Final = (BufferKind.WEIGHT, BufferKind.CONST, BufferKind.KV_CACHE)
+_PLACES: Final = frozenset({"n_off", "kv_start", "pos"})
+"""Params that say which part a task works on, not how much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,23 @@ def work_of(task: Task, buffers: Mapping[int, Buffer]) -> Work:
         if place != row.in_place
     ]
     return _summed(reads, _part_bytes(row.output, outputs[0], sizes), _flops(row.flops, sizes))
+
+
+def works_of(program: MegakernelProgram) -> list[Work]:
+    """The work of each task of a valid program; that of tasks alike but for their place is counted once."""
+    buffers = {buffer.id: buffer for buffer in program.buffers}
+    known: dict[tuple[object, ...], Work] = {}
+    works = []
+    for task in program.tasks:
+        params = [(name, id(value) if name == "recipe" else value) for name, value in task.params.items()]
+        alike = tuple(
+            (buffers[each].kind, buffers[each].dtype, buffers[each].shape) for each in (*task.inputs, *task.outputs)
+        )
+        key = (task.op, alike, tuple(item for item in params if item[0] not in _PLACES))
+        if key not in known:
+            known[key] = work_of(task, buffers)
+        works.append(known[key])
+    return works
 
 
 def _step_work(task: Task, inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> Iterator[Work]:
