@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
-from datetime import datetime, timedelta
-from math import isclose, isfinite
+from functools import lru_cache
+from math import isclose
 from types import NoneType
 from typing import Annotated, Any, Final, get_args, get_type_hints
 
-from flywheel.ir.version import ABI_MAX_ROWS
+from flywheel.errors import IrFormatError
+from flywheel.ir.config import config_from_dict
+from flywheel.ir.files import parse_json
+from flywheel.ir.show import show
+from flywheel.measure.columns import fault_of
 from flywheel.measure.outcome import OUTCOME_NAMES
 
 SOURCES: Final = ("search", "seed", "store", "final")
@@ -28,14 +31,6 @@ COMPARED_WITH: Final = ("rival_us", "gain_low_us", "gain_high_us")
 
 JUDGED_WITH: Final = ("verdict_error", "verdict_bound", "verdict_where")
 """Columns of a row whose numbers were compared with an oracle's: of measured and incorrect ones."""
-
-_POSITIVE: Final = frozenset(
-    {
-        "predicted_us", "latency_us", "p10_us", "p90_us", "batch_us", "rival_us", "samples", "floor_us",
-        "floor_fraction", "weight_bytes", "batch", "verdict_bound",
-    }
-)  # fmt: skip
-_NOT_NEGATIVE: Final = frozenset({"trial", "verdict_error", "strangers", "ask_s", "lower_s", "validate_s", "measure_s"})
 
 _ROUNDING: Final = 1e-9
 """What a fraction may differ by from its quotient, and a latency lie below its floor, relative: they were divided and
@@ -56,11 +51,11 @@ class Column:
 class TrialRecord:
     """One trial of one campaign.
 
-    Raises ValueError where a value has the wrong type, is not finite or is an empty string, where a latency is not
-    positive or the config is no JSON object, and where the numbers contradict the outcome or each other, as in
-    MeasuredLatency, Implausible and Verdict: `latency_us` belongs to measured rows alone, with p10 and p90 around it
-    and at least one sample; `predicted_us` may stand beside it; neither is below the floor, and a verdict of a measured
-    row passed.
+    The only way to a row, for a search, an import and what a store holds. Raises ValueError where a value is none that
+    its column can hold (`columns.fault_of`), where the config is no ScheduleConfig, and where the numbers contradict
+    the outcome or each other, as in MeasuredLatency, Implausible and Verdict: `latency_us` belongs to measured rows
+    alone, with p10 and p90 around it and at least one sample; `predicted_us` may stand beside it; neither is below the
+    floor, and a verdict of a measured row passed.
     """
 
     campaign: Annotated[str, "name of the campaign"]
@@ -131,10 +126,10 @@ class TrialRecord:
         for column in COLUMNS:
             fault = _fault(column, getattr(self, column.name))
             if fault is not None:
-                raise ValueError(f"trial {self.trial} of campaign {self.campaign!r}: {column.name} {fault}")
+                raise ValueError(f"trial {show(self.trial)} of campaign {show(self.campaign)}: {column.name} {fault}")
         contradiction = self._contradiction()
         if contradiction is not None:
-            raise ValueError(f"trial {self.trial} of campaign {self.campaign!r}: {contradiction}")
+            raise ValueError(f"trial {self.trial} of campaign {show(self.campaign)}: {contradiction}")
 
     def _contradiction(self) -> str | None:
         if self.outcome not in OUTCOME_NAMES:
@@ -233,40 +228,28 @@ class TrialRecord:
 
 
 def _fault(column: Column, value: Any) -> str | None:
-    if value is None:
-        return None if column.nullable else "is absent"
-    wanted = (int, float) if column.python_type is float else column.python_type
-    if isinstance(value, bool) or not isinstance(value, wanted):
-        return f"is {value!r}, not of type {column.python_type.__name__}"
-    if isinstance(value, float) and not isfinite(value):
-        return f"is {value}, not finite; absent is None"
-    if value == "":
-        return "is an empty string; absent is None"
-    if column.name in _POSITIVE and not (isinstance(value, int | float) and value > 0):
-        return f"is {value}, not positive"
-    if column.name == "batch" and isinstance(value, int) and value > ABI_MAX_ROWS:
-        return f"is {value}, not in 1..{ABI_MAX_ROWS}"
-    if column.name in _NOT_NEGATIVE and not (isinstance(value, int | float) and value >= 0):
-        return f"is {value}, negative"
-    if column.name == "created_at" and not _is_utc(str(value)):
-        return f"is {value!r}, not an ISO 8601 time in UTC"
-    if column.name == "config" and not is_json_object(str(value)):
+    fault = fault_of(column.name, column.python_type, column.nullable, value)
+    if fault is None and column.name == "config":
+        return _config_fault(value)
+    return fault
+
+
+@lru_cache(maxsize=4096)
+def _config_fault(text: str) -> str | None:
+    if not is_json_object(text):
         return "is no JSON object"
+    try:
+        config_from_dict(parse_json(text))
+    except IrFormatError as error:
+        return f"is no ScheduleConfig: {error}"
     return None
 
 
 def is_json_object(text: str) -> bool:
     """Whether a text is the JSON of an object."""
     try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _is_utc(text: str) -> bool:
-    try:
-        return datetime.fromisoformat(text).utcoffset() == timedelta(0)
-    except ValueError:
+        return isinstance(parse_json(text), dict)
+    except IrFormatError:
         return False
 
 

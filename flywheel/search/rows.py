@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Any, assert_never
 
 from flywheel.ir import ScheduleConfig, config_to_dict
+from flywheel.measure.columns import MAX_TEXT
 from flywheel.measure.environment import Environment
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.outcome import (
@@ -99,6 +100,11 @@ def _result(outcome: TrialOutcome | TrialRecord) -> dict[str, Any]:
     return result_columns(outcome)
 
 
+def _told(reason: str) -> str:
+    """A reason as a row can hold it: whatever died may have said anything."""
+    return reason[:MAX_TEXT].encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")[:MAX_TEXT]
+
+
 def result_columns(outcome: TrialOutcome) -> dict[str, Any]:
     """What an outcome says, by column of a trial; the columns that it says nothing of are left out."""
     row: dict[str, Any] = {"outcome": outcome_name(outcome)}
@@ -111,11 +117,11 @@ def result_columns(outcome: TrialOutcome) -> dict[str, Any]:
         case Predicted(prediction):
             row |= {"predicted_us": prediction.latency_us, "predictor": prediction.model_version}
         case Rejected(codes, reason):
-            row["reason"] = f"[{', '.join(codes)}] {reason}"
+            row["reason"] = _told(f"[{', '.join(codes)}] {reason}")
         case Incorrect(verdict, reason):
-            row |= {"reason": reason, **_judged(verdict)}
+            row |= {"reason": _told(reason), **_judged(verdict)}
         case TimedOut(reason=reason) | Crashed(reason=reason) | NoMemory(reason):
-            row["reason"] = reason
+            row["reason"] = _told(reason)
         case Implausible(latency_us, floor_us):
             row["reason"] = f"{latency_us:.1f} us is less than the floor of {floor_us:.1f} us"
         case _:

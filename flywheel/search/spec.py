@@ -13,6 +13,7 @@ from typing import Any
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import IrFormatError, UsageError
 from flywheel.ir.files import read_text
+from flywheel.measure.columns import MAX_NAME
 from flywheel.store.campaign import Campaign, work_named
 
 DEFAULT_TRIALS = 120
@@ -135,6 +136,8 @@ def check_name(who: str, name: str) -> None:
     """Raises UsageError, which names the command `who`, for a campaign's name that nobody could read or repeat."""
     if not (name.strip() and name.isprintable()):
         raise UsageError(f"{who}: name {name!r} is empty or cannot be printed")
+    if len(name) > MAX_NAME:
+        raise UsageError(f"{who}: the name has {len(name):,} characters, more than {MAX_NAME:,}")
 
 
 def with_name(spec: CampaignSpec, measure: str, predictor: str = MODEL_VERSION) -> CampaignSpec:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
+from flywheel.ir.show import show
+from flywheel.measure.columns import fault_of
 from flywheel.measure.record import is_json_object
 
 MEASURES: Final = ("predict", "cuda")
@@ -17,7 +19,8 @@ class Campaign:
     """One search. `batch` sequences are decoded in one step; `spec` is its campaign file as JSON, `created_at` ISO 8601
     in UTC.
 
-    Raises ValueError on `measure` and `spec`.
+    Raises ValueError where a value is none that its column can hold (`columns.fault_of`), on `measure` and on a `spec`
+    that is no JSON object.
     """
 
     name: str
@@ -33,6 +36,10 @@ class Campaign:
     created_at: str
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            fault = fault_of(field.name, int if field.type == "int" else str, False, getattr(self, field.name))
+            if fault is not None:
+                raise ValueError(f"campaign {show(self.name)}: {field.name} {fault}")
         if self.measure not in MEASURES:
             raise ValueError(f"campaign {self.name!r}: measure {self.measure!r} is none of {', '.join(MEASURES)}")
         if not is_json_object(self.spec):

@@ -213,7 +213,10 @@ class Store:
         query = select(*columns).where(ceilings.c.gpu == gpu).order_by(ceilings.c.id.desc()).limit(1)
         with reading(self._engine, self.name) as connection:
             row = connection.execute(query).mappings().first()
-        return None if row is None else Ceiling(**row)
+        try:
+            return None if row is None else Ceiling(**row)
+        except ValueError as error:
+            raise StoreError(f"store {self.name}: {error}") from error
 
     def _first(self, query: Any) -> TrialRecord | None:
         with reading(self._engine, self.name) as connection:

@@ -9,10 +9,12 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from flywheel.errors import StoreError
+from flywheel.ir.show import show
 from flywheel.measure.record import COLUMNS, Column, TrialRecord
 
 _ESCAPES: Final = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
 _UNESCAPES: Final = {escape: character for character, escape in _ESCAPES.items()}
+_NUMBER: Final = re.compile(r"-?[0-9]{1,400}(\.[0-9]{1,400})?(e[+-]?[0-9]{1,3})?|nan|-?inf")
 _BY_NAME: Final = {column.name: column for column in COLUMNS}
 
 
@@ -48,7 +50,7 @@ def _header(line: str, given: Collection[str]) -> list[Column]:
     names = line.split("\t")
     unknown = [name for name in names if name not in _BY_NAME]
     if unknown:
-        raise StoreError(f"table line 1: unknown column {unknown[0]!r}")
+        raise StoreError(f"table line 1: unknown column {show(unknown[0])}")
     if len(set(names)) != len(names):
         raise StoreError("table line 1: a column appears twice")
     missing = [column.name for column in COLUMNS if not column.nullable and column.name not in (*names, *given)]
@@ -66,14 +68,21 @@ def _record(number: int, line: str, columns: list[Column], given: Mapping[str, A
     values: dict[str, Any] = dict(given)
     for column, cell in zip(columns, cells, strict=True):
         try:
-            values[column.name] = column.python_type(_unescape(cell)) if cell else None
+            values[column.name] = _parsed(column, cell) if cell else None
         except (ValueError, KeyError):
             kind = column.python_type.__name__
-            raise StoreError(f"table line {number}: {column.name} is {cell!r}, not of type {kind}") from None
+            raise StoreError(f"table line {number}: {column.name} is {show(cell)}, not of type {kind}") from None
     try:
         return TrialRecord(**values)
     except ValueError as error:
         raise StoreError(f"table line {number}: {error}") from None
+
+
+def _parsed(column: Column, cell: str) -> Any:
+    """Raises ValueError or KeyError for what `_cell` never writes."""
+    if column.python_type is not str and _NUMBER.fullmatch(cell) is None:
+        raise ValueError
+    return column.python_type(_unescape(cell))
 
 
 def _cells(record: TrialRecord) -> list[str]:

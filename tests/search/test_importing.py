@@ -16,7 +16,7 @@ from flywheel.measure.record import TrialRecord
 from flywheel.search.importing import import_priors, import_trials, priors_of
 from flywheel.store.tsv import from_tsv, to_tsv
 
-texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=20)
 numbers = count()
 
 
@@ -72,7 +72,6 @@ def test_another_trial_of_the_same_number_is_not_overwritten(lab: Any, rows: lis
         ({"batch": 2}, "trials of batch 1 and of 2"),
         ({"outcome": "incorrect", "predicted_us": None, "predictor": None, "floor_fraction": None},
          "measured and predicted trials"),
-        ({"config": '{"tiling": 1}'}, r"trial 5 of campaign 'finished': .*tiling"),
         ({"config_id": "0123456789ab"}, "config_id 0123456789ab is not its config's, [0-9a-f]{12}"),
     ],
 )  # fmt: skip

@@ -94,7 +94,7 @@ def test_a_campaign_name_is_taken_once(store: Store, make_campaign: Campaigns) -
 
 
 def test_a_campaign_that_lacks_something_is_not_said_to_exist(store: Store, make_campaign: Campaigns) -> None:
-    with pytest.raises(StoreError, match=r"(?i)not[ -]null"):
+    with pytest.raises(ValueError, match="campaign 'third': model is absent"):
         store.create_campaign(make_campaign("third", model=None))
     assert store.campaign("third") is None
 
@@ -181,10 +181,10 @@ def test_other_programs_gpus_dtypes_measures_and_passing_troubles_are_not_seen(
 @pytest.mark.parametrize(
     "changes", [{"weight_bytes": 2**70}, {"reason": "\udcff"}], ids=["integer-too-large", "lone-surrogate"]
 )
-def test_a_value_that_the_database_cannot_hold_is_a_store_error(
+def test_a_value_that_no_database_holds_makes_no_row(
     store: Store, make_record: Records, changes: dict[str, object]
 ) -> None:
-    with pytest.raises(StoreError, match="store"):
+    with pytest.raises(ValueError, match="trial 0 of campaign 'first'"):
         store.append(make_record(**changes))
     assert store.trials("first") == []
 

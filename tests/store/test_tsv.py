@@ -15,7 +15,7 @@ from flywheel.store.tsv import from_tsv, to_csv, to_tsv
 
 Records = Callable[..., TrialRecord]
 
-texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30)
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=30)
 escapes = st.text("\\\t\n\rnrt\x0b\x85\u2028\"',", min_size=1, max_size=12)
 
 
@@ -25,10 +25,10 @@ escapes = st.text("\\\t\n\rnrt\x0b\x85\u2028\"',", min_size=1, max_size=12)
             "reason": st.none() | texts | escapes,
             "config": st.dictionaries(texts, texts | escapes).map(json.dumps),
             "host": escapes,
-            "predicted_us": st.floats(min_value=0, exclude_min=True, allow_infinity=False),
-            "ask_s": st.none() | st.floats(min_value=0, allow_infinity=False),
-            "weight_bytes": st.none() | st.integers(min_value=1),
-            "trial": st.integers(min_value=0),
+            "predicted_us": st.floats(1e-6, 1e12),
+            "ask_s": st.none() | st.floats(0, 1e9),
+            "weight_bytes": st.none() | st.integers(1, 2**53),
+            "trial": st.integers(0, 2**31 - 1),
         }
     )
 )
