@@ -12,7 +12,7 @@ from flywheel.ir.version import ABI_MAX_ROWS
 
 MAX_NAME: Final = 1000
 """Characters of a text that names something."""
-MAX_TEXT: Final = 100_000
+MAX_TEXT: Final = 2**24
 """Characters of a text that says something: a config, a reason, a campaign's file."""
 _TEXTS: Final = frozenset({"config", "reason", "spec"})
 _YEARS: Final = range(2000, 3000)

@@ -8,7 +8,6 @@ from math import isfinite
 from typing import Any, assert_never
 
 from flywheel.ir import ScheduleConfig, config_to_dict
-from flywheel.measure.columns import MAX_TEXT
 from flywheel.measure.environment import Environment
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.outcome import (
@@ -91,6 +90,9 @@ def to_record(
     return replace(row, floor_fraction=floor_fraction(row.floor_us, row.objective_us))
 
 
+_MAX_REASON = 10_000
+"""Characters of a reason that a row keeps."""
+
 _RESULT = ("outcome", "reason", *JUDGED_WITH, "predicted_us", "predictor", "latency_us", *MEASURED_WITH)
 
 
@@ -102,7 +104,7 @@ def _result(outcome: TrialOutcome | TrialRecord) -> dict[str, Any]:
 
 def _told(reason: str) -> str:
     """A reason as a row can hold it: whatever died may have said anything."""
-    return reason[:MAX_TEXT].encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")[:MAX_TEXT]
+    return reason[:_MAX_REASON].encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")
 
 
 def result_columns(outcome: TrialOutcome) -> dict[str, Any]:

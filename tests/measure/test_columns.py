@@ -38,7 +38,7 @@ KINDS = {column.name: column for column in COLUMNS}
         ("host", "a\x00b", "with a NUL"),
         ("host", "\udcff", "UTF-8 cannot hold"),
         ("host", "x" * (MAX_NAME + 1), "more than 1,000"),
-        ("reason", "x" * (MAX_TEXT + 1), "more than 100,000"),
+        ("reason", "x" * (MAX_TEXT + 1), "more than 16,777,216"),
         ("host", "", "empty"),
         ("host", b"bytes", "not of type str"),
         ("trial", "1", "not of type int"),
