@@ -110,7 +110,7 @@ def _probe(url: str, environment: Environment) -> None:
 
 def _store(url: str, gpu: str | None) -> dict[str, Any]:
     """Its state, with what it knows of the GPU, without creating it."""
-    from flywheel.store.engine import make_store_url, store_name
+    from flywheel.store.places import make_store_url, store_name
     from flywheel.store.schema import SCHEMA_VERSION
     from flywheel.store.sql import open_store
 

@@ -265,7 +265,7 @@ def _document(start: Start, result: CampaignResult) -> dict[str, Any]:
 
 
 def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path | None) -> None:
-    from flywheel.store.engine import make_store_url, store_name
+    from flywheel.store.places import make_store_url, store_name
 
     spec, best = start.spec, result.best
     if best is None:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, IntegrityError, SQLAlchemyError
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 
 from flywheel.errors import StoreError
+from flywheel.store.places import check_file, check_parameters, make_store_url, readable, store_name
 
 BUSY_TIMEOUT_S: Final = 30
 """How long a lock held by somebody else, and a server that does not answer, are waited for."""
@@ -43,8 +43,6 @@ _VIOLATIONS: Final = {
     "23503": "foreign key",
     "23505": "unique",
 }
-_SECRETS: Final = ("password", "sslpassword")
-"""Parameters of a PostgreSQL URL that no message repeats."""
 _READING: Final[dict[str, dict[str, str]]] = {
     "sqlite": {},
     "postgresql": {"isolation_level": "REPEATABLE READ"},  # SQLite's own: every query of a transaction sees one state
@@ -61,10 +59,10 @@ def make_engine(url: str | Path, *, create: bool) -> tuple[Engine, str]:
     where = make_store_url(url)
     name = store_name(where)
     if where.get_backend_name() == "sqlite":
-        _check_path(where, name, create)
+        check_file(where, name, create)
         # isolation_level None: sqlite3 begins no transactions of its own, the "begin" event below does.
         arguments = {"timeout": BUSY_TIMEOUT_S, "isolation_level": None}
-        engine = create_engine(where, connect_args=arguments, poolclass=QueuePool)
+        engine = create_engine(readable(where), connect_args=arguments, poolclass=QueuePool)
         file = _File(name)
         event.listen(engine, "do_connect", file.check_same)
         event.listen(engine, "connect", file.learn)
@@ -75,37 +73,13 @@ def make_engine(url: str | Path, *, create: bool) -> tuple[Engine, str]:
     try:
         from flywheel.store.postgres import bound, limits
 
+        check_parameters(where, name)
         unsaid = {name: value for name, value in limits(BUSY_TIMEOUT_S, ANSWER_S).items() if name not in where.query}
         engine = create_engine(where, connect_args=unsaid)
     except ImportError:
         raise StoreError(f"store {name}: its driver psycopg is not installed; install flywheel[postgres]") from None
     bound(engine, ANSWER_S)
     return engine, name
-
-
-def make_store_url(url: str | Path) -> URL:
-    """SQLAlchemy's URL of a store; whatever has no `://` is the path of a SQLite file. Raises StoreError."""
-    if isinstance(url, Path) or "://" not in url:
-        return URL.create("sqlite", database=str(url))
-    try:
-        parsed = make_url(url)
-    except (ArgumentError, ValueError):
-        raise StoreError("store: not a database URL; want a path, sqlite:///PATH or postgresql://HOST/NAME") from None
-    match parsed.drivername:
-        case "sqlite":
-            return parsed
-        case "postgresql" | "postgresql+psycopg":
-            return parsed.set(drivername="postgresql+psycopg")
-        case other:
-            raise StoreError(f"store {store_name(parsed)}: {other} is not supported; use sqlite or postgresql")
-
-
-def store_name(url: URL) -> str:
-    """What errors call the store: a SQLite file's path, or the URL without its password."""
-    if url.get_backend_name() == "sqlite" and url.database:
-        return url.database
-    shown = url.set(drivername=url.get_backend_name()).difference_update_query(_SECRETS)
-    return shown.render_as_string(hide_password=True)
 
 
 @contextmanager
@@ -177,21 +151,6 @@ class _File:
         except OSError:
             return None
         return found.st_dev, found.st_ino
-
-
-def _check_path(url: URL, name: str, create: bool) -> None:
-    database = url.database or ""
-    if "uri" in url.query:
-        database = unquote(urlsplit(database).path)
-    if database in ("", ":memory:") or url.query.get("mode") == "memory":
-        return
-    path = Path(database)
-    if path.is_dir():
-        raise StoreError(f"store {name}: is a directory, not a file")
-    if not path.parent.is_dir():
-        raise StoreError(f"store {name}: directory {path.parent} does not exist")
-    if not create and not path.exists():
-        raise StoreError(f"store {name}: does not exist")
 
 
 def _set_pragmas(connection: Any, _record: object) -> None:

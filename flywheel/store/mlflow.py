@@ -24,7 +24,6 @@ from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, incumbents, tied_with, trials_of
 from flywheel.process import default_environment
 from flywheel.store.campaign import Campaign, work_named
-from flywheel.store.engine import make_store_url
 from flywheel.store.mirror import (
     Point,
     Views,
@@ -36,6 +35,7 @@ from flywheel.store.mirror import (
     trial_params,
     trial_points,
 )
+from flywheel.store.places import make_store_url
 
 EXPERIMENT: Final = "flywheel"
 CHILDREN: Final = ("all", "kept", "none")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -32,6 +32,7 @@ from flywheel.store.campaign import Campaign, CampaignSummary
 from flywheel.store.claims import Claims
 from flywheel.store.engine import make_engine, reading, violated, writing
 from flywheel.store.migrate import ensure_schema
+from flywheel.store.places import file_of, make_store_url
 from flywheel.store.presence import enter
 from flywheel.store.schema import campaigns, ceilings, record_values, trials
 
@@ -44,11 +45,21 @@ def open_store(url: str | Path, *, create: bool = True) -> Store:
     With `create=False` it must be a store already, if of an older schema. Raises StoreError.
     """
     engine, name = make_engine(url, create=create)
+    path = file_of(make_store_url(url))
     with ExitStack() as undo:
+        if path is not None and not path.exists():
+            undo.callback(_remove_empty, path)
         undo.callback(engine.dispose)
         ensure_schema(engine, name, create=create)
         undo.pop_all()
     return Store(engine, name)
+
+
+def _remove_empty(path: Path) -> None:
+    """What is left of a file that could not be made into a store."""
+    with suppress(OSError):
+        if not path.stat().st_size:
+            path.unlink()
 
 
 class Store:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -148,7 +149,8 @@ def compile_unit(
 ) -> CompiledUnit:
     """The file `name` of `sources`, with `defines`, from `cache_dir` (`default_cache_dir()`) or compiled into it.
 
-    Any number of threads and processes may share a cache; one that cannot be written to is done without.
+    Any number of threads and processes of one user may share a cache; one that cannot be written to, or that everybody
+    may write to, is done without.
     Raises KernelCompileError with the compiler's first error.
     """
     key = _digest(sources, name, arch, defines)
@@ -250,9 +252,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _read(entry: Path) -> tuple[str, bytes] | None:
-    """(log, cubin) of a whole entry; None where there is none."""
+    """(log, cubin) of a whole entry; None where there is none, or one that somebody else may have written."""
     try:
-        digest, _, rest = entry.read_bytes().partition(b"\n")
+        with entry.open("rb") as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid() or entry.parent.stat().st_mode & stat.S_IWOTH:
+                return None
+            digest, _, rest = file.read().partition(b"\n")
     except OSError:
         return None
     if digest.decode("ascii", "replace") != hashlib.sha256(rest).hexdigest():
@@ -265,7 +270,7 @@ def _write(entry: Path, log: str, cubin: bytes) -> None:
     """Appears whole or not at all; the key makes writers of one entry write the same."""
     rest = log.encode() + b"\0" + cubin
     with suppress(OSError):
-        entry.parent.mkdir(parents=True, exist_ok=True)
+        entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=entry.parent, prefix=f"{entry.name}.", delete=False) as file:
             unfinished = Path(file.name)
             try:

@@ -18,7 +18,7 @@ from flywheel.errors import StoreError
 from flywheel.measure.record import TrialRecord
 from flywheel.store import engine
 from flywheel.store.campaign import Campaign
-from flywheel.store.engine import make_store_url, store_name
+from flywheel.store.places import make_store_url, store_name
 from flywheel.store.schema import trials
 from flywheel.store.sql import open_store
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -160,6 +161,24 @@ def test_a_damaged_entry_is_compiled_again(
 def test_a_cache_that_cannot_be_written_is_done_without(sources: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert tiny(sources, tmp_path / "file" / "cache").cubin
+
+
+@pytest.mark.parametrize("whose", ["everybody may write there", "another owner's"])
+def test_a_kernel_that_somebody_else_may_have_written_is_not_used(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    cache = tmp_path / "cache"
+    tiny(sources, cache)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    if whose == "another owner's":
+        monkeypatch.setattr(os, "geteuid", lambda: (tmp_path.stat().st_uid + 1))
+    else:
+        cache.chmod(0o777)
+    compiled: list[object] = []
+    compile_again = nvrtc._compile
+    monkeypatch.setattr(nvrtc, "_compile", lambda *asked: compiled.append(asked) or compile_again(*asked))
+    assert tiny(sources, cache).cubin
+    assert len(compiled) == 1
 
 
 def test_processes_share_a_cache(sources: Path, tmp_path: Path) -> None:
