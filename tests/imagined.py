@@ -13,7 +13,6 @@ from flywheel.ir import TARGETS, MegakernelProgram
 from flywheel.lowering.lower import lower
 from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.models.spec import DecoderSpec
-from flywheel.plan.program import make_plan
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
 
@@ -51,6 +50,6 @@ def samples(number: int, count: int, noise: float = 0.02, seed: int = 0) -> tupl
     chance = random.Random(f"{number} {seed}")
     found = []
     for program in programs(number, count, seed):
-        sample = Sample(demand_of(make_plan(program)), floor_us(weight_bytes_read(program), TARGET), 1.0)
+        sample = Sample(demand_of(program), floor_us(weight_bytes_read(program), TARGET), 1.0)
         found.append(replace(sample, latency_us=sample.predicted_us(TRUTH) * chance.gauss(1.0, noise)))
     return tuple(found)

@@ -12,11 +12,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.ir import BufferKind, InstructionKind, Runs, Task
-from flywheel.plan import KernelVariant
-from flywheel.plan.program import Plan
+from flywheel.cost_model.gates import Gates, gates_of
+from flywheel.cost_model.units import Ints, Unit, Units, units_of
+from flywheel.ir import BufferKind, InstructionKind, MegakernelProgram, Runs
+from flywheel.plan import KernelVariant, variant_of
+from flywheel.plan.program import queues_of
 
-Ints = npt.NDArray[np.int64]
 Marks = npt.NDArray[np.bool_]
 
 STREAMED_KINDS: Final = frozenset({BufferKind.WEIGHT, BufferKind.KV_CACHE, BufferKind.CONST})
@@ -64,28 +65,12 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Gates:
-    """What tasks signal and await, by numbers: a gate is a pair (counter, threshold) that some task awaits.
-
-    `signal` is the counter of each entry, `awaits` the number of the set of gates, in `gate_sets`, that it awaits.
-    """
-
-    signal: Ints
-    awaits: Ints
-    gate_sets: list[tuple[int, ...]]
-    counter_gates: list[list[tuple[int, int]]]
-    """Per counter: (gate, further signals that it takes after the one before), ascending."""
-    by_data: Marks
-    """Per gate: whether those who wait look at the data instead of the counter."""
-
-
-@dataclass(frozen=True, slots=True)
 class Demand:
     """The queues of a program, one after the other: entry `i` of each column is one task, `first[sm]..first[sm + 1]`
     are the entries of an SM, and `stream_end` counts bytes from the start of the SM's stream."""
 
     variant: KernelVariant
-    task_ids: list[int]
+    task_ids: Ints
     first: Ints
     stream_end: Ints
     kinds: list[Kind]
@@ -93,23 +78,28 @@ class Demand:
     gates: Gates
 
 
-def demand_of(plan: Plan) -> Demand:
-    """What a planned program asks."""
-    tasks, order = plan.program.tasks, plan.order
-    node_of = plan.grouping.node_of[order]
-    works = _works(plan)
-    nbytes, flops = plan.grouping.est_bytes[order], plan.grouping.est_flops[order]
-    attends = np.array([work.steps.attentions > 0 for work in works], np.bool_)
-    ends = np.concatenate(([0], np.cumsum(np.where(attends[node_of], 0, nbytes))))
-    kinds, kind_of = _kinds(works, node_of, nbytes, flops, _find_staged(works, node_of, plan.first))
+def demand_of(program: MegakernelProgram) -> Demand:
+    """What a program that `validate(strict=True)` accepts asks.
+
+    Raises ConfigError as `variant_of` does, and InvalidProgramError that names the first task without an SM.
+    """
+    tasks, variant, units = program.tasks, variant_of(program), units_of(program)
+    order, first = queues_of(program)
+    works = _works(units, program)
+    entries = units.tasks[order]  # numbers among the units of all layers
+    unit_of = units.unit_of[entries]
+    nbytes = np.array([0 if each.steps.attentions else each.unit.est_bytes for each in works], np.int64)
+    ends = np.concatenate(([0], np.cumsum(nbytes[unit_of])))
+    kinds, kind_of = _kinds(works, units, entries, unit_of, first)
+    by_place = isinstance(tasks, Runs)
     return Demand(
-        variant=plan.variant,
-        task_ids=order.tolist() if isinstance(tasks, Runs) else [tasks[place].id for place in order.tolist()],
-        first=plan.first,
-        stream_end=ends[1:] - np.repeat(ends[plan.first[:-1]], np.diff(plan.first)),
+        variant=variant,
+        task_ids=order if by_place else np.array([task.id for task in tasks], np.int64)[order],
+        first=first,
+        stream_end=ends[1:] - np.repeat(ends[first[:-1]], np.diff(first)),
         kinds=kinds,
         kind_of=kind_of,
-        gates=_gates(plan, node_of),
+        gates=gates_of(program, variant, units, entries),
     )
 
 
@@ -131,43 +121,37 @@ class _Steps:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What the tasks of a node do: the first of them, its steps, the activations that it reads, and their bytes."""
+    """What the tasks of a unit do: their steps, the activations that they read, and their bytes."""
 
-    task: Task
+    unit: Unit
     steps: _Steps
     read: tuple[int, ...]
     read_bytes: int
 
 
-def _works(plan: Plan) -> list[_Work]:
-    """By node."""
-    buffers = [buffer for buffer in plan.program.buffers if buffer.kind not in STREAMED_KINDS]
+def _works(units: Units, program: MegakernelProgram) -> list[_Work]:
+    """By unit."""
+    table = program.buffers.spelled if units.layers is not None else program.buffers  # type: ignore[attr-defined]
+    buffers = [buffer for buffer in table if buffer.kind not in STREAMED_KINDS]
     dtypes, sizes = {buffer.id: buffer.dtype for buffer in buffers}, {buffer.id: buffer.nbytes for buffer in buffers}
     recipes: dict[int, _Steps] = {}
     works = []
-    for task in plan.grouping.firsts:
-        recipe = id(task.params.get("recipe"))
-        steps = recipes.get(recipe) if task.op is InstructionKind.FUSED else None
+    for unit in units.units:
+        recipe = id(unit.params.get("recipe"))
+        steps = recipes.get(recipe) if unit.op is InstructionKind.FUSED else None
         if steps is None:
-            steps = recipes[recipe] = _steps(task)
-        read = tuple([number for number in task.inputs if number in sizes])
+            steps = recipes[recipe] = _steps(unit)
+        read = tuple([number for number in unit.inputs if number in sizes])
         nbytes = sum([sizes[number] for number in read])
         for place, numel in steps.parts.items():
-            number = task.inputs[place]
+            number = unit.inputs[place]
             nbytes += dtypes[number].nbytes(numel) - sizes[number] if number in sizes else 0
-        works.append(_Work(task, steps, read, 0 if task.op is InstructionKind.SAMPLE_ARGMAX else nbytes))
+        works.append(_Work(unit, steps, read, 0 if unit.op is InstructionKind.SAMPLE_ARGMAX else nbytes))
     return works
 
 
-def _find_staged(works: Sequence[_Work], node_of: Ints, first: Ints) -> Marks:
-    """Which entries multiply what the one before them on their SM did: the same activations, normed and merged
-    alike."""
-    numbers: dict[tuple[tuple[int, ...], int, int], int] = {}
-    operands = []
-    for work in works:
-        made = work.read, work.steps.norms, work.steps.merged
-        operands.append(numbers.setdefault(made, len(numbers)) if work.steps.products else -1)
-    operand = np.array(operands, np.int64)[node_of]
+def _find_staged(operand: Ints, first: Ints) -> Marks:
+    """Which entries multiply what the one before them on their SM did; `operand` is that of each, -1 for none."""
     staged = np.zeros(len(operand), np.bool_)
     staged[1:] = (operand[1:] >= 0) & (operand[1:] == operand[:-1])
     staged[first[:-1][np.diff(first) > 0]] = False
@@ -175,33 +159,49 @@ def _find_staged(works: Sequence[_Work], node_of: Ints, first: Ints) -> Marks:
 
 
 def _kinds(
-    works: Sequence[_Work], node_of: Ints, nbytes: Ints, flops: Ints, staged: Marks
+    works: Sequence[_Work], units: Units, entries: Ints, unit_of: Ints, first: Ints
 ) -> tuple[list[Kind], Ints]:
     """(the kinds that there are, the number of the kind of each entry)."""
-    numbers: dict[tuple[int, ...], int] = {}
-    read = np.array([numbers.setdefault(work.read, len(numbers)) for work in works], np.int64)
-    readers = np.bincount(read[node_of[~staged]], minlength=len(numbers))
-    code = node_of
-    for column in (nbytes, flops, staged):
-        values, places = np.unique(column, return_inverse=True)
-        code = code * len(values) + places
-    _, examples, alike = np.unique(code, return_index=True, return_inverse=True)
+    # The same operand: the same activations, normed and merged alike.
+    made = [(each.read, (each.steps.norms, each.steps.merged)) if each.steps.products else None for each in works]
+    staged = _find_staged(units.numbered(made)[entries], first)
+    read = units.numbered([(each.read, ()) for each in works])[entries]
+    readers = np.bincount(read[~staged], minlength=int(read.max(initial=0)) + 1)
+    most = int(readers.max()) + 1
+    code = (unit_of * 2 + staged) * most + readers[read]
+    codes, alike = _numbered(code, 2 * most * len(works))
     kinds: dict[Kind, int] = {}
     kind_of = []
-    for entry in examples.tolist():
-        node = node_of[entry]
-        kind = _kind(works[node], int(nbytes[entry]), int(flops[entry]), bool(staged[entry]), int(readers[read[node]]))
-        kind_of.append(kinds.setdefault(kind, len(kinds)))
+    for value in codes.tolist():
+        rest, n_readers = divmod(value, most)
+        unit, again = divmod(rest, 2)
+        kind_of.append(kinds.setdefault(_kind(works[unit], bool(again), n_readers), len(kinds)))
     return list(kinds), np.array(kind_of, np.int64)[alike]
 
 
-def _kind(work: _Work, nbytes: int, flops: int, staged: bool, readers: int) -> Kind:
-    steps = work.steps
+def _numbered(code: Ints, bound: int) -> tuple[Ints, Ints]:
+    """(distinct codes, sorted; the place of each code among them), all codes being below `bound`."""
+    if bound > _TABLE:
+        return np.unique(code, return_inverse=True)
+    seen = np.zeros(bound, np.bool_)
+    seen[code] = True
+    codes = np.flatnonzero(seen)
+    places = np.empty(bound, np.int64)
+    places[codes] = np.arange(len(codes))
+    return codes, places[code]
+
+
+_TABLE: Final = 1 << 22
+"""Codes that a table numbers faster than a sort."""
+
+
+def _kind(work: _Work, staged: bool, readers: int) -> Kind:
+    steps, unit = work.steps, work.unit
     return Kind(
-        streamed_bytes=0 if steps.attentions else nbytes,
-        cached_bytes=nbytes if steps.attentions else 0,
+        streamed_bytes=0 if steps.attentions else unit.est_bytes,
+        cached_bytes=unit.est_bytes if steps.attentions else 0,
         read_bytes=work.read_bytes,
-        flops=flops // (work.task.params.get("M_tile", 1) if steps.products else 1),
+        flops=unit.est_flops // (unit.params.get("M_tile", 1) if steps.products else 1),
         readers=readers,
         staged=staged,
         steps=steps.others,
@@ -212,7 +212,7 @@ def _kind(work: _Work, nbytes: int, flops: int, staged: bool, readers: int) -> K
     )
 
 
-def _steps(task: Task) -> _Steps:
+def _steps(task: Unit) -> _Steps:
     parts: dict[int, int] = {}
     if task.op is InstructionKind.FUSED:
         steps = task.params["recipe"]["steps"]
@@ -226,27 +226,3 @@ def _steps(task: Task) -> _Steps:
     heads = task.params.get("n_heads", 1)
     merged = sum(params.get("n_heads", heads) * operands for name, operands, params in listed if name in _MERGES)
     return _Steps(tally["products"], tally["norms"], merged, tally["attentions"], tally["others"], parts)
-
-
-def _gates(plan: Plan, node_of: Ints) -> Gates:
-    """Counters, gates and their sets, numbered as the queues come to them."""
-    nodes, seen = np.unique(node_of, return_index=True)
-    firsts = [(node, plan.grouping.firsts[node]) for node in nodes[np.argsort(seen)].tolist()]
-    counters: dict[int, int] = {}
-    numbers: dict[tuple[int, int], int] = {}
-    sets: dict[tuple[int, ...], int] = {}
-    awaits, signal = np.zeros((2, len(plan.grouping.firsts)), np.int64)
-    for node, task in firsts:
-        pairs = [(counters.setdefault(w.counter, len(counters)), w.threshold) for w in task.waits if w.threshold > 0]
-        gates = tuple([numbers.setdefault(pair, len(numbers)) for pair in pairs])
-        awaits[node] = sets.setdefault(gates, len(sets))
-    for node, task in firsts:
-        signal[node] = counters.setdefault(task.out_counter, len(counters))
-    chains: list[list[tuple[int, int]]] = [[] for _ in counters]
-    before = [0] * len(counters)
-    for (counter, threshold), gate in sorted(numbers.items()):
-        chains[counter].append((gate, threshold - before[counter]))
-        before[counter] = threshold
-    asked = {(counters[wait.counter], wait.threshold) for waits in plan.hand_offs.waits for wait in waits}
-    by_data = np.array([pair not in asked for pair in numbers], np.bool_)
-    return Gates(signal[node_of], awaits[node_of], list(sets), chains, by_data)

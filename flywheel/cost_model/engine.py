@@ -50,10 +50,13 @@ class Queues:
     tail_us: Floats
     signal: Ints
     awaits: Ints
-    """Number of the set of gates that a task awaits."""
-    gate_sets: list[tuple[int, ...]]
-    counter_gates: list[list[tuple[int, int]]]
-    """Per counter: (gate, further signals that it takes after the one before), ascending."""
+    """Number of the set of gates that a task awaits: set s is `gates[gate_ends[s] : gate_ends[s + 1]]`."""
+    gate_ends: Ints
+    gates: Ints
+    link_ends: Ints
+    """Per counter, and one more: where its links end in `links` and the next one's begin."""
+    links: Ints
+    """[link, 2] a gate, and the further signals that it takes after the one before."""
     visible_us: Floats
     """Per gate: from the last signal until those who wait go on."""
     polled: npt.NDArray[np.bool_]
@@ -84,8 +87,8 @@ class Trace:
     blocked_us: list[float]
     stuck: int | None
     """First queue entry that can never start, None where all tasks ended."""
-    start_us: list[float]
-    end_us: list[float]
+    start_us: Floats
+    end_us: Floats
 
 
 def simulate(queues: Queues, rates: Rates) -> Trace:
@@ -94,20 +97,20 @@ def simulate(queues: Queues, rates: Rates) -> Trace:
     sms["head"], sms["stop"] = queues.first[:-1], queues.first[1:]
     gates = np.zeros(len(queues.visible_us), GATE)
     gates["visible"], gates["polled"], gates["first"] = queues.visible_us, queues.polled, NOBODY
-    links = np.array([link for chain in queues.counter_gates for link in chain], LINK)
-    awaited = np.array([gate for gates_of in queues.gate_sets for gate in gates_of], np.int64)
+    links = np.zeros(len(queues.links), LINK)
+    links["gate"], links["needs"] = np.reshape(queues.links, (-1, 2)).T
     rate_of = np.array([0.0, *(min(rates.loader, rates.total / n) for n in range(1, len(sms) + 1))])
     state = np.zeros(1, STATE)
     for name in CONSTANTS:
         state[name] = getattr(rates, name)
     state["slowest_us"] = 1 / rate_of[-1]
-    run(state, tasks, sms, gates, _counters(queues), links, awaited, rate_of)
+    run(state, tasks, sms, gates, _counters(queues), links, np.asarray(queues.gates, np.int64), rate_of)
     if state["events"][0] >= MAX_EVENTS:
         raise InvalidProgramError(f"prediction: not done after {MAX_EVENTS:,} events, at {state['now'][0]:.3g} us")
     stuck = sms["head"][sms["head"] < sms["stop"]]
     return Trace(
         sms["finish"].tolist(), sms["blocked"].tolist(), int(stuck.min()) if len(stuck) else None,
-        tasks["start"].tolist(), tasks["end"].tolist(),
+        tasks["start"], tasks["end"],
     )  # fmt: skip
 
 
@@ -116,14 +119,15 @@ def _tasks(queues: Queues) -> Records:
     tasks["early"], tasks["stream_end"], tasks["limit"] = queues.early_limit, queues.stream_end, queues.limit
     tasks["ahead"], tasks["work"], tasks["tail"] = queues.ahead_us, queues.work_us, queues.tail_us
     tasks["signal"] = queues.signal
-    ends = np.cumsum([0, *map(len, queues.gate_sets)])
+    ends = np.asarray(queues.gate_ends)
     tasks["first_gate"], tasks["last_gate"] = ends[queues.awaits], ends[np.add(queues.awaits, 1)]
     return tasks
 
 
 def _counters(queues: Queues) -> Records:
-    counters = np.zeros(len(queues.counter_gates), COUNTER)
-    counters["end"] = np.cumsum([len(chain) for chain in queues.counter_gates])
-    counters["link"][1:] = counters["end"][:-1]
-    counters["left"] = [chain[0][1] if chain else 0 for chain in queues.counter_gates]
+    ends, links = np.asarray(queues.link_ends), np.reshape(queues.links, (-1, 2))
+    counters = np.zeros(len(ends) - 1, COUNTER)
+    counters["link"], counters["end"] = ends[:-1], ends[1:]
+    awaited = ends[1:] > ends[:-1]
+    counters["left"][awaited] = links[ends[:-1][awaited], 1]
     return counters

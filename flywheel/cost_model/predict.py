@@ -78,7 +78,9 @@ def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list
     sms = [sm for sm, (first, end) in enumerate(pairwise(demand.first)) for _ in range(first, end)]
     return [
         TaskSpan(task, sm, start, end)
-        for task, sm, start, end in zip(demand.task_ids, sms, trace.start_us, trace.end_us, strict=True)
+        for task, sm, start, end in zip(
+            demand.task_ids.tolist(), sms, trace.start_us.tolist(), trace.end_us.tolist(), strict=True
+        )
     ]
 
 
@@ -98,15 +100,13 @@ def _latency_us(trace: Trace, machine: Machine, floor: float) -> float:
 def _run(program: MegakernelProgram, machine: Machine | None) -> tuple[Demand, Machine, Queues, Trace]:
     # Here, since nothing but a prediction should wait for numpy and numba.
     from flywheel.cost_model.demand import demand_of
-    from flywheel.plan.program import make_plan
 
-    plan = make_plan(program)
-    demand = demand_of(plan)
+    demand = demand_of(program)
     assert program.target is not None
     machine = machine or machine_for(program.target)
     queues, trace = _simulate(demand, machine)
     if trace.stuck is not None:
-        task = program.tasks[int(plan.order[trace.stuck])]
+        task = next(task for task in program.tasks if task.id == demand.task_ids[trace.stuck])
         raise _never_starts(f"task {task.id} ({task.label})")
     return demand, machine, queues, trace
 

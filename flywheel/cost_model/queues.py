@@ -43,8 +43,10 @@ def priced(demand: Demand, machine: Machine) -> Queues:
         tail_us=prices[2],
         signal=gates.signal,
         awaits=gates.awaits,
-        gate_sets=gates.gate_sets,
-        counter_gates=gates.counter_gates,
+        gate_ends=gates.gate_ends,
+        gates=gates.gates,
+        link_ends=gates.link_ends,
+        links=gates.links,
         visible_us=np.where(gates.by_data, machine.data_visibility_us, machine.visibility_us),
         polled=~gates.by_data,
     )

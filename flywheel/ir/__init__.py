@@ -15,7 +15,7 @@ from flywheel.ir.operations import OPERATIONS, Operation
 from flywheel.ir.positions import at_position
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
-from flywheel.ir.runs import Run, Runs, Tile
+from flywheel.ir.runs import Run, Runs
 from flywheel.ir.serde import (
     load_program,
     program_from_dict,
@@ -26,6 +26,7 @@ from flywheel.ir.serde import (
 )
 from flywheel.ir.simulate import simulate_adversarial, simulate_counters
 from flywheel.ir.target import TARGETS, GpuTarget
+from flywheel.ir.tiles import Stretch, Tile, Tiles
 from flywheel.ir.validate import Finding, ValidationResult, validate
 from flywheel.ir.version import (
     ABI_MAX_INPUTS,
@@ -70,8 +71,10 @@ __all__ = [
     "Run",
     "Runs",
     "ScheduleConfig",
+    "Stretch",
     "Task",
     "Tile",
+    "Tiles",
     "ValidationResult",
     "Wait",
     "at_position",

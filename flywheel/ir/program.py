@@ -8,6 +8,7 @@ from typing import Any
 
 from flywheel.ir.config import ScheduleConfig
 from flywheel.ir.dtype import BufferKind
+from flywheel.ir.layers import Layered
 from flywheel.ir.records import Buffer, Counter, PageAllocation, Task
 from flywheel.ir.target import GpuTarget
 from flywheel.ir.version import ABI_VERSION, IR_VERSION
@@ -29,4 +30,10 @@ class MegakernelProgram:
 
     def total_weight_bytes(self) -> int:
         """Bytes of all WEIGHT buffers, whether this step reads them whole or not."""
-        return sum(buffer.nbytes for buffer in self.buffers if buffer.kind is BufferKind.WEIGHT)
+        if isinstance(self.buffers, Layered):
+            return sum(self.buffers.column(_weight_bytes))
+        return sum(map(_weight_bytes, self.buffers))
+
+
+def _weight_bytes(buffer: Buffer) -> int:
+    return buffer.nbytes if buffer.kind is BufferKind.WEIGHT else 0

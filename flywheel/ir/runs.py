@@ -5,22 +5,17 @@ A step of llama3-8b has 17,000 tasks and 450 runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 from flywheel.ir.draft import TaskDraft
+from flywheel.ir.layers import INDEX, Layers
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.records import Task, Wait
-
-
-class Tile(NamedTuple):
-    """What one task of a run has of its own, but for its SM: its params, and what it streams and computes."""
-
-    params: Mapping[str, Any]
-    est_bytes: int
-    est_flops: int
+from flywheel.ir.tiles import Tile, Tiles, stretches_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,34 +28,90 @@ class Run:
     out_counter: int
     waits: tuple[Wait, ...]
     label: str
-    tiles: tuple[Tile, ...]
+    tiles: Tiles | tuple[Tile, ...]
+
+    def moved(self, by: int, layers: Layers) -> Run:
+        """The same run so many layers further."""
+        if not by:
+            return replace(self, label=self.label.replace(INDEX, str(layers.index)))
+        buffers, counters = layers.buffers, layers.counters
+        least, further = buffers.least, by * buffers.size
+        least_counter, later = counters.least, by * counters.size
+        return Run(
+            self.op,
+            tuple([number + further if number >= least else number for number in self.inputs]),
+            tuple([number + further if number >= least else number for number in self.outputs]),
+            self.out_counter + later if self.out_counter >= least_counter else self.out_counter,
+            tuple([
+                Wait(wait.counter + later, wait.threshold) if wait.counter >= least_counter else wait
+                for wait in self.waits
+            ]),
+            self.label.replace(INDEX, str(layers.index + by)),
+            self.tiles,
+        )  # fmt: skip
 
 
 class Runs(Sequence[Task]):
     """The tasks of a program that was built run by run; ids are places in the list.
 
     `first[k]` is the id of the first task of `runs[k]`, and `first[-1]` their number. `sms` has the SM of each task.
-    As a sequence it is its tasks, which are built when somebody asks for one.
+    With `layers`, `spelled` are the runs with the template once. As a sequence it is its tasks. They, and the runs of
+    all layers, are built when somebody asks for one.
     """
 
-    __slots__ = ("_tasks", "first", "runs", "sms")
+    __slots__ = ("_first", "_runs", "_tasks", "layers", "sms", "spelled")
 
-    def __init__(self, runs: Sequence[Run], sms: Sequence[int]) -> None:
+    def __init__(self, runs: Sequence[Run], sms: Sequence[int], layers: Layers | None = None) -> None:
         """Raises ValueError for what is no Run of Tiles, and unless there is an SM for each tile."""
         for run in runs:
-            if type(run) is not Run or type(run.tiles) is not tuple or not run.tiles:
+            if type(run) is not Run or type(run.tiles) not in (Tiles, tuple) or not run.tiles:
                 raise ValueError(f"{run!r:.80} is no run of tiles")
         for tiles in {id(run.tiles): run.tiles for run in runs}.values():
-            if set(map(type, tiles)) != {Tile}:
+            if type(tiles) is tuple and set(map(type, tiles)) != {Tile}:
                 raise ValueError(f"{tiles!r:.80} are no tiles")
-        if not set(map(type, sms)) <= {int}:
-            raise ValueError("an SM is no int")
-        self.runs = tuple(runs)
-        self.first = tuple(accumulate((len(run.tiles) for run in self.runs), initial=0))
-        self.sms = tuple(sms)
+        if layers is not None and (type(layers) is not Layers or layers.runs.stop > len(runs)):
+            raise ValueError(f"{layers!r:.80} are no layers of {len(runs)} runs")
+        if layers is not None and not all(map(_can_move, runs)):
+            raise ValueError("a run of layers has operands, counters or a label of another type")
+        self.spelled = tuple(runs)
+        self.layers = layers
+        self.sms: array[int] = _column(sms)
+        self._runs: tuple[Run, ...] | None = None if layers is not None else self.spelled
+        self._first: tuple[int, ...] | None = None
         self._tasks: tuple[Task, ...] | None = None
-        if len(self.sms) != self.first[-1]:
-            raise ValueError(f"{len(self.sms)} SMs for {self.first[-1]} tasks")
+        sizes = [len(run.tiles) for run in self.spelled]
+        tasks = sum(sizes)
+        if layers is not None:
+            tasks += (layers.times - 1) * sum(sizes[layers.runs.start : layers.runs.stop])
+        if len(self.sms) != tasks:
+            raise ValueError(f"{len(self.sms)} SMs for {tasks} tasks")
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The runs of all layers."""
+        if self._runs is None:
+            assert self.layers is not None
+            self._runs = self.repeated(self.layers.times)
+        return self._runs
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The id of the first task of each run, and the number of all tasks."""
+        if self._first is None:
+            self._first = tuple(accumulate((len(run.tiles) for run in self.runs), initial=0))
+        return self._first
+
+    def repeated(self, times: int) -> tuple[Run, ...]:
+        """The runs of the program whose template comes so often."""
+        if self.layers is None:
+            return self.spelled
+        layers, span = self.layers, self.layers.runs
+        template, behind = self.spelled[span.start : span.stop], self.spelled[span.stop :]
+        return (
+            *self.spelled[: span.start],
+            *[run.moved(by, layers) for by in range(times) for run in template],
+            *[run.moved(times - 1, layers) for run in behind],
+        )
 
     def __len__(self) -> int:
         return len(self.sms)
@@ -85,8 +136,8 @@ class Runs(Sequence[Task]):
 
     __hash__ = None  # type: ignore[assignment]  # params are dicts
 
-    def __reduce__(self) -> tuple[type[Runs], tuple[tuple[Run, ...], tuple[int, ...]]]:
-        return Runs, (self.runs, self.sms)
+    def __reduce__(self) -> tuple[type[Runs], tuple[Any, ...]]:
+        return Runs, (self.spelled, self.sms, self.layers)
 
     def _all(self) -> tuple[Task, ...]:
         if self._tasks is None:
@@ -103,12 +154,38 @@ class Runs(Sequence[Task]):
         return self._tasks
 
 
-def task_of(run: Run, place: int, number: int, sm: int) -> Task:
-    """The task of one tile of a run, by its place in `tiles`."""
-    params, nbytes, flops = run.tiles[place]
+def _can_move(run: Run) -> bool:
+    numbers = (*run.inputs, *run.outputs, run.out_counter, *[wait.counter for wait in run.waits])
+    return set(map(type, numbers)) == {int} and type(run.label) is str
+
+
+def _column(sms: Sequence[int]) -> array[int]:
+    if type(sms) is array and sms.typecode == "q":
+        return sms
+    if not set(map(type, sms)) <= {int}:
+        raise ValueError("an SM is no int")
+    try:
+        return array("q", sms)
+    except OverflowError:
+        raise ValueError("an SM is no int of 64 bits") from None
+
+
+def task_of(run: Run, tile: Tile, number: int, sm: int) -> Task:
+    """The task of one tile of a run."""
+    params, nbytes, flops = tile
     return TaskDraft(
         number, run.op, run.inputs, run.outputs, run.out_counter, run.waits, params, sm, nbytes, flops, run.label
     ).freeze()
+
+
+def ends_of(run: Run) -> list[tuple[int, Tile]]:
+    """The first tile and the last of each stretch of a run, with their places."""
+    found: list[tuple[int, Tile]] = []
+    start = 0
+    for stretch in stretches_of(run.tiles):
+        found += [(start + place, stretch.tile(place)) for place in stretch.ends]
+        start += stretch.n_tiles
+    return found
 
 
 def tasks_by_recipe(tasks: Sequence[Task]) -> Iterable[Task]:
@@ -120,10 +197,19 @@ def tasks_by_recipe(tasks: Sequence[Task]) -> Iterable[Task]:
 
 
 def _by_recipe(tasks: Runs) -> Iterator[Task]:
-    known: dict[int, list[int]] = {}
+    known: dict[int, list[tuple[int, Tile]]] = {}
     for run, first in zip(tasks.runs, tasks.first, strict=False):
         if id(run.tiles) not in known:
-            recipes = {id(tile.params.get("recipe")): place for place, tile in reversed(list(enumerate(run.tiles)))}
-            known[id(run.tiles)] = sorted(recipes.values())
-        for place in known[id(run.tiles)]:
-            yield task_of(run, place, first + place, tasks.sms[first + place])
+            known[id(run.tiles)] = tiles_by_recipe(run)
+        for place, tile in known[id(run.tiles)]:
+            yield task_of(run, tile, first + place, tasks.sms[first + place])
+
+
+def tiles_by_recipe(run: Run) -> list[tuple[int, Tile]]:
+    """The first tile with each of a run's recipes, and its place."""
+    found: dict[int, tuple[int, Tile]] = {}
+    start = 0
+    for stretch in stretches_of(run.tiles):
+        found.setdefault(id(stretch.params.get("recipe")), (start, stretch.tile(0)))
+        start += stretch.n_tiles
+    return list(found.values())

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 from flywheel.ir import GpuTarget, MegakernelProgram, Runs, ScheduleConfig
+from flywheel.ir.layers import INDEX, Layered, Layers, Span, moved
 from flywheel.lowering.emit import emit_block
 from flywheel.lowering.emit.scope import Scope
 from flywheel.lowering.fusion import plan_fusion
 from flywheel.lowering.paging import allocate_pages
 from flywheel.lowering.placement import place
-from flywheel.lowering.stamp import Stamper
+from flywheel.lowering.stamp import Sizes, Stamper
 from flywheel.lowering.tiling import read_tiling
+from flywheel.lowering.work import TileSet
 from flywheel.models.graph import Block, Graph, Tensor
 from flywheel.plan import variant_of
+
+ALIKE: Final = 3
+"""Layers that are stamped to see that all are alike: the first, the template, and the one that must be like that."""
 
 
 def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> MegakernelProgram:
@@ -25,28 +33,70 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
     scopes = [Scope(graph, tiling, _tensors(graph, block)) for block in (graph.prologue, graph.layer, graph.epilogue)]
     prologue, layer, epilogue = (emit_block(scope, part) for scope, part in zip(scopes, groups, strict=True))
 
-    tables = Stamper()
-    shared = tables.stamp(scopes[0], prologue, tables.declare(scopes[0], ("token_id", "position")), None)
-    outer = _enter(shared, shared["x_out"])
-    for index in range(graph.n_layers):
-        ids = tables.stamp(scopes[1], layer, outer, index)
-        outer = _enter(shared, ids["x_out"])
-    tables.stamp(scopes[2], epilogue, outer, None)
-
+    tables, layers = _stamp(graph, scopes, (prologue, layer, epilogue), config.page_allocation)
+    sms = place(tables.runs, tables.stages, target.num_sms, config.sm_assignment, layers)
+    tasks = Runs(tables.runs, sms, layers)
     program = MegakernelProgram(
         meta={
             "model": graph.model, "gpu": target.name, "regime": "decode", "dtype": graph.dtype.name.lower(),
             "context": graph.context, "batch": graph.batch,
         },
         target=target,
-        buffers=tuple(tables.buffers),
-        counters=tuple(tables.counters),
-        tasks=Runs(tables.runs, place(tables.runs, tables.stages, target.num_sms, config.sm_assignment)),
-        pages=allocate_pages(tables, config.page_allocation),
+        buffers=tuple(tables.buffers) if layers is None else Layered(tables.buffers, layers),
+        counters=tuple(tables.counters) if layers is None else Layered(tables.counters, layers),
+        tasks=tasks,
+        pages=allocate_pages(tables, tasks, config.page_allocation),
         config=config,
     )  # fmt: skip
     variant_of(program)  # raises where threads, shared memory or ring are out of bounds
     return program
+
+
+_Blocks = tuple[list[TileSet], list[TileSet], list[TileSet]]
+"""Of the prologue, of a layer, and of the epilogue."""
+
+
+def _stamp(graph: Graph, scopes: Sequence[Scope], blocks: _Blocks, pages: str) -> tuple[Stamper, Layers | None]:
+    """The tables, and where they have the second layer for all behind it, their layers.
+
+    The layers are spelled out where one of them need not be like the others: where pages pass between them, and where
+    there are too few to tell.
+    """
+    spelled = graph.n_layers <= ALIKE or pages == "graph_color"
+    tables = Stamper()
+    shared = tables.stamp(scopes[0], blocks[0], tables.declare(scopes[0], ("token_id", "position")), None)
+    marks, layers = [tables.sizes], None
+    stream = shared["x_out"]
+    for index in range(graph.n_layers):
+        template = index == 1 and not spelled
+        ids = tables.stamp(scopes[1], blocks[1], _enter(shared, stream), INDEX if template else str(index))
+        marks.append(tables.sizes)
+        if index == ALIKE - 1 and not spelled:
+            layers = _alike(tables, marks[-3], marks[-2], graph.n_layers - 1)
+            if layers is None:
+                return _stamp(graph, scopes, blocks, "graph_color")
+            tables.cut(marks[-2])
+            break
+        stream = ids["x_out"]
+    tables.stamp(scopes[2], blocks[2], _enter(shared, stream), None)
+    return tables, layers
+
+
+def _alike(tables: Stamper, start: Sizes, stop: Sizes, times: int) -> Layers | None:
+    """The layers, if what was stamped last is the template, `start` to `stop`, one layer further.
+
+    What a layer waits for depends on itself and the layer before alone. So all others are alike, too.
+    """
+    runs, buffers, counters = (Span(*ends) for ends in zip(start, stop, strict=True))
+    layers = Layers(times, 1, runs, buffers, counters)
+    alike = (
+        [run.moved(1, layers) for run in tables.runs[runs.start : runs.stop]] == tables.runs[runs.stop :]
+        and [moved(each, 1, layers) for each in tables.buffers[buffers.start : buffers.stop]]
+        == tables.buffers[buffers.stop :]
+        and [moved(each, 1, layers) for each in tables.counters[counters.start : counters.stop]]
+        == tables.counters[counters.stop :]
+    )
+    return layers if alike else None
 
 
 def _enter(shared: dict[str, int], stream: int) -> dict[str, int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import Run
+from flywheel.ir.layers import Layers
+from flywheel.ir.tiles import stretches_of
 
 TASK_COST_BYTES: Final = 32 * 1024
 """Fixed cost of a task in streamed bytes: about a microsecond of one SM's share of an H200's bandwidth."""
@@ -16,28 +19,48 @@ POLICIES: Final = ("load_balance", "idle_first", "round_robin")
 
 
 def place(
-    runs: Sequence[Run], stages: Sequence[str], num_sms: int, assignment: str | Mapping[int, int]
-) -> Sequence[int]:
+    runs: Sequence[Run],
+    stages: Sequence[str],
+    num_sms: int,
+    assignment: str | Mapping[int, int],
+    layers: Layers | None = None,
+) -> array[int]:
     """SM of every task. Raises ConfigError for an unknown policy, task or SM.
 
-    The runs of one stage, which `stages` names, run side by side, so they are spread together. An explicit map decides
-    for the tasks that it names; load_balance decides for the rest.
+    The runs of one stage, which `stages` names, run side by side, so they are spread together. With `layers`, `runs`
+    have the template once. An explicit map decides for the tasks that it names; load_balance decides for the rest.
     """
     policy = assignment if isinstance(assignment, str) else "load_balance"
     if policy not in POLICIES:
         raise ConfigError(f"sm_assignment={policy!r} is not one of {', '.join(POLICIES)}, or a map of task to SM")
-    known: dict[int, list[int]] = {}
-    for run in runs:
-        if id(run.tiles) not in known:
-            known[id(run.tiles)] = [tile.est_bytes + TASK_COST_BYTES for tile in run.tiles]
-    numbers = iter(runs)
-    sizes = [sum(len(next(numbers).tiles) for _ in same) for _, same in groupby(stages)]
-    sms = spread([cost for run in runs for cost in known[id(run.tiles)]], sizes, num_sms, policy)
+    start, stop, times = (layers.runs.start, layers.runs.stop, layers.times) if layers is not None else (0, 0, 1)
+    parts = [_stages(runs[part], stages[part]) for part in (slice(start), slice(start, stop), slice(stop, None))]
+    head, layer, tail = (_costs(part) for part in parts)
+    sizes = [[sum(count for _, count in stage) for stage in part] for part in parts]
+    sms = spread(head + layer * times + tail, sizes[0] + sizes[1] * times + sizes[2], num_sms, policy)
     return sms if isinstance(assignment, str) else _override(sms, assignment, num_sms)
 
 
-def spread(costs: Sequence[int], sizes: Sequence[int], num_sms: int, policy: str) -> list[int]:
-    """SM of each tile; `sizes` are the tiles of each stage, in which the policies, three, begin anew.
+_Costs = list[tuple[int, int]]
+"""(cost, how many tiles cost that)"""
+
+
+def _stages(runs: Sequence[Run], stages: Sequence[str]) -> list[_Costs]:
+    """The costs of each stage's tiles."""
+    found = []
+    for _, same in groupby(zip(stages, runs, strict=True), key=lambda pair: pair[0]):
+        tiles = [stretch for _, run in same for stretch in stretches_of(run.tiles)]
+        found.append([(each.est_bytes + TASK_COST_BYTES, each.n_tiles) for each in tiles])
+    return found
+
+
+def _costs(stages: Sequence[_Costs]) -> _Costs:
+    return [cost for stage in stages for cost in stage]
+
+
+def spread(costs: Sequence[tuple[int, int]], sizes: Sequence[int], num_sms: int, policy: str) -> array[int]:
+    """SM of each tile; `costs` are by tile, each with how many have it, and `sizes` the tiles of each stage, in which
+    the policies, three, begin anew.
 
     round_robin: tile i of a stage on SM i modulo their number. load_balance: largest tiles first, each on the SM with
     the least of this stage; ties go to the SM with the least so far. idle_first: ties go to the SM with the least of
@@ -49,8 +72,9 @@ def spread(costs: Sequence[int], sizes: Sequence[int], num_sms: int, policy: str
     return deal(costs, sizes, num_sms, POLICIES.index(policy))
 
 
-def _override(sms: Sequence[int], assignment: Mapping[int, int], num_sms: int) -> list[int]:
+def _override(sms: array[int], assignment: Mapping[int, int], num_sms: int) -> array[int]:
     for task, sm in assignment.items():
         if not 0 <= task < len(sms) or not 0 <= sm < num_sms:
             raise ConfigError(f"sm_assignment: task {task} on SM {sm} is not in 0..{len(sms) - 1} on 0..{num_sms - 1}")
-    return [assignment.get(task, sm) for task, sm in enumerate(sms)]
+        sms[task] = sm
+    return sms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from heapq import heapreplace
 
@@ -13,10 +14,11 @@ from flywheel.compiled import compiled
 Ints = npt.NDArray[np.int64]
 
 
-def deal(costs: Sequence[int], sizes: Sequence[int], num_sms: int, policy: int) -> list[int]:
+def deal(costs: Sequence[tuple[int, int]], sizes: Sequence[int], num_sms: int, policy: int) -> array[int]:
     """As `placement.spread` says, `policy` being a place in `POLICIES`."""
-    found: list[int] = _deal(np.array(costs, np.int64), np.array(sizes, np.int64), num_sms, policy).tolist()
-    return found
+    pairs = np.array(costs, np.int64).reshape(-1, 2)
+    sms = _deal(np.repeat(pairs[:, 0], pairs[:, 1]), np.array(sizes, np.int64), num_sms, policy)
+    return array("q", sms.tobytes())
 
 
 @compiled

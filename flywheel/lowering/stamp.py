@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flywheel.ir import READONLY_KINDS, Buffer, BufferKind, Counter, MemSpace, Run, Wait
+from flywheel.ir.layers import INDEX
 from flywheel.lowering.emit.scope import Scope
 from flywheel.lowering.work import TileSet
+
+Sizes = tuple[int, int, int]
 
 
 class Stamper:
@@ -32,9 +35,10 @@ class Stamper:
         return {name: self._buffer(scope, name, "", None) for name in names}
 
     def stamp(
-        self, scope: Scope, sets: Sequence[TileSet], outer: Mapping[str, int], layer: int | None
+        self, scope: Scope, sets: Sequence[TileSet], outer: Mapping[str, int], layer: str | None
     ) -> dict[str, int]:
-        """Append `sets` of one block; buffer ids by the block's tensor names. `outer` names what surrounds it."""
+        """Append `sets` of one block; buffer ids by the block's tensor names. `outer` names what surrounds it, and
+        `layer` is the number of a layer, or INDEX for the template."""
         ids = dict(outer)
         prefix = "" if layer is None else f"L{layer}."
         signals: dict[str, int] = {}
@@ -62,11 +66,24 @@ class Stamper:
             self.stages.append(f"{prefix}{tiles.stage}")
         return ids
 
-    def _buffer(self, scope: Scope, name: str, prefix: str, layer: int | None) -> int:
+    @property
+    def sizes(self) -> Sizes:
+        """Numbers of runs, buffers and counters so far."""
+        return len(self.runs), len(self.buffers), len(self.counters)
+
+    def cut(self, sizes: Sizes) -> None:
+        """Forget what was appended since."""
+        n_runs, n_buffers, n_counters = sizes
+        del self.runs[n_runs:], self.stages[n_runs:]
+        for number in range(n_buffers, len(self.buffers)):
+            self._written_by.pop(number, None)
+        del self.buffers[n_buffers:], self.counters[n_counters:], self.before[n_counters:], self._pending[n_counters:]
+
+    def _buffer(self, scope: Scope, name: str, prefix: str, layer: str | None) -> int:
         tensor = scope.tensor(name)
         source = tensor.source
         if source is not None and layer is not None:
-            source = source.replace("{i}", str(layer))
+            source = source.replace(INDEX, layer)
         space = MemSpace.GLOBAL_SCRATCH if tensor.kind is BufferKind.ACTIVATION else MemSpace.HBM
         number = len(self.buffers)
         self.buffers.append(Buffer(number, f"{prefix}{name}", tensor.kind, tensor.dtype, tensor.shape, space, source))

@@ -45,10 +45,11 @@ class Tiling:
                 return min(rows, n_out)
         return min(even_rows(n_out, self.num_sms), n_out)
 
-    def tiles(self, projection: str, n_out: int) -> list[tuple[int, int]]:
-        """(first row, rows) of each tile; the last one may be shorter."""
+    def cuts(self, projection: str, n_out: int) -> list[tuple[int, int, int]]:
+        """(first row, rows of each, tiles) of the whole tiles, and of the shorter one behind them, if there is one."""
         rows = self.rows(projection, n_out)
-        return [(start, min(rows, n_out - start)) for start in range(0, n_out, rows)]
+        whole, rest = divmod(n_out, rows)
+        return [(0, rows, whole), *([(n_out - rest, rest, 1)] if rest else [])]
 
     def kv_blocks(self) -> list[tuple[int, int]]:
         """(first position, positions) of each KV block."""

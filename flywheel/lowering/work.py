@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flywheel.ir import InstructionKind, Tile
+from flywheel.ir import InstructionKind, Tile, Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,4 +21,4 @@ class TileSet:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     signal: str
-    tiles: tuple[Tile, ...]
+    tiles: Tiles | tuple[Tile, ...]

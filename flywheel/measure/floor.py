@@ -10,6 +10,7 @@ from flywheel.ir.dtype import BufferKind
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
+from flywheel.ir.repeating import local_layers, repeated
 from flywheel.ir.runs import tasks_by_recipe
 from flywheel.ir.target import GpuTarget
 
@@ -24,6 +25,11 @@ def weight_bytes_read(program: MegakernelProgram) -> int:
     row (`shape[-1]` elements) per id, and the same ids once however many tiles gather by them.
     `program` is taken to be valid.
     """
+    layers = local_layers(program)
+    if layers is not None and layers.times > 2:
+        # Whatever a layer reads is its own, the layer's before, or every layer's: each one more adds the same.
+        two = weight_bytes_read(repeated(program, 2))
+        return two + (layers.times - 2) * (two - weight_bytes_read(repeated(program, 1)))
     buffers = {buffer.id: buffer for buffer in program.buffers}
     weights = {buffer.id: buffer for buffer in program.buffers if buffer.kind is BufferKind.WEIGHT}
     whole: dict[int, None] = {}

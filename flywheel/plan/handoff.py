@@ -48,7 +48,7 @@ def by_counters(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
 
 def by_data(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
     """As few waits as there can be, for a program that `validate(strict=True)` accepts."""
-    if _shares_pages(program):
+    if shares_pages(program):
         return by_counters(program, grouping)
     accesses = _Accesses(program, grouping)
     awaited = {number for number in accesses.writers if accesses.can_be_awaited(number)}
@@ -181,7 +181,7 @@ def _tiles(grouping: Grouping) -> list[npt.NDArray[np.int64]]:
     return [pieces[first:end] for first, end in pairwise(bounds)]
 
 
-def _shares_pages(program: MegakernelProgram) -> bool:
+def shares_pages(program: MegakernelProgram) -> bool:
     """Whether a buffer has memory in common with another one."""
     pages = program.pages.buffer_to_page if program.pages is not None else {}
     return len(set(pages.values())) < len(pages)

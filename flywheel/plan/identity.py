@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
-from flywheel.ir import MegakernelProgram, Run, Runs, Task
+from flywheel.ir import MegakernelProgram, Runs, Task
 from flywheel.plan.variant import KernelVariant, variant_of
 
 _VARIANT_FIELDS: Final = (
@@ -17,6 +17,8 @@ _VARIANT_FIELDS: Final = (
     "inflight_chunks", "copies", "prefetch_depth", "data_hand_offs",
 )  # fmt: skip
 """What of a kernel variant every id holds. `x_slices` counts where it is above 1; `rows` follows from the tasks."""
+
+_ESCAPED: Final = "backslashreplace"
 
 _json: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
@@ -27,16 +29,27 @@ def program_id(program: MegakernelProgram) -> str:
     Equal for two configs that lower to the same program and the same kernel, and for a program and its copy from a
     file. Raises ConfigError as `variant_of` does.
     """
-    target, pages = program.target, program.pages
-    lines = [
-        f"{program.ir_version} {target.name if target else None!r} {_variant_text(variant_of(program))}",
-        *(f"{b.id} {b.kind:d} {b.dtype:d} {tuple(b.shape)} {b.space:d} {b.source!r}" for b in program.buffers),
-    ]
+    return id_with(program, variant_of(program))
+
+
+def id_with(program: MegakernelProgram, variant: KernelVariant) -> str:
+    """The id of a program whose kernel variant is that."""
+    # Here, since nothing but an id should wait for numpy and numba.
+    from flywheel.plan.run_lines import lines_of_buffers, lines_of_runs
+
+    target, pages, tasks = program.target, program.pages, program.tasks
+    digest = hashlib.sha256(_line(f"{program.ir_version} {target.name if target else None!r} {_variant_text(variant)}"))
+    digest.update(lines_of_buffers(program))
     if pages is not None:
-        lines.append(repr(sorted(pages.buffer_to_page.items())))
-        lines.extend(f"{page.id} {page.space:d} {page.nbytes}" for page in pages.pages)
-    lines.extend(_task_lines(program.tasks))
-    return hashlib.sha256("\n".join(lines).encode("utf-8", "backslashreplace")).hexdigest()[:16]
+        digest.update(_line(repr(sorted(pages.buffer_to_page.items()))))
+        digest.update("".join([f"{page.id} {page.space:d} {page.nbytes}\n" for page in pages.pages]).encode())
+    by_task = not isinstance(tasks, Runs)
+    digest.update("\n".join(_task_lines(tasks)).encode("utf-8", _ESCAPED) if by_task else lines_of_runs(program))
+    return digest.hexdigest()[:16]
+
+
+def _line(text: str) -> bytes:
+    return f"{text}\n".encode("utf-8", _ESCAPED)
 
 
 def _variant_text(variant: KernelVariant) -> str:
@@ -59,7 +72,7 @@ def _task_lines(tasks: Sequence[Task]) -> Iterator[str]:
     Neighbours that turn out to be equal join one run, so that the lines depend on values alone.
     """
     texts: dict[str, int] = {}
-    pieces = list(_pieces_of_runs(tasks, texts) if isinstance(tasks, Runs) else _pieces(tasks, texts))
+    pieces = list(_pieces(tasks, texts))
     yield from texts
     yield " [] [] []"  # an empty run, with which the lines of tasks begin in all ids that stores hold
     for head, alike in groupby(pieces, key=itemgetter(0)):
@@ -71,14 +84,6 @@ def _task_lines(tasks: Sequence[Task]) -> Iterator[str]:
             params += piece.params
             sms += piece.sms
         yield f"{head} {ids} {params} {sms}"
-
-
-def _pieces_of_runs(tasks: Runs, texts: dict[str, int]) -> Iterator[_Piece]:
-    number_of, known = _Numbers(texts), dict[int, list[int]]()
-    for run, first, end in zip(tasks.runs, tasks.first, tasks.first[1:], strict=False):
-        if id(run.tiles) not in known:
-            known[id(run.tiles)] = [number_of(tile.params) for tile in run.tiles]
-        yield _Piece(_head(run), range(first, end), known[id(run.tiles)], tasks.sms[first:end])
 
 
 def _pieces(tasks: Sequence[Task], texts: dict[str, int]) -> Iterator[_Piece]:
@@ -94,7 +99,7 @@ def _pieces(tasks: Sequence[Task], texts: dict[str, int]) -> Iterator[_Piece]:
         first = end
 
 
-def _head(alike: Task | Run) -> str:
+def _head(alike: Task) -> str:
     waits = ",".join([f"{wait.counter}>={wait.threshold}" for wait in alike.waits])
     return f"{alike.op:d} {list(alike.inputs)} {list(alike.outputs)} {alike.out_counter} {waits}"
 

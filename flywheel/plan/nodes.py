@@ -110,7 +110,7 @@ def _group_runs(tasks: Runs, kinds: _Kinds) -> _Columns:
             tiles = known[id(run.tiles)] = _read_tiles(run, kinds)
         columns.append(tiles.columns + np.array([0, len(firsts), 0, 0]))
         for place, kind in tiles.firsts:
-            firsts.append(task_of(run, place, first + place, tasks.sms[first + place]))
+            firsts.append(task_of(run, run.tiles[place], first + place, tasks.sms[first + place]))
             node_kinds.append(kind)
     params_of, node_of, est_bytes, est_flops = np.concatenate([np.zeros((0, 4), np.int64), *columns]).T
     return firsts, node_of, params_of, est_bytes, est_flops, node_kinds

@@ -1,4 +1,4 @@
-"""The plan of a program: what the packer packs and the cost model prices, made once for both."""
+"""The plan of a program: what the packer packs; the cost model prices the same variant, queues and hand-offs."""
 
 from __future__ import annotations
 
@@ -48,16 +48,18 @@ def make_plan(program: MegakernelProgram) -> Plan:
     grouping = group_tasks(program.tasks)
     variant = variant_of(program)
     decide = by_data if variant.data_hand_offs else by_counters
-    return Plan(program, variant, grouping, decide(program, grouping), *_queues(program))
+    return Plan(program, variant, grouping, decide(program, grouping), *queues_of(program))
 
 
-def _queues(program: MegakernelProgram) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """`order` and `first` of a plan."""
+def queues_of(program: MegakernelProgram) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """`order` and `first` of a plan. Raises InvalidProgramError that names the first task without an SM."""
     num_sms = program.target.num_sms if program.target is not None else 0
     tasks = program.tasks
-    placed = tasks.sms if isinstance(tasks, Runs) else [task.sm for task in tasks]
-    if not all(sm is not None and 0 <= sm < num_sms for sm in set(placed)):
+    placed = tasks.sms if isinstance(tasks, Runs) else [-1 if task.sm is None else task.sm for task in tasks]
+    sms = np.array(placed, np.int64)
+    if len(sms) and not 0 <= sms.min() <= sms.max() < num_sms:
         task = next(task for task in tasks if task.sm is None or not 0 <= task.sm < num_sms)
         raise InvalidProgramError(f"task {task.id} ({task.label}): sm={task.sm} is not in 0..{num_sms - 1}")
-    sms = np.array(placed, np.int64)
-    return np.argsort(sms, kind="stable"), np.concatenate(([0], np.cumsum(np.bincount(sms, minlength=num_sms))))
+    # Numbers of 16 bits, which a target's SMs have, are sorted by their digits.
+    order = np.argsort(sms.astype(np.uint16) if num_sms <= 1 << 16 else sms, kind="stable")
+    return order, np.concatenate(([0], np.cumsum(np.bincount(sms, minlength=num_sms))))

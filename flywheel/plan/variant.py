@@ -7,6 +7,7 @@ from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig
+from flywheel.ir.repeating import repeated
 from flywheel.ir.runs import tasks_by_recipe
 from flywheel.plan.staging import MIN_STAGED_BYTES, operands_of, rows_of, staged_bytes
 
@@ -171,6 +172,7 @@ def variant_of(program: MegakernelProgram) -> KernelVariant:
     """The variant of a program. Raises ConfigError where it has no target or an impossible config."""
     if program.target is None:
         raise ConfigError("program: no target, so no kernel variant")
-    operands = operands_of(tasks_by_recipe(program.tasks), program.buffers)
+    once = repeated(program, 1)  # alike layers have alike operands
+    operands = operands_of(tasks_by_recipe(once.tasks), once.buffers)
     variant = kernel_variant(program.config or ScheduleConfig(), program.target, staged_bytes(operands))
     return replace(variant, rows=rows_of(operands))

@@ -23,7 +23,6 @@ from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import trials_of
 from flywheel.plan import program_id
-from flywheel.plan.program import make_plan
 from flywheel.process import no_collector
 from flywheel.search.warm import identity_of, work_of
 from flywheel.search.workload import Workload, find_target
@@ -255,7 +254,7 @@ def _shortened(workload: Workload, configs: Sequence[Config]) -> list[Sample]:
         sample = _sample(workload, config)
         if sample is not None and layers > long.spec.n_layers:
             with no_collector():
-                demands = [demand_of(make_plan(_lower(each, config))) for each in (short, long)]
+                demands = [demand_of(_lower(each, config)) for each in (short, long)]
             more = (layers - short.spec.n_layers) / (long.spec.n_layers - short.spec.n_layers)
             sample = replace(sample, demand=demands[0], longer=demands[1], more=more)
         if sample is not None:
@@ -277,7 +276,7 @@ def _sample(workload: Workload, config: Config) -> Sample | None:
         if config.program_id not in (None, program_id(program)):
             return None
         floor = floor_us(weight_bytes_read(program), workload.target)
-        return Sample(demand_of(make_plan(program)), floor, config.latency_us)
+        return Sample(demand_of(program), floor, config.latency_us)
 
 
 def _scored(workload: Workload, configs: Sequence[Config], fitted: int, before: Machine, after: Machine) -> WorkFit:

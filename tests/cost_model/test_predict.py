@@ -30,7 +30,6 @@ from flywheel.ir import (
 )
 from flywheel.plan.handoff import by_data as by_data_of
 from flywheel.plan.nodes import group_tasks
-from flywheel.plan.program import make_plan
 
 KIB = 1024
 VERSION = "5"
@@ -183,7 +182,7 @@ def test_a_long_activation_costs_the_task_that_reads_it() -> None:
     logits = Buffer(0, "logits", BufferKind.ACTIVATION, DType.F32, (1, 128256))
     softmax, argmax = (one_task(op=InstructionKind[name], inputs=(0,)) for name in ("SOFTMAX", "SAMPLE_ARGMAX"))
     machine = MACHINES["h200"]
-    warps = demand_of(make_plan(softmax)).variant.vector_warps
+    warps = demand_of(softmax).variant.vector_warps
 
     def slower(program: MegakernelProgram) -> float:
         long, short = (replace(program, buffers=(replace(logits, shape=(1, width)),)) for width in (128256, 16))
@@ -239,7 +238,7 @@ def test_predictions_change_with_the_version_of_the_model_alone(works: ModuleTyp
 def test_a_demand_is_priced_as_its_program_is_predicted(work: MegakernelProgram) -> None:
     machine = replace(MACHINES["h200"], vector=Vector(1.0, 1.0, 1.0, 1.0, 1.0), round_trip_us=2.0)
     found = predict(work, machine)
-    assert latency_us(demand_of(make_plan(work)), machine, found.floor_us) == found.latency_us
+    assert latency_us(demand_of(work), machine, found.floor_us) == found.latency_us
 
 
 def test_hand_offs_by_the_data_are_the_quicker_ones_where_the_packer_lets_them(works: ModuleType) -> None:
@@ -251,14 +250,14 @@ def test_hand_offs_by_the_data_are_the_quicker_ones_where_the_packer_lets_them(w
             replace(program, config=replace(config, tiling={**config.tiling, "hand_off": {"data": data}}))
             for data in (1, 0)
         )
-        demand = demand_of(make_plan(by_data))
+        demand = demand_of(by_data)
         asked = by_data_of(by_data, group_tasks(program.tasks)).counters
         rows = {counter for task in program.tasks for wait in task.waits if (counter := wait.counter) in asked}
         assert np.count_nonzero(~demand.gates.by_data) == len(rows)
         looks = any(demand.gates.by_data)
         assert looks == (config.page_allocation != "graph_color")
         found[looks] += 1
-        assert not any(demand_of(make_plan(by_counters)).gates.by_data)
+        assert not any(demand_of(by_counters).gates.by_data)
         slower, faster = (predict(each, machine).latency_us for each in (by_counters, by_data))
         assert faster < 1.05 * slower if looks else faster == slower  # others may stand in the way at another time
         quicker += faster < slower

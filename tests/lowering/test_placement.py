@@ -7,11 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.ir import MegakernelProgram, validate
-from flywheel.lowering.placement import TASK_COST_BYTES, spread
+from flywheel.lowering import placement
+from flywheel.lowering.placement import TASK_COST_BYTES
 
 Lowered = Callable[..., MegakernelProgram]
 
 COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
+
+
+def spread(costs: list[int], sizes: list[int], num_sms: int, policy: str) -> list[int]:
+    return list(placement.spread([(cost, 1) for cost in costs], sizes, num_sms, policy))
 
 
 def test_round_robin_deals_the_tiles_of_a_stage_in_turn() -> None:

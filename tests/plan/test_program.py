@@ -54,7 +54,7 @@ def test_inputs_are_cut_into_slices_only_where_they_are_handed_over_by_the_data(
 def test_the_cost_model_takes_for_staged_what_the_packer_finds_staged() -> None:
     found = 0
     for program in programs():
-        demand, packed = demand_of(make_plan(program)), pack(program)
+        demand, packed = demand_of(program), pack(program)
         staged = np.array([kind.staged for kind in demand.kinds])[demand.kind_of]
         assert (staged == (packed.instructions["flags"] & InstructionFlag.X_STAGED != 0)).all()
         found += staged.sum()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flywheel.ir.dag import find_cycle, topological_positions
 from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.repeating import layers_of, local_layers, repeated, spelled_out
 from flywheel.ir.runs import Runs
 from flywheel.ir.show import show
+from flywheel.ir.validate.by_layer import levels_of_safe_layers
 from flywheel.ir.validate.by_run import levels_of_safe_runs
 from flywheel.ir.validate.findings import CODES, Finding, Findings, ValidationResult
 from flywheel.ir.validate.liveness import check_queues, check_waits
 from flywheel.ir.validate.memory import check_pages, check_per_sm_buffers
 from flywheel.ir.validate.races import Accesses, check_races
-from flywheel.ir.validate.structure import check_structure
+from flywheel.ir.validate.structure import check_structure, is_complete
 from flywheel.ir.validate.tasks import check_tasks
 
 __all__ = ["CODES", "Finding", "ValidationResult", "validate"]
@@ -24,15 +28,32 @@ def validate(program: object, strict: bool = False) -> ValidationResult:
     """
     findings = Findings(strict)
     stats: dict[str, int] = {}
+    if type(program) is MegakernelProgram and is_complete(program):
+        if _is_proved_by_layers(program, findings, stats):
+            return ValidationResult(not findings.errors, tuple(findings.errors), tuple(findings.warnings), stats)
+        program = spelled_out(program)
     if check_structure(program, findings):
         assert isinstance(program, MegakernelProgram)
         _prove(program, findings, stats)
     return ValidationResult(not findings.errors, tuple(findings.errors), tuple(findings.warnings), stats)
 
 
-def _prove(program: MegakernelProgram, findings: Findings, stats: dict[str, int]) -> None:
+def _is_proved_by_layers(program: MegakernelProgram, findings: Findings, stats: dict[str, int]) -> bool:
+    """Whether nothing is wrong with a program whose layers are alike, but perhaps its label."""
+    layers, tried = layers_of(program), Findings(strict=True)
+    if layers is None or not check_structure(replace(repeated(program, 1), pages=program.pages), tried):
+        return False
+    levels = levels_of_safe_layers(program, layers) if local_layers(program) is not None else None
+    if levels is None:
+        return False
+    stats |= _counts(program) | {"levels": levels}
+    _check_gpu_label(program, findings)
+    return True
+
+
+def _counts(program: MegakernelProgram) -> dict[str, int]:
     tasks = program.tasks
-    stats |= {
+    return {
         "tasks": len(tasks),
         "buffers": len(program.buffers),
         "counters": len(program.counters),
@@ -40,6 +61,11 @@ def _prove(program: MegakernelProgram, findings: Findings, stats: dict[str, int]
         "weight_bytes": program.total_weight_bytes(),
         "scratch_bytes": program.pages.total_scratch_bytes if program.pages else 0,
     }
+
+
+def _prove(program: MegakernelProgram, findings: Findings, stats: dict[str, int]) -> None:
+    tasks = program.tasks
+    stats |= _counts(program)
     _check_gpu_label(program, findings)
     if isinstance(tasks, Runs):
         levels = levels_of_safe_runs(program)

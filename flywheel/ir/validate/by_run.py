@@ -15,13 +15,14 @@ from flywheel.ir.access import TILED_OPS, WHOLE, Region, tile
 from flywheel.ir.dtype import PER_SM_SPACES, BufferKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
-from flywheel.ir.runs import Run, Runs, Tile, task_of
+from flywheel.ir.runs import Run, Runs, ends_of, task_of
+from flywheel.ir.tiles import Stretch, Tile, Tiles, stretches_of
 from flywheel.ir.validate.findings import Findings
 from flywheel.ir.validate.memory import check_pages
 from flywheel.ir.validate.races import Accesses, check_races
 from flywheel.ir.validate.tasks import check_tasks
 
-_Tiles = tuple[Tile, ...]
+_Tiles = Tiles | tuple[Tile, ...]
 
 
 def levels_of_safe_runs(program: MegakernelProgram) -> int | None:
@@ -49,7 +50,9 @@ def levels_of_safe_runs(program: MegakernelProgram) -> int | None:
     check_tasks(replace(program, tasks=apart), findings)
     if findings.errors or findings.warnings:
         return None
-    firsts = tuple(task_of(run, 0, first, runs.sms[first]) for run, first in zip(runs.runs, runs.first, strict=False))
+    firsts = tuple(
+        [task_of(run, run.tiles[0], first, 0) for run, first in zip(runs.runs, runs.first, strict=False)]
+    )
     accesses = _RunAccesses(replace(program, tasks=firsts), runs.runs, columns)
     check_races(accesses.program, accesses, findings)
     check_pages(accesses.program, accesses, findings)
@@ -57,9 +60,11 @@ def levels_of_safe_runs(program: MegakernelProgram) -> int | None:
 
 
 def _distinct_tasks(runs: Runs, buffers: Mapping[int, Buffer]) -> tuple[Task, ...] | None:
-    """The tasks of one run of each op, tiles and looks of operands; None where an operand names no buffer.
+    """Tasks of one run of each op, tiles and looks of operands, at the ends of its stretches; None where an operand
+    names no buffer.
 
-    Whatever `check_tasks` says of a task, it says of those that differ from it by the ids of operands alone.
+    Whatever `check_tasks` says of a task, it says of those that differ from it by the ids of operands alone, and what
+    it says of the first and the last tile of a stretch, of those between.
     """
     looks = {number: (buffer.kind, buffer.dtype, *buffer.shape) for number, buffer in buffers.items()}
     distinct: dict[tuple[object, ...], tuple[Run, int]] = {}
@@ -73,9 +78,9 @@ def _distinct_tasks(runs: Runs, buffers: Mapping[int, Buffer]) -> tuple[Task, ..
         key = run.op, id(run.tiles), len(run.inputs), same, shapes, len(run.waits)
         distinct.setdefault(key, (run, first))
     return tuple(
-        task_of(run, place, first + place, runs.sms[first + place])
+        task_of(run, tile, first + place, runs.sms[first + place])
         for run, first in distinct.values()
-        for place in range(len(run.tiles))
+        for place, tile in ends_of(run)
     )
 
 
@@ -106,13 +111,13 @@ class _Columns:
 
 
 def _merged(tiles: _Tiles) -> list[Region] | None:
-    regions = [tile(each.params) for each in tiles]
-    found = sorted(region for region in regions if region is not None)
-    if len(found) < len(tiles) or any(one[1] > other[0] for one, other in pairwise(found)):
+    stretches = stretches_of(tiles)
+    found = sorted([region for each in stretches if (region := _columns_of(each)) is not None])
+    if len(found) < len(stretches) or any(one[1] > other[0] for one, other in pairwise(found)):
         return None
-    if len(tiles) > 1 and any("kv_rows" in each.params for each in tiles):
+    if len(tiles) > 1 and any("kv_rows" in each.params for each in stretches):
         return None
-    if len({(each.params.get("K"), each.params.get("M_tile")) for each in tiles}) > 1:
+    if len({(each.params.get("K"), each.params.get("M_tile")) for each in stretches}) > 1:
         return None
     merged: list[Region] = []
     for start, end in found:
@@ -120,6 +125,14 @@ def _merged(tiles: _Tiles) -> list[Region] | None:
             start = merged.pop()[0]
         merged.append((start, end))
     return merged
+
+
+def _columns_of(stretch: Stretch) -> Region | None:
+    """The columns of all its tiles, which lie side by side."""
+    first = tile(stretch.params)
+    if first is None or (stretch.n_tiles > 1 and first[1] <= first[0]):
+        return None
+    return first[0], first[0] + stretch.n_tiles * (first[1] - first[0])
 
 
 def _waits_are_joins(runs: Runs, counters: set[int]) -> bool:

@@ -17,7 +17,7 @@ from flywheel.ir.dtype import BufferKind, DType, MemSpace
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wait
-from flywheel.ir.runs import Runs, task_of
+from flywheel.ir.runs import Runs, ends_of, task_of
 from flywheel.ir.show import show
 from flywheel.ir.target import GpuTarget
 from flywheel.ir.validate.findings import Findings
@@ -63,7 +63,7 @@ class Rule:
 
 def check_structure(program: object, findings: Findings) -> bool:
     """Whether the later passes may rely on the types of `program`."""
-    if type(program) is not MegakernelProgram or not _complete(program, MegakernelProgram):
+    if type(program) is not MegakernelProgram or not is_complete(program):
         findings.error("not-a-program", f"expected a complete MegakernelProgram, got {show(program)}")
         return False
     tables: list[tuple[str, object, type]] = [
@@ -87,16 +87,22 @@ def check_structure(program: object, findings: Findings) -> bool:
 
 
 def _shown(tasks: object) -> object:
-    """Tasks that show every field: all, but of runs, whose ids are places, the first of each, and those of one run for
-    each of the tiles that runs share."""
+    """Tasks that show every field: all, but of runs, whose ids are places, the first of each, and for the tiles that
+    runs share those at the ends of stretches."""
     if type(tasks) is not Runs or not hasattr(tasks, "sms"):  # `__new__` alone leaves that unset
         return tasks
-    owners = {id(run.tiles): number for number, run in reversed(list(enumerate(tasks.runs)))}
-    return [
-        task_of(run, place, first + place, tasks.sms[first + place])
-        for number, (run, first) in enumerate(zip(tasks.runs, tasks.first, strict=False))
-        for place in range(len(run.tiles) if owners[id(run.tiles)] == number else 1)
-    ]
+    seen: set[int] = set()
+    shown: list[Task] = []
+    for run, first in zip(tasks.runs, tasks.first, strict=False):
+        tiles = [(0, run.tiles[0])] if id(run.tiles) in seen else ends_of(run)
+        seen.add(id(run.tiles))
+        shown += [task_of(run, tile, first + place, tasks.sms[first + place]) for place, tile in tiles]
+    return shown
+
+
+def is_complete(program: MegakernelProgram) -> bool:
+    """Whether every field of a program is set."""
+    return _complete(program, MegakernelProgram)
 
 
 def _header(program: MegakernelProgram, findings: Findings) -> bool:

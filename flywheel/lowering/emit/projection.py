@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flywheel.errors import ConfigError
-from flywheel.ir import InstructionKind, Tile
+from flywheel.ir import InstructionKind, Stretch, Tiles
 from flywheel.lowering.emit.scope import Scope
 from flywheel.lowering.fusion import Group
 from flywheel.lowering.recipe import Arg, RecipeBuilder
@@ -39,7 +39,7 @@ def _emit_unit(
         raise ConfigError(f"tiling: fused projections need one N_tile, got {wanted}")
     depth = anchors[0].params["K"]
     row_bytes = sum(scope.tensor(anchor.inputs[1]).dtype.nbytes(depth) for anchor in anchors)
-    spans = scope.tiling.tiles(name, n_out)
+    cuts = scope.tiling.cuts(name, n_out)
     plain = not before and not after and not partials
     recipes = {}
     inputs: tuple[str, ...] = anchors[0].inputs
@@ -47,16 +47,18 @@ def _emit_unit(
     kind = _matrix_op(batch) if plain else _K.FUSED
     own = {**({"K": depth} if plain else {}), **_over_rows(batch)}
     if not plain:
-        for _, rows in spans:
-            if rows not in recipes:
-                recipes[rows], inputs = _recipe(scope, before, anchors, after, partials, rows)
-    tiles = tuple(
-        Tile(
-            {**own, "N_tile": rows, "n_off": start, **({} if plain else {"recipe": recipes[rows]})},
-            rows * row_bytes,
-            2 * rows * depth * len(anchors) * batch,
-        )
-        for start, rows in spans
+        for _, rows, _ in cuts:
+            recipes[rows], inputs = _recipe(scope, before, anchors, after, partials, rows)
+    tiles = Tiles(
+        [
+            Stretch(
+                {**own, "N_tile": rows, "n_off": start, **({} if plain else {"recipe": recipes[rows]})},
+                rows * row_bytes,
+                2 * rows * depth * len(anchors) * batch,
+                count,
+            )
+            for start, rows, count in cuts
+        ]
     )
     return TileSet(name, stage, kind, inputs, (output,), name, tiles)
 

@@ -1,0 +1,152 @@
+"""Programs whose layers are alike: one layer is spelled out, all others are that one with its ids moved on.
+
+Lowering spells out what comes before the layers, the first layer, the one behind it, and what comes after the layers.
+The second one, the *template*, comes `times` times. An id of a buffer or counter of the template, or of the layer
+before it, is further by a layer's number of them each time; an id below those means the same every time. What comes
+after the layers has the ids that it would have if the template came once. Source: docs/ir.md, "Proof by layers".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, cast, overload
+
+from flywheel.ir.records import Buffer, Counter
+
+R = TypeVar("R", bound=Buffer | Counter)
+T = TypeVar("T")
+
+INDEX: Final = "{i}"
+"""In texts of the template's records: the number of the layer."""
+
+
+MAX_TIMES: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The template's part of a table: places `start` to `stop`."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of records."""
+        return self.stop - self.start
+
+    @property
+    def least(self) -> int:
+        """First place of the layer before, which has as many records."""
+        return self.start - self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """How often the template comes, the number of the layer that it is first, and its part of each table."""
+
+    times: int
+    index: int
+    runs: Span
+    buffers: Span
+    counters: Span
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for anything but numbers of which the tables can be made."""
+        if type(self.times) is not int or type(self.index) is not int or not 1 <= self.times <= MAX_TIMES:
+            raise ValueError(f"layers: times={self.times!r:.40}, index={self.index!r:.40}")
+        for span in (self.runs, self.buffers, self.counters):
+            if type(span) is not Span or type(span.start) is not int or type(span.stop) is not int:
+                raise ValueError(f"layers: {span!r:.80} is no span")
+            if not 0 <= span.least <= span.start:
+                raise ValueError(f"layers: {span!r:.80} has no such layer before it")
+
+
+class Layered(Sequence[R]):
+    """The buffers or the counters of a program of alike layers; their ids are their places.
+
+    `spelled` is the table with the template once. As a sequence it is all records, which are made when somebody asks.
+    """
+
+    __slots__ = ("_all", "layers", "spelled")
+
+    def __init__(self, spelled: Sequence[R], layers: Layers) -> None:
+        """Raises ValueError for records of another type, or whose ids are not their places."""
+        if type(layers) is not Layers or {type(each) for each in spelled} not in ({Buffer}, {Counter}):
+            raise ValueError(f"{spelled!r:.80} is no table of buffers or counters with layers")
+        if any(type(each.id) is not int or each.id != place for place, each in enumerate(spelled)):
+            raise ValueError("the id of a record is not its place")
+        if not {type(text) for each in spelled for text in _texts(each)} <= {str, type(None)}:
+            raise ValueError("a text of a record is none")
+        self.spelled: tuple[R, ...] = tuple(spelled)
+        self.layers: Layers = layers
+        self._all: tuple[R, ...] | None = None
+        if self.span.stop > len(self.spelled):
+            raise ValueError(f"{self.span} is beyond a table of {len(self.spelled)}")
+
+    @property
+    def span(self) -> Span:
+        """The template's part of the table."""
+        return self.layers.buffers if type(self.spelled[0]) is Buffer else self.layers.counters
+
+    def repeated(self, times: int) -> tuple[R, ...]:
+        """The table of the program whose template comes so often."""
+        layers, span = self.layers, self.span
+        template, behind = self.spelled[span.start : span.stop], self.spelled[span.stop :]
+        return (
+            *self.spelled[: span.start],
+            *[moved(each, by, layers) for by in range(times) for each in template],
+            *[moved(each, times - 1, layers) for each in behind],
+        )
+
+    def column(self, of: Callable[[R], T]) -> list[T]:
+        """What `of` says of each record; it does not depend on ids and texts."""
+        span = self.span
+        values = [of(each) for each in self.spelled]
+        return values[: span.start] + values[span.start : span.stop] * self.layers.times + values[span.stop :]
+
+    def __len__(self) -> int:
+        return len(self.spelled) + (self.layers.times - 1) * self.span.size
+
+    @overload
+    def __getitem__(self, place: int) -> R: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> tuple[R, ...]: ...
+
+    def __getitem__(self, place: int | slice) -> R | tuple[R, ...]:
+        return self._records()[place]
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(self._records())
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other sequence has equal records."""
+        return isinstance(other, Layered | tuple) and self._records() == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._records())
+
+    def __reduce__(self) -> tuple[Any, tuple[tuple[R, ...], Layers]]:
+        return Layered, (self.spelled, self.layers)
+
+    def _records(self) -> tuple[R, ...]:
+        if self._all is None:
+            self._all = self.repeated(self.layers.times)
+        return self._all
+
+
+def _texts(each: Buffer | Counter) -> tuple[str | None, ...]:
+    return (each.note,) if isinstance(each, Counter) else (each.name, each.source or "")
+
+
+def moved(each: R, by: int, layers: Layers) -> R:
+    """A record of the template, or of what comes after it, so many layers further."""
+    index = str(layers.index + by)
+    if isinstance(each, Counter):
+        counter = Counter(each.id + by * layers.counters.size, each.init, each.note.replace(INDEX, index))
+        return cast(R, counter)
+    source = each.source.replace(INDEX, index) if each.source is not None else None
+    name, number = each.name.replace(INDEX, index), each.id + by * layers.buffers.size
+    return cast(R, Buffer(number, name, each.kind, each.dtype, each.shape, each.space, source))

@@ -1,0 +1,97 @@
+"""A program of alike layers with fewer of them, or with all spelled out. Source: docs/ir.md, "Proof by layers"."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import Final
+
+from flywheel.ir.dtype import READONLY_KINDS
+from flywheel.ir.layers import Layered, Layers
+from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.runs import Run, Runs
+
+_ALL: Final = 1 << 62
+
+
+def layers_of(program: MegakernelProgram) -> Layers | None:
+    """The layers that tasks, buffers and counters of a program share; None where they do not."""
+    tasks, tables = program.tasks, (program.buffers, program.counters)
+    layers = getattr(tasks, "layers", None) if type(tasks) is Runs else None  # `__new__` alone leaves it unset
+    if layers is None:
+        return None
+    shared = all(type(table) is Layered and getattr(table, "layers", None) == layers for table in tables)
+    return layers if shared else None
+
+
+def local_layers(program: MegakernelProgram) -> Layers | None:
+    """The layers of a program, if each one touches but its own buffers and counters and those of the layer before.
+
+    What comes before the layers touches nothing of the template, what comes after them nothing before the template.
+    All may read what nothing writes.
+    """
+    layers, tasks, buffers = layers_of(program), program.tasks, program.buffers
+    if layers is None or not isinstance(tasks, Runs) or not isinstance(buffers, Layered):
+        return None
+    kept = {buffer.id for buffer in buffers.spelled[: layers.buffers.least] if buffer.kind in READONLY_KINDS}
+    span, own, signals = layers.runs, layers.buffers, layers.counters
+    runs, none = tasks.spelled, set[int]()
+    head = range(own.start), range(signals.start)
+    template = range(own.start, own.stop), range(signals.start, signals.stop)
+    near = range(own.least, own.stop), range(signals.least, signals.stop)
+    tail = range(own.stop, _ALL), range(signals.stop, _ALL)
+    last = range(own.start, _ALL), range(signals.start, _ALL)
+    parts = runs[: span.start], runs[span.start : span.stop], runs[span.stop :]
+    bounds = (head, head, none), (template, near, kept), (tail, last, kept)
+    for part, (makes, takes, given) in zip(parts, bounds, strict=True):
+        if not all(_makes(run, *makes) and _takes(run, *takes, given) for run in part):
+            return None
+    return layers
+
+
+def _makes(run: Run, buffers: range, counters: range) -> bool:
+    """Whether a run writes and signals those alone."""
+    return run.out_counter in counters and all(number in buffers for number in run.outputs)
+
+
+def _takes(run: Run, buffers: range, counters: range, kept: set[int]) -> bool:
+    """Whether a run reads those alone, or what is kept, and awaits those alone."""
+    awaits = all(wait.counter in counters for wait in run.waits)
+    return awaits and all(number in buffers or number in kept for number in run.inputs)
+
+
+def repeated(program: MegakernelProgram, times: int) -> MegakernelProgram:
+    """The program, all on SM 0 and without pages, whose template comes so often; itself where it has no layers.
+
+    Where the template comes once, its records' texts are those that it is spelled with.
+    """
+    if layers_of(program) is None:
+        return program
+    tasks, buffers, counters = program.tasks, program.buffers, program.counters
+    assert isinstance(tasks, Runs)
+    assert isinstance(buffers, Layered)
+    assert isinstance(counters, Layered)
+    runs = tasks.spelled if times == 1 else tasks.repeated(times)
+    return replace(
+        program,
+        buffers=buffers.spelled if times == 1 else buffers.repeated(times),
+        counters=counters.spelled if times == 1 else counters.repeated(times),
+        tasks=Runs(runs, array("q", bytes(8 * sum([len(run.tiles) for run in runs])))),
+        pages=None,
+    )
+
+
+def spelled_out(program: MegakernelProgram) -> MegakernelProgram:
+    """The same program with the records of all layers."""
+    tasks, buffers, counters = program.tasks, program.buffers, program.counters
+    return replace(
+        program,
+        buffers=tuple(buffers) if _has_layers(buffers, Layered) else buffers,
+        counters=tuple(counters) if _has_layers(counters, Layered) else counters,
+        tasks=Runs(tasks.runs, tasks.sms) if _has_layers(tasks, Runs) else tasks,  # type: ignore[attr-defined]
+    )
+
+
+def _has_layers(table: object, kind: type) -> bool:
+    """Whether a table is complete (`__new__` alone leaves all unset) and spells a template once."""
+    return type(table) is kind and getattr(table, "layers", None) is not None

@@ -1,0 +1,83 @@
+"""The proof of a program whose layers are alike: what holds for two templates in a row holds for any number of them.
+
+Source: docs/ir.md, "Proof by layers".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flywheel.ir.dtype import PER_SM_SPACES, BufferKind
+from flywheel.ir.layers import Layered, Layers
+from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.records import Buffer, PageAllocation
+from flywheel.ir.repeating import repeated
+from flywheel.ir.runs import Run, Runs
+from flywheel.ir.validate.by_run import levels_of_safe_runs
+
+
+def levels_of_safe_layers(program: MegakernelProgram, layers: Layers) -> int | None:
+    """Levels of the program's order where the rules behind `check_structure` find neither error nor warning.
+
+    None where they might: then a look at every task says what. The layers are local; the program that has the template
+    once, and the pages, have a sound structure.
+    """
+    runs, buffers = program.tasks, program.buffers
+    assert isinstance(runs, Runs)
+    assert isinstance(buffers, Layered)
+    if not _are_placed(runs.sms, program):
+        return None
+    if program.pages is not None and not _have_own_pages(buffers, program.pages):
+        return None
+    two = repeated(program, min(layers.times, 2))
+    return _depth(runs.spelled, layers) if levels_of_safe_runs(two) is not None else None
+
+
+def _are_placed(sms: Sequence[int], program: MegakernelProgram) -> bool:
+    used = set(sms)
+    return not used or (min(used) >= 0 and (program.target is None or max(used) < program.target.num_sms))
+
+
+def _have_own_pages(buffers: Layered[Buffer], pages: PageAllocation) -> bool:
+    """Whether each paged buffer is an activation that fits its page, which no other one has."""
+    if len(set(pages.buffer_to_page.values())) < len(pages.buffer_to_page):
+        return False
+    if any(page.space in PER_SM_SPACES for page in pages.pages):
+        return False
+    room = {page.id: page.nbytes for page in pages.pages}
+    paged = buffers.column(lambda each: each.nbytes if each.kind is BufferKind.ACTIVATION else None)
+    for number, page in pages.buffer_to_page.items():
+        nbytes = paged[number] if number < len(paged) else None
+        if nbytes is None or nbytes > room.get(page, 0):
+            return False
+    return True
+
+
+def _depth(runs: Sequence[Run], layers: Layers) -> int:
+    """Levels of the order of all layers: the longest chain of counters."""
+    span, counters, times = layers.runs, layers.counters, layers.times
+    levels: dict[int, int] = {}
+    _climb(runs[: span.start], levels)
+    deepest = max(levels.values(), default=0)
+    template = runs[span.start : span.stop]
+    own = range(counters.start, counters.stop)
+    for again in range(times):
+        before = [levels.get(number, 0) for number in own]
+        for number in own:
+            if number in levels:
+                levels[number - counters.size] = levels.pop(number)
+        _climb(template, levels)
+        steps = {levels.get(number, 0) - level for number, level in zip(own, before, strict=True)}
+        if again > 1 and len(steps) == 1 and (step := steps.pop()) >= 0:
+            # So far above the layer before are all that follow: they take its levels for what they wait for.
+            levels |= {number: levels[number] + step * (times - 1 - again) for number in own if number in levels}
+            break
+        deepest = max([deepest, *levels.values()])
+    _climb(runs[span.stop :], levels)
+    return max([deepest, *levels.values()])
+
+
+def _climb(runs: Sequence[Run], levels: dict[int, int]) -> None:
+    for run in runs:
+        level = 1 + max([levels[wait.counter] for wait in run.waits], default=0)
+        levels[run.out_counter] = max(levels.get(run.out_counter, 0), level)

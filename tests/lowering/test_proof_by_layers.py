@@ -1,0 +1,220 @@
+"""A program of alike layers, and the proof of it, are those of the program with all layers spelled out."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from damage import (
+    BATCHES,
+    FAMILIES,
+    TARGET,
+    lowered,
+    spec_of,
+    with_other_operand,
+    with_other_tiles,
+    with_other_waits,
+)
+
+from flywheel.cost_model import predict
+from flywheel.ir import BufferKind, MegakernelProgram, PageAllocation, Runs, validate
+from flywheel.ir.layers import Layered, Layers, Span
+from flywheel.ir.repeating import layers_of, local_layers, repeated, spelled_out
+from flywheel.ir.validate.by_layer import levels_of_safe_layers
+from flywheel.lowering import lower as lowering
+from flywheel.measure.floor import weight_bytes_read
+from flywheel.plan import program_id
+from flywheel.search.workload import Workload
+
+OWN_PAGES = ("linear", "none")
+
+
+def by_task(program: MegakernelProgram) -> MegakernelProgram:
+    return replace(spelled_out(program), tasks=tuple(program.tasks))
+
+
+def levels(program: MegakernelProgram) -> int | None:
+    layers = local_layers(program)
+    assert layers is not None
+    return levels_of_safe_layers(program, layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("pages", OWN_PAGES)
+def test_alike_layers_are_what_stamping_each_gives(
+    family: str, batch: int, pages: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = lowered(family, 5, batch, pages, 7)
+    assert layers_of(program) is not None
+    assert program.config is not None
+    monkeypatch.setattr(lowering, "ALIKE", 99)
+    graph = Workload("small", spec_of(family, 5), TARGET, "bf16", 64, batch).graph
+    stamped = lowering.lower(graph, program.config, TARGET)
+    assert layers_of(stamped) is None
+    assert program == stamped
+    assert pickle.loads(pickle.dumps(program)) == stamped
+
+
+def check_configs(count: int) -> None:
+    for number in range(count):
+        family, pages = list(FAMILIES)[number % 4], OWN_PAGES[number % 2]
+        program = lowered(family, 4 + number % 5, BATCHES[number // 4 % 3], pages, number)
+        spelled = by_task(program)
+        assert levels(program) is not None  # what is lowered is proved by layers
+        assert validate(program, strict=True) == validate(spelled, strict=True)
+        assert program_id(program) == program_id(spelled_out(program)) == program_id(spelled)
+        assert predict(program) == predict(spelled_out(program)) == predict(spelled)
+        assert weight_bytes_read(program) == weight_bytes_read(spelled)
+
+
+def test_verdict_id_floor_and_prediction_are_those_of_the_tasks() -> None:
+    check_configs(24)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_500_random_configs_get_what_their_tasks_get() -> None:
+    check_configs(500)
+
+
+Change = Callable[[MegakernelProgram, Layers, random.Random], MegakernelProgram]
+
+
+def rebuilt(program: MegakernelProgram, layers: Layers, runs: Runs, seed: int) -> MegakernelProgram:
+    """The program with runs of other layers, all placed anew."""
+    assert isinstance(program.buffers, Layered)
+    assert isinstance(program.counters, Layered)
+    spelled, span = runs.spelled, layers.runs
+    again = (layers.times - 1) * sum(len(run.tiles) for run in spelled[span.start : span.stop])
+    tasks = sum(len(run.tiles) for run in spelled) + again
+    return replace(
+        program,
+        tasks=Runs(spelled, [(seed + sm) % 6 for sm in range(tasks)], layers),
+        buffers=Layered(program.buffers.spelled, layers),
+        counters=Layered(program.counters.spelled, layers),
+    )
+
+
+def with_other_run(program: MegakernelProgram, layers: Layers, chance: random.Random) -> MegakernelProgram:
+    """Damage in what comes before the template, in the template, or behind it."""
+    assert isinstance(program.tasks, Runs)
+    runs, once = list(program.tasks.spelled), repeated(program, 1)
+    number = chance.randrange(len(runs))
+    change = chance.choice((with_other_waits, with_other_operand, with_other_tiles))
+    runs[number] = change(runs[number], once, chance)
+    tiles = sum(len(run.tiles) for run in runs)
+    return rebuilt(program, layers, Runs(runs, [0] * tiles), number)
+
+
+def with_runs_swapped(program: MegakernelProgram, layers: Layers, chance: random.Random) -> MegakernelProgram:
+    assert isinstance(program.tasks, Runs)
+    runs = list(program.tasks.spelled)
+    place = chance.randrange(1, len(runs))
+    runs[place - 1 : place + 1] = runs[place], runs[place - 1]
+    return rebuilt(program, layers, Runs(runs, [0] * sum(len(run.tiles) for run in runs)), place)
+
+
+def with_other_buffer(program: MegakernelProgram, layers: Layers, chance: random.Random) -> MegakernelProgram:
+    """Another shape or kind of a buffer, in each layer if it is the template's."""
+    assert isinstance(program.buffers, Layered)
+    place, spelled = chance.randrange(len(program.buffers.spelled)), list(program.buffers.spelled)
+    each = spelled[place]
+    shape = (*each.shape[:-1], max(1, each.shape[-1] + chance.choice((-16, -1, 1, 16))))
+    other = replace(each, shape=shape), replace(each, kind=chance.choice(list(BufferKind)))
+    spelled[place] = other[chance.random() < 0.3]
+    return replace(program, buffers=Layered(spelled, layers))
+
+
+def with_other_page(program: MegakernelProgram, _: Layers, chance: random.Random) -> MegakernelProgram:
+    pages = program.pages
+    if pages is None:
+        return program
+    home, page = dict(pages.buffer_to_page), chance.randrange(len(pages.pages))
+    if chance.random() < 0.5:
+        home[chance.choice(list(home))] = page
+        return replace(program, pages=replace(pages, buffer_to_page=home))
+    smaller = replace(pages.pages[page], nbytes=max(1, pages.pages[page].nbytes // 2))
+    return replace(program, pages=PageAllocation(home, (*pages.pages[:page], smaller, *pages.pages[page + 1 :])))
+
+
+def with_other_span(program: MegakernelProgram, layers: Layers, chance: random.Random) -> MegakernelProgram:
+    """Other records are the template of one table, or the template comes another number of times."""
+    assert isinstance(program.tasks, Runs)
+    name, by = chance.choice(("runs", "buffers", "counters", "times")), chance.choice((-2, -1, 1, 2))
+    if name == "times":
+        other = replace(layers, times=max(1, layers.times + by))
+    else:
+        span: Span = getattr(layers, name)
+        moved = chance.choice(((by, 0), (0, by), (by, by)))
+        other = replace(layers, **{name: Span(span.start + moved[0], span.stop + moved[1])})
+    return rebuilt(program, other, program.tasks, by)
+
+
+CHANGES: tuple[Change, ...] = (
+    with_other_run, with_other_run, with_other_run, with_runs_swapped, with_other_buffer, with_other_page,
+    with_other_span,
+)  # fmt: skip
+
+
+def check_mutants(count: int) -> None:
+    chance = random.Random(count)
+    refused = accepted = by_layers = 0
+    for number in range(count):
+        family, pages = chance.choice(list(FAMILIES)), chance.choice(OWN_PAGES)
+        program = lowered(family, chance.choice((4, 5, 6)), chance.choice((1, 2)), pages, number % 5)
+        layers = layers_of(program)
+        assert layers is not None
+        try:
+            program = chance.choice(CHANGES)(program, layers, chance)
+        except ValueError:  # no such layers
+            continue
+        found, whole = validate(program, strict=True), validate(by_task(program), strict=True)
+        assert found == whole, f"mutant {number}"
+        refused, accepted = refused + (not whole.ok), accepted + whole.ok
+        quick = local_layers(program)
+        by_layers += quick is not None and whole.ok and levels_of_safe_layers(program, quick) is not None
+    assert refused > count // 3  # most damage shows
+    assert accepted > count // 50  # some is none
+    assert by_layers > accepted // 2
+
+
+def test_damage_to_the_template_gets_the_verdict_of_the_whole_proof() -> None:
+    check_mutants(200)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+def test_20000_damaged_templates_get_the_verdict_of_the_whole_proof() -> None:
+    check_mutants(20_000)
+
+
+def test_tiles_of_a_template_that_each_write_a_whole_buffer_are_refused() -> None:
+    program = lowered("llama", 5, 1, "none", 7)
+    layers = layers_of(program)
+    assert layers is not None
+    assert isinstance(program.tasks, Runs)
+    runs = list(program.tasks.spelled)
+    inside = range(layers.runs.start, layers.runs.stop)
+    place = next(at for at in inside if len(runs[at].tiles) == 1 and "n_off" not in runs[at].tiles[0].params)
+    runs[place] = replace(runs[place], tiles=tuple(runs[place].tiles) * 2)
+    twice = rebuilt(program, layers, Runs(runs, [0] * sum(len(run.tiles) for run in runs)), 0)
+    assert not validate(twice, strict=True).ok
+    assert validate(twice, strict=True) == validate(by_task(twice), strict=True)
+
+
+def test_a_layer_that_reads_two_layers_back_is_left_to_the_whole_proof() -> None:
+    program = lowered("llama", 5, 1, "none", 7)
+    layers = layers_of(program)
+    assert layers is not None
+    assert isinstance(program.tasks, Runs)
+    runs = list(program.tasks.spelled)
+    first = runs[layers.runs.start]
+    written = next(run.outputs[0] for run in runs if not run.inputs or run.outputs[0] < layers.buffers.least)
+    runs[layers.runs.start] = replace(first, inputs=(*first.inputs[:-1], written))
+    odd = rebuilt(program, layers, Runs(runs, [0] * sum(len(run.tiles) for run in runs)), 0)
+    assert local_layers(odd) is None
+    assert validate(odd, strict=True) == validate(by_task(odd), strict=True)
