@@ -20,8 +20,8 @@ from flywheel.models.spec import DecoderSpec, layer_weight_key
 Params = Mapping[str, Any]
 Chosen = Callable[[Task], bool]
 
-EARLY, MIDDLE, LAST_BUT_ONE, LAST = 7, -3, -2, -1
-FAR = (EARLY, MIDDLE, LAST_BUT_ONE, LAST)
+FIRST, MIDDLE, LAST_BUT_ONE, LAST = 0, -3, -2, -1
+FAR = (FIRST, MIDDLE, LAST_BUT_ONE, LAST)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MARGIN = 3.0
 """By which the smallest error of a wrong program exceeds the bound, and the bound that of a right one."""
@@ -41,12 +41,12 @@ Tell = Callable[[Told, DecoderSpec, int], Told]
 
 @dataclass(frozen=True)
 class Lie:
-    """`tell` makes a program lie in one layer. `positions` are where it is looked for: EARLY or places from the end of
+    """`tell` makes a program lie in one layer. `positions` are where it is looked for: FIRST or places from the end of
     the default ones. `batch` is the number of sequences that it takes, `margin` by what it must exceed the bound."""
 
     name: str
     tell: Tell
-    positions: tuple[int, ...] = (EARLY,)
+    positions: tuple[int, ...] = (FIRST,)
     batch: int = 1
     margin: float = MARGIN
     everywhere: bool = False
@@ -307,7 +307,7 @@ LIES = (
     Lie("the last KV block unseen by one KV head's queries", _window(_unseen, 1.0), FAR),
     Lie("a KV block unseen by all heads", _window(_unseen, 0.5, all_heads=True), FAR),
     Lie("a KV block that begins a row late", _window(_a_row_late, 0.5), FAR),
-    Lie("the first KV block begins a row late", _window(_a_row_late, 0.0)),
+    Lie("the first KV block begins a row late", _window(_a_row_late, 0.0), (MIDDLE,)),
     Lie("softmax scale x 1.02", _param("scale", lambda scale: scale * 1.02), FAR),
     Lie("softmax scale x 1.5", _param("scale", lambda scale: scale * 1.5), FAR),
     Lie("softmax scale x 1.005, in every layer", _param("scale", lambda scale: scale * 1.005), FAR, margin=1.0,
@@ -315,9 +315,9 @@ LIES = (
     Lie("RoPE theta x 1.01", _param("theta", lambda theta: theta * 1.01), FAR),
     Lie("RoPE theta x 1.02", _param("theta", lambda theta: theta * 1.02), FAR),
     Lie("RoPE position of queries off by one", _turned_by_the_token(lambda task: not _has(task, "KV_APPEND")
-                                                                    and not task.label.endswith("k_rope"))),
+                                                                    and not task.label.endswith("k_rope")), (MIDDLE,)),
     Lie("RoPE position of keys off by one", _turned_by_the_token(lambda task: _has(task, "KV_APPEND")
-                                                                 or task.label.endswith("k_rope"))),
+                                                                 or task.label.endswith("k_rope")), (MIDDLE,)),
     *(Lie(f"a tile of {role} left out", _weight(role, _leave_out)) for role in PROJECTIONS),
     *(Lie(f"a tile of {role} by its neighbour's weights", _weight(role, _take_the_neighbours))
       for role in PROJECTIONS),
@@ -328,8 +328,9 @@ LIES = (
     Lie("input norm's eps x 300", _param("eps", lambda eps: eps * 300, "input_norm")),
     Lie("input norm's weights shifted by one", _weight("input_norm", _shift)),
     Lie("MLP norm's weights shifted by one", _weight("post_attention_norm", _shift)),
-    Lie("K and V of one head swapped", _reads_instead(_swapped_sides, _reads_past)),
-    Lie("an append to the row before", _append_to_the_row_before),
+    Lie("K and V of one head swapped", _reads_instead(_swapped_sides, _reads_past), (MIDDLE,)),
+    Lie("an append to the row before", _append_to_the_row_before, (MIDDLE,)),
     Lie("attention without the new row", _without_the_new_row),
-    Lie("a row of a batch reads its neighbour's cache", _reads_instead(_neighbours_cache, _reads_past), batch=2),
+    Lie("a row of a batch reads its neighbour's cache", _reads_instead(_neighbours_cache, _reads_past), (MIDDLE,),
+        batch=2),
 )  # fmt: skip

@@ -19,8 +19,8 @@ from flywheel.tensors import TORCH_DTYPES
 
 
 def default_positions(context: int) -> tuple[int, ...]:
-    """The first, an early one, one in the middle and the last two of a context."""
-    return tuple(sorted({each for each in (0, 7, context // 2, context - 2, context - 1) if 0 <= each < context}))
+    """The first, one in the middle and the last two of a context."""
+    return tuple(sorted({each for each in (0, context // 2, context - 2, context - 1) if 0 <= each < context}))
 
 
 def make_oracle(session: DecodeSession, weights: Weights) -> EagerDecoder:

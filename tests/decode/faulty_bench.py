@@ -46,7 +46,7 @@ class FaultyBench(CudaBench):
             case "kill" if not self._mark.exists():
                 self._mark.touch()
                 with self._model.load(program) as session:
-                    self._judge.prepare(session, 7)
+                    self._judge.prepare(session, self._judge.positions[1])
                     session._loaded.launch(7)
                     os.kill(os.getpid(), signal.SIGKILL)
         return super().measure(program)

@@ -180,7 +180,7 @@ def test_the_seed_draws_the_tokens(opened: Opened) -> None:
 
 
 def test_default_positions_spread_over_the_context() -> None:
-    assert default_positions(512) == (0, 7, 256, 510, 511)
+    assert default_positions(512) == (0, 256, 510, 511)
     assert default_positions(2) == (0, 1)
     assert default_positions(1) == (0,)
 
