@@ -1,11 +1,10 @@
-"""The command `flywheel`, and `python -m flywheel`: what signals mean before, while and after a command runs."""
+"""The command `flywheel`, and `python -m flywheel`: what signals mean before and after a command runs."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from contextlib import suppress
 from types import FrameType
 from typing import Final
 
@@ -16,32 +15,22 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 def main() -> int:
     """Entry point; the exit code.
 
-    A signal during the imports, or while the interpreter ends, ends the process at once: an exception would get lost in
-    either. In between it raises KeyboardInterrupt where a command does not say otherwise.
+    A signal during the first imports, or while the interpreter ends, ends the process at once: an exception would get
+    lost in either. In between `cli.interrupt` has a say. A signal that the shell has ignored stays so.
     """
-    for number in SIGNALS:
+    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    for number in heard:
         signal.signal(number, _end)
+    from flywheel.cli.interrupt import interrupt
     from flywheel.cli.main import main as run
 
-    for number in SIGNALS:
-        signal.signal(number, _interrupt)
+    for number in heard:
+        signal.signal(number, interrupt)
     code = run()
-    for number in SIGNALS:
-        signal.signal(number, _end)
-    if code == INTERRUPTED:  # at once: the end of an interpreter waits for processes that are still starting
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
-                stream.flush()
-        os._exit(code)
+    if code != INTERRUPTED:
+        for number in heard:
+            signal.signal(number, _end)
     return code
-
-
-class _Interrupted(KeyboardInterrupt):
-    """A signal. Of KeyboardInterrupt itself Python remembers that it passed through `exec`, and then dies of SIGINT."""
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise _Interrupted
 
 
 def _end(number: int, frame: FrameType | None) -> None:
