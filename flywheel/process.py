@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import site
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from flywheel.errors import TooLargeError
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
 
+_SAFE_PATH: Final = "PYTHONSAFEPATH"
+_SHELTER: Final = threading.RLock()
 _BRINGS_BLAS: Final = ("numpy", "scipy", "torch")
 
 
@@ -204,12 +207,27 @@ def start_fork_server(modules: Sequence[str]) -> None:
 
 @contextmanager
 def sheltered() -> Iterator[None]:
-    """Processes that start in here inherit a blocked SIGINT, so that Ctrl-C cannot kill them before they ignore it."""
+    """Python processes that start in here inherit a blocked SIGINT, so that Ctrl-C cannot kill them before they ignore
+    it, and find their first modules where Python is installed, whatever lies in the working directory."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with _SHELTER:
+        added = _SAFE_PATH not in os.environ
+        os.environ.setdefault(_SAFE_PATH, "1")
+        try:
+            yield
+        finally:
+            if added:
+                os.environ.pop(_SAFE_PATH, None)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """This process's environment and `more`, for a `python -m` that imports nothing from the working directory but
+    flywheel itself, where that lies there."""
+    home = str(Path(__file__).resolve().parents[1])
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = [*filter(None, given), *([] if home in (*given, *site.getsitepackages()) else [home])]
+    return {**os.environ, _SAFE_PATH: "1", **({"PYTHONPATH": os.pathsep.join(path)} if path else {}), **more}
 
 
 def enter_child() -> None:

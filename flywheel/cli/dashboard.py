@@ -22,6 +22,7 @@ from flywheel.cli.mlflow import children_option, make_follower, place, tracking_
 from flywheel.cli.options import command, json_option, store_option
 from flywheel.cli.text import note, show, show_json
 from flywheel.errors import MirrorError, UsageError
+from flywheel.process import child_environment
 
 HOST: Final = "127.0.0.1"
 START_S: Final = 120.0
@@ -74,11 +75,14 @@ def serve(uri: str, port: int, stop: Callable[[], bool]) -> Iterator[tuple[str, 
 
     Raises MirrorError where it does not answer within START_S.
     """
-    words = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--host", HOST, "--port", str(port),
-             "--workers", "1", *_artifacts(uri)]  # fmt: skip
-    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    words = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1",
+             *_artifacts(uri)]  # fmt: skip
+    # Not in the working directory, from which uvicorn would import. The URI is no argument, which everybody on the
+    # machine can read: there may be a password in it.
+    settings = {"MLFLOW_BACKEND_STORE_URI": _absolute(uri), "MLFLOW_DISABLE_TELEMETRY": "true",
+                "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # fmt: skip
     server = subprocess.Popen(
-        words, env={**os.environ, **quiet}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        words, cwd="/", env=child_environment(**settings), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
@@ -87,6 +91,14 @@ def serve(uri: str, port: int, stop: Callable[[], bool]) -> Iterator[tuple[str, 
         yield address, lambda: server.poll() is None
     finally:
         _end(server)
+
+
+def _absolute(uri: str) -> str:
+    """The same file from any working directory."""
+    if not uri.startswith("sqlite:///"):
+        return uri
+    path, mark, query = uri.removeprefix("sqlite:///").partition("?")
+    return f"sqlite:///{Path(path).resolve()}{mark}{query}"
 
 
 def _artifacts(uri: str) -> list[str]:

@@ -17,6 +17,7 @@ from flywheel.cli.options import SharedOption, command, json_option, store_optio
 from flywheel.cli.provenance import find_campaign
 from flywheel.cli.report import views
 from flywheel.cli.text import note, show, show_json
+from flywheel.process import child_environment
 
 if TYPE_CHECKING:
     from flywheel.store.follow import Follower
@@ -154,7 +155,7 @@ class Beside:
         # Not as arguments, which everybody on the machine can read: there may be passwords in them.
         places = {"FLYWHEEL_MLFLOW_STORE": store, "FLYWHEEL_MLFLOW_TRACKING_URI": tracking_place(store, tracking_uri)}
         self._process = subprocess.Popen(
-            words, env={**os.environ, **places}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            words, env=child_environment(**places), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE, process_group=0,
         )  # fmt: skip
         os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
