@@ -22,8 +22,9 @@ FEW, SHORT, LONG = 24, 60, 4000
 OTHERS = ((90, DType.BF16), (90, DType.F16), (80, DType.F32), (80, DType.BF16))
 """Architectures and float types beside sm_90 and F32."""
 ALL = ((90, DType.F32), *OTHERS)
-ROOM = {DType.F32: 2e-2, DType.F16: 3e-2, DType.BF16: 1e-1}
-"""What results may be off by, relative and absolute: the reference VM rounds where a recipe of the kernel does not."""
+ROOM = {DType.F32: 2e-2, DType.F16: 3e-2, DType.BF16: 6e-2}
+"""What an element may be off by, of itself and of the largest of its tensor: the reference VM rounds where a recipe of
+the kernel does not."""
 
 
 @pytest.fixture
@@ -51,7 +52,8 @@ def agrees(gpu: MeasuredGpu, program: MegakernelProgram, tables: PackedProgram, 
         if value.dtype.is_floating_point:
             ours, theirs = np.asarray(found[name], np.float32).ravel(), value.float().numpy().ravel()
             room = ROOM[tables.dtype]
-            assert np.allclose(ours, theirs, rtol=room, atol=room, equal_nan=True), (seed, name)
+            size = max(1.0, float(np.max(np.abs(theirs), initial=0.0, where=np.isfinite(theirs))))
+            assert np.allclose(ours, theirs, rtol=room, atol=room * size, equal_nan=True), (seed, name)
         else:
             assert np.asarray(found[name]).ravel().tolist() == value.ravel().tolist(), (seed, name)
 
