@@ -1,13 +1,15 @@
 """Descent from many starts, one knob at a time, on values that come later than they are asked for.
 
-A descent takes any better value of a knob until no knob has one. The next begins a few knobs away from one of the best
-ends (a kick), between two of them (a crossing), or again at one of the first points. Which two values of a knob make
-no difference is learnt on the way.
+A descent takes any better value of a knob until no knob has one. The next begins at another value of one knob of a good
+end (a detour), a few knobs away from one (a kick), between two of them (a crossing), or again at one of the first
+points. What a detour or a kick has changed stays as it is until the other knobs have followed: where several must
+change together, none of the changes is better alone. Which two values make no difference is learnt on the way.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from copy import copy
 from typing import Final
 
@@ -17,6 +19,21 @@ from flywheel.search.gaussian import Grid, Point, untried
 
 _ENDS: Final = 8
 """Ends of descents that the next ones begin from."""
+
+_DETOURS: Final = 0.6
+"""Share of descents that begin with a detour, while there are some that were not made."""
+
+_BASES: Final = 3
+"""Best ends that detours begin from: from the next one when all of the one before are made."""
+
+_SPREAD: Final = 0.02
+"""Of a latency: what is drawn and added to a detour's loss, on average. The least is the next."""
+
+_UNKNOWN: Final = 0.05
+"""Of a latency: what a detour to a point that was not asked for is taken to lose."""
+
+_FAR: Final = 0.2
+"""Of a latency: what a detour may lose."""
 
 _BEST: Final = 0.6
 """Share of kicks that are from the best end; the others are from any."""
@@ -60,9 +77,10 @@ class Descent:
         self._begun: dict[Point, tuple[Point, int] | None] = {}  # of this descent: where from, in which knob
         self._left: list[int] = []  # knobs of this round
         self._moved = True  # since the round began
-        self._held: frozenset[int] = frozenset()  # knobs that the next round leaves alone
+        self._held: frozenset[int] = frozenset()  # knobs that stay until no other has a better value
         self._waiting: list[tuple[Point, int]] = []
         self._gains = np.ones(len(grid.sizes))
+        self._detours: set[tuple[Point, Point]] = set()  # from where to where
         self._alike: Counter[tuple[int, int, int]] = Counter()
         self._unlike: Counter[tuple[int, int, int]] = Counter()
 
@@ -76,7 +94,7 @@ class Descent:
         fork = copy(self)
         fork._asked, fork._begun = set(self._asked), dict(self._begun)
         fork._ends, fork._left, fork._waiting = list(self._ends), list(self._left), list(self._waiting)
-        fork._gains = self._gains.copy()
+        fork._gains, fork._detours = self._gains.copy(), set(self._detours)
         return fork
 
     def note(self, point: Point) -> None:
@@ -127,10 +145,12 @@ class Descent:
                     return point
             if not self._left:
                 if not self._moved:
-                    return None
+                    if not self._held:
+                        return None
+                    self._held = frozenset()
                 order = np.argsort(-self._gains * chance.random(len(self._gains)), kind="stable")
                 self._left = [int(knob) for knob in order if int(knob) not in self._held]
-                self._moved, self._held = bool(self._held), frozenset()
+                self._moved = False
             if self._left:
                 self._look(self._left.pop(0), chance)
         return None
@@ -158,7 +178,7 @@ class Descent:
         self._centre, self._moved = point, True
 
     def _begin(self, start: Point, held: frozenset[int] = frozenset()) -> None:
-        """End the descent and begin one, whose first round leaves the `held` knobs alone: so the others can follow."""
+        """End the descent and begin one that leaves the `held` knobs alone until the others have followed."""
         if self._centre is not None:
             ends = dict.fromkeys([*self._ends, self._centre])
             self._ends = sorted(ends, key=lambda point: (self._worth(point), point))[:_ENDS]
@@ -166,13 +186,16 @@ class Descent:
         self._begun = {start: None}
 
     def _start(self, chance: np.random.Generator) -> tuple[Point, frozenset[int]]:
-        """Where to begin, and the knobs that were kicked there."""
+        """Where to begin, and the knobs that were changed there."""
         ends = [end for end in [*self._ends, self._centre] if end is not None]
         if not ends:
             return tuple(int(chance.integers(size)) for size in self._grid.sizes), frozenset()
         if chance.random() < _AFRESH:
             return self._given[int(chance.integers(len(self._given)))], frozenset()
         ends.sort(key=lambda point: (self._worth(point), point))
+        detour = self._detour(ends[:_BASES], chance) if chance.random() < _DETOURS else None
+        if detour is not None:
+            return detour
         base, knobs = ends[0], int(chance.integers(_KICK[0], _KICK[1] + 1))
         if len(ends) > 1 and chance.random() < _CROSSED:
             one, other = (ends[index] for index in chance.choice(len(ends), 2, replace=False))
@@ -184,6 +207,27 @@ class Descent:
             base = ends[int(chance.integers(len(ends)))]
         start = kick(self._grid, base, knobs, chance)
         return start, frozenset(knob for knob, (a, b) in enumerate(zip(base, start, strict=True)) if a != b)
+
+    def _detour(self, bases: Sequence[Point], chance: np.random.Generator) -> tuple[Point, frozenset[int]] | None:
+        """One that was not made, of little loss, from the best base that has one; None where there is none."""
+        for base in (base for base in bases if self._worth(base) < float("inf")):
+            found = [
+                (self._loss(base, point) + _SPREAD * chance.exponential(), point, knob)
+                for knob in range(len(base))
+                for point in self._grid.beside(base, knob)
+                if (base, point) not in self._detours and not self._taken_alike(knob, base, point)
+            ]
+            least = min(found, default=None)
+            if least is not None and least[0] < _FAR:
+                self._detours.add((base, least[1]))
+                return least[1], frozenset({least[2]})
+        return None
+
+    def _loss(self, base: Point, point: Point) -> float:
+        """What a point takes more than a feasible base, of the base's latency."""
+        if point not in self._asked:
+            return _UNKNOWN
+        return (self._worth(point) - self._worth(base)) / (self._worth(base) or 1.0)
 
     def _worth(self, point: Point) -> float:
         return self._values.get(point, float("inf"))

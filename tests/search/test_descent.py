@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise, product
 from math import prod
 
@@ -22,8 +23,19 @@ def coupled(point: Point) -> float | None:
     return 100.0 + pair + 3.0 * abs(min(third, 4) - 2) + 2.0 * fourth + abs(fifth - 1) + abs(sixth - 2) + (seventh == 1)
 
 
+def hidden(point: Point) -> float | None:
+    """100 where the third knob is at 5 and five others have followed, each of which loses without it."""
+    followed = sum(value == 1 for value in (point[0], point[1], point[3], point[4], point[5]))
+    return 102.0 - 0.7 * followed + 1.5 if point[2] == 5 else 102.0 + 0.5 * followed + 0.9 * (point[2] > 0)
+
+
 def run(
-    grid: Grid, trials: int, seed: int, behind: int = 0, start: Point | None = None
+    grid: Grid,
+    trials: int,
+    seed: int,
+    behind: int = 0,
+    start: Point | None = None,
+    value: Callable[[Point], float | None] = coupled,
 ) -> list[tuple[Point, float | None]]:
     """What is asked for, and told `behind` asks later."""
     descent, told = Descent(grid), list[tuple[Point, float | None]]()
@@ -32,7 +44,7 @@ def run(
             descent.tell(*told[number - behind - 1])
         point = start if start is not None and number == 0 else descent.ask(np.random.default_rng((seed, number)))
         descent.note(point)
-        told.append((point, coupled(point)))
+        told.append((point, value(point)))
     return told
 
 
@@ -40,6 +52,12 @@ def run(
 @pytest.mark.parametrize("seed", range(3))
 def test_two_knobs_that_gain_only_together_are_found(seed: int, behind: int) -> None:
     assert min(value for _, value in run(GRID, 400, seed, behind) if value is not None) == 100.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_knobs_that_gain_only_behind_another_one_are_found_by_a_detour(seed: int) -> None:
+    told = run(GRID, 200, seed, behind=1, start=(0,) * 8, value=hidden)
+    assert min(value for _, value in told if value is not None) == 100.0
 
 
 def test_nothing_is_asked_twice_before_everything_was() -> None:
