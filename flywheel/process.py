@@ -140,6 +140,14 @@ def sums_as_shipped() -> Iterator[None]:
         matmul.allow_fp16_reduced_precision_reduction = fp16
 
 
+def limit_memory(nbytes: int) -> None:
+    """This process and those that it starts get no more address space than that, and leave no core dump."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
 def check_memory(what: str, nbytes: int, device: object = "cpu") -> None:
     """Raises TooLargeError where this machine has no memory left for so many bytes; of another device, nothing is
     known here."""

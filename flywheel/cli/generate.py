@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -69,11 +70,11 @@ def generate(
     if model is None:
         raise UsageError("generate: no model; give --model, or an exported schedule as --schedule")
     source = open_model("generate", model)
-    tokenizer = _tokenizer(source, required=prompt is not None)
-    ids = prompt_ids if tokenizer is None or prompt is None else tokenizer.encode(prompt)
-    program = lower_model(source, given, gpu, dtype, context, device, batch=1)
-    generation = _run(program, source, ids or (), max_tokens, device, seed, verify)
-    text = None if tokenizer is None else tokenizer.decode(generation.token_ids)
+    with _tokenizer(source, required=prompt is not None) as tokenizer:
+        ids = prompt_ids if tokenizer is None or prompt is None else tokenizer.encode(prompt)
+        program = lower_model(source, given, gpu, dtype, context, device, batch=1)
+        generation = _run(program, source, ids or (), max_tokens, device, seed, verify)
+        text = None if tokenizer is None else tokenizer.decode(generation.token_ids)
     if not as_json:
         show_document((",".join(map(str, generation.token_ids)) if text is None else text) + "\n")
         note(_summary(generation, device))
@@ -128,16 +129,17 @@ def _summary(generation: Generation, device: str) -> str:
     )
 
 
-def _tokenizer(source: Source, required: bool) -> Tokenizer | None:
-    """The checkpoint's, if it has one and the library is here. Raises UsageError where that is not enough."""
+def _tokenizer(source: Source, required: bool) -> AbstractContextManager[Tokenizer | None]:
+    """The checkpoint's, if it has one and the library is here, else None. Raises UsageError where that is not
+    enough."""
     from flywheel.models.tokenizer import Tokenizer, has_tokenizer
 
     if source.folder is None:
         if required:
             raise UsageError(f"generate: {source.name} is a name, without a tokenizer for --prompt; give --prompt-ids")
-        return None
+        return nullcontext()
     if required:
         check_installed("--prompt", ["tokenizers"])
     elif not has_tokenizer(source.folder) or find_spec("tokenizers") is None:
-        return None
+        return nullcontext()
     return Tokenizer(source.folder)

@@ -6,9 +6,17 @@ Source: huggingface/tokenizers; huggingface/transformers, `generation/configurat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from time import monotonic
+from types import TracebackType
+from typing import Any, Final, Self
 
 from flywheel.errors import IrFormatError, UsageError
 from flywheel.ir.files import parse_json
@@ -17,32 +25,87 @@ _TOKENIZER: Final = "tokenizer.json"
 _ENDS: Final = ("generation_config.json", "config.json")
 _MAX_TOKENIZER_BYTES: Final = 256 * 1024**2
 _MAX_CONFIG_BYTES: Final = 4 * 1024**2
+LIMIT_S: Final = 30.0
+"""Longest that reading a tokenizer, encoding a prompt or decoding a text may take."""
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint's directory. Raises UsageError where it has none, or none that can be read."""
+    """The tokenizer of a checkpoint's directory, in a process of its own until `close`: a file can make the library
+    panic, take all memory or match a pattern for hours.
+
+    Raises UsageError where the directory has none or none that can be read, and each method where the library fails,
+    dies or has no answer within LIMIT_S.
+    """
 
     def __init__(self, folder: Path) -> None:
-        from tokenizers import Tokenizer as Fast
-
-        text = _read(folder / _TOKENIZER, _MAX_TOKENIZER_BYTES)
-        if text is None:
+        self._file = folder / _TOKENIZER
+        if _read(self._file, _MAX_TOKENIZER_BYTES) is None:
             raise UsageError(f"{str(folder)!r} has no {_TOKENIZER}, which a text prompt needs; give token ids instead")
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "flywheel.models.tokenizing"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, process_group=0, bufsize=0,
+            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+        )  # fmt: skip
         try:
-            self._tokenizer: Any = Fast.from_str(text)
-        # What the library raises for a malformed file is Exception itself.
-        except Exception as error:
-            raise UsageError(f"{str(folder / _TOKENIZER)!r} is no tokenizer: {_one_line(error)}") from error
+            self._ask({"open": str(self._file)})
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the model expects around it."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+        ids: list[int] = self._ask({"encode": text})
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, without special tokens; ids that the tokenizer does not know are left out."""
-        text: str = self._tokenizer.decode(list(token_ids))
+        text: str = self._ask({"decode": list(token_ids)})
         return text
+
+    def _ask(self, request: Mapping[str, object]) -> Any:
+        assert self._process.stdin is not None
+        line = b""
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            line = self._answer()
+        except BrokenPipeError:
+            pass
+        if not line:
+            code = self._process.wait()
+            died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise UsageError(f"{str(self._file)!r} ends the library that reads it, with {died}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise UsageError(f"{str(self._file)!r} fails as a tokenizer: {answer['error']}")
+        return answer["done"]
+
+    def _answer(self) -> bytes:
+        """The process's next line; empty where it has ended."""
+        assert self._process.stdout is not None
+        deadline, parts = monotonic() + LIMIT_S, [b""]
+        while not parts[-1].endswith(b"\n"):
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - monotonic()))
+            if not ready:
+                raise UsageError(f"{str(self._file)!r}: its tokenizer has no answer after {LIMIT_S:g} s")
+            parts.append(self._process.stdout.read(2**20) or b"")
+            if not parts[-1]:
+                return b""
+        return b"".join(parts)
 
 
 def has_tokenizer(folder: Path) -> bool:

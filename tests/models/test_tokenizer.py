@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_text_gets_the_special_tokens_that_the_model_expects(folder: Path) -> None:
-    assert Tokenizer(folder).encode("hello world") == [0, 1, 2]
+    with Tokenizer(folder) as tokenizer:
+        assert tokenizer.encode("hello world") == [0, 1, 2]
 
 
 def test_text_comes_back_without_special_and_unknown_tokens(folder: Path) -> None:
-    assert Tokenizer(folder).decode([0, 1, 2, 999]) == "hello world"
+    with Tokenizer(folder) as tokenizer:
+        assert tokenizer.decode([0, 1, 2, 999]) == "hello world"
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
@@ -42,6 +45,35 @@ def test_a_malformed_tokenizer_is_one_line_that_names_the_file(content: bytes, t
     with pytest.raises(UsageError, match=r"tokenizer\.json") as caught:
         Tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def change(folder: Path, **sections: object) -> Path:
+    """The tokenizer of the directory with other sections."""
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **sections}))
+    return folder
+
+
+def test_a_tokenizer_that_takes_all_memory_ends_its_own_process(folder: Path) -> None:
+    padding = {"strategy": {"Fixed": 10**10}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+               "pad_type_id": 0, "pad_token": "?"}  # fmt: skip
+    with Tokenizer(change(folder, padding=padding)) as tokenizer, pytest.raises(UsageError, match=r"tokenizer\.json"):
+        tokenizer.encode("hello")
+
+
+def test_a_pattern_that_makes_the_library_panic_is_one_line(folder: Path) -> None:
+    split = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    changed = change(folder, pre_tokenizer=split)
+    with Tokenizer(changed) as tokenizer, pytest.raises(UsageError, match="retry-limit"):
+        tokenizer.encode("a" * 60 + "d")
+
+
+def test_a_library_that_does_not_answer_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Tokenizer(folder) as tokenizer:
+        monkeypatch.setattr("flywheel.models.tokenizer.LIMIT_S", 0.1)
+        tokenizer._process.send_signal(signal.SIGSTOP)
+        with pytest.raises(UsageError, match=r"no answer after 0\.1 s"):
+            tokenizer.encode("hello")
 
 
 def write(folder: Path, **files: object) -> Path:
