@@ -19,7 +19,7 @@ from flywheel.ir import MegakernelProgram, config_to_dict, program_to_dict
 from flywheel.report.layer import operation
 
 TOTALS: Final = (
-    "program_id", "tasks", "buffers", "counters", "waits", "task_bytes", "weight_bytes", "scratch_bytes", "depth",
+    "program_id", "tasks", "buffers", "counters", "waits", "work", "weight_bytes", "scratch_bytes", "depth",
     "predicted_us",
 )  # fmt: skip
 RECORDS: Final = ("tasks", "buffers", "counters", "pages", "buffers on pages")

@@ -24,6 +24,7 @@ from sqlalchemy import (
 )
 
 from flywheel.errors import StoreError
+from flywheel.ir.show import show
 from flywheel.store.engine import BUSY_TIMEOUT_S, reading, reported, writing
 from flywheel.store.schema import SCHEMA_VERSION, VERSION_TABLE, metadata
 
@@ -66,15 +67,15 @@ def ensure_schema(engine: Engine, name: str, *, create: bool = True) -> None:
 def _read_version(connection: Connection) -> str | None:
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
-    version: str | None = connection.execute(_VERSION).scalar()
-    return version
+    version: object = connection.execute(_VERSION).scalar()
+    return version if isinstance(version, str | None) else repr(version)
 
 
 def _check_migratable(version: str | None, name: str) -> None:
     if version is None:
         return
-    if not version.isdecimal():
-        raise StoreError(f"store {name}: schema version {version!r} is not flywheel's; this code has {SCHEMA_VERSION}")
+    if not (version.isascii() and version.isdecimal() and len(version) < 10):
+        raise StoreError(f"store {name}: schema version {show(version)} is not flywheel's; this code has {SCHEMA_VERSION}")
     if int(version) > int(SCHEMA_VERSION):
         raise StoreError(
             f"store {name}: schema version {version} is newer than this code's {SCHEMA_VERSION}; upgrade flywheel"
