@@ -118,10 +118,11 @@ class Strangers:
         yield "import", "s.json", "--as", "x", "--store", "s.db"
 
     def _campaign(self, random: Random) -> Iterator[Sequence[object]]:
-        good = {"sampler": "random", "seed": 3, "until": 0.9, "patience": 2, "prefilter": 2.0, "fix": {}}
+        good = {"sampler": "random", "seed": 3, "until": 0.9, "patience": 2, "predictions": 9, "fix": {}}
         lines = [f"{name} = {json.dumps(value)}\n" for name, value in good.items()]
         if random.random() < 0.5:
-            lines[random.randrange(len(lines))] = f"{random.choice([*good, 'name'])} = {json.dumps(random.choice(ODD))}\n"
+            name, odd = random.choice([*good, "name"]), json.dumps(random.choice(ODD))
+            lines[random.randrange(len(lines))] = f"{name} = {odd}\n"
             Path("c.toml").write_text("".join(lines))
         else:
             Path("c.toml").write_bytes(mutate_bytes("".join(lines).encode(), random))
@@ -144,7 +145,7 @@ class Strangers:
 
     def _foreign(self, random: Random) -> Iterator[Sequence[object]]:
         config = json.dumps(self.schedule["config"])
-        text = f"verdict\tmodel\tgpu\tlatency_us\tschedule\nPASS\tm\tg\t1.5\t{config}\nFAIL\tm\tg\t2\t{config}\n"
+        text = f"correctness\tmodel\tgpu\tlatency_us\tschedule\nPASS\tm\tg\t1.5\t{config}\nFAIL\tm\tg\t2\t{config}\n"
         Path("t.tsv").write_bytes(mutated_table(text, random))
         yield "import", "t.tsv", "--as", "x", *self.work, "--measure", "predict", "--store", "s.db"
 

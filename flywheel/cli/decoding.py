@@ -11,7 +11,7 @@ import click
 
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.options import DEFAULTS, SharedOption
-from flywheel.cli.text import note
+from flywheel.cli.text import complain, note
 from flywheel.errors import ConfigError, UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.store.schedule import Schedule
@@ -150,7 +150,7 @@ def lower_model(
     try:
         return lower(graph, config, workload.target)
     except ConfigError as error:
-        note(f"flywheel: rejected: {error}")
+        complain(f"rejected: {error}")
         raise click.exceptions.Exit(REJECTED) from error
 
 

@@ -19,7 +19,7 @@ from flywheel.cli.options import (
     workload_options,
     write_file,
 )
-from flywheel.cli.text import note, percent, show_document, show_json, size, us
+from flywheel.cli.text import complain, note, percent, show_document, show_json, size, us
 from flywheel.cost_model import Predictor, open_predictor, predict
 from flywheel.errors import ConfigError, UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig, program_to_json
@@ -78,7 +78,7 @@ def lower(
     try:
         program = lower_graph(workload.graph, config, workload.target)
     except ConfigError as error:
-        note(f"flywheel: rejected: {error}")
+        complain(f"rejected: {error}")
         ctx.exit(REJECTED)
     summary = _summary(program, predictor)
     note(

@@ -37,7 +37,8 @@ def search_command(campaign: Campaign) -> str:
     """The command line that runs the campaign as it was first asked for, in a store that does not have it."""
     described = json.loads(campaign.spec)
     known = {field.name: field.default for field in fields(CampaignSpec)}
-    spec = CampaignSpec(**{name: value for name, value in described.items() if name in known})
+    columns = {name: getattr(campaign, name) for name in ("model", "gpu")}
+    spec = CampaignSpec(**columns | {name: value for name, value in described.items() if name in known})
     words = ["flywheel", "search"]
     for name, default in known.items():
         value = getattr(spec, name)

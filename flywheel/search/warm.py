@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.cost_model.machine import BULK_COPY_ARCH
-from flywheel.errors import UnsupportedModelError
+from flywheel.errors import StoreError, UnsupportedModelError
 from flywheel.ir import TARGETS, ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.models.decoder import DTYPES
@@ -157,7 +157,10 @@ def described(starts: Sequence[WarmStart]) -> dict[str, Any]:
 def starts_of(campaign: Campaign) -> list[WarmStart]:
     """What a campaign starts from, nearest first."""
     kept = json.loads(campaign.spec).get(_STARTS, [])
-    return [WarmStart(**{**start, "config": config_from_dict(start["config"])}) for start in kept]
+    try:
+        return [WarmStart(**{**start, "config": config_from_dict(start["config"])}) for start in kept]
+    except (TypeError, KeyError):
+        raise StoreError(f"campaign {campaign.name!r}: spec has {_STARTS} that are none") from None
 
 
 def _start(record: TrialRecord, work: Workload, space: Space, apart: float) -> WarmStart:

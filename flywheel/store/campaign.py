@@ -4,14 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Final
 
+from flywheel.ir.files import parse_json
 from flywheel.ir.show import show
 from flywheel.measure.columns import fault_of
 from flywheel.measure.record import is_json_object
 
 MEASURES: Final = ("predict", "cuda")
 """How a campaign gets its latencies: from a cost model, or from a GPU."""
+
+
+_NONE: Final = type(None)
+_SPEC_TYPES: Final = MappingProxyType(
+    {
+        **dict.fromkeys(("model", "gpu", "dtype", "measure", "sampler", "engine", "predictor"), (str,)),
+        **dict.fromkeys(("context", "batch", "seed", "trials", "jobs", "predictions"), (int,)),
+        **dict.fromkeys(("patience", "workers"), (int, _NONE)),
+        **dict.fromkeys(("time_s", "until", "prefilter"), (int, float, _NONE)),
+        **dict.fromkeys(("ray_address", "machine", "name"), (str, _NONE)),
+        **dict.fromkeys(("seeds", "warm"), (bool,)),
+        **dict.fromkeys(("priors", "starts"), (list,)),
+        "fix": (dict,),
+        "decoder": (dict, _NONE),
+    }
+)
+"""What the names of a campaign's file, and what was found out about it, may hold; others are another version's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +62,11 @@ class Campaign:
         if self.measure not in MEASURES:
             raise ValueError(f"campaign {self.name!r}: measure {self.measure!r} is none of {', '.join(MEASURES)}")
         if not is_json_object(self.spec):
-            raise ValueError(f"campaign {self.name!r}: spec is no JSON object")
+            raise ValueError(f"campaign {show(self.name)}: spec is no JSON object")
+        for name, value in parse_json(self.spec).items():
+            kinds = _SPEC_TYPES.get(name)
+            if kinds is not None and type(value) not in kinds:
+                raise ValueError(f"campaign {show(self.name)}: spec has {name} {show(value)}")
 
     @property
     def work(self) -> str:

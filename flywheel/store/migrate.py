@@ -75,7 +75,8 @@ def _check_migratable(version: str | None, name: str) -> None:
     if version is None:
         return
     if not (version.isascii() and version.isdecimal() and len(version) < 10):
-        raise StoreError(f"store {name}: schema version {show(version)} is not flywheel's; this code has {SCHEMA_VERSION}")
+        told = f"schema version {show(version)} is not flywheel's"
+        raise StoreError(f"store {name}: {told}; this code has {SCHEMA_VERSION}")
     if int(version) > int(SCHEMA_VERSION):
         raise StoreError(
             f"store {name}: schema version {version} is newer than this code's {SCHEMA_VERSION}; upgrade flywheel"

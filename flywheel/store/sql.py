@@ -25,8 +25,10 @@ from sqlalchemy import (
 from sqlalchemy.exc import IntegrityError
 
 from flywheel.errors import StoreError, TrialExistsError
+from flywheel.ir.show import show
 from flywheel.measure.ceiling import Ceiling
-from flywheel.measure.outcome import LASTING_OUTCOMES
+from flywheel.measure.columns import fault_of
+from flywheel.measure.outcome import LASTING_OUTCOMES, OUTCOME_NAMES
 from flywheel.measure.record import COLUMNS, TrialRecord
 from flywheel.store.campaign import Campaign, CampaignSummary
 from flywheel.store.claims import Claims
@@ -105,7 +107,7 @@ class Store:
         """Every campaign, oldest first, with its counts and best latencies."""
         with reading(self._engine, self.name) as connection:
             found = [self._campaign(row) for row in connection.execute(select(campaigns)).mappings()]
-            tallies = _tallies(connection) if found else {}
+            tallies = _tallies(connection, self.name) if found else {}
         found.sort(key=lambda campaign: (campaign.created_at, campaign.name))  # by code point, whatever the database's
         return [_summary(campaign, tallies.get(campaign.name, {})) for campaign in found]
 
@@ -301,8 +303,8 @@ def _imported() -> ColumnElement[int]:
     return case((trials.c.imported_from.is_(None), 0), else_=1)
 
 
-def _tallies(connection: Connection) -> dict[str, dict[str, _Tally]]:
-    """By campaign and outcome."""
+def _tallies(connection: Connection, name: str) -> dict[str, dict[str, _Tally]]:
+    """By campaign and outcome. Raises StoreError for what no row can hold."""
     source, may_be_best = _contenders(())
     query = (
         select(
@@ -320,6 +322,11 @@ def _tallies(connection: Connection) -> dict[str, dict[str, _Tally]]:
     )
     tallies: dict[str, dict[str, _Tally]] = {}
     for campaign, outcome, *numbers in connection.execute(query):
+        if outcome not in OUTCOME_NAMES:
+            raise StoreError(f"store {name}: outcome {show(outcome)} is none of {', '.join(OUTCOME_NAMES)}")
+        for value in numbers[2:]:
+            if (fault := fault_of("latency_us", float, True, value)) is not None:
+                raise StoreError(f"store {name}: the best latency of campaign {show(campaign)} {fault}")
         tallies.setdefault(campaign, {})[outcome] = _Tally(*numbers)
     return tallies
 
