@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 CHILDREN: Final = ("all", "kept", "none")
+_OUTLIVE_S: Final = 120.0
+"""How long a mirror may go on after its search: a server that froze in the middle of a request is not waited for."""
 _NICENESS: Final = 5
 """A mirror beside a search takes what the search leaves."""
 
@@ -97,14 +101,14 @@ def make_follower(store: str, tracking_uri: str | None, campaigns: tuple[str, ..
 
 def tracking_place(store: str, tracking_uri: str | None) -> str:
     """The tracking URI that is meant."""
-    from flywheel.store.mlflow import local_tracking
+    from flywheel.store.tracking import local_tracking
 
     return tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or local_tracking(store)
 
 
 def place(follower: Follower) -> str:
     """Where a follower writes, without a password."""
-    from flywheel.store.mlflow import shown
+    from flywheel.store.tracking import shown
 
     return shown(follower.mirror.uri)
 
@@ -118,9 +122,19 @@ def _follow(follower: Follower, pid: int | None) -> int:
             note(f"flywheel: {trouble}")
 
     runs = _watch(pid)
+    if pid is not None:
+        threading.Thread(target=_expire, args=(runs,), daemon=True).start()
     with Drain(lambda: None) as drain:
         done = follow(follower, lambda: drain.requested or not runs(), tell)
     return 0 if done else FAILED
+
+
+def _expire(runs: Callable[[], bool]) -> None:
+    """End this process some time after the one that it follows, whatever it waits for."""
+    while runs():
+        time.sleep(1.0)
+    time.sleep(_OUTLIVE_S)
+    os._exit(FAILED)
 
 
 def _watch(pid: int | None) -> Callable[[], bool]:

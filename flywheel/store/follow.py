@@ -13,13 +13,14 @@ from flywheel.store.campaign import Campaign
 from flywheel.store.mirror import Views
 from flywheel.store.mlflow import Mirror
 from flywheel.store.sql import open_store
+from flywheel.store.tracking import check_tracking
 
 FOLLOW_S: Final = 2.0
 """Time between two looks at the store; after trouble it doubles, up to MOST_S."""
 MOST_S: Final = 30.0
 FILES_S: Final = 60.0
 """Artifacts of a campaign that grows are written no oftener than this: they cost a lowering."""
-GRACE_S: Final = 20.0
+GRACE_S: Final = 10.0
 """How long a last look that failed is tried again before the rest is left to the next sync."""
 
 _TICK_S: Final = 0.1
@@ -48,6 +49,7 @@ class Follower:
 
         Raises StoreError and MirrorError.
         """
+        check_tracking(self.mirror.uri, self.url)
         with open_store(self.url, create=False) as store:
             summaries = [each for each in store.campaigns() if not self.names or each.campaign.name in self.names]
             written = 0
@@ -86,8 +88,8 @@ def follow(follower: Follower, ended: Callable[[], bool], tell: Callable[[str], 
         until = time.monotonic() + pause
         while time.monotonic() < until and not ended():
             time.sleep(_TICK_S)
-    told = _try(follower, True, told, tell)
     deadline = time.monotonic() + GRACE_S
+    told = _try(follower, True, told, tell)
     while told and time.monotonic() < deadline:
         time.sleep(FOLLOW_S)
         told = _try(follower, True, told, tell)

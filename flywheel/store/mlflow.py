@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -35,7 +34,7 @@ from flywheel.store.mirror import (
     trial_params,
     trial_points,
 )
-from flywheel.store.places import make_store_url
+from flywheel.store.tracking import shown
 
 EXPERIMENT: Final = "flywheel"
 CHILDREN: Final = ("all", "kept", "none")
@@ -45,6 +44,9 @@ _KEY, _TRIAL, _TRIALS, _FILES = "flywheel.key", "flywheel.trial", "flywheel.tria
 _PARENT, _NOTE = "mlflow.parentRunId", "mlflow.note.content"
 _TRAINING: Final = {"mlflow.experimentKind": "custom_model_development"}
 """Has the pages show runs and metrics, not traces of language models."""
+
+MOST: Final = 300
+"""Characters of what MLflow says that a message repeats."""
 
 _PATIENCE: Final = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -60,23 +62,6 @@ def check_installed() -> None:
     """Raises UsageError without the mlflow package."""
     if find_spec("mlflow") is None:
         raise UsageError("mlflow is not installed: pip install 'flywheel[mlflow]'")
-
-
-def local_tracking(store_url: str) -> str:
-    """Tracking URI beside a SQLite store, else in the working directory: a SQLite file, mlflow.db."""
-    where = make_store_url(store_url)
-    local = where.get_backend_name() == "sqlite" and where.database
-    folder = Path(where.database).resolve().parent if local and where.database else Path.cwd()
-    return f"sqlite:///{folder / 'mlflow.db'}"
-
-
-def shown(uri: str) -> str:
-    """A tracking URI without its password."""
-    parts = urlsplit(uri)
-    if "@" not in parts.netloc:
-        return uri
-    user = parts.netloc.rpartition("@")[0].partition(":")[0]
-    return uri.replace(parts.netloc, f"{user}:***@{parts.netloc.rpartition('@')[2]}", 1)
 
 
 class Mirror:
@@ -139,6 +124,8 @@ class Mirror:
                     if client.get_experiment_by_name(EXPERIMENT) is None:
                         raise
                 found = client.get_experiment_by_name(EXPERIMENT)
+            if found is None:
+                raise OSError("keeps no experiment that it is given: is it an MLflow server?")
             self._connected = client, found.experiment_id
         return self._connected
 
@@ -201,6 +188,8 @@ def _campaign_run(client: Any, experiment: str, campaign: Campaign) -> Any:
     if not found:
         client.create_run(experiment, to_ms(campaign.created_at), {_KEY: campaign_key(campaign)}, campaign.name[:250])
         found = list(client.search_runs([experiment], query))
+    if not found:
+        raise OSError("keeps no run that it is given: is it an MLflow server?")
     return _settle(client, found)
 
 
@@ -298,7 +287,8 @@ def _reported(uri: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError, CommandError, OSError) as error:
-        raise MirrorError(f"MLflow {shown(uri)}: {_fact(error).replace(uri, shown(uri))}") from error
+        said = _fact(error).replace(uri, shown(uri))
+        raise MirrorError(f"MLflow {shown(uri)}: {said if len(said) <= MOST else said[:MOST] + '...'}") from error
 
 
 def _fact(error: Exception) -> str:

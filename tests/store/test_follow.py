@@ -21,6 +21,8 @@ VIEWS = Views(lambda *_: {}, lambda *_: {})
 class Recorder:
     """A mirror that notes what it is asked for, and fails while `down` says so."""
 
+    uri = "http://127.0.0.1:1"
+
     def __init__(self) -> None:
         self.synced: list[tuple[str, int, bool, bool]] = []
         self.down: str | None = None

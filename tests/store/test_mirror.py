@@ -18,7 +18,7 @@ from flywheel.store.mirror import (
     code_span,
     trial_points,
 )
-from flywheel.store.mlflow import shown
+from flywheel.store.tracking import shown
 
 Records = Callable[..., TrialRecord]
 Campaigns = Callable[..., Campaign]

@@ -17,7 +17,8 @@ from flywheel.errors import MirrorError, UsageError
 from flywheel.measure.record import TrialRecord
 from flywheel.store.campaign import Campaign
 from flywheel.store.mirror import Views
-from flywheel.store.mlflow import EXPERIMENT, Mirror, local_tracking
+from flywheel.store.mlflow import EXPERIMENT, Mirror
+from flywheel.store.tracking import local_tracking
 
 Records = Callable[..., TrialRecord]
 Campaigns = Callable[..., Campaign]

@@ -1,0 +1,100 @@
+"""Where a mirror is: tracking URIs, what of them is shown, and what can be said before MLflow is asked.
+
+MLflow itself waits for a database for minutes, and a URI may hold a password.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from sqlalchemy import URL, NullPool, create_engine, make_url
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+
+from flywheel.errors import MirrorError, UsageError
+from flywheel.store.places import file_of, make_store_url
+
+CONNECT_S: Final = 10
+"""Wall seconds that a tracking database may take to answer."""
+
+_PARTS: Final = re.compile(r"([a-z][a-z0-9+.-]*:/*)?(.*@)?([^?#]*)", re.IGNORECASE | re.DOTALL)
+_PATIENT: Final = ("postgresql", "mysql", "mariadb")
+"""Databases whose drivers take `connect_timeout`."""
+
+
+def local_tracking(store_url: str) -> str:
+    """Tracking URI beside a SQLite store, else in the working directory: a SQLite file, mlflow.db."""
+    file = file_of(make_store_url(store_url)) if make_store_url(store_url).get_backend_name() == "sqlite" else None
+    folder = Path.cwd() if file is None else file.resolve().parent
+    return f"sqlite:///{folder / 'mlflow.db'}"
+
+
+def shown(uri: str) -> str:
+    """A tracking URI without its password and its parameters, also where it is malformed."""
+    found = _PARTS.match(uri)
+    assert found is not None  # every part may be empty
+    scheme, secret, rest = found.groups()
+    if secret is None:
+        return f"{scheme or ''}{rest}"
+    return f"{scheme or ''}{secret.partition(':')[0] if ':' in secret else ''}:***@{rest}"
+
+
+def check_tracking(uri: str, store_url: str) -> None:
+    """Raises UsageError for a URI that is none, whose driver is not installed, or that is the store itself, MirrorError
+    for a database that does not answer within CONNECT_S."""
+    if re.match("https?:", uri, re.IGNORECASE):
+        _check_server(uri)
+    elif "://" in uri:
+        _check_database(uri, make_store_url(store_url))
+
+
+def _check_server(uri: str) -> None:
+    try:
+        parts = urlsplit(uri)
+        fine = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        fine = False
+    if not fine:
+        raise UsageError("MLflow: the tracking URI is not a URL of a server")
+
+
+def _check_database(uri: str, store: URL) -> None:
+    try:
+        url = make_url(uri)
+        driver = url.get_dialect()
+    except (ArgumentError, ValueError):
+        raise UsageError("MLflow: the tracking URI is not a database URL") from None
+    except NoSuchModuleError:
+        return  # no database: MLflow has schemes of its own
+    if _is_same(url, store):
+        raise UsageError(f"MLflow {shown(uri)}: is the store, and MLflow's tables want a database of their own")
+    kind = url.get_backend_name()
+    try:
+        driver.import_dbapi()
+        engine = create_engine(
+            url, poolclass=NullPool, connect_args={"connect_timeout": CONNECT_S} if kind in _PATIENT else {}
+        )
+    except ImportError as error:
+        raise UsageError(f"MLflow {shown(uri)}: its driver {error.name or kind} is not installed") from None
+    if kind not in _PATIENT:
+        return
+    try:
+        engine.connect().close()
+    except SQLAlchemyError as error:
+        said = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
+        raise MirrorError(f"MLflow {shown(uri)}: does not answer: {said}") from None
+
+
+def _is_same(url: URL, store: URL) -> bool:
+    if url.get_backend_name() != store.get_backend_name():
+        return False
+    if store.get_backend_name() == "sqlite":
+        ours, theirs = file_of(store), file_of(url)
+        return ours is not None and theirs is not None and ours.resolve() == theirs.resolve()
+    return _server_of(url) == _server_of(store)
+
+
+def _server_of(url: URL) -> tuple[object, ...]:
+    return (url.host or url.query.get("host"), url.port or 5432, url.database)
