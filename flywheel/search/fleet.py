@@ -31,6 +31,8 @@ DEATHS: Final = 2
 
 STARTS: Final = 5
 """Starts of a host, one after the other, that may end in its death before it is given up."""
+PAUSE_S: Final = 0.1
+"""Wall seconds before the second start of a host, and half of those before the third."""
 START_AGAIN_S: Final = 120.0
 """Wall seconds after which a death in a start is not tried again: one that takes so long is no accident."""
 
@@ -241,12 +243,15 @@ class Fleet:
     def _start_host(self, host: Host) -> Environment:
         """Start a host, again where it dies meanwhile. Raises the last death, and what else stops it."""
         begun = monotonic()
-        for _ in range(STARTS - 1):
+        for attempt in range(STARTS - 1):
             try:
                 return host.start()
             except WorkerDiedError:
-                if self._closing or monotonic() - begun > START_AGAIN_S:
+                if monotonic() - begun > START_AGAIN_S:
                     raise
+                with self._changed:  # what a process starts from may be about to end, too
+                    if self._changed.wait_for(lambda: self._closing, PAUSE_S * 2**attempt):
+                        raise
         return host.start()
 
     def _check_alike(self, post: _Post, environment: Environment) -> None:

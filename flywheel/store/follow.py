@@ -20,7 +20,7 @@ FOLLOW_S: Final = 2.0
 MOST_S: Final = 30.0
 FILES_S: Final = 60.0
 """Artifacts of a campaign that grows are written no oftener than this: they cost a lowering."""
-GRACE_S: Final = 10.0
+GRACE_S: Final = 5.0
 """How long a last look that failed is tried again before the rest is left to the next sync."""
 
 _TICK_S: Final = 0.1
@@ -88,8 +88,8 @@ def follow(follower: Follower, ended: Callable[[], bool], tell: Callable[[str], 
         until = time.monotonic() + pause
         while time.monotonic() < until and not ended():
             time.sleep(_TICK_S)
-    deadline = time.monotonic() + GRACE_S
     told = _try(follower, True, told, tell)
+    deadline = time.monotonic() + GRACE_S
     while told and time.monotonic() < deadline:
         time.sleep(FOLLOW_S)
         told = _try(follower, True, told, tell)

@@ -16,7 +16,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from flywheel.errors import MirrorError, UsageError
 from flywheel.store.places import file_of, make_store_url
 
-CONNECT_S: Final = 10
+CONNECT_S: Final = 5
 """Wall seconds that a tracking database may take to answer."""
 
 _PARTS: Final = re.compile(r"([a-z][a-z0-9+.-]*:/*)?(.*@)?([^?#]*)", re.IGNORECASE | re.DOTALL)

@@ -1,0 +1,304 @@
+"""Let everything fail under searches: `python experiments/faults.py [--short]`, which needs PostgreSQL's server.
+
+Each line is one kind of fault on one kind of store: coordinators and their processes killed at random moments, started
+or not; a server frozen, stopped, its database dropped; a disk that is full; two coordinators of one campaign, of each
+sampler. Searches are commands, as people start them. After each fault the rows are compared with what the searches
+reported on stdout (`--jsonl`): none may be gone, changed or there twice, and numbers have no gap. A search that its
+store failed must have ended with code 5 and one line within LIMIT_S, and the same command must go on.
+Exits with 1 where anything is lost, repeated, too slow, or no single line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "tests"), str(ROOT / "experiments")]
+
+from crash_resume import CONTEXT, GPU, MODEL, grid, rows_of  # noqa: E402
+from postgres_server import MISSING, Server, find_binaries  # noqa: E402
+
+LIMIT_S = 45.0
+"""Longest time from a store's fault to the end of the searches that it fails."""
+HANG_S = 300.0
+SAMPLERS = ("grid", "descent", "local", "tpe", "gp", "cmaes", "random")
+EXACT = ("grid", "descent", "local")
+"""Samplers that try nothing twice."""
+START_S = 4.0
+"""About what a search takes to its first trials here: half of the kills are to fall into it."""
+DISK_KIB = 320
+
+
+@dataclass(slots=True)
+class Line:
+    """One line of the table, and what is wrong with it."""
+
+    fault: str
+    store: str
+    sampler: str
+    faults: int = 0
+    ended_s: float = 0.0
+    shares: list[int] = field(default_factory=list)
+    rows: int = 0
+    lost: int = 0
+    repeated: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    def show(self) -> None:
+        """Print it."""
+        shares = "/".join(map(str, self.shares))
+        print(
+            f"{self.fault:<13}{self.store:<12}{self.sampler:<9}{self.faults:>7}{self.ended_s:>9.1f}{shares:>14}"
+            f"{self.rows:>6}{self.lost:>6}{self.repeated:>10}  {'; '.join(self.wrong) or 'ok'}",
+            flush=True,
+        )
+
+
+class Search:
+    """One search as a command."""
+
+    def __init__(self, words: Sequence[str], folder: Path, wrapper: Sequence[str] = ()) -> None:
+        self._folder = folder
+        self._out = tempfile.NamedTemporaryFile("w+", dir=folder)  # noqa: SIM115  as long as this object
+        self._err = tempfile.NamedTemporaryFile("w+", dir=folder)  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [*wrapper, sys.executable, "-m", "flywheel", "search", *words, "--jsonl"],
+            stdout=self._out, stderr=self._err, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+
+    def reported(self) -> list[dict[str, Any]]:
+        """The trials that it has said to be in the store; a line that was cut is none."""
+        lines = Path(self._out.name).read_text(encoding="utf-8").split("\n")[:-1]
+        return [event for event in map(json.loads, lines) if event["event"] == "trial"]
+
+    def processes(self) -> list[int]:
+        """The command's process and all below it."""
+        listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+        parents = {int(child): int(parent) for child, parent in map(str.split, listed.splitlines())}
+        found = [self.process.pid]
+        for process in found:
+            found += [child for child, parent in parents.items() if parent == process]
+        return found
+
+    def wait(self) -> int | None:
+        """The exit code; None of a search that hangs, which is killed."""
+        try:
+            return self.process.wait(HANG_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            return None
+
+    def complaints(self) -> list[str]:
+        """What it says on stderr beside its progress."""
+        lines = Path(self._err.name).read_text(encoding="utf-8").splitlines()
+        return [line for line in lines if line and not line.startswith(("trial ", "Latencies ", str(self._folder)))]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where stores are made: `url()` of a new, empty one; `server` is None for files."""
+
+    kind: str
+    url: Callable[[], str]
+    server: Server | None
+
+
+class Lab:
+    """A model of one small layer, and searches of it."""
+
+    def __init__(self, folder: Path, trials: int) -> None:
+        self.folder, self.trials = folder, trials
+        model = folder / "small.json"
+        model.write_text(json.dumps(MODEL))
+        self._pins, self._grid = grid(str(model), trials)
+        self._work = ["--model", str(model), "--gpu", GPU, "--context", str(CONTEXT), "--measure", "predict", "--cold"]
+
+    def wanted(self, sampler: str) -> int:
+        """Trials of a whole campaign."""
+        return self._grid if sampler == "grid" else self.trials
+
+    def search(self, url: str, sampler: str, jobs: int, wrapper: Sequence[str] = (), trials: int = 0) -> Search:
+        """A search of campaign `c`."""
+        pins = [word for name, value in self._pins.items() for word in ("--fix", f"{name}={value}")]
+        words = [*self._work, *(pins if sampler == "grid" else ()), "--sampler", sampler, "--jobs", str(jobs)]
+        wanted = trials or self.wanted(sampler)
+        return Search([*words, "--trials", str(wanted), "--name", "c", "--store", url], self.folder, wrapper)
+
+
+def check_rows(line: Line, url: str, said: list[dict[str, Any]], whole: int | None) -> None:
+    """Count what was reported and is not there, and what is there twice; `whole` rows are expected where given."""
+    rows = rows_of(url, "c")
+    known = {(row.trial, row.config_id, row.outcome) for row in rows}
+    line.rows = len(rows)
+    line.lost += sum((each["trial"], each["config_id"], each["outcome"]) not in known for each in said)
+    line.lost += sum(row.trial != number for number, row in enumerate(rows))
+    if line.sampler in EXACT:
+        line.repeated += len(rows) - len({row.config_id for row in rows})
+    if whole is not None and len(rows) != whole:
+        line.wrong.append(f"{len(rows)} rows, not {whole}")
+    if line.lost or line.repeated:
+        line.wrong.append("rows lost or repeated")
+
+
+def check_end(line: Line, search: Search, codes: Sequence[int], complaints: int) -> None:
+    """A search ended with one of the codes, and so many lines on stderr."""
+    code, said = search.wait(), search.complaints()
+    if code is None:
+        line.wrong.append("a search hangs")
+    elif code not in codes:
+        line.wrong.append(f"exit code {code}: {' '.join(said)[-200:]}")
+    elif len(said) > complaints or any("internal error" in each for each in said):
+        line.wrong.append(f"said {' | '.join(said)[-300:]}")
+
+
+def kill_at_random(lab: Lab, place: Place, sampler: str, kills: int, seed: int) -> Line:
+    """Kill -9 one process of a search after another, whichever, whenever, so many times; then let it finish."""
+    line, chance, url = Line("kill -9", place.kind, sampler), random.Random(seed), place.url()
+    said: list[dict[str, Any]] = []
+    endless = 0 if sampler == "grid" else 100_000
+    search = lab.search(url, sampler, 2, trials=endless)
+    while line.faults < kills:
+        sleep(chance.uniform(0.0, START_S))
+        if search.process.poll() is None:
+            victims = search.processes()
+            os.kill(victims[0] if chance.random() < 0.4 else chance.choice(victims), signal.SIGKILL)
+            line.faults += 1
+            sleep(0.1)
+        code = search.process.poll()
+        if code not in (None, -signal.SIGKILL):
+            line.wrong.append(f"exit code {code} after {line.faults} kills: {' '.join(search.complaints())[-200:]}")
+            break
+        if code is not None:
+            said += search.reported()
+            search = lab.search(url, sampler, 2, trials=endless)
+    if endless and not line.wrong:
+        while not search.reported() and search.process.poll() is None:  # an interpreter that starts has no handlers
+            sleep(0.05)
+        search.process.send_signal(signal.SIGINT)
+        check_end(line, search, (130,), complaints=2)
+        said += search.reported()
+        search = lab.search(url, sampler, 2, trials=len(rows_of(url, "c")) + 5)
+    check_end(line, search, (0,), complaints=1)
+    check_rows(line, url, said + search.reported(), None if endless else lab.wanted(sampler))
+    return line
+
+
+def share(lab: Lab, place: Place, sampler: str) -> Line:
+    """Two coordinators of one campaign."""
+    line, url = Line("shared", place.kind, sampler), place.url()
+    searches = [lab.search(url, sampler, jobs=1) for _ in range(2)]
+    for search in searches:
+        check_end(line, search, (0,), complaints=1)
+    line.shares = [len(search.reported()) for search in searches]
+    if min(line.shares) < sum(line.shares) // 10:
+        line.wrong.append("one starves")
+    check_rows(line, url, [each for search in searches for each in search.reported()], lab.wanted(sampler))
+    return line
+
+
+def fail_store(
+    lab: Lab, place: Place, fault: str, break_it: Callable[[str], None], mend: Callable[[str], None]
+) -> Line:
+    """Break a store under two coordinators, and go on when it is back."""
+    line, url = Line(fault, place.kind, "descent", faults=1), place.url()
+    searches = [lab.search(url, "descent", jobs, trials=100_000) for jobs in (1, 2)]
+    deadline = monotonic() + HANG_S
+    while not all(search.reported() for search in searches) and monotonic() < deadline:
+        sleep(0.1)
+    break_it(url)
+    start = monotonic()
+    for search in searches:
+        check_end(line, search, (5,), complaints=1)
+    line.ended_s = monotonic() - start
+    if line.ended_s > LIMIT_S:
+        line.wrong.append(f"took longer than {LIMIT_S:g} s")
+    mend(url)
+    said = [each for search in searches for each in search.reported()]
+    line.shares = [len(search.reported()) for search in searches]
+    if fault != "dropped":
+        again = lab.search(url, "descent", 1, trials=len(rows_of(url, "c")) + 3)
+        check_end(line, again, (0,), complaints=1)
+        check_rows(line, url, said + again.reported(), None)
+    return line
+
+
+def fill_disk(lab: Lab, place: Place) -> Line:
+    """No file of the store can grow beyond some size: of a search's own files, or of the server's."""
+    line, url = Line("disk full", place.kind, "descent", faults=1), place.url()
+    with place.server.files_up_to(DISK_KIB * 1024) if place.server is not None else _nothing():
+        limit = ["sh", "-c", f'ulimit -f {2 * DISK_KIB} && exec "$@"', "sh"] if place.server is None else ()
+        search = lab.search(url, "descent", 1, limit, trials=100_000)
+        start = monotonic()
+        check_end(line, search, (1, 5) if place.server is None else (5,), complaints=1)
+        line.ended_s = monotonic() - start
+    again = lab.search(url, "descent", 1, trials=len(rows_of(url, "c")) + 3)
+    check_end(line, again, (0,), complaints=1)
+    check_rows(line, url, search.reported() + again.reported(), None)
+    return line
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def lines(lab: Lab, places: Sequence[Place], kills: int, short: bool) -> Iterator[Line]:
+    """Every line of the table."""
+    for place in places:
+        for number, sampler in enumerate(("descent",) if short else ("descent", "grid", "tpe")):
+            yield kill_at_random(lab, place, sampler, kills, seed=number)
+        for sampler in ("grid",) if short else SAMPLERS:
+            yield share(lab, place, sampler)
+        if not short:
+            yield fill_disk(lab, place)
+        server = place.server
+        if server is None:
+            continue
+        yield fail_store(lab, place, "stopped", lambda _, it=server: it.stop(), lambda _, it=server: it.start())
+        if not short:
+            yield fail_store(lab, place, "frozen", lambda _, it=server: it.freeze(), lambda _, it=server: it.thaw())
+            yield fail_store(lab, place, "dropped", server.drop_database, lambda _: None)
+
+
+def main() -> int:
+    """Print the table; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=25, help="of each line of kill -9  [default: 25]")
+    parser.add_argument("--trials", type=int, default=120, help="of a campaign, a grid a little more  [default: 120]")
+    parser.add_argument("--short", action="store_true", help="a line of each kind that takes seconds")
+    arguments = parser.parse_args()
+    binaries = find_binaries()
+    if binaries is None:
+        sys.exit(MISSING)
+    # Of killed processes' semaphores, which Python itself sweeps up.
+    os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
+    print("llama of one layer, predicted; each search a command; ended: seconds from the fault to the end of all")
+    head = f"{'fault':<13}{'store':<12}{'sampler':<9}{'faults':>7}{'ended, s':>9}{'rows by each':>14}"
+    print(f"{head}{'rows':>6}{'lost':>6}{'repeated':>10}", flush=True)
+    fine = True
+    with tempfile.TemporaryDirectory() as name, Server(binaries) as server:
+        folder = Path(name)
+        files = (f"sqlite:///{folder}/{number}.db" for number in range(1000))
+        places = [Place("sqlite", lambda: next(files), None), Place("postgresql", server.create_database, server)]
+        for line in lines(Lab(folder, arguments.trials), places, arguments.kills, arguments.short):
+            line.show()
+            fine = fine and not line.wrong
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
