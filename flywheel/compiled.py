@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba
 
@@ -16,3 +16,20 @@ def compiled(function: Function) -> Function:
         return cast(Function, numba.njit(cache=True)(function))
     except RuntimeError:  # neither the function's folder nor the user's cache can be written to
         return cast(Function, numba.njit(function))
+
+
+def bare(*, inline: bool = False) -> Callable[[Function], Function]:
+    """As `compiled`, for what computes in arrays that it is given and makes none: it counts no references.
+
+    `inline` puts the code where it is called.
+    """
+
+    def wrapped(function: Function) -> Function:
+        options: dict[str, Any] = {"_nrt": False, "inline": "always" if inline else "never"}
+        njit = cast(Any, numba.njit)
+        try:
+            return cast(Function, njit(cache=True, **options)(function))
+        except RuntimeError:  # as above
+            return cast(Function, njit(**options)(function))
+
+    return wrapped

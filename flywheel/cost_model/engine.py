@@ -25,11 +25,22 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.cost_model.events import CONSTANTS, COUNTER, GATE, LINK, MAX_EVENTS, NOBODY, SM, STATE, TASK, Records, run
+from flywheel.cost_model.agenda import Floats, Ints, empty_agenda
+from flywheel.cost_model.events import (
+    CONSTANTS,
+    COUNTER,
+    GATE,
+    LINK,
+    MAX_EVENTS,
+    NOBODY,
+    SM,
+    STATE,
+    TASK,
+    Engine,
+    Records,
+    run,
+)
 from flywheel.errors import InvalidProgramError
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +115,9 @@ def simulate(queues: Queues, rates: Rates) -> Trace:
     for name in CONSTANTS:
         state[name] = getattr(rates, name)
     state["slowest_us"] = 1 / rate_of[-1]
-    run(state, tasks, sms, gates, _counters(queues), links, np.asarray(queues.gates, np.int64), rate_of)
+    n_timers = 2 * len(sms) + len(gates) + 1
+    run(Engine(state, tasks, sms, gates, _counters(queues), links, np.asarray(queues.gates, np.int64), rate_of,
+               empty_agenda(len(sms), n_timers), np.zeros(n_timers, np.int64)))  # fmt: skip
     if state["events"][0] >= MAX_EVENTS:
         raise InvalidProgramError(f"prediction: not done after {MAX_EVENTS:,} events, at {state['now'][0]:.3g} us")
     stuck = sms["head"][sms["head"] < sms["stop"]]

@@ -6,13 +6,12 @@ the same bits everywhere.
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from flywheel.compiled import compiled
+from flywheel.compiled import bare
+from flywheel.cost_model.agenda import NEVER, Agenda, Floats, Ints, arrive_at, arrives, set_timer, take_timer
 
 HALF_BYTE: Final = 0.5
 """Positions in a stream are floats that stand for whole bytes."""
@@ -22,9 +21,6 @@ ASKS_AGAIN: Final = 0.2
 
 MAX_EVENTS: Final = 5_000_000
 """Events after which a run is given up: the largest schedules have some 300,000 of them."""
-
-NEVER: Final = -1.0
-"""A volume at which no loader arrives."""
 
 NOBODY: Final = -1
 """In place of the number of an SM or a gate."""
@@ -61,19 +57,18 @@ LINK = np.dtype([("gate", "i8"), ("needs", "i8")])
 
 STATE = np.dtype(
     [(name, "f8") for name in ("now", "volume", "rate", "host", "slowest_us", *CONSTANTS)]
-    + [(name, "i8") for name in ("n_active", "timed", "events")]
+    + [(name, "i8") for name in ("n_active", "events")]
 )  # fmt: skip
-"""The clock, the memory, the host and the constants; `timed` counts the timers that were set, `events` what
-happened."""
+"""The clock, the memory, the host and the constants; `events` counts what happened."""
 
 
 class Engine(NamedTuple):
     """All that a run reads and changes.
 
-    A timer is (time, its number, who is due): an SM whose task ends, the number of SMs and an SM that has its answer,
-    ~gate, or ~ the number of gates to ask the host. Of one time, they are due in the order in which they were set. An
-    arrival is (volume, SM): a loader comes to the end of the running task's bytes, or to its limit; it counts while the
-    SM's `due` equals it. Both are heaps.
+    A timer is for an SM whose task ends, the number of SMs and an SM that has its answer, ~gate, or ~ the number of
+    gates to ask the host: no more than two an SM, one a gate and one more at once. An SM arrives at the volume at which
+    its loader comes to the end of the running task's bytes, or to its limit. `due` has room for all who are due at
+    once.
     """
 
     state: Records
@@ -82,21 +77,14 @@ class Engine(NamedTuple):
     gates: Records
     counters: Records
     links: Records
-    awaited: npt.NDArray[np.int64]
-    rate_of: npt.NDArray[np.float64]
+    awaited: Ints
+    rate_of: Floats
     """Bytes per us of each loader, by the number that are active."""
-    timers: list[tuple[float, int, int]]
-    arrivals: list[tuple[float, int]]
+    agenda: Agenda
+    due: Ints
 
 
-@compiled
-def _at(engine: Engine, time: float, who: int) -> None:
-    state = engine.state[0]
-    heappush(engine.timers, (time, state.timed, who))
-    state.timed += 1
-
-
-@compiled
+@bare(inline=True)
 def _activate(engine: Engine, sm: Records, have: float) -> None:
     """The loader of `sm`, stopped at `have` bytes, goes on."""
     state = engine.state[0]
@@ -107,7 +95,7 @@ def _activate(engine: Engine, sm: Records, have: float) -> None:
     sm.base = have - state.volume - late
 
 
-@compiled
+@bare(inline=True)
 def _next_arrival(sm: Records, at: float) -> float:
     """The loader of `sm` arrives when it has moved `at` bytes of its stream; the volume then, for the caller to
     queue."""
@@ -115,7 +103,7 @@ def _next_arrival(sm: Records, at: float) -> float:
     return float(sm.due)
 
 
-@compiled
+@bare(inline=True)
 def _start(engine: Engine, number: int, time: float) -> float:
     """The next task of an SM starts at `time`; its loader's next arrival, or NEVER."""
     state, sm = engine.state[0], engine.sms[number]
@@ -129,21 +117,21 @@ def _start(engine: Engine, number: int, time: float) -> float:
     streaming = sm.active
     if not streaming:
         if task.limit <= have:
-            _at(engine, done, number)
+            set_timer(engine.agenda, done, number)
             return NEVER
         _activate(engine, sm, have - HALF_BYTE)
     missing = task.stream_end - sm.base - state.volume
     # Where even the slowest memory brings the bytes before the work is done, there is no need to look again.
     in_time = state.now + missing * state.slowest_us + task.tail <= done
     if missing < HALF_BYTE or task.stream_end < have or in_time:
-        _at(engine, done, number)
+        set_timer(engine.agenda, done, number)
         return NEVER if streaming else _next_arrival(sm, task.limit)
     sm.waiting = True
     sm.done = done
     return _next_arrival(sm, task.stream_end)
 
 
-@compiled
+@bare(inline=True)
 def _allow(engine: Engine, sm: Records, limit: float) -> float:
     """The loader of `sm`, whose next task waits, may go on to `limit` if that is further than before."""
     if limit <= sm.limit:
@@ -156,7 +144,7 @@ def _allow(engine: Engine, sm: Records, limit: float) -> float:
     return _next_arrival(sm, limit)
 
 
-@compiled
+@bare(inline=True)
 def _closed_gate(engine: Engine, task: Records) -> int:
     """The first gate of a task that is not open, or NOBODY."""
     for place in range(task.first_gate, task.last_gate):
@@ -165,7 +153,7 @@ def _closed_gate(engine: Engine, task: Records) -> int:
     return NOBODY
 
 
-@compiled
+@bare(inline=True)
 def _wait(engine: Engine, number: int, gate: Records) -> None:
     """An SM waits at a gate, behind those that do already."""
     if gate.first == NOBODY:
@@ -176,7 +164,7 @@ def _wait(engine: Engine, number: int, gate: Records) -> None:
     engine.sms[number].next = NOBODY
 
 
-@compiled
+@bare(inline=True)
 def _reach(engine: Engine, number: int, time: float) -> float:
     """An SM comes to its next task: start it, or fall asleep at the first gate that is not open."""
     sm = engine.sms[number]
@@ -187,7 +175,7 @@ def _reach(engine: Engine, number: int, time: float) -> float:
     if closed != NOBODY:
         _wait(engine, number, engine.gates[closed])
     elif sm.busy > time:
-        _at(engine, sm.busy, len(engine.sms) + number)
+        set_timer(engine.agenda, sm.busy, len(engine.sms) + number)
     else:
         return _start(engine, number, time + max(task.ahead, engine.state[0].poll_us))
     sm.since = time
@@ -195,7 +183,7 @@ def _reach(engine: Engine, number: int, time: float) -> float:
     return _allow(engine, sm, task.early)
 
 
-@compiled
+@bare()
 def _finish(engine: Engine, number: int, time: float) -> float:
     """The running task of an SM ends at `time`: signal, then go to the next."""
     state, sm = engine.state[0], engine.sms[number]
@@ -207,7 +195,7 @@ def _finish(engine: Engine, number: int, time: float) -> float:
     if counter.left == 0:
         gate = engine.links[counter.link].gate
         crowd = state.crowd_us * state.rate * state.n_active / state.total
-        _at(engine, counter.latest + engine.gates[gate].visible + crowd, ~gate)
+        set_timer(engine.agenda, counter.latest + engine.gates[gate].visible + crowd, ~gate)
         counter.link += 1
         if counter.link < counter.end:
             counter.left = engine.links[counter.link].needs
@@ -218,7 +206,7 @@ def _finish(engine: Engine, number: int, time: float) -> float:
     return _reach(engine, number, time)
 
 
-@compiled
+@bare(inline=True)
 def _arrive(engine: Engine, number: int) -> float:
     """The loader of an SM is at the end of the running task's bytes, or at what was its limit."""
     state, sm = engine.state[0], engine.sms[number]
@@ -230,7 +218,7 @@ def _arrive(engine: Engine, number: int) -> float:
             if again != NEVER:
                 return again
         else:
-            _at(engine, sm.done, number)
+            set_timer(engine.agenda, sm.done, number)
     if sm.limit > state.volume + sm.base + HALF_BYTE:
         return _next_arrival(sm, sm.limit)
     sm.active = False
@@ -241,7 +229,7 @@ def _arrive(engine: Engine, number: int) -> float:
     return NEVER
 
 
-@compiled
+@bare()
 def _wake(engine: Engine, number: int, time: float) -> None:
     """An SM, which sleeps, sees what is open: it goes on, or to the next closed gate."""
     state, sm = engine.state[0], engine.sms[number]
@@ -258,10 +246,10 @@ def _wake(engine: Engine, number: int, time: float) -> None:
     else:  # its turn comes after `time`: the last chunk before is still being consumed
         again = _start(engine, number, sm.since + max(task.ahead, state.poll_us))
     if again != NEVER:
-        heappush(engine.arrivals, (again, number))
+        arrive_at(engine.agenda, number, again)
 
 
-@compiled
+@bare()
 def _release(engine: Engine, gate: Records, time: float) -> None:
     """A gate opens: everybody who sleeps there goes on, who has asked the host when that has answered."""
     gate.open = True
@@ -270,13 +258,13 @@ def _release(engine: Engine, gate: Records, time: float) -> None:
         sm = engine.sms[number]
         behind = sm.next
         if sm.busy > time:
-            _at(engine, sm.busy, len(engine.sms) + number)
+            set_timer(engine.agenda, sm.busy, len(engine.sms) + number)
         else:
             _wake(engine, number, time)
         number = behind
 
 
-@compiled
+@bare()
 def _ask(engine: Engine, time: float) -> None:
     """Whoever has polled a counter for long asks the host."""
     state = engine.state[0]
@@ -292,16 +280,16 @@ def _ask(engine: Engine, time: float) -> None:
                 state.host = max(state.host, time) + state.ask_us
                 sm.busy = state.host
                 break
-    if len(engine.timers) or len(engine.arrivals):
-        _at(engine, time + state.patience_us * ASKS_AGAIN, ~len(engine.gates))
+    if engine.agenda.sizes[0] or arrives(engine.agenda):
+        set_timer(engine.agenda, time + state.patience_us * ASKS_AGAIN, ~len(engine.gates))
 
 
-@compiled
+@bare()
 def _begin(engine: Engine) -> None:
     """Loaders start at once, and so do the tasks that await nothing."""
     state = engine.state[0]
     if state.ask_us:
-        _at(engine, state.patience_us, ~len(engine.gates))
+        set_timer(engine.agenda, state.patience_us, ~len(engine.gates))
     for number in range(len(engine.sms)):
         sm = engine.sms[number]
         if sm.head == sm.stop:
@@ -311,13 +299,13 @@ def _begin(engine: Engine) -> None:
             sm.limit = limit
             sm.due = limit
             _activate(engine, sm, 0.0)
-            heappush(engine.arrivals, (limit, number))
+            arrive_at(engine.agenda, number, limit)
         again = _reach(engine, number, 0.0)
         if again != NEVER:
-            heappush(engine.arrivals, (again, number))
+            arrive_at(engine.agenda, number, again)
 
 
-@compiled
+@bare(inline=True)
 def _due(engine: Engine, who: int, time: float) -> None:
     """What a timer was set for."""
     if who >= len(engine.sms):
@@ -325,53 +313,37 @@ def _due(engine: Engine, who: int, time: float) -> None:
     elif who >= 0:
         again = _finish(engine, who, time)
         if again != NEVER:
-            heappush(engine.arrivals, (again, who))
+            arrive_at(engine.agenda, who, again)
     elif ~who < len(engine.gates):
         _release(engine, engine.gates[~who], time)
     else:
         _ask(engine, time)
 
 
-@compiled
-def run(
-    state: Records,
-    tasks: Records,
-    sms: Records,
-    gates: Records,
-    counters: Records,
-    links: Records,
-    awaited: npt.NDArray[np.int64],
-    rate_of: npt.NDArray[np.float64],
-) -> None:
+@bare()
+def run(engine: Engine) -> None:
     """From event to event, until none is left or there were MAX_EVENTS."""
-    timers, arrivals, due = [(0.0, 0, 0)], [(0.0, 0)], [0]  # numba takes the types of lists from what they hold
-    timers.clear()
-    arrivals.clear()
-    engine = Engine(state, tasks, sms, gates, counters, links, awaited, rate_of, timers, arrivals)
-    clock = state[0]
+    clock, agenda = engine.state[0], engine.agenda
     _begin(engine)
     while clock.events < MAX_EVENTS:
         clock.events += 1
-        while arrivals and arrivals[0][0] != sms[arrivals[0][1]].due:
-            heappop(arrivals)
-        if arrivals:
-            volume, number = arrivals[0]
+        if arrives(agenda):
+            number = agenda.firsts[1]
+            volume = agenda.volumes[number]
             now = clock.now + (volume - clock.volume) / clock.rate
-            if not timers or now <= timers[0][0]:
+            if not agenda.sizes[0] or now <= agenda.times[0]:
                 clock.now = now
                 clock.volume = volume
-                heappop(arrivals)
-                again = _arrive(engine, number)
-                if again != NEVER:
-                    heappush(arrivals, (again, number))
+                arrive_at(agenda, number, _arrive(engine, number))
                 continue
-        elif not timers:
+        elif not agenda.sizes[0]:
             return
-        now = timers[0][0]
+        now = agenda.times[0]
         clock.volume += (now - clock.now) * clock.rate
         clock.now = now
-        due.clear()
-        while timers and timers[0][0] == now:
-            due.append(heappop(timers)[2])
-        for who in due:
-            _due(engine, who, now)
+        count = 0
+        while agenda.sizes[0] and agenda.times[0] == now:
+            engine.due[count] = take_timer(agenda)
+            count += 1
+        for place in range(count):
+            _due(engine, engine.due[place], now)
