@@ -7,12 +7,14 @@ from math import prod
 from typing import Any
 
 from flywheel.ir.dtype import BufferKind
+from flywheel.ir.layers import Layers
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
-from flywheel.ir.repeating import local_layers, repeated
-from flywheel.ir.runs import tasks_by_recipe
+from flywheel.ir.repeating import local_layers, repeated, spelled_out
+from flywheel.ir.runs import Runs, tasks_by_recipe
 from flywheel.ir.target import GpuTarget
+from flywheel.ir.tiles import stretches_of
 
 _IdSource = tuple[int, int | None]
 """Where an EMBED's ids come from: (buffer, None), or (task, recipe step)."""
@@ -26,10 +28,36 @@ def weight_bytes_read(program: MegakernelProgram) -> int:
     `program` is taken to be valid.
     """
     layers = local_layers(program)
-    if layers is not None and layers.times > 2:
-        # Whatever a layer reads is its own, the layer's before, or every layer's: each one more adds the same.
-        two = weight_bytes_read(repeated(program, 2))
-        return two + (layers.times - 2) * (two - weight_bytes_read(repeated(program, 1)))
+    if layers is None:
+        whole, gathered = _weights_read(program)
+        return sum(whole.values()) + gathered
+    once = repeated(program, 1)
+    if _reads_by_ids_or_back(once, layers):
+        return weight_bytes_read(spelled_out(program))
+    whole, gathered = _weights_read(once)
+    own = sum([nbytes for number, nbytes in whole.items() if layers.buffers.start <= number < layers.buffers.stop])
+    return sum(whole.values()) + gathered + (layers.times - 1) * own
+
+
+def _reads_by_ids_or_back(once: MegakernelProgram, layers: Layers) -> bool:
+    """Whether the template may gather rows, or it or what is behind the layers reads weights of the layer before: then
+    what all layers read is no multiple of what one reads."""
+    assert isinstance(once.tasks, Runs)
+    span, weights = layers.buffers, {each.id for each in once.buffers if each.kind is BufferKind.WEIGHT}
+    before = weights.intersection(range(span.least, span.start))
+    runs = once.tasks.spelled[layers.runs.start : layers.runs.stop]
+    own, tail = weights.intersection(range(span.start, span.stop)), once.tasks.spelled[layers.runs.stop :]
+    if any(not own.isdisjoint(run.inputs) for run in tail):
+        return True
+    if any(run.op is InstructionKind.EMBED or not before.isdisjoint(run.inputs) for run in runs):
+        return True
+    recipes = {id(each.params["recipe"]): each.params["recipe"] for run in runs if run.op is InstructionKind.FUSED
+               for each in stretches_of(run.tiles)}  # fmt: skip
+    return any(step["op"] == InstructionKind.EMBED.name for each in recipes.values() for step in each["steps"])
+
+
+def _weights_read(program: MegakernelProgram) -> tuple[dict[int, int], int]:
+    """(bytes of each buffer that is read whole, bytes of the rows of all others)."""
     buffers = {buffer.id: buffer for buffer in program.buffers}
     weights = {buffer.id: buffer for buffer in program.buffers if buffer.kind is BufferKind.WEIGHT}
     whole: dict[int, None] = {}
@@ -49,7 +77,7 @@ def weight_bytes_read(program: MegakernelProgram) -> int:
             else:
                 gathered.setdefault(read, {}).update(ids)
     rows = {table: sum(ids.values()) for table, ids in gathered.items() if table not in whole}
-    return sum(weights[weight].nbytes for weight in whole) + sum(
+    return {number: weights[number].nbytes for number in whole}, sum(
         _row_bytes(weights[table], count) for table, count in rows.items()
     )
 
