@@ -33,7 +33,7 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
     scopes = [Scope(graph, tiling, _tensors(graph, block)) for block in (graph.prologue, graph.layer, graph.epilogue)]
     prologue, layer, epilogue = (emit_block(scope, part) for scope, part in zip(scopes, groups, strict=True))
 
-    tables, layers = _stamp(graph, scopes, (prologue, layer, epilogue), config.page_allocation)
+    tables, layers = _stamp(graph, scopes, (prologue, layer, epilogue), graph.n_layers <= ALIKE)
     sms = place(tables.runs, tables.stages, target.num_sms, config.sm_assignment, layers)
     tasks = Runs(tables.runs, sms, layers)
     program = MegakernelProgram(
@@ -45,7 +45,7 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
         buffers=tuple(tables.buffers) if layers is None else Layered(tables.buffers, layers),
         counters=tuple(tables.counters) if layers is None else Layered(tables.counters, layers),
         tasks=tasks,
-        pages=allocate_pages(tables, tasks, config.page_allocation),
+        pages=allocate_pages(tables.buffers, tasks, config.page_allocation),
         config=config,
     )  # fmt: skip
     variant_of(program)  # raises where threads, shared memory or ring are out of bounds
@@ -56,13 +56,11 @@ _Blocks = tuple[list[TileSet], list[TileSet], list[TileSet]]
 """Of the prologue, of a layer, and of the epilogue."""
 
 
-def _stamp(graph: Graph, scopes: Sequence[Scope], blocks: _Blocks, pages: str) -> tuple[Stamper, Layers | None]:
+def _stamp(graph: Graph, scopes: Sequence[Scope], blocks: _Blocks, spelled: bool) -> tuple[Stamper, Layers | None]:
     """The tables, and where they have the second layer for all behind it, their layers.
 
-    The layers are spelled out where one of them need not be like the others: where pages pass between them, and where
-    there are too few to tell.
+    The layers are `spelled` out where there are too few to tell whether they are alike, or one is not.
     """
-    spelled = graph.n_layers <= ALIKE or pages == "graph_color"
     tables = Stamper()
     shared = tables.stamp(scopes[0], blocks[0], tables.declare(scopes[0], ("token_id", "position")), None)
     marks, layers = [tables.sizes], None
@@ -74,7 +72,7 @@ def _stamp(graph: Graph, scopes: Sequence[Scope], blocks: _Blocks, pages: str) -
         if index == ALIKE - 1 and not spelled:
             layers = _alike(tables, marks[-3], marks[-2], graph.n_layers - 1)
             if layers is None:
-                return _stamp(graph, scopes, blocks, "graph_color")
+                return _stamp(graph, scopes, blocks, True)
             tables.cut(marks[-2])
             break
         stream = ids["x_out"]

@@ -11,6 +11,7 @@ import pytest
 from damage import (
     BATCHES,
     FAMILIES,
+    PAGES,
     TARGET,
     lowered,
     spec_of,
@@ -25,11 +26,10 @@ from flywheel.ir.layers import Layered, Layers, Span
 from flywheel.ir.repeating import layers_of, local_layers, repeated, spelled_out
 from flywheel.ir.validate.by_layer import levels_of_safe_layers
 from flywheel.lowering import lower as lowering
+from flywheel.lowering import shared_pages
 from flywheel.measure.floor import weight_bytes_read
 from flywheel.plan import program_id
 from flywheel.search.workload import Workload
-
-OWN_PAGES = ("linear", "none")
 
 
 def by_task(program: MegakernelProgram) -> MegakernelProgram:
@@ -44,7 +44,7 @@ def levels(program: MegakernelProgram) -> int | None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("pages", OWN_PAGES)
+@pytest.mark.parametrize("pages", PAGES)
 def test_alike_layers_are_what_stamping_each_gives(
     family: str, batch: int, pages: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,10 +59,23 @@ def test_alike_layers_are_what_stamping_each_gives(
     assert pickle.loads(pickle.dumps(program)) == stamped
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pages_pass_on_between_many_layers_as_if_each_were_looked_at(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = lowered(family, 14, 1, "graph_color", 7)
+    assert isinstance(program.buffers, Layered)
+    assert isinstance(program.tasks, Runs)
+    assert program.pages is not None
+    monkeypatch.setattr(shared_pages, "_SEEN", 99)
+    assert shared_pages.allocate_shared(program.buffers.spelled, program.tasks) == program.pages
+    assert levels(program) is not None
+
+
 def check_configs(count: int) -> None:
     for number in range(count):
-        family, pages = list(FAMILIES)[number % 4], OWN_PAGES[number % 2]
-        program = lowered(family, 4 + number % 5, BATCHES[number // 4 % 3], pages, number)
+        family, pages = list(FAMILIES)[number % 4], PAGES[number % 3]
+        program = lowered(family, 4 + number % 9, BATCHES[number // 4 % 3], pages, number)
         spelled = by_task(program)
         assert levels(program) is not None  # what is lowered is proved by layers
         assert validate(program, strict=True) == validate(spelled, strict=True)
@@ -164,7 +177,7 @@ def check_mutants(count: int) -> None:
     chance = random.Random(count)
     refused = accepted = by_layers = 0
     for number in range(count):
-        family, pages = chance.choice(list(FAMILIES)), chance.choice(OWN_PAGES)
+        family, pages = chance.choice(list(FAMILIES)), chance.choice(PAGES)
         program = lowered(family, chance.choice((4, 5, 6)), chance.choice((1, 2)), pages, number % 5)
         layers = layers_of(program)
         assert layers is not None

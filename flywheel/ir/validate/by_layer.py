@@ -6,6 +6,7 @@ Source: docs/ir.md, "Proof by layers".
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from flywheel.ir.dtype import PER_SM_SPACES, BufferKind
 from flywheel.ir.layers import Layered, Layers
@@ -13,7 +14,11 @@ from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, PageAllocation
 from flywheel.ir.repeating import repeated
 from flywheel.ir.runs import Run, Runs
-from flywheel.ir.validate.by_run import levels_of_safe_runs
+from flywheel.ir.validate.by_run import accesses_of_safe_runs
+from flywheel.ir.validate.near_pages import pages_pass_on
+
+_NEAR: Final = 4
+"""Templates in a program that shows how pages pass on, as far as from a layer to the third behind it."""
 
 
 def levels_of_safe_layers(program: MegakernelProgram, layers: Layers) -> int | None:
@@ -27,10 +32,18 @@ def levels_of_safe_layers(program: MegakernelProgram, layers: Layers) -> int | N
     assert isinstance(buffers, Layered)
     if not _are_placed(runs.sms, program):
         return None
-    if program.pages is not None and not _have_own_pages(buffers, program.pages):
+    if program.pages is not None and not _fit_pages(buffers, program.pages):
         return None
-    two = repeated(program, min(layers.times, 2))
-    return _depth(runs.spelled, layers) if levels_of_safe_runs(two) is not None else None
+    shared = program.pages is not None and len(set(program.pages.buffer_to_page.values())) < len(
+        program.pages.buffer_to_page
+    )
+    brief = min(layers.times, _NEAR if shared else 2)
+    accesses = accesses_of_safe_runs(repeated(program, brief))
+    if accesses is None:
+        return None
+    if shared and program.pages is not None and not pages_pass_on(program.pages, runs, layers, brief, accesses):
+        return None
+    return _depth(runs.spelled, layers)
 
 
 def _are_placed(sms: Sequence[int], program: MegakernelProgram) -> bool:
@@ -38,10 +51,8 @@ def _are_placed(sms: Sequence[int], program: MegakernelProgram) -> bool:
     return not used or (min(used) >= 0 and (program.target is None or max(used) < program.target.num_sms))
 
 
-def _have_own_pages(buffers: Layered[Buffer], pages: PageAllocation) -> bool:
-    """Whether each paged buffer is an activation that fits its page, which no other one has."""
-    if len(set(pages.buffer_to_page.values())) < len(pages.buffer_to_page):
-        return False
+def _fit_pages(buffers: Layered[Buffer], pages: PageAllocation) -> bool:
+    """Whether each paged buffer is an activation that fits its page."""
     if any(page.space in PER_SM_SPACES for page in pages.pages):
         return False
     room = {page.id: page.nbytes for page in pages.pages}

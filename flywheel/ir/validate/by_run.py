@@ -30,6 +30,12 @@ def levels_of_safe_runs(program: MegakernelProgram) -> int | None:
 
     None where they might: then a look at every task says what. The program has runs, and a sound structure.
     """
+    accesses = accesses_of_safe_runs(program)
+    return None if accesses is None else accesses.order.depth
+
+
+def accesses_of_safe_runs(program: MegakernelProgram) -> Accesses | None:
+    """Accesses of the first task of each run, which stands for all, or None where `levels_of_safe_runs` is."""
     runs = program.tasks
     assert isinstance(runs, Runs)
     num_sms = program.target.num_sms if program.target is not None else None
@@ -56,7 +62,7 @@ def levels_of_safe_runs(program: MegakernelProgram) -> int | None:
     accesses = _RunAccesses(replace(program, tasks=firsts), runs.runs, columns)
     check_races(accesses.program, accesses, findings)
     check_pages(accesses.program, accesses, findings)
-    return None if findings.errors or findings.warnings else accesses.order.depth
+    return None if findings.errors or findings.warnings else accesses
 
 
 def _distinct_tasks(runs: Runs, buffers: Mapping[int, Buffer]) -> tuple[Task, ...] | None:

@@ -48,7 +48,7 @@ def check_pages(program: MegakernelProgram, accesses: Accesses, findings: Findin
             residents.setdefault(page_number, []).append(number)
     shared = {number for members in residents.values() if len(members) > 1 for number in members}
     if shared:
-        lives = _Lives(accesses, shared)
+        lives = Lives(accesses, shared)
         for page_number, members in residents.items():
             lives.check_page(page_number, members, findings)
             if findings.full or findings.enough("page-alias"):
@@ -67,7 +67,7 @@ def _misfit(number: int, page_number: int, buffers: Mapping[int, Buffer], pages:
     return None
 
 
-class _Lives:
+class Lives:
     """First write, last uses and writers of the buffers that share pages."""
 
     __slots__ = ("_accesses", "_first_write", "_used", "_writer_classes")
@@ -94,13 +94,16 @@ class _Lives:
 
         A member's writes are uses too, so what holds for neighbours holds for all.
         """
-        order = self._accesses.order
         written = sorted((self._first_write[number], number) for number in members) if len(members) > 1 else []
         for (_, earlier), (_, later) in pairwise(written):
-            done = self._used[earlier]
-            if not all(order.reached(done, group) for group in self._writer_classes[later]):
+            if not self.pass_on(earlier, later):
                 findings.warn(
                     "page-alias", f"page {page}: buffer {later} may be written while buffer {earlier} is still in use"
                 )
                 if findings.full or findings.enough("page-alias"):
                     return
+
+    def pass_on(self, earlier: int, later: int) -> bool:
+        """Whether all that use the one buffer are done before the other one is written."""
+        order, done = self._accesses.order, self._used[earlier]
+        return all(order.reached(done, group) for group in self._writer_classes[later])
