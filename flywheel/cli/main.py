@@ -126,6 +126,9 @@ class CommandTable(click.Group):
                 _show_trace(error)
             complain(str(error))
             return exit_code(error)
+        except RecursionError:
+            complain("what was read is nested too deeply")
+            return USAGE
         except MemoryError:
             complain("no memory is left")
             return FAILED

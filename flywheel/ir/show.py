@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MAX_SHOWN = 60
+MAX_LINE = 1000
 
 
 def show(value: object) -> str:
@@ -25,7 +26,9 @@ def show(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks and without characters that UTF-8 cannot hold."""
+    """`text` without line breaks and without characters that UTF-8 cannot hold, cut to MAX_LINE characters."""
+    if len(text) > MAX_LINE:
+        text = f"{text[:MAX_LINE]}..."
     return " ".join(text.encode("utf-8", "backslashreplace").decode().splitlines())
 
 

@@ -56,6 +56,25 @@ def test_an_estimate_that_no_task_can_have_is_an_error_of_the_program(
     assert f"{field}={value} is not a count of at most" in result.stdout
 
 
+def test_what_is_nested_too_deeply_is_one_line(run: Run, program: Path) -> None:
+    text = program.read_text()
+    place = text.index('"meta": {') + len('"meta": {')
+    for depth in (300, 700, 900, 2000, 200_000):
+        Path("deep.json").write_text(f'{text[:place]}"deep": {"[" * depth}{"]" * depth}, {text[place:]}')
+        result = run("inspect", "deep.json", "--json")
+        if result.exit_code:
+            check_refused(result, 2, "nested too deeply")
+    assert result.exit_code == 2
+
+
+def test_a_finding_is_as_short_as_a_line(run: Run, changed: Callable[..., str]) -> None:
+    wait = {"counter": 10**6, "threshold": 1}
+    path = changed(lambda program: program["tasks"][0].update(label="x" * 400_000, waits=[wait]))
+    result = run("validate", path)
+    assert result.exit_code == 3
+    assert len(result.stdout) < 3000
+
+
 def test_a_buffer_that_no_memory_holds_is_an_error_of_the_program(run: Run, changed: Callable[..., str]) -> None:
     path = changed(lambda program: program["buffers"][0].update(shape=[MAX_NUMEL + 1]))
     assert run("validate", path).exit_code == 3

@@ -130,8 +130,8 @@ def _read_step(item: Mapping[str, Any], where: str, scratch: set[int]) -> Step:
     shape = _list(item, "out_shape", where)
     if not 1 <= len(shape) <= ABI_MAX_RANK or not all(type(dim) is int and 0 < dim < 2**31 for dim in shape):
         raise _Fault(f"{where}: out_shape {show(shape)} is not 1..{ABI_MAX_RANK} positive ints")
-    if prod(shape) > 2**60:
-        raise _Fault(f"{where}: out_shape {show(shape)} holds more than 2^60 elements")
+    if prod(shape) > 2**40:
+        raise _Fault(f"{where}: out_shape {show(shape)} holds more than 2^40 elements")
     out = _target(item.get("out"), where)
     result = Buffer(out[1], f"recipe {where}", BufferKind.ACTIVATION, dtype, tuple(shape), MemSpace.REGISTER)
     return Step(op, args, params, out, result)

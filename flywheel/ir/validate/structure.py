@@ -292,7 +292,7 @@ RULES: Final[Mapping[type, tuple[Rule, ...]]] = {
         Rule("name", _TEXT, "a string"),
         _enum("kind", BufferKind),
         _enum("dtype", DType),
-        Rule("shape", _LIST, f"1..{ABI_MAX_RANK} positive ints of at most 2^60 elements", "bad-shape", each=_shape),
+        Rule("shape", _LIST, f"1..{ABI_MAX_RANK} positive ints of at most 2^40 elements", "bad-shape", each=_shape),
         _enum("space", MemSpace),
         Rule("source", _TEXT | {_NONE}, "a string or null"),
     ),

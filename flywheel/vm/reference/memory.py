@@ -18,6 +18,9 @@ POISON: Final = 0xFF
 
 ALIGNMENT: Final = 256
 
+_LARGE: Final = 2**28
+"""Bytes of scratch for which it is worth asking whether they are there."""
+
 TRANSIENT: Final = (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
 
 
@@ -103,5 +106,7 @@ class Arena:
 def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Poisoned memory of its own."""
     elements = torch.Size(shape).numel()
+    if elements * dtype.itemsize >= _LARGE:
+        check_memory(f"a step of a recipe, {list(shape)}", elements * dtype.itemsize, device)
     octets = torch.full((elements * dtype.itemsize,), POISON, dtype=torch.uint8, device=device)
     return octets.view(dtype).view(shape)
