@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep
@@ -72,16 +72,16 @@ class Search:
 
     def __init__(self, words: Sequence[str], folder: Path, wrapper: Sequence[str] = ()) -> None:
         self._folder = folder
-        self._out = tempfile.NamedTemporaryFile("w+", dir=folder)  # noqa: SIM115  as long as this object
-        self._err = tempfile.NamedTemporaryFile("w+", dir=folder)  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [*wrapper, sys.executable, "-m", "flywheel", "search", *words, "--jsonl"],
-            stdout=self._out, stderr=self._err, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        self._said = Path(tempfile.mkdtemp(dir=folder))
+        with (self._said / "out").open("w") as out, (self._said / "err").open("w") as err:
+            self.process = subprocess.Popen(
+                [*wrapper, sys.executable, "-m", "flywheel", "search", *words, "--jsonl"],
+                stdout=out, stderr=err, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )  # fmt: skip
 
     def reported(self) -> list[dict[str, Any]]:
         """The trials that it has said to be in the store; a line that was cut is none."""
-        lines = Path(self._out.name).read_text(encoding="utf-8").split("\n")[:-1]
+        lines = (self._said / "out").read_text(encoding="utf-8").split("\n")[:-1]
         return [event for event in map(json.loads, lines) if event["event"] == "trial"]
 
     def processes(self) -> list[int]:
@@ -104,7 +104,7 @@ class Search:
 
     def complaints(self) -> list[str]:
         """What it says on stderr beside its progress."""
-        lines = Path(self._err.name).read_text(encoding="utf-8").splitlines()
+        lines = (self._said / "err").read_text(encoding="utf-8").splitlines()
         return [line for line in lines if line and not line.startswith(("trial ", "Latencies ", str(self._folder)))]
 
 
@@ -175,10 +175,13 @@ def kill_at_random(lab: Lab, place: Place, sampler: str, kills: int, seed: int) 
         sleep(chance.uniform(0.0, START_S))
         if search.process.poll() is None:
             victims = search.processes()
-            os.kill(victims[0] if chance.random() < 0.4 else chance.choice(victims), signal.SIGKILL)
-            line.faults += 1
+            with suppress(ProcessLookupError):  # a command that looks for GPUs has ended
+                os.kill(victims[0] if chance.random() < 0.4 else chance.choice(victims), signal.SIGKILL)
+                line.faults += 1
             sleep(0.1)
         code = search.process.poll()
+        if code == 0 and not endless:  # the whole grid is tried
+            break
         if code not in (None, -signal.SIGKILL):
             line.wrong.append(f"exit code {code} after {line.faults} kills: {' '.join(search.complaints())[-200:]}")
             break

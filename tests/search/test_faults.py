@@ -1,0 +1,28 @@
+"""Faults under searches that run as commands; the table of a long run is results/faults.txt."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param((), marks=pytest.mark.slow), ("--short", "--kills", "3", "--trials", "20")],
+    ids=["long", "short"],
+)
+def test_whatever_fails_no_row_is_lost_or_repeated_and_nothing_hangs(options: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "experiments" / "faults.py"), *options],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert {"kill", "shared", "stopped"} <= {row[0] for row in rows}
+    assert {row[-1] for row in rows} == {"ok"}
