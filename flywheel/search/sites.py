@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from secrets import token_hex
 from typing import Final
 
 from flywheel.cost_model import STOCK, Predictor
@@ -14,6 +16,7 @@ from flywheel.errors import NoGpuError, UsageError
 from flywheel.ir import GpuTarget
 from flywheel.measure.device import is_target
 from flywheel.measure.environment import Environment, capture_environment, list_gpus
+from flywheel.process import default_environment
 from flywheel.search import measuring, predicting
 from flywheel.search.device import missing_modules, settle_measure
 from flywheel.search.engine import Bench, Engine, InlineEngine
@@ -47,6 +50,8 @@ def open_site(spec: CampaignSpec, target: GpuTarget) -> Iterator[Site]:
         return
     if find_spec("ray") is None:
         raise UsageError("--engine ray needs ray: pip install 'flywheel[ray]'")
+    if spec.ray_address is None and "ray" not in sys.modules:  # which reads them when it is imported
+        default_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)})
     from flywheel.search.cluster import RayHost, connect
 
     with connect(spec.ray_address) as cluster:

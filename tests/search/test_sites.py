@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -91,3 +93,22 @@ def test_an_engine_that_makes_no_sense_is_refused(options: dict[str, Any], fact:
     with pytest.raises(UsageError) as caught:
         CampaignSpec("small", "h100", **options)
     assert fact in str(caught.value)
+
+
+def test_a_ray_cluster_of_this_machine_lets_in_nobody_without_its_token(lab: Any) -> None:
+    """In processes of their own: Ray reads what it is told of tokens when it is imported."""
+    script = (
+        "import os, subprocess, sys\n"
+        "from flywheel.ir import TARGETS\n"
+        "from flywheel.search.sites import open_site\n"
+        "from flywheel.search.spec import CampaignSpec\n"
+        "with open_site(CampaignSpec('smollm2-135m', 'h100', measure='predict', engine='ray'), TARGETS['h100']):\n"
+        "    import ray\n"
+        "    address = ray.get_runtime_context().gcs_address\n"
+        "    stranger = {name: value for name, value in os.environ.items() if not name.startswith('RAY_')}\n"
+        "    code = f'import ray; ray.init({address!r}, log_to_driver=False)'\n"
+        "    done = subprocess.run([sys.executable, '-c', code], env=stranger, capture_output=True, text=True)\n"
+        "    print(done.returncode, 'InvalidAuthToken' in done.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout == "1 True\n", done.stderr
