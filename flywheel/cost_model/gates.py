@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.cost_model.units import Ints, Units
-from flywheel.ir import MegakernelProgram
+from flywheel.ir import MegakernelProgram, Runs, Stretch, Tile
 from flywheel.ir.layers import Layers
 from flywheel.ir.repeating import repeated
+from flywheel.ir.tiles import stretches_of
 from flywheel.plan import KernelVariant
-from flywheel.plan.handoff import by_data, shares_pages
+from flywheel.plan.handoff import HandOffs, by_data, shares_pages
 from flywheel.plan.nodes import group_tasks
 
 Marks = npt.NDArray[np.bool_]
@@ -69,11 +70,35 @@ def _asked(program: MegakernelProgram, variant: KernelVariant, units: Units, bas
         _, counters, thresholds = units.awaited()
         return counters * base + thresholds
     brief = program if layers is None or layers.times <= _BRIEF else repeated(program, _BRIEF)
-    hand_offs = by_data(replace(brief, pages=None), group_tasks(brief.tasks))
+    hand_offs = _by_data(replace(brief, pages=None))
     pairs = sorted({(wait.counter, wait.threshold) for waits in hand_offs.waits for wait in waits})
     if layers is not None and brief is not program:
         pairs = [(counter, threshold) for each, threshold in pairs for counter in _in_all_layers(each, layers)]
     return np.array([counter * base + threshold for counter, threshold in pairs], np.int64)
+
+
+def _by_data(program: MegakernelProgram) -> HandOffs:
+    """The hand-offs of a program; a stretch of its tiles is looked at as one that is as wide."""
+    tasks = program.tasks
+    if not isinstance(tasks, Runs):
+        return by_data(program, group_tasks(tasks))
+    wide: dict[int, tuple[Tile, ...]] = {}
+    for run in tasks.runs:
+        if id(run.tiles) not in wide:
+            wide[id(run.tiles)] = tuple([_as_one(each) for each in stretches_of(run.tiles)])
+    runs = [replace(run, tiles=wide[id(run.tiles)]) for run in tasks.runs]
+    grouping = group_tasks(Runs(runs, [0] * sum([len(run.tiles) for run in runs])))
+    counts = np.array([each.n_tiles for run in tasks.runs for each in stretches_of(run.tiles)], np.int64)
+    sizes = np.zeros(len(grouping.firsts), np.int64)
+    np.add.at(sizes, grouping.node_of, counts)
+    return by_data(program, grouping, sizes)
+
+
+def _as_one(stretch: Stretch) -> Tile:
+    params = stretch.params
+    if stretch.n_tiles > 1:
+        params = {**params, "N_tile": stretch.n_tiles * params["N_tile"]}
+    return Tile(params, stretch.est_bytes, stretch.est_flops)
 
 
 def _in_all_layers(counter: int, layers: Layers) -> range:

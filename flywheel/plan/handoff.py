@@ -46,11 +46,14 @@ def by_counters(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
     return HandOffs(frozenset(), waits, frozenset(counter.id for counter in program.counters))
 
 
-def by_data(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
-    """As few waits as there can be, for a program that `validate(strict=True)` accepts."""
+def by_data(program: MegakernelProgram, grouping: Grouping, sizes: npt.NDArray[np.int64] | None = None) -> HandOffs:
+    """As few waits as there can be, for a program that `validate(strict=True)` accepts.
+
+    With `sizes`, the tasks of each node, a task of the grouping may stand for some whose columns lie side by side.
+    """
     if shares_pages(program):
         return by_counters(program, grouping)
-    accesses = _Accesses(program, grouping)
+    accesses = _Accesses(program, grouping, sizes)
     awaited = {number for number in accesses.writers if accesses.can_be_awaited(number)}
     ordered: set[Pair] = set()
     for number in accesses.writers.keys() - awaited:
@@ -73,10 +76,12 @@ def by_data(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
 class _Accesses:
     """Who writes and reads what, node by node."""
 
-    def __init__(self, program: MegakernelProgram, grouping: Grouping) -> None:
+    def __init__(
+        self, program: MegakernelProgram, grouping: Grouping, sizes: npt.NDArray[np.int64] | None
+    ) -> None:
         self.nodes: Sequence[Task] = grouping.firsts
         self.buffers: Mapping[int, Buffer] = {buffer.id: buffer for buffer in program.buffers}
-        self.sizes = np.bincount(grouping.node_of, minlength=len(self.nodes))
+        self.sizes = np.bincount(grouping.node_of, minlength=len(self.nodes)) if sizes is None else sizes
         self._tiles, self._params = _tiles(grouping), _params(grouping)
         self._rows = multi_row_buffers(self.nodes, self.buffers)
         self._behind: dict[tuple[object, ...], bool] = {}
