@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,9 @@ from flywheel.plan.nodes import group_tasks
 
 Marks = npt.NDArray[np.bool_]
 
-_BRIEF = 3
-"""Layers of one template each in a program that shows the hand-offs of all: of the first, of the last, and of one
-between two others."""
+_BRIEF: Final = 2
+"""Templates in a program that shows the hand-offs of all: who asks for a counter is in its layer or the next one. So
+the first stands for all but the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def _in_all_layers(counter: int, layers: Layers) -> range:
     """The counters that one of the brief program stands for."""
     span, again = layers.counters, layers.times - _BRIEF
     place = (counter - span.start) // span.size if counter >= span.start and span.size else -1
-    if place < 1:
+    if place < 0:
         return range(counter, counter + 1)
-    first = counter if place == 1 else counter + again * span.size
+    first = counter if place == 0 else counter + again * span.size
     return range(first, counter + again * span.size + 1, span.size)

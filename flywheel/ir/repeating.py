@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
 from flywheel.ir.dtype import READONLY_KINDS
 from flywheel.ir.layers import Layered, Layers
 from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.records import Buffer
 from flywheel.ir.runs import Run, Runs
 
 _ALL: Final = 1 << 62
@@ -33,9 +35,15 @@ def local_layers(program: MegakernelProgram) -> Layers | None:
     layers, tasks, buffers = layers_of(program), program.tasks, program.buffers
     if layers is None or not isinstance(tasks, Runs) or not isinstance(buffers, Layered):
         return None
+    if tasks.local is None or tasks.local[0] is not buffers:
+        tasks.local = buffers, _are_local(tasks.spelled, buffers, layers)
+    return layers if tasks.local[1] else None
+
+
+def _are_local(runs: Sequence[Run], buffers: Layered[Buffer], layers: Layers) -> bool:
     kept = {buffer.id for buffer in buffers.spelled[: layers.buffers.least] if buffer.kind in READONLY_KINDS}
     span, own, signals = layers.runs, layers.buffers, layers.counters
-    runs, none = tasks.spelled, set[int]()
+    none = set[int]()
     head = range(own.start), range(signals.start)
     template = range(own.start, own.stop), range(signals.start, signals.stop)
     near = range(own.least, own.stop), range(signals.least, signals.stop)
@@ -45,8 +53,8 @@ def local_layers(program: MegakernelProgram) -> Layers | None:
     bounds = (head, head, none), (template, near, kept), (tail, last, kept)
     for part, (makes, takes, given) in zip(parts, bounds, strict=True):
         if not all(_makes(run, *makes) and _takes(run, *takes, given) for run in part):
-            return None
-    return layers
+            return False
+    return True
 
 
 def _makes(run: Run, buffers: range, counters: range) -> bool:

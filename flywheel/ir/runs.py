@@ -59,7 +59,7 @@ class Runs(Sequence[Task]):
     all layers, are built when somebody asks for one.
     """
 
-    __slots__ = ("_first", "_runs", "_tasks", "layers", "sms", "spelled")
+    __slots__ = ("_first", "_runs", "_tasks", "layers", "local", "sms", "spelled")
 
     def __init__(self, runs: Sequence[Run], sms: Sequence[int], layers: Layers | None = None) -> None:
         """Raises ValueError for what is no Run of Tiles, and unless there is an SM for each tile."""
@@ -78,6 +78,7 @@ class Runs(Sequence[Task]):
         self.sms: array[int] = _column(sms)
         self._runs: tuple[Run, ...] | None = None if layers is not None else self.spelled
         self._first: tuple[int, ...] | None = None
+        self.local: tuple[object, bool] | None = None  # beside which buffers somebody looked, and what was found
         self._tasks: tuple[Task, ...] | None = None
         sizes = [len(run.tiles) for run in self.spelled]
         tasks = sum(sizes)
