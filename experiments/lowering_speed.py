@@ -1,4 +1,4 @@
-"""How long a trial's steps take: lowering, the proof, the program's id and its prediction.
+"""How much CPU time a trial's steps take: lowering, the proof, the program's id and its prediction.
 
 `python experiments/lowering_speed.py` on a calm machine; the bars are 0.1 s for lowering llama3-8b and 0.3 s for
 llama3-70b, for every config.
@@ -12,7 +12,7 @@ import platform
 import random
 import statistics
 from collections.abc import Callable, Iterator
-from time import perf_counter
+from time import process_time
 from typing import TypeVar
 
 from flywheel.cost_model import predict
@@ -38,10 +38,10 @@ def configs(space: Space, sample: int) -> Iterator[tuple[str, ScheduleConfig]]:
 
 
 def timed(step: Callable[[], T]) -> tuple[T, float]:
-    """What a step gives, and its seconds."""
-    start = perf_counter()
+    """What a step gives, and its seconds of CPU time."""
+    start = process_time()
     result = step()
-    return result, perf_counter() - start
+    return result, process_time() - start
 
 
 def measure(space: Space, config: ScheduleConfig, repeats: int) -> tuple[int, list[float]]:
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    print(f"Python {platform.python_version()}, medians of {arguments.repeats} runs in ms, bf16, context 512")
+    print(f"Python {platform.python_version()}, medians of {arguments.repeats} runs in ms of CPU time, bf16, context 512")
     for model in arguments.models.split(","):
         workload = make_workload(model, arguments.gpu, "bf16", 512, any_size=True)
         space = make_space(workload)
