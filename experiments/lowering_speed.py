@@ -66,7 +66,8 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    print(f"Python {platform.python_version()}, medians of {arguments.repeats} runs in ms of CPU time, bf16, context 512")
+    medians = f"medians of {arguments.repeats} runs in ms of CPU time"
+    print(f"Python {platform.python_version()}, {medians}, bf16, context 512")
     for model in arguments.models.split(","):
         workload = make_workload(model, arguments.gpu, "bf16", 512, any_size=True)
         space = make_space(workload)
