@@ -44,7 +44,7 @@ _CROSSED: Final = 0.3
 _AFRESH: Final = 0.2
 """Share of descents that begin again at one of the first points: in another order of knobs they end elsewhere."""
 
-_FIRST: Final = 2
+_FIRST: Final = 3
 """How many these are."""
 
 _KICK: Final = (2, 4)

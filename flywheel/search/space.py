@@ -142,14 +142,21 @@ class Space:
         return choice
 
     def known_good(self) -> list[dict[str, Value]]:
-        """Choices worth trying first: everything fused, one tile a SM, the deepest prefetch, by two KV splits."""
+        """Choices worth trying first: everything fused and one tile a SM; with the deepest prefetch, by two KV splits,
+        then one instruction ahead with two weight copies at once, and a larger tile of QKV on fewer SMs.
+
+        Source of the last one: the best schedules that were measured, results/gpu/*.schedule.json.
+        """
         last = {dimension.name: dimension.values[-1] for dimension in self.dimensions}
         last |= self._near(GOOD_ON_H200)
         one_tile = {name: self._nearest(name, projections) for name, projections in _ROWS.items()}
         blocks = self._dimension("kv_block").values
         base = {**last, **one_tile}
         whole, split = ({**base, "kv_block": blocks[max(0, len(blocks) - back)]} for back in (1, 3))
-        return [whole, split]
+        qkv = self._dimension("rows.qkv").values
+        larger = qkv[min(qkv.index(split["rows.qkv"]) + 1, len(qkv) - 1)]
+        ahead = {"depth": self._nearest_value("depth", 1), "copies": self._nearest_value("copies", 2)}
+        return [whole, split, {**split, **ahead, "rows.qkv": larger}]
 
     def _near(self, choice: Choice) -> dict[str, Value]:
         return {name: self._nearest_value(name, value) for name, value in choice.items()}

@@ -106,7 +106,7 @@ def test_known_good_choices_are_tried_first(lab: Any) -> None:
     good = [space.to_config(choice).config_id for choice in space.known_good()]
     records = lab.store.trials("toy")
     assert [record.config_id for record in records][: len(good)] == good
-    assert [record.source for record in records][:4] == ["seed", "seed", "search", "search"]
+    assert [record.source for record in records][:4] == ["seed", "seed", "seed", "search"]
     lab.run(lab.spec(seeds=True, trials=8), space=space)
     assert [record.config_id for record in lab.store.trials("toy")].count(good[0]) == 1
 

@@ -143,8 +143,9 @@ def test_known_good_choices_are_in_the_space_and_fuse_everything(space: Space) -
     for choice in space.known_good():
         assert space.to_choice(space.to_config(choice)) == choice
         assert choice["fuse.out"] >= 1 and choice["fuse.mlp_in"] == 2
-    whole, split = space.known_good()
+    whole, split, ahead = space.known_good()
     assert whole["kv_block"] == 512 and int(split["kv_block"]) < 512
+    assert (ahead["depth"], ahead["copies"]) == (1, 2)
     assert any({"k_append", "attention"} <= {*group} for group in space.to_config(whole).fusion_grouping)
 
 
