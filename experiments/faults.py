@@ -37,6 +37,8 @@ HANG_S = 300.0
 SAMPLERS = ("grid", "descent", "local", "tpe", "gp", "cmaes", "random")
 EXACT = ("grid", "descent", "local")
 """Samplers that try nothing twice."""
+GP_TRIALS = 16
+"""It takes seconds to propose one."""
 START_S = 4.0
 """About what a search takes to its first trials here: half of the kills are to fall into it."""
 DISK_KIB = 320
@@ -129,7 +131,7 @@ class Lab:
 
     def wanted(self, sampler: str) -> int:
         """Trials of a whole campaign."""
-        return self._grid if sampler == "grid" else self.trials
+        return {"grid": self._grid, "gp": min(self.trials, GP_TRIALS)}.get(sampler, self.trials)
 
     def search(self, url: str, sampler: str, jobs: int, wrapper: Sequence[str] = (), trials: int = 0) -> Search:
         """A search of campaign `c`."""
