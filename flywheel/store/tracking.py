@@ -36,8 +36,8 @@ def shown(uri: str) -> str:
     found = _PARTS.match(uri)
     assert found is not None  # every part may be empty
     scheme, secret, rest = found.groups()
-    if secret is None:
-        return f"{scheme or ''}{rest}"
+    if secret is None or (scheme or "").lower().startswith("sqlite:"):  # a file has no password; its name may have an @
+        return f"{scheme or ''}{secret or ''}{rest}"
     return f"{scheme or ''}{secret.partition(':')[0] if ':' in secret else ''}:***@{rest}"
 
 
