@@ -78,9 +78,9 @@ class CudaBench:
     ) -> Contest:
         """As `vm.worker.Bench` says; of what is Incorrect, there are no times. Raises as `measure` does.
 
-        In one round, the rivals stay loaded for the next call, and a candidate that is dismissed beside the first of
-        them has few samples and no batch. In several, each loads everything anew and in another order, so that where a
-        program happens to lie in memory is not taken for its speed.
+        In one round, the rivals stay loaded for the next call, a candidate that is dismissed beside the first of them
+        has few samples, and only one that is as fast as all of them has a batch. In several, each loads everything anew
+        and in another order, so that where a program happens to lie in memory is not taken for its speed.
         """
         with ExitStack() as undo:
             undo.callback(self._drop_rivals)  # whatever stops the candidate's launches stops theirs
@@ -110,7 +110,9 @@ class CudaBench:
                 return Contest(Incorrect(verdicts[0], str(verdicts[0].reason)))
             sessions = [session, *(kept for kept, _ in self._kept)]
             times = time_sessions(sessions, *self._last, samples=_SAMPLES, warmup=_WARMUP, dismissing=True)
-            latency = self._with_batch(session, _summarise(times[:1]))
+            latency = _summarise(times[:1])
+            if all(latency.median_us <= _summarise([samples]).median_us for samples in times[1:]):
+                latency = self._with_batch(session, latency)
             wrong = [self._judge_last(*each) for each in zip(sessions, examined, strict=True)]
         programs = (packed.program, *self._rival_programs)
         return _contest(programs, verdicts, wrong, [[samples] for samples in times], latency)
