@@ -69,8 +69,15 @@ def read_regions(task: Task, operand: int) -> list[Region] | None:
 def appends_behind(writer: Task, reader: Task, operand: int) -> bool:
     """Whether what `writer` writes of a KV cache, operand `operand` of `reader`, are rows behind all that the latter
     reads, at whatever position the program stands."""
-    end, row = _past_rows_end(reader, operand), _appended_row(writer, writer.outputs.index(reader.inputs[operand]))
-    return end is not None and row is not None and end <= row
+    return writes_from(writer, reader.inputs[operand], past_rows_end(reader, operand))
+
+
+def writes_from(writer: Task, cache: int, end: int | None) -> bool:
+    """Whether what `writer` writes of a KV cache are rows from `end` on; never where that is None."""
+    if end is None:
+        return False
+    row = _appended_row(writer, writer.outputs.index(cache))
+    return row is not None and end <= row
 
 
 def multi_row_buffers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> dict[int, int | None]:
@@ -146,7 +153,7 @@ def _inherited(task: Task) -> dict[str, Any]:
     return {name: task.params[name] for name in ("n_off", "N_tile") if name in task.params}
 
 
-def _past_rows_end(task: Task, operand: int) -> int | None:
+def past_rows_end(task: Task, operand: int) -> int | None:
     """Row before which a task with `kv_rows` PAST stops reading the operand; None where it may read any row of it.
 
     0 where its window is empty. At whatever position the program stands, that row is not behind it.

@@ -16,12 +16,13 @@ from typing import Any
 from flywheel.ir.access import (
     WHOLE,
     Region,
-    appends_behind,
     multi_row_buffers,
+    past_rows_end,
     read_regions,
     tile,
     tile_rows,
     uncovered,
+    writes_from,
 )
 from flywheel.ir.dtype import READONLY_KINDS, BufferKind
 from flywheel.ir.opcodes import InstructionKind
@@ -181,8 +182,8 @@ def _check_reads(index: int, accesses: Accesses, frontiers: Mapping[int, Frontie
             continue
         stages = frontier.stages
         if buffer.kind is BufferKind.KV_CACHE:
-            tasks = accesses.tasks
-            writes = [write for write in writes if not appends_behind(tasks[write[2]], task, operand)]
+            tasks, end = accesses.tasks, past_rows_end(task, operand)
+            writes = [write for write in writes if not writes_from(tasks[write[2]], number, end)]
             stages = stages_of(tasks, accesses.order.wait_class, writes)
             if not stages:
                 continue
