@@ -1,6 +1,6 @@
 """How far behind the best known predictions searches end, over seeds: `python experiments/predicted_regret.py`.
 
-Whole models, from the known good schedules on, with two trials under way, as a campaign of two jobs. Every trial is
+Whole models, from the known good schedules on, with three trials under way, as a campaign of two jobs. Every trial is
 lowered and predicted, and not proved: search_rate.py has what whole trials cost. A search ends after the trials that
 two idle cores make in the time that 400 took before (67 s of an 8b, 40 s of a small model): RATES times that, whatever
 the load of this machine. Seeds begin at FRESH, which nothing was tuned on. Regret is against BEST_US, the best of
@@ -40,7 +40,7 @@ BAR = 0.1
 FRESH = 100
 NEAR = 1.0
 CHECKPOINTS = (40, 120, 400, 1000)
-UNDER_WAY = 2
+UNDER_WAY = 3
 
 
 def search(work: str, sampler: str, trials: int, seed: int) -> tuple[list[float], float, float]:

@@ -16,7 +16,7 @@ LED: Final = 160
 """Trials that the Gaussian process of LocalSampler leads: it takes fewer than a descent to come near the best, but then
 stays where it is."""
 
-BEHIND: Final = 1
+BEHIND: Final = 2
 """Last trials whose outcome a proposal does not look at, be it known or not: so many and one more may run side by side,
 and the same is proposed. The Gaussian process needs more trials for each of them."""
 

@@ -73,7 +73,8 @@ class _Post:
 
 
 class Fleet:
-    """Evaluates on `hosts`, `ahead` configs more on each than the one that it measures.
+    """Evaluates on `hosts`, `ahead` configs more on each than the one that it measures, and takes `queued` more for the
+    host that is free first.
 
     A death costs what the host was doing one retry, alone on a host, and on another one if there is any; the second
     death of a config is its outcome. A host that dies while it starts is started again, STARTS times in all. One that
@@ -81,8 +82,10 @@ class Fleet:
     process that has the store. With `measured`, all hosts must be alike.
     """
 
-    def __init__(self, hosts: Sequence[Host], look: Look, *, ahead: int = 0, measured: bool = False) -> None:
-        self.width: Final = len(hosts) * (1 + ahead)
+    def __init__(
+        self, hosts: Sequence[Host], look: Look, *, ahead: int = 0, queued: int = 0, measured: bool = False
+    ) -> None:
+        self.width: Final = len(hosts) * (1 + ahead) + queued
         self._posts: Final = [_Post(host) for host in hosts]
         self._look = look
         self._measured = measured

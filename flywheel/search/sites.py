@@ -32,6 +32,9 @@ from flywheel.store.sql import Store
 _AHEAD: Final = 1
 """Configs that a host prepares while it measures another."""
 
+_QUEUED: Final = 1
+"""Configs that wait while all processes predict: none is idle while the next is asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -112,7 +115,8 @@ def open_engine(
     else:
         setup = Setup(workload, Predicting(partial(predicting.predict_outcome, predictor=predictor)))
         look = partial(predicting.look, store, gpu, spec.dtype, version=predictor.version)
-    with Fleet(site.make_hosts(setup), look, ahead=_AHEAD if measured else 0, measured=measured) as fleet:
+    ahead, queued = (_AHEAD, 0) if measured else (0, _QUEUED)
+    with Fleet(site.make_hosts(setup), look, ahead=ahead, queued=queued, measured=measured) as fleet:
         # Processes that predict here start while the first proposals are made.
         waited = measured or spec.engine == "ray"
         yield fleet, fleet.ready()[0] if waited else capture_environment()
