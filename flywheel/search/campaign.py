@@ -167,7 +167,7 @@ class CampaignRun:
         while True:
             stopped = self._spent(perf_counter() - start, interrupted)
             while stopped is None and len(flight) < min(self._engine.width, self._room()):
-                if (proposed := self._propose(claims, len(flight))) is None:
+                if (proposed := self._propose(claims, [(study, config) for study, _, config, *_ in flight])) is None:
                     break
                 flight.append((*proposed, self._answer(proposed[2]) or self._submit(proposed[2])))
             if not flight:
@@ -200,12 +200,18 @@ class CampaignRun:
             tuple(tied_with(self._best, self._store.trials(self._name))),
         )
 
-    def _propose(self, claims: Claims, under_way: int) -> tuple[CampaignStudy, Ask, ScheduleConfig, float] | None:
+    def _propose(
+        self, claims: Claims, under_way: Sequence[tuple[CampaignStudy, ScheduleConfig]]
+    ) -> tuple[CampaignStudy, Ask, ScheduleConfig, float] | None:
         """What to try next beside what is `under_way`, claimed; None where other runs are trying whatever is left."""
         for _ in range(PROPOSALS):
             study, ask, config, ask_s = self._asked or self._ask()
             self._asked = None
-            answer = self._claim(claims, config, under_way)
+            # A study that was started anew does not know what an earlier one has under way.
+            if any(other is not study and each.config_id == config.config_id for other, each in under_way):
+                answer = Claim.TAKEN
+            else:
+                answer = self._claim(claims, config, len(under_way))
             if answer is Claim.FULL:
                 self._asked = study, ask, config, ask_s
                 return None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flywheel.search.campaign import CampaignResult, CampaignRun
-from flywheel.search.engine import InlineEngine
+from flywheel.search.engine import Bench, Engine, InlineEngine
 from flywheel.search.opening import open_campaign
 from flywheel.store.sql import open_store
 
@@ -23,7 +23,7 @@ EXACT = ("grid", "descent", "local")
 def share(lab: Any, store_url: str) -> Callable[..., list[CampaignResult]]:
     """Two runs of a campaign, each with a store of its own, side by side."""
 
-    def run_both(**changes: Any) -> list[CampaignResult]:
+    def run_both(engine: Callable[[Bench], Engine] = InlineEngine, **changes: Any) -> list[CampaignResult]:
         spec, space, start = lab.spec(**changes), lab.space(), Barrier(2)
         lab.url = store_url
         with open_store(store_url) as store:
@@ -31,7 +31,7 @@ def share(lab: Any, store_url: str) -> Callable[..., list[CampaignResult]]:
 
         def run() -> CampaignResult:
             with open_store(store_url) as store:
-                made = CampaignRun(spec, name, space, store, InlineEngine(lab.bench()), lab.environment)
+                made = CampaignRun(spec, name, space, store, engine(lab.bench()), lab.environment)
                 start.wait()
                 return made.run(lambda _: None, lambda: False)
 
@@ -53,3 +53,14 @@ def test_two_runs_share_a_campaign_exactly(store_url: str, share: Callable[..., 
     if sampler in EXACT:
         assert len({row.config_id for row in rows}) == len(rows)
     assert min(result.new_trials for result in results) >= len(rows) // 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sampler", EXACT)
+def test_a_study_started_anew_tries_nothing_again_that_is_under_way(
+    store_url: str, share: Callable[..., Any], wide: Callable[[Bench], Engine], sampler: str, seed: int
+) -> None:
+    share(wide, sampler=sampler, trials=24, seed=seed)
+    with open_store(store_url) as store:
+        rows = store.trials("toy")
+    assert len({row.config_id for row in rows}) == len(rows) >= 24
