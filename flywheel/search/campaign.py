@@ -142,9 +142,7 @@ class CampaignRun:
             tried = {self._space.to_config(choice).config_id for choice, _ in inside}
             self._left = prod(len(dimension.values) for dimension in self._space.dimensions) - len(tried)
         measured = self._spec.measure == "cuda"
-        self._study = CampaignStudy(
-            self._space, self._spec.sampler, self._spec.seed, inside, measured, self._foresight
-        )
+        self._study = CampaignStudy(self._space, self._spec.sampler, self._spec.seed, inside, measured, self._foresight)
         self._tried = {record.config_id for record in known}
         for choice in self._first() if self._spec.seeds else ():
             identity = self._space.to_config(choice).config_id
@@ -189,15 +187,10 @@ class CampaignRun:
             for record in self._hold_final():
                 elapsed, improved = perf_counter() - start, record == self._best
                 watch(Progress(record, self._best, dict(self._outcomes), self._trials, self._own, elapsed, improved))
+        tied = tuple(tied_with(self._best, self._store.trials(self._name)))
+        elapsed, counts = perf_counter() - start, dict(self._outcomes)
         return CampaignResult(
-            self._name,
-            self._best,
-            dict(self._outcomes),
-            self._trials,
-            self._own,
-            perf_counter() - start,
-            stopped or "trials",
-            tuple(tied_with(self._best, self._store.trials(self._name))),
+            self._name, self._best, counts, self._trials, self._own, elapsed, stopped or "trials", tied
         )
 
     def _propose(
@@ -208,10 +201,8 @@ class CampaignRun:
             study, ask, config, ask_s = self._asked or self._ask()
             self._asked = None
             # A study that was started anew does not know what an earlier one has under way.
-            if any(other is not study and each.config_id == config.config_id for other, each in under_way):
-                answer = Claim.TAKEN
-            else:
-                answer = self._claim(claims, config, len(under_way))
+            orphan = any(other is not study and each.config_id == config.config_id for other, each in under_way)
+            answer = Claim.TAKEN if orphan else self._claim(claims, config, len(under_way))
             if answer is Claim.FULL:
                 self._asked = study, ask, config, ask_s
                 return None
