@@ -22,6 +22,8 @@ INDEX: Final = "{i}"
 
 
 MAX_TIMES: Final = 1 << 16
+MAX_PLACE: Final = 1 << 30
+"""Bound of the places of records: what lies behind the layers has int32 ids, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +58,15 @@ class Layers:
         """Raises ValueError for anything but numbers of which the tables can be made."""
         if type(self.times) is not int or type(self.index) is not int or not 1 <= self.times <= MAX_TIMES:
             raise ValueError(f"layers: times={self.times!r:.40}, index={self.index!r:.40}")
+        if not 0 <= self.index <= MAX_TIMES:
+            raise ValueError(f"layers: index={self.index!r:.40} is not in 0..{MAX_TIMES}")
         for span in (self.runs, self.buffers, self.counters):
             if type(span) is not Span or type(span.start) is not int or type(span.stop) is not int:
                 raise ValueError(f"layers: {span!r:.80} is no span")
             if not 0 <= span.least <= span.start:
                 raise ValueError(f"layers: {span!r:.80} has no such layer before it")
+            if span.stop + self.times * span.size > MAX_PLACE:
+                raise ValueError(f"layers: {self.times} of {span!r:.80} end beyond place {MAX_PLACE}")
 
 
 class Layered(Sequence[R]):
@@ -77,8 +83,8 @@ class Layered(Sequence[R]):
             raise ValueError(f"{spelled!r:.80} is no table of buffers or counters with layers")
         if any(type(each.id) is not int or each.id != place for place, each in enumerate(spelled)):
             raise ValueError("the id of a record is not its place")
-        if not {type(text) for each in spelled for text in _texts(each)} <= {str, type(None)}:
-            raise ValueError("a text of a record is none")
+        if any(type(text) is not str or text.count(INDEX) > 1 for each in spelled for text in _texts(each)):
+            raise ValueError(f"a text of a record is none, or names {INDEX} twice")
         self.spelled: tuple[R, ...] = tuple(spelled)
         self.layers: Layers = layers
         self._all: tuple[R, ...] | None = None
@@ -137,8 +143,10 @@ class Layered(Sequence[R]):
         return self._all
 
 
-def _texts(each: Buffer | Counter) -> tuple[str | None, ...]:
-    return (each.note,) if isinstance(each, Counter) else (each.name, each.source or "")
+def _texts(each: Buffer | Counter) -> tuple[object, ...]:
+    if isinstance(each, Counter):
+        return (each.note,)
+    return (each.name,) if each.source is None else (each.name, each.source)
 
 
 def moved(each: R, by: int, layers: Layers) -> R:

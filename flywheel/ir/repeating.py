@@ -54,7 +54,15 @@ def _are_local(runs: Sequence[Run], buffers: Layered[Buffer], layers: Layers) ->
     for part, (makes, takes, given) in zip(parts, bounds, strict=True):
         if not all(_makes(run, *makes) and _takes(run, *takes, given) for run in part):
             return False
-    return True
+    return all(_look_alike(run, buffers, kept) for run in parts[1])
+
+
+def _look_alike(run: Run, buffers: Layered[Buffer], kept: set[int]) -> bool:
+    """Whether what a run of the template reads of the layer before looks in each layer as it does in the first."""
+    span, table = buffers.span, buffers.spelled
+    before = [number for number in run.inputs if span.least <= number < span.start and number not in kept]
+    pairs = [(table[number], table[number + span.size]) for number in before]
+    return all((one.kind, one.dtype, one.shape) == (other.kind, other.dtype, other.shape) for one, other in pairs)
 
 
 def _makes(run: Run, buffers: range, counters: range) -> bool:

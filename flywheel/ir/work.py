@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from flywheel.ir.dtype import BufferKind
 from flywheel.ir.extents import Scope, value
-from flywheel.ir.opcodes import INHERITED_PARAMS, InstructionKind
+from flywheel.ir.opcodes import INHERITED_PARAMS, TASK_PARAM_FIELDS, InstructionKind
 from flywheel.ir.operations import Axis, Operand, operation_of
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
@@ -68,11 +68,12 @@ def works_of(program: MegakernelProgram) -> list[Work]:
     known: dict[tuple[object, ...], Work] = {}
     works = []
     for task in program.tasks:
-        params = [(name, id(value) if name == "recipe" else value) for name, value in task.params.items()]
+        known_params = [(name, task.params[name]) for name in TASK_PARAM_FIELDS if name in task.params]
         alike = tuple(
             (buffers[each].kind, buffers[each].dtype, buffers[each].shape) for each in (*task.inputs, *task.outputs)
         )
-        key = (task.op, alike, tuple(item for item in params if item[0] not in _PLACES))
+        sizes = tuple(item for item in known_params if item[0] not in _PLACES)
+        key = task.op, alike, sizes, id(task.params.get("recipe"))
         if key not in known:
             known[key] = work_of(task, buffers)
         works.append(known[key])

@@ -13,7 +13,7 @@ import numpy as np
 
 from flywheel.ir import Buffer, MegakernelProgram, Run, Runs, Stretch, Tile
 from flywheel.ir.layers import INDEX, Layered, Layers, Span
-from flywheel.ir.repeating import layers_of
+from flywheel.ir.repeating import layers_of, local_layers
 from flywheel.ir.tiles import stretches_of
 from flywheel.plan.digits import Ints, Tokens, Words
 
@@ -38,7 +38,7 @@ def lines_of_buffers(program: MegakernelProgram) -> bytes:
         return "".join(lines).encode("utf-8", "backslashreplace")
     words, span, buffers = Words(), layers.buffers, program.buffers.spelled
     parts = buffers[: span.start], buffers[span.start : span.stop], buffers[span.stop :]
-    tokens = [_buffer_tokens(part, words, layers) for part in parts]
+    tokens = [_buffer_tokens(part, words, layers, numbered=part is not parts[0]) for part in parts]
     codes, numbers, _ = _of_all_layers(tokens, layers, 0)
     return words.written(codes, numbers)
 
@@ -47,11 +47,12 @@ def _look(buffer: Buffer) -> str:
     return f" {buffer.kind:d} {buffer.dtype:d} {tuple(buffer.shape)} {buffer.space:d} "
 
 
-def _buffer_tokens(buffers: Sequence[Buffer], words: Words, layers: Layers) -> Tokens:
+def _buffer_tokens(buffers: Sequence[Buffer], words: Words, layers: Layers, *, numbered: bool) -> Tokens:
+    """`numbered` texts name the number of the layer, those before the layers have no such name."""
     tokens = Tokens(words)
     for buffer in buffers:
         tokens.number(buffer.id, _BUFFER)
-        before, index, behind = repr(buffer.source).partition(INDEX)
+        before, index, behind = repr(buffer.source).partition(INDEX) if numbered else (repr(buffer.source), "", "")
         tokens.text(f"{_look(buffer)}{before}")
         if index:
             tokens.number(layers.index, _LAYER)
@@ -66,7 +67,7 @@ def lines_of_runs(program: MegakernelProgram) -> bytes:
     """
     tasks = program.tasks
     assert isinstance(tasks, Runs)
-    layers, runs = layers_of(program), tasks.spelled
+    layers, runs = local_layers(program), tasks.spelled
     if layers is None or _may_join(runs, layers.runs):
         layers, runs = _NO_LAYERS, tasks.runs
     words, params, span = Words(), _Params(), layers.runs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from time import perf_counter
 from typing import Final
 
@@ -73,6 +73,7 @@ class Station:
     def __init__(self, setup: Setup, environ: Mapping[str, str]) -> None:
         set_environment(environ)
         self._setup = setup
+        self._making: Final = Lock()
         self._made: dict[str, _Made] = {}  # by config id, oldest first
         self._rivals: tuple[tuple[str, ...], tuple[Work, ...]] = ((), ())
         self._client: Client | None = None
@@ -98,9 +99,10 @@ class Station:
     def prepare(self, config: ScheduleConfig) -> Prepared:
         """Lower, validate, and compile ahead; what is said of the program, which stays here."""
         made, predictor = self._make(config), self._setup.predictor
-        self._made[config.config_id] = made
-        while len(self._made) > _KEPT:
-            del self._made[next(iter(self._made))]
+        with self._making:
+            self._made[config.config_id] = made
+            while len(self._made) > _KEPT:
+                del self._made[next(iter(self._made))]
         prepared = made.prepared
         if predictor is not None and prepared.refused is None and prepared.program is not None:
             prepared = replace(prepared, predicted=predictor.predict(prepared.program))
@@ -111,7 +113,9 @@ class Station:
 
         It stands alone where one of its rivals is refused today. Raises what stops a child from starting.
         """
-        made = self._made.pop(config.config_id, None) or self._make(config)
+        with self._making:
+            kept = self._made.pop(config.config_id, None)
+        made = kept or self._make(config)
         assert made.prepared.program is not None
         assert made.work is not None
         names = tuple(rival.config_id for rival in rivals)

@@ -57,6 +57,7 @@ class Claims:
 
     def held(self) -> set[str]:
         """The configs that runs are trying, this one among them."""
+        self._presence.renew()
         with self._alone() as connection:
             return set(self._held(connection))
 
@@ -72,11 +73,9 @@ class Claims:
 
     @contextmanager
     def _alone(self) -> Iterator[Connection]:
-        """A transaction that no other run of the campaign is in. SQLite has one writer anyway."""
+        """A transaction that no other run of the campaign is in."""
         with writing(self._engine, self._name) as connection:
-            if connection.dialect.name == "postgresql":
-                row = select(campaigns.c.name).where(campaigns.c.name == self._campaign)
-                connection.execute(row.with_for_update(key_share=True))
+            keep_to_oneself(connection, self._campaign)
             yield connection
 
     def _held(self, connection: Connection) -> dict[str, int]:
@@ -90,6 +89,13 @@ class Claims:
                 connection.execute(delete(claims).where(mine, claims.c.run.in_(dead)))
             found = [each for each in found if each.run in alive]
         return {config_id: run for config_id, run in found}  # noqa: C416  rows are no pairs to a type checker
+
+
+def keep_to_oneself(connection: Connection, campaign: str) -> None:
+    """Let no other transaction number rows of the campaign until this one ends. SQLite has one writer anyway."""
+    if connection.dialect.name == "postgresql":
+        row = select(campaigns.c.name).where(campaigns.c.name == campaign)
+        connection.execute(row.with_for_update(key_share=True))
 
 
 def _next_trial(connection: Connection, campaign: str) -> int:

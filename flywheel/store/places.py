@@ -48,7 +48,7 @@ def make_store_url(url: str | Path) -> URL:
     text = str(url)
     scheme = None if isinstance(url, Path) else _SCHEME.match(text)
     if scheme is None:
-        if not isinstance(url, Path) and _NEARLY.match(text):
+        if not isinstance(url, Path) and (_NEARLY.match(text) or "://" in text or ("//" in text and "@" in text)):
             raise StoreError(_NOT_A_URL)
         plain = text if isinstance(url, Path) or not text.lower().startswith("sqlite:") else text[len("sqlite:") :]
         return _checked_file(URL.create("sqlite", database=plain))

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import SQLAlchemyError
 
+from flywheel.errors import StoreError
 from flywheel.store.engine import reported
 
 _LOCKS: Final = 0x666C7772
@@ -50,8 +52,10 @@ def enter(engine: Engine, name: str) -> Presence:
     if engine.dialect.name == "sqlite":
         with reported(name), engine.connect() as connection:
             file: str = connection.exec_driver_sql("PRAGMA database_list").fetchone()[2]  # type: ignore[index]
-        with reported(name):
+        try:
             return _LockedFile(Path(file))
+        except OSError as error:
+            raise StoreError(f"store {name}: {error.filename or file}: {error.strerror}") from error
     return _Session(engine, name)
 
 
@@ -69,7 +73,7 @@ class _LockedFile:
     def _lock(path: Path) -> int:
         """Of a file that is still there once it is locked: another run may have swept it up."""
         while True:
-            descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             with suppress(FileNotFoundError):
                 if path.stat().st_ino == os.fstat(descriptor).st_ino:
@@ -93,17 +97,21 @@ class _LockedFile:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether somebody holds a run's file; one that nobody holds is removed."""
+    """Whether somebody holds a run's file, or may hold one that cannot be read; one that nobody holds is removed."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
+    except PermissionError:
+        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     else:
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError, PermissionError):
+            if path.stat().st_ino == os.fstat(descriptor).st_ino:  # else another run has this name now
+                path.unlink()
         return False
     finally:
         os.close(descriptor)
@@ -127,11 +135,11 @@ class _Session:
 
         from flywheel.store.postgres import BoundedConnection, ping
 
-        held = self._connection.connection.driver_connection
-        assert isinstance(held, BoundedConnection)
         try:
+            held = self._connection.connection.driver_connection
+            assert isinstance(held, BoundedConnection)
             ping(held)
-        except Error:
+        except (Error, SQLAlchemyError):
             self.end()
             self._connection = self._hold()
 

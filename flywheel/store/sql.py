@@ -31,7 +31,7 @@ from flywheel.measure.columns import fault_of
 from flywheel.measure.outcome import LASTING_OUTCOMES, OUTCOME_NAMES
 from flywheel.measure.record import COLUMNS, TrialRecord
 from flywheel.store.campaign import Campaign, CampaignSummary
-from flywheel.store.claims import Claims
+from flywheel.store.claims import Claims, keep_to_oneself
 from flywheel.store.engine import make_engine, reading, violated, writing
 from flywheel.store.migrate import ensure_schema
 from flywheel.store.places import file_of, make_store_url
@@ -121,6 +121,8 @@ class Store:
         with writing(self._engine, self.name) as connection:
             if campaign is not None:
                 self._create(connection, campaign)
+            for name in sorted({record.campaign for record in records}):
+                keep_to_oneself(connection, name)
             for record in records:
                 try:
                     connection.execute(insert(trials), record_values(record))

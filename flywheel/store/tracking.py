@@ -36,6 +36,8 @@ def shown(uri: str) -> str:
     found = _PARTS.match(uri)
     assert found is not None  # every part may be empty
     scheme, secret, rest = found.groups()
+    if "@" in uri.partition("?")[2]:  # of a password with a question mark, or of one among the parameters
+        return f"{scheme or ''}***"
     if secret is None or (scheme or "").lower().startswith("sqlite:"):  # a file has no password; its name may have an @
         return f"{scheme or ''}{secret or ''}{rest}"
     return f"{scheme or ''}{secret.partition(':')[0] if ':' in secret else ''}:***@{rest}"

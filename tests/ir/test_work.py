@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from mutants import RECIPES, SINGLES
 
@@ -79,3 +81,9 @@ def test_what_the_lowering_estimates_is_the_work_of_products_and_attention(model
             if task.est_bytes:
                 # Beside the matrices and caches that it estimates, a task streams norms' weights and biases.
                 assert task.est_bytes <= work.streamed <= 1.1 * task.est_bytes + 4 * spec.hidden
+
+
+def test_params_that_nothing_reads_do_not_count() -> None:
+    program = SINGLES[0]
+    odd = replace(program, tasks=tuple(replace(task, params={**task.params, "foo": [1]}) for task in program.tasks))
+    assert works_of(odd) == works_of(program)

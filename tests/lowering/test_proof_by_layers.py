@@ -6,6 +6,7 @@ import pickle
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from damage import (
@@ -21,7 +22,7 @@ from damage import (
 )
 
 from flywheel.cost_model import predict
-from flywheel.ir import BufferKind, MegakernelProgram, PageAllocation, Runs, validate
+from flywheel.ir import BufferKind, DType, MegakernelProgram, PageAllocation, Runs, validate
 from flywheel.ir.layers import Layered, Layers, Span
 from flywheel.ir.repeating import layers_of, local_layers, repeated, spelled_out
 from flywheel.ir.validate.by_layer import levels_of_safe_layers
@@ -137,8 +138,12 @@ def with_other_buffer(program: MegakernelProgram, layers: Layers, chance: random
     place, spelled = chance.randrange(len(program.buffers.spelled)), list(program.buffers.spelled)
     each = spelled[place]
     shape = (*each.shape[:-1], max(1, each.shape[-1] + chance.choice((-16, -1, 1, 16))))
-    other = replace(each, shape=shape), replace(each, kind=chance.choice(list(BufferKind)))
-    spelled[place] = other[chance.random() < 0.3]
+    others = (
+        replace(each, shape=shape),
+        replace(each, kind=chance.choice(list(BufferKind))),
+        replace(each, dtype=chance.choice((DType.F32, DType.F16, DType.BF16))),
+    )
+    spelled[place] = chance.choices(others, (5, 3, 2))[0]
     return replace(program, buffers=Layered(spelled, layers))
 
 
@@ -231,3 +236,48 @@ def test_a_layer_that_reads_two_layers_back_is_left_to_the_whole_proof() -> None
     odd = rebuilt(program, layers, Runs(runs, [0] * sum(len(run.tiles) for run in runs)), 0)
     assert local_layers(odd) is None
     assert validate(odd, strict=True) == validate(by_task(odd), strict=True)
+
+
+def test_a_first_layer_that_looks_otherwise_is_not_like_the_others() -> None:
+    program = lowered("llama", 5, 1, "none", 7)
+    layers = layers_of(program)
+    assert layers is not None
+    assert isinstance(program.tasks, Runs)
+    assert isinstance(program.buffers, Layered)
+    own = layers.buffers
+    template = program.tasks.spelled[layers.runs.start : layers.runs.stop]
+    read = next(each for run in template for each in run.inputs if own.least <= each < own.start)
+    spelled = list(program.buffers.spelled)
+    spelled[read] = replace(spelled[read], shape=(1, *spelled[read].shape))
+    assert local_layers(replace(program, buffers=Layered(spelled, layers))) is None
+
+
+def test_the_text_of_what_comes_before_the_layers_names_none() -> None:
+    program = lowered("llama", 5, 1, "none", 7)
+    layers = layers_of(program)
+    assert layers is not None
+    assert isinstance(program.buffers, Layered)
+    spelled = list(program.buffers.spelled)
+    head = next(each for each in spelled[: layers.buffers.least] if each.source)
+    spelled[head.id] = replace(head, source="w.{i}")
+    changed = replace(program, buffers=Layered(spelled, layers))
+    assert program_id(changed) == program_id(by_task(changed)) != program_id(program)
+
+
+@pytest.mark.parametrize("fault", [{"name": None}, {"source": 0}, {"name": "{i}.{i}"}])
+def test_a_table_of_records_without_texts_is_none(fault: dict[str, Any]) -> None:
+    program = lowered("llama", 5, 1, "none", 7)
+    layers = layers_of(program)
+    assert layers is not None
+    assert isinstance(program.buffers, Layered)
+    spelled = list(program.buffers.spelled)
+    spelled[-1] = replace(spelled[-1], **fault)
+    with pytest.raises(ValueError, match="text of a record"):
+        Layered(spelled, layers)
+
+
+def test_layers_end_before_their_ids_are_too_large() -> None:
+    with pytest.raises(ValueError, match="end beyond place"):
+        Layers(1 << 16, 0, Span(1, 2), Span(1, 2), Span(40_000, 80_000))
+    with pytest.raises(ValueError, match="index"):
+        Layers(2, 1 << 70, Span(1, 2), Span(1, 2), Span(1, 2))

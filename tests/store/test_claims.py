@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from postgres_server import Server
@@ -111,4 +113,39 @@ def test_a_run_that_outlives_a_restart_of_its_server_keeps_its_claims(
             postgres_server.start()
             assert one.claim("def", 0, 9) is Claim.GRANTED
             assert other.claim("abc", 0, 9) is Claim.TAKEN
+    postgres_server.drop_database(url)
+
+
+def test_a_run_whose_file_cannot_be_read_may_be_alive(
+    tmp_path: Path, make_campaign: Callable[..., Campaign], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = os.open
+
+    def refuse(path: Any, *flags: int, **more: Any) -> int:
+        if str(path).endswith("-run-17"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return whole(path, *flags, **more)
+
+    (tmp_path / "a.db-run-17").touch()
+    with open_store(tmp_path / "a.db") as store:
+        store.create_campaign(make_campaign())
+        monkeypatch.setattr(os, "open", refuse)
+        with store.share("first") as claims:
+            assert claims.claim("abc", 0, 9) is Claim.GRANTED
+    assert (tmp_path / "a.db-run-17").exists()
+
+
+def test_rows_that_come_together_take_no_number_of_a_row_under_way(
+    postgres_server: Server, make_campaign: Callable[..., Campaign], make_record: Records
+) -> None:
+    url = postgres_server.create_database()
+    with open_store(url) as store, ThreadPoolExecutor(1) as pool:
+        store.create_campaign(make_campaign())
+        with store.share("first") as claims:
+            claims.claim("abc", 0, 9)
+            with claims._alone():
+                others = pool.submit(store.append_all, [make_record(trial=5)])
+                with pytest.raises(TimeoutError):
+                    others.result(0.5)
+            others.result(30)
     postgres_server.drop_database(url)

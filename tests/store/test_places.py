@@ -23,7 +23,9 @@ LONG = 300 * "a"
 READ_ONLY = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && shift && exec "$@"'
 
 
-@pytest.mark.parametrize("text", ["x.db", "sqlite:x.db", "sqlite:///x.db", "SQLITE:///x.db", "sqlite:///x.db?timeout=5"])
+@pytest.mark.parametrize(
+    "text", ["x.db", "sqlite:x.db", "sqlite:///x.db", "SQLITE:///x.db", "sqlite:///x.db?timeout=5"]
+)
 def test_a_file_has_several_names(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     open_store(text).close()
@@ -69,6 +71,9 @@ def test_a_place_that_is_none_is_one_short_line(
         f"postgresql:/lab:{SECRET}@127.0.0.1:1/db",
         f"postgresql:lab:{SECRET}@127.0.0.1:1/db",
         f"postgres:/lab:{SECRET}@127.0.0.1:1/db",
+        f'"postgresql://lab:{SECRET}@127.0.0.1:1/db"',
+        f" postgresql://lab:{SECRET}@127.0.0.1:1/db",
+        f"postgresql//lab:{SECRET}@127.0.0.1:1/db",
         f"postgresql://127.0.0.1:{SECRET}/db",
         f"postgresql://127.0.0.1:1/db?passwd={SECRET}",
         f"postgresql://127.0.0.1:1/db?token={SECRET}",

@@ -98,6 +98,8 @@ def test_a_uri_that_cannot_be_used_is_one_line_without_its_password(uri: str, fa
         (f"http://u:p@{SECRET}@h", "http://u:***@h"),
         (f"postgresql:/u:{SECRET}@h", "postgresql:/u:***@h"),
         (f"http://{SECRET}@h", "http://:***@h"),
+        (f"postgresql://h:5432/db?user=me&password=p@{SECRET}", "postgresql://***"),
+        (f"postgresql://me:{SECRET}?{SECRET}@h/db", "postgresql://***"),
         ("sqlite:////x/mlflow.db", "sqlite:////x/mlflow.db"),
         ("databricks", "databricks"),
         ("http://[::1", "http://[::1"),
