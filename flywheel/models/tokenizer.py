@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -48,11 +49,10 @@ class Tokenizer:
             stderr=subprocess.DEVNULL, process_group=0, bufsize=0,
             env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
         )  # fmt: skip
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             self._ask({"open": str(self._file)})
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def __enter__(self) -> Self:
         return self
