@@ -11,11 +11,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flywheel.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from flywheel.search.api import search
     from flywheel.store.schedule import load_schedule
 
-__all__ = ["load_schedule", "search"]
+__all__ = ["__version__", "load_schedule", "search"]
 
 
 def __getattr__(name: str) -> Any:

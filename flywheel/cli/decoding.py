@@ -13,6 +13,7 @@ from flywheel.cli.exits import REJECTED
 from flywheel.cli.options import DEFAULTS, SharedOption
 from flywheel.cli.text import complain, note
 from flywheel.errors import ConfigError, UsageError
+from flywheel.installing import install_line
 from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.store.schedule import Schedule
 
@@ -68,8 +69,8 @@ def check_installed(what: str, modules: Sequence[str]) -> None:
     """Raises UsageError, with the command that installs them, where modules are missing."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        extras = ",".join(dict.fromkeys(_EXTRAS[module] for module in missing))
-        raise UsageError(f"{what} needs {' and '.join(missing)}: pip install 'flywheel[{extras}]'")
+        extras = dict.fromkeys(_EXTRAS[module] for module in missing)
+        raise UsageError(f"{what} needs {' and '.join(missing)}: {install_line(*extras)}")
 
 
 def open_model(command: str, model: str) -> Source:

@@ -15,6 +15,7 @@ import click
 from flywheel.cli.options import command, json_option, store_option
 from flywheel.cli.text import note, pairs, percent, show, show_json
 from flywheel.errors import StoreError
+from flywheel.installing import install_line
 from flywheel.measure.device import GENERIC
 
 if TYPE_CHECKING:
@@ -143,11 +144,11 @@ def _show(report: dict[str, Any]) -> None:
     missing = [name for name, found in report["dependencies"].items() if found is None]
     packages = ", ".join(f"{name} {found}" for name, found in report["dependencies"].items() if found)
     lines = [
-        ("flywheel", f"{environment['flywheel_version'] or 'never installed'}, IR {environment['ir_version']}"
+        ("flywheel", f"{environment['flywheel_version']}, IR {environment['ir_version']}"
                      + (f", commit {environment['commit']}" if environment["commit"] else "")),
         ("python", f"{environment['python']} on {platform.platform(terse=True)}, {environment['cpu_count']} CPUs"),
         ("packages", packages),
-        ("missing", ", ".join(missing) + "; pip install flywheel" if missing else None),
+        ("missing", ", ".join(missing) + f"; {install_line()}" if missing else None),
         *((f"[{extra}]", "installed" if not absent else f"not installed ({', '.join(absent)} missing)")
           for extra, absent in report["extras"].items()),
         ("GPU", _gpu_line(gpu)),
@@ -165,7 +166,7 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
         target += ", a record of what its driver says, for want of a datasheet"
     if gpu["missing"]:
         target += (
-            f"; latencies are predicted until pip install 'flywheel[cuda,torch]' ({', '.join(gpu['missing'])} missing)"
+            f"; latencies are predicted until {install_line('cuda', 'torch')} ({', '.join(gpu['missing'])} missing)"
         )
     return f"{gpu['name']}, driver {gpu['driver']}: {target}"
 

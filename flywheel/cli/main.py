@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from errno import EAGAIN, EDQUOT, EFBIG, EIO, ENOSPC
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
 from typing import Any, Final
 
@@ -20,6 +19,7 @@ from flywheel.cli.interrupt import abort, end_interrupted, watch_interrupts
 from flywheel.cli.output import buffer_output
 from flywheel.cli.text import HELP, complain, note, show
 from flywheel.errors import FlywheelError, OutputError
+from flywheel.version import VERSION
 
 COMMANDS: Final = {
     "search": ("flywheel.cli.search:search", "Search for the fastest schedule of a model on a GPU."),
@@ -167,11 +167,7 @@ def main() -> int:
 
 
 def _show_version(ctx: click.Context) -> None:
-    try:
-        number = version("flywheel")
-    except PackageNotFoundError:
-        number = "(a source tree that was never installed)"
-    show(f"flywheel {number}")
+    show(f"flywheel {VERSION}")
     ctx.exit()
 
 

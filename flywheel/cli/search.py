@@ -32,6 +32,7 @@ from flywheel.cli.progress import make_reporter
 from flywheel.cli.provenance import find_campaign, schedule_text
 from flywheel.cli.text import counts, duration, note, pairs, percent, show, show_json, ties, us
 from flywheel.errors import UsageError
+from flywheel.installing import install_line
 from flywheel.search.forks import expect_forks
 from flywheel.search.spec import CampaignSpec, check_name, read_campaign_file
 
@@ -212,7 +213,7 @@ def _latency_source(start: Start, asked: str) -> str:
     elif present is None:
         why = f"no {wanted} here"
     else:
-        why = f"pip install 'flywheel[cuda,torch]' to measure on this machine's {present}"
+        why = f"{install_line('cuda', 'torch')} to measure on this machine's {present}"
     return f"Latencies are predicted by the cost model (version {start.predictor}): {why}."
 
 

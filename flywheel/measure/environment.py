@@ -13,6 +13,7 @@ from typing import Final
 
 from flywheel.ir.version import IR_VERSION
 from flywheel.measure.device import Device
+from flywheel.version import VERSION
 
 _SOURCE_ROOT: Final = Path(__file__).resolve().parents[2]
 _ASKED: Final = "driver_version,name,uuid,memory.total"
@@ -23,13 +24,12 @@ _COMMAND_TIMEOUT_S: Final = 10.0
 class Environment:
     """Software and machine of one run; None for what is not installed or not there.
 
-    `flywheel_version` is None in a source tree that was never installed; `commit` ends in `-dirty` where tracked files
-    differ from it, or what FLYWHEEL_COMMIT says of a copy that git knows nothing of; `driver` and `gpu` are those
-    of the first NVIDIA GPU that a process here may use. `nvrtc` and `kernels`, the compiler of what is measured and a
-    digest of its sources, are None where nothing is measured.
+    `commit` ends in `-dirty` where tracked files differ from it, or what FLYWHEEL_COMMIT says of a copy that git knows
+    nothing of; `driver` and `gpu` are those of the first NVIDIA GPU that a process here may use. `nvrtc` and `kernels`,
+    the compiler of what is measured and a digest of its sources, are None where nothing is measured.
     """
 
-    flywheel_version: str | None
+    flywheel_version: str
     ir_version: str
     python: str
     platform: str
@@ -55,7 +55,7 @@ def capture_environment() -> Environment:
     """The environment of this process. Asks git and nvidia-smi where they are there; imports nothing heavy."""
     driver, device = _driver_and_gpu()
     return Environment(
-        flywheel_version=_version("flywheel"),
+        flywheel_version=VERSION,
         ir_version=IR_VERSION,
         python=platform.python_version(),
         platform=platform.platform(),

@@ -108,7 +108,7 @@ class TrialRecord:
     ] = None
     sampler: Annotated[str, "name of the sampler"]
     seed: Annotated[int, "seed of the campaign"]
-    flywheel_version: Annotated[str | None, "flywheel's version; absent in a source tree never installed"] = None
+    flywheel_version: Annotated[str | None, "flywheel's version"] = None
     ir_version: Annotated[str, "version of the program format"]
     python: Annotated[str, "Python's version"]
     optuna: Annotated[str | None, "Optuna's version"] = None

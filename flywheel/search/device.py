@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Final
 
 from flywheel.errors import NoGpuError, UsageError
+from flywheel.installing import install_line
 from flywheel.ir import GpuTarget
 from flywheel.measure.device import Device, is_target, target_of
 
@@ -27,7 +28,7 @@ def settle_measure(wanted: str, target: GpuTarget, present: Device | None, missi
         where = f"this machine has {present}" if present else "this machine has no GPU"
         raise NoGpuError(f"--measure cuda needs an {target.name}: {where}")
     if wanted == "cuda" and missing:
-        raise UsageError(f"--measure cuda needs {' and '.join(missing)}: pip install 'flywheel[cuda,torch]'")
+        raise UsageError(f"--measure cuda needs {' and '.join(missing)}: {install_line('cuda', 'torch')}")
     if present is not None and not here:
         raise NoGpuError(f"--gpu {target.name}: this machine has {present}; --measure predict searches without it")
     return "cuda" if here and not missing else "predict"

@@ -11,6 +11,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Final
 
 from flywheel.errors import ConfigError, InvalidProgramError, KernelCompileError, NoGpuError, UsageError
+from flywheel.installing import install_line
 from flywheel.ir import DType, GpuTarget, MegakernelProgram
 from flywheel.measure.device import is_target
 from flywheel.measure.environment import Environment, capture_environment
@@ -50,7 +51,7 @@ def capture(target: GpuTarget) -> Environment:
     if present is None or not is_target(present, target):
         raise NoGpuError(f"--measure cuda needs an {target.name}: {environment.host} has {present or 'no GPU'}")
     if missing:
-        raise UsageError(f"{environment.host}: {' and '.join(missing)} missing: pip install 'flywheel[cuda,torch]'")
+        raise UsageError(f"{environment.host}: {' and '.join(missing)} missing: {install_line('cuda', 'torch')}")
     return replace(environment, gpu=present.name, nvrtc=nvrtc_version(), kernels=source_digest()[:16])
 
 

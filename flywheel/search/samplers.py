@@ -13,6 +13,7 @@ from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler
 
 from flywheel.errors import UnknownNameError, UsageError
+from flywheel.installing import install_line
 from flywheel.search.descending import DescentSampler
 from flywheel.search.foreseen import Expect, Foresee, ForeseenSampler
 from flywheel.search.local import LocalSampler
@@ -84,7 +85,7 @@ def make_sampler(name: str, seed: int, known: int, measured: Measured | None = N
         raise UnknownNameError(f"sampler {name!r} is not one of {', '.join(SAMPLERS)}")
     missing = [module for module in _NEEDS.get(name, ()) if find_spec(module) is None]
     if missing:
-        raise UsageError(f"sampler {name} needs {' and '.join(missing)}: pip install 'flywheel[samplers]'")
+        raise UsageError(f"sampler {name} needs {' and '.join(missing)}: {install_line('samplers')}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         drawn = (seed * 1_000_003 + (0 if name in _STATELESS else known)) % 2**32

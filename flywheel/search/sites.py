@@ -13,6 +13,7 @@ from typing import Final
 
 from flywheel.cost_model import STOCK, Predictor
 from flywheel.errors import NoGpuError, UsageError
+from flywheel.installing import install_line
 from flywheel.ir import GpuTarget
 from flywheel.measure.device import is_target
 from flywheel.measure.environment import Environment, capture_environment, list_gpus
@@ -52,7 +53,7 @@ def open_site(spec: CampaignSpec, target: GpuTarget) -> Iterator[Site]:
         yield _here(spec, target)
         return
     if find_spec("ray") is None:
-        raise UsageError("--engine ray needs ray: pip install 'flywheel[ray]'")
+        raise UsageError(f"--engine ray needs ray: {install_line('ray')}")
     if spec.ray_address is None and "ray" not in sys.modules:  # which reads them when it is imported
         default_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)})
     from flywheel.search.cluster import RayHost, connect

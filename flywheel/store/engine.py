@@ -13,6 +13,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 
 from flywheel.errors import StoreError
+from flywheel.installing import install_line
 from flywheel.store.places import check_file, check_parameters, make_store_url, readable, store_name
 
 BUSY_TIMEOUT_S: Final = 30
@@ -77,7 +78,7 @@ def make_engine(url: str | Path, *, create: bool) -> tuple[Engine, str]:
         unsaid = {name: value for name, value in limits(BUSY_TIMEOUT_S, ANSWER_S).items() if name not in where.query}
         engine = create_engine(where, connect_args=unsaid)
     except ImportError:
-        raise StoreError(f"store {name}: its driver psycopg is not installed; install flywheel[postgres]") from None
+        raise StoreError(f"store {name}: its driver psycopg is not installed: {install_line('postgres')}") from None
     bound(engine, ANSWER_S)
     return engine, name
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 from sqlalchemy.exc import SQLAlchemyError
 
 from flywheel.errors import MirrorError, UsageError
+from flywheel.installing import install_line
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, incumbents, tied_with, trials_of
 from flywheel.process import default_environment
@@ -35,6 +36,7 @@ from flywheel.store.mirror import (
     trial_points,
 )
 from flywheel.store.tracking import shown
+from flywheel.version import VERSION
 
 EXPERIMENT: Final = "flywheel"
 CHILDREN: Final = ("all", "kept", "none")
@@ -61,7 +63,7 @@ sent to anybody but the tracking server."""
 def check_installed() -> None:
     """Raises UsageError without the mlflow package."""
     if find_spec("mlflow") is None:
-        raise UsageError("mlflow is not installed: pip install 'flywheel[mlflow]'")
+        raise UsageError(f"mlflow is not installed: {install_line('mlflow')}")
 
 
 class Mirror:
@@ -169,7 +171,7 @@ class Mirror:
         """Write the files that differ from what the run's tag names; without new rows, look only for lost ones."""
         before: dict[str, str] = json.loads(run.data.tags.get(_FILES, "{}"))
         present = _artifacts(client, run.info.run_id, before)
-        stamp = f"{len(records)} rows, flywheel {_version()}"
+        stamp = f"{len(records)} rows, flywheel {VERSION}"
         if before.get("", "") == stamp and before.keys() - {""} <= present:
             return 0
         files = views.files(campaign, records)
@@ -264,15 +266,6 @@ def _artifact_folder(uri: str) -> str | None:
     if not uri.startswith("sqlite:///"):
         return None
     return (Path(uri.removeprefix("sqlite:///")).resolve().parent / "mlflow-artifacts").as_uri()
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("flywheel")
-    except PackageNotFoundError:
-        return "(never installed)"
 
 
 @contextmanager

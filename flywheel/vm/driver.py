@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.errors import ConfigError, GpuFaultError, GpuMemoryError, NoGpuError, TensorError
+from flywheel.installing import install_line
 from flywheel.ir import GpuTarget
 from flywheel.measure.device import Device, generic_name
 from flywheel.vm.nvrtc import CompiledUnit, CompiledVariant, arch_name
@@ -39,7 +40,7 @@ def open_gpu(index: int = 0) -> Gpu:
         from cuda.bindings import driver
         from cuda.core._utils.cuda_utils import CUDAError  # which no public module names
     except ImportError as error:
-        raise NoGpuError("cuda.core is not installed: pip install 'flywheel[cuda]'") from error
+        raise NoGpuError(f"cuda.core is not installed: {install_line('cuda')}") from error
     try:
         return Gpu(index, core, driver, CUDAError)
     except (RuntimeError, ValueError, CUDAError) as error:  # no driver library, no such index, no device
@@ -54,7 +55,7 @@ def describe_gpu(index: int = 0) -> tuple[Device, GpuTarget]:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise NoGpuError("cuda.bindings is not installed: pip install 'flywheel[cuda]'") from error
+        raise NoGpuError(f"cuda.bindings is not installed: {install_line('cuda')}") from error
 
     def told(returned: tuple[Any, ...]) -> Any:
         if returned[0] != driver.CUresult.CUDA_SUCCESS:

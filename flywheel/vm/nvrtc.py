@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Final
 
 from flywheel.errors import ConfigError, KernelCompileError
+from flywheel.installing import install_line
 from flywheel.ir import COMPUTE_DTYPES, DType
 from flywheel.plan.variant import WARP
 
@@ -100,7 +101,7 @@ def nvrtc_version() -> str:
 
         result, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:  # no package, or no library behind it
-        raise KernelCompileError(f"NVRTC is missing: pip install 'flywheel[cuda]' ({_first_line(error)})") from error
+        raise KernelCompileError(f"NVRTC is missing: {install_line('cuda')} ({_first_line(error)})") from error
     if int(result) != 0:
         raise KernelCompileError(f"NVRTC does not tell its version: {result.name}")
     return f"{major}.{minor}"

@@ -257,5 +257,5 @@ def test_postgresql_without_its_driver_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(StoreError) as caught:
         open_store("postgresql://lab:secret@host/db")
-    one_line(caught, "psycopg is not installed", "flywheel[postgres]")
+    one_line(caught, "psycopg is not installed", "[postgres]")
     assert "secret" not in str(caught.value)

@@ -1,0 +1,68 @@
+"""The distribution that flywheel is installed from, and the command lines that install more of it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+DISTRIBUTION: Final = "flywheel-megakernel"
+"""Name on a package index, where `flywheel` is another project."""
+CUDA_13_DRIVER: Final = 580
+"""First driver branch that runs CUDA 13. Source: NVIDIA, CUDA compatibility, "Minor version compatibility"."""
+
+_SOURCE_ROOT: Final = Path(__file__).resolve().parents[1]
+_DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
+
+
+def install_line(*extras: str) -> str:
+    """The command line that adds `extras` to this installation, from where it came: a directory, a URL or an index.
+
+    The extra `cuda` becomes `cuda12` where this machine's driver is older than CUDA 13.
+    """
+    chosen = [cuda_extra(_driver_here()) if extra == "cuda" else extra for extra in extras]
+    wanted = f"[{','.join(dict.fromkeys(chosen))}]" if chosen else ""
+    return f"pip install {_source(wanted)}"
+
+
+def cuda_extra(driver: str | None) -> str:
+    """The extra for a driver's version, `cuda` or `cuda12`; for None, as for a machine without one, `cuda`."""
+    branch = (driver or "").partition(".")[0]
+    return "cuda12" if branch.isdecimal() and int(branch) < CUDA_13_DRIVER else "cuda"
+
+
+def _source(wanted: str) -> str:
+    """What pip installs, with the extras `wanted`; its options too."""
+    named = f"'{DISTRIBUTION}{wanted}'" if wanted else DISTRIBUTION
+    try:
+        recorded = distribution(DISTRIBUTION).read_text("direct_url.json")
+    except PackageNotFoundError:  # a source tree that runs from where it lies
+        return _directory(_SOURCE_ROOT, True, wanted) or named
+    origin = json.loads(recorded) if recorded is not None else {}
+    url = origin.get("url", "")
+    if "dir_info" in origin:
+        return _directory(Path(unquote(urlsplit(url).path)), origin["dir_info"].get("editable", False), wanted) or named
+    if "vcs_info" in origin:
+        revision = origin["vcs_info"].get("requested_revision")
+        url = f"{origin['vcs_info']['vcs']}+{url}" + (f"@{revision}" if revision else "")
+    return shlex.quote(f"{DISTRIBUTION}{wanted} @ {url}") if url else named
+
+
+def _directory(folder: Path, editable: bool, wanted: str) -> str | None:
+    """A source tree as pip takes it; None where it is gone."""
+    if not (folder / "pyproject.toml").is_file():
+        return None
+    quoted = f"'{folder}{wanted}'" if wanted and "'" not in str(folder) else shlex.quote(f"{folder}{wanted}")
+    return f"--editable {quoted}" if editable else quoted
+
+
+def _driver_here() -> str | None:
+    """This machine's NVIDIA driver, `535.104.05`; None where the kernel has none loaded."""
+    try:
+        words = _DRIVER_FILE.read_text(encoding="ascii", errors="replace").split()
+    except OSError:
+        return None
+    return next((word for word in words if word[:3].isdecimal() and word.count(".") >= 1), None)
