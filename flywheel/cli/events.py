@@ -1,4 +1,4 @@
-"""A search as JSON lines on stdout: one event a line, as it happens. docs/operations.md has their fields."""
+"""A search as JSON lines on stdout: one event a line, as it happens. docs/reference.md has their fields."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from flywheel.store.sql import open_store
 
 Run = Callable[..., Result]
 SEARCH = ("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--jobs", "1", "--name", "c")
-DOCUMENTED = Path(__file__).parents[2] / "docs" / "operations.md"
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "reference.md"
 
 
 def events(result: Result) -> list[dict[str, Any]]:

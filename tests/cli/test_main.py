@@ -191,7 +191,7 @@ def test_variables_act_as_their_options_do(run: Run, monkeypatch: pytest.MonkeyP
 
 
 def test_the_manual_lists_every_exit_code_and_every_name_of_a_campaign_file() -> None:
-    manual = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    manual = (Path(__file__).parents[2] / "docs" / "reference.md").read_text(encoding="utf-8")
     for code in (0, FAILED, DIFFERENT, USAGE, REJECTED, NO_GPU, STORE, ABORTED, BROKEN_PIPE):
         assert f"| {code} |" in manual
     campaign_file = manual[manual.index("A campaign file") : manual.index("```toml")]
