@@ -134,7 +134,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Integers of type `qdtype`, in rows along the last dimension: a byte each, or as I4 two a byte."""
+    """Numbers of type `qdtype`, in rows along the last dimension: a byte each, or as I4 two a byte."""
 
     rows: str
     width: str
@@ -149,8 +149,10 @@ class Packed:
         return 0
 
     def fit(self, buffer: Buffer, scope: Scope) -> str | None:
-        """Integers of bytes are in bytes; nibbles are in I4 or in bytes."""
-        nibbles = scope["qdtype"] == DType.I4
+        """Integers of bytes are in bytes; nibbles are in I4 or in bytes; floats of 8 bits are in their own type."""
+        nibbles, octets = scope["qdtype"] == DType.I4, scope["qdtype"] == DType.F8E4M3
+        if octets is not (buffer.dtype is DType.F8E4M3):
+            return f"is {buffer.dtype.name}, not what holds {DType(scope['qdtype']).name}"
         if buffer.dtype is DType.I4 and not nibbles:
             return f"is I4, not the bytes of {DType(scope['qdtype']).name}"
         width = buffer.shape[-1] * (2 if nibbles and buffer.dtype is not DType.I4 else 1)

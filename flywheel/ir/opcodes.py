@@ -76,9 +76,14 @@ RECIPE_PARAM_FIELDS: Final = MappingProxyType(
         "rope_low_freq_factor": "f",
         "rope_high_freq_factor": "f",
         "rope_original_max_position": "i",
+        "rows_per_scale": "i",
     }
 )
-"""Params of a recipe's steps, which are compiled into the kernel variant: the struct's, and llama3 RoPE scaling."""
+"""Params of a recipe's steps, which are compiled into the kernel variant: the struct's, llama3 RoPE scaling, and rows
+of a quantised matrix that share a scale."""
+
+STEPS_ALONE: Final = frozenset({"rows_per_scale"})
+"""Params of steps that say which operation it is, and that no task has."""
 
 INHERITED_PARAMS: Final = frozenset({"n_off", "N_tile", "pos", "kv_start", "kv_len"})
 """Params that a recipe's step takes from its task when it does not name them: what changes by tile or by token."""
@@ -96,6 +101,7 @@ LEAST: Final = MappingProxyType(
         "kv_start": 0,
         "kv_len": 0,
         "group": 1,
+        "rows_per_scale": 1,
         "qdtype": 0,
         "pos": 0,
         "eps": 0.0,

@@ -21,7 +21,8 @@ from flywheel.ir.version import ABI_MAX_INPUTS, ABI_MAX_OUTPUTS
 FLOATS: Final = frozenset({DType.F32, DType.F16, DType.BF16, DType.F8E4M3, DType.F8E5M2})
 INDICES: Final = frozenset({DType.I32, DType.I8, DType.U8})
 INTEGER: Final = frozenset({DType.I32})
-PACKED: Final = frozenset({DType.I8, DType.U8, DType.I4})
+PACKED: Final = frozenset({DType.I8, DType.U8, DType.I4, DType.F8E4M3})
+ZEROS: Final = FLOATS | {DType.I8}
 WHOLE_BYTES: Final = frozenset(DType) - {DType.I4}
 
 CACHES: Final = frozenset({BufferKind.KV_CACHE})
@@ -86,6 +87,8 @@ class Operation:
     """Params of which a step has all or none."""
     alone: str | None = None
     """A param that must be there where only one input is."""
+    whole: tuple[str, str] | None = None
+    """A size that is a multiple of a param."""
     axis: str | None = None
     """A param that is a dimension of the first input."""
     tells_heads: bool = False
@@ -222,11 +225,12 @@ _ROWS: Final = (
         (
             Operand("q", Packed("R", "n"), PACKED),
             Operand("scales", View("R", "n / group")),
-            Operand("zeros", View("R", "n / group"), optional=True),
+            Operand("zeros", View("R", "n / group"), ZEROS, optional=True),
         ),
         Operand("out", View("R", "n")),
-        "`(q - zero) * scale`",
+        "`(q - zero) * scale`; with `rows_per_scale`, of the rows of `q` that `n_off` and `N_tile` name",
         ("qdtype", "group"),
+        ("rows_per_scale", "n_off", "N_tile"),
         codes=("qdtype", PACKED),
         flops=("2", "R", "n"),
     ),
@@ -289,6 +293,25 @@ COPIED_COLUMNS: Final = Operation(
 )
 """COPY where params name columns."""
 
+_SCALES: Final = View("R / rows_per_scale", "n / group")
+_SCALE_ROWS: Final = Part(Axis.ROWS, None, "N_tile / rows_per_scale")
+
+DEQUANTISED_ROWS: Final = Operation(
+    _K.DEQUANT,
+    (
+        Operand("q", Packed("R", "n"), PACKED, Part(Axis.ROWS, "n_off", "N_tile")),
+        Operand("scales", _SCALES, part=_SCALE_ROWS),
+        Operand("zeros", _SCALES, ZEROS, _SCALE_ROWS, optional=True),
+    ),
+    Operand("out", View("N_tile", "n")),
+    "`(q - zero) * scale` of `N_tile` rows of `q`, of which `rows_per_scale` share scales",
+    ("qdtype", "group", "rows_per_scale", "n_off", "N_tile"),
+    codes=("qdtype", PACKED),
+    whole=("n", "group"),
+    flops=("2", "N_tile", "n"),
+)
+"""DEQUANT where params name rows."""
+
 TILES: Final = frozenset(row.kind for row in _ROWS if row.output is not None and row.output.part is _TILE)
 """Opcodes that write the columns of a tile."""
 
@@ -300,4 +323,6 @@ def operation_of(op: InstructionKind, params: Mapping[str, Any]) -> Operation:
     """The row of an opcode with these params."""
     if op is _K.COPY and "n_off" in params and "N_tile" in params:
         return COPIED_COLUMNS
+    if op is _K.DEQUANT and "rows_per_scale" in params:
+        return DEQUANTISED_ROWS
     return OPERATIONS[op]

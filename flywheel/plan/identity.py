@@ -18,6 +18,9 @@ _VARIANT_FIELDS: Final = (
 )  # fmt: skip
 """What of a kernel variant every id holds. `x_slices` counts where it is above 1; `rows` follows from the tasks."""
 
+_AS_BEFORE: Final = {"0.4.0": "0.3.0"}
+"""Versions of the format that add to an earlier one and leave its programs what they were: ids count that one."""
+
 _ESCAPED: Final = "backslashreplace"
 
 _json: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
@@ -38,7 +41,8 @@ def id_with(program: MegakernelProgram, variant: KernelVariant) -> str:
     from flywheel.plan.run_lines import lines_of_buffers, lines_of_runs
 
     target, pages, tasks = program.target, program.pages, program.tasks
-    digest = hashlib.sha256(_line(f"{program.ir_version} {target.name if target else None!r} {_variant_text(variant)}"))
+    version = _AS_BEFORE.get(program.ir_version, program.ir_version)
+    digest = hashlib.sha256(_line(f"{version} {target.name if target else None!r} {_variant_text(variant)}"))
     digest.update(lines_of_buffers(program))
     if pages is not None:
         digest.update(_line(repr(sorted(pages.buffer_to_page.items()))))

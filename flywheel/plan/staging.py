@@ -92,7 +92,7 @@ class Operand(NamedTuple):
 
 
 def operands_of(tasks: Iterable[Task], buffers: Sequence[Buffer]) -> frozenset[Operand]:
-    """The operands of matrix tasks, in their weights' types."""
+    """The operands of matrix tasks, in their weights' types; in their own where the weights are quantised."""
     known = {buffer.id: buffer for buffer in buffers}
     recipes: dict[int, list[_Product]] = {}
     found: set[Operand] = set()
@@ -105,7 +105,8 @@ def operands_of(tasks: Iterable[Task], buffers: Sequence[Buffer]) -> frozenset[O
             continue  # one more tile of the same
         before = task.inputs, recipe, params.get("K")
         for product in _products(task, recipes):
-            dtype, depth, made = known[task.inputs[product.weight]].dtype, product.depth, product.numel is not None
+            depth, made = product.depth, product.numel is not None
+            dtype = product.dtype or known[task.inputs[product.x if product.weight is None else product.weight]].dtype
             numel = product.numel if product.numel is not None else known[task.inputs[product.x]].numel
             found.add(Operand(dtype, max(1, numel // depth), depth, made))
     return frozenset(found)
@@ -123,12 +124,14 @@ def rows_of(operands: Collection[Operand]) -> int:
 
 
 class _Product(NamedTuple):
-    """A matrix step: inputs that x and the weight are, elements of an x made by the recipe, and K."""
+    """A matrix step: the input that x is, elements of an x made by the recipe, and K; the input that the weight is, or
+    where the recipe makes it, the type of an x that the recipe makes, too."""
 
     x: int
-    weight: int
+    weight: int | None
     numel: int | None
     depth: int
+    dtype: DType | None = None
 
 
 def _products(task: Task, recipes: dict[int, list[_Product]]) -> list[_Product]:
@@ -141,14 +144,14 @@ def _products(task: Task, recipes: dict[int, list[_Product]]) -> list[_Product]:
     recipe = task.params["recipe"]
     if id(recipe) not in recipes:
         products = recipes[id(recipe)] = []
-        made: dict[int, int] = {}
+        made: dict[int, tuple[int, DType]] = {}
         for step in recipe["steps"]:
             depth = step.get("params", {}).get("K", 0)
             if InstructionKind[step["op"]] in MATRIX_OPS and depth > 0:
                 x, weight = step["args"][:2]
-                if "in" in weight:
-                    numel = made[x["s"]] if "s" in x else None
-                    products.append(_Product(x.get("in", 0), weight["in"], numel, depth))
+                numel, dtype = made[x["s"]] if "s" in x else (None, None)
+                whole = weight.get("in")
+                products.append(_Product(x.get("in", 0), whole, numel, depth, dtype if whole is None else None))
             if type(step["out"]) is int:
-                made[step["out"]] = prod(step["out_shape"])
+                made[step["out"]] = prod(step["out_shape"]), DType[step["out_dtype"]]
     return recipes[id(recipe)]

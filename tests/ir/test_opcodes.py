@@ -13,6 +13,7 @@ from flywheel.ir import (
     RECIPE_PARAM_FIELDS,
     InstructionKind,
 )
+from flywheel.ir.opcodes import STEPS_ALONE
 
 SPECIFIED = {
     "NOP": (0, 0, 0, 0, ()),
@@ -51,10 +52,11 @@ def test_arity_and_required_params_are_as_specified() -> None:
 def test_every_required_param_has_a_type_and_every_inherited_one_is_a_param() -> None:
     required = {name for row in OPERATIONS.values() for name in row.params} - {"recipe"}
     assert required <= PARAM_FIELDS.keys()
+    assert RECIPE_PARAM_FIELDS.keys() - PARAM_FIELDS.keys() >= STEPS_ALONE
     assert INHERITED_PARAMS <= PARAM_FIELDS.keys() <= RECIPE_PARAM_FIELDS.keys()
     assert set(RECIPE_PARAM_FIELDS.values()) == {"i", "f"}
 
 
 def test_versions_and_limits_are_as_specified() -> None:
-    assert (IR_VERSION, ABI_VERSION) == ("0.3.0", "0.2")
+    assert (IR_VERSION, ABI_VERSION) == ("0.4.0", "0.2")
     assert (ABI_MAX_INPUTS, ABI_MAX_OUTPUTS, ABI_MAX_WAITS, ABI_MAX_RANK) == (8, 4, 8, 4)

@@ -42,6 +42,13 @@ def operand_faults(
     if fault is not None:
         yield "operand-size", fault
         return
+    if row.whole is not None:
+        size, unit = row.whole
+        if scope[size] % scope[unit]:
+            first, buffer = bound[0]
+            text = f"{_role(first, buffer)} has rows of {scope[size]}, not a multiple of {unit}={scope[unit]}"
+            yield "operand-size", text
+            return
     for operand, buffer in bound:
         past = _part_fault(operand, buffer, scope)
         if past is not None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, Final
 
-from flywheel.ir.opcodes import LEAST, POSITIVE, InstructionKind, KvRows
+from flywheel.ir.opcodes import LEAST, POSITIVE, STEPS_ALONE, InstructionKind, KvRows
 from flywheel.ir.records import Task
 from flywheel.ir.show import show
 from flywheel.ir.validate.findings import Findings
@@ -26,6 +26,8 @@ def check_params(task: Task, fields: Mapping[str, str], required: Sequence[str],
             fault = param_fault(name, value, kind)
             if fault is not None:
                 findings.error("bad-param", f"{_where(task)}: {fault}", task.id)
+        elif name in STEPS_ALONE:
+            findings.error("bad-param", f"{_where(task)}: {name} is a param of a recipe's step alone", task.id)
         elif name != "recipe" or task.op is not InstructionKind.FUSED:
             findings.warn("unknown-param", f"{_where(task)}: param {show(name)} does not reach the device", task.id)
     fault = _rows_fault(params)

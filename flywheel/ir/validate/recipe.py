@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from flywheel.ir.dtype import BufferKind, DType, MemSpace
 from flywheel.ir.opcodes import INHERITED_PARAMS, RECIPE_PARAM_FIELDS, InstructionKind
-from flywheel.ir.operations import OPERATIONS
+from flywheel.ir.operations import OPERATIONS, operation_of
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.show import show
 from flywheel.ir.validate.findings import Findings
@@ -104,7 +104,7 @@ def _read_steps(items: Any) -> Recipe:
         if slot in written:
             raise _Fault(f"step {index}: writes {kind} {slot} again")
         written.add(slot)
-        inherits |= INHERITED_PARAMS.intersection(OPERATIONS[step.op].params) - step.params.keys()
+        inherits |= INHERITED_PARAMS.intersection(operation_of(step.op, step.params).params) - step.params.keys()
         n_inputs = max([n_inputs, *(number + 1 for role, number in step.args if role == "in")])
         steps.append(step)
     if outputs != set(range(len(outputs))) or not outputs:
@@ -123,7 +123,7 @@ def _read_step(item: Mapping[str, Any], where: str, scratch: set[int]) -> Step:
     if not least <= len(args) <= most:
         raise _Fault(f"{where}: {name} has {len(args)} args, not {least}..{most}")
     params = _mapping(item.get("params", {}), f"{where}: params")
-    _check_params(params, f"{where}: {name}", row.params)
+    _check_params(params, f"{where}: {name}", operation_of(op, params).params)
     dtype = DType.__members__.get(_text(item, "out_dtype", where))
     if dtype is None:
         raise _Fault(f"{where}: out_dtype {show(item['out_dtype'])} is not a DType")

@@ -73,6 +73,8 @@ def _check_types(step: Step, args: Sequence[Operand], form: Form, dtype: DType) 
         return
     if step.other != ABSENT and step.other < RESULT_REF:
         _expect(form.inputs[step.other].dtype, floats, f"what {step.op.name} takes in")
+    if step.op is _K.DEQUANT and ("rows_per_scale" in step.params or args[0].dtype is DType.F8E4M3):
+        raise InvalidProgramError(f"DEQUANT of rows of a {args[0].dtype.name} matrix has no kernel")
     row = OPERATIONS[step.op]
     for place, operand in enumerate(args):
         if row.operand(place).dtypes >= FLOATS:

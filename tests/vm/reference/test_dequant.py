@@ -45,3 +45,20 @@ def test_random_int4_weights_survive_packing() -> None:
     scales = torch.rand((6, 4), generator=generator)
     wanted = q.double().view(6, 4, 8) * scales.double().unsqueeze(-1)
     assert values([packed, scales], (6, 32), DType.I4, 8) == wanted.view(6, 32).float().tolist()
+
+
+def test_rows_of_a_tile_take_the_scales_that_they_share() -> None:
+    q = torch.arange(-10, 10, dtype=torch.int8).reshape(5, 4)
+    scales, zeros = torch.tensor([[1.0, 2.0], [4.0, 8.0], [16.0, 32.0]]), torch.ones(3, 2, dtype=torch.int8)
+    out = torch.full((3, 4), torch.nan)
+    params = {"qdtype": int(DType.I8), "group": 2, "rows_per_scale": 2, "n_off": 1, "N_tile": 3}
+    dequant([q, scales, zeros], out, params)
+    whole = (q.float() - 1) * scales.repeat_interleave(2, 0)[:5].repeat_interleave(2, 1)
+    assert torch.equal(out, whole[1:4])
+
+
+def test_e4m3_bytes_are_floats_of_bias_7() -> None:
+    q = torch.tensor([[0x00, 0x01, 0x38, 0x7E, 0xB8, 0x80, 0x08, 0xFE]], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert values([q, torch.tensor([[2.0]])], (1, 8), DType.F8E4M3, 8) == [
+        [0.0, 2.0**-8, 2.0, 896.0, -2.0, -0.0, 2.0**-5, -896.0]
+    ]
