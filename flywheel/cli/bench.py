@@ -110,8 +110,8 @@ class Refused:
 
 
 @command
-@click.option("--model", cls=SharedOption, metavar="NAME|DIR",
-              help="Model by name, with random weights, or the directory of a checkpoint.")
+@click.option("--model", cls=SharedOption, metavar="NAME|DIR|REPO",
+              help="Model by name, with random weights; or a checkpoint's directory, or its repository on the Hub.")
 @click.option("--against", type=rival_names, default="cublas,compile", show_default=True, metavar="NAME,...",
               help=f"Rivals to time beside the schedule: {', '.join(RIVALS)}.")
 @click.option("--context", "contexts", cls=SharedOption, type=integers, metavar="N,N...",
@@ -159,6 +159,7 @@ def bench(
     Exit code 3 if any contestant has no time, or a schedule does not fit a context or batch.
     """
     _check(config_file, campaign, (output, picture))
+    check_device("cuda")
     given = None if config_file is None else load_config(config_file)
     work = _settle(given, model, gpu, dtype, contexts, batches)
     if given is not None:
@@ -201,6 +202,8 @@ def _settle(
 ) -> Work:
     """What is compared: by options, else by the schedule, else by default. Raises UsageError, NoGpuError, and as names
     deserve."""
+    from flywheel.search.workload import default_context
+
     schedule = given if isinstance(given, Schedule) else None
     name = model if model is not None or schedule is None else schedule.model
     if name is None:
@@ -210,8 +213,9 @@ def _settle(
     short = next((context for context in asked if context < 2), None)
     if short is not None:
         raise UsageError(f"bench: --context {short}: a token must attend to another one; at least 2")
-    check_device("cuda")
     source = open_model("bench", name)
+    if contexts is None and schedule is None:
+        asked = (default_context(source.spec),)
     settled = dtype or (None if schedule is None else schedule.dtype) or source.dtype or DEFAULTS["dtype"]
     return Work(source, name, _target(gpu), settled, tuple(dict.fromkeys(asked)), tuple(dict.fromkeys(sequences)))
 

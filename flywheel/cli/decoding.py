@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
@@ -50,8 +49,9 @@ def decode_options(function: _F) -> _F:
                           f"{DEFAULTS['dtype']}]"),
         click.option("--gpu", cls=SharedOption, metavar="NAME",
                      help=f"GPU to lower for.  [default: the schedule's, else the device's, else {DEFAULT_GPU}]"),
-        click.option("--model", cls=SharedOption, metavar="DIR|NAME",
-                     help="Directory of a Hugging Face checkpoint, or a model by name, with random weights."),
+        click.option("--model", cls=SharedOption, metavar="DIR|REPO|NAME",
+                     help="Directory of a Hugging Face checkpoint, a repository of its Hub, or a model by name, with "
+                          "random weights."),
     ):  # fmt: skip
         function = option(function)
     return function
@@ -74,14 +74,18 @@ def check_installed(what: str, modules: Sequence[str]) -> None:
 
 
 def open_model(command: str, model: str) -> Source:
-    """A model with its checkpoint, if any. Raises UsageError where a library is missing, else as `open_source`."""
+    """A model with its checkpoint, if any, from the Hub where it is a repository. Raises UsageError where a library is
+    missing, UnknownNameError as `fetch_model` does, else as `open_source`."""
+    from flywheel.models.catalog import fetch_model, model_path
+
     check_installed(command, ["torch"])
-    path = Path(model)
-    if any((path if path.is_dir() else path.parent).glob("*.safetensors*")):
+    name = fetch_model(model, True, lambda line: note(f"flywheel: {line}"))
+    path = model_path(name)
+    if path is not None and any((path if path.is_dir() else path.parent).glob("*.safetensors*")):
         check_installed(f"{command}, with a checkpoint,", ["safetensors"])
     from flywheel.decode.source import open_source
 
-    return open_source(model)
+    return open_source(name)
 
 
 def open_session(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEPENDENCIES: Final = ("optuna", "sqlalchemy", "alembic", "click", "rich", "numba", "numpy", "threadpoolctl")
 EXTRAS: Final = {
     "torch": ("torch",),
-    "hf": ("safetensors", "tokenizers"),
+    "hf": ("huggingface-hub", "safetensors", "tokenizers"),
     "samplers": ("cmaes", "scipy", "torch"),
     "postgres": ("psycopg",),
     "mlflow": ("mlflow",),

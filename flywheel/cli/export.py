@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from flywheel.cli.files import as_stored
 from flywheel.cli.options import (
     DEFAULTS,
     batch_option,
@@ -67,7 +68,7 @@ def export(
     """
     from flywheel.store.sql import open_store
 
-    named = {"campaign": campaign, "model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch}
+    named = {"campaign": campaign, **as_stored(model, gpu), "dtype": dtype, "context": context, "batch": batch}
     wanted = _wanted(ctx, named)
     facts: dict[str, Any]
     with open_store(store, create=False) as opened:

@@ -49,19 +49,40 @@ def load_config(path: str) -> Schedule | ScheduleConfig:
     return config
 
 
+def as_stored(model: str | None, gpu: str | None) -> dict[str, str | None]:
+    """The names that a store has for a model and a GPU as they were given; None where they were not."""
+    from flywheel.models.catalog import model_name
+
+    return {
+        "model": None if model is None else model_name(model),
+        "gpu": None if gpu is None else gpu.strip().lower(),
+    }
+
+
 def settle_work(who: str, named: Mapping[str, Any], schedule: Schedule | None) -> dict[str, Any]:
     """Model, GPU, dtype, context and batch, as far as `named` has them: the options, else the schedule's, else the
-    defaults.
+    GPU here, the context that the model has, and the defaults.
 
-    Raises UsageError, which names the command `who`, without a model or a GPU.
+    Raises UsageError, which names the command `who`, without a model or a GPU, and as the model's name deserves.
     """
-    settled = {}
-    for name, value in named.items():
-        fallback = DEFAULTS.get(name) if schedule is None else getattr(schedule, name)
-        settled[name] = value = fallback if value is None else value
-        if value is None:
-            raise UsageError(f"{who}: no model and GPU without --{name} or an exported schedule")
+    from flywheel.models.catalog import fetch_model, resolve_model
+    from flywheel.search.device import default_gpu
+    from flywheel.search.workload import default_context
+
+    fallback = DEFAULTS if schedule is None else {name: getattr(schedule, name) for name in named}
+    settled = {name: fallback.get(name) if value is None else value for name, value in named.items()}
+    if settled["model"] is None:
+        raise UsageError(f"{who}: no model; give --model, or an exported schedule")
+    settled["model"] = fetch_model(settled["model"], False, _announce)
+    if settled["gpu"] is None:
+        settled["gpu"] = default_gpu(who)
+    if named["context"] is None and schedule is None:
+        settled["context"] = default_context(resolve_model(settled["model"]))
     return settled
+
+
+def _announce(line: str) -> None:
+    note(f"flywheel: {line}")
 
 
 def read_argument(path: str) -> str:

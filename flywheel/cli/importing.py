@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from flywheel.cli.files import read_argument, settle_work
+from flywheel.cli.files import as_stored, read_argument, settle_work
 from flywheel.cli.options import (
     DEFAULT_STORE,
     SharedOption,
@@ -93,6 +93,7 @@ def import_file(
             table = _foreign(text, read_text(corpus) if corpus is not None else "", path)
             document = _priors(opened, name, settled, measure, table.configs[:best]) | {"skipped": dict(table.skipped)}
         elif "config_id" in first:
+            work |= as_stored(work["model"], work["gpu"])
             document = _trials(opened, name, text, path, {"campaign": campaign, **work})
         else:
             raise UsageError(f"{path}: neither flywheel's nor AutoMegaKernel's trials, and no exported schedule")

@@ -95,12 +95,14 @@ def workload_options(function: _F) -> _F:
     """`--model`, `--gpu`, `--dtype` and `--context`, None where not given."""
     for option in (
         click.option("--context", cls=SharedOption, type=int, metavar="TOKENS",
-                     help=f"Tokens that the step attends to.  [default: {DEFAULTS['context']}]"),
+                     help=f"Tokens that the step attends to.  [default: {DEFAULTS['context']}, or what the model has]"),
         click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
                      help=f"Type of weights and activations.  [default: {DEFAULTS['dtype']}]"),
-        click.option("--gpu", cls=SharedOption, metavar="NAME", help="GPU to schedule for; see flywheel targets."),
-        click.option("--model", cls=SharedOption, metavar="NAME|PATH",
-                     help="Model by name (flywheel models), or the path of a Hugging Face config.json."),
+        click.option("--gpu", cls=SharedOption, metavar="NAME",
+                     help="GPU to schedule for; see flywheel targets.  [default: the one here]"),
+        click.option("--model", cls=SharedOption, metavar="NAME|PATH|REPO",
+                     help="Model by name (flywheel models), the directory of a Hugging Face checkpoint, or a "
+                          "repository of its Hub, as Qwen/Qwen3-0.6B."),
     ):  # fmt: skip
         function = option(function)
     return function

@@ -33,8 +33,12 @@ from flywheel.cli.provenance import find_campaign, schedule_text
 from flywheel.cli.text import counts, duration, note, pairs, percent, show, show_json, ties, us
 from flywheel.errors import UsageError
 from flywheel.installing import install_line
+from flywheel.measure.environment import list_gpus
+from flywheel.models.catalog import fetch_model, resolve_model
+from flywheel.search.device import default_gpu
 from flywheel.search.forks import expect_forks
 from flywheel.search.spec import CampaignSpec, check_name, read_campaign_file
+from flywheel.search.workload import default_context
 
 if TYPE_CHECKING:
     from flywheel.measure.record import TrialRecord
@@ -134,7 +138,8 @@ def search(
     resumes. With the GPU here, schedules are run, checked against an oracle and timed, one at a time; without it,
     latencies are predicted by a cost model.
     """
-    spec = make_spec(read_campaign_file(campaign_file) if campaign_file is not None else {}, options, dict(fix))
+    file = read_campaign_file(campaign_file) if campaign_file is not None else {}
+    spec = make_spec(file, _settle(file, options), dict(fix))
     if spec.jobs > 1:
         expect_forks()  # they import beside what follows
     from flywheel.search.run import run_search
@@ -188,6 +193,22 @@ def _exit_code(result: CampaignResult, fresh: bool) -> int:
     if result.stopped == "trials" and not result.new_trials:
         note(f"flywheel: all {result.trials} trials were there already; more --trials go on, --fresh starts over")
     return 0 if result.best is not None else REJECTED
+
+
+def _settle(file: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options with the model as stores name it, which is downloaded where it must be, and with what nobody gave:
+    this machine's GPU, and a context that the model has. Raises as `fetch_model` and `default_gpu` do."""
+    given = {**file, **{name: value for name, value in options.items() if value is not None}}
+    if "model" not in given:
+        return options
+    weights = given.get("measure") != "predict" and bool(list_gpus())
+    model = fetch_model(given["model"], weights, lambda line: note(f"flywheel: {line}"))
+    gpu, context = given.get("gpu"), given.get("context")
+    if gpu is None:
+        gpu = default_gpu("search")
+    if context is None:
+        context = default_context(resolve_model(model))
+    return {**options, "model": model, "gpu": gpu, "context": context}
 
 
 def make_spec(file: dict[str, Any], options: dict[str, Any], fix: dict[str, str]) -> CampaignSpec:

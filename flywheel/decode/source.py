@@ -11,7 +11,7 @@ from typing import Final
 from torch import Tensor
 
 from flywheel.ir import DType
-from flywheel.models.catalog import CATALOG, resolve_model
+from flywheel.models.catalog import model_name, model_path, resolve_model
 from flywheel.models.decoder import DTYPES
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import checkpoint_tensors, random_weights
@@ -49,15 +49,16 @@ class Source:
         return {key: tensor.to(device, wanted) for key, tensor in self.stored.items()}
 
 
-def open_source(model: str) -> Source:
-    """The model of that name, or the one in that directory (or its config.json), with the safetensors in it if any.
+def open_source(given: str) -> Source:
+    """The model of that name, or the one in that directory (or its config.json) or repository of the Hub's cache, with
+    the safetensors in it if any.
 
     Raises UnknownNameError and UnsupportedModelError as `resolve_model` does, WeightsError as `load_weights` does.
     """
-    spec = resolve_model(model)
-    if model in CATALOG:
-        return Source(model, spec, None, None)
-    path = Path(model)
+    spec, name = resolve_model(given), model_name(given)
+    path = model_path(name)
+    if path is None:
+        return Source(name, spec, None, None)
     folder = path if path.is_dir() else path.parent if path.name == "config.json" else None
     if folder is None or not has_checkpoint(folder):
         return Source(spec.name, spec, folder, None)

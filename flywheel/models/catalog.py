@@ -6,7 +6,7 @@ Mistral-7B-v0.3, Qwen2.5-7B, Qwen3-0.6B, Qwen3-8B, Qwen3-14B and SmolLM2-135M.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from typing import Final
 
 from flywheel.errors import UnknownNameError
 from flywheel.models.hf import load_spec
+from flywheel.models.hub import cached_folder, cached_repo, is_repo, obtain, repo_of
 from flywheel.models.spec import DecoderSpec, RopeScaling
 
 _LLAMA_3_1 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
@@ -42,18 +43,57 @@ CATALOG: Final[Mapping[str, DecoderSpec]] = MappingProxyType({spec.name: spec fo
 """Built-in decoders by name."""
 
 
-def resolve_model(name_or_path: str) -> DecoderSpec:
-    """The catalog's decoder of that name, else the one that an existing `config.json` (or its directory) describes.
+def model_name(given: str) -> str:
+    """The one name that stores and files have for a model, however it is `given`; `given` itself where nothing is so
+    called.
 
-    Raises UnknownNameError, with the closest names, if it is neither; UnsupportedModelError as `load_spec` does.
+    A name of the catalog in any case, a directory (or its config.json) by its absolute path, a repository of the
+    Hugging Face Hub that the local cache has as OWNER/NAME. An exact name goes before a path, which goes before others.
     """
-    if name_or_path in CATALOG:
-        return CATALOG[name_or_path]
-    if _exists(name_or_path):
-        return load_spec(Path(name_or_path))
-    names = get_close_matches(name_or_path.lower(), CATALOG, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(names)}?" if names else f"known: {', '.join(sorted(CATALOG))}"
-    raise UnknownNameError(f"no model and no path is called {name_or_path!r}; {hint}")
+    if given in CATALOG:
+        return given
+    if _exists(given):
+        path = Path(given)
+        folder = (path.parent if path.name == "config.json" else path).resolve()
+        return repo_of(folder) or str(folder)
+    if given.lower() in CATALOG:
+        return given.lower()
+    return cached_repo(given) or given
+
+
+def model_path(name: str) -> Path | None:
+    """Where the model of a `model_name` lies; None for one of the catalog, and where nothing is so called."""
+    if name in CATALOG:
+        return None
+    return Path(name) if _exists(name) else cached_folder(name)
+
+
+def fetch_model(given: str, weights: bool, announce: Callable[[str], None]) -> str:
+    """The `model_name` of what is `given`; a repository of the Hub that the cache lacks is downloaded first, with its
+    weights where they are asked for, which `announce` says. Raises UnknownNameError as `obtain` does."""
+    name = model_name(given)
+    if not is_repo(name):
+        return name
+    obtain(name, weights, announce)
+    return model_name(name)
+
+
+def resolve_model(given: str) -> DecoderSpec:
+    """The decoder of that name, or the one that an existing `config.json`, its directory, or a repository in the Hub's
+    cache describes.
+
+    Raises UnknownNameError, with the closest names, if it is none of them; UnsupportedModelError as `load_spec` does.
+    """
+    name = model_name(given)
+    if name in CATALOG:
+        return CATALOG[name]
+    path = model_path(name)
+    if path is not None:
+        return load_spec(path)
+    close = get_close_matches(given.lower().rpartition("/")[2], CATALOG, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(CATALOG))}"
+    what = "no model, no path and no repository in the Hub's cache" if is_repo(given) else "no model and no path"
+    raise UnknownNameError(f"{what} is called {given!r}; {hint}")
 
 
 def _exists(path: str) -> bool:

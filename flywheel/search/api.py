@@ -9,9 +9,12 @@ from pathlib import Path
 
 from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.record import TrialRecord
+from flywheel.models.catalog import fetch_model, resolve_model
 from flywheel.search.campaign import Progress
+from flywheel.search.device import default_gpu
 from flywheel.search.run import run_search
 from flywheel.search.spec import DEFAULT_PREDICTIONS, DEFAULT_TRIALS, CampaignSpec, check_name
+from flywheel.search.workload import default_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +42,9 @@ class SearchResult:
 def search(
     *,
     model: str,
-    gpu: str,
+    gpu: str | None = None,
     dtype: str = "bf16",
-    context: int = 512,
+    context: int | None = None,
     batch: int = 1,
     measure: str = "auto",
     sampler: str = "descent",
@@ -67,7 +70,8 @@ def search(
 ) -> SearchResult:
     """Search for the fastest schedule of a model's decode step on a GPU, as the command with the same options does.
 
-    `watch` is called after every trial. The campaign is resumed where the store has it, unless `fresh`. `jobs` is 1
+    `gpu` is this machine's unless it says otherwise, `context` 512 or what the model has. `watch` is called after every
+    trial. The campaign is resumed where the store has it, unless `fresh`. `jobs` is 1
     where the command's is 2: more processes, and the one that measures on a GPU, are spawned, so a script that asks for
     them must do so under `if __name__ == "__main__"`. Ctrl-C ends the call; every trial that had ended is kept.
 
@@ -75,6 +79,9 @@ def search(
     StoreError, all FlywheelErrors."""
     if name is not None:
         check_name("search", name)
+    gpu = default_gpu("search") if gpu is None else gpu
+    model = fetch_model(model, measure != "predict", lambda line: None)
+    context = default_context(resolve_model(model)) if context is None else context
     spec = CampaignSpec(
         model=model, gpu=gpu, dtype=dtype, context=context, batch=batch, measure=measure, sampler=sampler, seed=seed,
         trials=trials, time_s=time_s, until=until, patience=patience, jobs=jobs, engine=engine, workers=workers,

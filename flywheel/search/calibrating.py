@@ -115,7 +115,7 @@ def select(store: Store, gpu: str, campaigns: Sequence[str] = (), kernels: Seque
     Raises UsageError where that is too little, where a campaign is of another GPU or predicts, StoreError, and
     UnknownNameError for a GPU that is none.
     """
-    find_target(gpu)
+    gpu = find_target(gpu).name
     known = {summary.campaign.name: summary.campaign for summary in store.campaigns()}
     for name in campaigns:
         if name not in known:

@@ -8,8 +8,9 @@ from typing import Final
 
 from flywheel.errors import NoGpuError, UsageError
 from flywheel.installing import install_line
-from flywheel.ir import GpuTarget
-from flywheel.measure.device import Device, is_target, target_of
+from flywheel.ir import TARGETS, GpuTarget
+from flywheel.measure.device import GENERIC, Device, is_target, target_of
+from flywheel.measure.environment import list_gpus
 
 _MEASURES: Final = ("torch", "cuda.bindings", "cuda.core", "pynvml")
 """What measuring imports."""
@@ -44,6 +45,15 @@ def _is_installed(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # not even its parent
         return False
+
+
+def default_gpu(who: str) -> str:
+    """The name of this machine's first GPU, `generic` where it has no record. Raises UsageError, which names `who`
+    asked, where there is none."""
+    for _, device in list_gpus():
+        target = target_of(device)
+        return GENERIC if target is None else target.name
+    raise UsageError(f"{who}: no NVIDIA GPU is here to be the default of --gpu; it takes {', '.join(TARGETS)}")
 
 
 def target_here(device: Device) -> GpuTarget:

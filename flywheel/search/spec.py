@@ -16,6 +16,7 @@ from flywheel.ir.files import read_text
 from flywheel.measure.columns import MAX_NAME
 from flywheel.store.campaign import Campaign, work_named
 
+DEFAULT_CONTEXT = 512
 DEFAULT_TRIALS = 120
 DEFAULT_PREDICTIONS = 400
 
@@ -41,7 +42,7 @@ class CampaignSpec:
     model: str
     gpu: str
     dtype: str = "bf16"
-    context: int = 512
+    context: int = DEFAULT_CONTEXT
     batch: int = 1
     measure: str = "auto"
     sampler: str = "descent"

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
-from pathlib import Path
 
 from flywheel.errors import UnknownNameError
 from flywheel.ir import TARGETS, GpuTarget
 from flywheel.measure.device import GENERIC
-from flywheel.models.catalog import CATALOG, resolve_model
+from flywheel.models.catalog import model_name, resolve_model
 from flywheel.models.decoder import DTYPES, decode_step
 from flywheel.models.footprint import check_fits
 from flywheel.models.graph import Graph
 from flywheel.models.spec import DecoderSpec
+from flywheel.search.spec import DEFAULT_CONTEXT
 
 
 @dataclass(frozen=True)
 class Workload:
     """A decode step to schedule.
 
-    `model`, a catalog name or an absolute path, names the spec in stores and files; `dtype` is a key of DTYPES; `batch`
+    `model`, a `model_name`, names the spec in stores and files; `dtype` is a key of DTYPES; `batch`
     sequences are decoded in lock-step.
     """
 
@@ -47,8 +48,7 @@ def make_workload(
     """Resolve names. Raises UnknownNameError, UnsupportedModelError, ConfigError, and TooLargeError where the GPU's
     memory does not hold it, unless `any_size` will do."""
     decoder = resolve_model(model)
-    name = model if model in CATALOG else _directory(model)
-    workload = Workload(name, decoder, find_target(gpu), dtype, context, batch)
+    workload = Workload(model_name(model), decoder, find_target(gpu), dtype, context, batch)
     graph = workload.graph  # raises where the context is out of reach
     if not any_size:
         check_fits(graph, workload.target)
@@ -56,12 +56,17 @@ def make_workload(
 
 
 def find_target(name: str) -> GpuTarget:
-    """A built-in GPU by name, or this machine's under `generic` and its generic name. Raises UnknownNameError, and
-    NoGpuError where a generic one is asked for and none is here."""
+    """A built-in GPU by name in any case, or this machine's under `generic` and its generic name.
+
+    Raises UnknownNameError, with the closest names, and NoGpuError where a generic one is asked for and none is here.
+    """
+    name = name.strip().lower()
     if name in TARGETS:
         return TARGETS[name]
     if name != GENERIC and not name.startswith(f"{GENERIC}-"):
-        raise UnknownNameError(f"GPU {name!r} is not one of {', '.join(TARGETS)}, {GENERIC}")
+        close = get_close_matches(name, TARGETS, n=2, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise UnknownNameError(f"GPU {name!r} is not one of {', '.join(TARGETS)}, {GENERIC}{hint}")
     from flywheel.vm.driver import describe_gpu
 
     _, here = describe_gpu()
@@ -70,7 +75,6 @@ def find_target(name: str) -> GpuTarget:
     return here
 
 
-def _directory(path: str) -> str:
-    """One name for a checkpoint, wherever it is named from and whether by its directory or its config.json."""
-    absolute = Path(path).resolve()
-    return str(absolute.parent if absolute.name == "config.json" else absolute)
+def default_context(spec: DecoderSpec) -> int:
+    """The context of a workload for which none is given: 512, or what the model has where that is less."""
+    return min(DEFAULT_CONTEXT, spec.max_position)

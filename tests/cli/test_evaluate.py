@@ -116,7 +116,7 @@ def test_every_outcome_of_a_gpu_has_its_exit_code(
 @pytest.mark.parametrize(
     ("options", "text", "code", "message"),
     [
-        ((), config(), 2, "without --model or an exported schedule"),
+        ((), config(), 2, "no model; give --model, or an exported schedule"),
         (WORK, "{", 2, "-: JSON"),
         (("--model", "smollm2-135m", "--gpu", "nope"), config(), 2, "'nope'"),
         ((*WORK, "--store", "nowhere.db"), config(), 5, "does not exist"),

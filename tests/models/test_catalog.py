@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.errors import UnknownNameError, UnsupportedModelError
-from flywheel.models.catalog import CATALOG, resolve_model
+from flywheel.models.catalog import CATALOG, model_name, resolve_model
 
 PUBLISHED_PARAMETERS = {
     "llama3-8b": 8_030_261_248,
@@ -59,7 +59,8 @@ def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "closest"), [("llama3-8", "llama3-8b"), ("Qwen3-8B", "qwen3-8b"), ("mistral", "mistral-7b")]
+    ("asked", "closest"),
+    [("llama3-8", "llama3-8b"), ("Qwen3-8", "qwen3-8b"), ("mistral", "mistral-7b"), ("Qwen/Qwen3-8B", "qwen3-8b")],
 )
 def test_an_unknown_name_is_answered_with_the_closest(asked: str, closest: str) -> None:
     with pytest.raises(UnknownNameError, match=rf"did you mean .*{closest}"):
@@ -70,3 +71,20 @@ def test_an_unknown_name_is_answered_with_the_closest(asked: str, closest: str) 
 def test_a_name_like_no_other_is_answered_with_all(asked: str) -> None:
     with pytest.raises(UnknownNameError, match=r"known: llama3-70b, .*smollm2-135m"):
         resolve_model(asked)
+
+
+@pytest.mark.parametrize("asked", ["Qwen3-8B", "QWEN3-8b", "qwen3-8b"])
+def test_the_case_of_a_name_does_not_matter(asked: str) -> None:
+    assert model_name(asked) == "qwen3-8b"
+    assert resolve_model(asked) is CATALOG["qwen3-8b"]
+
+
+def test_a_directory_is_one_model_in_any_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MINIMAL), encoding="utf-8")
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+
+    for spelling in ("tiny", "./tiny", "tiny/", "tiny/config.json", "tiny/../tiny", "link", str(folder)):
+        assert model_name(spelling) == str(folder)

@@ -5,7 +5,7 @@ import pytest
 from flywheel.errors import NoGpuError, UsageError
 from flywheel.ir import TARGETS
 from flywheel.measure.device import Device
-from flywheel.search.device import missing_modules, settle_measure
+from flywheel.search.device import default_gpu, missing_modules, settle_measure
 
 L4, H100 = Device("NVIDIA L4"), Device("NVIDIA H100 80GB HBM3", 132, 85_520_809_984)
 
@@ -35,3 +35,15 @@ def test_latencies_are_measured_where_the_gpu_is_here_and_all_that_it_takes() ->
 def test_a_module_whose_parent_is_missing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flywheel.search.device._MEASURES", ("os.path", "nowhere.core", "os.nowhere"))
     assert missing_modules() == ["nowhere.core", "os.nowhere"]
+
+
+@pytest.mark.parametrize(("gpu", "wanted"), [(H100, "h100"), (Device("NVIDIA T1000"), "generic")])
+def test_the_gpu_here_is_the_default(gpu: Device, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flywheel.search.device.list_gpus", lambda: [("GPU-0", gpu), ("GPU-1", L4)])
+    assert default_gpu("search") == wanted
+
+
+def test_without_a_gpu_the_names_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flywheel.search.device.list_gpus", list)
+    with pytest.raises(UsageError, match=r"^evaluate: no NVIDIA GPU is here to be the default of --gpu; .*h100, "):
+        default_gpu("evaluate")

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flywheel.errors import ConfigError, UnknownNameError
 from flywheel.ir import TARGETS
 from flywheel.models.catalog import CATALOG
-from flywheel.search.workload import Workload, find_target, make_workload
+from flywheel.search.workload import Workload, default_context, find_target, make_workload
 
 
 def test_names_become_records() -> None:
@@ -23,5 +25,16 @@ def test_contexts_and_dtypes_are_checked_at_once() -> None:
 
 
 def test_unknown_gpus_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnknownNameError, match=r"^GPU 'h1000' is not one of a100, .*rtx5090.*, generic$"):
+    with pytest.raises(UnknownNameError, match=r"^GPU 'h1000' is not one of a100, .*, generic; did you mean h100"):
         find_target("h1000")
+
+
+@pytest.mark.parametrize("asked", ["H100", " h100", "h100"])
+def test_the_case_of_a_gpu_does_not_matter(asked: str) -> None:
+    assert make_workload("Llama3-8B", asked, "bf16", 64).target is TARGETS["h100"]
+    assert make_workload("Llama3-8B", asked, "bf16", 64).model == "llama3-8b"
+
+
+def test_the_default_context_is_cut_to_what_the_model_has() -> None:
+    spec = CATALOG["llama3-8b"]
+    assert (default_context(spec), default_context(replace(spec, max_position=256))) == (512, 256)
