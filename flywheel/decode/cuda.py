@@ -9,10 +9,11 @@ from typing import Final, Self
 import numpy as np
 import torch
 
+from flywheel.decode.ahead import decode_ahead
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import read_interface
 from flywheel.decode.launched import Launched, Place, places_of
-from flywheel.decode.session import Step, check_rows
+from flywheel.decode.session import Step, TokenStream, check_place, check_rows
 from flywheel.decode.source import Weights
 from flywheel.decode.taps import Taps, find_taps
 from flywheel.errors import InvalidProgramError, NoGpuError, TensorError
@@ -212,6 +213,13 @@ class CudaSession:
         self._loaded.launch(position)
         self._loaded.sync(self._limit_s)
         return self.read_rows()
+
+    def stream(self, prompt: Sequence[int], positions: int) -> TokenStream:
+        """As DecodeSession says; launches are queued ahead of the host. Raises as `step`, and GpuMemoryError."""
+        for token_id in prompt:
+            check_place(self.spec, self.context, token_id, positions - 1)
+        self._prepare(prompt[0], 0)
+        return decode_ahead(self._loaded, prompt, positions, self._limit_s)
 
     def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> Launched:
         """As JudgedSession says; raises as `step`, and GpuMemoryError."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
@@ -39,32 +41,31 @@ class Generation:
 def generate(session: DecodeSession, request: Request, oracle: EagerDecoder | None = None) -> Generation:
     """Run a request that was made for the session's model and context.
 
-    With an oracle of the session's dtype and context, each token is compared with the oracle's choice behind the same
-    tokens. Raises MismatchError at the first that differs by more than rounding (`is_tie`).
+    With an oracle of the session's dtype and context, each token is then compared with the oracle's choice behind the
+    same tokens. Raises MismatchError at the first that differs by more than rounding (`is_tie`).
     """
     tokens: list[int] = []
-    ties: list[int] = []
-    steps, seconds = 0, 0.0
-    for position in range(request.positions):
-        in_prompt = position < len(request.prompt)
-        start = perf_counter()
-        step = session.step(request.prompt[position] if in_prompt else tokens[-1], position)
-        seconds += perf_counter() - start
-        steps += 1
-        if position < len(request.prompt) - 1:
-            continue
-        if oracle is not None and not _agrees(
-            step.token, _expected(oracle, request, tokens), session.dtype, len(tokens)
-        ):
-            ties.append(len(tokens))
-        tokens.append(step.token)
-        if step.token in request.stop_ids:
-            break
+    start = perf_counter()
+    with closing(session.stream(request.prompt, request.positions)) as stream:
+        for token in stream:
+            tokens.append(token)
+            if token in request.stop_ids:
+                break
+        seconds = perf_counter() - start
     finish: Finish = "eos" if tokens[-1] in request.stop_ids else "length"
-    return Generation(tuple(tokens), finish, steps, seconds, None if oracle is None else tuple(ties))
+    steps = len(request.prompt) + len(tokens) - 1
+    ties = None if oracle is None else tuple(_ties(oracle, request, tokens, session.dtype))
+    return Generation(tuple(tokens), finish, steps, seconds, ties)
 
 
-def _expected(oracle: EagerDecoder, request: Request, tokens: list[int]) -> Tensor:
+def _ties(oracle: EagerDecoder, request: Request, tokens: Sequence[int], dtype: DType) -> Iterator[int]:
+    """Indices of tokens that are not the oracle's first choice behind those before, but within rounding of it."""
+    for index, token in enumerate(tokens):
+        if not _agrees(token, _expected(oracle, request, tokens[:index]), dtype, index):
+            yield index
+
+
+def _expected(oracle: EagerDecoder, request: Request, tokens: Sequence[int]) -> Tensor:
     """The oracle's logits behind the prompt and `tokens`, all but the last of which it has seen."""
     if tokens:
         return oracle.step(tokens[-1], oracle.length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,9 @@ from flywheel.models.eager import LayerCache
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind
 from flywheel.vm.reference import BoundProgram, ReferenceVM
+
+TokenStream = Generator[int, None, None]
+"""Tokens as they come; who needs no more of them closes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,22 @@ class DecodeSession(Protocol):
         """Decode `token_id` at `position` behind what the caches hold, and cache it. Raises UsageError for a token or
         position out of range."""
 
+    def stream(self, prompt: Sequence[int], positions: int) -> TokenStream:
+        """The tokens that the program itself chooses behind a prompt, one launch a position from 0 to `positions` - 1.
+
+        Raises UsageError for a token or position out of range."""
+
     def write_cache(self, layers: Sequence[LayerCache]) -> None:
         """Replace the caches by copies of `layers`; positions after theirs hold nothing."""
+
+
+def stream_by_steps(session: DecodeSession, prompt: Sequence[int], positions: int) -> TokenStream:
+    """As `DecodeSession.stream`, by `step`."""
+    token = -1
+    for position in range(positions):
+        token = session.step(prompt[position] if position < len(prompt) else token, position).token
+        if position >= len(prompt) - 1:
+            yield token
 
 
 class BatchSession(DecodeSession, Protocol):
@@ -138,6 +155,10 @@ class ReferenceSession:
         return [
             Step(logits, int(token)) for logits, token in zip(outputs["logits"], outputs["next_token"], strict=True)
         ]
+
+    def stream(self, prompt: Sequence[int], positions: int) -> TokenStream:
+        """As DecodeSession says; ConfigError as `step`."""
+        return stream_by_steps(self, prompt, positions)
 
     def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> Launched:
         """As JudgedSession says; ConfigError as `step`."""

@@ -23,6 +23,7 @@ from flywheel.installing import install_line
 from flywheel.ir import GpuTarget
 from flywheel.measure.device import Device, generic_name
 from flywheel.vm.nvrtc import CompiledUnit, CompiledVariant, arch_name
+from flywheel.vm.pinned import HostWord, HostWords
 
 _SPIN_S: Final = 0.02
 """How long `Gpu.wait` polls without pause: a launch takes a few ms."""
@@ -137,23 +138,6 @@ class LoadedKernel:
     pack_matrix: Any
 
 
-class HostWord:
-    """A uint32 of pinned host memory that kernels can read while they run."""
-
-    def __init__(self, host_address: int, address: int) -> None:
-        self._word = ctypes.c_uint32.from_address(host_address)
-        self.address: Final = address
-
-    @property
-    def value(self) -> int:
-        """What the word holds; a write is seen by running kernels."""
-        return self._word.value
-
-    @value.setter
-    def value(self, value: int) -> None:
-        self._word.value = value
-
-
 class Gpu:
     """A GPU and the one stream that everything here is ordered by.
 
@@ -236,6 +220,25 @@ class Gpu:
         """Set every byte, in stream order."""
         if memory.nbytes:
             self._checked("fill", self._cuda.cuMemsetD8Async(memory.address, byte, memory.nbytes, self._stream.handle))
+
+    def alloc_host(self, count: int) -> HostWords:
+        """New pinned words, of any content, for `fetch`."""
+        nbytes = count * ctypes.sizeof(ctypes.c_uint32)
+        address = int(self._checked("cuMemHostAlloc", self._cuda.cuMemHostAlloc(nbytes, 0)))
+        words = (ctypes.c_uint32 * count).from_address(address)
+        return HostWords(address, np.ctypeslib.as_array(words))
+
+    def free_host(self, words: HostWords) -> None:
+        """Give pinned words back, once the stream writes them no more. Nothing where the GPU is broken."""
+        if not self.broken:
+            self._checked("cuMemFreeHost", self._cuda.cuMemFreeHost(words.address))
+
+    def fetch(self, words: HostWords, index: int, source: int) -> None:
+        """Copy the word at device address `source` to `words.array[index]`, in stream order; an event behind it says
+        when it is there."""
+        target = words.address + index * ctypes.sizeof(ctypes.c_uint32)
+        size = ctypes.sizeof(ctypes.c_uint32)
+        self._checked("fetch", self._cuda.cuMemcpyDtoHAsync(target, source, size, self._stream.handle))
 
     def _host_word(self) -> HostWord:
         flags = self._cuda.CU_MEMHOSTALLOC_DEVICEMAP | self._cuda.CU_MEMHOSTALLOC_PORTABLE

@@ -215,9 +215,7 @@ class LoadedProgram:
         Raises TensorError for an input that the program could not use; and GpuFaultError where a launch broke the GPU,
         or does not even stop: then this process must end.
         """
-        done = self.gpu.record()
-        if not self.gpu.wait(done, limit_s):
-            self._stop(done, limit_s)
+        self.wait(self.gpu.record(), limit_s)
         report = self._read_report()
         if report["fault"] != Fault.NONE:
             self._reset()
@@ -226,6 +224,14 @@ class LoadedProgram:
                 if report["fault"] == Fault.BAD_TOKEN
                 else f"{self._label(report)}: stopped with fault {report['fault']}"
             )
+
+    def wait(self, event: Any, limit_s: float) -> None:
+        """Wait until the stream passes an event of `Gpu.record`.
+
+        Raises LaunchTimeoutError and GpuFaultError as `sync` does, of this launch or of any behind it.
+        """
+        if not self.gpu.wait(event, limit_s):
+            self._stop(self.gpu.record(), limit_s)
 
     def _stop(self, done: Any, limit_s: float) -> None:
         self.gpu.abort_flag.value = 1

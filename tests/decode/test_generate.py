@@ -8,7 +8,7 @@ import torch
 
 from flywheel.decode.generate import generate
 from flywheel.decode.request import Request
-from flywheel.decode.session import LayerCache, ReferenceSession, Step
+from flywheel.decode.session import LayerCache, ReferenceSession, Step, TokenStream, stream_by_steps
 from flywheel.errors import MismatchError
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.models.eager import EagerDecoder
@@ -30,6 +30,9 @@ class Scripted:
     def step(self, token_id: int, position: int) -> Step:
         self.fed.append((token_id, position))
         return Step(torch.zeros(self.spec.vocab), self.says[position])
+
+    def stream(self, prompt: Sequence[int], positions: int) -> TokenStream:
+        return stream_by_steps(self, prompt, positions)
 
     def write_cache(self, layers: Sequence[LayerCache]) -> None:
         raise AssertionError("generation starts from nothing")

@@ -21,8 +21,9 @@ from emulator.translate import translate
 from flywheel.errors import GpuFaultError, TensorError
 from flywheel.ir import DType
 from flywheel.vm import nvrtc
-from flywheel.vm.driver import HostWord, Memory
+from flywheel.vm.driver import Memory
 from flywheel.vm.nvrtc import CompiledUnit, CompiledVariant, EntryUsage
+from flywheel.vm.pinned import HostWord, HostWords
 
 FLAGS: Final = (
     "-O2", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-w",
@@ -123,6 +124,16 @@ class EmulatedGpu:
 
     def fill(self, memory: Memory, byte: int) -> None:
         ctypes.memset(memory.address, byte, memory.nbytes)
+
+    def alloc_host(self, count: int) -> HostWords:
+        array = np.full(count, 0x5A5A5A5A, np.uint32)
+        return HostWords(array.ctypes.data, array)
+
+    def free_host(self, words: HostWords) -> None:
+        words.array[:] = 0x5A5A5A5A
+
+    def fetch(self, words: HostWords, index: int, source: int) -> None:
+        ctypes.memmove(words.address + 4 * index, source, 4)
 
     def load(self, unit: CompiledUnit) -> dict[str, Any]:
         library = ctypes.CDLL(os.fsdecode(unit.cubin))

@@ -9,7 +9,8 @@ import numpy.typing as npt
 import pytest
 
 from flywheel.errors import GpuMemoryError, NoGpuError
-from flywheel.vm.driver import Gpu, HostWord, Memory, open_gpu
+from flywheel.vm.driver import Gpu, Memory, open_gpu
+from flywheel.vm.pinned import HostWord
 
 Fragments = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 

@@ -1,0 +1,71 @@
+"""Launches queued ahead of the host, on the CUDA VM's own sources: the tokens of the reference VM, one launch each."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+from emulator.gpu import EmulatedGpu
+from emulator.sessions import emulated_session
+
+from flywheel.decode.ahead import AHEAD
+from flywheel.decode.generate import generate
+from flywheel.decode.request import make_request
+from flywheel.decode.session import ReferenceSession
+from flywheel.errors import UsageError
+from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.lowering.lower import lower
+from flywheel.models.decoder import decode_step
+from flywheel.models.spec import DecoderSpec
+from flywheel.models.weights import random_weights
+from flywheel.tensors import TORCH_DTYPES
+
+SPEC = DecoderSpec("small", "llama", 64, 96, 2, 4, 2, 16, 80, 1e4, 1e-6, 64)
+CONTEXT, PROMPT = 32, (3, 7, 0)
+CONFIGS = {
+    "counters": ScheduleConfig(threads_per_block=192),
+    "data": ScheduleConfig({"hand_off": {"data": 1}}, page_allocation="none", threads_per_block=192),
+}
+
+
+def program_of(config: str) -> MegakernelProgram:
+    gpu = EmulatedGpu()
+    target = replace(
+        TARGETS["h100"], name="here", num_sms=gpu.num_sms, smem_bytes_per_block_optin=gpu.smem_optin_bytes
+    )
+    return lower(decode_step(SPEC, CONTEXT, DType.F32), CONFIGS[config], target)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_stream_is_what_steps_of_the_reference_vm_say(config: str) -> None:
+    weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
+    expected = generate(
+        ReferenceSession(program_of(config), SPEC, weights), make_request(PROMPT, 12, frozenset(), SPEC, CONTEXT)
+    )
+    with emulated_session(EmulatedGpu(), program_of(config), SPEC, weights) as session:
+        tokens = list(session.stream(PROMPT, len(PROMPT) + 11))
+    assert tuple(tokens) == expected.token_ids
+    assert len(set(tokens)) > 1
+
+
+def test_a_stream_that_is_left_early_gives_its_memory_back_and_the_next_one_is_right() -> None:
+    weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
+    gpu = EmulatedGpu()
+    with emulated_session(gpu, program_of("data"), SPEC, weights) as session:
+        whole = list(session.stream(PROMPT, 12))
+        held = set(gpu._held)
+        with closing(session.stream(PROMPT, 30)) as stream:
+            assert [next(stream), next(stream)] == whole[:2]
+        assert set(gpu._held) == held
+        assert list(session.stream(PROMPT, 12)) == whole
+    assert AHEAD > 0
+
+
+def test_a_prompt_beyond_the_vocabulary_or_the_context_is_refused_before_a_launch() -> None:
+    weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
+    with emulated_session(EmulatedGpu(), program_of("data"), SPEC, weights) as session:
+        with pytest.raises(UsageError, match=r"token 80 is not in 0\.\.79"):
+            session.stream((3, 80), 4)
+        with pytest.raises(UsageError, match=r"position 32 is not in 0\.\.31"):
+            session.stream((3,), CONTEXT + 1)
