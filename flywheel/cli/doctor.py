@@ -30,7 +30,6 @@ EXTRAS: Final = {
     "postgres": ("psycopg",),
     "mlflow": ("mlflow",),
     "ray": ("ray",),
-    "plots": ("matplotlib",),
     "cuda": ("cuda-bindings", "cuda-core", "nvidia-cuda-nvrtc", "nvidia-ml-py"),
     "cuda12": ("cuda-bindings", "cuda-core", "nvidia-cuda-nvrtc-cu12", "nvidia-ml-py"),
 }

@@ -11,7 +11,6 @@ from flywheel.report.svg import Axis, element, label, picture, polyline, short, 
 
 OURS_COLOUR: Final = "#d9631e"
 RIVAL_COLOUR: Final = "#8a96a3"
-FLOOR_COLOUR: Final = "#b3123c"
 
 _WIDTH, _LEFT, _RIGHT = 960.0, 130.0, 720.0
 _TOP, _ROW, _BAR, _HEADING, _AXIS = 48.0, 30.0, 18.0, 26.0, 44.0
@@ -51,7 +50,8 @@ def _group(comparison: Comparison, across: Axis, top: float) -> list[str]:
     for value, dashes in ((comparison.ceiling_us, None), (comparison.floor_us, "5 4")):
         line = polyline([(across(value), top - 4), (across(value), bottom)])
         said = tip(f"weights alone: {value:,.1f} us")
-        parts.append(element("path", said, d=line, stroke=FLOOR_COLOUR, stroke_dasharray=dashes, fill="none"))
+        parts.append(element("path", said, d=line, stroke="currentColor", stroke_dasharray=dashes, fill="none",
+                             class_="floor"))
     return parts
 
 
@@ -70,7 +70,7 @@ def _bar(comparison: Comparison, entry: Entry, across: Axis, top: float, colour:
     return [
         named,
         element("rect", said, x=_LEFT, y=middle - _BAR / 2, width=end - _LEFT, height=_BAR, fill=colour),
-        element("path", d=spread, stroke="#1d2733", stroke_width=2, fill="none"),
+        element("path", d=spread, class_="ink", stroke_width=2, fill="none"),
         label(max(end, across(latency.p90_us)) + 8, middle + 4, numbers, "halo"),
     ]
 
@@ -82,6 +82,7 @@ def _legend() -> list[str]:
         (_LEFT + 330, "5 4", "weights at the datasheet's bandwidth"),
     ):
         line = polyline([(x, 34), (x + 24, 34)])
-        parts.append(element("path", d=line, stroke=FLOOR_COLOUR, stroke_dasharray=dashes, fill="none"))
+        parts.append(element("path", d=line, stroke="currentColor", stroke_dasharray=dashes, fill="none",
+                             class_="floor"))
         parts.append(label(x + 32, 38, text, "faint"))
     return parts

@@ -13,6 +13,7 @@ from typing import Any, Final
 from flywheel.cost_model import TaskSpan
 from flywheel.ir import Task
 from flywheel.report.layer import operation
+from flywheel.report.palette import reserved
 from flywheel.vm.trace import LaunchTrace
 
 _PROCESS: Final = 1
@@ -47,8 +48,8 @@ def measured_slices(trace: LaunchTrace) -> list[Slice]:
 def chrome_trace(title: str, slices: Iterable[Slice], facts: Mapping[str, Any]) -> str:
     """The JSON text of a trace: `title` names the process, `facts` are its metadata.
 
-    A slice is named after its operation, so that one operation has one colour; parts lie within it, those that took no
-    time are left out. Slices of one SM must not overlap.
+    A slice is named after its operation, so that one has one colour, in chrome://tracing that of the pictures.
+    Parts lie within it, those that took no time are left out. Slices of one SM must not overlap.
     """
     ordered = sorted(slices, key=lambda each: (each.start_us, each.sm, each.end_us))
     names = [_named(_PROCESS, 0, "process_name", name=title)]
@@ -81,7 +82,7 @@ def _events(each: Slice) -> list[dict[str, Any]]:
         "signals": f"counter {task.out_counter}",
     }
     name = operation(task.label)
-    whole = _complete(each.sm, name, "task", each.start_us, each.end_us) | {"args": args}
+    whole = _complete(each.sm, name, "task", each.start_us, each.end_us) | {"cname": reserved(name), "args": args}
     parts = [_complete(each.sm, part, "phase", start, end) for part, start, end in each.parts]
     return [whole, *(part for part in parts if part["dur"] > 0)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from flywheel.measure.outcome import OUTCOME_NAMES
@@ -11,55 +12,86 @@ from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import incumbents, trials_of
 from flywheel.report.svg import Axis, dots, element, label, picture, polyline, short, tip
 
-COLOURS: Final = {"predicted": "#4269a5", "measured": "#d9631e", "floor": "#b3123c", "failed": "#8a96a3",
-                   "final": "#7a2f0a"}  # fmt: skip
-"""Predicted and measured never share a colour."""
 WIDTH: Final = 960.0
+MOST_TIMES: Final = 2.0
+"""What takes longer than so many times the best is drawn at the upper edge: one such trial would flatten all others."""
 
-_HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360.0, 78.0, 940.0, 40.0, 300.0
+_HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 384.0, 78.0, 940.0, 60.0, 324.0
+_LEGEND: Final = (18.0, 40.0)
+"""Where its two lines are."""
+
+Points = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a history shows: (trial, us) of each kind and of the finals, `failed` trials without a latency, and `above`
+    those that took more than `limit_us`."""
+
+    measured: Points
+    predicted: Points
+    finals: Points
+    failed: list[int]
+    floor_us: float | None
+    limit_us: float
+
+    @property
+    def above(self) -> Points:
+        """What does not fit between the edges."""
+        return [point for point in (*self.measured, *self.predicted, *self.finals) if point[1] > self.limit_us]
+
+
+def shown(records: Sequence[TrialRecord]) -> Shown | None:
+    """What the history of these rows shows; None where nothing has a latency."""
+    trials = trials_of(records)
+    measured = [(r.trial, r.latency_us) for r in trials if r.latency_us is not None]
+    predicted = [(r.trial, r.predicted_us) for r in trials if r.predicted_us is not None]
+    finals = [(r.trial, r.latency_us) for r in records if r.source == "final" and r.latency_us is not None]
+    best = [min(us for _, us in points) for points in (measured + finals, predicted) if points]
+    if not best:
+        return None
+    failed = [record.trial for record in trials if record.objective_us is None]
+    floors = [record.floor_us for record in records if record.floor_us is not None]
+    return Shown(measured, predicted, finals, failed, min(floors, default=None), MOST_TIMES * max(best))
 
 
 def history(records: Sequence[TrialRecord]) -> str | None:
     """Latencies of trials and finals, the best so far, and the weight floor; None where nothing has a latency."""
-    trials = trials_of(records)
-    series = {
-        "measured": [(r.trial, r.latency_us) for r in trials if r.latency_us is not None],
-        "predicted": [(r.trial, r.predicted_us) for r in trials if r.predicted_us is not None],
-    }
-    finals = [(r.trial, r.latency_us) for r in records if r.source == "final" and r.latency_us is not None]
-    values = [value for points in (*series.values(), finals) for _, value in points]
-    if not values:
+    what = shown(records)
+    if what is None:
         return None
-    floors = {record.floor_us for record in records if record.floor_us is not None}
-    lowest = min([*floors, *values])
+    values = [us for _, us in (*what.measured, *what.predicted, *what.finals)]
+    lowest = min(values if what.floor_us is None else [what.floor_us, *values])
+    highest = min(max(values), what.limit_us)
     across = Axis(-0.5, max(record.trial for record in records) + 0.5, _LEFT, _RIGHT)
-    up = Axis(lowest * 0.985, max(max(values), lowest * 1.01) * 1.02, _BOTTOM, _TOP, log=True)
-    parts = [*_frame(across, up), *_floor(floors, up), *_failures(records, across)]
-    for kind, points in series.items():
-        places = [(across(trial), up(value)) for trial, value in points]
+    up = Axis(lowest * 0.985, max(highest, lowest * 1.01) * 1.02, _BOTTOM, _TOP, log=True)
+    parts = [*_frame(across, up), *_floor(what, up), *_failures(what, across), *_above(what, across)]
+    for kind, points in (("measured", what.measured), ("predicted", what.predicted)):
+        places = [(across(trial), up(us)) for trial, us in points if us <= what.limit_us]
         if places:
             parts += _points(places, kind)
-    parts += [_final(across(trial), up(value)) for trial, value in finals]
-    for kind in series:
-        parts += _best([r for r in incumbents(records) if r.outcome == kind], kind, across, up)
-    return picture(WIDTH, _HEIGHT, "Latency of every trial", [*parts, *_legend(trials, series, len(finals))])
+    parts += [_final(across(trial), up(us)) for trial, us in what.finals if us <= what.limit_us]
+    for kind in ("measured", "predicted"):
+        parts += _best([r for r in incumbents(records) if r.outcome == kind], kind, across, up, what.limit_us)
+    return picture(WIDTH, _HEIGHT, "Latency of every trial", [*parts, *_legend(what)])
 
 
 def outcomes(trials: Sequence[TrialRecord]) -> str:
     """How many trials came to which end; finals are none."""
     counts = Counter(record.outcome for record in trials)
-    shown = [name for name in OUTCOME_NAMES if counts[name]]
+    ends = [name for name in OUTCOME_NAMES if counts[name]]
     most = max(counts.values(), default=1)
     parts = []
-    for row, name in enumerate(shown):
+    for row, name in enumerate(ends):
         y = 22.0 + row * 26
         length = counts[name] / most * 640
+        kind = name if name in ("measured", "predicted") else "failed"
         parts += [
             label(118, y + 4, name.replace("_", " "), "end"),
-            element("rect", x=126, y=y - 8, width=length, height=16, fill=COLOURS.get(name, COLOURS["failed"])),
+            element("rect", x=126, y=y - 8, width=length, height=16, fill="currentColor", class_=kind),
             label(132 + length, y + 4, f"{counts[name]:,} ({counts[name] / len(trials):.1%})", "faint"),
         ]
-    return picture(WIDTH, 20.0 + 26 * max(1, len(shown)), "Outcomes", parts)
+    return picture(WIDTH, 20.0 + 26 * max(1, len(ends)), "Outcomes", parts)
 
 
 def _frame(across: Axis, up: Axis) -> list[str]:
@@ -77,75 +109,108 @@ def _frame(across: Axis, up: Axis) -> list[str]:
     return [
         *parts,
         label((_LEFT + _RIGHT) / 2, _BOTTOM + 38, "trial", "middle faint"),
-        label(14, (_TOP + _BOTTOM) / 2, "us a token, by ratio", "middle faint", transform=turn),
+        label(14, (_TOP + _BOTTOM) / 2, "us a token, log scale", "middle faint", transform=turn),
     ]
 
 
-def _floor(floors: set[float], up: Axis) -> list[str]:
-    if not floors:
+def _floor(what: Shown, up: Axis) -> list[str]:
+    if what.floor_us is None:
         return []
-    floor = min(floors)
-    y = up(floor)
-    line = polyline([(_LEFT, y), (_RIGHT, y)])
-    said = label(_RIGHT, 22, f"- - -  weight floor, {floor:,.1f} us", "end", style=f"fill:{COLOURS['floor']}")
-    return [element("path", d=line, stroke=COLOURS["floor"], stroke_dasharray="6 4", fill="none", class_="floor"), said]
+    line = polyline([(_LEFT, up(what.floor_us)), (_RIGHT, up(what.floor_us))])
+    return [element("path", d=line, stroke="currentColor", stroke_dasharray="6 4", fill="none", class_="floor")]
 
 
-def _failures(records: Sequence[TrialRecord], across: Axis) -> list[str]:
+def _failures(what: Shown, across: Axis) -> list[str]:
     """Trials without a latency, as ticks on the axis."""
-    failed = [across(record.trial) for record in records if record.objective_us is None]
-    if not failed:
+    marks = "".join(polyline([(across(trial), _BOTTOM - 8), (across(trial), _BOTTOM)]) for trial in what.failed)
+    if not marks:
         return []
-    marks = "".join(polyline([(x, _BOTTOM - 8), (x, _BOTTOM)]) for x in failed)
-    return [element("path", d=marks, stroke=COLOURS["failed"], stroke_width=1.5, fill="none")]
+    return [element("path", d=marks, stroke="currentColor", stroke_width=1.5, fill="none", class_="failed")]
+
+
+def _above(what: Shown, across: Axis) -> list[str]:
+    """Trials above the upper edge, as triangles on it."""
+    marks = "".join(_triangle(across(trial), _TOP) for trial, _ in what.above)
+    return [element("path", d=marks, fill="currentColor", class_="failed above")] if marks else []
+
+
+def _triangle(x: float, y: float) -> str:
+    return f"M{x - 4.5:.2f} {y:.2f}l4.5 -7 4.5 7z"
 
 
 def _points(places: list[tuple[float, float]], kind: str) -> list[str]:
     """Measured ones are full, predicted ones hollow."""
     path = dots(places)
     size = 6.0 if len(places) <= 1000 else 3.0
-    outer = element("path", d=path, stroke=COLOURS[kind], stroke_width=size, stroke_linecap="round", class_=kind)
+    outer = element("path", d=path, stroke="currentColor", stroke_width=size, stroke_linecap="round", class_=kind)
     if kind == "measured":
         return [outer]
-    return [outer, element("path", d=path, stroke="#fff", stroke_width=size - 2.4, stroke_linecap="round")]
+    return [outer, element("path", d=path, class_="rim", stroke_width=size - 2.4, stroke_linecap="round")]
 
 
 def _final(x: float, y: float) -> str:
     """A program that was measured again: a diamond."""
-    corners = "".join(f"{step}" for step in ("m0 -5", "l5 5", "l-5 5", "l-5 -5", "z"))
-    return element("path", d=f"M{x:.2f} {y:.2f}{corners}", fill="#fff", stroke=COLOURS["final"], stroke_width=1.6,
-                   class_="final")  # fmt: skip
+    corners = f"M{x:.2f} {y:.2f}m0 -5l5 5l-5 5l-5 -5z"
+    return element("path", d=corners, stroke="currentColor", stroke_width=1.6, class_="final paper")
 
 
-def _best(incumbents: list[TrialRecord], kind: str, across: Axis, up: Axis) -> list[str]:
-    """The best so far as a staircase, and a mark with its numbers at each step of it."""
+def _best(incumbents: list[TrialRecord], kind: str, across: Axis, up: Axis, limit_us: float) -> list[str]:
+    """The best so far as a staircase, and a mark with its numbers at each step of it. It enters at the upper edge where
+    it began above."""
     stairs: list[tuple[float, float]] = []
     marks = []
     for record in incumbents:
         assert record.objective_us is not None
-        x, y = across(record.trial), up(record.objective_us)
+        x, y = across(record.trial), up(min(record.objective_us, up.high))
         stairs += [(x, stairs[-1][1]), (x, y)] if stairs else [(x, y)]
+        if record.objective_us > limit_us:
+            continue
         fraction = "" if record.floor_fraction is None else f", {record.floor_fraction:.1%} of the floor"
         what = "final" if record.source == "final" else "trial"
         said = tip(f"{what} {record.trial}: {kind} {record.objective_us:,.1f} us{fraction}; config {record.config_id}")
-        marks.append(element("circle", said, cx=x, cy=y, r=4.5, fill=COLOURS[kind], stroke="#fff"))
+        marks.append(element("g", element("circle", said, cx=x, cy=y, r=4.5, fill="currentColor", class_="rim"),
+                             class_=kind))  # fmt: skip
     if not stairs:
         return []
     stairs.append((across.end, stairs[-1][1]))
-    return [element("path", d=polyline(stairs), stroke=COLOURS[kind], stroke_width=2, fill="none"), *marks]
+    line = element("path", d=polyline(stairs), stroke="currentColor", stroke_width=2, fill="none", class_=kind)
+    return [line, *marks]
 
 
-def _legend(trials: Sequence[TrialRecord], series: dict[str, list[tuple[int, float]]], finals: int) -> list[str]:
-    told = [(kind, f"{kind}: {len(points):,} trials") for kind, points in series.items() if points]
-    failed = sum(record.objective_us is None for record in trials)
-    told += [("failed", f"no latency: {failed:,} trials")] if failed else []
-    told += [("final", f"measured again in finals: {finals:,}")] if finals else []
-    parts, x = [], _LEFT
+def _legend(what: Shown) -> list[str]:
+    """Of what is there; it takes a second line where the first is full."""
+    told = [("measured", f"measured: {len(what.measured):,} trials")] if what.measured else []
+    told += [("predicted", f"predicted: {len(what.predicted):,} trials")] if what.predicted else []
+    told += [("final", f"measured again in finals: {len(what.finals):,}")] if what.finals else []
+    told += [("failed", f"no latency: {len(what.failed):,} trials")] if what.failed else []
+    if what.above:
+        worst = max(us for _, us in what.above)
+        told.append(("above", f"above {what.limit_us:,.0f} us: {len(what.above):,}, up to {worst:,.0f} us"))
+    told += [("floor", f"weight floor, {what.floor_us:,.1f} us")] if what.floor_us is not None else []
+    parts, x, line = [], _LEFT, 0
     for kind, text in told:
-        hollow = kind == "predicted"
-        fill = "#fff" if hollow else COLOURS[kind]
-        mark = element("circle", cx=x + 5, cy=18, r=4, fill=fill, stroke=COLOURS[kind], stroke_width=2)
-        parts.append(_final(x + 5, 18) if kind == "final" else mark)
-        parts.append(label(x + 15, 22, text))
-        x += 40 + 7 * len(text)
+        width = 40 + 6.6 * len(text)
+        if x + width - 20 > _RIGHT and line == 0:
+            x, line = _LEFT, 1
+        parts += [_sign(kind, x + 5, _LEGEND[line]), label(x + 17, _LEGEND[line] + 4, text)]
+        x += width
     return parts
+
+
+def _sign(kind: str, x: float, y: float) -> str:
+    """The mark of a kind, beside its word."""
+    match kind:
+        case "final":
+            return _final(x, y)
+        case "floor":
+            dashes = f"M{x - 9:.2f} {y:.2f}h17"
+            return element("path", d=dashes, stroke="currentColor", stroke_dasharray="5 3", class_=kind)
+        case "failed":
+            return element("path", d=f"M{x:.2f} {y - 4:.2f}v8", stroke="currentColor", stroke_width=1.5, class_=kind)
+        case "above":
+            return element("path", d=_triangle(x, y + 4), fill="currentColor", class_="failed")
+        case "predicted":
+            ring = element("circle", cx=x, cy=y, r=4, stroke="currentColor", stroke_width=2, class_="paper")
+            return element("g", ring, class_=kind)
+        case _:
+            return element("circle", cx=x, cy=y, r=4, fill="currentColor", class_=kind)

@@ -7,16 +7,18 @@ from typing import Final
 
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import compared
+from flywheel.report.changes import by_weight, told
 from flywheel.report.facts import Knobs
-from flywheel.report.history import WIDTH
+from flywheel.report.history import MOST_TIMES, WIDTH
 from flywheel.report.svg import Axis, element, label, picture, polyline, short, tip, words
 from flywheel.search.knobs import Choice
 from flywheel.search.space import Dimension
 
 MOST_LINES: Final = 1000
-RAMP: Final = ("#d8dee6", "#a9c3d9", "#6f9fc4", "#3b76a8", "#1d4f84")
-"""From the slowest fifth of the trials to the fastest."""
-BEST: Final = "#d9631e"
+MOST_AXES: Final = 12
+"""More than these are not read."""
+RAMP: Final = ("f1", "f2", "f3", "f4", "f5")
+"""Classes, from the slowest fifth of the trials to the fastest."""
 
 _TOP, _BOTTOM, _LEFT = 96.0, 400.0, 40.0
 _CHARACTER: Final = 6.0
@@ -34,16 +36,25 @@ def importance(knobs: Knobs) -> str | None:
         length = share / most * 640 if most else 0.0
         parts += [
             label(128, y + 4, name, "end"),
-            element("rect", tip(f"{name}: {share:.1%}"), x=136, y=y - 7, width=length, height=14, fill=RAMP[3]),
+            element("rect", tip(f"{name}: {share:.1%}"), x=136, y=y - 7, width=length, height=14,
+                    fill="currentColor", class_="bar"),
             label(142 + length, y + 4, f"{share:.1%}", "faint"),
         ]
     return picture(WIDTH, 16.0 + 22 * len(knobs.importances), "Importance of knobs", parts)
 
 
-def coordinates(knobs: Knobs, trials: Sequence[TrialRecord], best: TrialRecord | None) -> str | None:
-    """An axis a knob and one of latency, a line a trial; the best in front. None where there is no line to draw."""
+def weighty(knobs: Knobs, trials: Sequence[TrialRecord]) -> tuple[list[Dimension], list[Dimension]]:
+    """The knobs that mattered most, in the order of their weight, and the others."""
+    ordered = by_weight(knobs, told(knobs, trials))
+    return ordered[:MOST_AXES], ordered[MOST_AXES:]
+
+
+def coordinates(
+    knobs: Knobs, axes: Sequence[Dimension], trials: Sequence[TrialRecord], best: TrialRecord | None
+) -> str | None:
+    """An axis a knob of `axes` and one of latency, a line a trial; the best in front. None where there is no line to
+    draw. A trial that takes more than MOST_TIMES the best ends at the upper edge."""
     kind = compared(trials)
-    axes = [dimension for dimension in knobs.dimensions if len(dimension.values) > 1]
     ranked = sorted(
         (
             (record.objective_us, record.trial, choice)
@@ -58,22 +69,22 @@ def coordinates(knobs: Knobs, trials: Sequence[TrialRecord], best: TrialRecord |
     places = [_LEFT + step * number for number in range(len(axes) + 1)]
     ends = [ranked[0][0], ranked[-1][0]]
     ends += [best.objective_us] if best is not None and best.objective_us is not None else []
-    slowest, fastest = max(ends), min(ends)
+    slowest, fastest = min(max(ends), MOST_TIMES * min(ends)), min(ends)
     up = Axis(fastest, slowest if slowest > fastest else fastest * 1.01, _BOTTOM, _TOP, log=True)
     fifths: list[list[str]] = [[] for _ in RAMP]
     for rank, (latency, _, choice) in enumerate(ranked):
-        line = polyline([*_line(axes, places, choice), (places[-1], up(latency))])
+        line = polyline([*_line(axes, places, choice), (places[-1], up(min(latency, slowest)))])
         fifths[rank * len(RAMP) // len(ranked)].append(line)
     chosen = None
     if best is not None and best.objective_us is not None and knobs.best is not None:
-        chosen = polyline([*_line(axes, places, knobs.best), (places[-1], up(best.objective_us))])
+        chosen = polyline([*_line(axes, places, knobs.best), (places[-1], up(min(best.objective_us, slowest)))])
     parts = [
-        element("path", d="".join(lines), stroke=colour, stroke_opacity=0.55, fill="none")
-        for colour, lines in zip(RAMP, fifths, strict=True)
+        element("path", d="".join(lines), stroke="currentColor", stroke_opacity=0.55, fill="none", class_=fifth)
+        for fifth, lines in zip(RAMP, fifths, strict=True)
         if lines
     ]
     if chosen is not None:
-        parts.append(element("path", d=chosen, stroke=BEST, stroke_width=2.5, fill="none", class_="best"))
+        parts.append(element("path", d=chosen, stroke="currentColor", stroke_width=2.5, fill="none", class_="measured"))
     for dimension, x in zip(axes, places, strict=False):
         parts += _axis(dimension, x, int(step / _CHARACTER))
     parts += [

@@ -12,17 +12,14 @@ from typing import Final, Protocol
 from flywheel.cost_model import TaskSpan
 from flywheel.ir import MegakernelProgram
 from flywheel.report.history import WIDTH
+from flywheel.report.palette import colour
 from flywheel.report.svg import Axis, boxes, element, label, picture, short
-
-COLOURS: Final = (
-    "#4269a5", "#efb118", "#d9631e", "#4a9d7f", "#a463c2", "#6cc5b0", "#c7527f", "#9c6b4e", "#97bbf5", "#8a96a3",
-)  # fmt: skip
 
 BY_MODEL: Final = "by the cost model"
 """Where the spans of a prediction come from."""
 
 _LABEL: Final = re.compile(r"L(\d+)\.(.+)")
-_LEFT, _TOP, _SPACE = 54.0, 12.0, 420.0
+_LEFT, _TOP, _SPACE = 54.0, 32.0, 420.0
 
 
 class Timeline(Protocol):
@@ -76,24 +73,31 @@ def layer(timeline: Timeline, origin: str = BY_MODEL) -> str:
     across = Axis(0.0, max(end - start, 1e-3), _LEFT, WIDTH - 20)
     bottom = _TOP + row * sms
     parts = [
-        element("path", d=_boxes(mine, across, start, row), fill=_colour(order), class_="tasks")
-        for order, mine in enumerate(names.values())
+        element("path", d=_boxes(mine, across, start, row), fill=colour(name), class_="tasks")
+        for name, mine in names.items()
     ]
+    title = f"{_work(timeline.program)}{_what(chosen)} on every SM, {origin}"
     parts += [
+        label(_LEFT, 18, title, font_weight="bold"),
         element("path", d=f"M{_LEFT} {_TOP}V{bottom:.2f}H{WIDTH - 20}", class_="axis"),
         *(label(across(value), bottom + 16, short(value), "middle faint") for value in across.ticks(10)),
         *(label(_LEFT - 6, _TOP + row * (sm + 0.5) + 4, str(sm), "end faint") for sm in _rows(sms)),
         label((_LEFT + WIDTH) / 2, bottom + 34, f"us since {_what(chosen)} began, {origin}; a row is an SM",
               "middle faint"),
     ]
-    return picture(WIDTH, bottom + 50 + 20 * _lines(len(names)), f"{_what(chosen)}, {origin}",
-                   [*parts, *_legend(list(names), bottom + 56)])  # fmt: skip
+    return picture(WIDTH, bottom + 50 + 20 * _lines(len(names)), title, [*parts, *_legend(list(names), bottom + 56)])
 
 
 def operation(text: str) -> str:
     """A task's label without its layer: `L3.q_proj` is `q_proj`."""
     found = _LABEL.match(text)
     return found[2] if found else text
+
+
+def _work(program: MegakernelProgram) -> str:
+    """What the program was lowered for, where it says so."""
+    model, gpu = program.meta.get("model"), program.meta.get("gpu")
+    return f"{model} on {gpu}: " if model and gpu else ""
 
 
 def _what(chosen: int | None) -> str:
@@ -114,10 +118,6 @@ def _rows(sms: int) -> list[int]:
     return list(range(0, sms, step))
 
 
-def _colour(order: int) -> str:
-    return COLOURS[order % len(COLOURS)]
-
-
 def _lines(names: int) -> int:
     return -(-names // 4)
 
@@ -126,6 +126,6 @@ def _legend(names: list[str], y: float) -> list[str]:
     parts = []
     for order, name in enumerate(names):
         x, line = _LEFT + order % 4 * 220, y + order // 4 * 20
-        parts.append(element("rect", x=x, y=line - 10, width=12, height=12, fill=_colour(order)))
+        parts.append(element("rect", x=x, y=line - 10, width=12, height=12, fill=colour(name)))
         parts.append(label(x + 18, line, name if len(name) <= 30 else name[:29] + "…"))
     return parts

@@ -9,9 +9,10 @@ from typing import Final
 
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import disturbed, judged, marks, ranked
-from flywheel.report.facts import Facts
-from flywheel.report.history import COLOURS, history, outcomes
-from flywheel.report.knobs import MOST_LINES, coordinates, importance
+from flywheel.report.changes import Change, changes
+from flywheel.report.facts import Facts, Knobs
+from flywheel.report.history import MOST_TIMES, history, outcomes, shown
+from flywheel.report.knobs import MOST_AXES, MOST_LINES, coordinates, importance, weighty
 from flywheel.report.layer import layer, shares
 from flywheel.report.svg import STYLE, element, standalone, words
 
@@ -19,15 +20,22 @@ SHOWN: Final = 10
 """Best trials, and reasons of failures, that the page lists."""
 
 _CSS: Final = (
-    "body{font:15px/1.5 system-ui,sans-serif;color:#1d2733;background:#fff;max-width:980px;margin:2rem auto;"
+    ":root{color-scheme:light dark;--ink:#1d2733;--paper:#fff;--faint:#5b6875;--box:#f4f6f8}"
+    "@media(prefers-color-scheme:dark){:root{--ink:#dde3ea;--paper:#12171d;--faint:#9aa7b4;--box:#1c232b}}"
+    "body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:980px;margin:2rem auto;"
     "padding:0 1rem}h1{font-size:1.5rem;overflow-wrap:anywhere}h2{font-size:1.15rem;margin-top:2.2rem}"
-    "svg{max-width:100%;height:auto}table{border-collapse:collapse;font-size:13px}"
-    "td,th{padding:2px 14px 2px 0;text-align:left;vertical-align:top;overflow-wrap:anywhere}"
-    "td.n,th.n{text-align:right}p.note{color:#5b6875}pre{background:#f4f6f8;padding:.8rem;overflow-x:auto;font-size:12px}"
+    "svg{max-width:100%;height:auto}.wide{overflow-x:auto}table{border-collapse:collapse;font-size:13px}"
+    "td,th{padding:2px 14px 2px 0;text-align:left;vertical-align:top}td{max-width:46rem;overflow-wrap:anywhere}"
+    "td.n,th.n{text-align:right;white-space:nowrap}p.note{color:var(--faint)}summary{cursor:pointer}"
+    "pre{background:var(--box);padding:.8rem;overflow-x:auto;font-size:12px}"
     ".tiles{display:flex;flex-wrap:wrap;gap:2.4rem;margin:1rem 0}.tiles b{display:block;font-size:1.35rem}"
-    ".kind{color:#fff;border-radius:4px;padding:1px 8px;font-size:13px}"
+    ".kind{border:1px solid;border-radius:4px;padding:1px 8px;font-size:13px}"
 )
 _PREDICTED: Final = "Predicted by the cost model (version {}), not measured."
+_STATES: Final = (
+    "Busy: it computes. Blocked: it waits for what other SMs have yet to write. Starved: it waits for weights or for "
+    "the KV cache."
+)
 _COLUMNS: Final = (
     "flywheel_version", "ir_version", "commit", "python", "optuna", "host", "gpu_name", "gpu_driver", "nvrtc",
     "kernels",
@@ -60,7 +68,7 @@ def pictures(facts: Facts) -> dict[str, str]:
         "history": history(facts.records),
         "outcomes": outcomes(facts.trials) if facts.trials else None,
         "importance": importance(facts.knobs) if facts.knobs else None,
-        "coordinates": coordinates(facts.knobs, facts.trials, facts.best) if facts.knobs else None,
+        **_coordinates(facts),
         "layer": layer(facts.schedule) if facts.schedule else None,
     }
     return {f"{name}.svg": standalone(drawing) for name, drawing in drawn.items() if drawing is not None}
@@ -80,10 +88,10 @@ def _head(facts: Facts) -> list[str]:
         if best.floor_fraction is not None:
             tiles.append(("of the floor", f"{best.floor_fraction:.1%}"))
     tiles.append(("trials", f"{len(facts.trials):,}"))
-    colour = COLOURS["failed"] if best is None else COLOURS[best.outcome]
+    colour = "failed" if best is None else best.outcome
     return [
         element("h1", words(campaign.name)),
-        element("p", words(work), " ", element("span", words(kind), class_="kind", style=f"background:{colour}")),
+        element("p", words(work), " ", element("span", words(kind), class_=f"kind {colour}")),
         element("div", *(element("div", element("b", words(v)), words(n)) for n, v in tiles), class_="tiles"),
         *([] if best is None or best.is_predicted else [_note(text) for text in _certainty(best, facts.tied)]),
     ]
@@ -109,16 +117,27 @@ def _certainty(best: TrialRecord, tied: Sequence[TrialRecord]) -> list[str]:
 
 
 def _history(facts: Facts) -> list[str]:
-    drawn = history(facts.records)
-    if drawn is None:
+    drawn, what = history(facts.records), shown(facts.records)
+    if drawn is None or what is None:
         return [_section("History"), _note("No trial has a latency.")]
-    return [
-        _section("History"),
-        _note("Hollow blue: predicted by the cost model. Full orange: measured on a GPU, and the best of them again in "
-              "turn as diamonds. The line is the best so far: a trial within the noise of it is none. No "
-              "schedule can be faster than the floor, the weights' bytes over the memory's bandwidth."),
-        drawn,
-    ]  # fmt: skip
+    said = []
+    if what.predicted:
+        said.append("Hollow blue: predicted by the cost model.")
+    if what.measured:
+        said.append("Full orange: measured on a GPU.")
+    if what.finals:
+        said.append("Diamonds: the best of them, measured again in turn.")
+    said.append("The line is the best so far; a trial within the noise of it does not move it.")
+    if what.above:
+        count, above = len(what.above), f"above {what.limit_us:,.0f} us, {MOST_TIMES:g} times the best,"
+        said.append(
+            f"1 trial {above} is a triangle at the upper edge."
+            if count == 1
+            else f"{count:,} trials {above} are triangles at the upper edge."
+        )
+    if what.floor_us is not None:
+        said.append("No schedule can be faster than the floor, the weights' bytes over the memory's bandwidth.")
+    return [_section("History"), _note(" ".join(said)), drawn]
 
 
 def _outcomes(trials: Sequence[TrialRecord]) -> list[str]:
@@ -134,9 +153,9 @@ def _knobs(facts: Facts) -> list[str]:
     if facts.knobs is None:
         return [_section("Knobs"), _note(f"Not known: {facts.missing}")]
     bars = importance(facts.knobs)
-    lines = coordinates(facts.knobs, facts.trials, facts.best)
+    lines = _coordinates(facts)
     cut = f" Only the best {MOST_LINES:,} are drawn." if len(facts.trials) > MOST_LINES else ""
-    return [
+    parts = [
         _section("Importance of knobs"),
         _note("Share of each knob in telling the best tenth of the trials from the others (PED-ANOVA). A sampler that "
               "tries few values of a knob blurs it.")
@@ -144,9 +163,54 @@ def _knobs(facts: Facts) -> list[str]:
         else _note("Too few trials to tell."),
         bars or "",
         _section("Knobs and latency"),
-        _note(f"A line is a trial, darker where faster; the best is orange.{cut}") if lines else "",
-        lines or _note("No trial of the space has a latency."),
+    ]  # fmt: skip
+    if not lines:
+        return [*parts, _note("No trial of the space has a latency.")]
+    most = f"The {MOST_AXES} knobs that mattered most, from the left. " if "coordinates_rest" in lines else ""
+    parts += [_note(f"{most}A line is a trial, stronger where faster; the best is orange.{cut}"), lines["coordinates"]]
+    if "coordinates_rest" in lines:
+        parts.append(element("details", element("summary", "the other knobs"), lines["coordinates_rest"]))
+    return [*parts, *_changes(facts.knobs, facts)]
+
+
+def _coordinates(facts: Facts) -> dict[str, str]:
+    """The pictures of knobs and latency by name: of those that mattered most, and of the others."""
+    if facts.knobs is None:
+        return {}
+    names = ("coordinates", "coordinates_rest")
+    drawn = {
+        name: coordinates(facts.knobs, axes, facts.trials, facts.best)
+        for name, axes in zip(names, weighty(facts.knobs, facts.trials), strict=True)
+        if axes
+    }
+    return {name: drawing for name, drawing in drawn.items() if drawing is not None}
+
+
+def _changes(knobs: Knobs, facts: Facts) -> list[str]:
+    found = changes(knobs, facts.trials, facts.best) if facts.best is not None else []
+    if not found:
+        return []
+    most = {axis.name for axis in weighty(knobs, facts.trials)[0]}
+    rest = [each for each in found if each.knob not in most]
+    return [
+        _section("What a change costs"),
+        _note("Beside the best trial's latency. Only that: a trial that differs from the best in this knob alone. At "
+              "best: the fastest trial with that value, whatever else it changed."),
+        _changed([each for each in found if each.knob in most]),
+        element("details", element("summary", "the other knobs"), _changed(rest)) if rest else "",
+    ]  # fmt: skip
+
+
+def _changed(found: Sequence[Change]) -> str:
+    rows = [
+        (each.knob, str(each.best), str(each.value), _cost(each.alone_us), _cost(each.least_us), f"{each.trials:,}")
+        for each in found
     ]
+    return _table(("knob", "best", "instead", "only that, us", "at best, us", "trials"), rows, numbers=(3, 4, 5))
+
+
+def _cost(us: float | None) -> str:
+    return "not tried" if us is None else f"{us:+,.1f}"
 
 
 def _layer(facts: Facts) -> list[str]:
@@ -162,6 +226,7 @@ def _layer(facts: Facts) -> list[str]:
     return [
         title,
         _note(f"{_PREDICTED.format(schedule.predictor)} {prediction.latency_us:,.1f} us a token; an SM is {told}."),
+        _note(_STATES),
         layer(schedule),
         _table(("operation", "tasks", "SM time"), rows, numbers=(1, 2)),
     ]
@@ -215,7 +280,7 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], numbers: Seque
         return element("tr", *(element(kind, words(c) or " ", class_=s) for c, s in zip(cells, sides, strict=True)))
 
     head = [line("th", headers)] if any(headers) else []
-    return element("table", *head, *(line("td", row) for row in rows))
+    return element("div", element("table", *head, *(line("td", row) for row in rows)), class_="wide")
 
 
 def _percent(value: float | None) -> str:

@@ -10,10 +10,20 @@ from typing import Final
 
 STYLE: Final = (
     "svg{font:12px system-ui,sans-serif;fill:#1d2733}"
-    ".axis{stroke:#8a96a3;stroke-width:1;fill:none}.grid{stroke:#e6eaee;stroke-width:1;fill:none}"
-    ".halo{paint-order:stroke;stroke:#fff;stroke-width:3}.faint{fill:#5b6875}.end{text-anchor:end}.middle{text-anchor:middle}"
+    ".axis{stroke:#8a96a3;stroke-width:1;fill:none}.grid{stroke:#e6eaee;stroke-width:1;fill:none}.ink{stroke:#1d2733}"
+    ".paper{fill:#fff}.rim{stroke:#fff}.halo{paint-order:stroke;stroke:#fff;stroke-width:3}"
+    ".faint{fill:#5b6875}.end{text-anchor:end}.middle{text-anchor:middle}"
+    ".predicted{color:#4269a5}.measured{color:#d9631e}.floor{color:#b3123c}.failed{color:#8a96a3}.final{color:#7a2f0a}"
+    ".bar{color:#3b76a8}.f1{color:#d8dee6}.f2{color:#a9c3d9}.f3{color:#6f9fc4}.f4{color:#3b76a8}.f5{color:#1d4f84}"
+    "@media(prefers-color-scheme:dark){svg{fill:#dde3ea}.axis{stroke:#6b7784}.grid{stroke:#2a323b}.ink{stroke:#dde3ea}"
+    ".paper{fill:#12171d}.rim,.halo{stroke:#12171d}.faint{fill:#9aa7b4}"
+    ".predicted{color:#86aee8}.measured{color:#f08a4b}.floor{color:#f2698a}.final{color:#f9c09b}"
+    ".bar{color:#5b9bd1}.f1{color:#27313b}.f2{color:#34506b}.f3{color:#427aa8}.f4{color:#6aabdd}.f5{color:#b5dbf9}}"
 )
-"""Looks of every picture; a page says it once."""
+"""Looks of every picture, in the light and, where the reader's system is dark, in the dark; a page says it once.
+
+Kinds of rows have a class each, whose `color` their marks draw with: predicted and measured never share one.
+"""
 
 
 def element(name: str, /, *children: str, **attributes: float | str | None) -> str:
@@ -53,9 +63,9 @@ def picture(width: float, height: float, title: str, parts: Iterable[str]) -> st
 
 
 def standalone(drawing: str) -> str:
-    """A picture as a file of its own, on white."""
+    """A picture as a file of its own, with the paper that it is on."""
     head, _, rest = drawing.partition(">")
-    back = element("rect", width="100%", height="100%", fill="#fff")
+    back = element("rect", width="100%", height="100%", class_="paper")
     return f"{head}>{element('style', STYLE)}{back}{rest}\n"
 
 

@@ -102,7 +102,8 @@ def test_the_document_adds_up_and_the_files_are_there(run: Run, traced: list[Any
     trace = json.loads(Path("t.json").read_text(encoding="utf-8"))
     assert trace["otherData"]["program_id"] == document["program_id"]
     assert trace["traceEvents"][0]["args"]["name"] == "smollm2-135m, measured on NVIDIA L4"
-    assert ElementTree.parse("t.svg").getroot().findtext("{*}title") == "layer 15, measured on NVIDIA L4"
+    title = "smollm2-135m on l4: layer 15 on every SM, measured on NVIDIA L4"
+    assert ElementTree.parse("t.svg").getroot().findtext("{*}title") == title
 
 
 def test_a_campaign_gives_its_best_schedule(run: Run, traced: list[Any], store: str) -> None:

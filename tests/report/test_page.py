@@ -16,8 +16,10 @@ from flywheel.ir.files import parse_json
 from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
 from flywheel.plan import program_id
+from flywheel.report.changes import by_weight, changes, told
 from flywheel.report.facts import Facts, gather, trial_knobs
-from flywheel.report.history import COLOURS, history
+from flywheel.report.history import MOST_TIMES, history
+from flywheel.report.knobs import MOST_AXES, weighty
 from flywheel.report.layer import shares
 from flywheel.report.page import page, pictures
 from flywheel.search.importance import LEAST_TRIALS
@@ -29,7 +31,9 @@ Campaigns = Callable[..., Campaign]
 REJECTED: Any = {
     "outcome": "rejected", "reason": "no", "predicted_us": None, "predictor": None, "floor_fraction": None,
 }  # fmt: skip
-ALL = {"history.svg", "outcomes.svg", "importance.svg", "coordinates.svg", "layer.svg"}
+ALL = {
+    "history.svg", "outcomes.svg", "importance.svg", "coordinates.svg", "coordinates_rest.svg", "layer.svg",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +129,7 @@ def test_predicted_and_measured_latencies_are_told_apart(make_records: Records, 
     assert both is not None
     assert "measured: 5 trials" in both
     assert "predicted: 10 trials" in both
-    assert COLOURS["measured"] in both
+    assert 'class="measured"' in both
     text = page(gather(make_campaign(), [*predicted, *measured]), None, "x")
     assert "2,500.0 us a token</b>best, measured" in text
 
@@ -150,7 +154,7 @@ def test_a_final_is_no_trial_and_its_fastest_is_the_best(make_records: Records, 
     assert "measured: 3 trials" in text
     assert "measured again in finals: 2" in text
     assert "3 (100.0%)" in text
-    assert text.count('class="final"') == 3  # two, and the legend's
+    assert text.count('class="final paper"') == 3  # two, and the legend's
     assert "it took 1.00 to 3.00 us less than the next (99 % interval)" in text
     assert "Tied" not in text
     assert re.findall(r'<tr><td class="n">(\d+)</td>', text)[:3] == ["4", "3", "2"]
@@ -171,6 +175,89 @@ def test_a_best_without_a_final_or_with_company_says_so(make_records: Records, m
     assert "No final was held" not in page(gather(make_campaign(), make_records(3)), None, "x")
 
 
+def test_one_slow_trial_does_not_flatten_the_others(make_records: Records, make_campaign: Campaigns) -> None:
+    usual = make_records(8)
+    slow = replace(usual[0], trial=8, predicted_us=150_000.0, floor_fraction=0.01)
+    before, drawing = history(usual), history([*usual, slow])
+    assert before is not None
+    assert drawing is not None
+    scales = [re.findall(r'class="end faint">([\d,]+)<', each) for each in (before, drawing)]
+    assert max(int(tick.replace(",", "")) for tick in scales[1]) <= MOST_TIMES * 2000.0
+    assert len(scales[1]) >= 3
+    assert "above 4,000 us: 1, up to 150,000 us" in drawing
+    assert "above" not in before
+    said = page(gather(make_campaign(), [*usual, slow]), None, "x")
+    assert "1 trial above 4,000 us, 2 times the best, is a triangle at the upper edge" in said
+    assert "log scale" in said
+
+
+def test_a_legend_names_only_what_is_there(make_records: Records, make_campaign: Campaigns) -> None:
+    predicted = page(gather(make_campaign(), make_records(5)), None, "x")
+    assert "Hollow blue" in predicted
+    for absent in ("Full orange", "Diamonds", "triangle", "no latency: ", "measured again"):
+        assert absent not in predicted
+    measured = [timed(row, 2500.0, predicted_us=None, predictor=None) for row in make_records(5)]
+    text = page(gather(make_campaign(), measured), None, "x")
+    assert "Full orange" in text
+    assert "Hollow blue" not in text
+
+
+def test_pictures_and_page_have_a_dark_side(facts: Facts) -> None:
+    assert all("@media(prefers-color-scheme:dark)" in drawing for drawing in pictures(facts).values())
+    text = page(facts, None, "x")
+    assert "color-scheme:light dark" in text
+    drawn = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
+    assert not re.search(r"(fill|stroke)=.#(fff|1d2733)", drawn)
+
+
+def test_a_dozen_knobs_that_mattered_most_are_drawn_and_the_others_on_demand(facts: Facts) -> None:
+    assert facts.knobs is not None
+    most, rest = weighty(facts.knobs, facts.trials)
+    assert len(most) == MOST_AXES
+    shares = [facts.knobs.importances.get(axis.name, 0.0) for axis in most]
+    assert shares == sorted(shares, reverse=True)
+    assert min(shares) >= max(facts.knobs.importances.get(axis.name, 0.0) for axis in rest)
+    text = page(facts, None, "x")
+    assert text.index("The 12 knobs that mattered most") < text.index("<summary>the other knobs</summary>")
+    few = gather(facts.campaign, facts.records[:8]).knobs
+    assert few is not None
+    assert {axis.name for axis in by_weight(few, told(few, facts.trials[:8]))[:2]} == {"depth", "chunk"}
+
+
+def test_a_change_costs_what_its_trial_took_beside_the_best(facts: Facts) -> None:
+    assert facts.knobs is not None
+    assert facts.best is not None
+    found = {(each.knob, each.value): each for each in changes(facts.knobs, facts.trials, facts.best)}
+    assert set(found) == {("depth", 2), ("depth", 4), ("depth", 8), ("chunk", 8192)}
+    assert found["chunk", 8192].alone_us == pytest.approx(37.0)
+    assert found["depth", 2].alone_us == pytest.approx(2 * 37.0)
+    assert (found["depth", 8].trials, found["depth", 8].least_us) == (10, pytest.approx(6 * 37.0))
+    assert "What a change costs" in page(facts, None, "x")
+
+
+def test_a_change_that_no_trial_made_alone_says_so(facts: Facts) -> None:
+    records = [record for record in facts.records if record.trial % 8 != 1]  # depth 1, chunk 8192
+    left = gather(facts.campaign, records)
+    assert left.knobs is not None
+    assert left.best is not None
+    found = {(each.knob, each.value): each for each in changes(left.knobs, left.trials, left.best)}
+    assert found["chunk", 8192].alone_us is None
+    assert found["chunk", 8192].least_us == pytest.approx(3 * 37.0)
+    assert "not tried" in page(left, None, "x")
+
+
+def test_busy_blocked_and_starved_are_explained_beside_the_picture(facts: Facts) -> None:
+    text = page(facts, None, "x")
+    shown = text.index("The best schedule on every SM")
+    for word in ("Busy: ", "Blocked: ", "Starved: "):
+        assert text.index(word) > shown
+
+
+def test_every_table_has_a_box_of_its_own_to_scroll_in(facts: Facts) -> None:
+    text = page(facts, None, "x")
+    assert text.count("<table") == text.count('<div class="wide"><table') > 3
+
+
 def test_the_staircase_leaves_out_what_is_within_the_noise(make_records: Records) -> None:
     trials = held(make_records, high_us=1.0)[:2]
     lucky = timed(trials[1], 1990.0, rival_us=1991.0, gain_low_us=-1.0, gain_high_us=2.0)
@@ -187,7 +274,7 @@ def test_the_floor_is_a_line_below_every_latency(make_records: Records) -> None:
     line = next(each for each in root.iter() if each.get("class") == "floor")
     floor = float(re.findall(r"[\d.]+", line.get("d") or "")[1])
     marks = [each.get("cy") for each in root.iter() if each.tag.endswith("circle")]
-    heights = [float(y) for y in marks if y and y != "18"]  # 18 is the legend's
+    heights = [float(y) for y in marks if y and float(y) > 50]  # the legend is above
     assert heights
     assert max(heights) < floor
     assert "weight floor, 1,500.0 us" in drawing

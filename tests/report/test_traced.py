@@ -11,6 +11,7 @@ from traces import small_program, small_trace
 from flywheel.cost_model import timeline
 from flywheel.report.chrome import chrome_trace, measured_slices, predicted_slices
 from flywheel.report.layer import BY_MODEL, layer, operation, shares
+from flywheel.report.palette import RESERVED, colour
 from flywheel.report.svg import standalone
 from flywheel.report.traced import hand_off_times, idle_us, measured, operation_times
 from flywheel.vm.trace import Phase, hand_offs
@@ -74,13 +75,24 @@ def test_a_measured_layer_is_drawn_as_a_predicted_one_and_says_so() -> None:
     drawn = standalone(layer(measured(program, small_trace()), "measured on an H100"))
     root = ElementTree.fromstring(drawn)
     texts = [each.text or "" for each in root.iter() if each.tag.endswith(("title", "text"))]
-    assert texts[0] == "layer 1, measured on an H100"
+    title = "layer 1 on every SM, measured on an H100"
+    assert [text for text in texts if text.endswith(title)] == [texts[0], texts[0]]  # its name, and what is seen
     assert any("began, measured on an H100" in text for text in texts)
     assert BY_MODEL not in drawn
     boxes = [each.get("d") or "" for each in root.iter() if each.get("class") == "tasks"]
     assert sum(path.count("M") for path in boxes) == sum(task.label.startswith("L1.") for task in program.tasks)
     assert not re.search(r"\b(?:href|src)=", drawn)
     assert "script" not in drawn
+
+
+def test_an_operation_has_one_colour_in_every_picture() -> None:
+    program = small_program()
+    drawn = standalone(layer(measured(program, small_trace()), "measured on an H100"))
+    names = {operation(task.label) for task in program.tasks if task.label.startswith("L1.")}
+    assert set(re.findall(r'fill="(#\w+)" class="tasks"', drawn)) == {colour(name) for name in names}
+    assert colour("q_norm") == colour("final_norm")
+    assert colour("gate_proj") != colour("down_proj")
+    assert {colour(f"somebody_elses_{number}") for number in range(20)} <= set(RESERVED.values())
 
 
 def test_shares_of_measured_spans_leave_out_the_waiting() -> None:
@@ -109,6 +121,7 @@ def test_a_trace_file_has_one_track_an_sm_and_each_task_once(kind: str) -> None:
     for task in program.tasks:
         event = tasks[task.id]
         assert (event["name"], event["args"]["label"]) == (operation(task.label), task.label)
+        assert RESERVED[event["cname"]] == colour(event["name"])
         assert (event["tid"], event["args"]["bytes"]) == (task.sm + 1 if task.sm is not None else None, task.est_bytes)
         assert event["args"]["waits"].count("counter") == len(task.waits)
 

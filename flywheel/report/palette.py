@@ -1,0 +1,64 @@
+"""One colour an operation, in every picture and in trace files, and one a kind of row.
+
+Source of the operations' colours: the reserved names of Catapult's trace viewer (tracing/base/color_scheme.html), the
+only ones that a trace file can ask chrome://tracing for. ui.perfetto.dev takes none: it colours slices by their names.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+from zlib import crc32
+
+RESERVED: Final = {
+    "rail_response": "#4387fd",
+    "thread_state_runnable": "#85a0d2",
+    "background_memory_dump": "#00b4b4",
+    "rail_idle": "#ee8e00",
+    "bad": "#b47d00",
+    "rail_load": "#0da861",
+    "rail_animation": "#f44a3f",
+    "cq_build_attempt_failed": "#c55151",
+    "cq_build_failed": "#ee8888",
+    "detailed_memory_dump": "#b400b4",
+    "cq_build_attempt_passed": "#67da23",
+    "thread_state_unknown": "#c79b7d",
+    "thread_state_running": "#7ec894",
+    "thread_state_uninterruptible": "#b67d8f",
+    "generic_work": "#7d7d7d",
+    "olive": "#646400",
+}
+"""Colours by the name that a trace file gives."""
+
+_OPERATIONS: Final = {
+    "q_proj": "rail_response",
+    "k_proj": "thread_state_runnable",
+    "v_proj": "background_memory_dump",
+    "attention": "rail_idle",
+    "attn_combine": "bad",
+    "o_proj": "rail_load",
+    "gate_proj": "rail_animation",
+    "up_proj": "cq_build_attempt_failed",
+    "silu_mul": "cq_build_failed",
+    "down_proj": "detailed_memory_dump",
+    "lm_head": "cq_build_attempt_passed",
+    "embed": "olive",
+    "argmax": "olive",
+}
+_FAMILIES: Final = {
+    "norm": "thread_state_unknown",
+    "rope": "thread_state_running",
+    "append": "thread_state_uninterruptible",
+    "add": "generic_work",
+}
+"""By what an operation's name ends in: `q_norm` and `final_norm` look alike."""
+
+
+def reserved(operation: str) -> str:
+    """The name of an operation's colour in a trace file; of one that flywheel does not know, always the same."""
+    known = _OPERATIONS.get(operation) or _FAMILIES.get(operation.rpartition("_")[2])
+    return known or list(RESERVED)[crc32(operation.encode()) % len(RESERVED)]
+
+
+def colour(operation: str) -> str:
+    """An operation's colour in a picture."""
+    return RESERVED[reserved(operation)]
