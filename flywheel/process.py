@@ -14,7 +14,7 @@ import site
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
@@ -146,6 +146,26 @@ def limit_memory(nbytes: int) -> None:
 
     resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def usable_cores() -> int:
+    """Cores of this machine that this process may keep busy: those that it may run on, as far as its control group has
+    time for them."""
+    able = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([able, *map(int, _cpu_shares())]))
+
+
+def _cpu_shares() -> Iterator[float]:
+    """Cores' worth of time that Linux gives this process's control groups, where it limits them."""
+    root = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):
+        own = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        names = [line.split(":", 2)[2].strip("/") for line in own if line.startswith("0::")]
+        for folder in (root, *(root / name for name in names)):
+            with suppress(OSError):
+                quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+                if quota != "max":
+                    yield int(quota) / int(period)
 
 
 def check_memory(what: str, nbytes: int, device: object = "cpu") -> None:

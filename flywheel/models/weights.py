@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -10,7 +9,6 @@ from math import prod, sqrt
 from types import MappingProxyType
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +22,7 @@ from flywheel.models.spec import (
     model_weight_key,
     model_weight_shapes,
 )
+from flywheel.process import usable_cores
 from flywheel.tensors import TORCH_DTYPES
 
 _MATRIX: Final = MappingProxyType(
@@ -45,7 +44,16 @@ _ACT: Final = 0.6
 
 _NORM_SPREAD: Final = 0.5 / sqrt(3.0)
 _BIAS: Final = 0.5
-_CHUNK: Final = 2**22  # elements converted at a time
+_CHUNK: Final = 2**18
+"""Elements drawn at a time on the CPU: they stay in its caches."""
+
+_CHUNK_ELSEWHERE: Final = 2**24
+"""And on another device, where more operations cost more than memory does."""
+
+_GAMMA: Final = 0x9E3779B97F4A7C15
+_MIXES: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_LAST_SHIFT: Final = 31
+_WORD_BITS: Final = 64
 
 
 def checkpoint_tensors(spec: DecoderSpec) -> dict[str, Shape]:
@@ -74,15 +82,17 @@ def random_weights(
     - Queries times keys deviate by 1.5: a softmax neither flat nor of one position.
     - Norms are within 0.5 and 1.5, the final one's around 0: with a tied head, a token does not predict itself.
 
-    A tensor depends on its key, shape, `seed` and `dtype` alone: neither on the order nor on the device, since its bits
-    are drawn on the CPU and scaled, on `device`, with exactly rounded operations.
+    A tensor depends on its key, shape, `seed` and `dtype` alone: neither on the order nor on the `device` that draws
+    it, since its bits come of integers and are scaled with exactly rounded operations.
     """
 
     def draw(tensor: tuple[str, str, Shape]) -> tuple[str, Tensor]:
         key, role, shape = tensor
         return key, _draw(f"{seed}:{key}", shape, *_distribution(spec, role, shape), dtype, device)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    if torch.device(device).type != "cpu":
+        return dict(map(draw, _tensors(spec)))
+    with ThreadPoolExecutor(usable_cores()) as pool:
         return dict(pool.map(draw, _tensors(spec)))
 
 
@@ -110,16 +120,38 @@ def _distribution(spec: DecoderSpec, role: str, shape: Shape) -> tuple[float, fl
 def _draw(
     name: str, shape: Shape, mean: float, deviation: float, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """16 random bits an element; what numpy guarantees is the raw stream of its bit generators, nothing above it."""
-    stream = np.random.SFC64(int.from_bytes(sha256(name.encode()).digest(), "little"))
+    """16 random bits an element, four of each word of a stream that begins where the name says."""
+    begin = int.from_bytes(sha256(name.encode()).digest()[:8], "little")
     out = torch.empty(prod(shape), dtype=dtype, device=device)
     step = deviation * sqrt(3.0) / 2**15
-    for start in range(0, len(out), _CHUNK):
-        part = out[start : start + _CHUNK]
-        bits = stream.random_raw((len(part) + 3) // 4).astype("<u8", copy=False).view("<i2")
-        drawn = torch.from_numpy(bits[: len(part)]).to(device)
+    chunk = _CHUNK if out.device.type == "cpu" else _CHUNK_ELSEWHERE
+    for start in range(0, len(out), chunk):
+        part = out[start : start + chunk]
+        words = random_words(begin, start // 4, (len(part) + 3) // 4, out.device)
+        drawn = words.view(torch.int16)[: len(part)]
         part.copy_(drawn.to(torch.float32).add_(0.5).mul_(step).add_(mean))
     return out.view(shape)
+
+
+def random_words(begin: int, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+    """int64 [count]: words `first` and on of the SplitMix64 stream that begins at `begin`, each made of its place.
+
+    Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (2014).
+    """
+    words = torch.arange(first + 1, first + count + 1, device=device)
+    words.mul_(_signed(_GAMMA)).add_(_signed(begin))
+    for shift, factor in _MIXES:
+        words.bitwise_xor_(_shifted(words, shift)).mul_(_signed(factor))
+    return words.bitwise_xor_(_shifted(words, _LAST_SHIFT))
+
+
+def _shifted(words: Tensor, shift: int) -> Tensor:
+    """To the right, as if without a sign, which torch's shift keeps."""
+    return (words >> shift).bitwise_and_((1 << (_WORD_BITS - shift)) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << _WORD_BITS) if word >> (_WORD_BITS - 1) else word
 
 
 def bind(program: MegakernelProgram, weights: Mapping[str, Tensor], cast: bool = False) -> dict[str, Tensor]:

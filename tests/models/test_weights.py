@@ -8,11 +8,12 @@ import torch
 from flywheel.errors import WeightsError
 from flywheel.ir import TARGETS, Buffer, BufferKind, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
+from flywheel.models import weights as drawing
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import decode_step
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.spec import DecoderSpec
-from flywheel.models.weights import bind, checkpoint_tensors, random_weights
+from flywheel.models.weights import bind, checkpoint_tensors, random_weights, random_words
 
 SPEC = DecoderSpec("tiny", "qwen2", 64, 96, 2, 4, 2, 16, 160, 1e4, 1e-5, 64, qkv_bias=True)
 QWEN3 = DecoderSpec("tiny-qwen3", "qwen3", 256, 512, 2, 4, 2, 64, 500, 1e4, 1e-6, 64, qk_norm=True, tied_head=True)
@@ -46,12 +47,28 @@ def test_random_weights_are_the_same_everywhere() -> None:
     drawn = random_weights(SPEC, seed=0, dtype=torch.float32)[key]
     assert torch.equal(drawn, random_weights(SPEC, seed=0, dtype=torch.float32)[key])
     assert drawn.flatten()[:4].tolist() == [
-        0.21969929337501526,
-        -0.16969893872737885,
-        0.2304823249578476,
-        -0.025416435673832893,
+        0.09009479731321335,
+        0.145070418715477,
+        -0.1176866739988327,
+        -0.21180032193660736,
     ]
     assert torch.equal(drawn.to(torch.bfloat16), random_weights(SPEC, seed=0)[key])
+
+
+def test_random_words_are_those_of_splitmix64() -> None:
+    """The first ones of seeds 0 and 1234567, as published with its C source."""
+    assert random_words(0, 0, 1).tolist() == [0xE220A8397B1DCDAF - 2**64]
+    words = [word % 2**64 for word in random_words(1234567, 0, 5).tolist()]
+    assert words == [
+        6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821
+    ]  # fmt: skip
+    assert random_words(1234567, 3, 2).tolist() == random_words(1234567, 0, 5).tolist()[3:]
+
+
+def test_a_weight_does_not_depend_on_how_much_is_drawn_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = random_weights(SPEC, seed=0)
+    monkeypatch.setattr(drawing, "_CHUNK", 60)
+    assert all(torch.equal(tensor, whole[key]) for key, tensor in random_weights(SPEC, seed=0).items())
 
 
 def test_a_weight_depends_on_its_key_not_on_the_others() -> None:
