@@ -16,6 +16,7 @@ from flywheel.decode.verify import default_positions, judge_repeated
 from flywheel.errors import GpuMemoryError
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.measure.contest import Contest
+from flywheel.measure.dismissal import is_settled
 from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Implausible, Incorrect, Measured, TrialOutcome
@@ -27,6 +28,9 @@ from flywheel.vm.pack import PackedProgram, pack
 from flywheel.vm.timing import summarise
 
 _SAMPLES: Final = 30
+_FINAL_SAMPLES: Final = 10
+"""Of a round: how a program happens to lie differs from one loading to the next as much as samples do, so more rounds
+tell more than more samples."""
 _WARMUP: Final = 3
 
 
@@ -80,7 +84,8 @@ class CudaBench:
 
         In one round, the rivals stay loaded for the next call, a candidate that is dismissed beside the first of them
         has few samples, and only one that is as fast as all of them has a batch. In several, each loads everything anew
-        and in another order, so that where a program happens to lie in memory is not taken for its speed.
+        and in another order, so that where a program happens to lie in memory is not taken for its speed; there are no
+        more rounds once one program `is_settled` to be the fastest.
         """
         with ExitStack() as undo:
             undo.callback(self._drop_rivals)  # whatever stops the candidate's launches stops theirs
@@ -118,21 +123,26 @@ class CudaBench:
         return _contest(programs, verdicts, wrong, [[samples] for samples in times], latency)
 
     def _compare_in_rounds(self, packed: Sequence[PackedProgram], rounds: int) -> Contest:
-        times: list[list[list[float]]] = [[] for _ in packed]
+        """Programs are judged when they are loaded first; later they must compute what they did then."""
+        times: list[list[tuple[float, ...]]] = [[] for _ in packed]
+        examined: list[Examined] = []
         for turn in range(rounds):
             with ExitStack() as stack:
                 order = [(turn + place) % len(packed) for place in range(len(packed))]
                 loaded = {place: stack.enter_context(self._model.load_packed(packed[place])) for place in order}
                 sessions = [loaded[place] for place in range(len(packed))]
-                examined = [self._judge.examine(session) for session in sessions]
+                examined = examined or [self._judge.examine(session) for session in sessions]
                 verdicts = [each.verdict for each in examined]
-                found = time_sessions(sessions, *self._last, samples=_SAMPLES, warmup=_WARMUP)
+                self._judge.prepare(sessions[0], self._last[1])  # the caches are everybody's
+                found = time_sessions(sessions, *self._last, samples=_FINAL_SAMPLES, warmup=_WARMUP)
                 for rounds_of_one, samples in zip(times, found, strict=True):
-                    rounds_of_one.append(samples)
+                    rounds_of_one.append(tuple(samples))
                 wrong = [self._judge_last(*each) for each in zip(sessions, examined, strict=True)]
-                if turn == rounds - 1 or any(wrong) or not all(verdict.passed for verdict in verdicts):
-                    latency = self._with_batch(sessions[0], _summarise(times[0]))
+                over = turn == rounds - 1 or is_settled([tuple(rounds_of_one) for rounds_of_one in times])
+                if over or any(wrong) or not all(verdict.passed for verdict in verdicts):
+                    under_load = sessions[0].time_batch(self._last[1], _summarise(times[0][-1:]))
                     break
+        latency = replace(_summarise(times[0]), batch_us=under_load.batch_us, gpu_state=under_load.gpu_state)
         return _contest([each.program for each in packed], verdicts, wrong, times, latency)
 
     def _with_batch(self, session: CudaSession, latency: MeasuredLatency) -> MeasuredLatency:

@@ -1,4 +1,4 @@
-"""When a program that is timed in turn with a rival needs no more samples, because it is surely slower."""
+"""When programs that are timed in turn need no more of it: one is surely slower, or surely the fastest."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from types import MappingProxyType
 from typing import Final
+
+from flywheel.measure.contest import Rounds
 
 HOPELESS: Final = 3.0
 """Times its rival's that a program's first sample takes, after which it is timed no further."""
@@ -30,3 +32,31 @@ def is_dismissed(program_us: Sequence[float], rival_us: Sequence[float]) -> bool
         return False
     least_us = margin * median(rival_us)
     return all(ours - theirs > least_us for ours, theirs in zip(program_us, rival_us, strict=True))
+
+
+SETTLED: Final = MappingProxyType({4: 0.003, 6: 0.002, 8: 0.001})
+"""Of the fastest program's median, by rounds so far: what every other takes more than it in every round, in the median
+of that round, where a final needs no more of them.
+
+Whatever the noise, two programs that are alike fall so with a chance of at most 2**-n in n rounds; the margins make
+less of it, since there are several others and the fastest is chosen after the fact (experiments/aa_noise.py).
+"""
+
+
+def is_settled(times_us: Sequence[Rounds]) -> bool:
+    """Whether one of several programs is surely the fastest, by as many rounds of each, taken in turn.
+
+    False where SETTLED says nothing of so many: the final goes on.
+    """
+    margin = SETTLED.get(len(times_us[0]))
+    if margin is None:
+        return False
+    medians = [median(us for samples in rounds for us in samples) for rounds in times_us]
+    fastest = medians.index(min(medians))
+    least_us = margin * medians[fastest]
+    return all(
+        median(ours - least for ours, least in zip(*pair, strict=True)) > least_us
+        for place, rounds in enumerate(times_us)
+        if place != fastest
+        for pair in zip(rounds, times_us[fastest], strict=True)
+    )

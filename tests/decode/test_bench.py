@@ -175,8 +175,8 @@ class TestContestsOnTheGpu:
         contest = client.attempt(programs[0], tuple(programs[1:]), rounds=3)
         outcomes = (contest.outcome, *contest.rivals)
         assert all(isinstance(outcome, Measured) for outcome in outcomes), outcomes
-        assert [outcome.latency.samples for outcome in outcomes if isinstance(outcome, Measured)] == [90] * 3
-        assert [[len(samples) for samples in rounds] for rounds in contest.times_us] == [[30] * 3] * 3
+        assert [outcome.latency.samples for outcome in outcomes if isinstance(outcome, Measured)] == [30] * 3
+        assert [[len(samples) for samples in rounds] for rounds in contest.times_us] == [[10] * 3] * 3
         assert len({outcome.latency.gpu_state for outcome in outcomes if isinstance(outcome, Measured)}) == 1
 
     def test_a_candidate_that_is_refused_costs_its_rival_nothing(self, client: Client, faulty: Faulty) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.measure.dismissal import HOPELESS, MARGINS, is_dismissed
+from flywheel.measure.contest import Rounds
+from flywheel.measure.dismissal import HOPELESS, MARGINS, SETTLED, is_dismissed, is_settled
 
 RECORDED = Path(__file__).parents[2] / "results" / "gpu"
 COMPARISONS = (
@@ -68,3 +69,30 @@ def test_a_first_sample_decides_only_what_is_hopeless(times: float, gone: bool) 
 
 def test_between_stages_sampling_goes_on() -> None:
     assert not any(is_dismissed([1000.0] * count, [1.0] * count) for count in range(2, 31) if count not in MARGINS)
+
+
+def flat(*medians_us: float) -> Rounds:
+    return tuple((us - 1.0, us, us + 1.0) for us in medians_us)
+
+
+def test_a_final_is_settled_once_every_other_program_was_slower_in_every_round() -> None:
+    fast, slow = flat(*[1000.0] * 4), flat(*[1004.0] * 4)
+    assert is_settled([slow, fast, slow])
+    assert not is_settled([slow, fast, flat(1004.0, 1004.0, 1004.0, 1002.0)])
+    assert not is_settled([slow, fast, fast])
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 12])
+def test_a_final_goes_on_after_as_many_rounds_as_settle_nothing(count: int) -> None:
+    assert count not in SETTLED
+    assert not is_settled([flat(*[1000.0] * count), flat(*[2000.0] * count)])
+
+
+def test_more_rounds_settle_smaller_differences() -> None:
+    assert [count for count in (4, 6, 8) if is_settled([flat(*[1000.0] * count), flat(*[1002.5] * count)])] == [6, 8]
+
+
+def test_what_slows_all_programs_of_a_round_down_settles_nothing_and_hides_nothing() -> None:
+    drifting = (1000.0, 1020.0, 1040.0, 1060.0)
+    assert is_settled([flat(*drifting), flat(*(us + 4.0 for us in drifting))])
+    assert not is_settled([flat(*drifting), flat(*reversed(drifting))])

@@ -74,9 +74,9 @@ def test_a_schedule_does_not_beat_its_own_copy(
     experiment: ModuleType, load: float, campaigns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experiment, "CAMPAIGNS", campaigns)
-    found = experiment.winners(experiment.Noise(0.0023, 0.0023 * load), (0.0, 0.0), seed=1)
+    found = experiment.winners(experiment.Noise(0.0023, 0.0023 * load), (0.0, 0.0), seed=2)
     assert len(found) == campaigns
-    assert sum(place is not None for place in found) <= experiment.ALLOWED * campaigns
+    assert sum(place is not None for place, _ in found) <= experiment.ALLOWED * campaigns
 
 
 def test_a_schedule_that_is_faster_by_half_a_percent_wins(experiment: ModuleType) -> None:
