@@ -87,6 +87,8 @@ class Station:
 
     def ready(self) -> Environment:
         """Where this is, once it can measure. Raises what `capture` raises, and what stops its child from starting."""
+        if self._client is not None:
+            self._client.begin()  # which takes longest
         environment = self._setup.capture()
         if self._compiling is not None:
             self._compiling.start()

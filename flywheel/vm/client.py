@@ -44,6 +44,7 @@ class Client:
         self._limits = limits or Limits()
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
+        self._greeted = False  # whether the worker has said that it is ready
         self._rivals: tuple[Work, ...] = ()  # those that the worker has
 
     def __enter__(self) -> Self:
@@ -61,14 +62,20 @@ class Client:
         """The worker's process id; None where there is none."""
         return None if self._process is None else self._process.pid
 
+    def begin(self) -> None:
+        """Let a worker start, where none lives, and do not wait for it: `ready` does, and says what became of it."""
+        if self._process is None or (self._greeted and not self._process.is_alive()):
+            self.close()
+            self._start()
+
     def ready(self) -> None:
         """Return with a worker that waits for programs: start the first one, replace a dead one.
 
         Raises what `make_bench` raised where that is a FlywheelError, else a FlywheelError that says why none starts.
         """
-        if self._process is None or not self._process.is_alive():
-            self.close()
-            self._start()
+        self.begin()
+        if not self._greeted:
+            self._hear()
 
     def measure(self, program: Work) -> TrialOutcome:
         """The outcome of a program. Raises as `ready` does where no worker starts."""
@@ -91,6 +98,7 @@ class Client:
         """End the worker, if any."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
+        self._greeted = False
         self._rivals = ()
         if connection is not None:
             connection.close()
@@ -132,11 +140,18 @@ class Client:
             process.start()
         theirs.close()  # or its death would not end what is read here
         self._process, self._connection = process, ours
+
+    def _hear(self) -> None:
+        """Wait for the worker's first word."""
+        process, ours = self._process, self._connection
+        assert process is not None
+        assert ours is not None
         hello: Ready | Unable | None = None
         with _killed_after(process, self._limits.start_s) as late, suppress(EOFError, OSError):
             hello = ours.recv()
         match hello:
             case Ready():
+                self._greeted = True
                 return
             case Unable(error):
                 self.close()
