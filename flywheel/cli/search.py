@@ -36,7 +36,7 @@ from flywheel.installing import install_line
 from flywheel.measure.environment import list_gpus
 from flywheel.models.catalog import fetch_model, resolve_model
 from flywheel.search.device import default_gpu
-from flywheel.search.forks import expect_forks
+from flywheel.search.forks import expect_forks, jobs_of
 from flywheel.search.spec import CampaignSpec, check_name, read_campaign_file
 from flywheel.search.workload import default_context
 
@@ -78,7 +78,7 @@ def _default(name: str, text: str) -> str:
 @click.option("--time", "time_s", type=seconds, metavar="DURATION", help="Stop this run after 90, 90s, 5m or 1h.")
 @click.option("--until", type=float, metavar="FRACTION", help="Stop at this fraction of the weight floor: 0.95.")
 @click.option("--patience", type=int, metavar="TRIALS", help="Stop after so many trials without gain.")
-@click.option("--jobs", type=int, help=_default("jobs", "Processes of this machine that predict."))
+@click.option("--jobs", type=int, help="Processes that predict here.  [default: one a usable core, up to 16]")
 @click.option(
     "--engine", type=click.Choice(["local", "ray"]), help=_default("engine", "This machine, or a Ray cluster.")
 )
@@ -140,7 +140,7 @@ def search(
     """
     file = read_campaign_file(campaign_file) if campaign_file is not None else {}
     spec = make_spec(file, _settle(file, options), dict(fix))
-    if spec.jobs > 1:
+    if jobs_of(spec.jobs) > 1:
         expect_forks()  # they import beside what follows
     from flywheel.search.run import run_search
     from flywheel.store.mlflow import check_installed

@@ -48,7 +48,8 @@ class Foresight:
 
     def __init__(self, workload: Workload, predictor: Predictor, budget: int, jobs: int) -> None:
         self.budget: Final = budget
-        self._workload, self._predictor, self._jobs = workload, predictor, jobs
+        self.jobs: Final = jobs
+        self._workload, self._predictor = workload, predictor
         self._known: dict[str, Future[float | None]] = {}  # by config id
         self._wanted: deque[ScheduleConfig] = deque()  # those that somebody waits for first
         self._changed = threading.Condition()
@@ -65,14 +66,14 @@ class Foresight:
 
     def expect(self, configs: Sequence[ScheduleConfig]) -> None:
         """Say that these will be asked for, so that idle processes predict them. Nothing with one job."""
-        if self._jobs > 1:
+        if self.jobs > 1:
             self._request(configs, urgent=False)
 
     def predict(self, configs: Sequence[ScheduleConfig]) -> list[float | None]:
         """Latencies in us, None where a config has no program. Raises WorkerDiedError where a process dies."""
         start = perf_counter()
         futures = self._request(configs, urgent=True)
-        if self._jobs == 1:
+        if self.jobs == 1:
             self._answer(partial(predict_config, workload=self._workload, predictor=self._predictor), lasting=False)
         found = [future.result() for future in futures]
         self._waited_s += perf_counter() - start
@@ -101,8 +102,8 @@ class Foresight:
                 self._wanted.extend(new)
             if self._ended is not None:
                 self._fail_wanted(self._ended)
-            elif new and self._jobs > 1 and not self._threads:
-                self._threads = [threading.Thread(target=self._attend, daemon=True) for _ in range(self._jobs)]
+            elif new and self.jobs > 1 and not self._threads:
+                self._threads = [threading.Thread(target=self._attend, daemon=True) for _ in range(self.jobs)]
                 for thread in self._threads:
                     thread.start()
             self._changed.notify_all()

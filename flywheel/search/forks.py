@@ -14,9 +14,18 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any, Final
 
 from flywheel.errors import WorkerDiedError
-from flywheel.process import enter_child, set_environment, sheltered, start_fork_server
+from flywheel.process import enter_child, set_environment, sheltered, start_fork_server, usable_cores
 
 _NURSERY: Final = ("flywheel.search.nursery",)
+
+
+MOST_JOBS: Final = 16
+"""Processes that predict, where nobody says how many: a sampler asks for few predictions at once."""
+
+
+def jobs_of(jobs: int | None) -> int:
+    """How many processes predict on this machine where `jobs` are asked for: None is one a usable core."""
+    return min(usable_cores(), MOST_JOBS) if jobs is None else jobs
 
 
 def expect_forks() -> None:

@@ -14,7 +14,7 @@ from flywheel.measure.environment import Environment
 from flywheel.measure.standing import trials_of
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
 from flywheel.search.foresight import Foresight, is_calibrated
-from flywheel.search.forks import expect_forks
+from flywheel.search.forks import expect_forks, jobs_of
 from flywheel.search.opening import open_campaign
 from flywheel.search.samplers import make_sampler
 from flywheel.search.sites import open_engine, open_site
@@ -57,7 +57,8 @@ def run_search(
     Raises UnknownNameError, UnsupportedModelError, ConfigError, UsageError, NoGpuError, KernelCompileError and
     StoreError; a worker that cannot start on the GPU raises what stops it.
     """
-    if spec.jobs > 1:
+    jobs = jobs_of(spec.jobs)
+    if jobs > 1:
         expect_forks()
     workload = make_workload(spec.model, spec.gpu, spec.dtype, spec.context, spec.batch)
     space = make_space(workload, spec.fix)
@@ -67,7 +68,7 @@ def run_search(
         spec = with_name(replace(spec, model=workload.model, gpu=workload.target.name), site.measure, predictor.version)
         with (  # the store closes last: the last connection to a SQLite file folds its write-ahead log into it
             open_store(store_url) as store,
-            Foresight(workload, predictor, spec.predictions, spec.jobs) as foresight,
+            Foresight(workload, predictor, spec.predictions, jobs) as foresight,
             _begun(spec, space, foresight, is_calibrated(predictor, workload)) as steering,
             open_engine(spec, site, workload, store, store_url, predictor) as (engine, environment),
         ):
@@ -92,7 +93,7 @@ def _begun(spec: CampaignSpec, space: Space, foresight: Foresight, calibrated: b
         yield None
         return
     thread = Thread(target=_foresee, args=(spec, space, foresight), daemon=True)
-    if spec.jobs > 1:
+    if foresight.jobs > 1:
         thread.start()
     yield foresight
 

@@ -19,9 +19,11 @@ from flywheel.measure.device import is_target
 from flywheel.measure.environment import Environment, capture_environment, list_gpus
 from flywheel.process import default_environment
 from flywheel.search import measuring, predicting
+from flywheel.search.descending import BEHIND
 from flywheel.search.device import missing_modules, settle_measure
 from flywheel.search.engine import Bench, Engine, InlineEngine
 from flywheel.search.fleet import Fleet
+from flywheel.search.forks import jobs_of
 from flywheel.search.host import Host
 from flywheel.search.processes import ProcessHost
 from flywheel.search.space import make_space
@@ -33,16 +35,22 @@ from flywheel.store.sql import Store
 _AHEAD: Final = 1
 """Configs that a host prepares while it measures another."""
 
+_SIDE: Final = BEHIND + 1
+"""Trials of a predicted search that run side by side, on however many processes: what is asked for next then depends on
+the same trials."""
+
 _QUEUED: Final = 1
-"""Configs that wait while all processes predict: none is idle while the next is asked for."""
+"""Configs that wait while all of the workers that were asked for predict: none is idle while the next is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Machines: how latencies are got there, predict or cuda, and what puts stations onto them."""
+    """Machines: how latencies are got there, predict or cuda, what puts stations onto them, and how many configs more
+    than that wait where all predict."""
 
     measure: str
     make_hosts: Callable[[Setup], Sequence[Host]]
+    queued: int = _QUEUED
 
 
 @contextmanager
@@ -73,8 +81,9 @@ def _here(spec: CampaignSpec, target: GpuTarget) -> Site:
     present = found[0][1] if found else capture_environment().device
     measure = settle_measure(spec.measure, target, present, missing_modules())
     if measure == "predict":
-        count = spec.workers or spec.jobs
-        return Site(measure, lambda setup: [ProcessHost(f"process {number}", setup) for number in range(count)])
+        count = spec.workers or min(jobs_of(spec.jobs), _SIDE)
+        queued = _QUEUED if spec.workers else _SIDE - count
+        return Site(measure, lambda setup: [ProcessHost(f"process {number}", setup) for number in range(count)], queued)
     # A GPU that the driver lists without an id is the one that CUDA takes by itself.
     chosen = [(gpu, {"CUDA_VISIBLE_DEVICES": gpu}) for gpu, _ in found] or [(getattr(present, "name", "GPU"), {})]
     count = _workers(spec.workers or len(chosen), len(chosen), "this machine", f"{target.name} GPUs")
@@ -96,7 +105,7 @@ def open_engine(
     `spec.measure` is the site's. Raises what stops a host that measures, or any on Ray, from starting.
     """
     gpu = workload.target.name
-    if spec.measure == "predict" and spec.engine == "local" and (spec.workers or spec.jobs) == 1:
+    if spec.measure == "predict" and spec.engine == "local" and (spec.workers or jobs_of(spec.jobs)) == 1:
         seen = partial(predicting.open_seen, store_url, gpu, spec.dtype, predictor.version)
         bench = Bench(workload, seen, partial(predicting.predict_outcome, predictor=predictor))
         with InlineEngine(bench) as engine:
@@ -116,7 +125,7 @@ def open_engine(
     else:
         setup = Setup(workload, Predicting(partial(predicting.predict_outcome, predictor=predictor)))
         look = partial(predicting.look, store, gpu, spec.dtype, version=predictor.version)
-    ahead, queued = (_AHEAD, 0) if measured else (0, _QUEUED)
+    ahead, queued = (_AHEAD, 0) if measured else (0, site.queued)
     with Fleet(site.make_hosts(setup), look, ahead=ahead, queued=queued, measured=measured) as fleet:
         # Processes that predict here start while the first proposals are made.
         waited = measured or spec.engine == "ray"

@@ -30,13 +30,13 @@ _MOST_OF_ALL = 2**63 - 1
 class CampaignSpec:
     """One search. Budgets: `trials` in all, `time_s` of this run, `until` a floor fraction, `patience` trials in vain.
 
-    `name` is None until the campaign is named after what it searches. `fix` pins knobs by name. With `seeds`, schedules
-    that are good elsewhere are tried first; with `warm` too, those that the store has of the nearest work. `jobs`
-    processes predict on this machine; `workers` are the GPUs that measure, or on Ray the processes that predict, None
-    for as many as there are. `machine` is the file of a calibration, which predicts instead of the GPU's own constants.
-    With `prefilter`, what is predicted to take more than that many times what is predicted of the best is not measured.
-    `predictions` are what sampler descent makes before it proposes what to measure. `batch` sequences are decoded in
-    lock-step.
+    `name` is None until the campaign is named after what it searches. `fix` pins knobs by name. With `seeds`,
+    schedules that are good elsewhere are tried first; with `warm` too, those that the store has of the nearest
+    work. `jobs` processes predict on this machine, None for one a core; `workers` are the GPUs that measure, or on
+    Ray the processes that predict, None for as many as there are. `machine` is the file of a calibration, which
+    predicts instead of the GPU's own constants. With `prefilter`, what is predicted to take more than that many
+    times what is predicted of the best is not measured. `predictions` are what sampler descent makes before it
+    proposes what to measure. `batch` sequences are decoded in lock-step.
     """
 
     model: str
@@ -51,7 +51,7 @@ class CampaignSpec:
     time_s: float | None = None
     until: float | None = None
     patience: int | None = None
-    jobs: int = 2
+    jobs: int | None = None
     engine: str = "local"
     workers: int | None = None
     ray_address: str | None = None

@@ -20,8 +20,8 @@ _NONE: Final = type(None)
 _SPEC_TYPES: Final = MappingProxyType(
     {
         **dict.fromkeys(("model", "gpu", "dtype", "measure", "sampler", "engine", "predictor"), (str,)),
-        **dict.fromkeys(("context", "batch", "seed", "trials", "jobs", "predictions"), (int,)),
-        **dict.fromkeys(("patience", "workers"), (int, _NONE)),
+        **dict.fromkeys(("context", "batch", "seed", "trials", "predictions"), (int,)),
+        **dict.fromkeys(("patience", "jobs", "workers"), (int, _NONE)),
         **dict.fromkeys(("time_s", "until", "prefilter"), (int, float, _NONE)),
         **dict.fromkeys(("ray_address", "machine", "name"), (str, _NONE)),
         **dict.fromkeys(("seeds", "warm"), (bool,)),

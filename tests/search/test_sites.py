@@ -9,7 +9,7 @@ import pytest
 from flywheel.errors import NoGpuError, UsageError
 from flywheel.ir import TARGETS
 from flywheel.measure.device import Device
-from flywheel.search import sites
+from flywheel.search import forks, sites
 from flywheel.search.engine import InlineEngine
 from flywheel.search.fleet import Fleet
 from flywheel.search.processes import ProcessHost
@@ -56,6 +56,26 @@ def test_more_workers_than_gpus_are_refused(lab: Any) -> None:
 def test_predictions_take_processes_wherever_gpus_are(lab: Any) -> None:
     assert [host.name for host in hosts(lab, measure="predict", jobs=2)] == ["process 0", "process 1"]
     assert len(hosts(lab, measure="predict", jobs=2, workers=3)) == 3
+
+
+@pytest.mark.parametrize("jobs", [2, 3, 8, None])
+def test_predicted_trials_side_by_side_are_as_many_on_any_number_of_processes(
+    lab: Any, jobs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks, "usable_cores", lambda: 64)
+    spec = lab.spec(jobs=jobs)
+    with (
+        open_site(spec, lab.workload.target) as site,
+        open_engine(spec, site, lab.workload, lab.store, lab.url) as (engine, _),
+    ):
+        assert engine.width == 3
+
+
+def test_processes_are_one_a_usable_core_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "usable_cores", lambda: 5)
+    assert (forks.jobs_of(None), forks.jobs_of(1), forks.jobs_of(40)) == (5, 1, 40)
+    monkeypatch.setattr(forks, "usable_cores", lambda: 500)
+    assert forks.jobs_of(None) == forks.MOST_JOBS
 
 
 def test_a_machine_without_a_gpu_measures_nothing(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
