@@ -5,24 +5,34 @@
 Three ways in turn, medians of ROUNDS: "step" is one launch of many back to back at the middle of the text, as
 `flywheel bench` has it; "queued" a token of a text whose launches are queued ahead of the host; "one by one" a token
 where the host reads each before it launches the next. All decode the same positions, behind the same prompt.
+Then the first token behind a prompt of LONG tokens: by flywheel (prefill and one launch) and by transformers' forward
+(sdpa, the same weights, the last token's logits), in turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping
 from statistics import median
+from typing import Any
+
+import torch
 
 from flywheel.cli.files import load_config
 from flywheel.decode.cuda import CudaModel, CudaSession
+from flywheel.decode.generate import generate
+from flywheel.decode.request import Request
 from flywheel.decode.session import stream_by_steps
-from flywheel.decode.source import open_source
-from flywheel.ir import TARGETS, DType, ScheduleConfig
+from flywheel.decode.source import Source, open_source
+from flywheel.ir import TARGETS, DType, GpuTarget, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
+from flywheel.models.spec import DecoderSpec
 from flywheel.vm.driver import open_gpu
 
 CONTEXT, TOKENS, ROUNDS = 512, 256, 5
+LONG = 2048
 PROMPT = tuple(range(1, 129))
 
 
@@ -46,6 +56,67 @@ def main() -> None:
             f"{name}: step {spread(steps)}, queued {spread(queued)}, {median(queued) / step:.3f} times, "
             f"one by one {spread(single)}, {median(single) / step:.3f} times; us a token"
         )
+        first_tokens(name, source, config, TARGETS[arguments.gpu], weights)
+
+
+def first_tokens(
+    name: str, source: Source, config: ScheduleConfig, target: GpuTarget, weights: Mapping[str, torch.Tensor]
+) -> None:
+    """Print what the first token behind a long prompt takes, and whether it is transformers' too."""
+    prompt = [(31 * place + 7) % source.spec.vocab for place in range(LONG)]
+    program = lower(decode_step(source.spec, LONG + 1, DType.BF16), config, target)
+    other = transformers_model(source.spec, weights)
+    ids = torch.tensor([prompt], device="cuda")
+    with (
+        CudaModel(open_gpu(), source.spec, DType.BF16, LONG + 1, weights) as model,
+        model.load(program) as session,
+        torch.no_grad(),
+    ):
+        own, theirs = [], []
+        for _ in range(ROUNDS + 1):
+            start = time.perf_counter()
+            generation = generate(session, Request(tuple(prompt), 1))
+            own.append((time.perf_counter() - start) * 1e3)
+            start = time.perf_counter()
+            chosen = int(other(ids, logits_to_keep=1).logits[0, -1].argmax())
+            theirs.append((time.perf_counter() - start) * 1e3)
+    print(
+        f"{name}: first token behind {LONG} tokens {spread(tuple(own[1:]))} ms, transformers' forward "
+        f"{spread(tuple(theirs[1:]))} ms, {median(own[1:]) / median(theirs[1:]):.2f} times; "
+        f"{'the same token' if generation.token_ids[0] == chosen else 'another token'}"
+    )
+
+
+def transformers_model(spec: DecoderSpec, weights: Mapping[str, torch.Tensor]) -> Any:
+    """Its model of these dimensions over these weights, in bf16, with sdpa."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+    kinds = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+    config = kinds[spec.family](
+        vocab_size=spec.vocab, hidden_size=spec.hidden, intermediate_size=spec.intermediate,
+        num_hidden_layers=spec.n_layers, num_attention_heads=spec.n_heads, num_key_value_heads=spec.n_kv_heads,
+        head_dim=spec.head_dim, rms_norm_eps=spec.norm_eps, max_position_embeddings=spec.max_position,
+        tie_word_embeddings=spec.tied_head, rope_parameters=rope_of(spec), attn_implementation="sdpa",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    rotary = type(model.model.rotary_emb)(config).to("cuda")
+    model.load_state_dict(dict(weights), strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = rotary
+    return model.eval()
+
+
+def rope_of(spec: DecoderSpec) -> dict[str, Any]:
+    """Transformers' words for a spec's RoPE."""
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": spec.rope_theta}
+    return {
+        "rope_type": "llama3", "rope_theta": spec.rope_theta, "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_position,
+    }  # fmt: skip
 
 
 def one_round(session: CudaSession) -> tuple[float, float, float]:

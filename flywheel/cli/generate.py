@@ -57,7 +57,7 @@ def generate(
     verify: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Generate greedily through the lowered decode step, one launch a token, the prompt's tokens included.
+    """Generate greedily: torch reads the prompt, then the lowered decode step makes a token a launch.
 
     An exported schedule brings its GPU, dtype and context along; options override them. With --verify, the first token
     that is not the oracle's ends with exit code 3.
@@ -85,6 +85,7 @@ def generate(
             "token_ids": list(generation.token_ids),
             "text": text,
             "finish": generation.finish,
+            "first_token_s": generation.first_s,
             "tokens_per_s": generation.tokens_per_s,
             "device": device,
             "config_id": program.config.config_id if program.config is not None else None,
@@ -123,9 +124,10 @@ def _summary(generation: Generation, device: str) -> str:
     if generation.ties is not None:
         tied = f", but for {len(generation.ties)} within rounding of it" if generation.ties else ""
         compared = f"; every token is the oracle's{tied}"
+    rate = "" if generation.tokens_per_s is None else f", then {generation.tokens_per_s:.4g} a second"
     return (
-        f"flywheel: {len(generation.token_ids)} tokens, ended by {generation.finish}; {generation.steps} steps in "
-        f"{duration(generation.seconds)}, {generation.tokens_per_s:.3g} a second on {device}{compared}"
+        f"flywheel: {len(generation.token_ids)} tokens on {device}, ended by {generation.finish}; the first after "
+        f"{duration(generation.first_s)}{rate}{compared}"
     )
 
 

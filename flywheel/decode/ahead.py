@@ -19,7 +19,9 @@ _WORD: Final = 4
 """Bytes of a token and of a position."""
 
 
-def decode_ahead(loaded: LoadedProgram, prompt: Sequence[int], positions: int, limit_s: float) -> TokenStream:
+def decode_ahead(
+    loaded: LoadedProgram, prompt: Sequence[int], positions: int, start: int, limit_s: float
+) -> TokenStream:
     """As `DecodeSession.stream`, of a program of one sequence. Closing the stream waits for what is queued.
 
     The device hands each launch its position, and the prompt's token or the one that the launch before chose.
@@ -39,7 +41,7 @@ def decode_ahead(loaded: LoadedProgram, prompt: Sequence[int], positions: int, l
         token_in, place_in, token_out = map(loaded.address, ("token_id", "position", "next_token"))
         undo.callback(loaded.sync, limit_s * (AHEAD + 1))
         queued: deque[tuple[int, Any]] = deque()
-        for position in range(positions):
+        for position in range(start, positions):
             gpu.copy(token_in, tokens.address + position * _WORD, _WORD)
             gpu.copy(place_in, places.address + position * _WORD, _WORD)
             loaded.launch(position)

@@ -54,6 +54,20 @@ class KvCaches:
         """Forget every position of every sequence."""
         self._rows.fill_(torch.nan)
 
+    def forget(self, row: int) -> None:
+        """Forget every position of one sequence."""
+        self._rows[:, :, row].fill_(torch.nan)
+
+    def append(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Write positions from `start` on of one layer of a sequence: keys, values [S, n_kv_heads, head_dim]."""
+        for side, new in enumerate((keys, values)):
+            self._rows[layer, side, row, :, start : start + len(new), 0] = new.transpose(0, 1)
+
+    def seen(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions before `stop` of one layer of a sequence, views [n_kv_heads, stop, head_dim]."""
+        keys, values = self._rows[layer, :, row, :, :stop, 0]
+        return keys, values
+
     def write(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """Replace all of sequence `row` by copies of `layers`; positions after theirs hold nothing.
 

@@ -13,7 +13,8 @@ from flywheel.decode.ahead import decode_ahead
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import read_interface
 from flywheel.decode.launched import Launched, Place, places_of
-from flywheel.decode.session import Step, TokenStream, check_place, check_rows
+from flywheel.decode.prefill import Prefill
+from flywheel.decode.session import Step, TokenStream, check_prompt, check_rows
 from flywheel.decode.source import Weights
 from flywheel.decode.taps import Taps, find_taps
 from flywheel.errors import InvalidProgramError, NoGpuError, TensorError
@@ -81,6 +82,7 @@ class CudaModel:
         }
         self.resident: Final = ResidentWeights(gpu, dtype)
         self.caches: Final = KvCaches(spec, dtype, context, _DEVICE, batch)
+        self.prefill: Final = Prefill(spec, self.weights)
         self._kernels: dict[tuple[int, int, int, bool], LoadedKernel] = {}
         torch.cuda.synchronize()  # the VM's stream does not wait for torch's
 
@@ -180,6 +182,7 @@ class CudaSession:
         self.context: Final = model.context
         self.batch: Final = model.batch
         self.caches: Final = model.caches
+        self._prefill: Final = model.prefill
         self.taps: Final = taps
         self.shares_memory: Final = loaded.packed.shares_memory
         self._loaded = loaded
@@ -214,12 +217,16 @@ class CudaSession:
         self._loaded.sync(self._limit_s)
         return self.read_rows()
 
-    def stream(self, prompt: Sequence[int], positions: int) -> TokenStream:
+    def prefill(self, token_ids: Sequence[int]) -> None:
+        """As DecodeSession says, by torch on the GPU."""
+        check_prompt(self.spec, self.context, token_ids)
+        self._prefill(token_ids, self.caches)
+
+    def stream(self, prompt: Sequence[int], positions: int, start: int = 0) -> TokenStream:
         """As DecodeSession says; launches are queued ahead of the host. Raises as `step`, and GpuMemoryError."""
-        for token_id in prompt:
-            check_place(self.spec, self.context, token_id, positions - 1)
-        self._prepare(prompt[0], 0)
-        return decode_ahead(self._loaded, prompt, positions, self._limit_s)
+        check_prompt(self.spec, self.context, prompt)
+        self._prepare(prompt[start], positions - 1)
+        return decode_ahead(self._loaded, prompt, positions, start, self._limit_s)
 
     def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> Launched:
         """As JudgedSession says; raises as `step`, and GpuMemoryError."""

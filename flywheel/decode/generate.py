@@ -1,4 +1,4 @@
-"""Greedy generation through the decode step, token by token, the prompt too."""
+"""Greedy generation: the prompt at once, then the decode step token by token."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ Finish = Literal["eos", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """`token_ids` come after the prompt; a stop token that ended them is the last. `steps` launches, the prompt's
-    included, took `seconds`. `ties` are the indices of tokens that were not the oracle's first choice, but within
-    rounding of it; None where nothing was compared."""
+    """`token_ids` come after the prompt; a stop token that ended them is the last. The first one took `first_s`, the
+    prompt included, and all of them `seconds`. `ties` are the indices of tokens that were not the oracle's first
+    choice, but within rounding of it; None where nothing was compared."""
 
     token_ids: tuple[int, ...]
     finish: Finish
-    steps: int
+    first_s: float
     seconds: float
     ties: tuple[int, ...] | None
 
     @property
-    def tokens_per_s(self) -> float:
-        """Launches a second: a token of the prompt takes one, as a generated one does."""
-        return self.steps / self.seconds
+    def tokens_per_s(self) -> float | None:
+        """Tokens a second behind the first; None where there is no other."""
+        later = len(self.token_ids) - 1
+        return later / (self.seconds - self.first_s) if later else None
 
 
 def generate(session: DecodeSession, request: Request, oracle: EagerDecoder | None = None) -> Generation:
@@ -45,17 +46,20 @@ def generate(session: DecodeSession, request: Request, oracle: EagerDecoder | No
     same tokens. Raises MismatchError at the first that differs by more than rounding (`is_tie`).
     """
     tokens: list[int] = []
+    last = len(request.prompt) - 1
     start = perf_counter()
-    with closing(session.stream(request.prompt, request.positions)) as stream:
+    first_s = seconds = 0.0
+    session.prefill(request.prompt[:last])
+    with closing(session.stream(request.prompt, request.positions, last)) as stream:
         for token in stream:
             tokens.append(token)
+            seconds = perf_counter() - start
+            first_s = first_s or seconds
             if token in request.stop_ids:
                 break
-        seconds = perf_counter() - start
     finish: Finish = "eos" if tokens[-1] in request.stop_ids else "length"
-    steps = len(request.prompt) + len(tokens) - 1
     ties = None if oracle is None else tuple(_ties(oracle, request, tokens, session.dtype))
-    return Generation(tuple(tokens), finish, steps, seconds, ties)
+    return Generation(tuple(tokens), finish, first_s, seconds, ties)
 
 
 def _ties(oracle: EagerDecoder, request: Request, tokens: Sequence[int], dtype: DType) -> Iterator[int]:

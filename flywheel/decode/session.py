@@ -12,6 +12,7 @@ from torch import Tensor
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import read_interface
 from flywheel.decode.launched import Launched, places_of
+from flywheel.decode.prefill import Prefill
 from flywheel.decode.source import Weights
 from flywheel.decode.taps import Taps, find_taps
 from flywheel.errors import UsageError
@@ -19,6 +20,7 @@ from flywheel.ir import DType, MegakernelProgram
 from flywheel.models.eager import LayerCache
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind
+from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.reference import BoundProgram, ReferenceVM
 
 TokenStream = Generator[int, None, None]
@@ -52,8 +54,14 @@ class DecodeSession(Protocol):
         """Decode `token_id` at `position` behind what the caches hold, and cache it. Raises UsageError for a token or
         position out of range."""
 
-    def stream(self, prompt: Sequence[int], positions: int) -> TokenStream:
-        """The tokens that the program itself chooses behind a prompt, one launch a position from 0 to `positions` - 1.
+    def prefill(self, token_ids: Sequence[int]) -> None:
+        """Begin a sequence with these tokens: replace the caches by what steps of them would write, up to roundings.
+
+        Raises UsageError for a token or position out of range."""
+
+    def stream(self, prompt: Sequence[int], positions: int, start: int = 0) -> TokenStream:
+        """The tokens that the program itself chooses behind a prompt, one launch a position from `start` to
+        `positions` - 1. The caches hold the positions before `start`, which is at most that of the prompt's last token.
 
         Raises UsageError for a token or position out of range."""
 
@@ -61,10 +69,12 @@ class DecodeSession(Protocol):
         """Replace the caches by copies of `layers`; positions after theirs hold nothing."""
 
 
-def stream_by_steps(session: DecodeSession, prompt: Sequence[int], positions: int) -> TokenStream:
+def stream_by_steps(
+    session: DecodeSession, prompt: Sequence[int], positions: int, start: int = 0
+) -> TokenStream:
     """As `DecodeSession.stream`, by `step`."""
     token = -1
-    for position in range(positions):
+    for position in range(start, positions):
         token = session.step(prompt[position] if position < len(prompt) else token, position).token
         if position >= len(prompt) - 1:
             yield token
@@ -142,6 +152,8 @@ class ReferenceSession:
         self._given = {**bind(program, weights, cast=True), **self.caches.by_name(interface)}
         self._bound = machine.bind(self._given)
         self._apart: BoundProgram | None = None
+        self._weights = weights
+        self._prefill: Prefill | None = None
         self._tokens = torch.zeros(self.batch, dtype=torch.int32)
         self._position = torch.zeros(1, dtype=torch.int32)
 
@@ -156,9 +168,19 @@ class ReferenceSession:
             Step(logits, int(token)) for logits, token in zip(outputs["logits"], outputs["next_token"], strict=True)
         ]
 
-    def stream(self, prompt: Sequence[int], positions: int) -> TokenStream:
+    def prefill(self, token_ids: Sequence[int]) -> None:
+        """As DecodeSession says."""
+        check_prompt(self.spec, self.context, token_ids)
+        if self._prefill is None:
+            wanted = TORCH_DTYPES[self.dtype]
+            self._prefill = Prefill(
+                self.spec, {key: tensor.to(self.caches.device, wanted) for key, tensor in self._weights.items()}
+            )
+        self._prefill(token_ids, self.caches)
+
+    def stream(self, prompt: Sequence[int], positions: int, start: int = 0) -> TokenStream:
         """As DecodeSession says; ConfigError as `step`."""
-        return stream_by_steps(self, prompt, positions)
+        return stream_by_steps(self, prompt, positions, start)
 
     def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> Launched:
         """As JudgedSession says; ConfigError as `step`."""
@@ -192,6 +214,12 @@ def check_place(spec: DecoderSpec, context: int, token_id: int, position: int) -
         raise UsageError(f"{spec.name}: token {token_id} is not in 0..{spec.vocab - 1}")
     if not 0 <= position < context:
         raise UsageError(f"{spec.name}: position {position} is not in 0..{context - 1}")
+
+
+def check_prompt(spec: DecoderSpec, context: int, token_ids: Sequence[int]) -> None:
+    """As `check_place` for each of the tokens, which are at positions from 0 on."""
+    for position, token_id in enumerate(token_ids):
+        check_place(spec, context, token_id, position)
 
 
 def check_rows(spec: DecoderSpec, context: int, batch: int, token_ids: Sequence[int], position: int) -> None:

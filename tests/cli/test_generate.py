@@ -61,7 +61,7 @@ def test_text_and_ids_are_one_prompt(run: Run, checkpoint: Path) -> None:
     assert generated(text)["text"] == generated(ids)["text"]
     assert generated(text)["verified"] is False
     assert generated(text)["ties"] is None
-    assert "5 tokens, ended by length; 8 steps" in shown.stderr
+    assert "5 tokens on reference, ended by length; the first after" in shown.stderr
     assert shown.stdout.startswith(str(generated(text)["text"])[:1])
 
 

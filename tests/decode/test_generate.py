@@ -26,25 +26,31 @@ class Scripted:
     dtype: DType = DType.F32
     context: int = 64
     fed: list[tuple[int, int]] = field(default_factory=list)
+    prefilled: tuple[int, ...] = ()
 
     def step(self, token_id: int, position: int) -> Step:
         self.fed.append((token_id, position))
         return Step(torch.zeros(self.spec.vocab), self.says[position])
 
-    def stream(self, prompt: Sequence[int], positions: int) -> TokenStream:
-        return stream_by_steps(self, prompt, positions)
+    def prefill(self, token_ids: Sequence[int]) -> None:
+        self.prefilled = tuple(token_ids)
+
+    def stream(self, prompt: Sequence[int], positions: int, start: int = 0) -> TokenStream:
+        return stream_by_steps(self, prompt, positions, start)
 
     def write_cache(self, layers: Sequence[LayerCache]) -> None:
         raise AssertionError("generation starts from nothing")
 
 
-def test_the_prompt_goes_through_the_decode_step_and_each_token_follows(spec: DecoderSpec) -> None:
+def test_the_prompt_is_prefilled_but_for_its_last_token_and_each_token_follows(spec: DecoderSpec) -> None:
     session = Scripted(spec, [70, 71, 5, 6, 7])
     generation = generate(session, Request((1, 2, 3), 3))
-    assert session.fed == [(1, 0), (2, 1), (3, 2), (5, 3), (6, 4)]
-    assert (generation.token_ids, generation.finish, generation.steps) == ((5, 6, 7), "length", 5)
+    assert session.prefilled == (1, 2)
+    assert session.fed == [(3, 2), (5, 3), (6, 4)]
+    assert (generation.token_ids, generation.finish) == ((5, 6, 7), "length")
     assert generation.ties is None
-    assert generation.tokens_per_s > 0
+    assert 0 < generation.first_s < generation.seconds
+    assert generation.tokens_per_s == 2 / (generation.seconds - generation.first_s)
 
 
 def test_any_stop_token_ends_it_and_is_kept(spec: DecoderSpec) -> None:
@@ -52,11 +58,12 @@ def test_any_stop_token_ends_it_and_is_kept(spec: DecoderSpec) -> None:
     session = Scripted(spec, [9, 5, 9, 6, 7])
     generation = generate(session, Request((9, 1), 4, frozenset({8, 9})))
     assert (generation.token_ids, generation.finish) == ((5, 9), "eos")
-    assert len(session.fed) == 3
+    assert session.fed == [(1, 1), (5, 2)]
 
 
 def test_a_stop_token_at_the_last_place_is_an_end(spec: DecoderSpec) -> None:
-    assert generate(Scripted(spec, [4]), Request((1,), 1, frozenset({4}))).finish == "eos"
+    generation = generate(Scripted(spec, [4]), Request((1,), 1, frozenset({4})))
+    assert (generation.finish, generation.tokens_per_s) == ("eos", None)
 
 
 @pytest.mark.parametrize("order", ["list", "adversarial", "queues"])

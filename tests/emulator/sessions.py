@@ -14,6 +14,7 @@ from torch import Tensor
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.cuda import CudaSession
 from flywheel.decode.interface import read_interface
+from flywheel.decode.prefill import Prefill
 from flywheel.decode.taps import find_taps
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.models.spec import DecoderSpec
@@ -53,8 +54,9 @@ def emulated_session(
             caches={name: rows.data_ptr() for name, rows in caches.by_name(interface).items()},
         )
         model = SimpleNamespace(
-            spec=spec, dtype=interface.dtype, context=interface.context, batch=interface.batch, caches=caches
-        )
+            spec=spec, dtype=interface.dtype, context=interface.context, batch=interface.batch, caches=caches,
+            prefill=Prefill(spec, weights),
+        )  # fmt: skip
         taps = find_taps(program, spec, interface)
         with CudaSession(model, load(packed), taps, lambda: load(packed.apart())) as session:  # type: ignore[arg-type]
             yield session

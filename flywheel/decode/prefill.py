@@ -1,0 +1,95 @@
+"""A prompt at once, by torch: the rows of the KV caches that steps token by token would have written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+
+from flywheel.decode.caches import KvCaches
+from flywheel.models.eager import rope_frequencies
+from flywheel.models.spec import DecoderSpec, layer_weight_key, layer_weight_shapes, model_weight_key
+
+CHUNK: Final = 4096
+"""Tokens at a time: bounds activations, and the mask of a chunk that others came before."""
+
+
+class Prefill:
+    """A decoder over `weights`, by checkpoint key, all of one float type and on one device; they are not copied.
+
+    Products and attention are torch's own, which round sums to the weights' type; norms and RoPE are float32 inside.
+    Source: huggingface/transformers, `models/{llama,mistral,qwen2,qwen3}/modeling_*.py`.
+    """
+
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor]) -> None:
+        self._spec = spec
+        self._embed = weights[model_weight_key(spec, "embed")]
+        self._layers = [
+            {role: weights[layer_weight_key(role, layer)] for role in layer_weight_shapes(spec)}
+            for layer in range(spec.n_layers)
+        ]
+        self._frequencies = rope_frequencies(spec).to(self._embed.device)
+
+    @torch.no_grad()
+    def __call__(self, token_ids: Sequence[int], caches: KvCaches, row: int = 0) -> None:
+        """Write positions 0 to len(token_ids) - 1 of sequence `row`; the others of it are forgotten.
+
+        The caller has looked at the tokens and that they fit.
+        """
+        caches.forget(row)
+        tokens = torch.tensor(token_ids, device=self._embed.device)
+        for start in range(0, len(tokens), CHUNK):
+            self._forward(tokens[start : start + CHUNK], start, caches, row)
+
+    def _forward(self, tokens: Tensor, start: int, caches: KvCaches, row: int) -> None:
+        """tokens [S] at positions from `start` on, all before which are cached."""
+        eps, width = self._spec.norm_eps, (self._spec.hidden,)
+        stop = start + len(tokens)
+        angles = torch.arange(start, stop, device=tokens.device)[:, None].float() * self._frequencies
+        turn = angles.cos()[:, None], angles.sin()[:, None]  # [S, 1, head_dim / 2]
+        seen = None
+        if start:
+            seen = torch.ones(len(tokens), stop, dtype=torch.bool, device=tokens.device).tril(start)
+        x = self._embed[tokens]
+        for index, layer in enumerate(self._layers):
+            normed = rms_norm(x, width, layer["input_norm"], eps)
+            q, keys, values = self._heads(normed, layer, turn)
+            caches.append(index, row, start, keys, values)
+            if index == len(self._layers) - 1:
+                return
+            x = x + linear(_attend(q, *caches.seen(index, row, stop), seen), layer["o_proj"])
+            normed = rms_norm(x, width, layer["post_attention_norm"], eps)
+            gate, up = linear(normed, layer["gate_proj"]), linear(normed, layer["up_proj"])
+            x = x + linear(silu(gate) * up, layer["down_proj"])
+
+    def _heads(
+        self, x: Tensor, layer: Mapping[str, Tensor], turn: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [S, hidden], normalised -> queries [S, n_heads, head_dim], keys and values [S, n_kv_heads, head_dim]."""
+        spec = self._spec
+        heads = (len(x), -1, spec.head_dim)
+        q, k, v = (linear(x, layer[f"{name}_proj"], layer.get(f"{name}_bias")).view(heads) for name in "qkv")
+        if spec.qk_norm:
+            q = rms_norm(q, (spec.head_dim,), layer["q_norm"], spec.norm_eps)
+            k = rms_norm(k, (spec.head_dim,), layer["k_norm"], spec.norm_eps)
+        return _rotate(q, turn), _rotate(k, turn), v
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
+    """q [S, n_heads, head_dim]; keys, values [n_kv_heads, T, head_dim]; `seen` [S, T], or None where S is T and each
+    token sees itself and those before -> [S, n_heads * head_dim]."""
+    mixed = scaled_dot_product_attention(
+        q.transpose(0, 1)[None], keys[None], values[None],
+        attn_mask=seen, is_causal=seen is None, enable_gqa=q.shape[1] > keys.shape[0],
+    )  # fmt: skip
+    return mixed[0].transpose(0, 1).reshape(len(q), -1)
+
+
+def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """RoPE of x [S, heads, head_dim], rotating halves, computed in float32."""
+    cosine, sine = turn
+    low, high = x.float().chunk(2, -1)
+    return torch.cat((low * cosine - high * sine, high * cosine + low * sine), -1).to(x.dtype)

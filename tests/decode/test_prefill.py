@@ -1,0 +1,84 @@
+"""A prompt at once leaves what its tokens leave one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flywheel.decode import prefill
+from flywheel.decode.session import ReferenceSession
+from flywheel.errors import UsageError
+from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.lowering.lower import lower
+from flywheel.models.decoder import decode_step
+from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.weights import random_weights
+from flywheel.tensors import TORCH_DTYPES
+
+CONTEXT, PROMPT = 48, tuple((7 * place + 3) % 80 for place in range(23))
+SMALL = DecoderSpec("small", "llama", 64, 96, 2, 4, 2, 16, 80, 1e4, 1e-6, 128)
+FAMILIES = {
+    "llama": replace(SMALL, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32)),
+    "tied": replace(SMALL, tied_head=True),
+    "qwen2": replace(SMALL, qkv_bias=True),
+    "qwen3": replace(SMALL, qk_norm=True),
+    "a query head a KV head": replace(SMALL, n_kv_heads=4),
+}
+NEAR = {DType.F32: 2e-5, DType.BF16: 0.06}
+"""Of the largest element. In half types a whole step's roundings pile up, differently in each of the two."""
+
+
+def program_of(spec: DecoderSpec, dtype: DType) -> MegakernelProgram:
+    return lower(decode_step(spec, CONTEXT, dtype), ScheduleConfig(), replace(TARGETS["h100"], num_sms=6))
+
+
+def session_of(spec: DecoderSpec, dtype: DType) -> ReferenceSession:
+    return ReferenceSession(program_of(spec, dtype), spec, random_weights(spec, 1, TORCH_DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("chunk", [prefill.CHUNK, 7])
+@pytest.mark.parametrize("dtype", NEAR, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_at_once_is_its_tokens_one_by_one(
+    family: str, dtype: DType, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "CHUNK", chunk)
+    at_once, stepped = session_of(FAMILIES[family], dtype), session_of(FAMILIES[family], dtype)
+    at_once.prefill(PROMPT)
+    for position, token in enumerate(PROMPT):
+        stepped.step(token, position)
+    for layer in range(FAMILIES[family].n_layers):
+        for mine, wanted in zip(
+            at_once.caches.seen(layer, 0, len(PROMPT)), stepped.caches.seen(layer, 0, len(PROMPT)), strict=True
+        ):
+            assert (mine - wanted).abs().max() <= NEAR[dtype] * wanted.abs().max()
+    mine, wanted = (session.step(5, len(PROMPT)).logits for session in (at_once, stepped))
+    assert (mine - wanted).abs().max() <= NEAR[dtype] * wanted.abs().max()
+
+
+def test_positions_behind_the_prompt_are_forgotten_and_other_sequences_are_not() -> None:
+    program = lower(decode_step(SMALL, CONTEXT, DType.F32, 2), ScheduleConfig(), replace(TARGETS["h100"], num_sms=6))
+    weights = random_weights(SMALL, 1, torch.float32)
+    session = ReferenceSession(program, SMALL, weights)
+    run = prefill.Prefill(SMALL, weights)
+    run(PROMPT, session.caches, row=0)
+    run(PROMPT[:9], session.caches, row=1)
+    run(PROMPT[:4], session.caches, row=0)
+    first, second = (session.caches.seen(1, row, CONTEXT)[0] for row in (0, 1))
+    assert not first[:, :4].isnan().any()
+    assert first[:, 4:].isnan().all()
+    assert not second[:, :9].isnan().any()
+
+
+def test_a_prompt_that_does_not_fit_leaves_the_caches_alone() -> None:
+    session = session_of(SMALL, DType.F32)
+    session.prefill(PROMPT)
+    before = [side.clone() for side in session.caches.seen(0, 0, CONTEXT)]
+    with pytest.raises(UsageError, match=r"token 80 is not in 0\.\.79"):
+        session.prefill((1, 80))
+    with pytest.raises(UsageError, match=r"position 48 is not in 0\.\.47"):
+        session.prefill((1,) * (CONTEXT + 1))
+    for mine, wanted in zip(session.caches.seen(0, 0, CONTEXT), before, strict=True):
+        assert torch.equal(mine.nan_to_num(9e9), wanted.nan_to_num(9e9))
