@@ -243,7 +243,7 @@ def _from_file(workload: Workload, given: Schedule | ScheduleConfig, path: str) 
 
 def _from_store(work: Work, url: str, campaign: str | None) -> list[Chosen]:
     """The best measured row of each workload. Raises UnknownNameError, with the search that finds one, without any."""
-    from flywheel.cli.provenance import find_campaign
+    from flywheel.cli.provenance import find_campaign, row_title
     from flywheel.ir import config_from_dict
     from flywheel.search.known import best_of_work
     from flywheel.store.sql import open_store
@@ -251,13 +251,13 @@ def _from_store(work: Work, url: str, campaign: str | None) -> list[Chosen]:
     chosen = []
     with open_store(url, create=False) as store:
         if campaign is not None:
-            find_campaign(store, campaign)
+            campaign = find_campaign(store, campaign).name
         for workload in work.workloads():
             row = best_of_work(store, workload, measured=True, campaign=campaign)
             if row is None:
                 raise _nothing_known(workload, store.name, campaign)
             known = ("campaign", "trial", "config_id", "latency_us", "program_id", "imported_from", "created_at")
-            origin = {name: getattr(row, name) for name in known}
+            origin = {"title": row_title(store, row), **{name: getattr(row, name) for name in known}}
             chosen.append(Chosen(workload, config_from_dict(json.loads(row.config)), origin))
     return chosen
 

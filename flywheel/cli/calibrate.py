@@ -59,8 +59,7 @@ def calibrate(
 
     check_writable(output)
     with open_store(store, create=False) as opened:
-        for name in campaigns:
-            find_campaign(opened, name)
+        campaigns = tuple(find_campaign(opened, name).name for name in campaigns)
         selection = select(opened, gpu, campaigns, kernels)
         gpu_name = selection.place["gpu_name"]
         ceiling = None if gpu_name is None else opened.ceiling(gpu_name)

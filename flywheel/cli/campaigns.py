@@ -12,7 +12,7 @@ from flywheel.cli.options import command, json_option, store_option
 from flywheel.cli.provenance import find_campaign, search_command
 from flywheel.cli.text import ABSENT, counts, pairs, percent, show, show_json, show_table, ties, us
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import best_of, judged, marks, ranked, tied_with
+from flywheel.measure.standing import best_of, judged, marks, ranked, tied_with, title, trial_of
 
 if TYPE_CHECKING:
     from flywheel.store.campaign import Campaign, CampaignSummary
@@ -94,6 +94,8 @@ def _document(summary: CampaignSummary) -> dict[str, Any]:
 
 def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> None:
     campaign: Campaign = summary.campaign
+    top = best_of(trials)
+    tied = ((title(record, trials), record.latency_us) for record in tied_with(top, trials))
     show(f"{campaign.name}: {campaign.work}")
     last = trials[-1].created_at if trials else ABSENT
     show(
@@ -103,8 +105,8 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> No
                 ("last trial", last),
                 ("trials", f"{summary.trials:,}: {counts(summary.outcomes)}"),
                 ("latencies", "predicted by a cost model" if campaign.measure == "predict" else "measured"),
-                ("tied", ties((record.trial, record.latency_us) for record in tied_with(best_of(trials), trials))),
-                ("verdict", None if (top := best_of(trials)) is None else judged(top)),
+                ("tied", ties(tied)),
+                ("verdict", None if top is None else judged(top)),
                 ("store", where),
                 ("command", search_command(campaign)),
             ]
@@ -114,8 +116,8 @@ def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> No
     if best:
         headers = ("trial", "latency", "<", "of floor", "<from", "<config", "<program", "<")
         rows = [
-            (str(r.trial), us(r.objective_us), r.outcome, percent(r.floor_fraction), r.source, r.config_id,
-             r.program_id or ABSENT, marks(r) or "")
+            (str(trial_of(r, trials)), us(r.objective_us), r.outcome, percent(r.floor_fraction), r.source,
+             r.config_id, r.program_id or ABSENT, marks(r) or "")
             for r in best
         ]  # fmt: skip
         show_table(headers, rows, indent="  ", gap=True)

@@ -48,6 +48,7 @@ def dashboard(port: int, tracking_uri: str | None, children: str, store: str, as
     uri = follower.mirror.uri
     if "://" in uri and uri.split("://")[0] in ("http", "https", "databricks"):
         raise UsageError(f"{place(follower)}: is a server already; flywheel mlflow sync fills it")
+    note(f"flywheel: mirroring the store in {place(follower)} and starting MLflow's pages: some seconds")
     follower.look(last=False)
     pages = follower.mirror.pages()
     with Drain(lambda: None) as drain, serve(uri, port or free_port(), lambda: drain.requested) as (address, runs):

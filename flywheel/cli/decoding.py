@@ -10,7 +10,7 @@ import click
 
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.options import DEFAULTS, SharedOption
-from flywheel.cli.text import complain, note
+from flywheel.cli.text import complain, note, size
 from flywheel.errors import ConfigError, UsageError
 from flywheel.installing import install_line
 from flywheel.ir import MegakernelProgram, ScheduleConfig
@@ -25,6 +25,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 DEFAULT_GPU: Final = "h100"
 _EXTRAS: Final = {"torch": "torch", "safetensors": "hf", "tokenizers": "hf"}
 """Module -> the extra that installs it."""
+_SOON_LOADED: Final = 10**9
+"""Bytes of weights that are there within some 2 s."""
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -103,6 +105,8 @@ def open_session(
     if source.stored is None:
         where = f"{source.name} is a name" if source.folder is None else f"{source.folder} holds no safetensors"
         note(f"flywheel: RANDOM WEIGHTS of seed {seed}: {where}; text that they make means nothing")
+    elif dtype.nbytes(source.spec.n_params) > _SOON_LOADED:
+        note(f"flywheel: loading the weights of {source.name}, {size(dtype.nbytes(source.spec.n_params))}")
     if device == "cuda":
         from flywheel.decode.cuda import CudaModel, prepare_torch
         from flywheel.vm.driver import open_gpu

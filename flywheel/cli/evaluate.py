@@ -20,6 +20,7 @@ from flywheel.cli.options import (
 )
 from flywheel.cli.text import pairs, percent, show, show_json, us
 from flywheel.cost_model import open_predictor
+from flywheel.errors import UsageError
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.outcome import Measured, Predicted, Rejected
 from flywheel.measure.record import TrialRecord
@@ -38,7 +39,8 @@ _NUMBERS: Final = ("predicted_us", "predictor", "latency_us", "p10_us", "p90_us"
 
 
 @command
-@click.argument("config_file", metavar="CONFIG|-")
+@click.argument("config_file", required=False, metavar="CONFIG|-")
+@click.option("--config", "config_option", metavar="FILE|-", help="The same as the argument CONFIG.")
 @workload_options
 @batch_option
 @click.option("--measure", cls=SharedOption, type=click.Choice(["auto", "predict", "cuda"]), default="auto",
@@ -49,7 +51,8 @@ _NUMBERS: Final = ("predicted_us", "predictor", "latency_us", "p10_us", "p90_us"
 @click.pass_context
 def evaluate(
     ctx: click.Context,
-    config_file: str,
+    config_file: str | None,
+    config_option: str | None,
     model: str | None,
     gpu: str | None,
     dtype: str | None,
@@ -70,7 +73,9 @@ def evaluate(
     from flywheel.search.workload import make_workload
     from flywheel.store.sql import open_store
 
-    given = load_config(config_file)
+    if (config_file is None) == (config_option is None):
+        raise UsageError("evaluate: give a config, as CONFIG or --config, once")
+    given = load_config(config_file or config_option or "")
     schedule = given if isinstance(given, Schedule) else None
     named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch}
     workload = make_workload(**settle_work("evaluate", named, schedule))
@@ -154,7 +159,7 @@ def _show(document: dict[str, Any]) -> None:
         if best["rival_us"] is not None:
             against += f", in turn, where that took {us(best['rival_us'])}: "
             against += f"{best['gain_low_us']:,.1f} to {best['gain_high_us']:,.1f} us less (99 % interval)"
-    knobs = [f"{name} {after} (not {before})" for name, (before, after) in (changed or {}).items()]
+    knobs = [f"{name} {before} -> {after}" for name, (before, after) in (changed or {}).items()]
     if len(knobs) > SHOWN:
         knobs[SHOWN:] = [f"and {len(knobs) - SHOWN} more"]
     show(
@@ -164,7 +169,7 @@ def _show(document: dict[str, Any]) -> None:
                 ("config", document["config_id"]),
                 ("program", document["program_id"]),
                 ("incumbent", against),
-                ("changed", ", ".join(knobs) or (None if changed is None else "nothing")),
+                ("changed", None if changed is None else f"from the incumbent: {', '.join(knobs) or 'nothing'}"),
             ]
         )
     )

@@ -22,7 +22,7 @@ from flywheel.cli.options import (
     workload_options,
     write_file,
 )
-from flywheel.cli.provenance import find_campaign, schedule_text
+from flywheel.cli.provenance import find_campaign, row_title, schedule_text
 from flywheel.cli.text import note, show_document, show_json, us
 from flywheel.errors import StoreError, UnknownNameError, UsageError
 from flywheel.interop.t4 import dump_t4, to_t4
@@ -40,7 +40,7 @@ FORMATS = ("schedule", "program", "tsv", "csv", "t4")
 @click.option("--format", "form", type=click.Choice(FORMATS), required=True,
               help="schedule: the best row's config, numbers and provenance. program: what it lowers to. "
                    "tsv, csv: all trials. t4: those of one model and GPU as Kernel Tuner has them.")  # fmt: skip
-@click.option("--campaign", metavar="NAME", help="Rows of this campaign only.")
+@click.option("--campaign", metavar="NAME", help="Rows of this campaign only; the beginning of its name will do.")
 @workload_options
 @batch_option
 @click.option("--measured/--predicted", default=None, help="Rows that count.  [default: measured if any are]")
@@ -64,16 +64,18 @@ def export(
 ) -> None:
     """Write the best row of a campaign, or of a model on a GPU, or all trials, to stdout or a file.
 
+    A schedule or a program is the best of the newest campaign where neither is named.
+
     The same rows give the same bytes.
     """
     from flywheel.store.sql import open_store
 
     named = {"campaign": campaign, **as_stored(model, gpu), "dtype": dtype, "context": context, "batch": batch}
-    wanted = _wanted(ctx, named)
     facts: dict[str, Any]
     with open_store(store, create=False) as opened:
-        if campaign is not None:
-            find_campaign(opened, campaign)
+        if campaign is not None or (form in ("schedule", "program") and not any((model, gpu))):
+            named["campaign"] = find_campaign(opened, campaign).name
+        wanted = _wanted(ctx, named)
         if form in ("tsv", "csv"):
             records = _rows(opened, wanted, measured)
             text = to_tsv(records) if form == "tsv" else to_csv(records)
@@ -86,7 +88,7 @@ def export(
             origin = find_campaign(opened, record.campaign)
             text = schedule_text(record, origin) if form == "schedule" else _program(record)
             facts = {"campaign": record.campaign, "trial": record.trial, "program_id": record.program_id}
-            note(f"{record.campaign}, trial {record.trial}: {record.kind} {us(record.objective_us)}")
+            note(f"{record.campaign}, {row_title(opened, record)}: {record.kind} {us(record.objective_us)}")
     if output is not None:
         write_file(output, text)
         note(f"wrote {output}")

@@ -13,6 +13,7 @@ from flywheel.cli.text import note
 from flywheel.errors import IrFormatError, StoreError, UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig, config_from_dict, program_from_dict
 from flywheel.ir.files import parse_json, read_stream, read_text
+from flywheel.store.campaign import work_named
 from flywheel.store.schedule import FORMAT, Schedule, schedule_from_document
 
 _FIELDS: Final = frozenset(field.name for field in fields(ScheduleConfig))
@@ -21,10 +22,25 @@ _FIELDS: Final = frozenset(field.name for field in fields(ScheduleConfig))
 def load_program(path: str) -> MegakernelProgram:
     """Read a program. Raises IrFormatError, which names the file."""
     document = _document(path)
+    _refuse_schedule(document, path)
     try:
         return program_from_dict(document)
     except IrFormatError as error:
         raise IrFormatError(f"{path}: {error}") from None
+
+
+def _refuse_schedule(document: object, path: str) -> None:
+    """Raises IrFormatError, which says what the file is, for a schedule where a program is wanted."""
+    if not isinstance(document, dict):
+        return
+    if document.get("format") == FORMAT:
+        found = schedule_from_document(document, path)
+        what = f"an exported schedule of {work_named(found.model, found.gpu, found.dtype, found.context, found.batch)}"
+    elif document and document.keys() <= _FIELDS:
+        what = "a ScheduleConfig"
+    else:
+        return
+    raise IrFormatError(f"{path}: {what}, not a program; flywheel lower --config makes one of it")
 
 
 def load_config(path: str) -> Schedule | ScheduleConfig:

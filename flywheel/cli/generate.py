@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 @click.option("--prompt-ids", type=integers, metavar="ID,ID...", help="Token ids to continue.")
 @click.option("--max-tokens", type=int, default=32, show_default=True, metavar="N", help="Stop after so many tokens.")
 @click.option(
+    "--config",
     "--schedule",
     "schedule_file",
     metavar="FILE|-",
@@ -68,7 +69,7 @@ def generate(
     given = load_config(schedule_file) if schedule_file is not None else None
     model = model if model is not None else getattr(given, "model", None)
     if model is None:
-        raise UsageError("generate: no model; give --model, or an exported schedule as --schedule")
+        raise UsageError("generate: no model; give --model, or an exported schedule with --config")
     source = open_model("generate", model)
     with _tokenizer(source, required=prompt is not None) as tokenizer:
         ids = prompt_ids if tokenizer is None or prompt is None else tokenizer.encode(prompt)

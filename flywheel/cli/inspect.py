@@ -145,8 +145,9 @@ def _show(file: str, facts: dict[str, Any]) -> None:
                                                 f"of the {us(facts['floor_us'])} floor"),
         ("kernel", variant and _kernel(variant)),
         ("tasks", f"{facts['tasks']:,}, with {facts['waits']:,} waits"),
-        ("work", work and f"{size(work['streamed_bytes'])} of weights and caches read, {size(work['read_bytes'])} of "
-                          f"all else, {size(work['written_bytes'])} written, {work['flops'] / 1e9:,.2f} GFLOP"),
+        ("work", work and f"{size(work['streamed_bytes'])} of weights and caches read a step, "
+                          f"{size(work['read_bytes'])} of all else, {size(work['written_bytes'])} written, "
+                          f"{work['flops'] / 1e9:,.2f} GFLOP"),
         ("counters", f"{facts['counters']:,}, {cell(facts['depth'])} deep"),
         ("SMs", load and _spread(load)),
         ("pages", facts["pages"] and f"{facts['pages']:,}, {size(facts['scratch_bytes'])} of scratch"),
@@ -154,12 +155,12 @@ def _show(file: str, facts: dict[str, Any]) -> None:
     ]  # fmt: skip
     show(*pairs(lines))
     rows = [(kind, f"{tally['count']:,}", size(tally["bytes"])) for kind, tally in facts["buffers"].items()]
-    show_table(("<buffers", "count", "bytes"), rows, indent="  ", gap=True)
+    show_table(("<buffers", "count", "bytes stored"), rows, indent="  ", gap=True)
     operations = [
         (row["operation"], row["op"], f"{row['tasks']:,}", size(row["streamed_bytes"]), f"{row['flops'] / 1e6:,.1f}")
         for row in facts["operations"]
     ]
-    show_table(("<operations", "<opcode", "tasks", "streamed", "MFLOP"), operations, indent="  ", gap=True)
+    show_table(("<operations", "<opcode", "tasks", "read a step", "MFLOP"), operations, indent="  ", gap=True)
 
 
 def _operations(program: MegakernelProgram, works: Sequence[Work]) -> list[dict[str, Any]]:

@@ -83,7 +83,7 @@ def lower(
     summary = _summary(program, predictor)
     note(
         f"{program.meta['model']} on {program.meta['gpu']}: {summary['tasks']:,} tasks on {summary['sms']} SMs, "
-        f"{size(summary['weight_bytes'])} of weights, floor {us(summary['floor_us'])}; "
+        f"{size(summary['weight_bytes'])} of weights read a step, floor {us(summary['floor_us'])}; "
         f"predicted {us(summary['predicted_us'])}, {percent(summary['floor_fraction'])} of the floor; "
         f"program {summary['program_id']}"
     )

@@ -41,6 +41,7 @@ COMMANDS: Final = {
     "diff": ("flywheel.cli.diff:diff", "Compare two programs."),
     "calibrate": ("flywheel.cli.calibrate:calibrate", "Fit the cost model to what a GPU was measured to do."),
     "models": ("flywheel.cli.catalog:models", "List the models known by name."),
+    "knobs": ("flywheel.cli.knobs:knobs", "List the knobs of a model's schedules on a GPU."),
     "targets": ("flywheel.cli.catalog:targets", "List the GPUs known by name."),
     "doctor": ("flywheel.cli.doctor:doctor", "Say what this machine has, and what that means."),
 }

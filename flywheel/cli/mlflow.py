@@ -78,12 +78,12 @@ def mlflow(
     from flywheel.store.sql import open_store
 
     with open_store(store, create=False) as opened:
-        for name in campaigns:
-            find_campaign(opened, name)
+        campaigns = tuple(find_campaign(opened, name).name for name in campaigns)
     follower = make_follower(store, tracking_uri, campaigns, children)
     if follow:
         follower.running = pid is not None
         ctx.exit(_follow(follower, pid))
+    note(f"flywheel: mirroring the store in {place(follower)}")
     written = follower.look(last=True)
     if as_json:
         show_json({"tracking_uri": place(follower), "written": written})

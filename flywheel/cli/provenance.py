@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import UnknownNameError
 from flywheel.measure.record import TrialRecord
+from flywheel.measure.standing import title
 from flywheel.search.spec import CampaignSpec, with_name
 from flywheel.store.schedule import dump_schedule, schedule_document
 
@@ -22,15 +23,34 @@ _ALWAYS: Final = ("model", "gpu", "dtype", "context", "measure", "sampler", "see
 """Options that a campaign's command states even where they are the defaults."""
 
 
-def find_campaign(store: Store, name: str) -> Campaign:
-    """The campaign of that name. Raises UnknownNameError with the closest names, StoreError."""
-    campaign = store.campaign(name)
+def find_campaign(store: Store, name: str | None) -> Campaign:
+    """The campaign of that name, or the only one whose name begins so; for None the newest.
+
+    Raises UnknownNameError with the closest names, StoreError.
+    """
+    campaign = None if name is None else store.campaign(name)
     if campaign is not None:
         return campaign
-    names = [summary.campaign.name for summary in store.campaigns()]
+    known = [summary.campaign for summary in store.campaigns()]
+    if name is None:
+        if not known:
+            raise UnknownNameError(f"store {store.name}: no campaigns; flywheel search makes one")
+        return known[-1]
+    begun = [campaign for campaign in known if name and campaign.name.startswith(name)]
+    if len(begun) == 1:
+        return begun[0]
+    names = [campaign.name for campaign in begun or known]
+    if begun:
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        raise UnknownNameError(f"store {store.name}: {len(begun)} campaigns begin with {name!r}: {shown}")
     close = get_close_matches(name, names, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else "flywheel campaigns lists them"
     raise UnknownNameError(f"store {store.name}: no campaign {name!r}; {hint}")
+
+
+def row_title(store: Store, record: TrialRecord) -> str:
+    """`trial 147`, or `final of trial 147`, of a row of the store. Raises StoreError."""
+    return title(record, store.trials(record.campaign) if record.source == "final" else ())
 
 
 def search_command(campaign: Campaign) -> str:

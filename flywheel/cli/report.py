@@ -22,24 +22,26 @@ PAGE = "report.html"
 
 
 @command
-@click.argument("campaign")
-@click.option("--out", "output", type=click.Path(path_type=Path), metavar="FILE.html",
+@click.argument("campaign", required=False)
+@click.option("-o", "--output", "--out", "output", type=click.Path(path_type=Path), metavar="FILE.html",
               help="Write there, - is stdout.  [default: CAMPAIGN.html]")  # fmt: skip
 @store_option
 @json_option
-def report(campaign: str, output: Path | None, store: str, as_json: bool) -> None:
-    """Write one HTML page about CAMPAIGN, with nothing to fetch.
+def report(campaign: str | None, output: Path | None, store: str, as_json: bool) -> None:
+    """Write one HTML page about CAMPAIGN, or the newest one, with nothing to fetch.
 
     It shows the history with the weight floor, outcomes, knobs, and the best schedule on every SM. The same rows give
     the same bytes.
     """
     from flywheel.store.sql import open_store
 
-    target = Path(f"{campaign.replace('/', '_')}.html") if output is None else output
-    if str(target) != "-":
-        check_writable(target)
+    if output is not None and str(output) != "-":
+        check_writable(output)
     with open_store(store, create=False) as opened:
         found = find_campaign(opened, campaign)
+        target = Path(f"{found.name.replace('/', '_')}.html") if output is None else output
+        if str(target) != "-":
+            check_writable(target)
         records = opened.trials(found.name)
     text = campaign_files(found, records)[PAGE]
     if str(target) == "-":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from flywheel.cli.text import counts, duration, note, pairs, percent, show, show
 from flywheel.errors import UsageError
 from flywheel.installing import install_line
 from flywheel.measure.environment import list_gpus
+from flywheel.measure.standing import title
 from flywheel.models.catalog import fetch_model, resolve_model
 from flywheel.search.device import default_gpu
 from flywheel.search.forks import expect_forks, jobs_of
@@ -106,6 +108,8 @@ def _default(name: str, text: str) -> str:
 @store_option
 @click.option("--fresh", is_flag=True, help="Start a new campaign instead of resuming the one of that name.")
 @click.option(
+    "-o",
+    "--output",
     "--schedule",
     "schedule_file",
     type=click.Path(path_type=Path),
@@ -297,6 +301,7 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
             f"{spec.work}: {best.kind} {us(best.objective_us)} a token; "
             f"weight floor {us(best.floor_us)}, {percent(best.floor_fraction)} reached"
         )
+    rows = _rows(store, result) if best is not None and best.source == "final" else []
     rate = ""
     if result.new_trials:
         rate = f" in {duration(result.elapsed_s)}, {result.new_trials / result.elapsed_s:.1f}/s"
@@ -311,8 +316,8 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
                 ("outcomes", counts(result.outcomes)),
                 ("saved", f"{saved:,} measurements saved by predictions" if (saved := _saved(spec, result)) else None),
                 ("steered", _steered(result)),
-                *(_found(spec, best) if best is not None else ()),
-                ("tied", ties((record.trial, record.latency_us) for record in result.tied)),
+                *(_found(spec, best, rows) if best is not None else ()),
+                ("tied", ties((title(record, rows), record.latency_us) for record in result.tied)),
                 ("final", None if best is None or best.is_predicted or best.source == "final" else _UNCERTAIN),
                 ("store", where),
                 *((("schedule", str(schedule_file)),) if schedule_file is not None and best is not None else ()),
@@ -335,13 +340,20 @@ def _steered(result: CampaignResult) -> str | None:
     return f"by {said.count:,} predictions in {duration(said.seconds)}, the best {us(said.least_us)}"
 
 
-def _found(spec: CampaignSpec, best: TrialRecord) -> list[tuple[str, str | None]]:
-    where = f"trial {best.trial}, config {best.config_id}, program {best.program_id}"
-    return [("best", where), ("knobs", _knobs(spec, best))]
+def _rows(store: str, result: CampaignResult) -> list[TrialRecord]:
+    from flywheel.store.sql import open_store
+
+    with open_store(store, create=False) as opened:
+        return opened.trials(result.name)
 
 
-def _knobs(spec: CampaignSpec, best: TrialRecord) -> str | None:
-    """Knobs of the best config that differ from the schedule that a search tries first, with its values."""
+def _found(spec: CampaignSpec, best: TrialRecord, rows: Sequence[TrialRecord]) -> list[tuple[str, str | None]]:
+    where = f"{title(best, rows)}, config {best.config_id}, program {best.program_id}"
+    return [("best", where), ("changed", _changed(spec, best))]
+
+
+def _changed(spec: CampaignSpec, best: TrialRecord) -> str | None:
+    """How the knobs of the best config differ from those of the schedule that a search tries first."""
     from flywheel.ir import config_from_dict
     from flywheel.search.space import make_space
     from flywheel.search.workload import make_workload
@@ -350,5 +362,5 @@ def _knobs(spec: CampaignSpec, best: TrialRecord) -> str | None:
     first, choice = space.known_good()[0], space.to_choice(config_from_dict(json.loads(best.config)))
     if choice is None:
         return None
-    differing = [f"{name} {value} (not {first[name]})" for name, value in choice.items() if value != first[name]]
-    return ", ".join(differing) or "those of the first known good schedule"
+    differing = [f"{name} {first[name]} -> {value}" for name, value in choice.items() if value != first[name]]
+    return f"from the starting schedule: {', '.join(differing) or 'nothing'}"

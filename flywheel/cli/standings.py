@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from flywheel.cli.text import ABSENT, pairs, percent, show, show_table, size, us
+from flywheel.decode.lineup import label_of
 
 if TYPE_CHECKING:
     from flywheel.measure.comparison import Comparison, Entry
@@ -54,7 +55,7 @@ def show_bench(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -
         ("read ceiling", f"{ceiling['read_gbs']:,.0f} GB/s with {ceiling['read_kernel']}, measured in this run; "
                          f"{share} of the datasheet's {ceiling['datasheet_gbs']:,.0f}"),
         ("weights", f"random, of seed {document['seed']}" if document["random_weights"] else "the checkpoint's"),
-        *dict.fromkeys((entry.name, entry.how) for each in comparisons for entry in each.entries),
+        *dict.fromkeys((label_of(entry.name), entry.how) for each in comparisons for entry in each.entries),
     ]))  # fmt: skip
     described = list(zip(comparisons, document["comparisons"], strict=True))
     for _, group in groupby(described, key=lambda each: each[0].context):
@@ -70,14 +71,14 @@ def _show_context(comparisons: Sequence[Comparison], origins: Sequence[Mapping[s
 
     show("")
     for comparison, origin in zip(comparisons, origins, strict=True):
-        found = origin.get("file") or f"trial {origin['trial']} of {origin['campaign']}"
+        found = origin.get("file") or f"{origin['title']} of {origin['campaign']}"
         found += ", imported" if origin.get("imported_from") else ""
         show(f"context {comparison.context:,}, batch {comparison.batch}: {size(comparison.weight_bytes)} of "
-             f"weights need {us(comparison.ceiling_us)} at the read ceiling, {us(comparison.floor_us)} at the "
-             f"datasheet's bandwidth; schedule {origin['config_id']}, {found}")  # fmt: skip
+             f"weights read a step need {us(comparison.ceiling_us)} at the read ceiling, {us(comparison.floor_us)} at "
+             f"the datasheet's bandwidth; schedule {origin['config_id']}, {found}")  # fmt: skip
     names = [entry.name for entry in comparisons[0].entries]
     headers = ["batch", "<name", "median us", "p10", "p90", "back to back", "GB/s", "of floor", "of ceiling",
-               *(f"x {name}" for name in names[1:]), "/ batch 1", "<verdict"]  # fmt: skip
+               *(f"x {label_of(name).partition(',')[0]}" for name in names[1:]), "/ batch 1", "<verdict"]  # fmt: skip
     rows = [
         _row(comparison, entry, names[1:], single_of(comparison, comparisons))
         for comparison in comparisons
@@ -87,7 +88,7 @@ def _show_context(comparisons: Sequence[Comparison], origins: Sequence[Mapping[s
     for comparison in comparisons:
         for entry in comparison.entries:
             if entry.latency is None:
-                who = f"{entry.name}, batch {comparison.batch},"
+                who = f"{label_of(entry.name)}, batch {comparison.batch},"
                 show(f"  {who} is not timed: {reason_of(entry.outcome)}")
 
 
@@ -97,13 +98,13 @@ def _row(comparison: Comparison, entry: Entry, rivals: Sequence[str], single: Co
 
     found, batch = standing(comparison, entry, single), str(comparison.batch)
     if found is None or entry.verdict is None:
-        return [batch, entry.name, *([ABSENT] * (8 + len(rivals))), outcome_name(entry.outcome)]
+        return [batch, label_of(entry.name), *([ABSENT] * (8 + len(rivals))), outcome_name(entry.outcome)]
     latency = found.latency
     times = (latency.median_us, latency.p10_us, latency.p90_us, latency.batch_us)
     against = (found.speedups.get(name) for name in rivals)
     return [
         batch,
-        entry.name,
+        label_of(entry.name),
         *(ABSENT if time is None else f"{time:,.1f}" for time in times),
         f"{found.weights_gbs:,.0f}",
         percent(found.floor_fraction),

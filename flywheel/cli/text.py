@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
+from shutil import get_terminal_size
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -23,6 +24,9 @@ MAX_LINE: Final = 8000
 """Characters of a line for people; what is longer is cut, and says so."""
 MAX_COMPLAINT: Final = 1000
 """Characters of the line that says why a command failed."""
+_GAP: Final = "  "
+LEAST_CELL: Final = 8
+"""Characters that a cell of words keeps on a narrow terminal."""
 MAX_CELL: Final = 200
 """Characters of a cell of a table, whose column is as wide as its longest cell."""
 
@@ -33,8 +37,10 @@ def show(*lines: str) -> None:
 
 
 def show_table(headers: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "", gap: bool = False) -> None:
-    """A table on stdout, behind an empty line where `gap` says so, with bold headers on a terminal."""
-    head, *body = map(line_of, table(headers, rows, indent))
+    """A table on stdout, behind an empty line where `gap` says so; on a terminal, with bold headers and no wider than
+    it, as far as words can be cut."""
+    room = get_terminal_size().columns if on_terminal() else None
+    head, *body = map(line_of, table(headers, rows, indent, room))
     if on_terminal():
         head = f"\x1b[1m{head}\x1b[0m"
     write_out("".join(f"{line}\n" for line in ([""] if gap else []) + [head, *body]))
@@ -86,20 +92,42 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "") -> list[str]:
-    """Columns, those of numbers to the right. A header that starts with `<` is of words; the sign is not shown."""
+def table(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "", room: int | None = None
+) -> list[str]:
+    """Columns, those of numbers to the right. A header that starts with `<` is of words; the sign is not shown.
+
+    Where lines would have more than `room` characters, the widest columns of words are cut.
+    """
     words = [header.startswith("<") for header in headers]
     cells = [[header.removeprefix("<") for header in headers]]
     cells += [[line_of(cell, MAX_CELL) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    if room is not None:
+        widths = _fitting(widths, words, room - len(indent))
     lines = []
     for row in cells:
         aligned = [
-            cell.ljust(width) if left else cell.rjust(width)
+            _cut(cell, width).ljust(width) if left else cell.rjust(width)
             for cell, width, left in zip(row, widths, words, strict=True)
         ]
-        lines.append(indent + "  ".join(aligned).rstrip())
+        lines.append(indent + _GAP.join(aligned).rstrip())
     return lines
+
+
+def _fitting(widths: Sequence[int], words: Sequence[bool], room: int) -> list[int]:
+    """`widths` with the widest columns of words narrowed, to LEAST_CELL at least, until all fit into `room`."""
+    fitted = list(widths)
+    while sum(fitted) + len(_GAP) * (len(fitted) - 1) > room:
+        wide = [index for index, left in enumerate(words) if left and fitted[index] > LEAST_CELL]
+        if not wide:
+            break
+        fitted[max(wide, key=lambda index: fitted[index])] -= 1
+    return fitted
+
+
+def _cut(cell: str, width: int) -> str:
+    return cell if len(cell) <= width else f"{cell[: width - 1]}…"
 
 
 def pairs(items: Iterable[tuple[str, str | None]], indent: str = "  ") -> list[str]:
@@ -120,9 +148,9 @@ def us(value: float | None) -> str:
     return ABSENT if value is None else f"{value:,.1f} us"
 
 
-def ties(trials: Iterable[tuple[int, float | None]]) -> str | None:
-    """What a final could not tell from the best, as numbers and latencies; None where it could."""
-    rows = [f"trial {number} ({us(latency_us)})" for number, latency_us in trials]
+def ties(trials: Iterable[tuple[str, float | None]]) -> str | None:
+    """What a final could not tell from the best, as titles and latencies; None where it could."""
+    rows = [f"{title} ({us(latency_us)})" for title, latency_us in trials]
     return f"with {', '.join(rows)}: the difference is within the noise" if rows else None
 
 

@@ -27,6 +27,19 @@ def trials_of(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     return [record for record in records if record.source != "final"]
 
 
+def trial_of(record: TrialRecord, records: Sequence[TrialRecord]) -> int:
+    """The number of the trial that a row is, or of the one whose program a final measured again."""
+    if record.source != "final":
+        return record.trial
+    tried = (each.trial for each in trials_of(records) if each.program_id == record.program_id)
+    return next(tried, record.trial)
+
+
+def title(record: TrialRecord, records: Sequence[TrialRecord]) -> str:
+    """`trial 147`, or `final of trial 147`."""
+    return f"{'final of ' if record.source == 'final' else ''}trial {trial_of(record, records)}"
+
+
 def standing(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     """The rows whose latency holds.
 

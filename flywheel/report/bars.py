@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from flywheel.decode.lineup import label_of
 from flywheel.measure.comparison import Comparison, Entry, standing
 from flywheel.measure.outcome import outcome_name
 from flywheel.report.svg import Axis, element, label, picture, polyline, short, tip
@@ -12,7 +13,7 @@ from flywheel.report.svg import Axis, element, label, picture, polyline, short, 
 OURS_COLOUR: Final = "#d9631e"
 RIVAL_COLOUR: Final = "#8a96a3"
 
-_WIDTH, _LEFT, _RIGHT = 960.0, 130.0, 720.0
+_WIDTH, _LEFT, _RIGHT = 960.0, 210.0, 720.0
 _TOP, _ROW, _BAR, _HEADING, _AXIS = 48.0, 30.0, 18.0, 26.0, 44.0
 
 
@@ -57,12 +58,12 @@ def _group(comparison: Comparison, across: Axis, top: float) -> list[str]:
 
 def _bar(comparison: Comparison, entry: Entry, across: Axis, top: float, colour: str) -> list[str]:
     middle = top + _ROW / 2
-    named = label(_LEFT - 8, middle + 4, entry.name, "end")
+    named = label(_LEFT - 8, middle + 4, label_of(entry.name), "end")
     found = standing(comparison, entry)
     if found is None:
         return [named, label(_LEFT + 6, middle + 4, f"{outcome_name(entry.outcome)}: not timed", "faint")]
     latency = found.latency
-    said = tip(f"{entry.name}, {entry.how}: {latency.median_us:,.1f} us, p10 {latency.p10_us:,.1f}, "
+    said = tip(f"{label_of(entry.name)}, {entry.how}: {latency.median_us:,.1f} us, p10 {latency.p10_us:,.1f}, "
                f"p90 {latency.p90_us:,.1f}")  # fmt: skip
     end = across(latency.median_us)
     spread = polyline([(across(latency.p10_us), middle), (across(latency.p90_us), middle)])

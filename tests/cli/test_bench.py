@@ -114,7 +114,8 @@ def test_a_table_says_how_each_stands_and_a_document_holds_every_sample(
         (128, ["cublas", "compile"], 2),
     ]
     header = next(line for line in result.stdout.splitlines() if line.split()[:2] == ["batch", "name"])
-    wanted = "batch name median us p10 p90 back to back GB/s of floor of ceiling x cublas x compile / batch 1 verdict"
+    wanted = "batch name median us p10 p90 back to back GB/s of floor of ceiling x PyTorch x torch.compile / batch 1"
+    wanted += " verdict"
     assert " ".join(header.split()) == wanted
     ours = next(line for line in result.stdout.splitlines() if line.split()[1:3] == ["flywheel", "100.0"])
     assert " ".join(ours.split()) == "1 flywheel 100.0 99.0 101.0 98.0 2,700 90.0 % 100.0 % 4.00 2.50 1.00 pass (0.01)"
@@ -229,9 +230,9 @@ def test_whose_logits_are_wrong_has_no_time_and_the_code_says_so(
     l4.wrong = {"compile"}
     result = run("bench", *WORK, "--config", config, "--picture", "bench.svg")
     assert result.exit_code == 3
-    row = next(line for line in result.stdout.splitlines() if line.split()[1:3] == ["compile", "-"])
-    assert row.split() == ["1", "compile", *"----------", "incorrect"]
-    assert "compile, batch 1, is not timed: logits: error 0.5 exceeds" in result.stdout
+    row = next(line for line in result.stdout.splitlines() if line.split()[1:3] == ["torch.compile,", "CUDA"])
+    assert row.split() == ["1", "torch.compile,", "CUDA", "graph", *"----------", "incorrect"]
+    assert "torch.compile, CUDA graph, batch 1, is not timed: logits: error 0.5 exceeds" in result.stdout
 
 
 def test_a_schedule_brings_its_model_and_context(run: Run, l4: type[FakeContests], store: str) -> None:

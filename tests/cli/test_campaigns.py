@@ -33,7 +33,7 @@ def test_one_campaign_shows_its_command_and_best_trials(run: Run, searched: Path
 
 
 def test_an_unknown_campaign_is_code_2_with_the_closest_name(run: Run, searched: Path) -> None:
-    result = run("campaigns", "smal", "--store", str(searched))
+    result = run("campaigns", "smll", "--store", str(searched))
     assert result.exit_code == 2
     assert "did you mean small?" in result.stderr
 
@@ -54,3 +54,37 @@ def test_reasons_of_strangers_are_only_text(run: Run, searched: Path) -> None:
     Path("rows.tsv").write_text(to_tsv([refused]), encoding="utf-8")
     assert run("import", "rows.tsv", "--as", "theirs").exit_code == 0
     assert r"trial 0, timed out: \x1b[31mred" in run("campaigns", "theirs").stdout
+
+
+def test_the_beginning_of_a_name_names_a_campaign_where_no_other_begins_so(run: Run, store: str) -> None:
+    with open_store(store) as opened:
+        campaign = opened.campaign("small")
+        assert campaign is not None
+        for name in ("smaller", "large-1"):
+            opened.create_campaign(replace(campaign, name=name))
+
+    assert run("campaigns", "small", "--store", store).stdout.startswith("small: ")
+    assert run("campaigns", "smalle", "--store", store).stdout.startswith("smaller: ")
+    assert run("campaigns", "la", "--store", store).stdout.startswith("large-1: ")
+    several = run("campaigns", "sma", "--store", store)
+    assert several.exit_code == 2
+    assert "2 campaigns begin with 'sma': " in several.stderr and "small" in several.stderr
+
+
+def test_without_a_name_a_report_and_an_export_are_of_the_newest_campaign(run: Run, store: str) -> None:
+    with open_store(store) as opened:
+        campaign = opened.campaign("small")
+        assert campaign is not None
+        opened.create_campaign(replace(campaign, name="older", created_at="2001-01-01T00:00:00+00:00"))
+
+    assert run("report", "--store", store).stdout.startswith("small.html: ")
+    exported = run("export", "--format", "schedule", "--store", store)
+    assert exported.stderr.startswith("small, trial ")
+
+
+def test_without_campaigns_there_is_no_newest_one(run: Run, store: str, tmp_path: Path) -> None:
+    with open_store(tmp_path / "empty.db"):
+        pass
+    result = run("report", "--store", tmp_path / "empty.db")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "no campaigns; flywheel search makes one" in result.stderr

@@ -66,7 +66,7 @@ def test_the_change_against_the_incumbent_is_told_in_knobs(run: Run, searched: P
         document["incumbent"]["predicted_us"] / document["predicted_us"]
     )
     shown = run(*options, stdin=text).stdout
-    assert f"depth {after} (not {before})" in shown
+    assert f"from the incumbent: depth {before} -> {after}\n" in shown
     assert "x as fast" in shown
 
 

@@ -92,9 +92,9 @@ def test_the_environment_does_not_narrow_a_named_campaign(export: Run, monkeypat
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ((), "--model is missing"),
+        (("--gpu", "l4"), "--model is missing"),
         (("--model", "smollm2-135m"), "--gpu is missing"),
-        (("--campaign", "smal"), "did you mean small?"),
+        (("--campaign", "smll"), "did you mean small?"),
         (("--campaign", "small", "--measured"), "no measured trial"),
         (("--model", "smollm2-135m", "--gpu", "l4", "--context", "64"), "context 64"),
     ],

@@ -50,13 +50,14 @@ def measured(run: Run, searched: Path) -> list[TrialRecord]:
 def test_every_command_names_the_final_s_best(run: Run, measured: list[TrialRecord]) -> None:
     schedule = json.loads(run("export", "--format", "schedule", "--campaign", "gpu").stdout)
     assert (schedule["provenance"]["trial"], schedule["measured"]["median_us"]) == (BEST, 3100.0)
+    assert run("export", "--format", "schedule", "--campaign", "gpu").stderr.startswith("gpu, final of trial 1: ")
     assert (schedule["measured"]["gain_low_us"], schedule["measured"]["gain_high_us"]) == (-1.0, 1.0)
     shown = json.loads(run("campaigns", "gpu", "--json").stdout)
     assert [row["trial"] for row in shown["best"]] == [6, 5, 4, 2, 3]
     assert (shown["tied"], shown["trials"], shown["outcomes"]) == ([5], TRIALS, {"measured": TRIALS})
     (listed,) = json.loads(run("campaigns", "--json").stdout)["campaigns"]
     assert listed["best_measured_us"] == 3100.0
-    assert "with trial 5 (3,101.0 us): the difference is within the noise" in run("campaigns", "gpu").stdout
+    assert "with final of trial 0 (3,101.0 us): the difference is within the noise" in run("campaigns", "gpu").stdout
     verdict = run("evaluate", "-", "--measure", "predict", stdin=json.dumps(schedule))
     assert verdict.exit_code == 0
 

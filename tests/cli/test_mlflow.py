@@ -133,7 +133,7 @@ def test_sync_mirrors_beside_the_store_and_then_finds_nothing_missing(run: Run, 
 
 
 def test_an_unknown_campaign_is_a_usage_error_before_anything_is_written(run: Run, searched: Path) -> None:
-    result = run("mlflow", "sync", "smal", "--store", searched, "--tracking-uri", "sqlite:///m.db")
+    result = run("mlflow", "sync", "smll", "--store", searched, "--tracking-uri", "sqlite:///m.db")
     assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
     assert not Path("m.db").exists()
 

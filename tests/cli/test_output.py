@@ -164,3 +164,14 @@ def test_a_line_a_cell_and_a_complaint_have_a_bound(run: Run) -> None:
     result = run("inspect", "y" * 10**6)
     assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
     assert len(result.stderr) < MAX_COMPLAINT + 100
+
+
+def test_a_table_fits_its_terminal_as_far_as_words_can_be_cut() -> None:
+    headers, rows = ("<name", "us", "<how"), [("a-long-name-of-a-campaign", "1,234.5", "by hand"), ("b", "2.0", "x")]
+    wide = table(headers, rows)
+
+    assert table(headers, rows, room=len(wide[1])) == wide
+    narrow = table(headers, rows, room=30)
+    assert max(map(len, narrow)) <= 30
+    assert narrow[1].startswith("a-long-name") and "…" in narrow[1] and "1,234.5" in narrow[1]
+    assert table(headers, rows, room=5)[1].startswith("a-long-…  1,234.5")

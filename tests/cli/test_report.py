@@ -42,7 +42,7 @@ def test_the_report_is_made_without_the_extras(run: Run, searched: Path) -> None
 
 
 def test_an_unknown_campaign_or_place_is_a_usage_error(run: Run, searched: Path) -> None:
-    for arguments in (("smal",), ("small", "--out", "nowhere/r.html")):
+    for arguments in (("smll",), ("small", "--out", "nowhere/r.html")):
         result = run("report", *arguments, "--store", searched)
         assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
 

@@ -116,7 +116,7 @@ def test_a_campaign_gives_its_best_schedule(run: Run, traced: list[Any], store: 
     assert "not the schedule's program" not in result.stderr
     changed = run("trace", "--campaign", "small", "--store", store, "--context", 64)
     assert f"not the schedule's program {best['program_id']}" in changed.stderr
-    unknown = run("trace", "--campaign", "smal", "--store", store)
+    unknown = run("trace", "--campaign", "smll", "--store", store)
     assert (unknown.exit_code, len(unknown.stderr.splitlines())) == (2, 1)
 
 

@@ -57,3 +57,15 @@ def test_the_human_report_names_the_file_and_the_finding(run: Run, racy: Path) -
     assert "[race-read]" in result.stdout
     assert "missing.json: REJECTED" in result.stdout
     assert "No such file" in result.stdout
+
+
+def test_a_schedule_is_named_as_what_it_is(run: Run, searched: Path) -> None:
+    assert run("export", "--format", "schedule", "--store", searched, "-o", "best.json").exit_code == 0
+    document = json.loads(Path("best.json").read_text(encoding="utf-8"))
+    Path("config.json").write_text(json.dumps(document["config"]), encoding="utf-8")
+
+    result = run("validate", "best.json", "config.json")
+
+    assert result.exit_code == 3
+    assert "an exported schedule of smollm2-135m on l4, bf16, context 512, not a program; flywheel " in result.stdout
+    assert "a ScheduleConfig, not a program" in result.stdout

@@ -1,0 +1,47 @@
+"""`flywheel knobs`: what a search chooses between."""
+
+from __future__ import annotations
+
+from math import prod
+
+from flywheel.cli.files import settle_work
+from flywheel.cli.options import batch_option, command, json_option, workload_options
+from flywheel.cli.text import show, show_json, table
+
+
+@command
+@workload_options
+@batch_option
+@json_option
+def knobs(
+    model: str | None, gpu: str | None, dtype: str | None, context: int | None, batch: int | None, as_json: bool
+) -> None:
+    """List the knobs of the search for a model on a GPU: name, default, values and meaning.
+
+    The default is the value of the schedule that a search tries first; --fix NAME=VALUE of search and --set of lower
+    choose another.
+    """
+    from flywheel.search.knobs import KNOBS
+    from flywheel.search.space import make_space
+    from flywheel.search.workload import make_workload
+
+    named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch}
+    workload = make_workload(**settle_work("knobs", named, None), any_size=True)
+    space = make_space(workload)
+    first, meanings = space.known_good()[0], {knob.name: knob.meaning for knob in KNOBS}
+    if as_json:
+        listed = [
+            {"name": name, "default": first[name], "values": list(values), "meaning": meanings[name]}
+            for name, values in ((each.name, each.values) for each in space.dimensions)
+        ]
+        work = {"model": workload.model, "gpu": workload.target.name, "dtype": workload.dtype,
+                "context": workload.context, "batch": workload.batch}  # fmt: skip
+        show_json({**work, "knobs": listed})
+        return
+    rows = [(each.name, str(first[each.name]), ", ".join(map(str, each.values))) for each in space.dimensions]
+    head, *lines = table(("<knob", "<default", "<values"), rows)
+    show(head)
+    for each, line in zip(space.dimensions, lines, strict=True):
+        show(line, f"    {meanings[each.name]}")
+    sizes = [len(each.values) for each in space.dimensions]
+    show("", f"{sum(size > 1 for size in sizes)} knobs with a choice, {prod(sizes):.2g} schedules")
