@@ -3,7 +3,10 @@
     python experiments/measured_search.py --gpu h200 --works llama3.2-1b:60:5,llama3-8b:60:5 [--tsv FILE]
 
 A work is MODEL:TRIALS:SEEDS. Each search is a process of its own, cold, in a store of its own. Seconds are those of the
-whole command, "first" of them until its first measurement is over. "near" is the number of the measurement that is the
+whole command: "first" until its first measurement is over, "trials" from then to the last trial's row, "final" from
+there to the final's rows, and what is left ends it. Of these, "measure" were spent in workers that measured trials,
+"ask" in the sampler between trials, and "steer" waiting for predictions, in the sampler or while the GPU got ready.
+"short" are trials that took fewer samples, being surely slower. "near" is the number of the measurement that is the
 first within NEAR of the best of all searches of the model, or of --known where that is less.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import os
 import statistics
 import subprocess
@@ -20,21 +24,30 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 NEAR = 0.005
 MEASURED = "measured"
+FULL = 30
+"""Samples of a trial that is not cut short."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """One search: seconds of the command and until its first row, what it measured in us, trial after trial, and how
-    many trials it made."""
+    """One search: seconds of the command, and where they went, what it measured in us, trial after trial, how many
+    trials it made, and how many of them were cut short."""
 
     seed: int
     seconds: float
     first_s: float
+    trials_s: float
+    final_s: float
+    measure_s: float
+    ask_s: float
+    steer_s: float
     latencies_us: tuple[float, ...]
     trials: int
+    short: int
 
     def near(self, best_us: float) -> int | None:
         """The number of the first measurement near a latency, None where none is."""
@@ -49,7 +62,7 @@ def search(model: str, gpu: str, trials: int, seed: int, folder: Path, tsv: Path
     began, start = time.time(), time.perf_counter()
     asked = f"--model {model} --gpu {gpu} --measure cuda --cold --trials {trials} --seed {seed} --json".split()
     command = [sys.executable, "-m", "flywheel", "search", *asked]
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    document = json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
     seconds = time.perf_counter() - start
     exported = [sys.executable, "-m", "flywheel", "export", "--format", "tsv", "--output", str(table)]
     subprocess.run(exported, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -58,11 +71,32 @@ def search(model: str, gpu: str, trials: int, seed: int, folder: Path, tsv: Path
         kept = lines if not tsv.exists() else lines[1:]
         with tsv.open("a", encoding="utf-8") as file:
             file.writelines(kept)
-    rows = [row for row in csv.DictReader(lines, delimiter="\t") if row["source"] != "final"]
-    measured = [row for row in rows if row["outcome"] == MEASURED]
-    first = min(datetime.fromisoformat(row["created_at"]).timestamp() for row in measured)
-    latencies = tuple(float(row["latency_us"]) for row in measured)
-    return Search(seed, seconds, first - began, latencies, len(rows))
+    return read(seed, seconds, began, list(csv.DictReader(lines, delimiter="\t")), document)
+
+
+def read(seed: int, seconds: float, began: float, rows: list[dict[str, str]], document: dict[str, Any]) -> Search:
+    """What its rows and its last word say of a search that `began` then, in s since 1970."""
+    trials = [row for row in rows if row["source"] != "final"]
+    measured = [row for row in trials if row["outcome"] == MEASURED]
+    first, last = min(map(created, measured)), max(map(created, trials))
+    return Search(
+        seed=seed,
+        seconds=seconds,
+        first_s=first - began,
+        trials_s=last - first,
+        final_s=max(map(created, rows)) - last,
+        measure_s=sum(float(row["measure_s"] or 0.0) for row in trials),
+        ask_s=sum(float(row["ask_s"] or 0.0) for row in trials),
+        steer_s=(document["foreseen"] or {"seconds": 0.0})["seconds"],
+        latencies_us=tuple(float(row["latency_us"]) for row in measured),
+        trials=len(trials),
+        short=sum(int(row["samples"]) < FULL for row in measured),
+    )
+
+
+def created(row: dict[str, str]) -> float:
+    """When a row was made, in s since 1970."""
+    return datetime.fromisoformat(row["created_at"]).timestamp()
 
 
 def report(model: str, searches: list[Search], known_us: float | None) -> None:
@@ -70,19 +104,23 @@ def report(model: str, searches: list[Search], known_us: float | None) -> None:
     best_us = min(min(each.latencies_us) for each in searches)
     best_us = min(best_us, known_us or best_us)
     print(f"\n{model}: the best of all took {best_us:.2f} us")
-    heads = ("seed", "trials", "measured", "seconds", "first s", "trials/s", "best us", "regret", "near")
-    print("".join(f"{head:>9}" for head in heads))
+    heads = ("seed", "trials", "measured", "short", "seconds", "first s", "trials s", "final s", "measure s", "ask s",
+             "steer s", "trials/s", "best us", "regret", "near")  # fmt: skip
+    print("".join(f"{head:>10}" for head in heads))
     for each in searches:
         low, near = min(each.latencies_us), each.near(best_us)
-        cells = (str(each.seed), str(each.trials), str(len(each.latencies_us)), f"{each.seconds:.1f}",
-                 f"{each.first_s:.1f}", f"{each.trials / each.seconds:.1f}", f"{low:.2f}", f"{low / best_us - 1:.2%}",
-                 str(near or "never"))  # fmt: skip
-        print("".join(f"{cell:>9}" for cell in cells))
+        spent = (each.seconds, each.first_s, each.trials_s, each.final_s, each.measure_s, each.ask_s, each.steer_s)
+        cells = (*map(str, (each.seed, each.trials, len(each.latencies_us), each.short)),
+                 *(f"{seconds:.1f}" for seconds in spent), f"{each.trials / each.seconds:.1f}", f"{low:.2f}",
+                 f"{low / best_us - 1:.2%}", str(near or "never"))  # fmt: skip
+        print("".join(f"{cell:>10}" for cell in cells))
     rate = statistics.median(each.trials / each.seconds for each in searches)
     never = max(len(each.latencies_us) for each in searches) + 1
     near = statistics.median_high([each.near(best_us) or never for each in searches])
     said = f"more than {near - 1}" if near == never else str(near)
-    print(f"{model}: median {rate:.1f} trials/s, near the best after {said} measurements", flush=True)
+    final = statistics.median(each.final_s / each.seconds for each in searches)
+    print(f"{model}: median {rate:.1f} trials/s, near the best after {said} measurements, {final:.0%} in the final",
+          flush=True)  # fmt: skip
 
 
 def main() -> None:
