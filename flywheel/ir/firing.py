@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from heapq import heapify, heappop, heappush
 
-from flywheel.ir.records import Task
+from flywheel.ir.steps import Step
 
 Need = tuple[int, int]
 """(counter, how often it must have been signalled, at least once)"""
@@ -72,7 +72,7 @@ def _waiting(needs: Sequence[Sequence[Need]]) -> dict[int, list[tuple[int, int]]
     return waiting
 
 
-def fire(tasks: Sequence[Task], keys: Sequence[float] | None = None, serial: bool = False) -> list[int]:
+def fire(tasks: Sequence[Step], keys: Sequence[float] | None = None, serial: bool = False) -> list[int]:
     """Positions in the order in which counters let tasks fire, as `walk` chooses by `keys`; with `serial`, each SM runs
     its tasks one after the other."""
     shared = {id(task.waits): task.waits for task in tasks}
@@ -84,7 +84,7 @@ def fire(tasks: Sequence[Task], keys: Sequence[float] | None = None, serial: boo
     return walk([needs[id(task.waits)] for task in tasks], [task.out_counter for task in tasks], keys, followers)
 
 
-def stuck_in_queues(tasks: Sequence[Task]) -> list[int]:
+def stuck_in_queues(tasks: Sequence[Step]) -> list[int]:
     """Positions of the head tasks at which serial SM queues block for ever; empty where all finish.
 
     Tasks without an SM are free.
@@ -94,7 +94,7 @@ def stuck_in_queues(tasks: Sequence[Task]) -> list[int]:
     return [index for index in range(len(tasks)) if index not in fired and index not in behind]
 
 
-def _followers(tasks: Sequence[Task], gone: Set[int] = frozenset()) -> dict[int, int]:
+def _followers(tasks: Sequence[Step], gone: Set[int] = frozenset()) -> dict[int, int]:
     """Next position in the queue of the same SM, whose queue is without those that are `gone`.
 
     Tasks without an SM are in no queue.

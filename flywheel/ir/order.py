@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flywheel.ir.records import Task, Wait
+from flywheel.ir.records import Wait
+from flywheel.ir.steps import Step
 
 
 class Goal:
@@ -33,7 +34,7 @@ class HappensBefore:
 
     __slots__ = ("_chain", "_class_counters", "_counter_classes", "_goals", "_level", "_rank", "wait_class")
 
-    def __init__(self, tasks: Sequence[Task], order: Sequence[int]) -> None:
+    def __init__(self, tasks: Sequence[Step], order: Sequence[int]) -> None:
         self._class_counters: list[tuple[int, ...]] = []
         self._counter_classes: dict[int, list[int]] = {}
         self._level: dict[int, int] = {}
@@ -50,7 +51,7 @@ class HappensBefore:
         for identity, counter in signals:
             self._produce(counter, by_identity[identity], taken)
 
-    def _classes(self, tasks: Sequence[Task], identities: list[int]) -> dict[int, int]:
+    def _classes(self, tasks: Sequence[Step], identities: list[int]) -> dict[int, int]:
         """Number the distinct sets of awaited counters; wait class by identity of the waits."""
         shared: dict[int, Sequence[Wait]] = dict(zip(identities, [task.waits for task in tasks], strict=True))
         by_counters: dict[tuple[int, ...], int] = {}
@@ -103,7 +104,7 @@ class HappensBefore:
             answer = goal.known[group] = self._walk(goal, group)
         return answer
 
-    def before(self, tasks: Sequence[Task], first: int, second: int) -> bool:
+    def before(self, tasks: Sequence[Step], first: int, second: int) -> bool:
         """Whether the task at position `first` happens before the one at `second`."""
         return self.reached((tasks[first].out_counter,), self.wait_class[second])
 

@@ -1,0 +1,105 @@
+"""Findings in words: which tasks, of which tensor and which part of it, and why nothing orders them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flywheel.interop.mpk.graph import INVALID, MpkGraph, is_remote, place_of, rank_of
+from flywheel.interop.mpk.joint import Joint
+from flywheel.interop.mpk.kinds import kind_name
+from flywheel.interop.mpk.regions import grid_at
+from flywheel.ir.validate.findings import Findings
+from flywheel.ir.validate.sweep import Clash
+
+
+@dataclass(frozen=True, slots=True)
+class Clashes:
+    """What a sweep of a joint graph found, and the graphs that it is of."""
+
+    joint: Joint
+    graphs: Sequence[MpkGraph]
+    found: Sequence[Clash]
+
+
+def name_of(graph: MpkGraph, place: int) -> str:
+    """`rank 0 task 18 (REDUCE)`."""
+    return f"rank {graph.rank} task {place} ({kind_name(graph.tasks[place].kind)})"
+
+
+def tensor_at(joint: Joint, cell: int) -> str:
+    """`tensor attn_in of rank 0, rows 0..8, bytes 64..128 of 6144`."""
+    grid = grid_at(joint.grids, cell)
+    rect = grid.rect(cell)
+    where = f"tensor {grid.name[:60]} of rank {grid.rank}"
+    if rect is None:
+        return where
+    top, bottom, left, right = rect
+    if grid.pitch is None:
+        return f"{where}, bytes {left}..{right}"
+    rows = f"row {top}" if bottom == top + 1 else f"rows {top}..{bottom}"
+    return f"{where}, {rows}, bytes {left}..{right} of {grid.pitch}"
+
+
+def report_clashes(clashes: Clashes, findings: Findings) -> None:
+    """One error for each pair of types and tensor; how many pairs of tasks are like the first."""
+    joint = clashes.joint
+    groups: dict[tuple[str, ...], Clash] = {}
+    counted: Counter[tuple[str, ...]] = Counter()
+    for clash in clashes.found:
+        first, second = joint.nodes[clash.first], joint.nodes[clash.second]
+        grid = grid_at(joint.grids, clash.cell)
+        mode = f"{clash.first_writes:d}{clash.second_writes:d}{first.rank != second.rank:d}{second.turn - first.turn}"
+        key = (first.label, second.label, grid.name, mode)
+        groups.setdefault(key, clash)
+        counted[key] += 1
+    for key, clash in groups.items():
+        _report(clashes, clash, counted[key], findings)
+        if findings.full:
+            return
+
+
+def _report(clashes: Clashes, clash: Clash, count: int, findings: Findings) -> None:
+    joint = clashes.joint
+    first, second = joint.nodes[clash.first], joint.nodes[clash.second]
+    both = clash.first_writes and clash.second_writes
+    does = "writes" if clash.second_writes else "reads"
+    did = "writes" if clash.first_writes else "reads"
+    text = f"{joint.name(clash.second)}: {does} {tensor_at(joint, clash.cell)}, in no order with {joint.name(clash.first)}"
+    text += f", which {did} it, too" if both else f", which {did} it"
+    text += f": {_signals(clashes, clash.first)}; {_waits(clashes, clash.second)}"
+    if count > 1:
+        text += f"; {count - 1} more pairs are like this one"
+    findings.error("race-write" if both else "race-read", text, second.place)
+
+
+def _signals(clashes: Clashes, index: int) -> str:
+    node = clashes.joint.nodes[index]
+    graph = next(graph for graph in clashes.graphs if graph.rank == node.rank)
+    trigger = graph.tasks[node.place].trigger
+    if trigger == INVALID:
+        return f"task {node.place} signals nothing"
+    number, rank = place_of(trigger), rank_of(trigger)
+    target = next((graph for graph in clashes.graphs if graph.rank == rank), None)
+    where = f"event {number}" + (f" of rank {rank}" if is_remote(trigger) else "")
+    waiting = [
+        place
+        for place, task in enumerate(target.tasks if target else ())
+        if task.dependent != INVALID and place_of(task.dependent) == number
+    ]
+    if not waiting:
+        return f"task {node.place} signals {where}, which no task waits for"
+    more = "alone waits" if len(waiting) == 1 else f"and {len(waiting) - 1} more wait"
+    return f"task {node.place} signals {where}, for which task {waiting[0]} {more}"
+
+
+def _waits(clashes: Clashes, index: int) -> str:
+    node = clashes.joint.nodes[index]
+    graph = next(graph for graph in clashes.graphs if graph.rank == node.rank)
+    dependent = graph.tasks[node.place].dependent
+    if dependent == INVALID:
+        return f"task {node.place} waits for nothing"
+    count = graph.events[place_of(dependent)].triggers
+    who = "another GPU" if is_remote(dependent) else f"{count} task{'s' if count > 1 else ''}"
+    return f"task {node.place} waits for event {place_of(dependent)} only, which {who} signal{'' if who[0].isdigit() and count > 1 else 's'}"

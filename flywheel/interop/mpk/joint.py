@@ -1,0 +1,299 @@
+"""The graphs of all ranks as one: abstract tasks that wait for counters and signal them, and the cells they touch.
+
+Counters are the events of all ranks. Where ranks share work, two iterations are laid behind one another, so that what a
+slow rank still does in one meets what a fast rank does in the next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from flywheel.interop.mpk.graph import (
+    BEGIN_TASK,
+    END,
+    FIRST_TASK,
+    INVALID,
+    LAUNCHING,
+    MpkGraph,
+    MpkTask,
+    Tensor,
+    is_remote,
+    place_of,
+    rank_of,
+)
+from flywheel.interop.mpk.kinds import KINDS, PUTS, REDUCE, kind_name
+from flywheel.interop.mpk.regions import Grid, grid_of, plane_cell, rects_of
+from flywheel.ir.records import Wait
+from flywheel.ir.validate.sweep import Cells, Touches
+
+_MAX_EVENTS: Final = 1 << 31
+"""Counters of a rank begin this far apart, and those of the next iteration as far behind all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A task of one iteration of one rank, as the proof knows it; `place` is its position in all_tasks."""
+
+    id: int
+    label: str
+    waits: Sequence[Wait]
+    out_counter: int
+    sm: int | None
+    rank: int
+    place: int
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One access of a task: to a piece of a rank's tensor, in the part that its metadata names where it is a part."""
+
+    rank: int
+    tensor: Tensor
+    mode: str  # "r", "w" or "a", which adds
+    part: tuple[int, tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """All nodes in the order of ranks' lists, what each touches, and how the tensors are cut. `gaps` are (node, cell) of
+    reads of what no task writes, beside what some do."""
+
+    nodes: Sequence[Node]
+    touches: Sequence[Touches]
+    grids: Sequence[Grid]
+    gaps: Sequence[tuple[int, int]]
+
+    def name(self, index: int) -> str:
+        """A node in messages."""
+        node = self.nodes[index]
+        later = " of the next iteration" if node.turn else ""
+        return f"rank {node.rank} task {node.place} ({node.label}){later}"
+
+
+def launched_by(graph: MpkGraph) -> dict[int, list[int]]:
+    """The events that put each task into a queue, by the task's position."""
+    found: dict[int, list[int]] = {place: [] for place in range(FIRST_TASK, len(graph.tasks))}
+    for number, event in enumerate(graph.events):
+        if event.kind in LAUNCHING:
+            for place in range(max(event.first, FIRST_TASK), min(event.last, len(graph.tasks))):
+                found[place].append(number)
+    return found
+
+
+def producers(graphs: Sequence[MpkGraph]) -> Counter[tuple[int, int]]:
+    """How many tasks signal each event, by rank and position, in one iteration."""
+    return Counter(
+        [
+            (rank_of(task.trigger), place_of(task.trigger))
+            for graph in graphs
+            for task in graph.tasks
+            if task.trigger != INVALID and (not is_remote(task.trigger) or task.kind in PUTS)
+        ]
+    )
+
+
+def counter_of(rank: int, place: int, turn: int = 0) -> int:
+    """The number of an event's counter in iteration `turn`."""
+    return ((turn << 16) + rank) * _MAX_EVENTS + place
+
+
+def join(graphs: Sequence[MpkGraph], workers: int | None, turns: int, aliases: Mapping[str, str]) -> Joint:
+    """The joint program of `turns` iterations. Without `workers`, each rank's tasks stand in one queue.
+
+    The graphs must have passed the checks of events and launches.
+    """
+    grids, touches = _cut(graphs, aliases)
+    nodes: list[Node] = []
+    touched: list[Touches] = []
+    for turn in range(turns):
+        for graph in graphs:
+            nodes += _nodes(graph, workers or 1, turn)
+        touched += [touch for graph in graphs for touch in touches[graph.rank]]
+    count = len(nodes) // turns
+    return Joint(nodes, touched, grids, _gaps(touched[:count], grids))
+
+
+def _gaps(touches: Sequence[Touches], grids: Sequence[Grid]) -> list[tuple[int, int]]:
+    """Where tasks write some of what is read together, in any of its parts, and not the rest."""
+    written = {part for touch in touches for part in (*touch.writes, *touch.adds)}
+    cells = {plane_cell(grids, cell) for part in written for cell in part}
+    known: set[Cells] = set()
+    found = []
+    for index, touch in enumerate(touches):
+        for part in touch.reads:
+            if part in known:
+                continue
+            known.add(part)
+            missing = [cell for cell in part if plane_cell(grids, cell) not in cells]
+            if 0 < len(missing) < len(part):
+                found.append((index, missing[0]))
+    return found
+
+
+def _nodes(graph: MpkGraph, workers: int, turn: int) -> list[Node]:
+    end = next(number for number, event in enumerate(graph.events) if event.kind == END)
+    begin = place_of(graph.tasks[BEGIN_TASK].trigger)
+    launches = launched_by(graph)
+    waits: dict[tuple[int, ...], tuple[Wait, ...]] = {}
+    nodes = []
+    own = len(graph.events)
+    for place in range(FIRST_TASK, len(graph.tasks)):
+        task = graph.tasks[place]
+        later = [number for number in launches[place] if number != begin]
+        key = tuple(sorted({*later, *([place_of(task.dependent)] if task.dependent != INVALID else [])}))
+        if key not in waits:
+            wanted = [Wait(counter_of(graph.rank, number, turn), graph.events[number].triggers) for number in key]
+            wanted = [wait for wait in wanted if wait.threshold]
+            if turn:
+                wanted.append(Wait(counter_of(graph.rank, end, turn - 1), graph.events[end].triggers))
+            waits[key] = tuple(wanted)
+        if task.trigger == INVALID or (is_remote(task.trigger) and task.kind not in PUTS):
+            signal, own = counter_of(graph.rank, own, turn), own + 1
+        else:
+            signal = counter_of(rank_of(task.trigger), place_of(task.trigger), turn)
+        queue = None if later else graph.rank * workers + (place - FIRST_TASK) % workers
+        nodes.append(Node(place, kind_name(task.kind), waits[key], signal, queue, graph.rank, place, turn))
+    return nodes
+
+
+def n_ranks(graphs: Sequence[MpkGraph]) -> int:
+    """How many ranks the program has, as far as the files say: by the ranks that they put to, and the slots of the
+    buffers that they reduce."""
+    seen = {graph.rank for graph in graphs}
+    slots = 0
+    for graph in graphs:
+        for task in graph.tasks:
+            if task.kind in PUTS and task.trigger != INVALID:
+                seen.add(rank_of(task.trigger))
+            elif task.kind == REDUCE and len(task.inputs) == 2 and len(task.inputs[1].dims) == 3:
+                slots = max(slots, task.inputs[1].dims[0])
+    return max(slots, max(seen) + 1)
+
+
+def mirrored(graph: MpkGraph, rank: int, ranks: int) -> MpkGraph:
+    """The graph as MPK emits it for another rank: it differs in its events' rank, and in whom it puts to and where."""
+    peers = [number for number in range(ranks) if number != graph.rank]
+    others = [number for number in range(ranks) if number != rank]
+
+    def event(number: int, puts: bool) -> int:
+        if number == INVALID:
+            return number
+        target = rank_of(number)
+        there = others[peers.index(target)] if puts and target in peers else rank
+        return number & ~(0xFFFF << 32) | there << 32
+
+    def put(tensor: Tensor) -> Tensor:
+        if len(tensor.dims) != 3:
+            return tensor
+        return replace(tensor, offset=tensor.offset + (rank - graph.rank) * tensor.strides[0] * tensor.item_bytes)
+
+    tasks = tuple(
+        [
+            replace(
+                task,
+                trigger=event(task.trigger, task.kind in PUTS),
+                dependent=event(task.dependent, False),
+                outputs=tuple([put(tensor) for tensor in task.outputs]) if task.kind in PUTS else task.outputs,
+            )
+            for task in graph.tasks
+        ]
+    )
+    return replace(graph, rank=rank, tasks=tasks)
+
+
+def uses_of(graph: MpkGraph, task: MpkTask, ranks: frozenset[int]) -> list[Use]:
+    """What a task touches. One of an unknown type may write all that it lists; what a task writes it may read, too."""
+    kind, rank = KINDS.get(task.kind), graph.rank
+    if kind is None:
+        return [Use(rank, tensor, "w") for tensor in (*task.inputs, *task.outputs)]
+    part = (task.kind, task.metadata[:4]) if kind.carves and task.metadata else None
+    found = []
+    for place, tensor in enumerate(task.inputs):
+        if task.kind == REDUCE and place == 1 and len(tensor.dims) == 3:
+            found += [Use(rank, slot, "r") for number, slot in enumerate(_slots(tensor)) if number != rank]
+        elif place not in kind.hidden:
+            found.append(Use(rank, tensor, "r"))
+    found += [Use(rank, task.inputs[place], "w", part) for place in kind.hidden if place < len(task.inputs)]
+    if task.kind in PUTS:
+        target = rank_of(task.trigger)
+        slots = [_slots(tensor)[0] if len(tensor.dims) == 3 and tensor.dims[0] else tensor for tensor in task.outputs]
+        found += [Use(target, tensor, "w") for tensor in slots if target in ranks]
+    else:
+        found += [Use(rank, tensor, "a" if kind.adds else "w", part) for tensor in task.outputs]
+    return [use for use in found if use.tensor.name != "nullptr"]
+
+
+def _slots(tensor: Tensor) -> list[Tensor]:
+    """The slot of each rank in a buffer of an all-reduce, or of the rank that an operand begins at, and those behind."""
+    step = tensor.strides[0] * tensor.item_bytes
+    return [
+        replace(tensor, offset=tensor.offset + step * number, dims=(1, *tensor.dims[1:]))
+        for number in range(min(tensor.dims[0], 1 << 10))
+    ]
+
+
+_Whose = tuple[int, str]
+"""A tensor: its rank and its name."""
+_Part = tuple[int, tuple[int, ...]]
+
+
+def _cut(graphs: Sequence[MpkGraph], aliases: Mapping[str, str]) -> tuple[list[Grid], dict[int, list[Touches]]]:
+    ranks = frozenset(graph.rank for graph in graphs)
+    uses = {graph.rank: [uses_of(graph, task, ranks) for task in graph.tasks[FIRST_TASK:]] for graph in graphs}
+    parts: dict[_Whose, set[_Part]] = {}
+    for listed in uses.values():
+        for found in listed:
+            for use in found:
+                if use.mode != "r":
+                    key = use.rank, aliases.get(use.tensor.name, use.tensor.name)
+                    parts.setdefault(key, set()).add(use.part or (-1, ()))
+    pieces: dict[_Whose, dict[int, tuple[Tensor, int]]] = {key: {} for key in parts}  # by identity: files share tensors
+    for listed in uses.values():
+        for found in listed:
+            for use in found:
+                counted = pieces.get((use.rank, aliases.get(use.tensor.name, use.tensor.name)))
+                if counted is not None:
+                    counted[id(use.tensor)] = (use.tensor, counted.get(id(use.tensor), (None, 0))[1] + 1)
+    cutter, base = _Cutter(aliases, {}, {}, {}, {}), 0
+    for key in sorted(parts):
+        kinds = {kind for kind, _ in parts[key]}
+        layers = sorted(parts[key]) if len(kinds) == 1 and -1 not in kinds else []
+        cutter.layers[key] = {part: place for place, part in enumerate(layers)}
+        grid = cutter.grids[key] = grid_of(key, base, list(pieces[key].values()), max(1, len(layers)))
+        base += grid.size
+    touches = {rank: [cutter.touches(found) for found in listed] for rank, listed in uses.items()}
+    return list(cutter.grids.values()), touches
+
+
+@dataclass(frozen=True, slots=True)
+class _Cutter:
+    aliases: Mapping[str, str]
+    grids: dict[_Whose, Grid]
+    layers: dict[_Whose, dict[_Part, int]]
+    known: dict[tuple[int, int, _Part | None], Cells]
+    shared: dict[Cells, Cells]
+
+    def touches(self, found: Sequence[Use]) -> Touches:
+        by: dict[str, list[Cells]] = {"r": [], "w": [], "a": []}
+        for use in found:
+            key = use.rank, id(use.tensor), use.part
+            cells = self.known.get(key)
+            if cells is None:
+                cells = self._cells(use)
+                cells = self.known[key] = self.shared.setdefault(cells, cells)
+            if cells:
+                by[use.mode].append(cells)
+        return Touches(by["r"], by["w"], by["a"])
+
+    def _cells(self, use: Use) -> Cells:
+        key = use.rank, self.aliases.get(use.tensor.name, use.tensor.name)
+        grid = self.grids.get(key)
+        if grid is None:
+            return ()
+        place = None if use.part is None else self.layers[key].get(use.part)
+        layers = range(grid.layers) if place is None else range(place, place + 1)
+        return grid.cells(rects_of(use.tensor, grid.pitch), layers)

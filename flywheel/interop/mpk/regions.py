@@ -1,0 +1,169 @@
+"""Strided pieces of tensors as cells: a tensor is cut where any access to it begins or ends, by rows and by columns.
+
+A tensor whose cuts would make too many cells, or whose accesses agree on no width of a row, counts whole: that can make
+an error of what is none, never the other way round.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from flywheel.interop.mpk.graph import Tensor
+from flywheel.ir.validate.sweep import Cells
+
+MAX_TOUCHED: Final = 2_000_000
+"""Most cells that all accesses to a tensor may touch, each counted as often as it is touched."""
+MAX_RUNS: Final = 1024
+"""Most rows that are looked at one by one."""
+
+Rect = tuple[int, int, int, int]
+"""First and last row, first and last byte of a row; ends are excluded."""
+_Run = tuple[int, int, int, int]
+"""First byte, bytes of a row, bytes from row to row, rows."""
+
+
+def runs_of(tensor: Tensor) -> list[_Run]:
+    """The rows of bytes that a piece covers; all from its first byte to its last where they are of no simple form."""
+    if 0 in tensor.dims:
+        return []
+    axes = sorted((step * tensor.item_bytes, size) for size, step in zip(tensor.dims, tensor.strides, strict=True) if size > 1)
+    width = tensor.item_bytes
+    while axes and axes[0][0] == width:
+        width *= axes.pop(0)[1]
+    rest: list[tuple[int, int]] = []
+    for pitch, size in axes:
+        if rest and pitch == rest[-1][0] * rest[-1][1]:
+            rest[-1] = (rest[-1][0], rest[-1][1] * size)
+        else:
+            rest.append((pitch, size))
+    start = tensor.offset
+    if not rest:
+        return [(start, width, width, 1)]
+    reach = width + sum(pitch * (size - 1) for pitch, size in rest)
+    pitch, count = rest[0]
+    outer = 1
+    for _, size in rest[1:]:
+        outer *= size
+    if pitch < width or outer > MAX_RUNS:
+        return [(start, reach, reach, 1)]
+    starts = [start]
+    for step, size in rest[1:]:
+        starts = [first + step * place for first in starts for place in range(size)]
+    return [(first, width, pitch, count) for first in starts]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How a tensor of a rank is cut. Its cells have the numbers `base` and on, `layers` times all of them."""
+
+    rank: int
+    name: str
+    base: int
+    pitch: int | None
+    rows: Sequence[int]
+    columns: Sequence[int]
+    layers: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of cells."""
+        return self.plane * self.layers
+
+    @property
+    def plane(self) -> int:
+        """Number of cells of one layer."""
+        return (len(self.rows) - 1) * (len(self.columns) - 1) if self.columns else 1
+
+    def cells(self, rects: Iterable[Rect], layers: Iterable[int]) -> Cells:
+        """The cells of pieces, in the given layers; the only cell where nothing is cut."""
+        if not self.columns:
+            return (self.base,)
+        width = len(self.columns) - 1
+        plane = sorted(
+            {
+                row * width + column
+                for top, bottom, left, right in rects
+                for row in range(bisect_left(self.rows, top), bisect_left(self.rows, bottom))
+                for column in range(bisect_left(self.columns, left), bisect_left(self.columns, right))
+            }
+        )
+        return tuple([self.base + layer * self.plane + cell for layer in layers for cell in plane])
+
+    def rect(self, cell: int) -> Rect | None:
+        """Where a cell lies; None where nothing is cut."""
+        if not self.columns:
+            return None
+        row, column = divmod((cell - self.base) % self.plane, len(self.columns) - 1)
+        return self.rows[row], self.rows[row + 1], self.columns[column], self.columns[column + 1]
+
+
+def rects_of(tensor: Tensor, pitch: int | None) -> list[Rect]:
+    """A piece as rectangles in a tensor with rows of `pitch` bytes, one row where that is None."""
+    found: list[Rect] = []
+    for start, width, step, count in runs_of(tensor):
+        if pitch is not None and step == pitch and count > 1 and start % pitch + width <= pitch:
+            row = start // pitch
+            found.append((row, row + count, start % pitch, start % pitch + width))
+        elif count > MAX_RUNS:
+            found += _lines(start, start + step * (count - 1) + width, pitch)
+        else:
+            for place in range(count):
+                found += _lines(start + step * place, start + step * place + width, pitch)
+    return found
+
+
+def _lines(start: int, end: int, pitch: int | None) -> list[Rect]:
+    """The bytes `start`..`end` as at most three rectangles."""
+    if pitch is None:
+        return [(0, 1, start, end)]
+    first, last = start // pitch, (end - 1) // pitch
+    if first == last:
+        return [(first, first + 1, start - first * pitch, end - first * pitch)]
+    found = []
+    if start % pitch:
+        found.append((first, first + 1, start % pitch, pitch))
+        first += 1
+    if end % pitch:
+        found.append((last, last + 1, 0, end % pitch))
+        last -= 1
+    if first <= last:
+        found.append((first, last + 1, 0, pitch))
+    return found
+
+
+def grid_of(whose: tuple[int, str], base: int, uses: Sequence[tuple[Tensor, int]], layers: int) -> Grid:
+    """How a tensor, named by rank and name, is cut of which pieces are used, each so many times."""
+    pitches = {step for tensor, _ in uses for _, _, step, count in runs_of(tensor) if count > 1}
+    pitch = min(pitches, default=None)
+    rows: set[int] = set()
+    columns: set[int] = set()
+    shapes = [(rects_of(tensor, pitch), times) for tensor, times in uses]
+    for rects, _ in shapes:
+        for top, bottom, left, right in rects:
+            rows.update((top, bottom))
+            columns.update((left, right))
+    grid = Grid(*whose, base, pitch, sorted(rows), sorted(columns), layers)
+    touched = sum(_touched(grid, rects) * times for rects, times in shapes) * layers
+    return grid if rows and touched <= MAX_TOUCHED else Grid(*whose, base, None, (), ())
+
+
+def _touched(grid: Grid, rects: Sequence[Rect]) -> int:
+    return sum(
+        (bisect_left(grid.rows, bottom) - bisect_left(grid.rows, top))
+        * (bisect_left(grid.columns, right) - bisect_left(grid.columns, left))
+        for top, bottom, left, right in rects
+    )
+
+
+def grid_at(grids: Sequence[Grid], cell: int) -> Grid:
+    """The grid, of those in the order of their bases, that a cell belongs to."""
+    return grids[bisect_right(grids, cell, key=lambda grid: grid.base) - 1]
+
+
+def plane_cell(grids: Sequence[Grid], cell: int) -> int:
+    """The cell at the same place in the first layer of its grid."""
+    grid = grid_at(grids, cell)
+    return cell if grid.layers == 1 else grid.base + (cell - grid.base) % grid.plane

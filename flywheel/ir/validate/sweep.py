@@ -1,0 +1,143 @@
+"""Races on cells: pieces of memory that every access takes as a whole or not at all, whatever the tensors are.
+
+Walked in a topological order, the writes of a cell must form a chain, and each read must come after the write before it
+and before the write behind it. That is all that there is to check: order is transitive, and of two neighbours the one
+that comes first in a topological order cannot be the later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from flywheel.ir.order import HappensBefore
+from flywheel.ir.steps import Step
+
+Cells = tuple[int, ...]
+"""Numbers of cells; accesses to the same memory share one tuple."""
+
+
+@dataclass(frozen=True, slots=True)
+class Touches:
+    """What a step reads, writes, and adds to. Additions to a cell commute with one another, and with nothing else."""
+
+    reads: Sequence[Cells] = ()
+    writes: Sequence[Cells] = ()
+    adds: Sequence[Cells] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Clash:
+    """Two steps, by position, that touch a cell in no order; `second` stands behind in the topological order."""
+
+    first: int
+    second: int
+    cell: int
+    first_writes: bool
+    second_writes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What a sweep found. `late` are (step, cell) of reads that no write precedes, though others write the cell."""
+
+    clashes: list[Clash]
+    late: list[tuple[int, int]]
+
+
+NO_TOUCHES: Final = Touches()
+
+_By = dict[int, list[int]]
+"""Positions of steps by the counter that they signal: those who share one stand in one order with any other step."""
+
+
+def sweep(steps: Sequence[Step], order: Sequence[int], before: HappensBefore, touches: Sequence[Touches]) -> Swept:
+    """All neighbours in `order`, which is topological, that touch a cell in no order, at least one of them writing."""
+    state = _State(steps, before, touches)
+    for index in order:
+        touch = touches[index]
+        for part in touch.reads:
+            state.read(index, part)
+        for part in touch.writes:
+            state.write(index, part, adds=False)
+        for part in touch.adds:
+            state.write(index, part, adds=True)
+        state.note(index, touch)
+    return state.swept
+
+
+class _State:
+    """Who has touched each cell since its last write."""
+
+    __slots__ = ("_adding", "_base", "_before", "_live", "_readers", "_steps", "_writers", "swept")
+
+    def __init__(self, steps: Sequence[Step], before: HappensBefore, touches: Sequence[Touches]) -> None:
+        written = {cell for touch in touches for part in (*touch.writes, *touch.adds) for cell in part}
+        self._steps, self._before = steps, before
+        self._writers: dict[int, _By] = {cell: {} for cell in written}
+        self._readers: dict[int, _By] = {cell: {} for cell in written}
+        self._base: dict[int, _By] = {}  # writers before the additions
+        self._adding: set[int] = set()
+        self._live: dict[int, Cells] = {}  # by identity of a part: the cells of it that are written
+        self.swept = Swept([], [])
+
+    def _written(self, part: Cells) -> Cells:
+        live = self._live.get(id(part))
+        if live is None:
+            live = self._live[id(part)] = tuple([cell for cell in part if cell in self._writers])
+        return live
+
+    def read(self, index: int, part: Cells) -> None:
+        """Check a read of `part` against the writes before it."""
+        live, writers = self._written(part), self._writers
+        held = [writers[cell] for cell in live]
+        if not all(held):
+            self.swept.late.append((index, next(cell for cell in live if not writers[cell])))
+        if not self._after(held, index):
+            self._blame(index, [(cell, writers[cell]) for cell in live], (True, False))
+
+    def write(self, index: int, part: Cells, adds: bool) -> None:
+        """Check a write of `part` against the writes before it and the reads since."""
+        for held, writes in ((self._readers, False), (self._writers, True)):
+            pairs = [(cell, self._rivals(cell, held, adds and writes)) for cell in part]
+            if not self._after([by for _, by in pairs], index):
+                self._blame(index, pairs, (writes, True))
+
+    def _rivals(self, cell: int, held: Mapping[int, _By], adds: bool) -> _By:
+        return self._base[cell] if adds and cell in self._adding else held[cell]
+
+    def _after(self, held: Sequence[_By], index: int) -> bool:
+        signals: set[int] = set().union(*held)
+        if not signals:
+            return True
+        return self._before.reached(tuple(sorted(signals)), self._before.wait_class[index])
+
+    def _blame(self, index: int, pairs: Sequence[tuple[int, _By]], writes: tuple[bool, bool]) -> None:
+        blamed = set()
+        group = self._before.wait_class[index]
+        for cell, by in pairs:
+            for counter, others in by.items():
+                if not self._before.reached((counter,), group):
+                    fresh = [other for other in others if other != index and other not in blamed]
+                    blamed.update(fresh)
+                    self.swept.clashes.extend(Clash(other, index, cell, *writes) for other in fresh)
+
+    def note(self, index: int, touch: Touches) -> None:
+        """Remember what a step has touched, after its checks: it does not clash with itself."""
+        counter = self._steps[index].out_counter
+        for part in touch.reads:
+            for cell in self._live[id(part)]:
+                self._readers[cell].setdefault(counter, []).append(index)
+        for part in touch.adds:
+            for cell in part:
+                if cell not in self._adding:
+                    self._adding.add(cell)
+                    self._base[cell], self._writers[cell] = self._writers[cell], {}
+                    self._readers[cell] = {}
+                self._writers[cell].setdefault(counter, []).append(index)
+        for part in touch.writes:
+            for cell in part:
+                self._adding.discard(cell)
+                self._writers[cell] = {counter: [index]}
+                self._readers[cell] = {}
