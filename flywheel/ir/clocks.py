@@ -20,7 +20,9 @@ class QueueClocks:
     __slots__ = ("_clocks", "_place", "_queue")
 
     def __init__(self, steps: Sequence[Step], order: Sequence[int]) -> None:
-        queues = {queue: place for place, queue in enumerate(sorted({step.sm for step in steps if step.sm is not None}))}
+        queues = {
+            queue: place for place, queue in enumerate(sorted({step.sm for step in steps if step.sm is not None}))
+        }
         self._queue = [queues.get(-1 if step.sm is None else step.sm, -1) for step in steps]
         self._place = [0] * len(steps)
         self._clocks: list[Sequence[int]] = [()] * len(steps)

@@ -1,1 +1,1 @@
-"""Task graphs of Mirage's persistent kernel (MPK): read, proved, costed, re-ordered and written back. See docs/mpk.md."""
+"""Task graphs of Mirage's persistent kernel (MPK): read, proved, costed and written back. Source: docs/mpk.md."""

@@ -45,8 +45,8 @@ def tensor_at(joint: Joint, cell: int) -> str:
 def report_clashes(clashes: Clashes, findings: Findings) -> None:
     """One error for each pair of types and tensor; how many pairs of tasks are like the first."""
     joint = clashes.joint
-    groups: dict[tuple[str, ...], Clash] = {}
-    counted: Counter[tuple[str, ...]] = Counter()
+    groups: dict[tuple[str, str, str, str], Clash] = {}
+    counted: Counter[tuple[str, str, str, str]] = Counter()
     for clash in clashes.found:
         first, second = joint.nodes[clash.first], joint.nodes[clash.second]
         grid = grid_at(joint.grids, clash.cell)
@@ -62,11 +62,13 @@ def report_clashes(clashes: Clashes, findings: Findings) -> None:
 
 def _report(clashes: Clashes, clash: Clash, count: int, findings: Findings) -> None:
     joint = clashes.joint
-    first, second = joint.nodes[clash.first], joint.nodes[clash.second]
+    second = joint.nodes[clash.second]
     both = clash.first_writes and clash.second_writes
     does = "writes" if clash.second_writes else "reads"
     did = "writes" if clash.first_writes else "reads"
-    text = f"{joint.name(clash.second)}: {does} {tensor_at(joint, clash.cell)}, in no order with {joint.name(clash.first)}"
+    text = (
+        f"{joint.name(clash.second)}: {does} {tensor_at(joint, clash.cell)}, in no order with {joint.name(clash.first)}"
+    )
     text += f", which {did} it, too" if both else f", which {did} it"
     text += f": {_signals(clashes, clash.first)}; {_waits(clashes, clash.second)}"
     if count > 1:
@@ -101,5 +103,5 @@ def _waits(clashes: Clashes, index: int) -> str:
     if dependent == INVALID:
         return f"task {node.place} waits for nothing"
     count = graph.events[place_of(dependent)].triggers
-    who = "another GPU" if is_remote(dependent) else f"{count} task{'s' if count > 1 else ''}"
-    return f"task {node.place} waits for event {place_of(dependent)} only, which {who} signal{'' if who[0].isdigit() and count > 1 else 's'}"
+    who = "another GPU signals" if is_remote(dependent) else "1 task signals" if count == 1 else f"{count} tasks signal"
+    return f"task {node.place} waits for event {place_of(dependent)} only, which {who}"

@@ -63,7 +63,8 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class MpkTask:
-    """One task. `metadata` is request_id, kv_idx, merge_task_offset, expert_offset and task_offset, () in files of 2025."""
+    """One task. `metadata` is request_id, kv_idx, merge_task_offset, expert_offset and task_offset; in files of 2025
+    it is empty."""
 
     kind: int
     variant: int

@@ -59,8 +59,8 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """All nodes in the order of ranks' lists, what each touches, and how the tensors are cut. `gaps` are (node, cell) of
-    reads of what no task writes, beside what some do."""
+    """All nodes in the order of ranks' lists, what each touches, and how the tensors are cut. `gaps` are (node,
+    cell) of reads of what no task writes, beside what some do."""
 
     nodes: Sequence[Node]
     touches: Sequence[Touches]
@@ -228,7 +228,7 @@ def uses_of(graph: MpkGraph, task: MpkTask, ranks: frozenset[int]) -> list[Use]:
 
 
 def _slots(tensor: Tensor) -> list[Tensor]:
-    """The slot of each rank in a buffer of an all-reduce, or of the rank that an operand begins at, and those behind."""
+    """The slots of ranks in a buffer of an all-reduce, from the one that an operand begins at."""
     step = tensor.strides[0] * tensor.item_bytes
     return [
         replace(tensor, offset=tensor.offset + step * number, dims=(1, *tensor.dims[1:]))

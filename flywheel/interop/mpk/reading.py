@@ -108,7 +108,7 @@ def write_graph(document: Mapping[str, Any], layout: Layout) -> bytes:
     MPK or `json` wrote."""
     separators = (",", ":") if layout.indent is None else (",", ": ")
     text = json.dumps(document, indent=layout.indent, separators=separators, ensure_ascii=False)
-    return (text + layout.tail).encode("utf-8")
+    return (text + layout.tail).encode("utf-8", "backslashreplace")
 
 
 def _rank(tasks: tuple[MpkTask, ...]) -> int:

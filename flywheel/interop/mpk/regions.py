@@ -29,7 +29,9 @@ def runs_of(tensor: Tensor) -> list[_Run]:
     """The rows of bytes that a piece covers; all from its first byte to its last where they are of no simple form."""
     if 0 in tensor.dims:
         return []
-    axes = sorted((step * tensor.item_bytes, size) for size, step in zip(tensor.dims, tensor.strides, strict=True) if size > 1)
+    axes = sorted(
+        (step * tensor.item_bytes, size) for size, step in zip(tensor.dims, tensor.strides, strict=True) if size > 1
+    )
     width = tensor.item_bytes
     while axes and axes[0][0] == width:
         width *= axes.pop(0)[1]
