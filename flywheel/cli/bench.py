@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.core import ParameterSource
 
+from flywheel.cli.chosen import Chosen, from_file, known
 from flywheel.cli.decoding import check_device, integers, open_model
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_config
@@ -33,7 +34,6 @@ from flywheel.errors import (
     FlywheelError,
     GpuMemoryError,
     InvalidProgramError,
-    UnknownNameError,
     UsageError,
 )
 from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig
@@ -83,15 +83,6 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """A schedule for one workload; `origin` says where it is from, JSON-ready."""
-
-    workload: Workload
-    config: ScheduleConfig
-    origin: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Lowered:
     """A chosen schedule as a program of its workload."""
 
@@ -123,7 +114,7 @@ class Refused:
 @click.option("--gpu", cls=SharedOption, metavar="NAME", help="GPU to lower for.  [default: the one here]")
 @click.option("--config", "config_file", metavar="FILE|-",
               help="Exported schedule, or ScheduleConfig, lowered for every context and batch.  "
-                   "[default: the store's best of each]")
+                   "[default: the store's best of each, else the one that comes with flywheel]")
 @click.option("--campaign", metavar="NAME", help="The best of this campaign of the store.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, metavar="N",
               help=f"Rounds of {SAMPLES} samples each; one loads the schedule anew.")
@@ -163,11 +154,10 @@ def bench(
     given = None if config_file is None else load_config(config_file)
     work = _settle(given, model, gpu, dtype, contexts, batches)
     if given is not None:
-        chosen = [_from_file(workload, given, str(config_file)) for workload in work.workloads()]
-    elif ctx.get_parameter_source("store") is ParameterSource.DEFAULT and not Path(store).exists():
-        raise _nothing_known(work.workloads()[0], store)
+        chosen = [from_file(workload, given, str(config_file)) for workload in work.workloads()]
     else:
-        chosen = _from_store(work, store, campaign)
+        missing = ctx.get_parameter_source("store") is ParameterSource.DEFAULT and not Path(store).exists()
+        chosen = known(work.workloads(), None if missing and campaign is None else store, campaign)
     document, comparisons = _compete(work, chosen, against, Plan(rounds, SAMPLES), seed)
     document["command"] = spoken(ctx)
     if output is not None:
@@ -231,49 +221,6 @@ def _target(gpu: str | None) -> GpuTarget:
         return find_target(gpu)
     here = open_gpu()
     return target_here(Device(here.name, here.num_sms, here.total_bytes))
-
-
-def _from_file(workload: Workload, given: Schedule | ScheduleConfig, path: str) -> Chosen:
-    config = given.config if isinstance(given, Schedule) else given
-    origin: dict[str, Any] = {"file": path, "config_id": config.config_id}
-    if isinstance(given, Schedule):
-        origin["found_for"] = {name: getattr(given, name) for name in ("model", "gpu", "dtype", "context", "batch")}
-    return Chosen(workload, config, origin)
-
-
-def _from_store(work: Work, url: str, campaign: str | None) -> list[Chosen]:
-    """The best measured row of each workload. Raises UnknownNameError, with the search that finds one, without any."""
-    from flywheel.cli.provenance import find_campaign, row_title
-    from flywheel.ir import config_from_dict
-    from flywheel.search.known import best_of_work
-    from flywheel.store.sql import open_store
-
-    chosen = []
-    with open_store(url, create=False) as store:
-        if campaign is not None:
-            campaign = find_campaign(store, campaign).name
-        for workload in work.workloads():
-            row = best_of_work(store, workload, measured=True, campaign=campaign)
-            if row is None:
-                raise _nothing_known(workload, store.name, campaign)
-            known = ("campaign", "trial", "config_id", "latency_us", "program_id", "imported_from", "created_at")
-            origin = {"title": row_title(store, row), **{name: getattr(row, name) for name in known}}
-            chosen.append(Chosen(workload, config_from_dict(json.loads(row.config)), origin))
-    return chosen
-
-
-def _nothing_known(workload: Workload, store: str, campaign: str | None = None) -> UnknownNameError:
-    model, gpu, dtype, context, batch = (
-        workload.model, workload.target.name, workload.dtype, workload.context, workload.batch,
-    )  # fmt: skip
-    search = ["flywheel", "search", "--model", model, "--gpu", gpu, "--dtype", dtype, "--context", str(context)]
-    search += [*(["--batch", str(batch)] if batch > 1 else []), "--measure", "cuda"]
-    where = f"store {store}" + ("" if campaign is None else f", campaign {campaign!r}")
-    batched = f", batch {batch}" if batch > 1 else ""
-    return UnknownNameError(
-        f"{where}: no measured schedule of {model} on {gpu}, {dtype}, context {context}{batched}; "
-        f"find one with: {shlex.join(search)}, or give another's with --config"
-    )
 
 
 def _lower(chosen: Sequence[Chosen]) -> tuple[list[Lowered], list[Refused]]:

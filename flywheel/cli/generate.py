@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     "--schedule",
     "schedule_file",
     metavar="FILE|-",
-    help="Exported schedule, or ScheduleConfig, as JSON.  [default: what search tries first]",
+    help="Exported schedule, or ScheduleConfig, as JSON.  [default: the one that comes with flywheel for this work, "
+    "else what search tries first]",
 )
 @click.option("--verify", is_flag=True, help="Compare every token with the eager oracle.")
 @json_option

@@ -8,9 +8,10 @@ from datetime import UTC, datetime
 
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import StoreError, UsageError
+from flywheel.search.shipped import shipped_starts
 from flywheel.search.space import Space
 from flywheel.search.spec import CampaignSpec, constants_of, to_campaign
-from flywheel.search.warm import choose_starts, described
+from flywheel.search.warm import NEIGHBOURS, choose_starts, described
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store
 
@@ -39,6 +40,8 @@ def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool,
         _check_same(newest, spec, space, predictor)
         return newest.name
     starts = choose_starts(store, space, spec.measure, predictor) if spec.seeds and spec.warm else []
+    if spec.seeds and spec.warm and spec.measure == "cuda":
+        starts += shipped_starts(space, NEIGHBOURS - len(starts), [start.config.config_id for start in starts])
     known = {"decoder": asdict(space.workload.spec), "predictor": predictor, **described(starts)}
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     campaign = to_campaign(spec, name, created_at=now, **known)

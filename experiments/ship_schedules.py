@@ -1,0 +1,67 @@
+"""Writes flywheel/schedules: of each piece of work in results/gpu/results*.tsv, the schedule of its fastest final.
+
+    python experiments/ship_schedules.py
+
+A table without a column batch says how many sequences a campaign is of by the campaign's name: `...b8` is of eight.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from flywheel.cli.provenance import lower_command
+from flywheel.measure.record import TrialRecord
+from flywheel.store.schedule import dump_schedule, schedule_document
+from flywheel.store.shipped import SHIPPED
+from flywheel.store.tsv import from_tsv
+
+ROOT = Path(__file__).resolve().parents[1]
+Found = tuple[TrialRecord, str]
+
+
+def main() -> None:
+    """Write one file a piece of work, and drop those of works that no table has."""
+    best: dict[str, Found] = {}
+    for table in sorted((ROOT / "results" / "gpu").glob("results*.tsv")):
+        for record in finals(table):
+            name = f"{record.model}-{record.gpu}-{record.dtype}-c{record.context}-b{record.batch}.json"
+            if name not in best or latency(record) < latency(best[name][0]):
+                best[name] = (record, table.relative_to(ROOT).as_posix())
+    for old in SHIPPED.glob("*.json"):
+        if old.name not in best:
+            old.unlink()
+    for name, (record, origin) in sorted(best.items()):
+        document = schedule_document(record, command=lower_command(record))
+        document["provenance"]["table"] = origin
+        (SHIPPED / name).write_text(dump_schedule(document), encoding="utf-8")
+        print(f"{name}: {latency(record):,.1f} us, trial {record.trial} of {record.campaign} in {origin}")
+
+
+def finals(table: Path) -> list[TrialRecord]:
+    """The rows of a table that a final measured and found right."""
+    header, *lines = table.read_text(encoding="utf-8").splitlines(keepends=True)
+    columns = header.rstrip("\n").split("\t")
+    at = {name: columns.index(name) for name in ("campaign", "source", "outcome")}
+    kept = []
+    for line in lines:
+        cells = line.rstrip("\n").split("\t")
+        if (cells[at["source"]], cells[at["outcome"]]) == ("final", "measured"):
+            kept += from_tsv(header + line, None if "batch" in columns else batch_of(cells[at["campaign"]]))
+    return kept
+
+
+def batch_of(campaign: str) -> int:
+    """Sequences that a campaign is of, by its name."""
+    found = re.search(r"b([248])(?:-|$)", campaign)
+    return int(found[1]) if found else 1
+
+
+def latency(record: TrialRecord) -> float:
+    """Of a measured row, in us."""
+    assert record.latency_us is not None
+    return record.latency_us
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Which schedule a command takes for each workload: a file's, the store's best, or the one that comes with flywheel."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flywheel.cli.options import DEFAULT_STORE
+from flywheel.cli.text import note
+from flywheel.errors import UnknownNameError
+from flywheel.ir import ScheduleConfig
+from flywheel.store.schedule import Schedule
+
+if TYPE_CHECKING:
+    from flywheel.search.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A schedule for one workload; `origin` says where it is from, JSON-ready."""
+
+    workload: Workload
+    config: ScheduleConfig
+    origin: Mapping[str, Any]
+
+
+def from_file(workload: Workload, given: Schedule | ScheduleConfig, path: str) -> Chosen:
+    """A schedule file's, whatever workload it was found for."""
+    config = given.config if isinstance(given, Schedule) else given
+    origin: dict[str, Any] = {"file": path, "config_id": config.config_id}
+    if isinstance(given, Schedule):
+        origin["found_for"] = {name: getattr(given, name) for name in ("model", "gpu", "dtype", "context", "batch")}
+    return Chosen(workload, config, origin)
+
+
+def known(workloads: Sequence[Workload], url: str | None, campaign: str | None) -> list[Chosen]:
+    """The best schedule that is known of each workload: the store's, where there is one, of a campaign or of all, else,
+    unless a campaign is named, the one that comes with flywheel.
+
+    Raises UnknownNameError, with the search that finds one, without any; StoreError.
+    """
+    if url is not None:
+        return _from_store(workloads, url, campaign)
+    return [_shipped(workload, DEFAULT_STORE) for workload in workloads]
+
+
+def _from_store(workloads: Sequence[Workload], url: str, campaign: str | None) -> list[Chosen]:
+    from flywheel.cli.provenance import find_campaign, row_title
+    from flywheel.ir import config_from_dict
+    from flywheel.search.known import best_of_work
+    from flywheel.store.sql import open_store
+
+    chosen = []
+    with open_store(url, create=False) as store:
+        if campaign is not None:
+            campaign = find_campaign(store, campaign).name
+        for workload in workloads:
+            row = best_of_work(store, workload, measured=True, campaign=campaign)
+            if row is None:
+                if campaign is not None:
+                    raise _nothing_known(workload, store.name, campaign)
+                chosen.append(_shipped(workload, store.name))
+                continue
+            columns = ("campaign", "trial", "config_id", "latency_us", "program_id", "imported_from", "created_at")
+            origin = {"title": row_title(store, row), **{name: getattr(row, name) for name in columns}}
+            chosen.append(Chosen(workload, config_from_dict(json.loads(row.config)), origin))
+    return chosen
+
+
+def _shipped(workload: Workload, store: str) -> Chosen:
+    """The schedule that comes with flywheel, of the same work or of one of another context or batch."""
+    from flywheel.search.shipped import find_shipped
+
+    fit = find_shipped(workload)
+    if fit is None:
+        raise _nothing_known(workload, store)
+    work = f"context {workload.context}, batch {workload.batch}"
+    note(f"flywheel: {work}: nothing measured in the store; shipped schedule {fit.shipped.name}")
+    origin = {"file": f"shipped {fit.shipped.name}", "config_id": fit.config.config_id, "exact": fit.exact,
+              "table": fit.shipped.table}  # fmt: skip
+    return Chosen(workload, fit.config, origin)
+
+
+def _nothing_known(workload: Workload, store: str, campaign: str | None = None) -> UnknownNameError:
+    model, gpu, dtype, context, batch = (
+        workload.model, workload.target.name, workload.dtype, workload.context, workload.batch,
+    )  # fmt: skip
+    search = ["flywheel", "search", "--model", model, "--gpu", gpu, "--dtype", dtype, "--context", str(context)]
+    search += [*(["--batch", str(batch)] if batch > 1 else []), "--measure", "cuda"]
+    where = f"store {store}" + ("" if campaign is None else f", campaign {campaign!r}")
+    batched = f", batch {batch}" if batch > 1 else ""
+    return UnknownNameError(
+        f"{where}: no measured schedule of {model} on {gpu}, {dtype}, context {context}{batched}; "
+        f"find one with: {shlex.join(search)}, or give another's with --config"
+    )

@@ -1,0 +1,45 @@
+"""The schedules that come with flywheel: the best that was measured of a piece of work, one file each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from flywheel.errors import StoreError
+from flywheel.ir.files import parse_json, read_text
+from flywheel.store.schedule import Schedule, schedule_from_document
+
+SHIPPED: Final = Path(__file__).resolve().parents[1] / "schedules"
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """A schedule that comes with flywheel: its file's name, and what it took where it was found.
+
+    `campaign` and `trial` are of the row, and `table` is the table of rows in the repository, that say more.
+    """
+
+    name: str
+    schedule: Schedule
+    median_us: float
+    campaign: str
+    trial: int
+    table: str
+
+
+@cache
+def shipped_schedules() -> tuple[Shipped, ...]:
+    """All of them, by file name. Raises IrFormatError and StoreError for a file that is none."""
+    return tuple(_read(path) for path in sorted(SHIPPED.glob("*.json")))
+
+
+def _read(path: Path) -> Shipped:
+    document: Any = parse_json(read_text(path))
+    schedule = schedule_from_document(document, f"schedule {path}")
+    try:
+        measured, origin = document["measured"], document["provenance"]
+        return Shipped(path.name, schedule, measured["median_us"], origin["campaign"], origin["trial"], origin["table"])
+    except (KeyError, TypeError):
+        raise StoreError(f"schedule {path}: says neither what it took nor where it is from") from None
