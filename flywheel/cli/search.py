@@ -143,9 +143,9 @@ def search(
     latencies are predicted by a cost model.
     """
     file = read_campaign_file(campaign_file) if campaign_file is not None else {}
-    spec = make_spec(file, _settle(file, options), dict(fix))
-    if jobs_of(spec.jobs) > 1:
+    if jobs_of(options["jobs"] or file.get("jobs")) > 1:
         expect_forks()  # they import beside what follows
+    spec = make_spec(file, _settle(file, options), dict(fix))
     from flywheel.search.run import run_search
     from flywheel.store.mlflow import check_installed
 

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
@@ -101,14 +102,20 @@ def _gpus() -> list[tuple[str, Device | None, str]]:
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed == "":
         return []
-    chosen = [] if allowed is None else [f"--id={allowed}"]
-    listing = _output("nvidia-smi", *chosen, f"--query-gpu={_ASKED}", "--format=csv,noheader,nounits")
+    executable = shutil.which("nvidia-smi")
     found = []
-    for line in (listing or "").splitlines():
+    for line in "" if executable is None else _listing(executable, allowed).splitlines():
         driver, name, gpu, mebibytes = [*line.split(", "), "", "", ""][:4]
         total_bytes = int(mebibytes) * 2**20 if mebibytes.isdecimal() else None
         found.append((driver, Device(name, None, total_bytes) if name else None, gpu))
     return found
+
+
+@cache
+def _listing(executable: str, allowed: str | None) -> str:
+    """What the driver's tool says, which takes up to a second: asked once, since a process's GPUs stay what they are."""
+    chosen = [] if allowed is None else [f"--id={allowed}"]
+    return _output(executable, *chosen, f"--query-gpu={_ASKED}", "--format=csv,noheader,nounits") or ""
 
 
 def _output(program: str, *arguments: str) -> str | None:

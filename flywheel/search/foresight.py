@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -51,7 +51,7 @@ class Foresight:
         self.jobs: Final = jobs
         self._workload, self._predictor = workload, predictor
         self._known: dict[str, Future[float | None]] = {}  # by config id
-        self._wanted: deque[ScheduleConfig] = deque()  # those that somebody waits for first
+        self._wanted: OrderedDict[str, ScheduleConfig] = OrderedDict()  # those that somebody waits for first
         self._changed = threading.Condition()
         self._ended: WorkerDiedError | None = None  # why nothing is predicted any more
         self._threads: list[threading.Thread] = []
@@ -90,16 +90,16 @@ class Foresight:
             thread.join()
 
     def _request(self, configs: Sequence[ScheduleConfig], urgent: bool) -> list[Future[float | None]]:
+        named = [(config.config_id, config) for config in configs]
+        asked = dict(named)
         with self._changed:
-            new = [config for config in configs if config.config_id not in self._known]
-            futures = [self._known.setdefault(config.config_id, Future()) for config in configs]
-            new = list({config.config_id: config for config in new}.values())
-            if urgent:
-                late = {config.config_id for config in configs}
-                self._wanted = deque([*(each for each in self._wanted if each.config_id in late), *new,
-                                      *(each for each in self._wanted if each.config_id not in late)])  # fmt: skip
-            else:
-                self._wanted.extend(new)
+            new = [identity for identity in asked if identity not in self._known]
+            self._known |= {identity: Future() for identity in new}
+            futures = [self._known[identity] for identity, _ in named]
+            late = [identity for identity in self._wanted if identity in asked] if urgent else []
+            self._wanted |= {identity: asked[identity] for identity in new}
+            for identity in reversed([*late, *new] if urgent else []):
+                self._wanted.move_to_end(identity, last=False)
             if self._ended is not None:
                 self._fail_wanted(self._ended)
             elif new and self.jobs > 1 and not self._threads:
@@ -116,8 +116,8 @@ class Foresight:
                 self._changed.wait_for(lambda: self._ended or self._wanted or not lasting)
                 if self._ended or not self._wanted:
                     return
-                config = self._wanted.popleft()
-                future = self._known[config.config_id]
+                identity, config = self._wanted.popitem(last=False)
+                future = self._known[identity]
             try:
                 future.set_result(predict(config))
             except WorkerDiedError as death:
@@ -144,8 +144,8 @@ class Foresight:
             self._changed.notify_all()
 
     def _fail_wanted(self, why: WorkerDiedError) -> None:
-        for config in self._wanted:
-            self._known[config.config_id].set_exception(why)
+        for identity in self._wanted:
+            self._known[identity].set_exception(why)
         self._wanted.clear()
 
 
