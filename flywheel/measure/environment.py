@@ -113,7 +113,7 @@ def _gpus() -> list[tuple[str, Device | None, str]]:
 
 @cache
 def _listing(executable: str, allowed: str | None) -> str:
-    """What the driver's tool says, which takes up to a second: asked once, since a process's GPUs stay what they are."""
+    """What the driver's tool says, which takes up to a second: asked once, since a process's GPUs stay the same."""
     chosen = [] if allowed is None else [f"--id={allowed}"]
     return _output(executable, *chosen, f"--query-gpu={_ASKED}", "--format=csv,noheader,nounits") or ""
 
