@@ -77,8 +77,8 @@ def serve(uri: str, port: int, stop: Callable[[], bool]) -> Iterator[tuple[str, 
     Raises MirrorError where it does not answer within START_S.
     """
     words = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1",
-             *_artifacts(uri)]  # fmt: skip
-    # Not in the working directory, from which uvicorn would import. The URI is no argument, which everybody on the
+             "--gunicorn-opts", "--config python:flywheel.store.pages", *_artifacts(uri)]  # fmt: skip
+    # Not in the working directory, from which gunicorn would import. The URI is no argument, which everybody on the
     # machine can read: there may be a password in it.
     settings = {"MLFLOW_BACKEND_STORE_URI": _absolute(uri), "MLFLOW_DISABLE_TELEMETRY": "true",
                 "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # fmt: skip

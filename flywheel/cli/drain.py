@@ -15,18 +15,21 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Drain:
-    """While entered, SIGINT and SIGTERM set `requested` and call `notice`; a second one raises KeyboardInterrupt.
+    """While entered, SIGINT and SIGTERM set `requested` and call `notice`; a second one calls `abort` and raises
+    KeyboardInterrupt.
 
-    `notice` runs inside a signal handler: it must not print through buffered streams.
+    `notice` runs inside a signal handler: it must not print through buffered streams. `abort` leaves the terminal as it
+    was; it is called from another thread where this one does not hear.
     """
 
-    def __init__(self, notice: Callable[[], None]) -> None:
+    def __init__(self, notice: Callable[[], None], abort: Callable[[], None] = lambda: None) -> None:
         self.requested = False
         self._notice = notice
+        self._abort = abort
         self._blocks = ExitStack()
 
     def __enter__(self) -> Self:
-        self._blocks.enter_context(draining())
+        self._blocks.enter_context(draining(self._abort))
         self._blocks.enter_context(handling(SIGNALS, self._handle))
         return self
 
@@ -37,6 +40,7 @@ class Drain:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
+            self._abort()
             interrupt(number, frame)
         self.requested = True
         self._notice()

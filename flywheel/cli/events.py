@@ -71,6 +71,10 @@ class JsonLines:
         """The end event will say so."""
         self._reporter.drain()
 
+    def abort(self) -> None:
+        """There will be no end event."""
+        self._reporter.abort()
+
 
 def show_event(event: str, fields: Mapping[str, Any]) -> None:
     """One line on stdout."""

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Final
@@ -21,6 +21,8 @@ from flywheel.process import hear_interrupts, ignore_interrupts
 
 GRACE_S: Final = 1.2
 """How long an interrupted command may take to end by itself."""
+FAREWELL_S: Final = 0.3
+"""What putting the terminal right may take of such a command."""
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -28,11 +30,12 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 class _Guard:
     """What an interrupt means now."""
 
-    __slots__ = ("aborted", "drains")
+    __slots__ = ("aborted", "drains", "farewell")
 
     def __init__(self) -> None:
         self.drains = False
         self.aborted = False
+        self.farewell: Callable[[], None] | None = None
 
 
 _GUARD: Final = _Guard()
@@ -57,13 +60,14 @@ def _say_nothing(_: object) -> None:
 
 
 @contextmanager
-def draining() -> Iterator[None]:
-    """The first interrupt in here only asks for an end; the command goes on until it has one."""
-    _GUARD.drains = True
+def draining(farewell: Callable[[], None]) -> Iterator[None]:
+    """The first interrupt in here only asks for an end; the command goes on until it has one. `farewell` is called
+    before a process that does not hear the second one is ended."""
+    _GUARD.drains, _GUARD.farewell = True, farewell
     try:
         yield
     finally:
-        _GUARD.drains = False
+        _GUARD.drains, _GUARD.farewell = False, None
 
 
 def abort() -> None:
@@ -97,6 +101,10 @@ def _listen(reading: int) -> None:
                 _GUARD.drains = False
                 continue
             time.sleep(GRACE_S)
+            if _GUARD.farewell is not None:
+                leaving = threading.Thread(target=_GUARD.farewell, daemon=True)
+                leaving.start()
+                leaving.join(FAREWELL_S)  # what it waits for may be held by the thread that does not hear
             if not _GUARD.aborted:
                 os.write(2, b"flywheel: aborted\n")
             os._exit(ABORTED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from flywheel.cli.options import SharedOption, command, json_option, store_optio
 from flywheel.cli.provenance import find_campaign
 from flywheel.cli.report import views
 from flywheel.cli.text import note, show, show_json
+from flywheel.errors import MirrorError
 from flywheel.process import child_environment
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 CHILDREN: Final = ("all", "kept", "none")
+_PAGE: Final = "page: "
+"""What a mirror beside a search begins the line with that says where it is."""
 _OUTLIVE_S: Final = 120.0
 """How long a mirror may go on after its search: a server that froze in the middle of a request is not waited for."""
 _NICENESS: Final = 5
@@ -87,8 +91,10 @@ def mlflow(
     written = follower.look(last=True)
     if as_json:
         show_json({"tracking_uri": place(follower), "written": written})
-    else:
-        show(f"{place(follower)}: {f'{written:,} things added' if written else 'nothing was missing'}")
+        return
+    show(f"{place(follower)}: {f'{written:,} things added' if written else 'nothing was missing'}")
+    link = _link(follower.mirror.uri, follower.mirror.pages())
+    note(f"{link or _dashboard(store, tracking_uri)} shows it")
 
 
 def make_follower(store: str, tracking_uri: str | None, campaigns: tuple[str, ...], children: str) -> Follower:
@@ -121,12 +127,50 @@ def _follow(follower: Follower, pid: int | None) -> int:
         with suppress(OSError):
             note(f"flywheel: {trouble}")
 
+    def found(page: str) -> None:
+        link = _link(follower.mirror.uri, page)
+        if link is not None:
+            with suppress(OSError):
+                note(f"{_PAGE}{link}")
+
     runs = _watch(pid)
     if pid is not None:
         threading.Thread(target=_expire, args=(runs,), daemon=True).start()
     with Drain(lambda: None) as drain:
-        done = follow(follower, lambda: drain.requested or not runs(), tell)
+        done = follow(follower, lambda: drain.requested or not runs(), tell, found)
     return 0 if done else FAILED
+
+
+def _link(uri: str, page: str) -> str | None:
+    """The address of a page, without a password; None where no server shows it."""
+    from flywheel.store.tracking import is_server, shown
+
+    return shown(uri).rstrip("/") + page if is_server(uri) else None
+
+
+def announce_mirror(store: str, tracking_uri: str | None) -> str:
+    """Where a search will be mirrored, or why it cannot be yet. Raises UsageError where it never can."""
+    from flywheel.store.mlflow import check_installed
+    from flywheel.store.tracking import check_answer, check_tracking, is_server, shown
+
+    check_installed()
+    uri = tracking_place(store, tracking_uri)
+    try:
+        check_tracking(uri, store)
+        check_answer(uri)
+    except MirrorError as error:
+        return f"flywheel: {error}; the search goes on without it, and flywheel mlflow sync makes up for it"
+    pages = "" if is_server(uri) else f"; {_dashboard(store, tracking_uri)} shows it"
+    return f"Mirrored in MLflow, {shown(uri)}{pages}"
+
+
+def _dashboard(store: str, tracking_uri: str | None) -> str:
+    """The command that shows a mirror which no server shows, without passwords."""
+    from flywheel.store.places import make_store_url, store_name
+    from flywheel.store.tracking import shown
+
+    words = ["flywheel", "dashboard", "--store", store_name(make_store_url(store))]
+    return shlex.join(words if tracking_uri is None else [*words, "--tracking-uri", shown(tracking_uri)])
 
 
 def _expire(runs: Callable[[], bool]) -> None:
@@ -176,10 +220,12 @@ class Beside:
         assert self._process.stderr is not None
         os.set_blocking(self._process.stderr.fileno(), False)
 
-    def trouble(self) -> str | None:
-        """The last thing that the process complained of so far; None where it did not."""
+    def said(self) -> tuple[str | None, str | None]:
+        """The campaign's page, and the last thing that the process complained of so far; None where there is none."""
         assert self._process.stderr is not None
-        said = (self._process.stderr.read() or b"").decode(errors="replace").splitlines()
-        complaints = [line.removeprefix("flywheel: ") for line in said if line.startswith("flywheel: ")]
+        lines = (self._process.stderr.read() or b"").decode(errors="replace").splitlines()
         self._process.returncode = self._process.poll() or 0  # it outlives us, and Popen would warn
-        return complaints[-1] if complaints else None
+        pages, complaints = (
+            [line.removeprefix(mark) for line in lines if line.startswith(mark)] for mark in (_PAGE, "flywheel: ")
+        )
+        return pages[-1] if pages else None, complaints[-1] if complaints else None

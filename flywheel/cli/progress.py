@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
+from flywheel.cli.drain import SIGNALS
 from flywheel.cli.text import counts, duration, escaped, note, percent, us
+from flywheel.process import handling
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -22,6 +27,8 @@ QUIET_S: Final = 10.0
 SETTLED_S: Final = 2.0
 """Start-up shows in a rate over less than this."""
 DRAINING: Final = "finishing the trials under way; again to abort"
+TREND_WIDTH: Final = 32
+_BARS: Final = "▁▂▃▄▅▆▇█"
 _REFRESH_HZ: Final = 8
 
 
@@ -46,6 +53,10 @@ class Reporter(Protocol):
         """Somebody interrupted; called from a signal handler."""
         ...
 
+    def abort(self) -> None:
+        """Somebody interrupted again; called from a signal handler, or from another thread."""
+        ...
+
 
 def make_reporter() -> Reporter:
     """The live panel where stderr is a terminal that can draw it."""
@@ -63,6 +74,16 @@ def seconds_left(spec: CampaignSpec, trials: int, new_trials: int, elapsed_s: fl
     if new_trials:
         limits.append((spec.trials - trials) * elapsed_s / new_trials)
     return max(0.0, min(limits)) if limits else None
+
+
+def trend(values: Sequence[float]) -> str:
+    """The best so far of every trial as a line of at most TREND_WIDTH bars, the lower the faster, and how it went."""
+    width = min(TREND_WIDTH, len(values))
+    ends = [values[(number + 1) * len(values) // width - 1] for number in range(width)]
+    low, high = min(ends), max(ends)
+    steps = len(_BARS) - 1
+    bars = "".join(_BARS[round((value - low) / (high - low) * steps) if high > low else 0] for value in ends)
+    return bars if values[0] == values[-1] else f"{bars} {us(values[0])} to {us(values[-1])}"
 
 
 class PlainLines:
@@ -108,6 +129,9 @@ class PlainLines:
         """Say so; buffered streams cannot be used from a signal handler."""
         os.write(2, f"flywheel: {DRAINING}\n".encode())
 
+    def abort(self) -> None:
+        """Nothing to put right."""
+
 
 class LivePanel:
     """A panel redrawn in place, gone when the search ends."""
@@ -120,6 +144,7 @@ class LivePanel:
         self._began = monotonic()
         self._improved: tuple[int, float] | None = None
         self._draining = False
+        self._bests: list[float] = []
         self._live = Live(
             get_renderable=self._render, console=console, refresh_per_second=_REFRESH_HZ, transient=True,
             redirect_stdout=False,
@@ -131,8 +156,7 @@ class LivePanel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._start is not None:
-            self._live.stop()
+        self.abort()
 
     def start(self, start: Start) -> None:
         """Draw the panel for the first time."""
@@ -142,12 +166,22 @@ class LivePanel:
     def watch(self, progress: Progress) -> None:
         """What the next redraw shows."""
         self._progress = progress
+        if progress.best is not None and progress.best.objective_us is not None:
+            self._bests.append(progress.best.objective_us)
         if progress.improved:
             self._improved = progress.record.trial, monotonic()
 
     def drain(self) -> None:
         """What the next redraw shows."""
         self._draining = True
+
+    def abort(self) -> None:
+        """Take the panel away as a whole; an interrupt meanwhile would leave half of it."""
+        if self._start is None:
+            return
+        in_main = threading.current_thread() is threading.main_thread()
+        with handling(SIGNALS, lambda number, frame: None) if in_main else nullcontext():
+            self._live.stop()
 
     def _render(self) -> RenderableType:
         from rich.panel import Panel
@@ -166,6 +200,8 @@ class LivePanel:
         body = Table.grid(padding=(0, 2))
         body.add_column(style="dim")
         body.add_row("best", self._best())
+        if self._bests and self._live.console.encoding.startswith("utf"):
+            body.add_row("trend", trend(self._bests))
         body.add_row("trials", bar)
         body.add_row("outcomes", counts(progress.outcomes) if progress is not None else "none")
         body.add_row("improved", self._last())

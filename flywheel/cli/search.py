@@ -14,7 +14,7 @@ import click
 from flywheel.cli.drain import Drain
 from flywheel.cli.events import JsonLines, show_event
 from flywheel.cli.exits import ABORTED, REJECTED
-from flywheel.cli.mlflow import CHILDREN, Beside, tracking_option
+from flywheel.cli.mlflow import CHILDREN, Beside, announce_mirror, tracking_option
 from flywheel.cli.options import (
     DEFAULT_STORE,
     DEFAULTS,
@@ -147,12 +147,11 @@ def search(
         expect_forks()  # they import beside what follows
     spec = make_spec(file, _settle(file, options), dict(fix))
     from flywheel.search.run import run_search
-    from flywheel.store.mlflow import check_installed
 
     if schedule_file is not None:
         check_writable(schedule_file)
     if children is not None:
-        check_installed()
+        note(announce_mirror(store, tracking_uri))
     started: list[Start] = []
     mirrors: list[Beside] = []
 
@@ -165,12 +164,16 @@ def search(
             mirrors.append(Beside(store, start.name, children, tracking_uri))
         reporter.start(start)
 
-    with JsonLines(make_reporter()) if jsonl else make_reporter() as reporter, Drain(reporter.drain) as drain:
+    chosen = JsonLines(make_reporter()) if jsonl else make_reporter()
+    with chosen as reporter, Drain(reporter.drain, reporter.abort) as drain:
         result = run_search(
             spec, store, fresh=fresh, announce=announce, watch=reporter.watch, interrupted=lambda: drain.requested
         )
-    for trouble in filter(None, (mirror.trouble() for mirror in mirrors)):
-        note(f"flywheel: the mirror lags: {trouble}; flywheel mlflow sync makes up for it")
+    for link, trouble in (mirror.said() for mirror in mirrors):
+        if link is not None:
+            note(f"In MLflow: {link}")
+        if trouble is not None:
+            note(f"flywheel: the mirror lags: {trouble}; flywheel mlflow sync makes up for it")
     _present(started[0], result, store, schedule_file, "jsonl" if jsonl else "json" if as_json else "text")
     ctx.exit(_exit_code(result, fresh))
 

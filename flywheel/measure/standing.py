@@ -13,7 +13,7 @@ from typing import Final
 
 from flywheel.measure.record import TrialRecord
 
-_KINDS: Final = ("measured", "imported", "predicted")
+KINDS: Final = ("measured", "imported", "predicted")
 """Kinds of latencies, the best known first."""
 
 
@@ -125,7 +125,7 @@ def ranked(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     best, holds = best_of(records), {record.trial for record in standing(records)}
     rows = sorted(
         (record for record in records if record.objective_us is not None),
-        key=lambda record: (record is not best, record.trial not in holds, _KINDS.index(record.kind), _rank(record)),
+        key=lambda record: (record is not best, record.trial not in holds, KINDS.index(record.kind), _rank(record)),
     )
     first: dict[str, TrialRecord] = {}
     for record in rows:

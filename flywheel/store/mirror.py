@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
 from typing import Any, Final
 
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import best_so_far
+from flywheel.measure.standing import KINDS, best_so_far
 from flywheel.store.campaign import Campaign
 
 MAX_VALUE: Final = 500
 """Longest parameter: what every MLflow server since 1.x takes."""
+
+BEST: Final = "best_us"
+FRACTION: Final = "floor_fraction"
+"""Series of the best so far and of its share of the floor, by kind: `best_us/measured`. MLflow charts series in the
+order of their names, so these come first."""
+
+_WIDE: Final = 170
+"""Pixels of a column that its name fits into."""
 
 _ENVIRONMENT: Final = (
     "flywheel_version", "ir_version", "python", "optuna", "host", "commit", "gpu_name", "gpu_driver", "nvrtc",
@@ -87,9 +95,19 @@ def campaign_points(records: Sequence[TrialRecord]) -> Iterator[Point]:
             found = {f"outcomes/{record.outcome}": counts[record.outcome]}
             found |= {"predicted/latency_us": record.predicted_us, f"{record.kind}/latency_us": record.objective_us}
         for kind, holder in best.items():
-            found |= {f"{kind}/best_us": holder.objective_us, f"{kind}/best_floor_fraction": holder.floor_fraction}
+            found |= {f"{BEST}/{kind}": holder.objective_us, f"{FRACTION}/{kind}": holder.floor_fraction}
         time_ms = to_ms(record.created_at)
         yield from (Point(name, value, record.trial, time_ms) for name, value in found.items() if value is not None)
+
+
+def columns(names: Collection[str]) -> str:
+    """The columns of MLflow's list of runs, as the state of its page: latency and share of the floor of the kinds that
+    are among the series `names`. Source: `selectedColumns` of the pages of MLflow 3."""
+    kinds = [kind for kind in KINDS if f"{BEST}/{kind}" in names]
+    shown = [f"metrics.`{series}/{kind}`" for kind in kinds for series in (BEST, FRACTION)]
+    wide = dict.fromkeys(shown, _WIDE)
+    shown += [f"params.`{name}`" for name in ("model", "gpu", "dtype", "context", "batch")]
+    return json.dumps({"selectedColumns": shown, "columnOrder": shown, "columnWidths": wide}, separators=(",", ":"))
 
 
 def trial_points(record: TrialRecord) -> list[Point]:

@@ -31,6 +31,7 @@ from flywheel.store.mirror import (
     campaign_params,
     campaign_points,
     code_span,
+    columns,
     to_ms,
     trial_params,
     trial_points,
@@ -46,6 +47,17 @@ _KEY, _TRIAL, _TRIALS, _FILES = "flywheel.key", "flywheel.trial", "flywheel.tria
 _PARENT, _NOTE = "mlflow.parentRunId", "mlflow.note.content"
 _TRAINING: Final = {"mlflow.experimentKind": "custom_model_development"}
 """Has the pages show runs and metrics, not traces of language models."""
+_WORKFLOW: Final = "workflowType=machine_learning"
+"""Says the same in an address."""
+_VIEW: Final = "flywheel"
+_VIEW_TAG: Final = f"mlflow.sharedViewState.{_VIEW}"
+"""A view of the list of runs that MLflow's pages share by a tag of the experiment."""
+
+REPORT: Final = "report.html"
+"""The artifact that a run's description links to."""
+
+_VIEWED: Final = 200
+"""Runs, the youngest, that the shared view's columns are chosen from."""
 
 MOST: Final = 300
 """Characters of what MLflow says that a message repeats."""
@@ -81,7 +93,13 @@ class Mirror:
     def pages(self) -> str:
         """Where a server of this mirror shows the campaigns, behind its address."""
         with _reported(self.uri):
-            return f"/#/experiments/{self._connect()[1]}/runs?workflowType=machine_learning"
+            return f"/#/experiments/{self._connect()[1]}/runs?{_WORKFLOW}&viewStateShareKey={_VIEW}"
+
+    def page(self, campaign: Campaign) -> str:
+        """Where a server of this mirror shows one campaign, behind its address."""
+        with _reported(self.uri):
+            client, experiment = self._connect()
+            return f"/{_page(experiment, _campaign_run(client, experiment, campaign).info.run_id)}?{_WORKFLOW}"
 
     def sync(
         self,
@@ -105,8 +123,10 @@ class Mirror:
             written += self._write_children(client, experiment, run, campaign, chosen, views)
             if files:
                 written += self._write_files(client, run, campaign, records, views)
-            tags = {_TRIALS: str(len(trials_of(records))), _NOTE: _describe(campaign, records)}
-            written += _write_tags(client, run, tags)
+            report = f"{_page(experiment, run.info.run_id)}/artifacts/{REPORT}?{_WORKFLOW}"
+            note = f"{_describe(campaign, records)} [The report]({report})."
+            written += _write_tags(client, run, {_TRIALS: str(len(trials_of(records))), _NOTE: note})
+            written += _write_view(client, experiment)
             return written + _write_status(client, run, campaign, records, live)
 
     def _connect(self) -> tuple[Any, str]:
@@ -226,6 +246,22 @@ def _write_tags(client: Any, run: Any, tags: Mapping[str, str]) -> int:
     for name, value in changed.items():
         client.set_tag(run.info.run_id, name, value)
     return len(changed)
+
+
+def _write_view(client: Any, experiment: str) -> int:
+    """Have the shared view show the kinds of latencies that any campaign has."""
+    tags = client.get_experiment(experiment).tags
+    runs = client.search_runs([experiment], max_results=_VIEWED, order_by=["attributes.start_time DESC"])
+    view = columns({name for run in runs for name in run.data.metrics})
+    if tags.get(_VIEW_TAG) == view:
+        return 0
+    client.set_experiment_tag(experiment, _VIEW_TAG, view)
+    return 1
+
+
+def _page(experiment: str, run_id: str) -> str:
+    """A run's page, from any page of the same server."""
+    return f"#/experiments/{experiment}/runs/{run_id}"
 
 
 def _write_status(client: Any, run: Any, campaign: Campaign, records: Sequence[TrialRecord], live: bool) -> int:

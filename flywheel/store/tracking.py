@@ -6,6 +6,8 @@ MLflow itself waits for a database for minutes, and a URI may hold a password.
 from __future__ import annotations
 
 import re
+import threading
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -18,6 +20,8 @@ from flywheel.store.places import file_of, make_store_url
 
 CONNECT_S: Final = 5
 """Wall seconds that a tracking database may take to answer."""
+ANSWER_S: Final = 2.0
+"""What a tracking server may take to answer before it is said that it does not."""
 
 _PARTS: Final = re.compile(r"([a-z][a-z0-9+.-]*:/*)?(.*@)?([^?#]*)", re.IGNORECASE | re.DOTALL)
 _PATIENT: Final = ("postgresql", "mysql", "mariadb")
@@ -46,10 +50,43 @@ def shown(uri: str) -> str:
 def check_tracking(uri: str, store_url: str) -> None:
     """Raises UsageError for a URI that is none, whose driver is not installed, or that is the store itself, MirrorError
     for a database that does not answer within CONNECT_S."""
-    if re.match("https?:", uri, re.IGNORECASE):
+    if is_server(uri):
         _check_server(uri)
     elif "://" in uri:
         _check_database(uri, make_store_url(store_url))
+
+
+def is_server(uri: str) -> bool:
+    """Whether a tracking URI is that of a server, whose pages can be looked at."""
+    return re.match("https?:", uri, re.IGNORECASE) is not None
+
+
+def check_answer(uri: str) -> None:
+    """Raises MirrorError for a server that does not answer within ANSWER_S, be it for its name, its port or itself."""
+    if not is_server(uri):
+        return
+    found: list[str] = ["nothing was heard"]
+    asking = threading.Thread(target=_ask, args=(uri, found), daemon=True)  # a name server may take longer
+    asking.start()
+    asking.join(ANSWER_S)
+    if found[-1]:
+        raise MirrorError(f"MLflow {shown(uri)}: does not answer: {found[-1]}")
+
+
+def _ask(uri: str, found: list[str]) -> None:
+    """Whatever a server answers shows that it is there."""
+    parts = urlsplit(uri)
+    kind = HTTPSConnection if parts.scheme.lower() == "https" else HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=ANSWER_S)
+    try:
+        connection.request("GET", f"{parts.path.rstrip('/')}/health")
+        connection.getresponse()
+    except (OSError, HTTPException) as error:
+        found.append(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+    else:
+        found.append("")
+    finally:
+        connection.close()
 
 
 def _check_server(uri: str) -> None:

@@ -21,8 +21,6 @@ FLAGS = (
 )  # fmt: skip
 PATIENCE_MS = 60_000
 REQUIRE_BROWSER = "FLYWHEEL_REQUIRE_BROWSER"
-SCREENSHOT = "MLFLOW_SCREENSHOT"
-"""Where the variable says, the test leaves the picture for docs/."""
 
 
 @pytest.fixture
@@ -60,7 +58,9 @@ def address(run: Callable[..., Result]) -> Iterator[str]:
         urlopen(url, timeout=2)
 
 
-def test_a_browser_finds_the_campaign_its_metrics_a_plot_and_the_best_schedule(address: str, chromium: str) -> None:
+def test_a_browser_finds_the_campaign_its_latency_a_plot_the_report_and_the_schedule(
+    address: str, chromium: str
+) -> None:
     from playwright.sync_api import expect, sync_playwright
 
     foreign: list[str] = []
@@ -73,13 +73,23 @@ def test_a_browser_finds_the_campaign_its_metrics_a_plot_and_the_best_schedule(a
         expect.set_options(timeout=PATIENCE_MS)
         page.on("request", lambda made: foreign.append(made.url) if made.url.startswith("http") else None)
         page.goto(address)
+        for column in ("best_us/predicted", "floor_fraction/predicted", "model", "gpu", "context", "batch"):
+            expect(page.get_by_role("columnheader", name=column, exact=True).first).to_be_visible()
         page.get_by_role("link", name="small", exact=True).first.click()
         expect(page.get_by_text("Finished").first).to_be_visible()
         expect(page.get_by_text("us a token").first).to_be_visible()
-        expect(page.get_by_text("predicted/best_us").first).to_be_visible()
+        expect(page.get_by_role("link", name="Runs", exact=True).first).to_be_visible()
+        assert page.get_by_text("Evaluation runs").count() == 0  # of the view for language models
         run = page.url.split("?")[0]
+        with page.expect_popup() as opened:
+            page.get_by_role("link", name="The report").click()
+        report = opened.value.frame_locator("iframe").first
+        expect(report.get_by_role("heading", name="small")).to_be_visible()
+        opened.value.close()
         page.get_by_role("tab", name="Model metrics").click()
         expect(page.locator(".js-plotly-plot").first).to_be_visible()
+        shown = page.locator("body").inner_text()
+        assert shown.index("best_us") < shown.index("floor_fraction") < shown.index("outcomes")
         page.get_by_role("tab", name="Artifacts").click()
         page.get_by_text("best_schedule.json").first.click()
         expect(page.get_by_text('"flywheel-schedule"').first).to_be_visible()
@@ -92,9 +102,5 @@ def test_a_browser_finds_the_campaign_its_metrics_a_plot_and_the_best_schedule(a
         plot = page.locator("img[src*='blob:'], img[src*='history.svg'], img[src*='get-artifact']").first
         expect(plot).to_be_visible()
         assert plot.evaluate("image => image.naturalWidth") > 0
-        if os.environ.get(SCREENSHOT):
-            page.get_by_role("button", name="Close", exact=True).first.click()
-            page.wait_for_timeout(1000)
-            page.screenshot(path=os.environ[SCREENSHOT], mask=[page.get_by_text("Path:")], mask_color="#fff")
     assert re.search(r"/runs/[0-9a-f]{32}", run)
     assert [url for url in foreign if not url.startswith(address.split("#")[0])] == []

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +39,24 @@ sys.exit(main.main())
 """
 
 
+STUCK: Final = """
+import ctypes, os, sys
+from flywheel.cli import main
+from flywheel.cli.drain import Drain
+import click
+def stuck():
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    with Drain(lambda: None, lambda: os.write(2, b"farewell\\n")):
+        print("ready", flush=True)
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)
+command = click.command("models")(stuck)
+main.COMMANDS["models"] = ("there:command", "")
+sys.modules["there"] = type(sys)("there"); sys.modules["there"].command = command
+sys.exit(main.main())
+"""
+
+
 def interrupt(process: subprocess.Popen[str], times: int = 1) -> tuple[int, str, float]:
     """(exit code, stderr, seconds that the process lived on)."""
     for _ in range(times - 1):
@@ -55,6 +77,63 @@ def test_a_command_that_does_not_hear_ends_too(reaction: str) -> None:
     code, complaint, seconds = interrupt(process)
     assert (code, complaint.strip()) == (130, "flywheel: aborted")
     assert seconds < MOST_S + LOADED_S
+
+
+def test_a_command_that_does_not_hear_leaves_the_terminal_in_order() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, "models"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    code, complaint, seconds = interrupt(process, times=2)
+    assert (code, complaint) == (130, "farewell\nflywheel: aborted\n")
+    assert seconds < MOST_S + LOADED_S
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_an_interrupted_search_leaves_no_torn_frame(presses: int, tmp_path: Path) -> None:
+    """On a terminal, whose screen is followed here: what the search drew is gone, and the cursor is back."""
+    words = ["search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--trials", "99999"]
+    ours, theirs = pty.openpty()
+    command = [*FLYWHEEL, *words, "--store", str(tmp_path / "s.db")]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "90"}
+    )
+    os.close(theirs)
+    seen = b""
+    while b"/99999" not in seen:
+        seen += os.read(ours, 65536)
+    for _ in range(presses):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    with suppress(OSError):  # what Linux answers once nobody writes any more
+        while more := os.read(ours, 65536):
+            seen += more
+    assert process.wait(60) == 130
+    os.close(ours)
+    text = seen.decode()
+    left = screen(text)
+    assert not [line for line in left if set(line) & set("╭│╰")], left
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert left[-1].startswith("flywheel: aborted" if presses == 2 else "flywheel: stopped cleanly")
+
+
+def screen(text: str) -> list[str]:
+    """What a terminal shows after the text: of its commands, those that rich gives."""
+    lines, row, column = [""], 0, 0
+    for command, written in re.findall(r"(\x1b\[[0-9;?]*[A-Za-z]|[\r\n])|([^\x1b\r\n]+)", text):
+        if command == "\n":
+            row, lines = row + 1, lines if row + 1 < len(lines) else [*lines, ""]
+        elif command == "\r":
+            column = 0
+        elif command.endswith("A"):
+            row = max(0, row - int(command[2:-1]))
+        elif command == "\x1b[2K":
+            lines[row] = ""
+        else:
+            lines[row] = lines[row][:column].ljust(column) + written + lines[row][column + len(written) :]
+            column += len(written)
+    return [line for line in lines if line.strip()]
 
 
 @pytest.mark.parametrize("after_s", [0.7, 2.5])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -125,6 +126,7 @@ def test_sync_mirrors_beside_the_store_and_then_finds_nothing_missing(run: Run, 
     assert json.loads(first.stdout)["written"] > 20
     again = run("mlflow", "sync", "small", "--store", store)
     assert again.stdout == f"sqlite:///{Path.cwd() / 'mlflow.db'}: nothing was missing\n"
+    assert again.stderr == f"flywheel dashboard --store {store} shows it\n"
     found = runs(f"sqlite:///{Path.cwd() / 'mlflow.db'}")
     assert found["small"].info.status == "FINISHED"
     assert "trial 0" in found
@@ -156,13 +158,22 @@ def test_without_mlflow_a_search_that_wants_it_does_not_start(run: Run, monkeypa
     assert not Path("flywheel.db").exists()
 
 
+def test_a_tracking_uri_that_is_none_ends_a_search_before_it_starts(run: Run) -> None:
+    result = run(*SEARCH, "--trials", "1", "--mlflow", "kept", "--tracking-uri", "http://[::1")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is not a URL of a server" in result.stderr
+    assert not Path("flywheel.db").exists()
+
+
 @pytest.mark.parametrize("kind", ["dead", "hung"])
 def test_a_server_that_does_not_answer_slows_nothing_and_loses_nothing(
     kind: str, request: pytest.FixtureRequest, run: Run, searches: Callable[..., tuple[dict[str, Any], str, float]]
 ) -> None:
     plain, _, _ = searches("plain.db", "--trials", "6")
     options = ("--trials", "6", "--mlflow", "all", "--tracking-uri", request.getfixturevalue(kind))
-    mirrored, _, delay = searches("mirrored.db", *options)
+    mirrored, said, delay = searches("mirrored.db", *options)
+    assert said.startswith(f"flywheel: MLflow {options[-1]}: does not answer: ")
+    assert said.index("the search goes on without it") < said.index("trial ")
     assert facts(mirrored) == facts(plain)
     assert delay < MOST_DELAY_S
     result = run("mlflow", "sync", "--children", "all", "--store", "mirrored.db", "--tracking-uri", "sqlite:///m.db")
@@ -191,6 +202,8 @@ def test_a_server_killed_in_the_middle_takes_nothing_from_the_search_and_is_made
     out, err = search.communicate(timeout=60)
     assert time.monotonic() - start < MOST_DELAY_S
     assert search.returncode == 130, err
+    assert f"Mirrored in MLflow, {address}\n" in err
+    assert re.search(rf"In MLflow: {address}/#/experiments/\d+/runs/[0-9a-f]{{32}}\?workflowType=machine_learning", err)
     for process in processes("--pid", search.pid):
         os.kill(process, signal.SIGKILL)
     found = json.loads(out)
@@ -201,7 +214,7 @@ def test_a_server_killed_in_the_middle_takes_nothing_from_the_search_and_is_made
         assert again.stdout.endswith("nothing was missing\n")
         parent = runs(address)["c"]
         assert parent.data.tags["flywheel.trials"] == str(found["trials"])
-        assert parent.data.metrics["predicted/best_us"] == found["best"]["predicted_us"]
+        assert parent.data.metrics["best_us/predicted"] == found["best"]["predicted_us"]
 
 
 def test_the_mirror_beside_a_search_follows_it_to_its_end_and_ends(

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import io
+import threading
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from flywheel.cli.progress import LivePanel, PlainLines, make_reporter, seconds_left
+from flywheel.cli.progress import TREND_WIDTH, LivePanel, PlainLines, make_reporter, seconds_left, trend
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.record import TrialRecord
 from flywheel.search.campaign import Progress
@@ -41,6 +42,43 @@ def test_the_panel_shows_best_floor_outcomes_rate_and_time_left(start: Start, pr
         assert words in text
     assert "at trial 7, 0 trials and" in text
     assert "again to abort" in text
+
+
+def test_the_panel_shows_the_trend_of_the_best_so_far(start: Start, progress: Progress) -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    panel = LivePanel(Console(file=screen, force_terminal=True, width=100, color_system=None))
+    with panel:
+        panel.start(start)
+        for us in (2000.0, 1500.0, 1000.0):
+            record = replace(progress.record, predicted_us=us, floor_us=None, floor_fraction=None)
+            panel.watch(replace(progress, best=record))
+    screen.seek(0)
+    assert "█▅▁ 2,000.0 us to 1,000.0 us" in screen.read()
+
+
+def test_a_trend_falls_as_the_best_does_and_fits_its_line() -> None:
+    assert trend([5.0]) == "▁"
+    assert trend([5.0, 5.0]) == "▁▁"
+    bars, _, words = trend([1000.0 - trial for trial in range(500)]).partition(" ")
+    assert len(bars) == TREND_WIDTH
+    assert sorted(bars, reverse=True) == list(bars)
+    assert (bars[0], bars[-1]) == ("█", "▁")
+    assert words == "1,000.0 us to 501.0 us"
+
+
+def test_an_aborted_panel_is_gone_and_stays_gone(start: Start, progress: Progress) -> None:
+    screen = io.StringIO()
+    panel = LivePanel(Console(file=screen, force_terminal=True, width=100, color_system=None))
+    panel.abort()
+    with panel:
+        panel.start(start)
+        panel.watch(progress)
+        threading.Thread(target=panel.abort).start()
+        panel.abort()
+        left = screen.getvalue()
+    assert screen.getvalue() == left
+    assert left.endswith("\x1b[1A\x1b[2K")
+    assert left.rindex("\x1b[?25h") > left.rindex("╰")
 
 
 def test_plain_lines_speak_of_improvements_only(

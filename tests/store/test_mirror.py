@@ -16,6 +16,7 @@ from flywheel.store.mirror import (
     campaign_params,
     campaign_points,
     code_span,
+    columns,
     trial_points,
 )
 from flywheel.store.tracking import shown
@@ -31,7 +32,7 @@ def series(records: list[TrialRecord], name: str) -> list[tuple[int, float]]:
 def test_the_best_so_far_is_a_series_with_the_trials_numbers_as_steps(make_record: Records) -> None:
     times = (900.0, 950.0, 800.0)
     records = [make_record(trial=trial, predicted_us=us) for trial, us in enumerate(times)]
-    assert series(records, "predicted/best_us") == [(0, 900.0), (1, 900.0), (2, 800.0)]
+    assert series(records, "best_us/predicted") == [(0, 900.0), (1, 900.0), (2, 800.0)]
     assert series(records, "predicted/latency_us") == list(enumerate(times))
     assert series(records, "outcomes/predicted") == [(0, 1), (1, 2), (2, 3)]
 
@@ -42,8 +43,8 @@ def test_a_prediction_never_enters_a_measured_series(make_record: Records) -> No
         make_record("measured", trial=1, latency_us=1000.25, predicted_us=20.0, predictor="1"),
         make_record("rejected", trial=2),
     ]
-    assert series(records, "measured/best_us") == [(1, 1000.25), (2, 1000.25)]
-    assert series(records, "predicted/best_us") == [(0, 10.0), (1, 10.0), (2, 10.0)]
+    assert series(records, "best_us/measured") == [(1, 1000.25), (2, 1000.25)]
+    assert series(records, "best_us/predicted") == [(0, 10.0), (1, 10.0), (2, 10.0)]
 
 
 def test_a_final_is_a_series_of_its_own_and_counts_as_no_outcome(make_record: Records) -> None:
@@ -56,7 +57,7 @@ def test_a_final_is_a_series_of_its_own_and_counts_as_no_outcome(make_record: Re
     ]  # fmt: skip
     assert series(records, "measured/latency_us") == [(0, 100.0), (1, 99.0)]
     assert series(records, "measured/final_us") == [(2, 103.0), (3, 102.0)]
-    assert series(records, "measured/best_us") == [(0, 100.0), (1, 100.0), (2, 102.0), (3, 102.0)]
+    assert series(records, "best_us/measured") == [(0, 100.0), (1, 100.0), (2, 102.0), (3, 102.0)]
     assert series(records, "outcomes/measured") == [(0, 1), (1, 2)]
 
 
@@ -66,7 +67,7 @@ def test_the_best_so_far_falls_and_ends_at_the_least(make_record: Records, times
         make_record("rejected", trial=trial) if us is None else make_record(trial=trial, predicted_us=us)
         for trial, us in enumerate(times)
     ]
-    best = [value for _, value in series(records, "predicted/best_us")]
+    best = [value for _, value in series(records, "best_us/predicted")]
     assert best == sorted(best, reverse=True)
     feasible = [us for us in times if us is not None]
     assert best[-1:] == ([min(feasible)] if feasible else [])
@@ -112,3 +113,12 @@ def test_no_name_ends_the_markdown_that_shows_it(name: str) -> None:
     assert span.isprintable()
     assert span.endswith(fence)
     assert len(fence) not in [len(run) for run in re.findall("`+", inner)]
+
+
+def test_columns_are_of_the_kinds_that_are_there_and_measured_go_first() -> None:
+    both = json.loads(columns({"best_us/predicted", "best_us/measured", "outcomes/predicted"}))["selectedColumns"]
+    assert [each for each in both if each.startswith("metrics")] == [
+        "metrics.`best_us/measured`", "metrics.`floor_fraction/measured`",
+        "metrics.`best_us/predicted`", "metrics.`floor_fraction/predicted`",
+    ]  # fmt: skip
+    assert "metrics" not in columns({"predicted/latency_us"})

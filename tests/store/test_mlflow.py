@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import sqlite3
@@ -32,6 +33,7 @@ def files(campaign: Campaign, records: Sequence[TrialRecord]) -> Mapping[str, st
     return {"best.json": f"{campaign.name} {len(records)}\n", "plots/history.svg": "<svg/>\n"}
 
 
+NOTE = "mlflow.note.content"
 VIEWS = Views(knobs, files)
 
 
@@ -77,6 +79,8 @@ def everything(uri: str) -> list[Any]:
         }
         paths = [entry.path for entry in client.list_artifacts(run.info.run_id)]
         info, data = run.info, run.data
+        if NOTE in data.tags:  # which links to the run by its id
+            data.tags[NOTE] = data.tags[NOTE].replace(info.run_id, "ID")
         found.append((info.run_name, info.status, info.end_time, data.params, data.tags, history, paths))
     return sorted(found, key=lambda entry: str(entry[0]))
 
@@ -92,12 +96,31 @@ def test_a_campaign_is_one_run_with_its_series_parameters_and_files(
     status, end, params, tags, history, paths = by_name(uri)["first"]
     assert (status, end) == ("FINISHED", 1767323045000)
     assert (params["model"], params["measure"], params["host"]) == ("llama3.2-1b", "predict", "lab")
-    assert [value for _, value, _ in history["predicted/best_us"]] == [900.0, 900.0, 800.0, 800.0, 700.0]
-    assert [step for step, _, _ in history["predicted/best_us"]] == [0, 1, 2, 3, 4]
-    assert history["predicted/best_floor_fraction"][-1][1] == pytest.approx(500 / 700)
+    assert [value for _, value, _ in history["best_us/predicted"]] == [900.0, 900.0, 800.0, 800.0, 700.0]
+    assert [step for step, _, _ in history["best_us/predicted"]] == [0, 1, 2, 3, 4]
+    assert history["floor_fraction/predicted"][-1][1] == pytest.approx(500 / 700)
     assert history["outcomes/rejected"] == [(3, 1.0, 1767323045000)]
     assert "**predicted** 700.0 us" in tags["mlflow.note.content"]
     assert paths == ["best.json", "plots"]
+
+
+def test_a_run_links_to_its_report_and_the_list_shows_latency_and_floor(
+    uri: str, rows: list[TrialRecord], make_campaign: Campaigns
+) -> None:
+    from mlflow import MlflowClient
+
+    mirror = Mirror(uri)
+    mirror.sync(make_campaign(), rows, "none", VIEWS)
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    run = client.search_runs([experiment.experiment_id])[0]
+    page = f"#/experiments/{experiment.experiment_id}/runs/{run.info.run_id}"
+    assert f"[The report]({page}/artifacts/report.html?workflowType=machine_learning)" in run.data.tags[NOTE]
+    assert mirror.page(make_campaign()) == f"/{page}?workflowType=machine_learning"
+    key = mirror.pages().partition("viewStateShareKey=")[2]
+    view = json.loads(experiment.tags[f"mlflow.sharedViewState.{key}"])
+    assert view["selectedColumns"][:2] == ["metrics.`best_us/predicted`", "metrics.`floor_fraction/predicted`"]
+    assert set(view["columnWidths"]) == set(view["selectedColumns"][:2])
 
 
 def test_syncing_twice_changes_nothing(uri: str, rows: list[TrialRecord], make_campaign: Campaigns) -> None:
@@ -173,7 +196,7 @@ def test_of_two_runs_that_two_processes_made_at_once_one_stays(
     mirror.sync(campaign, rows, "kept", VIEWS)
     names = sorted(run.info.run_name for run in client.search_runs([experiment]))
     assert names == ["first", "trial 0", "trial 2", "trial 4"]
-    assert [step for step, _, _ in by_name(uri)["first"][4]["predicted/best_us"]] == [0, 1, 2, 3, 4]
+    assert [step for step, _, _ in by_name(uri)["first"][4]["best_us/predicted"]] == [0, 1, 2, 3, 4]
 
 
 def test_more_points_than_one_request_takes_all_arrive(
@@ -183,7 +206,7 @@ def test_more_points_than_one_request_takes_all_arrive(
     Mirror(uri).sync(make_campaign(), rows, "none", VIEWS)
     history = by_name(uri)["first"][4]
     assert {name: len(points) for name, points in history.items()} == dict.fromkeys(
-        ("outcomes/predicted", "predicted/best_us", "predicted/latency_us"), 700
+        ("outcomes/predicted", "best_us/predicted", "predicted/latency_us"), 700
     )
 
 
@@ -223,7 +246,7 @@ def test_a_database_of_another_mlflow_is_a_mirror_error(
 
 def test_without_mlflow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flywheel.store.mlflow.find_spec", lambda _: None)
-    with pytest.raises(UsageError, match=r"flywheel\[mlflow\]"):
+    with pytest.raises(UsageError, match=r"pip install .*\[mlflow\]"):
         Mirror("sqlite:///x.db")
 
 

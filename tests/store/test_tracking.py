@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from flywheel.store.follow import Follower
 from flywheel.store.mirror import Views
 from flywheel.store.mlflow import Mirror
 from flywheel.store.sql import open_store
-from flywheel.store.tracking import check_tracking, shown
+from flywheel.store.tracking import ANSWER_S, check_answer, check_tracking, shown
 
 SECRET = "s3cret"
 VIEWS = Views(lambda campaign, record: {}, lambda campaign, records: {})
@@ -125,3 +126,20 @@ def test_a_tracking_database_that_does_not_answer_is_given_up_within_20_s(
     with postgres_server.frozen(), pytest.raises(MirrorError, match="does not answer"):
         sync(url, store_url)
     assert monotonic() - start < 20
+
+
+def test_a_server_that_answers_anything_is_there() -> None:
+    with server(b"no", 404) as uri:
+        check_answer(uri)
+    check_answer("sqlite:///nothing.db")
+
+
+def test_a_server_that_is_not_there_or_silent_is_said_within_seconds() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        began = monotonic()
+        with pytest.raises(MirrorError, match=rf"^MLflow http://me:\*\*\*@127\.0\.0\.1:{port}: does not answer: "):
+            check_answer(f"http://me:{SECRET}@127.0.0.1:{port}")
+        assert monotonic() - began < 2 * ANSWER_S + 1
+    with pytest.raises(MirrorError, match="refused"):
+        check_answer(f"http://127.0.0.1:{port}")
