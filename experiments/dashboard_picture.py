@@ -41,7 +41,7 @@ def shoot(address: str, chromium: str, output: str) -> None:
     with sync_playwright() as playwright, playwright.chromium.launch(executable_path=chromium, args=flags) as browser:
         page = browser.new_page(viewport=_SIZE)
         page.goto(address, timeout=_PATIENCE_MS)
-        page.get_by_text("matching runs").wait_for(timeout=_PATIENCE_MS)
+        page.locator("[role=row] a").first.wait_for(timeout=_PATIENCE_MS)
         page.wait_for_timeout(2000)
         page.screenshot(path=output)
 

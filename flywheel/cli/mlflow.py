@@ -133,11 +133,12 @@ def _follow(follower: Follower, pid: int | None) -> int:
             with suppress(OSError):
                 note(f"{_PAGE}{link}")
 
+    follower.found = found
     runs = _watch(pid)
     if pid is not None:
         threading.Thread(target=_expire, args=(runs,), daemon=True).start()
     with Drain(lambda: None) as drain:
-        done = follow(follower, lambda: drain.requested or not runs(), tell, found)
+        done = follow(follower, lambda: drain.requested or not runs(), tell)
     return 0 if done else FAILED
 
 

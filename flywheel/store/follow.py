@@ -40,8 +40,8 @@ class Follower:
     children: str
     views: Views
     running: bool = False
-    page: str | None = None
-    """Where a server shows the only one of `names`, behind its address; None before a first look."""
+    found: Callable[[str], None] | None = None
+    """Called once, with where a server shows the only one of `names`, behind its address."""
     _seen: dict[str, int] = field(default_factory=dict)
     _files: dict[str, tuple[int, float]] = field(default_factory=dict)
 
@@ -70,8 +70,9 @@ class Follower:
     def _sync(self, campaign: Campaign, records: Sequence[TrialRecord], last: bool, files: bool) -> int:
         name, now = campaign.name, time.monotonic()
         live = not last and (self.running or name in self._seen)
-        if self.page is None and len(self.names) == 1:
-            self.page = self.mirror.page(campaign)
+        if self.found is not None and len(self.names) == 1:
+            self.found(self.mirror.page(campaign))
+            self.found = None
         written = self.mirror.sync(campaign, records, self.children, self.views, live=live, files=files)
         self._seen[name] = len(records)
         if files:
@@ -79,23 +80,15 @@ class Follower:
         return written
 
 
-def follow(
-    follower: Follower,
-    ended: Callable[[], bool],
-    tell: Callable[[str], None],
-    found: Callable[[str], None] | None = None,
-) -> bool:
+def follow(follower: Follower, ended: Callable[[], bool], tell: Callable[[str], None]) -> bool:
     """Look again and again until `ended`, then once more; whether that last look succeeded.
 
-    `found` is given the page of the only campaign, once there is one. Trouble with the store or the server is told,
-    each kind once in a row, and waited out: nothing is lost, since the next look makes up for it.
+    Trouble with the store or the server is told, each kind once in a row, and waited out: nothing is lost, since
+    the next look makes up for it.
     """
     told, pause = "", FOLLOW_S
     while not ended():
         told = _try(follower, False, told, tell)
-        if found is not None and follower.page is not None:
-            found(follower.page)
-            found = None
         pause = min(MOST_S, 2 * pause) if told else FOLLOW_S
         until = time.monotonic() + pause
         while time.monotonic() < until and not ended():

@@ -126,7 +126,7 @@ def test_sync_mirrors_beside_the_store_and_then_finds_nothing_missing(run: Run, 
     assert json.loads(first.stdout)["written"] > 20
     again = run("mlflow", "sync", "small", "--store", store)
     assert again.stdout == f"sqlite:///{Path.cwd() / 'mlflow.db'}: nothing was missing\n"
-    assert again.stderr == f"flywheel dashboard --store {store} shows it\n"
+    assert again.stderr.endswith(f"\nflywheel dashboard --store {store} shows it\n")
     found = runs(f"sqlite:///{Path.cwd() / 'mlflow.db'}")
     assert found["small"].info.status == "FINISHED"
     assert "trial 0" in found
@@ -142,8 +142,8 @@ def test_an_unknown_campaign_is_a_usage_error_before_anything_is_written(run: Ru
 
 def test_a_dead_server_is_one_line_and_code_1(run: Run, searched: Path, dead: str) -> None:
     result = run("mlflow", "sync", "--store", searched, "--tracking-uri", dead)
-    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (1, "", 1)
-    assert dead in result.stderr
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert [dead in line for line in result.stderr.splitlines()] == [True, True]  # what it does, and what came of it
 
 
 def test_the_offered_children_are_those_of_the_mirror() -> None:
