@@ -18,18 +18,12 @@ def compiled(function: Function) -> Function:
         return cast(Function, numba.njit(function))
 
 
-def bare(*, inline: bool = False) -> Callable[[Function], Function]:
-    """As `compiled`, for what computes in arrays that it is given and makes none: it counts no references.
-
-    `inline` puts the code where it is called.
-    """
-
-    def wrapped(function: Function) -> Function:
-        options: dict[str, Any] = {"_nrt": False, "inline": "always" if inline else "never"}
-        njit = cast(Any, numba.njit)
-        try:
-            return cast(Function, njit(cache=True, **options)(function))
-        except RuntimeError:  # as above
-            return cast(Function, njit(**options)(function))
-
-    return wrapped
+def bare(function: Function) -> Function:
+    """As `compiled`, for what computes in arrays that it is given and makes none: it counts no references, and its code
+    is put where it is called, since a call would hand over every field of every array."""
+    njit = cast(Any, numba.njit)
+    options: dict[str, Any] = {"_nrt": False, "forceinline": True}
+    try:
+        return cast(Function, njit(cache=True, **options)(function))
+    except RuntimeError:  # as above
+        return cast(Function, njit(**options)(function))

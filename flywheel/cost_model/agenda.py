@@ -1,7 +1,7 @@
 """What comes next, in arrays that are given: a heap of timers, and a tree that knows the first of the arrivals.
 
 Compiled code that makes nothing counts no references, which halves its time. What numba keeps of `events.run` has this
-file's code in it, and is made again when events.py changes: whoever edits this file touches that one.
+file's code in it, and is made again when the text of events.py changes: whoever edits this file changes that one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Agenda(NamedTuple):
     """Timers by time, and of one time in the order in which they were set; and one arrival an SM at most.
 
     `times[k]` and `marks[k]`, which are (its number, who is due), are timer k of a heap; `sizes` has how many there
-    are, and how many there were. `volumes` are the arrivals by SM; `firsts` is a tree, each of whose inner places has
-    the SM that arrives first of those below it.
+    are, and how many there were. `volumes` and `firsts` are a tree with the SMs at its ends, the second half: each
+    inner place has the first arrival of the two places below it, and whose that is. Place 1 has the first of all.
     """
 
     times: Floats
@@ -44,31 +44,39 @@ def empty_agenda(n_sms: int, n_timers: int) -> Agenda:
         size *= 2
     firsts = np.zeros(2 * size, np.int64)
     firsts[size:] = np.arange(size)
-    for place in range(size - 1, 0, -1):
-        firsts[place] = firsts[2 * place]
+    level = size
+    while level > 1:
+        firsts[level >> 1 : level] = firsts[level : 2 * level : 2]
+        level >>= 1
     room = np.zeros(n_timers), np.zeros((n_timers, 2), np.int64), np.zeros(2, np.int64)
-    return Agenda(*room, np.full(size, _FAR), firsts)
+    return Agenda(*room, np.full(2 * size, _FAR), firsts)
 
 
-@bare()
+@bare
 def arrive_at(agenda: Any, number: int, volume: float) -> None:
     """An SM arrives at `volume` and not before, or NEVER."""
     volumes, firsts = agenda.volumes, agenda.firsts
-    volumes[number] = volume if volume != NEVER else _FAR
-    place = (len(volumes) + number) >> 1
-    while place:
-        left, right = firsts[2 * place], firsts[2 * place + 1]
-        firsts[place] = right if volumes[right] < volumes[left] else left
+    first, least = number, volume if volume != NEVER else _FAR
+    place = (len(volumes) >> 1) + number
+    while volumes[place] != least or firsts[place] != first:
+        volumes[place] = least
+        firsts[place] = first
+        if place == 1:
+            return
+        other = volumes[place ^ 1]
+        if other < least or (other == least and place & 1):  # of equals, the left one
+            least = other
+            first = firsts[place ^ 1]
         place >>= 1
 
 
-@bare(inline=True)
+@bare
 def arrives(agenda: Any) -> bool:
     """Whether there is an arrival."""
-    return bool(agenda.volumes[agenda.firsts[1]] != _FAR)
+    return bool(agenda.volumes[1] != _FAR)
 
 
-@bare(inline=True)
+@bare
 def set_timer(agenda: Any, time: float, who: int) -> None:
     """Somebody is due at `time`."""
     times, marks, sizes = agenda.times, agenda.marks, agenda.sizes
@@ -88,7 +96,7 @@ def set_timer(agenda: Any, time: float, who: int) -> None:
     sizes[1] += 1
 
 
-@bare()
+@bare
 def take_timer(agenda: Any) -> int:
     """Who is due first; that timer is gone."""
     times, marks, sizes = agenda.times, agenda.marks, agenda.sizes
@@ -114,6 +122,6 @@ def take_timer(agenda: Any) -> int:
     return int(who)
 
 
-@bare(inline=True)
+@bare
 def _is_before(times: Floats, marks: Ints, place: int, time: float, number: int) -> bool:
     return bool(times[place] < time or (times[place] == time and marks[place, 0] < number))

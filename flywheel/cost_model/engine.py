@@ -110,7 +110,7 @@ def simulate(queues: Queues, rates: Rates) -> Trace:
     gates["visible"], gates["polled"], gates["first"] = queues.visible_us, queues.polled, NOBODY
     links = np.zeros(len(queues.links), LINK)
     links["gate"], links["needs"] = np.reshape(queues.links, (-1, 2)).T
-    rate_of = np.array([0.0, *(min(rates.loader, rates.total / n) for n in range(1, len(sms) + 1))])
+    rate_of = np.concatenate([[0.0], np.minimum(rates.loader, rates.total / np.arange(1, len(sms) + 1))])
     state = np.zeros(1, STATE)
     for name in CONSTANTS:
         state[name] = getattr(rates, name)

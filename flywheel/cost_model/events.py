@@ -84,7 +84,7 @@ class Engine(NamedTuple):
     due: Ints
 
 
-@bare(inline=True)
+@bare
 def _activate(engine: Engine, sm: Records, have: float) -> None:
     """The loader of `sm`, stopped at `have` bytes, goes on."""
     state = engine.state[0]
@@ -95,7 +95,7 @@ def _activate(engine: Engine, sm: Records, have: float) -> None:
     sm.base = have - state.volume - late
 
 
-@bare(inline=True)
+@bare
 def _next_arrival(sm: Records, at: float) -> float:
     """The loader of `sm` arrives when it has moved `at` bytes of its stream; the volume then, for the caller to
     queue."""
@@ -103,7 +103,7 @@ def _next_arrival(sm: Records, at: float) -> float:
     return float(sm.due)
 
 
-@bare(inline=True)
+@bare
 def _start(engine: Engine, number: int, time: float) -> float:
     """The next task of an SM starts at `time`; its loader's next arrival, or NEVER."""
     state, sm = engine.state[0], engine.sms[number]
@@ -131,7 +131,7 @@ def _start(engine: Engine, number: int, time: float) -> float:
     return _next_arrival(sm, task.stream_end)
 
 
-@bare(inline=True)
+@bare
 def _allow(engine: Engine, sm: Records, limit: float) -> float:
     """The loader of `sm`, whose next task waits, may go on to `limit` if that is further than before."""
     if limit <= sm.limit:
@@ -144,7 +144,7 @@ def _allow(engine: Engine, sm: Records, limit: float) -> float:
     return _next_arrival(sm, limit)
 
 
-@bare(inline=True)
+@bare
 def _closed_gate(engine: Engine, task: Records) -> int:
     """The first gate of a task that is not open, or NOBODY."""
     for place in range(task.first_gate, task.last_gate):
@@ -153,7 +153,7 @@ def _closed_gate(engine: Engine, task: Records) -> int:
     return NOBODY
 
 
-@bare(inline=True)
+@bare
 def _wait(engine: Engine, number: int, gate: Records) -> None:
     """An SM waits at a gate, behind those that do already."""
     if gate.first == NOBODY:
@@ -164,7 +164,7 @@ def _wait(engine: Engine, number: int, gate: Records) -> None:
     engine.sms[number].next = NOBODY
 
 
-@bare(inline=True)
+@bare
 def _reach(engine: Engine, number: int, time: float) -> float:
     """An SM comes to its next task: start it, or fall asleep at the first gate that is not open."""
     sm = engine.sms[number]
@@ -183,7 +183,7 @@ def _reach(engine: Engine, number: int, time: float) -> float:
     return _allow(engine, sm, task.early)
 
 
-@bare()
+@bare
 def _finish(engine: Engine, number: int, time: float) -> float:
     """The running task of an SM ends at `time`: signal, then go to the next."""
     state, sm = engine.state[0], engine.sms[number]
@@ -206,7 +206,7 @@ def _finish(engine: Engine, number: int, time: float) -> float:
     return _reach(engine, number, time)
 
 
-@bare(inline=True)
+@bare
 def _arrive(engine: Engine, number: int) -> float:
     """The loader of an SM is at the end of the running task's bytes, or at what was its limit."""
     state, sm = engine.state[0], engine.sms[number]
@@ -229,7 +229,7 @@ def _arrive(engine: Engine, number: int) -> float:
     return NEVER
 
 
-@bare()
+@bare
 def _wake(engine: Engine, number: int, time: float) -> None:
     """An SM, which sleeps, sees what is open: it goes on, or to the next closed gate."""
     state, sm = engine.state[0], engine.sms[number]
@@ -249,7 +249,7 @@ def _wake(engine: Engine, number: int, time: float) -> None:
         arrive_at(engine.agenda, number, again)
 
 
-@bare()
+@bare
 def _release(engine: Engine, gate: Records, time: float) -> None:
     """A gate opens: everybody who sleeps there goes on, who has asked the host when that has answered."""
     gate.open = True
@@ -264,7 +264,7 @@ def _release(engine: Engine, gate: Records, time: float) -> None:
         number = behind
 
 
-@bare()
+@bare
 def _ask(engine: Engine, time: float) -> None:
     """Whoever has polled a counter for long asks the host."""
     state = engine.state[0]
@@ -284,7 +284,7 @@ def _ask(engine: Engine, time: float) -> None:
         set_timer(engine.agenda, time + state.patience_us * ASKS_AGAIN, ~len(engine.gates))
 
 
-@bare()
+@bare
 def _begin(engine: Engine) -> None:
     """Loaders start at once, and so do the tasks that await nothing."""
     state = engine.state[0]
@@ -305,7 +305,7 @@ def _begin(engine: Engine) -> None:
             arrive_at(engine.agenda, number, again)
 
 
-@bare(inline=True)
+@bare
 def _due(engine: Engine, who: int, time: float) -> None:
     """What a timer was set for."""
     if who >= len(engine.sms):
@@ -320,7 +320,7 @@ def _due(engine: Engine, who: int, time: float) -> None:
         _ask(engine, time)
 
 
-@bare()
+@bare
 def run(engine: Engine) -> None:
     """From event to event, until none is left or there were MAX_EVENTS."""
     clock, agenda = engine.state[0], engine.agenda
@@ -329,7 +329,7 @@ def run(engine: Engine) -> None:
         clock.events += 1
         if arrives(agenda):
             number = agenda.firsts[1]
-            volume = agenda.volumes[number]
+            volume = agenda.volumes[1]
             now = clock.now + (volume - clock.volume) / clock.rate
             if not agenda.sizes[0] or now <= agenda.times[0]:
                 clock.now = now
