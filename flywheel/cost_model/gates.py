@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -9,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.cost_model.units import Ints, Units
-from flywheel.ir import MegakernelProgram, Runs, Stretch, Tile
-from flywheel.ir.layers import Layers
-from flywheel.ir.repeating import repeated
+from flywheel.ir import MegakernelProgram, Run, Runs, Stretch, Wait
+from flywheel.ir.layers import Layered, Layers
+from flywheel.ir.runs import task_of
 from flywheel.ir.tiles import stretches_of
 from flywheel.plan import KernelVariant
-from flywheel.plan.handoff import HandOffs, by_data, shares_pages
+from flywheel.plan.handoff import Parts, by_data, shares_pages, waits_by_data
 from flywheel.plan.nodes import group_tasks
 
 Marks = npt.NDArray[np.bool_]
@@ -67,39 +68,47 @@ def gates_of(program: MegakernelProgram, variant: KernelVariant, units: Units, e
 def _asked(program: MegakernelProgram, variant: KernelVariant, units: Units, base: int) -> Ints:
     """The pairs that some task asks a counter for, as `counter * base + threshold`."""
     layers = units.layers
-    if not variant.data_hand_offs or shares_pages(program):
+    by_counters = not variant.data_hand_offs or shares_pages(program)
+    found = None if by_counters else _waits_by_data(program, layers)
+    if found is None:
         _, counters, thresholds = units.awaited()
         return counters * base + thresholds
-    brief = program if layers is None or layers.times <= _BRIEF else repeated(program, _BRIEF)
-    hand_offs = _by_data(replace(brief, pages=None))
-    pairs = sorted({(wait.counter, wait.threshold) for waits in hand_offs.waits for wait in waits})
-    if layers is not None and brief is not program:
+    pairs = sorted({(wait.counter, wait.threshold) for waits in found for wait in waits})
+    if layers is not None and layers.times > _BRIEF:
         pairs = [(counter, threshold) for each, threshold in pairs for counter in _in_all_layers(each, layers)]
     return np.array([counter * base + threshold for counter, threshold in pairs], np.int64)
 
 
-def _by_data(program: MegakernelProgram) -> HandOffs:
-    """The hand-offs of a program; a stretch of its tiles is looked at as one that is as wide."""
-    tasks = program.tasks
+def _waits_by_data(program: MegakernelProgram, layers: Layers | None) -> Sequence[Sequence[Wait]] | None:
+    """The waits that are left to parts of a program, brief where it has layers; None where all are."""
+    tasks, buffers = program.tasks, program.buffers
     if not isinstance(tasks, Runs):
-        return by_data(program, group_tasks(tasks))
-    wide: dict[int, tuple[Tile, ...]] = {}
-    for run in tasks.runs:
-        if id(run.tiles) not in wide:
-            wide[id(run.tiles)] = tuple([_as_one(each) for each in stretches_of(run.tiles)])
-    runs = [replace(run, tiles=wide[id(run.tiles)]) for run in tasks.runs]
-    grouping = group_tasks(Runs(runs, [0] * sum([len(run.tiles) for run in runs])))
-    counts = np.array([each.n_tiles for run in tasks.runs for each in stretches_of(run.tiles)], np.int64)
-    sizes = np.zeros(len(grouping.firsts), np.int64)
-    np.add.at(sizes, grouping.node_of, counts)
-    return by_data(program, grouping, sizes)
+        hand_offs = by_data(replace(program, pages=None), group_tasks(tasks))
+        return hand_offs.waits if hand_offs.awaited else None
+    if layers is not None and isinstance(buffers, Layered):
+        times = min(layers.times, _BRIEF)
+        looks = dict(enumerate(buffers.column(lambda each: each, times)))  # none of them is asked for its id
+        found = waits_by_data(_parts(tasks.repeated(times)), looks)
+    else:
+        found = waits_by_data(_parts(tasks.runs), {each.id: each for each in buffers})
+    return None if found is None else found[1]
 
 
-def _as_one(stretch: Stretch) -> Tile:
-    params = stretch.params
-    if stretch.n_tiles > 1:
-        params = {**params, "N_tile": stretch.n_tiles * params["N_tile"]}
-    return Tile(params, stretch.est_bytes, stretch.est_flops)
+def _parts(runs: Sequence[Run]) -> Parts:
+    """The stretches of some runs."""
+    stretches = [(run, stretch) for run in runs for stretch in stretches_of(run.tiles)]
+    return Parts(
+        [task_of(run, stretch.tile(0), 0, 0) for run, stretch in stretches],
+        [[stretch.params] for _, stretch in stretches],
+        [[_columns(stretch)] for _, stretch in stretches],
+        [stretch.n_tiles for _, stretch in stretches],
+    )
+
+
+def _columns(stretch: Stretch) -> tuple[int, int]:
+    params, n_tiles = stretch.params, stretch.n_tiles
+    start = params.get("n_off", 0)
+    return start, start + n_tiles * params.get("N_tile", 0)
 
 
 def _in_all_layers(counter: int, layers: Layers) -> range:

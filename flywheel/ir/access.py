@@ -30,6 +30,14 @@ TILED_OPS: Final = MATRIX_OPS | {InstructionKind.FUSED}
 WHOLE: Final[Region] = (0, 1 << 62)
 """The region of an access that names no columns."""
 
+_APPENDS: Final = frozenset(op.name for op in APPENDS)
+
+_WINDOWS: Final = {
+    op.name: [part is not None and part.start == "kv_start" for part in (each.part for each in row.inputs)]
+    for op, row in OPERATIONS.items()
+}
+"""By operation, of each operand: whether its rows are those of the window that `kv_start` begins."""
+
 
 def tile(params: Mapping[str, Any]) -> Region | None:
     """The columns that `n_off` and `N_tile` name, or None where they do not."""
@@ -161,14 +169,14 @@ def past_rows_end(task: Task, operand: int) -> int | None:
     params = task.params
     if params.get("kv_rows") != KvRows.PAST:
         return None
-    caches = [(task.op.name, [{"in": number} for number in range(len(task.inputs))])]
-    if task.op is InstructionKind.FUSED:
-        caches = [(step["op"], step["args"]) for step in params["recipe"]["steps"]]
-    for name, args in caches:
-        for place, arg in enumerate(args):
-            part = OPERATIONS[InstructionKind[name]].operand(place).part
-            if arg.get("in") == operand and (part is None or part.start != "kv_start"):
-                return None
+    if task.op is not InstructionKind.FUSED:
+        if not _reads_window(task.op.name, operand):
+            return None
+    else:
+        for step in params["recipe"]["steps"]:
+            for place, arg in enumerate(step["args"]):
+                if arg.get("in") == operand and not _reads_window(step["op"], place):
+                    return None
     end: int = params["kv_start"] + params["kv_len"]
     return end if params["kv_len"] > 0 else 0
 
@@ -181,8 +189,18 @@ def _appended_row(task: Task, output: int) -> int | None:
     if task.op is not InstructionKind.FUSED:
         return None
     target = ({"out": output}, "final") if output == 0 else ({"out": output},)
-    writers = [step for step in task.params["recipe"]["steps"] if step["out"] in target]
-    if any(InstructionKind[step["op"]] not in APPENDS for step in writers):
-        return None
-    rows = [{**task.params, **step.get("params", {})}["pos"] for step in writers]
-    return min(rows, default=None)
+    row: int | None = None
+    for step in task.params["recipe"]["steps"]:
+        if step["out"] in target:
+            if step["op"] not in _APPENDS:
+                return None
+            own: Mapping[str, Any] = step.get("params", {})
+            first: int = own["pos"] if "pos" in own else task.params["pos"]
+            row = first if row is None else min(row, first)
+    return row
+
+
+def _reads_window(op: str, place: int) -> bool:
+    """Whether an operation reads of the operand at a place the rows of the task's window alone."""
+    windows = _WINDOWS[op]
+    return windows[min(place, len(windows) - 1)]

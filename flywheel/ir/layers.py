@@ -106,11 +106,13 @@ class Layered(Sequence[R]):
             *[moved(each, times - 1, layers) for each in behind],
         )
 
-    def column(self, of: Callable[[R], T]) -> list[T]:
-        """What `of` says of each record; it does not depend on ids and texts."""
+    def column(self, of: Callable[[R], T], times: int | None = None) -> list[T]:
+        """What `of` says of each record, which does not depend on ids and texts, where the template comes so often; by
+        default as often as it does."""
         span = self.span
         values = [of(each) for each in self.spelled]
-        return values[: span.start] + values[span.start : span.stop] * self.layers.times + values[span.stop :]
+        template = values[span.start : span.stop] * (self.layers.times if times is None else times)
+        return values[: span.start] + template + values[span.stop :]
 
     def __len__(self) -> int:
         return len(self.spelled) + (self.layers.times - 1) * self.span.size

@@ -20,7 +20,6 @@ from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from flywheel.ir import COMPUTE_DTYPES, Buffer, BufferKind, InstructionKind, MegakernelProgram, Task, Wait
 from flywheel.ir.access import TILED_OPS, appends_behind, multi_row_buffers, tile
@@ -46,55 +45,70 @@ def by_counters(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
     return HandOffs(frozenset(), waits, frozenset(counter.id for counter in program.counters))
 
 
-def by_data(program: MegakernelProgram, grouping: Grouping, sizes: npt.NDArray[np.int64] | None = None) -> HandOffs:
-    """As few waits as there can be, for a program that `validate(strict=True)` accepts.
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The tasks of a program in parts, whose tasks differ in params and SM alone. Of each part: its first task, the
+    params that there are, the columns that they name, sorted, neighbours as one, and how many tasks there are."""
 
-    With `sizes`, the tasks of each node, a task of the grouping may stand for some whose columns lie side by side.
-    """
-    if shares_pages(program):
+    firsts: Sequence[Task]
+    params: Sequence[Sequence[Mapping[str, Any]]]
+    columns: Sequence[Sequence[Pair]]
+    sizes: Sequence[int]
+
+
+def by_data(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
+    """As few waits as there can be, for a program that `validate(strict=True)` accepts."""
+    buffers = {buffer.id: buffer for buffer in program.buffers}
+    found = None if shares_pages(program) else waits_by_data(_parts(grouping), buffers)
+    if found is None:
         return by_counters(program, grouping)
-    accesses = _Accesses(program, grouping, sizes)
+    awaited, left = found
+    rows = frozenset(row for row, buffer in enumerate(program.buffers) if buffer.id in awaited)
+    return HandOffs(rows, left, frozenset(wait.counter for waits in left for wait in waits))
+
+
+def waits_by_data(
+    parts: Parts, buffers: Mapping[int, Buffer]
+) -> tuple[set[int], tuple[tuple[Wait, ...], ...]] | None:
+    """(awaited buffers, the waits that are left to each part) of a valid program whose buffers share no memory; None
+    where the counters have to do."""
+    accesses = _Accesses(parts, buffers)
     awaited = {number for number in accesses.writers if accesses.can_be_awaited(number)}
     ordered: set[Pair] = set()
     for number in accesses.writers.keys() - awaited:
         ordered |= accesses.conflicts(number)
     kept = {pair: waits for pair in ordered if (waits := accesses.between(*pair))}
     if not awaited or kept.keys() != ordered:
-        return by_counters(program, grouping)
+        return None
     needed: dict[int, set[Wait]] = defaultdict(set)
     for (one, other), (waits_of_one, waits_of_other) in kept.items():
         needed[one] |= waits_of_one
         needed[other] |= waits_of_other
-    left = tuple(
-        tuple([wait for wait in task.waits if wait in needed[node]]) if node in needed else ()
-        for node, task in enumerate(grouping.firsts)
-    )
-    rows = frozenset(row for row, buffer in enumerate(program.buffers) if buffer.id in awaited)
-    return HandOffs(rows, left, frozenset(wait.counter for waits in left for wait in waits))
+    left = tuple([
+        tuple([wait for wait in task.waits if wait in needed[part]]) if part in needed else ()
+        for part, task in enumerate(parts.firsts)
+    ])  # fmt: skip
+    return awaited, left
 
 
 class _Accesses:
-    """Who writes and reads what, node by node."""
+    """Who writes and reads what, part by part."""
 
-    def __init__(
-        self, program: MegakernelProgram, grouping: Grouping, sizes: npt.NDArray[np.int64] | None
-    ) -> None:
-        self.nodes: Sequence[Task] = grouping.firsts
-        self.buffers: Mapping[int, Buffer] = {buffer.id: buffer for buffer in program.buffers}
-        self.sizes = np.bincount(grouping.node_of, minlength=len(self.nodes)) if sizes is None else sizes
-        self._tiles, self._params = _tiles(grouping), _params(grouping)
-        self._rows = multi_row_buffers(self.nodes, self.buffers)
-        self._behind: dict[tuple[object, ...], bool] = {}
+    def __init__(self, parts: Parts, buffers: Mapping[int, Buffer]) -> None:
+        self.parts, self.buffers = parts, buffers
+        self._rows = multi_row_buffers(parts.firsts, buffers)
+        self._behind: dict[tuple[int, ...], bool] = {}
         self.writers: dict[int, list[int]] = defaultdict(list)
         self.readers: dict[int, list[int]] = defaultdict(list)
         self._signals: dict[int, int] = defaultdict(int)
-        for node, task in enumerate(self.nodes):
-            self._signals[task.out_counter] += int(self.sizes[node])
+        given = {number for number, buffer in buffers.items() if buffer.kind in _GIVEN}
+        for part, (task, size) in enumerate(zip(parts.firsts, parts.sizes, strict=True)):
+            self._signals[task.out_counter] += size
             for number in task.outputs:
-                self.writers[number].append(node)
+                self.writers[number].append(part)
             for number in task.inputs:
-                if self.buffers[number].kind not in _GIVEN:
-                    self.readers[number].append(node)
+                if number not in given:
+                    self.readers[number].append(part)
 
     def can_be_awaited(self, number: int) -> bool:
         """Whether the buffer is as the module says."""
@@ -102,69 +116,78 @@ class _Accesses:
         if buffer.kind is not BufferKind.ACTIVATION or buffer.dtype not in COMPUTE_DTYPES:
             return False
         writers = self.writers[number]
-        if set(writers) & set(self.readers[number]) or any(_copies(self.nodes[node], number) for node in writers):
+        if set(writers) & set(self.readers[number]):
             return False
-        return self._is_written_once(number)
+        return not any(_copies(self.parts.firsts[part], number) for part in writers) and self._is_written_once(number)
 
     def _is_written_once(self, number: int) -> bool:
         rows = self._rows.get(number, 1)
         if rows is None:
             return False
         width = self.buffers[number].numel // rows
-        pieces = np.concatenate([self._written(node, number, width) for node in self.writers[number]])
-        pieces = pieces[np.argsort(pieces[:, 0])]
-        ends = np.concatenate(([0], pieces[:, 1]))
-        return bool((pieces[:, 0] == ends[:-1]).all() and ends[-1] == width)
+        pieces = [piece for part in self.writers[number] for piece in self._written(part, number, width)]
+        edge = 0
+        for start, end in sorted(pieces):
+            if start != edge:
+                return False
+            edge = end
+        return edge == width
 
-    def _written(self, node: int, number: int, width: int) -> npt.NDArray[np.int64]:
-        """[piece, 2]: columns that the tasks of a node write of a buffer of so many, each from and to."""
-        task = self.nodes[node]
+    def _written(self, part: int, number: int, width: int) -> Sequence[Pair]:
+        """Columns that the tasks of a part write of a buffer of so many, each from and to."""
+        task = self.parts.firsts[part]
         if task.outputs[0] == number and task.op in TILED_OPS and tile(task.params) is not None:
-            return self._tiles[node]
-        return np.tile(np.array([[0, width]], np.int64), (int(self.sizes[node]), 1))
+            return self.parts.columns[part]
+        return [(0, width)] * self.parts.sizes[part]
 
     def conflicts(self, number: int) -> set[Pair]:
-        """Pairs of nodes that an order must hold for a buffer: one writes it, and the other reads or writes it too."""
+        """Pairs of parts that an order must hold for a buffer: one writes it, and the other reads or writes it too."""
         writers, readers = self.writers[number], self.readers[number]
-        tiled = self.buffers[number].kind is not BufferKind.KV_CACHE and self._is_written_once(number)
+        cache = self.buffers[number].kind is BufferKind.KV_CACHE
+        tiled = not cache and self._is_written_once(number)
         pairs = set() if tiled else {(one, other) for one in writers for other in writers if one < other}
         for writer in writers:
             for reader in readers:
-                if reader != writer and not self._is_behind(writer, reader, number):
+                if reader != writer and not (cache and self._is_behind(writer, reader, number)):
                     pairs.add((writer, reader))
-        if not tiled:  # the tasks of one node are in no order that a wait could hold
-            pairs |= {(writer, writer) for writer in writers if self.sizes[writer] > 1}
+        if not tiled:  # the tasks of one part are in no order that a wait could hold
+            pairs |= {(writer, writer) for writer in writers if self.parts.sizes[writer] > 1}
         return pairs
 
     def _is_behind(self, writer: int, reader: int, number: int) -> bool:
         """Whether what the writer, a single task, appends to a cache lies behind all that the reader's tasks see."""
-        if self.buffers[number].kind is not BufferKind.KV_CACHE:
-            return False
-        append, task = self.nodes[writer], self.nodes[reader]
-        places = tuple([place for place, read in enumerate(task.inputs) if read == number])
-        for params in self._params[reader]:
-            # Layers are alike: what their tasks share says it of all of them.
-            key = task.op, append.op, id(params), id(append.params), places, append.outputs.index(number)
-            known = self._behind.get(key)
-            if known is None:
-                each = replace(task, params=params)
-                known = self._behind[key] = all(appends_behind(append, each, place) for place in places)
-            if not known:
-                return False
+        append, task = self.parts.firsts[writer], self.parts.firsts[reader]
+        target = append.outputs.index(number)
+        for place in [place for place, read in enumerate(task.inputs) if read == number]:
+            for params in self.parts.params[reader]:
+                # Layers are alike: what their tasks share says it of all of them.
+                key = task.op, append.op, id(params), id(append.params), place, target
+                known = self._behind.get(key)
+                if known is None:
+                    each = task if params is task.params else replace(task, params=params)
+                    known = self._behind[key] = appends_behind(append, each, place)
+                if not known:
+                    return False
         return True
 
     def between(self, one: int, other: int) -> tuple[set[Wait], set[Wait]] | None:
-        """(waits of one node for all of the other, the same the other way round); None where there is neither."""
+        """(waits of one part for all of the other, the same the other way round); None where there is neither."""
         found = self._waits(one, other), self._waits(other, one)
         return found if any(found) else None
 
-    def _waits(self, node: int, other: int) -> set[Wait]:
-        counter = self.nodes[other].out_counter
+    def _waits(self, part: int, other: int) -> set[Wait]:
+        counter = self.parts.firsts[other].out_counter
         return {
             wait
-            for wait in self.nodes[node].waits
+            for wait in self.parts.firsts[part].waits
             if wait.counter == counter and wait.threshold == self._signals[counter]
         }
+
+
+def _parts(grouping: Grouping) -> Parts:
+    """The nodes."""
+    sizes = np.bincount(grouping.node_of, minlength=len(grouping.firsts)).tolist()
+    return Parts(grouping.firsts, _params(grouping), _columns(grouping), sizes)
 
 
 def _params(grouping: Grouping) -> list[list[Mapping[str, Any]]]:
@@ -176,13 +199,17 @@ def _params(grouping: Grouping) -> list[list[Mapping[str, Any]]]:
     return [params[first:end] for first, end in pairwise(ends)]
 
 
-def _tiles(grouping: Grouping) -> list[npt.NDArray[np.int64]]:
-    """[task, 2] of each node: the columns from n_off on; meaningless where its tasks have none."""
+def _columns(grouping: Grouping) -> list[list[Pair]]:
+    """Of each node, the columns from n_off on; meaningless where its tasks have none."""
     starts = np.array([each.get("n_off", 0) for each in grouping.params], np.int64)[grouping.params_of]
-    sizes = np.array([each.get("N_tile", 0) for each in grouping.params], np.int64)[grouping.params_of]
-    order = np.argsort(grouping.node_of, kind="stable")
-    bounds = np.searchsorted(grouping.node_of[order], np.arange(len(grouping.firsts) + 1))
-    pieces = np.stack([starts, starts + sizes], axis=1)[order]
+    widths = np.array([each.get("N_tile", 0) for each in grouping.params], np.int64)[grouping.params_of]
+    order = np.lexsort((starts, grouping.node_of))
+    nodes, starts, ends = grouping.node_of[order], starts[order], (starts + widths)[order]
+    apart = (nodes[1:] != nodes[:-1]) | (starts[1:] != ends[:-1])
+    heads = np.flatnonzero(np.concatenate([np.ones(min(1, len(nodes)), np.bool_), apart]))
+    tails = np.append(heads[1:], len(nodes)) - 1
+    pieces = list(zip(starts[heads].tolist(), ends[tails[: len(heads)]].tolist(), strict=True))
+    bounds = np.searchsorted(nodes[heads], np.arange(len(grouping.firsts) + 1)).tolist()
     return [pieces[first:end] for first, end in pairwise(bounds)]
 
 
