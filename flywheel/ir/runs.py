@@ -6,10 +6,10 @@ A step of llama3-8b has 17,000 tasks and 450 runs.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from flywheel.ir.draft import TaskDraft
 from flywheel.ir.layers import INDEX, Layers
@@ -189,21 +189,32 @@ def ends_of(run: Run) -> list[tuple[int, Tile]]:
     return found
 
 
-def tasks_by_recipe(tasks: Sequence[Task]) -> Iterable[Task]:
-    """One task for all of a run that have its recipe: what shows every operation and every operand that there is.
+class Use(NamedTuple):
+    """An operation, what it reads, and the params of a task that does it."""
 
-    All tasks, where they are no runs.
-    """
-    return _by_recipe(tasks) if isinstance(tasks, Runs) else tasks
+    op: InstructionKind
+    inputs: Sequence[int]
+    params: Mapping[str, Any]
 
 
-def _by_recipe(tasks: Runs) -> Iterator[Task]:
+def uses_by_recipe(runs: Iterable[Run]) -> Iterator[Use]:
+    """What each run does, once for all of its tasks that have one recipe."""
     known: dict[int, list[tuple[int, Tile]]] = {}
-    for run, first in zip(tasks.runs, tasks.first, strict=False):
+    for run in runs:
         if id(run.tiles) not in known:
             known[id(run.tiles)] = tiles_by_recipe(run)
-        for place, tile in known[id(run.tiles)]:
-            yield task_of(run, tile, first + place, tasks.sms[first + place])
+        for _, tile in known[id(run.tiles)]:
+            yield Use(run.op, run.inputs, tile.params)
+
+
+def tasks_by_recipe(runs: Iterable[Run], reading: Set[int]) -> Iterator[Task]:
+    """One task for all of a run that have its recipe, of those runs that read any of the buffers `reading`."""
+    first = 0
+    for run in runs:
+        if not reading.isdisjoint(run.inputs):
+            for place, tile in tiles_by_recipe(run):
+                yield task_of(run, tile, first + place, 0)
+        first += len(run.tiles)
 
 
 def tiles_by_recipe(run: Run) -> list[tuple[int, Tile]]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from math import prod
 from typing import Any
 
 from flywheel.ir.dtype import BufferKind
-from flywheel.ir.layers import Layers
+from flywheel.ir.layers import Layered, Layers
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
-from flywheel.ir.repeating import local_layers, repeated, spelled_out
-from flywheel.ir.runs import Runs, tasks_by_recipe
+from flywheel.ir.repeating import local_layers, spelled_out
+from flywheel.ir.runs import Run, Runs, tasks_by_recipe
 from flywheel.ir.target import GpuTarget
-from flywheel.ir.tiles import stretches_of
 
 _IdSource = tuple[int, int | None]
 """Where an EMBED's ids come from: (buffer, None), or (task, recipe step)."""
@@ -27,43 +26,42 @@ def weight_bytes_read(program: MegakernelProgram) -> int:
     row (`shape[-1]` elements) per id, and the same ids once however many tiles gather by them.
     `program` is taken to be valid.
     """
-    layers = local_layers(program)
-    if layers is None:
-        whole, gathered = _weights_read(program)
+    tasks, buffers, layers = program.tasks, program.buffers, local_layers(program)
+    if layers is None or not isinstance(tasks, Runs) or not isinstance(buffers, Layered):
+        table = {buffer.id: buffer for buffer in buffers}
+        whole, gathered = _weights_read(_readers(tasks, table), table)
         return sum(whole.values()) + gathered
-    once = repeated(program, 1)
-    if _reads_by_ids_or_back(once, layers):
+    table = dict(enumerate(buffers.spelled))
+    readers = list(tasks_by_recipe(tasks.spelled, _weights(table)))
+    if any(map(_gathers, readers)) or _reads_by_ids_or_back(tasks.spelled, _weights(table), layers):
         return weight_bytes_read(spelled_out(program))
-    whole, gathered = _weights_read(once)
+    whole, gathered = _weights_read(readers, table)
     own = sum([nbytes for number, nbytes in whole.items() if layers.buffers.start <= number < layers.buffers.stop])
     return sum(whole.values()) + gathered + (layers.times - 1) * own
 
 
-def _reads_by_ids_or_back(once: MegakernelProgram, layers: Layers) -> bool:
-    """Whether the template may gather rows, or it or what is behind the layers reads weights of the layer before: then
+def _reads_by_ids_or_back(spelled: Sequence[Run], weights: Set[int], layers: Layers) -> bool:
+    """Whether the template gathers rows, or it or what is behind the layers reads weights of the layer before: then
     what all layers read is no multiple of what one reads."""
-    assert isinstance(once.tasks, Runs)
-    span, weights = layers.buffers, {each.id for each in once.buffers if each.kind is BufferKind.WEIGHT}
-    before = weights.intersection(range(span.least, span.start))
-    runs = once.tasks.spelled[layers.runs.start : layers.runs.stop]
-    own, tail = weights.intersection(range(span.start, span.stop)), once.tasks.spelled[layers.runs.stop :]
-    if any(not own.isdisjoint(run.inputs) for run in tail):
-        return True
-    if any(run.op is InstructionKind.EMBED or not before.isdisjoint(run.inputs) for run in runs):
-        return True
-    recipes = {id(each.params["recipe"]): each.params["recipe"] for run in runs if run.op is InstructionKind.FUSED
-               for each in stretches_of(run.tiles)}  # fmt: skip
-    return any(step["op"] == InstructionKind.EMBED.name for each in recipes.values() for step in each["steps"])
+    span = layers.buffers
+    before, own = range(span.least, span.start), range(span.start, span.stop)
+    return any(
+        run.op is InstructionKind.EMBED or any(number in before and number in weights for number in run.inputs)
+        for run in spelled[layers.runs.start : layers.runs.stop]
+    ) or any(number in own and number in weights for run in spelled[layers.runs.stop :] for number in run.inputs)
 
 
-def _weights_read(program: MegakernelProgram) -> tuple[dict[int, int], int]:
+def _weights(buffers: Mapping[int, Buffer]) -> Set[int]:
+    return {number for number, buffer in buffers.items() if buffer.kind is BufferKind.WEIGHT}
+
+
+def _weights_read(tasks: Iterable[Task], buffers: Mapping[int, Buffer]) -> tuple[dict[int, int], int]:
     """(bytes of each buffer that is read whole, bytes of the rows of all others)."""
-    buffers = {buffer.id: buffer for buffer in program.buffers}
-    weights = {buffer.id: buffer for buffer in program.buffers if buffer.kind is BufferKind.WEIGHT}
+    weights = _weights(buffers)
     whole: dict[int, None] = {}
     gathered: dict[int, dict[_IdSource, int]] = {}
     settled: set[int] = set()  # operand records, which tiles share, whose weights are all in `whole`
-    for task in _readers(program.tasks):
+    for task in tasks:
         if id(task.inputs) in settled:
             continue
         if not any(read in weights and read not in whole for read in task.inputs):
@@ -77,8 +75,8 @@ def _weights_read(program: MegakernelProgram) -> tuple[dict[int, int], int]:
             else:
                 gathered.setdefault(read, {}).update(ids)
     rows = {table: sum(ids.values()) for table, ids in gathered.items() if table not in whole}
-    return {number: weights[number].nbytes for number in whole}, sum(
-        _row_bytes(weights[table], count) for table, count in rows.items()
+    return {number: buffers[number].nbytes for number in whole}, sum(
+        _row_bytes(buffers[table], count) for table, count in rows.items()
     )
 
 
@@ -132,11 +130,16 @@ def _recipe_ids(
     return {(task.id, arg["s"]): prod(made["out_shape"])}
 
 
-def _readers(tasks: Sequence[Task]) -> Iterable[Task]:
+def _readers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> Iterable[Task]:
     """Tasks that show all that is read: one for all of a run with its recipe, unless each may make ids of its own."""
-    found = list(tasks_by_recipe(tasks))
-    return tasks if any(task.op is InstructionKind.FUSED and _gathers(task) for task in found) else found
+    if not isinstance(tasks, Runs):
+        return tasks
+    found = list(tasks_by_recipe(tasks.runs, _weights(buffers)))
+    return tasks if any(map(_gathers, found)) else found
 
 
 def _gathers(task: Task) -> bool:
+    """Whether it has a recipe that gathers rows."""
+    if task.op is not InstructionKind.FUSED:
+        return False
     return any(step["op"] == InstructionKind.EMBED.name for step in task.params["recipe"]["steps"])

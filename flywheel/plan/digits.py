@@ -1,117 +1,146 @@
-"""Long texts of numbers, written by compiled code: that of a step of llama3-8b has 90,000."""
+"""The text of runs, written by compiled code: that of a step of llama3-8b has 60,000 numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.compiled import compiled
+from flywheel.compiled import bare
+from flywheel.ir.layers import Layers
 
 Ints = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
 
-NONE: Final = -(1 << 63)
-"""In place of a number: a token that is its word alone."""
+_LONGEST: Final = 24
+"""Bytes of a number of 64 bits, its sign, and what stands between it and the next."""
 
-_DIGITS: Final = 20
-"""Most that a number of 64 bits has, with its sign."""
-
-
-class Words:
-    """Numbers of distinct words."""
-
-    def __init__(self) -> None:
-        self._codes: dict[str, int] = {}
-
-    def __call__(self, word: str) -> int:
-        return self._codes.setdefault(word, len(self._codes))
-
-    def written(self, codes: Ints, numbers: Ints) -> bytes:
-        """Each token's word and behind it its number."""
-        words = [word.encode("utf-8", "backslashreplace") for word in self._codes]
-        ends = np.cumsum([0, *map(len, words)])
-        size = int(np.diff(ends)[codes].sum()) + _DIGITS * len(codes)
-        text = np.empty(size, np.uint8)
-        end = _write(codes, numbers, np.frombuffer(b"".join(words), np.uint8), ends, text)
-        return text[:end].tobytes()
+_COMMA, _MINUS, _ZERO, _MORE, _END = b",-0>\n"
+_BLANK, _OPEN, _CLOSE, _EQUAL = b" []="
 
 
-class Tokens:
-    """A text as tokens, a word and a number each; `kinds` say what the numbers mean to whoever writes the text."""
+def written(table: array[int], parts: tuple[int, int], layers: Layers, params: array[int], sms: array[int]) -> bytes:
+    """A line for each run of all layers: opcode, inputs, outputs, counter, waits, and its tasks' ids, params and SMs.
 
-    def __init__(self, words: Words) -> None:
-        self._words = words
-        self._word = ""
-        self._rows: list[tuple[int, int, int]] = []
-        self._parts: list[Ints] = []
-
-    def text(self, text: str) -> None:
-        """Go on with a text."""
-        self._word += text
-
-    def number(self, number: int, kind: int = 0) -> None:
-        """Go on with a number."""
-        self._rows.append((self._words(self._word), number, kind))
-        self._word = ""
-
-    def series(self, numbers: Sequence[int] | Ints, between: str, kind: int = 0) -> None:
-        """Go on with numbers, and a text between any two."""
-        if len(numbers) < _FEW:
-            for place, number in enumerate(numbers):
-                self.text(between if place else "")
-                self.number(int(number), kind)
-            return
-        part = np.empty((len(numbers), 3), np.int64)
-        part[0, 0], part[1:, 0] = self._words(self._word), self._words(between)
-        part[:, 1], part[:, 2] = numbers, kind
-        self._flush()
-        self._parts.append(part)
-        self._word = ""
-
-    def all(self) -> Ints:
-        """[token, 3] of words, numbers and kinds."""
-        if self._word:
-            self.number(NONE)
-        self._flush()
-        return np.concatenate([np.zeros((0, 3), np.int64), *self._parts])
-
-    def _flush(self) -> None:
-        if self._rows:
-            self._parts.append(np.array(self._rows, np.int64))
-            self._rows = []
+    `table` has of each run: its opcode; how many inputs there are, and these; the same of the outputs; the counter; how
+    many waits there are, and counter and threshold of each; and how many pieces its tasks come in, each as where it
+    begins in `params`, the numbers of the tasks' params, and how long it is. `parts` are where the template's first run
+    begins and its last one ends.
+    """
+    template = parts[1] - parts[0]
+    text = np.empty(_LONGEST * (3 * len(sms) + len(table) + (layers.times - 1) * template), np.uint8)
+    ends = np.array([0, *parts, len(table)])
+    moves = np.array([layers.buffers.least, layers.buffers.size, layers.counters.least, layers.counters.size])
+    runs, numbers, places = (np.array(column, np.int64) for column in (table, params, sms))
+    return text[: _write(runs, numbers, places, ends, layers.times, moves, text)].tobytes()
 
 
-_FEW: Final = 12
-"""Numbers that are not worth an array."""
-
-
-@compiled
-def _write(codes: Ints, numbers: Ints, words: npt.NDArray[np.uint8], ends: Ints, text: npt.NDArray[np.uint8]) -> int:
-    """Fill `text`; how much of it."""
-    place = 0
-    digits = np.empty(20, np.uint8)
-    for token in range(len(codes)):
-        code, number = codes[token], numbers[token]
-        for letter in range(ends[code], ends[code + 1]):
-            text[place] = words[letter]
-            place += 1
-        if number == -(1 << 63):
-            continue
-        if number < 0:
-            text[place] = 45
-            place += 1
-            number = -number
-        count = 0
-        while True:
-            digits[count] = 48 + number % 10
-            count += 1
-            number //= 10
-            if number == 0:
-                break
-        while count:
-            count -= 1
-            text[place] = digits[count]
-            place += 1
+@bare
+def _write(table: Ints, params: Ints, sms: Ints, ends: Ints, times: int, moves: Ints, text: Bytes) -> int:
+    """Fill `text`; how much of it. `moves`: least buffer and counter that move, each with the ids of a layer."""
+    place = task = 0
+    for part in range(3):
+        for again in range(times if part == 1 else 1):
+            further = again if part == 1 else (times - 1) * (part == 2)
+            at = ends[part]
+            while at < ends[part + 1]:
+                place = _number(text, place, table[at])
+                at, place = _operands(table, at + 1, moves[0], further * moves[1], text, place)
+                at, place = _operands(table, at, moves[0], further * moves[1], text, place)
+                at, place = _signals(table, at, moves[2], further * moves[3], text, place)
+                n_tasks, count = 0, table[at]
+                for piece in range(count):
+                    n_tasks += table[at + 2 + 2 * piece]
+                place = _begin(text, place)
+                for number in range(task, task + n_tasks):
+                    place = _comma(text, _number(text, place, number))
+                place = _begin(text, _end(text, place))
+                for piece in range(count):
+                    first = table[at + 1 + 2 * piece]
+                    for number in range(first, first + table[at + 2 + 2 * piece]):
+                        place = _comma(text, _number(text, place, params[number]))
+                place = _begin(text, _end(text, place))
+                for number in range(task, task + n_tasks):
+                    place = _comma(text, _number(text, place, sms[number]))
+                place = _end(text, place)
+                text[place] = _END
+                place += 1
+                task += n_tasks
+                at += 1 + 2 * count
     return place
+
+
+@bare
+def _operands(table: Ints, at: int, least: int, further: int, text: Bytes, place: int) -> tuple[int, int]:
+    """Write the operands that are at a place of the table; where both go on."""
+    place = _begin(text, place)
+    for number in table[at + 1 : at + 1 + table[at]]:
+        place = _comma(text, _number(text, place, number + further if number >= least else number))
+    return at + 1 + table[at], _end(text, place)
+
+
+@bare
+def _signals(table: Ints, at: int, least: int, further: int, text: Bytes, place: int) -> tuple[int, int]:
+    """Write the counter and the waits that are at a place of the table; where both go on."""
+    text[place] = _BLANK
+    counter, count = table[at], table[at + 1]
+    place = _number(text, place + 1, counter + further if counter >= least else counter)
+    text[place] = _BLANK
+    place += 1
+    at += 2
+    for wait in range(count):
+        if wait:
+            text[place] = _COMMA
+            place += 1
+        counter = table[at]
+        place = _number(text, place, counter + further if counter >= least else counter)
+        text[place] = _MORE
+        text[place + 1] = _EQUAL
+        place = _number(text, place + 2, table[at + 1])
+        at += 2
+    return at, place
+
+
+@bare
+def _begin(text: Bytes, place: int) -> int:
+    """Write the beginning of a list."""
+    text[place] = _BLANK
+    text[place + 1] = _OPEN
+    return place + 2
+
+
+@bare
+def _comma(text: Bytes, place: int) -> int:
+    """Write what stands between two numbers of a list."""
+    text[place] = _COMMA
+    text[place + 1] = _BLANK
+    return place + 2
+
+
+@bare
+def _end(text: Bytes, place: int) -> int:
+    """Write the end of a list, over what was written behind its last number."""
+    place -= 2 * (text[place - 1] == _BLANK)
+    text[place] = _CLOSE
+    return place + 1
+
+
+@bare
+def _number(text: Bytes, place: int, number: int) -> int:
+    """Write a number; where the text ends then."""
+    ten = np.uint64(10)
+    rest = np.uint64(number)
+    if number < 0:
+        text[place] = _MINUS
+        place += 1
+        rest = np.uint64(0) - rest
+    size, least = 1, ten
+    while rest >= least:
+        size += 1
+        least *= ten
+    for back in range(place + size - 1, place - 1, -1):
+        text[back] = np.uint64(_ZERO) + rest % ten
+        rest //= ten
+    return place + size

@@ -47,8 +47,8 @@ def id_with(program: MegakernelProgram, variant: KernelVariant) -> str:
     if pages is not None:
         digest.update(_line(repr(sorted(pages.buffer_to_page.items()))))
         digest.update("".join([f"{page.id} {page.space:d} {page.nbytes}\n" for page in pages.pages]).encode())
-    by_task = not isinstance(tasks, Runs)
-    digest.update("\n".join(_task_lines(tasks)).encode("utf-8", _ESCAPED) if by_task else lines_of_runs(program))
+    lines = lines_of_runs(program) if isinstance(tasks, Runs) else None
+    digest.update("\n".join(_task_lines(tasks)).encode("utf-8", _ESCAPED) if lines is None else lines)
     return digest.hexdigest()[:16]
 
 

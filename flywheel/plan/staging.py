@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from flywheel.ir import Buffer, DType, InstructionKind, Task
 from flywheel.ir.access import MATRIX_OPS
+from flywheel.ir.runs import Use
 
 MIN_STAGED_BYTES: Final = 16 * 1024
 """Least size of the staging area, where the values between a task's steps live too."""
@@ -34,6 +35,8 @@ FRAGMENT_K: Final = 16
 SLICE_K: Final = 2 * FRAGMENT_K
 """Columns of K that slices are multiples of: an even number of fragments, behind which several rows lie in different
 banks."""
+
+_MATRIX_NAMES: Final = frozenset(op.name for op in MATRIX_OPS)
 
 
 def operand_stride(rows: int, depth: int) -> int:
@@ -91,7 +94,7 @@ class Operand(NamedTuple):
         return operand_bytes(self.dtype, self.rows, self.depth, self.made)
 
 
-def operands_of(tasks: Iterable[Task], buffers: Sequence[Buffer]) -> frozenset[Operand]:
+def operands_of(tasks: Iterable[Task | Use], buffers: Sequence[Buffer]) -> frozenset[Operand]:
     """The operands of matrix tasks, in their weights' types; in their own where the weights are quantised."""
     known = {buffer.id: buffer for buffer in buffers}
     recipes: dict[int, list[_Product]] = {}
@@ -134,7 +137,7 @@ class _Product(NamedTuple):
     dtype: DType | None = None
 
 
-def _products(task: Task, recipes: dict[int, list[_Product]]) -> list[_Product]:
+def _products(task: Task | Use, recipes: dict[int, list[_Product]]) -> list[_Product]:
     """The matrix steps of a task; of its recipe, read once for all tasks that share it."""
     if task.op in MATRIX_OPS:
         depth = task.params.get("K", 0)
@@ -142,12 +145,14 @@ def _products(task: Task, recipes: dict[int, list[_Product]]) -> list[_Product]:
     if task.op is not InstructionKind.FUSED:
         return []
     recipe = task.params["recipe"]
-    if id(recipe) not in recipes:
+    if id(recipe) not in recipes and _MATRIX_NAMES.isdisjoint([step["op"] for step in recipe["steps"]]):
+        recipes[id(recipe)] = []
+    elif id(recipe) not in recipes:
         products = recipes[id(recipe)] = []
         made: dict[int, tuple[int, DType]] = {}
         for step in recipe["steps"]:
             depth = step.get("params", {}).get("K", 0)
-            if InstructionKind[step["op"]] in MATRIX_OPS and depth > 0:
+            if step["op"] in _MATRIX_NAMES and depth > 0:
                 x, weight = step["args"][:2]
                 numel, dtype = made[x["s"]] if "s" in x else (None, None)
                 whole = weight.get("in")

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from flywheel.errors import ConfigError
-from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig
-from flywheel.ir.repeating import repeated
-from flywheel.ir.runs import tasks_by_recipe
-from flywheel.plan.staging import MIN_STAGED_BYTES, operands_of, rows_of, staged_bytes
+from flywheel.ir import GpuTarget, MegakernelProgram, Runs, ScheduleConfig
+from flywheel.ir.layers import Layered
+from flywheel.ir.repeating import layers_of
+from flywheel.ir.runs import uses_by_recipe
+from flywheel.plan.staging import MIN_STAGED_BYTES, Operand, operands_of, rows_of, staged_bytes
 
 RESERVED_BYTES: Final = 16 * 1024
 """Shared memory for barriers, instruction words, partial sums and reductions."""
@@ -172,7 +173,15 @@ def variant_of(program: MegakernelProgram) -> KernelVariant:
     """The variant of a program. Raises ConfigError where it has no target or an impossible config."""
     if program.target is None:
         raise ConfigError("program: no target, so no kernel variant")
-    once = repeated(program, 1)  # alike layers have alike operands
-    operands = operands_of(tasks_by_recipe(once.tasks), once.buffers)
+    operands = _operands(program)
     variant = kernel_variant(program.config or ScheduleConfig(), program.target, staged_bytes(operands))
     return replace(variant, rows=rows_of(operands))
+
+
+def _operands(program: MegakernelProgram) -> frozenset[Operand]:
+    tasks, buffers = program.tasks, program.buffers
+    if not isinstance(tasks, Runs):
+        return operands_of(tasks, buffers)
+    if layers_of(program) is None or not isinstance(buffers, Layered):
+        return operands_of(uses_by_recipe(tasks.runs), buffers)
+    return operands_of(uses_by_recipe(tasks.spelled), buffers.spelled)  # alike layers have alike operands
