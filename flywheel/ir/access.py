@@ -84,8 +84,13 @@ def writes_from(writer: Task, cache: int, end: int | None) -> bool:
     """Whether what `writer` writes of a KV cache are rows from `end` on; never where that is None."""
     if end is None:
         return False
-    row = _appended_row(writer, writer.outputs.index(cache))
+    row = first_row_written(writer, cache)
     return row is not None and end <= row
+
+
+def first_row_written(writer: Task, cache: int) -> int | None:
+    """First row of a cache that the task may write; None where that may be any."""
+    return _appended_row(writer, writer.outputs.index(cache))
 
 
 def multi_row_buffers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> dict[int, int | None]:

@@ -59,7 +59,7 @@ class Runs(Sequence[Task]):
     all layers, are built when somebody asks for one.
     """
 
-    __slots__ = ("_first", "_runs", "_tasks", "layers", "local", "sms", "spelled")
+    __slots__ = ("_first", "_runs", "_tasks", "_used_sms", "layers", "local", "sms", "spelled")
 
     def __init__(self, runs: Sequence[Run], sms: Sequence[int], layers: Layers | None = None) -> None:
         """Raises ValueError for what is no Run of Tiles, and unless there is an SM for each tile."""
@@ -80,6 +80,7 @@ class Runs(Sequence[Task]):
         self._first: tuple[int, ...] | None = None
         self.local: tuple[object, bool] | None = None  # beside which buffers somebody looked, and what was found
         self._tasks: tuple[Task, ...] | None = None
+        self._used_sms: frozenset[int] | None = None
         sizes = [len(run.tiles) for run in self.spelled]
         tasks = sum(sizes)
         if layers is not None:
@@ -101,6 +102,13 @@ class Runs(Sequence[Task]):
         if self._first is None:
             self._first = tuple(accumulate((len(run.tiles) for run in self.runs), initial=0))
         return self._first
+
+    @property
+    def used_sms(self) -> frozenset[int]:
+        """The SMs that have tasks."""
+        if self._used_sms is None:
+            self._used_sms = frozenset(self.sms)
+        return self._used_sms
 
     def repeated(self, times: int) -> tuple[Run, ...]:
         """The runs of the program whose template comes so often."""
@@ -198,13 +206,14 @@ class Use(NamedTuple):
 
 
 def uses_by_recipe(runs: Iterable[Run]) -> Iterator[Use]:
-    """What each run does, once for all of its tasks that have one recipe."""
-    known: dict[int, list[tuple[int, Tile]]] = {}
+    """What each run does, once for neighbours that have one recipe."""
     for run in runs:
-        if id(run.tiles) not in known:
-            known[id(run.tiles)] = tiles_by_recipe(run)
-        for _, tile in known[id(run.tiles)]:
-            yield Use(run.op, run.inputs, tile.params)
+        before = None
+        for stretch in stretches_of(run.tiles):
+            recipe = stretch.params.get("recipe")
+            if recipe is None or recipe is not before:
+                yield Use(run.op, run.inputs, stretch.params)
+            before = recipe
 
 
 def tasks_by_recipe(runs: Iterable[Run], reading: Set[int]) -> Iterator[Task]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from flywheel.ir import InstructionKind, Tile, Tiles
+from flywheel.ir import InstructionKind, Stretch, Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,4 +23,9 @@ class TileSet:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     signal: str
-    tiles: Tiles | tuple[Tile, ...]
+    tiles: Tiles
+
+
+def one_tile(params: Mapping[str, Any], est_bytes: int, est_flops: int) -> Tiles:
+    """The tiles of a set that has one."""
+    return Tiles((Stretch(params, est_bytes, est_flops, 1),))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -82,6 +83,7 @@ class Graph:
         return stream_names(self.n_kv_heads, self.batch)
 
 
+@lru_cache(maxsize=16)
 def stream_names(n_kv_heads: int, batch: int) -> tuple[str, ...]:
     """`h0`, `h1`.. for one sequence, `r0.h0`, `r0.h1`.. for several."""
     heads = [f"h{head}" for head in range(n_kv_heads)]

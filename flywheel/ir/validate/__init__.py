@@ -57,7 +57,7 @@ def _counts(program: MegakernelProgram) -> dict[str, int]:
         "tasks": len(tasks),
         "buffers": len(program.buffers),
         "counters": len(program.counters),
-        "sms": len(set(tasks.sms if isinstance(tasks, Runs) else [task.sm for task in tasks]) - {None}),
+        "sms": len(tasks.used_sms if isinstance(tasks, Runs) else {task.sm for task in tasks} - {None}),
         "weight_bytes": program.total_weight_bytes(),
         "scratch_bytes": program.pages.total_scratch_bytes if program.pages else 0,
     }

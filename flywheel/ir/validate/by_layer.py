@@ -5,7 +5,7 @@ Source: docs/ir.md, "Proof by layers".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Final
 
 from flywheel.ir.dtype import PER_SM_SPACES, BufferKind
@@ -30,7 +30,7 @@ def levels_of_safe_layers(program: MegakernelProgram, layers: Layers) -> int | N
     runs, buffers = program.tasks, program.buffers
     assert isinstance(runs, Runs)
     assert isinstance(buffers, Layered)
-    if not _are_placed(runs.sms, program):
+    if not _are_placed(runs.used_sms, program):
         return None
     if program.pages is not None and not _fit_pages(buffers, program.pages):
         return None
@@ -46,8 +46,7 @@ def levels_of_safe_layers(program: MegakernelProgram, layers: Layers) -> int | N
     return _depth(runs.spelled, layers)
 
 
-def _are_placed(sms: Sequence[int], program: MegakernelProgram) -> bool:
-    used = set(sms)
+def _are_placed(used: Set[int], program: MegakernelProgram) -> bool:
     return not used or (min(used) >= 0 and (program.target is None or max(used) < program.target.num_sms))
 
 

@@ -39,7 +39,8 @@ def accesses_of_safe_runs(program: MegakernelProgram) -> Accesses | None:
     runs = program.tasks
     assert isinstance(runs, Runs)
     num_sms = program.target.num_sms if program.target is not None else None
-    if runs.sms and (min(runs.sms) < 0 or (num_sms is not None and max(runs.sms) >= num_sms)):
+    used = runs.used_sms
+    if used and (min(used) < 0 or (num_sms is not None and max(used) >= num_sms)):
         return None
     if any(buffer.space in PER_SM_SPACES for buffer in program.buffers):
         return None

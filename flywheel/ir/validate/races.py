@@ -16,6 +16,7 @@ from typing import Any
 from flywheel.ir.access import (
     WHOLE,
     Region,
+    first_row_written,
     multi_row_buffers,
     past_rows_end,
     read_regions,
@@ -62,7 +63,7 @@ def _tiled_params(tasks: Sequence[Task]) -> list[Any]:
 class Accesses:
     """Who reads and writes what, and in which order. `order` is a topological order of positions."""
 
-    __slots__ = ("buffers", "multi_row", "order", "ranks", "tasks", "writes")
+    __slots__ = ("_first_rows", "_past_ends", "buffers", "multi_row", "order", "ranks", "tasks", "writes")
 
     def __init__(self, program: MegakernelProgram, order: Sequence[int]) -> None:
         self.tasks = program.tasks
@@ -71,6 +72,8 @@ class Accesses:
         self.ranks: Sequence[int] = _ranks(order)
         self.multi_row = multi_row_buffers(self.tasks, self.buffers)
         self.writes: dict[int, list[Write]] = {}
+        self._past_ends: dict[tuple[int, InstructionKind, int], int | None] = {}
+        self._first_rows: dict[int, int | None] = {}
         self._collect_writes()
 
     def _collect_writes(self) -> None:
@@ -110,6 +113,20 @@ class Accesses:
         """Columns of an operand that a task reads, None for all of them."""
         task = self.tasks[index]
         return None if task.inputs[operand] in self.multi_row else read_regions(task, operand)
+
+    def past_end(self, task: Task, operand: int) -> int | None:
+        """`past_rows_end`, looked at once for tasks that share op and params, as those of equal layers do."""
+        key = id(task.params), task.op, operand
+        if key not in self._past_ends:
+            self._past_ends[key] = past_rows_end(task, operand)
+        return self._past_ends[key]
+
+    def first_row(self, cache: int) -> int | None:
+        """First row of a cache that any task may write; None where that may be any."""
+        if cache not in self._first_rows:
+            rows = [first_row_written(self.tasks[index], cache) for _, _, index in self.writes[cache]]
+            self._first_rows[cache] = None if None in rows else min(rows)  # type: ignore[type-var]
+        return self._first_rows[cache]
 
 
 def check_races(program: MegakernelProgram, accesses: Accesses, findings: Findings) -> None:
@@ -182,7 +199,10 @@ def _check_reads(index: int, accesses: Accesses, frontiers: Mapping[int, Frontie
             continue
         stages = frontier.stages
         if buffer.kind is BufferKind.KV_CACHE:
-            tasks, end = accesses.tasks, past_rows_end(task, operand)
+            tasks, end = accesses.tasks, accesses.past_end(task, operand)
+            first = accesses.first_row(number) if end is not None else None
+            if first is not None and end is not None and end <= first:
+                continue
             writes = [write for write in writes if not writes_from(tasks[write[2]], number, end)]
             stages = stages_of(tasks, accesses.order.wait_class, writes)
             if not stages:

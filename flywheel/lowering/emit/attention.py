@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from flywheel.ir import ABI_MAX_INPUTS, InstructionKind, KvRows, Tile
+from flywheel.ir import ABI_MAX_INPUTS, InstructionKind, KvRows
 from flywheel.lowering.emit.scope import PARTIAL_EXTRA, Scope
 from flywheel.lowering.fusion import COMBINE, Group
 from flywheel.lowering.recipe import Arg, RecipeBuilder
-from flywheel.lowering.work import TileSet
+from flywheel.lowering.work import TileSet, one_tile
 from flywheel.models.graph import Op
 
 _K = InstructionKind
@@ -78,12 +78,12 @@ def _emit_merge(scope: Scope, parts: Sequence[str], output: str, stage: str, hea
     signal = COMBINE if output == "attn" else output
     if len(graph.streams) == 1:
         return TileSet(COMBINE, stage, _K.ATTENTION_COMBINE, tuple(parts), (output,), signal,
-                       (Tile(scope.heads(), 0, flops),))  # fmt: skip
+                       one_tile(scope.heads(), 0, flops))  # fmt: skip
     builder = RecipeBuilder()
     args = [builder.columns(part, head * row, row, scope.tensor(part).dtype) for part in parts]
     builder.step(_K.ATTENTION_COMBINE, args, width, scope.tensor(output).dtype, scope.heads(1), "final")
     params = {"N_tile": width, "n_off": head * width, "recipe": builder.build()}
-    return TileSet(COMBINE, stage, _K.FUSED, tuple(builder.inputs), (output,), signal, (Tile(params, 0, flops),))
+    return TileSet(COMBINE, stage, _K.FUSED, tuple(builder.inputs), (output,), signal, one_tile(params, 0, flops))
 
 
 def _emit_append(scope: Scope, ops: dict[str, Op], appends: Sequence[Op]) -> list[TileSet]:
@@ -98,7 +98,7 @@ def _emit_append(scope: Scope, ops: dict[str, Op], appends: Sequence[Op]) -> lis
         if len(appends) == 1 and len(graph.streams) == 1:
             inputs = (appends[0].inputs[0], *caches)
             sets.append(
-                TileSet(name, name, _K.KV_APPEND, inputs, caches, signal, (Tile({"pos": pos}, 0, graph.head_dim),))
+                TileSet(name, name, _K.KV_APPEND, inputs, caches, signal, one_tile({"pos": pos}, 0, graph.head_dim))
             )
             continue
         builder = RecipeBuilder()
@@ -107,7 +107,7 @@ def _emit_append(scope: Scope, ops: dict[str, Op], appends: Sequence[Op]) -> lis
             _append(scope, builder, op, rows, head, "final" if index == 0 else {"out": index})
         params = {"pos": pos, "recipe": builder.build()}
         flops = 8 * graph.head_dim
-        sets.append(TileSet(name, name, _K.FUSED, tuple(builder.inputs), caches, signal, (Tile(params, 0, flops),)))
+        sets.append(TileSet(name, name, _K.FUSED, tuple(builder.inputs), caches, signal, one_tile(params, 0, flops)))
     return sets
 
 
@@ -143,12 +143,12 @@ def _emit_windows(
                 inputs = (attention.inputs[0], *_caches(scope, attention, head))
                 params = {**attention.params, **window}
                 sets.append(TileSet("attention", "attention", _K.ATTENTION_TILE, inputs, (output,), output,
-                                    (Tile(params, tile_bytes, flops),)))  # fmt: skip
+                                    one_tile(params, tile_bytes, flops)))  # fmt: skip
                 continue
             recipe, operands, width = recipes[head]
             params = {**window, "N_tile": width, "n_off": head * width, "recipe": recipe}
             sets.append(TileSet("attention", "attention", _K.FUSED, operands, (output,), output,
-                                (Tile(params, tile_bytes, flops),)))  # fmt: skip
+                                one_tile(params, tile_bytes, flops)))  # fmt: skip
     return sets
 
 
@@ -194,7 +194,7 @@ def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
     params = {**window, "pos": pos, "N_tile": width, "n_off": head * width, "recipe": builder.build()}
     outputs = (output, *_caches(scope, attention, head))
     return TileSet("attention", "attention", _K.FUSED, tuple(builder.inputs), outputs, output,
-                   (Tile(params, tile_bytes, flops),))  # fmt: skip
+                   one_tile(params, tile_bytes, flops))  # fmt: skip
 
 
 def _append(scope: Scope, builder: RecipeBuilder, op: Op, rows: Arg, head: int, out: str | dict[str, int]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flywheel.ir import RECIPE_PARAM_FIELDS, InstructionKind, Tile
+from flywheel.ir import RECIPE_PARAM_FIELDS, InstructionKind
 from flywheel.ir.opcodes import PARAM_FIELDS
 from flywheel.lowering.emit.scope import Scope
 from flywheel.lowering.recipe import RecipeBuilder
-from flywheel.lowering.work import TileSet
+from flywheel.lowering.work import TileSet, one_tile
 from flywheel.models.graph import Op
 
 _RECIPE_ONLY = RECIPE_PARAM_FIELDS.keys() - PARAM_FIELDS.keys()
@@ -25,7 +25,7 @@ def emit_single(scope: Scope, op: Op) -> list[TileSet]:
         args = [builder.operand(name) for name in op.inputs]
         builder.step(op.kind, args, output.width, output.dtype, op.params, "final", scope.graph.batch)
         kind, params = InstructionKind.FUSED, {"recipe": builder.build()}
-    return [TileSet(op.name, op.name, kind, inputs, (op.output,), op.name, (Tile(params, streamed, read),))]
+    return [TileSet(op.name, op.name, kind, inputs, (op.output,), op.name, one_tile(params, streamed, read))]
 
 
 def _emit_argmax(scope: Scope, op: Op) -> list[TileSet]:
@@ -38,5 +38,5 @@ def _emit_argmax(scope: Scope, op: Op) -> list[TileSet]:
         builder.step(op.kind, [logits], 1, scope.tensor(op.output).dtype, op.params, "final")
         params = {"N_tile": 1, "n_off": row, "recipe": builder.build()}
         sets.append(TileSet(op.name, op.name, InstructionKind.FUSED, op.inputs, (op.output,), op.name,
-                            (Tile(params, 0, width),)))  # fmt: skip
+                            one_tile(params, 0, width)))  # fmt: skip
     return sets
