@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.cost_model.machine import Consumer, Machine, Vector
-from flywheel.cost_model.predict import MODEL_VERSION, predict
+from flywheel.cost_model.predict import MODEL_VERSION, predict_us
 from flywheel.errors import IrFormatError, UsageError
 from flywheel.ir import GpuTarget, MegakernelProgram
 from flywheel.ir.files import parse_json, read_text
@@ -44,7 +44,7 @@ class Predictor:
 
     def predict(self, program: MegakernelProgram) -> PredictedLatency:
         """Its word on a validated program. Raises as `cost_model.predict` does."""
-        return PredictedLatency(predict(program, self.machine).latency_us, self.version)
+        return PredictedLatency(predict_us(program, self.machine), self.version)
 
 
 STOCK: Final = Predictor()

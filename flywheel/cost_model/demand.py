@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +39,7 @@ _MERGES: Final = frozenset(name for name, kind in _CLASSES.items() if kind == "m
 _COPY: Final = InstructionKind.COPY.name
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """What decides the price of a task: bytes of weights streamed, of caches loaded while it waits, and of activations
     read when it starts, operations, and what its steps are.
 
@@ -119,8 +118,7 @@ class _Steps:
     parts: Mapping[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(NamedTuple):
     """What the tasks of a unit do: their steps, the activations that they read, and their bytes."""
 
     unit: Unit

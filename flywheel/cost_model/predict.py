@@ -59,10 +59,9 @@ def predict(program: MegakernelProgram, machine: Machine | None = None) -> Predi
     finish.
     """
     demand, machine, queues, trace = _run(program, machine)
-    assert program.target is not None
-    floor = floor_us(weight_bytes_read(program), program.target)
+    floor = _floor_us(program)
     work = queues.work_us.tolist()
-    bounds = zip(demand.first, demand.first[1:], strict=False)
+    bounds = pairwise(demand.first.tolist())
     return Prediction(
         latency_us=_latency_us(trace, machine, floor),
         floor_us=floor,
@@ -70,6 +69,12 @@ def predict(program: MegakernelProgram, machine: Machine | None = None) -> Predi
         blocked_us=tuple(trace.blocked_us),
         finish_us=tuple(trace.finish_us),
     )
+
+
+def predict_us(program: MegakernelProgram, machine: Machine | None = None) -> float:
+    """The latency that `predict` says, alone: a search asks for nothing else. Raises as `predict` does."""
+    _, machine, _, trace = _run(program, machine)
+    return _latency_us(trace, machine, _floor_us(program))
 
 
 def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list[TaskSpan]:
@@ -91,6 +96,11 @@ def latency_us(demand: Demand, machine: Machine, floor: float) -> float:
     if trace.stuck is not None:
         raise _never_starts(f"task {demand.task_ids[trace.stuck]}")
     return _latency_us(trace, machine, floor)
+
+
+def _floor_us(program: MegakernelProgram) -> float:
+    assert program.target is not None
+    return floor_us(weight_bytes_read(program), program.target)
 
 
 def _latency_us(trace: Trace, machine: Machine, floor: float) -> float:

@@ -59,7 +59,7 @@ class Runs(Sequence[Task]):
     all layers, are built when somebody asks for one.
     """
 
-    __slots__ = ("_first", "_runs", "_tasks", "_used_sms", "layers", "local", "sms", "spelled")
+    __slots__ = ("_brief", "_first", "_runs", "_tasks", "_used_sms", "layers", "local", "sms", "spelled")
 
     def __init__(self, runs: Sequence[Run], sms: Sequence[int], layers: Layers | None = None) -> None:
         """Raises ValueError for what is no Run of Tiles, and unless there is an SM for each tile."""
@@ -77,6 +77,7 @@ class Runs(Sequence[Task]):
         self.layers = layers
         self.sms: array[int] = _column(sms)
         self._runs: tuple[Run, ...] | None = None if layers is not None else self.spelled
+        self._brief: tuple[int, tuple[Run, ...]] | None = None  # what `repeated` said last
         self._first: tuple[int, ...] | None = None
         self.local: tuple[object, bool] | None = None  # beside which buffers somebody looked, and what was found
         self._tasks: tuple[Task, ...] | None = None
@@ -114,7 +115,12 @@ class Runs(Sequence[Task]):
         """The runs of the program whose template comes so often."""
         if self.layers is None:
             return self.spelled
-        layers, span = self.layers, self.layers.runs
+        if self._brief is None or self._brief[0] != times:
+            self._brief = times, self._repeated(times, self.layers)
+        return self._brief[1]
+
+    def _repeated(self, times: int, layers: Layers) -> tuple[Run, ...]:
+        span = layers.runs
         template, behind = self.spelled[span.start : span.stop], self.spelled[span.stop :]
         return (
             *self.spelled[: span.start],
