@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast, overload
 
+from flywheel.ir.draft import make_buffer, make_counter
 from flywheel.ir.records import Buffer, Counter
 
 R = TypeVar("R", bound=Buffer | Counter)
@@ -155,8 +156,8 @@ def moved(each: R, by: int, layers: Layers) -> R:
     """A record of the template, or of what comes after it, so many layers further."""
     index = str(layers.index + by)
     if isinstance(each, Counter):
-        counter = Counter(each.id + by * layers.counters.size, each.init, each.note.replace(INDEX, index))
+        counter = make_counter(each.id + by * layers.counters.size, each.init, each.note.replace(INDEX, index))
         return cast(R, counter)
     source = each.source.replace(INDEX, index) if each.source is not None else None
     name, number = each.name.replace(INDEX, index), each.id + by * layers.buffers.size
-    return cast(R, Buffer(number, name, each.kind, each.dtype, each.shape, each.space, source))
+    return cast(R, make_buffer(number, name, each.kind, each.dtype, each.shape, each.space, source))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, overload
+from typing import Any, Final, NamedTuple, overload
 
-from flywheel.ir.draft import TaskDraft
+from flywheel.ir.draft import make_task, make_wait, maker
 from flywheel.ir.layers import INDEX, Layers
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.records import Task, Wait
@@ -32,23 +32,24 @@ class Run:
 
     def moved(self, by: int, layers: Layers) -> Run:
         """The same run so many layers further."""
-        if not by:
-            return replace(self, label=self.label.replace(INDEX, str(layers.index)))
         buffers, counters = layers.buffers, layers.counters
         least, further = buffers.least, by * buffers.size
         least_counter, later = counters.least, by * counters.size
-        return Run(
+        return make_run(
             self.op,
             tuple([number + further if number >= least else number for number in self.inputs]),
             tuple([number + further if number >= least else number for number in self.outputs]),
             self.out_counter + later if self.out_counter >= least_counter else self.out_counter,
             tuple([
-                Wait(wait.counter + later, wait.threshold) if wait.counter >= least_counter else wait
+                make_wait(wait.counter + later, wait.threshold) if wait.counter >= least_counter else wait
                 for wait in self.waits
             ]),
             self.label.replace(INDEX, str(layers.index + by)),
             self.tiles,
         )  # fmt: skip
+
+
+make_run: Final = maker(Run)
 
 
 class Runs(Sequence[Task]):
@@ -163,8 +164,9 @@ class Runs(Sequence[Task]):
                 )  # fmt: skip
                 sms = self.sms[first : first + len(run.tiles)]
                 for number, ((params, nbytes, flops), sm) in enumerate(zip(run.tiles, sms, strict=True), first):
-                    draft = TaskDraft(number, op, inputs, outputs, counter, waits, params, sm, nbytes, flops, label)
-                    tasks.append(draft.freeze())
+                    tasks.append(
+                        make_task(number, op, inputs, outputs, counter, waits, params, sm, nbytes, flops, label)
+                    )
             self._tasks = tuple(tasks)
         return self._tasks
 
@@ -188,9 +190,9 @@ def _column(sms: Sequence[int]) -> array[int]:
 def task_of(run: Run, tile: Tile, number: int, sm: int) -> Task:
     """The task of one tile of a run."""
     params, nbytes, flops = tile
-    return TaskDraft(
+    return make_task(
         number, run.op, run.inputs, run.outputs, run.out_counter, run.waits, params, sm, nbytes, flops, run.label
-    ).freeze()
+    )
 
 
 def ends_of(run: Run) -> list[tuple[int, Tile]]:

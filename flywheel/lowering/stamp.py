@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flywheel.ir import READONLY_KINDS, Buffer, BufferKind, Counter, MemSpace, Run, Wait
+from flywheel.ir.draft import make_buffer, make_counter, make_wait
 from flywheel.ir.layers import INDEX
+from flywheel.ir.runs import make_run
 from flywheel.lowering.emit.scope import Scope
 from flywheel.lowering.work import TileSet
 
@@ -49,7 +51,7 @@ class Stamper:
             counter = signals.get(tiles.signal)
             if counter is None:
                 counter = signals[tiles.signal] = len(self.counters)
-                self.counters.append(Counter(counter, 0, f"{prefix}{tiles.signal}"))
+                self.counters.append(make_counter(counter, 0, f"{prefix}{tiles.signal}"))
                 self.before.append(0)
                 self._pending.append(0)
             self._pending[counter] += len(tiles.tiles)
@@ -62,7 +64,8 @@ class Stamper:
                 writers = self._written_by.setdefault(buffer, [])
                 if counter not in writers:
                     writers.append(counter)
-            self.runs.append(Run(tiles.op, inputs, outputs, counter, waits, f"{prefix}{tiles.name}", tiles.tiles))
+            label = f"{prefix}{tiles.name}"
+            self.runs.append(make_run(tiles.op, inputs, outputs, counter, waits, label, tiles.tiles))
             self.stages.append(f"{prefix}{tiles.stage}")
         return ids
 
@@ -86,7 +89,8 @@ class Stamper:
             source = source.replace(INDEX, layer)
         space = MemSpace.GLOBAL_SCRATCH if tensor.kind is BufferKind.ACTIVATION else MemSpace.HBM
         number = len(self.buffers)
-        self.buffers.append(Buffer(number, f"{prefix}{name}", tensor.kind, tensor.dtype, tensor.shape, space, source))
+        label = f"{prefix}{name}"
+        self.buffers.append(make_buffer(number, label, tensor.kind, tensor.dtype, tensor.shape, space, source))
         return number
 
     def _waits(self, inputs: Sequence[int], own: int) -> tuple[Wait, ...]:
@@ -102,4 +106,4 @@ class Stamper:
         needed = sorted(counter for counter in direct if not implied >> counter & 1)
         for counter in needed:
             self.before[own] |= self.before[counter] | 1 << counter
-        return tuple([Wait(counter, self._pending[counter]) for counter in needed])
+        return tuple([make_wait(counter, self._pending[counter]) for counter in needed])

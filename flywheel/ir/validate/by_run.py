@@ -42,7 +42,7 @@ def accesses_of_safe_runs(program: MegakernelProgram) -> Accesses | None:
     used = runs.used_sms
     if used and (min(used) < 0 or (num_sms is not None and max(used) >= num_sms)):
         return None
-    if any(buffer.space in PER_SM_SPACES for buffer in program.buffers):
+    if not PER_SM_SPACES.isdisjoint([buffer.space for buffer in program.buffers]):
         return None
     if program.pages is not None and any(page.space in PER_SM_SPACES for page in program.pages.pages):
         return None
@@ -73,15 +73,19 @@ def _distinct_tasks(runs: Runs, buffers: Mapping[int, Buffer]) -> tuple[Task, ..
     Whatever `check_tasks` says of a task, it says of those that differ from it by the ids of operands alone, and what
     it says of the first and the last tile of a stretch, of those between.
     """
-    looks = {number: (buffer.kind, buffer.dtype, *buffer.shape) for number, buffer in buffers.items()}
+    numbers: dict[tuple[object, ...], int] = {}
+    looks = {
+        number: numbers.setdefault((buffer.kind, buffer.dtype, *buffer.shape), len(numbers))
+        for number, buffer in buffers.items()
+    }
     distinct: dict[tuple[object, ...], tuple[Run, int]] = {}
     for run, first in zip(runs.runs, runs.first, strict=False):
         operands = (*run.inputs, *run.outputs)
-        if not looks.keys() >= set(operands):
+        shapes = tuple([looks.get(number, -1) for number in operands])
+        if -1 in shapes:
             return None
         # Which operands are one and the same buffer is part of how they look.
         same = tuple([operands.index(number) for number in operands])
-        shapes = tuple([looks[number] for number in operands])
         key = run.op, id(run.tiles), len(run.inputs), same, shapes, len(run.waits)
         distinct.setdefault(key, (run, first))
     return tuple(
