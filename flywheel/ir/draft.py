@@ -19,12 +19,12 @@ def maker(kind: Callable[P, R]) -> Callable[P, R]:
         (each.name, Any, field(default=each.default, default_factory=each.default_factory))
         for each in fields(cast(Any, kind))
     ]
-    draft = make_dataclass(f"{cast(Any, kind).__name__}Draft", columns, slots=True)
+    draft: Any = make_dataclass(f"{cast(Any, kind).__name__}Draft", columns, slots=True)
 
     def make(*values: P.args, **named: P.kwargs) -> R:
-        record = draft(*values, **named)
-        record.__class__ = kind
-        return cast(R, record)
+        record: R = draft(*values, **named)
+        record.__class__ = kind  # type: ignore[assignment]
+        return record
 
     return make
 

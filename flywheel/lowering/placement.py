@@ -35,8 +35,8 @@ def place(
         raise ConfigError(f"sm_assignment={policy!r} is not one of {', '.join(POLICIES)}, or a map of task to SM")
     start, stop, times = (layers.runs.start, layers.runs.stop, layers.times) if layers is not None else (0, 0, 1)
     parts = [_stages(runs[part], stages[part]) for part in (slice(start), slice(start, stop), slice(stop, None))]
-    head, layer, tail = (_costs(part) for part in parts)
-    sizes = [[sum(count for _, count in stage) for stage in part] for part in parts]
+    head, layer, tail = (array("q", [number for stage in part for cost in stage for number in cost]) for part in parts)
+    sizes = [array("q", [sum([count for _, count in stage]) for stage in part]) for part in parts]
     sms = spread(head + layer * times + tail, sizes[0] + sizes[1] * times + sizes[2], num_sms, policy)
     return sms if isinstance(assignment, str) else _override(sms, assignment, num_sms)
 
@@ -54,13 +54,9 @@ def _stages(runs: Sequence[Run], stages: Sequence[str]) -> list[_Costs]:
     return found
 
 
-def _costs(stages: Sequence[_Costs]) -> _Costs:
-    return [cost for stage in stages for cost in stage]
-
-
-def spread(costs: Sequence[tuple[int, int]], sizes: Sequence[int], num_sms: int, policy: str) -> array[int]:
-    """SM of each tile; `costs` are by tile, each with how many have it, and `sizes` the tiles of each stage, in which
-    the policies, three, begin anew.
+def spread(costs: Sequence[int], sizes: Sequence[int], num_sms: int, policy: str) -> array[int]:
+    """SM of each tile; `costs` are by tile, each followed by how many have it, and `sizes` the tiles of each stage, in
+    which the policies, three, begin anew.
 
     round_robin: tile i of a stage on SM i modulo their number. load_balance: largest tiles first, each on the SM with
     the least of this stage; ties go to the SM with the least so far. idle_first: ties go to the SM with the least of

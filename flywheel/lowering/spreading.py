@@ -13,12 +13,13 @@ from flywheel.compiled import bare
 Ints = npt.NDArray[np.int64]
 
 
-def deal(costs: Sequence[tuple[int, int]], sizes: Sequence[int], num_sms: int, policy: int) -> array[int]:
+def deal(costs: Sequence[int], sizes: Sequence[int], num_sms: int, policy: int) -> array[int]:
     """As `placement.spread` says, `policy` being a place in `POLICIES`."""
-    pairs, sms = np.array(costs, np.int64).reshape(-1, 2), np.empty(sum(sizes), np.int64)
+    pairs, stages = np.array(costs, np.int64).reshape(-1, 2), np.array(sizes, np.int64)
+    sms = np.empty(stages.sum(), np.int64)
     ranked = np.arange(num_sms)
     total, latest, spare, loads = np.zeros((4, num_sms), np.int64)
-    _deal(pairs, np.array(sizes, np.int64), policy, sms, ranked, total, latest, spare, loads,
+    _deal(pairs, stages, policy, sms, ranked, total, latest, spare, loads,
           np.zeros(num_sms + 2, np.int64), np.zeros(len(pairs), np.int64))  # fmt: skip
     return array("q", sms.tobytes())
 

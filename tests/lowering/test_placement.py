@@ -16,7 +16,7 @@ COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
 
 def spread(costs: list[int], sizes: list[int], num_sms: int, policy: str) -> list[int]:
-    return list(placement.spread([(cost, 1) for cost in costs], sizes, num_sms, policy))
+    return list(placement.spread([number for cost in costs for number in (cost, 1)], sizes, num_sms, policy))
 
 
 def test_round_robin_deals_the_tiles_of_a_stage_in_turn() -> None:
