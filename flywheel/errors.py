@@ -47,6 +47,10 @@ class WorkerDiedError(FlywheelError):
     """A process or machine that evaluates trials is gone, with whatever it was doing."""
 
 
+class ClusterGoneError(FlywheelError):
+    """The Ray cluster that evaluates trials does not answer."""
+
+
 class OutputError(FlywheelError):
     """Not all of the result could be written to stdout, or a line to stderr."""
 

@@ -57,6 +57,18 @@ class _Collector:
 
 _COLLECTOR: Final = _Collector()
 
+_ABANDONED: Final = threading.Event()
+
+
+def abandon_threads() -> None:
+    """Somebody else's code does not return, and would break the interpreter's end."""
+    _ABANDONED.set()
+
+
+def threads_abandoned() -> bool:
+    """Whether this process should end by `os._exit`."""
+    return _ABANDONED.is_set()
+
 
 @contextmanager
 def no_collector() -> Iterator[None]:

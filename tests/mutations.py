@@ -54,6 +54,41 @@ def mutate_document(document: Any, random: Random) -> Any:
     return changed
 
 
+def mutate_by_type(document: Any, random: Random, times: int) -> Any:
+    """A copy with that many values changed, each for one of its own type: most readers look further than at that."""
+    changed = copy.deepcopy(document)
+    for _ in range(times):
+        holder, key = _place(changed, random)
+        if holder is None:
+            return changed
+        holder[key] = _alike(holder[key], random)
+    return changed
+
+
+def _alike(value: Any, random: Random) -> Any:
+    """Another value of the same type; None becomes a number or a text."""
+    match value:
+        case bool():
+            return not value
+        case int():
+            return random.choice((value + 1, value - 1, 2 * value, 0, 1, 2**16, 2**31, 2**32, 2**63 - 1, -1))
+        case float():
+            return random.choice((-value, 2 * value, value / 1e9, 0.0, 1e-300, 1e300, -1.0))
+        case str():
+            return random.choice((value + "x", value[:-1], value.upper(), value[::-1], *TEXTS))
+        case list() if value:
+            kept = [copy.deepcopy(random.choice(value)) for _ in value]
+            return random.choice((value[::-1], value[:-1], [*value, copy.deepcopy(value[-1])], kept, []))
+        case dict() if value:
+            names = list(value)
+            random.shuffle(names)
+            return random.choice((dict(zip(names, value.values(), strict=True)), dict(list(value.items())[:-1]), {}))
+        case None:
+            return random.choice((0, 1, "a", False))
+        case _:
+            return value
+
+
 def _place(document: Any, random: Random) -> tuple[Any, Any]:
     """(a list or object, a place in it), deep or not; (None, None) for a document that is neither."""
     holder: Any = None
@@ -85,10 +120,11 @@ def _change(holder: Any, key: Any, random: Random) -> None:
 
 
 def mutated_json(document: Any, random: Random) -> bytes:
-    """A document's text, changed in its structure, in its bytes, or with a name twice."""
+    """A document's text, changed in its structure, in values within their types, in its bytes, or with a name twice."""
     if random.random() < 0.3:
         return mutate_bytes(json.dumps(document).encode(), random)
-    text = json.dumps(mutate_document(document, random))
+    changed = mutate_by_type(document, random, 2) if random.random() < 0.4 else mutate_document(document, random)
+    text = json.dumps(changed)
     if random.random() < 0.05 and text.startswith("{"):
         text = "{" + text[1 : text.find(",") + 1] + text[1:]
     return text.encode("utf-8", "surrogatepass")

@@ -13,8 +13,9 @@ import shutil
 import signal
 import sqlite3
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from time import monotonic
@@ -23,6 +24,7 @@ from typing import Any, Final
 
 from click.testing import CliRunner, Result
 from mutations import ODD, mutate_bytes, mutated_json, mutated_table
+from strange_files import campaign_file, safetensors_file, tokenizer_file
 
 from flywheel.cli.main import cli
 from flywheel.cli.text import MAX_COMPLAINT, MAX_LINE
@@ -43,6 +45,17 @@ GPU: Final = ("--gpu", "l4")
 WORK: Final = (*GPU, "--context", "32", "--dtype", "f32")
 SEARCH: Final = ("--measure", "predict", "--engine", "local", "--jobs", "1", "--trials", "3")
 
+TARGETS: Final = (
+    "program", "config", "schedule", "campaign", "options", "machine", "table", "foreign", "model", "safetensors",
+    "tokenizer", "store",
+)  # fmt: skip
+"""Kinds of files."""
+NEEDS: Final[Mapping[str, Sequence[str]]] = {
+    "safetensors": ("torch", "safetensors"),
+    "tokenizer": ("torch", "safetensors", "tokenizers"),
+}
+"""Packages without which a kind is read by nobody; the store wants nothing but SQLite, the reports nothing."""
+
 
 class TooSlowError(Exception):
     """A command took LIMIT_S."""
@@ -56,7 +69,9 @@ class Strangers:
         self.model = folder / "model"
         self.model.mkdir()
         (self.model / "config.json").write_text(json.dumps(CONFIG))
-        _save_weights(self.model)
+        self.has_weights = all(find_spec(name) for name in NEEDS["safetensors"])
+        if self.has_weights:
+            _save_weights(self.model)
         self.work = ("--model", str(self.model), *WORK)
         self._do("lower", *self.work, "-o", self.folder / "program.json")
         self._do("search", *self.work, *SEARCH, "--name", "good", "--store", self.folder / "good.db")
@@ -69,12 +84,6 @@ class Strangers:
         self.program = json.loads((self.folder / "program.json").read_text())
         self.schedule = json.loads((self.folder / "schedule.json").read_text())
         self.table = (self.folder / "table.tsv").read_text()
-        self.targets: dict[str, Callable[[Random], Iterator[Sequence[object]]]] = {
-            "program": self._program, "config": self._config, "schedule": self._schedule, "campaign": self._campaign,
-            "machine": self._machine, "table": self._table, "foreign": self._foreign, "model": self._model,
-            "safetensors": self._safetensors, "tokenizer": self._tokenizer, "store": self._store,
-        }  # fmt: skip
-
     def _do(self, *words: object) -> None:
         result = CliRunner().invoke(cli, [str(word) for word in words])
         assert result.exit_code == 0, result.output
@@ -88,7 +97,8 @@ class Strangers:
         before = Path.cwd()
         os.chdir(place)
         try:
-            for words in self.targets[target](Random(f"{target}:{seed}")):
+            commands: Callable[[Random], Iterator[Sequence[object]]] = getattr(self, f"_{target}")
+            for words in commands(Random(f"{target}:{seed}")):
                 line = " ".join(str(word) for word in words)
                 result, told = watched([str(word) for word in words])
                 codes.append(result.exit_code if result is not None else "slow")
@@ -104,7 +114,7 @@ class Strangers:
         yield "inspect", "p.json"
         yield "diff", self.folder / "program.json", "p.json"
         yield "simulate", "p.json", "--seeds", "1", "--trace", "out.json"
-        if random.random() < 0.2:
+        if self.has_weights and random.random() < 0.2:
             yield "verify", "p.json", "--model", self.model, "--positions", "3"
 
     def _config(self, random: Random) -> Iterator[Sequence[object]]:
@@ -127,6 +137,11 @@ class Strangers:
         else:
             Path("c.toml").write_bytes(mutate_bytes("".join(lines).encode(), random))
         yield "search", "--campaign", "c.toml", *self.work, *SEARCH, "--time", "2s", "--store", "s.db", "--name", "x"
+
+    def _options(self, random: Random) -> Iterator[Sequence[object]]:
+        Path("c.toml").write_bytes(campaign_file(str(self.model), random))
+        here = ("--measure", "predict", "--jobs", "1", "--time", "2s")
+        yield "search", "--campaign", "c.toml", *here, "--store", "s.db"
 
     def _machine(self, random: Random) -> Iterator[Sequence[object]]:
         from flywheel.cost_model import machine_for
@@ -155,15 +170,23 @@ class Strangers:
 
     def _safetensors(self, random: Random) -> Iterator[Sequence[object]]:
         raw = (self.model / "model.safetensors").read_bytes()
+        if random.random() < 0.8:
+            self._checkpoint(safetensors_file(raw, random))
+        else:
+            self._checkpoint(self._broken(raw, random))
+        yield "generate", "--model", ".", *WORK, "--prompt-ids", "1,2", "--max-tokens", "1"
+
+    def _broken(self, raw: bytes, random: Random) -> bytes:
+        """A checkpoint whose header may be none."""
         (length,) = struct.unpack("<Q", raw[:8])
         header = mutated_json(json.loads(raw[8 : 8 + length]), random)
         size = len(header) if random.random() < 0.9 else random.choice((0, 2**63, len(raw), 2**40))
-        self._checkpoint(struct.pack("<Q", size) + header + raw[8 + length :])
-        yield "generate", "--model", ".", *WORK, "--prompt-ids", "1,2", "--max-tokens", "1"
+        return struct.pack("<Q", size) + header + raw[8 + length :]
 
     def _tokenizer(self, random: Random) -> Iterator[Sequence[object]]:
         self._checkpoint((self.model / "model.safetensors").read_bytes())
-        Path("tokenizer.json").write_bytes(mutated_json(_tokenizer(), random))
+        known = random.random() < 0.3
+        Path("tokenizer.json").write_bytes(mutated_json(_tokenizer(), random) if known else tokenizer_file(random))
         yield "generate", "--model", ".", *WORK, "--prompt", "ab cab", "--max-tokens", "2"
 
     def _checkpoint(self, weights: bytes) -> None:

@@ -19,6 +19,7 @@ from flywheel.cli.interrupt import abort, end_interrupted, watch_interrupts
 from flywheel.cli.output import buffer_output
 from flywheel.cli.text import HELP, complain, note, show
 from flywheel.errors import FlywheelError, OutputError
+from flywheel.process import threads_abandoned
 from flywheel.version import VERSION
 
 COMMANDS: Final = {
@@ -164,6 +165,8 @@ def main() -> int:
     code = cli.main(standalone_mode=False)
     if code == ABORTED:
         end_interrupted()
+    if threads_abandoned():
+        os._exit(code)
     return code
 
 

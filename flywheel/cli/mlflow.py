@@ -31,8 +31,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 CHILDREN: Final = ("all", "kept", "none")
 _PAGE: Final = "page: "
 """What a mirror beside a search begins the line with that says where it is."""
+_SILENT_S: Final = 10.0
+"""How long a mirror may compute nothing after its search: its server froze in the middle of a request."""
+_WORK_S: Final = 0.1
+"""Processor seconds that are no mere waiting."""
 _OUTLIVE_S: Final = 120.0
-"""How long a mirror may go on after its search: a server that froze in the middle of a request is not waited for."""
+"""How long a mirror may go on after its search at all."""
 _NICENESS: Final = 5
 """A mirror beside a search takes what the search leaves."""
 
@@ -178,7 +182,14 @@ def _expire(runs: Callable[[], bool]) -> None:
     """End this process some time after the one that it follows, whatever it waits for."""
     while runs():
         time.sleep(1.0)
-    time.sleep(_OUTLIVE_S)
+    ended = worked = time.monotonic()
+    spent_s = time.process_time()
+    while time.monotonic() - worked < _SILENT_S and time.monotonic() - ended < _OUTLIVE_S:
+        time.sleep(1.0)
+        if time.process_time() - spent_s > _WORK_S:
+            worked, spent_s = time.monotonic(), time.process_time()
+    with suppress(OSError):
+        note("flywheel: the mirror waits for its server for too long; flywheel mlflow sync makes up for it")
     os._exit(FAILED)
 
 

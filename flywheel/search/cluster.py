@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any, Final
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from flywheel.errors import FlywheelError, UsageError, WorkerDiedError
+from flywheel.errors import ClusterGoneError, FlywheelError, UsageError, WorkerDiedError
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
+from flywheel.process import abandon_threads
 from flywheel.search.evaluate import Prepared
 from flywheel.search.processes import CALL_S, MEASURE_S, START_S
+from flywheel.search.pulse import Pulse
 from flywheel.search.station import Setup, Station
 
 _LANES: Final = ("prepare", "measure")
@@ -26,14 +30,16 @@ _LANES: Final = ("prepare", "measure")
 _POLL_S: Final = 1.0
 
 _CONNECT_S: Final = 10.0
+_LEAVE_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What the nodes of a cluster have in all."""
+    """What the nodes of a cluster have in all, and whether it still answers."""
 
     cpus: int
     gpus: int
+    pulse: Pulse
 
 
 @contextmanager
@@ -53,9 +59,20 @@ def connect(address: str | None) -> Iterator[Cluster]:
         raise UsageError(f"ray: no cluster at {address or 'this machine'}: {str(error).splitlines()[0]}") from error
     try:
         resources = ray.cluster_resources()
-        yield Cluster(cpus=int(resources.get("CPU", 0)), gpus=int(resources.get("GPU", 0)))
+        with Pulse(f"the cluster at {address}" if address else "the cluster of this machine") as pulse:
+            yield Cluster(int(resources.get("CPU", 0)), int(resources.get("GPU", 0)), pulse)
     finally:
-        ray.shutdown()
+        _disconnect()
+
+
+def _disconnect() -> None:
+    """Ray waits for ever for a head that is frozen, and its own threads break the end of the process then."""
+    leaving = Thread(target=ray.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(_LEAVE_S)
+    if leaving.is_alive():
+        atexit.unregister(ray.shutdown)
+        abandon_threads()
 
 
 def _check_head(address: str) -> None:
@@ -70,12 +87,16 @@ def _check_head(address: str) -> None:
 
 
 class RayHost:
-    """A station in an actor that has `gpus` GPUs and a processor to itself."""
+    """A station in an actor that has `gpus` GPUs and a processor to itself, in a cluster with that pulse.
 
-    def __init__(self, name: str, setup: Setup, gpus: int) -> None:
+    Where the cluster is gone, its methods raise ClusterGoneError: no death of an actor is a schedule's fault then.
+    """
+
+    def __init__(self, name: str, setup: Setup, gpus: int, pulse: Pulse) -> None:
         self.name: Final = name
         self._setup = setup
         self._gpus = gpus
+        self._pulse = pulse
         self._actor: Any = None
 
     def start(self) -> Environment:
@@ -105,23 +126,21 @@ class RayHost:
         if actor is None or not ray.is_initialized():
             return
         if not now:
-            with suppress(RayError):
-                ray.get(actor.close.remote(), timeout=CALL_S)
-        ray.kill(actor)
+            with suppress(RayError, ClusterGoneError):
+                self._wait(actor.close.remote(), CALL_S)
+        if not self._pulse.gone:
+            ray.kill(actor)
 
     def _call(self, lane: str, method: str, arguments: tuple[Any, ...], limit_s: float) -> Any:
-        actor, waited_s = self._actor, 0.0
+        actor = self._actor
         if actor is None:
             raise WorkerDiedError(f"{self.name}: has ended")
+        self._pulse.check()  # actors answer for a while without their head
         try:
             asked = getattr(actor, method).options(concurrency_group=lane).remote(*arguments)
-            while not ray.wait([asked], timeout=_POLL_S)[0]:
-                waited_s += _POLL_S
-                if self._actor is not actor:  # ended while it waited for room
-                    raise WorkerDiedError(f"{self.name}: was ended")
-                if waited_s >= limit_s:
-                    self.end(now=True)
-                    raise WorkerDiedError(f"{self.name}: no answer within {limit_s:g} s")
+            if not self._wait(asked, limit_s, of=actor):
+                self.end(now=True)
+                raise WorkerDiedError(f"{self.name}: no answer within {limit_s:g} s")
             return ray.get(asked)
         except RayTaskError as error:
             if isinstance(error.cause, FlywheelError):
@@ -130,7 +149,22 @@ class RayHost:
                 raise WorkerDiedError(f"{self.name}: was ended") from error
             raise
         except RayError as error:
+            if self._actor is actor:
+                self._pulse.confirm()
             raise WorkerDiedError(f"{self.name}: {_line(error)}") from error
+
+    def _wait(self, asked: Any, limit_s: float, of: Any = None) -> bool:
+        """Whether there is an answer within a time. Raises WorkerDiedError where the actor that it is `of` was ended
+        meanwhile, while it waited for room, and ClusterGoneError."""
+        waited_s = 0.0
+        while not ray.wait([asked], timeout=_POLL_S)[0]:
+            waited_s += _POLL_S
+            if of is not None and self._actor is not of:
+                raise WorkerDiedError(f"{self.name}: was ended")
+            if waited_s >= limit_s:
+                return False
+            self._pulse.check()
+        return True
 
 
 def _line(error: RayError) -> str:

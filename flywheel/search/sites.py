@@ -42,6 +42,9 @@ the same trials."""
 _QUEUED: Final = 1
 """Configs that wait while all of the workers that were asked for predict: none is idle while the next is asked for."""
 
+_QUIET: Final = {"RAY_DEDUP_LOGS_SKIP_REGEX": "(?s).*"}
+"""Lines of Ray's that it does not print, which is all of them: it writes the log of a raylet that dies to stdout."""
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -62,8 +65,10 @@ def open_site(spec: CampaignSpec, target: GpuTarget) -> Iterator[Site]:
         return
     if find_spec("ray") is None:
         raise UsageError(f"--engine ray needs ray: {install_line('ray')}")
-    if spec.ray_address is None and "ray" not in sys.modules:  # which reads them when it is imported
-        default_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)})
+    if "ray" not in sys.modules:  # which reads them when it is imported
+        default_environment(_QUIET)
+        if spec.ray_address is None:
+            default_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)})
     from flywheel.search.cluster import RayHost, connect
 
     with connect(spec.ray_address) as cluster:
@@ -73,7 +78,7 @@ def open_site(spec: CampaignSpec, target: GpuTarget) -> Iterator[Site]:
         gpus, there = (1, cluster.gpus) if measure == "cuda" else (0, cluster.cpus)
         count = _workers(spec.workers or there, there, "the Ray cluster", "GPUs" if gpus else "processors")
         names = [f"actor {number}" for number in range(count)]
-        yield Site(measure, lambda setup: [RayHost(name, setup, gpus) for name in names])
+        yield Site(measure, lambda setup: [RayHost(name, setup, gpus, cluster.pulse) for name in names])
 
 
 def _here(spec: CampaignSpec, target: GpuTarget) -> Site:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from strangers import Strangers
+from strangers import TARGETS, Strangers
 
 CASES = 12
 """Of each target; the files that were hard are in other tests, by name."""
@@ -16,11 +18,7 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Strangers:
     return Strangers(tmp_path_factory.mktemp("strangers"))
 
 
-@pytest.mark.parametrize(
-    "target",
-    ["program", "config", "schedule", "campaign", "machine", "table", "foreign", "model", "safetensors", "tokenizer",
-     "store"],
-)  # fmt: skip
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_changed_file_is_read_or_refused_in_one_line(target: str, strangers: Strangers) -> None:
     assert [wrong for seed in range(CASES) for wrong in strangers.run(target, seed)[0]] == []
 
@@ -33,11 +31,16 @@ def test_the_same_case_is_the_same_file(strangers: Strangers) -> None:
     assert made() == made()
 
 
-def test_every_target_is_fuzzed(strangers: Strangers) -> None:
-    assert set(strangers.targets) == {
-        "program", "config", "schedule", "campaign", "machine", "table", "foreign", "model", "safetensors", "tokenizer",
-        "store",
-    }  # fmt: skip
+def test_processes_share_their_cases_and_say_what_went_wrong_in_one_table(tmp_path: Path) -> None:
+    words = ("--processes", "2", "--minutes", "5", "--cases", "2", "--seed", "7", "--targets", "machine,model")
+    fuzz = Path(__file__).parents[2] / "experiments" / "fuzz.py"
+    command = [sys.executable, str(fuzz), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("Cases from number 7 on; 2 processes of ")
+    assert [line.split()[:3] for line in lines[4:6]] == [["machine", "4", "4"], ["model", "4", "4"]]
+    assert lines[7:] == ["8 cases, 8 commands, 0 went wrong"]
 
 
 def test_the_harness_knows_a_command_that_went_wrong(strangers: Strangers, monkeypatch: pytest.MonkeyPatch) -> None:

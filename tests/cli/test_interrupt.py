@@ -17,6 +17,7 @@ import pytest
 
 FLYWHEEL: Final = (sys.executable, "-m", "flywheel")
 MOST_S: Final = 2.0
+MOST_OUTLIVED_S: Final = 3.0
 LOADED_S: Final = 3.0
 """What a busy machine may add."""
 
@@ -154,3 +155,30 @@ def test_a_command_ends_within_two_seconds(arguments: tuple[str, ...], after_s: 
     assert code == 130, complaint
     assert seconds < MOST_S + LOADED_S
     assert "Traceback" not in complaint
+
+
+def of_session(number: int) -> list[str]:
+    """The command lines of a session's processes."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.getsid(int(entry.name)) == number and (words := (entry / "cmdline").read_bytes()):
+                found.append(words.replace(b"\0", b" ").decode(errors="replace"))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("after_s", [0.4, 1.2, 4.0])
+def test_no_process_outlives_a_search_that_was_aborted_by_more_than_3_s(number: signal.Signals, after_s: float) -> None:
+    work = ("--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--trials", "99999")
+    command = [*FLYWHEEL, "search", *work]
+    search = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    time.sleep(after_s)
+    for _ in range(2):
+        search.send_signal(number)
+        time.sleep(0.1)
+    search.wait(60)
+    began = time.monotonic()
+    while of_session(search.pid) and time.monotonic() - began < MOST_OUTLIVED_S + LOADED_S:
+        time.sleep(0.1)
+    assert of_session(search.pid) == []

@@ -217,6 +217,27 @@ def test_a_server_killed_in_the_middle_takes_nothing_from_the_search_and_is_made
         assert parent.data.metrics["best_us/predicted"] == found["best"]["predicted_us"]
 
 
+def test_a_mirror_whose_request_is_never_answered_ends_20_s_after_its_search(
+    searches: Callable[..., tuple[dict[str, Any], str, float]], hung: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "600")
+    searches("s.db", "--trials", "3", "--mlflow", "kept", "--tracking-uri", hung)
+    ended = time.monotonic()
+    (mirror_process,) = mirrors_of("s.db")
+    until(lambda: not Path(f"/proc/{mirror_process}").exists())
+    assert time.monotonic() - ended < 20.0
+
+
+def mirrors_of(store: str) -> list[int]:
+    """Mirrors of a store, which stands in their environment."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if f"FLYWHEEL_MLFLOW_STORE={store}" in entry.read_bytes().decode(errors="replace").split("\0"):
+                found.append((entry.parent.name, (entry.parent / "cwd").readlink()))
+    return [int(number) for number, folder in found if folder == Path.cwd()]
+
+
 def test_the_mirror_beside_a_search_follows_it_to_its_end_and_ends(
     searches: Callable[..., tuple[dict[str, Any], str, float]]
 ) -> None:

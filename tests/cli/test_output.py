@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fcntl
+import io
 import json
 import os
 import pty
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from errno import EDQUOT
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +20,7 @@ import pytest
 from click.testing import Result
 
 import flywheel
+from flywheel.cli.main import cli
 from flywheel.cli.text import MAX_CELL, MAX_COMPLAINT, MAX_LINE, line_of, table
 
 Run = Callable[..., Result]
@@ -60,6 +63,44 @@ def test_a_file_that_may_not_grow_is_one_line_and_code_1(unbuffered: str) -> Non
         env = {"PYTHONUNBUFFERED": unbuffered}
         done = end(start("targets", "--json", limit="ulimit -f 1", stdout=out, env=env))
     assert done == (1, "flywheel: output: cannot be written: File too large\n")
+
+
+class FullQuota(io.RawIOBase):
+    """A file whose owner's quota is used up."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        raise OSError(EDQUOT, os.strerror(EDQUOT))
+
+
+@pytest.mark.parametrize("buffer_bytes", [16, 1 << 20])
+def test_a_quota_that_is_used_up_is_one_line_and_code_1(
+    buffer_bytes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = io.TextIOWrapper(io.BufferedWriter(FullQuota(), buffer_bytes), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", full)
+    monkeypatch.setattr("flywheel.cli.main._discard_output", lambda: None)  # of the test's own descriptors
+    assert cli.main(["targets", "--json"], standalone_mode=False) == 1
+    assert capsys.readouterr().err == "flywheel: output: cannot be written: Disk quota exceeded\n"
+    full.buffer.raw.write = len  # type: ignore[union-attr]  # what it holds back goes nowhere
+
+
+def test_a_quota_that_is_used_up_leaves_no_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Path.open
+
+    def limited(path: Path, mode: str = "r", **options: Any) -> Any:
+        if mode != "x":
+            return opened(path, mode, **options)
+        opened(path, mode).close()
+        return io.TextIOWrapper(io.BufferedWriter(FullQuota()), encoding="utf-8")
+
+    monkeypatch.setattr(Path, "open", limited)
+    result = run("lower", "--model", "smollm2-135m", "--gpu", "l4", "-o", "p.json")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("\nflywheel: p.json: cannot be written: Disk quota exceeded\n")
+    assert list(Path.cwd().iterdir()) == []
 
 
 @UNBUFFERED

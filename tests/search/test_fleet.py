@@ -67,7 +67,7 @@ def fleets(request: pytest.FixtureRequest, toy_measures: ModuleType) -> Fleets:
 
         with connect(address) as found:
             assert (found.cpus, found.gpus) == (2, 2)
-            hosts = [RayHost(f"actor {number}", setup, gpus=1) for number in range(2)]
+            hosts = [RayHost(f"actor {number}", setup, gpus=1, pulse=found.pulse) for number in range(2)]
             with Fleet(hosts, look, **options) as fleet:
                 yield fleet
 
@@ -332,8 +332,8 @@ def test_a_node_that_dies_costs_its_trials_one_retry(
 
     node = cluster.add_node(num_cpus=1, num_gpus=1, resources={"doomed": 1})
     setup = Setup(lab.workload, Predicting(toy_measures.smooth))
-    with connect(cluster.address):
-        hosts = [RayHost(f"actor {number}", setup, gpus=1) for number in range(3)]
+    with connect(cluster.address) as found:
+        hosts = [RayHost(f"actor {number}", setup, gpus=1, pulse=found.pulse) for number in range(3)]
         with Fleet(hosts, nothing_known) as fleet:
             fleet.ready()
             waiting = [fleet.submit(config) for config in configs * 4]

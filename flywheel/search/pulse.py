@@ -1,0 +1,97 @@
+"""Whether a Ray cluster still answers. Ray itself waits a minute for its head, for ever for this machine's raylet."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+from time import monotonic
+from types import TracebackType
+from typing import Final, Self
+
+import ray
+from ray.exceptions import RayError
+
+from flywheel.errors import ClusterGoneError
+
+GONE_S: Final = 12.0
+"""Wall seconds without an answer after which a cluster is taken for gone."""
+
+_PERIOD_S: Final = 1.0
+_CONNECT_S: Final = 5.0
+_GRACE_S: Final = 2 * _PERIOD_S
+"""Wall seconds for one more answer: a process that was stopped for a while has heard nothing meanwhile."""
+
+_HEAD: Final = "its head does not answer"
+
+
+class Pulse:
+    """Asks the head for its nodes, and this machine's raylet for a connection, once a second, from a thread of its own.
+
+    `name` is what messages call the cluster. The process must be connected to it while this is entered.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._node = ray.get_runtime_context().get_node_id()
+        self._changed = threading.Condition()
+        self._answered = monotonic()
+        self._trouble = _HEAD
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(_PERIOD_S)  # where the head is gone, it waits for as long as Ray does
+
+    def check(self) -> None:
+        """Raises ClusterGoneError where there was no answer for GONE_S."""
+        if self.gone:
+            self.confirm()
+
+    def confirm(self) -> None:
+        """Wait for an answer to what is asked from now on. Raises ClusterGoneError after GONE_S without any."""
+        begun = monotonic()
+        with self._changed:
+            limit_s = max(_GRACE_S, GONE_S - (begun - self._answered))
+            if not self._changed.wait_for(lambda: self._answered > begun, limit_s):
+                raise ClusterGoneError(
+                    f"ray: {self._name} is gone: {self._trouble}; rows are kept, and when it is back, the same command "
+                    "goes on"
+                )
+
+    @property
+    def gone(self) -> bool:
+        """Whether there was no answer for GONE_S."""
+        return monotonic() - self._answered > GONE_S
+
+    def _listen(self) -> None:
+        while not self._ended.wait(_PERIOD_S):
+            asked = monotonic()
+            self._trouble = _HEAD
+            trouble = self._ask()
+            with self._changed:
+                if trouble is None:
+                    self._answered = asked
+                    self._changed.notify_all()
+                else:
+                    self._trouble = trouble
+
+    def _ask(self) -> str | None:
+        """What is wrong; None where all answers. It lasts for as long as the head is silent."""
+        with suppress(RayError, RuntimeError):  # of a head that is gone
+            mine = next((node for node in ray.nodes() if node["NodeID"] == self._node), None)
+            if mine is None or not mine["Alive"]:
+                return "its head takes this machine's node for dead"
+            try:
+                socket.create_connection((mine["NodeManagerAddress"], mine["NodeManagerPort"]), _CONNECT_S).close()
+            except OSError as error:
+                return f"this machine's raylet does not answer: {error.strerror or error}"
+            return None
+        return _HEAD
