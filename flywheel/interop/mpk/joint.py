@@ -111,7 +111,7 @@ def join(graphs: Sequence[MpkGraph], workers: int | None, turns: int, aliases: M
     touched: list[Touches] = []
     for turn in range(turns):
         for graph in graphs:
-            nodes += _nodes(graph, workers or 1, turn)
+            nodes += nodes_of(graph, workers or 1, turn)
         touched += [touch for graph in graphs for touch in touches[graph.rank]]
     count = len(nodes) // turns
     return Joint(nodes, touched, grids, _gaps(touched[:count], grids))
@@ -134,7 +134,8 @@ def _gaps(touches: Sequence[Touches], grids: Sequence[Grid]) -> list[tuple[int, 
     return found
 
 
-def _nodes(graph: MpkGraph, workers: int, turn: int) -> list[Node]:
+def nodes_of(graph: MpkGraph, workers: int, turn: int = 0) -> list[Node]:
+    """The tasks of one iteration of one rank, in the order of its list."""
     end = next(number for number, event in enumerate(graph.events) if event.kind == END)
     begin = place_of(graph.tasks[BEGIN_TASK].trigger)
     launches = launched_by(graph)

@@ -53,7 +53,8 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Every finding's code and what it means."""
 
-QUEUE_TASKS: Final = 1024
+QUEUE_TASKS: Final = 8192
+QUEUE_TASKS_2025: Final = 1024
 """Tasks that a worker's queue holds. Source: persistent_kernel.cuh, per_worker_queue_len."""
 
 MAX_WORKERS: Final = 160
@@ -171,6 +172,7 @@ def check_queue_lengths(graphs: Sequence[MpkGraph], workers: int, findings: Find
         return
     for graph in graphs:
         longest = -(-(len(graph.tasks) - FIRST_TASK) // workers)
-        if longest >= QUEUE_TASKS:
-            text = f"rank {graph.rank}: {longest} tasks an iteration for a worker, whose queue holds {QUEUE_TASKS}"
+        most = QUEUE_TASKS if graph.tasks[0].metadata else QUEUE_TASKS_2025
+        if longest >= most:
+            text = f"rank {graph.rank}: {longest} tasks an iteration for a worker, whose queue holds {most}"
             findings.error("queue-overflow", text)

@@ -154,7 +154,7 @@ def test_a_list_that_is_out_of_order_blocks_one_worker_and_not_eighty(graph: Gra
 
 
 def test_more_tasks_than_a_queue_holds_are_refused(graph: Graphs) -> None:
-    assert {error.code for error in check([graph("q8b")], 16).errors} == {"queue-overflow"}
+    assert {error.code for error in check([graph("q8b")], 2).errors} == {"queue-overflow"}
     assert {error.code for error in check([graph("micro_2layer")], 161).errors} == {"queue-overflow"}
 
 

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+Run = Callable[..., Result]
+GRAPHS = Path(__file__).parents[1] / "interop" / "mpk" / "graphs"
+
+
+@pytest.fixture
+def unpacked(tmp_path: Path) -> Callable[[str], str]:
+    """The path of a sample's file."""
+
+    def unpack(name: str) -> str:
+        path = tmp_path / f"{name}.json"
+        path.write_bytes(lzma.decompress((GRAPHS / f"{name}.json.xz").read_bytes()))
+        return str(path)
+
+    return unpack
+
+
+def test_a_safe_graph_is_accepted(run: Run, unpacked: Callable[[str], str]) -> None:
+    result = run("mpk", "check", unpacked("micro_2layer"))
+    assert result.exit_code == 0
+    assert "ACCEPTED" in result.stdout
+
+
+def test_two_ranks_are_judged_together_and_their_races_are_named(run: Run, unpacked: Callable[[str], str]) -> None:
+    result = run("mpk", "check", unpacked("micro_2gpu_r0"), unpacked("micro_2gpu_r1"), "--workers", "4", "--json")
+    document = json.loads(result.stdout)
+    assert result.exit_code == 3
+    assert (document["ok"], document["stats"]["ranks"], document["stats"]["workers"]) == (False, 2, 4)
+    assert {error["code"] for error in document["errors"]} == {"race-read"}
+    assert all("all_reduce_buf" in error["message"] for error in document["errors"])
+
+
+def test_a_file_that_is_none_is_unreadable_in_one_line(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "junk.json"
+    path.write_bytes(b"\xff")
+    result = run("mpk", "check", str(path), str(tmp_path / "missing.json"))
+    assert result.exit_code == 3
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if "[unreadable]" in line] == lines[1:]
+    assert len(lines) == 3
+
+
+def test_a_name_of_the_same_memory_can_be_given(run: Run, unpacked: Callable[[str], str]) -> None:
+    path = unpacked("micro_2layer")
+    assert run("mpk", "check", path, "--alias", "mlp_mid=rmsnorm_out").exit_code == 3
+
+
+def test_inspect_counts_tasks_by_type(run: Run, unpacked: Callable[[str], str]) -> None:
+    path = unpacked("exp_mla")
+    document = json.loads(run("mpk", "inspect", path, "--json").stdout)
+    (facts,) = document["graphs"]
+    assert (facts["tasks"], facts["schema"], facts["launch"]) == (366, 2026, "ahead of time")
+    assert {row["type"]: row["tasks"] for row in facts["types"]}["MLA_MTP_REDUCE_SM100"] == 256
+    assert "MLA_KV_GATHER_SM100" in run("mpk", "inspect", path).stdout
+
+
+def test_predict_prints_the_waits_and_writes_a_trace(run: Run, unpacked: Callable[[str], str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    result = run("mpk", "predict", unpacked("tiny"), "--trace", str(trace))
+    assert result.exit_code == 0
+    assert "predicted" in result.stdout and "waits" in result.stdout
+    assert len(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]) > 980
+    document = json.loads(run("mpk", "predict", unpacked("tiny"), "--json").stdout)
+    assert document["prediction"]["latency_us"] > document["prediction"]["floor_us"] > 0
+
+
+def test_nothing_is_predicted_of_a_graph_that_is_not_safe(run: Run, unpacked: Callable[[str], str]) -> None:
+    result = run("mpk", "predict", unpacked("exp_mla"), "--json")
+    assert result.exit_code == 3
+    assert "prediction" not in json.loads(result.stdout)
+
+
+def test_only_predict_writes_a_trace(run: Run, unpacked: Callable[[str], str]) -> None:
+    result = run("mpk", "check", unpacked("micro_2layer"), "--trace", "x.json")
+    assert result.exit_code == 2
+    assert "--trace is of predict" in result.stderr
