@@ -1,6 +1,8 @@
 """flywheel searches for the fastest schedule of a megakernel. From Python:
 
     result = flywheel.search(model="llama3-8b", gpu="h100", trials=200)
+    table = result.to_dataframe()
+    rows = flywheel.open_store("flywheel.db").trials(result.campaign)
     schedule = flywheel.load_schedule("best.json")
 
 Nothing is imported before it is used.
@@ -15,9 +17,11 @@ from flywheel.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from flywheel.search.api import search
+    from flywheel.store.frame import to_dataframe
     from flywheel.store.schedule import load_schedule
+    from flywheel.store.sql import read_store as open_store
 
-__all__ = ["__version__", "load_schedule", "search"]
+__all__ = ["__version__", "load_schedule", "open_store", "search", "to_dataframe"]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,5 +31,9 @@ def __getattr__(name: str) -> Any:
             return import_module("flywheel.search")
         case "load_schedule":
             return import_module("flywheel.store.schedule").load_schedule
+        case "open_store":
+            return import_module("flywheel.store.sql").read_store
+        case "to_dataframe":
+            return import_module("flywheel.store.frame").to_dataframe
         case _:
             raise AttributeError(f"module 'flywheel' has no attribute {name!r}")

@@ -75,6 +75,20 @@ def test_the_sdist_holds_what_the_wheel_is_built_from(built: tuple[Path, Path]) 
     assert {"pyproject.toml", "README.md", "LICENSE", "flywheel/vm/cuda/megakernel.cu", "flywheel/py.typed"} <= held
 
 
+def test_an_editable_installation_is_a_path_that_type_checkers_follow(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with tarfile.open(built[0]) as packed:
+        packed.extractall(tmp_path / "unpacked", filter="data")
+    tree = next((tmp_path / "unpacked").iterdir())
+    with zipfile.ZipFile(build("build_editable", tree, tmp_path)) as wheel:
+        held = {name: wheel.read(name).decode() for name in wheel.namelist() if ".dist-info/" not in name}
+
+    ((name, path),) = held.items()
+    assert name.endswith(".pth")
+    assert path.strip() == str(tree)
+
+
 def test_a_search_runs_from_the_wheel_alone(built: tuple[Path, Path], tmp_path: Path) -> None:
     with zipfile.ZipFile(built[1]) as wheel:
         wheel.extractall(tmp_path / "site")

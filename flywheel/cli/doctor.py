@@ -27,6 +27,7 @@ EXTRAS: Final = {
     "torch": ("torch",),
     "hf": ("huggingface-hub", "safetensors", "tokenizers"),
     "samplers": ("cmaes", "scipy", "torch"),
+    "pandas": ("pandas",),
     "postgres": ("psycopg",),
     "mlflow": ("mlflow",),
     "ray": ("ray",),

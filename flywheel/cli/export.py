@@ -15,6 +15,7 @@ from flywheel.cli.files import as_stored
 from flywheel.cli.options import (
     DEFAULTS,
     batch_option,
+    check_writable,
     command,
     json_option,
     output_option,
@@ -33,13 +34,14 @@ from flywheel.store.tsv import to_csv, to_tsv
 if TYPE_CHECKING:
     from flywheel.store.sql import Store
 
-FORMATS = ("schedule", "program", "tsv", "csv", "t4")
+FORMATS = ("schedule", "program", "tsv", "csv", "t4", "optuna")
 
 
 @command
 @click.option("--format", "form", type=click.Choice(FORMATS), required=True,
               help="schedule: the best row's config, numbers and provenance. program: what it lowers to. "
-                   "tsv, csv: all trials. t4: those of one model and GPU as Kernel Tuner has them.")  # fmt: skip
+                   "tsv, csv: all trials. t4: those of one model and GPU as Kernel Tuner has them. "
+                   "optuna: a campaign's as a study in a SQLite file, for optuna-dashboard.")  # fmt: skip
 @click.option("--campaign", metavar="NAME", help="Rows of this campaign only; the beginning of its name will do.")
 @workload_options
 @batch_option
@@ -64,7 +66,7 @@ def export(
 ) -> None:
     """Write the best row of a campaign, or of a model on a GPU, or all trials, to stdout or a file.
 
-    A schedule or a program is the best of the newest campaign where neither is named.
+    Where neither is named, a schedule or a program is the best of the newest campaign, and a study is of it.
 
     The same rows give the same bytes.
     """
@@ -73,9 +75,12 @@ def export(
     named = {"campaign": campaign, **as_stored(model, gpu), "dtype": dtype, "context": context, "batch": batch}
     facts: dict[str, Any]
     with open_store(store, create=False) as opened:
-        if campaign is not None or (form in ("schedule", "program") and not any((model, gpu))):
+        if campaign is not None or (form in ("schedule", "program", "optuna") and not any((model, gpu))):
             named["campaign"] = find_campaign(opened, campaign).name
         wanted = _wanted(ctx, named)
+        if form == "optuna":
+            _write_study(opened, wanted, output, as_json)
+            return
         if form in ("tsv", "csv"):
             records = _rows(opened, wanted, measured)
             text = to_tsv(records) if form == "tsv" else to_csv(records)
@@ -96,6 +101,20 @@ def export(
         show_json({"format": form, "path": None if output is None else str(output), **facts})
     elif output is None:
         show_document(text)
+
+
+def _write_study(store: Store, wanted: Mapping[str, Any], output: Path | None, as_json: bool) -> None:
+    """The trials of one campaign as a study of Optuna's. Raises UsageError without a campaign and a new file."""
+    from flywheel.search.optuna_file import write_study
+
+    if "campaign" not in wanted or output is None:
+        raise UsageError("export: --format optuna is of one --campaign, and needs --output FILE")
+    check_writable(output)
+    campaign = find_campaign(store, wanted["campaign"])
+    trials = write_study(campaign, store.trials(campaign.name), output)
+    note(f"wrote {output}: study {campaign.name!r} of {trials:,} trials; optuna-dashboard sqlite:///{output} shows it")
+    if as_json:
+        show_json({"format": "optuna", "path": str(output), "campaign": campaign.name, "trials": trials})
 
 
 def _wanted(ctx: click.Context, names: Mapping[str, Any]) -> dict[str, Any]:

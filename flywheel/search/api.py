@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.record import TrialRecord
@@ -15,6 +16,11 @@ from flywheel.search.device import default_gpu
 from flywheel.search.run import run_search
 from flywheel.search.spec import DEFAULT_PREDICTIONS, DEFAULT_TRIALS, CampaignSpec, check_name
 from flywheel.search.workload import default_context
+from flywheel.store.frame import to_dataframe
+from flywheel.store.sql import read_store
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,12 @@ class SearchResult:
     elapsed_s: float
     stopped: str
     tied: tuple[TrialRecord, ...] = ()
+
+    def to_dataframe(self) -> DataFrame:
+        """All rows of the campaign, finals included, as `flywheel.to_dataframe` has them. Raises StoreError, UsageError
+        without pandas."""
+        with read_store(self.store) as store:
+            return to_dataframe(store.trials(self.campaign))
 
 
 def search(

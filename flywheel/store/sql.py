@@ -57,6 +57,12 @@ def open_store(url: str | Path, *, create: bool = True) -> Store:
     return Store(engine, name)
 
 
+def read_store(url: str | Path) -> Store:
+    """Open a store that is there: `campaigns()` lists its campaigns, `trials(NAME)` the rows of one. Use it as a
+    context manager, or call `close`. Raises StoreError."""
+    return open_store(url, create=False)
+
+
 def _remove_empty(path: Path) -> None:
     """What is left of a file that could not be made into a store."""
     with suppress(OSError):

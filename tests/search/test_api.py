@@ -73,6 +73,14 @@ def test_the_name_can_be_called_whatever_was_imported_before(before: str) -> Non
     assert python(code) == "True flywheel.search"
 
 
+def test_the_signature_is_the_functions() -> None:
+    assert inspect.signature(flywheel.search) == inspect.signature(function)
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(hasattr(flywheel, name) for name in flywheel.__all__)
+
+
 def test_an_unknown_name_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match="no attribute 'serach'"):
         flywheel.serach  # noqa: B018
