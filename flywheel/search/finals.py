@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import median
 from typing import Final
 
+from flywheel.errors import TrialExistsError
 from flywheel.ir import config_from_dict
 from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
@@ -19,6 +22,7 @@ from flywheel.search.evaluate import Evaluation
 from flywheel.search.noise import Gain, gain
 from flywheel.search.rows import to_record
 from flywheel.search.spec import CampaignSpec
+from flywheel.store.sql import Store
 
 FINALISTS: Final = 5
 ROUNDS: Final = 12
@@ -35,6 +39,34 @@ def finalists(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     chosen = list(fastest.values())[:FINALISTS]
     settled = all(record.source == "final" and not record.is_imported for record in chosen)
     return [] if len(chosen) < 2 or settled else chosen
+
+
+def hold_final(
+    store: Store, name: str, engine: Engine, spec: CampaignSpec, environment: Environment
+) -> list[TrialRecord]:
+    """Measure a campaign's best programs again, in turn, and append the rows of that: none where a worker dies of it.
+
+    They take the place of all rows before them, so another process's new ones may call for another final.
+    """
+    while chosen := finalists(store.trials(name)):
+        rows = measure_again(chosen, engine, spec, environment)
+        if not rows or _append(store, name, rows, chosen):
+            return rows
+    return []
+
+
+def _append(store: Store, name: str, rows: list[TrialRecord], chosen: Sequence[TrialRecord]) -> bool:
+    """Number the rows and append them, all or none; False where the `chosen` are no longer the ones to choose."""
+    programs = [record.program_id for record in chosen]
+    while True:
+        known = store.trials(name)
+        if [record.program_id for record in finalists(known)] != programs:
+            return False
+        first = 1 + max(record.trial for record in known)
+        rows[:] = [replace(row, trial=first + place) for place, row in enumerate(rows)]
+        with suppress(TrialExistsError):
+            store.append_all(rows)
+            return True
 
 
 def measure_again(

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from flywheel.search.campaign import CampaignResult, CampaignRun
+from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
 from flywheel.search.engine import Bench, Engine, InlineEngine
 from flywheel.search.opening import open_campaign
+from flywheel.search.space import make_space
 from flywheel.store.sql import open_store
 
 SAMPLERS = ("grid", "descent", "local", "random", "tpe")
@@ -64,3 +65,32 @@ def test_a_study_started_anew_tries_nothing_again_that_is_under_way(
     with open_store(store_url) as store:
         rows = store.trials("toy")
     assert len({row.config_id for row in rows}) == len(rows) >= 24
+
+
+@pytest.mark.parametrize("wider", [False, True], ids=["one at a time", "two at a time"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_run_that_learns_of_another_still_tries_every_known_good_schedule_once(
+    lab: Any, wide: Callable[[Bench], Engine], sampler: str, wider: bool
+) -> None:
+    pins = {each.name: str(each.values[0]) for each in lab.space().dimensions if len(each.values) == 1}
+    space = make_space(lab.workload, {name: value for name, value in pins.items() if name != "kv_block"})
+    good = list(dict.fromkeys(space.to_config(choice).config_id for choice in space.known_good()))
+    assert len(good) == 3
+    spec = lab.spec(sampler=sampler, seeds=True, trials=12)
+    run = lab.campaign(spec, wide(lab.bench()) if wider else None, space)
+
+    own: list[str] = []
+
+    def let_another_run(progress: Progress) -> None:
+        own.append(progress.record.config_id)
+        if progress.new_trials == 1:
+            other = lab.campaign(lab.spec(sampler="random", seed=3), space=space)
+            other.run(lambda _: None, lambda: other._own >= 2)
+
+    run.run(let_another_run, lambda: False)
+    rows = lab.store.trials("toy")
+    assert own[:3] == good
+    seeds = [row.config_id for row in rows if row.source == "seed"]
+    assert len(set(seeds)) == len(seeds)
+    if sampler in EXACT:
+        assert len({row.config_id for row in rows}) == len(rows) == 12
