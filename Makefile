@@ -1,5 +1,18 @@
 PYTHON = python3
-ARGS = --model llama3-8b --gpu h100
+
+# The branch of the NVIDIA driver that is here; empty without one.
+DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | grep -o '^[0-9]*')
+ifeq ($(DRIVER),)
+  ARGS = --model llama3-8b --gpu h100
+  BASE = .venv/.base
+  WANTED = --constraint constraints.txt --editable .
+else
+  # CUDA 13 begins with driver 580; what is older takes other packages than the tested ones.
+  CUDA := $(shell test $(DRIVER) -ge 580 && echo cuda || echo cuda12)
+  ARGS = --model llama3.2-1b
+  BASE = .venv/.$(CUDA)
+  WANTED = $(if $(filter cuda,$(CUDA)),--constraint constraints.txt )--editable '.[$(CUDA),torch,hf]'
+endif
 
 BIN = .venv/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -8,7 +21,8 @@ PINS = pyproject.toml constraints.txt
 .PHONY: search test clean constraints
 .NOTPARALLEL:
 
-search: .venv/.base
+# Measures on the GPU that is here, else predicts.
+search: $(BASE)
 	@$(BIN)/flywheel search $(ARGS)
 
 test: .venv/.dev
@@ -28,15 +42,15 @@ constraints: build/pins/.created
 	  | sed 's/+cpu$$//'; } >constraints.txt
 	rm -rf build/pins
 
-.venv/.base: .venv/.created $(PINS)
-	@echo "flywheel: installing into .venv" >&2
-	@$(PIP_INSTALL) --constraint constraints.txt --editable . >&2
+$(BASE): .venv/.created $(PINS)
+	@echo "flywheel: installing into .venv: pip install $(WANTED)" >&2
+	@$(PIP_INSTALL) $(WANTED) >&2
 	@touch $@
 
 .venv/.dev: .venv/.created $(PINS)
 	@echo "flywheel: installing into .venv, with what the tests need" >&2
 	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]' >&2
-	@touch .venv/.base $@
+	@touch $(filter-out .venv/.cuda12,$(BASE)) $@
 
 %/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.core import ParameterSource
 
-from flywheel.cli.chosen import Chosen, from_file, known
+from flywheel.cli.chosen import Chosen, campaign_named, from_file, known
 from flywheel.cli.decoding import check_device, integers, open_model
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_config
@@ -36,13 +36,14 @@ from flywheel.errors import (
     InvalidProgramError,
     UsageError,
 )
-from flywheel.ir import GpuTarget, MegakernelProgram, ScheduleConfig
+from flywheel.ir import GpuTarget, MegakernelProgram
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
     from flywheel.decode.source import Source
     from flywheel.measure.comparison import Comparison
     from flywheel.search.workload import Workload
+    from flywheel.store.campaign import Campaign
 
 FORMAT: Final = "flywheel-bench"
 FORMAT_VERSION: Final = 2
@@ -115,7 +116,8 @@ class Refused:
 @click.option("--config", "config_file", metavar="FILE|-",
               help="Exported schedule, or ScheduleConfig, lowered for every context and batch.  "
                    "[default: the store's best of each, else the one that comes with flywheel]")
-@click.option("--campaign", metavar="NAME", help="The best of this campaign of the store.")
+@click.option("--campaign", metavar="NAME",
+              help="The best of this campaign of the store, and its model.  [default: without a model, the newest]")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, metavar="N",
               help=f"Rounds of {SAMPLES} samples each; one loads the schedule anew.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
@@ -152,12 +154,16 @@ def bench(
     _check(config_file, campaign, (output, picture))
     check_device("cuda")
     given = None if config_file is None else load_config(config_file)
-    work = _settle(given, model, gpu, dtype, contexts, batches)
+    asked: Schedule | Campaign | None = given if isinstance(given, Schedule) else None
+    there = ctx.get_parameter_source("store") is not ParameterSource.DEFAULT or Path(store).exists()
+    if campaign is not None or (model is None and given is None and there):
+        asked = campaign_named(store, campaign)
+        campaign = asked.name
+    work = _settle(asked, model, gpu, dtype, contexts, batches)
     if given is not None:
         chosen = [from_file(workload, given, str(config_file)) for workload in work.workloads()]
     else:
-        missing = ctx.get_parameter_source("store") is ParameterSource.DEFAULT and not Path(store).exists()
-        chosen = known(work.workloads(), None if missing and campaign is None else store, campaign)
+        chosen = known(work.workloads(), store if there or campaign is not None else None, campaign)
     document, comparisons = _compete(work, chosen, against, Plan(rounds, SAMPLES), seed)
     document["command"] = spoken(ctx)
     if output is not None:
@@ -183,30 +189,31 @@ def _check(config_file: str | None, campaign: str | None, files: Sequence[Path |
 
 
 def _settle(
-    given: Schedule | ScheduleConfig | None,
+    given: Schedule | Campaign | None,
     model: str | None,
     gpu: str | None,
     dtype: str | None,
     contexts: tuple[int, ...] | None,
     batches: tuple[int, ...] | None,
 ) -> Work:
-    """What is compared: by options, else by the schedule, else by default. Raises UsageError, NoGpuError, and as names
-    deserve."""
+    """What is compared: by options, else by the schedule or the campaign, else by default.
+
+    Raises UsageError, NoGpuError, and as names deserve.
+    """
     from flywheel.search.workload import default_context
 
-    schedule = given if isinstance(given, Schedule) else None
-    name = model if model is not None or schedule is None else schedule.model
+    name = model if model is not None or given is None else given.model
     if name is None:
         raise UsageError("bench: no model; give --model, or an exported schedule with --config")
-    asked = contexts or ((DEFAULTS["context"] if schedule is None else schedule.context),)
-    sequences = batches or ((DEFAULTS["batch"] if schedule is None else schedule.batch),)
+    asked = contexts or ((DEFAULTS["context"] if given is None else given.context),)
+    sequences = batches or ((DEFAULTS["batch"] if given is None else given.batch),)
     short = next((context for context in asked if context < 2), None)
     if short is not None:
         raise UsageError(f"bench: --context {short}: a token must attend to another one; at least 2")
     source = open_model("bench", name)
-    if contexts is None and schedule is None:
+    if contexts is None and given is None:
         asked = (default_context(source.spec),)
-    settled = dtype or (None if schedule is None else schedule.dtype) or source.dtype or DEFAULTS["dtype"]
+    settled = dtype or (None if given is None else given.dtype) or source.dtype or DEFAULTS["dtype"]
     return Work(source, name, _target(gpu), settled, tuple(dict.fromkeys(asked)), tuple(dict.fromkeys(sequences)))
 
 

@@ -16,6 +16,7 @@ from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
     from flywheel.search.workload import Workload
+    from flywheel.store.campaign import Campaign
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,18 @@ def from_file(workload: Workload, given: Schedule | ScheduleConfig, path: str) -
     return Chosen(workload, config, origin)
 
 
+def campaign_named(url: str, name: str | None) -> Campaign:
+    """The campaign of a store as `find_campaign` has it, which is announced where no name was given."""
+    from flywheel.cli.provenance import find_campaign
+    from flywheel.store.sql import open_store
+
+    with open_store(url, create=False) as store:
+        found = find_campaign(store, name)
+    if name is None:
+        note(f"flywheel: the newest campaign, {found.name}")
+    return found
+
+
 def known(workloads: Sequence[Workload], url: str | None, campaign: str | None) -> list[Chosen]:
     """The best schedule that is known of each workload: the store's, where there is one, of a campaign or of all, else,
     unless a campaign is named, the one that comes with flywheel.
@@ -48,15 +61,13 @@ def known(workloads: Sequence[Workload], url: str | None, campaign: str | None) 
 
 
 def _from_store(workloads: Sequence[Workload], url: str, campaign: str | None) -> list[Chosen]:
-    from flywheel.cli.provenance import find_campaign, row_title
+    from flywheel.cli.provenance import row_title
     from flywheel.ir import config_from_dict
     from flywheel.search.known import best_of_work
     from flywheel.store.sql import open_store
 
     chosen = []
     with open_store(url, create=False) as store:
-        if campaign is not None:
-            campaign = find_campaign(store, campaign).name
         for workload in workloads:
             row = best_of_work(store, workload, measured=True, campaign=campaign)
             if row is None:

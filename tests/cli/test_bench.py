@@ -304,3 +304,15 @@ def test_a_model_that_the_gpus_memory_does_not_hold_is_refused_before_anything_i
     refused = run("bench", "--model", "qwen3-14b", "--config", config)
     assert (refused.exit_code, len(refused.stderr.splitlines()), l4.asked) == (3, 1, [])
     assert "qwen3-14b on l4: 29.54 GB of weights" in refused.stderr
+
+
+def test_a_campaign_brings_its_model_and_the_newest_is_the_default(
+    run: Run, l4: type[FakeContests], store: str
+) -> None:
+    named = run("bench", "--campaign", "sma", "--store", store)
+    assert (named.exit_code, l4.asked) == (2, [])
+    assert "campaign 'small': no measured schedule of smollm2-135m on l4, bf16, context 512; find" in named.stderr
+
+    newest = run("bench", "--store", store)
+    assert newest.stderr.startswith("flywheel: the newest campaign, small\n")
+    assert newest.stderr.endswith(named.stderr)
