@@ -41,7 +41,7 @@ COMMANDS: Final = {
     "inspect": ("flywheel.cli.inspect:inspect", "Summarise a program."),
     "diff": ("flywheel.cli.diff:diff", "Compare two programs."),
     "calibrate": ("flywheel.cli.calibrate:calibrate", "Fit the cost model to what a GPU was measured to do."),
-    "mpk": ("flywheel.cli.mpk:mpk", "Prove, inspect and predict task graphs of Mirage MPK."),
+    "mpk": ("flywheel.cli.mpk:mpk", "Prove, repair and predict task graphs of Mirage MPK."),
     "models": ("flywheel.cli.catalog:models", "List the models known by name."),
     "knobs": ("flywheel.cli.knobs:knobs", "List the knobs of a model's schedules on a GPU."),
     "targets": ("flywheel.cli.catalog:targets", "List the GPUs known by name."),

@@ -15,15 +15,16 @@ from flywheel.cli.text import escaped, note, pairs, percent, show, show_json, sh
 from flywheel.errors import IrFormatError, UsageError
 from flywheel.interop.mpk.facts import describe
 from flywheel.interop.mpk.graph import MpkGraph
+from flywheel.interop.mpk.joint import n_ranks
 from flywheel.interop.mpk.predicting import predict_step, shares
 from flywheel.interop.mpk.proof import check as prove
-from flywheel.interop.mpk.reading import read_graph
+from flywheel.interop.mpk.reading import read_graph, write_graph
 from flywheel.interop.mpk.timing import H200, Timing
 from flywheel.ir import Finding, ValidationResult
 from flywheel.ir.files import MAX_FILE_BYTES
 from flywheel.measure.floor import floor_fraction
 
-ACTIONS = ("check", "inspect", "predict")
+ACTIONS = ("check", "inspect", "predict", "repair")
 UNREADABLE = "unreadable"
 """Code of the error of a file that holds no task graph."""
 
@@ -59,25 +60,35 @@ UNREADABLE = "unreadable"
     metavar="FILE.json",
     help="predict: write the timeline, for ui.perfetto.dev or chrome://tracing.",
 )
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="DIRECTORY",
+    help="repair: write the files there, under their names.",
+)
 @json_option
 @click.pass_context
 def mpk(
     ctx: click.Context, action: str, files: tuple[str, ...], workers: int | None, aliases: tuple[tuple[str, str], ...],
-    context: int, trace: Path | None, as_json: bool,
+    context: int, trace: Path | None, output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Judge a task_graph.json of Mirage MPK; several FILEs are the ranks of one program, and `-` is stdin.
 
     check proves it free of deadlocks and races, inspect says what is in it, predict what a step takes on an H200 and
-    where its workers wait. Exit code 3 if a file is unreadable or the graph is not safe.
+    where its workers wait. repair adds what orders its races, in files that MPK loads. Exit code 3 if a file is
+    unreadable or the graph is not safe.
     """
-    if trace is not None:
-        if action != "predict":
-            raise UsageError(f"mpk {action}: --trace is of predict")
-        check_writable(trace)
+    _check_options(action, files, trace, output)
     graphs, result = _read(files)
-    if result.ok:
+    relays = None
+    if result.ok and action == "repair":
+        graphs, relays, result = _repaired(files, graphs, workers, dict(aliases), output)
+    elif result.ok:
         result = prove(graphs, H200.workers if action == "predict" and workers is None else workers, dict(aliases))
     document = {"paths": list(files), **_verdict(result)}
+    if relays is not None:
+        document["relays"] = relays
     timing = None
     if graphs and action == "inspect":
         document |= {"graphs": [describe(graph) for graph in graphs]}
@@ -93,6 +104,37 @@ def mpk(
         ctx.exit(REJECTED)
     if trace is not None and timing is not None:
         _write_trace(trace, graphs[0], timing)
+
+
+def _check_options(action: str, files: Sequence[str], trace: Path | None, output: Path | None) -> None:
+    """Raises UsageError for options of another action, and where repair cannot write its files."""
+    if trace is not None:
+        if action != "predict":
+            raise UsageError(f"mpk {action}: --trace is of predict")
+        check_writable(trace)
+    if (output is None) != (action != "repair"):
+        raise UsageError("mpk repair: --output says where to write" if output is None else f"mpk {action}: no --output")
+    names = [Path(path).name for path in files]
+    if output is not None and ("-" in files or len(set(names)) < len(names)):
+        raise UsageError("mpk repair: files with names of their own are written, not stdin")
+
+
+def _repaired(
+    files: Sequence[str], graphs: list[MpkGraph], workers: int | None, aliases: dict[str, str], output: Path | None
+) -> tuple[list[MpkGraph], int, ValidationResult]:
+    """Graphs with their races ordered, written to `output` if the proof accepts them. Raises UsageError."""
+    from flywheel.interop.mpk.repairing import repair
+
+    ranks = sorted(graph.rank for graph in graphs)
+    if ranks != list(range(n_ranks(graphs))):
+        raise UsageError(f"mpk repair: files of ranks {ranks} of {n_ranks(graphs)}; want one of each")
+    found = repair(graphs, workers, aliases)
+    if found.result.ok and output is not None:
+        by_rank = {graph.rank: graph for graph in found.graphs}
+        for path, graph in zip(files, graphs, strict=True):
+            mended = by_rank[graph.rank]
+            write_file(output / Path(path).name, write_graph(mended.document, mended.layout).decode("utf-8"))
+    return list(found.graphs), found.relays, found.result
 
 
 def _read(files: Sequence[str]) -> tuple[list[MpkGraph], ValidationResult]:
@@ -151,6 +193,8 @@ def _prediction(graph: MpkGraph, timing: Timing) -> dict[str, Any]:
 
 
 def _show(document: dict[str, Any]) -> None:
+    if "relays" in document:
+        show(*pairs([("added", f"{document['relays']} relays")]))
     for graph in document.get("graphs", ()):
         show(*pairs([(name, str(value)) for name, value in graph.items() if name != "types"]))
         rows = [(row["type"], f"{row['tasks']:,}", size(row["bytes"])) for row in graph["types"]]

@@ -83,3 +83,21 @@ def test_only_predict_writes_a_trace(run: Run, unpacked: Callable[[str], str]) -
     result = run("mpk", "check", unpacked("micro_2layer"), "--trace", "x.json")
     assert result.exit_code == 2
     assert "--trace is of predict" in result.stderr
+
+
+def test_repair_writes_files_that_check_accepts(run: Run, unpacked: Callable[[str], str], tmp_path: Path) -> None:
+    files = [unpacked("micro_2gpu_r0"), unpacked("micro_2gpu_r1")]
+    assert run("mpk", "check", *files).exit_code == 3
+    (tmp_path / "mended").mkdir()
+    result = run("mpk", "repair", *files, "-o", str(tmp_path / "mended"), "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["relays"] == 40
+    mended = [str(tmp_path / "mended" / Path(path).name) for path in files]
+    assert run("mpk", "check", *mended).exit_code == 0
+
+
+def test_repair_wants_all_ranks_and_a_directory(run: Run, unpacked: Callable[[str], str], tmp_path: Path) -> None:
+    path = unpacked("micro_2gpu_r0")
+    assert "want one of each" in run("mpk", "repair", path, "-o", str(tmp_path)).stderr
+    assert "--output says where" in run("mpk", "repair", path).stderr
+    assert "no --output" in run("mpk", "check", path, "-o", str(tmp_path)).stderr

@@ -7,6 +7,7 @@ runtime means by its events. Source: docs/mpk.md, "What is proved".
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
@@ -22,12 +23,22 @@ from flywheel.ir.dag import find_cycle, topological_positions
 from flywheel.ir.firing import fire, stuck_in_queues
 from flywheel.ir.order import HappensBefore
 from flywheel.ir.validate.findings import Findings, ValidationResult
-from flywheel.ir.validate.sweep import sweep
+from flywheel.ir.validate.sweep import Clash, sweep
 
 MAX_RANKS: Final = 16
 """Most ranks of a program whose files are not all there."""
 
 _NO_ALIASES: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Races:
+    """Nodes that touch a cell in no order, and (node, cell) of reads of what only later tasks write."""
+
+    joint: Joint
+    before: HappensBefore
+    clashes: Sequence[Clash]
+    late: Sequence[tuple[int, int]]
 
 
 def check(
@@ -96,24 +107,34 @@ def _prove(
     if len(serial) < len(nodes):
         _report_stuck(joint, workers, findings)
         return
+    races = races_of(graphs, workers, aliases)
+    joint = races.joint
+    stats["levels"] = races.before.depth
+    report_clashes(Clashes(joint, graphs, races.clashes), findings)
+    for code, found, text in (
+        ("late-read", races.late, "which only later tasks write: what the iteration before left there"),
+        ("unwritten-read", joint.gaps, "where no task writes it"),
+    ):
+        for index, cell in found:
+            findings.warn(
+                code, f"{joint.name(index)}: reads {tensor_at(joint, cell)}, {text}", joint.nodes[index].place
+            )
+
+
+def races_of(graphs: Sequence[MpkGraph], workers: int | None, aliases: Mapping[str, str]) -> Races:
+    """The races of the graphs of all ranks, none of which blocks."""
+    joint = join(graphs, workers, 1, aliases)
     if len(graphs) > 1 or not _ends_last(joint, graphs[0]):
         joint = join(graphs, workers, 2, aliases)
-        nodes, serial = joint.nodes, fire(joint.nodes, serial=True)
+    nodes = joint.nodes
+    serial = fire(nodes, serial=True)
     before = HappensBefore(nodes, serial)
-    stats["levels"] = before.depth
     swept = sweep(nodes, serial, before, joint.touches)
     clashes = swept.clashes
     if workers is not None and clashes:
         clocks = QueueClocks(nodes, serial)
         clashes = [clash for clash in clashes if not clocks.before(clash.first, clash.second)]
-    report_clashes(Clashes(joint, graphs, clashes), findings)
-    late = [(index, cell) for index, cell in swept.late if nodes[index].turn == 0]
-    for code, found, text in (
-        ("late-read", late, "which only later tasks write: what the iteration before left there"),
-        ("unwritten-read", joint.gaps, "where no task writes it"),
-    ):
-        for index, cell in found:
-            findings.warn(code, f"{joint.name(index)}: reads {tensor_at(joint, cell)}, {text}", nodes[index].place)
+    return Races(joint, before, clashes, [(index, cell) for index, cell in swept.late if nodes[index].turn == 0])
 
 
 def _ends_last(joint: Joint, graph: MpkGraph) -> bool:

@@ -91,7 +91,11 @@ def read_graph(data: bytes) -> MpkGraph:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise IrFormatError(f"not UTF-8 at byte {error.start}") from None
-    document = parse_json(text)
+    return graph_of(parse_json(text), _layout(text))
+
+
+def graph_of(document: object, layout: Layout) -> MpkGraph:
+    """The graph in a parsed file. Raises IrFormatError where it is no task graph."""
     found = _object(document, "the file", ("all_tasks", "all_events", "first_tasks"))
     items = {name: _list(found[name], name) for name in ("all_tasks", "all_events", "first_tasks")}
     reader = _Reader({})
@@ -100,7 +104,7 @@ def read_graph(data: bytes) -> MpkGraph:
         raise IrFormatError("all_tasks: some tasks have request_id and others have not")
     events = tuple([_event(place, item) for place, item in enumerate(items["all_events"])])
     first = tuple([_whole(item, f"first_tasks[{place}]", 0, _I32) for place, item in enumerate(items["first_tasks"])])
-    return MpkGraph(_rank(tasks), tasks, events, first, document, _layout(text))
+    return MpkGraph(_rank(tasks), tasks, events, first, found, layout)
 
 
 def write_graph(document: Mapping[str, Any], layout: Layout) -> bytes:

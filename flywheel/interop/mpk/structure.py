@@ -33,7 +33,7 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
         "unreadable": "the file is no task graph",
         "bad-task": "tasks 0 and 1 are not TERMINATE and BEGIN_TASK_GRAPH, or a type has other operands",
         "bad-event": "an event that is not there, of another GPU or of no known type, or that its task cannot signal",
-        "no-end": "not exactly one event that ends the iteration",
+        "no-end": "not exactly one event that ends the iteration, at the end of the list",
         "rank-twice": "two files of one rank",
         "not-launched": "a task that no event puts into a queue, or that more than one does",
         "unsatisfiable-wait": "an event that fewer tasks signal than it needs",
@@ -96,6 +96,8 @@ def _check_events(graph: MpkGraph, findings: Findings) -> None:
     ends = [number for number, event in enumerate(graph.events) if event.kind == END]
     if len(ends) != 1:
         findings.error("no-end", f"rank {graph.rank}: {len(ends)} events end the iteration, not one")
+    elif ends[0] != len(graph.events) - 1:
+        findings.error("no-end", f"rank {graph.rank} event {ends[0]}: ends the iteration and is not the last event")
 
 
 def _check_kind(graph: MpkGraph, place: int, findings: Findings) -> None:
