@@ -24,6 +24,7 @@ from flywheel.cli.options import (
     command,
     json_option,
     store_option,
+    weights_option,
     write_file,
 )
 from flywheel.cli.standings import bench_environment, draw, show_bench
@@ -37,6 +38,8 @@ from flywheel.errors import (
     UsageError,
 )
 from flywheel.ir import GpuTarget, MegakernelProgram
+from flywheel.models.decoder import DTYPES
+from flywheel.models.formats import parse_formats, weights_name
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -71,13 +74,14 @@ class Work:
     dtype: str
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
+    weights: str | None = None
 
     def workloads(self) -> list[Workload]:
         """Each batch at each context. Raises as `make_workload` does."""
         from flywheel.search.workload import make_workload
 
         return [
-            make_workload(self.name, self.target.name, self.dtype, context, batch)
+            make_workload(self.name, self.target.name, self.dtype, context, batch, self.weights)
             for context in self.contexts
             for batch in self.batches
         ]
@@ -112,6 +116,7 @@ class Refused:
               help="Sequences a step; several show what each costs beside one.  [default: the schedule's, else 1]")
 @click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
               help="Type of weights and activations.  [default: the schedule's, else the checkpoint's, else bf16]")
+@weights_option
 @click.option("--gpu", cls=SharedOption, metavar="NAME", help="GPU to lower for.  [default: the one here]")
 @click.option("--config", "config_file", metavar="FILE|-",
               help="Exported schedule, or ScheduleConfig, lowered for every context and batch.  "
@@ -135,6 +140,7 @@ def bench(
     contexts: tuple[int, ...] | None,
     batches: tuple[int, ...] | None,
     dtype: str | None,
+    weights: str | None,
     gpu: str | None,
     config_file: str | None,
     campaign: str | None,
@@ -159,7 +165,7 @@ def bench(
     if campaign is not None or (model is None and given is None and there):
         asked = campaign_named(store, campaign)
         campaign = asked.name
-    work = _settle(asked, model, gpu, dtype, contexts, batches)
+    work = _settle(asked, model, gpu, dtype, contexts, batches, weights)
     if given is not None:
         chosen = [from_file(workload, given, str(config_file)) for workload in work.workloads()]
     else:
@@ -195,6 +201,7 @@ def _settle(
     dtype: str | None,
     contexts: tuple[int, ...] | None,
     batches: tuple[int, ...] | None,
+    weights: str | None = None,
 ) -> Work:
     """What is compared: by options, else by the schedule or the campaign, else by default.
 
@@ -214,7 +221,12 @@ def _settle(
     if contexts is None and given is None:
         asked = (default_context(source.spec),)
     settled = dtype or (None if given is None else given.dtype) or source.dtype or DEFAULTS["dtype"]
-    return Work(source, name, _target(gpu), settled, tuple(dict.fromkeys(asked)), tuple(dict.fromkeys(sequences)))
+    if weights is None and given is not None and given.weights != given.dtype:
+        weights = given.weights
+    if weights is None and source.scheme is not None:
+        weights = source.formats(DTYPES[settled]).name(settled)
+    sizes = tuple(dict.fromkeys(asked)), tuple(dict.fromkeys(sequences))
+    return Work(source, name, _target(gpu), settled, *sizes, weights_name(weights, settled))
 
 
 def _target(gpu: str | None) -> GpuTarget:
@@ -272,7 +284,6 @@ def _compete(
     from flywheel.decode.contestants import Contests
     from flywheel.decode.cuda import prepare_torch
     from flywheel.measure.comparison import comparison_document, single_of
-    from flywheel.models.decoder import DTYPES
     from flywheel.vm.driver import open_gpu
     from flywheel.vm.probes import probe
 
@@ -283,7 +294,8 @@ def _compete(
     gpu = open_gpu()
     _say(f"probing {gpu.name}")
     probed = probe(gpu)
-    contests = Contests(gpu, work.source, DTYPES[work.dtype], seed, _say)
+    formats = parse_formats(work.weights or work.dtype, work.dtype)
+    contests = Contests(gpu, work.source, DTYPES[work.dtype], seed, _say, formats)
     comparisons, origins = [], []
     for each in lowered:
         of = each.workload
@@ -302,6 +314,7 @@ def _compete(
         "model": work.name,
         "gpu": work.target.name,
         "dtype": work.dtype,
+        "weights": work.weights,
         "random_weights": work.source.stored is None,
         "seed": seed,
         "rounds": plan.rounds,

@@ -123,6 +123,7 @@ def _show(document: dict[str, Any]) -> None:
     rows = [
         (
             f"{work['model']}, {work['dtype']}, context {work['context']}"
+            + ("" if work["weights"] == work["dtype"] else f", {work['weights']} weights")
             + (f", batch {work['batch']}" if work["batch"] > 1 else ""),
             str(work["after"]["n"]),
             *(cell for when in ("before", "after") for cell in _cells(work[when])),

@@ -61,12 +61,18 @@ def _list(where: str, summaries: list[CampaignSummary], as_json: bool) -> None:
         best, kind = _best(summary)
         rows.append(
             (
-                campaign.name, campaign.model, campaign.gpu, campaign.dtype, str(campaign.context),
+                campaign.name, campaign.model, campaign.gpu, _types(campaign), str(campaign.context),
                 str(campaign.batch), campaign.sampler, f"{summary.trials:,}", us(best), kind,
                 counts(summary.outcomes),
             )
         )  # fmt: skip
     show_table(headers, rows)
+
+
+def _types(campaign: Campaign) -> str:
+    """Its dtype, and the format of its weights where that is another."""
+    own = campaign.weights in (None, campaign.dtype)
+    return campaign.dtype if own else f"{campaign.dtype}, {campaign.weights}"
 
 
 def _best(summary: CampaignSummary) -> tuple[float | None, str]:

@@ -7,13 +7,14 @@ from typing import Any
 
 import click
 
-from flywheel.cli.options import DEFAULTS, SharedOption, command, json_option
+from flywheel.cli.options import DEFAULTS, SharedOption, command, json_option, weights_option
 from flywheel.cli.text import show_json, show_table, size, us
 from flywheel.cost_model import machine_for
 from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.ir.serde import target_to_dict
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
+from flywheel.models.formats import HEAD, PLAIN, WeightFormats, parse_formats, weights_name
 from flywheel.models.spec import DecoderSpec, layer_weight_shapes, model_weight_shapes
 from flywheel.search.workload import find_target
 
@@ -21,19 +22,22 @@ from flywheel.search.workload import find_target
 @command
 @click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="Add the weight floor on this GPU; repeatable.")
 @click.option("--dtype", cls=SharedOption, type=click.Choice(list(DTYPES)), default=DEFAULTS["dtype"],
-              show_default=True, help="Type of the weights.")  # fmt: skip
+              show_default=True, help="Type of what is not quantised.")  # fmt: skip
+@weights_option
 @json_option
-def models(gpus: tuple[str, ...], dtype: str, as_json: bool) -> None:
+def models(gpus: tuple[str, ...], dtype: str, weights: str | None, as_json: bool) -> None:
     """List the models known by name.
 
     The floor is the time that reading a token's weights takes at the GPU's bandwidth.
     """
     targets = [find_target(gpu) for gpu in gpus]
-    listed = [_model(spec, DTYPES[dtype], targets) for spec in CATALOG.values()]
+    stored = weights_name(weights, dtype)
+    formats = parse_formats(stored, dtype)
+    listed = [_model(spec, DTYPES[dtype], formats, targets) for spec in CATALOG.values()]
     if as_json:
-        show_json({"dtype": dtype, "models": listed})
+        show_json({"dtype": dtype, "weights": stored, "models": listed})
         return
-    headers = ("<model", "params", "layers", "hidden", "heads", "KV", "vocab", "max context", f"{dtype} read a token",
+    headers = ("<model", "params", "layers", "hidden", "heads", "KV", "vocab", "max context", f"{stored} read a token",
                *(f"{target.name} floor" for target in targets))  # fmt: skip
     rows = [
         (
@@ -68,17 +72,23 @@ def targets(as_json: bool) -> None:
     show_table(headers, rows)
 
 
-def bytes_per_token(spec: DecoderSpec, dtype: DType) -> int:
-    """Bytes of weights that one token reads: all of them, but of an embedding that is not also the head one row."""
-    a_layer = sum(map(prod, layer_weight_shapes(spec).values()))
-    shapes = dict(model_weight_shapes(spec))
-    if not spec.tied_head:
-        shapes["embed"] = (1, spec.hidden)
-    return dtype.nbytes(sum(map(prod, shapes.values())) + spec.n_layers * a_layer)
+def bytes_per_token(spec: DecoderSpec, dtype: DType, formats: WeightFormats = PLAIN) -> int:
+    """Bytes of weights that one token reads, scales included: all of them, but of an embedding that is not also the
+    head one row."""
+
+    def nbytes(role: str, shape: tuple[int, ...]) -> int:
+        own = formats.of(role)
+        return dtype.nbytes(prod(shape)) if own is None else own.nbytes(shape, dtype)
+
+    once = {**model_weight_shapes(spec), "embed": (1, spec.hidden), HEAD: (spec.vocab, spec.hidden)}
+    a_layer = sum(nbytes(role, shape) for role, shape in layer_weight_shapes(spec).items())
+    gathered = spec.tied_head and formats.of(HEAD) is None  # the head is the embedding
+    whole = sum(nbytes(role, shape) for role, shape in once.items() if role != "embed" or not gathered)
+    return whole + spec.n_layers * a_layer
 
 
-def _model(spec: DecoderSpec, dtype: DType, targets: list[GpuTarget]) -> dict[str, Any]:
-    nbytes = bytes_per_token(spec, dtype)
+def _model(spec: DecoderSpec, dtype: DType, formats: WeightFormats, targets: list[GpuTarget]) -> dict[str, Any]:
+    nbytes = bytes_per_token(spec, dtype, formats)
     return {
         "name": spec.name,
         "family": spec.family,

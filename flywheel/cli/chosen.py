@@ -12,6 +12,7 @@ from flywheel.cli.options import DEFAULT_STORE
 from flywheel.cli.text import note
 from flywheel.errors import UnknownNameError
 from flywheel.ir import ScheduleConfig
+from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def from_file(workload: Workload, given: Schedule | ScheduleConfig, path: str) -
     config = given.config if isinstance(given, Schedule) else given
     origin: dict[str, Any] = {"file": path, "config_id": config.config_id}
     if isinstance(given, Schedule):
-        origin["found_for"] = {name: getattr(given, name) for name in ("model", "gpu", "dtype", "context", "batch")}
+        work = ("model", "gpu", "dtype", "weights", "context", "batch")
+        origin["found_for"] = {name: getattr(given, name) for name in work}
     return Chosen(workload, config, origin)
 
 
@@ -100,10 +102,10 @@ def _nothing_known(workload: Workload, store: str, campaign: str | None = None) 
         workload.model, workload.target.name, workload.dtype, workload.context, workload.batch,
     )  # fmt: skip
     search = ["flywheel", "search", "--model", model, "--gpu", gpu, "--dtype", dtype, "--context", str(context)]
+    search += [] if workload.weights is None else ["--weights", workload.weights]
     search += [*(["--batch", str(batch)] if batch > 1 else []), "--measure", "cuda"]
     where = f"store {store}" + ("" if campaign is None else f", campaign {campaign!r}")
-    batched = f", batch {batch}" if batch > 1 else ""
     return UnknownNameError(
-        f"{where}: no measured schedule of {model} on {gpu}, {dtype}, context {context}{batched}; "
+        f"{where}: no measured schedule of {work_named(model, gpu, dtype, context, batch, workload.weights)}; "
         f"find one with: {shlex.join(search)}, or give another's with --config"
     )

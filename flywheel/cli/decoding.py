@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from flywheel.cli.exits import REJECTED
-from flywheel.cli.options import DEFAULTS, SharedOption
+from flywheel.cli.options import DEFAULTS, SharedOption, weights_option
 from flywheel.cli.text import complain, note, size, us
 from flywheel.errors import ConfigError, UsageError
 from flywheel.installing import install_line
 from flywheel.ir import MegakernelProgram, ScheduleConfig
+from flywheel.models.decoder import DTYPES
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def integers(text: str) -> tuple[int, ...]:
 
 
 def decode_options(function: _F) -> _F:
-    """`--model`, `--gpu`, `--dtype`, `--context`, `--device` and `--seed`."""
+    """`--model`, `--gpu`, `--dtype`, `--weights`, `--context`, `--device` and `--seed`."""
     for option in (
         click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
                      help="Seed of whatever is random: weights where there is no checkpoint, tokens to verify with."),
@@ -47,6 +48,7 @@ def decode_options(function: _F) -> _F:
                      show_default=True, help="What runs the program."),
         click.option("--context", cls=SharedOption, type=int, metavar="TOKENS",
                      help=f"Positions of the KV cache.  [default: the schedule's, else {DEFAULTS['context']}]"),
+        weights_option,
         click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
                      help="Type of weights and activations.  [default: the schedule's, else the checkpoint's, else "
                           f"{DEFAULTS['dtype']}]"),
@@ -100,9 +102,13 @@ def open_session(
     """
     from flywheel.decode.interface import read_interface
     from flywheel.decode.session import ReferenceSession
+    from flywheel.models.quantise import formats_of_program
 
     interface = read_interface(program, source.spec)
     dtype = interface.dtype
+    formats = formats_of_program(program, dtype)
+    if source.scheme is not None and source.scheme.activations:
+        note(f"flywheel: {source.name}: its checkpoint asks for 8 bit activations; they stay {dtype.name.lower()} here")
     if source.stored is None:
         where = f"{source.name} is a name" if source.folder is None else f"{source.folder} holds no safetensors"
         note(f"flywheel: RANDOM WEIGHTS of seed {seed}: {where}; text that they make means nothing")
@@ -113,10 +119,10 @@ def open_session(
         from flywheel.vm.driver import open_gpu
 
         prepare_torch()
-        weights = source.weights(dtype, seed, "cuda")
+        weights = source.weights(dtype, seed, "cuda", formats)
         model = CudaModel(open_gpu(), source.spec, dtype, interface.context, weights, interface.batch)
         return model.load(program), weights
-    weights = source.weights(dtype, seed)
+    weights = source.weights(dtype, seed, formats=formats)
     return ReferenceSession(program, source.spec, weights, order=order, seed=seed), weights
 
 
@@ -128,6 +134,7 @@ def lower_model(
     context: int | None,
     device: str = "reference",
     batch: int | None = None,
+    weights: str | None = None,
 ) -> MegakernelProgram:
     """The program of a model: by options, else by the schedule, else by default, which for the device `cuda` is this
     machine's GPU; by the shipped schedule, else as what search tries first, where no config is given.
@@ -150,6 +157,11 @@ def lower_model(
         name: value if value is not None else getattr(schedule, name, fallback[name])
         for name, value in (("gpu", gpu), ("dtype", dtype), ("context", context), ("batch", batch))
     }
+    if schedule is not None and weights is None and schedule.weights != schedule.dtype:
+        weights = schedule.weights
+    if weights is None and source.scheme is not None:
+        weights = source.formats(DTYPES[settled["dtype"]]).name(settled["dtype"])
+    settled["weights"] = weights
     target = find_target(settled.pop("gpu"))
     workload = Workload(source.name, source.spec, target, **settled)
     graph = workload.graph

@@ -56,6 +56,7 @@ def evaluate(
     model: str | None,
     gpu: str | None,
     dtype: str | None,
+    weights: str | None,
     context: int | None,
     batch: int | None,
     measure: str,
@@ -77,7 +78,8 @@ def evaluate(
         raise UsageError("evaluate: give a config, as CONFIG or --config, once")
     given = load_config(config_file or config_option or "")
     schedule = given if isinstance(given, Schedule) else None
-    named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch}
+    named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch,
+             "weights": weights}  # fmt: skip
     workload = make_workload(**settle_work("evaluate", named, schedule))
     predictor = open_predictor(machine, workload.target)
     config = given.config if isinstance(given, Schedule) else given
@@ -108,6 +110,7 @@ def _document(workload: Workload, config_id: str, found: Appraisal) -> dict[str,
         "dtype": workload.dtype,
         "context": workload.context,
         "batch": workload.batch,
+        "weights": workload.stored,
         "measure": found.measure,
         "outcome": columns["outcome"],
         "codes": list(outcome.codes) if isinstance(outcome, Rejected) else [],
@@ -143,7 +146,7 @@ def _incumbent(record: TrialRecord, latency_us: float | None, gained: Gain | Non
 
 def _show(document: dict[str, Any]) -> None:
     latency_us = document["latency_us"] or document["predicted_us"]
-    work = work_named(*(document[name] for name in ("model", "gpu", "dtype", "context", "batch")))
+    work = work_named(*(document[name] for name in ("model", "gpu", "dtype", "context", "batch", "weights")))
     verdict = document["outcome"].replace("_", " ")
     if latency_us is not None:
         verdict += f" {us(latency_us)} a token; weight floor {us(document['floor_us'])}, "

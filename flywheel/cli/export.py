@@ -29,6 +29,7 @@ from flywheel.errors import StoreError, UnknownNameError, UsageError
 from flywheel.interop.t4 import dump_t4, to_t4
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import trials_of
+from flywheel.models.formats import weights_name
 from flywheel.store.tsv import to_csv, to_tsv
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def export(
     model: str | None,
     gpu: str | None,
     dtype: str | None,
+    weights: str | None,
     context: int | None,
     batch: int | None,
     measured: bool | None,
@@ -72,7 +74,8 @@ def export(
     """
     from flywheel.store.sql import open_store
 
-    named = {"campaign": campaign, **as_stored(model, gpu), "dtype": dtype, "context": context, "batch": batch}
+    named = {"campaign": campaign, **as_stored(model, gpu), "dtype": dtype, "context": context, "batch": batch,
+             "weights": None if weights is None else weights_name(weights, dtype or DEFAULTS["dtype"])}  # fmt: skip
     facts: dict[str, Any]
     with open_store(store, create=False) as opened:
         if campaign is not None or (form in ("schedule", "program", "optuna") and not any((model, gpu))):
@@ -172,6 +175,7 @@ def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> Tri
             if name not in wanted:
                 raise UsageError(f"export: the best of what? --campaign, or --model and --gpu; --{name} is missing")
         wanted = {**{name: DEFAULTS[name] for name in ("dtype", "context", "batch")}, **wanted}
+        wanted = {"weights": wanted["dtype"], **wanted}
     best = None
     if measured is not False:
         best = store.best(measured=True, **wanted)
@@ -191,7 +195,7 @@ def _program(record: TrialRecord) -> str:
     from flywheel.plan import program_id
     from flywheel.search.workload import make_workload
 
-    workload = make_workload(record.model, record.gpu, record.dtype, record.context, record.batch)
+    workload = make_workload(record.model, record.gpu, record.dtype, record.context, record.batch, record.weights)
     program = lower(workload.graph, config_from_dict(json.loads(record.config)), workload.target)
     made = program_id(program)
     if made != record.program_id:

@@ -76,8 +76,8 @@ def as_stored(model: str | None, gpu: str | None) -> dict[str, str | None]:
 
 
 def settle_work(who: str, named: Mapping[str, Any], schedule: Schedule | None) -> dict[str, Any]:
-    """Model, GPU, dtype, context and batch, as far as `named` has them: the options, else the schedule's, else the
-    GPU here, the context that the model has, and the defaults.
+    """Model, GPU, dtype, context, batch and weights, as far as `named` has them: the options, else the schedule's, else
+    the GPU here, the context that the model has, and the defaults.
 
     Raises UsageError, which names the command `who`, without a model or a GPU, and as the model's name deserves.
     """
@@ -86,6 +86,8 @@ def settle_work(who: str, named: Mapping[str, Any], schedule: Schedule | None) -
     from flywheel.search.workload import default_context
 
     fallback = DEFAULTS if schedule is None else {name: getattr(schedule, name) for name in named}
+    if schedule is not None and schedule.weights == schedule.dtype:
+        fallback = {**fallback, "weights": None}  # whatever the dtype is
     settled = {name: fallback.get(name) if value is None else value for name, value in named.items()}
     if settled["model"] is None:
         raise UsageError(f"{who}: no model; give --model, or an exported schedule")

@@ -49,6 +49,7 @@ def generate(
     model: str | None,
     gpu: str | None,
     dtype: str | None,
+    weights: str | None,
     context: int | None,
     device: str,
     seed: int,
@@ -74,7 +75,7 @@ def generate(
     source = open_model("generate", model)
     with _tokenizer(source, required=prompt is not None) as tokenizer:
         ids = prompt_ids if tokenizer is None or prompt is None else tokenizer.encode(prompt)
-        program = lower_model(source, given, gpu, dtype, context, device, batch=1)
+        program = lower_model(source, given, gpu, dtype, context, device, 1, weights)
         generation = _run(program, source, ids or (), max_tokens, device, seed, verify)
         text = None if tokenizer is None else tokenizer.decode(generation.token_ids)
     if not as_json:

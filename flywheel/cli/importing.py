@@ -13,6 +13,7 @@ import click
 from flywheel.cli.files import as_stored, read_argument, settle_work
 from flywheel.cli.options import (
     DEFAULT_STORE,
+    DEFAULTS,
     SharedOption,
     batch_option,
     command,
@@ -28,6 +29,7 @@ from flywheel.ir import ScheduleConfig
 from flywheel.ir.files import parse_json, read_text
 from flywheel.measure.standing import trials_of
 from flywheel.models.decoder import MAX_BATCH
+from flywheel.models.formats import weights_name
 from flywheel.search.spec import check_name
 from flywheel.store.campaign import work_named
 from flywheel.store.schedule import Schedule, schedule_from_document
@@ -109,6 +111,8 @@ def _trials(store: Store, name: str, text: str, path: str, wanted: dict[str, Any
     from flywheel.search.importing import import_trials
 
     asked = {column: value for column, value in wanted.items() if value is not None}
+    if "weights" in asked:
+        asked["weights"] = weights_name(asked["weights"], asked.get("dtype", DEFAULTS["dtype"]))
     if "batch" not in asked and "batch" not in text.split("\n", 1)[0].rstrip("\r").split("\t"):
         raise UsageError(f"{path}: no column batch, so --batch must say of how many sequences a step of its trials is")
     try:
@@ -169,6 +173,7 @@ def _document(store: Store, campaign: Campaign) -> dict[str, Any]:
         "dtype": campaign.dtype,
         "context": campaign.context,
         "batch": campaign.batch,
+        "weights": campaign.weights,
         "measure": campaign.measure,
         "store": store.name,
         "command": search_command(campaign),
@@ -176,7 +181,7 @@ def _document(store: Store, campaign: Campaign) -> dict[str, Any]:
 
 
 def _show(document: dict[str, Any]) -> None:
-    work = work_named(*(document[name] for name in ("model", "gpu", "dtype", "context", "batch")))
+    work = work_named(*(document[name] for name in ("model", "gpu", "dtype", "context", "batch", "weights")))
     brought = f"{document['trials']:,} imported trials, {document['new_trials']:,} of them new"
     if document["priors"]:
         brought = f"{document['priors']} schedules to try first, no trials"

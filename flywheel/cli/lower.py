@@ -48,6 +48,7 @@ def lower(
     model: str | None,
     gpu: str | None,
     dtype: str | None,
+    weights: str | None,
     context: int | None,
     batch: int | None,
     config_file: str | None,
@@ -67,7 +68,8 @@ def lower(
     from flywheel.search.workload import make_workload
 
     given = load_config(config_file) if config_file is not None else None
-    named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch}
+    named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch,
+             "weights": weights}  # fmt: skip
     settled = settle_work("lower", named, given if isinstance(given, Schedule) else None)
     workload = make_workload(**settled, any_size=any_size)
     predictor = open_predictor(machine, workload.target)

@@ -91,13 +91,24 @@ def store_place(text: str) -> str:
     return text
 
 
+def weights_option(function: _F) -> _F:
+    """`--weights`, None where not given."""
+    return click.option(
+        "--weights", cls=SharedOption, metavar="FORMAT[,ROLE=FORMAT]",
+        help="How matrices are stored: fp8, int8 or int4, as in int4-g64-zeros, fp8-block and int4,lm_head=fp8.  "
+             "[default: as the dtype]",
+    )(function)  # fmt: skip
+
+
 def workload_options(function: _F) -> _F:
-    """`--model`, `--gpu`, `--dtype` and `--context`, None where not given."""
+    """`--model`, `--gpu`, `--dtype`, `--weights` and `--context`, None where not given."""
     for option in (
         click.option("--context", cls=SharedOption, type=int, metavar="TOKENS",
                      help=f"Tokens that the step attends to.  [default: {DEFAULTS['context']}, or what the model has]"),
+        weights_option,
         click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
-                     help=f"Type of weights and activations.  [default: {DEFAULTS['dtype']}]"),
+                     help="Type of activations, and of weights that are not quantised.  "
+                          f"[default: {DEFAULTS['dtype']}]"),
         click.option("--gpu", cls=SharedOption, metavar="NAME",
                      help="GPU to schedule for; see flywheel targets.  [default: the one here]"),
         click.option("--model", cls=SharedOption, metavar="NAME|PATH|REPO",

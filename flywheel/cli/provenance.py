@@ -80,6 +80,7 @@ def search_command(campaign: Campaign) -> str:
 def lower_command(record: TrialRecord) -> str:
     """The command line that makes the row's program from its exported schedule, best.json."""
     words = ["flywheel", "lower", "--model", record.model, "--gpu", record.gpu, "--dtype", record.dtype]
+    words += [] if record.weights in (None, record.dtype) else ["--weights", record.weights]
     words += ["--context", str(record.context), *(["--batch", str(record.batch)] if record.batch > 1 else [])]
     words += ["--config", "best.json"]
     return shlex.join(words)

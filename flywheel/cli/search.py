@@ -41,6 +41,7 @@ from flywheel.search.device import default_gpu
 from flywheel.search.forks import expect_forks, jobs_of
 from flywheel.search.spec import CampaignSpec, check_name, read_campaign_file
 from flywheel.search.workload import default_context
+from flywheel.store.campaign import work_named
 
 if TYPE_CHECKING:
     from flywheel.measure.record import TrialRecord
@@ -247,7 +248,7 @@ def _latency_source(start: Start, asked: str) -> str:
 
 def _beginning(start: Start) -> str:
     """Whose schedules this search tries first."""
-    works = [f"{warm.model} on {warm.gpu}, {warm.dtype}, context {warm.context}" for warm in start.starts]
+    works = [work_named(warm.model, warm.gpu, warm.dtype, warm.context, 1, warm.weights) for warm in start.starts]
     return f"Begins with the best schedules of {'; '.join(works)}, tried again here; --cold goes without."
 
 
@@ -267,6 +268,7 @@ def _document(start: Start, result: CampaignResult) -> dict[str, Any]:
         "dtype": spec.dtype,
         "context": spec.context,
         "batch": spec.batch,
+        "weights": spec.weights,
         "sampler": spec.sampler,
         "seed": spec.seed,
         "measure": spec.measure,
@@ -361,7 +363,8 @@ def _changed(spec: CampaignSpec, best: TrialRecord) -> str | None:
     from flywheel.search.space import make_space
     from flywheel.search.workload import make_workload
 
-    space = make_space(make_workload(spec.model, spec.gpu, spec.dtype, spec.context, spec.batch), spec.fix)
+    workload = make_workload(spec.model, spec.gpu, spec.dtype, spec.context, spec.batch, spec.weights)
+    space = make_space(workload, spec.fix)
     first, choice = space.known_good()[0], space.to_choice(config_from_dict(json.loads(best.config)))
     if choice is None:
         return None

@@ -18,6 +18,7 @@ from flywheel.cli.options import (
     command,
     json_option,
     store_option,
+    weights_option,
     write_file,
 )
 from flywheel.cli.text import ABSENT, note, pairs, percent, show, show_json, show_table, size, us
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 @click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
               help="Type of weights and activations.  [default: the schedule's, else the checkpoint's, else "
                    f"{DEFAULTS['dtype']}]")
+@weights_option
 @click.option("--context", cls=SharedOption, type=int, metavar="TOKENS",
               help=f"Positions of the KV cache.  [default: the schedule's, else {DEFAULTS['context']}]")
 @batch_option
@@ -61,6 +63,7 @@ def trace(
     campaign: str | None,
     gpu: str | None,
     dtype: str | None,
+    weights: str | None,
     context: int | None,
     batch: int | None,
     position: int | None,
@@ -89,7 +92,7 @@ def trace(
     if name is None:
         raise UsageError("trace: no model; give --model, or an exported schedule with --config")
     source = open_model("trace", name)
-    program = lower_model(source, given, gpu, dtype, context, "cuda", batch)
+    program = lower_model(source, given, gpu, dtype, context, "cuda", batch, weights)
     traced = _run(program, source, position, seed)
     document = {
         "model": source.name,
@@ -124,7 +127,7 @@ def _best(store: str, campaign: str) -> Schedule:
     note(f"{best.campaign}, {title(best, records)}: {best.kind} {us(best.objective_us)}")
     config = config_from_dict(json.loads(best.config))
     work = (best.model, best.gpu, best.dtype, best.context, best.batch)
-    return Schedule(*work, config, best.config_id, best.program_id)
+    return Schedule(*work, config, best.config_id, best.program_id, best.weights or best.dtype)
 
 
 def _run(program: MegakernelProgram, source: Source, position: int | None, seed: int) -> TracedStep:

@@ -55,6 +55,7 @@ def verify(
     model: str | None,
     gpu: str | None,
     dtype: str | None,
+    weights: str | None,
     context: int | None,
     batch: int | None,
     device: str,
@@ -81,7 +82,7 @@ def verify(
     else:
         given = load_config(config_file or "")
         source = _open(model, given.model if isinstance(given, Schedule) else None)
-        program = lower_model(source, given, gpu, dtype, context, device, batch)
+        program = lower_model(source, given, gpu, dtype, context, device, batch, weights)
     verdict = _verdict(program, source, positions, device, seed, order)
     if as_json:
         from flywheel.measure.verdict import as_document
@@ -97,7 +98,7 @@ def verify(
 
 def _refuse_lowering_options(ctx: click.Context) -> None:
     """Those from the command line: variables stand for all commands. Raises UsageError."""
-    for name in ("gpu", "dtype", "context", "batch"):
+    for name in ("gpu", "dtype", "weights", "context", "batch"):
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise UsageError(f"verify: --{name} goes with --config; a program brings its own")
 

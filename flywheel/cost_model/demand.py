@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from flywheel.cost_model.gates import Gates, gates_of
 from flywheel.cost_model.units import Ints, Unit, Units, units_of
-from flywheel.ir import BufferKind, InstructionKind, MegakernelProgram, Runs
+from flywheel.ir import BufferKind, DType, InstructionKind, MegakernelProgram, Runs
 from flywheel.plan import KernelVariant, variant_of
 from flywheel.plan.program import queues_of
 
@@ -37,6 +37,8 @@ _CLASSES: Final = MappingProxyType(
 
 _MERGES: Final = frozenset(name for name, kind in _CLASSES.items() if kind == "merges")
 _COPY: Final = InstructionKind.COPY.name
+_DEQUANT: Final = InstructionKind.DEQUANT.name
+"""Part of the product behind it, whose bytes cost more."""
 
 
 class Kind(NamedTuple):
@@ -61,6 +63,8 @@ class Kind(NamedTuple):
     merged: int
     attends: bool
     sliced: bool
+    codes: tuple[DType, ...] = ()
+    """Types of the quantised matrices that it multiplies by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,7 @@ class _Steps:
     attentions: int
     others: int
     parts: Mapping[int, int]
+    codes: tuple[DType, ...] = ()
 
 
 class _Work(NamedTuple):
@@ -207,6 +212,7 @@ def _kind(work: _Work, staged: bool, readers: int) -> Kind:
         merged=steps.merged,
         attends=steps.attentions > 0,
         sliced=steps.products == 1 and not steps.norms and not steps.merged,
+        codes=steps.codes,
     )
 
 
@@ -223,4 +229,6 @@ def _steps(task: Unit) -> _Steps:
     tally = Counter(_CLASSES.get(name, "others") for name, _, _ in listed)
     heads = task.params.get("n_heads", 1)
     merged = sum(params.get("n_heads", heads) * operands for name, operands, params in listed if name in _MERGES)
-    return _Steps(tally["products"], tally["norms"], merged, tally["attentions"], tally["others"], parts)
+    codes = tuple(sorted({DType(params["qdtype"]) for name, _, params in listed if name == _DEQUANT}))
+    others = tally["others"] - sum(name == _DEQUANT for name, _, _ in listed)
+    return _Steps(tally["products"], tally["norms"], merged, tally["attentions"], others, parts, codes)

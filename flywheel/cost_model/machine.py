@@ -34,11 +34,13 @@ The other GPUs are scaled from it, not measured:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from types import MappingProxyType
 from typing import Final, Literal
 
+from flywheel.ir.dtype import DType
 from flywheel.ir.target import TARGETS, GpuTarget
 from flywheel.plan import KernelVariant
 
@@ -66,12 +68,25 @@ class Consumer:
         """Time of one task besides its bytes, in a block of so many warps, of which only a part is not saved."""
         return self.warp_us * warps * staged
 
-    def chunks_us(self, nbytes: int, variant: KernelVariant) -> float:
-        """Time for the chunks of so many bytes."""
+    def chunks_us(self, nbytes: int, variant: KernelVariant, codes: Sequence[DType] = ()) -> float:
+        """Time for the chunks of so many bytes, of matrices that are quantised to `codes`."""
         rounds = ceil(nbytes / variant.chunk_bytes / variant.chunk_groups)
         own = min(nbytes, rounds * variant.chunk_bytes) * self.half_warps / variant.chunk_warps
-        return rounds * self.chunk_us + (nbytes + own) / self.bytes_per_us
+        slower = max([DECODING[each] for each in codes], default=1.0)
+        return rounds * self.chunk_us + (nbytes + own) / self.bytes_per_us * slower
 
+
+_BF16_CYCLES: Final = 3.06
+"""In which an H200's SM multiplies 512 bytes of BF16 fragments: VM.bytes_per_us at 1.8 GHz."""
+
+DECODING: Final = MappingProxyType(
+    {
+        codes: 1.0 + (integers - 1.0) / 2 / _BF16_CYCLES
+        for codes, integers in ((DType.I8, 12.8), (DType.F8E4M3, 18.9), (DType.I4, 22.0))
+    }
+)
+"""How much longer a byte of quantised weights takes the warps that multiply. Not calibrated: 512 bytes take so many
+integer instructions of a warp where those of BF16 take one, and an SM issues two of them in a cycle."""
 
 _FLOPS_PER_WARP_US: Final = 36e3
 """Of one warp of an H200 that attends: 0.45 us for 16 more tokens of 64 values and 4 heads, all FMAs."""

@@ -70,12 +70,12 @@ def _price(kind: Kind, variant: KernelVariant, machine: Machine) -> _Price:
     work += vector.task_us * share + kind.steps * vector.step_us + (slices - 1) * vector.slice_us
     work += share * (kind.norms * vector.norm_us + kind.merged * vector.merge_us / others)
     work += max(
-        consumer.chunks_us(kind.streamed_bytes, variant),
+        consumer.chunks_us(kind.streamed_bytes, variant, kind.codes),
         0.0 if kind.attends else kind.flops / (consumer.flops_per_warp_us * variant.matrix_warps),
     )
     ahead = 0.0 if kind.staged else vector.ahead_us
     if kind.attends:
         work += vector.attention_us + ceil(kind.cached_bytes / (_ATTENDED_BYTES * others)) * vector.attend_us
         ahead += kind.cached_bytes / _KILO * vector.cache_us
-    tail = consumer.chunks_us(min(variant.chunk_bytes, kind.streamed_bytes), variant)
+    tail = consumer.chunks_us(min(variant.chunk_bytes, kind.streamed_bytes), variant, kind.codes)
     return _Price(ahead, work, tail)

@@ -22,6 +22,7 @@ from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Implausible, Incorrect, Measured, TrialOutcome
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights
+from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.driver import open_gpu
 from flywheel.vm.pack import PackedProgram, pack
@@ -37,18 +38,27 @@ _WARMUP: Final = 3
 class CudaBench:
     """A model's weights and caches on the GPU, and the judge of any program of it.
 
-    Everything that programs share is made here: weights (the checkpoint's, else random ones of `seed`), packed, and
+    Everything that programs share is made here: weights (the checkpoint's, else random ones of `seed`), in `formats`,
+    packed, and
     what the judge feeds programs with at `default_positions(context)`, for each of `batch` sequences. Launches are
     timed at the last position, behind the judge's caches. Programs come with their proof: it is not made again while
     a GPU waits.
     Raises NoGpuError, KernelCompileError, GpuMemoryError, and UsageError for a context that the model does not reach.
     """
 
-    def __init__(self, source: Source, dtype: DType, context: int, seed: int = 0, batch: int = 1) -> None:
+    def __init__(
+        self,
+        source: Source,
+        dtype: DType,
+        context: int,
+        seed: int = 0,
+        batch: int = 1,
+        formats: WeightFormats = PLAIN,
+    ) -> None:
         gpu = open_gpu()
         prepare_torch()
         try:
-            weights = source.weights(dtype, seed, "cuda")
+            weights = source.weights(dtype, seed, "cuda", formats)
             self._model = CudaModel(gpu, source.spec, dtype, context, weights, batch)
             own = OracleWeights(source.spec, self._model.weights, TORCH_DTYPES[dtype], "cuda")
             self._judge: Final = Judge(own, dtype, context, default_positions(context), batch, seed)

@@ -27,6 +27,8 @@ from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights
+from flywheel.models.formats import PLAIN, WeightFormats
+from flywheel.models.quantise import whole
 from flywheel.process import sums_as_shipped
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.driver import Gpu
@@ -44,15 +46,24 @@ class Contests:
     """A model's weights on the GPU, for comparisons at any number of contexts and batches; `say` takes lines of
     progress.
 
-    Weights are the source's, else random ones of `seed`. Raises as `prepare_torch` does, and GpuMemoryError.
+    Weights are the source's, else random ones of `seed`, in `formats`; rivals have them dequantised. Raises as
+    `prepare_torch` does, and GpuMemoryError.
     """
 
-    def __init__(self, gpu: Gpu, source: Source, dtype: DType, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        source: Source,
+        dtype: DType,
+        seed: int,
+        say: Callable[[str], None],
+        formats: WeightFormats = PLAIN,
+    ) -> None:
         prepare_torch()
         self._gpu, self._source, self._dtype, self._seed, self._say = gpu, source, dtype, seed, say
         with _memory_named(source.name):
-            self._weights: Final[Weights] = source.weights(dtype, seed, "cuda")
-            self._fused: Final = fuse(source.spec, self._weights)
+            self._weights: Final[Weights] = source.weights(dtype, seed, "cuda", formats)
+            self._fused: Final = fuse(source.spec, whole(source.spec, self._weights, TORCH_DTYPES[dtype]))
 
     def hold(
         self,

@@ -21,6 +21,7 @@ from flywheel.errors import InvalidProgramError, NoGpuError, TensorError
 from flywheel.ir import BufferKind, DType, MegakernelProgram, validate
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.models.eager import LayerCache
+from flywheel.models.quantise import is_part
 from flywheel.models.spec import DecoderSpec, model_weight_key
 from flywheel.models.weights import bind
 from flywheel.plan import KernelVariant
@@ -78,7 +79,8 @@ class CudaModel:
         self.batch: Final = batch
         wanted = TORCH_DTYPES[dtype]
         self.weights: Final[Weights] = {
-            key: tensor.detach().to(_DEVICE, wanted).contiguous() for key, tensor in weights.items()
+            key: tensor.detach().to(_DEVICE, tensor.dtype if is_part(key) else wanted).contiguous()
+            for key, tensor in weights.items()
         }
         self.resident: Final = ResidentWeights(gpu, dtype)
         self.caches: Final = KvCaches(spec, dtype, context, _DEVICE, batch)
@@ -105,7 +107,7 @@ class CudaModel:
         """Pack what a decode step multiplies by, before any program does. Raises GpuMemoryError, KernelCompileError."""
         table = model_weight_key(self.spec, "embed")
         for name, tensor in self.weights.items():
-            if tensor.ndim == 2 and (name != table or self.spec.tied_head):
+            if tensor.ndim == 2 and not is_part(name) and (name != table or self.spec.tied_head):
                 self.resident.put(name, tensor.data_ptr(), tensor.shape, self.dtype, Layout.FRAGMENTS)
         self.gpu.sync()
 

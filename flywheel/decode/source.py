@@ -10,16 +10,22 @@ from typing import Final
 
 from torch import Tensor
 
+from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.catalog import model_name, model_path, resolve_model
 from flywheel.models.decoder import DTYPES
-from flywheel.models.spec import DecoderSpec
+from flywheel.models.formats import PLAIN, WeightFormats
+from flywheel.models.graph import scales_of
+from flywheel.models.hf import load_scheme
+from flywheel.models.quantise import quantised, same_layouts, typed
+from flywheel.models.schemes import Scheme
+from flywheel.models.spec import DecoderSpec, layer_weight_key
 from flywheel.models.weights import checkpoint_tensors, random_weights
 from flywheel.process import check_memory
 from flywheel.tensors import TORCH_DTYPES
 
 Weights = Mapping[str, Tensor]
-"""By the keys of `checkpoint_tensors`."""
+"""By the keys of `checkpoint_tensors`; of a quantised matrix, by those of its parts (`models.quantise`)."""
 
 _NAMES: Final = MappingProxyType({TORCH_DTYPES[dtype]: name for name, dtype in DTYPES.items()})
 
@@ -33,20 +39,37 @@ class Source:
     spec: DecoderSpec
     folder: Path | None
     stored: Weights | None
+    scheme: Scheme | None = None
 
     @property
     def dtype(self) -> str | None:
         """The checkpoint's dtype, that of its first tensor, as a key of DTYPES; None without a checkpoint."""
         return None if self.stored is None else _NAMES[next(iter(self.stored.values())).dtype]
 
-    def weights(self, dtype: DType, seed: int, device: str = "cpu") -> Weights:
+    def formats(self, dtype: DType) -> WeightFormats:
+        """Of the checkpoint's matrices, in programs that compute in `dtype`."""
+        if self.stored is None or self.scheme is None:
+            return PLAIN
+        scales = self.stored[scales_of(layer_weight_key("q_proj", 0))].dtype
+        return self.scheme.formats(dtype, next(each for each in DTYPES.values() if TORCH_DTYPES[each] == scales))
+
+    def weights(self, dtype: DType, seed: int, device: str = "cpu", formats: WeightFormats = PLAIN) -> Weights:
         """Every weight in `dtype`, on a device of torch: the checkpoint's, converted where they must be, else random
-        ones. Raises TooLargeError where the memory of this machine does not hold those."""
+        ones; matrices that have a format quantised (`models.quantise`). Raises TooLargeError where the memory of this
+        machine does not hold those, UsageError where the checkpoint is quantised otherwise."""
         wanted = TORCH_DTYPES[dtype]
         if self.stored is None:
             check_memory(f"{self.name}: its weights", dtype.nbytes(self.spec.n_params), device)
-            return random_weights(self.spec, seed, wanted, device)
-        return {key: tensor.to(device, wanted) for key, tensor in self.stored.items()}
+            weights = random_weights(self.spec, seed, wanted, device)
+        else:
+            weights = {key: typed(key, tensor, dtype).to(device) for key, tensor in self.stored.items()}
+        if self.scheme is None:
+            return weights if formats == PLAIN else quantised(self.spec, weights, formats, dtype)
+        own, name = self.formats(dtype), dtype.name.lower()
+        if not same_layouts(self.spec, formats, own, dtype):
+            asked, has = (each.name(name) or name for each in (formats, own))
+            raise UsageError(f"{self.name}: its checkpoint is {has}; weights {asked} would quantise it once more")
+        return weights
 
 
 def open_source(given: str) -> Source:
@@ -62,6 +85,11 @@ def open_source(given: str) -> Source:
     folder = path if path.is_dir() else path.parent if path.name == "config.json" else None
     if folder is None or not has_checkpoint(folder):
         return Source(spec.name, spec, folder, None)
+    scheme = load_scheme(folder)
+    if scheme is not None:
+        from flywheel.models.unpacking import load_quantised
+
+        return Source(spec.name, spec, folder, load_quantised(folder, spec, scheme), scheme)
     from flywheel.models.checkpoint import load_weights
 
     return Source(spec.name, spec, folder, load_weights(folder, checkpoint_tensors(spec)))

@@ -17,6 +17,7 @@ from flywheel.ir import MegakernelProgram
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights
+from flywheel.models.quantise import formats_of_program
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.driver import open_gpu
 from flywheel.vm.trace import LaunchTrace
@@ -55,7 +56,8 @@ def trace_step(program: MegakernelProgram, source: Source, position: int | None 
     prepare_torch()
     gpu = open_gpu()
     try:
-        weights = source.weights(interface.dtype, seed, "cuda")
+        formats = formats_of_program(program, interface.dtype)
+        weights = source.weights(interface.dtype, seed, "cuda", formats)
         own = OracleWeights(source.spec, weights, TORCH_DTYPES[interface.dtype], "cuda")
         positions = (*default_positions(interface.context), place)
         made = Judge(own, interface.dtype, interface.context, positions, interface.batch, seed)

@@ -39,13 +39,14 @@ _ERRORS: Final = MappingProxyType({"constraints": "InvalidConfig"})
 _ERROR: Final = "RuntimeFailedConfig"
 """What stands in place of the objective where there is none, in Kernel Tuner's words."""
 
-_WORK: Final = ("model", "gpu", "dtype", "context", "batch")
+_WORK: Final = ("model", "gpu", "dtype", "context", "batch", "weights")
 
 _MEASURED: Final = ("latency_us", *MEASURED_WITH, *COMPARED_WITH, "floor_fraction")
 
 
 def to_t4(records: Iterable[TrialRecord], *, measured: bool) -> dict[str, Any]:
-    """JSON-ready T4 results of trials of one model, GPU, dtype, context and batch; times in milliseconds.
+    """JSON-ready T4 results of trials of one model, GPU, dtype, context, batch and format of weights; times in
+    milliseconds.
 
     A file has one objective. With `measured` its valid results are the measured trials; without, those that were
     predicted by the version of the cost model that predicted last. Trials without any latency are invalid results;

@@ -40,6 +40,7 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
         meta={
             "model": graph.model, "gpu": target.name, "regime": "decode", "dtype": graph.dtype.name.lower(),
             "context": graph.context, "batch": graph.batch,
+            **({} if graph.weights is None else {"weights": graph.weights}),
         },
         target=target,
         buffers=tuple(tables.buffers) if layers is None else Layered(tables.buffers, layers),

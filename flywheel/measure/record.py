@@ -62,7 +62,8 @@ class TrialRecord:
     trial: Annotated[int, "number of the trial in its campaign, from 0"]
     model: Annotated[str, "name of the model"]
     gpu: Annotated[str, "name of the GPU target"]
-    dtype: Annotated[str, "dtype of weights and activations"]
+    dtype: Annotated[str, "dtype of activations, and of weights that are not quantised"]
+    weights: Annotated[str | None, "format of the matrices; the dtype where nothing is quantised"] = None
     context: Annotated[int, "tokens in the KV cache that the step attends to"]
     batch: Annotated[int, "sequences that one step decodes"]
     config: Annotated[str, "the ScheduleConfig as canonical JSON"]
@@ -123,6 +124,8 @@ class TrialRecord:
     created_at: Annotated[str, "when the row was made, ISO 8601 in UTC"]
 
     def __post_init__(self) -> None:
+        if self.weights is None:  # a row of before there were formats
+            object.__setattr__(self, "weights", self.dtype)
         for column in COLUMNS:
             fault = _fault(column, getattr(self, column.name))
             if fault is not None:

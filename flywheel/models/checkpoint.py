@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flywheel.errors import IrFormatError, WeightsError
-from flywheel.ir import COMPUTE_DTYPES
+from flywheel.ir import COMPUTE_DTYPES, DType
 from flywheel.ir.files import parse_json
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, Shape
 
@@ -31,6 +31,16 @@ _TIED: Final = MappingProxyType({MODEL_WEIGHT_KEYS["lm_head"]: MODEL_WEIGHT_KEYS
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor of `shape`, or one of the `others` that mean the same, in a type that safetensors calls one of
+    `dtypes`."""
+
+    shape: Shape
+    dtypes: tuple[str, ...] = _DTYPES
+    others: tuple[Shape, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class _File:
     """An open safetensors file."""
 
@@ -38,13 +48,14 @@ class _File:
     handle: Any
     keys: tuple[str, ...]
 
-    def check(self, key: str, shape: Shape) -> None:
+    def check(self, key: str, wanted: Wanted) -> None:
         header = self.handle.get_slice(key)
         found, dtype = tuple(header.get_shape()), header.get_dtype()
-        if found != tuple(shape):
-            raise WeightsError(f"tensor {_shown(key)} in {self.name} is {list(found)}; wanted: {list(shape)}")
-        if dtype not in _DTYPES:
-            raise WeightsError(f"tensor {_shown(key)} in {self.name} is {dtype}; supported: {', '.join(_DTYPES)}")
+        if found not in (tuple(wanted.shape), *wanted.others):
+            raise WeightsError(f"tensor {_shown(key)} in {self.name} is {list(found)}; wanted: {list(wanted.shape)}")
+        if dtype not in wanted.dtypes:
+            known = ", ".join(wanted.dtypes)
+            raise WeightsError(f"tensor {_shown(key)} in {self.name} is {dtype}; supported: {known}")
 
     def read(self, key: str) -> Tensor:
         tensor: Tensor = self.handle.get_tensor(key)
@@ -61,15 +72,36 @@ def load_weights(path: Path, wanted: Mapping[str, Shape]) -> dict[str, Tensor]:
     Raises WeightsError if a tensor is missing, unknown, in two files, misshapen or not F32, F16 or BF16, if a file is
     missing or corrupt, or if the index contradicts the shards or names a file outside the directory.
     """
-    holders = _holders(path)
+    return load_tensors(path, {key: Wanted(shape) for key, shape in wanted.items()})
+
+
+def tensor_names(path: Path) -> frozenset[str]:
+    """What the tensors of the files are called. Raises WeightsError as `load_weights`."""
+    return frozenset(_holders(path))
+
+
+def stored_dtype(path: Path, name: str) -> DType:
+    """The float type of a tensor of the files. Raises WeightsError as `load_weights`."""
+    file = _holders(path).get(name)
+    if file is None:
+        raise WeightsError(f"tensor {_shown(name)} is not in {str(path)!r}")
+    found = file.handle.get_slice(name).get_dtype()
+    if found not in _DTYPES:
+        raise WeightsError(f"tensor {_shown(name)} in {file.name} is {found}; supported: {', '.join(_DTYPES)}")
+    return DType[found]
+
+
+def load_tensors(path: Path, wanted: Mapping[str, Wanted], passed_over: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """As `load_weights`, of tensors of other types, too; those whose names end as `passed_over` says are left out."""
+    holders = {key: file for key, file in _holders(path).items() if not (passed_over and key.endswith(passed_over))}
     missing = [key for key in wanted if key not in holders]
     if missing:
         others = f", like {len(missing) - 1} more" if len(missing) > 1 else ""
         raise WeightsError(f"tensor {_shown(missing[0])} is not in {str(path)!r}{others}")
     for key, file in holders.items():
         _check_known(key, file, wanted)
-    for key, shape in wanted.items():
-        holders[key].check(key, shape)
+    for key, each in wanted.items():
+        holders[key].check(key, each)
     weights = {key: holders[key].read(key) for key in wanted}
     for key, twin in _TIED.items():
         if key in holders and key not in wanted:
@@ -77,13 +109,13 @@ def load_weights(path: Path, wanted: Mapping[str, Shape]) -> dict[str, Tensor]:
     return weights
 
 
-def _check_known(key: str, file: _File, wanted: Mapping[str, Shape]) -> None:
+def _check_known(key: str, file: _File, wanted: Mapping[str, Wanted]) -> None:
     if key not in wanted and not key.endswith(_RECOMPUTED) and _TIED.get(key) not in wanted:
         raise WeightsError(f"tensor {_shown(key)} in {file.name} is not one of this model's {len(wanted)}")
 
 
 def _check_tied(key: str, file: _File, twin: str, twin_weight: Tensor) -> None:
-    file.check(key, tuple(twin_weight.shape))
+    file.check(key, Wanted(tuple(twin_weight.shape)))
     if not torch.equal(file.read(key), twin_weight):
         raise WeightsError(f"tensor {_shown(key)} in {file.name} differs from {twin}; with a tied head they are one")
 

@@ -6,10 +6,13 @@ from typing import Any, Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import ABI_MAX_ROWS, COMPUTE_DTYPES, BufferKind, DType, InstructionKind
-from flywheel.models.graph import Block, Graph, Op, Tensor, stream_names
+from flywheel.models.formats import HEAD, PLAIN, WeightFormat, WeightFormats
+from flywheel.models.graph import Block, Graph, Op, Tensor, codes_of, scales_of, stream_names, zeros_of
 from flywheel.models.spec import (
     LAYER_WEIGHT_KEYS,
+    MODEL_WEIGHT_KEYS,
     DecoderSpec,
+    Shape,
     layer_weight_shapes,
     model_weight_key,
     model_weight_shapes,
@@ -25,12 +28,15 @@ _K = InstructionKind
 _WEIGHT, _ACT, _CACHE = BufferKind.WEIGHT, BufferKind.ACTIVATION, BufferKind.KV_CACHE
 
 
-def decode_step(spec: DecoderSpec, context: int, dtype: DType = DType.BF16, batch: int = 1) -> Graph:
+def decode_step(
+    spec: DecoderSpec, context: int, dtype: DType = DType.BF16, batch: int = 1, formats: WeightFormats = PLAIN
+) -> Graph:
     """One token of each of `batch` sequences at position `context - 1`, attending to `context` positions of its own
     sequence, itself included.
 
-    Each KV head of each sequence has caches of its own, `[context, 1, head_dim]`. Raises ConfigError where the model
-    does not reach that far, and for a batch that is not in 1..MAX_BATCH.
+    Each KV head of each sequence has caches of its own, `[context, 1, head_dim]`. Matrices are stored in `formats`; a
+    tied head that has one is a matrix of its own, beside the embedding. Raises ConfigError where the model does not
+    reach that far, for a batch that is not in 1..MAX_BATCH, and where a format's groups do not divide a matrix's K.
     """
     if not 1 <= batch <= MAX_BATCH:
         raise ConfigError(f"{spec.name}: batch {batch} is not in 1..{MAX_BATCH}")
@@ -45,9 +51,10 @@ def decode_step(spec: DecoderSpec, context: int, dtype: DType = DType.BF16, batc
         n_kv_heads=spec.n_kv_heads,
         head_dim=spec.head_dim,
         prologue=_prologue(spec, dtype, batch),
-        layer=_layer(spec, context, dtype, batch),
-        epilogue=_epilogue(spec, dtype, batch),
+        layer=_layer(spec, context, dtype, batch, formats),
+        epilogue=_epilogue(spec, dtype, batch, formats),
         batch=batch,
+        weights=formats.name(dtype.name.lower()),
     )
 
 
@@ -69,9 +76,29 @@ def _prologue(spec: DecoderSpec, dtype: DType, batch: int) -> Block:
     )
 
 
-def _layer(spec: DecoderSpec, context: int, dtype: DType, batch: int) -> Block:
+def _matrix(
+    spec: DecoderSpec, role: str, shape: Shape, dtype: DType, key: str, format: WeightFormat | None
+) -> list[Tensor]:
+    """A weight, or the tensors of a quantised matrix."""
+    name = f"{role}.w"
+    if format is None:
+        return [Tensor(name, _WEIGHT, dtype, shape, key)]
+    format.check(f"{spec.name}: {role}", shape)
+    scales = format.scale_shape(shape)
+    return [
+        Tensor(name, _WEIGHT, format.codes, shape, codes_of(key), format),
+        Tensor(scales_of(name), _WEIGHT, format.scale_dtype(dtype), scales, scales_of(key)),
+        *([Tensor(zeros_of(name), _WEIGHT, DType.I8, scales, zeros_of(key))] if format.zeros else []),
+    ]
+
+
+def _layer(spec: DecoderSpec, context: int, dtype: DType, batch: int, formats: WeightFormats) -> Block:
     shapes = layer_weight_shapes(spec)
-    tensors = [Tensor(f"{role}.w", _WEIGHT, dtype, shape, LAYER_WEIGHT_KEYS[role]) for role, shape in shapes.items()]
+    tensors = [
+        tensor
+        for role, shape in shapes.items()
+        for tensor in _matrix(spec, role, shape, dtype, LAYER_WEIGHT_KEYS[role], formats.of(role))
+    ]
     widths = {
         "attn_in": spec.hidden, "q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width,
         "q_normed": spec.q_width, "k_normed": spec.kv_width, "q_rot": spec.q_width, "k_rot": spec.kv_width,
@@ -132,7 +159,7 @@ def _mlp_ops(spec: DecoderSpec) -> list[Op]:
     ]
 
 
-def _epilogue(spec: DecoderSpec, dtype: DType, batch: int) -> Block:
+def _epilogue(spec: DecoderSpec, dtype: DType, batch: int, formats: WeightFormats) -> Block:
     shapes = model_weight_shapes(spec)
     tensors = [
         Tensor("final_norm.w", _WEIGHT, dtype, shapes["final_norm"], model_weight_key(spec, "final_norm")),
@@ -140,10 +167,11 @@ def _epilogue(spec: DecoderSpec, dtype: DType, batch: int) -> Block:
         Tensor("logits", BufferKind.IO_OUTPUT, DType.F32, (batch, spec.vocab)),
         Tensor("next_token", BufferKind.IO_OUTPUT, DType.I32, (batch,)),
     ]
-    head = "embed.w"
-    if not spec.tied_head:
+    head, format = "embed.w", formats.of(HEAD)
+    if not spec.tied_head or format is not None:
         head = "lm_head.w"
-        tensors.append(Tensor(head, _WEIGHT, dtype, shapes["lm_head"], model_weight_key(spec, "lm_head")))
+        shape = (spec.vocab, spec.hidden)
+        tensors += _matrix(spec, HEAD, shape, dtype, MODEL_WEIGHT_KEYS["lm_head"], format)
     norm = {"eps": spec.norm_eps, "hidden": spec.hidden}
     return _block(
         tensors,

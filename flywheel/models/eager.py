@@ -12,6 +12,7 @@ Source: huggingface/transformers, `models/{llama,mistral,qwen2,qwen3}/modeling_*
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import pi
 from typing import Final
 
@@ -20,7 +21,15 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from flywheel.errors import UsageError, WeightsError
-from flywheel.models.spec import DecoderSpec, layer_weight_key, layer_weight_shapes, model_weight_key
+from flywheel.models.graph import codes_of, scales_of, zeros_of
+from flywheel.models.quantise import dequantise, shape_of
+from flywheel.models.spec import (
+    MODEL_WEIGHT_KEYS,
+    DecoderSpec,
+    layer_weight_key,
+    layer_weight_shapes,
+    model_weight_key,
+)
 from flywheel.models.weights import checkpoint_tensors
 
 _PREFILL_CHUNK: Final = 256  # tokens; bounds the scores to [n_heads, 256, context]
@@ -29,34 +38,73 @@ LayerCache = tuple[Tensor, Tensor]
 """Keys and values of one layer, both [n_positions, n_kv_heads, head_dim]. Keys are rotated."""
 
 
+_Parts = tuple[Tensor, Tensor, Tensor | None]
+"""Codes, scales and zero points."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer's weights by role, of which `parts` are dequantised to `wide` when they are asked for."""
+
+    held: Mapping[str, Tensor]
+    parts: Mapping[str, _Parts]
+    wide: torch.dtype
+
+    def __getitem__(self, role: str) -> Tensor:
+        return dequantise(*self.parts[role], self.wide) if role in self.parts else self.held[role]
+
+    def get(self, role: str) -> Tensor | None:
+        """A weight that a model may lack."""
+        return self.held.get(role)
+
+
+def _parts(given: Mapping[str, Tensor], key: str, device: torch.device | str) -> _Parts:
+    codes, scales, zeros = (given.get(name(key)) for name in (codes_of, scales_of, zeros_of))
+    assert codes is not None
+    if scales is None:
+        raise WeightsError(f"tensor {scales_of(key)!r} is missing beside {codes_of(key)!r}")
+    return codes.to(device), scales.to(device), None if zeros is None else zeros.to(device)
+
+
 class OracleWeights:
     """A decoder's weights, by role, on one device and in one dtype.
 
     `given` has the keys of `checkpoint_tensors(spec)`; they are moved to `device` and converted to `dtype` (float16,
-    bfloat16, float32 or float64) here, and not copied where they have both. Raises WeightsError for a missing or
-    misshapen one.
+    bfloat16, float32 or float64) here, and not copied where they have both. A quantised matrix is what its codes mean,
+    not rounded: a layer's are made whenever they are asked for. Raises WeightsError for a missing or misshapen one.
     """
 
     def __init__(
         self, spec: DecoderSpec, given: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         for key, shape in checkpoint_tensors(spec).items():
-            if key not in given or tuple(given[key].shape) != shape:
-                fact = f"is {list(given[key].shape)}" if key in given else "is missing"
+            codes = given.get(codes_of(key))
+            found = shape_of(codes) if codes is not None else tuple(given[key].shape) if key in given else None
+            if found != shape:
+                fact = "is missing" if found is None else f"is {list(found)}"
                 raise WeightsError(f"{spec.name}: tensor {key!r} {fact}; wanted: {list(shape)}")
 
         def own(key: str) -> Tensor:
             return given[key].detach().to(device, dtype)
 
-        roles = layer_weight_shapes(spec)
+        def layer(index: int) -> Layer:
+            held = {role: layer_weight_key(role, index) for role in layer_weight_shapes(spec)}
+            parts = {role: _parts(given, key, device) for role, key in held.items() if codes_of(key) in given}
+            return Layer({role: own(key) for role, key in held.items() if role not in parts}, parts, self.wide)
+
         self.spec: Final = spec
         self.dtype: Final = dtype
         self.wide: Final = torch.float64 if dtype == torch.float64 else torch.float32
         self.device: Final = torch.device(device)
         self.embed: Final = own(model_weight_key(spec, "embed"))
         self.final_norm: Final = own(model_weight_key(spec, "final_norm"))
-        self.head: Final = own(model_weight_key(spec, "lm_head"))
-        self.layers: Final = [{role: own(layer_weight_key(role, i)) for role in roles} for i in range(spec.n_layers)]
+        head = MODEL_WEIGHT_KEYS["lm_head"]
+        self.head: Final = (
+            dequantise(*_parts(given, head, device), self.wide)
+            if codes_of(head) in given
+            else own(model_weight_key(spec, "lm_head"))
+        )
+        self.layers: Final = [layer(index) for index in range(spec.n_layers)]
         self.frequencies: Final = rope_frequencies(spec).to(device)
 
 
@@ -165,12 +213,12 @@ class EagerDecoder:
         self._length = stop
         return x
 
-    def _attention(self, x: Tensor, weights: Mapping[str, Tensor], cache: LayerCache, turn: Tensor) -> Tensor:
+    def _attention(self, x: Tensor, weights: Layer, cache: LayerCache, turn: Tensor) -> Tensor:
         """x: [S, hidden], normalised -> [S, hidden]. Appends to `cache`."""
         spec, count, start = self.spec, len(x), self._length
-        q = linear(x, weights["q_proj"], weights.get("q_bias")).view(count, spec.n_heads, spec.head_dim)
-        k = linear(x, weights["k_proj"], weights.get("k_bias")).view(count, spec.n_kv_heads, spec.head_dim)
-        v = linear(x, weights["v_proj"], weights.get("v_bias")).view(count, spec.n_kv_heads, spec.head_dim)
+        q = project(x, weights["q_proj"], weights.get("q_bias")).view(count, spec.n_heads, spec.head_dim)
+        k = project(x, weights["k_proj"], weights.get("k_bias")).view(count, spec.n_kv_heads, spec.head_dim)
+        v = project(x, weights["v_proj"], weights.get("v_bias")).view(count, spec.n_kv_heads, spec.head_dim)
         if spec.qk_norm:
             q, k = self._norm(q, weights["q_norm"]), self._norm(k, weights["k_norm"])
         keys, values = cache
@@ -183,14 +231,22 @@ class EagerDecoder:
         later = torch.ones(count, start + count, dtype=torch.bool, device=self.device).triu(start + 1)
         shares = scores.masked_fill(later, -torch.inf).softmax(-1)
         mixed = torch.einsum("gjst,tgd->sgjd", shares, seen_values).to(self.dtype)
-        return linear(mixed.reshape(count, spec.q_width), weights["o_proj"])
+        return project(mixed.reshape(count, spec.q_width), weights["o_proj"])
 
-    def _mlp(self, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        gate, up = linear(x, weights["gate_proj"]), linear(x, weights["up_proj"])
-        return linear(swiglu(gate, up, self._wide), weights["down_proj"])
+    def _mlp(self, x: Tensor, weights: Layer) -> Tensor:
+        gate, up = project(x, weights["gate_proj"]), project(x, weights["up_proj"])
+        return project(swiglu(gate, up, self._wide), weights["down_proj"])
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.spec.norm_eps, self._wide)
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x times a weight, with its bias, in the type of x; computed in the weight's where that is wider."""
+    if weight.dtype == x.dtype:
+        return linear(x, weight, bias)
+    wide = linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
+    return wide.to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, wide: torch.dtype) -> Tensor:

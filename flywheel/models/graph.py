@@ -9,17 +9,23 @@ from math import prod
 from typing import Any
 
 from flywheel.ir import BufferKind, DType, InstructionKind
+from flywheel.models.formats import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A named value. Activations are `[batch, width]`; `source` is the state-dict key of a weight."""
+    """A named value. Activations are `[batch, width]`; `source` is the state-dict key of a weight.
+
+    A quantised matrix has a `format`: the tensor is of its codes, and its scales and zero points are tensors of their
+    own, `scales_of` and `zeros_of` its name.
+    """
 
     name: str
     kind: BufferKind
     dtype: DType
     shape: tuple[int, ...]
     source: str | None = None
+    format: WeightFormat | None = None
 
     @property
     def width(self) -> int:
@@ -30,6 +36,26 @@ class Tensor:
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+
+def scales_of(name: str) -> str:
+    """Name, or state-dict key, of the scales of a quantised matrix."""
+    return f"{name}.scales"
+
+
+def zeros_of(name: str) -> str:
+    """Name, or state-dict key, of the zero points of a quantised matrix."""
+    return f"{name}.zeros"
+
+
+def codes_of(key: str) -> str:
+    """State-dict key of the codes of a quantised matrix."""
+    return f"{key}.codes"
+
+
+def quantised_names(name: str, format: WeightFormat) -> tuple[str, ...]:
+    """Names of a quantised matrix's tensors, in the order of DEQUANT's operands."""
+    return (name, scales_of(name), *([zeros_of(name)] if format.zeros else []))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +97,8 @@ class Graph:
     layer: Block
     epilogue: Block
     batch: int = 1
+    weights: str | None = None
+    """How its matrices are stored, as users name it; None where nothing is quantised."""
 
     @property
     def group(self) -> int:

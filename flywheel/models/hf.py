@@ -17,6 +17,7 @@ from typing import Final
 
 from flywheel.errors import IrFormatError, UnsupportedModelError
 from flywheel.ir.files import parse_json
+from flywheel.models.schemes import Scheme, read_scheme
 from flywheel.models.spec import (
     MAX_CONTEXT,
     MAX_DIM,
@@ -119,7 +120,6 @@ _NEUTRAL: Final[_Neutral] = MappingProxyType(
         "parallel_residual": _OFF,
         "use_parallel_residual": _OFF,
         # another model around or in place of this one
-        "quantization_config": (),
         "quantization": (),
         "compression_config": (),
         "auto_map": (),
@@ -148,6 +148,18 @@ def load_spec(path: Path) -> DecoderSpec:
 
     Raises UnsupportedModelError, in one line, for a file that cannot be read or represented exactly.
     """
+    return spec_from_config(*_read(path))
+
+
+def load_scheme(path: Path) -> Scheme | None:
+    """How the checkpoint that a `config.json`, or the directory that holds it, describes is quantised; None where it is
+    not. Raises as `load_spec`."""
+    config, name = _read(path)
+    return read_scheme(config, name) if isinstance(config, Mapping) else None
+
+
+def _read(path: Path) -> tuple[object, str]:
+    """(the parsed file, the name of what it describes)."""
     try:
         file = path / "config.json" if path.is_dir() else path
         name = _directory_name(file.parent.resolve()) if file.name == "config.json" else file.stem
@@ -163,7 +175,7 @@ def load_spec(path: Path) -> DecoderSpec:
         config: object = parse_json(raw)
     except IrFormatError as error:
         raise UnsupportedModelError(f"{str(file)!r} is not JSON: {_one_line(error)}") from error
-    return spec_from_config(config, name if name.isprintable() and name else repr(name))
+    return config, name if name.isprintable() and name else repr(name)
 
 
 def _directory_name(directory: Path) -> str:
@@ -181,6 +193,7 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     rules = _FAMILIES[fields.choice("model_type", _FAMILIES)]
     _check_architecture(fields, rules)
     fields.check_neutral({**_NEUTRAL, **_family_neutral(rules)})
+    read_scheme(config, name)  # raises for what no format stands for
     if "hidden_act" in config:
         fields.choice("hidden_act", ("silu", "swish"))
     _check_windows(fields, rules)

@@ -174,8 +174,13 @@ def bind(program: MegakernelProgram, weights: Mapping[str, Tensor], cast: bool =
     return bound
 
 
+def stored_shape(dtype: DType, shape: Shape) -> Shape:
+    """Shape of the tensor that holds a buffer: its own, with half the last dimension for I4."""
+    return (*shape[:-1], shape[-1] // 2) if dtype is DType.I4 else tuple(shape)
+
+
 def _as_shaped(buffer: Buffer, tensor: Tensor) -> Tensor:
-    if tuple(tensor.shape) != tuple(buffer.shape):
+    if tuple(tensor.shape) != stored_shape(buffer.dtype, tuple(buffer.shape)):
         raise WeightsError(
             f"buffer {buffer.name!r} is {list(buffer.shape)}, its tensor {buffer.source!r} is {list(tensor.shape)}"
         )
@@ -183,8 +188,6 @@ def _as_shaped(buffer: Buffer, tensor: Tensor) -> Tensor:
 
 
 def _as_typed(buffer: Buffer, tensor: Tensor, cast: bool) -> Tensor:
-    if buffer.dtype is DType.I4:
-        raise WeightsError(f"buffer {buffer.name!r}: torch has no tensors of {buffer.dtype.name}")
     dtype = TORCH_DTYPES[buffer.dtype]
     if tensor.dtype == dtype:
         return tensor

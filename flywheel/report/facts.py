@@ -68,7 +68,9 @@ def gather(campaign: Campaign, records: Sequence[TrialRecord]) -> Facts:
     best, trials = best_of(records), tuple(trials_of(records))
     knobs, schedule, missing = None, None, None
     try:
-        workload = make_workload(campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch)
+        workload = make_workload(
+            campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch, campaign.weights
+        )
         knobs = _knobs(make_space(workload, json.loads(campaign.spec).get("fix", {})), trials, best)
         schedule = None if best is None else _schedule(workload, best)
     except FlywheelError as error:
@@ -85,7 +87,9 @@ def gather(campaign: Campaign, records: Sequence[TrialRecord]) -> Facts:
 def trial_knobs(campaign: Campaign, record: TrialRecord) -> dict[str, str]:
     """A trial's knobs as text; none where the model is gone or the config lies outside the space."""
     try:
-        workload = make_workload(campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch)
+        workload = make_workload(
+            campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch, campaign.weights
+        )
         choice = make_space(workload).to_choice(config_from_dict(json.loads(record.config)))
     except FlywheelError:
         return {}

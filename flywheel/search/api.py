@@ -58,6 +58,7 @@ def search(
     dtype: str = "bf16",
     context: int | None = None,
     batch: int = 1,
+    weights: str | None = None,
     measure: str = "auto",
     sampler: str = "descent",
     seed: int = 0,
@@ -95,9 +96,9 @@ def search(
     model = fetch_model(model, measure != "predict", lambda line: None)
     context = default_context(resolve_model(model)) if context is None else context
     spec = CampaignSpec(
-        model=model, gpu=gpu, dtype=dtype, context=context, batch=batch, measure=measure, sampler=sampler, seed=seed,
-        trials=trials, time_s=time_s, until=until, patience=patience, jobs=jobs, engine=engine, workers=workers,
-        ray_address=ray_address, seeds=seeds, warm=warm, name=name, prefilter=prefilter,
+        model=model, gpu=gpu, dtype=dtype, context=context, batch=batch, weights=weights, measure=measure,
+        sampler=sampler, seed=seed, trials=trials, time_s=time_s, until=until, patience=patience, jobs=jobs,
+        engine=engine, workers=workers, ray_address=ray_address, seeds=seeds, warm=warm, name=name, prefilter=prefilter,
         predictions=predictions,
         machine=None if machine is None else str(machine),
         fix={knob: str(value) for knob, value in (fix or {}).items()},

@@ -110,7 +110,9 @@ def _open(
         return
     found = None if rival is None else prepare(rival, workload)
     rivals = () if found is None or found.refused is not None or found.program is None else (found.program,)
-    bench = partial(measuring.make_bench, workload.model, workload.dtype, workload.context, workload.batch)
+    bench = partial(
+        measuring.make_bench, workload.model, workload.dtype, workload.context, workload.batch, workload.weights
+    )
     with Client(bench) as client:
         client.ready()
         yield partial(in_turn, client, rivals)

@@ -93,6 +93,7 @@ class WorkFit:
     dtype: str
     context: int
     batch: int
+    weights: str
     fitted: int
     changed: int
     before: Score
@@ -176,7 +177,8 @@ def _configs(records: Sequence[TrialRecord]) -> tuple[Config, ...]:
 
 def _name(workload: Workload) -> str:
     batch = f", batch {workload.batch}" if workload.batch > 1 else ""
-    return f"{workload.model}, {workload.dtype}, context {workload.context}{batch}"
+    stored = "" if workload.weights is None else f", {workload.weights} weights"
+    return f"{workload.model}, {workload.dtype}{stored}, context {workload.context}{batch}"
 
 
 def split(configs: Sequence[Config], held_back: float) -> tuple[list[Config], list[Config]]:
@@ -290,8 +292,8 @@ def _scored(workload: Workload, configs: Sequence[Config], fitted: int, before: 
         raise UsageError(f"calibrate: no measured program of {_name(workload)} is lowered today as it was then")
     measured, first, last = zip(*rows, strict=True)
     return WorkFit(
-        workload.model, workload.dtype, workload.context, workload.batch, fitted, len(configs) - len(rows),
-        score(first, measured), score(last, measured),
+        workload.model, workload.dtype, workload.context, workload.batch, workload.stored, fitted,
+        len(configs) - len(rows), score(first, measured), score(last, measured),
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from flywheel.search.workload import Workload
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store
 
-_SAME: Final = ("model", "gpu", "dtype", "context", "batch")
+_SAME: Final = ("model", "gpu", "dtype", "context", "batch", "weights")
 _RAN: Final = frozenset({"measured", "incorrect", "implausible", "timed_out"})
 """Outcomes that only a GPU gives."""
 
@@ -78,8 +78,9 @@ def import_priors(
     if store.campaign(name) is not None:
         raise UsageError(f"campaign {name!r} exists; priors begin a new one")
     spec = CampaignSpec(
-        workload.model, workload.target.name, workload.dtype, workload.context, workload.batch, measure, name=name
-    )
+        workload.model, workload.target.name, workload.dtype, workload.context, workload.batch, workload.weights,
+        measure, name=name,
+    )  # fmt: skip
     priors = {_PRIORS: [config_to_dict(config) for config in configs]}
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     starts = described(choose_starts(store, make_space(workload), measure))
@@ -145,6 +146,7 @@ def _campaign_of(name: str, records: Sequence[TrialRecord]) -> Campaign:
         first.dtype,
         first.context,
         first.batch,
+        first.weights,
         measure="cuda" if measured else "predict",
         sampler=first.sampler,
         seed=first.seed,

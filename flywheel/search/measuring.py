@@ -17,6 +17,7 @@ from flywheel.measure.device import is_target
 from flywheel.measure.environment import Environment, capture_environment
 from flywheel.measure.record import TrialRecord
 from flywheel.models.decoder import DTYPES
+from flywheel.models.formats import parse_formats
 from flywheel.plan import variant_of
 from flywheel.search.device import missing_modules
 from flywheel.vm.driver import describe_gpu
@@ -55,12 +56,14 @@ def capture(target: GpuTarget) -> Environment:
     return replace(environment, gpu=present.name, nvrtc=nvrtc_version(), kernels=source_digest()[:16])
 
 
-def make_bench(model: str, dtype: str, context: int, batch: int = 1) -> Bench:
-    """The bench of a model by name or directory; `dtype` is a key of DTYPES. Raises as CudaBench and open_source do."""
+def make_bench(model: str, dtype: str, context: int, batch: int = 1, weights: str | None = None) -> Bench:
+    """The bench of a model by name or directory; `dtype` is a key of DTYPES, and `weights` names how matrices are
+    stored. Raises as CudaBench and open_source do."""
     from flywheel.decode.bench import CudaBench
     from flywheel.decode.source import open_source
 
-    return CudaBench(open_source(model), DTYPES[dtype], context, batch=batch)
+    formats = parse_formats(weights or dtype, dtype)
+    return CudaBench(open_source(model), DTYPES[dtype], context, batch=batch, formats=formats)
 
 
 def compile_ahead(dtype: str, program: MegakernelProgram) -> None:

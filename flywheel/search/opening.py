@@ -55,8 +55,9 @@ def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool,
 
 
 def _check_same(campaign: Campaign, spec: CampaignSpec, space: Space, predictor: str) -> None:
-    for option in ("model", "gpu", "dtype", "context", "batch", "measure"):
+    for option in ("model", "gpu", "dtype", "context", "batch", "weights", "measure"):
         before, now = getattr(campaign, option), getattr(spec, option)
+        now = space.workload.stored if option == "weights" else now
         if before != now:
             raise UsageError(f"campaign {campaign.name!r} has {option}={before}, not {now}; --fresh starts a new one")
     described = json.loads(campaign.spec)

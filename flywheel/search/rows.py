@@ -51,12 +51,14 @@ def to_record(
     if evaluation.predicted is not None:
         result |= result_columns(Predicted(evaluation.predicted)) | {"outcome": result["outcome"]}
     result |= {} if compared is None else _contest_columns(compared)
+    where = {name: getattr(place, name) for name in ("host", "kernels", "nvrtc")}
     row = TrialRecord(
         campaign=campaign,
         trial=trial,
         model=spec.model,
         gpu=spec.gpu,
         dtype=spec.dtype,
+        weights=spec.weights,
         context=spec.context,
         batch=spec.batch,
         config=json.dumps(config_to_dict(config), sort_keys=True, separators=(",", ":")),
@@ -76,13 +78,11 @@ def to_record(
         ir_version=environment.ir_version,
         python=environment.python,
         optuna=environment.optuna,
-        host=place.host,
         commit=place.commit if earlier is None else earlier.commit,
         gpu_name=place.gpu,
         gpu_driver=place.driver,
-        nvrtc=place.nvrtc,
-        kernels=place.kernels,
         created_at=created_at,
+        **where,
         **result,
     )
     if row.objective_us is None or row.floor_us is None:

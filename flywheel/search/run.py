@@ -60,7 +60,8 @@ def run_search(
     jobs = jobs_of(spec.jobs)
     if jobs > 1:
         expect_forks()
-    workload = make_workload(spec.model, spec.gpu, spec.dtype, spec.context, spec.batch)
+    workload = make_workload(spec.model, spec.gpu, spec.dtype, spec.context, spec.batch, spec.weights)
+    spec = replace(spec, weights=workload.stored)
     space = make_space(workload, spec.fix)
     make_sampler(spec.sampler, spec.seed, 0)  # raises before the store has a campaign that cannot run
     predictor = open_predictor(spec.machine, workload.target)

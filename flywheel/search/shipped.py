@@ -30,14 +30,14 @@ class Fit:
 
 
 def find_shipped(workload: Workload) -> Fit | None:
-    """The schedule of the same model (by its shapes), GPU and dtype that is nearest in batch and context, carried into
-    the workload's space where it is another context or batch; None where there is none, or none that this version's
-    space can hold."""
+    """The schedule of the same model (by its shapes), GPU, dtype and format of weights that is nearest in batch and
+    context, carried into the workload's space where it is another context or batch; None where there is none, or none
+    that this version's space can hold."""
     near = [
         (_off(source.batch, workload.batch), _off(source.context, workload.context), each.name, each, source)
         for each, source in _sources()
         if source.target.name == workload.target.name
-        and source.dtype == workload.dtype
+        and (source.dtype, source.weights) == (workload.dtype, workload.weights)
         and _shapes(source.spec) == _shapes(workload.spec)
     ]
     if not near:
@@ -83,7 +83,7 @@ def _sources() -> Iterator[tuple[Shipped, Workload]]:
         asked = each.schedule
         if asked.model in CATALOG and asked.gpu in TARGETS:
             spec, target = CATALOG[asked.model], TARGETS[asked.gpu]
-            yield each, Workload(asked.model, spec, target, asked.dtype, asked.context, asked.batch)
+            yield each, Workload(asked.model, spec, target, asked.dtype, asked.context, asked.batch, asked.weights)
 
 
 def _off(one: int, other: int) -> float:

@@ -118,7 +118,7 @@ def open_engine(
         return
     measured = spec.measure == "cuda"
     if measured:
-        bench_of = partial(measuring.make_bench, spec.model, spec.dtype, spec.context, spec.batch)
+        bench_of = partial(measuring.make_bench, spec.model, spec.dtype, spec.context, spec.batch, spec.weights)
         kernels = make_space(workload, spec.fix).kernels()
         compile_all = partial(measuring.compile_all, spec.dtype, workload.target.sm_arch, kernels)
         means = Measuring(

@@ -36,7 +36,8 @@ class CampaignSpec:
     Ray the processes that predict, None for as many as there are. `machine` is the file of a calibration, which
     predicts instead of the GPU's own constants. With `prefilter`, what is predicted to take more than that many
     times what is predicted of the best is not measured. `predictions` are what sampler descent makes before it
-    proposes what to measure. `batch` sequences are decoded in lock-step.
+    proposes what to measure. `batch` sequences are decoded in lock-step. `weights` says how
+    matrices are stored (`models.formats`), None: as `dtype`.
     """
 
     model: str
@@ -44,6 +45,7 @@ class CampaignSpec:
     dtype: str = "bf16"
     context: int = DEFAULT_CONTEXT
     batch: int = 1
+    weights: str | None = None
     measure: str = "auto"
     sampler: str = "descent"
     seed: int = 0
@@ -86,7 +88,7 @@ class CampaignSpec:
     @property
     def work(self) -> str:
         """What is searched, for people."""
-        return work_named(self.model, self.gpu, self.dtype, self.context, self.batch)
+        return work_named(self.model, self.gpu, self.dtype, self.context, self.batch, self.weights)
 
     def _check_prefilter(self, factor: float) -> None:
         if not (factor >= 1 and isfinite(factor)):
@@ -148,7 +150,8 @@ def with_name(spec: CampaignSpec, measure: str, predictor: str = MODEL_VERSION) 
     """
     model = Path(spec.model).name  # of a model from a directory; a catalog name is its own
     batch = f"-b{spec.batch}" if spec.batch > 1 else ""
-    name = f"{model}-{spec.gpu}-{spec.dtype}-c{spec.context}{batch}-{measure}-{spec.sampler}-s{spec.seed}"
+    weights = "" if spec.weights in (None, spec.dtype) else f"-{spec.weights}"
+    name = f"{model}-{spec.gpu}-{spec.dtype}{weights}-c{spec.context}{batch}-{measure}-{spec.sampler}-s{spec.seed}"
     if spec.fix:
         name += "-" + ",".join(f"{knob}={value}" for knob, value in sorted(spec.fix.items()))
     if measure == "predict" and constants_of(predictor):
@@ -173,6 +176,7 @@ def to_campaign(
         dtype=spec.dtype,
         context=spec.context,
         batch=spec.batch,
+        weights=spec.weights,
         measure=spec.measure,
         sampler=spec.sampler,
         seed=spec.seed,

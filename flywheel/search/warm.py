@@ -10,17 +10,18 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from math import log2
+from math import log2, prod
 from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.cost_model.machine import BULK_COPY_ARCH
-from flywheel.errors import StoreError, UnsupportedModelError
+from flywheel.errors import StoreError, UnknownNameError, UnsupportedModelError
 from flywheel.ir import TARGETS, ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.models.decoder import DTYPES
-from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.formats import LAYER_MATRICES
+from flywheel.models.spec import DecoderSpec, RopeScaling, layer_weight_shapes
 from flywheel.search.knobs import Choice, Value
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import Workload
@@ -53,7 +54,7 @@ FEATURES: Final = (
     Feature("layers", lambda work: work.spec.n_layers, 0.25),
     Feature("context", lambda work: work.context, 0.5),
     Feature("batch", lambda work: work.batch, 1.0),
-    Feature("bytes a weight", lambda work: DTYPES[work.dtype].nbytes(1), 1.0),
+    Feature("bytes a weight", lambda work: _bytes_of_layers(work) / _weights_of_layers(work), 1.0),
     Feature("SMs", lambda work: work.target.num_sms, 1.0),
     Feature("bandwidth an SM", lambda work: work.target.hbm_bandwidth_gbs / work.target.num_sms, 1.0),
     Feature("shared memory a block", lambda work: work.target.smem_bytes_per_block_optin, 1.0),
@@ -93,6 +94,23 @@ class WarmStart:
     trial: int
     distance: float
     config: ScheduleConfig
+    weights: str | None = None
+
+
+def _bytes_of_layers(work: Workload) -> float:
+    """Bytes of a layer's matrices."""
+    dtype, formats = DTYPES[work.dtype], work.formats
+    return float(
+        sum(
+            dtype.nbytes(prod(shape)) if (own := formats.of(role)) is None else own.nbytes(shape, dtype)
+            for role, shape in layer_weight_shapes(work.spec).items()
+            if role in LAYER_MATRICES
+        )
+    )
+
+
+def _weights_of_layers(work: Workload) -> int:
+    return sum(prod(shape) for role, shape in layer_weight_shapes(work.spec).items() if role in LAYER_MATRICES)
 
 
 def distance(one: Workload, other: Workload) -> float:
@@ -120,7 +138,8 @@ def carry(choice: Choice, source: Workload, space: Space) -> dict[str, Value]:
 def choose_starts(store: Store, space: Space, measure: str, predictor: str = MODEL_VERSION) -> list[WarmStart]:
     """The best schedules of the NEIGHBOURS pieces of work in the store that are nearest to the space's, nearest first.
 
-    Work is a model's dimensions, a GPU, a dtype, a context and a batch, whatever the model's name. Of one piece,
+    Work is a model's dimensions, a GPU, a dtype, formats of weights, a context and a batch, whatever the model's name.
+    Of one piece,
     latencies of the campaign's own kind (`measure`, predict or cuda) decide where there are any, else the others. The
     same work counts too, at distance 0, unless the store could answer for its schedule: then nothing would be measured,
     only copied; `predictor` is the version of the cost model that the campaign asks. Works that are as far away go by
@@ -166,7 +185,7 @@ def starts_of(campaign: Campaign) -> list[WarmStart]:
 def _start(record: TrialRecord, work: Workload, space: Space, apart: float) -> WarmStart:
     found = make_space(work).nearest(config_from_dict(json.loads(record.config)))
     where = record.model, record.gpu, record.dtype, record.context, record.campaign, record.trial
-    return WarmStart(*where, apart, space.to_config(carry(found, work, space)))
+    return WarmStart(*where, apart, space.to_config(carry(found, work, space)), record.weights)
 
 
 def _fields(start: WarmStart) -> dict[str, Any]:
@@ -184,13 +203,18 @@ def work_of(campaign: Campaign) -> Workload | None:
     except (TypeError, UnsupportedModelError):  # another version's
         return None
     target = TARGETS[campaign.gpu]
-    return Workload(campaign.model, spec, target, campaign.dtype, campaign.context, campaign.batch)
+    try:
+        return Workload(
+            campaign.model, spec, target, campaign.dtype, campaign.context, campaign.batch, campaign.weights
+        )
+    except UnknownNameError:  # another version's format
+        return None
 
 
 def identity_of(work: Workload) -> str:
     """Equal for the same work."""
     decoder = json.dumps(asdict(replace(work.spec, name="")), sort_keys=True)
-    return f"{work.target.name} {work.dtype} {work.context:012} {work.batch} {decoder}"
+    return f"{work.target.name} {work.dtype} {work.context:012} {work.batch} {work.weights} {decoder}"
 
 
 def _best(store: Store, campaigns: Sequence[Campaign], measure: str, predictor: str) -> TrialRecord | None:

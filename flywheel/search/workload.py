@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
+from pathlib import Path
 
 from flywheel.errors import UnknownNameError
-from flywheel.ir import TARGETS, GpuTarget
+from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.measure.device import GENERIC
-from flywheel.models.catalog import model_name, resolve_model
+from flywheel.models.catalog import model_name, model_path, resolve_model
 from flywheel.models.decoder import DTYPES, decode_step
 from flywheel.models.footprint import check_fits
+from flywheel.models.formats import PLAIN, WeightFormats, parse_formats
 from flywheel.models.graph import Graph
+from flywheel.models.hf import load_scheme
 from flywheel.models.spec import DecoderSpec
 from flywheel.search.spec import DEFAULT_CONTEXT
 
@@ -22,7 +25,8 @@ class Workload:
     """A decode step to schedule.
 
     `model`, a `model_name`, names the spec in stores and files; `dtype` is a key of DTYPES; `batch`
-    sequences are decoded in lock-step.
+    sequences are decoded in lock-step. `weights` says how matrices are stored, as `parse_formats` reads it; None where
+    nothing is quantised.
     """
 
     model: str
@@ -31,28 +35,65 @@ class Workload:
     dtype: str
     context: int
     batch: int = 1
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UnknownNameError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.weights is not None:  # one name for all that mean the same
+            object.__setattr__(self, "weights", parse_formats(self.weights, self.dtype).name(self.dtype))
+
+    @property
+    def formats(self) -> WeightFormats:
+        """Of its matrices."""
+        return PLAIN if self.weights is None else parse_formats(self.weights, self.dtype)
+
+    @property
+    def stored(self) -> str:
+        """How stores and files name the formats of its matrices: the dtype where nothing is quantised."""
+        return self.weights or self.dtype
 
     @cached_property
     def graph(self) -> Graph:
-        """The decode step. Raises ConfigError where the context is out of the model's reach, or the batch too large."""
-        return decode_step(self.spec, self.context, DTYPES[self.dtype], self.batch)
+        """The decode step. Raises ConfigError where the context is out of the model's reach, the batch too large, or a
+        matrix's K no multiple of its groups."""
+        return decode_step(self.spec, self.context, DTYPES[self.dtype], self.batch, self.formats)
 
 
 def make_workload(
-    model: str, gpu: str, dtype: str, context: int, batch: int = 1, *, any_size: bool = False
+    model: str,
+    gpu: str,
+    dtype: str,
+    context: int,
+    batch: int = 1,
+    weights: str | None = None,
+    *,
+    any_size: bool = False,
 ) -> Workload:
     """Resolve names. Raises UnknownNameError, UnsupportedModelError, ConfigError, and TooLargeError where the GPU's
     memory does not hold it, unless `any_size` will do."""
     decoder = resolve_model(model)
-    workload = Workload(model_name(model), decoder, find_target(gpu), dtype, context, batch)
+    if weights is None and dtype in DTYPES:
+        weights = _checkpoint_weights(model_path(model_name(model)), DTYPES[dtype])
+    workload = Workload(model_name(model), decoder, find_target(gpu), dtype, context, batch, weights)
     graph = workload.graph  # raises where the context is out of reach
     if not any_size:
         check_fits(graph, workload.target)
     return workload
+
+
+def _checkpoint_weights(path: Path | None, dtype: DType) -> str | None:
+    """How a checkpoint's matrices are stored, None where they are not quantised. Raises UnsupportedModelError and,
+    where its files hold other than its config says, WeightsError."""
+    scheme = None if path is None else load_scheme(path)
+    if path is None or scheme is None:
+        return None
+    folder, scales = path if path.is_dir() else path.parent, dtype
+    if any(folder.glob("*.safetensors*")):
+        from flywheel.models.unpacking import stored_scales
+
+        scales = stored_scales(folder, scheme)
+    return scheme.formats(dtype, scales).name(dtype.name.lower())
 
 
 def find_target(name: str) -> GpuTarget:

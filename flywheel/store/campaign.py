@@ -23,7 +23,7 @@ _SPEC_TYPES: Final = MappingProxyType(
         **dict.fromkeys(("context", "batch", "seed", "trials", "predictions"), (int,)),
         **dict.fromkeys(("patience", "jobs", "workers"), (int, _NONE)),
         **dict.fromkeys(("time_s", "until", "prefilter"), (int, float, _NONE)),
-        **dict.fromkeys(("ray_address", "machine", "name"), (str, _NONE)),
+        **dict.fromkeys(("ray_address", "machine", "name", "weights"), (str, _NONE)),
         **dict.fromkeys(("seeds", "warm"), (bool,)),
         **dict.fromkeys(("priors", "starts"), (list,)),
         "fix": (dict,),
@@ -35,7 +35,8 @@ _SPEC_TYPES: Final = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """One search. `batch` sequences are decoded in one step; `spec` is its campaign file as JSON, `created_at` ISO 8601
+    """One search. `batch` sequences are decoded in one step; `weights` names how matrices are stored, as `dtype` where
+    nothing does; `spec` is its campaign file as JSON, `created_at` ISO 8601
     in UTC.
 
     Raises ValueError where a value is none that its column can hold (`columns.fault_of`), on `measure` and on a `spec`
@@ -53,8 +54,11 @@ class Campaign:
     seed: int
     spec: str
     created_at: str
+    weights: str | None = None
 
     def __post_init__(self) -> None:
+        if self.weights is None:
+            object.__setattr__(self, "weights", self.dtype)
         for field in fields(self):
             fault = fault_of(field.name, int if field.type == "int" else str, False, getattr(self, field.name))
             if fault is not None:
@@ -71,12 +75,13 @@ class Campaign:
     @property
     def work(self) -> str:
         """What it searched, for people."""
-        return work_named(self.model, self.gpu, self.dtype, self.context, self.batch)
+        return work_named(self.model, self.gpu, self.dtype, self.context, self.batch, self.weights)
 
 
-def work_named(model: str, gpu: str, dtype: str, context: int, batch: int) -> str:
-    """A piece of work, for people; a batch of one goes without saying."""
-    return f"{model} on {gpu}, {dtype}, context {context}" + (f", batch {batch}" if batch > 1 else "")
+def work_named(model: str, gpu: str, dtype: str, context: int, batch: int, weights: str | None = None) -> str:
+    """A piece of work, for people; a batch of one and weights of the dtype go without saying."""
+    stored = "" if weights in (None, dtype) else f", {weights} weights"
+    return f"{model} on {gpu}, {dtype}{stored}, context {context}" + (f", batch {batch}" if batch > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)

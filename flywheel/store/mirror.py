@@ -71,7 +71,7 @@ def campaign_params(campaign: Campaign, records: Sequence[TrialRecord]) -> dict[
     return to_params(dict(_flat(described)))
 
 
-_CAMPAIGN: Final = ("model", "gpu", "dtype", "context", "batch", "measure", "sampler", "seed", "created_at")
+_CAMPAIGN: Final = ("model", "gpu", "dtype", "context", "batch", "weights", "measure", "sampler", "seed", "created_at")
 
 
 def trial_params(record: TrialRecord, knobs: Mapping[str, str]) -> dict[str, str]:

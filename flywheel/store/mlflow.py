@@ -288,7 +288,9 @@ def _describe(campaign: Campaign, records: Sequence[TrialRecord]) -> str:
     """The run's description, in Markdown."""
     best, count = best_of(records), len(trials_of(records))
     model, gpu, dtype = map(code_span, (campaign.model, campaign.gpu, campaign.dtype))
-    work = work_named(model, gpu, dtype, campaign.context, campaign.batch)
+    stored = campaign.dtype if campaign.weights is None else campaign.weights
+    weights = dtype if stored == campaign.dtype else code_span(stored)
+    work = work_named(model, gpu, dtype, campaign.context, campaign.batch, weights)
     if best is None or best.objective_us is None:
         return f"{work}: no feasible schedule in {count} trials."
     floor = "" if best.floor_fraction is None else f", {best.floor_fraction:.1%} of the weight floor"

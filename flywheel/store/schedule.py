@@ -23,7 +23,8 @@ FORMAT_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What a schedule file asks for: lower this config for this model, GPU, dtype, context and batch."""
+    """What a schedule file asks for: lower this config for this model, GPU, dtype, context, batch and format of
+    weights."""
 
     model: str
     gpu: str
@@ -33,6 +34,7 @@ class Schedule:
     config: ScheduleConfig
     config_id: str
     program_id: str | None
+    weights: str
 
 
 def schedule_document(record: TrialRecord, *, command: str) -> dict[str, Any]:
@@ -51,6 +53,7 @@ def schedule_document(record: TrialRecord, *, command: str) -> dict[str, Any]:
         "model": record.model,
         "gpu": record.gpu,
         "dtype": record.dtype,
+        "weights": record.weights,
         "context": record.context,
         "batch": record.batch,
         "config": json.loads(record.config),
@@ -95,8 +98,8 @@ def load_schedule(path: str | Path) -> Schedule:
 
 
 def schedule_from_document(document: object, where: str) -> Schedule:
-    """Read a schedule; unknown fields are dropped, and one without a `batch` is of one sequence. `where` names it in
-    errors.
+    """Read a schedule; unknown fields are dropped, one without a `batch` is of one sequence, and one without `weights`
+    is not quantised. `where` names it in errors.
 
     Raises IrFormatError where its config is malformed, StoreError where it is not a schedule that this code understands
     or its config is not the one that `config_id` names.
@@ -120,6 +123,7 @@ def schedule_from_document(document: object, where: str) -> Schedule:
         config=config,
         config_id=config_id,
         program_id=None if program_id is None else _field(document, "program_id", str, where),
+        weights=_field({"weights": document.get("dtype"), **document}, "weights", str, where),
     )
 
 

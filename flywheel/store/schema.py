@@ -21,7 +21,7 @@ from sqlalchemy.types import TypeEngine
 
 from flywheel.measure.record import COLUMNS, TrialRecord
 
-SCHEMA_VERSION: Final = "0005"
+SCHEMA_VERSION: Final = "0006"
 """Revision of the newest migration."""
 
 VERSION_TABLE: Final = "schema_version"
@@ -49,6 +49,7 @@ campaigns: Final = Table(
     Column("seed", BigInteger, nullable=False),
     Column("spec", Text, nullable=False),
     Column("created_at", Text, nullable=False),
+    Column("weights", Text),
 )
 
 trials: Final = Table(

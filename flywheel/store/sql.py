@@ -198,6 +198,7 @@ class Store:
         dtype: str | None = None,
         context: int | None = None,
         batch: int | None = None,
+        weights: str | None = None,
         predictor: str | None = None,
     ) -> TrialRecord | None:
         """The fastest measured trial, or with `measured=False` the fastest predicted one, the first of equals. An
@@ -209,7 +210,7 @@ class Store:
         """
         objective, outcome = (trials.c.latency_us, "measured") if measured else (trials.c.predicted_us, "predicted")
         work = {"campaign": campaign, "model": model, "gpu": gpu, "dtype": dtype, "context": context,
-                "batch": batch}  # fmt: skip
+                "batch": batch, "weights": weights}  # fmt: skip
         conditions = [trials.c[name] == value for name, value in work.items() if value is not None]
         source, may_be_best = _contenders(conditions)
         conditions += [] if predictor is None else [trials.c.predictor == predictor]

@@ -22,6 +22,7 @@ from flywheel.measure.device import Device
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured
 from flywheel.measure.verdict import judge
+from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.store.sql import open_store
 from flywheel.vm.probes import Probed
 
@@ -49,7 +50,10 @@ class FakeContests:
     wrong: set[str]
     too_many: set[int]
 
-    def __init__(self, gpu: Any, source: Any, dtype: Any, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, gpu: Any, source: Any, dtype: Any, seed: int, say: Callable[[str], None], formats: WeightFormats
+    ) -> None:
+        assert formats == PLAIN
         say(f"{source.name} in {dtype.name} of seed {seed} on {gpu.name}")
 
     def hold(

@@ -19,7 +19,8 @@ from flywheel.search.evaluate import Evaluation
 Run = Callable[..., Result]
 WORK = ("--model", "smollm2-135m", "--gpu", "l4")
 FIELDS = {
-    "model", "gpu", "dtype", "context", "batch", "measure", "outcome", "codes", "reason", "predicted_us", "predictor",
+    "model", "gpu", "dtype", "context", "batch", "weights", "measure", "outcome", "codes", "reason",
+    "predicted_us", "predictor",
     "latency_us", "p10_us", "p90_us", "samples", "throttle", "strangers", "floor_us", "floor_fraction",
     "config_id", "program_id", "tasks", "incumbent", "changed",
 }  # fmt: skip

@@ -131,7 +131,7 @@ def test_constants_are_bound_and_other_buffers_are_not() -> None:
         (weight("w", shape=(2, 2)), True, "buffer 'w0' is [2, 2], its tensor 'w' is [4]"),
         (weight("w", DType.BF16), False, "buffer 'w0' is torch.bfloat16, its tensor 'w' is torch.float32"),
         (weight("w", DType.I8), True, "buffer 'w0' is torch.int8, its tensor 'w' is torch.float32"),
-        (weight("w", DType.I4), True, "buffer 'w0': torch has no tensors of I4"),
+        (weight("w", DType.I4), True, "buffer 'w0' is torch.uint8, its tensor 'w' is torch.float32"),
     ],
 )
 def test_a_buffer_that_no_tensor_fits_is_refused(buffer: Buffer, cast: bool, message: str) -> None:

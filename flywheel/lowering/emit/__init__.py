@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flywheel.ir import InstructionKind
-from flywheel.lowering.emit.attention import MERGE_LIMIT, emit_attention, emit_combine, partial_names
+from flywheel.lowering.emit.attention import emit_attention, emit_combine, merge_limit, partial_names
 from flywheel.lowering.emit.pointwise import emit_single
 from flywheel.lowering.emit.projection import emit_projection
 from flywheel.lowering.emit.scope import Scope
@@ -29,6 +29,7 @@ def emit_block(scope: Scope, groups: Sequence[Group]) -> list[TileSet]:
         else:
             sets += emit_attention(scope, group)
         if InstructionKind.ATTENTION_TILE in kinds:
-            merged, left = emit_combine(scope, partial_names(scope, group), MERGE_LIMIT if merging else 1)
+            limit = merge_limit(scope) if merging else 1
+            merged, left = emit_combine(scope, partial_names(scope, group), limit)
             sets += merged
     return sets

@@ -14,16 +14,14 @@ from flywheel.lowering.emit.scope import PARTIAL_EXTRA, Scope
 from flywheel.lowering.fusion import COMBINE, Group
 from flywheel.lowering.recipe import Arg, RecipeBuilder
 from flywheel.lowering.work import TileSet, one_tile
-from flywheel.models.graph import Op
+from flywheel.models.graph import Op, quantised_names
 
 _K = InstructionKind
 
 _NEW: Final = "partial.new"
 """Of the row that a launch appends."""
 
-MERGE_LIMIT: Final = ABI_MAX_INPUTS - 2
-"""Partials that the output projection can merge: its weight and the residual take two operands."""
-
+_OUT: Final = "o_proj.w"
 
 def emit_attention(scope: Scope, group: Group) -> list[TileSet]:
     """Tile sets of a group around the appends, the attention, or both; one task a KV head (and KV block)."""
@@ -64,6 +62,13 @@ def emit_combine(scope: Scope, parts: Sequence[str], limit: int) -> tuple[list[T
             sets += [_emit_merge(scope, chunk, output, f"{COMBINE}.l{level}", head) for head in _heads(scope)]
         level += 1
     return sets, names
+
+
+def merge_limit(scope: Scope) -> int:
+    """Partials that the output projection can merge: its weight's tensors and the residual are operands, too."""
+    weight = scope.tensor(_OUT)
+    tensors = 1 if weight.format is None else len(quantised_names(_OUT, weight.format))
+    return ABI_MAX_INPUTS - tensors - 1
 
 
 def _heads(scope: Scope) -> range:

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flywheel.errors import ConfigError
-from flywheel.ir import InstructionKind, Stretch, Tiles
+from flywheel.ir import DType, InstructionKind, Stretch, Tiles
 from flywheel.lowering.emit.scope import Scope
 from flywheel.lowering.fusion import Group
 from flywheel.lowering.recipe import Arg, RecipeBuilder
 from flywheel.lowering.work import TileSet
-from flywheel.models.graph import Op
+from flywheel.models.graph import Op, quantised_names
 
 _K = InstructionKind
 
@@ -38,9 +38,9 @@ def _emit_unit(
         wanted = ", ".join(f"{key}={rows}" for key, rows in sizes.items())
         raise ConfigError(f"tiling: fused projections need one N_tile, got {wanted}")
     depth = anchors[0].params["K"]
-    row_bytes = sum(scope.tensor(anchor.inputs[1]).dtype.nbytes(depth) for anchor in anchors)
     cuts = scope.tiling.cuts(name, n_out)
-    plain = not before and not after and not partials
+    quantised = any(scope.tensor(anchor.inputs[1]).format is not None for anchor in anchors)
+    plain = not before and not after and not partials and not quantised
     recipes = {}
     inputs: tuple[str, ...] = anchors[0].inputs
     batch = scope.graph.batch
@@ -53,7 +53,7 @@ def _emit_unit(
         [
             Stretch(
                 {**own, "N_tile": rows, "n_off": start, **({} if plain else {"recipe": recipes[rows]})},
-                rows * row_bytes,
+                sum(_tile_bytes(scope, anchor, rows) for anchor in anchors),
                 2 * rows * depth * len(anchors) * batch,
                 count,
             )
@@ -81,9 +81,10 @@ def _recipe(
     final = (after or anchors)[-1]
     dtype = scope.tensor(final.output).dtype
     for op in anchors:
-        args = [values.get(operand) or builder.operand(operand) for operand in op.inputs]
+        args = [values.get(op.inputs[0]) or builder.operand(op.inputs[0]), *_weights(scope, builder, op, rows)]
         out = "final" if op is final else None
-        params = {**op.params, **_over_rows(batch)}
+        first = {} if scope.tensor(op.inputs[1]).format is None else {"n_off": 0}
+        params = {**op.params, **first, **_over_rows(batch)}
         values[op.output] = builder.step(
             _matrix_op(batch), args, rows, dtype if out else scope.dtype, params, out, batch
         )
@@ -92,6 +93,32 @@ def _recipe(
         out = "final" if op is final else None
         values[op.output] = builder.step(op.kind, args, rows, dtype if out else scope.dtype, op.params, out, batch)
     return builder.build(), tuple(builder.inputs)
+
+
+def _weights(scope: Scope, builder: RecipeBuilder, op: Op, rows: int) -> list[Arg]:
+    """The matrix of a product and its bias: whole, or of a quantised matrix the tile's rows and columns."""
+    name, *bias = op.inputs[1:]
+    tensor = scope.tensor(name)
+    if tensor.format is None:
+        return [builder.operand(each) for each in op.inputs[1:]]
+    params = {
+        "qdtype": int(tensor.dtype),
+        "group": tensor.format.group_of(tensor.shape),
+        "rows_per_scale": tensor.format.rows_per_scale(tensor.shape),
+    }
+    stored = [builder.operand(each) for each in quantised_names(name, tensor.format)]
+    matrix = builder.step(_K.DEQUANT, stored, tensor.width, DType.F32, params, rows=rows)
+    return [matrix, *(builder.step(_K.COPY, [builder.operand(each)], rows, scope.dtype) for each in bias)]
+
+
+def _tile_bytes(scope: Scope, op: Op, rows: int) -> int:
+    """Bytes of so many rows of a product's matrix."""
+    tensor = scope.tensor(op.inputs[1])
+    if tensor.format is None:
+        return tensor.dtype.nbytes(rows * tensor.width)
+    whole = tensor.format
+    scales = -(-rows // whole.rows_per_scale(tensor.shape)) * whole.scale_shape(tensor.shape)[1]
+    return tensor.dtype.nbytes(rows * tensor.width) + scales * whole.scale_bytes(scope.dtype)
 
 
 def _own_columns(builder: RecipeBuilder, name: str, rows: int, scope: Scope) -> Arg:

@@ -1,0 +1,269 @@
+"""From matrices to codes with scales, and back.
+
+A quantised matrix of key K in a state dict is `K.codes`, `K.scales` and, where it has zero points, `K.zeros`. Codes are
+int8 or float8_e4m3fn [N, K], or uint8 [N, K / 2] with two numbers of -8..7 a byte, the low half first. What they mean,
+exactly: `(code - zero) * scale`, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from flywheel.errors import WeightsError
+from flywheel.ir import BufferKind, DType, MegakernelProgram
+from flywheel.models.formats import BLOCK, HEAD, MATRICES, WeightFormat, WeightFormats, formats_of
+from flywheel.models.graph import codes_of, scales_of, zeros_of
+from flywheel.models.spec import (
+    LAYER_WEIGHT_KEYS,
+    MODEL_WEIGHT_KEYS,
+    DecoderSpec,
+    Shape,
+    layer_weight_key,
+    layer_weight_shapes,
+)
+from flywheel.tensors import TORCH_DTYPES
+
+_ELEMENTS: Final = 2**25
+"""Of a matrix that are quantised at a time."""
+
+_LARGEST: Final = MappingProxyType({DType.F8E4M3: 448.0, DType.I8: 127.0, DType.I4: 7.0})
+_BOUNDS: Final = MappingProxyType({DType.I8: (-128, 127), DType.I4: (-8, 7)})
+_SHRINKS: Final = tuple(1.0 - step / 40 for step in range(17))
+"""Of the scale that holds the largest element, what is tried for the least squared error: 1 down to 0.6."""
+
+_CODES: Final = MappingProxyType({torch.int8: DType.I8, torch.float8_e4m3fn: DType.F8E4M3, torch.uint8: DType.I4})
+
+
+def quantise(
+    matrix: Tensor, format: WeightFormat, dtype: DType, *, best: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scales, zero points) of a matrix [N, K], rounded to nearest, for programs that compute in `dtype`.
+
+    The scale of a group holds its largest element, or with `best` is the one of _SHRINKS times that with the least
+    squared error. A group of zeros has scale 1. Raises WeightsError for elements that are not finite.
+    """
+    rows, width = matrix.shape
+    shared, group = min(format.rows_per_scale((rows, width)), rows), format.group_of((rows, width))
+    taken = max(1, _ELEMENTS // (width * shared)) * shared
+    parts = [
+        _quantise_rows(matrix[start : start + taken], shared, group, format, dtype, best)
+        for start in range(0, rows, taken)
+    ]
+    codes, scales, zeros = (list(each) for each in zip(*parts, strict=True))
+    return torch.cat(codes), torch.cat(scales), torch.cat(zeros) if format.zeros else None
+
+
+def _quantise_rows(
+    part: Tensor, shared: int, group: int, format: WeightFormat, dtype: DType, best: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, width = part.shape
+    if not bool(torch.isfinite(part).all()):
+        raise WeightsError(f"a matrix of {rows} x {width} or more has elements that are not finite")
+    wide = torch.nn.functional.pad(part.float(), (0, 0, 0, -rows % shared))
+    blocks = wide.view(-1, shared, width // group, group).transpose(1, 2)  # [row blocks, groups, rows, columns]
+    low, high = blocks.amin((2, 3)), blocks.amax((2, 3))
+    scales, zeros = _scales(low, high, format, dtype)
+    if best:
+        scales, zeros = _best_scales(blocks, low, high, format, dtype)
+    codes = _codes(blocks, scales, zeros, format.codes)
+    flat = codes.transpose(1, 2).reshape(-1, width)[:rows]
+    return (pack(flat) if format.codes is DType.I4 else flat.contiguous()), scales, zeros.to(torch.int8)
+
+
+def _best_scales(
+    blocks: Tensor, low: Tensor, high: Tensor, format: WeightFormat, dtype: DType
+) -> tuple[Tensor, Tensor]:
+    """Of the scales that hold so much of what is between `low` and `high`, those with the least squared error."""
+    tried = [_scales(low * shrink, high * shrink, format, dtype) for shrink in _SHRINKS]
+    errors = []
+    for scales, zeros in tried:
+        codes = _codes(blocks, scales, zeros, format.codes)
+        values = (codes.float() - zeros[..., None, None]) * scales.float()[..., None, None]
+        errors.append((values - blocks).square().sum((2, 3)))
+    least = torch.stack(errors).argmin(0)[None]
+    return tuple(torch.stack(each).gather(0, least)[0] for each in zip(*tried, strict=True))  # type: ignore[return-value]
+
+
+def _scales(low: Tensor, high: Tensor, format: WeightFormat, dtype: DType) -> tuple[Tensor, Tensor]:
+    """Scales as they are stored, and zero points in float32."""
+    stored = TORCH_DTYPES[format.scale_dtype(dtype)]
+    if format.zeros:
+        least, most = _BOUNDS[format.codes]
+        low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+        wanted = (high - low) / (most - least)
+    else:
+        wanted = torch.maximum(-low, high) / _LARGEST[format.codes]
+    scales = torch.where(wanted > 0, wanted.clamp(min=torch.finfo(stored).tiny), 1.0).to(stored)
+    if not format.zeros:
+        return scales, torch.zeros_like(low)
+    return scales, (least - low / scales.float()).round().clamp(least, most)
+
+
+def _codes(blocks: Tensor, scales: Tensor, zeros: Tensor, codes: DType) -> Tensor:
+    scaled = blocks / scales.float()[..., None, None]
+    if codes is DType.F8E4M3:
+        return scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return (scaled.round() + zeros[..., None, None]).clamp(*_BOUNDS[codes]).to(torch.int8)
+
+
+def pack(numbers: Tensor) -> Tensor:
+    """Numbers of -8..7 [N, K] as bytes [N, K / 2], the low half first."""
+    octets = numbers.view(torch.uint8)
+    return (octets[:, 0::2] & 15) | (octets[:, 1::2] << 4)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """What `pack` packed, int8 [N, K]."""
+    nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    return (nibbles ^ 8).to(torch.int8) - 8
+
+
+def dequantise(codes: Tensor, scales: Tensor, zeros: Tensor | None, wide: torch.dtype = torch.float32) -> Tensor:
+    """The matrix [N, K] that they mean, in `wide`."""
+    numbers = unpack(codes) if codes.dtype == torch.uint8 else codes
+    rows, width = numbers.shape
+    shared, group = rows_per_scale(rows, len(scales)), width // scales.shape[1]
+    value = numbers.to(wide).view(rows, -1, group)
+    if zeros is not None:
+        value = value - _of_rows(zeros, shared, rows).to(wide)
+    return (value * _of_rows(scales, shared, rows).to(wide)).view(rows, width)
+
+
+def rows_per_scale(rows: int, scales: int) -> int:
+    """Rows of a matrix of so many that share a scale, where there are so many rows of scales."""
+    return 1 if scales == rows else rows if scales == 1 else BLOCK
+
+
+def _of_rows(each: Tensor, shared: int, rows: int) -> Tensor:
+    return each.repeat_interleave(shared, 0)[:rows, :, None] if shared > 1 else each[:, :, None]
+
+
+def matrix_keys(spec: DecoderSpec) -> Iterator[tuple[str, str]]:
+    """(role, state-dict key) of every matrix that may be quantised; a tied head has a key of its own."""
+    for role in MATRICES:
+        if role in LAYER_WEIGHT_KEYS:
+            yield from ((role, layer_weight_key(role, layer)) for layer in range(spec.n_layers))
+        else:
+            yield role, MODEL_WEIGHT_KEYS[role]
+
+
+def quantised(
+    spec: DecoderSpec, given: Mapping[str, Tensor], formats: WeightFormats, dtype: DType, *, best: bool = False
+) -> dict[str, Tensor]:
+    """Weights of the keys of `checkpoint_tensors`, with the tensors of quantised matrices in place of those. A tied
+    head that is quantised stands beside the embedding. Raises WeightsError as `quantise`, which names the key."""
+    weights = dict(given)
+    for role, key in matrix_keys(spec):
+        format = formats.of(role)
+        if format is None:
+            continue
+        whole = weights.pop(key) if key in weights else given[MODEL_WEIGHT_KEYS["embed"]]
+        try:
+            codes, scales, zeros = quantise(whole, format, dtype, best=best)
+        except WeightsError as error:
+            raise WeightsError(f"tensor {key!r}: {error}") from None
+        weights |= {codes_of(key): codes, scales_of(key): scales}
+        if zeros is not None:
+            weights[zeros_of(key)] = zeros
+    return weights
+
+
+def matrix_of(weights: Mapping[str, Tensor], key: str, wide: torch.dtype = torch.float32) -> Tensor | None:
+    """The matrix of a key whose codes are among the weights, in `wide`; None where they are not."""
+    codes = weights.get(codes_of(key))
+    return None if codes is None else dequantise(codes, weights[scales_of(key)], weights.get(zeros_of(key)), wide)
+
+
+def whole(spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
+    """Weights with every quantised matrix as what it means, rounded to `dtype`; a tied head stays the embedding's."""
+    found = {key: tensor for key, tensor in weights.items() if not is_part(key)}
+    for _, key in matrix_keys(spec):
+        matrix = matrix_of(weights, key)
+        if matrix is not None:
+            found[key] = matrix.to(dtype)
+    return found
+
+
+def same_layouts(spec: DecoderSpec, one: WeightFormats, other: WeightFormats, dtype: DType) -> bool:
+    """Whether a model's matrices have the same bytes in both."""
+    shapes = {**layer_weight_shapes(spec), HEAD: (spec.vocab, spec.hidden)}
+    for role in MATRICES:
+        own, its = one.of(role), other.of(role)
+        if own != its and (
+            own is None or its is None or own.layout(shapes[role], dtype) != its.layout(shapes[role], dtype)
+        ):
+            return False
+    return True
+
+
+def typed(key: str, tensor: Tensor, dtype: DType) -> Tensor:
+    """A tensor as programs that compute in `dtype` take it: codes and zero points as they are; scales of several groups
+    of a row as they are where they have that type, else in float32, as all other scales."""
+    if not is_part(key):
+        return tensor.to(TORCH_DTYPES[dtype])
+    if key.endswith(".scales") and not (tensor.dtype == TORCH_DTYPES[dtype] and tensor.shape[1] > 1):
+        return tensor.float()
+    return tensor
+
+
+def is_part(key: str) -> bool:
+    """Whether a key is that of a quantised matrix's codes, scales or zero points."""
+    return key.endswith((".codes", ".scales", ".zeros"))
+
+
+def shape_of(codes: Tensor) -> Shape:
+    """Shape of the matrix whose codes these are."""
+    return (codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1))
+
+
+def formats_in(spec: DecoderSpec, given: Mapping[str, Tensor], dtype: DType) -> WeightFormats:
+    """The formats of weights that are computed with in `dtype`. Raises WeightsError where layers have matrices of a
+    role in different ones."""
+    found: dict[str, WeightFormat | None] = {}
+    for role, key in matrix_keys(spec):
+        codes = given.get(codes_of(key))
+        own = None
+        if codes is not None:
+            scales = given[scales_of(key)]
+            wide = scales.dtype != TORCH_DTYPES[dtype]
+            own = format_of(_CODES[codes.dtype], shape_of(codes), tuple(scales.shape), zeros_of(key) in given, wide)
+        if found.setdefault(role, own) != own:
+            was = found[role]
+            names = ["not quantised" if each is None else each.name for each in (own, was)]
+            raise WeightsError(f"tensor {key!r} is {names[0]}, that of the layer before {names[1]}; layers must agree")
+    return _most_common(found)
+
+
+def formats_of_program(program: MegakernelProgram, dtype: DType) -> WeightFormats:
+    """The formats of a program's matrices, by those of its first layer; `dtype` is what it computes in."""
+    held = {buffer.source: buffer for buffer in program.buffers if buffer.kind is BufferKind.WEIGHT}
+    found: dict[str, WeightFormat | None] = {}
+    for role in MATRICES:
+        key = layer_weight_key(role, 0) if role in LAYER_WEIGHT_KEYS else MODEL_WEIGHT_KEYS[role]
+        codes, scales = held.get(codes_of(key)), held.get(scales_of(key))
+        found[role] = None
+        if codes is not None and scales is not None:
+            wide = scales.dtype is DType.F32 and dtype is not DType.F32
+            shapes = (codes.shape[0], codes.shape[1]), (scales.shape[0], scales.shape[1])
+            found[role] = format_of(codes.dtype, *shapes, zeros_of(key) in held, wide)
+    return _most_common(found)
+
+
+def _most_common(found: Mapping[str, WeightFormat | None]) -> WeightFormats:
+    layers = [own for role, own in found.items() if role in LAYER_WEIGHT_KEYS]
+    return formats_of(found, max(layers, key=layers.count))
+
+
+def format_of(codes: DType, shape: Shape, scales: Shape, zeros: bool, wide: bool) -> WeightFormat:
+    """The format of a matrix [N, K] with scales of that shape; `wide` where they are F32 and what is computed in is
+    not. Where a tensor, a row and a block are the same, a row is what is meant."""
+    shared, group = rows_per_scale(shape[0], scales[0]), shape[1] // scales[1]
+    if shared == 1:
+        return WeightFormat(codes, 1, None if group == shape[1] else group, zeros, wide and group != shape[1])
+    whole = shared == shape[0] and group == shape[1]
+    return WeightFormat(codes, None, None, zeros) if whole else WeightFormat(codes, BLOCK, BLOCK, zeros)

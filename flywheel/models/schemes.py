@@ -1,0 +1,190 @@
+"""How a checkpoint says that its matrices are quantised: `quantization_config` of its config.json, read or refused.
+
+Source: compressed-tensors 0.20, `quantization/quant_config.py`; transformers 5, `utils/quantization_config.py`; the
+configurations that AutoGPTQ, GPTQModel, AutoAWQ and llm-compressor write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from flywheel.errors import UnsupportedModelError
+from flywheel.ir.dtype import DType
+from flywheel.models.formats import BLOCK, HEAD, WeightFormat, WeightFormats, formats_of
+
+Layout = Literal["plain", "inverse", "packed", "gptq", "awq"]
+"""How a matrix lies in the files: codes as they are with `weight_scale`, or with `weight_scale_inv`; or packed into
+words of 32 bits as compressed-tensors, GPTQ or AWQ do."""
+
+_FIELD: Final = "quantization_config"
+_PLAIN_FORMATS: Final = ("int-quantized", "float-quantized", "naive-quantized")
+_INTEGERS: Final = MappingProxyType({4: DType.I4, 8: DType.I8})
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """`format` of the matrices of all layers, and with `head` of the head's, as `layout` has them.
+
+    `shifted` zero points are stored one too low, as GPTQ's first version does. `activations` are to be quantised, says
+    the checkpoint; here they are not.
+    """
+
+    method: str
+    layout: Layout
+    format: WeightFormat
+    head: bool
+    shifted: bool = False
+    activations: bool = False
+
+    def formats(self, dtype: DType, scales: DType | None) -> WeightFormats:
+        """Formats of a program that computes in `dtype`, where scales of groups are stored as `scales`: kept so where
+        that is one type, else widened."""
+        wide = self.format.rows == 1 and self.format.group is not None and scales is not dtype
+        own = WeightFormat(self.format.codes, self.format.rows, self.format.group, self.format.zeros, wide)
+        return formats_of({HEAD: own if self.head else None}, own)
+
+
+def read_scheme(config: Mapping[str, Any], name: str) -> Scheme | None:
+    """The scheme of a parsed config.json, None where nothing is quantised. Raises UnsupportedModelError, which says
+    what is met and what is supported."""
+    given = config.get(_FIELD)
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise UnsupportedModelError(f"{name}: {_FIELD} is {_shown(given)}; supported: an object")
+    fields = _Fields(name, given)
+    method = fields.one_of("quant_method", tuple(_READERS))
+    return _READERS[str(method)](fields)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The object, or one in it."""
+
+    source: str
+    values: Mapping[str, Any]
+    prefix: str = ""
+
+    def refusal(self, field: str, supported: str) -> UnsupportedModelError:
+        fact = f"is {_shown(self.values[field])}" if field in self.values else "is missing"
+        return UnsupportedModelError(f"{self.source}: {_FIELD}.{self.prefix}{field} {fact}; supported: {supported}")
+
+    def one_of(self, field: str, allowed: tuple[Any, ...], absent: Any = None) -> Any:
+        value = self.values.get(field, absent)
+        for each in allowed:
+            if type(value) is type(each) and value == each:
+                return value
+        raise self.refusal(field, " or ".join(map(_shown, allowed)))
+
+    def below(self, field: str) -> _Fields:
+        value = self.values.get(field)
+        if not isinstance(value, Mapping):
+            raise self.refusal(field, "an object")
+        return _Fields(self.source, value, f"{self.prefix}{field}.")
+
+    def group(self, field: str) -> int | None:
+        """Columns that share a scale; -1 is all of them."""
+        value = self.values.get(field)
+        if type(value) is int and value == -1:
+            return None
+        if type(value) is not int or not 1 <= value <= 1 << 20:
+            raise self.refusal(field, "a positive integer or -1")
+        return value
+
+    def names(self, field: str) -> tuple[str, ...]:
+        value = self.values.get(field) or []
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self.refusal(field, "a list of names")
+        return tuple(value)
+
+
+def _compressed(fields: _Fields) -> Scheme:
+    form = fields.one_of("format", ("pack-quantized", *_PLAIN_FORMATS))
+    if fields.values.get("kv_cache_scheme") is not None:
+        raise fields.refusal("kv_cache_scheme", "null; caches are of the type computed in")
+    for field in ("sparsity_config", "transform_config"):
+        if fields.values.get(field):
+            raise fields.refusal(field, "null")
+    groups = fields.below("config_groups")
+    if len(groups.values) != 1:
+        names = ", ".join(map(_shown, groups.values))
+        raise UnsupportedModelError(f"{fields.source}: {_FIELD}.config_groups has {names}; supported: one group")
+    group = groups.below(next(iter(groups.values)))
+    if group.names("targets") != ("Linear",):
+        raise group.refusal("targets", '["Linear"]')
+    packed = form == "pack-quantized"
+    own = _compressed_format(group.below("weights"), packed)
+    head = not any(each in (HEAD, "re:.*lm_head") for each in fields.names("ignore"))
+    asked = group.values.get("input_activations") is not None
+    return Scheme("compressed-tensors", "packed" if packed else "plain", own, head, activations=asked)
+
+
+def _compressed_format(weights: _Fields, packed: bool) -> WeightFormat:
+    kind = weights.one_of("type", ("int",) if packed else ("int", "float"), "int")
+    bits = weights.one_of("num_bits", (4, 8) if packed else (8,))
+    if weights.values.get("dynamic"):
+        raise weights.refusal("dynamic", "false")
+    if weights.values.get("actorder") not in (None, "static", "weight"):
+        raise weights.refusal("actorder", '"static" or absent; columns in the order of activations have no kernel')
+    zeros = not weights.one_of("symmetric", (True, False) if kind == "int" else (True,), True)
+    codes = DType.F8E4M3 if kind == "float" else _INTEGERS[bits]
+    return WeightFormat(codes, *_strategy(weights), zeros)
+
+
+def _strategy(weights: _Fields) -> tuple[int | None, int | None]:
+    """(rows, columns) that share a scale; None: all."""
+    strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"))
+    if strategy == "group":
+        return 1, weights.group("group_size")
+    if strategy == "block":
+        if weights.values.get("block_structure") not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
+            raise weights.refusal("block_structure", f"[{BLOCK}, {BLOCK}]")
+        return BLOCK, BLOCK
+    return (None, None) if strategy == "tensor" else (1, None)
+
+
+def _fp8(fields: _Fields) -> Scheme:
+    fields.one_of("fmt", ("e4m3",), "e4m3")
+    fields.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+    size = fields.values.get("weight_block_size")
+    head = HEAD not in (*fields.names("modules_to_not_convert"), *fields.names("ignored_layers"), HEAD)
+    if size is None:
+        return Scheme("fp8", "plain", WeightFormat(DType.F8E4M3, None, None), head, activations=True)
+    if size != [BLOCK, BLOCK]:
+        raise fields.refusal("weight_block_size", f"[{BLOCK}, {BLOCK}] or absent")
+    return Scheme("fp8", "inverse", WeightFormat(DType.F8E4M3, BLOCK, BLOCK), head, activations=True)
+
+
+def _gptq(fields: _Fields) -> Scheme:
+    bits = fields.one_of("bits", (4, 8))
+    fields.one_of("desc_act", (False,), False)
+    form = fields.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    zeros = not fields.one_of("sym", (True, False), True)
+    head = bool(fields.one_of("lm_head", (True, False), False))
+    own = WeightFormat(_INTEGERS[bits], 1, fields.group("group_size"), zeros)
+    return Scheme("gptq", "gptq", own, head, shifted=form == "gptq")
+
+
+def _awq(fields: _Fields) -> Scheme:
+    fields.one_of("bits", (4,))
+    fields.one_of("version", ("gemm", "GEMM"), "gemm")
+    zeros = bool(fields.one_of("zero_point", (True, False), True))
+    return Scheme("awq", "awq", WeightFormat(DType.I4, 1, fields.group("group_size"), zeros), False)
+
+
+_READERS: Final[Mapping[str, Callable[[_Fields], Scheme]]] = MappingProxyType(
+    {"compressed-tensors": _compressed, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
+)
+
+
+def _shown(value: object) -> str:
+    """A JSON value in printable ASCII, cut short."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = ascii(value)
+    return text if len(text) <= 60 else text[:60] + "..."

@@ -1,0 +1,202 @@
+"""The quantised matrices of a checkpoint, from the layouts that others write to codes, scales and zero points.
+
+What a matrix means stays exactly what its checkpoint says. Source of the layouts: compressed-tensors,
+`compressors/pack_quantized`; AutoGPTQ, `qlinear_cuda`; AutoAWQ, `modules/linear/gemm.py`; transformers,
+`integrations/finegrained_fp8.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from flywheel.errors import WeightsError
+from flywheel.ir import DType
+from flywheel.models.checkpoint import Wanted, load_tensors, stored_dtype, tensor_names
+from flywheel.models.graph import codes_of, scales_of, zeros_of
+from flywheel.models.quantise import matrix_keys, pack
+from flywheel.models.schemes import Scheme
+from flywheel.models.spec import LAYER_WEIGHT_KEYS, DecoderSpec, Shape, layer_weight_key
+from flywheel.models.weights import checkpoint_tensors
+
+_FLOATS: Final = ("F32", "F16", "BF16")
+_CODES: Final = MappingProxyType({DType.F8E4M3: ("F8_E4M3",), DType.I8: ("I8",)})
+_WORDS: Final = ("I32",)
+_INDICES: Final = ("I64", "I32")
+
+_PASSED_OVER: Final = (".input_scale", ".output_scale", ".input_zero_point")
+"""Of activations, which are not quantised here."""
+
+_AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Column of each nibble of a word."""
+
+Stored = dict[str, Wanted]
+"""Tensors of one matrix in the files, by the end of their names."""
+
+
+def load_quantised(path: Path, spec: DecoderSpec, scheme: Scheme) -> dict[str, Tensor]:
+    """The weights of a quantised checkpoint, as `models.quantise` has them: scales in the type of the file.
+
+    Raises WeightsError as `load_weights` does, and for a scale that is not positive and finite, a code that is no
+    number, zero points of a scheme without them, and columns that are not in order.
+    """
+    names, shapes = tensor_names(path), checkpoint_tensors(spec)
+    plain = {key: Wanted(shape, _FLOATS) for key, shape in shapes.items()}
+    matrices: dict[str, Shape] = {}
+    wanted: Stored = {}
+    for role, key in matrix_keys(spec):
+        if (role in LAYER_WEIGHT_KEYS or scheme.head) and key in shapes:
+            del plain[key]
+            matrices[key] = shapes[key]
+            base = key.removesuffix(".weight")
+            _check_groups(key, shapes[key], scheme)
+            wanted |= {f"{base}.{end}": each for end, each in _stored(shapes[key], scheme, base, names).items()}
+    given = load_tensors(path, {**plain, **wanted}, passed_over=_PASSED_OVER)
+    weights = {key: given[key] for key in plain}
+    for key, shape in matrices.items():
+        base = f"{key.removesuffix('.weight')}."
+        own = {name.removeprefix(base): tensor for name, tensor in given.items() if name.startswith(base)}
+        codes, scales, zeros = _LAYOUTS[scheme.layout](own, shape, scheme, base)
+        _check(base, codes, scales, zeros, scheme)
+        weights |= {codes_of(key): codes, scales_of(key): scales if scheme.format.rows == 1 else scales.float()}
+        if scheme.format.zeros and zeros is not None:
+            weights[zeros_of(key)] = zeros
+    return weights
+
+
+def stored_scales(path: Path, scheme: Scheme) -> DType:
+    """The type of the first layer's scales. Raises WeightsError where there are none."""
+    base = layer_weight_key("q_proj", 0).removesuffix("weight")
+    names = {"inverse": "weight_scale_inv", "plain": "weight_scale", "packed": "weight_scale"}
+    return stored_dtype(path, f"{base}{names.get(scheme.layout, 'scales')}")
+
+
+def _check_groups(key: str, shape: Shape, scheme: Scheme) -> None:
+    group = scheme.format.group_of(shape)
+    if shape[1] % group:
+        raise WeightsError(f"tensor {key!r}: groups of {group} do not divide its K={shape[1]}")
+    if scheme.layout not in ("plain", "inverse") and (shape[0] % 8 or shape[1] % 8):
+        raise WeightsError(f"tensor {key!r}: {list(shape)} is not of multiples of 8, as words of {scheme.method} are")
+
+
+def _stored(shape: Shape, scheme: Scheme, base: str, names: frozenset[str]) -> Stored:
+    """The tensors that a matrix [N, K] is in."""
+    rows, width = shape
+    scales, each = scheme.format.scale_shape(shape), 32 // scheme.format.codes.bits
+    single = ((1,), ()) if scales == (1, 1) else ((rows,),) if scales[1] == 1 else ()
+    match scheme.layout:
+        case "plain":
+            zeros = {"weight_zero_point": Wanted(scales, ("I8", "F8_E4M3"), single)} if scheme.format.zeros else {}
+            codes = Wanted(shape, _CODES[scheme.format.codes])
+            return {"weight": codes, "weight_scale": Wanted(scales, _FLOATS, single), **zeros}
+        case "inverse":
+            return {"weight": Wanted(shape, ("F8_E4M3",)), "weight_scale_inv": Wanted(scales, _FLOATS)}
+        case "packed":
+            packed = {"weight_zero_point": Wanted((rows // each, scales[1]), _WORDS)} if scheme.format.zeros else {}
+            return {
+                "weight_packed": Wanted((rows, width // each), _WORDS),
+                "weight_scale": Wanted(scales, _FLOATS, single),
+                "weight_shape": Wanted((2,), _INDICES),
+                **packed,
+            }
+        case "gptq":
+            order = {"g_idx": Wanted((width,), _WORDS)} if f"{base}.g_idx" in names else {}
+            words = Wanted((width // each, rows), _WORDS)
+        case "awq":
+            order, words = {}, Wanted((width, rows // each), _WORDS)
+    zeros_shape = (scales[1], rows // each)
+    return {
+        "qweight": words,
+        "qzeros": Wanted(zeros_shape, _WORDS),
+        "scales": Wanted((scales[1], rows), _FLOATS),
+        **order,
+    }
+
+
+_Parts = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _plain(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> _Parts:
+    scales = own["weight_scale"].reshape(scheme.format.scale_shape(shape))
+    zeros = own.get("weight_zero_point")
+    return own["weight"], scales, None if zeros is None else zeros.reshape(scales.shape)
+
+
+def _inverse(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> _Parts:
+    return own["weight"], own["weight_scale_inv"], None
+
+
+def _packed(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> _Parts:
+    """Words of a row's consecutive numbers, each with its least added; zero points of a column's consecutive rows."""
+    told = tuple(own["weight_shape"].tolist())
+    if told != tuple(shape):
+        raise WeightsError(f"tensor '{base}weight_shape' is {list(told)}; wanted: {list(shape)}")
+    scales = own["weight_scale"].reshape(scheme.format.scale_shape(shape))
+    zeros = own.get("weight_zero_point")
+    if zeros is not None:
+        bits = scheme.format.codes.bits
+        zeros = (_numbers(zeros.T.contiguous(), bits) - (1 << bits - 1)).to(torch.int8).T.contiguous()
+    return _signed(own["weight_packed"], scheme.format.codes), scales, zeros
+
+
+def _gptq(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> _Parts:
+    """Words of a column's consecutive K; zero points of consecutive columns."""
+    if "g_idx" in own:
+        ordered = torch.arange(shape[1], dtype=torch.int32) // scheme.format.group_of(shape)
+        if not torch.equal(own["g_idx"], ordered):
+            raise WeightsError(f"tensor '{base}g_idx': columns are not in order, as with desc_act; that has no kernel")
+    bits = scheme.format.codes.bits
+    codes = _signed(own["qweight"].T, scheme.format.codes)
+    zeros = _numbers(own["qzeros"], bits) + (1 if scheme.shifted else 0)
+    if bool((zeros >= 1 << bits).any()):
+        raise WeightsError(f"tensor '{base}qzeros': a zero point of {1 << bits}; supported: 0 to {(1 << bits) - 1}")
+    return codes, own["scales"].T.contiguous(), (zeros - (1 << bits - 1)).to(torch.int8).T.contiguous()
+
+
+def _awq(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> _Parts:
+    """Words of a row of K's columns, of which eight are dealt out to the nibbles in _AWQ_ORDER."""
+    numbers, zeros = (_dealt(_numbers(own[name], 4)) for name in ("qweight", "qzeros"))
+    codes = (numbers - 8).to(torch.int8).T.contiguous()
+    return pack(codes), own["scales"].T.contiguous(), (zeros - 8).to(torch.int8).T.contiguous()
+
+
+_LAYOUTS: Final = MappingProxyType(
+    {"plain": _plain, "inverse": _inverse, "packed": _packed, "gptq": _gptq, "awq": _awq}
+)
+
+
+def _numbers(words: Tensor, bits: int) -> Tensor:
+    """The unsigned numbers of words [R, W], int32 [R, W * 32 / bits], the lowest first."""
+    octets = words.contiguous().view(torch.uint8)
+    if bits == 4:
+        octets = torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
+    return octets.to(torch.int32)
+
+
+def _signed(words: Tensor, codes: DType) -> Tensor:
+    """Codes of words [N, W] whose numbers had their least added: int8 [N, K], or bytes [N, K / 2] of nibbles."""
+    octets = words.contiguous().view(torch.uint8)
+    return octets ^ 0x88 if codes is DType.I4 else (octets ^ 0x80).view(torch.int8)
+
+
+def _dealt(numbers: Tensor) -> Tensor:
+    """Columns [R, N] in order, of nibbles that stand as AWQ deals them."""
+    back = [_AWQ_ORDER.index(column) for column in range(len(_AWQ_ORDER))]
+    return numbers.view(len(numbers), -1, len(_AWQ_ORDER))[:, :, back].flatten(1)
+
+
+def _check(base: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme) -> None:
+    if not bool(torch.isfinite(scales.float()).all()) or not bool((scales.float() > 0).all()):
+        worst = scales.float().nan_to_num(nan=-torch.inf, posinf=-torch.inf).min()
+        told = "not finite" if worst == -torch.inf else f"{float(worst):g}"
+        raise WeightsError(f"scales of '{base}weight': one is {told}; supported: positive and finite")
+    if codes.dtype == torch.float8_e4m3fn and bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
+        raise WeightsError(f"tensor '{base}weight': a code is NaN; supported: numbers up to 448")
+    if not scheme.format.zeros and zeros is not None and bool(zeros.any()):
+        number = int(zeros.flatten()[zeros.flatten().abs().argmax()])
+        raise WeightsError(f"zero points of '{base}weight': one is {number} off the middle in a symmetric checkpoint")

@@ -1,0 +1,310 @@
+"""Quantised checkpoints, as their formats' public descriptions have them and as compressed-tensors writes them.
+
+`quantised/` holds what `experiments/quantised_checkpoints.py` had that package write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from flywheel.decode.session import ReferenceSession
+from flywheel.decode.source import open_source
+from flywheel.decode.verify import default_positions, make_oracle, verify
+from flywheel.errors import UnsupportedModelError, UsageError, WeightsError
+from flywheel.ir import TARGETS, DType
+from flywheel.lowering.lower import lower
+from flywheel.models.formats import parse_formats
+from flywheel.models.hf import load_scheme, load_spec
+from flywheel.models.quantise import matrix_of
+from flywheel.models.weights import checkpoint_tensors, random_weights
+from flywheel.search.space import make_space
+from flywheel.search.workload import make_workload
+
+WRITTEN = Path(__file__).parent / "quantised"
+PACKAGES = sorted(each.name for each in WRITTEN.iterdir())
+CONFIG = json.loads((WRITTEN / "w4a16" / "config.json").read_text())
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Matrix = tuple[dict[str, Tensor], Floats]
+"""A matrix's tensors in a file, by the end of their names, and what they mean."""
+
+
+def described(**changes: Any) -> dict[str, Any]:
+    return {**CONFIG, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, **changes}
+
+
+def words(numbers: Ints, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Unsigned numbers [R, C] in words of 32 bits [R, C * bits / 32], the lowest first, or as `order` deals them."""
+    each = 32 // bits
+    dealt = numbers.reshape(len(numbers), -1, each)
+    dealt = dealt if order is None else dealt[:, :, list(order)]
+    packed = sum(dealt[:, :, place].astype(np.uint64) << np.uint64(place * bits) for place in range(each))
+    return torch.from_numpy(np.asarray(packed, np.uint64).astype(np.uint32).view(np.int32))
+
+
+def wide(scales: Floats, group: int) -> Floats:
+    return np.repeat(scales, group, 1)
+
+
+def gptq(
+    chance: np.random.Generator, rows: int, width: int, *, bits: int = 4, sym: bool = True, version: int = 1
+) -> Matrix:
+    """weight[n, k] = scale[g, n] * (q[k, n] - z[g, n]); q packed along k, z along n and, in version 1, one too low."""
+    half, group = 1 << bits - 1, 32
+    numbers = chance.integers(0, 2 * half, (rows, width))
+    zeros = np.full((rows, width // group), half) if sym else chance.integers(1, 2 * half, (rows, width // group))
+    scales = chance.uniform(0.001, 0.1, (rows, width // group)).astype(np.float16)
+    tensors = {
+        "qweight": words(numbers, bits).T.contiguous(),
+        "qzeros": words(zeros.T - (1 if version == 1 else 0), bits),
+        "scales": torch.from_numpy(scales.T.copy()),
+        "g_idx": torch.arange(width, dtype=torch.int32) // group,
+    }
+    return tensors, wide(scales.astype(np.float64), group) * (numbers - wide(zeros, group))
+
+
+def awq(chance: np.random.Generator, rows: int, width: int) -> Matrix:
+    """weight[n, k] = scale[g, n] * (q[k, n] - z[g, n]); both packed along n, eight columns dealt 0 2 4 6 1 3 5 7."""
+    group, order = 32, (0, 2, 4, 6, 1, 3, 5, 7)
+    numbers, zeros = chance.integers(0, 16, (rows, width)), chance.integers(0, 16, (rows, width // group))
+    scales = chance.uniform(0.001, 0.1, (rows, width // group)).astype(np.float16)
+    tensors = {
+        "qweight": words(numbers.T, 4, order),
+        "qzeros": words(zeros.T, 4, order),
+        "scales": torch.from_numpy(scales.T.copy()),
+    }
+    return tensors, wide(scales.astype(np.float64), group) * (numbers - wide(zeros, group))
+
+
+def blocks(chance: np.random.Generator, rows: int, width: int) -> Matrix:
+    """weight = code * weight_scale_inv of its block of 128 x 128."""
+    codes = torch.from_numpy(chance.normal(0, 50, (rows, width))).to(torch.float8_e4m3fn)
+    scales = chance.uniform(0.001, 0.1, (-(-rows // 128), -(-width // 128))).astype(np.float32)
+    spread = np.repeat(np.repeat(scales, 128, 0)[:rows], 128, 1)[:, :width]
+    tensors = {"weight": codes, "weight_scale_inv": torch.from_numpy(scales)}
+    return tensors, codes.double().numpy() * spread.astype(np.float64)
+
+
+def static(chance: np.random.Generator, rows: int, width: int) -> Matrix:
+    """weight = code * weight_scale of the tensor; input_scale is of activations."""
+    codes = torch.from_numpy(chance.normal(0, 50, (rows, width))).to(torch.float8_e4m3fn)
+    scale = torch.tensor(0.0123, dtype=torch.float32)
+    tensors = {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(1.5)}
+    return tensors, codes.double().numpy() * scale.item()
+
+
+def asymmetric(chance: np.random.Generator, rows: int, width: int) -> Matrix:
+    """weight = (code - weight_zero_point) * weight_scale, a row."""
+    codes, zeros = chance.integers(-128, 128, (rows, width)), chance.integers(-128, 128, (rows, 1))
+    scales = torch.from_numpy(chance.uniform(0.001, 0.1, (rows, 1))).bfloat16()
+    tensors = {
+        "weight": torch.from_numpy(codes.astype(np.int8)),
+        "weight_zero_point": torch.from_numpy(zeros.astype(np.int8)),
+        "weight_scale": scales,
+    }
+    return tensors, (codes - zeros) * scales.double().numpy()
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+INT8 = {
+    "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {
+        "targets": ["Linear"], "input_activations": {"num_bits": 8, "dynamic": True, "strategy": "token"},
+        "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False},
+    }},
+}  # fmt: skip
+KINDS: dict[str, tuple[dict[str, Any], Callable[..., Matrix], str]] = {
+    "gptq": (GPTQ, gptq, "int4-g32-f32"),
+    "gptq of 8 bits": ({**GPTQ, "bits": 8}, lambda *size: gptq(*size, bits=8), "int8-g32-f32"),
+    "gptq with zeros": ({**GPTQ, "sym": False}, lambda *size: gptq(*size, sym=False), "int4-g32-zeros-f32"),
+    "gptq, version 2": (
+        {**GPTQ, "checkpoint_format": "gptq_v2", "sym": False},
+        lambda *size: gptq(*size, sym=False, version=2), "int4-g32-zeros-f32",
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq, "int4-g32-zeros-f32"),
+    "fp8 of blocks": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, blocks, "fp8-block",
+    ),
+    "fp8 of tensors": ({"quant_method": "fp8", "activation_scheme": "static"}, static, "fp8-tensor"),
+    "int8 with zeros": (INT8, asymmetric, "int8-zeros"),
+}  # fmt: skip
+
+
+def write(folder: Path, kind: str) -> dict[str, Floats]:
+    """A checkpoint of that kind; what its matrices mean, by key."""
+    scheme, make, _ = KINDS[kind]
+    (folder / "config.json").write_text(json.dumps(described(quantization_config=scheme)))
+    spec, chance = load_spec(folder), np.random.default_rng(7)
+    tensors: dict[str, Tensor] = {}
+    meant: dict[str, Floats] = {}
+    for key, tensor in random_weights(spec, 3).items():
+        if not key.endswith("_proj.weight"):
+            tensors[key] = tensor
+            continue
+        parts, meant[key] = make(chance, *tensor.shape)
+        tensors |= {f"{key.removesuffix('weight')}{end}": part for end, part in parts.items()}
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors")
+    return meant
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_means_what_its_format_is_described_to_mean(kind: str, tmp_path: Path) -> None:
+    meant = write(tmp_path, kind)
+    source = open_source(str(tmp_path))
+    assert source.formats(DType.BF16) == parse_formats(KINDS[kind][2], "bf16")
+    assert make_workload(str(tmp_path), "h100", "bf16", 32).weights == KINDS[kind][2]
+    weights = source.weights(DType.BF16, 0, formats=source.formats(DType.BF16))
+    for key, wanted in meant.items():
+        found = matrix_of(weights, key, torch.float64)
+        assert found is not None
+        np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_what_compressed_tensors_writes_is_read_as_it_describes(name: str) -> None:
+    source = open_source(str(WRITTEN / name))
+    held = load_file(WRITTEN / name / "model.safetensors")
+    weights = source.weights(DType.BF16, 0, formats=source.formats(DType.BF16))
+    for key, shape in checkpoint_tensors(source.spec).items():
+        if not key.endswith("_proj.weight"):
+            assert torch.equal(weights[key], held[key])
+            continue
+        base = key.removesuffix("weight")
+        codes, scales = held.get(f"{base}weight"), held[f"{base}weight_scale"].double().numpy()
+        zeros: Any = 0
+        if codes is None:
+            bits = 8 if name == "w8a16" else 4
+            octets = held[f"{base}weight_packed"].numpy().view(np.uint8).astype(np.int64)
+            numbers = octets if bits == 8 else np.stack((octets & 15, octets >> 4), -1).reshape(shape)
+            values = (numbers - (1 << bits - 1)).astype(np.float64)
+            if f"{base}weight_zero_point" in held:
+                turned = np.ascontiguousarray(held[f"{base}weight_zero_point"].numpy().T).view(np.uint8)
+                zeros = np.stack((turned & 15, turned >> 4), -1).reshape(len(turned), -1).T.astype(np.float64) - 8
+        else:
+            values = codes.double().numpy()
+        groups = scales.shape[1] if scales.ndim > 1 else 1
+        group, scales = shape[1] // groups, np.broadcast_to(scales.reshape(-1, groups), (shape[0], groups))
+        shifted = values - (np.repeat(zeros, group, 1) if isinstance(zeros, np.ndarray) else 0)
+        found = matrix_of(weights, key, torch.float64)
+        assert found is not None
+        np.testing.assert_allclose(found.numpy(), shifted * np.repeat(scales, group, 1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", [*PACKAGES, "gptq with zeros", "awq", "fp8 of blocks"])
+def test_a_program_decodes_a_checkpoint_token_for_token_like_its_oracle(name: str, tmp_path: Path) -> None:
+    folder = WRITTEN / name
+    if name not in PACKAGES:
+        folder = tmp_path
+        write(folder, name)
+    source = open_source(str(folder))
+    work = make_workload(str(folder), "h100", "f32", 32)
+    space = make_space(work)
+    program = lower(work.graph, space.to_config(space.known_good()[0]), TARGETS["h100"])
+    weights = source.weights(DType.F32, 0, formats=work.formats)
+    session = ReferenceSession(program, source.spec, weights)
+    assert verify(session, weights, default_positions(32)).passed
+    session, oracle, token = ReferenceSession(program, source.spec, weights), make_oracle(session, weights), 5
+    for position in range(8):
+        step, logits = session.step(token, position), oracle.step(token, position)
+        assert step.token == int(logits.argmax())
+        token = step.token
+
+
+def change(folder: Path, **tensors: Tensor | None) -> None:
+    held = load_file(folder / "model.safetensors")
+    for end, tensor in tensors.items():
+        name = f"model.layers.0.mlp.up_proj.{end}"
+        if tensor is None:
+            del held[name]
+        else:
+            held[name] = tensor
+    save_file(held, folder / "model.safetensors")
+
+
+def scales_with(value: float) -> Tensor:
+    return torch.full((4, 256), 0.01, dtype=torch.float16).index_fill(1, torch.tensor([3]), value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("gptq", {"scales": scales_with(0.0)}, "scales of 'model.layers.0.mlp.up_proj.weight': one is 0; supported"),
+        ("gptq", {"scales": scales_with(torch.nan)}, "'model.layers.0.mlp.up_proj.weight': one is not finite"),
+        ("gptq", {"scales": scales_with(torch.inf)}, "one is not finite; supported: positive and finite"),
+        ("gptq", {"scales": torch.ones(4, 255)}, "up_proj.scales' in model.safetensors is [4, 255]; wanted: [4, 256]"),
+        ("gptq", {"qweight": torch.ones(16, 256)}, "up_proj.qweight' in model.safetensors is F32; supported: I32"),
+        ("gptq", {"qzeros": None}, "up_proj.qzeros' is not in"),
+        ("gptq", {"qzeros": torch.zeros(4, 32, dtype=torch.int32)}, "one is -7 off the middle in a symmetric"),
+        ("gptq", {"qzeros": torch.full((4, 32), -1, dtype=torch.int32)}, "a zero point of 16; supported: 0 to 15"),
+        ("gptq", {"g_idx": torch.arange(128, dtype=torch.int32).flip(0) // 32}, "columns are not in order"),
+        ("awq", {"odd": torch.ones(1)}, "up_proj.odd' in model.safetensors is not one of this model's"),
+        ("int8 with zeros", {"weight_zero_point": None}, "up_proj.weight_zero_point' is not in"),
+        ("fp8 of tensors", {"weight": torch.full((256, 128), torch.nan).to(torch.float8_e4m3fn)}, "a code is NaN"),
+    ],
+)  # fmt: skip
+def test_a_damaged_checkpoint_is_refused_by_its_tensor(
+    kind: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write(tmp_path, kind)
+    change(tmp_path, **changes)
+    with pytest.raises(WeightsError) as caught:
+        open_source(str(tmp_path))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+WEIGHTS = INT8["config_groups"]["group_0"]["weights"]  # type: ignore[index]
+
+
+def with_weights(**changes: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {**WEIGHTS, **changes}}
+    return {**INT8, "format": changes.pop("form", "int-quantized"), "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        ({"quant_method": "mxfp4"}, 'quantization_config.quant_method is "mxfp4"; supported: "compressed-'),
+        ({"quant_method": "bitsandbytes"}, 'quant_method is "bitsandbytes"'),
+        ({**INT8, "format": "nvfp4-pack-quantized"}, 'format is "nvfp4-pack-quantized"; supported: "pack-qu'),
+        ({**INT8, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
+        ({**INT8, "config_groups": {"a": {}, "b": {}}}, 'config_groups has "a", "b"; supported: one group'),
+        (with_weights(num_bits=4), "weights.num_bits is 4; supported: 8"),
+        (with_weights(strategy="tensor_group"), 'weights.strategy is "tensor_group"'),
+        (with_weights(actorder="group"), 'weights.actorder is "group"'),
+        (with_weights(strategy="block", block_structure=[64, 64]), "block_structure is [64, 64]; supported: [128"),
+        ({**GPTQ, "desc_act": True}, "quantization_config.desc_act is true; supported: false"),
+        ({**GPTQ, "bits": 3}, "bits is 3; supported: 4 or 8"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, 'version is "gemv"'),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size is [64, 64]; supported: [128"),
+        ("int4", 'quantization_config is "int4"; supported: an object'),
+    ],
+)  # fmt: skip
+def test_what_no_format_stands_for_is_refused_by_name(scheme: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(described(quantization_config=scheme)))
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_spec(tmp_path)
+    assert message in str(caught.value)
+
+
+def test_a_checkpoint_says_that_its_activations_are_to_be_quantised(tmp_path: Path) -> None:
+    write(tmp_path, "int8 with zeros")
+    scheme = load_scheme(tmp_path)
+    assert scheme is not None
+    assert scheme.activations
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again() -> None:
+    source = open_source(str(WRITTEN / "w4a16"))
+    with pytest.raises(UsageError, match="its checkpoint is int4-g32; weights int8 would quantise it once more"):
+        source.weights(DType.BF16, 0, formats=parse_formats("int8", "bf16"))
