@@ -19,7 +19,7 @@ EVENTS_VERSION: Final = 1
 """Raised when an older reader would misread the lines; added fields do not raise it."""
 
 _SEARCHED: Final = ("model", "gpu", "dtype", "weights", "context", "batch", "sampler", "seed", "measure")
-_STARTS: Final = ("model", "gpu", "dtype", "context", "campaign", "trial", "distance")
+_STARTS: Final = ("model", "gpu", "dtype", "weights", "context", "campaign", "trial", "distance")
 _BUDGETS: Final = ("trials", "time_s", "until", "patience")
 _TRIAL: Final = ("trial", "outcome", "reason", "source", "config_id", "program_id", "latency_us", "predicted_us",
                  "predictor", "floor_us", "floor_fraction", "tasks")  # fmt: skip
