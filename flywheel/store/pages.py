@@ -17,6 +17,9 @@ _CHOICES: Final = {"mlflow.workflowType_v1": "machine_learning", "mlflow.assista
 threads = 8
 """Of the one worker: a page asks for many files at once."""
 
+control_socket_disable = True
+"""Nothing is left in a home directory."""
+
 
 def post_worker_init(_: object) -> None:
     """Called by gunicorn in the worker, before its first request."""
