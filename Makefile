@@ -29,7 +29,7 @@ test: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest --quiet --numprocesses auto --timeout 300
+	$(BIN)/python -m pytest --quiet --numprocesses auto --dist worksteal --timeout 300
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis flywheel.egg-info

@@ -29,6 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )  # fmt: skip
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Kernels that were built for the CPU serve all workers, and the next run: they take a minute of one core."""
+    kept = getattr(config, "cache", None)  # absent with -p no:cacheprovider
+    if kept is not None:
+        os.environ.setdefault("EMULATOR_KERNELS", str(kept.mkdir("emulator")))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item,

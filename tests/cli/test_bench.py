@@ -140,11 +140,11 @@ def test_a_table_says_how_each_stands_and_a_document_holds_every_sample(
 def test_one_config_serves_every_batch_and_says_what_each_costs_beside_one(
     run: Run, l4: type[FakeContests], config: Path
 ) -> None:
-    arguments = ("bench", *WORK, "--config", config, "--against", "cublas", "--context", "64,4096", "--batch", "1,4,8")
+    arguments = ("bench", *WORK, "--config", config, "--against", "cublas", "--context", "64,128", "--batch", "1,4,8")
     result = run(*arguments, "--output", "table.json", "--picture", "bench.svg")
     assert result.exit_code == 0, result.stderr
     asked = [(each["context"], each["batch"], each["program"].meta.get("batch", 1)) for each in l4.asked]
-    assert asked == [(64, 1, 1), (64, 4, 4), (64, 8, 8), (4096, 1, 1), (4096, 4, 4), (4096, 8, 8)]
+    assert asked == [(64, 1, 1), (64, 4, 4), (64, 8, 8), (128, 1, 1), (128, 4, 4), (128, 8, 8)]
     rows = [line.split() for line in result.stdout.splitlines() if " pass " in line and " flywheel " in line]
     assert [(row[0], row[2], row[-3]) for row in rows] == [("1", "100.0", "1.00"), ("4", "115.0", "1.15"),
                                                            ("8", "135.0", "1.35")] * 2  # fmt: skip
@@ -153,7 +153,7 @@ def test_one_config_serves_every_batch_and_says_what_each_costs_beside_one(
     assert "--batch 1,4,8" in document["command"]
     assert [each["batch"] for each in document["comparisons"]] == [1, 4, 8] * 2
     assert [one["over_single"] for one in document["comparisons"][4]["contestants"]] == [pytest.approx(1.15)] * 2
-    assert "context 4,096, batch 8" in Path("bench.svg").read_text(encoding="utf-8")
+    assert "context 128, batch 8" in Path("bench.svg").read_text(encoding="utf-8")
 
 
 def test_without_a_single_sequence_there_is_nothing_to_compare_a_batch_with(

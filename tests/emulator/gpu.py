@@ -6,11 +6,14 @@ Needs g++.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +36,11 @@ WHY_BYTES: Final = 256
 ALIGNMENT: Final = 256
 
 _ENTRIES: Final = ("megakernel", "pack_matrix")
-_FOLDER: Final = tempfile.TemporaryDirectory(prefix="emulator-")
+_OWN: Final = tempfile.TemporaryDirectory(prefix="emulator-")
+KERNELS: Final = "EMULATOR_KERNELS"
+"""Where built kernels are kept for other processes; without it, each process builds its own."""
+KEPT_S: Final = 14 * 86400
+"""How long a kernel is kept that nobody uses."""
 
 
 def build_variant(
@@ -57,17 +64,40 @@ def build_variant(
     if rows:
         defines["FW_ROWS"] = str(rows)
     defines |= {name: "1" for name, wanted in (("FW_TRACE", trace), ("FW_EVERY_THREAD", every_thread)) if wanted}
-    text = translate(sources, "megakernel.cu", defines)
-    key = hashlib.sha256(text.encode()).hexdigest()
-    library = Path(_FOLDER.name, f"{key}.so")
-    if not library.exists():
-        unfinished = library.with_suffix(f".{os.getpid()}")
-        subprocess.run(["g++", *FLAGS, "-x", "c++", "-", "-o", unfinished], input=text, text=True, check=True)
-        unfinished.replace(library)
+    # Sources that a test has changed may change again under the same name.
+    make = _known_library if sources == nvrtc.SOURCES else _library
+    library = make(sources, tuple(defines.items()))
     usage = EntryUsage(registers=0, static_shared_bytes=0, stack_bytes=0, spill_bytes=0)
+    entries = dict.fromkeys(_ENTRIES, usage)
     return CompiledVariant(
-        arch, key, os.fsencode(library), "", dict.fromkeys(_ENTRIES, usage), threads, dtype, multiplying, trace, rows
+        arch, library.stem, os.fsencode(library), "", entries, threads, dtype, multiplying, trace, rows
     )
+
+
+def _library(sources: Path, defines: tuple[tuple[str, str], ...]) -> Path:
+    """A kernel's shared library, built where no process has."""
+    text = translate(sources, "megakernel.cu", dict(defines))
+    key = hashlib.sha256(" ".join([*FLAGS, text]).encode()).hexdigest()
+    folder = Path(os.environ.get(KERNELS) or _OWN.name)
+    library, lock = folder / f"{key}.so", folder / f"{key}.lock"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # whoever comes second waits, and builds nothing
+        if not library.exists():
+            _forget_old(folder)
+            unfinished = library.with_suffix(f".{os.getpid()}")
+            subprocess.run(["g++", *FLAGS, "-x", "c++", "-", "-o", unfinished], input=text, text=True, check=True)
+            unfinished.replace(library)
+        os.utime(library)
+    return library
+
+
+_known_library = cache(_library)
+
+
+def _forget_old(folder: Path) -> None:
+    for path in folder.iterdir():
+        if time.time() - path.stat().st_mtime > KEPT_S:
+            path.unlink(missing_ok=True)
 
 
 @dataclass
