@@ -12,7 +12,7 @@ from flywheel.cli.options import command, json_option, store_option
 from flywheel.cli.provenance import find_campaign, search_command
 from flywheel.cli.text import ABSENT, counts, pairs, percent, show, show_json, show_table, ties, us
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import best_of, judged, marks, ranked, tied_with, title, trial_of
+from flywheel.measure.standing import best_of, judged, marks, ranked, row_name, tied_with, trial_of
 
 if TYPE_CHECKING:
     from flywheel.store.campaign import Campaign, CampaignSummary
@@ -101,7 +101,7 @@ def _document(summary: CampaignSummary) -> dict[str, Any]:
 def _show(where: str, summary: CampaignSummary, trials: list[TrialRecord]) -> None:
     campaign: Campaign = summary.campaign
     top = best_of(trials)
-    tied = ((title(record, trials), record.latency_us) for record in tied_with(top, trials))
+    tied = ((row_name(record, trials), record.latency_us) for record in tied_with(top, trials))
     show(f"{campaign.name}: {campaign.work}")
     last = trials[-1].created_at if trials else ABSENT
     show(

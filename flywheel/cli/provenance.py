@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import UnknownNameError
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import title
+from flywheel.measure.standing import row_name
 from flywheel.search.spec import CampaignSpec, with_name
 from flywheel.store.schedule import dump_schedule, schedule_document
 
@@ -50,7 +50,7 @@ def find_campaign(store: Store, name: str | None) -> Campaign:
 
 def row_title(store: Store, record: TrialRecord) -> str:
     """`trial 147`, or `final of trial 147`, of a row of the store. Raises StoreError."""
-    return title(record, store.trials(record.campaign) if record.source == "final" else ())
+    return row_name(record, store.trials(record.campaign) if record.source == "final" else ())
 
 
 def search_command(campaign: Campaign) -> str:

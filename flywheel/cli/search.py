@@ -35,7 +35,7 @@ from flywheel.cli.text import counts, duration, note, pairs, percent, show, show
 from flywheel.errors import UsageError
 from flywheel.installing import install_line
 from flywheel.measure.environment import list_gpus
-from flywheel.measure.standing import title
+from flywheel.measure.standing import row_name
 from flywheel.models.catalog import fetch_model, resolve_model
 from flywheel.search.device import default_gpu
 from flywheel.search.forks import expect_forks, jobs_of
@@ -205,17 +205,21 @@ def _exit_code(result: CampaignResult, fresh: bool) -> int:
 
 def _settle(file: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """The options with the model as stores name it, which is downloaded where it must be, and with what nobody gave:
-    this machine's GPU, and a context that the model has. Raises as `fetch_model` and `default_gpu` do."""
+    this machine's GPU, and a context that the model has.
+
+    Raises as `fetch_model`, `resolve_model` and `default_gpu` do.
+    """
     given = {**file, **{name: value for name, value in options.items() if value is not None}}
     if "model" not in given:
         return options
     weights = given.get("measure") != "predict" and bool(list_gpus())
     model = fetch_model(given["model"], weights, lambda line: note(f"flywheel: {line}"))
+    spec = resolve_model(model)
     gpu, context = given.get("gpu"), given.get("context")
     if gpu is None:
         gpu = default_gpu("search")
     if context is None:
-        context = default_context(resolve_model(model))
+        context = default_context(spec)
     return {**options, "model": model, "gpu": gpu, "context": context}
 
 
@@ -322,7 +326,7 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
                 ("saved", f"{saved:,} measurements saved by predictions" if (saved := _saved(spec, result)) else None),
                 ("steered", _steered(result)),
                 *(_found(spec, best, rows) if best is not None else ()),
-                ("tied", ties((title(record, rows), record.latency_us) for record in result.tied)),
+                ("tied", ties((row_name(record, rows), record.latency_us) for record in result.tied)),
                 ("final", None if best is None or best.is_predicted or best.source == "final" else _UNCERTAIN),
                 ("store", where),
                 *((("schedule", str(schedule_file)),) if schedule_file is not None and best is not None else ()),
@@ -353,7 +357,7 @@ def _rows(store: str, result: CampaignResult) -> list[TrialRecord]:
 
 
 def _found(spec: CampaignSpec, best: TrialRecord, rows: Sequence[TrialRecord]) -> list[tuple[str, str | None]]:
-    where = f"{title(best, rows)}, config {best.config_id}, program {best.program_id}"
+    where = f"{row_name(best, rows)}, config {best.config_id}, program {best.program_id}"
     return [("best", where), ("changed", _changed(spec, best))]
 
 

@@ -115,7 +115,7 @@ def _best(store: str, campaign: str) -> Schedule:
     """The best schedule of a campaign, measured, else predicted. Raises UnknownNameError, StoreError."""
     from flywheel.cli.provenance import find_campaign
     from flywheel.ir import config_from_dict
-    from flywheel.measure.standing import best_of, title
+    from flywheel.measure.standing import best_of, row_name
     from flywheel.store.sql import open_store
 
     with open_store(store, create=False) as opened:
@@ -124,7 +124,7 @@ def _best(store: str, campaign: str) -> Schedule:
         best = best_of(records)
         if best is None:
             raise UnknownNameError(f"store {opened.name}: no trial of campaign {campaign!r} has a latency")
-    note(f"{best.campaign}, {title(best, records)}: {best.kind} {us(best.objective_us)}")
+    note(f"{best.campaign}, {row_name(best, records)}: {best.kind} {us(best.objective_us)}")
     config = config_from_dict(json.loads(best.config))
     work = (best.model, best.gpu, best.dtype, best.context, best.batch)
     return Schedule(*work, config, best.config_id, best.program_id, best.weights or best.dtype)

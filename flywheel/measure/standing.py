@@ -35,7 +35,7 @@ def trial_of(record: TrialRecord, records: Sequence[TrialRecord]) -> int:
     return next(tried, record.trial)
 
 
-def title(record: TrialRecord, records: Sequence[TrialRecord]) -> str:
+def row_name(record: TrialRecord, records: Sequence[TrialRecord]) -> str:
     """`trial 147`, or `final of trial 147`."""
     return f"{'final of ' if record.source == 'final' else ''}trial {trial_of(record, records)}"
 

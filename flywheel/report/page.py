@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import disturbed, judged, marks, ranked
+from flywheel.measure.standing import disturbed, judged, marks, ranked, row_name
 from flywheel.report.changes import Change, changes
 from flywheel.report.facts import Facts, Knobs
 from flywheel.report.history import MOST_TIMES, history, outcomes, shown
@@ -93,17 +93,17 @@ def _head(facts: Facts) -> list[str]:
         element("h1", words(campaign.name)),
         element("p", words(work), " ", element("span", words(kind), class_=f"kind {colour}")),
         element("div", *(element("div", element("b", words(v)), words(n)) for n, v in tiles), class_="tiles"),
-        *([] if best is None or best.is_predicted else [_note(text) for text in _certainty(best, facts.tied)]),
+        *([] if best is None or best.is_predicted else map(_note, _certainty(best, facts.tied, facts.records))),
     ]
 
 
-def _certainty(best: TrialRecord, tied: Sequence[TrialRecord]) -> list[str]:
+def _certainty(best: TrialRecord, tied: Sequence[TrialRecord], records: Sequence[TrialRecord]) -> list[str]:
     """How sure it is that a measured row is the best, and what disturbed its measurement."""
     said = []
     if best.source != "final":
         said.append("No final was held: these trials were measured at different times, so their order may be chance.")
     elif tied:
-        others = ", ".join(f"trial {record.trial} ({record.latency_us:,.1f} us)" for record in tied)
+        others = ", ".join(f"{row_name(record, records)} ({record.latency_us:,.1f} us)" for record in tied)
         said.append(f"Tied with {others}: the difference is within the noise of the final.")
     elif best.gain_low_us is not None:
         least, most = best.gain_low_us, best.gain_high_us

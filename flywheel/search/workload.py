@@ -106,8 +106,8 @@ def find_target(name: str) -> GpuTarget:
         return TARGETS[name]
     if name != GENERIC and not name.startswith(f"{GENERIC}-"):
         close = get_close_matches(name, TARGETS, n=2, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise UnknownNameError(f"GPU {name!r} is not one of {', '.join(TARGETS)}, {GENERIC}{hint}")
+        hint = f": did you mean {' or '.join(close)}? It" if close else ""
+        raise UnknownNameError(f"GPU {name!r}{hint} is not one of {', '.join(TARGETS)}, {GENERIC}")
     from flywheel.vm.driver import describe_gpu
 
     _, here = describe_gpu()

@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from flywheel.errors import MirrorError, UsageError
 from flywheel.installing import install_line
 from flywheel.measure.record import TrialRecord
-from flywheel.measure.standing import best_of, incumbents, tied_with, trials_of
+from flywheel.measure.standing import best_of, incumbents, row_name, tied_with, trials_of
 from flywheel.process import default_environment
 from flywheel.store.campaign import Campaign, work_named
 from flywheel.store.mirror import (
@@ -295,8 +295,8 @@ def _describe(campaign: Campaign, records: Sequence[TrialRecord]) -> str:
         return f"{work}: no feasible schedule in {count} trials."
     floor = "" if best.floor_fraction is None else f", {best.floor_fraction:.1%} of the weight floor"
     said = f"**{best.kind}** {best.objective_us:,.1f} us a token{floor}"
-    tied = ", ".join(str(record.trial) for record in tied_with(best, records))
-    return f"{work}: {said}; trial {best.trial}, of {count} trials{f'; **tied** with trial {tied}' if tied else ''}."
+    tied = ", ".join(row_name(record, records) for record in tied_with(best, records))
+    return f"{work}: {said}; {row_name(best, records)}, of {count} trials{f'; **tied** with {tied}' if tied else ''}."
 
 
 def _artifact_folder(uri: str) -> str | None:

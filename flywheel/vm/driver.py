@@ -45,7 +45,7 @@ def open_gpu(index: int = 0) -> Gpu:
     try:
         return Gpu(index, core, driver, CUDAError)
     except (RuntimeError, ValueError, CUDAError) as error:  # no driver library, no such index, no device
-        raise NoGpuError(f"GPU {index}: {_line(error)}") from error
+        raise NoGpuError(f"GPU {index}: no such NVIDIA GPU is here: {_line(error)}") from error
 
 
 def describe_gpu(index: int = 0) -> tuple[Device, GpuTarget]:

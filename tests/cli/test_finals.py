@@ -66,7 +66,7 @@ def test_a_report_and_a_table_count_its_trials(run: Run, measured: list[TrialRec
     assert json.loads(run("report", "gpu", "--json").stdout)["trials"] == TRIALS
     page = Path("gpu.html").read_text(encoding="utf-8")
     assert "3,100.0 us a token</b>best, measured" in page
-    assert "Tied with trial 5" in page
+    assert "Tied with final of trial 0" in page
     results = json.loads(run("export", "--format", "t4", "--campaign", "gpu").stdout)["results"]
     times = [{each["name"]: each["value"] for each in result["measurements"]}["time"] for result in results]
     assert times == pytest.approx([3.101, 3.1, 3.002, 3.003, 2.999])

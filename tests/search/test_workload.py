@@ -25,7 +25,7 @@ def test_contexts_and_dtypes_are_checked_at_once() -> None:
 
 
 def test_unknown_gpus_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnknownNameError, match=r"^GPU 'h1000' is not one of a100, .*, generic; did you mean h100"):
+    with pytest.raises(UnknownNameError, match=r"^GPU 'h1000': did you mean h100.* It is not one of a100, .*generic$"):
         find_target("h1000")
 
 
