@@ -14,8 +14,8 @@ import site
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache, wraps
 from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
@@ -31,56 +31,42 @@ _SHELTER: Final = threading.RLock()
 _BRINGS_BLAS: Final = ("numpy", "scipy", "torch")
 
 
-class _Collector:
-    """The cycle collector, and how many blocks of `no_collector` are entered in all threads."""
+def while_wanted(setting: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
+    """A setting of the whole process that holds while any thread is in its block: the first to enter makes it, and the
+    last to leave puts back what was found."""
+    lock = threading.Lock()
+    made: list[AbstractContextManager[None]] = []
+    blocks = 0
 
-    __slots__ = ("_blocks", "_lock", "_was_enabled")
+    @contextmanager
+    @wraps(setting)
+    def shared() -> Iterator[None]:
+        nonlocal blocks
+        with lock:
+            if not blocks:
+                made.append(setting())
+                made[0].__enter__()
+            blocks += 1
+        try:
+            yield
+        finally:
+            with lock:
+                blocks -= 1
+                if not blocks:
+                    made.pop().__exit__(None, None, None)
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._blocks = 0
-        self._was_enabled = True
-
-    def pause(self) -> None:
-        with self._lock:
-            if not self._blocks:
-                self._was_enabled = gc.isenabled()
-                gc.disable()
-            self._blocks += 1
-
-    def resume(self) -> None:
-        with self._lock:
-            self._blocks -= 1
-            if not self._blocks and self._was_enabled:
-                gc.enable()
-
-
-_COLLECTOR: Final = _Collector()
-
-_ABANDONED: Final = threading.Event()
+    return shared
 
 
-def abandon_threads() -> None:
-    """Somebody else's code does not return, and would break the interpreter's end."""
-    _ABANDONED.set()
-
-
-def threads_abandoned() -> bool:
-    """Whether this process should end by `os._exit`."""
-    return _ABANDONED.is_set()
-
-
+@while_wanted
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """Without the cycle collector, which would walk a program's tens of thousands of records again and again.
-
-    Several threads may be in here at once; the last one to leave puts it back.
-    """
-    _COLLECTOR.pause()
-    try:
-        yield
-    finally:
-        _COLLECTOR.resume()
+    """Without the cycle collector, which would walk a program's tens of thousands of records again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    yield
+    if was_enabled:
+        gc.enable()
 
 
 def keep_objects() -> None:
@@ -88,6 +74,7 @@ def keep_objects() -> None:
     gc.freeze()
 
 
+@while_wanted
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
     """The linear algebra of numpy and scipy on one thread.

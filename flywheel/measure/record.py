@@ -237,8 +237,20 @@ def _fault(column: Column, value: Any) -> str | None:
     return fault
 
 
-@lru_cache(maxsize=4096)
+_REMEMBERED: Final = 4096
+"""Configs whose faults are remembered, and characters of one that is: 16 MiB in all. A search's have some 500."""
+
+
 def _config_fault(text: str) -> str | None:
+    return (_short_fault if len(text) <= _REMEMBERED else _find_fault)(text)
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _short_fault(text: str) -> str | None:
+    return _find_fault(text)
+
+
+def _find_fault(text: str) -> str | None:
     if not is_json_object(text):
         return "is no JSON object"
     try:

@@ -15,7 +15,7 @@ from optuna.exceptions import ExperimentalWarning
 from optuna.trial import Trial, TrialState, create_trial
 
 from flywheel.ir import ScheduleConfig
-from flywheel.process import one_blas_thread
+from flywheel.process import one_blas_thread, while_wanted
 from flywheel.search.foresight import Foresight
 from flywheel.search.knobs import Choice, Value
 from flywheel.search.samplers import ORDER_AWARE, Measured, make_sampler
@@ -179,6 +179,7 @@ def _exhaustible() -> Iterator[None]:
             raise
 
 
+@while_wanted
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Which features are experimental, and that CMA-ES makes nothing of constraints, is ours to know."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flywheel.measure import record
 from flywheel.measure.record import COLUMNS, TrialRecord, columns_markdown
 
 Records = Callable[..., TrialRecord]
@@ -132,3 +133,11 @@ def test_an_imported_measurement_is_a_kind_of_its_own(make_record: Records) -> N
     assert (row.kind, make_record(outcome="measured", latency_us=1.0).kind) == ("imported", "measured")
     predicted = make_record(outcome="predicted", predicted_us=1.0, predictor="1", imported_from="elsewhere")
     assert predicted.kind == "predicted"
+
+
+def test_no_more_than_16_mib_of_configs_are_remembered(make_record: Records) -> None:
+    before = record._short_fault.cache_info()
+    make_record(config='{"more": "' + "x" * 10_000 + '"}')
+    after = record._short_fault.cache_info()
+    assert (after.currsize, after.misses) == (before.currsize, before.misses)
+    assert record._REMEMBERED * (after.maxsize or 0) <= 16 * 2**20

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from flywheel.search.knobs import Choice
 from flywheel.search.samplers import SAMPLERS
 from flywheel.search.space import make_space
-from flywheel.search.study import NOT_TRIED, CampaignStudy, Told
+from flywheel.search.study import NOT_TRIED, CampaignStudy, Told, _quiet
 
 Objective = Callable[[Choice], float | None]
 
@@ -122,6 +123,25 @@ def test_a_sampler_is_asked_on_one_thread_of_blas(lab: Any, monkeypatch: pytest.
         CampaignStudy(lab.space(), "random", 0, []).ask()
     assert seen
     assert {1} == set().union(*seen)
+
+
+def test_two_threads_that_ask_leave_the_filters_of_warnings_as_they_were() -> None:
+    """The thread that makes the first predictions asks beside the campaign's own."""
+    before, inside, leave = list(warnings.filters), Event(), Event()
+
+    def other() -> None:
+        with _quiet():
+            inside.set()
+            leave.wait()
+
+    thread = Thread(target=other)
+    with _quiet():
+        assert list(warnings.filters) != before
+        thread.start()
+        inside.wait()
+    leave.set()
+    thread.join()
+    assert list(warnings.filters) == before
 
 
 @pytest.mark.parametrize("sampler", sorted(SAMPLERS))
