@@ -206,10 +206,10 @@ class CampaignRun:
             for record in rows:
                 watch(self._progress(record, record == self._tally.best, start))
         tally = self._tally
-        tied = tuple(tied_with(tally.best, self._store.trials(self._name)))
+        tied = tied_with(tally.best, self._store.trials(self._name)) if self._measured else []
         elapsed, counts = perf_counter() - start, dict(tally.outcomes)
         return CampaignResult(
-            self._name, tally.best, counts, tally.trials, self._own, elapsed, stopped or "trials", tied
+            self._name, tally.best, counts, tally.trials, self._own, elapsed, stopped or "trials", tuple(tied)
         )
 
     def _progress(self, record: TrialRecord, improved: bool, start: float) -> Progress:

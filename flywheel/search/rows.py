@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from math import isfinite
 from typing import Any, assert_never
 
@@ -52,7 +52,10 @@ def to_record(
         result |= result_columns(Predicted(evaluation.predicted)) | {"outcome": result["outcome"]}
     result |= {} if compared is None else _contest_columns(compared)
     where = {name: getattr(place, name) for name in ("host", "kernels", "nvrtc")}
-    row = TrialRecord(
+    objective = {"measured": "latency_us", "predicted": "predicted_us"}.get(result["outcome"])
+    if objective is not None and evaluation.floor_us is not None:
+        result["floor_fraction"] = floor_fraction(evaluation.floor_us, result[objective])
+    return TrialRecord(
         campaign=campaign,
         trial=trial,
         model=spec.model,
@@ -85,9 +88,6 @@ def to_record(
         **where,
         **result,
     )
-    if row.objective_us is None or row.floor_us is None:
-        return row
-    return replace(row, floor_fraction=floor_fraction(row.floor_us, row.objective_us))
 
 
 _MAX_REASON = 10_000

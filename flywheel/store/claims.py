@@ -6,14 +6,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Final
+from typing import Any, Final
 
-from sqlalchemy import Connection, Engine, delete, func, insert, select
+from sqlalchemy import Connection, Engine, bindparam, delete, func, insert, select
 
 from flywheel.measure.record import TrialRecord
 from flywheel.store.engine import writing
 from flywheel.store.presence import Presence
 from flywheel.store.schema import campaigns, claims, record_values, trials
+
+
+_LAST: Final = select(func.max(trials.c.trial)).where(trials.c.campaign == bindparam("campaign"))
+_HELD: Final = select(claims.c.config_id, claims.c.run).where(claims.c.campaign == bindparam("campaign"))
+_MINE: Final = delete(claims).where(
+    claims.c.campaign == bindparam("campaign"),
+    claims.c.config_id == bindparam("config_id"),
+    claims.c.run == bindparam("run"),
+)
+_ROW: Final = insert(trials)
+_CLAIM: Final = insert(claims)
+"""Statements of every trial: to build one takes longer than to execute it."""
 
 
 class Claim(Enum):
@@ -51,8 +63,7 @@ class Claims:
             if others >= room:
                 return Claim.FULL
             if run is None:
-                mine = {"campaign": self._campaign, "config_id": config_id, "run": self._presence.run}
-                connection.execute(insert(claims), mine)
+                connection.execute(_CLAIM, self._mine(config_id))
             return Claim.GRANTED
 
     def held(self) -> set[str]:
@@ -65,11 +76,15 @@ class Claims:
         """Append the row of a config under the campaign's next number, and give up its claim; the row, with that
         number."""
         with self._alone() as connection:
-            record = replace(record, trial=_next_trial(connection, self._campaign))
-            connection.execute(insert(trials), record_values(record))
-            mine = claims.c.campaign == self._campaign, claims.c.config_id == record.config_id
-            connection.execute(delete(claims).where(*mine, claims.c.run == self._presence.run))
+            number = _next_trial(connection, self._campaign)
+            record = record if record.trial == number else replace(record, trial=number)
+            connection.execute(_ROW, record_values(record))
+            connection.execute(_MINE, self._mine(record.config_id))
         return record
+
+    def _mine(self, config_id: str) -> dict[str, Any]:
+        """This run's claim of a config, as a statement's parameters."""
+        return {"campaign": self._campaign, "config_id": config_id, "run": self._presence.run}
 
     @contextmanager
     def _alone(self) -> Iterator[Connection]:
@@ -81,7 +96,7 @@ class Claims:
     def _held(self, connection: Connection) -> dict[str, int]:
         """The live run that holds a config; the claims of dead ones are removed."""
         mine = claims.c.campaign == self._campaign
-        found = connection.execute(select(claims.c.config_id, claims.c.run).where(mine)).all()
+        found = connection.execute(_HELD, {"campaign": self._campaign}).all()
         if any(run != self._presence.run for _, run in found):
             alive = self._presence.alive()
             dead = sorted({run for _, run in found} - alive)
@@ -100,6 +115,5 @@ def keep_to_oneself(connection: Connection, campaign: str) -> None:
 
 def _next_trial(connection: Connection, campaign: str) -> int:
     """The number behind the last row."""
-    query = select(func.max(trials.c.trial)).where(trials.c.campaign == campaign)
-    last: int | None = connection.execute(query).scalar()
+    last: int | None = connection.execute(_LAST, {"campaign": campaign}).scalar()
     return 0 if last is None else last + 1

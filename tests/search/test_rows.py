@@ -56,6 +56,12 @@ def test_every_outcome_has_its_columns(outcome: Any, expected: dict[str, Any], e
     assert (record.campaign, record.trial, record.source, record.host) == ("toy", 5, "search", "lab")
 
 
+def test_what_failed_is_of_no_fraction_of_the_floor_whatever_was_predicted_of_it(environment: Environment) -> None:
+    failed = Evaluation(TimedOut(2.0, "no answer"), "0123", 7, 4096, 25.0, predicted=PredictedLatency(40.0, "7"))
+    record = row(failed, environment)
+    assert (record.predicted_us, record.floor_us, record.floor_fraction) == (40.0, 25.0, None)
+
+
 def test_a_row_holds_the_config_itself(environment: Environment) -> None:
     record = row(Evaluation(Rejected(("config",), "no")), environment)
     assert config_from_dict(json.loads(record.config)) == CONFIG
