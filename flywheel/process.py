@@ -69,6 +69,19 @@ def no_collector() -> Iterator[None]:
         gc.enable()
 
 
+_ABANDONED: Final = threading.Event()
+
+
+def abandon_threads() -> None:
+    """Somebody else's code does not return, and would break the interpreter's end."""
+    _ABANDONED.set()
+
+
+def threads_abandoned() -> bool:
+    """Whether this process should end by `os._exit`."""
+    return _ABANDONED.is_set()
+
+
 def keep_objects() -> None:
     """The cycle collector never looks at the objects of now again: those of modules, torch's above all, which stay."""
     gc.freeze()

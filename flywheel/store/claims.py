@@ -15,7 +15,6 @@ from flywheel.store.engine import writing
 from flywheel.store.presence import Presence
 from flywheel.store.schema import campaigns, claims, record_values, trials
 
-
 _LAST: Final = select(func.max(trials.c.trial)).where(trials.c.campaign == bindparam("campaign"))
 _HELD: Final = select(claims.c.config_id, claims.c.run).where(claims.c.campaign == bindparam("campaign"))
 _MINE: Final = delete(claims).where(
