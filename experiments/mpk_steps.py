@@ -4,6 +4,8 @@ MPK was measured on llama3.2-1b and llama3-8b, one sequence, bf16, on one H200. 
 compiler emits them for one GPU and one token: that of the 1B model is byte for byte one of tests/interop/mpk/graphs.
 
     python experiments/mpk_steps.py > results/mpk_steps.txt
+
+`unqueued` is the prediction with a worker for every task: what orders and placements of the same tasks can gain.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from flywheel.interop.mpk.graph import INVALID
-from flywheel.interop.mpk.predicting import predict_step
+from flywheel.interop.mpk.predicting import predict_step, unqueued_us
 from flywheel.interop.mpk.reading import read_graph
 
 BF16: Final = 941
@@ -185,12 +187,12 @@ def _event(kind: int, first: int, last: int, triggers: int) -> dict[str, Any]:
 
 def main() -> None:
     """Print the table."""
-    print(f"{'model':12}  {'measured':>8}  {'predicted':>9}  {'off':>6}")
+    print(f"{'model':12}  {'measured':>8}  {'predicted':>9}  {'off':>6}  {'unqueued':>8}")
     for name, dims in (("llama3.2-1b", LLAMA_1B), ("llama3-8b", LLAMA_8B)):
         graph = read_graph(json.dumps(llama_document(dims)).encode())
-        predicted = predict_step(graph, context=CONTEXT).latency_us
+        predicted, free = predict_step(graph, context=CONTEXT).latency_us, unqueued_us(graph, context=CONTEXT)
         off = predicted / MEASURED_US[name] - 1
-        print(f"{name:12}  {MEASURED_US[name]:8.0f}  {predicted:9.0f}  {off * 100:+5.1f} %")
+        print(f"{name:12}  {MEASURED_US[name]:8.0f}  {predicted:9.0f}  {off * 100:+5.1f} %  {free:8.0f}")
 
 
 if __name__ == "__main__":

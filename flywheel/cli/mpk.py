@@ -16,7 +16,7 @@ from flywheel.errors import IrFormatError, UsageError
 from flywheel.interop.mpk.facts import describe
 from flywheel.interop.mpk.graph import MpkGraph
 from flywheel.interop.mpk.joint import n_ranks
-from flywheel.interop.mpk.predicting import predict_step, shares
+from flywheel.interop.mpk.predicting import predict_step, shares, unqueued_us
 from flywheel.interop.mpk.proof import check as prove
 from flywheel.interop.mpk.reading import read_graph, write_graph
 from flywheel.interop.mpk.timing import H200, Timing
@@ -94,7 +94,7 @@ def mpk(
         document |= {"graphs": [describe(graph) for graph in graphs]}
     elif action == "predict" and result.ok:
         timing = predict_step(graphs[0], H200, context, workers)
-        document |= _prediction(graphs[0], timing)
+        document |= _prediction(graphs[0], timing, unqueued_us(graphs[0], H200, context))
     if as_json:
         show_json(document)
     else:
@@ -176,10 +176,11 @@ def _verdict(result: ValidationResult) -> dict[str, Any]:
     }
 
 
-def _prediction(graph: MpkGraph, timing: Timing) -> dict[str, Any]:
+def _prediction(graph: MpkGraph, timing: Timing, free_us: float) -> dict[str, Any]:
     return {
         "prediction": {
             "latency_us": timing.latency_us,
+            "unqueued_us": free_us,
             "floor_us": timing.floor_us,
             "floor_fraction": floor_fraction(timing.floor_us, timing.latency_us),
             "gpu": H200.name,
@@ -206,6 +207,7 @@ def _show(document: dict[str, Any]) -> None:
         *pairs(
             [
                 ("predicted", f"{us(prediction['latency_us'])} on one {prediction['gpu']}"),
+                ("unqueued", f"{us(prediction['unqueued_us'])} with a worker for every task: what an order can gain"),
                 ("floor", us(prediction["floor_us"])),
                 ("reached", f"{percent(prediction['floor_fraction'])} of the floor"),
             ]

@@ -34,6 +34,12 @@ def predict_step(graph: MpkGraph, runtime: Runtime = H200, context: int = 512, w
     return walk_queues(graph, nodes, runtime, context)
 
 
+def unqueued_us(graph: MpkGraph, runtime: Runtime = H200, context: int = 512) -> float:
+    """What the step would take with a worker for every task, where no task stands behind another: about what the best
+    order and placement of the same tasks and events could reach."""
+    return predict_step(graph, runtime, context, len(graph.tasks)).latency_us
+
+
 def shares(graph: MpkGraph, timing: Timing) -> Sequence[Share]:
     """Where the workers' time goes, by type of task, the longest first."""
     tally: dict[str, list[float]] = {}

@@ -20,6 +20,9 @@ from flywheel.ir import (
     simulate_adversarial,
     validate,
 )
+from flywheel.ir.dag import topological_positions
+from flywheel.ir.order import HappensBefore
+from flywheel.ir.validate.sweep import Touches, sweep
 
 WIDTH = 8
 SOURCE, WEIGHT, CACHE = 0, 1, 2
@@ -176,6 +179,42 @@ def test_strict_validation_accepts_exactly_the_programs_without_races(block: int
         assert result.ok == safe, (seed, result.report())
         verdicts[safe] += 1
     assert min(verdicts.values()) >= 20, verdicts
+
+
+def touches_of(bodies: list[Body]) -> list[Touches]:
+    """Each column of each buffer is a cell. What a task writes of a buffer it does not read before."""
+    found = []
+    for _, _, _, _, reads, writes in bodies:
+        own = {(number, column) for number, columns in writes for column in columns}
+        read = {(number, column) for number, columns in reads for column in columns if number > WEIGHT} - own
+        cells = [tuple(sorted(number * 16 + column for number, column in some)) for some in (read, own)]
+        found.append(Touches([cells[0]] if cells[0] else [], [cells[1]]))
+    return found
+
+
+def test_the_sweep_over_cells_finds_exactly_the_programs_with_unordered_columns() -> None:
+    verdicts = {True: 0, False: 0}
+    for seed in range(2000):
+        program, bodies = draw(seed)
+        before = closure(program)
+        count = len(bodies)
+        if any(before[i][i] for i in range(count)):
+            continue
+        touches = touches_of(bodies)
+        order = topological_positions(program.tasks)
+        found = sweep(program.tasks, order, HappensBefore(program.tasks, order), touches)
+        reads, writes = ([frozenset().union(*part) for part in parts] for parts in zip(
+            *((touch.reads, touch.writes) for touch in touches), strict=True))  # fmt: skip
+        raced = any(
+            not before[first][second] and not before[second][first]
+            and (writes[first] & (reads[second] | writes[second]) or reads[first] & writes[second])
+            for first in range(count) for second in range(first)
+        )  # fmt: skip
+        assert bool(found.clashes) == bool(raced), seed
+        for clash in found.clashes:
+            assert not before[clash.first][clash.second] and not before[clash.second][clash.first]
+        verdicts[bool(raced)] += 1
+    assert min(verdicts.values()) >= 100, verdicts
 
 
 @pytest.mark.parametrize("block", range(4))
