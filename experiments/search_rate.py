@@ -59,7 +59,7 @@ def search(work: Work, seed: int, trials: int) -> Search:
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "flywheel", "search", "--model", work.model, "--gpu", work.gpu,
-            "--measure", "predict", "--seed", str(seed), "--trials", str(trials),
+            "--measure", "predict", "--jobs", "2", "--seed", str(seed), "--trials", str(trials),
             "--jsonl", "--store", str(Path(folder) / "store.db"),
         ]  # fmt: skip
         start, good_s, rows = perf_counter(), None, []

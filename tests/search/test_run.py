@@ -56,6 +56,14 @@ def test_a_search_runs_is_announced_and_resumes(tiny: str, url: str, jobs: int) 
         assert all(0 < record.floor_fraction <= 1 for record in store.trials("tiny") if record.floor_fraction)
 
 
+def test_any_number_of_processes_leaves_the_same_rows(tiny: str, url: str) -> None:
+    for jobs in (1, 2, 3, 5):
+        run_search(campaign(tiny, jobs=jobs, trials=20, name=f"by {jobs}"), url)
+    with open_store(url) as store:
+        alone, *others = ([row.config_id for row in store.trials(f"by {jobs}")] for jobs in (1, 2, 3, 5))
+    assert others == [alone] * 3
+
+
 def test_two_searches_at_once_into_one_campaign_lose_nothing(tiny: str, url: str) -> None:
     run_search(campaign(tiny, trials=1), url)
     with ThreadPoolExecutor(2) as both:
