@@ -2,13 +2,15 @@
 
 Run with `compressed-tensors` installed: `python experiments/quantised_checkpoints.py FOLDER`. Writes one checkpoint a
 format into FOLDER (tests/models/quantised holds them) and prints, for each, the largest difference of logits between
-transformers and the oracle, over the largest logit. results/quantised_checkpoints.txt has what it printed.
+transformers and the oracle, over the largest logit. Then the same of checkpoints that `flywheel quantize` writes and
+transformers loads by itself. results/quantised_checkpoints.txt has what it printed.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 
+from flywheel.cli.main import cli
 from flywheel.decode.source import open_source
 from flywheel.ir import DType
 from flywheel.models.eager import EagerDecoder
@@ -34,6 +37,7 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 1e4, "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "torch_dtype": "bfloat16",
     "tie_word_embeddings": False, "hidden_act": "silu",
 }  # fmt: skip
+WRITTEN = ("fp8", "fp8-tensor", "fp8-block", "int8", "int8-tensor", "int8-g64", "int4", "int4-g32", "int4-g32-zeros")
 TOKENS = [3, 14, 15, 9, 2, 6, 53]
 
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,6 +58,28 @@ def main() -> None:
     for name, (form, arguments) in FORMATS.items():
         write(folder / name, form, QuantizationArgs(**arguments))
         print(f"{name}: logits differ by {difference(folder / name, form, QuantizationArgs(**arguments)):.2e}")
+    for text in WRITTEN:
+        with tempfile.TemporaryDirectory() as made:
+            print(f"flywheel quantize --weights {text}: {loaded(Path(made), text)}")
+
+
+def loaded(folder: Path, text: str) -> str:
+    """What transformers makes of a checkpoint that `flywheel quantize` wrote, beside the oracle."""
+    plain = {key: value for key, value in CONFIG.items() if key != "quantization_config"}
+    (folder / "plain").mkdir()
+    (folder / "plain" / "config.json").write_text(json.dumps({**plain, "hidden_size": 128, "num_attention_heads": 4}))
+    source = open_source(str(folder / "plain"))
+    save_file(dict(source.weights(DType.BF16, 1)), folder / "plain" / "model.safetensors")
+    arguments = ["quantize", "--model", str(folder / "plain"), "--weights", text, "--output", str(folder / "made")]
+    cli.main(arguments, standalone_mode=False)
+    wanted = oracle_logits(folder / "made")
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / "made", dtype=torch.float32)
+    except RuntimeError as error:
+        return f"transformers does not load it: {str(error).splitlines()[0]}"
+    with torch.no_grad():
+        found = model(torch.tensor([TOKENS])).logits[0, -1].float()
+    return f"logits differ by {float((found - wanted).abs().max() / wanted.abs().max()):.2e}"
 
 
 def write(folder: Path, form: str, args: QuantizationArgs) -> None:
@@ -90,15 +116,18 @@ def qparams(weight: torch.Tensor, args: QuantizationArgs) -> dict[str, torch.Ten
 def difference(folder: Path, form: str, args: QuantizationArgs) -> float:
     """Between the oracle's logits on what the checkpoint means, and those of transformers on what the package
     decompresses; both computed in float32."""
-    source = open_source(str(folder))
-    weights = source.weights(DType.F32, 0, formats=source.formats(DType.F32))
-    oracle = EagerDecoder(source.spec, weights, torch.float32, 64)
-    wanted = oracle.prefill(TOKENS)
+    wanted = oracle_logits(folder)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).float()
     model.load_state_dict(decompressed(folder, form, args))
     with torch.no_grad():
         found = model(torch.tensor([TOKENS])).logits[0, -1].float()
     return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def oracle_logits(folder: Path) -> torch.Tensor:
+    source = open_source(str(folder))
+    weights = source.weights(DType.F32, 0, formats=source.formats(DType.F32))
+    return EagerDecoder(source.spec, weights, torch.float32, 64).prefill(TOKENS)
 
 
 def decompressed(folder: Path, form: str, args: QuantizationArgs) -> dict[str, torch.Tensor]:

@@ -38,6 +38,7 @@ COMMANDS: Final = {
     "bench": ("flywheel.cli.bench:bench", "Time the best schedule beside PyTorch on this GPU."),
     "trace": ("flywheel.cli.trace:trace", "Show what a launch spends its time on, on this GPU."),
     "generate": ("flywheel.cli.generate:generate", "Generate tokens with a model's program."),
+    "quantize": ("flywheel.cli.quantize:quantize", "Write a checkpoint with quantised matrices."),
     "inspect": ("flywheel.cli.inspect:inspect", "Summarise a program."),
     "diff": ("flywheel.cli.diff:diff", "Compare two programs."),
     "calibrate": ("flywheel.cli.calibrate:calibrate", "Fit the cost model to what a GPU was measured to do."),

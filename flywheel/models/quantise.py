@@ -156,13 +156,15 @@ def quantised(
     spec: DecoderSpec, given: Mapping[str, Tensor], formats: WeightFormats, dtype: DType, *, best: bool = False
 ) -> dict[str, Tensor]:
     """Weights of the keys of `checkpoint_tensors`, with the tensors of quantised matrices in place of those. A tied
-    head that is quantised stands beside the embedding. Raises WeightsError as `quantise`, which names the key."""
+    head that is quantised stands beside the embedding. Raises WeightsError as `quantise`, which names the key, and
+    ConfigError where groups do not divide a matrix's K."""
     weights = dict(given)
     for role, key in matrix_keys(spec):
         format = formats.of(role)
         if format is None:
             continue
         whole = weights.pop(key) if key in weights else given[MODEL_WEIGHT_KEYS["embed"]]
+        format.check(f"tensor {key!r}", (whole.shape[0], whole.shape[1]))
         try:
             codes, scales, zeros = quantise(whole, format, dtype, best=best)
         except WeightsError as error:

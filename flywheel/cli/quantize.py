@@ -1,0 +1,68 @@
+"""`flywheel quantize`: a checkpoint with quantised matrices, as compressed-tensors has them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Final
+
+import click
+
+from flywheel.cli.decoding import check_installed, open_model
+from flywheel.cli.options import SharedOption, command, json_option
+from flywheel.cli.text import show, show_json, size
+from flywheel.errors import UsageError
+from flywheel.models.decoder import DTYPES
+from flywheel.models.formats import parse_formats
+
+_BESIDE: Final = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "vocab.json", "merges.txt",
+                  "chat_template*")  # fmt: skip
+"""Files of a checkpoint that its weights do not change."""
+
+
+@command
+@click.option("--model", cls=SharedOption, metavar="DIR", required=True, help="Directory of a checkpoint.")
+@click.option("--weights", cls=SharedOption, metavar="FORMAT", required=True,
+              help="fp8, int8 or int4, as in int4-g64-zeros and fp8-block; ,lm_head=FORMAT for the head too.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", required=True,
+              help="Directory to make; it must not be there.")
+@click.option("--best", is_flag=True, help="Scales with the least squared error, in many times the time.")
+@json_option
+def quantize(model: str, weights: str, output: Path, best: bool, as_json: bool) -> None:
+    """Write a checkpoint whose matrices are quantised, rounded to nearest.
+
+    The format is compressed-tensors', which transformers and vLLM load. The embedding, norms and biases stay, and the
+    head where it is not named. Files of the tokenizer are copied.
+    """
+    check_installed("quantize", ["torch", "safetensors"])
+    source = open_model("quantize", model)
+    if source.stored is None or source.folder is None or source.dtype is None:
+        raise UsageError(f"quantize: {model} holds no safetensors")
+    if source.scheme is not None:
+        raise UsageError(f"quantize: {model} is quantised already, by {source.scheme.method}")
+    if output.exists():
+        raise UsageError(f"quantize: {output} is there; name a directory to make")
+    from flywheel.ir.files import parse_json, read_text
+    from flywheel.models.packing import the_format, write_checkpoint
+
+    formats = parse_formats(weights, source.dtype)
+    own = the_format(formats, source.spec.tied_head)
+    config = parse_json(read_text(source.folder / "config.json"))
+    draft = output.with_name(f".{output.name}.part")
+    try:
+        draft.mkdir(parents=True)
+        write_checkpoint(draft, config, source.spec, source.stored, formats, DTYPES[source.dtype], best=best)
+        for pattern in _BESIDE:
+            for file in sorted(source.folder.glob(pattern)):
+                shutil.copyfile(file, draft / file.name)
+        draft.rename(output)
+    except OSError as error:
+        raise UsageError(f"quantize: {output} cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    nbytes = (output / "model.safetensors").stat().st_size
+    before = sum(tensor.nbytes for tensor in source.stored.values())
+    if as_json:
+        show_json({"path": str(output), "weights": own.name, "bytes": nbytes, "bytes_before": before})
+    else:
+        show(f"{output}: {own.name}, {size(nbytes)} of {size(before)}")

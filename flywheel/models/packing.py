@@ -1,0 +1,97 @@
+"""Writes a quantised checkpoint as compressed-tensors does.
+
+Source: compressed-tensors 0.20, `quantization/quant_config.py` and `compressors`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flywheel.errors import UsageError
+from flywheel.ir import DType
+from flywheel.models.formats import BLOCK, HEAD, LAYER_MATRICES, WeightFormat, WeightFormats
+from flywheel.models.graph import codes_of, scales_of, zeros_of
+from flywheel.models.quantise import is_part, matrix_keys, pack, quantised
+from flywheel.models.spec import DecoderSpec
+
+
+def the_format(formats: WeightFormats, tied_head: bool) -> WeightFormat:
+    """The one format of all layers' matrices, which the head may have too. Raises UsageError for what one group of the
+    configuration cannot say."""
+    own, head = formats.usual, formats.of(HEAD)
+    if own is None or any(formats.of(role) != own for role in LAYER_MATRICES) or head not in (None, own):
+        raise UsageError("quantize: one format for all matrices of the layers; lm_head has the same, or none")
+    if head is not None and tied_head:
+        raise UsageError("quantize: lm_head is tied to the embedding, and a checkpoint has one tensor for both")
+    if own.zeros and own.rows != 1:
+        raise UsageError(f"quantize: {own.name}: zero points of a whole tensor or of blocks are not packed")
+    return own
+
+
+def write_checkpoint(
+    folder: Path, config: Mapping[str, Any], spec: DecoderSpec, given: Mapping[str, Tensor], formats: WeightFormats,
+    dtype: DType, *, best: bool = False,
+) -> None:  # fmt: skip
+    """`config.json` and `model.safetensors` in a folder that is there, of weights by the keys of `checkpoint_tensors`.
+
+    Raises UsageError as `the_format`, WeightsError as `quantised`, and OSError.
+    """
+    own = the_format(formats, spec.tied_head)
+    weights = quantised(spec, given, formats, dtype, best=best)
+    tensors = {key: tensor.contiguous() for key, tensor in weights.items() if not is_part(key)}
+    for _, key in matrix_keys(spec):
+        if codes_of(key) in weights:
+            base = key.removesuffix("weight")
+            parts = _parts(weights[codes_of(key)], weights[scales_of(key)], weights.get(zeros_of(key)), own)
+            tensors |= {f"{base}{end}": part.contiguous() for end, part in parts.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    ignored = [HEAD] if formats.of(HEAD) is None else []
+    document = {**config, "quantization_config": describe(own, ignored)}
+    (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def describe(own: WeightFormat, ignored: list[str]) -> dict[str, Any]:
+    """The `quantization_config` of a format."""
+    integer = own.codes is not DType.F8E4M3
+    if own.rows == BLOCK:
+        shared: dict[str, Any] = {"strategy": "block", "block_structure": [BLOCK, BLOCK]}
+    elif own.rows is None:
+        shared = {"strategy": "tensor"}
+    else:
+        shared = {"strategy": "channel"} if own.group is None else {"strategy": "group", "group_size": own.group}
+    weights = {"num_bits": own.codes.bits, "type": "int" if integer else "float", "symmetric": not own.zeros,
+               "dynamic": False, **shared}  # fmt: skip
+    form = "pack-quantized" if _packed(own) else "int-quantized" if integer else "float-quantized"
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": ignored, "kv_cache_scheme": None}  # fmt: skip
+
+
+def _parts(codes: Tensor, scales: Tensor, zeros: Tensor | None, own: WeightFormat) -> dict[str, Tensor]:
+    """A matrix's tensors by the end of their names."""
+    stored = scales.reshape(1) if own.rows is None else scales
+    if not _packed(own):
+        return {"weight": codes, "weight_scale": stored}
+    bits = own.codes.bits
+    shape = torch.tensor([codes.shape[0], codes.shape[1] * 8 // bits])
+    raised = codes ^ 0x88 if bits == 4 else codes.view(torch.uint8) ^ 0x80
+    found = {"weight_packed": raised.view(torch.int32), "weight_scale": stored, "weight_shape": shape}
+    return found if zeros is None else {**found, "weight_zero_point": _words(zeros.T.contiguous(), bits).T}
+
+
+def _packed(own: WeightFormat) -> bool:
+    """Whether numbers are in words of 32 bits: integers, but for those of a matrix that blocks share scales of."""
+    return own.codes is not DType.F8E4M3 and own.rows != BLOCK
+
+
+def _words(numbers: Tensor, bits: int) -> Tensor:
+    """Numbers [R, C], int8, with their least added, in words [R, C * bits / 32], the lowest first."""
+    octets = pack(numbers) ^ 0x88 if bits == 4 else numbers.view(torch.uint8) ^ 0x80
+    return octets.flatten().view(torch.int32).view(len(numbers), -1)
