@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from flywheel.interop.mpk.graph import EVENT_TYPES, FIRST_TASK, LAUNCH, LAUNCH_MASSIVE, MpkGraph
+from flywheel.interop.mpk.graph import EVENT_TYPES, FIRST_TASK, ITEM_BYTES, LAUNCH, LAUNCH_MASSIVE, MpkGraph
 from flywheel.interop.mpk.kinds import kind_name
 from flywheel.interop.mpk.regions import runs_of
 
@@ -14,7 +14,10 @@ def describe(graph: MpkGraph) -> dict[str, Any]:
     """Counts of one rank's tasks and events by type, its tensors, and how its tasks are launched."""
     tasks = graph.tasks[FIRST_TASK:]
     tensors = {tensor for task in tasks for tensor in (*task.inputs, *task.outputs)}
-    sizes = {tensor: sum(width * count for _, width, _, count in runs_of(tensor)) for tensor in tensors}
+    sizes = {
+        tensor: sum(width * count for _, width, _, count in runs_of(tensor)) if tensor.data_type in ITEM_BYTES else 0
+        for tensor in tensors
+    }
     counts = Counter(task.kind for task in tasks)
     listed: Counter[int] = Counter()
     for task in tasks:

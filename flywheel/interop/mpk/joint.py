@@ -25,7 +25,7 @@ from flywheel.interop.mpk.graph import (
     rank_of,
 )
 from flywheel.interop.mpk.kinds import KINDS, PUTS, REDUCE, kind_name
-from flywheel.interop.mpk.regions import Grid, grid_of, plane_cell, rects_of
+from flywheel.interop.mpk.regions import MAX_TOUCHED, Grid, grid_of, plane_cell, rects_of
 from flywheel.ir.records import Wait
 from flywheel.ir.validate.sweep import Cells, Touches
 
@@ -259,13 +259,15 @@ def _cut(graphs: Sequence[MpkGraph], aliases: Mapping[str, str]) -> tuple[list[G
                 counted = pieces.get((use.rank, aliases.get(use.tensor.name, use.tensor.name)))
                 if counted is not None:
                     counted[id(use.tensor)] = (use.tensor, counted.get(id(use.tensor), (None, 0))[1] + 1)
-    cutter, base = _Cutter(aliases, {}, {}, {}, {}), 0
+    cutter, base, total = _Cutter(aliases, {}, {}, {}, {}), 0, 0
     for key in sorted(parts):
         kinds = {kind for kind, _ in parts[key]}
         layers = sorted(parts[key]) if len(kinds) == 1 and -1 not in kinds else []
         cutter.layers[key] = {part: place for place, part in enumerate(layers)}
-        grid = cutter.grids[key] = grid_of(key, base, list(pieces[key].values()), max(1, len(layers)))
-        base += grid.size
+        uses_here = list(pieces[key].values())
+        grid, touched = grid_of(key, base, uses_here, max(1, len(layers)), MAX_TOUCHED - total)
+        cutter.grids[key] = grid
+        base, total = base + grid.size, total + touched
     touches = {rank: [cutter.touches(found) for found in listed] for rank, listed in uses.items()}
     return list(cutter.grids.values()), touches
 

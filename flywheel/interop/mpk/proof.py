@@ -59,6 +59,8 @@ def check(
     for graph in graphs:
         if not findings.errors:
             check_graph(graph, findings)
+    if not graphs:
+        findings.error("unreadable", "no graph")
     if not findings.errors:
         graphs = _all_ranks(graphs, findings)
     if not findings.errors:

@@ -11,13 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from flywheel.interop.mpk.graph import Tensor
+from flywheel.interop.mpk.graph import ITEM_BYTES, Tensor
 from flywheel.ir.validate.sweep import Cells
 
-MAX_TOUCHED: Final = 2_000_000
-"""Most cells that all accesses to a tensor may touch, each counted as often as it is touched."""
+MAX_TOUCHED: Final = 10_000_000
+"""Most cells that all accesses may touch, each counted as often as it is touched."""
 MAX_RUNS: Final = 1024
-"""Most rows that are looked at one by one."""
+"""Most rows of a piece that are looked at one by one."""
+_WHOLE: Final = 1 << 62
+"""More bytes than a tensor has."""
 
 Rect = tuple[int, int, int, int]
 """First and last row, first and last byte of a row; ends are excluded."""
@@ -26,9 +28,12 @@ _Run = tuple[int, int, int, int]
 
 
 def runs_of(tensor: Tensor) -> list[_Run]:
-    """The rows of bytes that a piece covers; all from its first byte to its last where they are of no simple form."""
+    """The rows of bytes that a piece covers; all from its first byte to its last where they are of no simple form, and
+    the whole tensor where the size of an element is not known."""
     if 0 in tensor.dims:
         return []
+    if tensor.data_type not in ITEM_BYTES:
+        return [(0, _WHOLE, _WHOLE, 1)] if tensor.dims else []
     axes = sorted(
         (step * tensor.item_bytes, size) for size, step in zip(tensor.dims, tensor.strides, strict=True) if size > 1
     )
@@ -105,11 +110,12 @@ class Grid:
 def rects_of(tensor: Tensor, pitch: int | None) -> list[Rect]:
     """A piece as rectangles in a tensor with rows of `pitch` bytes, one row where that is None."""
     found: list[Rect] = []
-    for start, width, step, count in runs_of(tensor):
+    runs = runs_of(tensor)
+    for start, width, step, count in runs:
         if pitch is not None and step == pitch and count > 1 and start % pitch + width <= pitch:
             row = start // pitch
             found.append((row, row + count, start % pitch, start % pitch + width))
-        elif count > MAX_RUNS:
+        elif count * len(runs) > MAX_RUNS:
             found += _lines(start, start + step * (count - 1) + width, pitch)
         else:
             for place in range(count):
@@ -136,8 +142,11 @@ def _lines(start: int, end: int, pitch: int | None) -> list[Rect]:
     return found
 
 
-def grid_of(whose: tuple[int, str], base: int, uses: Sequence[tuple[Tensor, int]], layers: int) -> Grid:
-    """How a tensor, named by rank and name, is cut of which pieces are used, each so many times."""
+def grid_of(
+    whose: tuple[int, str], base: int, uses: Sequence[tuple[Tensor, int]], layers: int, most: int = MAX_TOUCHED
+) -> tuple[Grid, int]:
+    """How a tensor, named by rank and name, is cut of which pieces are used, each so many times; and how many cells
+    they touch, at most `most` where it is cut."""
     pitches = {step for tensor, _ in uses for _, _, step, count in runs_of(tensor) if count > 1}
     pitch = min(pitches, default=None)
     rows: set[int] = set()
@@ -149,7 +158,9 @@ def grid_of(whose: tuple[int, str], base: int, uses: Sequence[tuple[Tensor, int]
             columns.update((left, right))
     grid = Grid(*whose, base, pitch, sorted(rows), sorted(columns), layers)
     touched = sum(_touched(grid, rects) * times for rects, times in shapes) * layers
-    return grid if rows and touched <= MAX_TOUCHED else Grid(*whose, base, None, (), ())
+    if rows and touched <= most:
+        return grid, touched
+    return Grid(*whose, base, None, (), ()), sum(times for _, times in shapes)
 
 
 def _touched(grid: Grid, rects: Sequence[Rect]) -> int:

@@ -93,6 +93,10 @@ def _check_events(graph: MpkGraph, findings: Findings) -> None:
             findings.error("bad-event", text)
         if findings.full:
             return
+    launched = sum(event.last - event.first for event in graph.events if event.kind in LAUNCHING)
+    if not findings.errors and launched > 2 * len(graph.tasks):
+        text = f"events launch {launched} tasks, of which there are {len(graph.tasks) - FIRST_TASK}"
+        findings.error("not-launched", f"rank {graph.rank}: {text}")
     ends = [number for number, event in enumerate(graph.events) if event.kind == END]
     if len(ends) != 1:
         findings.error("no-end", f"rank {graph.rank}: {len(ends)} events end the iteration, not one")

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import Final
 
-from flywheel.interop.mpk.graph import FIRST_TASK, MpkGraph, MpkTask, Tensor
+from flywheel.interop.mpk.graph import FIRST_TASK, ITEM_BYTES, MpkGraph, MpkTask, Tensor
 from flywheel.interop.mpk.joint import Node
 from flywheel.interop.mpk.kinds import KINDS, Cost
 from flywheel.interop.mpk.regions import runs_of
@@ -109,7 +109,7 @@ def _streamed(task: MpkTask, context: int, written: Set[str]) -> int:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    return sum(width * count for _, width, _, count in runs_of(tensor)) if tensor.dims else 0
+    return sum(width * count for _, width, _, count in runs_of(tensor)) if tensor.data_type in ITEM_BYTES else 0
 
 
 def walk_queues(graph: MpkGraph, nodes: Sequence[Node], runtime: Runtime, context: int) -> Timing:
