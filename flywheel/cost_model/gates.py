@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flywheel.cost_model.units import Ints, Units
-from flywheel.ir import MegakernelProgram, Run, Runs, Stretch, Tile, Wait
+from flywheel.ir import MegakernelProgram, Run, Runs, Stretch, Wait
 from flywheel.ir.layers import Layered, Layers
 from flywheel.ir.runs import task_of
 from flywheel.ir.tiles import stretches_of
@@ -98,7 +98,7 @@ def _parts(runs: Sequence[Run]) -> Parts:
     """The stretches of some runs."""
     stretches = [(run, stretch) for run in runs for stretch in stretches_of(run.tiles)]
     return Parts(
-        [task_of(run, Tile(stretch.params, 0, 0), 0, 0) for run, stretch in stretches],
+        [task_of(run, stretch, 0, 0) for run, stretch in stretches],
         [[stretch.params] for _, stretch in stretches],
         [[_columns(stretch)] for _, stretch in stretches],
         [stretch.n_tiles for _, stretch in stretches],

@@ -15,7 +15,7 @@ from flywheel.ir.draft import make_task, make_wait, maker
 from flywheel.ir.layers import INDEX, Layers
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.records import Task, Wait
-from flywheel.ir.tiles import Tile, Tiles, stretches_of
+from flywheel.ir.tiles import Stretch, Tile, Tiles, stretches_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,20 +187,22 @@ def _column(sms: Sequence[int]) -> array[int]:
         raise ValueError("an SM is no int of 64 bits") from None
 
 
-def task_of(run: Run, tile: Tile, number: int, sm: int) -> Task:
-    """The task of one tile of a run."""
-    params, nbytes, flops = tile
+def task_of(run: Run, tile: Tile | Stretch, number: int, sm: int) -> Task:
+    """The task of one tile of a run, or of the first tile of a stretch."""
+    params, nbytes, flops = tile[:3]
     return make_task(
         number, run.op, run.inputs, run.outputs, run.out_counter, run.waits, params, sm, nbytes, flops, run.label
     )
 
 
-def ends_of(run: Run) -> list[tuple[int, Tile]]:
-    """The first tile and the last of each stretch of a run, with their places."""
-    found: list[tuple[int, Tile]] = []
+def ends_of(run: Run) -> list[tuple[int, Tile | Stretch]]:
+    """The first tile and the last of each stretch of a run, with their places; the stretch stands for its first."""
+    found: list[tuple[int, Tile | Stretch]] = []
     start = 0
     for stretch in stretches_of(run.tiles):
-        found += [(start + place, stretch.tile(place)) for place in stretch.ends]
+        found.append((start, stretch))
+        if stretch.n_tiles > 1:
+            found.append((start + stretch.n_tiles - 1, stretch.tile(stretch.n_tiles - 1)))
         start += stretch.n_tiles
     return found
 
@@ -229,16 +231,12 @@ def tasks_by_recipe(runs: Iterable[Run], reading: Set[int]) -> Iterator[Task]:
     first = 0
     for run in runs:
         if not reading.isdisjoint(run.inputs):
-            for place, tile in tiles_by_recipe(run):
-                yield task_of(run, tile, first + place, 0)
+            known: set[int] = set()
+            place = first
+            for stretch in stretches_of(run.tiles):
+                recipe = id(stretch.params.get("recipe"))
+                if recipe not in known:
+                    known.add(recipe)
+                    yield task_of(run, stretch, place, 0)
+                place += stretch.n_tiles
         first += len(run.tiles)
-
-
-def tiles_by_recipe(run: Run) -> list[tuple[int, Tile]]:
-    """The first tile with each of a run's recipes, and its place."""
-    found: dict[int, tuple[int, Tile]] = {}
-    start = 0
-    for stretch in stretches_of(run.tiles):
-        found.setdefault(id(stretch.params.get("recipe")), (start, stretch.tile(0)))
-        start += stretch.n_tiles
-    return list(found.values())

@@ -32,11 +32,6 @@ class Stretch(NamedTuple):
             params = {**params, "n_off": params["n_off"] + place * params["N_tile"]}
         return Tile(params, self.est_bytes, self.est_flops)
 
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Places of the first tile and of the last."""
-        return (0, self.n_tiles - 1) if self.n_tiles > 1 else (0,)
-
 
 class Tiles(Sequence[Tile]):
     """Tiles by stretches; as a sequence they are the tiles, which are made when somebody asks for one."""

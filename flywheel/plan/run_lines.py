@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from flywheel.ir import Buffer, MegakernelProgram, Run, Runs, Stretch, Tile
+from flywheel.ir import PARAM_FIELDS, Buffer, MegakernelProgram, Run, Runs, Stretch, Tile
 from flywheel.ir.layers import INDEX, Layered, Layers, Span
 from flywheel.ir.repeating import layers_of, local_layers
 from flywheel.ir.tiles import stretches_of
@@ -169,12 +169,19 @@ class _Params:
         return [known[column] for column in columns]
 
     def _text(self, params: Mapping[str, Any]) -> str:
-        recipe = params.get("recipe")
-        if recipe is None:
-            return _json(params)
-        if id(recipe) not in self._digests:
-            self._digests[id(recipe)] = _digest(recipe)
-        return _json({**params, "recipe": self._digests[id(recipe)]})
+        """The params as JSON, a digest in place of a recipe."""
+        pairs = []
+        for name in sorted(params):
+            value = params[name]
+            if name == "recipe" and value is not None:
+                if id(value) not in self._digests:
+                    self._digests[id(value)] = _digest(value)
+                pairs.append(f'"recipe":"{self._digests[id(value)]}"')
+            elif type(value) is int and name in PARAM_FIELDS:
+                pairs.append(f'"{name}":{value}')
+            else:
+                pairs.append(_json({name: value})[1:-1])
+        return f"{{{','.join(pairs)}}}"
 
 
 def _digest(recipe: object) -> str:

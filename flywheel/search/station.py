@@ -107,7 +107,8 @@ class Station:
                 del self._made[next(iter(self._made))]
         prepared = made.prepared
         if predictor is not None and prepared.refused is None and prepared.program is not None:
-            prepared = replace(prepared, predicted=predictor.predict(prepared.program))
+            with no_collector():
+                prepared = replace(prepared, predicted=predictor.predict(prepared.program))
         return prepared.facts
 
     def measure(self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig], rounds: int) -> tuple[Contest, float]:

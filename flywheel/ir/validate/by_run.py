@@ -58,7 +58,7 @@ def accesses_of_safe_runs(program: MegakernelProgram) -> Accesses | None:
     if findings.errors or findings.warnings:
         return None
     firsts = tuple(
-        [task_of(run, run.tiles[0], first, 0) for run, first in zip(runs.runs, runs.first, strict=False)]
+        [task_of(run, stretches_of(run.tiles)[0], first, 0) for run, first in zip(runs.runs, runs.first, strict=False)]
     )
     accesses = _RunAccesses(replace(program, tasks=firsts), runs.runs, columns)
     check_races(accesses.program, accesses, findings)

@@ -20,6 +20,7 @@ from flywheel.ir.records import Buffer, Counter, Page, PageAllocation, Task, Wai
 from flywheel.ir.runs import Runs, ends_of, task_of
 from flywheel.ir.show import show
 from flywheel.ir.target import GpuTarget
+from flywheel.ir.tiles import stretches_of
 from flywheel.ir.validate.findings import Findings
 from flywheel.ir.version import ABI_MAX_RANK
 
@@ -94,7 +95,7 @@ def _shown(tasks: object) -> object:
     seen: set[int] = set()
     shown: list[Task] = []
     for run, first in zip(tasks.runs, tasks.first, strict=False):
-        tiles = [(0, run.tiles[0])] if id(run.tiles) in seen else ends_of(run)
+        tiles = [(0, stretches_of(run.tiles)[0])] if id(run.tiles) in seen else ends_of(run)
         seen.add(id(run.tiles))
         shown += [task_of(run, tile, first + place, tasks.sms[first + place]) for place, tile in tiles]
     return shown
