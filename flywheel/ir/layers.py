@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar, cast, overload
+from typing import Any, Final, NamedTuple, TypeVar, cast, overload
 
 from flywheel.ir.draft import make_buffer, make_counter
 from flywheel.ir.records import Buffer, Counter
@@ -68,6 +68,21 @@ class Layers:
                 raise ValueError(f"layers: {span!r:.80} has no such layer before it")
             if span.stop + self.times * span.size > MAX_PLACE:
                 raise ValueError(f"layers: {self.times} of {span!r:.80} end beyond place {MAX_PLACE}")
+
+    def shift(self, by: int) -> Shift:
+        """So many layers further."""
+        buffers, counters = self.buffers, self.counters
+        return Shift(buffers.least, by * buffers.size, counters.least, by * counters.size, str(self.index + by))
+
+
+class Shift(NamedTuple):
+    """How a record changes so many layers further: ids from the least one on grow, texts name the layer."""
+
+    least_buffer: int
+    buffers: int
+    least_counter: int
+    counters: int
+    layer: str
 
 
 class Layered(Sequence[R]):

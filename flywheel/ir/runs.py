@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any, Final, NamedTuple, overload
 
 from flywheel.ir.draft import make_task, make_wait, maker
-from flywheel.ir.layers import INDEX, Layers
+from flywheel.ir.layers import INDEX, Layers, Shift
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.records import Task, Wait
 from flywheel.ir.tiles import Stretch, Tile, Tiles, stretches_of
@@ -30,21 +30,20 @@ class Run:
     label: str
     tiles: Tiles | tuple[Tile, ...]
 
-    def moved(self, by: int, layers: Layers) -> Run:
-        """The same run so many layers further."""
-        buffers, counters = layers.buffers, layers.counters
-        least, further = buffers.least, by * buffers.size
-        least_counter, later = counters.least, by * counters.size
+    def moved(self, shift: Shift) -> Run:
+        """The same run some layers further."""
+        least, further, least_counter, later, layer = shift
+        counter = self.out_counter
         return make_run(
             self.op,
             tuple([number + further if number >= least else number for number in self.inputs]),
             tuple([number + further if number >= least else number for number in self.outputs]),
-            self.out_counter + later if self.out_counter >= least_counter else self.out_counter,
+            counter + later if counter >= least_counter else counter,
             tuple([
                 make_wait(wait.counter + later, wait.threshold) if wait.counter >= least_counter else wait
                 for wait in self.waits
-            ]),
-            self.label.replace(INDEX, str(layers.index + by)),
+            ]) if later else self.waits,
+            self.label.replace(INDEX, layer),
             self.tiles,
         )  # fmt: skip
 
@@ -121,12 +120,12 @@ class Runs(Sequence[Task]):
         return self._brief[1]
 
     def _repeated(self, times: int, layers: Layers) -> tuple[Run, ...]:
-        span = layers.runs
+        span, last = layers.runs, layers.shift(times - 1)
         template, behind = self.spelled[span.start : span.stop], self.spelled[span.stop :]
         return (
             *self.spelled[: span.start],
-            *[run.moved(by, layers) for by in range(times) for run in template],
-            *[run.moved(times - 1, layers) for run in behind],
+            *[run.moved(shift) for shift in map(layers.shift, range(times)) for run in template],
+            *[run.moved(last) for run in behind],
         )
 
     def __len__(self) -> int:

@@ -88,8 +88,9 @@ def _alike(tables: Stamper, start: Sizes, stop: Sizes, times: int) -> Layers | N
     """
     runs, buffers, counters = (Span(*ends) for ends in zip(start, stop, strict=True))
     layers = Layers(times, 1, runs, buffers, counters)
+    shift = layers.shift(1)
     alike = (
-        [run.moved(1, layers) for run in tables.runs[runs.start : runs.stop]] == tables.runs[runs.stop :]
+        [run.moved(shift) for run in tables.runs[runs.start : runs.stop]] == tables.runs[runs.stop :]
         and [moved(each, 1, layers) for each in tables.buffers[buffers.start : buffers.stop]]
         == tables.buffers[buffers.stop :]
         and [moved(each, 1, layers) for each in tables.counters[counters.start : counters.stop]]

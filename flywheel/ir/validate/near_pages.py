@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from flywheel.ir.layers import Layers
 from flywheel.ir.records import PageAllocation
@@ -25,10 +26,10 @@ def pages_pass_on(pages: PageAllocation, runs: Runs, layers: Layers, brief: int,
     places = _first_writes(runs.spelled)
     parts = _Parts(layers, brief)
     members: dict[int, list[tuple[int, int]]] = {}
-    n_runs = layers.runs.size
+    n_runs, n_buffers = layers.runs.size, layers.buffers.size
     for number, page in pages.buffer_to_page.items():
         part = parts.of(number)
-        first = places.get(number - part.before * layers.buffers.size)
+        first = places.get(number - part.before * n_buffers)
         if first is not None:
             members.setdefault(page, []).append((first + part.before * n_runs, number))
     pairs = {
@@ -50,8 +51,7 @@ def _first_writes(runs: Sequence[Run]) -> dict[int, int]:
     return places
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """Where a buffer is: in what comes before the templates (0), in template `number`, or behind them; and by how many
     templates it is moved."""
 
