@@ -170,6 +170,25 @@ def test_a_worker_that_cannot_start_is_one_clear_error(
     assert client.pid is None
 
 
+def test_a_worker_that_was_begun_is_the_one_that_is_waited_for(client: Client, tmp_path: Path) -> None:
+    client.begin()
+    begun = client.pid
+    client.begin()
+    client.ready()
+    assert (client.pid, starts(tmp_path)) == (begun, 1)
+    assert isinstance(client.measure(GOOD), Measured)
+
+
+def test_a_worker_that_dies_while_nobody_waits_for_it_is_news_to_who_does(fakes: ModuleType) -> None:
+    with Client(fakes.dying_at_the_start, Limits(start_s=60)) as client:
+        client.begin()
+        assert client._process is not None
+        client._process.join()
+        client.begin()
+        with pytest.raises(FlywheelError, match="^GPU worker: died before it was ready: exit code 7$"):
+            client.ready()
+
+
 def test_a_worker_dies_with_its_parent(tmp_path: Path) -> None:
     script = (
         "import sys, functools\n"
