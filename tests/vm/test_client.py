@@ -185,7 +185,7 @@ def test_a_worker_that_dies_while_nobody_waits_for_it_is_news_to_who_does(fakes:
         assert client._process is not None
         client._process.join()
         client.begin()
-        with pytest.raises(FlywheelError, match="^GPU worker: died before it was ready: exit code 7$"):
+        with pytest.raises(FlywheelError, match=r"^GPU worker: died before it was ready: exit code 7$"):
             client.ready()
 
 
