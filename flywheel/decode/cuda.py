@@ -29,7 +29,7 @@ from flywheel.process import sum_in_float32
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Layout
 from flywheel.vm.driver import Gpu, LoadedKernel, load_variant
-from flywheel.vm.loader import LoadedProgram
+from flywheel.vm.loader import LoadedProgram, put_weights
 from flywheel.vm.nvrtc import arch_name, compile_variant
 from flywheel.vm.pack import PackedProgram, pack
 from flywheel.vm.timing import Launch, time_batch, time_contestants, time_in_turn, time_launches
@@ -85,7 +85,7 @@ class CudaModel:
         self.resident: Final = ResidentWeights(gpu, dtype)
         self.caches: Final = KvCaches(spec, dtype, context, _DEVICE, batch)
         self.prefill: Final = Prefill(spec, self.weights)
-        self._kernels: dict[tuple[int, int, int, bool], LoadedKernel] = {}
+        self._kernels: dict[tuple[int, int, int, tuple[int, ...], bool], LoadedKernel] = {}
         torch.cuda.synchronize()  # the VM's stream does not wait for torch's
 
     def __enter__(self) -> Self:
@@ -141,11 +141,11 @@ class CudaModel:
         return CudaSession(self, load(packed), taps, lambda: load(packed.apart()))
 
     def _kernel(self, variant: KernelVariant, trace: bool) -> LoadedKernel:
-        key = variant.threads, variant.matrix_warps, variant.rows, trace
+        key = variant.threads, variant.matrix_warps, variant.rows, variant.formats, trace
         if key not in self._kernels:
             compiled = compile_variant(
                 arch_name(self.gpu.sm_arch), variant.threads, self.dtype,
-                matrix_warps=variant.matrix_warps, rows=variant.rows, trace=trace,
+                matrix_warps=variant.matrix_warps, rows=variant.rows, formats=variant.formats, trace=trace,
             )  # fmt: skip
             self._kernels[key] = load_variant(self.gpu, compiled)
         return self._kernels[key]
@@ -161,8 +161,7 @@ class CudaModel:
             layout = Layout(int(layouts[row]))
             if layout is Layout.ROWS and tensor.data_ptr() % _ALIGNMENT == 0:
                 self.resident.borrow(name, tensor.data_ptr())
-            else:
-                self.resident.put(name, tensor.data_ptr(), buffer.shape, buffer.dtype, layout)
+        put_weights(packed, self.resident, lambda buffer: bound[buffer.name].data_ptr())
 
 
 class CudaSession:

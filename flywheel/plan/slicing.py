@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import InstructionKind
+from flywheel.plan.formats import UNIT_K
 from flywheel.plan.staging import SLICE_K, Slices, slices_of
 from flywheel.plan.step import RESULT_REF, Form, Step
 
@@ -35,10 +36,11 @@ def _slices(step: Step, form: Form, x_slices: int) -> Slices | None:
     x, depth = step.args[0], int(step.params["K"])
     value, written = form.inputs[x], form.written[x] is not None
     rows = value.numel // depth
-    each, beside = slices_of(value.dtype, rows, depth)
+    each, beside = slices_of(value.dtype, rows, depth, step.coded is not None)
     if each < depth:
         if written:
             raise InvalidProgramError(f"writes its operand of {value.nbytes} bytes, which it multiplies in slices")
         return Slices(each, beside)
-    each = SLICE_K * -(-depth // (SLICE_K * x_slices))
+    grain = SLICE_K if step.coded is None else UNIT_K
+    each = grain * -(-depth // (grain * x_slices))
     return None if rows > 1 or written or each >= depth else Slices(each, -(-depth // each))

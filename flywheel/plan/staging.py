@@ -5,13 +5,15 @@ Source: docs/vm.md, "Tables".
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from flywheel.errors import InvalidProgramError
 from flywheel.ir import Buffer, DType, InstructionKind, Task
 from flywheel.ir.access import MATRIX_OPS
 from flywheel.ir.runs import Use
+from flywheel.plan.formats import UNIT_K, Coding, coding_of
 
 MIN_STAGED_BYTES: Final = 16 * 1024
 """Least size of the staging area, where the values between a task's steps live too."""
@@ -51,24 +53,25 @@ class Slices(NamedTuple):
     beside: int
 
 
-def slices_of(dtype: DType, rows: int, depth: int) -> Slices:
+def slices_of(dtype: DType, rows: int, depth: int, coded: bool = False) -> Slices:
     """All of an input [rows, depth], or an even share of the fewest slices that fit, one at a time.
 
-    A share is a multiple of SLICE_K.
+    A share is a multiple of SLICE_K, or where the matrix is `coded`, of UNIT_K.
     """
+    grain = UNIT_K if coded else SLICE_K
     most = MAX_STAGED_BYTES if rows == 1 else MAX_INPUT_ROWS_BYTES
     if _bytes_of(dtype, rows, depth) <= most:
         return Slices(depth, 1)
-    pairs = -(-depth // SLICE_K)
-    fitting = (most // dtype.nbytes(rows * FRAGMENT_K) - (rows > 1)) // 2
-    slices = -(-pairs // max(1, fitting))
-    return Slices(SLICE_K * -(-pairs // slices), 1)
+    grains = -(-depth // grain)
+    fitting = (most // dtype.nbytes(rows * FRAGMENT_K) - (rows > 1)) * FRAGMENT_K // grain
+    slices = -(-grains // max(1, fitting))
+    return Slices(grain * -(-grains // slices), 1)
 
 
-def operand_bytes(dtype: DType, rows: int, depth: int, made: bool = False) -> int:
+def operand_bytes(dtype: DType, rows: int, depth: int, made: bool = False, coded: bool = False) -> int:
     """Bytes that the staging area has for an operand [rows, depth] that is multiplied: all of what the task itself has
     `made`, a slice of an input; what the area may have at most where not even that fits, which the VM refuses."""
-    each = depth if made else slices_of(dtype, rows, depth).depth
+    each = depth if made else slices_of(dtype, rows, depth, coded).depth
     return min(_bytes_of(dtype, rows, each), _most_staged(rows))
 
 
@@ -81,17 +84,21 @@ def _most_staged(rows: int) -> int:
 
 
 class Operand(NamedTuple):
-    """What a matrix task multiplies, [rows, depth]; `made` by its own steps, or an input."""
+    """What a matrix task multiplies, [rows, depth]; `made` by its own steps, or an input.
+
+    `coding` is how a quantised matrix is streamed; None of others, and of one that there is no kernel for.
+    """
 
     dtype: DType
     rows: int
     depth: int
     made: bool
+    coding: Coding | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes in the staging area."""
-        return operand_bytes(self.dtype, self.rows, self.depth, self.made)
+        return operand_bytes(self.dtype, self.rows, self.depth, self.made, self.coding is not None)
 
 
 def operands_of(tasks: Iterable[Task | Use], buffers: Sequence[Buffer]) -> frozenset[Operand]:
@@ -111,8 +118,14 @@ def operands_of(tasks: Iterable[Task | Use], buffers: Sequence[Buffer]) -> froze
             depth, made = product.depth, product.numel is not None
             dtype = product.dtype or known[task.inputs[product.x if product.weight is None else product.weight]].dtype
             numel = product.numel if product.numel is not None else known[task.inputs[product.x]].numel
-            found.add(Operand(dtype, max(1, numel // depth), depth, made))
+            coding = _find_coding(product, [known[number] for number in task.inputs])
+            found.add(Operand(dtype, max(1, numel // depth), depth, made, coding))
     return frozenset(found)
+
+
+def codings_of(operands: Collection[Operand]) -> tuple[Coding, ...]:
+    """The formats of the quantised matrices that operands are multiplied by."""
+    return tuple(sorted({operand.coding for operand in operands if operand.coding is not None}))
 
 
 def staged_bytes(operands: Collection[Operand]) -> int:
@@ -128,13 +141,26 @@ def rows_of(operands: Collection[Operand]) -> int:
 
 class _Product(NamedTuple):
     """A matrix step: the input that x is, elements of an x made by the recipe, and K; the input that the weight is, or
-    where the recipe makes it, the type of an x that the recipe makes, too."""
+    where the recipe makes it, the type of an x that the recipe makes, too, and the step that makes the weight."""
 
     x: int
     weight: int | None
     numel: int | None
     depth: int
     dtype: DType | None = None
+    dequant: Mapping[str, Any] | None = None
+
+
+def _find_coding(product: _Product, inputs: Sequence[Buffer]) -> Coding | None:
+    step = product.dequant
+    if step is None or step["op"] != "DEQUANT" or not all("in" in arg for arg in step["args"]):
+        return None
+    q, scales, *zeros = (inputs[arg["in"]] for arg in step["args"])
+    zero = zeros[0].dtype if zeros else None
+    try:
+        return coding_of(q.dtype, (scales.dtype, tuple(scales.shape)), zero, step["params"], product.depth)
+    except InvalidProgramError:
+        return None
 
 
 def _products(task: Task | Use, recipes: dict[int, list[_Product]]) -> list[_Product]:
@@ -150,13 +176,18 @@ def _products(task: Task | Use, recipes: dict[int, list[_Product]]) -> list[_Pro
     elif id(recipe) not in recipes:
         products = recipes[id(recipe)] = []
         made: dict[int, tuple[int, DType]] = {}
+        makers: dict[int, Mapping[str, Any]] = {}
         for step in recipe["steps"]:
             depth = step.get("params", {}).get("K", 0)
             if step["op"] in _MATRIX_NAMES and depth > 0:
                 x, weight = step["args"][:2]
                 numel, dtype = made[x["s"]] if "s" in x else (None, None)
                 whole = weight.get("in")
-                products.append(_Product(x.get("in", 0), whole, numel, depth, dtype if whole is None else None))
+                dequant = makers.get(weight["s"]) if whole is None else None
+                products.append(
+                    _Product(x.get("in", 0), whole, numel, depth, dtype if whole is None else None, dequant)
+                )
             if type(step["out"]) is int:
+                makers[step["out"]] = step
                 made[step["out"]] = prod(step["out_shape"]), DType[step["out_dtype"]]
     return recipes[id(recipe)]

@@ -14,6 +14,7 @@ from typing import Any, Final
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import INHERITED_PARAMS, BufferKind, DType, InstructionKind
 from flywheel.ir.access import MATRIX_OPS
+from flywheel.plan.formats import Coding, coding_of
 from flywheel.plan.staging import Slices
 
 _K = InstructionKind
@@ -91,10 +92,22 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
+class Coded:
+    """How the matrix of a product is quantised: its format, and the inputs that are its scales and zero points."""
+
+    coding: Coding
+    scales: int
+    zeros: int
+    group: int
+    rows_per_scale: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One primitive operation. `params` are its own; `out` is an output of the task, or ABSENT for scratch.
 
     `result` is what it makes, in the dtype that it rounds to first. `slices` is how a product takes K, None: at once.
+    `coded` is the format of the matrix of a product that is one step with a DEQUANT.
     """
 
     op: InstructionKind
@@ -105,6 +118,7 @@ class Step:
     epilogue: Epilogue = Epilogue.NONE
     other: int = ABSENT
     slices: Slices | None = None
+    coded: Coded | None = None
 
     @property
     def depth(self) -> int:
@@ -162,7 +176,9 @@ def _recipe_steps(items: Sequence[Mapping[str, Any]], form: Form) -> dict[int, S
 
 
 def _fused(steps: dict[int, Step], form: Form) -> dict[int, Step]:
-    """The steps with additions and SwiGLUs taken into the matrix step that makes their operand."""
+    """The steps with each DEQUANT taken into the matrix step of its result, and additions and SwiGLUs into the matrix
+    step that makes their operand."""
+    _take_codes(steps, form)
     uses: dict[int, int] = {}
     for step in steps.values():
         for ref in step.args:
@@ -179,6 +195,29 @@ def _fused(steps: dict[int, Step], form: Form) -> dict[int, Step]:
             if _gates(steps, uses, form, step, gate, product):
                 _absorb(steps, index, product, Epilogue.SILU_MUL, gate)
     return steps
+
+
+def _take_codes(steps: dict[int, Step], form: Form) -> None:
+    """Products of the rows that a DEQUANT makes, as products of those rows of the matrix itself."""
+    made = [step.args[1] for step in steps.values() if step.matrix]
+    for index, step in list(steps.items()):
+        maker = steps.get(step.args[1] - RESULT_REF) if step.matrix else None
+        if maker is None or maker.op is not _K.DEQUANT or len(step.args) != 2 or made.count(step.args[1]) != 1:
+            continue
+        if step.params.get("n_off") != 0 or any(ref >= RESULT_REF for ref in maker.args):
+            continue
+        q, scales, *zeros = (form.inputs[ref] for ref in maker.args)
+        zero = zeros[0].dtype if zeros else None
+        depth = int(step.params["K"])
+        coding = coding_of(q.dtype, (scales.dtype, scales.shape), zero, maker.params, depth)
+        params = {name: value for name, value in step.params.items() if name not in ("n_off", "N_tile")}
+        params |= {name: maker.params[name] for name in ("n_off", "N_tile") if name in maker.params}
+        coded = Coded(
+            coding, maker.args[1], maker.args[2] if zeros else ABSENT,
+            int(maker.params["group"]), int(maker.params.get("rows_per_scale", 1)),
+        )  # fmt: skip
+        steps[index] = replace(step, args=(step.args[0], maker.args[0]), params=params, coded=coded)
+        del steps[step.args[1] - RESULT_REF]
 
 
 def _absorb(steps: dict[int, Step], index: int, product: int, epilogue: Epilogue, other: int) -> None:

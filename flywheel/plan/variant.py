@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -10,7 +11,8 @@ from flywheel.ir import GpuTarget, MegakernelProgram, Runs, ScheduleConfig
 from flywheel.ir.layers import Layered
 from flywheel.ir.repeating import layers_of
 from flywheel.ir.runs import uses_by_recipe
-from flywheel.plan.staging import MIN_STAGED_BYTES, Operand, operands_of, rows_of, staged_bytes
+from flywheel.plan.formats import Coding, slot_bytes
+from flywheel.plan.staging import MIN_STAGED_BYTES, Operand, codings_of, operands_of, rows_of, staged_bytes
 
 RESERVED_BYTES: Final = 16 * 1024
 """Shared memory for barriers, instruction words, partial sums and reductions."""
@@ -69,6 +71,8 @@ class KernelVariant:
     """Slices of K in which an input is multiplied, each as soon as it is there; 1 without `data_hand_offs`."""
     rows: int = 0
     """Rows of every operand that is multiplied, for which there is a kernel; 0, any, where they differ."""
+    formats: tuple[int, ...] = ()
+    """Numbers of the formats of quantised matrices (`Coding`) that there are products of."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a warp that waits for a slot could take the chunk before its own for it."""
@@ -99,8 +103,11 @@ def chunk_groups(matrix_warps: int, chunk_warps: int, ring_slots: int) -> int:
     return min(matrix_warps // chunk_warps, max(1, ring_slots // 2))
 
 
-def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> KernelVariant:
+def kernel_variant(
+    config: ScheduleConfig, target: GpuTarget, staged: int, codings: Sequence[Coding] = ()
+) -> KernelVariant:
     """The variant that `config` asks for on `target`, with `staged` bytes of activations kept on chip, or the least.
+    The ring has room for chunks of the formats `codings`, whose codes are as many bytes as the config says.
 
     `smem_bytes_per_block = 0` takes all that the GPU lets a block opt into. Raises ConfigError on a broken bound.
     """
@@ -124,6 +131,7 @@ def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> Ke
     chunk = asked if asked is not None else (fitting[0] if fitting else CHUNK_BYTES[-1])
     if chunk <= 0 or chunk % 1024:
         raise ConfigError(f"tiling.stream.chunk_bytes={chunk} is not a positive multiple of 1024")
+    chunk = slot_bytes(chunk, codings)
     slots = min(room // chunk, MAX_RING_SLOTS)
     if slots < MIN_RING_SLOTS:
         raise ConfigError(
@@ -140,6 +148,7 @@ def kernel_variant(config: ScheduleConfig, target: GpuTarget, staged: int) -> Ke
     return KernelVariant(
         target.sm_arch, threads, matrix_warps, chunk_warps, smem, staged, chunk, slots, inflight_chunks,
         min(copies, inflight_chunks), config.pipelining_depth, by_data, x_slices,
+        formats=tuple([coding.number for coding in codings]),
     )  # fmt: skip
 
 
@@ -174,7 +183,8 @@ def variant_of(program: MegakernelProgram) -> KernelVariant:
     if program.target is None:
         raise ConfigError("program: no target, so no kernel variant")
     operands = _operands(program)
-    variant = kernel_variant(program.config or ScheduleConfig(), program.target, staged_bytes(operands))
+    config = program.config or ScheduleConfig()
+    variant = kernel_variant(config, program.target, staged_bytes(operands), codings_of(operands))
     return replace(variant, rows=rows_of(operands))
 
 

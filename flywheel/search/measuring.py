@@ -27,7 +27,7 @@ from flywheel.vm.worker import Bench, Parcel, Work
 if TYPE_CHECKING:
     from flywheel.store.sql import Store
 
-_COMPILING: Final[dict[tuple[int, int, int, int, DType], Lock]] = {}
+_COMPILING: Final[dict[tuple[int, int, int, int, DType, tuple[int, ...]], Lock]] = {}
 
 
 def look(store: Store, gpu: str, dtype: str, program_id: str, environment: Environment) -> TrialRecord | None:
@@ -71,7 +71,8 @@ def compile_ahead(dtype: str, program: MegakernelProgram) -> None:
     assert program.target is not None
     with suppress(ConfigError, KernelCompileError):
         variant = variant_of(program)
-        _compile(program.target.sm_arch, variant.threads, variant.matrix_warps, variant.rows, DTYPES[dtype])
+        threads, matrix_warps, rows = variant.threads, variant.matrix_warps, variant.rows
+        _compile(program.target.sm_arch, threads, matrix_warps, rows, DTYPES[dtype], variant.formats)
 
 
 def wrap(program: MegakernelProgram) -> Work:
@@ -95,12 +96,16 @@ def compile_all(
             _compile(sm_arch, threads, matrix_warps, rows, DTYPES[dtype])
 
 
-def _compile(sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType) -> None:
+def _compile(
+    sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType, formats: tuple[int, ...] = ()
+) -> None:
     """Whoever wants what another thread compiles waits for that."""
-    with _COMPILING.setdefault((sm_arch, threads, matrix_warps, rows, dtype), Lock()):
-        _compile_once(sm_arch, threads, matrix_warps, rows, dtype)
+    with _COMPILING.setdefault((sm_arch, threads, matrix_warps, rows, dtype, formats), Lock()):
+        _compile_once(sm_arch, threads, matrix_warps, rows, dtype, formats)
 
 
 @cache
-def _compile_once(sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType) -> None:
-    compile_variant(arch_name(sm_arch), threads, dtype, matrix_warps=matrix_warps, rows=rows)
+def _compile_once(
+    sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType, formats: tuple[int, ...]
+) -> None:
+    compile_variant(arch_name(sm_arch), threads, dtype, matrix_warps=matrix_warps, rows=rows, formats=formats)

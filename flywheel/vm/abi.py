@@ -111,6 +111,19 @@ class SegmentFlag(IntFlag):
     """A further slice of K: its products are added to those of the segment before it."""
     GOES_ON = 4
     """A slice of K with others behind it: the pass is not complete yet."""
+    # From TAIL_SHIFT on come numbers.
+
+
+FORMAT_SHIFT: Final = 8
+FORMAT_MASK: Final = 0xFF
+"""Where a segment's flags have the format of its codes (`Coding.number`), 0 of a matrix of the program's own type."""
+
+TAIL_SHIFT: Final = 4
+TAIL_MASK: Final = 0xF
+"""Where they have, of a coded matrix, the groups of the segment's last unit that there are."""
+
+UNIT_SHIFT: Final = 16
+"""From where on they have, of a coded matrix, the bytes of a unit, in UNIT_ALIGNMENT."""
 
 
 class Layout(IntEnum):
@@ -125,6 +138,13 @@ class Layout(IntEnum):
     AWAITED = 2
     """Row-major, in two sets that launches take in turn. An element is all ones until it is written, and those who read
     it wait for that."""
+    UNITS = 3
+    """[ceil(rows / 16)][ceil(width / UNIT_K)] units of codes and what belongs to them, zero beyond the matrix.
+    Source: docs/vm.md, "Quantised weights"."""
+    ROW_SCALES = 4
+    """A float for each row of the matrix that they scale."""
+    IN_UNITS = 5
+    """Nowhere: scales or zero points that are in the units of the matrix that they belong to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +207,7 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "rows", note="of the result"),
         ),
         "amk_product_t": (
-            Field("int32_t", "unused"),
+            Field("int32_t", "scales", note="operand ref of a scale for each row of the matrix, and 1 more; else 0"),
             Field("int32_t", "rows", note="activation rows, M: of x and of the result"),
             Field("int32_t", "kblocks", note="fragments of K, or of a slice of it"),
             Field("int32_t", "beside", note="slices of the operand that lie side by side"),

@@ -26,6 +26,7 @@ from flywheel.ir import (
     InstructionKind,
     MemSpace,
 )
+from flywheel.plan.formats import UNIT_ALIGNMENT, Code, Scales
 from flywheel.plan.staging import FRAGMENT_K, MIN_STAGED_BYTES, WORK_BYTES
 from flywheel.plan.step import ABSENT, RESULT_REF, Epilogue
 from flywheel.plan.variant import MAX_RING_SLOTS, MAX_X_SLICES, RESERVED_BYTES, WARP
@@ -42,6 +43,8 @@ PREFIXES: Final[Mapping[str, type[IntEnum] | type[IntFlag]]] = MappingProxyType(
         "FW_STEP": abi.StepFlag,
         "FW_EPILOGUE": Epilogue,
         "FW_SEGMENT": abi.SegmentFlag,
+        "FW_CODE": Code,
+        "FW_SCALES": Scales,
         "FW_LAYOUT": abi.Layout,
         "FW_STAMP": abi.Stamp,
         "FW_ANCHOR": abi.Anchor,
@@ -75,6 +78,12 @@ CONSTANTS: Final[Mapping[str, int]] = MappingProxyType(
         "FW_MAX_RING_SLOTS": MAX_RING_SLOTS,
         "FW_MAX_X_SLICES": MAX_X_SLICES,
         "FW_WARP": WARP,
+        "FW_FORMAT_SHIFT": abi.FORMAT_SHIFT,
+        "FW_FORMAT_MASK": abi.FORMAT_MASK,
+        "FW_TAIL_SHIFT": abi.TAIL_SHIFT,
+        "FW_TAIL_MASK": abi.TAIL_MASK,
+        "FW_UNIT_SHIFT": abi.UNIT_SHIFT,
+        "FW_UNIT_ALIGNMENT": UNIT_ALIGNMENT,
     }
 )
 """Capacities, version and sizes by their C names."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from math import prod
 from typing import Any, Final, Self
 
 import numpy as np
@@ -41,9 +42,32 @@ _WRITTEN_KINDS: Final = (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
 def needed_weights(packed: PackedProgram) -> Iterator[tuple[str, Buffer, Layout]]:
     """(name, buffer, layout) of each weight that a LoadedProgram looks up in its ResidentWeights."""
     for row, buffer in enumerate(packed.program.buffers):
-        if buffer.kind in _WEIGHT_KINDS:
-            name, layout = _weight_key(packed, row)
+        name, layout = _weight_key(packed, row)
+        if buffer.kind in _WEIGHT_KINDS and layout is not Layout.IN_UNITS:
             yield name, buffer, layout
+
+
+def put_weights(
+    packed: PackedProgram, weights: ResidentWeights, find: Callable[[Buffer], int | npt.NDArray[Any]]
+) -> None:
+    """Put each weight that a LoadedProgram looks up, unless it is there; `find` is where a buffer's elements are,
+    row-major, as `ResidentWeights.put` takes them. Raises as that does."""
+    buffers = packed.program.buffers
+    scaled = {coded.scales: row for row, coded in packed.coded.items()}
+    for row, buffer in enumerate(buffers):
+        if buffer.kind not in _WEIGHT_KINDS:
+            continue
+        name, layout = _weight_key(packed, row)
+        if layout is Layout.UNITS:
+            coded = packed.coded[row]
+            rows = [each for each in (row, coded.scales, coded.zeros) if each != ABSENT]
+            weights.put_units(name, coded, [(find(buffers[each]), buffers[each]) for each in rows])
+        elif layout is Layout.ROW_SCALES:
+            matrix = scaled[row]
+            count = prod(buffers[matrix].shape[:-1])
+            weights.put_row_scales(name, find(buffer), buffer, count, packed.coded[matrix].rows_per_scale)
+        elif layout is not Layout.IN_UNITS:
+            weights.put(name, find(buffer), tuple(buffer.shape), buffer.dtype, layout)
 
 
 def _weight_key(packed: PackedProgram, row: int) -> tuple[str, Layout]:
@@ -299,7 +323,8 @@ class LoadedProgram:
         addresses = []
         for row, buffer in enumerate(self.packed.program.buffers):
             if buffer.kind in _WEIGHT_KINDS:
-                addresses.append(weights.get(*_weight_key(self.packed, row)))
+                name, layout = _weight_key(self.packed, row)
+                addresses.append(0 if layout is Layout.IN_UNITS else weights.get(name, layout))
             elif buffer.kind is BufferKind.KV_CACHE:
                 if buffer.name not in caches:
                     raise TensorError(f"cache {buffer.name}: not given")
@@ -349,4 +374,8 @@ def _check_kernel(gpu: Gpu, packed: PackedProgram, kernel: LoadedKernel) -> None
     if variant.rows not in (0, packed.variant.rows):
         has_rows = packed.variant.rows or "various numbers of"
         raise ConfigError(f"kernel for products of {variant.rows} rows: the program's have {has_rows}")
+    if not set(packed.variant.formats) <= set(variant.formats):
+        raise ConfigError(
+            f"kernel for quantised formats {list(variant.formats)}: the program has {list(packed.variant.formats)}"
+        )
     check_fit(kernel, gpu, target, packed.variant.smem_bytes)

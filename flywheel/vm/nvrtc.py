@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +70,8 @@ class CompiledUnit:
 
 @dataclass(frozen=True, slots=True)
 class CompiledVariant(CompiledUnit):
-    """The entries `megakernel` and `pack_matrix`, for blocks of `threads` and programs of `dtype`; and of products with
-    `rows` rows alone, unless that is 0.
+    """The entries `megakernel`, `pack_matrix`, `pack_codes` and `expand_scales`, for blocks of `threads` and programs
+    of `dtype`; of products with `rows` rows alone, unless that is 0, and of quantised matrices in `formats`.
     """
 
     threads: int
@@ -79,6 +79,7 @@ class CompiledVariant(CompiledUnit):
     matrix_warps: int
     trace: bool = False
     rows: int = 0
+    formats: tuple[int, ...] = ()
 
     @property
     def usage(self) -> EntryUsage:
@@ -115,6 +116,7 @@ def compile_variant(
     *,
     matrix_warps: int | None = None,
     rows: int = 0,
+    formats: Sequence[int] = (),
     trace: bool = False,
     every_thread: bool = False,
     sources: Path = SOURCES,
@@ -122,7 +124,8 @@ def compile_variant(
     """The kernel in `sources` for `arch`, as `compile_unit` has it; with `trace`, tasks note their times.
 
     `matrix_warps` is half of what the loader and the control warp leave, rounded up, unless given. `rows` leaves out
-    what other programs need, since instructions come from far: 0 leaves out nothing. `every_thread` is for race
+    what other programs need, since instructions come from far: 0 leaves out nothing. `formats` are
+    those of the quantised matrices that it multiplies (`Coding.number`). `every_thread` is for race
     detectors: no thread arrives or waits for others.
 
     Raises ConfigError for a dtype without a kernel.
@@ -135,13 +138,16 @@ def compile_variant(
     defines = {"FW_THREADS": str(threads), "FW_MATRIX_WARPS": str(multiplying), "FW_DTYPE": str(int(dtype))}
     if rows:
         defines["FW_ROWS"] = str(rows)
+    if formats:
+        defines["FW_FORMATS"] = ",".join(map(str, formats))
     if trace:
         defines["FW_TRACE"] = "1"
     if every_thread:
         defines["FW_EVERY_THREAD"] = "1"
     unit = compile_unit("megakernel.cu", arch, defines, cache_dir, sources=sources)
     return CompiledVariant(
-        unit.arch, unit.key, unit.cubin, unit.log, unit.entries, threads, dtype, multiplying, trace, rows
+        unit.arch, unit.key, unit.cubin, unit.log, unit.entries, threads, dtype, multiplying, trace, rows,
+        tuple(formats),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any, Final, Self
@@ -11,7 +12,9 @@ from typing import Any, Final, Self
 import numpy.typing as npt
 
 from flywheel.errors import WeightsError
-from flywheel.ir import DType
+from flywheel.ir import Buffer, DType
+from flywheel.plan.formats import coded_bytes
+from flywheel.plan.step import Coded
 from flywheel.vm.abi import FRAGMENT_ROWS, Layout
 from flywheel.vm.driver import Gpu, Memory
 from flywheel.vm.elements import stored
@@ -20,7 +23,7 @@ from flywheel.vm.nvrtc import arch_name, compile_variant
 FRAGMENT_ELEMENTS: Final = FRAGMENT_ROWS * FRAGMENT_ROWS
 
 _PACK_THREADS: Final = 320
-"""Threads of the variant whose `pack_matrix` packs, and of its blocks: the commonest one, so that it is at hand."""
+"""Threads of the variant whose kernels pack, and of its blocks: the commonest one, so that it is at hand."""
 
 _PACK_BLOCKS_PER_SM: Final = 6
 
@@ -38,7 +41,7 @@ class ResidentWeights:
         self._gpu, self._dtype, self._cache_dir = gpu, dtype, cache_dir
         self._addresses: dict[tuple[str, Layout], int] = {}
         self._owned: list[Memory] = []
-        self._pack: Any = None
+        self._kernels: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -80,6 +83,45 @@ class ResidentWeights:
         self._addresses[name, layout] = address
         return address
 
+    def put_units(self, name: str, coded: Coded, parts: Sequence[tuple[int | npt.NDArray[Any], Buffer]]) -> int:
+        """A quantised matrix, its scales and its zero points, if it has any, as Layout.UNITS; `parts` are sources as
+        `put` takes them, with their buffers. Returns its address, and raises as `put` does."""
+        key = name, Layout.UNITS
+        if key not in self._addresses:
+            matrix, scales = parts[0][1], parts[1][1]
+            packed = self._take(coded_bytes(coded.coding, tuple(matrix.shape)))
+            with ExitStack() as held:
+                sources = [self._on_gpu(source, buffer, held) for source, buffer in parts]
+                numbers = (
+                    prod(matrix.shape[:-1]), matrix.shape[-1], coded.group, coded.rows_per_scale, int(scales.dtype),
+                    coded.coding.number,
+                )  # fmt: skip
+                addresses = (*sources, *[0] * (3 - len(sources)), packed.address)
+                self._run("pack_codes", (*addresses, *map(ctypes.c_int32, numbers)))
+            self._addresses[key] = packed.address
+        return self._addresses[key]
+
+    def put_row_scales(self, name: str, source: int | npt.NDArray[Any], buffer: Buffer, rows: int, shared: int) -> int:
+        """Scales of which each holds for `shared` of so many rows, as Layout.ROW_SCALES. Returns their address."""
+        key = name, Layout.ROW_SCALES
+        if key not in self._addresses:
+            expanded = self._take(DType.F32.nbytes(rows))
+            with ExitStack() as held:
+                numbers = map(ctypes.c_int32, (rows, shared, int(buffer.dtype)))
+                self._run("expand_scales", (self._on_gpu(source, buffer, held), expanded.address, *numbers))
+            self._addresses[key] = expanded.address
+        return self._addresses[key]
+
+    def _on_gpu(self, source: int | npt.NDArray[Any], buffer: Buffer, held: ExitStack) -> int:
+        """The device address of a source, which stays there as long as `held`."""
+        if isinstance(source, int):
+            return source
+        array = stored(source, buffer.dtype, tuple(buffer.shape), buffer.name)
+        memory = self._gpu.alloc(array.nbytes)
+        held.callback(self._gpu.free, memory)
+        self._gpu.upload(memory, array)
+        return memory.address
+
     def get(self, name: str, layout: Layout) -> int:
         """The address of a weight. Raises WeightsError where it was not put there in that layout."""
         if (name, layout) not in self._addresses:
@@ -102,12 +144,14 @@ class ResidentWeights:
         return packed.address
 
     def _run_pack(self, source: int, packed: Memory, shape: Sequence[int]) -> None:
-        if self._pack is None:
-            variant = compile_variant(arch_name(self._gpu.sm_arch), _PACK_THREADS, self._dtype, self._cache_dir)
-            self._pack = self._gpu.load(variant)["pack_matrix"]
         rows, width = prod(shape[:-1]), shape[-1]
-        args = (source, packed.address, ctypes.c_int32(rows), ctypes.c_int32(width))
-        self._gpu.launch(self._pack, _PACK_BLOCKS_PER_SM * self._gpu.num_sms, _PACK_THREADS, args)
+        self._run("pack_matrix", (source, packed.address, ctypes.c_int32(rows), ctypes.c_int32(width)))
+
+    def _run(self, name: str, args: tuple[Any, ...]) -> None:
+        if not self._kernels:
+            variant = compile_variant(arch_name(self._gpu.sm_arch), _PACK_THREADS, self._dtype, self._cache_dir)
+            self._kernels = dict(self._gpu.load(variant))
+        self._gpu.launch(self._kernels[name], _PACK_BLOCKS_PER_SM * self._gpu.num_sms, _PACK_THREADS, args)
         self._gpu.sync()  # the source's owner may take it back
 
     def _take(self, nbytes: int) -> Memory:

@@ -12,6 +12,7 @@ import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -35,7 +36,7 @@ ARCH_MACROS: Final = {"sm_80": "800", "sm_90a": "900"}
 WHY_BYTES: Final = 256
 ALIGNMENT: Final = 256
 
-_ENTRIES: Final = ("megakernel", "pack_matrix")
+_ENTRIES: Final = ("megakernel", "pack_matrix", "pack_codes", "expand_scales")
 _OWN: Final = tempfile.TemporaryDirectory(prefix="emulator-")
 KERNELS: Final = "EMULATOR_KERNELS"
 """Where built kernels are kept for other processes; without it, each process builds its own."""
@@ -51,6 +52,7 @@ def build_variant(
     *,
     matrix_warps: int | None = None,
     rows: int = 0,
+    formats: Sequence[int] = (),
     trace: bool = False,
     every_thread: bool = False,
     sources: Path = nvrtc.SOURCES,
@@ -63,6 +65,8 @@ def build_variant(
     }  # fmt: skip
     if rows:
         defines["FW_ROWS"] = str(rows)
+    if formats:
+        defines["FW_FORMATS"] = ",".join(map(str, formats))
     defines |= {name: "1" for name, wanted in (("FW_TRACE", trace), ("FW_EVERY_THREAD", every_thread)) if wanted}
     # Sources that a test has changed may change again under the same name.
     make = _known_library if sources == nvrtc.SOURCES else _library
@@ -70,7 +74,8 @@ def build_variant(
     usage = EntryUsage(registers=0, static_shared_bytes=0, stack_bytes=0, spill_bytes=0)
     entries = dict.fromkeys(_ENTRIES, usage)
     return CompiledVariant(
-        arch, library.stem, os.fsencode(library), "", entries, threads, dtype, multiplying, trace, rows
+        arch, library.stem, os.fsencode(library), "", entries, threads, dtype, multiplying, trace, rows,
+        tuple(formats),
     )
 
 

@@ -16,11 +16,11 @@ from flywheel.decode.cuda import CudaSession
 from flywheel.decode.interface import read_interface
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.taps import find_taps
-from flywheel.ir import DType, MegakernelProgram
+from flywheel.ir import MegakernelProgram
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind
 from flywheel.vm.driver import load_variant
-from flywheel.vm.loader import LoadedProgram, needed_weights
+from flywheel.vm.loader import LoadedProgram, put_weights
 from flywheel.vm.nvrtc import arch_name
 from flywheel.vm.pack import pack
 from flywheel.vm.weights import ResidentWeights
@@ -35,17 +35,15 @@ def emulated_session(
     caches = KvCaches(spec, interface.dtype, interface.context, "cpu", interface.batch)
     variant = packed.variant
     kernel = build_variant(
-        arch_name(gpu.sm_arch), variant.threads, interface.dtype, matrix_warps=variant.matrix_warps, rows=variant.rows
+        arch_name(gpu.sm_arch), variant.threads, interface.dtype, matrix_warps=variant.matrix_warps, rows=variant.rows,
+        formats=variant.formats,
     )
     bound = bind(program, weights)
     with (
         patch("flywheel.vm.weights.compile_variant", build_variant),
         ResidentWeights(gpu, interface.dtype) as resident,  # type: ignore[arg-type]
     ):
-        for name, buffer, layout in needed_weights(packed):
-            tensor = bound[buffer.name]
-            array = (tensor.float() if buffer.dtype is DType.BF16 else tensor).numpy()
-            resident.put(name, array, buffer.shape, buffer.dtype, layout)
+        put_weights(packed, resident, lambda buffer: bound[buffer.name].data_ptr())
         load = partial(
             LoadedProgram,
             gpu,  # type: ignore[arg-type]

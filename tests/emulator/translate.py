@@ -88,6 +88,21 @@ extern "C" int emulate_pack_matrix(const element_t* src, element_t* dst, int row
     emulator::entry = [=] { pack_matrix(src, dst, rows, width); };
     return launched(blocks, threads, shared_bytes, seed, limit_s, why, room);
 }
+extern "C" int emulate_pack_codes(const unsigned char* codes, const unsigned char* scales, const signed char* zeros,
+                                  uint32_t* dst, int rows, int width, int group, int rows_per_scale, int scale_dtype,
+                                  int format, int blocks, int threads, size_t shared_bytes, unsigned seed,
+                                  double limit_s, char* why, size_t room) {
+    emulator::entry = [=] {
+        pack_codes(codes, scales, zeros, dst, rows, width, group, rows_per_scale, scale_dtype, format);
+    };
+    return launched(blocks, threads, shared_bytes, seed, limit_s, why, room);
+}
+extern "C" int emulate_expand_scales(const char* src, float* dst, int rows, int rows_per_scale, int dtype, int blocks,
+                                     int threads, size_t shared_bytes, unsigned seed, double limit_s, char* why,
+                                     size_t room) {
+    emulator::entry = [=] { expand_scales(src, dst, rows, rows_per_scale, dtype); };
+    return launched(blocks, threads, shared_bytes, seed, limit_s, why, room);
+}
 """
 
 

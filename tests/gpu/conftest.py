@@ -100,20 +100,23 @@ def run(gpu: Any, device: str, emulated: int) -> Run:
     Tensors are those of `ReferenceVM.run`, on the GPU; none is modified.
     """
     from flywheel.vm.driver import load_variant
-    from flywheel.vm.loader import LoadedProgram, ResidentWeights, needed_weights
+    from flywheel.vm.loader import LoadedProgram, ResidentWeights, put_weights
     from flywheel.vm.nvrtc import arch_name, compile_variant
     from flywheel.vm.pack import pack
 
     compiled_by = build_variant if emulated else compile_variant
-    kernels: dict[tuple[int, int, int, DType], Any] = {}
+    kernels: dict[tuple[int, int, int, tuple[int, ...], DType], Any] = {}
     resident: dict[DType, Any] = {}
 
     def launch(program: MegakernelProgram, tensors: Tensors, pos: int | None) -> dict[str, Tensor]:
         packed = pack(program)
-        key = packed.variant.threads, packed.variant.matrix_warps, packed.variant.rows, packed.dtype
+        variant = packed.variant
+        key = variant.threads, variant.matrix_warps, variant.rows, variant.formats, packed.dtype
         if key not in kernels:
-            threads, matrix_warps, rows, dtype = key
-            compiled = compiled_by(arch_name(gpu.sm_arch), threads, dtype, matrix_warps=matrix_warps, rows=rows)
+            compiled = compiled_by(
+                arch_name(gpu.sm_arch), variant.threads, packed.dtype,
+                matrix_warps=variant.matrix_warps, rows=variant.rows, formats=variant.formats,
+            )  # fmt: skip
             kernels[key] = load_variant(gpu, compiled)
         weights = resident.setdefault(packed.dtype, ResidentWeights(gpu, packed.dtype))
         named = {buffer.name: buffer for buffer in program.buffers}
@@ -126,8 +129,7 @@ def run(gpu: Any, device: str, emulated: int) -> Run:
         if not emulated:
             torch.cuda.synchronize()
         try:
-            for name, buffer, layout in needed_weights(packed):
-                weights.put(name, copies[buffer.name].data_ptr(), tuple(buffer.shape), buffer.dtype, layout)
+            put_weights(packed, weights, lambda buffer: copies[buffer.name].data_ptr())
             caches = {name: copies[name] for name in copies if named[name].kind is BufferKind.KV_CACHE}
             addresses = {name: tensor.data_ptr() for name, tensor in caches.items()}
             with LoadedProgram(gpu, packed, kernels[key], weights, addresses) as loaded:

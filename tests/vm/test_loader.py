@@ -127,8 +127,9 @@ def rig(host_gpu: Any, megakernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> R
         multiplying = (threads // 32 - 1) // 2
         usage = EntryUsage(100, 0, 0, 0)
         variant = SimpleNamespace(
-            threads=threads, dtype=DType.F16, matrix_warps=multiplying, usage=usage, trace=False, rows=0
-        )
+            threads=threads, dtype=DType.F16, matrix_warps=multiplying, usage=usage, trace=False, rows=0,
+            formats=(),
+        )  # fmt: skip
         return SimpleNamespace(variant=variant, megakernel=megakernel, pack_matrix=None)
 
     return make_rig(host_gpu, DType.F16, kernel)[0]

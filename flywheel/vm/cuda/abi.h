@@ -47,6 +47,12 @@ typedef uint32_t amk_counter_t;
 #define FW_MAX_RING_SLOTS 64
 #define FW_MAX_X_SLICES 4
 #define FW_WARP 32
+#define FW_FORMAT_SHIFT 8
+#define FW_FORMAT_MASK 255
+#define FW_TAIL_SHIFT 4
+#define FW_TAIL_MASK 15
+#define FW_UNIT_SHIFT 16
+#define FW_UNIT_ALIGNMENT 32
 #define AMK_OP_NOP 0
 #define AMK_OP_COPY 1
 #define AMK_OP_EMBED 2
@@ -119,9 +125,19 @@ typedef uint32_t amk_counter_t;
 #define FW_SEGMENT_FRESH_X 1
 #define FW_SEGMENT_CONTINUES 2
 #define FW_SEGMENT_GOES_ON 4
+#define FW_CODE_I8 1
+#define FW_CODE_F8 2
+#define FW_CODE_I4 3
+#define FW_SCALES_ROWS 0
+#define FW_SCALES_BF16 1
+#define FW_SCALES_F16 2
+#define FW_SCALES_BLOCKS 3
 #define FW_LAYOUT_ROWS 0
 #define FW_LAYOUT_FRAGMENTS 1
 #define FW_LAYOUT_AWAITED 2
+#define FW_LAYOUT_UNITS 3
+#define FW_LAYOUT_ROW_SCALES 4
+#define FW_LAYOUT_IN_UNITS 5
 #define FW_STAMP_CURRENT 0
 #define FW_STAMP_READY 1
 #define FW_STAMP_STAGED 2
@@ -241,7 +257,7 @@ FW_ASSERT_OFFSET(amk_plain_t, unused, 0);
 FW_ASSERT_OFFSET(amk_plain_t, rows, 4);
 
 struct amk_product_t {
-  int32_t unused;
+  int32_t scales;  // operand ref of a scale for each row of the matrix, and 1 more; else 0
   int32_t rows;  // activation rows, M: of x and of the result
   int32_t kblocks;  // fragments of K, or of a slice of it
   int32_t beside;  // slices of the operand that lie side by side
@@ -250,7 +266,7 @@ struct amk_product_t {
   int16_t epilogue_arg;  // operand ref
 };
 static_assert(sizeof(amk_product_t) == 24, "amk_product_t");
-FW_ASSERT_OFFSET(amk_product_t, unused, 0);
+FW_ASSERT_OFFSET(amk_product_t, scales, 0);
 FW_ASSERT_OFFSET(amk_product_t, rows, 4);
 FW_ASSERT_OFFSET(amk_product_t, kblocks, 8);
 FW_ASSERT_OFFSET(amk_product_t, beside, 12);

@@ -25,6 +25,15 @@ __device__ __forceinline__ bool may_stream(Block& block, int queue_index) {
     return true;
 }
 
+// Of a K block, a fragment or, of a coded matrix, a unit.
+__device__ __forceinline__ uint32_t bytes_of_block(const amk_segment_t& segment) {
+#ifdef FW_FORMATS
+    const uint32_t unit = segment.flags >> FW_UNIT_SHIFT;
+    if (unit != 0) return unit * FW_UNIT_ALIGNMENT;
+#endif
+    return FRAGMENT_BYTES;
+}
+
 __device__ __noinline__ void run_loader() {
     Block& block = kept_block();
     const Ring ring = {block.ring.slots, block.ring_full, block.ring_empty, block.ring.n_slots, block.ring.chunk_bytes};
@@ -44,6 +53,7 @@ __device__ __noinline__ void run_loader() {
         waited.begin();
         if (!may_stream(block, segment.queue_index)) return drain(ring, place, issued);
         waited.end();
+        const uint32_t block_bytes = bytes_of_block(segment);
         const int total = segment.row_blocks * segment.row_chunks;
         int row_block = mine / segment.row_chunks, piece = mine - row_block * segment.row_chunks;
 #pragma unroll 1
@@ -59,9 +69,9 @@ __device__ __noinline__ void run_loader() {
             }
             if (fills) {
                 const int k = piece * segment.chunk_kblocks;
-                const uint32_t bytes = min(segment.chunk_kblocks, segment.kblocks - k) * FRAGMENT_BYTES;
+                const uint32_t bytes = min(segment.chunk_kblocks, segment.kblocks - k) * block_bytes;
                 ring.fill(to, reinterpret_cast<const char*>(segment.src) +
-                                  static_cast<long long>(row_block) * segment.row_stride + k * FRAGMENT_BYTES, bytes, lane);
+                                  static_cast<long long>(row_block) * segment.row_stride + k * block_bytes, bytes, lane);
             }
             place.advance(count, ring.n_slots);
             landed.advance(count, ring.n_slots);

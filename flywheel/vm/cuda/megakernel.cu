@@ -1,5 +1,6 @@
 // One decode step as one cooperative launch: one block per SM, each walking its queue of tasks. Source: docs/vm.md.
 #include "loader.cuh"
+#include "packing.cuh"
 #include "vm_loop.cuh"
 
 __device__ __forceinline__ void init_barriers(Block& block) {
@@ -106,22 +107,5 @@ extern "C" __global__ void __launch_bounds__(FW_THREADS, 1) megakernel(const amk
     if (threadIdx.x == 0) {
         anchor(block, FW_ANCHOR_LAST_NS);
         leave(program);
-    }
-}
-
-// src [rows, width] row-major to fragments, zero behind the matrix: abi.py, Layout.FRAGMENTS. A thread a lane of a fragment.
-extern "C" __global__ void pack_matrix(const element_t* src, element_t* dst, int rows, int width) {
-    const int column_blocks = (width + 15) / 16;
-    const long long total = static_cast<long long>((rows + 15) / 16) * column_blocks * WARP;
-    const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
-    for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < total; i += step) {
-        const int lane = static_cast<int>(i % WARP);
-        const long long fragment = i / WARP;
-        const int row = static_cast<int>(fragment / column_blocks) * 16 + lane / 4;
-        const int column = static_cast<int>(fragment % column_blocks) * 16 + lane % 4 * 4;
-        for (int e = 0; e < 8; e++) {
-            const int r = row + (e / 2 % 2) * 8, c = column + e / 4 * 2 + e % 2;
-            dst[i * 8 + e] = r < rows && c < width ? src[static_cast<long long>(r) * width + c] : element_t(0);
-        }
     }
 }

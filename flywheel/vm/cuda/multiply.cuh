@@ -4,7 +4,7 @@
 // in slices, a segment each, a warp adds those of each slice to its partial; slices that are in one segment it adds up in registers.
 #pragma once
 
-#include "product.cuh"
+#include "coded.cuh"
 
 // KernelVariant.chunk_groups: no more than half of the ring's slots, so that the others can be on their way.
 __device__ __forceinline__ int chunk_groups(const Block& block) {
@@ -24,65 +24,16 @@ __device__ __forceinline__ void forget_other_set(const Block& block, int thread)
     }
 }
 
-// What a warp needs of a segment all the time.
-struct MatrixSegment {
-    uint32_t row_blocks, kblocks, chunk_kblocks, row_chunks, rows, flags, x_kblocks;
-    __device__ __forceinline__ int fragments(int piece) const {
-        return min(chunk_kblocks, kblocks - piece * chunk_kblocks);
-    }
-};
-
-// A segment on its way to a warp, and what it seldom needs of one: a word a lane, so that it takes one register.
-struct SegmentWord {
-    uint32_t word = 0;
-
-    __device__ __forceinline__ void fetch(const Block& block, int index, int lane) {
-        constexpr int WORDS = sizeof(amk_segment_t) / 4;
-        if (index >= block.stream_end || lane >= WORDS) return;
-        word = reinterpret_cast<const uint32_t*>(block.program.segments)[index * WORDS + lane];
-    }
-    __device__ __forceinline__ uint32_t at(int offset) const { return __shfl_sync(~0u, word, offset / 4); }
-#define FW_WORD(field) at(reinterpret_cast<uint64_t>(&static_cast<const amk_segment_t*>(nullptr)->field))
-    __device__ __forceinline__ MatrixSegment segment() const {
-        return {FW_WORD(row_blocks), FW_WORD(kblocks), FW_WORD(chunk_kblocks),
-                FW_WORD(row_chunks), FW_WORD(rows),    FW_WORD(flags),   FW_WORD(x_kblocks)};
-    }
-    __device__ __forceinline__ int slice_chunks() const { return FW_WORD(slice_chunks); }
-#undef FW_WORD
-};
-
-// What a warp takes of each chunk: `count` fragments from `first` on.
-struct Part {
-    int first, count;
-};
-
-// A warp's share among the `members` of its group, in 1/65536 of a chunk, rounded up by less than makes a fragment of the last
-// one's end: no division for each chunk.
-class Share {
-    uint32_t begin, end;
-
-  public:
-    __device__ __forceinline__ Share(int member, int members) {
-        const uint32_t each = 65536 / members + 1;
-        begin = member * each;
-        end = begin + each;
-    }
-    __device__ __forceinline__ Part of(int fragments) const {
-        const int first = fragments * begin >> 16;
-        return {first, static_cast<int>(fragments * end >> 16) - first};
-    }
-};
-
 // Where a warp is among the slices of a segment, which are staged one after the other; of one that has none, at the only one.
-struct SliceWalk {
+template <typename P> struct SliceWalk {
     static constexpr bool HAS_SLICES = FW_ROWS > 1;  // as `_merges` in pack/stream.py has it
     int offset, kblocks, end = 1 << 30;  // where fragment 0 would be staged, fragments of the slice, the chunk behind it
     __device__ __forceinline__ SliceWalk(const SegmentWord& word, const MatrixSegment& segment)
-        : offset(segment.x_kblocks), kblocks(segment.kblocks) {
+        : offset(segment.x_kblocks), kblocks(P::x_fragments(segment)) {
         const int chunks = HAS_SLICES ? word.slice_chunks() : 0;
         if (chunks == 0) return;
         end = chunks;
-        kblocks = chunks * segment.chunk_kblocks;
+        kblocks = P::x_fragment(chunks * segment.chunk_kblocks, 0);
     }
     __device__ __forceinline__ void advance(const SegmentWord& word) {
         end += word.slice_chunks();
@@ -100,7 +51,27 @@ __device__ __forceinline__ void clear_partials(float* partial, int row_blocks, i
     __syncwarp();
 }
 
-__device__ __noinline__ void run_matrix_warp(int warp) {
+#ifdef FW_FORMATS
+#define FW_RUN_SEGMENTS __device__ __forceinline__
+#else
+#define FW_RUN_SEGMENTS __device__ __forceinline__
+#endif
+
+// How far a matrix warp has come: the next segment, or ABORTED; its group's place in the ring and next chunk, counted from the
+// start of the segment; stagings and passes seen.
+struct Progress {
+    static constexpr int ABORTED = -1;
+    int index;
+    RingPlace place;
+    int chunk;
+    uint32_t x_round = 0;
+    int pass = 0;
+    Waited waited = {};
+    __device__ __forceinline__ bool goes_on(const Block& block) const { return index >= 0 && index < block.stream_end; }
+};
+
+// All of the warp's part of the segments from `from` on, as long as their products are of kind P.
+template <typename P> FW_RUN_SEGMENTS Progress run_segments(int warp, Progress from) {
     Block& block = kept_block();
     int lane = lane_id();
     asm volatile("" : "+r"(lane));  // kept, instead of being made anew from the thread's number, which would be kept too
@@ -111,18 +82,23 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
     const Share share(member, chunk_warps);
     const bool idle = group >= groups;
     const Ring ring = {block.ring.slots, block.ring_full, block.ring_empty, block.ring.n_slots, block.ring.chunk_bytes};
-    RingPlace place = {idle ? 0 : group, 0};
-    int chunk = place.slot;  // the group's next one, counted from the start of the segment
-    uint32_t x_round = 0;    // stagings seen
-    Waited waited;
-    Product product;
+    RingPlace place = from.place;
+    int chunk = from.chunk;
+    uint32_t x_round = from.x_round;
+    Waited waited = from.waited;
+#ifdef FW_FORMATS
+    P product = {};  // or ptxas would keep its registers for it, all through the segments of other kinds
+#else
+    P product;
+#endif
     SegmentWord word;
-    word.fetch(block, block.stream_first, lane);
-    int pass = 0;
+    word.fetch(block, from.index, lane);
+    int pass = from.pass, index = from.index;
 #pragma unroll 1
-    for (int index = block.stream_first; index < block.stream_end; index++) {
+    for (; index < block.stream_end; index++) {
         const SegmentWord its = word;
         const MatrixSegment segment = word.segment();
+        if (!P::multiplies(segment)) return {index, place, chunk, x_round, pass, waited};
         word.fetch(block, index + 1, lane);
         const int row_chunks = segment.row_chunks, rows = product_rows(segment.rows);
         const bool sliced = segment.flags & (FW_SEGMENT_CONTINUES | FW_SEGMENT_GOES_ON);
@@ -132,20 +108,20 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         int row_block = 0, piece = chunk, left = idle ? 0 : static_cast<int>(segment.row_blocks) * row_chunks - chunk;
         for (; piece >= row_chunks; piece -= row_chunks) row_block++;
         bool landed = false;  // the chunk is known to have, and is preloaded
-        if (begins && !warp_barrier_wait(&block.partial_empty[pass & 1], ((pass >> 1) & 1) ^ 1, &block.aborted)) return;
+        if (begins && !warp_barrier_wait(&block.partial_empty[pass & 1], ((pass >> 1) & 1) ^ 1, &block.aborted)) return {Progress::ABORTED};
         if (left > 0 && ring.has_landed(place)) {
-            const Part part = share.of(segment.fragments(piece));
-            if (part.count >= Product::PRELOADED) product.preload(ring.slot(place) + part.first * FRAGMENT_BYTES, lane);
+            const Part part = share.of(P::pieces(segment, piece));
+            if (part.count >= P::PRELOADED) product.preload(ring.slot(place) + P::offset(part.first), lane);
             landed = true;
         }
         if (segment.flags & FW_SEGMENT_FRESH_X) {
-            if (!warp_barrier_wait(&block.x_full[x_round % X_ROUNDS], x_round / X_ROUNDS & 1, &block.aborted)) return;
+            if (!warp_barrier_wait(&block.x_full[x_round % X_ROUNDS], x_round / X_ROUNDS & 1, &block.aborted)) return {Progress::ABORTED};
             x_round++;
         }
         if (sliced && begins) {  // no sooner: an attention before may use them for itself
             clear_partials(partials, segment.row_blocks, block_partials, rows * PARTIAL_ROWS, lane);
         }
-        SliceWalk slice(its, segment);
+        SliceWalk<P> slice(its, segment);
         const auto next_slice = [&] {  // says whether the launch goes on
             if (lane < WARP_ARRIVALS) barrier_arrive(&block.x_read[(x_round - 1) % X_ROUNDS]);
             slice.advance(its);
@@ -160,20 +136,21 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         };
         begin_row_block();
         Part next;
-        if (KEEPS) next = share.of(segment.fragments(piece));
+        if (KEEPS) next = share.of(P::pieces(segment, piece));
 #pragma unroll 1
         for (; left > 0; left -= groups) {
-            const Part part = KEEPS ? next : share.of(segment.fragments(piece));
-            const char* fragments = ring.slot(place) + part.first * FRAGMENT_BYTES;
-            while (SliceWalk::HAS_SLICES && piece >= slice.end) {
-                if (!next_slice()) return;
+            const Part part = KEEPS ? next : share.of(P::pieces(segment, piece));
+            const char* fragments = ring.slot(place) + P::offset(part.first);
+            while (SliceWalk<P>::HAS_SLICES && piece >= slice.end) {
+                if (!next_slice()) return {Progress::ABORTED};
             }
-            const element_t* part_x = x + (slice.offset + piece * segment.chunk_kblocks + part.first) * 16;
+            const int groups_left = P::groups(segment, piece);
+            const element_t* part_x = x + (slice.offset + P::x_fragment(piece * segment.chunk_kblocks, part.first)) * 16;
             if (!landed) {
                 waited.begin();
-                if (!ring.wait_filled(place, &block.aborted)) return;
+                if (!ring.wait_filled(place, &block.aborted)) return {Progress::ABORTED};
                 waited.end();
-                if (part.count >= Product::PRELOADED) product.preload(fragments, lane);
+                if (part.count >= P::PRELOADED) product.preload(fragments, lane);
             }
             const int slot = place.slot;
             place.advance(groups, KEEPS ? ring.n_slots : block.ring.n_slots);
@@ -181,12 +158,12 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
             const bool ends = piece >= row_chunks;
             for (; piece >= row_chunks; piece -= row_chunks) row_block++;
             landed = false;
-            if (KEEPS) next = share.of(segment.fragments(piece));
-            product.add(fragments, part_x, x_stride(slice.kblocks, rows), rows, part.count, lane, [&] {
+            if (KEEPS) next = share.of(P::pieces(segment, piece));
+            product.add(fragments, part_x, x_stride(slice.kblocks, rows), rows, part, groups_left, lane, [&] {
                 landed = left > groups && ring.has_landed(place);
-                const Part its = KEEPS ? next : share.of(segment.fragments(piece));
-                if (!landed || its.count < Product::PRELOADED) return 0u;
-                return shared_address(ring.slot(place)) + its.first * FRAGMENT_BYTES + lane * 16;
+                const Part its = KEEPS ? next : share.of(P::pieces(segment, piece));
+                if (!landed || its.count < P::PRELOADED) return 0u;
+                return shared_address(ring.slot(place)) + P::offset(its.first) + lane * 16;
             });
             __syncwarp();
             if (lane < WARP_ARRIVALS) ring.release(slot);
@@ -197,8 +174,8 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
         }
         chunk = -left;
         __syncwarp();
-        while (SliceWalk::HAS_SLICES && row_chunks > slice.end) {
-            if (!next_slice()) return;
+        while (SliceWalk<P>::HAS_SLICES && row_chunks > slice.end) {
+            if (!next_slice()) return {Progress::ABORTED};
         }
         if (lane < WARP_ARRIVALS) {
             if (!(segment.flags & FW_SEGMENT_GOES_ON)) barrier_arrive(&block.partial_full[pass & 1]);
@@ -208,4 +185,25 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
     }
     if (warp == 0) waited.tell(block, FW_ANCHOR_STARVED);
     forget_other_set(block, warp * WARP + lane);
+    return {index};
+}
+
+#ifdef FW_FORMATS
+template <int... FORMATS> __device__ __forceinline__ void run_coded(int warp, Progress& at) {
+    ((at = at.goes_on(kept_block()) ? run_segments<CodedProduct<FORMATS>>(warp, at) : at), ...);
+}
+#endif
+
+__device__ __noinline__ void run_matrix_warp(int warp) {
+    Block& block = this_block();
+    const int group = warp / block.program.chunk_warps, first = group < chunk_groups(block) ? group : 0;
+    Progress at = {block.stream_first, {first, 0}, first};
+#ifdef FW_FORMATS
+    while (at.goes_on(block)) {
+        at = run_segments<Product>(warp, at);
+        run_coded<FW_FORMATS>(warp, at);
+    }
+#else
+    run_segments<Product>(warp, at);
+#endif
 }

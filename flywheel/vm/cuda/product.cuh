@@ -2,10 +2,28 @@
 // variant's types, and leaves as a partial.
 #pragma once
 
-#include "block.cuh"
+#include "segment.cuh"
 
 constexpr int FRAGMENT_BYTES = 16 * 16 * sizeof(element_t);
 constexpr int PARTIAL_ROWS = 16;
+
+// How a matrix of the program's type comes in chunks: a K block is a fragment.
+struct Fragments {
+    // What of a chunk is dealt out to warps, where in it one lies, and which fragment of x it is multiplied by.
+    static __device__ __forceinline__ int pieces(const MatrixSegment& segment, int chunk) { return segment.blocks(chunk); }
+    static __device__ __forceinline__ int offset(int first) { return first * FRAGMENT_BYTES; }
+    static __device__ __forceinline__ uint32_t x_fragment(uint32_t block, int first) { return block + first; }
+    static __device__ __forceinline__ int x_fragments(const MatrixSegment& segment) { return segment.kblocks; }
+    static __device__ __forceinline__ bool multiplies(const MatrixSegment& segment) {
+#ifdef FW_FORMATS
+        return segment.format() == 0;
+#else
+        return true;
+#endif
+    }
+    // Groups of K from a chunk on: of coded matrices alone.
+    static __device__ __forceinline__ int groups(const MatrixSegment& segment, int chunk) { return 0; }
+};
 
 // A sum of products, or more of one, for which there is a place.
 __device__ __forceinline__ void put(float* partial, float sum, bool adds) { *partial = adds ? *partial + sum : sum; }
@@ -13,7 +31,7 @@ __device__ __forceinline__ void put(float* partial, float sum, bool adds) { *par
 #if FW_DTYPE == AMK_DTYPE_F32
 
 // acc[m][0] is row g, acc[m][1] row g + 8 of lane 4g + t, over the columns 4t..4t+3 that the lane sees.
-struct Product {
+struct Product : Fragments {
     float acc[FW_MAX_ROWS][2];
 
     __device__ __forceinline__ void clear() {
@@ -23,8 +41,9 @@ struct Product {
     static constexpr int PRELOADED = 1 << 30;  // none is that long
     __device__ __forceinline__ void preload(const char* fragments, int lane) {}
     template <typename Next>
-    __device__ __forceinline__ void add(const char* fragments, const element_t* x, int x_stride, int rows, int count, int lane,
-                                        Next next) {
+    __device__ __forceinline__ void add(const char* fragments, const element_t* x, int x_stride, int rows, const Part& part,
+                                        int groups, int lane, Next next) {
+        const int count = part.count;
         const char* a = fragments + lane * 32;
         const float* b = x + (lane & 3) * 4;
         for (int k = 0; k < count; k++, a += FRAGMENT_BYTES, b += 16) {
@@ -108,7 +127,7 @@ struct Round {
 // Several rows of x are a column each, of every fragment's operand. One row leaves the columns to the fragments: column c
 // carries what fragment c of the CHAINS next ones is multiplied by, so that one load serves all of them. Of accumulator c
 // then only columns c and c + 4 count; the others are products of what does not belong together.
-struct Product {
+struct Product : Fragments {
     static constexpr int PRELOADED = 2 * ROUND;  // fragments at the start of a part that are loaded ahead, if it has as many
     float acc[CHAINS][4];
     Round even, odd;
@@ -193,10 +212,11 @@ struct Product {
 #pragma unroll 1
         for (; count > 0; count--, a += FRAGMENT_BYTES, b += FRAGMENT_X_BYTES) mma(acc[0], load_shared16(a), load_shared8(b));
     }
-    // `count` fragments of a chunk, preloaded if there are as many; `next` is asked only then.
+    // `part` of a chunk, preloaded if it has as many fragments; `next` is asked only then.
     template <typename Next>
-    __device__ __forceinline__ void add(const char* fragments, const element_t* x, int x_stride, int rows, int count, int lane,
-                                        Next next) {
+    __device__ __forceinline__ void add(const char* fragments, const element_t* x, int x_stride, int rows, const Part& part,
+                                        int groups, int lane, Next next) {
+        const int count = part.count;
         const uint32_t a = shared_address(fragments) + lane * 16;
         const uint32_t b = shared_address(x + min(lane >> 2, rows - 1) * x_stride + (lane & 3) * 4);
         const int pairs = count / PRELOADED, paired = pairs * PRELOADED;

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from flywheel.errors import InvalidProgramError
-from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind, DType, InstructionKind
+from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind, DType, InstructionKind, Task
 from flywheel.ir.operations import FLOATS, OPERATIONS
 from flywheel.plan import KernelVariant
 from flywheel.plan.staging import WORK_BYTES
-from flywheel.plan.step import ABSENT, RESULT_REF, Form, Operand, Step, copied_rows, look, names_columns
+from flywheel.plan.step import ABSENT, RESULT_REF, Coded, Form, Operand, Step, copied_rows, look, names_columns
 from flywheel.vm.abi import MAX_STEPS
 from flywheel.vm.kernels import KERNELS
 
@@ -27,11 +27,23 @@ MAX_WIDTH: Final = 1 << 26
 _WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 
 
-def float_type(buffers: Iterable[Buffer]) -> DType:
-    """The float type of a program: its half type, or F32 without one. Raises InvalidProgramError where it has both."""
+def scale_buffers(tasks: Iterable[Task]) -> frozenset[int]:
+    """Ids of buffers that are scales or zero points of quantised matrices: their types are their own."""
+    found: set[int] = set()
+    for task in tasks:
+        if task.op is _K.FUSED:
+            for step in task.params["recipe"]["steps"]:
+                if step["op"] == "DEQUANT":
+                    found.update(task.inputs[arg["in"]] for arg in step["args"][1:] if "in" in arg)
+    return frozenset(found)
+
+
+def float_type(buffers: Iterable[Buffer], scales: frozenset[int] = frozenset()) -> DType:
+    """The float type of a program: its half type, or F32 without one. Raises InvalidProgramError where it has both,
+    `scales` aside."""
     first: dict[DType, Buffer] = {}
     for buffer in buffers:
-        if buffer.dtype in HALVES:
+        if buffer.dtype in HALVES and buffer.id not in scales:
             first.setdefault(buffer.dtype, buffer)
     if len(first) > 1:
         one, other = first.values()
@@ -59,7 +71,7 @@ def check_steps(steps: Sequence[Step], form: Form, dtype: DType, variant: Kernel
             _check_sizes([*args, step.result])
             _check_rows(step, args, form)
             if step.matrix:
-                _check_matrix(step, args, dtype)
+                _check_matrix(step, args, form, dtype)
             elif step.op is _K.ATTENTION_TILE:
                 _check_attention(step, variant)
         except InvalidProgramError as error:
@@ -77,7 +89,7 @@ def _check_types(step: Step, args: Sequence[Operand], form: Form, dtype: DType) 
         raise InvalidProgramError(f"DEQUANT of rows of a {args[0].dtype.name} matrix has no kernel")
     row = OPERATIONS[step.op]
     for place, operand in enumerate(args):
-        if row.operand(place).dtypes >= FLOATS:
+        if row.operand(place).dtypes >= FLOATS and not (place == 1 and step.coded is not None):
             _expect(operand.dtype, floats, f"{step.op.name} operand {place}")
     if row.output is not None and row.output.dtypes >= FLOATS:
         for result in (step.result.dtype, stored):
@@ -109,7 +121,7 @@ def _check_rows(step: Step, args: Sequence[Operand], form: Form) -> None:
         )
 
 
-def _check_matrix(step: Step, args: Sequence[Operand], dtype: DType) -> None:
+def _check_matrix(step: Step, args: Sequence[Operand], form: Form, dtype: DType) -> None:
     x, weight, depth = args[0], args[1], step.params["K"]
     if step.args[1] >= RESULT_REF or weight.kind not in _WEIGHT_KINDS:
         raise InvalidProgramError("the matrix is no WEIGHT or CONST buffer")
@@ -117,11 +129,21 @@ def _check_matrix(step: Step, args: Sequence[Operand], dtype: DType) -> None:
         raise InvalidProgramError(f"the matrix has shape {list(weight.shape)}, not [rows, columns]")
     if weight.shape[1] >= MAX_WIDTH:
         raise InvalidProgramError(f"the matrix has rows of {weight.shape[1]} elements, not fewer than {MAX_WIDTH}")
-    for operand, name in ((weight, "matrix"), (x, "vector")):
+    if step.coded is not None:
+        _check_coded(step.coded, form, dtype)
+    for operand, name in ((weight, "matrix"), (x, "vector"))[step.coded is not None :]:
         if operand.dtype is not dtype:
             raise InvalidProgramError(f"the {name} is {operand.dtype.name}, not {dtype.name} as the program is")
     if x.numel // depth > ABI_MAX_ROWS:
         raise InvalidProgramError(f"{x.numel // depth} rows of x, more than {ABI_MAX_ROWS}")
+
+
+def _check_coded(coded: Coded, form: Form, dtype: DType) -> None:
+    if dtype is DType.F32:
+        raise InvalidProgramError("a product of a quantised matrix and an F32 vector has no kernel")
+    for ref, name in ((coded.scales, "scales"), (coded.zeros, "zero points")):
+        if ref != ABSENT and form.inputs[ref].kind not in _WEIGHT_KINDS:
+            raise InvalidProgramError(f"the {name} of the matrix are no WEIGHT or CONST buffer")
 
 
 def _check_attention(step: Step, variant: KernelVariant) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -10,10 +11,11 @@ import numpy.typing as npt
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import PARAM_FIELDS, Buffer, Wait
+from flywheel.plan.formats import Scales
 from flywheel.plan.nodes import Node
 from flywheel.plan.routine import Routine
-from flywheel.plan.step import ABSENT
-from flywheel.vm.abi import numpy_struct
+from flywheel.plan.step import ABSENT, Coded
+from flywheel.vm.abi import Layout, numpy_struct
 from flywheel.vm.pack.template import Template
 
 INSTRUCTION: Final = numpy_struct("amk_instruction_t")
@@ -57,14 +59,47 @@ def params_rows(params: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.void]:
     return table
 
 
-def weight_rows(nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer]) -> dict[int, None]:
-    """Rows of the buffers that hold weight fragments, in order of use.
+def coded_rows(nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer]) -> dict[int, Coded]:
+    """Quantised matrices by the rows of their buffers; `scales` and `zeros` are rows, too.
+
+    Raises InvalidProgramError naming a task that multiplies by one of them in another way than one before it.
+    """
+    found: dict[int, Coded] = {}
+    steps = [[step for step in routine.steps if step.coded is not None] for routine in routines]
+    for node in nodes:
+        for step in steps[node.form]:
+            assert step.coded is not None
+            row, zeros = node.inputs[step.args[1]], step.coded.zeros
+            coded = replace(
+                step.coded,
+                scales=node.inputs[step.coded.scales],
+                zeros=ABSENT if zeros == ABSENT else node.inputs[zeros],
+            )
+            if found.setdefault(row, coded) != coded:
+                raise InvalidProgramError(
+                    f"task {node.task.id} ({node.task.label}): {node.task.op.name} scales buffer {buffers[row].id} "
+                    f"({buffers[row].name}) in another way than a task before it"
+                )
+    return found
+
+
+def weight_layouts(
+    nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer], coded: Mapping[int, Coded]
+) -> dict[int, Layout]:
+    """Rows of the buffers that are weights of products, and how they lie.
 
     Raises InvalidProgramError naming a task that reads one of them as rows.
     """
     weights = [[routine.steps[place].args[1] for place in routine.matrices] for routine in routines]
     loose = [routine.loose for routine in routines]
-    rows = {node.inputs[number]: None for node in nodes for number in weights[node.form]}
+    rows = {
+        row: Layout.UNITS if row in coded else Layout.FRAGMENTS
+        for row in (node.inputs[number] for node in nodes for number in weights[node.form])
+    }
+    for each in coded.values():
+        rows[each.scales] = Layout.ROW_SCALES if each.coding.scales is Scales.ROWS else Layout.IN_UNITS
+        if each.zeros != ABSENT:
+            rows[each.zeros] = Layout.IN_UNITS
     for node in nodes:
         for number in loose[node.form]:
             row = node.inputs[number]

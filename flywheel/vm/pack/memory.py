@@ -19,9 +19,9 @@ _WRITTEN: Final = (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
 
 
 def buffer_table(
-    buffers: Sequence[Buffer], fragments: Mapping[int, object], awaited: Collection[int]
+    buffers: Sequence[Buffer], layouts: Mapping[int, Layout], awaited: Collection[int]
 ) -> npt.NDArray[np.void]:
-    """One row a buffer, in order, without addresses; those whose row is in `fragments` hold weight fragments."""
+    """One row a buffer, in order, without addresses; `layouts` are those of weights of products."""
     table = np.zeros(len(buffers), numpy_struct("amk_buffer_t"))
     for name in ("numel", "dtype", "space"):
         table[name] = [getattr(buffer, name) for buffer in buffers]
@@ -29,7 +29,7 @@ def buffer_table(
     width = table["shape"].shape[1]
     table["shape"] = [(*buffer.shape, *[0] * (width - len(buffer.shape))) for buffer in buffers]
     table["stride"] = [(*buffer.contiguous_strides(), *[0] * (width - len(buffer.shape))) for buffer in buffers]
-    table["layout"][list(fragments)] = Layout.FRAGMENTS
+    table["layout"][list(layouts)] = list(layouts.values())
     table["layout"][list(awaited)] = Layout.AWAITED
     return table
 

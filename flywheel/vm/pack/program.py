@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,14 +15,14 @@ from flywheel.plan import KernelVariant
 from flywheel.plan.nodes import Node, make_nodes
 from flywheel.plan.program import Plan, make_plan
 from flywheel.plan.routine import Routine, make_routine
-from flywheel.plan.step import Form, steps_of
+from flywheel.plan.step import Coded, Form, steps_of
 from flywheel.vm.abi import FRAGMENT_ROWS, PARTIALS_BYTES, InstructionFlag, Layout
 from flywheel.vm.pack.best import best_flags
-from flywheel.vm.pack.checks import check_count, check_steps, float_type
+from flywheel.vm.pack.checks import check_count, check_steps, float_type, scale_buffers
 from flywheel.vm.pack.frequencies import Frequencies
-from flywheel.vm.pack.instructions import node_rows, params_rows, weight_rows
+from flywheel.vm.pack.instructions import coded_rows, node_rows, params_rows, weight_layouts
 from flywheel.vm.pack.memory import ALIGNMENT, Arena, buffer_table, check_buffers, place_buffers
-from flywheel.vm.pack.stream import matrix_entries, segments_of, tile_of
+from flywheel.vm.pack.stream import blocks_of, matrix_entries, segments_of, tile_of
 from flywheel.vm.pack.template import STEP, Template, fragment_bytes, make_template
 
 Table = npt.NDArray[np.void]
@@ -52,6 +52,8 @@ class PackedProgram:
     workspace_stride: int
     pass_blocks: int
     arena: Arena
+    coded: Mapping[int, Coded]
+    """Quantised matrices by the rows of their buffers, with the rows of their scales and zero points."""
     labels: tuple[str, ...]
     last_position: int | None
     """Position that the program was lowered for; None where no task has one."""
@@ -91,13 +93,15 @@ def pack_plan(plan: Plan) -> PackedProgram:
     """The tables of a planned program. Raises InvalidProgramError as `pack` does."""
     program, variant, grouping, hand_offs = plan.program, plan.variant, plan.grouping, plan.hand_offs
     check_buffers(program.buffers)
-    dtype = float_type(program.buffers)
+    dtype = float_type(program.buffers, scale_buffers(grouping.firsts))
     nodes, forms = make_nodes(program, grouping)
     templates, floats = _templates(plan, nodes, forms, dtype)
     routines = [template.routine for template in templates]
     steps, first_steps = _step_table(templates)
     pass_blocks = _pass_blocks(steps, variant)
-    buffers = buffer_table(program.buffers, weight_rows(nodes, routines, program.buffers), hand_offs.awaited)
+    coded = coded_rows(nodes, routines, program.buffers)
+    layouts = weight_layouts(nodes, routines, program.buffers, coded)
+    buffers = buffer_table(program.buffers, layouts, hand_offs.awaited)
 
     sms, queues = plan.sms, plan.first.astype(np.int32)
     node_of = grouping.node_of[plan.order]
@@ -117,8 +121,9 @@ def pack_plan(plan: Plan) -> PackedProgram:
         np.array([node.form for node in nodes], np.int64)[node_of],
     )
     _check_tiles(program.tasks, instructions, steps, entries)
+    kinds = blocks_of(coded, fragment_bytes(dtype), len(program.buffers))
     segments, segment_buffers, streams = segments_of(
-        instructions, queues, steps, buffers, entries, fragment_bytes(dtype), variant, pass_blocks
+        instructions, queues, steps, buffers, entries, kinds, variant, pass_blocks
     )
     spilled = max((template.spilled_bytes for template in templates), default=0)
     return PackedProgram(
@@ -127,6 +132,7 @@ def pack_plan(plan: Plan) -> PackedProgram:
         workspace_stride=-(-spilled // ALIGNMENT) * ALIGNMENT,
         pass_blocks=pass_blocks,
         arena=place_buffers(program, hand_offs.awaited),
+        coded=coded,
         labels=tuple([f"task {task.id} ({task.label})" for task in program.tasks]),
         last_position=max((each["pos"] for each in grouping.params if "pos" in each), default=None),
         fixed_position=_fixed(grouping.firsts),

@@ -3,15 +3,26 @@ anew."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from flywheel.plan import KernelVariant
+from flywheel.plan.formats import UNIT_ALIGNMENT, UNIT_GROUPS, UNIT_K
 from flywheel.plan.staging import FRAGMENT_K
-from flywheel.vm.abi import FRAGMENT_ROWS, InstructionFlag, SegmentFlag, StepFlag, numpy_struct
+from flywheel.plan.step import Coded
+from flywheel.vm.abi import (
+    FORMAT_SHIFT,
+    FRAGMENT_ROWS,
+    TAIL_SHIFT,
+    UNIT_SHIFT,
+    InstructionFlag,
+    SegmentFlag,
+    StepFlag,
+    numpy_struct,
+)
 
 SEGMENT: Final = numpy_struct("amk_segment_t")
 
@@ -56,14 +67,32 @@ def chunking(kblocks: Any, fragment_bytes: int, chunk_bytes: int) -> tuple[Any, 
     return chunk_kblocks, -(-kblocks // chunk_kblocks)
 
 
-def _merges(depth: Ints, each: Ints, fragment_bytes: int, variant: KernelVariant) -> npt.NDArray[np.bool_]:
-    """Whether slices of `each` fragments can be in one segment: of equal size, in chunks of equal size, of which every
+def blocks_of(coded: Mapping[int, Coded], fragment_bytes: int, buffers: int) -> Rows:
+    """Of each buffer that is a matrix: fragments along K of its K blocks, their bytes, and its format's number."""
+    blocks = np.zeros(buffers, [("fragments", "i8"), ("nbytes", "i8"), ("format", "i8")])
+    blocks["fragments"], blocks["nbytes"] = 1, fragment_bytes
+    for row, each in coded.items():
+        blocks[row] = UNIT_K // FRAGMENT_K, each.coding.unit_bytes, each.coding.number
+    return blocks
+
+
+def _merges(depth: Ints, each: Ints, block_bytes: Any, variant: KernelVariant) -> npt.NDArray[np.bool_]:
+    """Whether slices of `each` K blocks can be in one segment: of equal size, in chunks of equal size, of which every
     group of warps gets some. Kernels for several rows know such segments; one row is seldom long."""
-    chunk_kblocks, chunks = chunking(each, fragment_bytes, variant.chunk_bytes)
+    chunk_kblocks, chunks = chunking(each, block_bytes, variant.chunk_bytes)
     if variant.rows <= 1:
         return np.zeros(len(depth), np.bool_)
     enough = depth // each * chunks >= variant.chunk_groups
     return np.asarray(enough & (each < depth) & (depth % each == 0) & (each % chunk_kblocks == 0))
+
+
+def _format_flags(kind: Any, taken: Ints) -> npt.NDArray[np.uint32]:
+    """What the flags of segments of so many fragments of K say of their format; nothing of a matrix that has none."""
+    tail = (taken - 1) % kind["fragments"] // UNIT_GROUPS + 1
+    flags = (
+        kind["nbytes"] // UNIT_ALIGNMENT << UNIT_SHIFT | kind["format"] << FORMAT_SHIFT | tail << TAIL_SHIFT
+    )
+    return np.where(kind["format"] > 0, flags, 0).astype(np.uint32)
 
 
 def segments_of(
@@ -72,7 +101,7 @@ def segments_of(
     steps: Rows,
     buffers: Rows,
     entries: tuple[Ints, Ints],
-    fragment_bytes: int,
+    kinds: Rows,
     variant: KernelVariant,
     pass_blocks: int,
 ) -> tuple[Rows, npt.NDArray[np.int32], npt.NDArray[np.int32]]:
@@ -86,28 +115,33 @@ def segments_of(
         steps["as"]["product"][name][step].astype(np.int64) for name in ("rows", "kblocks", "beside")
     )
     slices = -(-depth // each)
-    merged = (blocks == 1) & _merges(depth, each, fragment_bytes, variant)
+    weight = instructions["inputs"][instruction, steps["args"][step, 1]]
+    kind: Any = kinds[weight]
+    in_blocks = [-(-count // kind["fragments"]) for count in (depth, each)]
+    merged = (blocks == 1) & _merges(in_blocks[0], in_blocks[1], kind["nbytes"], variant)
     entry, number = expand(-(-blocks // pass_blocks) * np.where(merged, 1, slices))
-    instruction, step, depth, rows, each, beside, slices, merged = (
-        column[entry] for column in (instruction, step, depth, rows, each, beside, slices, merged)
+    instruction, step, depth, rows, each, beside, slices, merged, weight, kind = (
+        column[entry] for column in (instruction, step, depth, rows, each, beside, slices, merged, weight, kind)
     )
     pass_, slice_ = np.divmod(number, np.where(merged, 1, slices))
-    weight = instructions["inputs"][instruction, steps["args"][step, 1]]
-    row_stride = -(-buffers["shape"][weight, 1].astype(np.int64) // FRAGMENT_K) * fragment_bytes
-    kblocks = np.minimum(each, depth - slice_ * each)
+    fragments, nbytes = kind["fragments"], kind["nbytes"]
+    row_stride = -(-buffers["shape"][weight, 1].astype(np.int64) // (FRAGMENT_K * fragments)) * nbytes
+    taken = np.where(merged, depth, np.minimum(each, depth - slice_ * each))
+    kblocks = -(-np.minimum(each, taken) // fragments)
     segments = np.zeros(len(entry), SEGMENT)
-    segments["src"] = (first_block[entry] + pass_ * pass_blocks) * row_stride + slice_ * each * fragment_bytes
+    segments["src"] = (first_block[entry] + pass_ * pass_blocks) * row_stride + slice_ * (each // fragments) * nbytes
     segments["x_kblocks"] = slice_ % beside * rows * (each + (rows > 1))
     segments["queue_index"] = instruction - queues[instructions["sm"][instruction]]
     segments["row_blocks"] = np.minimum(pass_blocks, blocks[entry] - pass_ * pass_blocks)
     segments["row_stride"], segments["kblocks"], segments["rows"] = row_stride, kblocks, rows
-    segments["chunk_kblocks"], segments["row_chunks"] = chunking(kblocks, fragment_bytes, variant.chunk_bytes)
+    segments["chunk_kblocks"], segments["row_chunks"] = chunking(kblocks, nbytes, variant.chunk_bytes)
     for name, value in (
         ("slice_chunks", segments["row_chunks"]),
         ("row_chunks", segments["row_chunks"] * slices),
-        ("kblocks", depth),
+        ("kblocks", depth // fragments),
     ):
         segments[name][merged] = value[merged]
+    segments["flags"] = _format_flags(kind, taken)
     fresh = (steps["flags"][step] & int(StepFlag.REUSE_X) == 0) & ((pass_ == 0) | (slices > beside))
     fresh &= instructions["flags"][instruction] & int(InstructionFlag.X_STAGED) == 0
     for marked, flag in (

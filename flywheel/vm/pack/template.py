@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from flywheel.ir import PARAM_FIELDS, BufferKind, DType, InstructionKind, KvRows
 from flywheel.plan import KernelVariant
+from flywheel.plan.formats import UNIT_K, Scales
 from flywheel.plan.operands import Staging
 from flywheel.plan.routine import Routine
 from flywheel.plan.staging import FRAGMENT_K, operand_stride
@@ -159,7 +160,11 @@ def _fill(row: np.void, step: Step, form: Form) -> None:
 
 def _fill_product(product: np.void, step: Step, rows: int, dtype: DType, variant: KernelVariant) -> None:
     kblocks = -(-step.depth // FRAGMENT_K)
-    _, row_chunks = chunking(kblocks, fragment_bytes(dtype), variant.chunk_bytes)
+    coding = None if step.coded is None else step.coded.coding
+    k, block_bytes = (FRAGMENT_K, fragment_bytes(dtype)) if coding is None else (UNIT_K, coding.unit_bytes)
+    _, row_chunks = chunking(-(-step.depth // k), block_bytes, variant.chunk_bytes)
+    if step.coded is not None and step.coded.coding.scales is Scales.ROWS:
+        product["scales"] = step.coded.scales + 1
     product["rows"], product["kblocks"], product["beside"] = rows, kblocks, step.beside
     product["row_chunks"] = row_chunks if step.slices is None else variant.matrix_warps
     product["epilogue"], product["epilogue_arg"] = step.epilogue, step.other

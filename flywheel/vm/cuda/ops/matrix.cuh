@@ -9,7 +9,12 @@
 #include "../best.cuh"
 
 constexpr int STAGE_LOADS = 4;       // in flight, a thread
-constexpr int QUICK_SLOTS = 4;       // partials of a row block, at most and mostly
+// Partials of a row block, at most and mostly: codes take more instructions than fragments, so more warps share a chunk of them.
+#ifdef FW_FORMATS
+constexpr int QUICK_SLOTS = 8;
+#else
+constexpr int QUICK_SLOTS = 4;
+#endif
 
 // A slice of x, in K fragments from `first` on, on its way to a place in shared memory. Sizes in elements.
 struct XSlice {
@@ -173,6 +178,15 @@ __device__ __forceinline__ int announce_x(Vm vm, const amk_step_t& step, int rou
     return round;
 }
 
+// Scales of the rows of a quantised matrix, or null where it has none or they are in its units.
+__device__ __forceinline__ const float* row_scales_of(Vm vm, const amk_step_t& step) {
+#ifdef FW_FORMATS
+    const int ref = step.as.product.scales;
+    if (ref != 0) return reinterpret_cast<const float*>(vm.operand(ref - 1).ptr);
+#endif
+    return nullptr;
+}
+
 // Takes over what the matrix warps multiply, from row block `done` on: all of it, or where slices have to be staged again for
 // each pass, the next one. Says whether the launch goes on.
 __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool streams, bool keeps_best, BestSeen& best,
@@ -191,6 +205,9 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
     const int first_unit = vm.warp() * 2 + vm.lane() / 16, row = vm.lane() % 16;
     const int out_dtype = step.out_dtype;
     const bool scales = step.flags & FW_STEP_TAKES_SCALE;
+    // Of a quantised matrix, a scale for each of its rows.
+    const float* const row_scales = row_scales_of(vm, step);
+    const auto row_scale = [&](int column) { return row_scales != nullptr ? load_element(row_scales + n_off + column) : 1.0f; };
     const bool out_is_half = out.dtype != AMK_DTYPE_F32;
     // What everybody waits for takes few instructions, for they come from far: in the usual case only those that it needs.
     const bool quick = !bias && !keeps_best && slots <= QUICK_SLOTS;
@@ -206,6 +223,7 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
             return needed ? vm.load_written(other, u.m * other_pitch + other_start + u.column) : 0.0f;
         };
         float extra = operand(unit);
+        const float quick_scale = row_scales != nullptr && inside(unit) ? row_scale(unit.column) : 1.0f;
         const auto advance = [&] {
             unit = Unit(unit.number + 2 * VECTOR_WARPS, rows, first_column, row);
             extra = operand(unit);
@@ -225,7 +243,9 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
                 for (int slot = 1; slot < QUICK_SLOTS; slot++) {
                     if (slot < slots) value += partial[slot * slot_pitch];
                 }
-                value = round_to(out_dtype, value * scale);
+                value *= scale;
+                if (row_scales != nullptr) value *= quick_scale;
+                value = round_to(out_dtype, value);
                 if (epilogue == FW_EPILOGUE_ADD) value += extra;
                 if (epilogue == FW_EPILOGUE_SILU_MUL) value *= silu(extra);
                 store_float(target, out_is_half, value);
@@ -245,6 +265,7 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
             if (scales) value *= vm.block().scales[unit.m];
             if (keeps_best) best.turn_to(vm, unit.m);
             if (unit.column >= 0 && unit.column < n_tile) {
+                if (row_scales != nullptr) value *= row_scale(unit.column);
                 if (bias) value += load(*bias, n_off + unit.column);
                 value = round_to(out_dtype, value);
                 if (epilogue == FW_EPILOGUE_ADD) value += extra;

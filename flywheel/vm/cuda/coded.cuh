@@ -1,0 +1,318 @@
+// Products of quantised weights: codes and their scales from the ring, made fragments in registers, times the staged operand.
+//
+// A unit is 16 rows x 1024 K: eight groups of 128, cut into eight steps of a fragment of each group, and behind its codes the
+// scales of the groups. Fragment j of step i is that of 16 columns (i ^ (j & 3)) of group j, so that eight lanes which read x
+// of eight groups meet in no bank. A 16-byte load is EACH fragments; register r of a fragment is in word r of the load.
+//
+// No code takes arithmetic to become a half: the bits of an integer are a half's as they are, a very small one's, and those of an
+// E4M3 float are a half's with another exponent. BF16 x is multiplied by 2^100 for that, and each sum by UNDO. I4 and I8 are
+// stored as unsigned, 8 or 128 too large: a product of x with that comes off again.
+// Source: docs/vm.md, "Quantised weights".
+#pragma once
+
+#include "product.cuh"
+
+#if defined(FW_FORMATS) && FW_DTYPE != AMK_DTYPE_F32
+
+constexpr int UNIT_GROUPS = 8, UNIT_STEPS = 8, UNIT_FRAGMENTS = UNIT_GROUPS * UNIT_STEPS;
+constexpr int GROUP_X_BYTES = UNIT_STEPS * FRAGMENT_X_BYTES, UNIT_X_BYTES = UNIT_GROUPS * GROUP_X_BYTES;
+
+// A format by its number (plan/formats.py).
+template <int FORMAT> struct Coding {
+    static constexpr int CODE = FORMAT & 3, SCALES = FORMAT >> 2 & 3;
+    static constexpr bool HAS_ZEROS = FORMAT >> 4 & 1;
+    static constexpr bool SCALED = SCALES != FW_SCALES_ROWS;        // in the stream, and not behind the product
+    static constexpr int EACH = CODE == FW_CODE_I4 ? 4 : 2;         // fragments of a load
+    static constexpr int LOADS = UNIT_GROUPS / EACH;                // of a step
+    static constexpr int STEP_BYTES = LOADS * 512, CODE_BYTES = UNIT_STEPS * STEP_BYTES;
+    static constexpr int SCALE_BYTES = !SCALED ? 0 : SCALES == FW_SCALES_BLOCKS ? 32 : 256;
+    static constexpr int UNIT_BYTES = CODE_BYTES + SCALE_BYTES + (HAS_ZEROS ? 256 : 0);
+    static constexpr bool BF16 = FW_DTYPE == AMK_DTYPE_BF16;
+    static constexpr int TOO_LARGE = HAS_ZEROS ? 0 : CODE == FW_CODE_I4 ? 8 : CODE == FW_CODE_I8 ? 128 : 0;
+    static constexpr float ODD = CODE == FW_CODE_I4 ? 1.0f / 16 : 1.0f;  // what fragments of odd groups are to be multiplied by
+    static constexpr float UNDO = CODE == FW_CODE_F8 ? (BF16 ? 0x1p20f : 0x1p8f) : (BF16 ? 0x1p33f : 0x1p24f);
+    __device__ static constexpr uint32_t word(int half) { return static_cast<uint32_t>(half) * 0x10001u; }
+};
+
+// Register r of the fragments of a load, from its word r.
+template <int CODE> __device__ __forceinline__ void decode(uint32_t q, uint32_t (&a)[CODE == FW_CODE_I4 ? 4 : 2]) {
+    if constexpr (CODE == FW_CODE_I4) {  // four bits each, the odd ones 16 times too large
+        const uint32_t upper = q >> 8;
+        a[0] = q & 0x000f000f;
+        a[1] = q & 0x00f000f0;
+        a[2] = upper & 0x000f000f;
+        a[3] = upper & 0x00f000f0;
+    } else if constexpr (CODE == FW_CODE_I8) {
+        a[0] = q & 0x00ff00ff;
+        a[1] = __byte_perm(q, 0, 0x4341);
+    } else if (FW_DTYPE == AMK_DTYPE_BF16) {  // the second float lies around the first: bits 14..12, 11 its sign, 3..0
+        a[0] = q & 0x87f087f0;
+        a[1] = (q << 4 & 0x80f080f0) | (q >> 4 & 0x07000700);
+    } else {  // bit 14 its sign, and 6..0
+        a[0] = q & 0xbf80bf80;
+        a[1] = (q << 7 & 0x3f803f80) | (q << 1 & 0x80008000);
+    }
+}
+
+__device__ __forceinline__ float low_scale(int kind, uint32_t pair) {
+    if (kind == FW_SCALES_BF16) return __uint_as_float(pair << 16);
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(pair)));
+    return value;
+}
+__device__ __forceinline__ float high_scale(int kind, uint32_t pair) {
+    return kind == FW_SCALES_BF16 ? __uint_as_float(pair & 0xffff0000) : low_scale(kind, pair >> 16);
+}
+
+// Columns of x as codes are multiplied by.
+__device__ __forceinline__ uint2 enlarged(const uint2& x) {
+#if FW_DTYPE == AMK_DTYPE_BF16
+    return {multiply_halves(x.x, 0x71807180), multiply_halves(x.y, 0x71807180)};  // 2^100
+#else
+    return x;
+#endif
+}
+
+// As Product, of one format. Of one row, column c of an mma carries x of group c, and of accumulator j column j alone counts: the
+// sum of group j. Several rows are a column each.
+template <int FORMAT> struct CodedProduct {
+    using C = Coding<FORMAT>;
+    static constexpr int PRELOADED = 1;  // steps
+    float acc[UNIT_GROUPS][4];           // sums of groups; of a unit if they are scaled, else of all so far
+    float off[4];                        // of one row, sums of what codes are too large by
+    float total[4];                      // scaled sums: of one row those of rows g and g + 8, else as an accumulator's
+    uint4 codes[C::LOADS];               // of the next step
+
+    // As in Fragments: what is dealt out are steps.
+    static __device__ __forceinline__ bool multiplies(const MatrixSegment& segment) { return segment.format() == FORMAT; }
+    static __device__ __forceinline__ int pieces(const MatrixSegment& segment, int chunk) {
+        return segment.blocks(chunk) * UNIT_STEPS;
+    }
+    static __device__ __forceinline__ int offset(int step) {
+        return step * C::STEP_BYTES + step / UNIT_STEPS * (C::UNIT_BYTES - C::CODE_BYTES);
+    }
+    static __device__ __forceinline__ uint32_t x_fragment(uint32_t unit, int step) { return unit * UNIT_FRAGMENTS; }
+    static __device__ __forceinline__ int x_fragments(const MatrixSegment& segment) {
+        const int tail = segment.flags >> FW_TAIL_SHIFT & FW_TAIL_MASK;
+        return (segment.kblocks - 1) * UNIT_FRAGMENTS + tail * UNIT_STEPS;
+    }
+    static __device__ __forceinline__ int groups(const MatrixSegment& segment, int chunk) {
+        return x_fragments(segment) / UNIT_STEPS - chunk * segment.chunk_kblocks * UNIT_GROUPS;
+    }
+
+    __device__ __forceinline__ void clear_sums() {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+#pragma unroll
+            for (int j = 0; j < UNIT_GROUPS; j++) acc[j][i] = 0.0f;
+            off[i] = 0.0f;
+        }
+    }
+    __device__ __forceinline__ void clear() {
+        clear_sums();
+#pragma unroll
+        for (int i = 0; i < 4; i++) total[i] = 0.0f;
+    }
+    __device__ __forceinline__ void preload(const char* step, int lane) { load(shared_address(step) + lane * 16); }
+    __device__ __forceinline__ void load(uint32_t from) {
+#pragma unroll
+        for (int i = 0; i < C::LOADS; i++) codes[i] = load_shared16(from + i * 512);
+    }
+
+    // Fragment e of load i is that of group i * EACH + e; `take(group, a)` multiplies it. Each load makes room for one of `from`.
+    template <typename Take> __device__ __forceinline__ void each_fragment(uint32_t from, Take take) {
+#pragma unroll
+        for (int i = 0; i < C::LOADS; i++) {
+            const uint32_t words[4] = {codes[i].x, codes[i].y, codes[i].z, codes[i].w};
+            uint32_t a[4][C::EACH];
+#pragma unroll
+            for (int r = 0; r < 4; r++) decode<C::CODE>(words[r], a[r]);
+            codes[i] = load_shared16(from + i * 512);
+#pragma unroll
+            for (int e = 0; e < C::EACH; e++) take(i * C::EACH + e, uint4{a[0][e], a[1][e], a[2][e], a[3][e]});
+        }
+    }
+    // A step of one row, by columns `x` of x.
+    __device__ __forceinline__ void multiply_one(const uint2& x, uint32_t from) {
+        each_fragment(from, [&](int group, const uint4& a) { mma(acc[group], a, x); });
+        if (C::TOO_LARGE > 0) {
+            constexpr uint32_t A = C::word(0x8000 | C::TOO_LARGE);
+            mma(off, {A, A, A, A}, x);
+        } else if (C::HAS_ZEROS) {
+            constexpr uint32_t A = C::word(0x8001);
+            mma(off, {A, A, A, A}, x);
+        }
+    }
+    // A step of several rows, where x of the lane's row is at `b`; of the groups from `groups` on there is none.
+    __device__ __forceinline__ void multiply_rows(uint32_t b, int step, int groups, uint32_t zeros, uint32_t from) {
+        each_fragment(from, [&](int group, const uint4& a) {
+            if (group >= groups) return;
+            const uint2 x = enlarged(load_shared8(b + group * GROUP_X_BYTES + (step ^ (group & 3)) * FRAGMENT_X_BYTES));
+            constexpr bool FOURS = C::CODE == FW_CODE_I4;
+            float (&sum)[4] = acc[C::SCALED ? group : group % CHAINS];
+            mma(sum, a, x);
+            if (C::HAS_ZEROS) {
+                const uint2 pair = load_shared8(zeros + group / 2 * 8);  // of rows g and g + 8, those of two groups
+                const int shift = FOURS && group % 2 ? 4 : 0;
+                const uint32_t g = __byte_perm(pair.x, 0, group % 2 ? 0x3232 : 0x1010) << shift | 0x80008000;
+                const uint32_t h = __byte_perm(pair.y, 0, group % 2 ? 0x3232 : 0x1010) << shift | 0x80008000;
+                mma(sum, {g, h, g, h}, x);
+            } else if (C::TOO_LARGE > 0) {
+                const uint32_t minus = FOURS && group % 2 ? C::word(0x8000 | C::TOO_LARGE * 16) : C::word(0x8000 | C::TOO_LARGE);
+                mma(sum, {minus, minus, minus, minus}, x);
+            }
+        });
+    }
+    // Of one row, the lane's own columns 2t and 2t + 1 of rows g and g + 8, in units of 1.
+    __device__ __forceinline__ void own_sums(int quarter, uint32_t zeros, float (&own)[4]) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float lower = quarter & 1 ? acc[2 + i % 2][i] : acc[i % 2][i];
+            const float upper = quarter & 1 ? acc[6 + i % 2][i] : acc[4 + i % 2][i];
+            own[i] = (quarter & 2 ? upper : lower) * (i % 2 ? C::ODD : 1.0f);
+        }
+        if (C::HAS_ZEROS) {
+            const uint2 pair = load_shared8(zeros);
+            own[0] += off[0] * static_cast<float>(pair.x & 0xffff);
+            own[1] += off[1] * static_cast<float>(pair.x >> 16);
+            own[2] += off[2] * static_cast<float>(pair.y & 0xffff);
+            own[3] += off[3] * static_cast<float>(pair.y >> 16);
+        } else if (C::TOO_LARGE > 0) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) own[i] += off[i];
+        }
+    }
+    // The sums of a unit, of which its scales lie at `scales`.
+    __device__ __forceinline__ void scale_one(uint32_t scales, int lane) {
+        float own[4];
+        own_sums(lane & 3, scales + C::SCALE_BYTES + lane * 8, own);
+        if constexpr (C::SCALES == FW_SCALES_BLOCKS) {
+            const uint2 scale = load_shared8(scales + (lane & 3) * 8);
+            const float low = __uint_as_float(scale.x), high = __uint_as_float(scale.y);
+            total[0] += low * own[0] + high * own[1];
+            total[1] += low * own[2] + high * own[3];
+        } else {
+            const uint2 scale = load_shared8(scales + lane * 8);
+            total[0] += low_scale(C::SCALES, scale.x) * own[0] + high_scale(C::SCALES, scale.x) * own[1];
+            total[1] += low_scale(C::SCALES, scale.y) * own[2] + high_scale(C::SCALES, scale.y) * own[3];
+        }
+    }
+    __device__ __forceinline__ void scale_rows(uint32_t scales, int lane) {
+#pragma unroll
+        for (int pair = 0; pair < UNIT_GROUPS / 2; pair++) {
+            const uint2 scale = load_shared8(scales + (C::SCALES == FW_SCALES_BLOCKS ? 0 : lane / 4 * 32) + pair * 8);
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) {
+                float g, h;
+                if constexpr (C::SCALES == FW_SCALES_BLOCKS) {
+                    g = h = __uint_as_float(odd ? scale.y : scale.x);
+                } else {
+                    g = odd ? high_scale(C::SCALES, scale.x) : low_scale(C::SCALES, scale.x);
+                    h = odd ? high_scale(C::SCALES, scale.y) : low_scale(C::SCALES, scale.y);
+                }
+                if (odd) g *= C::ODD, h *= C::ODD;
+                const float (&sum)[4] = acc[pair * 2 + odd];
+                total[0] += g * sum[0];
+                total[1] += g * sum[1];
+                total[2] += h * sum[2];
+                total[3] += h * sum[3];
+            }
+        }
+    }
+    // Steps of a unit, `count` from `step` on, where x of the lane's group begins at `x`; the next ones of a unit are loaded as these
+    // are multiplied, and behind the last one what is at `then()`, or where that is 0 the same once more. Says where that was.
+    template <typename Then>
+    __device__ __forceinline__ uint32_t add_one(uint32_t a, uint32_t x, uint32_t swizzle, int step, int count, Then then) {
+        uint2 next = load_shared8((x + step * FRAGMENT_X_BYTES) ^ swizzle);
+        const auto advance = [&] {
+            const uint2 columns = enlarged(next);
+            step++;
+            a += C::STEP_BYTES;
+            next = load_shared8((x + step * FRAGMENT_X_BYTES) ^ swizzle);
+            multiply_one(columns, a);
+        };
+#pragma unroll 1
+        for (; count > 2; count -= 2) {  // two at a time, so that codes are loaded into each other's registers
+            advance();
+            advance();
+        }
+        if (count > 1) advance();
+        const uint2 columns = enlarged(next);
+        const uint32_t from = then();
+        a = from != 0 ? from : a;
+        multiply_one(columns, a);
+        return a;
+    }
+    // The same of several rows: x of the lane's row begins at `x`, and there are `groups` of it.
+    template <typename Then>
+    __device__ __forceinline__ uint32_t add_rows(uint32_t a, uint32_t x, int groups, uint32_t zeros, int step, int count, Then then) {
+#pragma unroll 1
+        for (; count > 0; count--, step++) {
+            uint32_t from = count > 1 ? a + C::STEP_BYTES : then();
+            from = from != 0 ? from : a;
+            multiply_rows(x, step, groups, zeros, from);
+            a = from;
+        }
+        return a;
+    }
+    // `part` of a chunk, whose first step is at `fragments` and preloaded; x of the chunk begins at `x`, and there are `groups` of
+    // it. `next()` names the step behind them, or says 0.
+    template <typename Next>
+    __device__ __forceinline__ void add(const char* fragments, const element_t* x, int x_stride, int rows, const Part& part,
+                                        int groups, int lane, Next next) {
+        if (part.count == 0) return;
+        const bool one_row = rows == 1;
+        const int row = lane >> 2;
+        uint32_t a = shared_address(fragments) + lane * 16;
+        int step = part.first % UNIT_STEPS, left = part.count;
+        const int unit = part.first / UNIT_STEPS;
+        groups -= unit * UNIT_GROUPS;
+        uint32_t unit_x = shared_address(x + (lane & 3) * 4) + unit * UNIT_X_BYTES;
+        if (!one_row) unit_x += min(row, rows - 1) * x_stride * static_cast<int>(sizeof(element_t));
+        uint32_t scales = a - lane * 16 + (UNIT_STEPS - step) * C::STEP_BYTES;
+#pragma unroll 1
+        while (true) {
+            const int count = min(left, UNIT_STEPS - step);
+            left -= count;
+            if (C::SCALED) clear_sums();
+            const auto then = [&] { return left > 0 ? scales + C::UNIT_BYTES - C::CODE_BYTES + lane * 16 : next(); };
+            if (one_row) {  // of a group that there is not, codes are 0: any x will do
+                a = add_one(a, unit_x + (row < groups ? row * GROUP_X_BYTES : 0), (row & 3) * FRAGMENT_X_BYTES, step, count, then);
+            } else {
+                a = add_rows(a, unit_x, groups, scales + C::SCALE_BYTES + row * 32, step, count, then);
+            }
+            if (C::SCALED && one_row) scale_one(scales, lane);
+            if (C::SCALED && !one_row) scale_rows(scales, lane);
+            if (left == 0) break;
+            step = 0;
+            unit_x += UNIT_X_BYTES;
+            groups -= UNIT_GROUPS;
+            scales += C::UNIT_BYTES;
+        }
+    }
+    __device__ __forceinline__ void flush(float* partial, int rows, int lane, bool adds) {
+        const int row = lane >> 2, quarter = lane & 3;
+        if (rows == 1) {
+            if (!C::SCALED) {
+                float own[4];
+                own_sums(quarter, 0, own);
+                total[0] = own[0] + own[1];
+                total[1] = own[2] + own[3];
+            }
+            float sum = quarter & 2 ? total[1] : total[0];
+            sum += __shfl_xor_sync(~0u, quarter & 2 ? total[0] : total[1], 2);
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            if ((quarter & 1) == 0) put(partial + row + quarter * 4, sum * C::UNDO, adds);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int m = quarter * 2 + i % 2;
+            const float even = acc[0][i] + acc[2][i], odd = acc[1][i] + acc[3][i];
+            const float sum = C::SCALED ? total[i] : even + odd * C::ODD;
+            if (m < rows) put(partial + m * PARTIAL_ROWS + row + i / 2 * 8, sum * C::UNDO, adds);
+        }
+    }
+};
+
+#endif
