@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flywheel import ir
-from flywheel.plan import staging, step, variant
+from flywheel.plan import formats, staging, step, variant
 from flywheel.vm import abi
 
 HEADER = Path(__file__).parents[1] / "flywheel" / "vm" / "cuda" / "abi.h"
@@ -22,6 +22,8 @@ CODES: dict[str, type[IntEnum]] = {
     "AMK_DTYPE_": ir.DType,
     "AMK_MEMSPACE_": ir.MemSpace,
     "FW_EPILOGUE_": step.Epilogue,
+    "FW_CODE_": formats.Code,
+    "FW_SCALES_": formats.Scales,
     "FW_LAYOUT_": abi.Layout,
     "FW_STAMP_": abi.Stamp,
     "FW_ANCHOR_": abi.Anchor,
@@ -54,6 +56,12 @@ CAPS = {
     "FW_MAX_RING_SLOTS": variant.MAX_RING_SLOTS,
     "FW_MAX_X_SLICES": variant.MAX_X_SLICES,
     "FW_WARP": variant.WARP,
+    "FW_FORMAT_SHIFT": abi.FORMAT_SHIFT,
+    "FW_FORMAT_MASK": abi.FORMAT_MASK,
+    "FW_TAIL_SHIFT": abi.TAIL_SHIFT,
+    "FW_TAIL_MASK": abi.TAIL_MASK,
+    "FW_UNIT_SHIFT": abi.UNIT_SHIFT,
+    "FW_UNIT_ALIGNMENT": formats.UNIT_ALIGNMENT,
 }
 SIZES = {"uint64_t": 8, "int64_t": 8, "uint32_t": 4, "int32_t": 4, "float": 4, "int16_t": 2}
 NUMPY = {"uint64_t": "u8", "int64_t": "i8", "uint32_t": "u4", "int32_t": "i4", "float": "f4", "int16_t": "i2"}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from flywheel.errors import InvalidProgramError
 from flywheel.ir import BufferKind, DType
 from flywheel.plan.formats import CODES, Code
 from flywheel.tensors import TORCH_DTYPES
@@ -73,8 +74,7 @@ SPANS = {"whole": [(0, 80)], "odd": [(0, 5), (5, 16), (21, 58), (79, 1)]}
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize(("dtype", "rows"), [(BF16, 1), (BF16, 8), (F16, 1), (F16, 3)])
 @pytest.mark.parametrize(("depth", "spans"), [(128, "odd"), (1024, "odd"), (1280, "whole"), (2048, "odd")])
 def test_products_of_each_format(conform: Conform, name: str, dtype: DType, rows: int, depth: int, spans: str) -> None:
     if FORMATS[name][2] is not None and depth % FORMATS[name][2]:
@@ -83,6 +83,80 @@ def test_products_of_each_format(conform: Conform, name: str, dtype: DType, rows
     names = ["x", *buffers]
     all_buffers = {"x": (IN, dtype, (rows, depth)), **buffers, "y": (OUT, F32, (rows, 80))}
     conform(all_buffers, tiles(names, params, SPANS[spans], rows, depth, F32), tensors)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("name", ["int8, rows", "int4, groups"])
+def test_operands_that_come_in_slices(
+    conform: Conform, monkeypatch: pytest.MonkeyPatch, name: str, slices: int
+) -> None:
+    """Of whole units, each in the place of the one before it, in tiles of one row block and of more."""
+    monkeypatch.setattr("flywheel.plan.staging.MAX_INPUT_ROWS_BYTES", 3 * 2 * 1100 * slices)
+    buffers, tensors, params = matrix(name, 80, 2560)
+    all_buffers = {"given": (IN, BF16, (3, 2560)), "x": (ACT, BF16, (3, 2560)), **buffers, "y": (OUT, F32, (3, 80))}
+    tasks = [("GELU", ["given"], "x", {}), *tiles(["x", *buffers], params, [(0, 16), (16, 50), (66, 14)], 3, 2560, F32)]
+    conform(all_buffers, tasks, tensors, roundings=1)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_gated_projection_of_two_quantised_matrices_takes_a_norm_and_a_residual(conform: Conform, rows: int) -> None:
+    """SwiGLU of two matrices behind a norm, and a product with what it is added to, which is not quantised."""
+    hidden, wide = 1024, 32
+    gates, gate_tensors, params = matrix("int4, groups", wide, hidden, 1)
+    ups, up_tensors, _ = matrix("int4, groups", wide, hidden, 2)
+    named = {"g": gates["w"], "g.scales": gates["w.scales"], "u": ups["w"], "u.scales": ups["w.scales"]}
+    tensors = {
+        "g": gate_tensors["w"], "g.scales": gate_tensors["w.scales"], "u": up_tensors["w"],
+        "u.scales": up_tensors["w.scales"],
+    }  # fmt: skip
+    op, over = ("GEMV_TILE", {}) if rows == 1 else ("GEMM_TILE", {"M_tile": rows})
+
+    def step(op: str, args: list[Any], out: Any, shape: list[int], dtype: DType, **its: Any) -> dict[str, Any]:
+        return {"op": op, "args": args, "out": out, "params": its, "out_shape": shape, "out_dtype": dtype.name}
+
+    def rows_of(q: int, slot: int) -> dict[str, Any]:
+        return step("DEQUANT", [{"in": q}, {"in": q + 1}], slot, [wide, hidden], F32, **params)
+
+    steps = [
+        step("RMSNORM", [{"in": 0}, {"in": 1}], 0, [rows, hidden], BF16, hidden=hidden, eps=1e-5),
+        rows_of(2, 1),
+        step(op, [{"s": 0}, {"s": 1}], 2, [rows, wide], BF16, K=hidden, n_off=0, **over),
+        rows_of(4, 3),
+        step(op, [{"s": 0}, {"s": 3}], 4, [rows, wide], BF16, K=hidden, n_off=0, **over),
+        step("SILU_MUL", [{"s": 2}, {"s": 4}], "final", [rows, wide], BF16),
+    ]
+    add = [
+        step(op, [{"in": 0}, {"in": 1}], 0, [rows, 16], BF16, K=wide, **over),
+        step("COPY", [{"in": 2}], 1, [rows, 16], BF16, **over),
+        step("ADD", [{"s": 0}, {"s": 1}], "final", [rows, 16], BF16),
+    ]
+    buffers = {
+        "x": (IN, BF16, (rows, hidden)), "n": (WEIGHT, BF16, (hidden,)), **named, "h": (ACT, BF16, (rows, wide)),
+        "d": (WEIGHT, BF16, (16, wide)), "r": (IN, BF16, (rows, 16)), "y": (OUT, BF16, (rows, 16)),
+    }  # fmt: skip
+    given = {"n_off": 0, "N_tile": wide, "recipe": {"steps": steps}, **over}
+    last = {"n_off": 0, "N_tile": 16, "recipe": {"steps": add}, **over}
+    tasks = [("FUSED", ["x", "n", *named], "h", given), ("FUSED", ["h", "d", "r"], "y", last)]
+    conform(buffers, tasks, tensors, roundings=4)
+
+
+REFUSED = {
+    "groups of 64": ({"group": 64}, (80, 16), BF16, "by groups of 64, not a multiple of 128"),
+    "scales of groups that are F32": ({"group": 128}, (80, 8), F32, "with F32 scales"),
+    "blocks of 8 rows": ({"group": 128, "rows_per_scale": 8}, (10, 8), F32, "by blocks of 8 x 128"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_kernel_is_refused_by_name(conform: Conform, name: str) -> None:
+    changed, shape, scale, text = REFUSED[name]
+    buffers, tensors, params = matrix("int8, groups", 80, 1024)
+    buffers["w.scales"] = (WEIGHT, scale, shape)
+    tensors["w.scales"] = torch.ones(shape)
+    all_buffers = {"x": (IN, BF16, (1, 1024)), **buffers, "y": (OUT, F32, (1, 80))}
+    tasks = tiles(["x", *buffers], params | changed, [(0, 80)], 1, 1024, F32)
+    with pytest.raises(InvalidProgramError, match=rf"task 0 \(t0\): FUSED .*{text}"):
+        conform(all_buffers, tasks, tensors)
 
 
 def test_every_code_has_formats_here() -> None:

@@ -118,7 +118,7 @@ def segments_of(
     weight = instructions["inputs"][instruction, steps["args"][step, 1]]
     kind: Any = kinds[weight]
     in_blocks = [-(-count // kind["fragments"]) for count in (depth, each)]
-    merged = (blocks == 1) & _merges(in_blocks[0], in_blocks[1], kind["nbytes"], variant)
+    merged = (blocks == 1) & (depth % each == 0) & _merges(in_blocks[0], in_blocks[1], kind["nbytes"], variant)
     entry, number = expand(-(-blocks // pass_blocks) * np.where(merged, 1, slices))
     instruction, step, depth, rows, each, beside, slices, merged, weight, kind = (
         column[entry] for column in (instruction, step, depth, rows, each, beside, slices, merged, weight, kind)
