@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 from flywheel.cli.files import settle_work
 from flywheel.cli.options import batch_option, command, json_option, workload_options
@@ -13,9 +14,7 @@ from flywheel.cli.text import show, show_json, table
 @workload_options
 @batch_option
 @json_option
-def knobs(
-    model: str | None, gpu: str | None, dtype: str | None, context: int | None, batch: int | None, as_json: bool
-) -> None:
+def knobs(as_json: bool, **named: Any) -> None:
     """List the knobs of the search for a model on a GPU: name, default, values and meaning.
 
     The default is the value of the schedule that a search tries first; --fix NAME=VALUE of search and --set of lower
@@ -25,7 +24,6 @@ def knobs(
     from flywheel.search.space import make_space
     from flywheel.search.workload import make_workload
 
-    named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch}
     workload = make_workload(**settle_work("knobs", named, None), any_size=True)
     space = make_space(workload)
     first, meanings = space.known_good()[0], {knob.name: knob.meaning for knob in KNOBS}
@@ -35,7 +33,7 @@ def knobs(
             for name, values in ((each.name, each.values) for each in space.dimensions)
         ]
         work = {"model": workload.model, "gpu": workload.target.name, "dtype": workload.dtype,
-                "context": workload.context, "batch": workload.batch}  # fmt: skip
+                "weights": workload.stored, "context": workload.context, "batch": workload.batch}  # fmt: skip
         show_json({**work, "knobs": listed})
         return
     rows = [(each.name, str(first[each.name]), ", ".join(map(str, each.values))) for each in space.dimensions]

@@ -41,7 +41,7 @@ def write_study(campaign: Campaign, records: Sequence[TrialRecord], path: Path) 
     if path.exists():
         raise UsageError(f"{path}: exists; a study is written into a new file")
     workload = make_workload(campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch,
-                             any_size=True)  # fmt: skip
+                             campaign.weights, any_size=True)  # fmt: skip
     space = make_space(workload, json.loads(campaign.spec).get("fix", {}))
     kind, trials = compared(records), trials_of(records)
     optuna.logging.set_verbosity(optuna.logging.ERROR)

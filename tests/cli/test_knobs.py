@@ -36,3 +36,8 @@ def test_knobs_without_a_model_are_a_usage_error(run: Run) -> None:
     result = run("knobs")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "flywheel: knobs: no model; give --model, or an exported schedule\n"
+
+
+def test_knobs_are_those_of_quantised_weights_where_they_are_asked_for(run: Run) -> None:
+    document = json.loads(run("knobs", *WORK, "--weights", "int8", "--json").stdout)
+    assert document["weights"] == make_workload("smollm2-135m", "h100", "bf16", 512, weights="int8").stored != "bf16"
