@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -12,6 +14,7 @@ from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_config, load_program
 from flywheel.cli.options import batch_option, command, json_option
 from flywheel.cli.text import pairs, show, show_json
+from flywheel.cli.unquantised import cost_of_quantising, told
 from flywheel.errors import UsageError
 from flywheel.ir import MegakernelProgram
 from flywheel.models.catalog import CATALOG
@@ -19,6 +22,7 @@ from flywheel.plan import program_id
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
+    from flywheel.decode.agreement import Agreement
     from flywheel.decode.source import Source
     from flywheel.measure.verdict import Verdict
 
@@ -46,6 +50,10 @@ if TYPE_CHECKING:
     show_default=True,
     help="Order in which ready tasks fire; --seed varies the last two.",
 )
+@click.option("--against-unquantised", "compared", is_flag=True,
+              help="Also say what quantising costs: KL and choices of the next token beside the model as it was.")
+@click.option("--text", type=click.Path(path_type=Path), metavar="FILE",
+              help="Text for that, up to the context.  [default: random tokens of the seed]")
 @json_option
 @click.pass_context
 def verify(
@@ -62,6 +70,8 @@ def verify(
     seed: int,
     positions: tuple[int, ...] | None,
     order: str,
+    compared: bool,
+    text: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Run a program behind filled KV caches and compare each tensor that it makes, of every sequence of a batch, with
@@ -84,14 +94,16 @@ def verify(
         source = _open(model, given.model if isinstance(given, Schedule) else None)
         program = lower_model(source, given, gpu, dtype, context, device, batch, weights)
     verdict = _verdict(program, source, positions, device, seed, order)
+    cost = cost_of_quantising(program, source, device, seed, text) if compared else None
     if as_json:
         from flywheel.measure.verdict import as_document
 
         show_json({**as_document(verdict), "model": source.name, "program_id": program_id(program),
                    "config_id": program.config.config_id if program.config else None, "device": device,
-                   "order": order, "seed": seed, "random_weights": source.stored is None})  # fmt: skip
+                   "order": order, "seed": seed, "random_weights": source.stored is None,
+                   "against_unquantised": None if cost is None else asdict(cost)})  # fmt: skip
     else:
-        _show(verdict)
+        _show(verdict, cost)
     if not verdict.passed:
         ctx.exit(REJECTED)
 
@@ -126,7 +138,7 @@ def _verdict(
     return compare(session, weights, tried, seed)
 
 
-def _show(verdict: Verdict) -> None:
+def _show(verdict: Verdict, cost: Agreement | None) -> None:
     show("PASS" if verdict.passed else f"FAIL: {verdict.reason}")
     show(
         *pairs(
@@ -134,6 +146,7 @@ def _show(verdict: Verdict) -> None:
                 ("error", f"{verdict.error:.3g} (at most {verdict.bound:.3g} for {verdict.dtype})"),
                 ("where", verdict.where),
                 ("positions", ", ".join(map(str, verdict.positions))),
+                ("quantised", None if cost is None else told(cost)),
             ]
         )
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -11,14 +12,34 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 
 from flywheel.decode.caches import KvCaches
 from flywheel.models.eager import rope_frequencies
-from flywheel.models.spec import DecoderSpec, layer_weight_key, layer_weight_shapes, model_weight_key
+from flywheel.models.quantise import matrix_of
+from flywheel.models.spec import DecoderSpec, layer_weight_key, model_weight_key
 
 CHUNK: Final = 4096
 """Tokens at a time: bounds activations, and the mask of a chunk that others came before."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer's weights by role; a quantised matrix is made, in `dtype`, whenever it is asked for."""
+
+    weights: Mapping[str, Tensor]
+    index: int
+    dtype: torch.dtype
+
+    def __getitem__(self, role: str) -> Tensor:
+        key = layer_weight_key(role, self.index)
+        matrix = matrix_of(self.weights, key)
+        return self.weights[key] if matrix is None else matrix.to(self.dtype)
+
+    def get(self, role: str) -> Tensor | None:
+        """A weight that a model may lack."""
+        return self.weights.get(layer_weight_key(role, self.index))
+
+
 class Prefill:
     """A decoder over `weights`, by checkpoint key, all of one float type and on one device; they are not copied.
+    Quantised matrices are multiplied as what they mean, rounded to that type.
 
     Products and attention are torch's own, which round sums to the weights' type; norms and RoPE are float32 inside.
     Source: huggingface/transformers, `models/{llama,mistral,qwen2,qwen3}/modeling_*.py`.
@@ -27,10 +48,7 @@ class Prefill:
     def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor]) -> None:
         self._spec = spec
         self._embed = weights[model_weight_key(spec, "embed")]
-        self._layers = [
-            {role: weights[layer_weight_key(role, layer)] for role in layer_weight_shapes(spec)}
-            for layer in range(spec.n_layers)
-        ]
+        self._layers = [_Layer(weights, layer, self._embed.dtype) for layer in range(spec.n_layers)]
         self._frequencies = rope_frequencies(spec).to(self._embed.device)
 
     @torch.no_grad()
@@ -66,7 +84,7 @@ class Prefill:
             x = x + linear(silu(gate) * up, layer["down_proj"])
 
     def _heads(
-        self, x: Tensor, layer: Mapping[str, Tensor], turn: tuple[Tensor, Tensor]
+        self, x: Tensor, layer: _Layer, turn: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [S, hidden], normalised -> queries [S, n_heads, head_dim], keys and values [S, n_kv_heads, head_dim]."""
         spec = self._spec

@@ -18,9 +18,9 @@ from flywheel.decode.taps import Taps, find_taps
 from flywheel.errors import UsageError
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.models.eager import LayerCache
+from flywheel.models.quantise import typed
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind
-from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.reference import BoundProgram, ReferenceVM
 
 TokenStream = Generator[int, None, None]
@@ -172,10 +172,8 @@ class ReferenceSession:
         """As DecodeSession says."""
         check_prompt(self.spec, self.context, token_ids)
         if self._prefill is None:
-            wanted = TORCH_DTYPES[self.dtype]
-            self._prefill = Prefill(
-                self.spec, {key: tensor.to(self.caches.device, wanted) for key, tensor in self._weights.items()}
-            )
+            given = {key: typed(key, tensor, self.dtype) for key, tensor in self._weights.items()}
+            self._prefill = Prefill(self.spec, {key: each.to(self.caches.device) for key, each in given.items()})
         self._prefill(token_ids, self.caches)
 
     def stream(self, prompt: Sequence[int], positions: int, start: int = 0) -> TokenStream:

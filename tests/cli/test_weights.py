@@ -1,0 +1,81 @@
+"""Formats of weights, from the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from flywheel.store.schedule import load_schedule
+from flywheel.store.sql import open_store
+
+Run = Callable[..., Result]
+MODEL = ("--model", "smollm2-135m", "--gpu", "l4")
+SEARCH = ("search", *MODEL, "--measure", "predict", "--jobs", 1, "--trials", 3, "--store", "trials.db")
+
+
+def test_a_campaign_of_a_format_is_one_of_its_own_and_its_rows_and_schedules_say_so(run: Run) -> None:
+    plain = run(*SEARCH, "--json")
+    quantised = run(*SEARCH, "--weights", "int8-row", "--json", "--schedule", "best.json")
+    assert (plain.exit_code, quantised.exit_code) == (0, 0), quantised.stderr
+    wide, small = json.loads(plain.stdout), json.loads(quantised.stdout)
+    assert small["campaign"] == "smollm2-135m-l4-bf16-int8-c512-predict-descent-s0"
+    assert (wide["weights"], small["weights"]) == ("bf16", "int8")
+    assert small["best"]["floor_us"] < 0.7 * wide["best"]["floor_us"]
+    assert small["best"]["predicted_us"] < wide["best"]["predicted_us"]
+    with open_store("trials.db") as store:
+        assert [summary.campaign.weights for summary in store.campaigns()] == ["bf16", "int8"]
+        assert {record.weights for record in store.trials(small["campaign"])} == {"int8"}
+        best = store.best(measured=False, model="smollm2-135m", gpu="l4", weights="bf16")
+        assert best is not None
+        assert best.campaign == wide["campaign"]
+    assert load_schedule("best.json").weights == "int8"
+    lowered = run("lower", "--config", "best.json", "--output", "p.json", "--json")
+    assert json.loads(lowered.stdout)["program_id"] == small["best"]["program_id"]
+    assert run("validate", "p.json").exit_code == 0
+    exported = run("export", *MODEL, "--weights", "int8", "--store", "trials.db", "--format", "schedule")
+    assert json.loads(exported.stdout)["provenance"]["campaign"] == small["campaign"]
+    resumed = run(*SEARCH, "--weights", "int8", "--json")
+    assert json.loads(resumed.stdout)["new_trials"] == 0
+    renamed = run(*SEARCH, "--weights", "fp8", "--name", small["campaign"])
+    assert (renamed.exit_code, "has weights=int8, not fp8" in renamed.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("int4", "smollm2-135m: q_proj: groups of 128 do not divide K=576"),
+        ("int2", "weights 'int2': 'int2' is not one of bf16, fp8, int8, int4"),
+        ("int8,embed=int8", "'embed=int8' is not ROLE=FORMAT"),
+    ],
+)
+def test_a_format_that_cannot_be_is_refused_in_one_line(run: Run, weights: str, message: str) -> None:
+    for command in (SEARCH, ("lower", *MODEL)):
+        result = run(*command, "--weights", weights)
+        assert result.exit_code == 2
+        assert message in result.stderr
+    assert not Path("trials.db").exists()
+
+
+def test_models_counts_the_bytes_of_a_format(run: Run) -> None:
+    found = []
+    for text in ((), ("--weights", "int4-g32"), ("--weights", "int4-g32,lm_head=int4-g32")):
+        models = json.loads(run("models", "--json", *text).stdout)["models"]
+        found.append(next(each["bytes_per_token"] for each in models if each["name"] == "llama3.2-1b"))
+    plain, quantised, all_of_it = found
+    assert all_of_it < quantised < plain / 2
+
+
+def test_a_quantised_program_is_verified_by_its_format(run: Run, checkpoint: Path) -> None:
+    work = ("--model", checkpoint, "--gpu", "h100", "--dtype", "f32", "--context", 48, "--weights", "int8")
+    assert run("lower", *work, "--output", "p.json").exit_code == 0
+    result = run("verify", "p.json", "--model", checkpoint, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["passed"] is True
+    same = run("generate", "--model", checkpoint, "--dtype", "f32", "--context", 48, "--weights", "int8",
+               "--prompt-ids", "1,2,3", "--max-tokens", 4, "--verify", "--json")  # fmt: skip
+    assert same.exit_code == 0, same.stderr
+    assert json.loads(same.stdout)["verified"] is True
