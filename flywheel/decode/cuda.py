@@ -14,6 +14,7 @@ from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import read_interface
 from flywheel.decode.launched import Launched, Place, places_of
 from flywheel.decode.prefill import Prefill
+from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.session import Step, TokenStream, check_prompt, check_rows
 from flywheel.decode.source import Weights
 from flywheel.decode.taps import Taps, find_taps
@@ -223,11 +224,13 @@ class CudaSession:
         check_prompt(self.spec, self.context, token_ids)
         self._prefill(token_ids, self.caches)
 
-    def stream(self, prompt: Sequence[int], positions: int, start: int = 0) -> TokenStream:
+    def stream(
+        self, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY
+    ) -> TokenStream:
         """As DecodeSession says; launches are queued ahead of the host. Raises as `step`, and GpuMemoryError."""
         check_prompt(self.spec, self.context, prompt)
         self._prepare(prompt[start], positions - 1)
-        return decode_ahead(self._loaded, prompt, positions, start, self._limit_s)
+        return decode_ahead(self._loaded, self.caches.device, prompt, positions, start, sampling, self._limit_s)
 
     def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> Launched:
         """As JudgedSession says; raises as `step`, and GpuMemoryError."""

@@ -13,6 +13,7 @@ from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import read_interface
 from flywheel.decode.launched import Launched, places_of
 from flywheel.decode.prefill import Prefill
+from flywheel.decode.sampling import GREEDY, Sampling, choose
 from flywheel.decode.source import Weights
 from flywheel.decode.taps import Taps, find_taps
 from flywheel.errors import UsageError
@@ -59,9 +60,11 @@ class DecodeSession(Protocol):
 
         Raises UsageError for a token or position out of range."""
 
-    def stream(self, prompt: Sequence[int], positions: int, start: int = 0) -> TokenStream:
-        """The tokens that the program itself chooses behind a prompt, one launch a position from `start` to
-        `positions` - 1. The caches hold the positions before `start`, which is at most that of the prompt's last token.
+    def stream(
+        self, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY
+    ) -> TokenStream:
+        """The tokens behind a prompt, chosen as `sampling` asks, one launch a position from `start` to `positions` - 1.
+        The caches hold the positions before `start`, which is at most that of the prompt's last token.
 
         Raises UsageError for a token or position out of range."""
 
@@ -70,14 +73,19 @@ class DecodeSession(Protocol):
 
 
 def stream_by_steps(
-    session: DecodeSession, prompt: Sequence[int], positions: int, start: int = 0
+    session: DecodeSession, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY
 ) -> TokenStream:
     """As `DecodeSession.stream`, by `step`."""
+    seen = torch.zeros(session.spec.vocab, dtype=torch.bool)
+    seen[list(prompt)] = True
     token = -1
     for position in range(start, positions):
-        token = session.step(prompt[position] if position < len(prompt) else token, position).token
-        if position >= len(prompt) - 1:
-            yield token
+        step = session.step(prompt[position] if position < len(prompt) else token, position)
+        if position < len(prompt) - 1:
+            continue
+        token = step.token if sampling.is_argmax else int(choose(step.logits.cpu(), seen, sampling, position))
+        yield token
+        seen[token] = True
 
 
 class BatchSession(DecodeSession, Protocol):
@@ -176,9 +184,11 @@ class ReferenceSession:
             self._prefill = Prefill(self.spec, {key: each.to(self.caches.device) for key, each in given.items()})
         self._prefill(token_ids, self.caches)
 
-    def stream(self, prompt: Sequence[int], positions: int, start: int = 0) -> TokenStream:
+    def stream(
+        self, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY
+    ) -> TokenStream:
         """As DecodeSession says; ConfigError as `step`."""
-        return stream_by_steps(self, prompt, positions, start)
+        return stream_by_steps(self, prompt, positions, start, sampling)
 
     def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> Launched:
         """As JudgedSession says; ConfigError as `step`."""

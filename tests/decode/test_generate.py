@@ -8,6 +8,7 @@ import torch
 
 from flywheel.decode.generate import generate
 from flywheel.decode.request import Request
+from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.session import LayerCache, ReferenceSession, Step, TokenStream, stream_by_steps
 from flywheel.errors import MismatchError
 from flywheel.ir import DType, MegakernelProgram
@@ -35,8 +36,10 @@ class Scripted:
     def prefill(self, token_ids: Sequence[int]) -> None:
         self.prefilled = tuple(token_ids)
 
-    def stream(self, prompt: Sequence[int], positions: int, start: int = 0) -> TokenStream:
-        return stream_by_steps(self, prompt, positions, start)
+    def stream(
+        self, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY
+    ) -> TokenStream:
+        return stream_by_steps(self, prompt, positions, start, sampling)
 
     def write_cache(self, layers: Sequence[LayerCache]) -> None:
         raise AssertionError("generation starts from nothing")

@@ -12,7 +12,8 @@ from emulator.sessions import emulated_session
 from flywheel.decode.ahead import AHEAD
 from flywheel.decode.generate import generate
 from flywheel.decode.request import make_request
-from flywheel.decode.session import ReferenceSession
+from flywheel.decode.sampling import Sampling
+from flywheel.decode.session import ReferenceSession, stream_by_steps
 from flywheel.errors import UsageError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
@@ -49,6 +50,15 @@ def test_a_stream_is_what_steps_of_the_reference_vm_say(config: str) -> None:
     assert len(set(tokens)) > 1
 
 
+@pytest.mark.parametrize("sampling", [Sampling(1.5, seed=3), Sampling(repetition_penalty=50.0)], ids=str)
+def test_a_stream_draws_what_steps_draw(sampling: Sampling) -> None:
+    weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
+    with emulated_session(EmulatedGpu(), program_of("data"), SPEC, weights) as session:
+        queued = list(session.stream(PROMPT, 14, 0, sampling))
+        assert queued == list(stream_by_steps(session, PROMPT, 14, 0, sampling))
+        assert queued != list(session.stream(PROMPT, 14))
+
+
 def test_a_stream_that_is_left_early_gives_its_memory_back_and_the_next_one_is_right() -> None:
     weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
     gpu = EmulatedGpu()
@@ -59,7 +69,7 @@ def test_a_stream_that_is_left_early_gives_its_memory_back_and_the_next_one_is_r
             assert [next(stream), next(stream)] == whole[:2]
         assert set(gpu._held) == held
         assert list(session.stream(PROMPT, 12)) == whole
-    assert AHEAD > 0
+    assert AHEAD > 1  # so that launches were queued behind the second token
 
 
 def test_a_prompt_beyond_the_vocabulary_or_the_context_is_refused_before_a_launch() -> None:

@@ -1,0 +1,79 @@
+"""How a token is chosen from logits: greedily, or drawn, on the device that holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite, log
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from flywheel.errors import UsageError
+
+_SPREAD: Final = 0x9E3779B97F4A7C15
+"""An odd number whose multiples differ in all bits: seeds next to each other draw nothing alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What a request asks for, in the order in which it applies.
+
+    `repetition_penalty` divides the positive and multiplies the negative logits of tokens that the text holds,
+    `temperature` divides all (0 takes the largest), `top_k` keeps so many (0 all), `min_p` those that are at least that
+    share as likely as the likeliest, `top_p` the fewest likely ones that hold that much of what is left. `seed` and a
+    token's position decide the draw, whatever else runs. Raises UsageError for a value out of its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("temperature", self.temperature, 0.0, 100.0),
+            ("top_k", self.top_k, 0, 2**31 - 1),
+            ("top_p", self.top_p, 1e-6, 1.0),
+            ("min_p", self.min_p, 0.0, 1.0),
+            ("repetition_penalty", self.repetition_penalty, 1e-2, 100.0),
+            ("seed", self.seed, -(2**63), 2**64 - 1),
+        ):
+            if not (isfinite(value) and low <= value <= high):
+                raise UsageError(f"{name}: {value} is not in {low:g}..{high:g}")
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the largest logit is what is asked for, so that the program's own choice is the answer."""
+        return self.temperature == 0.0 and self.repetition_penalty == 1.0
+
+
+GREEDY: Final = Sampling()
+
+
+def choose(logits: Tensor, seen: Tensor, sampling: Sampling, position: int) -> Tensor:
+    """The token, int64 [], behind `logits` [vocab] at a position; `seen` bool [vocab] are the tokens of the text.
+
+    Nothing waits for the device. The draw is an exponential race: of scores divided by independent exponential numbers
+    the largest wins with the probability that its score has.
+    """
+    scores = logits.float()
+    if sampling.repetition_penalty != 1.0:
+        penalty = sampling.repetition_penalty
+        scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+    if sampling.temperature == 0.0:
+        return scores.argmax()
+    scores = scores / sampling.temperature
+    if 0 < sampling.top_k < len(scores):
+        scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[-1], -torch.inf)
+    if sampling.min_p > 0.0:
+        scores = scores.masked_fill(scores < scores.max() + log(sampling.min_p), -torch.inf)
+    shares = scores.softmax(0)
+    if sampling.top_p < 1.0:
+        ordered, places = shares.sort(descending=True)
+        kept = ordered.cumsum(0) - ordered < sampling.top_p
+        shares = torch.zeros_like(shares).scatter(0, places, ordered * kept)
+    draw = torch.Generator(shares.device).manual_seed((sampling.seed * _SPREAD + position) % 2**63)
+    return (shares / torch.empty_like(shares).exponential_(generator=draw)).argmax()

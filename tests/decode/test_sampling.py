@@ -1,0 +1,97 @@
+"""Tokens are drawn as often as a request's distribution says, by its seed and position alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flywheel.decode.sampling import GREEDY, Sampling, choose
+from flywheel.errors import UsageError
+
+LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.0, -0.5, -1.0, -2.0, -4.0])
+NOTHING = torch.zeros(len(LOGITS), dtype=torch.bool)
+DRAWS = 4000
+
+
+def shares_by_hand(sampling: Sampling, seen: Tensor = NOTHING) -> list[float]:
+    """The distribution, one token after the other, in Python's floats."""
+    from math import exp
+
+    logits = [float(value) for value in LOGITS]
+    penalty = sampling.repetition_penalty
+    logits = [
+        (value / penalty if value > 0 else value * penalty) if held else value
+        for value, held in zip(logits, seen.tolist(), strict=True)
+    ]
+    weights = [exp(value / sampling.temperature) for value in logits]
+    order = sorted(range(len(weights)), key=lambda token: -weights[token])
+    kept = set(order[: sampling.top_k or None])
+    kept &= {token for token in order if weights[token] >= sampling.min_p * weights[order[0]]}
+    total, held = sum(weights[token] for token in kept), 0.0
+    final = set()
+    for token in order:
+        if token in kept and held < sampling.top_p:
+            final.add(token)
+            held += weights[token] / total
+    total = sum(weights[token] for token in final)
+    return [weights[token] / total if token in final else 0.0 for token in range(len(weights))]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.5, seed=7),
+        Sampling(temperature=2.0, top_k=3),
+        Sampling(temperature=1.0, top_p=0.7),
+        Sampling(temperature=1.0, min_p=0.2, seed=-1),
+        Sampling(temperature=1.0, top_k=6, top_p=0.8, min_p=0.01, repetition_penalty=1.4, seed=2**64 - 1),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_as_often_as_their_shares_say(sampling: Sampling) -> None:
+    seen = NOTHING.clone()
+    seen[[0, 5]] = sampling.repetition_penalty != 1.0
+    shares = shares_by_hand(sampling, seen)
+    counts = [0] * len(shares)
+    for position in range(DRAWS):
+        counts[int(choose(LOGITS, seen, sampling, position))] += 1
+    assert all(count == 0 for count, share in zip(counts, shares, strict=True) if share == 0.0)
+    expected = [(count, DRAWS * share) for count, share in zip(counts, shares, strict=True) if share]
+    square = sum((count - mean) ** 2 / mean for count, mean in expected)
+    assert square < 26.1  # chi-square of 7 degrees of freedom: 0.05 % lie above
+
+
+def test_a_seed_and_a_position_decide_the_draw() -> None:
+    sampling = Sampling(temperature=3.0, seed=5)
+    drawn = [int(choose(LOGITS, NOTHING, sampling, position)) for position in range(50)]
+    torch.rand(3)
+    assert drawn == [int(choose(LOGITS, NOTHING, sampling, position)) for position in range(50)]
+    other = Sampling(temperature=3.0, seed=6)
+    assert drawn != [int(choose(LOGITS, NOTHING, other, position)) for position in range(50)]
+    assert len(set(drawn)) > 3
+
+
+def test_without_a_temperature_the_largest_logit_is_taken_behind_the_penalty() -> None:
+    assert int(choose(LOGITS, NOTHING, GREEDY, 0)) == 0
+    seen = NOTHING.clone()
+    seen[0] = True
+    assert int(choose(LOGITS, seen, Sampling(repetition_penalty=1.5), 0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"temperature": -0.1}, r"temperature: -0\.1 is not in 0\.\.100"),
+        ({"temperature": float("nan")}, "temperature: nan"),
+        ({"top_p": 0.0}, r"top_p: 0\.0 is not in 1e-06\.\.1"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"seed": 2**64}, "seed"),
+    ],
+)
+def test_values_out_of_range_are_named(given: dict[str, float], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Sampling(**given)  # type: ignore[arg-type]
