@@ -5,6 +5,9 @@
     rows = flywheel.open_store("flywheel.db").trials(result.campaign)
     schedule = flywheel.load_schedule("best.json")
 
+    with flywheel.Decoder.load("./Llama-3.2-1B", schedule=schedule) as decoder:
+        print(decoder.complete("The flywheel").text)
+
 Nothing is imported before it is used.
 """
 
@@ -16,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 from flywheel.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from flywheel.decode.sampling import Sampling
     from flywheel.search.api import search
+    from flywheel.serve.decoder import Decoder
     from flywheel.store.frame import to_dataframe
     from flywheel.store.schedule import load_schedule
     from flywheel.store.sql import read_store as open_store
 
-__all__ = ["__version__", "load_schedule", "open_store", "search", "to_dataframe"]
+__all__ = ["Decoder", "Sampling", "__version__", "load_schedule", "open_store", "search", "to_dataframe"]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,6 +34,10 @@ def __getattr__(name: str) -> Any:
     match name:
         case "search":
             return import_module("flywheel.search")
+        case "Decoder":
+            return import_module("flywheel.serve.decoder").Decoder
+        case "Sampling":
+            return import_module("flywheel.decode.sampling").Sampling
         case "load_schedule":
             return import_module("flywheel.store.schedule").load_schedule
         case "open_store":

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 DEFAULT_GPU: Final = "h100"
-_EXTRAS: Final = {"torch": "torch", "safetensors": "hf", "tokenizers": "hf"}
+_EXTRAS: Final = {
+    "torch": "torch", "safetensors": "hf", "tokenizers": "hf", "fastapi": "serve", "uvicorn": "serve",
+    "prometheus_client": "serve",
+}  # fmt: skip
 """Module -> the extra that installs it."""
 _SOON_LOADED: Final = 10**9
 """Bytes of weights that are there within some 2 s."""

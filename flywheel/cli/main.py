@@ -39,6 +39,7 @@ COMMANDS: Final = {
     "trace": ("flywheel.cli.trace:trace", "Show what a launch spends its time on, on this GPU."),
     "generate": ("flywheel.cli.generate:generate", "Generate tokens with a model's program."),
     "quantize": ("flywheel.cli.quantize:quantize", "Write a checkpoint with quantised matrices."),
+    "serve": ("flywheel.cli.serve:serve", "Serve a model behind OpenAI's API."),
     "inspect": ("flywheel.cli.inspect:inspect", "Summarise a program."),
     "diff": ("flywheel.cli.diff:diff", "Compare two programs."),
     "calibrate": ("flywheel.cli.calibrate:calibrate", "Fit the cost model to what a GPU was measured to do."),

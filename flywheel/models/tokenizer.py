@@ -14,12 +14,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Any, Final, Self
 
 from flywheel.errors import IrFormatError, UsageError
+from flywheel.installing import install_line
 from flywheel.ir.files import parse_json
 
 _TOKENIZER: Final = "tokenizer.json"
@@ -70,6 +72,16 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the model expects around it."""
         ids: list[int] = self._ask({"encode": text})
+        return ids
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation up to the beginning of the next answer, by the model's chat template. Messages
+        have a `role` and a `content`. Raises UsageError where there is no template, too."""
+        if find_spec("jinja2") is None:
+            raise UsageError(f"a chat needs jinja2: {install_line('hf')}")
+        ids: list[int] | None = self._ask({"chat": [dict(message) for message in messages]})
+        if ids is None:
+            raise UsageError(f"{str(self._file.parent)!r} has no chat template")
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -1,18 +1,23 @@
 """The process in which a stranger's tokenizer runs: a program of its own, with little memory.
 
-Reads a line of JSON with the tokenizer's path, `{"open": path}`, then one a request, `{"encode": text}` or
-`{"decode": ids}`. Answers each with a line, `{"done": ...}`, or `{"error": text}` and the end. Ends with its stdin.
+Reads a line of JSON with the tokenizer's path, `{"open": path}`, then one a request: `{"encode": text}`,
+`{"decode": ids}` or `{"chat": messages}`. Answers each with a line, `{"done": ...}`, or `{"error": text}` and the end.
+Ends with its stdin.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
 from flywheel.process import limit_memory
+
+_CONFIG: Final = "tokenizer_config.json"
+_TEMPLATE: Final = "chat_template.jinja"
 
 MAX_BYTES: Final = 4 * 2**30
 """Address space. The largest published tokenizers take a tenth of it."""
@@ -28,12 +33,51 @@ def main() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         if tokenizer is None:
-            tokenizer = Fast.from_str(Path(request["open"]).read_text(encoding="utf-8"))
+            path = Path(request["open"])
+            tokenizer = Fast.from_str(path.read_text(encoding="utf-8"))
             _answer(done=None)
+        elif "chat" in request:
+            text = _chat_text(path.parent, request["chat"])
+            _answer(done=None if text is None else tokenizer.encode(text, add_special_tokens=False).ids)
         elif "encode" in request:
             _answer(done=tokenizer.encode(request["encode"]).ids)
         else:
             _answer(done=tokenizer.decode(request["decode"]))
+
+
+def _chat_text(folder: Path, messages: list[dict[str, str]]) -> str | None:
+    """The messages, and the beginning of an answer, as the model's template writes them; None without a template.
+
+    Source: huggingface/transformers, `utils/chat_template_utils.py`.
+    """
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    config: dict[str, Any] = {}
+    if (folder / _CONFIG).is_file():
+        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    template = config.get("chat_template")
+    if (folder / _TEMPLATE).is_file():
+        template = (folder / _TEMPLATE).read_text(encoding="utf-8")
+    if isinstance(template, list):  # named ones, of which one is the default
+        template = next((each["template"] for each in template if each.get("name") == "default"), None)
+    if template is None:
+        return None
+
+    def refuse(message: str) -> None:
+        raise ValueError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **given: json.dumps(value, ensure_ascii=False, **given)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    special = {
+        name: token["content"] if isinstance(token, dict) else token
+        for name, token in config.items()
+        if name.endswith("_token") and token is not None
+    }
+    return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **special)
 
 
 def _answer(**said: object) -> None:

@@ -1,0 +1,93 @@
+"""`flywheel serve`: OpenAI's API over one model."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flywheel.cli.decoding import check_device, check_installed
+from flywheel.cli.options import command
+from flywheel.cli.text import note
+from flywheel.errors import UsageError
+
+if TYPE_CHECKING:
+    from flywheel.serve.decoder import Device
+
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+@command
+@click.option("--model", required=True, metavar="NAME|DIR", help="A checkpoint's directory, or a name.")
+@click.option("--schedule", metavar="FILE", help="Exported schedule.  [default: the shipped one that fits best]")
+@click.option("--gpu", metavar="NAME", help="GPU that the program is lowered for.  [default: the one here]")
+@click.option("--dtype", metavar="TYPE", help="bf16, f16 or f32.  [default: the schedule's or the checkpoint's]")
+@click.option("--context", type=click.IntRange(min=1), metavar="N", help="Most tokens of prompt and answer together.")
+@click.option("--device", type=click.Choice(["cuda", "reference"]), help="[default: cuda where there is a GPU]")
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of random weights.")
+@click.option("--name", metavar="NAME", help="What requests call the model.  [default: its own name]")
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, metavar="N", help="0: any.")
+@click.option("--queue", type=click.IntRange(1, 100_000), default=64, show_default=True, metavar="N",
+              help="Requests under way at most; others get 429.")  # fmt: skip
+@click.option("--api-key-file", type=Path, metavar="FILE", help="A file whose first line every /v1 request must bring.")
+def serve(
+    model: str,
+    schedule: str | None,
+    gpu: str | None,
+    dtype: str | None,
+    context: int | None,
+    device: Device | None,
+    seed: int,
+    name: str | None,
+    host: str,
+    port: int,
+    queue: int,
+    api_key_file: Path | None,
+) -> None:  # fmt: skip
+    """Serve OpenAI's completions and chat completions, one sequence at a time, until Ctrl-C.
+
+    Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A process of its own decodes; where it
+    dies, the requests that it had fail and another one takes its place.
+    """
+    check_installed("serve", ["torch", "fastapi", "uvicorn", "prometheus_client"])
+    if device is not None:
+        check_device(device)
+    key = None if api_key_file is None else _key(api_key_file)
+    if key is None and host not in _LOCAL:
+        note(f"flywheel: {host} is no loopback address and there is no --api-key-file: whoever reaches it may use it")
+    from flywheel.serve.decoder import Decoder
+    from flywheel.serve.engine import Engine
+    from flywheel.serve.server import bound, run
+
+    with bound(host, port) as listener:
+        note(f"flywheel: loading {model}")
+        make = partial(
+            Decoder.load, model, schedule=schedule, device=device, gpu=gpu, dtype=dtype, context=context, seed=seed
+        )
+        engine = Engine(make, queue)
+        try:
+            loaded = engine.start()
+            where = listener.getsockname()
+            note(f"flywheel: {loaded.model} by {loaded.schedule}, context {loaded.context}")
+            note(f"flywheel: serving {name or loaded.model} at http://{_shown(where[0])}:{where[1]}/v1; Ctrl-C ends it")
+            run(engine, name or loaded.model, key, listener)
+        finally:
+            engine.close()
+
+
+def _key(file: Path) -> str:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--api-key-file {str(file)!r} cannot be read: {type(error).__name__}") from None
+    key = lines[0].strip() if lines else ""
+    if not key or not key.isascii() or len(key) > 1000:
+        raise UsageError(f"--api-key-file {str(file)!r}: its first line is no key of 1 to 1000 ASCII characters")
+    return key
+
+
+def _shown(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

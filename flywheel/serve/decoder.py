@@ -1,0 +1,245 @@
+"""A model that decodes, for Python programs: `flywheel.Decoder`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Literal, Self
+
+from flywheel.decode.interface import read_interface
+from flywheel.decode.request import make_request
+from flywheel.decode.sampling import GREEDY, Sampling
+from flywheel.decode.session import DecodeSession, ReferenceSession
+from flywheel.decode.source import Source, open_source
+from flywheel.errors import NoGpuError, UsageError
+from flywheel.ir import MegakernelProgram
+from flywheel.lowering.lower import lower
+from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer
+from flywheel.search.chosen import Chosen, choose_schedule
+from flywheel.search.workload import Workload, default_context, find_target
+from flywheel.serve.text import Streamer
+from flywheel.store.schedule import Schedule, load_schedule
+
+Finish = Literal["stop", "length"]
+Device = Literal["reference", "cuda"]
+Prompt = str | Sequence[int]
+DEFAULT_GPU: Final = "h100"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A token that was made, and the text that is certain with it; `text` may be empty. `token_id` is None in a last
+    piece that holds only text."""
+
+    token_id: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a prompt was continued with. `finish` is stop (a token or words that end a text) or length."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish: Finish
+    prompt_tokens: int
+
+
+class Answer(Iterator[Piece]):
+    """Pieces as they come. `finish` is None until the last one has. `close` ends it early."""
+
+    def __init__(self, prompt_tokens: int, make: Callable[[Answer], Generator[Piece, None, None]]) -> None:
+        self.prompt_tokens: Final = prompt_tokens
+        self.finish: Finish | None = None
+        self._pieces = make(self)
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Make no more tokens."""
+        self._pieces.close()
+
+
+class Decoder:
+    """One sequence at a time of a model on a device. Make it with `load`; close it, or use `with`.
+
+    `name` is the model's, `schedule` says which schedule decodes, `context` is the most tokens of prompt and answer.
+    """
+
+    def __init__(
+        self, source: Source, session: DecodeSession, schedule: str, device: Device, close: Callable[[], None]
+    ) -> None:
+        self.name: Final = source.name
+        self.schedule: Final = schedule
+        self.device: Final = device
+        self.context: Final = session.context
+        self.vocab: Final = session.spec.vocab
+        self._session, self._spec = session, source.spec
+        self._close = close
+        self._busy = False
+        folder = source.folder
+        self._stop_ids = frozenset[int]() if folder is None else end_ids(folder)
+        self._tokenizer = Tokenizer(folder) if folder is not None and has_tokenizer(folder) else None
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        schedule: str | Schedule | None = None,
+        device: Device | None = None,
+        gpu: str | None = None,
+        dtype: str | None = None,
+        context: int | None = None,
+        seed: int = 0,
+    ) -> Self:
+        """A decoder of a checkpoint's directory or a catalog name, whose weights are then random, drawn from `seed`.
+
+        `schedule` is an exported one or the path of one; None takes the shipped schedule that fits the work best, else
+        what a search tries first. `device` is cuda where there is a GPU that can be used, else reference. `gpu`,
+        `dtype` and `context` go before the schedule's.
+
+        Raises UsageError, UnknownNameError, UnsupportedModelError, WeightsError, ConfigError, StoreError, NoGpuError
+        and GpuMemoryError.
+        """
+        source = open_source(model)
+        given = load_schedule(schedule) if isinstance(schedule, str) else schedule
+        chosen_device: Device = device if device is not None else "cuda" if _gpu_here() else "reference"
+        here = _gpu_name(chosen_device)
+        workload = Workload(
+            source.name,
+            source.spec,
+            find_target(gpu or (given.gpu if given is not None else here)),
+            dtype or (given.dtype if given is not None else source.dtype or "bf16"),
+            context or (given.context if given is not None else default_context(source.spec)),
+        )
+        chosen = Chosen(given.config, "as given") if given is not None else choose_schedule(workload)
+        program = lower(workload.graph, chosen.config, workload.target)
+        with ExitStack() as undo:
+            session = _open(program, source, seed, chosen_device, undo)
+            return cls(source, session, chosen.words, chosen_device, undo.pop_all().close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give memory and processes back."""
+        if self._tokenizer is not None:
+            self._tokenizer.close()
+        self._close()
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, or the ids themselves. Raises UsageError for text where there is no tokenizer."""
+        return self._text().encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, by the model's chat template. Raises UsageError where there is none."""
+        return self._text().chat(messages)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+        stop: Sequence[str] = (),
+        ignore_end: bool = False,
+    ) -> Answer:
+        """Pieces of an answer as they come. One answer at a time: closing one makes room for the next.
+
+        `stop` are words that end the text and are no part of it; `ignore_end` goes on behind the model's own end.
+        Raises UsageError for a prompt that does not fit or another answer under way, and what `DecodeSession.stream`
+        raises.
+        """
+        if self._busy:
+            raise UsageError(f"{self.name}: an answer is under way; close it first")
+        if stop:
+            self._text()
+        ends = frozenset[int]() if ignore_end else self._stop_ids
+        request = make_request(self.encode(prompt), max_tokens, ends, self._spec, self.context)
+        last = len(request.prompt) - 1
+        text = Streamer(self._tokenizer.decode if self._tokenizer is not None else _no_text, stop)
+
+        def pieces(answer: Answer) -> Generator[Piece, None, None]:
+            self._busy = True
+            try:
+                self._session.prefill(request.prompt[:last])
+                finish: Finish = "length"
+                with closing(self._session.stream(request.prompt, request.positions, last, sampling)) as stream:
+                    for token in stream:
+                        ended = token in request.stop_ids
+                        shown = "" if ended else text.push(token)
+                        if ended or text.stopped:
+                            finish = "stop"
+                        yield Piece(token, shown)
+                        if finish == "stop":
+                            break
+                rest = text.end()
+                answer.finish = "stop" if text.stopped else finish
+                if rest:
+                    yield Piece(None, rest)
+            finally:
+                self._busy = False
+
+        return Answer(len(request.prompt), pieces)
+
+    def complete(
+        self, prompt: Prompt, *, max_tokens: int = 128, sampling: Sampling = GREEDY, stop: Sequence[str] = ()
+    ) -> Completion:
+        """A whole answer; as `generate`."""
+        answer = self.generate(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop)
+        pieces = list(answer)
+        tokens = tuple(piece.token_id for piece in pieces if piece.token_id is not None)
+        text = "".join(piece.text for piece in pieces)
+        return Completion(text, tokens, answer.finish or "length", answer.prompt_tokens)
+
+    def _text(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise UsageError(f"{self.name}: has no tokenizer; give token ids")
+        return self._tokenizer
+
+
+def _no_text(token_ids: Sequence[int]) -> str:
+    return ""
+
+
+def _open(program: MegakernelProgram, source: Source, seed: int, device: Device, undo: ExitStack) -> DecodeSession:
+    interface = read_interface(program, source.spec)
+    if device == "reference":
+        return ReferenceSession(program, source.spec, source.weights(interface.dtype, seed))
+    from flywheel.decode.cuda import CudaModel, prepare_torch
+    from flywheel.vm.driver import open_gpu
+
+    prepare_torch()
+    weights = source.weights(interface.dtype, seed, "cuda")
+    model = undo.enter_context(CudaModel(open_gpu(), source.spec, interface.dtype, interface.context, weights))
+    return undo.enter_context(model.load(program))
+
+
+def _gpu_here() -> bool:
+    from flywheel.vm.driver import open_gpu
+
+    try:
+        open_gpu()
+    except NoGpuError:
+        return False
+    return True
+
+
+def _gpu_name(device: Device) -> str:
+    if device == "reference":
+        return DEFAULT_GPU
+    from flywheel.measure.device import Device as Found
+    from flywheel.search.device import target_here
+    from flywheel.vm.driver import open_gpu
+
+    gpu = open_gpu()
+    return target_here(Found(gpu.name, gpu.num_sms, gpu.total_bytes)).name

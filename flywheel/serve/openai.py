@@ -1,0 +1,154 @@
+"""Requests and answers of OpenAI's completions and chat completions, as far as they are served.
+
+Source: github.com/openai/openai-openapi, `/completions` and `/chat/completions`; `top_k`, `min_p`, `repetition_penalty`
+and `ignore_eos` as vLLM's server takes them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from flywheel.decode.sampling import Sampling
+from flywheel.errors import UsageError
+from flywheel.serve.worker import Ask
+
+_MAX_STOPS: Final = 16
+_UNSERVED: Final = {
+    "n": 1, "best_of": 1, "echo": False, "suffix": None, "presence_penalty": 0, "frequency_penalty": 0,
+    "logit_bias": None, "logprobs": None, "top_logprobs": None, "tools": None, "functions": None,
+}  # fmt: skip
+"""Fields that change an answer -> the value with which they do not."""
+
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class StreamOptions(BaseModel):
+    """Of a stream."""
+
+    include_usage: bool = False
+
+
+class _Request(BaseModel):
+    """What both kinds of request have."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MAX_STOPS)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+
+    def check_served(self) -> None:
+        """Raises UsageError for a field that asks for what this server cannot do."""
+        for name, value in (self.model_extra or {}).items():
+            if name in _UNSERVED and value not in (_UNSERVED[name], None) and not (value is False or value == []):
+                raise UsageError(f"{name}: {value!r} is not served here")
+
+    def sampling(self) -> Sampling:
+        """Raises UsageError for a value out of its range."""
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        top_k = max(self.top_k, 0)  # -1 is all in vLLM's
+        return Sampling(self.temperature, top_k, self.top_p, self.min_p, self.repetition_penalty, seed)
+
+    def stops(self) -> tuple[str, ...]:
+        """Words that end the text."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class CompletionRequest(_Request):
+    """POST /v1/completions. `prompt` is a text or token ids, or a list of one of these."""
+
+    prompt: str | list[Token] | list[str] | list[list[Token]]
+
+    def ask(self) -> Ask:
+        """Raises UsageError for more than one prompt, and as `sampling`."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            if len(prompt) > 1:
+                raise UsageError(f"prompt: {len(prompt)} prompts in one request; 1 is served")
+            prompt = prompt[0]
+        prompt = prompt if isinstance(prompt, str) else tuple(prompt)
+        most = 16 if self.max_tokens is None else self.max_tokens
+        return Ask(-1, prompt, None, most, self.sampling(), self.stops(), self.ignore_eos)
+
+
+class Part(BaseModel):
+    """A part of a message; only text is served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+
+
+class ChatRequest(_Request):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    def ask(self) -> Ask:
+        """Raises UsageError as `sampling`."""
+        messages = tuple(
+            {
+                "role": message.role,
+                "content": message.content
+                if isinstance(message.content, str)
+                else "".join(part.text for part in message.content),
+            }
+            for message in self.messages
+        )
+        most = self.max_completion_tokens or self.max_tokens
+        return Ask(-1, None, messages, most, self.sampling(), self.stops(), self.ignore_eos)
+
+
+def new_id(chat: bool) -> str:
+    """An id of an answer."""
+    return ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
+
+
+def whole(chat: bool, head: dict[str, Any], text: str, finish: str, usage: dict[str, int]) -> dict[str, Any]:
+    """The document of a whole answer."""
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
+    choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    return {**head, "object": "chat.completion" if chat else "text_completion", "choices": [choice], "usage": usage}
+
+
+def chunk(
+    chat: bool, head: dict[str, Any], text: str | None, finish: str | None = None, first: bool = False
+) -> dict[str, Any]:
+    """The document of a piece of an answer."""
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
+    if chat:
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        choice["delta"] = delta | ({} if text is None else {"content": text})
+    else:
+        choice["text"] = text or ""
+    return {**head, "object": "chat.completion.chunk" if chat else "text_completion", "choices": [choice]}
+
+
+def usage_of(prompt_tokens: int, made: int) -> dict[str, int]:
+    """Tokens of a request."""
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made}
+
+
+def error(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:
+    """The document of a failure."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -1,0 +1,42 @@
+"""The application behind a socket."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Final
+
+import uvicorn
+
+from flywheel.errors import UsageError
+from flywheel.serve.app import make_app
+from flywheel.serve.engine import Engine
+
+_BACKLOG: Final = 2048
+_GRACE_S: Final = 3
+"""How long answers under way may take when the server ends."""
+
+
+@contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that takes connections, before anything that takes long. Raises UsageError where it cannot."""
+    with ExitStack() as undo:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listener = undo.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)  # who reads the address may connect at once
+        except OSError as error:
+            raise UsageError(f"cannot listen at {host} port {port}: {error.strerror or error}") from None
+        yield listener
+
+
+def run(engine: Engine, name: str, api_key: str | None, listener: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    config = uvicorn.Config(
+        make_app(engine, name, api_key), log_level="warning", access_log=False, backlog=_BACKLOG,
+        timeout_graceful_shutdown=_GRACE_S, server_header=False,
+    )  # fmt: skip
+    uvicorn.Server(config).run(sockets=[listener])

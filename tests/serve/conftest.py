@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random llama with a tokenizer of bytes and a chat template; its end is token 259."""
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=260, max_position_embeddings=256, initializer_range=0.15, bos_token_id=None, eos_token_id=259,
+        pad_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server, its address up to /v1, and its process."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+    def workers(self) -> list[int]:
+        """Processes that it has spawned and that decode."""
+        children = [
+            int(pid)
+            for thread in Path(f"/proc/{self.process.pid}/task").iterdir()
+            for pid in (thread / "children").read_text().split()
+        ]
+        return [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.fixture(scope="session")
+def start(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
+    """`start(*options)`: a server of the checkpoint on the reference device, by the command itself."""
+    running: list[subprocess.Popen[str]] = []
+
+    def begin(*options: str) -> Served:
+        root = str(Path(__file__).parents[2])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flywheel", "serve", "--model", str(checkpoint), "--device", "reference",
+             "--context", "160", "--port", "0", *options],
+            cwd=tmp_path_factory.mktemp("cwd"), env={**os.environ, "PYTHONPATH": root}, stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        running.append(process)
+        assert process.stderr is not None
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            found = re.search(r"at (http://\S+/v1);", line)
+            if found:
+                return Served(found[1], process)
+        raise AssertionError("".join(said))
+
+    yield begin
+    for process in running:
+        process.send_signal(signal.SIGINT)
+    for process in running:
+        process.wait(20)
+
+
+@pytest.fixture(scope="session")
+def guarded(start: Callable[..., Served], tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A server of another name that wants the key s3cret and holds two requests."""
+    key = tmp_path_factory.mktemp("key") / "key"
+    key.write_text("s3cret\n")
+    return start("--queue", "2", "--name", "other", "--api-key-file", str(key))
+
+
+@pytest.fixture(scope="session")
+def served(start: Callable[..., Served]) -> Served:
+    """A server that tests share."""
+    return start()
+
+
+def eventually(holds: Callable[[], bool], limit_s: float = 30.0) -> bool:
+    """Whether it comes to hold."""
+    end = time.monotonic() + limit_s
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,283 @@
+"""The server as a client of OpenAI's finds it, on the reference device."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import openai
+import pytest
+from openai import OpenAI
+from serve.conftest import Served, eventually
+
+from flywheel.decode.sampling import Sampling
+from flywheel.serve.decoder import Decoder
+
+MESSAGES: Any = [
+    {"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+]  # fmt: skip
+
+
+def client_of(served: Served, **options: Any) -> OpenAI:
+    return OpenAI(base_url=served.url, api_key=options.pop("api_key", "none"), max_retries=0, timeout=60, **options)
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> OpenAI:
+    return client_of(served)
+
+
+@pytest.fixture(scope="module")
+def decoder(checkpoint: Path) -> Iterator[Decoder]:
+    with Decoder.load(str(checkpoint), device="reference", context=160) as made:
+        yield made
+
+
+def metric(served: Served, name: str) -> float:
+    with urllib.request.urlopen(served.url.removesuffix("/v1") + "/metrics", timeout=20) as answer:
+        lines = answer.read().decode().splitlines()
+    return float(next(line.split()[-1] for line in lines if line.startswith(name + " ")))
+
+
+def post(served: Served, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    address = urlparse(served.url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    connection.request("POST", address.path + path, body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+def test_a_completion_is_what_the_decoder_makes(client: OpenAI, decoder: Decoder) -> None:
+    expected = decoder.complete("Once upon", max_tokens=24)
+    answer = client.completions.create(model="tiny", prompt="Once upon", max_tokens=24, temperature=0)
+    assert answer.choices[0].text == expected.text != ""
+    assert answer.choices[0].finish_reason == expected.finish
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (9, len(expected.token_ids))
+    ids = client.completions.create(
+        model="tiny", prompt=[list(decoder.encode("Once upon"))], max_tokens=24, temperature=0
+    )
+    assert ids.choices[0].text == expected.text
+
+
+def test_a_stream_is_the_answer_in_pieces(client: OpenAI) -> None:
+    whole = client.completions.create(model="tiny", prompt="abc", max_tokens=40, temperature=0)
+    chunks = list(
+        client.completions.create(
+            model="tiny", prompt="abc", max_tokens=40, temperature=0, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+    assert len(chunks) > 5
+    assert chunks[-1].usage == whole.usage
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_a_chat_goes_through_the_models_template(client: OpenAI, decoder: Decoder) -> None:
+    prompt = "<system>be brief\n<user>hi\n<assistant>"
+    expected = decoder.complete(prompt, max_tokens=16)
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=16, temperature=0)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(prompt)
+    pieces = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_completion_tokens=16, temperature=0, stream=True
+    )
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected.text
+
+
+def test_a_seed_decides_what_is_drawn_whatever_else_runs(client: OpenAI, decoder: Decoder) -> None:
+    def draw(seed: int) -> str:
+        answer = client.completions.create(
+            model="tiny", prompt="x", max_tokens=20, temperature=1.2, top_p=0.95, seed=seed, extra_body={"top_k": 50}
+        )
+        return answer.choices[0].text
+
+    with ThreadPoolExecutor(4) as pool:
+        drawn = list(pool.map(draw, [1, 2, 1, 2]))
+    assert drawn[:2] == drawn[2:]
+    assert drawn[0] != drawn[1]
+    alone = decoder.complete("x", max_tokens=20, sampling=Sampling(1.2, 50, 0.95, seed=1))
+    assert drawn[0] == alone.text
+
+
+def test_stop_words_end_the_text_and_are_no_part_of_it(client: OpenAI) -> None:
+    whole = client.completions.create(model="tiny", prompt="abc", max_tokens=40, temperature=0).choices[0].text
+    word = whole[5:8]
+    cut = client.completions.create(model="tiny", prompt="abc", max_tokens=40, temperature=0, stop=[word])
+    assert cut.choices[0].text == whole[: whole.find(word)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_the_model_is_listed_and_the_server_is_well(client: OpenAI, served: Served) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    with urllib.request.urlopen(served.url.removesuffix("/v1") + "/health", timeout=20) as answer:
+        assert json.load(answer) == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"prompt": "a" * 200}, 400, "its 200 tokens do not fit the context of 160"),
+        ({"prompt": "a" * 150, "max_tokens": 20}, 400, "150 tokens and 20 more need 169 positions"),
+        ({"prompt": ""}, 400, "prompt: has no tokens"),
+        ({"prompt": [1, 260]}, 400, "token 260 is not in 0..259"),
+        ({"prompt": ["a", "b"]}, 400, "2 prompts in one request"),
+        ({"prompt": "a", "n": 2}, 400, "n: 2 is not served"),
+        ({"prompt": "a", "temperature": -1}, 400, "temperature: -1"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": "a", "stop": [""]}, 400, "stop"),
+        ({"prompt": {"a": 1}}, 400, "prompt"),
+        ({"prompt": "a", "model": "other"}, 404, "'other' is not served here; 'tiny' is"),
+        ({}, 400, "prompt: Field required"),
+    ],
+)
+def test_a_request_that_cannot_be_served_says_why(
+    served: Served, body: dict[str, Any], status: int, words: str
+) -> None:
+    got, document = post(served, "/completions", json.dumps({"model": "tiny", **body}).encode())
+    assert got == status, document
+    assert words in document["error"]["message"]
+    assert set(document["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xfe", b'{"model": "tiny", "prompt": NaN}', b"[" * 100_000])
+def test_malformed_bodies_are_400(served: Served, body: bytes) -> None:
+    status, document = post(served, "/completions", body)
+    assert status == 400
+    assert len(document["error"]["message"]) < 400
+
+
+def test_a_body_beyond_the_bound_is_refused(served: Served) -> None:
+    assert post(served, "/completions", b" " * (16 * 2**20 + 1))[0] == 413
+
+
+def test_a_client_that_leaves_in_mid_stream_makes_room_for_the_next(client: OpenAI, served: Served) -> None:
+    stream = client.completions.create(
+        model="tiny", prompt="a", max_tokens=155, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    assert eventually(lambda: metric(served, "flywheel_requests_waiting") == 0, 10)
+    assert client.completions.create(model="tiny", prompt="abc", max_tokens=2).usage is not None
+
+
+def test_a_slow_reader_keeps_nobody_else_waiting(client: OpenAI) -> None:
+    slow = iter(client.completions.create(model="tiny", prompt="a", max_tokens=60, temperature=0, stream=True))
+    next(slow)
+    assert client.completions.create(model="tiny", prompt="abc", max_tokens=4).choices
+    assert len(list(slow)) > 1
+
+
+def begin_long(client: OpenAI) -> Any:
+    """A stream that goes on for long, behind its first piece."""
+    stream = client.completions.create(
+        model="other", prompt="a", max_tokens=155, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    return stream
+
+
+def test_a_key_is_asked_for_where_there_is_one(guarded: Served) -> None:
+    with pytest.raises(openai.AuthenticationError, match="no valid API key"):
+        client_of(guarded, api_key="wrong").models.list()
+    assert [model.id for model in client_of(guarded, api_key="s3cret").models.list()] == ["other"]
+    with urllib.request.urlopen(guarded.url.removesuffix("/v1") + "/health", timeout=20) as answer:
+        assert answer.status == 200
+
+
+def test_more_requests_than_the_queue_holds_are_429(guarded: Served) -> None:
+    client = client_of(guarded, api_key="s3cret")
+    stream = begin_long(client)
+    waiting = threading.Thread(
+        target=lambda: client.completions.create(model="other", prompt="b", max_tokens=1), daemon=True
+    )
+    waiting.start()
+    assert eventually(lambda: metric(guarded, "flywheel_requests_waiting") == 2)
+    with pytest.raises(openai.RateLimitError, match="2 requests are under way, of at most 2"):
+        client.completions.create(model="other", prompt="c", max_tokens=1)
+    stream.close()
+    waiting.join(20)
+    assert client.completions.create(model="other", prompt="c", max_tokens=1).choices
+
+
+def test_a_worker_that_dies_fails_its_request_and_the_next_one_is_served(guarded: Served) -> None:
+    client = client_of(guarded, api_key="s3cret")
+    stream = begin_long(client)
+    (worker,) = guarded.workers()
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="died of SIGKILL"):
+        list(stream)
+
+    def works() -> bool:
+        try:
+            return bool(client.completions.create(model="other", prompt="abc", max_tokens=2).choices)
+        except openai.InternalServerError as error:
+            assert "starting again" in str(error)
+            return False
+
+    assert eventually(works, 60)
+    assert metric(guarded, "flywheel_worker_restarts") == 1
+
+
+def storm(served: Served, requests: int, clients: int) -> int:
+    """Requests of random lengths from many clients, streams and whole ones, some of which leave; how many were
+    answered."""
+    draw = random.Random(1)
+    asked = [(draw.randrange(1, 40), draw.randrange(1, 12), draw.random()) for _ in range(requests)]
+
+    def one(request: tuple[int, int, float]) -> int:
+        length, most, kind = request
+        client = client_of(served)
+        while True:
+            try:
+                answer: Any = client.completions.create(
+                    model="tiny", prompt="q" * length, max_tokens=most, stream=kind < 0.6
+                )
+                if kind >= 0.6:
+                    return len(answer.choices)
+                if kind < 0.1:
+                    next(iter(answer))
+                    answer.close()
+                    return 1
+                return int(list(answer)[-1].choices[0].finish_reason in ("length", "stop"))
+            except openai.RateLimitError:
+                time.sleep(0.05)
+
+    with ThreadPoolExecutor(clients) as pool:
+        return sum(pool.map(one, asked))
+
+
+def held_by(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def check_storm(served: Served, requests: int, clients: int) -> None:
+    storm(served, clients, clients)
+    before = [held_by(pid) for pid in (served.process.pid, *served.workers())]
+    assert storm(served, requests, clients) == requests
+    assert eventually(lambda: metric(served, "flywheel_requests_waiting") == 0)
+    after = [held_by(pid) for pid in (served.process.pid, *served.workers())]
+    assert all(now <= then + 8 for now, then in zip(after, before, strict=True))
+    assert metric(served, "flywheel_worker_restarts") == 0
+
+
+def test_requests_of_many_clients_are_all_answered_and_nothing_is_held(served: Served) -> None:
+    check_storm(served, 60, 12)
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_of_32_clients_leave_nothing_behind(served: Served) -> None:
+    check_storm(served, 10_000, 32)
