@@ -10,7 +10,7 @@ import click
 
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.options import DEFAULTS, SharedOption, weights_option
-from flywheel.cli.text import complain, note, size, us
+from flywheel.cli.text import complain, note, size
 from flywheel.errors import ConfigError, UsageError
 from flywheel.installing import install_line
 from flywheel.ir import MegakernelProgram, ScheduleConfig
@@ -20,7 +20,6 @@ from flywheel.store.schedule import Schedule
 if TYPE_CHECKING:
     from flywheel.decode.session import JudgedSession
     from flywheel.decode.source import Source, Weights
-    from flywheel.search.workload import Workload
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -146,6 +145,7 @@ def lower_model(
     context deserve.
     """
     from flywheel.lowering.lower import lower
+    from flywheel.search.chosen import choose_schedule
     from flywheel.search.workload import Workload, find_target
 
     schedule = given if isinstance(given, Schedule) else None
@@ -169,31 +169,14 @@ def lower_model(
     workload = Workload(source.name, source.spec, target, **settled)
     graph = workload.graph
     try:
-        return lower(graph, config, target) if isinstance(config, ScheduleConfig) else _lower_shipped(workload)
+        if not isinstance(config, ScheduleConfig):
+            chosen = choose_schedule(workload)
+            note(f"flywheel: {chosen.words}")
+            config = chosen.config
+        return lower(graph, config, target)
     except ConfigError as error:
         complain(f"rejected: {error}")
         raise click.exceptions.Exit(REJECTED) from error
-
-
-def _lower_shipped(workload: Workload) -> MegakernelProgram:
-    """The program of the schedule that comes with flywheel for a workload or, where none fits, of what search tries
-    first. Says so where it is a shipped one."""
-    from flywheel.lowering.lower import lower
-    from flywheel.search.shipped import find_shipped
-    from flywheel.search.space import make_space
-
-    fit = find_shipped(workload)
-    if fit is not None:
-        try:
-            program = lower(workload.graph, fit.config, workload.target)
-        except ConfigError as error:
-            note(f"flywheel: the shipped schedule {fit.shipped.name} does not fit: {error}")
-        else:
-            found = us(fit.shipped.median_us)
-            note(f"flywheel: shipped schedule {fit.shipped.name}, measured {found} where it was found")
-            return program
-    space = make_space(workload)
-    return lower(workload.graph, space.to_config(space.known_good()[0]), workload.target)
 
 
 def _default_gpu(device: str) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from flywheel.cli.decoding import check_device, check_installed
-from flywheel.cli.options import command
-from flywheel.cli.text import note
+from flywheel.cli.options import command, json_option
+from flywheel.cli.text import note, show_json
 from flywheel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 @click.option("--queue", type=click.IntRange(1, 100_000), default=64, show_default=True, metavar="N",
               help="Requests under way at most; others get 429.")  # fmt: skip
 @click.option("--api-key-file", type=Path, metavar="FILE", help="A file whose first line every /v1 request must bring.")
+@json_option
 def serve(
     model: str,
     schedule: str | None,
@@ -46,11 +47,13 @@ def serve(
     port: int,
     queue: int,
     api_key_file: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Serve OpenAI's completions and chat completions, one sequence at a time, until Ctrl-C.
 
     Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A process of its own decodes; where it
-    dies, the requests that it had fail and another one takes its place.
+    dies, the requests that it had fail and another one takes its place. With --json, stdout says where it serves, once
+    it does.
     """
     check_installed("serve", ["torch", "fastapi", "uvicorn", "prometheus_client"])
     if device is not None:
@@ -72,8 +75,11 @@ def serve(
             loaded = engine.start()
             where = listener.getsockname()
             note(f"flywheel: {loaded.model} by {loaded.schedule}, context {loaded.context}")
-            note(f"flywheel: serving {name or loaded.model} at http://{_shown(where[0])}:{where[1]}/v1; Ctrl-C ends it")
-            run(engine, name or loaded.model, key, listener)
+            served, url = name or loaded.model, f"http://{_shown(where[0])}:{where[1]}/v1"
+            note(f"flywheel: serving {served} at {url}; Ctrl-C ends it")
+            if as_json:
+                show_json({"url": url, "model": served, "schedule": loaded.schedule, "context": loaded.context})
+            run(engine, served, key, listener)
         finally:
             engine.close()
 

@@ -22,12 +22,14 @@ class Chosen:
 
 def choose_schedule(workload: Workload) -> Chosen:
     """The shipped schedule of the workload, if one fits and can be lowered, else what a search tries first."""
-    fit = find_shipped(workload)
+    fit, why = find_shipped(workload), ""
     if fit is not None:
         try:
             lower(workload.graph, fit.config, workload.target)
-            return Chosen(fit.config, f"shipped schedule {fit.shipped.name}")
-        except ConfigError:
-            pass
+        except ConfigError as error:
+            why = f"; the shipped schedule {fit.shipped.name} does not fit: {error}"
+        else:
+            found = f"measured {fit.shipped.median_us:,.1f} us where it was found"
+            return Chosen(fit.config, f"shipped schedule {fit.shipped.name}, {found}")
     space = make_space(workload)
-    return Chosen(space.to_config(space.known_good()[0]), "what a search tries first")
+    return Chosen(space.to_config(space.known_good()[0]), f"what a search tries first{why}")
