@@ -145,7 +145,7 @@ def lower_model(
     context deserve.
     """
     from flywheel.lowering.lower import lower
-    from flywheel.search.chosen import choose_schedule
+    from flywheel.search.chosen import TRIED_FIRST, choose_schedule
     from flywheel.search.workload import Workload, find_target
 
     schedule = given if isinstance(given, Schedule) else None
@@ -171,7 +171,8 @@ def lower_model(
     try:
         if not isinstance(config, ScheduleConfig):
             chosen = choose_schedule(workload)
-            note(f"flywheel: {chosen.words}")
+            if chosen.words != TRIED_FIRST:
+                note(f"flywheel: {chosen.words}")
             config = chosen.config
         return lower(graph, config, target)
     except ConfigError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import ScheduleConfig
@@ -10,6 +11,8 @@ from flywheel.lowering.lower import lower
 from flywheel.search.shipped import find_shipped
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
+
+TRIED_FIRST: Final = "what a search tries first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,4 +35,4 @@ def choose_schedule(workload: Workload) -> Chosen:
             found = f"measured {fit.shipped.median_us:,.1f} us where it was found"
             return Chosen(fit.config, f"shipped schedule {fit.shipped.name}, {found}")
     space = make_space(workload)
-    return Chosen(space.to_config(space.known_good()[0]), f"what a search tries first{why}")
+    return Chosen(space.to_config(space.known_good()[0]), TRIED_FIRST + why)
