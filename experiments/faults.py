@@ -2,9 +2,11 @@
 
 Each line is one kind of fault on one kind of store: coordinators and their processes killed at random moments, started
 or not; a server frozen, stopped, its database dropped; a disk that is full; two coordinators of one campaign, of each
-sampler. Searches are commands, as people start them. After each fault the rows are compared with what the searches
-reported on stdout (`--jsonl`): none may be gone, changed or there twice, and numbers have no gap. A search that its
-store failed must have ended with code 5 and one line within LIMIT_S, and the same command must go on.
+sampler, and beside them one. Searches are commands, as people start them. After each fault the rows are compared with
+what the searches reported on stdout (`--jsonl`): none may be gone, changed or there twice, and numbers have no gap. A
+search that its store failed must have ended with code 5 and one line within LIMIT_S, and the same command must go on.
+Two coordinators of one process each must have made FAIR of the rows each, once both had begun, and more rows a second
+than one.
 Exits with 1 where anything is lost, repeated, too slow, or no single line.
 """
 
@@ -21,6 +23,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -37,6 +40,10 @@ HANG_S = 300.0
 SAMPLERS = ("grid", "descent", "local", "tpe", "gp", "cmaes", "random")
 EXACT = ("grid", "descent", "local")
 """Samplers that try nothing twice."""
+TIMED = ("grid", "descent", "random")
+"""Samplers of which one coordinator is timed, too."""
+FAIR = 0.3, 0.7
+"""Share of the rows of each of two coordinators, from the first row of the later one on."""
 GP_TRIALS = 16
 """It takes seconds to propose one."""
 START_S = 4.0
@@ -54,6 +61,7 @@ class Line:
     faults: int = 0
     ended_s: float = 0.0
     shares: list[int] = field(default_factory=list)
+    speedup: float | None = None
     rows: int = 0
     lost: int = 0
     repeated: int = 0
@@ -62,8 +70,9 @@ class Line:
     def show(self) -> None:
         """Print it."""
         shares = "/".join(map(str, self.shares))
+        speedup = "" if self.speedup is None else f"{self.speedup:.2f}"
         print(
-            f"{self.fault:<13}{self.store:<12}{self.sampler:<9}{self.faults:>7}{self.ended_s:>9.1f}{shares:>14}"
+            f"{self.fault:<13}{self.store:<12}{self.sampler:<9}{self.faults:>7}{self.ended_s:>9.1f}{shares:>14}{speedup:>9}"
             f"{self.rows:>6}{self.lost:>6}{self.repeated:>10}  {'; '.join(self.wrong) or 'ok'}",
             flush=True,
         )
@@ -202,8 +211,8 @@ def kill_at_random(lab: Lab, place: Place, sampler: str, kills: int, seed: int) 
     return line
 
 
-def share(lab: Lab, place: Place, sampler: str) -> Line:
-    """Two coordinators of one campaign."""
+def share(lab: Lab, place: Place, sampler: str, judged: bool) -> Line:
+    """Two coordinators of one campaign, and where `judged`, what one takes for it."""
     line, url = Line("shared", place.kind, sampler), place.url()
     searches = [lab.search(url, sampler, jobs=1) for _ in range(2)]
     for search in searches:
@@ -212,7 +221,28 @@ def share(lab: Lab, place: Place, sampler: str) -> Line:
     if min(line.shares) < sum(line.shares) // 10:
         line.wrong.append("one starves")
     check_rows(line, url, [each for search in searches for each in search.reported()], lab.wanted(sampler))
+    if judged and sampler in TIMED:
+        begun = max(min(each["trial"] for each in search.reported()) for search in searches)
+        both = [sum(each["trial"] >= begun for each in search.reported()) for search in searches]
+        if not FAIR[0] <= min(both) / sum(both) <= FAIR[1]:
+            line.wrong.append(f"{both[0]} and {both[1]} rows once both had begun")
+        line.speedup = speedup(lab, place, sampler, rate(url, begun))
+        if line.speedup <= 1.0:
+            line.wrong.append("two are no faster than one")
     return line
+
+
+def rate(url: str, begun: int) -> float:
+    """Rows a second from the row with number `begun` on."""
+    times = [datetime.fromisoformat(row.created_at).timestamp() for row in rows_of(url, "c")][begun:]
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+def speedup(lab: Lab, place: Place, sampler: str, together: float) -> float:
+    """How many times as many rows a second there were as one coordinator of one process makes now."""
+    url = place.url()
+    lab.search(url, sampler, jobs=1).wait()
+    return together / rate(url, 0)
 
 
 def fail_store(
@@ -267,7 +297,7 @@ def lines(lab: Lab, places: Sequence[Place], kills: int, short: bool) -> Iterato
         for number, sampler in enumerate(("descent",) if short else ("descent", "grid", "tpe")):
             yield kill_at_random(lab, place, sampler, kills, seed=number)
         for sampler in ("grid",) if short else SAMPLERS:
-            yield share(lab, place, sampler)
+            yield share(lab, place, sampler, judged=not short)
         if not short:
             yield fill_disk(lab, place)
         server = place.server
@@ -291,8 +321,10 @@ def main() -> int:
         sys.exit(MISSING)
     # Of killed processes' semaphores, which Python itself sweeps up.
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
-    print("llama of one layer, predicted; each search a command; ended: seconds from the fault to the end of all")
-    head = f"{'fault':<13}{'store':<12}{'sampler':<9}{'faults':>7}{'ended, s':>9}{'rows by each':>14}"
+    print("llama of one layer, predicted; each search a command; ended: seconds from the fault to the end of all;")
+    machine = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start"
+    print(f"speedup: rows a second of two coordinators over those of one, with --jobs 1 each; {machine}")
+    head = f"{'fault':<13}{'store':<12}{'sampler':<9}{'faults':>7}{'ended, s':>9}{'rows by each':>14}{'speedup':>9}"
     print(f"{head}{'rows':>6}{'lost':>6}{'repeated':>10}", flush=True)
     fine = True
     with tempfile.TemporaryDirectory() as name, Server(binaries) as server:

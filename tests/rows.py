@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
+from hashlib import sha256
 from typing import Any
 
 from flywheel.measure.record import TrialRecord
+
+
+def config_id_of(text: str) -> str:
+    """The id of a config that is JSON."""
+    return sha256(json.dumps(json.loads(text), sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:12]
 
 
 def completed(fields: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from hashlib import sha256
 from math import isclose
 from types import NoneType
 from typing import Annotated, Any, Final, get_args, get_type_hints
@@ -52,10 +54,10 @@ class TrialRecord:
     """One trial of one campaign.
 
     The only way to a row, for a search, an import and what a store holds. Raises ValueError where a value is none that
-    its column can hold (`columns.fault_of`), where the config is no ScheduleConfig, and where the numbers contradict
-    the outcome or each other, as in MeasuredLatency, Implausible and Verdict: `latency_us` belongs to measured rows
-    alone, with p10 and p90 around it and at least one sample; `predicted_us` may stand beside it; neither is below the
-    floor, and a verdict of a measured row passed.
+    its column can hold (`columns.fault_of`), where the config is no ScheduleConfig or not that of its id, and where the
+    numbers contradict the outcome or each other, as in MeasuredLatency, Implausible and Verdict: `latency_us` belongs
+    to measured rows alone, with p10 and p90 around it and at least one sample; `predicted_us` may stand beside it;
+    neither is below the floor, and a verdict of a measured row passed.
     """
 
     campaign: Annotated[str, "name of the campaign"]
@@ -130,6 +132,12 @@ class TrialRecord:
             fault = _fault(column, getattr(self, column.name))
             if fault is not None:
                 raise ValueError(f"trial {show(self.trial)} of campaign {show(self.campaign)}: {column.name} {fault}")
+        _, identity = _read_config(self.config)
+        if self.config_id != identity:
+            raise ValueError(
+                f"trial {self.trial} of campaign {show(self.campaign)}: config_id {show(self.config_id)} is not its "
+                f"config's, {identity}"
+            )
         contradiction = self._contradiction()
         if contradiction is not None:
             raise ValueError(f"trial {self.trial} of campaign {show(self.campaign)}: {contradiction}")
@@ -233,31 +241,37 @@ class TrialRecord:
 def _fault(column: Column, value: Any) -> str | None:
     fault = fault_of(column.name, column.python_type, column.nullable, value)
     if fault is None and column.name == "config":
-        return _config_fault(value)
+        return _read_config(value)[0]
     return fault
 
 
 _REMEMBERED: Final = 4096
-"""Configs whose faults are remembered, and characters of one that is: 16 MiB in all. A search's have some 500."""
+"""Configs that are remembered, and characters of one that is: 16 MiB in all. A search's have some 500."""
 
 
-def _config_fault(text: str) -> str | None:
-    return (_short_fault if len(text) <= _REMEMBERED else _find_fault)(text)
+def _read_config(text: str) -> tuple[str | None, str]:
+    """(what is wrong with a config, else None; its `ScheduleConfig.config_id`).
+
+    That is of the text: another version's configs may have other fields.
+    """
+    return (_read_short if len(text) <= _REMEMBERED else _read_any)(text)
 
 
 @lru_cache(maxsize=_REMEMBERED)
-def _short_fault(text: str) -> str | None:
-    return _find_fault(text)
+def _read_short(text: str) -> tuple[str | None, str]:
+    return _read_any(text)
 
 
-def _find_fault(text: str) -> str | None:
+def _read_any(text: str) -> tuple[str | None, str]:
     if not is_json_object(text):
-        return "is no JSON object"
+        return "is no JSON object", ""
+    document = parse_json(text)
     try:
-        config_from_dict(parse_json(text))
+        config_from_dict(document)
     except IrFormatError as error:
-        return f"is no ScheduleConfig: {error}"
-    return None
+        return f"is no ScheduleConfig: {error}", ""
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return None, sha256(canonical.encode()).hexdigest()[:12]
 
 
 def is_json_object(text: str) -> bool:

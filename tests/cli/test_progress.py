@@ -23,7 +23,8 @@ def start() -> Start:
 @pytest.fixture
 def progress() -> Progress:
     record = TrialRecord(
-        campaign="c", trial=7, model="m", gpu="h100", dtype="bf16", context=512, batch=1, config="{}", config_id="1",
+        campaign="c", trial=7, model="m", gpu="h100", dtype="bf16", context=512, batch=1, config="{}",
+        config_id="44136fa355b3",
         outcome="predicted", predicted_us=1000.0, predictor="1", floor_us=800.0, floor_fraction=0.8, source="search",
         sampler="tpe", seed=0, ir_version="0.2.0", python="3", host="h", created_at="2026-01-01T00:00:00+00:00",
     )  # fmt: skip

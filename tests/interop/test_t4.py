@@ -145,7 +145,7 @@ def test_a_final_stands_in_its_trials_result_and_is_none_of_its_own(make_record:
 
 def test_no_config_is_there_twice(make_record: Records) -> None:
     again = make_record("measured", trial=2, source="store")
-    other = make_record("crashed", trial=3, config_id="other")
+    other = make_record("crashed", trial=3, config="{}", config_id="44136fa355b3")
     document = to_t4([make_record("timed_out"), make_record("measured", trial=1), again, other], measured=True)
     assert [values(result)["trial"] for result in document["results"]] == ["first/1", "first/3"]
 

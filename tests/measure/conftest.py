@@ -18,7 +18,7 @@ def _record(**changes: Any) -> TrialRecord:
         "dtype": "BF16",
         "context": 512,
         "config": "{}",
-        "config_id": "0123456789ab",
+        "config_id": "44136fa355b3",
         "outcome": "rejected",
         "source": "search",
         "sampler": "tpe",

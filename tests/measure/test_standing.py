@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import config_id_of
 
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import (
@@ -33,8 +35,9 @@ def rows(make_record: Callable[..., TrialRecord]) -> Callable[..., list[TrialRec
         for trial, (program, us, low, source) in enumerate(found, start):
             together = source == "final" and records and records[-1].source == "final"
             records.append(make_record(
-                trial=trial, outcome="measured", latency_us=us, program_id=program, config_id=f"config {program}",
-                source=source,
+                trial=trial, outcome="measured", latency_us=us, program_id=program, source=source,
+                config=(config := json.dumps({"tiling": {program: {"N_tile": 16}}}, separators=(",", ":"))),
+                config_id=config_id_of(config),
                 created_at=records[-1].created_at if together else f"2026-01-02T12:{trial:02}:00+00:00",
                 **({} if low is None else {"rival_us": us + low, "gain_low_us": low, "gain_high_us": low + 2.0}),
             ))  # fmt: skip

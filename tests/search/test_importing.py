@@ -72,7 +72,6 @@ def test_another_trial_of_the_same_number_is_not_overwritten(lab: Any, rows: lis
         ({"batch": 2}, "trials of batch 1 and of 2"),
         ({"outcome": "incorrect", "predicted_us": None, "predictor": None, "floor_fraction": None},
          "measured and predicted trials"),
-        ({"config_id": "0123456789ab"}, "config_id 0123456789ab is not its config's, [0-9a-f]{12}"),
     ],
 )  # fmt: skip
 def test_rows_that_are_not_of_one_campaign_are_refused(
@@ -81,6 +80,11 @@ def test_rows_that_are_not_of_one_campaign_are_refused(
     with pytest.raises(UsageError, match=message):
         import_trials(lab.store, "copy", [*rows[:-1], replace(rows[-1], **change)])  # type: ignore[arg-type]
     assert lab.store.campaign("copy") is None
+
+
+def test_a_row_whose_id_is_not_that_of_its_config_cannot_be_made(rows: list[TrialRecord]) -> None:
+    with pytest.raises(ValueError, match=r"config_id '?0123456789ab'? is not its config's, [0-9a-f]{12}"):
+        replace(rows[0], config_id="0123456789ab")
 
 
 def test_rows_of_other_work_do_not_join_a_campaign(lab: Any, rows: list[TrialRecord]) -> None:

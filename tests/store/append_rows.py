@@ -23,7 +23,8 @@ CAMPAIGN = Campaign(
     spec="{}", created_at=NOW,
 )  # fmt: skip
 RECORD = TrialRecord(
-    campaign="shared", trial=0, model="m", gpu="h100", dtype="BF16", context=1, batch=1, config="{}", config_id="c",
+    campaign="shared", trial=0, model="m", gpu="h100", dtype="BF16", context=1, batch=1, config="{}",
+    config_id="44136fa355b3",
     outcome="rejected", reason="no-fit", source="search", sampler="random", seed=0, ir_version="0.2.0", python="3.11",
     host="lab", created_at=NOW,
 )  # fmt: skip

@@ -4,10 +4,12 @@ import csv
 import io
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rows import config_id_of
 
 from flywheel.errors import StoreError
 from flywheel.measure.record import COLUMNS, TrialRecord
@@ -33,8 +35,9 @@ escapes = st.text("\\\t\n\rnrt\x0b\x85\u2028\"',", min_size=1, max_size=12)
     )
 )
 @settings(max_examples=200, deadline=None)
-def test_a_table_reads_back_as_it_was_written(make_record: Records, changes: dict[str, object]) -> None:
-    records = [make_record("predicted", **changes), make_record("rejected")]
+def test_a_table_reads_back_as_it_was_written(make_record: Records, changes: dict[str, Any]) -> None:
+    predicted = make_record("predicted", **changes, config_id=config_id_of(changes["config"]))
+    records = [predicted, make_record("rejected")]
     text = to_tsv(records)
     assert from_tsv(text) == records
     assert text.count("\n") == 3
