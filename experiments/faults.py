@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -222,6 +223,9 @@ def share(lab: Lab, place: Place, sampler: str, judged: bool) -> Line:
         line.wrong.append("one starves")
     check_rows(line, url, [each for search in searches for each in search.reported()], lab.wanted(sampler))
     if judged and sampler in TIMED:
+        if not min(line.shares):
+            line.wrong.append("one had no turn")
+            return line
         begun = max(min(each["trial"] for each in search.reported()) for search in searches)
         both = [sum(each["trial"] >= begun for each in search.reported()) for search in searches]
         if not FAIR[0] <= min(both) / sum(both) <= FAIR[1]:
@@ -291,22 +295,23 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def lines(lab: Lab, places: Sequence[Place], kills: int, short: bool) -> Iterator[Line]:
-    """Every line of the table."""
+def lines(lab: Lab, places: Sequence[Place], kills: int, short: bool) -> Iterator[tuple[str, Callable[[], Line]]]:
+    """(fault and store, what makes the line) of every line of the table."""
     for place in places:
         for number, sampler in enumerate(("descent",) if short else ("descent", "grid", "tpe")):
-            yield kill_at_random(lab, place, sampler, kills, seed=number)
+            yield f"kill {place.kind} {sampler}", partial(kill_at_random, lab, place, sampler, kills, seed=number)
         for sampler in ("grid",) if short else SAMPLERS:
-            yield share(lab, place, sampler, judged=not short)
+            yield f"shared {place.kind} {sampler}", partial(share, lab, place, sampler, judged=not short)
         if not short:
-            yield fill_disk(lab, place)
+            yield f"disk {place.kind}", partial(fill_disk, lab, place)
         server = place.server
         if server is None:
             continue
-        yield fail_store(lab, place, "stopped", lambda _, it=server: it.stop(), lambda _, it=server: it.start())
+        fail = partial(fail_store, lab, place)
+        yield "stopped", partial(fail, "stopped", lambda _, it=server: it.stop(), lambda _, it=server: it.start())
         if not short:
-            yield fail_store(lab, place, "frozen", lambda _, it=server: it.freeze(), lambda _, it=server: it.thaw())
-            yield fail_store(lab, place, "dropped", server.drop_database, lambda _: None)
+            yield "frozen", partial(fail, "frozen", lambda _, it=server: it.freeze(), lambda _, it=server: it.thaw())
+            yield "dropped", partial(fail, "dropped", server.drop_database, lambda _: None)
 
 
 def main() -> int:
@@ -315,6 +320,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=25, help="of each line of kill -9  [default: 25]")
     parser.add_argument("--trials", type=int, default=120, help="of a campaign, a grid a little more  [default: 120]")
     parser.add_argument("--short", action="store_true", help="a line of each kind that takes seconds")
+    parser.add_argument("--only", default="", help="lines with one of these words, with commas: frozen,sqlite")
     arguments = parser.parse_args()
     binaries = find_binaries()
     if binaries is None:
@@ -331,7 +337,10 @@ def main() -> int:
         folder = Path(name)
         files = (f"sqlite:///{folder}/{number}.db" for number in range(1000))
         places = [Place("sqlite", lambda: next(files), None), Place("postgresql", server.create_database, server)]
-        for line in lines(Lab(folder, arguments.trials), places, arguments.kills, arguments.short):
+        for name, made in lines(Lab(folder, arguments.trials), places, arguments.kills, arguments.short):
+            if not any(each in name for each in arguments.only.split(",")):
+                continue
+            line = made()
             line.show()
             fine = fine and not line.wrong
     return 0 if fine else 1

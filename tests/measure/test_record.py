@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import config_id_of
 
 from flywheel.measure import record
 from flywheel.measure.record import COLUMNS, TrialRecord, columns_markdown
@@ -136,8 +137,9 @@ def test_an_imported_measurement_is_a_kind_of_its_own(make_record: Records) -> N
 
 
 def test_no_more_than_16_mib_of_configs_are_remembered(make_record: Records) -> None:
-    before = record._short_fault.cache_info()
-    make_record(config='{"more": "' + "x" * 10_000 + '"}')
-    after = record._short_fault.cache_info()
+    before = record._read_short.cache_info()
+    config = '{"more": "' + "x" * 10_000 + '"}'
+    make_record(config=config, config_id=config_id_of(config))
+    after = record._read_short.cache_info()
     assert (after.currsize, after.misses) == (before.currsize, before.misses)
     assert record._REMEMBERED * (after.maxsize or 0) <= 16 * 2**20
