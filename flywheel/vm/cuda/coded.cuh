@@ -143,25 +143,32 @@ template <int FORMAT> struct CodedProduct {
             mma(off, {A, A, A, A}, x);
         }
     }
-    // A step of several rows, where x of the lane's row is at `b`; of the groups from `groups` on there is none.
+    // A step of several rows, where x of the lane's row is at `b`, and there are `groups` of it. Codes of others are 0: any x will do.
     __device__ __forceinline__ void multiply_rows(uint32_t b, int step, int groups, uint32_t zeros, uint32_t from) {
-        each_fragment(from, [&](int group, const uint4& a) {
-            if (group >= groups) return;
-            const uint2 x = enlarged(load_shared8(b + group * GROUP_X_BYTES + (step ^ (group & 3)) * FRAGMENT_X_BYTES));
-            constexpr bool FOURS = C::CODE == FW_CODE_I4;
+        constexpr bool FOURS = C::CODE == FW_CODE_I4;
+        uint2 x[UNIT_GROUPS];
+#pragma unroll
+        for (int group = 0; group < UNIT_GROUPS; group++) {
+            x[group] = load_shared8(b + min(group, groups - 1) * GROUP_X_BYTES + (step ^ (group & 3)) * FRAGMENT_X_BYTES);
+        }
+#pragma unroll
+        for (int group = 0; group < UNIT_GROUPS; group++) x[group] = enlarged(x[group]);
+        each_fragment(from, [&](int group, const uint4& a) { mma(acc[C::SCALED ? group : group % CHAINS], a, x[group]); });
+        if (!C::HAS_ZEROS && C::TOO_LARGE == 0) return;
+#pragma unroll
+        for (int group = 0; group < UNIT_GROUPS; group++) {  // behind all of them, so that sums need not wait for each other
             float (&sum)[4] = acc[C::SCALED ? group : group % CHAINS];
-            mma(sum, a, x);
             if (C::HAS_ZEROS) {
                 const uint2 pair = load_shared8(zeros + group / 2 * 8);  // of rows g and g + 8, those of two groups
                 const int shift = FOURS && group % 2 ? 4 : 0;
                 const uint32_t g = __byte_perm(pair.x, 0, group % 2 ? 0x3232 : 0x1010) << shift | 0x80008000;
                 const uint32_t h = __byte_perm(pair.y, 0, group % 2 ? 0x3232 : 0x1010) << shift | 0x80008000;
-                mma(sum, {g, h, g, h}, x);
-            } else if (C::TOO_LARGE > 0) {
+                mma(sum, {g, h, g, h}, x[group]);
+            } else {
                 const uint32_t minus = FOURS && group % 2 ? C::word(0x8000 | C::TOO_LARGE * 16) : C::word(0x8000 | C::TOO_LARGE);
-                mma(sum, {minus, minus, minus, minus}, x);
+                mma(sum, {minus, minus, minus, minus}, x[group]);
             }
-        });
+        }
     }
     // Of one row, the lane's own columns 2t and 2t + 1 of rows g and g + 8, in units of 1.
     __device__ __forceinline__ void own_sums(int quarter, uint32_t zeros, float (&own)[4]) const {
