@@ -23,7 +23,7 @@ from flywheel.decode.source import Weights
 from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
-from flywheel.models.spec import DecoderSpec, layer_weight_key, model_weight_key
+from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, layer_weight_key, model_weight_key
 from flywheel.tensors import TORCH_DTYPES
 
 
@@ -75,6 +75,7 @@ def fuse(spec: DecoderSpec, weights: Weights) -> FusedWeights:
         )
 
     embed, final_norm, head = (weights[model_weight_key(spec, role)] for role in ("embed", "final_norm", "lm_head"))
+    head = weights.get(MODEL_WEIGHT_KEYS["lm_head"], head)  # of its own where a tied one is quantised
     return FusedWeights(embed, tuple(layer(i) for i in range(spec.n_layers)), final_norm, head)
 
 

@@ -14,6 +14,8 @@ from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.catalog import CATALOG
 from flywheel.models.eager import EagerDecoder, OracleWeights, rope_frequencies
+from flywheel.models.formats import parse_formats
+from flywheel.models.quantise import quantised, whole
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
@@ -50,6 +52,17 @@ def last_steps(decoder: TorchDecoder, judge: Judge) -> list[Step]:
     for row in range(judge.batch):
         decoder.write_cache(judge.layer_caches(-1, row), row)
     return decoder.step_rows(judge.tokens[-1].tolist(), judge.positions[-1])
+
+
+@pytest.mark.parametrize("text", ["int8", "int4-row,lm_head=int8"])
+def test_a_rival_multiplies_by_what_quantised_weights_mean(text: str) -> None:
+    spec = SPECS[1]  # with a tied head
+    weights = quantised(spec, random_weights(spec, 3, torch.float32), parse_formats(text, "f32"), DType.F32)
+    judge = Judge(OracleWeights(spec, weights, torch.float32), DType.F32, CONTEXT, (0, 24, 47), 1, 5)
+    decoder = TorchDecoder(spec, fuse(spec, whole(spec, weights, torch.float32)), DType.F32, CONTEXT, False, 1)
+    assert judge_free(last_steps(decoder, judge), judge).passed
+    plain = TorchDecoder(spec, fuse(spec, random_weights(spec, 3, torch.float32)), DType.F32, CONTEXT, False, 1)
+    assert not judge_free(last_steps(plain, judge), judge).passed
 
 
 @each_spec
