@@ -6,8 +6,10 @@ It is made of rows alone, is found again by its tags, and is only ever added to:
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
@@ -137,15 +139,16 @@ class Mirror:
 
             for name in ("alembic", "mlflow"):
                 logging.getLogger(name).setLevel(logging.ERROR)
-            client = MlflowClient(self.uri)
-            found = client.get_experiment_by_name(EXPERIMENT)
-            if found is None:
-                try:
-                    client.create_experiment(EXPERIMENT, _artifact_folder(self.uri), _TRAINING)
-                except MlflowException:
-                    if client.get_experiment_by_name(EXPERIMENT) is None:
-                        raise
+            with _alone(self.uri):
+                client = MlflowClient(self.uri)
                 found = client.get_experiment_by_name(EXPERIMENT)
+                if found is None:
+                    try:
+                        client.create_experiment(EXPERIMENT, _artifact_folder(self.uri), _TRAINING)
+                    except MlflowException:
+                        if client.get_experiment_by_name(EXPERIMENT) is None:
+                            raise
+                    found = client.get_experiment_by_name(EXPERIMENT)
             if found is None:
                 raise OSError("keeps no experiment that it is given: is it an MLflow server?")
             self._connected = client, found.experiment_id
@@ -307,10 +310,26 @@ def _artifact_folder(uri: str) -> str | None:
 
 
 @contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """One process of this machine at a time makes the tables of a tracking file: MLflow's own migrations break where
+    two do. The lock is on the file's folder, in which it leaves nothing."""
+    folder = Path(uri.removeprefix("sqlite:///").partition("?")[0]).resolve().parent
+    if not uri.startswith("sqlite:///") or not folder.is_dir():
+        yield
+        return
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+@contextmanager
 def _reported(uri: str) -> Iterator[None]:
     """Turn whatever MLflow raises into a MirrorError that names the server.
 
-    Alembic's errors too: two processes that make the tables of one new database are in each other's way, for once.
+    Alembic's errors too: machines that make the tables of one new database at once are in each other's way.
     """
     from alembic.util import CommandError
     from mlflow.exceptions import MlflowException

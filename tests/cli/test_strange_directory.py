@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("alembic", "click", "flywheel", "mlflow", "multiprocessing", "numpy", "optuna", "pickle", "signal", "socket",
-         "sqlalchemy", "uvicorn")  # fmt: skip
+         "sqlalchemy", "uvicorn", "gunicorn", "flask")  # fmt: skip
 TRAP = "import pathlib\npathlib.Path({mark!r}).write_text(__name__)\nraise SystemExit('trapped')\n"
 SEARCH = ("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--trials", "4", "--name", "c",
           "--store", "trials.db")  # fmt: skip

@@ -6,6 +6,8 @@ import json
 import shutil
 import socket
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -197,6 +199,15 @@ def test_of_two_runs_that_two_processes_made_at_once_one_stays(
     names = sorted(run.info.run_name for run in client.search_runs([experiment]))
     assert names == ["first", "trial 0", "trial 2", "trial 4"]
     assert [step for step, _, _ in by_name(uri)["first"][4]["best_us/predicted"]] == [0, 1, 2, 3, 4]
+
+
+def test_two_processes_that_make_the_tables_of_one_file_at_once_both_end_well(tmp_path: Path) -> None:
+    code = "import sys; from flywheel.store.mlflow import Mirror; print(Mirror(sys.argv[1]).pages())"
+    command = [sys.executable, "-c", code, f"sqlite:///{tmp_path / 'new.db'}"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=240) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert said[0][0] == said[1][0]
 
 
 def test_more_points_than_one_request_takes_all_arrive(
