@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from flywheel.interop.mpk.graph import (
     BEGIN_TASK,
@@ -47,8 +47,7 @@ class Node:
     turn: int
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """One access of a task: to a piece of a rank's tensor, in the part that its metadata names where it is a part."""
 
     rank: int

@@ -24,6 +24,7 @@ from flywheel.ir.firing import fire, stuck_in_queues
 from flywheel.ir.order import HappensBefore
 from flywheel.ir.validate.findings import Findings, ValidationResult
 from flywheel.ir.validate.sweep import Clash, sweep
+from flywheel.process import no_collector
 
 MAX_RANKS: Final = 16
 """Most ranks of a program whose files are not all there."""
@@ -66,7 +67,8 @@ def check(
     if not findings.errors:
         check_joins(graphs, findings)
     if not findings.errors:
-        _prove(graphs, workers, aliases, findings, stats)
+        with no_collector():
+            _prove(graphs, workers, aliases, findings, stats)
     return ValidationResult(not findings.errors, tuple(findings.errors), tuple(findings.warnings), stats)
 
 
@@ -109,7 +111,7 @@ def _prove(
     if len(serial) < len(nodes):
         _report_stuck(joint, workers, findings)
         return
-    races = races_of(graphs, workers, aliases)
+    races = races_of(graphs, workers, aliases, joint)
     joint = races.joint
     stats["levels"] = races.before.depth
     report_clashes(Clashes(joint, graphs, races.clashes), findings)
@@ -123,9 +125,11 @@ def _prove(
             )
 
 
-def races_of(graphs: Sequence[MpkGraph], workers: int | None, aliases: Mapping[str, str]) -> Races:
-    """The races of the graphs of all ranks, none of which blocks."""
-    joint = join(graphs, workers, 1, aliases)
+def races_of(
+    graphs: Sequence[MpkGraph], workers: int | None, aliases: Mapping[str, str], joint: Joint | None = None
+) -> Races:
+    """The races of the graphs of all ranks, none of which blocks; `joint` is one iteration of them."""
+    joint = joint or join(graphs, workers, 1, aliases)
     if len(graphs) > 1 or not _ends_last(joint, graphs[0]):
         joint = join(graphs, workers, 2, aliases)
     nodes = joint.nodes

@@ -106,34 +106,30 @@ def _check_events(graph: MpkGraph, findings: Findings) -> None:
 
 def _check_kind(graph: MpkGraph, place: int, findings: Findings) -> None:
     task = graph.tasks[place]
-    kind = KINDS.get(task.kind)
-    where = f"{name_of(graph, place)}"
+    kind, listed = KINDS.get(task.kind), (len(task.inputs), len(task.outputs))
     if kind is None:
-        findings.warn("unknown-type", f"{where}: counts as if it wrote all that it lists", place)
-    elif (len(task.inputs), len(task.outputs)) != (kind.inputs, kind.outputs):
-        text = (
-            f"{where}: {len(task.inputs)} inputs and {len(task.outputs)} outputs, not {kind.inputs} and {kind.outputs}"
-        )
-        findings.error("bad-task", text, place)
+        findings.warn("unknown-type", f"{name_of(graph, place)}: counts as if it wrote all that it lists", place)
+    elif listed != (kind.inputs, kind.outputs):
+        text = f"{listed[0]} inputs and {listed[1]} outputs, not {kind.inputs} and {kind.outputs}"
+        findings.error("bad-task", f"{name_of(graph, place)}: {text}", place)
     if task.trigger != INVALID and is_remote(task.trigger) != (task.kind in PUTS):
-        text = (
-            "signals another GPU's event, which its type cannot" if is_remote(task.trigger) else "signals no other GPU"
-        )
-        findings.error("bad-event", f"{where}: {text}", place)
+        far = is_remote(task.trigger)
+        text = "signals another GPU's event, which its type cannot" if far else "signals no other GPU"
+        findings.error("bad-event", f"{name_of(graph, place)}: {text}", place)
 
 
 def _check_event(graph: MpkGraph, place: int, event: int, does: str, findings: Findings) -> None:
     if event == INVALID:
         return
     remote = does == "signals" and is_remote(event)
-    number = place_of(event)
-    where = f"{name_of(graph, place)}: {does} event {number}"
+    number, rank = place_of(event), rank_of(event)
+    if number < len(graph.events) and remote == (rank != graph.rank):
+        return
     if number >= len(graph.events):
-        findings.error("bad-event", f"{where} of {len(graph.events)}", place)
-    elif not remote and rank_of(event) != graph.rank:
-        findings.error("bad-event", f"{where} of rank {rank_of(event)}, not {graph.rank}", place)
-    elif remote and rank_of(event) == graph.rank:
-        findings.error("bad-event", f"{where} of its own rank as if another GPU's", place)
+        text = f"of {len(graph.events)}"
+    else:
+        text = "of its own rank as if another GPU's" if remote else f"of rank {rank}, not {graph.rank}"
+    findings.error("bad-event", f"{name_of(graph, place)}: {does} event {number} {text}", place)
 
 
 def _check_launches(graph: MpkGraph, findings: Findings) -> None:
