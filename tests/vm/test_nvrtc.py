@@ -92,6 +92,19 @@ def test_every_variant_fits_one_block_on_an_sm_and_spills_nothing(tmp_path: Path
     assert took_s < LIMIT_S
 
 
+CODED: tuple[tuple[str, int, DType, tuple[int, ...]], ...] = (
+    ("sm_80", 320, DType.BF16, (7,)), ("sm_90a", 448, DType.F16, (1, 7)), ("sm_90a", 448, DType.BF16, (2,)),
+)  # fmt: skip
+"""Kernels of one row that multiply by int4 in groups, by int8 too, and by fp8."""
+
+
+@pytest.mark.parametrize(("arch", "threads", "dtype", "formats"), CODED)
+def test_kernels_of_quantised_weights_spill_nothing(
+    tmp_path: Path, arch: str, threads: int, dtype: DType, formats: tuple[int, ...]
+) -> None:
+    assert unfit(compile_variant(arch, threads, dtype, tmp_path, rows=1, formats=formats)) == []
+
+
 def test_every_target_has_an_architecture() -> None:
     assert {target.sm_arch: arch_name(target.sm_arch) for target in TARGETS.values()} == {
         80: "sm_80", 86: "sm_86", 89: "sm_89", 90: "sm_90a", 100: "sm_100a", 120: "sm_120",
