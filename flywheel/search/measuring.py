@@ -86,14 +86,19 @@ def wrap(program: MegakernelProgram) -> Work:
 
 
 def compile_all(
-    dtype: str, sm_arch: int, kernels: Sequence[tuple[int, int, int]], stopped: Callable[[], bool]
+    dtype: str,
+    sm_arch: int,
+    kernels: Sequence[tuple[int, int, int]],
+    stopped: Callable[[], bool],
+    formats: tuple[int, ...] = (),
 ) -> None:
-    """The same for kernels of (threads, warps that multiply, rows), one after the other, until it is `stopped`."""
+    """The same for kernels of (threads, warps that multiply, rows) and quantised matrices of `formats`, one after the
+    other, until it is `stopped`."""
     for threads, matrix_warps, rows in kernels:
         if stopped():
             return
         with suppress(ConfigError, KernelCompileError):
-            _compile(sm_arch, threads, matrix_warps, rows, DTYPES[dtype])
+            _compile(sm_arch, threads, matrix_warps, rows, DTYPES[dtype], formats)
 
 
 def _compile(

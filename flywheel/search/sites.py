@@ -119,8 +119,10 @@ def open_engine(
     measured = spec.measure == "cuda"
     if measured:
         bench_of = partial(measuring.make_bench, spec.model, spec.dtype, spec.context, spec.batch, spec.weights)
-        kernels = make_space(workload, spec.fix).kernels()
-        compile_all = partial(measuring.compile_all, spec.dtype, workload.target.sm_arch, kernels)
+        space = make_space(workload, spec.fix)
+        compile_all = partial(
+            measuring.compile_all, spec.dtype, workload.target.sm_arch, space.kernels(), formats=space.kernel_formats()
+        )
         means = Measuring(
             bench_of, partial(measuring.compile_ahead, spec.dtype), measuring.wrap, compile_all=compile_all
         )

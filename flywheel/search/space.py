@@ -11,7 +11,8 @@ from typing import Final
 from flywheel.errors import UsageError
 from flywheel.ir import ScheduleConfig
 from flywheel.lowering.fusion import PATTERNS
-from flywheel.plan import kernel_variant
+from flywheel.lowering.lower import lower
+from flywheel.plan import kernel_variant, variant_of
 from flywheel.plan.variant import COPIES
 from flywheel.search.knobs import GOOD_ON_H200, HALVES, KNOBS, QKV, Choice, Value, blocks_of, distance, rows_of
 from flywheel.search.workload import Workload
@@ -170,6 +171,14 @@ class Space:
         variants = [kernel_variant(self.to_config(choice), self.workload.target, 0) for choice in choices]
         rows = self.workload.batch
         return list(dict.fromkeys((variant.threads, variant.matrix_warps, rows) for variant in variants))
+
+    def kernel_formats(self) -> tuple[int, ...]:
+        """The formats of the quantised matrices that those kernels multiply by, as KernelVariant names them. Raises
+        InvalidProgramError for one that has no kernel."""
+        if self.workload.weights is None:
+            return ()
+        config = self.to_config(self.known_good()[0])
+        return variant_of(lower(self.workload.graph, config, self.workload.target)).formats
 
     def _nearest(self, name: str, projections: Sequence[str]) -> Value:
         wanted = int(rows_of(projections[:1] if name == "rows.gate_up" else projections, 1)(self.workload)[0])

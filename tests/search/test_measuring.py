@@ -13,8 +13,12 @@ from flywheel.errors import KernelCompileError, NoGpuError
 from flywheel.ir import TARGETS
 from flywheel.measure.device import Device
 from flywheel.measure.environment import Environment
+from flywheel.models.catalog import CATALOG
+from flywheel.plan import variant_of
 from flywheel.search import measuring
 from flywheel.search.evaluate import prepare
+from flywheel.search.space import make_space
+from flywheel.search.workload import Workload
 from flywheel.vm.pack import pack
 from flywheel.vm.worker import Parcel
 
@@ -26,7 +30,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Variant]]:
     """What a slow compiler was asked for."""
     asked: list[Variant] = []
 
-    def compile_slowly(arch: str, threads: int, dtype: Any, *, matrix_warps: int, rows: int) -> None:
+    def compile_slowly(arch: str, threads: int, dtype: Any, *, matrix_warps: int, rows: int, formats: object) -> None:
         asked.append((arch, threads, matrix_warps, rows))
         sleep(0.05)
 
@@ -51,6 +55,24 @@ def test_what_is_compiled_for_all_is_not_compiled_again_for_one(lab: Any, compil
 def test_nothing_is_compiled_for_nobody(lab: Any, compiled: list[Variant]) -> None:
     measuring.compile_all("bf16", 90, lab.space().kernels(), lambda: len(compiled) == 2)
     assert len(compiled) == 2
+
+
+def test_kernels_of_quantised_matrices_are_compiled_ahead_as_programs_want_them(
+    lab: Any, compiled: list[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = Workload("llama3.2-1b", CATALOG["llama3.2-1b"], TARGETS["h100"], "bf16", 512, weights="int4")
+    space = make_space(workload)
+    program = prepare(space.to_config(space.known_good()[0]), workload).program
+    assert program is not None
+    formats = space.kernel_formats()
+    assert formats == variant_of(program).formats != ()
+    wanted: list[tuple[int, ...]] = []
+    monkeypatch.setattr(measuring, "compile_variant", lambda *_, formats, **__: wanted.append(formats))
+    measuring._compile_once.cache_clear()
+    measuring.compile_all("bf16", 90, space.kernels(), lambda: False, formats)
+    measuring.compile_ahead("bf16", program)
+    assert wanted == [formats] * len(space.kernels())
+    assert lab.space().kernel_formats() == ()
 
 
 def test_a_kernel_that_does_not_compile_is_news_for_its_measurement_alone(
