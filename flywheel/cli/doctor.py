@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 DEPENDENCIES: Final = ("optuna", "sqlalchemy", "alembic", "click", "rich", "numba", "numpy", "threadpoolctl")
 EXTRAS: Final = {
     "torch": ("torch",),
-    "hf": ("huggingface-hub", "safetensors", "tokenizers"),
+    "hf": ("huggingface-hub", "jinja2", "safetensors", "tokenizers"),
+    "serve": ("fastapi", "prometheus-client", "uvicorn"),
     "samplers": ("cmaes", "scipy", "torch"),
     "pandas": ("pandas",),
     "postgres": ("psycopg",),
