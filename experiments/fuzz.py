@@ -95,7 +95,8 @@ def share(folder: Path, names: list[str], arguments: argparse.Namespace) -> list
             "--cases", arguments.cases, "--processes", arguments.processes, "--targets", ",".join(names),
         ]  # fmt: skip
         command = [sys.executable, __file__, *map(str, words)]
-        environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+        environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         said = (folder / f"{process}.err").open("w")
         begun.append((log, Path(said.name), subprocess.Popen(command, env=environ, stdout=said, stderr=said)))
         said.close()
