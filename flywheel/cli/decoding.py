@@ -14,7 +14,6 @@ from flywheel.cli.text import complain, note, size
 from flywheel.errors import ConfigError, UsageError
 from flywheel.installing import install_line
 from flywheel.ir import MegakernelProgram, ScheduleConfig
-from flywheel.models.decoder import DTYPES
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -145,28 +144,13 @@ def lower_model(
     context deserve.
     """
     from flywheel.lowering.lower import lower
-    from flywheel.search.chosen import TRIED_FIRST, choose_schedule
-    from flywheel.search.workload import Workload, find_target
+    from flywheel.search.chosen import TRIED_FIRST, choose_schedule, settle_work
 
     schedule = given if isinstance(given, Schedule) else None
     config = schedule.config if schedule is not None else given
-    fallback: dict[str, Any] = {
-        "gpu": _default_gpu(device),
-        "dtype": source.dtype or DEFAULTS["dtype"],
-        "context": min(DEFAULTS["context"], source.spec.max_position),
-        "batch": DEFAULTS["batch"],
-    }
-    settled: dict[str, Any] = {
-        name: value if value is not None else getattr(schedule, name, fallback[name])
-        for name, value in (("gpu", gpu), ("dtype", dtype), ("context", context), ("batch", batch))
-    }
-    if schedule is not None and weights is None and schedule.weights != schedule.dtype:
-        weights = schedule.weights
-    if weights is None and source.scheme is not None:
-        weights = source.formats(DTYPES[settled["dtype"]]).name(settled["dtype"])
-    settled["weights"] = weights
-    target = find_target(settled.pop("gpu"))
-    workload = Workload(source.name, source.spec, target, **settled)
+    workload = settle_work(
+        source, schedule, _default_gpu(device), gpu=gpu, dtype=dtype, context=context, batch=batch, weights=weights
+    )
     graph = workload.graph
     try:
         if not isinstance(config, ScheduleConfig):
@@ -174,7 +158,7 @@ def lower_model(
             if chosen.words != TRIED_FIRST:
                 note(f"flywheel: {chosen.words}")
             config = chosen.config
-        return lower(graph, config, target)
+        return lower(graph, config, workload.target)
     except ConfigError as error:
         complain(f"rejected: {error}")
         raise click.exceptions.Exit(REJECTED) from error

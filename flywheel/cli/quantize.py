@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Final
@@ -48,9 +49,12 @@ def quantize(model: str, weights: str, output: Path, best: bool, as_json: bool) 
     formats = parse_formats(weights, source.dtype)
     own = the_format(formats, source.spec.tied_head)
     config = parse_json(read_text(source.folder / "config.json"))
-    draft = output.with_name(f".{output.name}.part")
+    draft = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
         draft.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"quantize: {output} cannot be written: {error.strerror or error}") from None
+    try:
         write_checkpoint(draft, config, source.spec, source.stored, formats, DTYPES[source.dtype], best=best)
         for pattern in _BESIDE:
             for file in sorted(source.folder.glob(pattern)):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flywheel.cli.decoding import check_device, check_installed
-from flywheel.cli.options import command, json_option
+from flywheel.cli.options import SharedOption, command, json_option
 from flywheel.cli.text import note, show_json
 from flywheel.errors import UsageError
 
@@ -24,6 +24,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 @click.option("--schedule", metavar="FILE", help="Exported schedule.  [default: the shipped one that fits best]")
 @click.option("--gpu", metavar="NAME", help="GPU that the program is lowered for.  [default: the one here]")
 @click.option("--dtype", metavar="TYPE", help="bf16, f16 or f32.  [default: the schedule's or the checkpoint's]")
+@click.option("--weights", cls=SharedOption, metavar="FORMAT", help="How matrices are stored.  [default: as they are]")
 @click.option("--context", type=click.IntRange(min=1), metavar="N", help="Most tokens of prompt and answer together.")
 @click.option("--device", type=click.Choice(["cuda", "reference"]), help="[default: cuda where there is a GPU]")
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of random weights.")
@@ -39,6 +40,7 @@ def serve(
     schedule: str | None,
     gpu: str | None,
     dtype: str | None,
+    weights: str | None,
     context: int | None,
     device: Device | None,
     seed: int,
@@ -68,7 +70,8 @@ def serve(
     with bound(host, port) as listener:
         note(f"flywheel: loading {model}")
         make = partial(
-            Decoder.load, model, schedule=schedule, device=device, gpu=gpu, dtype=dtype, context=context, seed=seed
+            Decoder.load, model, schedule=schedule, device=device, gpu=gpu, dtype=dtype, context=context,
+            weights=weights, seed=seed,
         )
         engine = Engine(make, queue)
         try:

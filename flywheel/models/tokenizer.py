@@ -12,13 +12,14 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import IO, Any, Final, Self
 
 from flywheel.errors import IrFormatError, UsageError
 from flywheel.installing import install_line
@@ -44,17 +45,8 @@ class Tokenizer:
         self._file = folder / _TOKENIZER
         if _read(self._file, _MAX_TOKENIZER_BYTES) is None:
             raise UsageError(f"{str(folder)!r} has no {_TOKENIZER}, which a text prompt needs; give token ids instead")
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "flywheel.models.tokenizing"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, process_group=0, bufsize=0,
-            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
-        )  # fmt: skip
-        with ExitStack() as undo:
-            undo.callback(self.close)
-            self._ask({"open": str(self._file)})
-            undo.pop_all()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begin()
 
     def __enter__(self) -> Self:
         return self
@@ -66,8 +58,21 @@ class Tokenizer:
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()
-        self._process.communicate()
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _begin(self) -> None:
+        """Start a process and let it read the file."""
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "flywheel.models.tokenizing"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, process_group=0, bufsize=0,
+            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+        )  # fmt: skip
+        self._tell({"open": str(self._file)})
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the model expects around it."""
@@ -90,34 +95,50 @@ class Tokenizer:
         return text
 
     def _ask(self, request: Mapping[str, object]) -> Any:
-        assert self._process.stdin is not None
-        line = b""
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            line = self._answer()
-        except BrokenPipeError:
-            pass
-        if not line:
-            code = self._process.wait()
-            died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            raise UsageError(f"{str(self._file)!r} ends the library that reads it, with {died}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise UsageError(f"{str(self._file)!r} fails as a tokenizer: {answer['error']}")
-        return answer["done"]
+        """The answer, by a new process where an earlier request has ended the last one."""
+        if self._process is None:
+            self._begin()
+        return self._tell(request)
 
-    def _answer(self) -> bytes:
-        """The process's next line; empty where it has ended."""
-        assert self._process.stdout is not None
+    def _tell(self, request: Mapping[str, object]) -> Any:
+        """The answer. Whatever keeps one from coming ends the process: nothing late answers the next request."""
+        answer = None
+        try:
+            answer = json.loads(self._line(json.dumps(request).encode() + b"\n"))
+            if "error" not in answer:
+                return answer["done"]
+            raise UsageError(f"{str(self._file)!r} fails as a tokenizer: {answer['error']}")
+        finally:
+            if answer is None or "error" in answer:
+                self.close()
+
+    def _line(self, request: bytes) -> bytes:
+        """The process's next line, within LIMIT_S, reading while it writes."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         deadline, parts = monotonic() + LIMIT_S, [b""]
+        sending = threading.Thread(target=_send, args=(process.stdin, request), daemon=True)
+        sending.start()
         while not parts[-1].endswith(b"\n"):
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - monotonic()))
+            ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - monotonic()))
             if not ready:
                 raise UsageError(f"{str(self._file)!r}: its tokenizer has no answer after {LIMIT_S:g} s")
-            parts.append(self._process.stdout.read(2**20) or b"")
+            parts.append(process.stdout.read(2**20) or b"")
             if not parts[-1]:
-                return b""
+                code = process.wait()
+                died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                raise UsageError(f"{str(self._file)!r} ends the library that reads it, with {died}")
         return b"".join(parts)
+
+
+def _send(stream: IO[bytes], request: bytes) -> None:
+    """Write it all, or as much as a process that ends takes."""
+    view = memoryview(request)
+    with suppress(OSError, ValueError):
+        while view:
+            view = view[stream.write(view) or 0 :]
 
 
 def has_tokenizer(folder: Path) -> bool:

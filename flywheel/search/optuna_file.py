@@ -7,6 +7,7 @@ import sqlite3
 import warnings
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +46,8 @@ def write_study(campaign: Campaign, records: Sequence[TrialRecord], path: Path) 
     space = make_space(workload, json.loads(campaign.spec).get("fix", {}))
     kind, trials = compared(records), trials_of(records)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    storage = RDBStorage(f"sqlite:///{path}", engine_kwargs={"connect_args": {"factory": _Unhurried}})
+    open_file = partial(sqlite3.connect, path, factory=_Unhurried)  # a name may hold what means something in a URL
+    storage = RDBStorage("sqlite:///study", engine_kwargs={"creator": open_file})
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)

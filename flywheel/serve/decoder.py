@@ -16,9 +16,9 @@ from flywheel.decode.source import Source, open_source
 from flywheel.errors import NoGpuError, UsageError
 from flywheel.ir import MegakernelProgram
 from flywheel.lowering.lower import lower
+from flywheel.models.quantise import formats_of_program
 from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer
-from flywheel.search.chosen import Chosen, choose_schedule
-from flywheel.search.workload import Workload, default_context, find_target
+from flywheel.search.chosen import Chosen, choose_schedule, settle_work
 from flywheel.serve.text import Streamer
 from flywheel.store.schedule import Schedule, load_schedule
 
@@ -94,13 +94,14 @@ class Decoder:
         gpu: str | None = None,
         dtype: str | None = None,
         context: int | None = None,
+        weights: str | None = None,
         seed: int = 0,
     ) -> Self:
         """A decoder of a checkpoint's directory or a catalog name, whose weights are then random, drawn from `seed`.
 
         `schedule` is an exported one or the path of one; None takes the shipped schedule that fits the work best, else
         what a search tries first. `device` is cuda where there is a GPU that can be used, else reference. `gpu`,
-        `dtype` and `context` go before the schedule's.
+        `dtype`, `context` and `weights`, the formats of matrices, go before the schedule's and the checkpoint's.
 
         Raises UsageError, UnknownNameError, UnsupportedModelError, WeightsError, ConfigError, StoreError, NoGpuError
         and GpuMemoryError.
@@ -109,13 +110,7 @@ class Decoder:
         given = load_schedule(schedule) if isinstance(schedule, str) else schedule
         chosen_device: Device = device if device is not None else "cuda" if _gpu_here() else "reference"
         here = _gpu_name(chosen_device)
-        workload = Workload(
-            source.name,
-            source.spec,
-            find_target(gpu or (given.gpu if given is not None else here)),
-            dtype or (given.dtype if given is not None else source.dtype or "bf16"),
-            context or (given.context if given is not None else default_context(source.spec)),
-        )
+        workload = settle_work(source, given, here, gpu=gpu, dtype=dtype, context=context, weights=weights)
         chosen = Chosen(given.config, "as given") if given is not None else choose_schedule(workload)
         program = lower(workload.graph, chosen.config, workload.target)
         with ExitStack() as undo:
@@ -153,14 +148,12 @@ class Decoder:
         stop: Sequence[str] = (),
         ignore_end: bool = False,
     ) -> Answer:
-        """Pieces of an answer as they come. One answer at a time: closing one makes room for the next.
+        """Pieces of an answer as they come. One answer at a time, from its first piece on: closing one makes room.
 
         `stop` are words that end the text and are no part of it; `ignore_end` goes on behind the model's own end.
         Raises UsageError for a prompt that does not fit or another answer under way, and what `DecodeSession.stream`
         raises.
         """
-        if self._busy:
-            raise UsageError(f"{self.name}: an answer is under way; close it first")
         if stop:
             self._text()
         ends = frozenset[int]() if ignore_end else self._stop_ids
@@ -169,6 +162,8 @@ class Decoder:
         text = Streamer(self._tokenizer.decode if self._tokenizer is not None else _no_text, stop)
 
         def pieces(answer: Answer) -> Generator[Piece, None, None]:
+            if self._busy:
+                raise UsageError(f"{self.name}: an answer is under way; close it first")
             self._busy = True
             try:
                 self._session.prefill(request.prompt[:last])
@@ -213,13 +208,14 @@ def _no_text(token_ids: Sequence[int]) -> str:
 
 def _open(program: MegakernelProgram, source: Source, seed: int, device: Device, undo: ExitStack) -> DecodeSession:
     interface = read_interface(program, source.spec)
+    formats = formats_of_program(program, interface.dtype)
     if device == "reference":
-        return ReferenceSession(program, source.spec, source.weights(interface.dtype, seed))
+        return ReferenceSession(program, source.spec, source.weights(interface.dtype, seed, formats=formats))
     from flywheel.decode.cuda import CudaModel, prepare_torch
     from flywheel.vm.driver import open_gpu
 
     prepare_torch()
-    weights = source.weights(interface.dtype, seed, "cuda")
+    weights = source.weights(interface.dtype, seed, "cuda", formats)
     model = undo.enter_context(CudaModel(open_gpu(), source.spec, interface.dtype, interface.context, weights))
     return undo.enter_context(model.load(program))
 
