@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite, log
+from math import log
 from typing import Final
 
 import torch
@@ -14,15 +14,18 @@ from flywheel.errors import UsageError
 _SPREAD: Final = 0x9E3779B97F4A7C15
 """An odd number whose multiples differ in all bits: seeds next to each other draw nothing alike."""
 
+_COLDEST: Final = 1e-5
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """What a request asks for, in the order in which it applies.
 
     `repetition_penalty` divides the positive and multiplies the negative logits of tokens that the text holds,
-    `temperature` divides all (0 takes the largest), `top_k` keeps so many (0 all), `min_p` those that are at least that
-    share as likely as the likeliest, `top_p` the fewest likely ones that hold that much of what is left. `seed` and a
-    token's position decide the draw, whatever else runs. Raises UsageError for a value out of its range.
+    `temperature` divides all (0 takes the largest), `top_k` keeps so many and what equals the last of them (0 all),
+    `min_p` those that are at least that share as likely as the likeliest, `top_p` the fewest likely ones that hold that
+    much of what is left. `seed` and a token's position decide the draw, whatever else runs. Raises UsageError for a
+    value out of its range.
     """
 
     temperature: float = 0.0
@@ -41,13 +44,18 @@ class Sampling:
             ("repetition_penalty", self.repetition_penalty, 1e-2, 100.0),
             ("seed", self.seed, -(2**63), 2**64 - 1),
         ):
-            if not (isfinite(value) and low <= value <= high):
+            if not low <= value <= high:
                 raise UsageError(f"{name}: {value} is not in {low:g}..{high:g}")
 
     @property
     def is_argmax(self) -> bool:
         """Whether the largest logit is what is asked for, so that the program's own choice is the answer."""
-        return self.temperature == 0.0 and self.repetition_penalty == 1.0
+        return self.is_greedy and self.repetition_penalty == 1.0
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing is drawn: divided by less, logits leave float32."""
+        return self.temperature < _COLDEST
 
 
 GREEDY: Final = Sampling()
@@ -63,7 +71,7 @@ def choose(logits: Tensor, seen: Tensor, sampling: Sampling, position: int) -> T
     if sampling.repetition_penalty != 1.0:
         penalty = sampling.repetition_penalty
         scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
-    if sampling.temperature == 0.0:
+    if sampling.is_greedy:
         return scores.argmax()
     scores = scores / sampling.temperature
     if 0 < sampling.top_k < len(scores):

@@ -6,9 +6,9 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -27,6 +27,9 @@ MAX_BODY: Final = 16 * 2**20
 
 _POLL_S: Final = 0.25
 """How often a request without a stream is asked whether its client is still there."""
+
+
+_T = TypeVar("_T")
 
 
 class _FailedError(Exception):
@@ -53,8 +56,10 @@ def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
         app.add_exception_handler(kind, handler)
 
     @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    async def health() -> Response:
+        if engine.failed is not None:
+            return JSONResponse({"status": "failed", "why": engine.failed}, 503)
+        return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
@@ -124,7 +129,7 @@ async def _respond(
     asked.check_served()
     head = {"id": new_id(chat), "created": int(time.time()), "model": name}
     answer = _Answer(engine, metrics, asked)
-    await answer.begin()
+    await answer.begin(request)
     if not asked.stream:
         try:
             text = await answer.text(request)
@@ -164,7 +169,7 @@ class _Answer:
         self._engine, self._metrics = engine, metrics
         self._loop = asyncio.get_running_loop()
         self._heard: asyncio.Queue[Heard] = asyncio.Queue()
-        self._asked_at = time.perf_counter()
+        self._last_at = time.perf_counter()
         self.prompt_tokens, self.made, self.finish = 0, 0, "length"
         self._number: int | None = engine.ask(asked.ask(), self._hear)
 
@@ -174,10 +179,11 @@ class _Answer:
         except RuntimeError:  # the loop has ended, and nobody waits
             return
 
-    async def begin(self) -> None:
-        """Return once the request is being answered, so that what refuses it has a status of its own."""
+    async def begin(self, request: Request) -> None:
+        """Return once the request is being answered, so that what refuses it has a status of its own. Raises
+        _FailedError, also where the client has left."""
         try:
-            said = await self._next()
+            said = await _unless_left(request, self._next())
         except BaseException:
             self.drop()
             raise
@@ -190,23 +196,16 @@ class _Answer:
             assert isinstance(said, Part)
             if said.piece.token_id is not None:
                 self.made += 1
-                self._metrics.token(self._asked_at, first=self.made == 1)
+                now = time.perf_counter()
+                self._metrics.token(now - self._last_at, first=self.made == 1)
+                self._last_at = now
             yield said.piece.text
         self.finish = said.finish
-        self._metrics.ended(self.prompt_tokens, self.made, "ok")
+        self._over("ok")
 
     async def text(self, request: Request) -> str:
         """The whole answer. Raises _FailedError also where the client has left."""
-        gone = asyncio.ensure_future(_left(request))
-        reading = asyncio.ensure_future(self._collect())
-        try:
-            await asyncio.wait((gone, reading), return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                raise _FailedError(499, "the client has left")
-            return reading.result()
-        finally:
-            gone.cancel()
-            reading.cancel()
+        return await _unless_left(request, self._collect())
 
     async def _collect(self) -> str:
         return "".join([piece async for piece in self.pieces()])
@@ -215,17 +214,34 @@ class _Answer:
         """Want no more of it."""
         if self._number is not None:
             self._engine.cancel(self._number)
-            self._number = None
+            self._over("left")
+
+    def _over(self, end: str) -> None:
+        self._number = None
+        self._metrics.ended(self.prompt_tokens, self.made, end)
 
     async def _next(self) -> Begun | Part | Ended:
         said = await self._heard.get()
         if isinstance(said, Refused):
-            self._metrics.ended(self.prompt_tokens, self.made, "refused" if said.usage else "failed")
+            self._over("refused" if said.usage else "failed")
             raise _FailedError(400 if said.usage else 500, said.why)
         if isinstance(said, Died):
-            self._metrics.ended(self.prompt_tokens, self.made, "died")
+            self._over("died")
             raise _FailedError(500, said.why)
         return said
+
+
+async def _unless_left(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """What `work` gives. Raises _FailedError where the client leaves before."""
+    gone, working = asyncio.ensure_future(_left(request)), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((gone, working), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise _FailedError(499, "the client has left")
+        return working.result()
+    finally:
+        gone.cancel()
+        working.cancel()
 
 
 async def _left(request: Request) -> None:
@@ -268,4 +284,10 @@ class _Guard:
             taken += len(message.get("body", b""))
             return message if taken <= MAX_BODY else {"type": "http.disconnect"}
 
-        await self._app(scope, counted, send)
+        async def passed(message: _Message) -> None:
+            if taken <= MAX_BODY:
+                await send(message)
+
+        await self._app(scope, counted, passed)
+        if taken > MAX_BODY:
+            await JSONResponse(error(f"body: more than {MAX_BODY} bytes"), 413)(scope, receive, send)

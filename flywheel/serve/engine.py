@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from queue import SimpleQueue
 from typing import Final
 
 from flywheel.errors import FlywheelError, UsageError
@@ -19,6 +20,10 @@ from flywheel.serve.worker import Ask, Begun, Cancel, Ended, Loaded, MakeDecoder
 
 _EXIT_S: Final = 5.0
 """What a worker that was told to end, or killed, may take."""
+
+
+_PAUSES_S: Final = (0.0, 1.0, 2.0, 4.0, 8.0)
+"""Before each try to start a worker in the place of one that died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class Engine:
     """One worker, which answers one request after the other; at most `most` wait or are being answered.
 
     `start` waits for the first worker and raises what it could not start for. A worker that dies fails the requests
-    that it had begun or been given, and another one takes its place.
+    that it had, and another one takes its place; where none starts several times in a row, `failed` says why.
     """
 
     def __init__(self, make_decoder: MakeDecoder, most: int) -> None:
@@ -49,22 +54,24 @@ class Engine:
         self._lock = threading.Lock()
         self._numbers = count()
         self._asked: dict[int, Hear] = {}
-        self._connection: Connection | None = None
+        self._connection: Connection | None = None  # None where no worker takes requests
         self._process: SpawnProcess | None = None
-        self._closing = False
-        self.loaded: Loaded | None = None
+        self._closing = threading.Event()
+        self._letters: SimpleQueue[tuple[Connection, Ask | Cancel] | None] = SimpleQueue()
         self.restarts = 0
+        self.failed: str | None = None
 
     def start(self) -> Loaded:
         """Begin. Raises UsageError with the worker's reason where it cannot."""
-        self._spawn()
-        self.loaded = self._greeting()
+        loaded = self._spawn()
+        threading.Thread(target=self._post, daemon=True).start()
         threading.Thread(target=self._listen, daemon=True).start()
-        return self.loaded
+        return loaded
 
     def close(self) -> None:
-        """End the worker; requests that wait are told that it died."""
-        self._closing = True
+        """End the worker; requests that wait are told that the server ends."""
+        self._closing.set()
+        self._letters.put(None)
         process, connection = self._process, self._connection
         if connection is not None:
             connection.close()
@@ -76,68 +83,90 @@ class Engine:
         self._fail("the server ends")
 
     @property
-    def pid(self) -> int | None:
-        """The worker's process id."""
-        return None if self._process is None else self._process.pid
-
-    @property
     def waiting(self) -> int:
         """Requests that wait or are being answered."""
         return len(self._asked)
 
     def ask(self, ask: Ask, hear: Hear) -> int:
-        """Hand a request in, whose number is set here and returned. Raises FullError, and FlywheelError where no worker
-        lives."""
+        """Hand a request in, whose number is set here and returned; does not wait. Raises FullError, and FlywheelError
+        where no worker lives."""
         with self._lock:
             if len(self._asked) >= self._most:
                 raise FullError(f"{len(self._asked)} requests are under way, of at most {self._most}; try again later")
+            if self.failed is not None:
+                raise FlywheelError(f"the decoder does not start any more: {self.failed}")
             if self._connection is None:
                 raise FlywheelError("the decoder is starting again; try again later")
             number = next(self._numbers)
             self._asked[number] = hear
-            connection = self._connection
-        with suppress(OSError):  # the listener notices the death, and tells
-            connection.send(replace(ask, number=number))
+            self._letters.put((self._connection, replace(ask, number=number)))
         return number
 
     def cancel(self, number: int) -> None:
         """Nobody wants a request any more; it is not heard of again."""
         with self._lock:
             wanted = self._asked.pop(number, None)
-            connection = self._connection
-        if wanted is not None and connection is not None:
-            with suppress(OSError):
-                connection.send(Cancel(number))
+            if wanted is not None and self._connection is not None:
+                self._letters.put((self._connection, Cancel(number)))
 
-    def _spawn(self) -> None:
+    def _post(self) -> None:
+        """The thread that sends: a worker that is busy, or a long prompt, keeps nobody else waiting."""
+        while (letter := self._letters.get()) is not None:
+            connection, message = letter
+            with suppress(OSError):  # the listener notices the death, and tells
+                connection.send(message)
+
+    def _spawn(self) -> Loaded:
+        """A worker that has loaded. Raises UsageError where there is none."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, self._make), daemon=True)
+        self._process = context.Process(target=work, args=(theirs, self._make), daemon=True)
         with sheltered():
-            process.start()
+            self._process.start()
         theirs.close()
-        self._process, self._connection = process, ours
-
-    def _greeting(self) -> Loaded:
-        assert self._connection is not None
         try:
-            said = self._connection.recv()
-        except EOFError:
+            said = ours.recv()
+        except (EOFError, OSError):
+            ours.close()
             raise UsageError(f"the decoder's process {self._death()} while it started") from None
         if isinstance(said, Refused):
+            ours.close()
             raise UsageError(said.why)
         assert isinstance(said, Loaded)
+        with self._lock:
+            self._connection = ours
         return said
 
     def _listen(self) -> None:
-        """The engine's thread: until the engine is closed."""
-        while not self._closing:
+        """The engine's thread: until the engine is closed, or no worker starts."""
+        while not self._closing.is_set():
             assert self._connection is not None
             try:
                 self._tell(self._connection.recv())
             except (EOFError, OSError):
-                if self._closing or not self._again():
+                with self._lock:
+                    self._connection = None
+                if self._closing.is_set():
                     return
+                self._fail(f"the decoder's process {self._death()}; the next request is answered by another one")
+                self.restarts += 1
+                if not self._again():
+                    return
+
+    def _again(self) -> bool:
+        """Another worker in the place of one that died; False where none starts."""
+        why = ""
+        for pause in _PAUSES_S:
+            if self._closing.wait(pause):
+                return False
+            try:
+                self._spawn()
+            except UsageError as error:
+                why = str(error)
+            else:
+                return True
+        self.failed = why
+        return False
 
     def _tell(self, said: Begun | Part | Ended | Refused) -> None:
         assert said.number is not None
@@ -146,21 +175,6 @@ class Engine:
             hear = self._asked.pop(said.number, None) if last else self._asked.get(said.number)
         if hear is not None:
             hear(said)
-
-    def _again(self) -> bool:
-        """Another worker in the place of one that died; False where none starts."""
-        with self._lock:
-            self._connection = None
-        self._fail(f"the decoder's process {self._death()}; the next request is answered by another one")
-        self.restarts += 1
-        try:
-            self._spawn()
-            self.loaded = self._greeting()
-        except FlywheelError:
-            with self._lock:
-                self._connection = None
-            return False
-        return True
 
     def _fail(self, why: str) -> None:
         with self._lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -30,16 +29,10 @@ class Metrics:
         waiting.set_function(lambda: engine.waiting)
         restarts = Gauge("flywheel_worker_restarts", "Decoding processes that died", registry=self.registry)
         restarts.set_function(lambda: engine.restarts)
-        self._last = 0.0
 
-    def token(self, asked_at: float, *, first: bool) -> None:
-        """A token of an answer has come to a request of that moment of `perf_counter`."""
-        now = time.perf_counter()
-        if first:
-            self._first.observe(now - asked_at)
-        else:
-            self._later.observe(now - self._last)
-        self._last = now
+    def token(self, seconds: float, *, first: bool) -> None:
+        """A token of an answer has come, so long after the request or the token before."""
+        (self._first if first else self._later).observe(seconds)
 
     def ended(self, prompt_tokens: int, made: int, end: str) -> None:
         """A request is over."""

@@ -19,6 +19,7 @@ _MAX_STOPS: Final = 16
 _UNSERVED: Final = {
     "n": 1, "best_of": 1, "echo": False, "suffix": None, "presence_penalty": 0, "frequency_penalty": 0,
     "logit_bias": None, "logprobs": None, "top_logprobs": None, "tools": None, "functions": None,
+    "response_format": {"type": "text"},
 }  # fmt: skip
 """Fields that change an answer -> the value with which they do not."""
 
@@ -39,14 +40,14 @@ class _Request(BaseModel):
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=_MAX_STOPS)] | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
 
@@ -54,13 +55,14 @@ class _Request(BaseModel):
         """Raises UsageError for a field that asks for what this server cannot do."""
         for name, value in (self.model_extra or {}).items():
             if name in _UNSERVED and value not in (_UNSERVED[name], None) and not (value is False or value == []):
-                raise UsageError(f"{name}: {value!r} is not served here")
+                raise UsageError(f"{name}: {repr(value)[:100]} is not served here")
 
     def sampling(self) -> Sampling:
         """Raises UsageError for a value out of its range."""
         seed = secrets.randbits(63) if self.seed is None else self.seed
         top_k = max(self.top_k, 0)  # -1 is all in vLLM's
-        return Sampling(self.temperature, top_k, self.top_p, self.min_p, self.repetition_penalty, seed)
+        temperature, top_p = (1.0 if value is None else value for value in (self.temperature, self.top_p))
+        return Sampling(temperature, top_k, top_p, self.min_p, self.repetition_penalty, seed)
 
     def stops(self) -> tuple[str, ...]:
         """Words that end the text."""

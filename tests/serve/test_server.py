@@ -141,6 +141,9 @@ def test_the_model_is_listed_and_the_server_is_well(client: OpenAI, served: Serv
         ({"prompt": "a", "stop": [""]}, 400, "stop"),
         ({"prompt": {"a": 1}}, 400, "prompt"),
         ({"prompt": "a", "model": "other"}, 404, "'other' is not served here; 'tiny' is"),
+        ({"prompt": "a", "seed": 10**400}, 400, "seed"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"prompt": "\ud800"}, 400, "tokenizer"),
         ({}, 400, "prompt: Field required"),
     ],
 )
@@ -151,6 +154,7 @@ def test_a_request_that_cannot_be_served_says_why(
     assert got == status, document
     assert words in document["error"]["message"]
     assert set(document["error"]) == {"message", "type", "param", "code"}
+    assert len(document["error"]["message"]) < 600
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xfe", b'{"model": "tiny", "prompt": NaN}', b"[" * 100_000])
@@ -160,8 +164,34 @@ def test_malformed_bodies_are_400(served: Served, body: bytes) -> None:
     assert len(document["error"]["message"]) < 400
 
 
-def test_a_body_beyond_the_bound_is_refused(served: Served) -> None:
+def test_a_body_beyond_the_bound_is_refused_however_it_comes(served: Served) -> None:
     assert post(served, "/completions", b" " * (16 * 2**20 + 1))[0] == 413
+    address = urlparse(served.url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    connection.request("POST", address.path + "/completions", iter([b" " * 2**20] * 17), encode_chunked=True)
+    assert connection.getresponse().status == 413
+
+
+def test_a_request_that_ends_the_tokenizer_ends_no_other(client: OpenAI, served: Served) -> None:
+    assert post(served, "/completions", b'{"model": "tiny", "prompt": "\\ud800"}')[0] == 400
+    assert client.completions.create(model="tiny", prompt="abc", max_tokens=2).choices
+
+
+def test_a_long_prompt_keeps_nobody_else_waiting(served: Served) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "a" * 4_000_000}).encode()
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(post, served, "/completions", body) for _ in range(2)]
+        began = time.monotonic()
+        for _ in range(10):
+            with urllib.request.urlopen(served.url.removesuffix("/v1") + "/health", timeout=20) as answer:
+                assert answer.status == 200
+        assert time.monotonic() - began < 4
+        assert [each.result()[0] for each in asked] == [400, 400]
+
+
+def test_nulls_are_defaults(served: Served) -> None:
+    body = {"model": "tiny", "prompt": "a", "temperature": None, "top_p": None, "stream": None, "max_tokens": 1}
+    assert post(served, "/completions", json.dumps(body).encode())[0] == 200
 
 
 def test_a_client_that_leaves_in_mid_stream_makes_room_for_the_next(client: OpenAI, served: Served) -> None:
