@@ -223,7 +223,7 @@ def _settle(
     settled = dtype or (None if given is None else given.dtype) or source.dtype or DEFAULTS["dtype"]
     if weights is None and given is not None and given.weights != given.dtype:
         weights = given.weights
-    if weights is None and source.scheme is not None:
+    if weights is None and source.scheme is not None and settled in DTYPES:
         weights = source.formats(DTYPES[settled]).name(settled)
     sizes = tuple(dict.fromkeys(asked)), tuple(dict.fromkeys(sequences))
     return Work(source, name, _target(gpu), settled, *sizes, weights_name(weights, settled))

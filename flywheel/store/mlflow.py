@@ -254,7 +254,8 @@ def _write_tags(client: Any, run: Any, tags: Mapping[str, str]) -> int:
 def _write_view(client: Any, experiment: str) -> int:
     """Have the shared view show the kinds of latencies that any campaign has."""
     tags = client.get_experiment(experiment).tags
-    runs = client.search_runs([experiment], max_results=_VIEWED, order_by=["attributes.start_time DESC"])
+    campaigns = f"tags.`{_KEY}` LIKE '%'"  # not the runs of single trials
+    runs = client.search_runs([experiment], campaigns, max_results=_VIEWED, order_by=["attributes.start_time DESC"])
     view = columns({name for run in runs for name in run.data.metrics})
     if tags.get(_VIEW_TAG) == view:
         return 0
