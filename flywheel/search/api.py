@@ -84,9 +84,9 @@ def search(
     """Search for the fastest schedule of a model's decode step on a GPU, as the command with the same options does.
 
     `gpu` is this machine's unless it says otherwise, `context` 512 or what the model has. `watch` is called after every
-    trial. The campaign is resumed where the store has it, unless `fresh`. `jobs` is 1 where the command's is one a usable
-    core: more processes, and the one that measures on a GPU, are spawned, so a script that asks for them must do so
-    under `if __name__ == "__main__"`. Ctrl-C ends the call; every trial that had ended is kept.
+    trial. The campaign is resumed where the store has it, unless `fresh`. `jobs` is 1 where the command's is one a
+    usable core: more processes, and the one that measures on a GPU, are spawned, so a script that asks for them must do
+    so under `if __name__ == "__main__"`. Ctrl-C ends the call; every trial that had ended is kept.
 
     Raises UnknownNameError, UnsupportedModelError, ConfigError, UsageError, NoGpuError, KernelCompileError and
     StoreError, all FlywheelErrors."""
