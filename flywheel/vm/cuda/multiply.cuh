@@ -70,6 +70,15 @@ struct Progress {
     __device__ __forceinline__ bool goes_on(const Block& block) const { return index >= 0 && index < block.stream_end; }
 };
 
+// Whether run_segments works out its first place in the ring by itself, from the group that it keeps anyway. A place that it is
+// handed costs a second division, and in kernels for any rows registers that ptxas lacks: it spills. Kernels of one row do not
+// spill. Those of several kinds of products have to hand it over.
+#ifdef FW_FORMATS
+constexpr bool FINDS_PLACE = false;
+#else
+constexpr bool FINDS_PLACE = FW_ROWS != 1;
+#endif
+
 // All of the warp's part of the segments from `from` on, as long as their products are of kind P.
 template <typename P> FW_RUN_SEGMENTS Progress run_segments(int warp, Progress from) {
     Block& block = kept_block();
@@ -82,8 +91,8 @@ template <typename P> FW_RUN_SEGMENTS Progress run_segments(int warp, Progress f
     const Share share(member, chunk_warps);
     const bool idle = group >= groups;
     const Ring ring = {block.ring.slots, block.ring_full, block.ring_empty, block.ring.n_slots, block.ring.chunk_bytes};
-    RingPlace place = from.place;
-    int chunk = from.chunk;
+    RingPlace place = FINDS_PLACE ? RingPlace{idle ? 0 : group, 0} : from.place;
+    int chunk = FINDS_PLACE ? place.slot : from.chunk;
     uint32_t x_round = from.x_round;
     Waited waited = from.waited;
 #ifdef FW_FORMATS
