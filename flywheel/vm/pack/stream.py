@@ -61,8 +61,9 @@ def tile_of(instructions: Rows, steps: Rows, instruction: Ints, step: Ints) -> t
 
 
 def chunking(kblocks: Any, fragment_bytes: int, chunk_bytes: int) -> tuple[Any, Any]:
-    """(fragments of one chunk, chunks of a row block) of so many fragments, in chunks as even as they come."""
-    least = -(-kblocks * fragment_bytes // chunk_bytes)
+    """(fragments of one chunk, chunks of a row block) of so many fragments, in chunks as even as they come, each of
+    `chunk_bytes` at most. A fragment is no larger than that."""
+    least = -(-kblocks // (chunk_bytes // fragment_bytes))
     chunk_kblocks = -(-kblocks // least)
     return chunk_kblocks, -(-kblocks // chunk_kblocks)
 
