@@ -70,13 +70,12 @@ struct Progress {
     __device__ __forceinline__ bool goes_on(const Block& block) const { return index >= 0 && index < block.stream_end; }
 };
 
-// Whether run_segments works out its first place in the ring by itself, from the group that it keeps anyway. A place that it is
-// handed costs a second division, and in kernels for any rows registers that ptxas lacks: it spills. Kernels of one row do not
-// spill. Those of several kinds of products have to hand it over.
+// Whether run_segments works out its first place in the ring by itself, from the group that it keeps anyway: a place that it is
+// handed costs a second division, and registers. Those of several kinds of products have to hand it over.
 #ifdef FW_FORMATS
 constexpr bool FINDS_PLACE = false;
 #else
-constexpr bool FINDS_PLACE = FW_ROWS != 1;
+constexpr bool FINDS_PLACE = true;
 #endif
 
 // All of the warp's part of the segments from `from` on, as long as their products are of kind P.
