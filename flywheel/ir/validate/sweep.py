@@ -2,7 +2,8 @@
 
 Walked in a topological order, the writes of a cell must form a chain, and each read must come after the write before it
 and before the write behind it. That is all that there is to check: order is transitive, and of two neighbours the one
-that comes first in a topological order cannot be the later one.
+that comes first in a topological order cannot be the later one. Additions to a cell need no order among one another, so
+each of them must come after the write before all of them and after every read since that write.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def sweep(steps: Sequence[Step], order: Sequence[int], before: HappensBefore, to
 
 
 class _State:
-    """Who has touched each cell since its last write."""
+    """Who has touched each cell since its last write that is no addition."""
 
     __slots__ = ("_adding", "_base", "_before", "_live", "_readers", "_steps", "_writers", "swept")
 
@@ -98,7 +99,7 @@ class _State:
             self._blame(index, [(cell, writers[cell]) for cell in live], (True, False))
 
     def write(self, index: int, part: Cells, adds: bool) -> None:
-        """Check a write of `part` against the writes before it and the reads since."""
+        """Check a write of `part` against the writes before it and the reads since the last plain write."""
         for held, writes in ((self._readers, False), (self._writers, True)):
             pairs = [(cell, self._rivals(cell, held, adds and writes)) for cell in part]
             if not self._after([by for _, by in pairs], index):
@@ -134,7 +135,6 @@ class _State:
                 if cell not in self._adding:
                     self._adding.add(cell)
                     self._base[cell], self._writers[cell] = self._writers[cell], {}
-                    self._readers[cell] = {}
                 self._writers[cell].setdefault(counter, []).append(index)
         for part in touch.writes:
             for cell in part:

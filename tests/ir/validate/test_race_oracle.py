@@ -181,15 +181,40 @@ def test_strict_validation_accepts_exactly_the_programs_without_races(block: int
     assert min(verdicts.values()) >= 20, verdicts
 
 
-def touches_of(bodies: list[Body]) -> list[Touches]:
-    """Each column of each buffer is a cell. What a task writes of a buffer it does not read before."""
+def touches_of(bodies: list[Body], dice: random.Random) -> list[Touches]:
+    """Each column of each buffer is a cell. A task adds to what it writes, or writes it without reading it before."""
     found = []
+    adding = dice.choice((0.0, 0.5, 0.9))
     for _, _, _, _, reads, writes in bodies:
         own = {(number, column) for number, columns in writes for column in columns}
         read = {(number, column) for number, columns in reads for column in columns if number > WEIGHT} - own
         cells = [tuple(sorted(number * 16 + column for number, column in some)) for some in (read, own)]
-        found.append(Touches([cells[0]] if cells[0] else [], [cells[1]]))
+        reads = [cells[0]] if cells[0] else []
+        found.append(Touches(reads, adds=[cells[1]]) if dice.random() < adding else Touches(reads, [cells[1]]))
     return found
+
+
+def any_order(before: list[list[bool]], dice: random.Random) -> list[int]:
+    """One of the topological orders."""
+    order: list[int] = []
+    while len(order) < len(before):
+        free = [i for i in range(len(before)) if i not in order and all(
+            j in order for j in range(len(before)) if before[j][i])]  # fmt: skip
+        order.append(dice.choice(free))
+    return order
+
+
+def raced(touches: list[Touches], before: list[list[bool]]) -> bool:
+    """Whether two tasks touch a cell in no order, and neither both read it nor both add to it."""
+    reads, writes, adds = ([frozenset().union(*part) for part in parts] for parts in zip(
+        *((touch.reads, touch.writes, touch.adds) for touch in touches), strict=True))  # fmt: skip
+    return any(
+        not before[first][second] and not before[second][first]
+        and bool(writes[first] & (reads[second] | writes[second] | adds[second])
+                 or writes[second] & (reads[first] | adds[first])
+                 or reads[first] & adds[second] or adds[first] & reads[second])
+        for first in range(len(touches)) for second in range(first)
+    )  # fmt: skip
 
 
 def test_the_sweep_over_cells_finds_exactly_the_programs_with_unordered_columns() -> None:
@@ -197,24 +222,31 @@ def test_the_sweep_over_cells_finds_exactly_the_programs_with_unordered_columns(
     for seed in range(2000):
         program, bodies = draw(seed)
         before = closure(program)
-        count = len(bodies)
-        if any(before[i][i] for i in range(count)):
+        if any(before[i][i] for i in range(len(bodies))):
             continue
-        touches = touches_of(bodies)
-        order = topological_positions(program.tasks)
-        found = sweep(program.tasks, order, HappensBefore(program.tasks, order), touches)
-        reads, writes = ([frozenset().union(*part) for part in parts] for parts in zip(
-            *((touch.reads, touch.writes) for touch in touches), strict=True))  # fmt: skip
-        raced = any(
-            not before[first][second] and not before[second][first]
-            and (writes[first] & (reads[second] | writes[second]) or reads[first] & writes[second])
-            for first in range(count) for second in range(first)
-        )  # fmt: skip
-        assert bool(found.clashes) == bool(raced), seed
-        for clash in found.clashes:
-            assert not before[clash.first][clash.second] and not before[clash.second][clash.first]
-        verdicts[bool(raced)] += 1
+        dice = random.Random(seed)
+        touches = touches_of(bodies, dice)
+        race = raced(touches, before)
+        for order in (topological_positions(program.tasks), any_order(before, dice), any_order(before, dice)):
+            found = sweep(program.tasks, order, HappensBefore(program.tasks, order), touches)
+            assert bool(found.clashes) == race, (seed, order)
+            for clash in found.clashes:
+                assert not before[clash.first][clash.second] and not before[clash.second][clash.first]
+        verdicts[race] += 1
     assert min(verdicts.values()) >= 100, verdicts
+
+
+def test_an_addition_is_checked_against_the_reads_before_another_addition() -> None:
+    """A write, a read after it and an addition after the read; a second addition follows only the write."""
+    tasks = [
+        Task(index, InstructionKind.GELU, (SOURCE,), (TRANSIENT[0],), index, waits, {})
+        for index, waits in enumerate(((), (Wait(0, 1),), (Wait(1, 1),), (Wait(0, 1),)))
+    ]
+    cells = [(0,)]
+    touches = [Touches(writes=cells), Touches(reads=cells), Touches(adds=cells), Touches(adds=cells)]
+    for order in ([0, 1, 2, 3], [0, 1, 3, 2], [0, 3, 1, 2]):
+        clashes = sweep(tasks, order, HappensBefore(tasks, order), touches).clashes
+        assert [{clash.first, clash.second} for clash in clashes] == [{1, 3}], order
 
 
 @pytest.mark.parametrize("block", range(4))
