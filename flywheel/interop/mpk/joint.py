@@ -84,12 +84,12 @@ def launched_by(graph: MpkGraph) -> dict[int, list[int]]:
 
 
 def producers(graphs: Sequence[MpkGraph]) -> Counter[tuple[int, int]]:
-    """How many tasks signal each event, by rank and position, in one iteration."""
+    """How many tasks, without task 0, signal each event, by rank and position, in one iteration."""
     return Counter(
         [
             (rank_of(task.trigger), place_of(task.trigger))
             for graph in graphs
-            for task in graph.tasks
+            for task in graph.tasks[BEGIN_TASK:]
             if task.trigger != INVALID and (not is_remote(task.trigger) or task.kind in PUTS)
         ]
     )
@@ -105,7 +105,7 @@ def join(graphs: Sequence[MpkGraph], workers: int | None, turns: int, aliases: M
 
     The graphs must have passed the checks of events and launches.
     """
-    grids, touches = _cut(graphs, aliases)
+    grids, touches = _cut(graphs, _memories(aliases))
     nodes: list[Node] = []
     touched: list[Touches] = []
     for turn in range(turns):
@@ -114,6 +114,15 @@ def join(graphs: Sequence[MpkGraph], workers: int | None, turns: int, aliases: M
         touched += [touch for graph in graphs for touch in touches[graph.rank]]
     count = len(nodes) // turns
     return Joint(nodes, touched, grids, _gaps(touched[:count], grids))
+
+
+def _memories(aliases: Mapping[str, str]) -> dict[str, str]:
+    """One name for every memory: names that aliases lead to, in one step or several, are one memory's."""
+    found: dict[str, str] = {}
+    for name, other in aliases.items():
+        old, new = found.get(name, name), found.get(other, other)
+        found |= {name: new, other: new} | {each: new for each, memory in found.items() if memory == old}
+    return found
 
 
 def _gaps(touches: Sequence[Touches], grids: Sequence[Grid]) -> list[tuple[int, int]]:
@@ -134,7 +143,10 @@ def _gaps(touches: Sequence[Touches], grids: Sequence[Grid]) -> list[tuple[int, 
 
 
 def nodes_of(graph: MpkGraph, workers: int, turn: int = 0) -> list[Node]:
-    """The tasks of one iteration of one rank, in the order of its list."""
+    """The tasks of one iteration of one rank, in the order of its list.
+
+    Iterations have queues of their own: MPK deals on where the last one ended, so a task's worker changes.
+    """
     end = next(number for number, event in enumerate(graph.events) if event.kind == END)
     begin = place_of(graph.tasks[BEGIN_TASK].trigger)
     launches = launched_by(graph)
@@ -155,7 +167,7 @@ def nodes_of(graph: MpkGraph, workers: int, turn: int = 0) -> list[Node]:
             signal, own = counter_of(graph.rank, own, turn), own + 1
         else:
             signal = counter_of(rank_of(task.trigger), place_of(task.trigger), turn)
-        queue = None if later else graph.rank * workers + (place - FIRST_TASK) % workers
+        queue = None if later else ((turn << 16) + graph.rank) * workers + (place - FIRST_TASK) % workers
         nodes.append(Node(place, kind_name(task.kind), waits[key], signal, queue, graph.rank, place, turn))
     return nodes
 

@@ -34,12 +34,14 @@ _NO_ALIASES: Final[Mapping[str, str]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Races:
-    """Nodes that touch a cell in no order, and (node, cell) of reads of what only later tasks write."""
+    """Nodes that touch a cell in no order, and (node, cell) of reads of what only later tasks write; neither where the
+    next iteration is `blocked`."""
 
     joint: Joint
     before: HappensBefore
     clashes: Sequence[Clash]
     late: Sequence[tuple[int, int]]
+    blocked: bool = False
 
 
 def check(
@@ -113,8 +115,13 @@ def _prove(
         return
     races = races_of(graphs, workers, aliases, joint)
     joint = races.joint
+    if races.blocked:
+        _report_stuck(joint, workers, findings)
+        return
     stats["levels"] = races.before.depth
     report_clashes(Clashes(joint, graphs, races.clashes), findings)
+    if not findings.errors:
+        _report_mixed(races, findings)
     for code, found, text in (
         ("late-read", races.late, "which only later tasks write: what the iteration before left there"),
         ("unwritten-read", joint.gaps, "where no task writes it"),
@@ -135,12 +142,26 @@ def races_of(
     nodes = joint.nodes
     serial = fire(nodes, serial=True)
     before = HappensBefore(nodes, serial)
+    if len(serial) < len(nodes):
+        return Races(joint, before, (), (), blocked=True)
     swept = sweep(nodes, serial, before, joint.touches)
     clashes = swept.clashes
     if workers is not None and clashes:
         clocks = QueueClocks(nodes, serial)
         clashes = [clash for clash in clashes if not clocks.before(clash.first, clash.second)]
     return Races(joint, before, clashes, [(index, cell) for index, cell in swept.late if nodes[index].turn == 0])
+
+
+def _report_mixed(races: Races, findings: Findings) -> None:
+    """Counters add up over iterations: no signal of the next one may come before all of this one are there."""
+    awaited = {wait.counter for node in races.joint.nodes for wait in node.waits}
+    for index, node in enumerate(races.joint.nodes):
+        counter = node.out_counter - counter_of(0, 0, 1)
+        if node.turn and counter in awaited and not races.before.reached((counter,), races.before.wait_class[index]):
+            text = "may signal its event while a task of this one that signals it, too, is not done"
+            findings.error("mixed-iterations", f"{races.joint.name(index)}: {text}", node.place)
+            if findings.full:
+                return
 
 
 def _ends_last(joint: Joint, graph: MpkGraph) -> bool:

@@ -278,11 +278,14 @@ def _insert(document: dict[str, Any], added: Sequence[tuple[int, dict[str, Any]]
 
 
 def _in_order(graphs: Sequence[MpkGraph]) -> list[MpkGraph]:
-    """The graphs with their lists in an order that any number of workers can take, the given one where that is such."""
+    """The graphs with their lists in an order that any number of workers can take, the given one where that is such or
+    none is."""
     nodes = [node for graph in graphs for node in nodes_of(graph, 1)]
     if len(fire(nodes, serial=True)) == len(nodes):
         return list(graphs)
     order = fire(nodes, keys=[node.place for node in nodes])
+    if len(order) < len(nodes):
+        return list(graphs)
     made = []
     for graph in graphs:
         places = [nodes[index].place for index in order if nodes[index].rank == graph.rank]

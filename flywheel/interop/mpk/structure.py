@@ -12,6 +12,7 @@ from typing import Final
 from flywheel.interop.mpk.explain import name_of
 from flywheel.interop.mpk.graph import (
     BEGIN_TASK,
+    EMPTY,
     END,
     EVENT_TYPES,
     FIRST_TASK,
@@ -19,6 +20,7 @@ from flywheel.interop.mpk.graph import (
     LAUNCH_DEPENDENT,
     LAUNCHING,
     TERMINATE_TASK,
+    TERMINATION,
     MpkGraph,
     is_remote,
     place_of,
@@ -41,13 +43,14 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
         "cycle": "tasks that wait for each other",
         "queue-deadlock": "workers' queues that block for ever",
         "queue-overflow": "more tasks than a worker's queue holds",
+        "mixed-iterations": "an event that the next iteration may signal in place of this one",
         "race-read": "a read that is in no order with a write of the same bytes",
         "race-write": "two writes of the same bytes that are in no order",
         "missing-rank": "a rank whose file is not here: it is taken to be as another one",
         "unknown-type": "a type of task that is not known: it counts as if it wrote all that it lists",
         "late-read": "a read of what only later tasks write: of what the iteration before left there",
         "unwritten-read": "a read of bytes that no task writes, beside others that are written",
-        "blocking-launch": "a task that one event launches and that waits for another, in front of later ones",
+        "blocking-launch": "a task launched late that waits, or that one launched at the start waits for",
         "unfinished-collective": "an all-reduce that signals before its non-blocking transfer is known to be done",
     }
 )
@@ -72,6 +75,10 @@ def check_graph(graph: MpkGraph, findings: Findings) -> None:
     for place, task in enumerate(graph.tasks):
         if place >= FIRST_TASK:
             _check_kind(graph, place, findings)
+        elif task.dependent != INVALID:
+            findings.error(
+                "bad-event", f"{name_of(graph, place)}: waits for an event, which its place in the list cannot"
+            )
         _check_event(graph, place, task.dependent, "waits for", findings)
         _check_event(graph, place, task.trigger, "signals", findings)
         if findings.full:
@@ -112,6 +119,10 @@ def _check_kind(graph: MpkGraph, place: int, findings: Findings) -> None:
     elif listed != (kind.inputs, kind.outputs):
         text = f"{listed[0]} inputs and {listed[1]} outputs, not {kind.inputs} and {kind.outputs}"
         findings.error("bad-task", f"{name_of(graph, place)}: {text}", place)
+    if task.trigger == INVALID and task.kind in PUTS:
+        findings.error(
+            "bad-event", f"{name_of(graph, place)}: signals no event, so whose memory it writes is not known"
+        )
     if task.trigger != INVALID and is_remote(task.trigger) != (task.kind in PUTS):
         far = is_remote(task.trigger)
         text = "signals another GPU's event, which its type cannot" if far else "signals no other GPU"
@@ -145,21 +156,72 @@ def _check_launches(graph: MpkGraph, findings: Findings) -> None:
                 return
         elif events != [begin] and graph.tasks[place].dependent not in (INVALID, events[0]):
             text = f"launched by event {events[0]}, and waits for event {place_of(graph.tasks[place].dependent)}"
-            findings.warn("blocking-launch", f"{name_of(graph, place)}: {text}", place)
+            findings.error("blocking-launch", f"{name_of(graph, place)}: {text}", place)
+
+
+def _check_signallers(graphs: Sequence[MpkGraph], findings: Findings) -> None:
+    """Launching and ending events have signals of their own GPU only, that of task 1 only task 1's, event 0 none."""
+    by_rank = {graph.rank: graph for graph in graphs}
+    for graph in graphs:
+        for place, task in enumerate(graph.tasks):
+            target = None if task.trigger == INVALID else by_rank.get(rank_of(task.trigger))
+            if target is None or place == TERMINATE_TASK:
+                continue
+            number = place_of(task.trigger)
+            if number >= len(target.events):
+                text = f"of {len(target.events)}"
+            elif not number or target.events[number].kind == TERMINATION:
+                text = "which ends the launch"
+            elif place != BEGIN_TASK and number == place_of(target.tasks[BEGIN_TASK].trigger):
+                text = "which begins an iteration"
+            elif target.rank != graph.rank and target.events[number].kind != EMPTY:
+                text = f"of another GPU, which is {EVENT_TYPES[target.events[number].kind]}"
+            else:
+                continue
+            findings.error("bad-event", f"{name_of(graph, place)}: signals event {number} {text}", place)
+            if findings.full:
+                return
+
+
+def _check_prelaunched(graphs: Sequence[MpkGraph], findings: Findings) -> None:
+    """No task launched at the start waits for one that is launched later, which may stand behind it in its queue."""
+    late: set[tuple[int, int]] = set()
+    prelaunched: list[tuple[MpkGraph, int]] = []
+    for graph in graphs:
+        begin = place_of(graph.tasks[BEGIN_TASK].trigger)
+        for place, events in launched_by(graph).items():
+            task = graph.tasks[place]
+            if events == [begin]:
+                prelaunched.append((graph, place))
+            elif task.trigger != INVALID:
+                late.add((rank_of(task.trigger), place_of(task.trigger)))
+    for graph, place in prelaunched if late else []:
+        dependent = graph.tasks[place].dependent
+        if dependent != INVALID and (graph.rank, place_of(dependent)) in late:
+            text = (
+                f"launched at the start, and waits for event {place_of(dependent)}, which a task launched later signals"
+            )
+            findings.error("blocking-launch", f"{name_of(graph, place)}: {text}", place)
+            if findings.full:
+                return
 
 
 def check_joins(graphs: Sequence[MpkGraph], findings: Findings) -> None:
     """Every event that somebody awaits, or that launches or ends, needs exactly all tasks that signal it."""
+    _check_signallers(graphs, findings)
+    _check_prelaunched(graphs, findings)
+    if findings.errors:
+        return
     made = producers(graphs)
     for graph in graphs:
         awaited = {place_of(task.dependent) for task in graph.tasks if task.dependent != INVALID}
         for number, event in enumerate(graph.events):
             count = made[graph.rank, number]
-            wanted = number in awaited or event.kind in LAUNCHING or event.kind == END
-            if count == event.triggers or not wanted:
+            acts = event.kind in LAUNCHING or event.kind == END
+            if (count == event.triggers and (count or not acts)) or not (acts or number in awaited):
                 continue
             where = f"rank {graph.rank} event {number}: needs {event.triggers} signals and has {count}"
-            if count < event.triggers:
+            if count < event.triggers or not count:
                 findings.error("unsatisfiable-wait", f"{where}, so what waits for it waits for ever")
             else:
                 findings.error("partial-join", f"{where}, so it may be met while one of them is not done")

@@ -74,9 +74,14 @@ def _body(dice: random.Random, written: list[int]) -> Body:
         inputs = (source, CACHE, CACHE)
         if dice.random() < 0.5:
             past = {**heads, "pos": 1, "kv_rows": 1}
-            return InstructionKind.ATTENTION_TILE, inputs, (target,), past, [(source, ALL), (CACHE, FIRST_ROW)], [
-                (target, ALL)
-            ]
+            return (
+                InstructionKind.ATTENTION_TILE,
+                inputs,
+                (target,),
+                past,
+                [(source, ALL), (CACHE, FIRST_ROW)],
+                [(target, ALL)],
+            )
         return InstructionKind.ATTENTION_TILE, inputs, (target,), heads, [(source, ALL), (CACHE, ALL)], [(target, ALL)]
     step = {"op": "COPY", "out_shape": [1, width], "out_dtype": "F32"}
     if kind == 4:
@@ -189,8 +194,8 @@ def touches_of(bodies: list[Body], dice: random.Random) -> list[Touches]:
         own = {(number, column) for number, columns in writes for column in columns}
         read = {(number, column) for number, columns in reads for column in columns if number > WEIGHT} - own
         cells = [tuple(sorted(number * 16 + column for number, column in some)) for some in (read, own)]
-        reads = [cells[0]] if cells[0] else []
-        found.append(Touches(reads, adds=[cells[1]]) if dice.random() < adding else Touches(reads, [cells[1]]))
+        parts = [cells[0]] if cells[0] else []
+        found.append(Touches(parts, adds=[cells[1]]) if dice.random() < adding else Touches(parts, [cells[1]]))
     return found
 
 
