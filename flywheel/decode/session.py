@@ -180,7 +180,7 @@ class ReferenceSession:
         """As DecodeSession says."""
         check_prompt(self.spec, self.context, token_ids)
         if self._prefill is None:
-            given = {key: typed(key, tensor, self.dtype) for key, tensor in self._weights.items()}
+            given = {key: typed(key, tensor, self.dtype, DType.F32) for key, tensor in self._weights.items()}
             self._prefill = Prefill(self.spec, {key: each.to(self.caches.device) for key, each in given.items()})
         self._prefill(token_ids, self.caches)
 

@@ -62,7 +62,9 @@ class Source:
             check_memory(f"{self.name}: its weights", dtype.nbytes(self.spec.n_params), device)
             weights = random_weights(self.spec, seed, wanted, device)
         else:
-            weights = {key: typed(key, tensor, dtype).to(device) for key, tensor in self.stored.items()}
+            usual = self.formats(dtype).usual
+            scales = DType.F32 if usual is None else usual.scale_dtype(dtype)
+            weights = {key: typed(key, tensor, dtype, scales).to(device) for key, tensor in self.stored.items()}
         if self.scheme is None:
             return weights if formats == PLAIN else quantised(self.spec, weights, formats, dtype)
         own, name = self.formats(dtype), dtype.name.lower()

@@ -32,6 +32,8 @@ def the_format(formats: WeightFormats, tied_head: bool) -> WeightFormat:
         raise UsageError("quantize: lm_head is tied to the embedding, and a checkpoint has one tensor for both")
     if own.zeros and own.rows != 1:
         raise UsageError(f"quantize: {own.name}: zero points of a whole tensor or of blocks are not packed")
+    if own.codes is DType.I4 and own.rows == BLOCK:
+        raise UsageError(f"quantize: {own.name}: numbers of 4 bits by blocks are not packed; int4, int4-row or int4-gN")
     return own
 
 

@@ -36,8 +36,6 @@ _BOUNDS: Final = MappingProxyType({DType.I8: (-128, 127), DType.I4: (-8, 7)})
 _SHRINKS: Final = tuple(1.0 - step / 40 for step in range(17))
 """Of the scale that holds the largest element, what is tried for the least squared error: 1 down to 0.6."""
 
-_CODES: Final = MappingProxyType({torch.int8: DType.I8, torch.float8_e4m3fn: DType.F8E4M3, torch.uint8: DType.I4})
-
 
 def quantise(
     matrix: Tensor, format: WeightFormat, dtype: DType, *, best: bool = False
@@ -45,7 +43,8 @@ def quantise(
     """(codes, scales, zero points) of a matrix [N, K], rounded to nearest, for programs that compute in `dtype`.
 
     The scale of a group holds its largest element, or with `best` is the one of _SHRINKS times that with the least
-    squared error. A group of zeros has scale 1. Raises WeightsError for elements that are not finite.
+    squared error. A group of zeros has scale 1. Raises WeightsError for elements that are not finite, and for a scale
+    that its type does not hold.
     """
     rows, width = matrix.shape
     shared, group = min(format.rows_per_scale((rows, width)), rows), format.group_of((rows, width))
@@ -99,6 +98,8 @@ def _scales(low: Tensor, high: Tensor, format: WeightFormat, dtype: DType) -> tu
     else:
         wanted = torch.maximum(-low, high) / _LARGEST[format.codes]
     scales = torch.where(wanted > 0, wanted.clamp(min=torch.finfo(stored).tiny), 1.0).to(stored)
+    if not bool(torch.isfinite(scales).all()):
+        raise WeightsError(f"a group needs a scale of {float(wanted.max()):g}, more than {str(stored)[6:]} holds")
     if not format.zeros:
         return scales, torch.zeros_like(low)
     return scales, (least - low / scales.float()).round().clamp(least, most)
@@ -182,7 +183,8 @@ def matrix_of(weights: Mapping[str, Tensor], key: str, wide: torch.dtype = torch
 
 
 def whole(spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-    """Weights with every quantised matrix as what it means, rounded to `dtype`; a tied head stays the embedding's."""
+    """Weights with every quantised matrix as what it means, rounded to `dtype`; a tied head that is
+    quantised has a key of its own, beside the embedding's."""
     found = {key: tensor for key, tensor in weights.items() if not is_part(key)}
     for _, key in matrix_keys(spec):
         matrix = matrix_of(weights, key)
@@ -203,14 +205,12 @@ def same_layouts(spec: DecoderSpec, one: WeightFormats, other: WeightFormats, dt
     return True
 
 
-def typed(key: str, tensor: Tensor, dtype: DType) -> Tensor:
-    """A tensor as programs that compute in `dtype` take it: codes and zero points as they are; scales of several groups
-    of a row as they are where they have that type, else in float32, as all other scales."""
+def typed(key: str, tensor: Tensor, dtype: DType, scales: DType) -> Tensor:
+    """A tensor as programs that compute in `dtype`, with scales of type `scales`, take it; codes and zero points as
+    they are."""
     if not is_part(key):
         return tensor.to(TORCH_DTYPES[dtype])
-    if key.endswith(".scales") and not (tensor.dtype == TORCH_DTYPES[dtype] and tensor.shape[1] > 1):
-        return tensor.float()
-    return tensor
+    return tensor.to(TORCH_DTYPES[scales]) if key.endswith(".scales") else tensor
 
 
 def is_part(key: str) -> bool:
@@ -223,26 +223,9 @@ def shape_of(codes: Tensor) -> Shape:
     return (codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1))
 
 
-def formats_in(spec: DecoderSpec, given: Mapping[str, Tensor], dtype: DType) -> WeightFormats:
-    """The formats of weights that are computed with in `dtype`. Raises WeightsError where layers have matrices of a
-    role in different ones."""
-    found: dict[str, WeightFormat | None] = {}
-    for role, key in matrix_keys(spec):
-        codes = given.get(codes_of(key))
-        own = None
-        if codes is not None:
-            scales = given[scales_of(key)]
-            wide = scales.dtype != TORCH_DTYPES[dtype]
-            own = format_of(_CODES[codes.dtype], shape_of(codes), tuple(scales.shape), zeros_of(key) in given, wide)
-        if found.setdefault(role, own) != own:
-            was = found[role]
-            names = ["not quantised" if each is None else each.name for each in (own, was)]
-            raise WeightsError(f"tensor {key!r} is {names[0]}, that of the layer before {names[1]}; layers must agree")
-    return _most_common(found)
-
-
 def formats_of_program(program: MegakernelProgram, dtype: DType) -> WeightFormats:
-    """The formats of a program's matrices, by those of its first layer; `dtype` is what it computes in."""
+    """The formats of a program's matrices, by those of its first layer; `dtype` is what it computes in. Of names for
+    the same bytes, it finds one."""
     held = {buffer.source: buffer for buffer in program.buffers if buffer.kind is BufferKind.WEIGHT}
     found: dict[str, WeightFormat | None] = {}
     for role in MATRICES:
@@ -250,9 +233,8 @@ def formats_of_program(program: MegakernelProgram, dtype: DType) -> WeightFormat
         codes, scales = held.get(codes_of(key)), held.get(scales_of(key))
         found[role] = None
         if codes is not None and scales is not None:
-            wide = scales.dtype is DType.F32 and dtype is not DType.F32
             shapes = (codes.shape[0], codes.shape[1]), (scales.shape[0], scales.shape[1])
-            found[role] = format_of(codes.dtype, *shapes, zeros_of(key) in held, wide)
+            found[role] = _format_of(codes.dtype, *shapes, zeros_of(key) in held, scales.dtype, dtype)
     return _most_common(found)
 
 
@@ -261,11 +243,12 @@ def _most_common(found: Mapping[str, WeightFormat | None]) -> WeightFormats:
     return formats_of(found, max(layers, key=layers.count))
 
 
-def format_of(codes: DType, shape: Shape, scales: Shape, zeros: bool, wide: bool) -> WeightFormat:
-    """The format of a matrix [N, K] with scales of that shape; `wide` where they are F32 and what is computed in is
-    not. Where a tensor, a row and a block are the same, a row is what is meant."""
+def _format_of(codes: DType, shape: Shape, scales: Shape, zeros: bool, stored: DType, dtype: DType) -> WeightFormat:
+    """The format of a matrix [N, K] with `stored` scales of shape `scales`. Where a tensor, a row and a block are the
+    same, a row is what is meant. Scales of rows are F32: others, of a group as wide as a row, are that group's."""
     shared, group = rows_per_scale(shape[0], scales[0]), shape[1] // scales[1]
     if shared == 1:
-        return WeightFormat(codes, 1, None if group == shape[1] else group, zeros, wide and group != shape[1])
+        by_rows = group == shape[1] and stored is DType.F32
+        return WeightFormat(codes, 1, None if by_rows else group, zeros, stored is not dtype and not by_rows)
     whole = shared == shape[0] and group == shape[1]
     return WeightFormat(codes, None, None, zeros) if whole else WeightFormat(codes, BLOCK, BLOCK, zeros)

@@ -22,6 +22,9 @@ words of 32 bits as compressed-tensors, GPTQ or AWQ do."""
 
 _FIELD: Final = "quantization_config"
 _PLAIN_FORMATS: Final = ("int-quantized", "float-quantized", "naive-quantized")
+_HEAD_NAMES: Final = frozenset({HEAD, *(f"re:{a}{HEAD}{b}" for a in ("", "^", ".*") for b in ("", "$", ".*"))})
+"""What `ignore` calls the head; patterns are not run, for one may take forever."""
+
 _INTEGERS: Final = MappingProxyType({4: DType.I4, 8: DType.I8})
 
 
@@ -118,7 +121,7 @@ def _compressed(fields: _Fields) -> Scheme:
         raise group.refusal("targets", '["Linear"]')
     packed = form == "pack-quantized"
     own = _compressed_format(group.below("weights"), packed)
-    head = not any(each in (HEAD, "re:.*lm_head") for each in fields.names("ignore"))
+    head = not any(each in _HEAD_NAMES for each in fields.names("ignore"))
     asked = group.values.get("input_activations") is not None
     return Scheme("compressed-tensors", "packed" if packed else "plain", own, head, activations=asked)
 
@@ -151,12 +154,11 @@ def _fp8(fields: _Fields) -> Scheme:
     fields.one_of("fmt", ("e4m3",), "e4m3")
     fields.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
     size = fields.values.get("weight_block_size")
-    head = HEAD not in (*fields.names("modules_to_not_convert"), *fields.names("ignored_layers"), HEAD)
     if size is None:
-        return Scheme("fp8", "plain", WeightFormat(DType.F8E4M3, None, None), head, activations=True)
+        return Scheme("fp8", "plain", WeightFormat(DType.F8E4M3, None, None), False, activations=True)
     if size != [BLOCK, BLOCK]:
         raise fields.refusal("weight_block_size", f"[{BLOCK}, {BLOCK}] or absent")
-    return Scheme("fp8", "inverse", WeightFormat(DType.F8E4M3, BLOCK, BLOCK), head, activations=True)
+    return Scheme("fp8", "inverse", WeightFormat(DType.F8E4M3, BLOCK, BLOCK), False, activations=True)
 
 
 def _gptq(fields: _Fields) -> Scheme:

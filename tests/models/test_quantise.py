@@ -13,15 +13,15 @@ from flywheel.models.decoder import decode_step
 from flywheel.models.formats import WeightFormat, parse_formats
 from flywheel.models.quantise import (
     dequantise,
-    formats_in,
     formats_of_program,
     pack,
     quantise,
     quantised,
+    same_layouts,
     unpack,
     whole,
 )
-from flywheel.models.weights import random_weights
+from flywheel.models.weights import bind, random_weights
 
 NAMES = ("fp8", "fp8-tensor", "fp8-block", "int8", "int8-zeros", "int8-block", "int4-g32", "int4-g32-zeros", "int4-row")
 
@@ -90,24 +90,30 @@ def test_elements_that_are_not_finite_are_refused_by_the_tensors_key() -> None:
 
 
 @pytest.mark.parametrize("text", ["int4-g32,lm_head=int8", "fp8,q_proj=bf16", "int8-zeros", "fp8-tensor"])
-def test_weights_and_programs_tell_their_formats(text: str) -> None:
+def test_programs_tell_their_formats(text: str) -> None:
     spec = replace(spec_of("qwen2", 2), tied_head=True)
     formats = parse_formats(text, "bf16")
-    given = quantised(spec, random_weights(spec, 0), formats, DType.BF16)
-    assert formats_in(spec, given, DType.BF16) == formats
     program = lower(decode_step(spec, 64, formats=formats), ScheduleConfig(), TARGET)
     assert formats_of_program(program, DType.BF16) == formats
     assert program.meta["weights"] == text
 
 
-def test_layers_in_different_formats_are_refused() -> None:
-    spec = spec_of("llama", 2)
-    plain = random_weights(spec, 0)
-    mixed = quantised(spec, plain, parse_formats("int8", "bf16"), DType.BF16)
-    key = "model.layers.1.self_attn.q_proj.weight"
-    given = {name: tensor for name, tensor in mixed.items() if not name.startswith(f"{key}.")} | {key: plain[key]}
-    with pytest.raises(WeightsError, match=f"tensor '{key}' is not quantised, that of the layer before int8"):
-        formats_in(spec, given, DType.BF16)
+@pytest.mark.parametrize("text", ["int4", "int4-zeros", "int8-g128", "int4-row"])
+def test_weights_bind_where_a_group_is_as_wide_as_a_row(text: str) -> None:
+    spec = replace(spec_of("llama", 1), hidden=128, head_dim=32, intermediate=256)
+    program = lower(decode_step(spec, 64, formats=parse_formats(text, "bf16")), ScheduleConfig(), TARGET)
+    formats = formats_of_program(program, DType.BF16)
+    assert same_layouts(spec, formats, parse_formats(text, "bf16"), DType.BF16)
+    given = quantised(spec, random_weights(spec, 0), formats, DType.BF16)
+    bound = bind(program, given)
+    key = next(name for name in bound if "q_proj" in name and name.endswith("scales"))
+    assert bound[key].dtype is (torch.float32 if text == "int4-row" else torch.bfloat16)
+
+
+def test_a_scale_that_its_type_cannot_hold_is_refused() -> None:
+    huge = torch.full((2, 128), 65504.0 * 8)
+    with pytest.raises(WeightsError, match=r"a group needs a scale of .* more than float16 holds"):
+        quantise(huge, named("int4"), DType.F16)
 
 
 def test_whole_weights_are_what_the_codes_mean() -> None:

@@ -26,6 +26,7 @@ from flywheel.lowering.lower import lower
 from flywheel.models.formats import parse_formats
 from flywheel.models.hf import load_scheme, load_spec
 from flywheel.models.quantise import matrix_of
+from flywheel.models.schemes import read_scheme
 from flywheel.models.weights import checkpoint_tensors, random_weights
 from flywheel.search.space import make_space
 from flywheel.search.workload import make_workload
@@ -308,3 +309,10 @@ def test_a_quantised_checkpoint_is_not_quantised_again() -> None:
     source = open_source(str(WRITTEN / "w4a16"))
     with pytest.raises(UsageError, match="its checkpoint is int4-g32; weights int8 would quantise it once more"):
         source.weights(DType.BF16, 0, formats=parse_formats("int8", "bf16"))
+
+
+@pytest.mark.parametrize("name", ["lm_head", "re:.*lm_head", "re:.*lm_head.*", "re:.*lm_head$", "re:lm_head"])
+def test_patterns_of_the_head_leave_it_unquantised(name: str) -> None:
+    scheme = read_scheme({"quantization_config": {**INT8, "ignore": [name]}}, "here")
+    assert scheme is not None
+    assert not scheme.head

@@ -62,9 +62,11 @@ def params_rows(params: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.void]:
 def coded_rows(nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer]) -> dict[int, Coded]:
     """Quantised matrices by the rows of their buffers; `scales` and `zeros` are rows, too.
 
-    Raises InvalidProgramError naming a task that multiplies by one of them in another way than one before it.
+    Raises InvalidProgramError naming a task that multiplies by one of them in another way than one before it,
+    or with the scales of another matrix.
     """
     found: dict[int, Coded] = {}
+    scaled: dict[int, int] = {}
     steps = [[step for step in routine.steps if step.coded is not None] for routine in routines]
     for node in nodes:
         for step in steps[node.form]:
@@ -79,6 +81,12 @@ def coded_rows(nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequ
                 raise InvalidProgramError(
                     f"task {node.task.id} ({node.task.label}): {node.task.op.name} scales buffer {buffers[row].id} "
                     f"({buffers[row].name}) in another way than a task before it"
+                )
+            if scaled.setdefault(coded.scales, row) != row:
+                raise InvalidProgramError(
+                    f"task {node.task.id} ({node.task.label}): buffer {buffers[coded.scales].id} "
+                    f"({buffers[coded.scales].name}) has scales of {buffers[scaled[coded.scales]].name}, not of "
+                    f"{buffers[row].name}: a matrix needs its own"
                 )
     return found
 
