@@ -42,10 +42,10 @@ def program_of(config: str) -> MegakernelProgram:
 def test_a_stream_is_what_steps_of_the_reference_vm_say(config: str) -> None:
     weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
     expected = generate(
-        ReferenceSession(program_of(config), SPEC, weights), make_request(PROMPT, 12, frozenset(), SPEC, CONTEXT)
+        ReferenceSession(program_of(config), SPEC, weights), make_request(PROMPT, 6, frozenset(), SPEC, CONTEXT)
     )
     with emulated_session(EmulatedGpu(), program_of(config), SPEC, weights) as session:
-        tokens = list(session.stream(PROMPT, len(PROMPT) + 11))
+        tokens = list(session.stream(PROMPT, len(PROMPT) + 5))
     assert tuple(tokens) == expected.token_ids
     assert len(set(tokens)) > 1
 
@@ -63,12 +63,12 @@ def test_a_stream_that_is_left_early_gives_its_memory_back_and_the_next_one_is_r
     weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
     gpu = EmulatedGpu()
     with emulated_session(gpu, program_of("data"), SPEC, weights) as session:
-        whole = list(session.stream(PROMPT, 12))
+        whole = list(session.stream(PROMPT, 6))
         held = set(gpu._held)
-        with closing(session.stream(PROMPT, 30)) as stream:
+        with closing(session.stream(PROMPT, 12)) as stream:
             assert [next(stream), next(stream)] == whole[:2]
         assert set(gpu._held) == held
-        assert list(session.stream(PROMPT, 12)) == whole
+        assert list(session.stream(PROMPT, 6)) == whole
     assert AHEAD > 1  # so that launches were queued behind the second token
 
 
