@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -14,6 +15,7 @@ from flywheel.cli.text import complain, note, size
 from flywheel.errors import ConfigError, UsageError
 from flywheel.installing import install_line
 from flywheel.ir import MegakernelProgram, ScheduleConfig
+from flywheel.search.device import DEFAULT_GPU, gpu_of
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-DEFAULT_GPU: Final = "h100"
 _EXTRAS: Final = {
     "torch": "torch", "safetensors": "hf", "tokenizers": "hf", "fastapi": "serve", "uvicorn": "serve",
     "prometheus_client": "serve",
@@ -101,13 +102,10 @@ def open_session(
 
     Raises as ReferenceSession or CudaModel and its `load` do.
     """
+    from flywheel.decode import opening
     from flywheel.decode.interface import read_interface
-    from flywheel.decode.session import ReferenceSession
-    from flywheel.models.quantise import formats_of_program
 
-    interface = read_interface(program, source.spec)
-    dtype = interface.dtype
-    formats = formats_of_program(program, dtype)
+    dtype = read_interface(program, source.spec).dtype
     if source.scheme is not None and source.scheme.activations:
         note(f"flywheel: {source.name}: its checkpoint asks for 8 bit activations; they stay {dtype.name.lower()} here")
     if source.stored is None:
@@ -115,16 +113,7 @@ def open_session(
         note(f"flywheel: RANDOM WEIGHTS of seed {seed}: {where}; text that they make means nothing")
     elif dtype.nbytes(source.spec.n_params) > _SOON_LOADED:
         note(f"flywheel: loading the weights of {source.name}, {size(dtype.nbytes(source.spec.n_params))}")
-    if device == "cuda":
-        from flywheel.decode.cuda import CudaModel, prepare_torch
-        from flywheel.vm.driver import open_gpu
-
-        prepare_torch()
-        weights = source.weights(dtype, seed, "cuda", formats)
-        model = CudaModel(open_gpu(), source.spec, dtype, interface.context, weights, interface.batch)
-        return model.load(program), weights
-    weights = source.weights(dtype, seed, formats=formats)
-    return ReferenceSession(program, source.spec, weights, order=order, seed=seed), weights
+    return opening.open_session(program, source, seed, device, ExitStack(), order)  # until the process ends
 
 
 def lower_model(
@@ -149,7 +138,7 @@ def lower_model(
     schedule = given if isinstance(given, Schedule) else None
     config = schedule.config if schedule is not None else given
     workload = settle_work(
-        source, schedule, _default_gpu(device), gpu=gpu, dtype=dtype, context=context, batch=batch, weights=weights
+        source, schedule, gpu_of(device), gpu=gpu, dtype=dtype, context=context, batch=batch, weights=weights
     )
     graph = workload.graph
     try:
@@ -162,14 +151,3 @@ def lower_model(
     except ConfigError as error:
         complain(f"rejected: {error}")
         raise click.exceptions.Exit(REJECTED) from error
-
-
-def _default_gpu(device: str) -> str:
-    if device != "cuda":
-        return DEFAULT_GPU
-    from flywheel.measure.device import Device
-    from flywheel.search.device import target_here
-    from flywheel.vm.driver import open_gpu
-
-    gpu = open_gpu()
-    return target_here(Device(gpu.name, gpu.num_sms, gpu.total_bytes)).name

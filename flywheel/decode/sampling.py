@@ -19,13 +19,16 @@ _COLDEST: Final = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What a request asks for, in the order in which it applies.
+    """What a request asks for. Its steps follow each other in this order.
 
-    `repetition_penalty` divides the positive and multiplies the negative logits of tokens that the text holds,
-    `temperature` divides all (0 takes the largest), `top_k` keeps so many and what equals the last of them (0 all),
-    `min_p` those that are at least that share as likely as the likeliest, `top_p` the fewest likely ones that hold that
-    much of what is left. `seed` and a token's position decide the draw, whatever else runs. Raises UsageError for a
-    value out of its range.
+    - `repetition_penalty` changes the logits of tokens that the text holds: it divides positive ones and multiplies
+      negative ones.
+    - `temperature` divides all logits. 0 takes the largest and draws nothing.
+    - `top_k` keeps that many of the largest, and what equals the last of them. 0 keeps all.
+    - `min_p` keeps tokens whose share is at least that part of the largest share.
+    - `top_p` keeps the fewest tokens, likeliest first, whose shares add up to it.
+
+    `seed` and a token's position decide the draw, whatever else runs. Raises UsageError for a value out of its range.
     """
 
     temperature: float = 0.0

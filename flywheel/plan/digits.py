@@ -24,10 +24,10 @@ _BLANK, _OPEN, _CLOSE, _EQUAL = b" []="
 def written(table: array[int], parts: tuple[int, int], layers: Layers, params: array[int], sms: array[int]) -> bytes:
     """A line for each run of all layers: opcode, inputs, outputs, counter, waits, and its tasks' ids, params and SMs.
 
-    `table` has of each run: its opcode; how many inputs there are, and these; the same of the outputs; the counter; how
-    many waits there are, and counter and threshold of each; and how many pieces its tasks come in, each as where it
-    begins in `params`, the numbers of the tasks' params, and how long it is. `parts` are where the template's first run
-    begins and its last one ends.
+    `table` holds these numbers of each run, in this order: the opcode, the inputs, the outputs, the counter, the waits,
+    the pieces. A list has its length before it. A wait is a counter and a threshold. A piece is a part of the run's
+    tasks: where its params begin in `params`, how many params a task has, and how many tasks there are. `parts` are
+    where the template's first run begins and its last one ends.
     """
     template = parts[1] - parts[0]
     text = np.empty(_LONGEST * (3 * len(sms) + len(table) + (layers.times - 1) * template), np.uint8)

@@ -12,6 +12,9 @@ from flywheel.ir import TARGETS, GpuTarget
 from flywheel.measure.device import GENERIC, Device, is_target, target_of
 from flywheel.measure.environment import list_gpus
 
+DEFAULT_GPU: Final = "h100"
+"""What programs for the reference VM are lowered for where nobody names a GPU."""
+
 _MEASURES: Final = ("torch", "cuda.bindings", "cuda.core", "pynvml")
 """What measuring imports."""
 
@@ -61,3 +64,14 @@ def target_here(device: Device) -> GpuTarget:
     from flywheel.vm.driver import describe_gpu
 
     return target_of(device) or describe_gpu()[1]
+
+
+def gpu_of(device: str) -> str:
+    """The GPU that programs for a device are lowered for where nobody names one: of `cuda` this machine's, else
+    DEFAULT_GPU. Raises NoGpuError where `cuda` has none."""
+    if device != "cuda":
+        return DEFAULT_GPU
+    from flywheel.vm.driver import open_gpu
+
+    gpu = open_gpu()
+    return target_here(Device(gpu.name, gpu.num_sms, gpu.total_bytes)).name

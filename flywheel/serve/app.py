@@ -7,7 +7,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -182,11 +182,10 @@ class _Answer:
     async def begin(self, request: Request) -> None:
         """Return once the request is being answered, so that what refuses it has a status of its own. Raises
         _FailedError, also where the client has left."""
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.drop)
             said = await _unless_left(request, self._next())
-        except BaseException:
-            self.drop()
-            raise
+            undo.pop_all()
         assert isinstance(said, Begun)
         self.prompt_tokens = said.prompt_tokens
 

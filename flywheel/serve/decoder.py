@@ -8,24 +8,22 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal, Self
 
-from flywheel.decode.interface import read_interface
+from flywheel.decode.opening import open_session
 from flywheel.decode.request import make_request
 from flywheel.decode.sampling import GREEDY, Sampling
-from flywheel.decode.session import DecodeSession, ReferenceSession
+from flywheel.decode.session import DecodeSession
 from flywheel.decode.source import Source, open_source
 from flywheel.errors import NoGpuError, UsageError
-from flywheel.ir import MegakernelProgram
 from flywheel.lowering.lower import lower
-from flywheel.models.quantise import formats_of_program
 from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer
 from flywheel.search.chosen import Chosen, choose_schedule, settle_work
+from flywheel.search.device import gpu_of
 from flywheel.serve.text import Streamer
 from flywheel.store.schedule import Schedule, load_schedule
 
 Finish = Literal["stop", "length"]
 Device = Literal["reference", "cuda"]
 Prompt = str | Sequence[int]
-DEFAULT_GPU: Final = "h100"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +107,12 @@ class Decoder:
         source = open_source(model)
         given = load_schedule(schedule) if isinstance(schedule, str) else schedule
         chosen_device: Device = device if device is not None else "cuda" if _gpu_here() else "reference"
-        here = _gpu_name(chosen_device)
+        here = gpu_of(chosen_device)
         workload = settle_work(source, given, here, gpu=gpu, dtype=dtype, context=context, weights=weights)
         chosen = Chosen(given.config, "as given") if given is not None else choose_schedule(workload)
         program = lower(workload.graph, chosen.config, workload.target)
         with ExitStack() as undo:
-            session = _open(program, source, seed, chosen_device, undo)
+            session, _ = open_session(program, source, seed, chosen_device, undo)
             return cls(source, session, chosen.words, chosen_device, undo.pop_all().close)
 
     def __enter__(self) -> Self:
@@ -206,20 +204,6 @@ def _no_text(token_ids: Sequence[int]) -> str:
     return ""
 
 
-def _open(program: MegakernelProgram, source: Source, seed: int, device: Device, undo: ExitStack) -> DecodeSession:
-    interface = read_interface(program, source.spec)
-    formats = formats_of_program(program, interface.dtype)
-    if device == "reference":
-        return ReferenceSession(program, source.spec, source.weights(interface.dtype, seed, formats=formats))
-    from flywheel.decode.cuda import CudaModel, prepare_torch
-    from flywheel.vm.driver import open_gpu
-
-    prepare_torch()
-    weights = source.weights(interface.dtype, seed, "cuda", formats)
-    model = undo.enter_context(CudaModel(open_gpu(), source.spec, interface.dtype, interface.context, weights))
-    return undo.enter_context(model.load(program))
-
-
 def _gpu_here() -> bool:
     from flywheel.vm.driver import open_gpu
 
@@ -228,14 +212,3 @@ def _gpu_here() -> bool:
     except NoGpuError:
         return False
     return True
-
-
-def _gpu_name(device: Device) -> str:
-    if device == "reference":
-        return DEFAULT_GPU
-    from flywheel.measure.device import Device as Found
-    from flywheel.search.device import target_here
-    from flywheel.vm.driver import open_gpu
-
-    gpu = open_gpu()
-    return target_here(Found(gpu.name, gpu.num_sms, gpu.total_bytes)).name

@@ -51,12 +51,6 @@ __device__ __forceinline__ void clear_partials(float* partial, int row_blocks, i
     __syncwarp();
 }
 
-#ifdef FW_FORMATS
-#define FW_RUN_SEGMENTS __device__ __forceinline__
-#else
-#define FW_RUN_SEGMENTS __device__ __forceinline__
-#endif
-
 // How far a matrix warp has come: the next segment, or ABORTED; its group's place in the ring and next chunk, counted from the
 // start of the segment; stagings and passes seen.
 struct Progress {
@@ -79,7 +73,7 @@ constexpr bool FINDS_PLACE = true;
 #endif
 
 // All of the warp's part of the segments from `from` on, as long as their products are of kind P.
-template <typename P> FW_RUN_SEGMENTS Progress run_segments(int warp, Progress from) {
+template <typename P> __device__ __forceinline__ Progress run_segments(int warp, Progress from) {
     Block& block = kept_block();
     int lane = lane_id();
     asm volatile("" : "+r"(lane));  // kept, instead of being made anew from the thread's number, which would be kept too

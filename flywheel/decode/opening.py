@@ -1,0 +1,34 @@
+"""A lowered model on a device, with its weights."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from flywheel.decode.interface import read_interface
+from flywheel.decode.session import JudgedSession, ReferenceSession
+from flywheel.decode.source import Source, Weights
+from flywheel.ir import MegakernelProgram
+from flywheel.models.quantise import formats_of_program
+
+
+def open_session(
+    program: MegakernelProgram, source: Source, seed: int, device: str, undo: ExitStack, order: str = "list"
+) -> tuple[JudgedSession, Weights]:
+    """A session of a program on `reference` or `cuda`, and the model's weights in the program's dtype and formats,
+    there too. `undo` gives the device's memory back; `order` is the reference VM's.
+
+    Raises as ReferenceSession or CudaModel and its `load` do.
+    """
+    interface = read_interface(program, source.spec)
+    dtype, formats = interface.dtype, formats_of_program(program, interface.dtype)
+    if device != "cuda":
+        weights = source.weights(dtype, seed, formats=formats)
+        return ReferenceSession(program, source.spec, weights, order=order, seed=seed), weights
+    from flywheel.decode.cuda import CudaModel, prepare_torch
+    from flywheel.vm.driver import open_gpu
+
+    prepare_torch()
+    weights = source.weights(dtype, seed, "cuda", formats)
+    model = CudaModel(open_gpu(), source.spec, dtype, interface.context, weights, interface.batch)
+    undo.enter_context(model)
+    return undo.enter_context(model.load(program)), weights
