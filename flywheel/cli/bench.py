@@ -29,7 +29,7 @@ from flywheel.cli.options import (
 )
 from flywheel.cli.standings import bench_environment, draw, show_bench
 from flywheel.cli.text import note, show_json
-from flywheel.decode.lineup import RIVALS, Plan, Rival
+from flywheel.decode.lineup import RIVALS, Plan, Rival, usual_rivals
 from flywheel.errors import (
     ConfigError,
     FlywheelError,
@@ -108,8 +108,9 @@ class Refused:
 @command
 @click.option("--model", cls=SharedOption, metavar="NAME|DIR|REPO",
               help="Model by name, with random weights; or a checkpoint's directory, or its repository on the Hub.")
-@click.option("--against", type=rival_names, default="cublas,compile", show_default=True, metavar="NAME,...",
-              help=f"Rivals to time beside the schedule: {', '.join(RIVALS)}.")
+@click.option("--against", type=rival_names, metavar="NAME,...",
+              help=f"Rivals to time beside the schedule: {', '.join(RIVALS)}.  [default: cublas,compile; of quantised "
+                   "weights those that multiply them]")
 @click.option("--context", "contexts", cls=SharedOption, type=integers, metavar="N,N...",
               help=f"Tokens that the step attends to.  [default: the schedule's, else {DEFAULTS['context']}]")
 @click.option("--batch", "batches", type=integers, metavar="N,N...",
@@ -136,7 +137,7 @@ class Refused:
 def bench(
     ctx: click.Context,
     model: str | None,
-    against: tuple[Rival, ...],
+    against: tuple[Rival, ...] | None,
     contexts: tuple[int, ...] | None,
     batches: tuple[int, ...] | None,
     dtype: str | None,
@@ -275,9 +276,10 @@ def _work(workload: Workload) -> str:
 
 
 def _compete(
-    work: Work, chosen: Sequence[Chosen], rivals: Sequence[Rival], plan: Plan, seed: int
+    work: Work, chosen: Sequence[Chosen], rivals: Sequence[Rival] | None, plan: Plan, seed: int
 ) -> tuple[dict[str, Any], list[Comparison]]:
     """The document, without the command, and the comparisons that are in it; ends the command where there are none.
+    Rivals are the usual ones of the weights where none are given.
 
     Raises as `probe` and `Contests` do, but for what a program that does not fit causes.
     """
@@ -295,6 +297,7 @@ def _compete(
     _say(f"probing {gpu.name}")
     probed = probe(gpu)
     formats = parse_formats(work.weights or work.dtype, work.dtype)
+    rivals = usual_rivals(formats) if rivals is None else rivals
     contests = Contests(gpu, work.source, DTYPES[work.dtype], seed, _say, formats)
     comparisons, origins = [], []
     for each in lowered:

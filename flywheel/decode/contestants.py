@@ -15,7 +15,7 @@ from torch import Tensor
 from flywheel.decode.bench import judge_latency
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch
 from flywheel.decode.judge import Examined, Judge
-from flywheel.decode.lineup import Plan, Rival
+from flywheel.decode.lineup import Form, Plan, Rival, refusal
 from flywheel.decode.rivals import FusedWeights, TorchDecoder, fuse, steps_of
 from flywheel.decode.source import Source, Weights
 from flywheel.decode.verify import default_positions, judge_free, judge_repeated
@@ -24,11 +24,10 @@ from flywheel.ir import DType, MegakernelProgram
 from flywheel.measure.comparison import Comparison, Entry
 from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.latency import MeasuredLatency
-from flywheel.measure.outcome import Incorrect, Measured
+from flywheel.measure.outcome import Incorrect, Measured, NoMemory, Rejected
 from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import PLAIN, WeightFormats
-from flywheel.models.quantise import whole
 from flywheel.process import sums_as_shipped
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.driver import Gpu
@@ -46,8 +45,8 @@ class Contests:
     """A model's weights on the GPU, for comparisons at any number of contexts and batches; `say` takes lines of
     progress.
 
-    Weights are the source's, else random ones of `seed`, in `formats`; rivals have them dequantised. Raises as
-    `prepare_torch` does, and GpuMemoryError.
+    Weights are the source's, else random ones of `seed`, in `formats`; rivals hold quantised ones each in its form.
+    Raises as `prepare_torch` does, and GpuMemoryError.
     """
 
     def __init__(
@@ -63,7 +62,8 @@ class Contests:
         self._gpu, self._source, self._dtype, self._seed, self._say = gpu, source, dtype, seed, say
         with _memory_named(source.name):
             self._weights: Final[Weights] = source.weights(dtype, seed, "cuda", formats)
-            self._fused: Final = fuse(source.spec, whole(source.spec, self._weights, TORCH_DTYPES[dtype]))
+        self._formats = formats
+        self._fused: Final[dict[Form, FusedWeights]] = {}
 
     def hold(
         self,
@@ -78,32 +78,48 @@ class Contests:
         last of them.
 
         `read_gbs` is the rate that bounds the weights' time beside the datasheet's. Who fails the oracle's verdict is
-        not timed. Raises as `CudaModel.load` does, LaunchTimeoutError, GpuFaultError, KernelCompileError for a rival
-        that torch does not compile, and GpuMemoryError.
+        not timed, nor is a rival that does not take these weights, that torch does not compile or that the memory left
+        does not hold. Raises as `CudaModel.load` does, LaunchTimeoutError, GpuFaultError and GpuMemoryError.
         """
 
         def say(told: str) -> None:
             self._say(f"context {context}, batch {batch}: {told}")
 
-        spec, dtype = self._source.spec, self._dtype
         with (
             _memory_named(self._source.name),
-            CudaModel(self._gpu, spec, dtype, context, self._weights, batch) as model,
+            CudaModel(self._gpu, self._source.spec, self._dtype, context, self._weights, batch) as model,
         ):
             model.pack_matrices()
             model.load(program).close()  # what does not fit says so before anything that takes minutes
             say("what the oracle expects")
             made = self._make_judge(context, batch)
             torch._dynamo.reset()  # what it compiled for other shapes
-            graphs = []
-            for rival in rivals:
-                say(f"{rival.name}, {rival.how}" + (", takes minutes" if rival.compiled else ""))
-                graphs.append(GraphedStep(self._gpu, self._source, self._fused, dtype, context, rival, made))
+            graphs = [self._graph(rival, context, made, say) for rival in rivals]
             entries = _hold_rounds(model, program, graphs, made, plan, say)
         bytes_read = weight_bytes_read(program)
         assert program.target is not None
         floor, ceiling = floor_us(bytes_read, program.target), bytes_read / read_gbs / 1e3
         return Comparison(context, bytes_read, floor, ceiling, entries, batch)
+
+    def _graph(self, rival: Rival, context: int, made: Judge, say: Callable[[str], None]) -> GraphedStep | Entry:
+        """A rival that is ready, or the entry of one that cannot run."""
+        why = refusal(rival, self._source.spec, self._formats, self._dtype)
+        if why is not None:
+            say(f"{rival.name} does not run: {why}")
+            return Entry(rival.name, rival.how, Rejected(("rival",), why))
+        say(f"{rival.name}, {rival.how}" + (", takes minutes" if rival.compiled else ""))
+        try:
+            if rival.form not in self._fused:
+                self._fused[rival.form] = fuse(self._source.spec, self._weights, rival.form)
+            fused = self._fused[rival.form]
+            return GraphedStep(self._gpu, self._source, fused, self._dtype, context, rival, made)
+        except KernelCompileError as error:
+            outcome: Rejected | NoMemory = Rejected(("rival",), str(error))
+        except torch.OutOfMemoryError as error:
+            outcome = NoMemory(str(error).partition("\n")[0])
+        torch.cuda.empty_cache()  # what a rival held that is not there
+        say(f"{rival.name} does not run: {outcome.reason}")
+        return Entry(rival.name, rival.how, outcome)
 
     def _make_judge(self, context: int, batch: int) -> Judge:
         own = OracleWeights(self._source.spec, self._weights, TORCH_DTYPES[self._dtype], "cuda")
@@ -242,7 +258,7 @@ def time_round(gpu: Gpu, runners: Sequence[Runner], finish: Launch, samples: int
 def _hold_rounds(
     model: CudaModel,
     program: MegakernelProgram,
-    graphs: Sequence[GraphedStep],
+    graphs: Sequence[GraphedStep | Entry],
     made: Judge,
     plan: Plan,
     say: Callable[[str], None],
@@ -250,9 +266,16 @@ def _hold_rounds(
     """The program's entry, then those of its rivals. Each round begins with another contestant."""
     position, tokens = made.positions[-1], made.tokens[-1].tolist()
     ours = Record(OURS, "the program, one launch a step")
-    rivals = [Runner(Record(graph.rival.name, graph.rival.how), graph.launch, graph.judge) for graph in graphs]
-    for graph, rival in zip(graphs, rivals, strict=True):
+    rivals = []
+    records: list[Record | Entry] = [ours]
+    for graph in graphs:
+        if isinstance(graph, Entry):
+            records.append(graph)
+            continue
+        rival = Runner(Record(graph.rival.name, graph.rival.how), graph.launch, graph.judge)
         rival.record.note(graph.verdict())
+        rivals.append(rival)
+        records.append(rival.record)
     for turn in range(plan.rounds):
         say(f"round {turn + 1} of {plan.rounds}")
         with model.load(program) as session:
@@ -263,7 +286,7 @@ def _hold_rounds(
             runners = [Runner(ours, launch, judge), *rivals]
             first = turn % len(runners)
             time_round(model.gpu, [*runners[first:], *runners[:first]], finish, plan.samples)
-    return tuple(record.entry(program) for record in (ours, *(rival.record for rival in rivals)))
+    return tuple(each if isinstance(each, Entry) else each.entry(program) for each in records)
 
 
 def _judge_session(session: CudaSession, examined: Examined, position: int) -> Verdict:

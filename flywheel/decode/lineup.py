@@ -1,11 +1,26 @@
-"""The rivals that a schedule can be measured against, by name, and how often; what runs them is `contestants`."""
+"""The rivals that a schedule can be measured against, by name, which weights they take, and how often they are timed;
+what runs them is `contestants`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal, TypeAlias
+
+from flywheel.ir import DType
+from flywheel.models.formats import CODES, HEAD, MATRICES, WeightFormat, WeightFormats
+from flywheel.models.spec import DecoderSpec, layer_weight_shapes
+
+Form: TypeAlias = Literal["whole", "codes", "tiles"]
+"""How a rival holds quantised matrices: as what they mean, rounded to the type computed in; as codes with scales; or as
+the tiles of torch's own product by int4."""
+
+TILED_GROUPS: Final = (32, 64, 128, 256)
+"""Columns that share a scale in torch's own product by int4."""
+
+_TILED_ROWS, _TILED_COLUMNS = 8, 32
+_TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +28,7 @@ class Rival:
     """A decode step of `rivals.TorchDecoder` in a CUDA graph; `label` is its name for people.
 
     `compiled`: by torch.compile; `inline_attention`: with attention as arithmetic that the compiler makes kernels of,
-    not as torch's own.
+    not as torch's own. One that holds matrices in another `form` than whole multiplies `codes`, and no others.
     """
 
     name: str
@@ -21,6 +36,8 @@ class Rival:
     how: str
     compiled: bool = False
     inline_attention: bool = False
+    form: Form = "whole"
+    codes: DType | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +56,68 @@ RIVALS: Final[Mapping[str, Rival]] = MappingProxyType(
             Rival("compile", "torch.compile, CUDA graph", "torch.compile max-autotune in a CUDA graph", compiled=True),
             Rival("compile-inline", "torch.compile with attention, CUDA graph",
                   "as compile, attention left to the compiler", compiled=True, inline_attention=True),
+            Rival("compile-int8", "torch.compile int8, CUDA graph",
+                  "torch.compile max-autotune in a CUDA graph, weight-only int8", compiled=True, form="codes",
+                  codes=DType.I8),
+            Rival("compile-fp8", "torch.compile fp8, CUDA graph",
+                  "torch.compile max-autotune in a CUDA graph, weight-only fp8", compiled=True, form="codes",
+                  codes=DType.F8E4M3),
+            Rival("tinygemm", "tinygemm int4, CUDA graph",
+                  "PyTorch eager in a CUDA graph, int4 by aten._weight_int4pack_mm", form="tiles", codes=DType.I4),
+            Rival("compile-tinygemm", "torch.compile tinygemm int4, CUDA graph",
+                  "as compile, int4 by aten._weight_int4pack_mm", compiled=True, form="tiles", codes=DType.I4),
         )
     }
 )  # fmt: skip
 """Rivals by name."""
+
+USUAL: Final[Mapping[DType | None, tuple[str, ...]]] = MappingProxyType(
+    {
+        None: ("cublas", "compile"),
+        DType.I8: ("compile-int8",),
+        DType.F8E4M3: ("compile-fp8",),
+        DType.I4: ("tinygemm", "compile-tinygemm"),
+    }
+)
+"""Names of those that a schedule is measured against where nobody says otherwise, by the codes of the layers' matrices.
+"""
+
+
+def usual_rivals(formats: WeightFormats) -> tuple[Rival, ...]:
+    """Those of USUAL for weights in these formats."""
+    return tuple(RIVALS[name] for name in USUAL[None if formats.usual is None else formats.usual.codes])
+
+
+def refusal(rival: Rival, spec: DecoderSpec, formats: WeightFormats, dtype: DType) -> str | None:
+    """Why a rival does not take a model's weights in these formats, computing in `dtype`; None where it does."""
+    if rival.form == "whole":
+        return None
+    codes = next(name for name, each in CODES.items() if each is rival.codes)
+    if all(formats.of(role) is None for role in MATRICES):
+        return f"the weights are {dtype.name.lower()}; it multiplies {codes}"
+    shapes = {**layer_weight_shapes(spec), HEAD: (spec.vocab, spec.hidden)}
+    for role in MATRICES:
+        own = formats.of(role)
+        if own is not None and own.codes is not rival.codes:
+            return f"{role} is {own.name}; it multiplies {codes}"
+        if own is not None and rival.form == "tiles" and (why := _untiled(role, own, shapes[role], dtype)):
+            return why
+    for roles in _TOGETHER:
+        if len({formats.of(role) for role in roles}) > 1:
+            return f"{', '.join(roles)} are multiplied together, and their formats differ"
+    return None
+
+
+def _untiled(role: str, own: WeightFormat, shape: tuple[int, ...], dtype: DType) -> str | None:
+    """Why a matrix [N, K] of int4 has no tiles."""
+    if dtype is not DType.BF16:
+        return f"computes in {dtype.name.lower()}; it computes in bf16"
+    if own.rows != 1 or own.group not in TILED_GROUPS or own.scale_dtype(dtype) is not DType.BF16:
+        groups = ", ".join(map(str, TILED_GROUPS))
+        return f"{role} is {own.name}; it takes bf16 scales of groups of {groups}"
+    if shape[0] % _TILED_ROWS or shape[1] % _TILED_COLUMNS:
+        return f"{role} is {shape[0]} x {shape[1]}; it takes multiples of {_TILED_ROWS} x {_TILED_COLUMNS}"
+    return None
 
 
 def label_of(contestant: str) -> str:

@@ -3,7 +3,7 @@
 One token in, one token out, of one sequence or of several in lock-step, with one product for q, k and v and one for
 gate and up, a static KV cache and `scaled_dot_product_attention` over the part of it that is filled. Positions are
 constants of the step, so whoever captures or compiles it gets slices of fixed shape. It shares the oracle's weights and
-none of its code.
+none of its code. Quantised weights are multiplied as `products` says, or as the matrices that they mean.
 
 Source: meta-pytorch/gpt-fast, `model.py`; huggingface/transformers, `modeling_rope_utils.py` (`llama3`).
 """
@@ -18,11 +18,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
+from flywheel.decode.lineup import Form
+from flywheel.decode.products import Coded, Matrix, join, multiply, tile
 from flywheel.decode.session import Step, check_rows
 from flywheel.decode.source import Weights
 from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
+from flywheel.models.graph import codes_of, scales_of, zeros_of
+from flywheel.models.quantise import matrix_of
 from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, layer_weight_key, model_weight_key
 from flywheel.tensors import TORCH_DTYPES
 
@@ -33,50 +37,75 @@ class FusedLayer:
     family has no such weight."""
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    output: Tensor
+    output: Matrix
     post_attention_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
 
 
 @dataclass(frozen=True, slots=True)
 class FusedWeights:
-    """A model's weights on one device. `head` is `embed` where they are tied."""
+    """A model's weights on one device. `head` is `embed` where they are tied and it is not quantised."""
 
     embed: Tensor
     layers: tuple[FusedLayer, ...]
     final_norm: Tensor
-    head: Tensor
+    head: Matrix
 
 
-def fuse(spec: DecoderSpec, weights: Weights) -> FusedWeights:
+def fuse(spec: DecoderSpec, weights: Weights, form: Form = "whole") -> FusedWeights:
     """Join what is multiplied by the same vector; copies that, and shares the rest with `weights`, which has the keys
-    of `checkpoint_tensors(spec)`, all of one dtype on one device."""
+    of `checkpoint_tensors(spec)` or of quantised matrices' parts, all of one dtype on one device.
 
-    def of(layer: int, *roles: str) -> Tensor:
+    Quantised matrices are stored in a form that `lineup.refusal` has nothing against: as what they mean, rounded to
+    that dtype, as codes, or as tiles.
+    """
+    embed = weights[model_weight_key(spec, "embed")]
+
+    def stored(*keys: str) -> Matrix:
+        if form != "whole" and codes_of(keys[0]) in weights:
+            coded = join([_coded(weights, key) for key in keys])
+            return coded if form == "codes" else tile(coded)
+        parts = [_whole(weights, key, embed.dtype) for key in keys]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def of(layer: int, *roles: str) -> Matrix:
+        return stored(*(layer_weight_key(role, layer) for role in roles))
+
+    def vector(layer: int, *roles: str) -> Tensor:
         parts = [weights[layer_weight_key(role, layer)].detach() for role in roles]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def layer(i: int) -> FusedLayer:
         return FusedLayer(
-            input_norm=of(i, "input_norm"),
+            input_norm=vector(i, "input_norm"),
             qkv=of(i, "q_proj", "k_proj", "v_proj"),
-            qkv_bias=of(i, "q_bias", "k_bias", "v_bias") if spec.qkv_bias else None,
-            q_norm=of(i, "q_norm") if spec.qk_norm else None,
-            k_norm=of(i, "k_norm") if spec.qk_norm else None,
+            qkv_bias=vector(i, "q_bias", "k_bias", "v_bias") if spec.qkv_bias else None,
+            q_norm=vector(i, "q_norm") if spec.qk_norm else None,
+            k_norm=vector(i, "k_norm") if spec.qk_norm else None,
             output=of(i, "o_proj"),
-            post_attention_norm=of(i, "post_attention_norm"),
+            post_attention_norm=vector(i, "post_attention_norm"),
             gate_up=of(i, "gate_proj", "up_proj"),
             down=of(i, "down_proj"),
         )
 
-    embed, final_norm, head = (weights[model_weight_key(spec, role)] for role in ("embed", "final_norm", "lm_head"))
-    head = weights.get(MODEL_WEIGHT_KEYS["lm_head"], head)  # of its own where a tied one is quantised
-    return FusedWeights(embed, tuple(layer(i) for i in range(spec.n_layers)), final_norm, head)
+    own = MODEL_WEIGHT_KEYS["lm_head"]
+    head = own if codes_of(own) in weights else model_weight_key(spec, "lm_head")
+    final_norm = weights[model_weight_key(spec, "final_norm")]
+    return FusedWeights(embed, tuple(layer(i) for i in range(spec.n_layers)), final_norm, stored(head))
+
+
+def _coded(weights: Weights, key: str) -> Coded:
+    return Coded(weights[codes_of(key)], weights[scales_of(key)], weights.get(zeros_of(key)))
+
+
+def _whole(weights: Weights, key: str, dtype: torch.dtype) -> Tensor:
+    matrix = matrix_of(weights, key)
+    return weights[key].detach() if matrix is None else matrix.to(dtype)
 
 
 class TorchDecoder:
@@ -157,9 +186,9 @@ class TorchDecoder:
         for layer, keys, values in self._layers:
             normed = rms_norm(x, width, layer.input_norm, eps)
             x = x + self._attention(normed, layer, keys, values, position, cosine, sine)
-            gate, up = linear(rms_norm(x, width, layer.post_attention_norm, eps), layer.gate_up).chunk(2, -1)
-            x = x + linear(silu(gate) * up, layer.down)
-        logits = linear(rms_norm(x, width, self._weights.final_norm, eps), self._weights.head)
+            gate, up = multiply(rms_norm(x, width, layer.post_attention_norm, eps), layer.gate_up).chunk(2, -1)
+            x = x + multiply(silu(gate) * up, layer.down)
+        logits = multiply(rms_norm(x, width, self._weights.final_norm, eps), self._weights.head)
         return logits, logits.argmax(-1)
 
     def _attention(
@@ -179,7 +208,7 @@ class TorchDecoder:
         values[:, :, position] = v
         seen = slice(position + 1)
         mixed = self._attend(q.to(x.dtype)[:, :, None], keys[:, :, seen], values[:, :, seen])
-        return linear(mixed.reshape(len(x), spec.q_width), layer.output)
+        return multiply(mixed.reshape(len(x), spec.q_width), layer.output)
 
 
 def steps_of(logits: Tensor, tokens: Tensor) -> list[Step]:
@@ -211,11 +240,12 @@ def _scaled(spec: DecoderSpec, frequency: float) -> float:
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
-def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _project(x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
     """A compiler turns a product with one row into a reduction of its own, but not where it comes with a bias."""
-    if bias is None or not torch.compiler.is_compiling():
+    if isinstance(weight, Tensor) and not torch.compiler.is_compiling():
         return linear(x, weight, bias)
-    return linear(x, weight) + bias
+    made = multiply(x, weight)
+    return made if bias is None else made + bias
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ from typing import Any
 from flywheel.measure.contest import Rounds
 from flywheel.measure.floor import floor_fraction
 from flywheel.measure.latency import MeasuredLatency
-from flywheel.measure.outcome import Implausible, Incorrect, Measured, outcome_name
+from flywheel.measure.outcome import Implausible, Incorrect, Measured, NoMemory, Rejected, outcome_name
 from flywheel.measure.verdict import Verdict, as_document
 
-CompetingOutcome = Measured | Incorrect | Implausible
+CompetingOutcome = Measured | Rejected | Incorrect | Implausible | NoMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class Entry:
 
     @property
     def latency(self) -> MeasuredLatency | None:
-        """None of a contestant whose logits, or whose time, cannot be."""
+        """None of a contestant that does not run, or whose logits or time cannot be."""
         return self.outcome.latency if isinstance(self.outcome, Measured) else None
 
     @property
     def verdict(self) -> Verdict | None:
-        """None where the time was impossible, whatever the logits were."""
-        return None if isinstance(self.outcome, Implausible) else self.outcome.verdict
+        """None where nothing ran, and where the time was impossible, whatever the logits were."""
+        return self.outcome.verdict if isinstance(self.outcome, Measured | Incorrect) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def reason_of(outcome: CompetingOutcome) -> str | None:
     match outcome:
         case Measured():
             return None
-        case Incorrect(reason=reason):
+        case Incorrect(reason=reason) | Rejected(reason=reason) | NoMemory(reason=reason):
             return reason
         case Implausible(latency_us=latency_us, floor_us=floor_us):
             return f"{latency_us:.1f} us is below the weight floor of {floor_us:.1f} us"

@@ -182,17 +182,6 @@ def matrix_of(weights: Mapping[str, Tensor], key: str, wide: torch.dtype = torch
     return None if codes is None else dequantise(codes, weights[scales_of(key)], weights.get(zeros_of(key)), wide)
 
 
-def whole(spec: DecoderSpec, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-    """Weights with every quantised matrix as what it means, rounded to `dtype`; a tied head that is
-    quantised has a key of its own, beside the embedding's."""
-    found = {key: tensor for key, tensor in weights.items() if not is_part(key)}
-    for _, key in matrix_keys(spec):
-        matrix = matrix_of(weights, key)
-        if matrix is not None:
-            found[key] = matrix.to(dtype)
-    return found
-
-
 def same_layouts(spec: DecoderSpec, one: WeightFormats, other: WeightFormats, dtype: DType) -> bool:
     """Whether a model's matrices have the same bytes in both."""
     shapes = {**layer_weight_shapes(spec), HEAD: (spec.vocab, spec.hidden)}

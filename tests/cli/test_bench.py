@@ -20,7 +20,7 @@ from flywheel.ir import TARGETS, MegakernelProgram, ScheduleConfig, config_to_di
 from flywheel.measure.comparison import Comparison, Entry
 from flywheel.measure.device import Device
 from flywheel.measure.latency import MeasuredLatency
-from flywheel.measure.outcome import Incorrect, Measured
+from flywheel.measure.outcome import Incorrect, Measured, Rejected
 from flywheel.measure.verdict import judge
 from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.store.sql import open_store
@@ -49,6 +49,7 @@ class FakeContests:
     asked: list[dict[str, Any]]
     wrong: set[str]
     too_many: set[int]
+    cannot: dict[str, str]
 
     def __init__(
         self, gpu: Any, source: Any, dtype: Any, seed: int, say: Callable[[str], None], formats: WeightFormats
@@ -71,7 +72,11 @@ class FakeContests:
         if batch in self.too_many:
             raise ConfigError(f"task 7: an operand of {batch} rows does not fit")
         entries = [entry("flywheel", "the program", "flywheel" in self.wrong, batch)]
-        entries += [entry(rival.name, rival.how, rival.name in self.wrong, batch) for rival in rivals]
+        for rival in rivals:
+            if rival.name in self.cannot:
+                entries.append(Entry(rival.name, rival.how, Rejected(("rival",), self.cannot[rival.name])))
+            else:
+                entries.append(entry(rival.name, rival.how, rival.name in self.wrong, batch))
         return Comparison(context, 270_000_000, 90.0, 270_000_000 / read_gbs / 1e3, tuple(entries), batch)
 
 
@@ -79,7 +84,7 @@ class FakeContests:
 def l4(monkeypatch: pytest.MonkeyPatch) -> type[FakeContests]:
     """Pretend that an L4 is here."""
     gpu = SimpleNamespace(name="NVIDIA L4", num_sms=58, total_bytes=23034 * 2**20, cuda_version="13.0")
-    FakeContests.asked, FakeContests.wrong, FakeContests.too_many = [], set(), set()
+    FakeContests.asked, FakeContests.wrong, FakeContests.too_many, FakeContests.cannot = [], set(), set(), {}
     monkeypatch.setattr("flywheel.vm.driver.open_gpu", lambda: gpu)
     monkeypatch.setattr("flywheel.decode.cuda.prepare_torch", lambda: None)
     monkeypatch.setattr("flywheel.vm.probes.probe", lambda gpu: Probed(2700.0, "some kernel", 1.0))
@@ -226,6 +231,18 @@ def test_without_a_measured_schedule_the_search_for_one_is_named(
         assert "no measured schedule of smollm2-135m on l4, bf16, context" in result.stderr
         assert "flywheel search --model smollm2-135m --gpu l4 --dtype bf16 --context" in result.stderr
     assert l4.asked == []
+
+
+def test_a_rival_that_cannot_run_says_why_and_the_others_go_on(
+    run: Run, l4: type[FakeContests], config: Path
+) -> None:
+    l4.cannot = {"tinygemm": "the weights are bf16; it multiplies int4"}
+    result = run("bench", *WORK, "--config", config, "--against", "tinygemm,cublas", "--picture", "bench.svg")
+    assert result.exit_code == 3
+    assert "tinygemm int4, CUDA graph, batch 1, is not timed: the weights are bf16; it multiplies int4" in result.stdout
+    rows = [line.split() for line in result.stdout.splitlines() if line.startswith("  ") and line.split()[:1] == ["1"]]
+    found = [(row[1], row[-1]) for row in rows]
+    assert found == [("flywheel", "(0.01)"), ("tinygemm", "rejected"), ("PyTorch,", "(0.01)")]
 
 
 def test_whose_logits_are_wrong_has_no_time_and_the_code_says_so(

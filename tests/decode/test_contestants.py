@@ -5,19 +5,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from flywheel.decode import contestants
 from flywheel.decode.contestants import Contests, Record, Runner, time_round
-from flywheel.decode.lineup import RIVALS, Plan
+from flywheel.decode.lineup import RIVALS, Plan, refusal
+from flywheel.decode.rivals import fuse
 from flywheel.decode.source import Source
 from flywheel.errors import ConfigError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.measure.comparison import standing
 from flywheel.measure.latency import MeasuredLatency
-from flywheel.measure.outcome import Implausible, Incorrect, Measured
+from flywheel.measure.outcome import Implausible, Incorrect, Measured, Rejected
 from flywheel.measure.verdict import Verdict, judge
 from flywheel.models.decoder import decode_step
+from flywheel.models.formats import parse_formats
 from flywheel.models.spec import DecoderSpec
 from flywheel.vm.driver import Gpu
 
@@ -26,7 +29,10 @@ Launch = Callable[[], None]
 GOOD = judge(error=0.0, where="logits", positions=(7,), dtype="BF16")
 BAD = judge(error=1.0, where="logits", positions=(7,), dtype="BF16")
 SMALL = DecoderSpec("small", "llama", 192, 512, 3, 3, 1, 64, 1024, 1e5, 1e-5, 512, tied_head=True)
+WIDE = replace(SMALL, name="wide", hidden=256, n_heads=4, n_kv_heads=2)
 OTHER = DecoderSpec("other", "qwen3", 256, 512, 2, 4, 2, 64, 500, 1e4, 1e-6, 512, qk_norm=True, qkv_bias=True)
+
+PLAIN_RIVALS = [rival for rival in RIVALS.values() if rival.form == "whole"]
 
 
 @pytest.fixture
@@ -116,8 +122,8 @@ def test_all_contestants_are_right_and_timed_at_every_context(
     contests = Contests(gpu, Source(spec.name, spec, None, None), DType.BF16, 1, said.append)
     for context in contexts:
         program = lower(decode_step(spec, context, DType.BF16), ScheduleConfig(), target)
-        comparison = contests.hold(program, context, list(RIVALS.values()), 4000.0, Plan(2, 5))
-        assert [entry.name for entry in comparison.entries] == ["flywheel", *RIVALS]
+        comparison = contests.hold(program, context, PLAIN_RIVALS, 4000.0, Plan(2, 5))
+        assert [entry.name for entry in comparison.entries] == ["flywheel", *(rival.name for rival in PLAIN_RIVALS)]
         for entry in comparison.entries:
             assert isinstance(entry.outcome, Measured), entry
             assert entry.outcome.verdict.positions[-1] == context - 1
@@ -126,7 +132,7 @@ def test_all_contestants_are_right_and_timed_at_every_context(
             assert len(entry.batches_us) == 2
             found = standing(comparison, entry)
             assert found is not None
-            assert len(found.speedups) == len(RIVALS)
+            assert len(found.speedups) == len(PLAIN_RIVALS)
     assert any("round 2 of 2" in line for line in said)
 
 
@@ -136,10 +142,26 @@ def test_all_contestants_of_a_batch_are_right_in_every_row_and_timed(batch: int,
     target = next(target for target in TARGETS.values() if target.sm_arch == gpu.sm_arch)
     contests = Contests(gpu, Source(SMALL.name, SMALL, None, None), DType.BF16, 1, lambda line: None)
     program = lower(decode_step(SMALL, 64, DType.BF16, batch), ScheduleConfig(), target)
-    comparison = contests.hold(program, 64, list(RIVALS.values()), 4000.0, Plan(1, 5), batch)
+    comparison = contests.hold(program, 64, PLAIN_RIVALS, 4000.0, Plan(1, 5), batch)
     assert comparison.batch == batch
     for entry in comparison.entries:
         assert isinstance(entry.outcome, Measured), entry
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("text", "batch"), [("int4", 1), ("int4", 8), ("int8", 1), ("int8", 8), ("fp8", 1)])
+def test_rivals_multiply_the_programs_codes_or_say_why_not(text: str, batch: int, gpu: Gpu) -> None:
+    target = next(target for target in TARGETS.values() if target.sm_arch == gpu.sm_arch)
+    formats = parse_formats(text, "bf16")
+    contests = Contests(gpu, Source(WIDE.name, WIDE, None, None), DType.BF16, 1, lambda line: None, formats)
+    program = lower(decode_step(WIDE, 64, DType.BF16, batch, formats), ScheduleConfig(), target)
+    comparison = contests.hold(program, 64, list(RIVALS.values()), 4000.0, Plan(1, 5), batch)
+    for rival, entry in zip(RIVALS.values(), comparison.entries[1:], strict=True):
+        why = refusal(rival, WIDE, formats, DType.BF16)
+        if why is None:
+            assert isinstance(entry.outcome, Measured), entry
+        else:
+            assert entry.outcome == Rejected(("rival",), why)
 
 
 @pytest.mark.gpu
@@ -157,9 +179,11 @@ def test_a_program_that_does_not_fit_does_not_stop_what_comes_after(gpu: Gpu) ->
 def test_a_rival_with_other_weights_is_not_timed(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     target = next(target for target in TARGETS.values() if target.sm_arch == gpu.sm_arch)
     contests = Contests(gpu, Source(SMALL.name, SMALL, None, None), DType.BF16, 1, lambda line: None)
-    first, second, *others = contests._fused.layers
+    fused = fuse(SMALL, contests._weights)
+    first, second, *others = fused.layers
+    assert isinstance(second.down, Tensor)
     layers = (first, replace(second, down=second.down.roll(1, 0)), *others)
-    monkeypatch.setattr(contests, "_fused", replace(contests._fused, layers=layers))
+    monkeypatch.setitem(contests._fused, "whole", replace(fused, layers=layers))
     program = lower(decode_step(SMALL, 64, DType.BF16), ScheduleConfig(), target)
     ours, rival = contests.hold(program, 64, [RIVALS["cublas"]], 4000.0, Plan(1, 5)).entries
     assert isinstance(ours.outcome, Measured)

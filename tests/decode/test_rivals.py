@@ -7,15 +7,17 @@ import pytest
 import torch
 
 from flywheel.decode.judge import Judge
-from flywheel.decode.rivals import TorchDecoder, fuse, rope_tables
+from flywheel.decode.lineup import RIVALS, Form, refusal, usual_rivals
+from flywheel.decode.rivals import TorchDecoder, fuse, rope_tables, steps_of
 from flywheel.decode.session import Step
 from flywheel.decode.verify import default_positions, judge_free
 from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.catalog import CATALOG
+from flywheel.models.decoder import DTYPES
 from flywheel.models.eager import EagerDecoder, OracleWeights, rope_frequencies
 from flywheel.models.formats import parse_formats
-from flywheel.models.quantise import quantised, whole
+from flywheel.models.quantise import quantised
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
@@ -59,10 +61,79 @@ def test_a_rival_multiplies_by_what_quantised_weights_mean(text: str) -> None:
     spec = SPECS[1]  # with a tied head
     weights = quantised(spec, random_weights(spec, 3, torch.float32), parse_formats(text, "f32"), DType.F32)
     judge = Judge(OracleWeights(spec, weights, torch.float32), DType.F32, CONTEXT, (0, 24, 47), 1, 5)
-    decoder = TorchDecoder(spec, fuse(spec, whole(spec, weights, torch.float32)), DType.F32, CONTEXT, False, 1)
+    decoder = TorchDecoder(spec, fuse(spec, weights), DType.F32, CONTEXT, False, 1)
     assert judge_free(last_steps(decoder, judge), judge).passed
     plain = TorchDecoder(spec, fuse(spec, random_weights(spec, 3, torch.float32)), DType.F32, CONTEXT, False, 1)
     assert not judge_free(last_steps(plain, judge), judge).passed
+
+
+FORMS: list[tuple[Form, str, str]] = [
+    ("codes", "int8", "bf16"), ("codes", "int8-tensor", "f32"), ("codes", "int8-g32-zeros", "bf16"),
+    ("codes", "fp8", "f16"), ("codes", "fp8-block", "bf16"), ("codes", "int8,lm_head=int8", "bf16"),
+    ("tiles", "int4-g32", "bf16"), ("tiles", "int4-g32-zeros", "bf16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "name"), FORMS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_rival_multiplies_the_same_codes(form: Form, text: str, name: str, batch: int) -> None:
+    spec, dtype = dataclasses.replace(SPECS[3], hidden=128, head_dim=32, intermediate=256), DTYPES[name]
+    formats = parse_formats(text, name)
+    assert formats.usual is not None
+    rival = next(each for each in RIVALS.values() if each.form == form and each.codes is formats.usual.codes)
+    assert refusal(rival, spec, formats, dtype) is None
+    plain = random_weights(spec, 3, TORCH_DTYPES[dtype])
+    weights = quantised(spec, plain, formats, dtype)
+    judge = Judge(OracleWeights(spec, weights, TORCH_DTYPES[dtype]), dtype, CONTEXT, (0, 24, 47), batch, 5)
+    fused = fuse(spec, weights, form)
+    assert not isinstance(fused.layers[0].qkv, torch.Tensor)
+    decoder = TorchDecoder(spec, fused, dtype, CONTEXT, False, batch)
+    verdict = judge_free(last_steps(decoder, judge), judge)
+    assert verdict.passed, verdict.reason
+    torch._dynamo.reset()
+    with torch.no_grad():
+        forward = torch.compile(decoder.forward, backend="aot_eager", fullgraph=True, dynamic=False)
+        assert judge_free(steps_of(*forward(judge.positions[-1])), judge).passed
+
+
+def test_tiles_of_another_order_of_nibbles_fail_the_verdict() -> None:
+    spec, formats = SPECS[0], parse_formats("int4-g32", "bf16")
+    weights = quantised(spec, random_weights(spec, 3), formats, DType.BF16)
+    judge = Judge(OracleWeights(spec, weights, torch.bfloat16), DType.BF16, CONTEXT, (47,), 1, 5)
+    swapped = {key: each << 4 | each >> 4 if key.endswith("codes") else each for key, each in weights.items()}
+    right = TorchDecoder(spec, fuse(spec, weights, "tiles"), DType.BF16, CONTEXT)
+    assert judge_free(last_steps(right, judge), judge).passed
+    decoder = TorchDecoder(spec, fuse(spec, swapped, "tiles"), DType.BF16, CONTEXT)
+    assert not judge_free(last_steps(decoder, judge), judge).passed
+
+
+@pytest.mark.parametrize(
+    ("rival", "text", "name", "why"),
+    [
+        ("tinygemm", "int8", "bf16", "q_proj is int8; it multiplies int4"),
+        ("tinygemm", "bf16", "bf16", "the weights are bf16; it multiplies int4"),
+        ("tinygemm", "int4", "f16", "computes in f16; it computes in bf16"),
+        ("tinygemm", "int4-row", "bf16", "q_proj is int4-row; it takes bf16 scales of groups of 32, 64, 128, 256"),
+        ("tinygemm", "int4-g32-f32", "bf16", "q_proj is int4-g32-f32; it takes bf16 scales of groups"),
+        ("compile-int8", "int8,lm_head=int4", "bf16", "lm_head is int4; it multiplies int8"),
+        ("compile-int8", "int8,k_proj=int8-g64", "bf16", "q_proj, k_proj, v_proj are multiplied together, and their"),
+        ("compile-fp8", "int8", "bf16", "q_proj is int8; it multiplies fp8"),
+    ],
+)
+def test_what_a_rival_does_not_multiply_it_refuses_by_name(rival: str, text: str, name: str, why: str) -> None:
+    given = refusal(RIVALS[rival], LLAMA, parse_formats(text, name), DTYPES[name])
+    assert given is not None
+    assert given.startswith(why)
+
+
+def test_the_usual_rivals_multiply_what_they_are_given() -> None:
+    wanted = {"bf16": ["cublas", "compile"], "int8": ["compile-int8"], "fp8-block": ["compile-fp8"]}
+    wanted["int4,lm_head=int4"] = ["tinygemm", "compile-tinygemm"]
+    for text, names in wanted.items():
+        formats = parse_formats(text, "bf16")
+        rivals = usual_rivals(formats)
+        assert [rival.name for rival in rivals] == names
+        assert all(refusal(rival, CATALOG["llama3-8b"], formats, DType.BF16) is None for rival in rivals)
 
 
 @each_spec

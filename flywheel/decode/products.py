@@ -1,0 +1,107 @@
+"""Products by a rival's matrices: whole ones, codes with scales, and torch's own tiles of int4.
+
+What multiplies quantised weights elsewhere: a compiler that turns codes into numbers inside the product, and
+`torch.ops.aten._weight_int4pack_mm`, which is called tinygemm.
+
+Source: meta-pytorch/gpt-fast, `quantize.py`; pytorch/ao, `quant_primitives.py`; pytorch/pytorch,
+`aten/src/ATen/native/cuda/int4mm.cu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from flywheel.models.formats import BLOCK
+from flywheel.models.quantise import dequantise, rows_per_scale, unpack
+
+_OFFSET: Final = 8
+"""What tinygemm takes from each number of 0..15."""
+
+_TILE: Final = 16
+"""Columns of a tile of tinygemm, which holds up to _TILES of them together."""
+
+_TILES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A matrix [N, K] as `models.quantise` stores it: codes, scales and zero points."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """A matrix [N, K] of int4 as tinygemm takes it: `tiles` in its own order, and of each group of columns `scales`
+    [K / group, N, 2], bfloat16, a scale and what is added behind it."""
+
+    tiles: Tensor
+    scales: Tensor
+    group: int
+
+
+Matrix: TypeAlias = Tensor | Coded | Tiled
+
+
+def multiply(x: Tensor, matrix: Matrix) -> Tensor:
+    """x [rows, K] times a matrix [N, K], transposed -> [rows, N], in x's dtype."""
+    if isinstance(matrix, Coded):
+        return _multiply_coded(x, matrix)
+    if isinstance(matrix, Tiled):
+        ours = torch.ops.aten
+        own = ours._weight_int4pack_mm if x.is_cuda else ours._weight_int4pack_mm_for_cpu
+        made: Tensor = own(x, matrix.tiles, matrix.group, matrix.scales)
+        return made
+    return linear(x, matrix)
+
+
+def _multiply_coded(x: Tensor, matrix: Coded) -> Tensor:
+    """Scales of rows and of all are of the products; others are of the weights, which are rounded to x's dtype."""
+    if matrix.scales.shape[1] > 1 or matrix.zeros is not None or len(matrix.scales) not in (1, len(matrix.codes)):
+        return linear(x, dequantise(matrix.codes, matrix.scales, matrix.zeros).to(x.dtype))
+    return (linear(x, matrix.codes.to(x.dtype)) * matrix.scales.view(1, -1)).to(x.dtype)
+
+
+def join(parts: Sequence[Coded]) -> Coded:
+    """Matrices of the same columns, codes and groups, one below the other; a single one as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    blocks = all(rows_per_scale(len(part.codes), len(part.scales)) == BLOCK for part in parts)
+    apart = not blocks or any(len(part.codes) % BLOCK for part in parts)
+    scales = [_by_rows(part.scales, len(part.codes)) if apart else part.scales for part in parts]
+    zeros = [part.zeros if part.zeros is None or not apart else _by_rows(part.zeros, len(part.codes)) for part in parts]
+    given = [each for each in zeros if each is not None]
+    return Coded(torch.cat([part.codes for part in parts]), torch.cat(scales), torch.cat(given) if given else None)
+
+
+def _by_rows(each: Tensor, rows: int) -> Tensor:
+    """Scales or zero points of each row, which may be shared."""
+    return each.repeat_interleave(rows_per_scale(rows, len(each)), 0)[:rows]
+
+
+def tile(matrix: Coded) -> Tiled:
+    """Numbers of 4 bits [N, K / 2] with bfloat16 scales of groups of a row, for the product on their device.
+
+    Zero points are exact but for the rounding of zero point times scale, which tinygemm adds.
+    """
+    raised = matrix.codes ^ (_OFFSET | _OFFSET << 4)
+    width = 2 * raised.shape[1]
+    together = gcd(width // _TILE, _TILES)
+    if raised.is_cuda:
+        # There the first of two numbers is the high half.
+        tiles = torch.ops.aten._convert_weight_to_int4pack((raised & 15) << 4 | raised >> 4, together)
+    else:
+        numbers = unpack(matrix.codes).int() + _OFFSET
+        tiles = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, together)
+    zeros = torch.zeros_like(matrix.scales) if matrix.zeros is None else -matrix.zeros.to(matrix.scales) * matrix.scales
+    scales = torch.stack((matrix.scales, zeros), -1).transpose(0, 1).contiguous()
+    return Tiled(tiles, scales, width // matrix.scales.shape[1])
