@@ -17,7 +17,7 @@ from flywheel.models.decoder import DTYPES
 from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.models.graph import scales_of
 from flywheel.models.hf import load_scheme
-from flywheel.models.quantise import quantised, same_layouts, typed
+from flywheel.models.quantise import keeping, kept_bytes, same_layouts, typed
 from flywheel.models.schemes import Scheme
 from flywheel.models.spec import DecoderSpec, layer_weight_key
 from flywheel.models.weights import checkpoint_tensors, random_weights
@@ -57,21 +57,25 @@ class Source:
         """Every weight in `dtype`, on a device of torch: the checkpoint's, converted where they must be, else random
         ones; matrices that have a format quantised (`models.quantise`). Raises TooLargeError where the memory of this
         machine does not hold those, UsageError where the checkpoint is quantised otherwise."""
-        wanted = TORCH_DTYPES[dtype]
-        if self.stored is None:
-            check_memory(f"{self.name}: its weights", dtype.nbytes(self.spec.n_params), device)
-            weights = random_weights(self.spec, seed, wanted, device)
-        else:
-            usual = self.formats(dtype).usual
-            scales = DType.F32 if usual is None else usual.scale_dtype(dtype)
-            weights = {key: typed(key, tensor, dtype, scales).to(device) for key, tensor in self.stored.items()}
         if self.scheme is None:
-            return weights if formats == PLAIN else quantised(self.spec, weights, formats, dtype)
+            return self._quantised(dtype, seed, device, formats)
+        assert self.stored is not None
         own, name = self.formats(dtype), dtype.name.lower()
         if not same_layouts(self.spec, formats, own, dtype):
             asked, has = (each.name(name) or name for each in (formats, own))
             raise UsageError(f"{self.name}: its checkpoint is {has}; weights {asked} would quantise it once more")
-        return weights
+        scales = DType.F32 if own.usual is None else own.usual.scale_dtype(dtype)
+        return {key: typed(key, tensor, dtype, scales).to(device) for key, tensor in self.stored.items()}
+
+    def _quantised(self, dtype: DType, seed: int, device: str, formats: WeightFormats) -> Weights:
+        """Matrix by matrix: where the quantised ones fit, the others need not."""
+        wanted = TORCH_DTYPES[dtype]
+        keep = keeping(self.spec, formats, dtype)
+        if self.stored is not None:
+            moved = (keep(key, tensor.to(device, wanted)) for key, tensor in self.stored.items())
+            return {key: kept for each in moved for key, kept in each.items()}
+        check_memory(f"{self.name}: its weights", kept_bytes(self.spec, formats, dtype), device)
+        return random_weights(self.spec, seed, wanted, device, keep)
 
 
 def open_source(given: str) -> Source:

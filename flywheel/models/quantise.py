@@ -7,7 +7,7 @@ exactly: `(code - zero) * scale`, in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -27,6 +27,9 @@ from flywheel.models.spec import (
     layer_weight_shapes,
 )
 from flywheel.tensors import TORCH_DTYPES
+
+Keep = Callable[[str, Tensor], dict[str, Tensor]]
+"""From a weight's key and itself to what stands for it, by key."""
 
 _ELEMENTS: Final = 2**25
 """Of a matrix that are quantised at a time."""
@@ -156,24 +159,55 @@ def matrix_keys(spec: DecoderSpec) -> Iterator[tuple[str, str]]:
 def quantised(
     spec: DecoderSpec, given: Mapping[str, Tensor], formats: WeightFormats, dtype: DType, *, best: bool = False
 ) -> dict[str, Tensor]:
-    """Weights of the keys of `checkpoint_tensors`, with the tensors of quantised matrices in place of those. A tied
-    head that is quantised stands beside the embedding. Raises WeightsError as `quantise`, which names the key, and
-    ConfigError where groups do not divide a matrix's K."""
-    weights = dict(given)
+    """Weights of the keys of `checkpoint_tensors`, with the tensors of quantised matrices in place of those. Raises as
+    `keeping` and what it gives."""
+    keep = keeping(spec, formats, dtype, best=best)
+    return {name: kept for key, tensor in given.items() for name, kept in keep(key, tensor).items()}
+
+
+def keeping(spec: DecoderSpec, formats: WeightFormats, dtype: DType, *, best: bool = False) -> Keep:
+    """What is kept of each weight of a model, itself or what it is quantised to, so that nobody needs all weights as
+    they were. Of an embedding that is the head, too, it is both where the head is quantised.
+
+    Raises ConfigError where groups do not divide a matrix's K. What it gives raises WeightsError as `quantise`, which
+    names the key.
+    """
+    shapes = {**layer_weight_shapes(spec), HEAD: (spec.vocab, spec.hidden)}
+    asked: dict[str, WeightFormat] = {}
     for role, key in matrix_keys(spec):
         format = formats.of(role)
-        if format is None:
-            continue
-        whole = weights.pop(key) if key in weights else given[MODEL_WEIGHT_KEYS["embed"]]
-        format.check(f"tensor {key!r}", (whole.shape[0], whole.shape[1]))
+        if format is not None:
+            format.check(f"tensor {key!r}", (shapes[role][0], shapes[role][1]))
+            asked[key] = format
+
+    def parts(key: str, matrix: Tensor) -> dict[str, Tensor]:
         try:
-            codes, scales, zeros = quantise(whole, format, dtype, best=best)
+            codes, scales, zeros = quantise(matrix, asked[key], dtype, best=best)
         except WeightsError as error:
             raise WeightsError(f"tensor {key!r}: {error}") from None
-        weights |= {codes_of(key): codes, scales_of(key): scales}
-        if zeros is not None:
-            weights[zeros_of(key)] = zeros
-    return weights
+        found = {codes_of(key): codes, scales_of(key): scales}
+        return found if zeros is None else {**found, zeros_of(key): zeros}
+
+    def keep(key: str, tensor: Tensor) -> dict[str, Tensor]:
+        if key in asked:
+            return parts(key, tensor)
+        head = MODEL_WEIGHT_KEYS[HEAD]
+        as_head = spec.tied_head and key == MODEL_WEIGHT_KEYS["embed"] and head in asked
+        return {key: tensor, **(parts(head, tensor) if as_head else {})}
+
+    return keep
+
+
+def kept_bytes(spec: DecoderSpec, formats: WeightFormats, dtype: DType) -> int:
+    """Bytes of all that is kept of a model's weights."""
+    shapes = {**layer_weight_shapes(spec), HEAD: (spec.vocab, spec.hidden)}
+    total = dtype.nbytes(spec.n_params)
+    for role, key in matrix_keys(spec):
+        format, shape = formats.of(role), (shapes[role][0], shapes[role][1])
+        if format is not None:
+            beside = spec.tied_head and key == MODEL_WEIGHT_KEYS[HEAD]
+            total += format.nbytes(shape, dtype) - (0 if beside else dtype.nbytes(shape[0] * shape[1]))
+    return total
 
 
 def matrix_of(weights: Mapping[str, Tensor], key: str, wide: torch.dtype = torch.float32) -> Tensor | None:

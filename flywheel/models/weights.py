@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from math import prod, sqrt
@@ -73,6 +73,7 @@ def random_weights(
     seed: int,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
+    keep: Callable[[str, Tensor], Mapping[str, Tensor]] = lambda key, tensor: {key: tensor},
 ) -> dict[str, Tensor]:
     """Weights of every key of `checkpoint_tensors`, uniform around their mean, such that each operation of a decode
     step shows in what it makes, in every layer.
@@ -83,17 +84,22 @@ def random_weights(
     - Norms are within 0.5 and 1.5, the final one's around 0: with a tied head, a token does not predict itself.
 
     A tensor depends on its key, shape, `seed` and `dtype` alone: neither on the order nor on the `device` that draws
-    it, since its bits come of integers and are scaled with exactly rounded operations.
+    it, since its bits come of integers and are scaled with exactly rounded operations. What `keep` makes of a tensor
+    stands for it at once: elsewhere than on the CPU, one tensor at a time is there as it was drawn; there, one a core.
     """
 
-    def draw(tensor: tuple[str, str, Shape]) -> tuple[str, Tensor]:
+    def draw(tensor: tuple[str, str, Shape]) -> Mapping[str, Tensor]:
         key, role, shape = tensor
-        return key, _draw(f"{seed}:{key}", shape, *_distribution(spec, role, shape), dtype, device)
+        return keep(key, _draw(f"{seed}:{key}", shape, *_distribution(spec, role, shape), dtype, device))
 
     if torch.device(device).type != "cpu":
-        return dict(map(draw, _tensors(spec)))
+        return _together(map(draw, _tensors(spec)))
     with ThreadPoolExecutor(usable_cores()) as pool:
-        return dict(pool.map(draw, _tensors(spec)))
+        return _together(pool.map(draw, _tensors(spec)))
+
+
+def _together(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: tensor for part in parts for key, tensor in part.items()}
 
 
 def _distribution(spec: DecoderSpec, role: str, shape: Shape) -> tuple[float, float]:

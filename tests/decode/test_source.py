@@ -1,16 +1,23 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from flywheel import process
 from flywheel.decode.source import open_source
-from flywheel.errors import UnknownNameError, WeightsError
+from flywheel.errors import TooLargeError, UnknownNameError, WeightsError
 from flywheel.ir import DType
+from flywheel.models import weights
+from flywheel.models.formats import parse_formats
+from flywheel.models.quantise import kept_bytes, quantised
 from flywheel.models.weights import checkpoint_tensors, random_weights
+from flywheel.vm.driver import Gpu
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -48,6 +55,62 @@ def test_a_checkpoint_is_read_in_its_own_dtype_and_converted_once_asked(name: st
     for key, tensor in source.weights(DType.F32, seed=0).items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, weights[key].float())
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of matrices that were there at a time as they were drawn, as each of them came."""
+    live: dict[int, int] = {}
+    seen: list[int] = []
+    drawn = weights._draw
+
+    def draw(name: str, *given: Any) -> torch.Tensor:
+        tensor = drawn(name, *given)
+        if tensor.ndim > 1:
+            live[id(tensor)] = tensor.nbytes
+            weakref.finalize(tensor, live.pop, id(tensor))
+            seen.append(sum(live.values()))
+        return tensor
+
+    monkeypatch.setattr(weights, "_draw", draw)
+    monkeypatch.setattr(weights, "usable_cores", lambda: 2)
+    return seen
+
+
+def test_matrices_are_quantised_as_they_are_drawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 24}), encoding="utf-8")
+    source, formats = open_source(str(folder)), parse_formats("int4-g16,lm_head=int8", "bf16")
+    seen = counted(monkeypatch)
+    held = source.weights(DType.BF16, 3, formats=formats)
+    monkeypatch.undo()
+    own = quantised(source.spec, random_weights(source.spec, 3), formats, DType.BF16)
+    assert held.keys() == own.keys()
+    assert all(torch.equal(held[key], own[key]) for key in own)
+    assert sum(tensor.nbytes for tensor in held.values()) == kept_bytes(source.spec, formats, DType.BF16)
+    embedding, largest = 2 * 40 * 32, 2 * 48 * 32
+    assert max(seen) <= embedding + 2 * largest
+
+
+def test_the_memory_that_is_asked_for_is_that_of_quantised_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, formats = open_source("llama3-70b"), parse_formats("int4", "bf16")
+    needed = kept_bytes(source.spec, formats, DType.BF16)
+    assert 39.4e9 < needed < 39.6e9
+    monkeypatch.setattr(process, "_available_bytes", lambda: needed - 1)
+    with pytest.raises(TooLargeError, match=r"llama3-70b: its weights: 39\.5 GB, and this machine has 39\.5 GB left"):
+        source.weights(DType.BF16, 0, formats=formats)
+
+
+@pytest.mark.gpu
+def test_a_gpu_holds_little_beside_what_is_kept(gpu: Gpu) -> None:
+    source, formats = open_source("llama3.2-1b"), parse_formats("int4", "bf16")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    held = source.weights(DType.BF16, 0, "cuda", formats)
+    assert sum(tensor.nbytes for tensor in held.values()) == kept_bytes(source.spec, formats, DType.BF16)
+    beside = torch.cuda.max_memory_allocated() - before - kept_bytes(source.spec, formats, DType.BF16)
+    assert beside < 1.5e9 < DType.BF16.nbytes(source.spec.n_params)
 
 
 def test_weights_of_the_wanted_dtype_are_not_copied(folder: Path) -> None:
