@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from flywheel.interop.mpk.graph import INVALID
-from flywheel.interop.mpk.predicting import predict_step, unqueued_us
+from flywheel.interop.mpk.predicting import bounds_of, predict_step
 from flywheel.interop.mpk.reading import read_graph
 
 BF16: Final = 941
@@ -190,7 +190,7 @@ def main() -> None:
     print(f"{'model':12}  {'measured':>8}  {'predicted':>9}  {'off':>6}  {'unqueued':>8}")
     for name, dims in (("llama3.2-1b", LLAMA_1B), ("llama3-8b", LLAMA_8B)):
         graph = read_graph(json.dumps(llama_document(dims)).encode())
-        predicted, free = predict_step(graph, context=CONTEXT).latency_us, unqueued_us(graph, context=CONTEXT)
+        predicted, free = predict_step(graph, context=CONTEXT).latency_us, bounds_of(graph, context=CONTEXT).unqueued_us
         off = predicted / MEASURED_US[name] - 1
         print(f"{name:12}  {MEASURED_US[name]:8.0f}  {predicted:9.0f}  {off * 100:+5.1f} %  {free:8.0f}")
 

@@ -1,32 +1,59 @@
-"""`flywheel mpk`: task graphs of Mirage's persistent kernel, proved, summarised and predicted."""
+"""`flywheel mpk`: task graphs of Mirage's persistent kernel, proved, summarised, predicted, mended and rescheduled."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.options import check_writable, command, json_option, setting, write_file
-from flywheel.cli.text import escaped, note, pairs, percent, show, show_json, show_table, size, us
+from flywheel.cli.task_graphs import prediction, searched, show_results, verdict
+from flywheel.cli.text import escaped, note, show, show_json
 from flywheel.errors import IrFormatError, UsageError
 from flywheel.interop.mpk.facts import describe
 from flywheel.interop.mpk.graph import MpkGraph
 from flywheel.interop.mpk.joint import n_ranks
-from flywheel.interop.mpk.predicting import predict_step, shares, unqueued_us
+from flywheel.interop.mpk.predicting import bounds_of, predict_step
 from flywheel.interop.mpk.proof import check as prove
 from flywheel.interop.mpk.reading import read_graph, write_graph
 from flywheel.interop.mpk.timing import H200, Timing
 from flywheel.ir import Finding, ValidationResult
 from flywheel.ir.files import MAX_FILE_BYTES
-from flywheel.measure.floor import floor_fraction
 
-ACTIONS = ("check", "inspect", "predict", "repair")
-UNREADABLE = "unreadable"
+ACTIONS: Final = ("check", "inspect", "predict", "repair", "search")
+UNREADABLE: Final = "unreadable"
 """Code of the error of a file that holds no task graph."""
+MAX_CONTEXT: Final = 1 << 20
+_OF: Final[Mapping[str, tuple[str, ...]]] = {
+    "context": ("predict", "search"),
+    "trace": ("predict",),
+    "picture": ("predict",),
+    "output": ("repair", "search"),
+    "trials": ("search",),
+    "seed": ("search",),
+}
+"""The actions that an option is of, where it is not of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What was asked for."""
+
+    action: str
+    files: tuple[str, ...]
+    workers: int | None
+    aliases: Mapping[str, str]
+    context: int
+    trace: Path | None
+    picture: Path | None
+    output: Path | None
+    trials: int
+    seed: int
 
 
 @command
@@ -36,7 +63,8 @@ UNREADABLE = "unreadable"
     "--workers",
     type=click.IntRange(min=1),
     metavar="W",
-    help="MPK's queues of so many workers, whose order then counts.  [default: any placement; predict: 128]",
+    help="MPK's queues of so many workers, whose order then counts.  [default: any placement; predict: 128; "
+    "search: tries 96 to 131]",
 )
 @click.option(
     "--alias",
@@ -48,11 +76,9 @@ UNREADABLE = "unreadable"
 )
 @click.option(
     "--context",
-    type=click.IntRange(min=1),
-    default=512,
-    show_default=True,
+    type=click.IntRange(1, MAX_CONTEXT),
     metavar="TOKENS",
-    help="predict: tokens that attention attends to.",
+    help="predict, search: tokens that attention attends to.  [default: 512]",
 )
 @click.option(
     "--trace",
@@ -61,80 +87,122 @@ UNREADABLE = "unreadable"
     help="predict: write the timeline, for ui.perfetto.dev or chrome://tracing.",
 )
 @click.option(
+    "--picture",
+    type=click.Path(path_type=Path),
+    metavar="FILE.svg",
+    help="predict: draw the middle layer on every worker.",
+)
+@click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     metavar="DIRECTORY",
-    help="repair: write the files there, under their names.",
+    help="repair, search: write the files there, under their names.",
 )
+@click.option("--trials", type=click.IntRange(min=1), metavar="N", help="search: schedules to try.  [default: 64]")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), help="search: seed of the sampler.  [default: 0]")
 @json_option
 @click.pass_context
 def mpk(
-    ctx: click.Context, action: str, files: tuple[str, ...], workers: int | None, aliases: tuple[tuple[str, str], ...],
-    context: int, trace: Path | None, output: Path | None, as_json: bool,
+    ctx: click.Context, /, action: str, files: tuple[str, ...], aliases: tuple[tuple[str, str], ...], as_json: bool,
+    workers: int | None, **options: Any,
 ) -> None:  # fmt: skip
     """Judge a task_graph.json of Mirage MPK; several FILEs are the ranks of one program, and `-` is stdin.
 
     check proves it free of deadlocks and races, inspect says what is in it, predict what a step takes on an H200 and
-    where its workers wait. repair adds what orders its races, in files that MPK loads. Exit code 3 if a file is
-    unreadable or the graph is not safe.
+    where its workers wait. repair adds what orders its races, and search tries other orders, launches and numbers of
+    workers, both in files that MPK loads. Exit code 3 if a file is unreadable or the graph is not safe.
     """
-    _check_options(action, files, trace, output)
+    given = _settled(action, files, workers, dict(aliases), options)
     graphs, result = _read(files)
-    relays = None
+    more: dict[str, Any] = {}
     if result.ok and action == "repair":
-        graphs, relays, result = _repaired(files, graphs, workers, dict(aliases), output)
+        graphs, relays, result = _repaired(given, graphs)
+        more["relays"] = relays
     elif result.ok:
-        result = prove(graphs, H200.workers if action == "predict" and workers is None else workers, dict(aliases))
-    document = {"paths": list(files), **_verdict(result)}
-    if relays is not None:
-        document["relays"] = relays
+        count = workers or (H200.workers if action in ("predict", "search") else None)
+        result = prove(graphs, count, given.aliases)
     timing = None
     if graphs and action == "inspect":
-        document |= {"graphs": [describe(graph) for graph in graphs]}
+        more["graphs"] = [describe(graph) for graph in graphs]
     elif action == "predict" and result.ok:
-        timing = predict_step(graphs[0], H200, context, workers)
-        document |= _prediction(graphs[0], timing, unqueued_us(graphs[0], H200, context))
+        timing = predict_step(graphs[0], H200, given.context, workers)
+        more |= prediction(graphs[0], timing, bounds_of(graphs[0], H200, given.context))
+    elif action == "search" and result.ok:
+        more |= _searched(given, graphs)
+    document = {"paths": list(files), **verdict(result), **more}
     if as_json:
         show_json(document)
     else:
         show(*f"{escaped(', '.join(files))}: {result.report()}".split("\n"))
-        _show(document)
+        show_results(document)
     if not result.ok:
         ctx.exit(REJECTED)
-    if trace is not None and timing is not None:
-        _write_trace(trace, graphs[0], timing)
+    if timing is not None:
+        _draw(given, graphs[0], timing)
 
 
-def _check_options(action: str, files: Sequence[str], trace: Path | None, output: Path | None) -> None:
-    """Raises UsageError for options of another action, and where repair cannot write its files."""
-    if trace is not None:
-        if action != "predict":
-            raise UsageError(f"mpk {action}: --trace is of predict")
-        check_writable(trace)
-    if (output is None) != (action != "repair"):
-        raise UsageError("mpk repair: --output says where to write" if output is None else f"mpk {action}: no --output")
+def _settled(
+    action: str, files: tuple[str, ...], workers: int | None, aliases: Mapping[str, str], options: Mapping[str, Any]
+) -> _Given:
+    """Raises UsageError for options of another action, and where files cannot be written."""
+    for name, value in options.items():
+        if value is not None and action not in _OF[name]:
+            raise UsageError(f"mpk {action}: --{name} is of {' and '.join(_OF[name])}")
+    for path in (options["trace"], options["picture"]):
+        if path is not None:
+            check_writable(path)
+    output = options["output"]
+    if action == "repair" and output is None:
+        raise UsageError("mpk repair: --output says where to write")
     names = [Path(path).name for path in files]
     if output is not None and ("-" in files or len(set(names)) < len(names)):
-        raise UsageError("mpk repair: files with names of their own are written, not stdin")
+        raise UsageError(f"mpk {action}: files with names of their own are written, not stdin")
+    defaults = {"context": 512, "trials": 64, "seed": 0}
+    filled: dict[str, Any] = {name: defaults.get(name) if value is None else value for name, value in options.items()}
+    return _Given(action, files, workers, aliases, **filled)
 
 
-def _repaired(
-    files: Sequence[str], graphs: list[MpkGraph], workers: int | None, aliases: dict[str, str], output: Path | None
-) -> tuple[list[MpkGraph], int, ValidationResult]:
-    """Graphs with their races ordered, written to `output` if the proof accepts them. Raises UsageError."""
-    from flywheel.interop.mpk.repairing import repair
-
+def _all_there(given: _Given, graphs: Sequence[MpkGraph]) -> None:
     ranks = sorted(graph.rank for graph in graphs)
     if ranks != list(range(n_ranks(graphs))):
-        raise UsageError(f"mpk repair: files of ranks {ranks} of {n_ranks(graphs)}; want one of each")
-    found = repair(graphs, workers, aliases)
-    if found.result.ok and output is not None:
-        by_rank = {graph.rank: graph for graph in found.graphs}
-        for path, graph in zip(files, graphs, strict=True):
-            mended = by_rank[graph.rank]
-            write_file(output / Path(path).name, write_graph(mended.document, mended.layout).decode("utf-8"))
+        raise UsageError(f"mpk {given.action}: files of ranks {ranks} of {n_ranks(graphs)}; want one of each")
+
+
+def _repaired(given: _Given, graphs: list[MpkGraph]) -> tuple[list[MpkGraph], int, ValidationResult]:
+    """Graphs with their races ordered, written if the proof accepts them. Raises UsageError."""
+    from flywheel.interop.mpk.repairing import repair
+
+    _all_there(given, graphs)
+    found = repair(graphs, given.workers, given.aliases)
+    if found.result.ok:
+        _write(given, graphs, found.graphs)
     return list(found.graphs), found.relays, found.result
+
+
+def _searched(given: _Given, graphs: Sequence[MpkGraph]) -> dict[str, Any]:
+    """What a search found; the best graphs are written where there is somewhere to. Raises UsageError."""
+    from flywheel.search.task_graphs import WORKERS, search_graphs
+
+    _all_there(given, graphs)
+    tried = WORKERS if given.workers is None else (given.workers,)
+    found = search_graphs(graphs, given.aliases, tried, given.trials, seed=given.seed, context=given.context)
+    if given.output is not None:
+        _write(given, graphs, found.graphs)
+    bounds = [bounds_of(graph, H200, given.context) for graph in graphs]
+    slowest = max(bounds, key=lambda each: each.unqueued_us)
+    return {
+        "search": searched(found),
+        "bounds": {"unqueued_us": slowest.unqueued_us, "path_us": slowest.path_us, "load_us": slowest.load_us},
+    }
+
+
+def _write(given: _Given, graphs: Sequence[MpkGraph], made: Sequence[MpkGraph]) -> None:
+    assert given.output is not None
+    by_rank = {graph.rank: graph for graph in made}
+    for path, graph in zip(given.files, graphs, strict=True):
+        changed = by_rank[graph.rank]
+        write_file(given.output / Path(path).name, write_graph(changed.document, changed.layout).decode("utf-8"))
 
 
 def _read(files: Sequence[str]) -> tuple[list[MpkGraph], ValidationResult]:
@@ -164,74 +232,18 @@ def _bytes(path: str) -> bytes:
     return data
 
 
-def _verdict(result: ValidationResult) -> dict[str, Any]:
-    def listed(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-        return [{"code": each.code, "message": each.message, "task": each.task} for each in findings]
-
-    return {
-        "ok": result.ok,
-        "errors": listed(result.errors),
-        "warnings": listed(result.warnings),
-        "stats": dict(result.stats),
-    }
-
-
-def _prediction(graph: MpkGraph, timing: Timing, free_us: float) -> dict[str, Any]:
-    return {
-        "prediction": {
-            "latency_us": timing.latency_us,
-            "unqueued_us": free_us,
-            "floor_us": timing.floor_us,
-            "floor_fraction": floor_fraction(timing.floor_us, timing.latency_us),
-            "gpu": H200.name,
-        },
-        "types": [
-            {"type": share.name, "tasks": share.tasks, "bytes": share.nbytes,
-             "waited_us": share.waited_us, "ran_us": share.ran_us}
-            for share in shares(graph, timing)
-        ],
-    }  # fmt: skip
-
-
-def _show(document: dict[str, Any]) -> None:
-    if "relays" in document:
-        show(*pairs([("added", f"{document['relays']} relays")]))
-    for graph in document.get("graphs", ()):
-        show(*pairs([(name, str(value)) for name, value in graph.items() if name != "types"]))
-        rows = [(row["type"], f"{row['tasks']:,}", size(row["bytes"])) for row in graph["types"]]
-        show_table(("<type", "tasks", "lists"), rows, indent="  ", gap=True)
-    prediction = document.get("prediction")
-    if prediction is None:
-        return
-    show(
-        *pairs(
-            [
-                ("predicted", f"{us(prediction['latency_us'])} on one {prediction['gpu']}"),
-                ("unqueued", f"{us(prediction['unqueued_us'])} with a worker for every task: what an order can gain"),
-                ("floor", us(prediction["floor_us"])),
-                ("reached", f"{percent(prediction['floor_fraction'])} of the floor"),
-            ]
-        )
-    )
-    total = sum(row["waited_us"] + row["ran_us"] for row in document["types"])
-    waits = [
-        (
-            row["type"],
-            f"{row['tasks']:,}",
-            size(row["bytes"]),
-            percent(row["waited_us"] / total),
-            percent(row["ran_us"] / total),
-        )
-        for row in document["types"]
-    ]
-    show_table(("<type", "tasks", "bytes", "waits", "runs"), waits, indent="  ", gap=True)
-
-
-def _write_trace(path: Path, graph: MpkGraph, timing: Timing) -> None:
+def _draw(given: _Given, graph: MpkGraph, timing: Timing) -> None:
+    """Write the timeline, and the picture of it, where they are asked for."""
     from flywheel.report.chrome import chrome_trace
-    from flywheel.report.mpk import mpk_slices
+    from flywheel.report.layer import layer
+    from flywheel.report.mpk import mpk_slices, mpk_timeline
+    from flywheel.report.svg import standalone
 
-    facts = {"latency_us": timing.latency_us, "floor_us": timing.floor_us}
-    title = f"MPK's task graph, rank {graph.rank}, on an {H200.name}, by the cost model"
-    write_file(path, chrome_trace(title, mpk_slices(graph, timing), facts))
-    note(f"wrote {path}; ui.perfetto.dev opens it")
+    if given.trace is not None:
+        facts = {"latency_us": timing.latency_us, "floor_us": timing.floor_us}
+        title = f"MPK's task graph, rank {graph.rank}, on an {H200.name}, by the cost model"
+        write_file(given.trace, chrome_trace(title, mpk_slices(graph, timing), facts))
+        note(f"wrote {given.trace}; ui.perfetto.dev opens it")
+    if given.picture is not None:
+        write_file(given.picture, standalone(layer(mpk_timeline(graph, timing, H200.name))))
+        note(f"wrote {given.picture}")

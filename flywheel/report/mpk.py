@@ -1,26 +1,62 @@
-"""The predicted timeline of a task graph of Mirage MPK, for the viewers of traces: one track a worker."""
+"""The predicted timeline of a task graph of Mirage MPK, one track a worker: for viewers of traces, and as a picture."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from flywheel.cost_model import TaskSpan
 from flywheel.interop.mpk.graph import FIRST_TASK, INVALID, MpkGraph, place_of
 from flywheel.interop.mpk.kinds import kind_name
 from flywheel.interop.mpk.timing import Timing
-from flywheel.ir import InstructionKind, Task, Wait
+from flywheel.ir import InstructionKind, MegakernelProgram, Task, Wait
 from flywheel.report.chrome import Slice
+
+_LAYER: Final = re.compile(r"layer_(\d{1,9})_")
 
 
 def mpk_slices(graph: MpkGraph, timing: Timing) -> list[Slice]:
     """A slice a task, from when its worker looks at it, with what it waits and what it runs as parts."""
-    found = []
-    for span in timing.spans:
-        place = span.node + FIRST_TASK
-        task = graph.tasks[place]
+    tasks = _shown(graph, timing)
+    return [
+        Slice(tasks[span.node], span.worker, span.ready_us, span.done_us,
+              (("waits", span.ready_us, span.met_us), ("runs", span.met_us, span.done_us)))
+        for span in timing.spans
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MpkTimeline:
+    """The tasks of a graph as a program's, and a span of each, from when its event was met."""
+
+    program: MegakernelProgram
+    spans: Sequence[TaskSpan]
+
+
+def mpk_timeline(graph: MpkGraph, timing: Timing, gpu: str) -> MpkTimeline:
+    """What the picture of a layer is drawn from."""
+    tasks = _shown(graph, timing)
+    meta = {"model": f"MPK's task graph, rank {graph.rank},", "gpu": gpu}
+    spans = [TaskSpan(tasks[span.node].id, span.worker, span.met_us, span.done_us) for span in timing.spans]
+    return MpkTimeline(MegakernelProgram(meta=meta, tasks=tuple(tasks)), spans)
+
+
+def _shown(graph: MpkGraph, timing: Timing) -> list[Task]:
+    """Each task as one of ours that does nothing. Its label has its type and the layer whose tensors it lists; where it
+    lists none, that of the task before."""
+    found, layer = [], ""
+    for node, task in enumerate(graph.tasks[FIRST_TASK:]):
+        numbers = [named[1] for tensor in task.inputs if (named := _LAYER.match(tensor.name))]
+        if numbers:
+            layer = f"L{numbers[0]}."
+        elif any(tensor.name == "model_norm_weight" for tensor in task.inputs):
+            layer = ""
         number = place_of(task.dependent)
         waits = () if task.dependent == INVALID else (Wait(number, graph.events[number].triggers),)
-        shown = Task(
-            place, InstructionKind.NOP, (), (), place_of(task.trigger), waits,
-            est_bytes=timing.nbytes_of[span.node], label=kind_name(task.kind),
+        found.append(
+            Task(node + FIRST_TASK, InstructionKind.NOP, (), (), place_of(task.trigger), waits,
+                 est_bytes=timing.nbytes_of[node], label=f"{layer}{kind_name(task.kind)}")
         )  # fmt: skip
-        parts = (("waits", span.ready_us, span.met_us), ("runs", span.met_us, span.done_us))
-        found.append(Slice(shown, span.worker, span.ready_us, span.done_us, parts))
     return found

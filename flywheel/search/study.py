@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
-from typing import Final
+from typing import Final, Protocol
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -40,6 +40,14 @@ Told = float | None | Untold
 """A latency in us, None where the choice has none, or NOT_TRIED."""
 
 
+class Searched(Protocol):
+    """What is searched: the space of a campaign, or the knobs of something else."""
+
+    @property
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """The knobs, the searched and the pinned."""
+
+
 class CampaignStudy:
     """Ask for a choice, tell what it cost.
 
@@ -51,12 +59,13 @@ class CampaignStudy:
     `descent`, `local` and `grid` do not propose it again. A cost model's word in its place would be an objective of
     another kind, and "infeasible" a lie, which keeps a sampler away from neighbours that are better than predicted.
 
-    Objectives are `measured` or predicted; with `foresight`, a sampler may have predicted what it proposes to measure.
+    Objectives are `measured` or predicted; with `foresight`, which goes with a Space, a sampler may have predicted what
+    it proposes to measure.
     """
 
     def __init__(
         self,
-        space: Space,
+        space: Searched,
         sampler: str,
         seed: int,
         known: Sequence[tuple[Choice, Told]],
@@ -79,11 +88,13 @@ class CampaignStudy:
     def _measured(self, foresight: Foresight | None) -> Measured:
         if foresight is None:
             return Measured()
-        fixed = {d.name: d.values[0] for d in self._space.dimensions}
+        space = self._space
+        assert isinstance(space, Space)
+        fixed = {d.name: d.values[0] for d in space.dimensions}
 
         def configs(asked: Sequence[Mapping[str, Value]]) -> list[ScheduleConfig]:
             choices = [{**fixed, **{d.name: _decode(d, each[d.name]) for d in self._searched}} for each in asked]
-            return [self._space.to_config(choice) for choice in choices]
+            return [space.to_config(choice) for choice in choices]
 
         def foresee(asked: Sequence[Mapping[str, Value]]) -> Sequence[float | None]:
             return foresight.predict(configs(asked))
@@ -91,7 +102,7 @@ class CampaignStudy:
         def expect(asked: Sequence[Mapping[str, Value]]) -> None:
             foresight.expect(configs(asked))
 
-        starts = [{d.name: _encode(d, start[d.name]) for d in self._searched} for start in self._space.known_good()]
+        starts = [{d.name: _encode(d, start[d.name]) for d in self._searched} for start in space.known_good()]
         return Measured(foresee, starts, foresight.budget, expect)
 
     def enqueue(self, choice: Choice) -> None:

@@ -63,14 +63,19 @@ def test_inspect_counts_tasks_by_type(run: Run, unpacked: Callable[[str], str]) 
     assert "MLA_KV_GATHER_SM100" in run("mpk", "inspect", path).stdout
 
 
-def test_predict_prints_the_waits_and_writes_a_trace(run: Run, unpacked: Callable[[str], str], tmp_path: Path) -> None:
+def test_predict_prints_the_waits_and_writes_a_trace_and_a_picture(
+    run: Run, unpacked: Callable[[str], str], tmp_path: Path
+) -> None:
     trace = tmp_path / "trace.json"
-    result = run("mpk", "predict", unpacked("tiny"), "--trace", str(trace))
+    picture = tmp_path / "layer.svg"
+    result = run("mpk", "predict", unpacked("tiny"), "--trace", str(trace), "--picture", str(picture))
     assert result.exit_code == 0
-    assert "predicted" in result.stdout and "waits" in result.stdout
+    assert "predicted" in result.stdout and "waits" in result.stdout and "hand-off to" in result.stdout
+    assert "layer 1 on every SM" in picture.read_text(encoding="utf-8")
     assert len(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]) > 980
     document = json.loads(run("mpk", "predict", unpacked("tiny"), "--json").stdout)
     assert document["prediction"]["latency_us"] > document["prediction"]["floor_us"] > 0
+    assert {row["type"] for row in document["hand_offs"]} == {row["type"] for row in document["types"]}
 
 
 def test_nothing_is_predicted_of_a_graph_that_is_not_safe(run: Run, unpacked: Callable[[str], str]) -> None:
@@ -100,4 +105,32 @@ def test_repair_wants_all_ranks_and_a_directory(run: Run, unpacked: Callable[[st
     path = unpacked("micro_2gpu_r0")
     assert "want one of each" in run("mpk", "repair", path, "-o", str(tmp_path)).stderr
     assert "--output says where" in run("mpk", "repair", path).stderr
-    assert "no --output" in run("mpk", "check", path, "-o", str(tmp_path)).stderr
+    assert "--output is of repair and search" in run("mpk", "check", path, "-o", str(tmp_path)).stderr
+
+
+def test_search_writes_a_proved_graph_that_is_no_slower(
+    run: Run, unpacked: Callable[[str], str], tmp_path: Path
+) -> None:
+    (tmp_path / "best").mkdir()
+    path = unpacked("micro_2layer")
+    result = run("mpk", "search", path, "--workers", "8", "--trials", "12", "-o", str(tmp_path / "best"), "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)["search"]
+    best = found["best"]["latency_us"]
+    assert best == min(row["latency_us"] for row in found["trials"]) <= found["given"]["latency_us"]
+    written = str(tmp_path / "best" / Path(path).name)
+    predicted = json.loads(run("mpk", "predict", written, "--workers", "8", "--json").stdout)["prediction"]
+    assert predicted["latency_us"] == best
+    assert "all proved" in run("mpk", "search", path, "--workers", "8", "--trials", "3").stdout
+
+
+def test_a_racy_graph_is_not_searched(run: Run, unpacked: Callable[[str], str]) -> None:
+    result = run("mpk", "search", unpacked("exp_mla"), "--json")
+    assert result.exit_code == 3
+    assert "search" not in json.loads(result.stdout)
+
+
+def test_options_of_another_action_are_refused(run: Run, unpacked: Callable[[str], str]) -> None:
+    for option in (["--context", "64"], ["--picture", "x.svg"], ["--trials", "3"], ["--seed", "1"]):
+        result = run("mpk", "check", unpacked("micro_2layer"), *option)
+        assert (result.exit_code, option[0] in result.stderr) == (2, True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
-from flywheel.interop.mpk.graph import FIRST_TASK, MpkGraph, place_of
-from flywheel.interop.mpk.joint import counter_of, nodes_of
+from flywheel.interop.mpk.graph import FIRST_TASK, INVALID, MpkGraph, place_of
+from flywheel.interop.mpk.joint import Node, counter_of, nodes_of
 from flywheel.interop.mpk.kinds import PUTS, kind_name
-from flywheel.interop.mpk.timing import H200, Runtime, Timing, walk_queues
+from flywheel.interop.mpk.timing import H200, Runtime, Timing, fill_times, walk_queues
+from flywheel.ir.firing import fire
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +27,42 @@ class Share:
 def predict_step(graph: MpkGraph, runtime: Runtime = H200, context: int = 512, workers: int | None = None) -> Timing:
     """What an iteration of a graph that passed the proof for so many workers, those of `runtime` unless said otherwise,
     takes. Other ranks are taken to be as far as this one: what they signal comes when this one signals them."""
-    nodes = [
-        replace(node, out_counter=counter_of(graph.rank, place_of(graph.tasks[node.place].trigger)))
-        if graph.tasks[node.place].kind in PUTS
-        else node
-        for node in nodes_of(graph, workers or runtime.workers)
-    ]
-    return walk_queues(graph, nodes, runtime, context)
+    nodes = [replace(node, out_counter=_local(graph, node)) for node in nodes_of(graph, workers or runtime.workers)]
+    return walk_queues(graph, nodes, runtime.with_workers(workers or runtime.workers), context)
 
 
-def unqueued_us(graph: MpkGraph, runtime: Runtime = H200, context: int = 512) -> float:
-    """What the step would take with a worker for every task, where no task stands behind another: about what the best
-    order and placement of the same tasks and events could reach."""
-    return predict_step(graph, runtime, context, len(graph.tasks)).latency_us
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What no order and no placement of a graph's tasks can be faster than, in us: the longest way through them, each
+    alone on the GPU; what each of the workers has to do if all have the same; and what the bytes alone take. `unqueued`
+    is no bound but the walk with a worker for every task."""
+
+    path_us: float
+    load_us: float
+    floor_us: float
+    unqueued_us: float
+
+
+def bounds_of(graph: MpkGraph, runtime: Runtime = H200, context: int = 512) -> Bounds:
+    """The bounds of an iteration of a graph that passed the proof."""
+    free = predict_step(graph, runtime, context, len(graph.tasks))
+    nodes, fill_us = nodes_of(graph, 1), fill_times(graph, runtime, context)
+    done_us: dict[int, float] = {}
+    for index in fire(nodes):
+        begin_us = max([done_us[wait.counter] + runtime.event_us for wait in nodes[index].waits], default=0.0)
+        end_us = begin_us + fill_us[index] + free.nbytes_of[index] / runtime.worker_gbs / 1e3
+        counter = _local(graph, nodes[index])
+        done_us[counter] = max(done_us.get(counter, 0.0), end_us)
+    spent_us = sum(fill_us) + runtime.task_us * (len(nodes) - runtime.workers)
+    load_us = max(0.0, spent_us / runtime.workers) + free.floor_us
+    return Bounds(max(done_us.values(), default=0.0) + runtime.launch_us, load_us + runtime.launch_us,
+                  free.floor_us, free.latency_us)  # fmt: skip
+
+
+def _local(graph: MpkGraph, node: Node) -> int:
+    """The counter that a task signals, or that another rank's task of the same kind signals when it is as far."""
+    task = graph.tasks[node.place]
+    return counter_of(graph.rank, place_of(task.trigger)) if task.kind in PUTS else node.out_counter
 
 
 def shares(graph: MpkGraph, timing: Timing) -> Sequence[Share]:
@@ -51,3 +76,37 @@ def shares(graph: MpkGraph, timing: Timing) -> Sequence[Share]:
         each[3] += span.done_us - span.met_us
     found = [Share(name, int(n), int(nbytes), waited, ran) for name, (n, nbytes, waited, ran) in tally.items()]
     return sorted(found, key=lambda share: (-share.waited_us - share.ran_us, share.name))
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """What tasks of a type come behind: how many of them found their event not met, and how long their workers waited,
+    in us; None where none did."""
+
+    name: str
+    after: Sequence[str]
+    tasks: int
+    waited: int
+    median_us: float | None
+    max_us: float | None
+
+
+def hand_offs(graph: MpkGraph, timing: Timing) -> Sequence[HandOff]:
+    """By type of task, in the order of the list."""
+    signalling: dict[int, dict[str, None]] = {}
+    for task in graph.tasks[FIRST_TASK:]:
+        if task.trigger != INVALID:
+            signalling.setdefault(place_of(task.trigger), {})[kind_name(task.kind)] = None
+    waits: dict[str, list[float]] = {}
+    after: dict[str, dict[str, None]] = {}
+    for span in sorted(timing.spans, key=lambda span: span.node):
+        task = graph.tasks[span.node + FIRST_TASK]
+        waits.setdefault(kind_name(task.kind), []).append(span.met_us - span.ready_us)
+        before = {} if task.dependent == INVALID else signalling.get(place_of(task.dependent), {})
+        after.setdefault(kind_name(task.kind), {}).update(before)
+    found = []
+    for name, times in waits.items():
+        waited = [each for each in times if each > 0]
+        middle, most = (median(waited), max(waited)) if waited else (None, None)
+        found.append(HandOff(name, tuple(after[name]), len(times), len(waited), middle, most))
+    return found

@@ -1,7 +1,8 @@
 """What an iteration should take: MPK's workers walk their queues, and share the memory's bandwidth.
 
 A worker takes the tasks of its queue in order. It waits until a task's event is met, fills the task's pipeline, streams
-what the task reads from memory, and signals. Nothing of a task is loaded before its event is met.
+what the task reads from memory, and signals. Nothing of a task is loaded before its event is met. Of an event that
+launches tasks, schedulers put them into the workers' queues in turn.
 
 Source of the constants: docs/mpk.md, "What a step should take".
 """
@@ -9,13 +10,14 @@ Source of the constants: docs/mpk.md, "What a step should take".
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Final
 
-from flywheel.interop.mpk.graph import FIRST_TASK, ITEM_BYTES, MpkGraph, MpkTask, Tensor
-from flywheel.interop.mpk.joint import Node
+from flywheel.interop.mpk.graph import FIRST_TASK, ITEM_BYTES, LAUNCH, LAUNCH_MASSIVE, MpkGraph, MpkTask, Tensor
+from flywheel.interop.mpk.joint import Node, counter_of
 from flywheel.interop.mpk.kinds import KINDS, Cost
 from flywheel.interop.mpk.regions import runs_of
 
@@ -39,8 +41,21 @@ class Runtime:
     """What a task of a class takes besides its bytes: filling its pipeline, barriers, writing its outputs."""
     token_us: float
     """Of attention, for each token that it attends to."""
+    sms: int
+    """SMs of the GPU; those without a worker have four schedulers each, if there are any."""
     launch_us: float
     """Between iterations: the end of one, the host's batch on the scheduler, and the begin of the next."""
+    schedulers: int
+    """Warps that launch tasks just in time, each for its share of the workers."""
+    schedule_us: float
+    """From the last signal of an event that launches tasks until its first task is in a queue and found there."""
+    dispatch_us: float
+    """What a scheduler takes for each further task."""
+
+    def with_workers(self, workers: int) -> Runtime:
+        """The runtime with another number of workers, which schedulers make room for as far as there are SMs."""
+        left = self.sms - workers
+        return replace(self, workers=workers, schedulers=4 * left if left > 0 else self.schedulers)
 
 
 H200: Final = Runtime(
@@ -62,9 +77,16 @@ H200: Final = Runtime(
         }
     ),
     token_us=0.012,
+    sms=132,
     launch_us=8.0,
+    schedulers=16,
+    schedule_us=4.0,
+    dispatch_us=0.5,
 )
 """An H200; see docs/mpk.md for what its constants were fitted to."""
+
+
+_JUST_IN_TIME: Final = (LAUNCH, LAUNCH_MASSIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +120,13 @@ def streamed_bytes(graph: MpkGraph, context: int) -> list[int]:
     return [_streamed(task, context, written) for task in graph.tasks[FIRST_TASK:]]
 
 
+def fill_times(graph: MpkGraph, runtime: Runtime, context: int) -> list[float]:
+    """What each task of a graph takes besides its bytes, in us."""
+    costs = [KINDS[task.kind].cost if task.kind in KINDS else Cost.OTHER for task in graph.tasks[FIRST_TASK:]]
+    per_token = {cost: runtime.token_us * context if cost is Cost.ATTENTION else 0.0 for cost in Cost}
+    return [runtime.fill_us[cost] + per_token[cost] for cost in costs]
+
+
 def _streamed(task: MpkTask, context: int, written: Set[str]) -> int:
     kind = KINDS.get(task.kind)
     if kind is not None and kind.cost is Cost.EMBEDDING:
@@ -113,7 +142,8 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def walk_queues(graph: MpkGraph, nodes: Sequence[Node], runtime: Runtime, context: int) -> Timing:
-    """The timeline of one iteration of one rank, whose nodes have passed the proof for `runtime.workers`.
+    """The timeline of one iteration of one rank, whose nodes stand in the queues of `runtime.workers` and have passed
+    the proof for so many.
 
     `context` is the number of tokens that attention attends to.
     """
@@ -128,21 +158,22 @@ class _Walk:
 
     def __init__(self, graph: MpkGraph, nodes: Sequence[Node], runtime: Runtime, context: int) -> None:
         self._nodes, self._runtime = nodes, runtime
-        tasks = graph.tasks[FIRST_TASK:]
         self.nbytes = streamed_bytes(graph, context)
-        costs = [KINDS[task.kind].cost if task.kind in KINDS else Cost.OTHER for task in tasks]
-        per_token = {cost: runtime.token_us * context if cost is Cost.ATTENTION else 0.0 for cost in Cost}
-        self._fill_us = [runtime.fill_us[cost] + per_token[cost] for cost in costs]
-        self._queues: dict[int, list[int]] = {}
+        self._fill_us = fill_times(graph, runtime, context)
+        self._first_queue = graph.rank * runtime.workers
+        self._queues: list[list[int]] = [[] for _ in range(runtime.workers)]
         for index, node in enumerate(nodes):
-            self._queues.setdefault(node.sm or 0, []).append(index)
-        self._next = dict.fromkeys(self._queues, 0)
+            if node.sm is not None:
+                self._queues[node.sm - self._first_queue].append(index)
+        self._next = [0] * runtime.workers
+        self._idle: dict[int, float] = {}
+        self._late = _Dispatch(graph, runtime)
         self._left: dict[int, int] = {}
         for node in nodes:
             self._left[node.out_counter] = self._left.get(node.out_counter, 0) + 1
         self._met: dict[int, float] = {}
-        self._blocked: dict[int, list[tuple[int, float]]] = {}
-        self._agenda: list[tuple[float, int, int]] = []  # (time, node, worker): a stream begins
+        self._blocked: dict[int, list[tuple[int, int, float]]] = {}
+        self._agenda: list[tuple[float, int, int, bool]] = []  # (time, node, worker, it is there): a stream begins
         self._streams: list[tuple[float, int, int]] = []  # (odometer at the end, node, worker)
         self._odometer = self._now = 0.0
         self._looked: dict[int, tuple[float, float]] = {}
@@ -150,14 +181,17 @@ class _Walk:
 
     def run(self) -> float:
         """Time at which the last task is done."""
-        for worker in self._queues:
+        for worker in range(len(self._queues)):
             self._look(worker, 0.0)
         while self._agenda or self._streams:
             end_us = self._stream_end()
             if self._agenda and (end_us is None or self._agenda[0][0] <= end_us):
-                at_us, index, worker = heappop(self._agenda)
+                at_us, index, worker, launched = heappop(self._agenda)
                 self._advance(at_us)
-                heappush(self._streams, (self._odometer + self.nbytes[index], index, worker))
+                if launched:
+                    self._arrive(index, worker)
+                else:
+                    heappush(self._streams, (self._odometer + self.nbytes[index], index, worker))
             else:
                 assert end_us is not None
                 self._advance(end_us)
@@ -178,23 +212,31 @@ class _Walk:
         self._odometer += (at_us - self._now) * self._rate()
         self._now = at_us
 
+    def _arrive(self, index: int, worker: int) -> None:
+        """A task that was launched just in time is in a queue."""
+        self._queues[worker].append(index)
+        since_us = self._idle.pop(worker, None)
+        if since_us is not None:
+            self._look(worker, max(since_us, self._now))
+
     def _look(self, worker: int, ready_us: float) -> None:
         """The worker looks at the next task of its queue."""
         queue, place = self._queues[worker], self._next[worker]
         if place == len(queue):
+            self._idle[worker] = ready_us
             return
         self._next[worker] = place + 1
-        index = queue[place]
-        missing = next((wait.counter for wait in self._nodes[index].waits if wait.counter not in self._met), None)
-        if missing is None:
-            met = [self._met[wait.counter] for wait in self._nodes[index].waits]
-            self._begin(index, worker, ready_us, max([ready_us, *met]))
-        else:
-            self._blocked.setdefault(missing, []).append((index, ready_us))
+        self._await(queue[place], worker, ready_us)
 
-    def _begin(self, index: int, worker: int, ready_us: float, met_us: float) -> None:
+    def _await(self, index: int, worker: int, ready_us: float) -> None:
+        met_us = ready_us
+        for wait in self._nodes[index].waits:
+            if wait.counter not in self._met:
+                self._blocked.setdefault(wait.counter, []).append((index, worker, ready_us))
+                return
+            met_us = max(met_us, self._met[wait.counter])
         self._looked[index] = ready_us, met_us
-        heappush(self._agenda, (met_us + self._fill_us[index], index, worker))
+        heappush(self._agenda, (met_us + self._fill_us[index], index, worker, False))
 
     def _finish(self, index: int, worker: int) -> None:
         ready_us, met_us = self._looked.pop(index)
@@ -202,11 +244,47 @@ class _Walk:
         counter = self._nodes[index].out_counter
         self._left[counter] -= 1
         if not self._left[counter]:
-            self._met[counter] = met = self._now + self._runtime.event_us
-            for other, waited_us in self._blocked.pop(counter, []):
-                missing = next((w.counter for w in self._nodes[other].waits if w.counter not in self._met), None)
-                if missing is None:
-                    self._begin(other, self._nodes[other].sm or 0, waited_us, max(waited_us, met))
-                else:
-                    self._blocked.setdefault(missing, []).append((other, waited_us))
+            self._met[counter] = self._now + self._runtime.event_us
+            for other, at, since_us in self._blocked.pop(counter, []):
+                self._await(other, at, since_us)
+            for at_us, other, at in self._late.launch(counter, worker, self._now):
+                heappush(self._agenda, (at_us, other, at, True))
         self._look(worker, self._now + self._runtime.task_us)
+
+
+class _Dispatch:
+    """Who gets the tasks that an event launches: each scheduler deals to its own workers in turn. One of them launches
+    those of a LAUNCH_TASKS, the one whose worker met it, and all of them their shares of a LAUNCH_MASSIVE_TASKS."""
+
+    def __init__(self, graph: MpkGraph, runtime: Runtime) -> None:
+        self._runtime = runtime
+        launching = [(number, event) for number, event in enumerate(graph.events) if event.kind in _JUST_IN_TIME]
+        self._events = {counter_of(graph.rank, number): event for number, event in launching}
+        self._count = max(1, min(runtime.schedulers, runtime.workers))
+        ends = [place * runtime.workers // self._count for place in range(self._count + 1)]
+        self._workers = [range(first, last) for first, last in pairwise(ends)]
+        self._turn = [0] * self._count
+
+    def launch(self, counter: int, worker: int, at_us: float) -> list[tuple[float, int, int]]:
+        """Time, node and worker of what an event launches that a task of `worker` meets."""
+        event = self._events.get(counter)
+        if event is None:
+            return []
+        first, count = event.first - FIRST_TASK, event.last - event.first
+        if event.kind == LAUNCH:
+            own = next(number for number, workers in enumerate(self._workers) if worker in workers)
+            shares = [(own, range(first, first + count))]
+        else:
+            ends = [first + place * count // self._count for place in range(self._count + 1)]
+            shares = list(enumerate(range(start, end) for start, end in pairwise(ends)))
+        return [
+            (at_us + self._runtime.schedule_us + step * self._runtime.dispatch_us, index, self._deal(scheduler))
+            for scheduler, indices in shares
+            for step, index in enumerate(indices)
+        ]
+
+    def _deal(self, scheduler: int) -> int:
+        workers = self._workers[scheduler]
+        turn = self._turn[scheduler]
+        self._turn[scheduler] = turn + 1
+        return workers[turn % len(workers)]

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from flywheel.interop.mpk.graph import MpkGraph
-from flywheel.interop.mpk.predicting import predict_step, shares, unqueued_us
+from flywheel.interop.mpk.predicting import bounds_of, predict_step, shares
 from flywheel.interop.mpk.proof import check
 from flywheel.interop.mpk.reading import read_graph
 from flywheel.interop.mpk.timing import H200, streamed_bytes
@@ -45,7 +45,7 @@ def test_a_measured_step_of_mpk_is_predicted_within_a_tenth(steps: ModuleType, n
     assert check([found], H200.workers).ok
     timing = predict_step(found, context=steps.CONTEXT)
     assert timing.latency_us == pytest.approx(steps.MEASURED_US[name], rel=0.1)
-    assert 0.99 * timing.latency_us < unqueued_us(found, context=steps.CONTEXT) < timing.latency_us
+    assert 0.99 * timing.latency_us < bounds_of(found, context=steps.CONTEXT).unqueued_us < timing.latency_us
 
 
 def test_a_worker_runs_one_task_at_a_time_in_the_order_of_its_queue(graph: Callable[..., MpkGraph]) -> None:

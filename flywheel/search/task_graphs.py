@@ -1,0 +1,128 @@
+"""The search over schedules of other people's task graphs: asked of a study as a campaign's are, proved, predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+from typing import Final
+
+from flywheel.interop.mpk.graph import MpkGraph
+from flywheel.interop.mpk.grouping import components
+from flywheel.interop.mpk.predicting import predict_step
+from flywheel.interop.mpk.proof import check
+from flywheel.interop.mpk.rescheduling import EVENTS, LAUNCHES, ORDERS, Schedule, launch_of, reschedule
+from flywheel.interop.mpk.structure import check_queue_lengths
+from flywheel.interop.mpk.timing import H200, Runtime
+from flywheel.ir.validate.findings import Findings
+from flywheel.search.space import Dimension
+from flywheel.search.study import CampaignStudy
+
+DEFAULT_TRIALS: Final = 64
+WORKERS: Final = (96, 104, 112, 120, 124, 126, 127, 128, 129, 130, 131)
+"""Numbers of workers that are tried; one SM is left for schedulers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A schedule, and what a step takes in it, in us; None where the proof rejected it, and why."""
+
+    schedule: Schedule
+    latency_us: float | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """All that was tried, the schedule of the file first, and the graphs of the best, which is the first of equals."""
+
+    trials: Sequence[Tried]
+    best: Tried
+    graphs: Sequence[MpkGraph]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSpace:
+    """The knobs of the graphs of one program; a knob that changes nothing of them has one value."""
+
+    dimensions: tuple[Dimension, ...]
+
+    @property
+    def points(self) -> int:
+        """Number of choices."""
+        return prod(len(dimension.values) for dimension in self.dimensions)
+
+
+def space_of(graphs: Sequence[MpkGraph], workers: Sequence[int]) -> GraphSpace:
+    """The knobs of graphs that passed the proof, for these numbers of workers."""
+    given = launch_of(graphs[0])
+    launches = tuple(LAUNCHES) if len(graphs) == 1 and _launches(graphs[0]) else (given,)
+    events = tuple(EVENTS) if any(components(graph) for graph in graphs) else ("given",)
+    return GraphSpace(
+        (
+            Dimension("order", tuple(ORDERS), False),
+            Dimension("events", events, False),
+            Dimension("launch", launches, False),
+            Dimension("workers", tuple(workers), True),
+        )
+    )
+
+
+def _launches(graph: MpkGraph) -> bool:
+    other = next(name for name in LAUNCHES if name != launch_of(graph))
+    return launch_of(reschedule(graph, Schedule("given", "given", other, H200.workers))) == other
+
+
+def search_graphs(
+    graphs: Sequence[MpkGraph],
+    aliases: Mapping[str, str],
+    workers: Sequence[int],
+    trials: int = DEFAULT_TRIALS,
+    sampler: str = "descent",
+    seed: int = 0,
+    context: int = 512,
+    runtime: Runtime = H200,
+) -> Found:
+    """Search the schedules of the graphs of all ranks of a program, which are scheduled alike and take as long as the
+    slowest. They must have passed the proof.
+
+    The first trial is the schedule that they have, with the runtime's number of workers if that is among `workers`.
+    Raises UnknownNameError and UsageError as make_sampler does.
+    """
+    space = space_of(graphs, workers)
+    study = CampaignStudy(space, sampler, seed, ())
+    first = runtime.workers if runtime.workers in workers else workers[0]
+    study.enqueue({"order": "given", "events": "given", "launch": launch_of(graphs[0]), "workers": first})
+    known: dict[Schedule, Tried] = {}
+    made: dict[Schedule, _Made] = {}
+    for _ in range(min(trials, space.points)):
+        trial, choice = study.ask()
+        schedule = Schedule(str(choice["order"]), str(choice["events"]), str(choice["launch"]), int(choice["workers"]))
+        form = replace(schedule, workers=0)
+        if form not in made:
+            changed = [reschedule(graph, schedule, runtime, context) for graph in graphs]
+            made[form] = _Made(changed, check(changed, None, aliases).ok)
+        if schedule not in known:
+            known[schedule] = _try(made[form], schedule, aliases, runtime, context)
+        study.tell(trial, known[schedule].latency_us)
+    best = min(known.values(), key=lambda tried: inf if tried.latency_us is None else tried.latency_us)
+    return Found(tuple(known.values()), best, made[replace(best.schedule, workers=0)].graphs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Graphs in a schedule, for any number of workers, and whether they are safe under any placement."""
+
+    graphs: Sequence[MpkGraph]
+    safe: bool
+
+
+def _try(made: _Made, schedule: Schedule, aliases: Mapping[str, str], runtime: Runtime, context: int) -> Tried:
+    findings = Findings(strict=False)
+    for error in () if made.safe else check(made.graphs, schedule.workers, aliases).errors:
+        findings.error(error.code, error.message, error.task)
+    check_queue_lengths(made.graphs, schedule.workers, findings)
+    if findings.errors:
+        return Tried(schedule, None, findings.errors[0].message)
+    times = [predict_step(graph, runtime, context, schedule.workers).latency_us for graph in made.graphs]
+    return Tried(schedule, max(times))
