@@ -21,6 +21,9 @@ PINS = pyproject.toml constraints.txt
 .PHONY: search test clean constraints
 .NOTPARALLEL:
 
+# Without bytecode, every process that a test starts compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Measures on the GPU that is here, else predicts.
 search: $(BASE)
 	@$(BIN)/flywheel search $(ARGS)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,9 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
+KEPT_S = 14 * 86400
+"""How long a kernel of the GPU is kept."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail the tests marked gpu instead of skipping them")
@@ -34,6 +38,20 @@ def pytest_configure(config: pytest.Config) -> None:
     kept = getattr(config, "cache", None)  # absent with -p no:cacheprovider
     if kept is not None:
         os.environ.setdefault("EMULATOR_KERNELS", str(kept.mkdir("emulator")))
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where cubins of the kernels stay for other workers and the next run, which then compile only what changed: an
+    entry's name is the digest of the sources, of NVRTC's version and of its options."""
+    kept = getattr(pytestconfig, "cache", None)
+    if kept is None:
+        return tmp_path_factory.mktemp("kernels")
+    folder: Path = kept.mkdir("cubins")
+    for entry in folder.iterdir():
+        if time.time() - entry.stat().st_mtime > KEPT_S:
+            entry.unlink(missing_ok=True)
+    return folder
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 from collections.abc import Callable
@@ -17,6 +18,12 @@ Run = Callable[..., Result]
 
 MODEL = ("--model", "smollm2-135m", "--gpu", "l4")
 SEARCH = ("search", *MODEL, "--measure", "predict", "--jobs", "1")
+SHALLOW = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 576, "intermediate_size": 1536,
+    "num_hidden_layers": 2, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 4096,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "tie_word_embeddings": True, "hidden_act": "silu",
+}  # fmt: skip
+"""Two of the 30 layers of smollm2-135m, and a twelfth of its words: programs of a thirteenth of the tasks."""
 
 
 def invoke(*arguments: object, stdin: str | None = None) -> Result:
@@ -70,10 +77,25 @@ def store(searched: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A lowered program's file."""
+def _shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "shallow"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHALLOW), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def shallow(_shallow: Path, quiet_environment: None) -> str:
+    """A folder here with a model of two layers, of which nothing but the config is there: `--model shallow`."""
+    Path("shallow").symlink_to(_shallow)
+    return "shallow"
+
+
+@pytest.fixture(scope="session")
+def program(_shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a lowered program, of that model on an l4."""
     path = tmp_path_factory.mktemp("program") / "program.json"
-    result = invoke("lower", *MODEL, "--output", str(path))
+    result = invoke("lower", "--model", _shallow, "--gpu", "l4", "--output", path)
     assert result.exit_code == 0, result.stderr
     return path
 

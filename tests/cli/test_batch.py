@@ -17,9 +17,10 @@ MODEL = ("--model", "smollm2-135m", "--gpu", "l4")
 SEARCH = ("search", *MODEL, "--measure", "predict", "--jobs", 1, "--trials", 3, "--store", "trials.db")
 
 
-def test_lower_takes_a_batch(run: Run, program: Path) -> None:
+def test_lower_takes_a_batch(run: Run, program: Path, shallow: str) -> None:
+    work = ("lower", "--model", shallow, "--gpu", "l4")
     for batch in (1, 4):
-        assert run("lower", *MODEL, "--batch", batch, "--output", f"{batch}.json").exit_code == 0
+        assert run(*work, "--batch", batch, "--output", f"{batch}.json").exit_code == 0
     assert Path("1.json").read_bytes() == program.read_bytes()
     assert load_program("4.json").meta["batch"] == 4
 

@@ -112,13 +112,13 @@ def test_too_few_configs_are_code_2(searched: Path, run: Run) -> None:
     assert not Path("machine.json").exists()
 
 
-def test_every_command_that_predicts_takes_a_machine(machine: Path, program: Path, run: Run) -> None:
+def test_every_command_that_predicts_takes_a_machine(machine: Path, program: Path, shallow: str, run: Run) -> None:
     version = read_calibration(machine).predictor.version
     assert version != MODEL_VERSION
     for arguments, read in (
         (("simulate", program, "--seeds", "0"), lambda document: document["prediction"]),
-        (("lower", "--model", "smollm2-135m", "--gpu", "l4", "--output", "p.json"), lambda document: document),
-        (("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--jobs", "1", "--trials", "1"),
+        (("lower", "--model", shallow, "--gpu", "l4", "--output", "p.json"), lambda document: document),
+        (("search", "--model", shallow, "--gpu", "l4", "--measure", "predict", "--jobs", "1", "--trials", "1"),
          lambda document: {**document, **document["best"]}),
     ):  # fmt: skip
         stock = read(json.loads(run(*arguments, "--json").stdout))

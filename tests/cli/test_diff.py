@@ -11,8 +11,8 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture
-def other(run: Run) -> str:
-    result = run("lower", "--model", "smollm2-135m", "--gpu", "l4", "--set", "depth=2", "--output", "other.json",
+def other(run: Run, shallow: str) -> str:
+    result = run("lower", "--model", shallow, "--gpu", "l4", "--set", "depth=2", "--output", "other.json",
                  "--set", "fuse.down=0")  # fmt: skip
     assert result.exit_code == 0
     return "other.json"

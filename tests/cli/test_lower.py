@@ -12,7 +12,9 @@ from click.testing import Result
 from flywheel.ir import ScheduleConfig, config_to_dict, load_program, program_from_json
 
 Run = Callable[..., Result]
-WORK = ("--model", "smollm2-135m", "--gpu", "l4")
+WORK = ("--model", "shallow", "--gpu", "l4")
+
+pytestmark = pytest.mark.usefixtures("shallow")
 
 
 def test_the_program_is_on_stdout_and_a_summary_on_stderr(run: Run, program: Path) -> None:
@@ -80,7 +82,7 @@ def test_output_follows_links_and_keeps_the_mode(run: Run, program: Path) -> Non
     assert link.is_symlink()
     assert real.read_text(encoding="utf-8") == program.read_text(encoding="utf-8")
     assert real.stat().st_mode & 0o777 == 0o600
-    assert {path.name for path in Path().iterdir()} == {"real.json", "link.json"}
+    assert {path.name for path in Path().iterdir()} == {"real.json", "link.json", "shallow"}
 
 
 def test_output_to_a_pipe_goes_through_it(run: Run, program: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_predicted_timeline_is_a_trace_file(run: Run, program: Path) -> None:
     tasks = json.loads(result.stdout)["fired"]
     trace = json.loads(Path("t.json").read_text(encoding="utf-8"))
     assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == tasks
-    assert trace["traceEvents"][0]["args"]["name"] == "smollm2-135m on l4, by the cost model"
+    assert trace["traceEvents"][0]["args"]["name"] == "shallow on l4, by the cost model"
     assert trace["otherData"]["latency_us"] > 0
 
 

@@ -39,7 +39,7 @@ choice, most threads: they have the fewest registers. And the kernels of one row
 
 LIMIT_S = 180.0
 """More than all of them take on any machine, by the clock of the processors: twice what results/compile_speed.txt
-has, of a slow and busy machine. What is above it is no slow machine."""
+has, of a slow and busy machine. What is above it is no slow machine. Kernels that an earlier run kept take nothing."""
 
 REGISTERS_PER_PARTITION = 16384
 """An SM has four partitions, among which a block's warps are dealt out; registers come in eights."""
@@ -78,10 +78,10 @@ def unfit(kernel: CompiledVariant) -> list[str]:
     return [fault for fault, there in faults.items() if there]
 
 
-def test_every_variant_fits_one_block_on_an_sm_and_spills_nothing(tmp_path: Path) -> None:
+def test_every_variant_fits_one_block_on_an_sm_and_spills_nothing(kernel_cache: Path) -> None:
     def compiled(variant: tuple[str, int, DType, int]) -> CompiledVariant:
         arch, threads, dtype, rows = variant
-        return compile_variant(arch, threads, dtype, tmp_path, rows=rows)
+        return compile_variant(arch, threads, dtype, kernel_cache, rows=rows)
 
     start = time.process_time()
     with ThreadPoolExecutor(2) as pool:  # NVRTC's threads do not wait for each other
@@ -100,9 +100,9 @@ CODED: tuple[tuple[str, int, DType, tuple[int, ...]], ...] = (
 
 @pytest.mark.parametrize(("arch", "threads", "dtype", "formats"), CODED)
 def test_kernels_of_quantised_weights_spill_nothing(
-    tmp_path: Path, arch: str, threads: int, dtype: DType, formats: tuple[int, ...]
+    kernel_cache: Path, arch: str, threads: int, dtype: DType, formats: tuple[int, ...]
 ) -> None:
-    assert unfit(compile_variant(arch, threads, dtype, tmp_path, rows=1, formats=formats)) == []
+    assert unfit(compile_variant(arch, threads, dtype, kernel_cache, rows=1, formats=formats)) == []
 
 
 def test_every_target_has_an_architecture() -> None:

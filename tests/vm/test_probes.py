@@ -12,8 +12,8 @@ from flywheel.vm.probes import probe
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values())
-def test_the_probes_compile_without_spills_everywhere(arch: str, tmp_path: Path) -> None:
-    unit = compile_unit("probes.cu", arch, {}, tmp_path)
+def test_the_probes_compile_without_spills_everywhere(arch: str, kernel_cache: Path) -> None:
+    unit = compile_unit("probes.cu", arch, {}, kernel_cache)
     assert set(unit.entries) == {"read_loads", "read_ring", "hand_off"}
     for usage in unit.entries.values():
         assert usage.spill_bytes == usage.stack_bytes == 0

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from flywheel.interop.mpk.graph import MpkGraph
+from flywheel.interop.mpk.proof import check
 from flywheel.interop.mpk.reading import read_graph
+from flywheel.ir.validate.findings import ValidationResult
 
 GRAPHS = Path(__file__).parent / "graphs"
 
@@ -39,3 +41,17 @@ def graph() -> Callable[..., MpkGraph]:
         return read[name]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def checked(graph: Callable[..., MpkGraph]) -> Callable[..., ValidationResult]:
+    """`checked(workers, *names)`: what the proof says of the samples of those names, found once."""
+    found: dict[tuple[int | None, tuple[str, ...]], ValidationResult] = {}
+
+    def judge(workers: int | None, *names: str) -> ValidationResult:
+        key = workers, names
+        if key not in found:
+            found[key] = check([graph(name) for name in names], workers)
+        return found[key]
+
+    return judge

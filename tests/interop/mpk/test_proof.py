@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,50 +13,55 @@ from flywheel.interop.mpk.joint import mirrored
 from flywheel.interop.mpk.kinds import KINDS
 from flywheel.interop.mpk.proof import check
 from flywheel.interop.mpk.structure import CODES
+from flywheel.ir.validate.findings import ValidationResult
 
 SAFE = ["micro_2layer", "tiny", "tinyamp", "tinybw", "tinysplit", "tiny2gtile_r0", "l1b", "q06", "q8b"]
 PAIRS = ["micro_2gpu", "tiny2g", "h4096x2_g2", "h5120x2_g2"]
 
 Graphs = Callable[..., MpkGraph]
+Checked = Callable[..., ValidationResult]
 
 
-def _pair(graph: Graphs, name: str) -> list[MpkGraph]:
-    return [graph(f"{name}_r0"), graph(f"{name}_r1")]
+def _ranks(name: str) -> tuple[str, str]:
+    return f"{name}_r0", f"{name}_r1"
 
 
-def _about(graphs: Sequence[MpkGraph], workers: int | None, *words: str) -> bool:
+def _about(result: ValidationResult, *words: str) -> bool:
     """Whether an error has all the words."""
-    return any(all(word in error.message for word in words) for error in check(graphs, workers).errors)
+    return any(all(word in error.message for word in words) for error in result.errors)
 
 
 @pytest.mark.parametrize("name", SAFE)
 @pytest.mark.parametrize("workers", [None, 128])
 def test_a_graph_of_one_gpu_is_safe_under_any_placement_and_under_mpks(
-    graph: Graphs, name: str, workers: int | None
+    checked: Checked, name: str, workers: int | None
 ) -> None:
-    result = check([graph(name)], workers)
+    result = checked(workers, name)
     assert result.ok, result.report()
     assert {warning.code for warning in result.warnings} <= {"unfinished-collective"}
 
 
-def test_the_gather_of_mla_races_with_the_attention_that_reads_what_it_gathers(graph: Graphs) -> None:
+def test_the_gather_of_mla_races_with_the_attention_that_reads_what_it_gathers(checked: Checked) -> None:
     for workers in (None, 128):
-        result = check([graph("exp_mla")], workers)
+        result = checked(workers, "exp_mla")
         assert [error.code for error in result.errors] == ["race-read"]
         message = result.errors[0].message
         assert all(word in message for word in ("MLA_KV_GATHER", "MLA_MTP_DECODE", "contiguous_kv", "in no order"))
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_reduce_waits_for_no_task_of_its_own_gpu(graph: Graphs, name: str) -> None:
-    assert _about(_pair(graph, name), None, "(REDUCE): reads tensor attn_proj_out", "RESIDUAL_HOPPER), which writes it")
+def test_a_reduce_waits_for_no_task_of_its_own_gpu(checked: Checked, name: str) -> None:
+    words = "(REDUCE): reads tensor attn_proj_out", "RESIDUAL_HOPPER), which writes it"
+    assert _about(checked(None, *_ranks(name)), *words)
 
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("workers", [None, 128])
-def test_the_buffer_of_an_all_reduce_is_used_again_in_no_order(graph: Graphs, name: str, workers: int | None) -> None:
+def test_the_buffer_of_an_all_reduce_is_used_again_in_no_order(
+    checked: Checked, name: str, workers: int | None
+) -> None:
     words = "NVSHMEM_ALLGATHER_STRIDED_PUT): writes tensor all_reduce_buf", "(REDUCE), which reads it"
-    assert _about(_pair(graph, name), workers, *words)
+    assert _about(checked(workers, *_ranks(name)), *words)
 
 
 @pytest.mark.parametrize(
@@ -65,16 +70,16 @@ def test_the_buffer_of_an_all_reduce_is_used_again_in_no_order(graph: Graphs, na
      ("h5120x2_g2", 160, True)],
 )  # fmt: skip
 def test_the_order_of_queues_masks_the_reduce_where_its_product_is_a_multiple_of_the_workers_ahead(
-    graph: Graphs, name: str, workers: int, masked: bool
+    checked: Checked, name: str, workers: int, masked: bool
 ) -> None:
     hidden = int(name[1:5]) // 64 * 2 % workers == 0
     assert masked == hidden
-    raced = _about(_pair(graph, name), workers, "(REDUCE): reads tensor attn_proj_out", "which writes it")
+    raced = _about(checked(workers, *_ranks(name)), "(REDUCE): reads tensor attn_proj_out", "which writes it")
     assert raced == (not masked)
 
 
-def test_a_rank_without_a_file_is_taken_to_be_as_another_one(graph: Graphs) -> None:
-    whole, half = check(_pair(graph, "tiny2g")), check([graph("tiny2g_r0")])
+def test_a_rank_without_a_file_is_taken_to_be_as_another_one(checked: Checked) -> None:
+    whole, half = checked(None, *_ranks("tiny2g")), checked(None, "tiny2g_r0")
     assert [warning.code for warning in half.warnings] == ["missing-rank"]
     assert Counter(error.code for error in whole.errors) == Counter(error.code for error in half.errors)
 
@@ -87,7 +92,7 @@ def test_four_ranks_of_which_one_is_here_race_as_two_do(graph: Graphs) -> None:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_mirrored_rank_is_what_mpk_emits_for_it(graph: Graphs, name: str) -> None:
-    first, second = _pair(graph, name)
+    first, second = (graph(each) for each in _ranks(name))
     made = mirrored(first, 1, 2)
     assert (made.rank, made.events) == (1, second.events)
     assert made.tasks == second.tasks
