@@ -77,7 +77,7 @@ def time_in_turn(
         times = _time_turns(gpu, launches, finish, warmup + 1, flush, skipped=warmup)
         stages = [count for count in MARGINS if 1 < count < samples] if dismissing else []
         for count in (*stages, samples):
-            if is_dismissed(times[0], times[1]):
+            if len(times) > 1 and is_dismissed(times[0], times[1]):
                 break
             more = _time_turns(gpu, launches, finish, count - len(times[0]), flush)
             times = [first + rest for first, rest in zip(times, more, strict=True)]

@@ -161,3 +161,8 @@ def test_the_flushing_memory_is_given_back_when_a_launch_fails(host_gpu: Any) ->
     with pytest.raises(TimeoutError):
         time_launches(loaded, None)
     assert host_gpu.held == {}
+
+
+def test_a_program_without_a_rival_is_sampled_to_the_end(host_gpu: Any) -> None:
+    alone: Any = Loaded(host_gpu, 100.0)
+    assert [len(found) for found in time_in_turn([alone], None, samples=10, warmup=2)] == [10]

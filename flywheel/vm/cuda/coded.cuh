@@ -31,17 +31,23 @@ template <int FORMAT> struct Coding {
     static constexpr int TOO_LARGE = HAS_ZEROS ? 0 : CODE == FW_CODE_I4 ? 8 : CODE == FW_CODE_I8 ? 128 : 0;
     static constexpr float ODD = CODE == FW_CODE_I4 ? 1.0f / 16 : 1.0f;  // what fragments of odd groups are to be multiplied by
     static constexpr float UNDO = CODE == FW_CODE_F8 ? (BF16 ? 0x1p20f : 0x1p8f) : (BF16 ? 0x1p33f : 0x1p24f);
+    // What x is added up by for zero points, as a half, and one over it: not the least there is, since sums of such small numbers
+    // keep few bits, and a zero point enlarges what they lack.
+    static constexpr int MINUS = BF16 ? 0x8080 : 0x8400;
+    static constexpr float PER_MINUS = BF16 ? 0x1p-7f : 0x1p-10f;
     __device__ static constexpr uint32_t word(int half) { return static_cast<uint32_t>(half) * 0x10001u; }
 };
 
-// Register r of the fragments of a load, from its word r.
-template <int CODE> __device__ __forceinline__ void decode(uint32_t q, uint32_t (&a)[CODE == FW_CODE_I4 ? 4 : 2]) {
-    if constexpr (CODE == FW_CODE_I4) {  // four bits each, the odd ones 16 times too large
-        const uint32_t upper = q >> 8;
+// Register r of the fragments of a load, from its word r. Of I4, the odd fragments are 16 times too large, and `PAIRED` leaves
+// those before them in their lower bits, which takes fewer operations.
+template <int CODE, bool PAIRED>
+__device__ __forceinline__ void decode(uint32_t q, uint32_t (&a)[CODE == FW_CODE_I4 ? 4 : 2]) {
+    if constexpr (CODE == FW_CODE_I4) {
+        const uint32_t upper = __byte_perm(q, 0, 0x4341);
         a[0] = q & 0x000f000f;
-        a[1] = q & 0x00f000f0;
+        a[1] = q & (PAIRED ? 0x00ff00ff : 0x00f000f0);
         a[2] = upper & 0x000f000f;
-        a[3] = upper & 0x00f000f0;
+        a[3] = PAIRED ? upper : upper & 0x00f000f0;
     } else if constexpr (CODE == FW_CODE_I8) {
         a[0] = q & 0x00ff00ff;
         a[1] = __byte_perm(q, 0, 0x4341);
@@ -120,13 +126,13 @@ template <int FORMAT> struct CodedProduct {
     }
 
     // Fragment e of load i is that of group i * EACH + e; `take(group, a)` multiplies it. Each load makes room for one of `from`.
-    template <typename Take> __device__ __forceinline__ void each_fragment(uint32_t from, Take take) {
+    template <bool PAIRED, typename Take> __device__ __forceinline__ void each_fragment(uint32_t from, Take take) {
 #pragma unroll
         for (int i = 0; i < C::LOADS; i++) {
             const uint32_t words[4] = {codes[i].x, codes[i].y, codes[i].z, codes[i].w};
             uint32_t a[4][C::EACH];
 #pragma unroll
-            for (int r = 0; r < 4; r++) decode<C::CODE>(words[r], a[r]);
+            for (int r = 0; r < 4; r++) decode<C::CODE, PAIRED>(words[r], a[r]);
             codes[i] = load_shared16(from + i * 512);
 #pragma unroll
             for (int e = 0; e < C::EACH; e++) take(i * C::EACH + e, uint4{a[0][e], a[1][e], a[2][e], a[3][e]});
@@ -134,12 +140,12 @@ template <int FORMAT> struct CodedProduct {
     }
     // A step of one row, by columns `x` of x.
     __device__ __forceinline__ void multiply_one(const uint2& x, uint32_t from) {
-        each_fragment(from, [&](int group, const uint4& a) { mma(acc[group], a, x); });
+        each_fragment<true>(from, [&](int group, const uint4& a) { mma(acc[group], a, x); });
         if (C::TOO_LARGE > 0) {
             constexpr uint32_t A = C::word(0x8000 | C::TOO_LARGE);
             mma(off, {A, A, A, A}, x);
         } else if (C::HAS_ZEROS) {
-            constexpr uint32_t A = C::word(0x8001);
+            constexpr uint32_t A = C::word(C::MINUS);
             mma(off, {A, A, A, A}, x);
         }
     }
@@ -153,7 +159,7 @@ template <int FORMAT> struct CodedProduct {
         }
 #pragma unroll
         for (int group = 0; group < UNIT_GROUPS; group++) x[group] = enlarged(x[group]);
-        each_fragment(from, [&](int group, const uint4& a) { mma(acc[C::SCALED ? group : group % CHAINS], a, x[group]); });
+        each_fragment<false>(from, [&](int group, const uint4& a) { mma(acc[C::SCALED ? group : group % CHAINS], a, x[group]); });
         if (!C::HAS_ZEROS && C::TOO_LARGE == 0) return;
 #pragma unroll
         for (int group = 0; group < UNIT_GROUPS; group++) {  // behind all of them, so that sums need not wait for each other
@@ -176,14 +182,18 @@ template <int FORMAT> struct CodedProduct {
         for (int i = 0; i < 4; i++) {
             const float lower = quarter & 1 ? acc[2 + i % 2][i] : acc[i % 2][i];
             const float upper = quarter & 1 ? acc[6 + i % 2][i] : acc[4 + i % 2][i];
-            own[i] = (quarter & 2 ? upper : lower) * (i % 2 ? C::ODD : 1.0f);
+            own[i] = quarter & 2 ? upper : lower;
+            if (C::CODE == FW_CODE_I4 && i % 2) {  // what the fragments before them have added to this column
+                const float before = quarter & 1 ? acc[2][i] : acc[0][i], later = quarter & 1 ? acc[6][i] : acc[4][i];
+                own[i] = (own[i] - (quarter & 2 ? later : before)) * C::ODD;
+            }
         }
         if (C::HAS_ZEROS) {
             const uint2 pair = load_shared8(zeros);
-            own[0] += off[0] * static_cast<float>(pair.x & 0xffff);
-            own[1] += off[1] * static_cast<float>(pair.x >> 16);
-            own[2] += off[2] * static_cast<float>(pair.y & 0xffff);
-            own[3] += off[3] * static_cast<float>(pair.y >> 16);
+            own[0] += off[0] * (C::PER_MINUS * static_cast<float>(pair.x & 0xffff));
+            own[1] += off[1] * (C::PER_MINUS * static_cast<float>(pair.x >> 16));
+            own[2] += off[2] * (C::PER_MINUS * static_cast<float>(pair.y & 0xffff));
+            own[3] += off[3] * (C::PER_MINUS * static_cast<float>(pair.y >> 16));
         } else if (C::TOO_LARGE > 0) {
 #pragma unroll
             for (int i = 0; i < 4; i++) own[i] += off[i];
