@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from math import prod
 from typing import Final
 
@@ -85,23 +86,31 @@ class KvCaches:
             for heads, side in zip(own, sides, strict=True):
                 heads[:, :length, 0].copy_(side.transpose(0, 1))
 
-    def write_past(self, past: Tensor, length: int, gain: float) -> None:
-        """Replace every sequence by the first `length` positions of `past` [layers, 2, batch, heads, positions,
-        head_dim], keys multiplied by `gain`; positions after them hold nothing."""
+    def write_past(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> None:
+        """Replace each sequence by its first positions of `past` [layers, 2, batch, heads, positions, head_dim]: so
+        many as its entry of `lengths` says, keys multiplied by that of `gains`; positions after them hold nothing."""
         self._rows.fill_(torch.nan)
-        written = self._rows[..., :length, 0, :]
-        written.copy_(past[..., :length, :])
-        written[:, 0].mul_(gain)
+        for rows, length, gain in _alike(lengths, gains):
+            written = self._rows[:, :, rows, :, :length, 0, :]
+            written.copy_(past[:, :, rows, :, :length, :])
+            written[:, 0].mul_(gain)
 
-    def new_rows(self, position: int) -> Tensor:
-        """Copies of the rows at a position, [layers, 2, batch, heads, head_dim]."""
-        return self._rows[..., position, 0, :].clone()
+    def new_rows(self, positions: Sequence[int]) -> Tensor:
+        """Copies of the row of each sequence at its entry of `positions`, [layers, 2, batch, heads, head_dim]."""
+        rows = [self._rows[:, :, rows, :, position, 0, :] for rows, position, _ in _alike(positions)]
+        return rows[0].clone() if len(rows) == 1 else torch.cat(rows, 2)
 
-    def changed(self, past: Tensor, length: int, gain: float) -> Tensor:
-        """Whether any row but that at `length` is not what `write_past` left, bit by bit, [layers, 2, batch, heads]."""
+    def changed(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> Tensor:
+        """Whether any row of a sequence but that at its length is not what `write_past` left, bit by bit, [layers, 2,
+        batch, heads]."""
+        found = [self._changed(past[:, :, rows], rows, length, gain) for rows, length, gain in _alike(lengths, gains)]
+        return found[0] if len(found) == 1 else torch.cat(found, 2)
+
+    def _changed(self, past: Tensor, rows: slice, length: int, gain: float) -> Tensor:
         word = torch.int64 if past.shape[-1] * past.itemsize % torch.int64.itemsize == 0 else _WORDS[past.itemsize]
         nothing = torch.full((past.shape[-1],), torch.nan, dtype=past.dtype, device=past.device)
-        behind, before = self._rows[..., length + 1 :, 0, :], self._rows[..., :length, 0, :]
+        own = self._rows[:, :, rows, :, :, 0]
+        behind, before = own[..., length + 1 :, :], own[..., :length, :]
         changed = (behind.view(word) != nothing.view(word)).flatten(-2).any(-1)
         step = max(1, _COMPARED // max(1, past[0].numel()))
         for some in (slice(start, start + step) for start in range(0, len(past), step)):
@@ -111,3 +120,13 @@ class KvCaches:
                     wanted = wanted * factor
                 changed[some, side] |= (before[some, side].view(word) != wanted.view(word)).flatten(-2).any(-1)
         return changed
+
+
+def _alike(lengths: Sequence[int], gains: Sequence[float] = ()) -> Iterator[tuple[slice, int, float]]:
+    """Neighbouring sequences of one length and gain: (which, length, gain)."""
+    each = list(zip(lengths, gains or [1.0] * len(lengths), strict=True))
+    start = 0
+    for (length, gain), some in groupby(each):
+        stop = start + len(list(some))
+        yield slice(start, stop), length, gain
+        start = stop

@@ -27,6 +27,10 @@ class Shown:
         """One that is no layer's, [rows, width]."""
         return self.stacks[name,][0]
 
+    def ordered(self, rows: Tensor) -> Shown:
+        """The same tensors, their rows in another order, [rows]."""
+        return replace(self, stacks={names: stack[:, rows] for names, stack in self.stacks.items()})
+
 
 def gather(taps: Taps, launched: Launched, new: Tensor) -> Shown:
     """What launches showed: the tensors of `taps`, and the `new` rows of the caches [launches, layers, 2, batch,

@@ -15,7 +15,7 @@ from flywheel.decode.interface import read_interface
 from flywheel.decode.launched import Launched, Place, places_of
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.sampling import GREEDY, Sampling
-from flywheel.decode.session import Step, TokenStream, check_prompt, check_rows
+from flywheel.decode.session import Positions, Step, TokenStream, check_prompt, check_rows, positions_of
 from flywheel.decode.source import Weights
 from flywheel.decode.taps import Taps, find_taps
 from flywheel.errors import InvalidProgramError, NoGpuError, TensorError
@@ -30,7 +30,7 @@ from flywheel.process import sum_in_float32
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Layout
 from flywheel.vm.driver import Gpu, LoadedKernel, load_variant
-from flywheel.vm.loader import LoadedProgram, put_weights
+from flywheel.vm.loader import POSITIONS, LoadedProgram, put_weights
 from flywheel.vm.nvrtc import arch_name, compile_variant
 from flywheel.vm.pack import PackedProgram, pack
 from flywheel.vm.timing import Launch, time_batch, time_contestants, time_in_turn, time_launches
@@ -192,6 +192,7 @@ class CudaSession:
         self._apart: LoadedProgram | None = None
         self._places: dict[LoadedProgram, Mapping[str, Place]] = {}
         self._limit_s = limit_s
+        self._positions = torch.zeros(POSITIONS, dtype=torch.int32, device=self.caches.device)
 
     def __enter__(self) -> Self:
         return self
@@ -212,10 +213,10 @@ class CudaSession:
         """
         return self.step_rows([token_id], position)[0]
 
-    def step_rows(self, token_ids: Sequence[int], position: int) -> list[Step]:
+    def step_rows(self, token_ids: Sequence[int], position: Positions) -> list[Step]:
         """As BatchSession says; raises as `step`."""
         self._prepare(token_ids, position)
-        self._loaded.launch(position)
+        self._launch(self._loaded, position)
         self._loaded.sync(self._limit_s)
         return self.read_rows()
 
@@ -232,13 +233,13 @@ class CudaSession:
         self._prepare(prompt[start], positions - 1)
         return decode_ahead(self._loaded, self.caches.device, prompt, positions, start, sampling, self._limit_s)
 
-    def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> Launched:
+    def show(self, token_ids: Sequence[int], position: Positions, *, apart: bool) -> Launched:
         """As JudgedSession says; raises as `step`, and GpuMemoryError."""
         loaded = self._loaded
         if apart and self.shares_memory:
             loaded = self._apart = self._apart or self._load_apart()
         self._prepare(token_ids, position, loaded)
-        loaded.launch(position)
+        self._launch(loaded, position)
         loaded.sync(self._limit_s)
         nbytes = -(-loaded.packed.arena.nbytes // _WIDEST) * _WIDEST
         memory = torch.empty(1, nbytes, dtype=torch.uint8, device=self.caches.device)
@@ -295,15 +296,24 @@ class CudaSession:
             self._places[loaded] = places_of(loaded.packed.program, self.taps.names(), starts)
         return self._places[loaded]
 
-    def _prepare(self, token_id: Tokens, position: int, loaded: LoadedProgram | None = None) -> None:
+    def _launch(self, loaded: LoadedProgram, position: Positions) -> None:
+        """Enqueue a launch behind `_prepare`."""
+        if isinstance(position, int):
+            loaded.launch(position)
+        else:
+            loaded.launch(max(position), self._positions.data_ptr())
+
+    def _prepare(self, token_id: Tokens, position: Positions, loaded: LoadedProgram | None = None) -> None:
         token_ids = [token_id] if isinstance(token_id, int) else token_id
         check_rows(self.spec, self.context, self.batch, token_ids, position)
+        places = positions_of(position, self.batch)
+        self._positions[: self.batch] = torch.tensor(places)
         if self.caches.device.type == _DEVICE:
             torch.cuda.synchronize()  # the VM's stream does not wait for torch's
         prepared = loaded or self._loaded
         prepared.poison()
         prepared.write_input("token_id", np.array(token_ids, np.int32))
-        prepared.write_input("position", np.array([position], np.int32))
+        prepared.write_input("position", np.array(places, np.int32))
 
 
 def time_sessions(

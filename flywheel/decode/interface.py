@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from flywheel.errors import TensorError
 from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram
 from flywheel.models.decoder import DTYPES, MAX_BATCH, cache_names
 from flywheel.models.spec import DecoderSpec
-
-_SCALAR: Final = (1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ def read_interface(program: MegakernelProgram, spec: DecoderSpec) -> Interface:
     context, dtype = _context(first, spec), _dtype(first, spec)
     wanted: dict[str, tuple[BufferKind, DType, tuple[int, ...]]] = {
         "token_id": (BufferKind.IO_INPUT, DType.I32, (batch,)),
-        "position": (BufferKind.IO_INPUT, DType.I32, _SCALAR),
+        "position": (BufferKind.IO_INPUT, DType.I32, (batch,)),
         "logits": (BufferKind.IO_OUTPUT, DType.F32, (batch, spec.vocab)),
         "next_token": (BufferKind.IO_OUTPUT, DType.I32, (batch,)),
     }

@@ -92,22 +92,26 @@ class Judge:
         self.logits: Final = drawing.logits[0].view(len(tried), batch, -1)
 
     def examine(self, session: JudgedSession) -> Examined:
-        """One launch at each position, of a session of the judge's model, dtype and batch.
+        """As many launches as there are positions, of a session of the judge's model, dtype and batch.
 
-        Leaves the caches as they are behind a launch at the last position.
+        In the last one all sequences stand at the last position; in the others they take turns at the other positions.
+        Leaves the caches as they are behind the last one.
         """
-        launches = [self._launch(session, place, apart=True) for place in range(len(self.positions))]
+        launches = [self._launch(session, places, apart=True) for places in self._turns()]
         (first, *others), new, changed = (list(each) for each in zip(*launches, strict=True))
         shown = gather(session.taps, first.then(others), torch.stack(new))
+        changed_rows = torch.stack(changed, 2).flatten(2, 3)  # [layers, 2, positions * batch, heads]
+        if self.batch > 1:
+            order = torch.tensor(self._order(), device=changed_rows.device)
+            shown, changed_rows = shown.ordered(order), changed_rows[:, :, order]
         scores = self._oracle.compare(shown).copy()
-        changed_by_layer = torch.stack(changed, 2)  # [layers, 2, positions, batch, heads]
         scores.require(
             [
                 f"L{layer}.{side}_cache, another row than the new one,"
                 for layer in range(len(self.past))
                 for side in "kv"
             ],
-            changed_by_layer.flatten(2, 3).flatten(0, 1),
+            changed_rows.flatten(0, 1),
         )
         logits = shown.tensor("logits")
         scores.require(["next_token"], _unlike_argmax(logits, shown.tensor("next_token")[:, None])[None])
@@ -123,20 +127,37 @@ class Judge:
 
     def prepare(self, session: JudgedSession, position: int) -> list[int]:
         """Fill the caches with what stands before one of the positions; the tokens that stand there."""
-        place = self.positions.index(position)
-        session.caches.write_past(self.past, position, self.gains[place])
-        return self.tokens[place].tolist()
+        return self._prepare(session, [self.positions.index(position)] * self.batch)
 
-    def _launch(self, session: JudgedSession, place: int, *, apart: bool) -> tuple[Launched, Tensor, Tensor]:
+    def _prepare(self, session: JudgedSession, places: Sequence[int]) -> list[int]:
+        """The same for a position of each sequence, by its place in `positions`."""
+        gains = [self.gains[place] for place in places]
+        session.caches.write_past(self.past, [self.positions[place] for place in places], gains)
+        return [int(self.tokens[place, row]) for row, place in enumerate(places)]
+
+    def _turns(self) -> list[list[int]]:
+        """For each launch, the place in `positions` of each sequence's position."""
+        last, rows = len(self.positions) - 1, range(self.batch)
+        return [[(launch + row) % last for row in rows] for launch in range(last)] + [[last] * self.batch]
+
+    def _order(self) -> list[int]:
+        """Rows of launches [launches * batch] as they follow each other by position."""
+        turns = self._turns()
+        at = {(place, row): launch for launch, places in enumerate(turns) for row, place in enumerate(places)}
+        rows = range(self.batch)
+        return [at[place, row] * self.batch + row for place in range(len(turns)) for row in rows]
+
+    def _launch(self, session: JudgedSession, places: Sequence[int], *, apart: bool) -> tuple[Launched, Tensor, Tensor]:
         """(what it showed, the new rows, whether other rows changed) of one launch."""
-        position, gain = self.positions[place], self.gains[place]
-        launched = session.show(self.prepare(session, position), position, apart=apart)
-        return launched, session.caches.new_rows(position), session.caches.changed(self.past, position, gain)
+        positions, gains = [self.positions[place] for place in places], [self.gains[place] for place in places]
+        tokens = self._prepare(session, places)
+        launched = session.show(tokens, positions[0] if len(set(positions)) == 1 else positions, apart=apart)
+        return launched, session.caches.new_rows(positions), session.caches.changed(self.past, positions, gains)
 
     def _unlike_plain(self, session: JudgedSession, logits: Tensor, new: Tensor) -> Tensor:
         """[1, positions * batch, 1]: whether the program itself makes something else at the last position than `logits`
         and `new` rows, which it made with memory of its own for each buffer."""
-        launched, new_rows, changed = self._launch(session, len(self.positions) - 1, apart=False)
+        launched, new_rows, changed = self._launch(session, self._turns()[-1], apart=False)
         unlike = (session.taps.stack(launched, ["logits"], new.dtype)[0] != logits).any(-1)
         for each in (new_rows != new, changed):
             unlike |= each.movedim(2, 0).flatten(1).any(-1)

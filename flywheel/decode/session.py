@@ -88,16 +88,19 @@ def stream_by_steps(
         seen[token] = True
 
 
+Positions = int | Sequence[int]
+"""The position of all sequences, or that of each."""
+
+
 class BatchSession(DecodeSession, Protocol):
-    """A lowered model that decodes `batch` sequences in lock-step; with one, all that a DecodeSession is."""
+    """A lowered model that decodes `batch` sequences in one launch; with one, all that a DecodeSession is."""
 
     @property
     def batch(self) -> int:
         """Sequences, rows 0 to batch - 1."""
 
-    def step_rows(self, token_ids: Sequence[int], position: int) -> list[Step]:
-        """As `step`, with a token of each sequence, all at one position. Raises UsageError for another number of
-        them too."""
+    def step_rows(self, token_ids: Sequence[int], position: Positions) -> list[Step]:
+        """As `step`, with a token of each sequence. Raises UsageError for another number of them too."""
 
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """As DecodeSession says, of sequence `row`."""
@@ -118,7 +121,7 @@ class JudgedSession(BatchSession, Protocol):
     def shares_memory(self) -> bool:
         """Whether some buffers of the program share memory: then a launch overwrites what it has shown."""
 
-    def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> Launched:
+    def show(self, token_ids: Sequence[int], position: Positions, *, apart: bool) -> Launched:
         """Copies of what one launch left in each buffer of `taps`, on the caches' device. With `apart`, the launch is
         of the same program with memory of its own for each buffer.
 
@@ -163,13 +166,13 @@ class ReferenceSession:
         self._weights = weights
         self._prefill: Prefill | None = None
         self._tokens = torch.zeros(self.batch, dtype=torch.int32)
-        self._position = torch.zeros(1, dtype=torch.int32)
+        self._position = torch.zeros(self.batch, dtype=torch.int32)
 
     def step(self, token_id: int, position: int) -> Step:
         """As DecodeSession says; ConfigError where the program was lowered for fewer positions than it has caches."""
         return self.step_rows([token_id], position)[0]
 
-    def step_rows(self, token_ids: Sequence[int], position: int) -> list[Step]:
+    def step_rows(self, token_ids: Sequence[int], position: Positions) -> list[Step]:
         """As BatchSession says; ConfigError as `step`."""
         outputs = self._launch(self._bound, token_ids, position)
         return [
@@ -190,7 +193,7 @@ class ReferenceSession:
         """As DecodeSession says; ConfigError as `step`."""
         return stream_by_steps(self, prompt, positions, start, sampling)
 
-    def show(self, token_ids: Sequence[int], position: int, *, apart: bool) -> Launched:
+    def show(self, token_ids: Sequence[int], position: Positions, *, apart: bool) -> Launched:
         """As JudgedSession says; ConfigError as `step`."""
         bound = self._bound
         if apart and self.shares_memory:
@@ -203,10 +206,10 @@ class ReferenceSession:
         """As BatchSession says. Raises UsageError for another number of layers, or more positions than there are."""
         self.caches.write(layers, row)
 
-    def _launch(self, bound: BoundProgram, token_ids: Sequence[int], position: int) -> dict[str, Tensor]:
+    def _launch(self, bound: BoundProgram, token_ids: Sequence[int], position: Positions) -> dict[str, Tensor]:
         check_rows(self.spec, self.context, self.batch, token_ids, position)
         self._tokens.copy_(torch.tensor(token_ids))
-        self._position[0] = position
+        self._position.copy_(torch.tensor(position))
         return bound.step({"token_id": self._tokens, "position": self._position}, position, self._order, self._seed)
 
 
@@ -230,9 +233,17 @@ def check_prompt(spec: DecoderSpec, context: int, token_ids: Sequence[int]) -> N
         check_place(spec, context, token_id, position)
 
 
-def check_rows(spec: DecoderSpec, context: int, batch: int, token_ids: Sequence[int], position: int) -> None:
-    """As `check_place` for a token of each of `batch` sequences; also raises UsageError for another number of them."""
-    if len(token_ids) != batch:
-        raise UsageError(f"{spec.name}: {len(token_ids)} tokens for a program of batch {batch}")
-    for token_id in token_ids:
-        check_place(spec, context, token_id, position)
+def check_rows(spec: DecoderSpec, context: int, batch: int, token_ids: Sequence[int], position: Positions) -> None:
+    """As `check_place` for a token of each of `batch` sequences; also raises UsageError for another number of them, or
+    of positions."""
+    places = positions_of(position, batch)
+    for what, given in (("tokens", token_ids), ("positions", places)):
+        if len(given) != batch:
+            raise UsageError(f"{spec.name}: {len(given)} {what} for a program of batch {batch}")
+    for token_id, place in zip(token_ids, places, strict=True):
+        check_place(spec, context, token_id, place)
+
+
+def positions_of(position: Positions, batch: int) -> Sequence[int]:
+    """The position of each of `batch` sequences."""
+    return [position] * batch if isinstance(position, int) else position

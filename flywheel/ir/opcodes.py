@@ -66,8 +66,9 @@ PARAM_FIELDS: Final = MappingProxyType(
 )
 """Scalar params in struct order: 'i' is int32, 'f' a float. `recipe` is FUSED's alone and never marshalled."""
 
-TASK_PARAM_FIELDS: Final = MappingProxyType(dict(PARAM_FIELDS) | {"kv_rows": "i"})
-"""Params of a task: the struct's, and `kv_rows`, a KvRows, which says how the window moves."""
+TASK_PARAM_FIELDS: Final = MappingProxyType(dict(PARAM_FIELDS) | {"kv_rows": "i", "sequence": "i"})
+"""Params of a task: the struct's; `kv_rows`, a KvRows, which says how the window moves; and `sequence`, which says with
+whose position, by default that of sequence 0."""
 
 RECIPE_PARAM_FIELDS: Final = MappingProxyType(
     dict(PARAM_FIELDS)
@@ -104,6 +105,7 @@ LEAST: Final = MappingProxyType(
         "rows_per_scale": 1,
         "qdtype": 0,
         "pos": 0,
+        "sequence": 0,
         "eps": 0.0,
         "rope_original_max_position": 1,
     }

@@ -1,8 +1,8 @@
-"""Moving a program along the sequence: only `pos`, `kv_start` and `kv_len` change between launches."""
+"""Moving a program along its sequences: only `pos`, `kv_start` and `kv_len` change between launches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,18 +14,20 @@ from flywheel.ir.records import Task
 _MOVING = frozenset({"pos", "kv_len"})
 
 
-def at_position(program: MegakernelProgram, pos: int) -> MegakernelProgram:
-    """`program`, lowered for a whole context, patched so that its new token stands at `pos`.
+def at_position(program: MegakernelProgram, pos: int | Sequence[int]) -> MegakernelProgram:
+    """`program`, lowered for a whole context, patched so that its new tokens stand at `pos`: all of them, or that of
+    each sequence at a position of its own.
 
     KV windows shrink to the rows up to `pos`, or with `kv_rows` to those before it or to that one; one that starts
-    behind it becomes empty. Raises ConfigError where `pos` is behind the position that the program was lowered for, and
-    where a recipe fixes a position that must move.
+    behind it becomes empty. Raises ConfigError where a position is behind the one that the program was lowered for,
+    where a sequence has none, and where a recipe fixes a position that must move.
     """
     last = max((task.params["pos"] for task in program.tasks if "pos" in task.params), default=None)
     if last is None:
         raise ConfigError("program: no task has a param pos, so it stands at no position")
-    if not 0 <= pos <= last:
-        raise ConfigError(f"position {pos} is not in 0..{last}, the positions of this program")
+    for each in [pos] if isinstance(pos, int) else pos:
+        if not 0 <= each <= last:
+            raise ConfigError(f"position {each} is not in 0..{last}, the positions of this program")
     moved: dict[int, Mapping[str, Any]] = {}  # by identity of params: equal layers share them
     tasks = []
     for task in program.tasks:
@@ -37,19 +39,32 @@ def at_position(program: MegakernelProgram, pos: int) -> MegakernelProgram:
     return replace(program, tasks=tuple(tasks))
 
 
-def _moved(task: Task, pos: int) -> Mapping[str, Any]:
+def _moved(task: Task, pos: int | Sequence[int]) -> Mapping[str, Any]:
     params = task.params
     if task.op is InstructionKind.FUSED:
         for step in params["recipe"]["steps"]:
             fixed = sorted(_MOVING & step.get("params", {}).keys())
             if fixed:
                 raise ConfigError(f"task {task.id} ({task.label}): its recipe fixes {fixed[0]}, which must move")
+    if _MOVING.isdisjoint(params):
+        return params
+    own = _own(task, pos)
     changed = {}
     if "pos" in params:
-        changed["pos"] = pos
+        changed["pos"] = own
     if "kv_len" in params:
-        changed |= _moved_window(params, pos)
-    return {**params, **changed} if changed else params
+        changed |= _moved_window(params, own)
+    return {**params, **changed}
+
+
+def _own(task: Task, pos: int | Sequence[int]) -> int:
+    """The position of a task's sequence."""
+    if isinstance(pos, int):
+        return pos
+    sequence: int = task.params.get("sequence", 0)
+    if sequence >= len(pos):
+        raise ConfigError(f"task {task.id} ({task.label}): sequence {sequence} has none of {len(pos)} positions")
+    return pos[sequence]
 
 
 def _moved_window(params: Mapping[str, Any], pos: int) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-IR_VERSION: Final = "0.4.0"
+IR_VERSION: Final = "0.5.0"
 """Version of the on-disk format; a minor bump adds fields, a major one breaks readers."""
 
 ABI_VERSION: Final = "0.2"

@@ -31,8 +31,8 @@ _WEIGHT, _ACT, _CACHE = BufferKind.WEIGHT, BufferKind.ACTIVATION, BufferKind.KV_
 def decode_step(
     spec: DecoderSpec, context: int, dtype: DType = DType.BF16, batch: int = 1, formats: WeightFormats = PLAIN
 ) -> Graph:
-    """One token of each of `batch` sequences at position `context - 1`, attending to `context` positions of its own
-    sequence, itself included.
+    """One token of each of `batch` sequences, each at its own position: lowered for `context - 1`, where it attends to
+    `context` positions of its sequence, itself included.
 
     Each KV head of each sequence has caches of its own, `[context, 1, head_dim]`. Matrices are stored in `formats`; a
     tied head that has one is a matrix of its own, beside the embedding. Raises ConfigError where the model does not
@@ -68,7 +68,7 @@ def _prologue(spec: DecoderSpec, dtype: DType, batch: int) -> Block:
     return _block(
         [
             Tensor("token_id", BufferKind.IO_INPUT, DType.I32, (batch,)),
-            Tensor("position", BufferKind.IO_INPUT, DType.I32, (1,)),
+            Tensor("position", BufferKind.IO_INPUT, DType.I32, (batch,)),
             Tensor("embed.w", _WEIGHT, dtype, table, model_weight_key(spec, "embed")),
             Tensor("x_out", _ACT, dtype, (batch, spec.hidden)),
         ],

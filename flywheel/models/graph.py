@@ -83,7 +83,7 @@ class Graph:
 
     Layers read the residual stream as tensor `x` and write `x_out`, which is `x` to whatever follows. `{i}` in a
     layer's `source` stands for its index. The cache operands `k_cache` and `v_cache` stand for one tensor a KV head of
-    each of the `batch` sequences, which are the rows of every activation and stand at one position.
+    each of the `batch` sequences, which are the rows of every activation, each at a position of its own.
     """
 
     model: str

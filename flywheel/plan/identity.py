@@ -19,7 +19,7 @@ _VARIANT_FIELDS: Final = (
 """What of a kernel variant every id holds. `x_slices` counts where it is above 1; `rows` and `formats` follow
 from the tasks."""
 
-_AS_BEFORE: Final = {"0.4.0": "0.3.0"}
+_AS_BEFORE: Final = {"0.4.0": "0.3.0", "0.5.0": "0.3.0"}
 """Versions of the format that add to an earlier one and leave its programs what they were: ids count that one."""
 
 _ESCAPED: Final = "backslashreplace"

@@ -39,16 +39,16 @@ class InstructionFlag(IntFlag):
     TILED = 1
     """Of a FUSED task whose params name n_off and N_tile: output 0, which is no KV cache, is written from n_off on."""
     MOVES_POS = 2
-    """`pos` is the launch's position."""
+    """`pos` is the position of its sequence in the launch."""
     MOVES_WINDOW = 4
-    """`kv_len` is cut behind the launch's position."""
+    """`kv_len` is cut behind that position."""
     X_STAGED = 8
     """The SM's task before this one left the same matrix operand staged: steps before the first matrix step are
     skipped, and that step does not stage."""
     WINDOW_PAST = 16
-    """With MOVES_WINDOW: cut before the launch's position (KvRows.PAST)."""
+    """With MOVES_WINDOW: cut before that position (KvRows.PAST)."""
     WINDOW_NEW = 32
-    """With MOVES_WINDOW: `kv_start` is the launch's position (KvRows.NEW)."""
+    """With MOVES_WINDOW: `kv_start` is that position (KvRows.NEW)."""
     KEEPS_BEST = 64
     """Its last step, a matrix step, makes some of the launch's logits and keeps the largest of them."""
     TAKES_BEST = 128
@@ -200,7 +200,7 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "first_step", note="row of the step table"),
             Field("int32_t", "n_steps"),
             Field("uint32_t", "flags", note="InstructionFlag"),
-            Field("int32_t", "reserved"),
+            Field("int32_t", "sequence", note="whose position it moves to"),
         ),
         "amk_plain_t": (
             Field("int32_t", "unused"),

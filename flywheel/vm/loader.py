@@ -34,6 +34,9 @@ _CACHE_ALIGNMENT: Final = 16
 _PROGRAM: Final = numpy_struct("amk_program_t")
 _REPORT: Final = numpy_struct("amk_report_t")
 _TRACE: Final = numpy_struct("amk_trace_t")
+POSITIONS: Final = ABI_MAX_ROWS
+"""Positions that a launch reads, whatever the number of sequences."""
+
 _STATE_BYTES: Final = 2 * 4 + 2 * 8 * ABI_MAX_ROWS
 _WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 _WRITTEN_KINDS: Final = (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
@@ -191,10 +194,11 @@ class LoadedProgram:
         launches = int(self.gpu.download(self._state, np.uint32, (1,))[0])
         return (launches + 1) % 2 * self.packed.arena.nbytes
 
-    def launch(self, pos: int | None = None) -> None:
+    def launch(self, pos: int | None = None, positions: int = 0) -> None:
         """Enqueue one launch, moved to position `pos`; None runs the program as it was lowered. `sync` waits for it.
 
-        Raises ConfigError for a position that the program cannot move to.
+        `positions` is the device address of POSITIONS int32, the position of each sequence, none of which is behind
+        `pos`; with 0, all stand there. Raises ConfigError for a position that the program cannot move to.
         """
         if pos is not None:
             self.packed.check_position(pos)
@@ -202,7 +206,7 @@ class LoadedProgram:
             self._kernel.megakernel,
             self._grid,
             self._kernel.variant.threads,
-            (self._program.address, ctypes.c_int32(ABSENT if pos is None else pos)),
+            (self._program.address, ctypes.c_int32(ABSENT if pos is None else pos), positions),
             smem_bytes=self.packed.variant.smem_bytes,
             cooperative=True,
         )

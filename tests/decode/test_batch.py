@@ -98,10 +98,10 @@ def test_one_wrong_row_is_no_pass_and_is_named(row: int, monkeypatch: pytest.Mon
     assert judge.examine(session).verdict.passed
     write = KvCaches.write_past
 
-    def write_another(caches: KvCaches, past: torch.Tensor, length: int, gain: float) -> None:
+    def write_another(caches: KvCaches, past: torch.Tensor, lengths: list[int], gains: list[float]) -> None:
         others = past.clone()
         others[1, 0, row] = past[1, 0, (row + 1) % 3]
-        write(caches, others, length, gain)
+        write(caches, others, lengths, gains)
 
     monkeypatch.setattr(KvCaches, "write_past", write_another)
     monkeypatch.setattr(KvCaches, "changed", lambda caches, past, *_: torch.zeros(past.shape[:4], dtype=torch.bool))
@@ -110,6 +110,43 @@ def test_one_wrong_row_is_no_pass_and_is_named(row: int, monkeypatch: pytest.Mon
     assert f"row {row}, L1.attn head" in examined.verdict.where
     scores = examined.scores.by_name()["L1.attn"].reshape(len(POSITIONS), 3, -1).max((0, 2)).tolist()
     assert [each for each, score in enumerate(scores) if score > examined.verdict.bound] == [row]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_rows_at_positions_of_their_own_get_what_each_gets_in_lock_step(config: str) -> None:
+    session, judge = session_of(lowered(config=config), "qwen3", DType.F32)
+    places, positions = [2, 0, 3, 1], [16, 0, 39, 1]
+    wanted = []
+    for row, position in enumerate(positions):
+        tokens = judge.prepare(session, position)
+        wanted.append(session.step_rows(tokens, position)[row])
+    tokens = judge._prepare(session, places)
+    for step, alone in zip(session.step_rows(tokens, positions), wanted, strict=True):
+        assert torch.equal(step.logits, alone.logits)
+        assert step.token == alone.token
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_program_that_keeps_its_rows_in_lock_step_is_no_pass(config: str) -> None:
+    program = lowered(config=config)
+    rows = [{name: each for name, each in task.params.items() if name != "sequence"} for task in program.tasks]
+    tasks = [replace(task, params=params) for task, params in zip(program.tasks, rows, strict=True)]
+    session, judge = session_of(replace(program, tasks=tuple(tasks)), "qwen3", DType.F32)
+    verdict = judge.examine(session).verdict
+    assert not verdict.passed
+    assert "row 0" not in verdict.where
+
+
+def test_a_task_with_a_cache_of_another_sequence_is_refused() -> None:
+    program = lowered(config="unfused, split KV")
+    for number, task in enumerate(program.tasks):
+        if task.params.get("sequence") == 2:
+            wrong = replace(task, params={**task.params, "sequence": 1})
+            tasks = (*program.tasks[:number], wrong, *program.tasks[number + 1 :])
+            codes = {finding.code for finding in validate(replace(program, tasks=tasks), strict=True).errors}
+            assert codes == {"kv-sequence"}
+            return
+    raise AssertionError("no task of sequence 2")
 
 
 def test_a_cache_is_one_rows_alone() -> None:
@@ -176,3 +213,5 @@ def test_a_token_for_every_row_and_no_more() -> None:
         session.step(3, 0)
     with pytest.raises(UsageError, match=r"token 70 is not in 0\.\.69"):
         session.step_rows([3, 70], 0)
+    with pytest.raises(UsageError, match="3 positions for a program of batch 2"):
+        session.step_rows([3, 3], [0, 1, 2])

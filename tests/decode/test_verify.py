@@ -118,7 +118,11 @@ def test_reading_a_position_that_nothing_has_written_is_no_pass(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = KvCaches.write_past
-    monkeypatch.setattr(KvCaches, "write_past", lambda self, past, length, gain: whole(self, past, length - 1, gain))
+
+    def write_less(caches: KvCaches, past: torch.Tensor, ends: list[int], gains: list[float]) -> None:
+        whole(caches, past, [end - 1 for end in ends], gains)
+
+    monkeypatch.setattr(KvCaches, "write_past", write_less)
     verdict = judged(opened()[0], [5, 6])
     assert not verdict.passed
     assert (verdict.reason or "").endswith("holds no number, or not what it must be exactly")

@@ -78,9 +78,10 @@ static int launched(int blocks, int threads, size_t shared_bytes, unsigned seed,
         return 2;
     }
 }
-extern "C" int emulate_megakernel(const amk_program_t* program, int position, int blocks, int threads,
-                                  size_t shared_bytes, unsigned seed, double limit_s, char* why, size_t room) {
-    emulator::entry = [=] { megakernel(program, position); };
+extern "C" int emulate_megakernel(const amk_program_t* program, int position, const int32_t* positions, int blocks,
+                                  int threads, size_t shared_bytes, unsigned seed, double limit_s, char* why,
+                                  size_t room) {
+    emulator::entry = [=] { megakernel(program, position, positions); };
     return launched(blocks, threads, shared_bytes, seed, limit_s, why, room);
 }
 extern "C" int emulate_pack_matrix(const element_t* src, element_t* dst, int rows, int width, int blocks, int threads,

@@ -134,7 +134,7 @@ def with_buffer() -> Callable[..., MegakernelProgram]:
 def spec_sample() -> dict[str, Any]:
     """The sample file of the format's specification, with what it elides filled in."""
     return {
-        "ir_version": "0.4.0",
+        "ir_version": "0.5.0",
         "abi_version": "0.2",
         "meta": {"model": "toy", "gpu": "rtx5090-laptop"},
         "target": {

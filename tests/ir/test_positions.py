@@ -70,3 +70,23 @@ def test_a_recipe_that_fixes_a_position_is_refused(tiny: MegakernelProgram, with
     steps = [{**step, "params": {**step["params"], "pos": 3}} for step in tiny.tasks[8].params["recipe"]["steps"]]
     with pytest.raises(ConfigError, match="its recipe fixes pos"):
         at_position(with_task(tiny, 108, params={"recipe": {"steps": steps}}), 3)
+
+
+def test_each_task_moves_to_the_position_of_its_sequence(tiny: MegakernelProgram, with_task: Change) -> None:
+    second = with_task(tiny, 107, params={"sequence": 1})
+    moved = at_position(second, [2, 5])
+    assert (params_of(moved, 105)["pos"], params_of(moved, 107)["kv_len"]) == (2, 6)
+    assert program_to_json(at_position(second, 4)) == program_to_json(at_position(second, [4, 4]))
+    with pytest.raises(ConfigError, match="sequence 1 has none of 1 positions"):
+        at_position(second, [3])
+    with pytest.raises(ConfigError, match=r"position 8 is not in 0\.\.7"):
+        at_position(second, [3, 8])
+
+
+def test_tasks_of_two_sequences_that_share_a_cache_are_refused(tiny: MegakernelProgram, with_task: Change) -> None:
+    apart = with_task(tiny, 107, params={"sequence": 1})
+    assert {finding.code for finding in validate(apart, strict=True).errors} == {"kv-sequence"}
+    together = with_task(with_task(apart, 105, params={"sequence": 1}), 106, params={"sequence": 1})
+    assert validate(together, strict=True).ok
+    far = with_task(tiny, 107, params={"sequence": 8})
+    assert {finding.code for finding in validate(far, strict=True).errors} == {"bad-param"}

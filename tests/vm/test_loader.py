@@ -23,7 +23,7 @@ from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm import weights as weights_module
 from flywheel.vm.abi import Fault, Layout, numpy_struct
 from flywheel.vm.driver import Gpu, Memory, load_variant
-from flywheel.vm.loader import LoadedProgram, needed_weights, stamps_ns
+from flywheel.vm.loader import POSITIONS, LoadedProgram, needed_weights, stamps_ns
 from flywheel.vm.nvrtc import EntryUsage, arch_name, compile_variant
 from flywheel.vm.pack import PackedProgram, pack
 from flywheel.vm.timing import time_launches
@@ -88,10 +88,12 @@ class Kernel:
 
     def __init__(self) -> None:
         self.calls: list[tuple[np.void, int]] = []
+        self.positions = 0
         self.behave: Callable[[np.void, int], None] = lambda program, pos: None
 
-    def __call__(self, address: int, pos: int) -> None:
+    def __call__(self, address: int, pos: int, positions: int) -> None:
         program = read_struct(address, "amk_program_t")
+        self.positions = positions
         self.calls.append((program, pos))
         self.behave(program, pos)
 
@@ -182,7 +184,10 @@ def test_a_launch_is_one_cooperative_block_an_sm_at_its_position(rig: Rig, megak
         rig.gpu.launched.clear()
         loaded.launch(7)
         assert rig.gpu.launched == [(132, packed.variant.threads, packed.variant.smem_bytes, True)]
-        assert megakernel.calls[0][1] == 7
+        assert (megakernel.calls[0][1], megakernel.positions) == (7, 0)
+        places = np.zeros(POSITIONS, np.int32)
+        loaded.launch(9, places.ctypes.data)
+        assert (megakernel.calls[1][1], megakernel.positions) == (9, places.ctypes.data)
 
 
 @pytest.mark.parametrize("pos", [-1, CONTEXT])

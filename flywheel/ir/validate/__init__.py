@@ -15,6 +15,7 @@ from flywheel.ir.validate.findings import CODES, Finding, Findings, ValidationRe
 from flywheel.ir.validate.liveness import check_queues, check_waits
 from flywheel.ir.validate.memory import check_pages, check_per_sm_buffers
 from flywheel.ir.validate.races import Accesses, check_races
+from flywheel.ir.validate.sequences import check_sequences
 from flywheel.ir.validate.structure import check_structure, is_complete
 from flywheel.ir.validate.tasks import check_tasks
 
@@ -74,6 +75,8 @@ def _prove(program: MegakernelProgram, findings: Findings, stats: dict[str, int]
             return
     check_tasks(program, findings)
     check_waits(program, findings)
+    if not findings.errors:
+        check_sequences(program, findings)
     if findings.errors:
         return
     order = topological_positions(tasks)

@@ -20,6 +20,7 @@ from flywheel.ir.tiles import Stretch, Tile, Tiles, stretches_of
 from flywheel.ir.validate.findings import Findings
 from flywheel.ir.validate.memory import check_pages
 from flywheel.ir.validate.races import Accesses, check_races
+from flywheel.ir.validate.sequences import check_sequences
 from flywheel.ir.validate.tasks import check_tasks
 
 _Tiles = Tiles | tuple[Tile, ...]
@@ -55,6 +56,8 @@ def accesses_of_safe_runs(program: MegakernelProgram) -> Accesses | None:
     if not _waits_are_joins(runs, {counter.id for counter in program.counters}):
         return None
     check_tasks(replace(program, tasks=apart), findings)
+    if not findings.errors:
+        check_sequences(program, findings)
     if findings.errors or findings.warnings:
         return None
     firsts = tuple(

@@ -29,6 +29,7 @@ CODES: Final = MappingProxyType(
         "operand-type": "an operand or a result of a dtype or kind that its operation does not take",
         "tile-bounds": "a tile reaches past its buffer",
         "kv-bounds": "a KV window or append reaches past its cache",
+        "kv-sequence": "a KV cache whose tasks move with the positions of several sequences",
         "kv-target": "a KV_APPEND whose cache operand is not the output that it writes",
         "sm-range": "an SM index outside the target",
         "unsatisfiable-wait": "a threshold that its producers can never reach",

@@ -10,6 +10,7 @@ from flywheel.ir.opcodes import LEAST, POSITIVE, STEPS_ALONE, InstructionKind, K
 from flywheel.ir.records import Task
 from flywheel.ir.show import show
 from flywheel.ir.validate.findings import Findings
+from flywheel.ir.version import ABI_MAX_ROWS
 
 _INT32: Final = 2**31
 
@@ -52,6 +53,8 @@ def param_fault(name: str, value: Any, kind: str) -> str | None:
         return f"{name}={value} is less than {LEAST[name]}"
     if name in POSITIVE and value <= 0:
         return f"{name}={value} is not greater than 0"
+    if name == "sequence" and value >= ABI_MAX_ROWS:
+        return f"sequence={value} is not one of {ABI_MAX_ROWS}"
     return None
 
 

@@ -107,10 +107,11 @@ def _emit_append(scope: Scope, ops: dict[str, Op], appends: Sequence[Op]) -> lis
             )
             continue
         builder = RecipeBuilder()
+        made = _own_position(scope, builder, ops, head)
         for index, op in enumerate(appends):
-            rows = _head_value(scope, builder, ops, op.inputs[0], head, graph.head_dim)
+            rows = _head_value(scope, builder, ops, op.inputs[0], head, graph.head_dim, made)
             _append(scope, builder, op, rows, head, "final" if index == 0 else {"out": index})
-        params = {"pos": pos, "recipe": builder.build()}
+        params = {**_sequence(scope, head), "pos": pos, "recipe": builder.build()}
         flops = 8 * graph.head_dim
         sets.append(TileSet(name, name, _K.FUSED, tuple(builder.inputs), caches, signal, one_tile(params, 0, flops)))
     return sets
@@ -151,7 +152,8 @@ def _emit_windows(
                                     one_tile(params, tile_bytes, flops)))  # fmt: skip
                 continue
             recipe, operands, width = recipes[head]
-            params = {**window, "N_tile": width, "n_off": head * width, "recipe": recipe}
+            own = _sequence(scope, head)
+            params = {**window, **own, "N_tile": width, "n_off": head * width, "recipe": recipe}
             sets.append(TileSet("attention", "attention", _K.FUSED, operands, (output,), output,
                                 one_tile(params, tile_bytes, flops)))  # fmt: skip
     return sets
@@ -172,7 +174,7 @@ def _attend_recipe(
 ) -> tuple[dict[str, object], tuple[str, ...], int]:
     """Recipe of one KV head's tiles, which differ by their windows alone, its operands and its columns."""
     builder = RecipeBuilder()
-    width = _attend(scope, builder, ops, head, output)
+    width = _attend(scope, builder, ops, head, output, _own_position(scope, builder, ops, head))
     return builder.build(), tuple(builder.inputs), width
 
 
@@ -183,20 +185,21 @@ def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
     whole = len(scope.tiling.kv_blocks()) == 1
     output = attention.output if whole else _NEW
     builder = RecipeBuilder()
-    made: dict[str, Arg] = {}
+    made = _own_position(scope, builder, ops, head)
     if "q_norm" in ops:
         # First, so that nothing comes between the key's rope and the attention but what belongs to the new row.
         name = ops["q_norm"].output
-        made[name] = _head_value(scope, builder, ops, name, head, graph.group * graph.head_dim)
+        made[name] = _head_value(scope, builder, ops, name, head, graph.group * graph.head_dim, made)
     for index, name in enumerate(("k_append", "v_append")):
-        rows = _head_value(scope, builder, ops, ops[name].inputs[0], head, graph.head_dim)
+        rows = _head_value(scope, builder, ops, ops[name].inputs[0], head, graph.head_dim, made)
         _append(scope, builder, ops[name], rows, head, {"out": index + 1})
     width = _attend(scope, builder, ops, head, output, made)
     window = {"kv_start": 0, "kv_len": graph.context}
     if not whole:
         window = {"kv_start": pos, "kv_len": 1, "kv_rows": KvRows.NEW.value}
     tile_bytes, flops = _attend_cost(scope, window["kv_len"])
-    params = {**window, "pos": pos, "N_tile": width, "n_off": head * width, "recipe": builder.build()}
+    own = {**_sequence(scope, head), "pos": pos}
+    params = {**window, **own, "N_tile": width, "n_off": head * width, "recipe": builder.build()}
     outputs = (output, *_caches(scope, attention, head))
     return TileSet("attention", "attention", _K.FUSED, tuple(builder.inputs), outputs, output,
                    one_tile(params, tile_bytes, flops))  # fmt: skip
@@ -246,8 +249,26 @@ def _head_value(
     if maker is None:
         return builder.columns(name, head * width, width, scope.dtype)
     value = _head_value(scope, builder, ops, maker.inputs[0], head, width, made)
-    operands = [value, *(builder.operand(operand) for operand in maker.inputs[1:])]
+    operands = [value, *(made.get(operand) or builder.operand(operand) for operand in maker.inputs[1:])]
     return builder.step(maker.kind, operands, width, scope.dtype, maker.params)
+
+
+def _own_position(scope: Scope, builder: RecipeBuilder, ops: Mapping[str, Op], head: int) -> dict[str, Arg]:
+    """The position of a head's sequence, for the recipe's ROPEs; nothing where there is none, or a single sequence."""
+    turning = [op.inputs[1] for op in ops.values() if op.kind is _K.ROPE]
+    if scope.graph.batch == 1 or not turning:
+        return {}
+    name = turning[0]
+    return {name: builder.columns(name, _row(scope, head), 1, scope.tensor(name).dtype)}
+
+
+def _sequence(scope: Scope, head: int) -> dict[str, int]:
+    """The param that says whose position a head's task moves to; there is no need for it where there is one."""
+    return {} if scope.graph.batch == 1 else {"sequence": _row(scope, head)}
+
+
+def _row(scope: Scope, head: int) -> int:
+    return head // scope.graph.n_kv_heads
 
 
 def _cache(scope: Scope, op: Op, head: int) -> str:

@@ -228,7 +228,7 @@ struct amk_instruction_t {
   int32_t first_step;  // row of the step table
   int32_t n_steps;
   uint32_t flags;  // InstructionFlag
-  int32_t reserved;
+  int32_t sequence;  // whose position it moves to
 };
 static_assert(sizeof(amk_instruction_t) == 224, "amk_instruction_t");
 FW_ASSERT_OFFSET(amk_instruction_t, op, 0);
@@ -246,7 +246,7 @@ FW_ASSERT_OFFSET(amk_instruction_t, task, 204);
 FW_ASSERT_OFFSET(amk_instruction_t, first_step, 208);
 FW_ASSERT_OFFSET(amk_instruction_t, n_steps, 212);
 FW_ASSERT_OFFSET(amk_instruction_t, flags, 216);
-FW_ASSERT_OFFSET(amk_instruction_t, reserved, 220);
+FW_ASSERT_OFFSET(amk_instruction_t, sequence, 220);
 
 struct amk_plain_t {
   int32_t unused;

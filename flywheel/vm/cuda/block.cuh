@@ -41,7 +41,7 @@ extern __shared__ __align__(1024) char dynamic_shared[];
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % WARP; }
 
-// A task as the vector warps see it: fetched ahead, operands resolved, params inherited and moved to the launch's position,
+// A task as the vector warps see it: fetched ahead, operands resolved, params inherited and moved to its sequence's position,
 // so that a step begins with nothing but shared-memory loads.
 struct alignas(16) TaskSlot {
     amk_instruction_t instruction;
@@ -58,7 +58,7 @@ struct Block {
     int queue_first, queue_end;    // instructions
     int stream_first, stream_end;  // segments
     uint32_t* counters;            // this launch's set
-    int position;                  // of the launch, or -1
+    int positions[FW_MAX_ROWS];    // of each sequence in the launch, or -1
     uint32_t launch;               // its number
     uint32_t set;                  // of this launch, of awaited buffers: bytes from the first one
     uint32_t aborted;

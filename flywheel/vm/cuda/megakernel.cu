@@ -31,7 +31,7 @@ __device__ __forceinline__ uint32_t* counter_set(const amk_program_t& program, u
            static_cast<long long>(launch & 1) * program.n_counters * (FW_COUNTER_STRIDE / 4);
 }
 
-__device__ __forceinline__ void enter(Block& block, uint32_t launch, int position) {
+__device__ __forceinline__ void enter(Block& block, uint32_t launch) {
     const amk_program_t& program = block.program;
     const int32_t* queues = reinterpret_cast<const int32_t*>(program.queues);
     const int32_t* streams = reinterpret_cast<const int32_t*>(program.streams);
@@ -42,7 +42,6 @@ __device__ __forceinline__ void enter(Block& block, uint32_t launch, int positio
     block.stream_first = streams[blockIdx.x];
     block.stream_end = streams[blockIdx.x + 1];
     block.counters = counter_set(program, launch);
-    block.position = position;
     block.launch = launch;
     block.set = launch & 1 ? program.set_stride : 0;
     block.aborted = 0;
@@ -74,8 +73,11 @@ __device__ __forceinline__ void anchor(const Block& block, int at) {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(FW_THREADS, 1) megakernel(const amk_program_t* device_program, int position) {
+// All sequences stand at `position`, or where there are `positions`, each at its own; -1 is where the program was lowered.
+extern "C" __global__ void __launch_bounds__(FW_THREADS, 1)
+    megakernel(const amk_program_t* device_program, int position, const int32_t* positions) {
     Block& block = this_block();
+    if (threadIdx.x < FW_MAX_ROWS) block.positions[threadIdx.x] = positions ? positions[threadIdx.x] : position;
     if (threadIdx.x < sizeof(amk_program_t) / 8) {
         reinterpret_cast<uint64_t*>(&block.program)[threadIdx.x] = reinterpret_cast<const uint64_t*>(device_program)[threadIdx.x];
     }
@@ -88,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(FW_THREADS, 1) megakernel(const amk
     }
     if (threadIdx.x == 0) {
         for (int row = 0; blockIdx.x == 0 && row < FW_MAX_ROWS; row++) *best_word(program, launch + 1, row) = 0;
-        enter(block, launch, position);
+        enter(block, launch);
         anchor(block, FW_ANCHOR_FIRST_NS);
     }
     __syncthreads();

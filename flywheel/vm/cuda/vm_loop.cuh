@@ -88,7 +88,8 @@ __device__ __forceinline__ Operand result(Block& block, const amk_instruction_t&
 }
 
 // Task params as ir/positions.py moves them.
-__device__ __forceinline__ void move_to(amk_instruction_t& instruction, int position) {
+__device__ __forceinline__ void move_to(amk_instruction_t& instruction, const int (&positions)[FW_MAX_ROWS]) {
+    const int position = positions[instruction.sequence];
     if (position < 0) return;
     amk_params_t& params = instruction.params;
     if (instruction.flags & FW_INSTRUCTION_MOVES_POS) params.pos = position;
@@ -127,7 +128,7 @@ __device__ __forceinline__ void fetch(Block& block, TaskSlot& task, int index) {
     const int lane = lane_id();
     copy_words(&task.instruction, reinterpret_cast<const amk_instruction_t*>(block.program.instructions) + index, 1, lane);
     __syncwarp();
-    if (lane == 0) move_to(task.instruction, block.position);
+    if (lane == 0) move_to(task.instruction, block.positions);
     const amk_instruction_t& instruction = task.instruction;
     copy_words(task.steps, reinterpret_cast<const amk_step_t*>(block.program.steps) + instruction.first_step,
                instruction.n_steps, lane);

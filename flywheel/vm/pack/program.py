@@ -111,6 +111,8 @@ def pack_plan(plan: Plan) -> PackedProgram:
         by_node["flags"][node] |= np.uint32(flag)
     instructions = by_node[node_of]
     instructions["params"] = params_rows(grouping.params)[grouping.params_of[plan.order]]
+    sequences = np.array([each.get("sequence", 0) for each in grouping.params], np.int32)
+    instructions["sequence"] = sequences[grouping.params_of[plan.order]]
     instructions["task"], instructions["sm"] = plan.order, sms
     staged = _finds_x_staged(program, nodes, routines, node_of, sms)
     instructions["flags"][staged] |= np.uint32(InstructionFlag.X_STAGED)

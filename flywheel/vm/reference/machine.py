@@ -59,13 +59,18 @@ class ReferenceVM:
         self._order: Sequence[int] = ()
 
     def run(
-        self, buffers: Mapping[str, Tensor], order: str = "list", seed: int = 0, pos: int | None = None
+        self,
+        buffers: Mapping[str, Tensor],
+        order: str = "list",
+        seed: int = 0,
+        pos: int | Sequence[int] | None = None,
     ) -> dict[str, Tensor]:
         """One launch: every WEIGHT, CONST, IO_INPUT and KV_CACHE in, every IO_OUTPUT and KV_CACHE out.
 
-        `pos` moves the program to a position (`at_position`); None leaves it where it was lowered. Nothing given is
-        modified: caches are copied, so use `bind` to generate. For `order` and `seed` see `firing_order`. Raises
-        TensorError naming the buffer whose tensor is missing, not asked for, misshapen or mistyped.
+        `pos` moves the program, or each of its sequences, to a position (`at_position`); None leaves it where it was
+        lowered. Nothing given is modified: caches are copied, so use `bind` to generate. For `order` and `seed` see
+        `firing_order`. Raises TensorError naming the buffer whose tensor is missing, not asked for, misshapen or
+        mistyped.
         """
         inputs = self.buffers(BufferKind.IO_INPUT)
         caches = {buffer.name for buffer in self.buffers(BufferKind.KV_CACHE)}
@@ -116,10 +121,14 @@ class BoundProgram:
         self._outputs = machine.buffers(BufferKind.IO_OUTPUT, BufferKind.KV_CACHE)
         self._binder = Binder(program.buffers, self._tensors, machine.device, machine.proved)
         self._calls: list[list[Call]] = [self._binder.bind(task) for task in program.tasks]
-        self._pos: int | None = None
+        self._pos: int | Sequence[int] | None = None
 
     def step(
-        self, inputs: Mapping[str, Tensor], pos: int | None = None, order: str = "list", seed: int = 0
+        self,
+        inputs: Mapping[str, Tensor],
+        pos: int | Sequence[int] | None = None,
+        order: str = "list",
+        seed: int = 0,
     ) -> dict[str, Tensor]:
         """One launch: every IO_INPUT in; copies of every IO_OUTPUT, and the caches themselves, out.
 
@@ -156,7 +165,7 @@ class BoundProgram:
             task = self._machine.program.tasks[index]
             raise type(error)(f"task {task.id} ({task.label}): {task.op.name} {error}") from error
 
-    def _move(self, pos: int) -> None:
+    def _move(self, pos: int | Sequence[int]) -> None:
         """Bind anew the tasks whose params differ at `pos`."""
         if pos == self._pos:
             return
