@@ -5,7 +5,8 @@
 
 The tools are memcheck (accesses out of bounds) and racecheck (races in shared memory) by default. With `launch`, the
 launches alone, which the sanitizer wraps: one model unfused, fused with its KV range split, fused in one block, and
-with attention to the past beside the append. racecheck wraps kernels in which every thread arrives and waits itself
+with attention to the past beside the append; and one with weights of int4, int8 and fp8, whose tasks hand on data
+without counters. racecheck wraps kernels in which every thread arrives and waits itself
 (FW_EVERY_THREAD): it follows no order that passes through a third thread.
 """
 
@@ -28,11 +29,12 @@ from flywheel.ir import TARGETS, BufferKind, GpuTarget, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.measure.environment import capture_environment
 from flywheel.models.decoder import DTYPES, decode_step
+from flywheel.models.drawn import random_quantised
+from flywheel.models.formats import parse_formats
 from flywheel.models.spec import DecoderSpec
-from flywheel.models.weights import bind, random_weights
-from flywheel.tensors import TORCH_DTYPES
+from flywheel.models.weights import bind
 from flywheel.vm.driver import Gpu, load_variant, open_gpu
-from flywheel.vm.loader import LoadedProgram, ResidentWeights, needed_weights
+from flywheel.vm.loader import LoadedProgram, ResidentWeights, put_weights
 from flywheel.vm.nvrtc import arch_name, compile_variant
 from flywheel.vm.pack import pack
 
@@ -40,9 +42,12 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "results" / "gpu" / "sanitizer.txt"
 TOOLS = ("memcheck", "racecheck")
 SPEC = DecoderSpec("tiny", "qwen3", 128, 192, 2, 4, 2, 64, 300, 1e4, 1e-6, 128, qkv_bias=True, qk_norm=True)
+CODED_SPEC = DecoderSpec("tiny", "qwen3", 256, 384, 2, 4, 2, 64, 300, 1e4, 1e-6, 128, qk_norm=True)
 CONTEXT = 96
 SMS = 4
 LIMIT_S = 600.0
+_BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
+"""What numpy takes instead."""
 
 ONE_BLOCK = (
     ("attn_norm", "q_proj", "k_proj", "v_proj"),
@@ -71,7 +76,15 @@ CONFIGS = {
         fusion_grouping=ONE_BLOCK, threads_per_block=448,
     ),
 }  # fmt: skip
-
+BY_DATA = ScheduleConfig(
+    tiling={"attention": {"kv_block": 32}, "stream": {"chunk_bytes": 4096}, "hand_off": {"data": 1}},
+    fusion_grouping=SPLIT, page_allocation="none", threads_per_block=320,
+)
+LAUNCHES = {
+    **{name: (SPEC, "bf16", config) for name, config in CONFIGS.items()},
+    **{f"{text}, by data": (CODED_SPEC, text, BY_DATA) for text in ("int4", "int4-zeros", "int8", "fp8-block")},
+}
+"""Models, their weights and their configs by what people call them."""
 
 EVERY_THREAD = "launch-every-thread"
 
@@ -90,7 +103,7 @@ def main() -> int:
     environment = capture_environment()
     lines = [
         f"source as of commit {arguments.commit or environment.commit or 'unknown'}",
-        f"{environment.gpu}, driver {environment.driver}; launches: {', '.join(CONFIGS)}",
+        f"{environment.gpu}, driver {environment.driver}; launches: {', '.join(LAUNCHES)}",
         version_of(sanitizer),
     ]
     code = 0
@@ -105,8 +118,8 @@ def main() -> int:
         launched = sum(line.startswith("launched ") for line in done.stdout.splitlines())
         found = [line.removeprefix("========= ") for line in done.stdout.splitlines() if "SUMMARY" in line]
         lines += ["", f"compute-sanitizer {' '.join(options)} python experiments/sanitize.py {launches}"]
-        lines += [f"{launched} of {len(CONFIGS)} launches ended, exit code {done.returncode}", *found]
-        code = code or done.returncode or int(launched != len(CONFIGS) or not found)
+        lines += [f"{launched} of {len(LAUNCHES)} launches ended, exit code {done.returncode}", *found]
+        code = code or done.returncode or int(launched != len(LAUNCHES) or not found)
     text = "\n".join([*lines, ""])
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     arguments.record.write_text(text, encoding="utf-8")
@@ -130,26 +143,28 @@ def version_of(sanitizer: str) -> str:
 
 
 def launch_all(every_thread: bool) -> None:
-    """One launch of each config at the last position, behind a random past."""
+    """One launch of each at the last position, behind a random past."""
     gpu = open_gpu()
     target = replace(
         TARGETS["h100"], name="few", num_sms=SMS, sm_arch=gpu.sm_arch, smem_bytes_per_block_optin=gpu.smem_optin_bytes,
     )  # fmt: skip
-    for name, config in CONFIGS.items():
-        launch(gpu, target, config, every_thread)
+    for name, (spec, text, config) in LAUNCHES.items():
+        launch(gpu, target, spec, text, config, every_thread)
         print(f"launched {name}", flush=True)
 
 
-def launch(gpu: Gpu, target: GpuTarget, config: ScheduleConfig, every_thread: bool) -> None:
+def launch(
+    gpu: Gpu, target: GpuTarget, spec: DecoderSpec, text: str, config: ScheduleConfig, every_thread: bool
+) -> None:
     """Lower, load and launch once; the logits must be numbers."""
-    dtype = DTYPES["bf16"]
-    program = lower(decode_step(SPEC, CONTEXT, dtype), config, target)
+    dtype, formats = DTYPES["bf16"], parse_formats(text, "bf16")
+    program = lower(decode_step(spec, CONTEXT, dtype, formats=formats), config, target)
     packed = pack(program)
     kernel = load_variant(gpu, compile_variant(
         arch_name(gpu.sm_arch), packed.variant.threads, packed.dtype, matrix_warps=packed.variant.matrix_warps,
-        rows=packed.variant.rows, every_thread=every_thread,
+        rows=packed.variant.rows, every_thread=every_thread, formats=packed.variant.formats,
     ))
-    tensors = bind(program, random_weights(SPEC, 0, TORCH_DTYPES[dtype]))
+    tensors = bind(program, random_quantised(spec, 0, formats, dtype))
     random = np.random.default_rng(0)
     caches = {}
     for buffer in program.buffers:
@@ -158,8 +173,7 @@ def launch(gpu: Gpu, target: GpuTarget, config: ScheduleConfig, every_thread: bo
             past = random.standard_normal(tuple(buffer.shape)).astype(np.float32)
             gpu.upload(memory, (past.view(np.uint32) >> 16).astype(np.uint16))
     with ResidentWeights(gpu, packed.dtype) as weights:
-        for name, buffer, layout in needed_weights(packed):
-            weights.put(name, bits(tensors[buffer.name]), tuple(buffer.shape), buffer.dtype, layout)
+        put_weights(packed, weights, lambda buffer: bits(tensors[buffer.name]))
         addresses = {name: memory.address for name, memory in caches.items()}
         with LoadedProgram(gpu, packed, kernel, weights, addresses) as loaded:
             loaded.poison()
@@ -173,8 +187,9 @@ def launch(gpu: Gpu, target: GpuTarget, config: ScheduleConfig, every_thread: bo
 
 
 def bits(tensor: Tensor) -> Any:
-    """A BF16 tensor as numpy holds it."""
-    return tensor.contiguous().view(torch.uint16).numpy()
+    """A tensor's bits as numpy holds them."""
+    whole = tensor.contiguous()
+    return whole.view(_BITS.get(whole.dtype, whole.dtype)).numpy()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def cost_of_quantising(
     from flywheel.decode.agreement import agreement
     from flywheel.decode.interface import read_interface
     from flywheel.models.formats import PLAIN
-    from flywheel.models.quantise import formats_of_program
+    from flywheel.models.quantise import formats_of_program, quantised
 
     interface = read_interface(program, source.spec)
     formats = formats_of_program(program, interface.dtype)
@@ -36,7 +36,8 @@ def cost_of_quantising(
         raise UsageError(f"verify: {source.name} comes quantised; there is nothing to compare it with")
     tokens = (_drawn(source, seed) if text is None else _read(source, text))[: interface.context]
     where = "cuda" if device == "cuda" else "cpu"
-    plain, own = (source.weights(interface.dtype, seed, where, each) for each in (PLAIN, formats))
+    plain = source.weights(interface.dtype, seed, where, PLAIN)
+    own = quantised(source.spec, plain, formats, interface.dtype)
     return agreement(source.spec, own, plain, interface.dtype, tokens)
 
 

@@ -14,13 +14,14 @@ from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.catalog import model_name, model_path, resolve_model
 from flywheel.models.decoder import DTYPES
+from flywheel.models.drawn import random_quantised
 from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.models.graph import scales_of
 from flywheel.models.hf import load_scheme
 from flywheel.models.quantise import keeping, kept_bytes, same_layouts, typed
 from flywheel.models.schemes import Scheme
 from flywheel.models.spec import DecoderSpec, layer_weight_key
-from flywheel.models.weights import checkpoint_tensors, random_weights
+from flywheel.models.weights import checkpoint_tensors
 from flywheel.process import check_memory
 from flywheel.tensors import TORCH_DTYPES
 
@@ -69,13 +70,12 @@ class Source:
 
     def _quantised(self, dtype: DType, seed: int, device: str, formats: WeightFormats) -> Weights:
         """Matrix by matrix: where the quantised ones fit, the others need not."""
-        wanted = TORCH_DTYPES[dtype]
-        keep = keeping(self.spec, formats, dtype)
         if self.stored is not None:
-            moved = (keep(key, tensor.to(device, wanted)) for key, tensor in self.stored.items())
+            keep = keeping(self.spec, formats, dtype)
+            moved = (keep(key, tensor.to(device, TORCH_DTYPES[dtype])) for key, tensor in self.stored.items())
             return {key: kept for each in moved for key, kept in each.items()}
         check_memory(f"{self.name}: its weights", kept_bytes(self.spec, formats, dtype), device)
-        return random_weights(self.spec, seed, wanted, device, keep)
+        return random_quantised(self.spec, seed, formats, dtype, device)
 
 
 def open_source(given: str) -> Source:

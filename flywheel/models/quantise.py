@@ -165,9 +165,17 @@ def quantised(
     return {name: kept for key, tensor in given.items() for name, kept in keep(key, tensor).items()}
 
 
-def keeping(spec: DecoderSpec, formats: WeightFormats, dtype: DType, *, best: bool = False) -> Keep:
+def keeping(
+    spec: DecoderSpec,
+    formats: WeightFormats,
+    dtype: DType,
+    *,
+    best: bool = False,
+    first: Callable[[str, Tensor, WeightFormat], Tensor] = lambda key, matrix, format: matrix,
+) -> Keep:
     """What is kept of each weight of a model, itself or what it is quantised to, so that nobody needs all weights as
-    they were. Of an embedding that is the head, too, it is both where the head is quantised.
+    they were. Of an embedding that is the head, too, it is both where the head is quantised. What `first` makes of a
+    matrix is what is quantised.
 
     Raises ConfigError where groups do not divide a matrix's K. What it gives raises WeightsError as `quantise`, which
     names the key.
@@ -182,7 +190,7 @@ def keeping(spec: DecoderSpec, formats: WeightFormats, dtype: DType, *, best: bo
 
     def parts(key: str, matrix: Tensor) -> dict[str, Tensor]:
         try:
-            codes, scales, zeros = quantise(matrix, asked[key], dtype, best=best)
+            codes, scales, zeros = quantise(first(key, matrix, asked[key]), asked[key], dtype, best=best)
         except WeightsError as error:
             raise WeightsError(f"tensor {key!r}: {error}") from None
         found = {codes_of(key): codes, scales_of(key): scales}

@@ -90,7 +90,7 @@ def random_weights(
 
     def draw(tensor: tuple[str, str, Shape]) -> Mapping[str, Tensor]:
         key, role, shape = tensor
-        return keep(key, _draw(f"{seed}:{key}", shape, *_distribution(spec, role, shape), dtype, device))
+        return keep(key, draw_uniform(f"{seed}:{key}", shape, *_distribution(spec, role, shape), dtype, device))
 
     if torch.device(device).type != "cpu":
         return _together(map(draw, _tensors(spec)))
@@ -123,10 +123,11 @@ def _distribution(spec: DecoderSpec, role: str, shape: Shape) -> tuple[float, fl
     return 0.0, _MATRIX[role] / sqrt(shape[1])
 
 
-def _draw(
+def draw_uniform(
     name: str, shape: Shape, mean: float, deviation: float, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """16 random bits an element, four of each word of a stream that begins where the name says."""
+    """Uniform numbers of a mean and a deviation, 16 random bits each, four of each word of a stream that begins where
+    the name says."""
     begin = int.from_bytes(sha256(name.encode()).digest()[:8], "little")
     out = torch.empty(prod(shape), dtype=dtype, device=device)
     step = deviation * sqrt(3.0) / 2**15

@@ -14,8 +14,9 @@ from flywheel.decode.source import open_source
 from flywheel.errors import TooLargeError, UnknownNameError, WeightsError
 from flywheel.ir import DType
 from flywheel.models import weights
+from flywheel.models.drawn import random_quantised
 from flywheel.models.formats import parse_formats
-from flywheel.models.quantise import kept_bytes, quantised
+from flywheel.models.quantise import kept_bytes
 from flywheel.models.weights import checkpoint_tensors, random_weights
 from flywheel.vm.driver import Gpu
 
@@ -61,7 +62,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of matrices that were there at a time as they were drawn, as each of them came."""
     live: dict[int, int] = {}
     seen: list[int] = []
-    drawn = weights._draw
+    drawn = weights.draw_uniform
 
     def draw(name: str, *given: Any) -> torch.Tensor:
         tensor = drawn(name, *given)
@@ -71,7 +72,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen.append(sum(live.values()))
         return tensor
 
-    monkeypatch.setattr(weights, "_draw", draw)
+    monkeypatch.setattr(weights, "draw_uniform", draw)
     monkeypatch.setattr(weights, "usable_cores", lambda: 2)
     return seen
 
@@ -82,7 +83,7 @@ def test_matrices_are_quantised_as_they_are_drawn(folder: Path, monkeypatch: pyt
     seen = counted(monkeypatch)
     held = source.weights(DType.BF16, 3, formats=formats)
     monkeypatch.undo()
-    own = quantised(source.spec, random_weights(source.spec, 3), formats, DType.BF16)
+    own = random_quantised(source.spec, 3, formats, DType.BF16)
     assert held.keys() == own.keys()
     assert all(torch.equal(held[key], own[key]) for key in own)
     assert sum(tensor.nbytes for tensor in held.values()) == kept_bytes(source.spec, formats, DType.BF16)
