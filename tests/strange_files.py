@@ -109,7 +109,7 @@ def _change_tensor(header: dict[str, Any], tensor: dict[str, Any], name: str, ra
         case 1:
             tensor["shape"] = shape[::-1]
         case 2:
-            tensor["shape"] = random.choice(([1, *shape], [*shape, 1], [shape[0] * shape[-1]], [], [0, *shape]))
+            tensor["shape"] = random.choice(([1, *shape], [*shape, 1], [prod(shape)], [], [0, *shape]))
         case 3:
             tensor["shape"] = [size + random.choice((-1, 0, 1)) for size in shape]
         case 4:

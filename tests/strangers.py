@@ -120,12 +120,13 @@ class Strangers:
     def _config(self, random: Random) -> Iterator[Sequence[object]]:
         Path("c.json").write_bytes(mutated_json(self.schedule["config"], random))
         yield "lower", *self.work, "--config", "c.json", "-o", "out.json"
+        shutil.copy(self.folder / "one.db", "s.db")
         yield "evaluate", *self.work, "--config", "c.json", "--measure", "predict", "--store", "s.db"
 
     def _schedule(self, random: Random) -> Iterator[Sequence[object]]:
         Path("s.json").write_bytes(mutated_json(self.schedule, random))
         yield "lower", "--config", "s.json", "-o", "out.json"
-        yield "import", "s.json", "--as", "x", "--store", "s.db"
+        yield "import", "s.json", "--as", "x", "--measure", "predict", "--store", "s.db"
 
     def _campaign(self, random: Random) -> Iterator[Sequence[object]]:
         good = {"sampler": "random", "seed": 3, "until": 0.9, "patience": 2, "predictions": 9, "fix": {}}
@@ -220,6 +221,7 @@ def draft_names(folder: Path) -> list[str]:
 def change_cells(connection: sqlite3.Connection, random: Random) -> None:
     """One to three cells of a store, whatever its constraints say."""
     connection.execute("PRAGMA foreign_keys=OFF")
+    good = json.loads(connection.execute("SELECT spec FROM campaigns").fetchone()[0])
     for _ in range(random.randint(1, 3)):
         table = random.choice(("trials", "trials", "trials", "campaigns", "schema_version"))
         column = random.choice([row[1] for row in connection.execute(f"PRAGMA table_info({table})")])
@@ -229,8 +231,7 @@ def change_cells(connection: sqlite3.Connection, random: Random) -> None:
         if isinstance(odd, str):
             odd = odd.encode("utf-8", "surrogatepass") if "\udcff" in odd else odd
         if column == "spec" and random.random() < 0.7:
-            (spec,) = connection.execute("SELECT spec FROM campaigns").fetchone()
-            odd = mutated_json(json.loads(spec), random).decode(errors="replace")
+            odd = mutated_json(good, random).decode(errors="replace")
         try:
             connection.execute(f'UPDATE {table} SET "{column}" = ? WHERE rowid % 2 = 1', (odd,))
         except sqlite3.IntegrityError:

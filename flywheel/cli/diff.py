@@ -135,4 +135,8 @@ def _delta(before: object, after: object) -> str:
     numbers = (int, float)
     if not isinstance(before, numbers) or not isinstance(after, numbers) or isinstance(before, bool):
         return ""
-    return f"{after - before:+,.1f}" if isinstance(after - before, float) else f"{after - before:+,}"
+    try:
+        delta = after - before
+    except OverflowError:  # an integer beyond any float, beside a float
+        return ""
+    return f"{delta:+,.1f}" if isinstance(delta, float) else f"{delta:+,}"

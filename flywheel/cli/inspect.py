@@ -107,7 +107,7 @@ def _load(program: MegakernelProgram) -> dict[str, Any] | None:
         "sms_of_target": sms,
         "tasks": [min(tasks.values()) if least else 0, max(tasks.values())],
         "bytes": [min(nbytes.values()) if least else 0, most],
-        "balance": sum(nbytes.values()) / sms / most if most else None,
+        "balance": sum(nbytes.values()) / sms / most if sms and most else None,
     }
 
 

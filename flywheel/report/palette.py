@@ -56,7 +56,7 @@ _FAMILIES: Final = {
 def reserved(operation: str) -> str:
     """The name of an operation's colour in a trace file; of one that flywheel does not know, always the same."""
     known = _OPERATIONS.get(operation) or _FAMILIES.get(operation.rpartition("_")[2])
-    return known or list(RESERVED)[crc32(operation.encode()) % len(RESERVED)]
+    return known or list(RESERVED)[crc32(operation.encode(errors="surrogatepass")) % len(RESERVED)]
 
 
 def colour(operation: str) -> str:

@@ -15,7 +15,7 @@ from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Final
 
 from flywheel.cost_model import STOCK, Predictor
-from flywheel.errors import UsageError
+from flywheel.errors import StoreError, UsageError
 from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.environment import Environment
 from flywheel.measure.outcome import LASTING_OUTCOMES, Measured
@@ -249,12 +249,20 @@ class CampaignRun:
         while proposal.repeats or identity not in self._tally.tried:
             answer = claims.claim(identity, self._tally.next, self._wanted() - len(under_way))
             if answer is Claim.STALE:
-                self._learn_new(self._store.trials(self._name, self._tally.next))
+                self._learn_new(self._rows_of_others())
                 continue
             if answer is Claim.TAKEN and identity not in self._tally.tried:
                 self._taken.add(identity)
             return answer
         return Claim.TAKEN
+
+    def _rows_of_others(self) -> list[TrialRecord]:
+        """Rows behind those that are known, of which the store says that there are some. Raises StoreError."""
+        news = self._store.trials(self._name, self._tally.next)
+        if not news:
+            where = f"store {self._store.name}: campaign {self._name!r}"
+            raise StoreError(f"{where} counts more rows than the {self._tally.next} that can be read: it is damaged")
+        return news
 
     def _catch_up(self, claims: Claims) -> None:
         """Learn what other runs have found; where one has ended without, what it was trying is there to be tried."""

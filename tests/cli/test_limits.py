@@ -92,6 +92,29 @@ def test_inspect_and_diff_of_a_valid_program_with_the_largest_estimates_end(
     assert run("diff", program, path).exit_code == 1
 
 
+def test_inspect_and_diff_of_a_program_for_no_sms_end(run: Run, program: Path, changed: Callable[..., str]) -> None:
+    path = changed(lambda document: document["target"].update(num_sms=0))
+    assert run("validate", path).exit_code == 3
+    assert run("inspect", path).exit_code == 0
+    assert "num_sms" in run("diff", str(program), path).stdout
+
+
+def test_diff_of_an_integer_beyond_all_floats_ends(run: Run, program: Path, changed: Callable[..., str]) -> None:
+    path = changed(lambda document: document["target"].update(fp16_tflops=10**400))
+    result = run("diff", str(program), path)
+    assert result.exit_code == 1
+    assert "fp16_tflops" in result.stdout
+
+
+def test_a_timeline_of_operations_that_no_encoding_has_is_written(run: Run, changed: Callable[..., str]) -> None:
+    def rename(document: dict[str, Any]) -> None:
+        for task in document["tasks"]:
+            task["label"] = "\udcff"
+
+    assert run("simulate", changed(rename), "--seeds", "0", "--trace", "out.json").exit_code == 0
+    assert json.loads(Path("out.json").read_text())["traceEvents"]
+
+
 @pytest.mark.parametrize("name", ["inspect", "validate", "lower", "import"])
 def test_a_file_that_never_ends_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(files, "MAX_FILE_BYTES", 10**6)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flywheel.errors import StoreError
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
 from flywheel.search.engine import Bench, Engine, InlineEngine
 from flywheel.search.opening import open_campaign
@@ -94,3 +95,12 @@ def test_a_run_that_learns_of_another_still_tries_every_known_good_schedule_once
     assert len(set(seeds)) == len(seeds)
     if sampler in EXACT:
         assert len({row.config_id for row in rows}) == len(rows) == 12
+
+
+def test_a_store_that_counts_rows_which_nobody_can_read_ends_a_run(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.campaign(lab.spec(trials=3)).run(lambda _: None, lambda: False)
+    whole = lab.store.trials
+    monkeypatch.setattr(lab.store, "trials", lambda name, first=0: [] if first else whole(name)[:2])
+    run = lab.campaign(lab.spec(trials=6))
+    with pytest.raises(StoreError, match="campaign 'toy' counts more rows than the 2 that can be read"):
+        run.run(lambda _: None, lambda: False)
