@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
-from flywheel.errors import ConfigError
-from flywheel.ir import ScheduleConfig
+from flywheel.errors import ConfigError, InvalidProgramError
+from flywheel.ir import DType, ScheduleConfig
 from flywheel.lowering.tiling import even_rows
 from flywheel.plan import KernelVariant, kernel_variant
+from flywheel.plan.formats import Coding, coding_of
 from flywheel.plan.staging import operand_bytes
 from flywheel.plan.variant import WARP
 from flywheel.search.workload import Workload
@@ -68,8 +70,10 @@ def _smem(workload: Workload) -> list[Value]:
 
 
 def _chunks(workload: Workload) -> list[Value]:
+    """Sizes that fit; of those that mean the same, since a chunk of a quantised matrix is whole units, the largest."""
     least = int(_smem(workload)[0])
-    return [chunk for chunk in (4096, 8192, 16384, 32768) if _fits(workload, least, chunk)]
+    fitting = [chunk for chunk in (4096, 8192, 16384, 32768) if _fits(workload, least, chunk)]
+    return list({_variant(workload, least, chunk): chunk for chunk in fitting}.values())
 
 
 def _inflight(workload: Workload) -> list[Value]:
@@ -77,7 +81,7 @@ def _inflight(workload: Workload) -> list[Value]:
     under way."""
     limit, chunks = workload.target.smem_bytes_per_block_optin, _chunks(workload)
     chunk = int(min(chunks, key=partial(distance, int(GOOD_ON_H200["chunk"]))))
-    staged = _variant(workload, limit, chunk).staged_bytes
+    staged, codings = _variant(workload, limit, chunk).staged_bytes, _codings(workload)
 
     def under_way(size: int) -> int:
         tiling = {
@@ -85,7 +89,7 @@ def _inflight(workload: Workload) -> list[Value]:
             "warps": {"matrix": int(GOOD_ON_H200["matrix"]), "chunk": int(GOOD_ON_H200["share"])},
         }
         config = ScheduleConfig(tiling, threads_per_block=int(GOOD_ON_H200["threads"]), smem_bytes_per_block=limit)
-        return kernel_variant(config, workload.target, staged).inflight_chunks
+        return kernel_variant(config, workload.target, staged, codings).inflight_chunks
 
     least = {under_way(size * 1024): size * 1024 for size in (128, 96, 64, 32)}  # of sizes that mean the same
     return sorted(least.values())
@@ -104,9 +108,27 @@ def _variant(workload: Workload, smem: int, chunk: int) -> KernelVariant:
     ConfigError where no ring fits."""
     graph, spec = workload.graph, workload.spec
     made = spec.hidden, spec.n_heads * spec.head_dim  # of norms, and of attention
-    staged = max(operand_bytes(graph.dtype, graph.batch, depth, depth in made) for depth in _depths(workload))
+    codings = _codings(workload)
+    staged = max(
+        operand_bytes(graph.dtype, graph.batch, depth, depth in made, bool(codings)) for depth in _depths(workload)
+    )
     tiling = {"stream": {"chunk_bytes": chunk}, "hand_off": HALVES}
-    return kernel_variant(ScheduleConfig(tiling, smem_bytes_per_block=smem), workload.target, staged)
+    return kernel_variant(ScheduleConfig(tiling, smem_bytes_per_block=smem), workload.target, staged, codings)
+
+
+def _codings(workload: Workload) -> tuple[Coding, ...]:
+    """The formats of the workload's quantised matrices that there are kernels for."""
+    found = set()
+    for block in blocks_of(workload):
+        for tensor in block.tensors.values():
+            if tensor.format is None:
+                continue
+            shape, its = tensor.shape, tensor.format
+            scales = its.scale_dtype(workload.graph.dtype), its.scale_shape(shape)
+            params = {"group": its.group_of(shape), "rows_per_scale": its.rows_per_scale(shape)}
+            with suppress(InvalidProgramError):
+                found.add(coding_of(its.codes, scales, DType.I8 if its.zeros else None, params, shape[1]))
+    return tuple(sorted(found))
 
 
 def _depths(workload: Workload) -> list[int]:

@@ -135,6 +135,17 @@ def test_every_ring_of_a_batch_fits_an_operand_that_is_staged_in_slices(batch: i
     assert {8192, 16384} <= {*values(searched, "chunk")}
 
 
+@pytest.mark.parametrize(("weights", "chunks"), [("int8", (16384, 32768)), ("int4", (8192, 16384, 32768))])
+def test_sizes_of_chunks_that_hold_as_many_units_are_one_value(weights: str, chunks: tuple[int, ...]) -> None:
+    spec = replace(CATALOG["llama3.2-1b"], n_layers=1, vocab=512)
+    searched = make_space(Workload(spec.name, spec, TARGETS["h200"], "bf16", 512, 1, weights))
+    assert values(searched, "chunk") == chunks
+    base = searched.known_good()[0]
+    configs = [searched.to_config({**base, "chunk": chunk}) for chunk in chunks]
+    variants = {variant_of(lower(searched.workload.graph, config, TARGETS["h200"])) for config in configs}
+    assert len(variants) == len(chunks)
+
+
 def values(space: Space, name: str) -> tuple[Value, ...]:
     return next(dimension.values for dimension in space.dimensions if dimension.name == name)
 
