@@ -14,7 +14,7 @@ from flywheel.cli.exits import REJECTED
 from flywheel.cli.options import check_writable, command, json_option, setting, write_file
 from flywheel.cli.task_graphs import prediction, searched, show_results, verdict
 from flywheel.cli.text import escaped, note, show, show_json
-from flywheel.errors import IrFormatError, UsageError
+from flywheel.errors import InvalidProgramError, IrFormatError, UsageError
 from flywheel.interop.mpk.facts import describe
 from flywheel.interop.mpk.graph import MpkGraph
 from flywheel.interop.mpk.joint import n_ranks
@@ -25,15 +25,18 @@ from flywheel.interop.mpk.timing import H200, Timing
 from flywheel.ir import Finding, ValidationResult
 from flywheel.ir.files import MAX_FILE_BYTES
 
-ACTIONS: Final = ("check", "inspect", "predict", "repair", "search")
+ACTIONS: Final = ("check", "inspect", "predict", "repair", "search", "convert")
 UNREADABLE: Final = "unreadable"
 """Code of the error of a file that holds no task graph."""
 MAX_CONTEXT: Final = 1 << 20
 _OF: Final[Mapping[str, tuple[str, ...]]] = {
-    "context": ("predict", "search"),
+    "context": ("predict", "search", "convert"),
     "trace": ("predict",),
     "picture": ("predict",),
-    "output": ("repair", "search"),
+    "output": ("repair", "search", "convert"),
+    "model": ("convert",),
+    "gpu": ("convert",),
+    "dtype": ("convert",),
     "trials": ("search",),
     "seed": ("search",),
 }
@@ -52,6 +55,9 @@ class _Given:
     trace: Path | None
     picture: Path | None
     output: Path | None
+    model: str | None
+    gpu: str
+    dtype: str
     trials: int
     seed: int
 
@@ -78,7 +84,7 @@ class _Given:
     "--context",
     type=click.IntRange(1, MAX_CONTEXT),
     metavar="TOKENS",
-    help="predict, search: tokens that attention attends to.  [default: 512]",
+    help="predict, search: tokens that attention attends to; convert: positions of the KV cache.  [default: 512]",
 )
 @click.option(
     "--trace",
@@ -95,9 +101,16 @@ class _Given:
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    metavar="DIRECTORY",
-    help="repair, search: write the files there, under their names.",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="repair, search: directory to write the files to, under their names; convert: file of the program.",
+)
+@click.option("--model", metavar="NAME|DIR", help="convert: the model that the graph is of, by name or its directory.")
+@click.option("--gpu", metavar="NAME", help="convert: the GPU that the program is for.  [default: h200]")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "f16", "f32"]),
+    help="convert: type of weights and activations.  [default: bf16]",
 )
 @click.option("--trials", type=click.IntRange(min=1), metavar="N", help="search: schedules to try.  [default: 64]")
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), help="search: seed of the sampler.  [default: 0]")
@@ -111,7 +124,8 @@ def mpk(
 
     check proves it free of deadlocks and races, inspect says what is in it, predict what a step takes on an H200 and
     where its workers wait. repair adds what orders its races, and search tries other orders, launches and numbers of
-    workers, both in files that MPK loads. Exit code 3 if a file is unreadable or the graph is not safe.
+    workers, both in files that MPK loads. convert makes a program of flywheel's of it, which verify and simulate take.
+    Exit code 3 if a file is unreadable or the graph is not safe.
     """
     given = _settled(action, files, workers, dict(aliases), options)
     graphs, result = _read(files)
@@ -130,6 +144,8 @@ def mpk(
         more |= prediction(graphs[0], timing, bounds_of(graphs[0], H200, given.context))
     elif action == "search" and result.ok:
         more |= _searched(given, graphs)
+    elif action == "convert" and result.ok:
+        more["program"] = _converted(given, graphs)
     document = {"paths": list(files), **verdict(result), **more}
     if as_json:
         show_json(document)
@@ -152,15 +168,25 @@ def _settled(
     for path in (options["trace"], options["picture"]):
         if path is not None:
             check_writable(path)
-    output = options["output"]
-    if action == "repair" and output is None:
-        raise UsageError("mpk repair: --output says where to write")
-    names = [Path(path).name for path in files]
-    if output is not None and ("-" in files or len(set(names)) < len(names)):
-        raise UsageError(f"mpk {action}: files with names of their own are written, not stdin")
-    defaults = {"context": 512, "trials": 64, "seed": 0}
+    _check_output(action, files, options["output"])
+    if action == "convert" and (options["model"] is None or len(files) > 1):
+        raise UsageError("mpk convert: want one FILE, and --model says what it is of")
+    defaults = {"context": 512, "trials": 64, "seed": 0, "gpu": H200.name, "dtype": "bf16"}
     filled: dict[str, Any] = {name: defaults.get(name) if value is None else value for name, value in options.items()}
     return _Given(action, files, workers, aliases, **filled)
+
+
+def _check_output(action: str, files: Sequence[str], output: Path | None) -> None:
+    """Raises UsageError."""
+    if output is None:
+        if action in ("repair", "convert"):
+            raise UsageError(f"mpk {action}: --output says where to write")
+    elif action == "convert":
+        check_writable(output)
+    elif not output.is_dir():
+        raise UsageError(f"mpk {action}: --output: {output} is no directory")
+    elif "-" in files or len({Path(path).name for path in files}) < len(files):
+        raise UsageError(f"mpk {action}: files with names of their own are written, not stdin")
 
 
 def _all_there(given: _Given, graphs: Sequence[MpkGraph]) -> None:
@@ -195,6 +221,29 @@ def _searched(given: _Given, graphs: Sequence[MpkGraph]) -> dict[str, Any]:
         "search": searched(found),
         "bounds": {"unqueued_us": slowest.unqueued_us, "path_us": slowest.path_us, "load_us": slowest.load_us},
     }
+
+
+def _converted(given: _Given, graphs: Sequence[MpkGraph]) -> dict[str, Any]:
+    """What the program is that a graph becomes; it is proved and written. Raises UnsupportedModelError and as names of
+    models and GPUs deserve, InvalidProgramError where the proof rejects it."""
+    from flywheel.interop.mpk.converting import convert
+    from flywheel.ir import program_to_json, validate
+    from flywheel.models.catalog import resolve_model
+    from flywheel.models.decoder import DTYPES
+    from flywheel.plan import program_id
+    from flywheel.search.workload import find_target
+
+    assert given.model is not None and given.output is not None
+    spec, target = resolve_model(given.model), find_target(given.gpu)
+    program = convert(graphs[0], spec, target, given.context, DTYPES[given.dtype], given.workers or H200.workers)
+    proved = validate(program, strict=True)
+    if not proved.ok:
+        raise InvalidProgramError(f"mpk convert: {proved.errors[0].message}")
+    write_file(given.output, program_to_json(program))
+    return {
+        "model": spec.name, "gpu": target.name, "tasks": len(program.tasks), "counters": len(program.counters),
+        "batch": program.meta["batch"], "program_id": program_id(program), "path": str(given.output),
+    }  # fmt: skip
 
 
 def _write(given: _Given, graphs: Sequence[MpkGraph], made: Sequence[MpkGraph]) -> None:

@@ -84,6 +84,18 @@ def show_results(document: Mapping[str, Any]) -> None:
         show_table(("<type", "tasks", "lists"), rows, indent="  ", gap=True)
     if "prediction" in document:
         _show_prediction(document)
+    if "program" in document:
+        made = document["program"]
+        batch = f"{made['batch']} sequences" if made["batch"] > 1 else "one sequence"
+        show(
+            *pairs(
+                [
+                    ("converted", f"{made['tasks']:,} tasks and {made['counters']:,} counters, for {batch}, proved"),
+                    ("program", f"{made['program_id']} of {made['model']} on {made['gpu']}"),
+                    ("written", made["path"]),
+                ]
+            )
+        )
     if "search" in document:
         _show_search(document["search"], document["bounds"])
 

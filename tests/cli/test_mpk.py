@@ -134,3 +134,30 @@ def test_options_of_another_action_are_refused(run: Run, unpacked: Callable[[str
     for option in (["--context", "64"], ["--picture", "x.svg"], ["--trials", "3"], ["--seed", "1"]):
         result = run("mpk", "check", unpacked("micro_2layer"), *option)
         assert (result.exit_code, option[0] in result.stderr) == (2, True)
+
+
+def test_convert_writes_a_program_that_verify_passes(run: Run, unpacked: Callable[[str], str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128,
+             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+             "vocab_size": 128, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "max_position_embeddings": 64,
+             "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False}
+        )
+    )  # fmt: skip
+    program = str(tmp_path / "program.json")
+    convert = ("mpk", "convert", unpacked("micro_2layer"), "--model", str(tmp_path), "--context", "16", "-o", program)
+    result = run(*convert)
+    assert result.exit_code == 0, result.stderr
+    assert "71 tasks and 28 counters, for one sequence, proved" in result.stdout
+    verified = run("verify", program, "--model", str(tmp_path))
+    assert verified.exit_code == 0 and "PASS" in verified.stdout, verified.stderr
+    other = run("mpk", "convert", unpacked("micro_2layer"), "--model", "llama3-8b", "-o", program)
+    assert other.exit_code == 2
+    assert other.stderr.count("\n") == 1
+
+
+def test_convert_wants_a_model_and_a_file_to_write(run: Run, unpacked: Callable[[str], str]) -> None:
+    path = unpacked("micro_2layer")
+    assert "--output says where" in run("mpk", "convert", path, "--model", "llama3-8b").stderr
+    assert "--model says what" in run("mpk", "convert", path, "-o", "program.json").stderr

@@ -27,7 +27,7 @@ class Share:
 def predict_step(graph: MpkGraph, runtime: Runtime = H200, context: int = 512, workers: int | None = None) -> Timing:
     """What an iteration of a graph that passed the proof for so many workers, those of `runtime` unless said otherwise,
     takes. Other ranks are taken to be as far as this one: what they signal comes when this one signals them."""
-    nodes = [replace(node, out_counter=_local(graph, node)) for node in nodes_of(graph, workers or runtime.workers)]
+    nodes = _as_far(graph, workers or runtime.workers)
     return walk_queues(graph, nodes, runtime.with_workers(workers or runtime.workers), context)
 
 
@@ -46,12 +46,12 @@ class Bounds:
 def bounds_of(graph: MpkGraph, runtime: Runtime = H200, context: int = 512) -> Bounds:
     """The bounds of an iteration of a graph that passed the proof."""
     free = predict_step(graph, runtime, context, len(graph.tasks))
-    nodes, fill_us = nodes_of(graph, 1), fill_times(graph, runtime, context)
+    nodes, fill_us = _as_far(graph, 1), fill_times(graph, runtime, context)
     done_us: dict[int, float] = {}
     for index in fire(nodes):
         begin_us = max([done_us[wait.counter] + runtime.event_us for wait in nodes[index].waits], default=0.0)
         end_us = begin_us + fill_us[index] + free.nbytes_of[index] / runtime.worker_gbs / 1e3
-        counter = _local(graph, nodes[index])
+        counter = nodes[index].out_counter
         done_us[counter] = max(done_us.get(counter, 0.0), end_us)
     spent_us = sum(fill_us) + runtime.task_us * (len(nodes) - runtime.workers)
     load_us = max(0.0, spent_us / runtime.workers) + free.floor_us
@@ -59,10 +59,14 @@ def bounds_of(graph: MpkGraph, runtime: Runtime = H200, context: int = 512) -> B
                   free.floor_us, free.latency_us)  # fmt: skip
 
 
-def _local(graph: MpkGraph, node: Node) -> int:
-    """The counter that a task signals, or that another rank's task of the same kind signals when it is as far."""
-    task = graph.tasks[node.place]
-    return counter_of(graph.rank, place_of(task.trigger)) if task.kind in PUTS else node.out_counter
+def _as_far(graph: MpkGraph, workers: int) -> list[Node]:
+    """The nodes of one rank; what it signals to another stands for what that signals to it, when it is as far."""
+    return [
+        replace(node, out_counter=counter_of(graph.rank, place_of(graph.tasks[node.place].trigger)))
+        if graph.tasks[node.place].kind in PUTS
+        else node
+        for node in nodes_of(graph, workers)
+    ]
 
 
 def shares(graph: MpkGraph, timing: Timing) -> Sequence[Share]:

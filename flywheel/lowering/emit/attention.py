@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from flywheel.ir import ABI_MAX_INPUTS, InstructionKind, KvRows
+from flywheel.ir.recipe import Arg, RecipeBuilder
 from flywheel.lowering.emit.scope import PARTIAL_EXTRA, Scope
 from flywheel.lowering.fusion import COMBINE, Group
-from flywheel.lowering.recipe import Arg, RecipeBuilder
 from flywheel.lowering.work import TileSet, one_tile
 from flywheel.models.graph import Op, quantised_names
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flywheel.ir import RECIPE_PARAM_FIELDS, InstructionKind
 from flywheel.ir.opcodes import PARAM_FIELDS
+from flywheel.ir.recipe import RecipeBuilder
 from flywheel.lowering.emit.scope import Scope
-from flywheel.lowering.recipe import RecipeBuilder
 from flywheel.lowering.work import TileSet, one_tile
 from flywheel.models.graph import Op
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flywheel.ir import DType, InstructionKind
+from flywheel.ir.dtype import DType
+from flywheel.ir.opcodes import InstructionKind
 
 Arg = dict[str, int]
 

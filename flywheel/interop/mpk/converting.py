@@ -1,0 +1,166 @@
+"""A task graph of MPK as a program of ours: the same tiles, joins and queues over our operations and a model's weights.
+
+A task becomes a task, but those that differ in their row alone, and those that choose the token, become one. An event
+becomes a counter; events that one task would have to wait for or signal become the same one. Task p stands in the queue
+of SM p modulo W, as MPK's workers take it. Source: docs/mpk.md, "Converted programs".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from flywheel.errors import UnsupportedModelError
+from flywheel.interop.mpk.graph import FIRST_TASK, INVALID, MpkGraph, place_of
+from flywheel.interop.mpk.joint import n_ranks
+from flywheel.interop.mpk.recipes import Recipes, Work
+from flywheel.interop.mpk.roles import Doing, Part, requests_of, roles_of
+from flywheel.ir import (
+    ABI_MAX_ROWS,
+    Buffer,
+    BufferKind,
+    Counter,
+    DType,
+    GpuTarget,
+    MegakernelProgram,
+    MemSpace,
+    ScheduleConfig,
+    Task,
+    Wait,
+)
+from flywheel.ir.firing import fire
+from flywheel.models.decoder import decode_step
+from flywheel.models.graph import Block, Graph
+from flywheel.models.spec import DecoderSpec
+
+_ROWS_TOGETHER: Final = frozenset({"embed", "attn_norm", "mlp_norm", "final_norm", "argmax"})
+"""Operations that are one task of ours, whatever the rows."""
+
+
+def convert(
+    graph: MpkGraph, spec: DecoderSpec, target: GpuTarget, context: int, dtype: DType = DType.BF16, workers: int = 128
+) -> MegakernelProgram:
+    """The decode step of `spec` that a graph of one rank, which passed the proof, is; `workers` are at most the SMs.
+
+    Raises UnsupportedModelError, naming the task, for a graph that is of several ranks, has tasks without an equivalent
+    or is not of that model; ConfigError as `decode_step` does.
+    """
+    if n_ranks([graph]) > 1:
+        raise UnsupportedModelError(f"rank {graph.rank}: one of {n_ranks([graph])}; want a graph of one GPU")
+    if spec.qkv_bias:
+        raise UnsupportedModelError(f"{spec.name}: q, k and v have biases, which MPK's tasks do not add")
+    batch = requests_of(graph)
+    if batch > ABI_MAX_ROWS:
+        raise UnsupportedModelError(f"rank {graph.rank}: {batch} requests, more than {ABI_MAX_ROWS}")
+    step = decode_step(spec, context, dtype, batch)
+    units = _units(graph, roles_of(graph, spec))
+    made = _Tables(graph, step, min(workers, target.num_sms)).program(units)
+    meta = {
+        "model": spec.name, "gpu": target.name, "regime": "decode", "dtype": dtype.name.lower(), "context": context,
+        "batch": batch,
+    }  # fmt: skip
+    return replace(made, meta=meta, target=target, config=ScheduleConfig(page_allocation="none"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """What becomes one task of ours: a part, and the tasks of MPK's that do it; the last is where it stands."""
+
+    layer: int | None
+    part: Part
+    places: tuple[int, ...]
+
+
+def _units(graph: MpkGraph, doings: Sequence[Doing]) -> list[_Unit]:
+    found: dict[tuple[object, ...], _Unit] = {}
+    for doing in doings:
+        for part in doing.parts:
+            alone = part.name not in _ROWS_TOGETHER
+            key = (doing.layer, part.name, doing.place, part.start) if alone else (doing.layer, part.name)
+            before = found.get(key)
+            places = (doing.place,) if before is None else (*before.places, doing.place)
+            found[key] = _Unit(doing.layer, part, places)
+    return sorted(found.values(), key=lambda unit: unit.places[-1])
+
+
+class _Tables:
+    """Buffers by name, counters by event, and tasks."""
+
+    def __init__(self, graph: MpkGraph, step: Graph, workers: int) -> None:
+        self._graph, self._step, self._workers = graph, step, workers
+        self._recipes = Recipes(step)
+        self._buffers: list[Buffer] = []
+        self._ids: dict[str, int] = {}
+        self._same: dict[int, int] = {}  # event -> another that has the same counter
+
+    def program(self, units: Sequence[_Unit]) -> MegakernelProgram:
+        """The program of `units`, without what says where it runs."""
+        for name in ("token_id", "position"):
+            self._buffer(name, None)
+        tasks = self._graph.tasks
+        signals = [[place_of(tasks[place].trigger) for place in unit.places] for unit in units]
+        waits = [
+            [place_of(tasks[place].dependent) for place in unit.places if tasks[place].dependent != INVALID]
+            for unit in units
+        ]
+        waits = [[event for event in own if event not in made] for own, made in zip(waits, signals, strict=True)]
+        for events in (*signals, *waits):
+            self._join(events)
+        numbers: dict[int, int] = {}
+        counts: dict[int, int] = {}
+        works = [self._recipes.works(unit.part) for unit in units]
+        for events, found in zip(signals, works, strict=True):
+            number = numbers.setdefault(self._root(events[0]), len(numbers))
+            counts[number] = counts.get(number, 0) + len(found)
+        made: list[Task] = []
+        for unit, own, awaited, found in zip(units, signals, waits, works, strict=True):
+            wanted = {numbers[self._root(event)] for event in awaited if self._root(event) in numbers}
+            joins = tuple(Wait(number, counts[number]) for number in sorted(wanted))
+            for work in found:
+                made.append(self._task(len(made), unit, work, numbers[self._root(own[0])], joins))
+        ordered = [replace(made[index], id=place) for place, index in enumerate(fire(made, [t.id for t in made]))]
+        counters = tuple(Counter(number, 0, f"event {event}") for event, number in numbers.items())
+        return MegakernelProgram(buffers=tuple(self._buffers), counters=counters, tasks=tuple(ordered))
+
+    def _root(self, event: int) -> int:
+        while event in self._same:
+            event = self._same[event]
+        return event
+
+    def _join(self, events: Sequence[int]) -> None:
+        for event in events[1:]:
+            first, other = self._root(events[0]), self._root(event)
+            if first != other:
+                self._same[other] = first
+
+    def _task(self, number: int, unit: _Unit, work: Work, counter: int, waits: tuple[Wait, ...]) -> Task:
+        label = unit.part.name if unit.layer is None else f"L{unit.layer}.{unit.part.name}"
+        return Task(
+            number, work.op, self._operands(work.inputs, unit.layer),
+            self._operands(work.outputs, unit.layer), counter, waits, work.params,
+            (unit.places[-1] - FIRST_TASK) % self._workers, work.est_bytes, work.est_flops, label,
+        )  # fmt: skip
+
+    def _operands(self, names: Sequence[str], layer: int | None) -> tuple[int, ...]:
+        return tuple([self._buffer(name, layer) for name in names])
+
+    def _buffer(self, name: str, layer: int | None) -> int:
+        """The buffer of a tensor; the residual stream `x` is what the layer before wrote."""
+        step = self._step
+        if name == "x":
+            name, layer = "x_out", (step.n_layers if layer is None else layer) - 1
+        if layer is not None and layer >= 0 and name in step.layer.tensors:
+            return self._declared(name, step.layer, layer)
+        block = step.prologue if name in step.prologue.tensors else step.epilogue
+        return self._declared(name, block, None)
+
+    def _declared(self, name: str, block: Block, layer: int | None) -> int:
+        label = name if layer is None else f"L{layer}.{name}"
+        if label not in self._ids:
+            tensor = block.tensors[name]
+            source = tensor.source if layer is None or tensor.source is None else tensor.source.format(i=layer)
+            space = MemSpace.GLOBAL_SCRATCH if tensor.kind is BufferKind.ACTIVATION else MemSpace.HBM
+            self._ids[label] = number = len(self._buffers)
+            self._buffers.append(Buffer(number, label, tensor.kind, tensor.dtype, tensor.shape, space, source))
+        return self._ids[label]

@@ -1,0 +1,134 @@
+"""What a part of an operation is as a task of ours: opcode, operands by name, and params."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from flywheel.interop.mpk.roles import Part
+from flywheel.ir import DType, InstructionKind
+from flywheel.ir.recipe import Arg, RecipeBuilder
+from flywheel.models.graph import Graph, Op
+
+_K: Final = InstructionKind
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A task without its place: operands are names of a block's tensors."""
+
+    op: InstructionKind
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    params: Mapping[str, Any]
+    est_bytes: int = 0
+    est_flops: int = 0
+
+
+class Recipes:
+    """The works of a decode step; tasks that differ in their tile alone share a recipe."""
+
+    def __init__(self, step: Graph) -> None:
+        self._step = step
+        self._ops = {op.name: op for block in (step.prologue, step.layer, step.epilogue) for op in block.ops}
+        self._over = {} if step.batch == 1 else {"M_tile": step.batch}
+        self._matrix = _K.GEMV_TILE if step.batch == 1 else _K.GEMM_TILE
+        self._vocab = step.epilogue.tensors["logits"].width
+        self._known: dict[tuple[str, int], tuple[dict[str, Any], tuple[str, ...]]] = {}
+
+    def works(self, part: Part) -> list[Work]:
+        """The task of a part; of the choice of tokens, one for each sequence."""
+        op = self._ops[part.name]
+        if part.name == "argmax" and self._step.batch > 1:
+            return [self._choice(op, row) for row in range(self._step.batch)]
+        return [self._work(part, op)]
+
+    def _work(self, part: Part, op: Op) -> Work:
+        if part.name == "attention":
+            return self._attention(part.start)
+        if part.name == "silu_mul":
+            return self._tiled(part, self._silu, 0)
+        if part.name in ("o_proj", "down_proj"):
+            return self._tiled(part, self._with_residual, int(op.params["K"]))
+        if op.kind is _K.GEMV_TILE:
+            tile = {**op.params, "N_tile": part.rows, "n_off": part.start, **self._over}
+            return Work(self._matrix, op.inputs, (op.output,), tile, *self._cost(part.rows, op.params["K"]))
+        flops = self._step.batch * int(op.params.get("hidden", 1))
+        return Work(op.kind, op.inputs, (op.output,), op.params, 0, flops)
+
+    def _tiled(self, part: Part, make: Any, depth: int) -> Work:
+        key = part.name, part.rows
+        if key not in self._known:
+            builder = RecipeBuilder()
+            make(builder, self._ops[part.name], part.rows)
+            self._known[key] = builder.build(), tuple(builder.inputs)
+        recipe, inputs = self._known[key]
+        after = {"o_proj": "attn_add", "down_proj": "mlp_add"}.get(part.name, part.name)
+        params = {"N_tile": part.rows, "n_off": part.start, **self._over, "recipe": recipe}
+        return Work(_K.FUSED, inputs, (self._ops[after].output,), params, *self._cost(part.rows, depth))
+
+    def _with_residual(self, builder: RecipeBuilder, op: Op, rows: int) -> None:
+        add = self._ops[{"o_proj": "attn_add", "down_proj": "mlp_add"}[op.name]]
+        args = [builder.operand(name) for name in op.inputs]
+        product = self._step_of(builder, self._matrix, args, rows, {**op.params, **self._over})
+        residual = self._columns(builder, add.inputs[1], rows)
+        self._step_of(builder, add.kind, [product, residual], rows, add.params, "final")
+
+    def _silu(self, builder: RecipeBuilder, op: Op, rows: int) -> None:
+        args = [self._columns(builder, name, rows) for name in op.inputs]
+        self._step_of(builder, op.kind, args, rows, op.params, "final")
+
+    def _columns(self, builder: RecipeBuilder, name: str, rows: int) -> Arg:
+        """The task's own columns of each row."""
+        return self._step_of(builder, _K.COPY, [builder.operand(name)], rows, self._over)
+
+    def _step_of(
+        self, builder: RecipeBuilder, kind: InstructionKind, args: list[Arg], width: int, params: Mapping[str, Any],
+        out: str | None = None,
+    ) -> Arg:  # fmt: skip
+        return builder.step(kind, args, width, self._step.dtype, params, out, self._step.batch)
+
+    def _attention(self, stream: int) -> Work:
+        """One key-value head of one sequence: its norms and rotations, its appends, and its attention."""
+        step, ops = self._step, self._ops
+        width, group, dtype = step.head_dim, step.group * step.head_dim, step.dtype
+        caches = [f"{side}_cache.{step.streams[stream]}" for side in "kv"]
+        builder = RecipeBuilder()
+        query = builder.columns("q", stream * group, group, dtype)
+        if "q_norm" in ops:
+            query = self._headwise(builder, "q_norm", query, group)
+        key = builder.columns("k", stream * width, width, dtype)
+        if "k_norm" in ops:
+            key = self._headwise(builder, "k_norm", key, width)
+        key = self._headwise(builder, "k_rope", key, width)
+        rows = step.context * width
+        builder.step(_K.KV_APPEND, [key, builder.operand(caches[0])], rows, dtype, {}, {"out": 1})
+        value = builder.columns("v", stream * width, width, dtype)
+        builder.step(_K.KV_APPEND, [value, builder.operand(caches[1])], rows, dtype, {}, {"out": 2})
+        query = self._headwise(builder, "q_rope", query, group)
+        own = {"head_dim": width, "n_heads": step.group, "n_kv_heads": 1, "scale": ops["attention"].params["scale"]}
+        attended = [query, *(builder.operand(name) for name in caches)]
+        builder.step(_K.ATTENTION_TILE, attended, group, dtype, own, "final")
+        window = {"kv_start": 0, "kv_len": step.context, "pos": step.context - 1}
+        params = {**window, "N_tile": group, "n_off": stream * group, "recipe": builder.build()}
+        nbytes, flops = 2 * dtype.nbytes(rows), 4 * group * step.context
+        return Work(_K.FUSED, tuple(builder.inputs), ("attn", *caches), params, nbytes, flops)
+
+    def _headwise(self, builder: RecipeBuilder, name: str, value: Arg, width: int) -> Arg:
+        op = self._ops[name]
+        args = [value, *(builder.operand(operand) for operand in op.inputs[1:])]
+        return builder.step(op.kind, args, width, self._step.dtype, op.params)
+
+    def _choice(self, op: Op, row: int) -> Work:
+        """The token of one sequence."""
+        builder = RecipeBuilder()
+        (name,) = op.inputs
+        logits = builder.columns(name, row * self._vocab, self._vocab, DType.F32)
+        builder.step(op.kind, [logits], 1, DType.I32, op.params, "final")
+        return Work(_K.FUSED, op.inputs, (op.output,), {"N_tile": 1, "n_off": row, "recipe": builder.build()}, 0,
+                    self._vocab)  # fmt: skip
+
+    def _cost(self, rows: int, depth: int) -> tuple[int, int]:
+        dtype: DType = self._step.dtype
+        return dtype.nbytes(rows * depth), 2 * rows * max(1, depth) * self._step.batch
