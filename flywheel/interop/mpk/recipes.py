@@ -94,30 +94,34 @@ class Recipes:
         step, ops = self._step, self._ops
         width, group, dtype = step.head_dim, step.group * step.head_dim, step.dtype
         caches = [f"{side}_cache.{step.streams[stream]}" for side in "kv"]
+        row = stream // step.n_kv_heads
         builder = RecipeBuilder()
+        turn = None if step.batch == 1 else builder.columns("position", row, 1, DType.I32)
         query = builder.columns("q", stream * group, group, dtype)
         if "q_norm" in ops:
             query = self._headwise(builder, "q_norm", query, group)
         key = builder.columns("k", stream * width, width, dtype)
         if "k_norm" in ops:
             key = self._headwise(builder, "k_norm", key, width)
-        key = self._headwise(builder, "k_rope", key, width)
+        key = self._headwise(builder, "k_rope", key, width, turn)
         rows = step.context * width
         builder.step(_K.KV_APPEND, [key, builder.operand(caches[0])], rows, dtype, {}, {"out": 1})
         value = builder.columns("v", stream * width, width, dtype)
         builder.step(_K.KV_APPEND, [value, builder.operand(caches[1])], rows, dtype, {}, {"out": 2})
-        query = self._headwise(builder, "q_rope", query, group)
+        query = self._headwise(builder, "q_rope", query, group, turn)
         own = {"head_dim": width, "n_heads": step.group, "n_kv_heads": 1, "scale": ops["attention"].params["scale"]}
         attended = [query, *(builder.operand(name) for name in caches)]
         builder.step(_K.ATTENTION_TILE, attended, group, dtype, own, "final")
         window = {"kv_start": 0, "kv_len": step.context, "pos": step.context - 1}
+        window |= {} if step.batch == 1 else {"sequence": row}
         params = {**window, "N_tile": group, "n_off": stream * group, "recipe": builder.build()}
         nbytes, flops = 2 * dtype.nbytes(rows), 4 * group * step.context
         return Work(_K.FUSED, tuple(builder.inputs), ("attn", *caches), params, nbytes, flops)
 
-    def _headwise(self, builder: RecipeBuilder, name: str, value: Arg, width: int) -> Arg:
+    def _headwise(self, builder: RecipeBuilder, name: str, value: Arg, width: int, turn: Arg | None = None) -> Arg:
+        """The value that a norm or a rotation makes of one head's; `turn` is its sequence's position, if it has one."""
         op = self._ops[name]
-        args = [value, *(builder.operand(operand) for operand in op.inputs[1:])]
+        args = [value, *([turn] if turn is not None else map(builder.operand, op.inputs[1:]))]
         return builder.step(op.kind, args, width, self._step.dtype, op.params)
 
     def _choice(self, op: Op, row: int) -> Work:
