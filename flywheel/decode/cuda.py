@@ -9,14 +9,17 @@ from typing import Final, Self
 import numpy as np
 import torch
 
-from flywheel.decode.ahead import decode_ahead
+from flywheel.decode.ahead import QueuedRows, decode_ahead
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.interface import read_interface
 from flywheel.decode.launched import Launched, Place, places_of
 from flywheel.decode.prefill import Prefill
+from flywheel.decode.queued import QueuedSequences
 from flywheel.decode.sampling import GREEDY, Sampling
-from flywheel.decode.session import Positions, Step, TokenStream, check_prompt, check_rows, positions_of
+from flywheel.decode.sequences import check_join
+from flywheel.decode.session import TokenStream
 from flywheel.decode.source import Weights
+from flywheel.decode.step import Positions, Step, check_prompt, check_rows, positions_of
 from flywheel.decode.taps import Taps, find_taps
 from flywheel.errors import InvalidProgramError, NoGpuError, TensorError
 from flywheel.ir import BufferKind, DType, MegakernelProgram, validate
@@ -220,10 +223,17 @@ class CudaSession:
         self._loaded.sync(self._limit_s)
         return self.read_rows()
 
-    def prefill(self, token_ids: Sequence[int]) -> None:
-        """As DecodeSession says, by torch on the GPU."""
+    def prefill(self, token_ids: Sequence[int], row: int = 0) -> None:
+        """As BatchSession says, by torch on the GPU."""
         check_prompt(self.spec, self.context, token_ids)
-        self._prefill(token_ids, self.caches)
+        self._prefill(token_ids, self.caches, row)
+
+    def sequences(self) -> QueuedSequences:
+        """Sequences that decode together, their launches queued ahead; nothing else may use the session until they are
+        closed. Raises GpuMemoryError."""
+        self._prepare([0] * self.batch, [0] * self.batch)
+        rows = QueuedRows(self._loaded, self.caches.device, self.batch, self._limit_s)
+        return QueuedSequences(rows, self.caches, self._prefill, self.batch, partial(check_join, self))
 
     def stream(
         self, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY

@@ -20,8 +20,8 @@ from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_
 
 from flywheel.decode.lineup import Form
 from flywheel.decode.products import Coded, Matrix, join, multiply, tile
-from flywheel.decode.session import Step, check_rows
 from flywheel.decode.source import Weights
+from flywheel.decode.step import Step, check_rows
 from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,9 +13,10 @@ from flywheel.decode.interface import read_interface
 from flywheel.decode.launched import Launched, places_of
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.sampling import GREEDY, Sampling, choose
+from flywheel.decode.sequences import Sequences, SteppedSequences
 from flywheel.decode.source import Weights
+from flywheel.decode.step import Positions, Step, check_prompt, check_rows
 from flywheel.decode.taps import Taps, find_taps
-from flywheel.errors import UsageError
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.models.eager import LayerCache
 from flywheel.models.quantise import typed
@@ -26,14 +26,6 @@ from flywheel.vm.reference import BoundProgram, ReferenceVM
 
 TokenStream = Generator[int, None, None]
 """Tokens as they come; who needs no more of them closes it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one launch gives a sequence: `logits`, float32 [vocab], and the token that the program itself chose."""
-
-    logits: Tensor
-    token: int
 
 
 class DecodeSession(Protocol):
@@ -88,10 +80,6 @@ def stream_by_steps(
         seen[token] = True
 
 
-Positions = int | Sequence[int]
-"""The position of all sequences, or that of each."""
-
-
 class BatchSession(DecodeSession, Protocol):
     """A lowered model that decodes `batch` sequences in one launch; with one, all that a DecodeSession is."""
 
@@ -101,6 +89,13 @@ class BatchSession(DecodeSession, Protocol):
 
     def step_rows(self, token_ids: Sequence[int], position: Positions) -> list[Step]:
         """As `step`, with a token of each sequence. Raises UsageError for another number of them too."""
+
+    def prefill(self, token_ids: Sequence[int], row: int = 0) -> None:
+        """As DecodeSession says, of sequence `row`; the others keep theirs."""
+
+    def sequences(self) -> Sequences:
+        """Sequences that decode together, of which none is there yet. Nothing else may use the session until they are
+        closed."""
 
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """As DecodeSession says, of sequence `row`."""
@@ -179,19 +174,23 @@ class ReferenceSession:
             Step(logits, int(token)) for logits, token in zip(outputs["logits"], outputs["next_token"], strict=True)
         ]
 
-    def prefill(self, token_ids: Sequence[int]) -> None:
-        """As DecodeSession says."""
+    def prefill(self, token_ids: Sequence[int], row: int = 0) -> None:
+        """As BatchSession says."""
         check_prompt(self.spec, self.context, token_ids)
         if self._prefill is None:
             given = {key: typed(key, tensor, self.dtype, DType.F32) for key, tensor in self._weights.items()}
             self._prefill = Prefill(self.spec, {key: each.to(self.caches.device) for key, each in given.items()})
-        self._prefill(token_ids, self.caches)
+        self._prefill(token_ids, self.caches, row)
 
     def stream(
         self, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY
     ) -> TokenStream:
         """As DecodeSession says; ConfigError as `step`."""
         return stream_by_steps(self, prompt, positions, start, sampling)
+
+    def sequences(self) -> Sequences:
+        """As BatchSession says."""
+        return SteppedSequences(self)
 
     def show(self, token_ids: Sequence[int], position: Positions, *, apart: bool) -> Launched:
         """As JudgedSession says; ConfigError as `step`."""
@@ -217,33 +216,3 @@ def shares_memory(program: MegakernelProgram) -> bool:
     """Whether a page holds more than one buffer."""
     homes = list(program.pages.buffer_to_page.values()) if program.pages is not None else []
     return len(set(homes)) < len(homes)
-
-
-def check_place(spec: DecoderSpec, context: int, token_id: int, position: int) -> None:
-    """Raises UsageError for a token that is not in the vocabulary, or a position outside the context."""
-    if not 0 <= token_id < spec.vocab:
-        raise UsageError(f"{spec.name}: token {token_id} is not in 0..{spec.vocab - 1}")
-    if not 0 <= position < context:
-        raise UsageError(f"{spec.name}: position {position} is not in 0..{context - 1}")
-
-
-def check_prompt(spec: DecoderSpec, context: int, token_ids: Sequence[int]) -> None:
-    """As `check_place` for each of the tokens, which are at positions from 0 on."""
-    for position, token_id in enumerate(token_ids):
-        check_place(spec, context, token_id, position)
-
-
-def check_rows(spec: DecoderSpec, context: int, batch: int, token_ids: Sequence[int], position: Positions) -> None:
-    """As `check_place` for a token of each of `batch` sequences; also raises UsageError for another number of them, or
-    of positions."""
-    places = positions_of(position, batch)
-    for what, given in (("tokens", token_ids), ("positions", places)):
-        if len(given) != batch:
-            raise UsageError(f"{spec.name}: {len(given)} {what} for a program of batch {batch}")
-    for token_id, place in zip(token_ids, places, strict=True):
-        check_place(spec, context, token_id, place)
-
-
-def positions_of(position: Positions, batch: int) -> Sequence[int]:
-    """The position of each of `batch` sequences."""
-    return [position] * batch if isinstance(position, int) else position

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from flywheel.decode.judge import Judge
 from flywheel.decode.scores import score
-from flywheel.decode.session import BatchSession, DecodeSession, JudgedSession, Step
+from flywheel.decode.session import BatchSession, DecodeSession, JudgedSession
 from flywheel.decode.source import Weights
+from flywheel.decode.step import Step
 from flywheel.ir import DType
 from flywheel.measure.verdict import BOUND, FREE_RUNNING, REPEATED, Verdict, judge
 from flywheel.models.eager import EagerDecoder, OracleWeights

@@ -233,11 +233,11 @@ class Gpu:
         if not self.broken:
             self._checked("cuMemFreeHost", self._cuda.cuMemFreeHost(words.address))
 
-    def fetch(self, words: HostWords, index: int, source: int) -> None:
-        """Copy the word at device address `source` to `words.array[index]`, in stream order; an event behind it says
-        when it is there."""
+    def fetch(self, words: HostWords, index: int, source: int, count: int) -> None:
+        """Copy `count` words from device address `source` to `words.array`, from `index` on, in stream order; an event
+        behind it says when they are there."""
         target = words.address + index * ctypes.sizeof(ctypes.c_uint32)
-        size = ctypes.sizeof(ctypes.c_uint32)
+        size = count * ctypes.sizeof(ctypes.c_uint32)
         self._checked("fetch", self._cuda.cuMemcpyDtoHAsync(target, source, size, self._stream.handle))
 
     def _host_word(self) -> HostWord:

@@ -12,7 +12,8 @@ import torch
 from click.testing import Result
 from transformers import LlamaForCausalLM
 
-from flywheel.decode.session import ReferenceSession, Step
+from flywheel.decode.session import ReferenceSession
+from flywheel.decode.step import Step
 from flywheel.errors import NoGpuError
 from flywheel.ir import ScheduleConfig, config_to_dict
 

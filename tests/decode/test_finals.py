@@ -12,7 +12,7 @@ import torch
 
 from flywheel.decode import bench
 from flywheel.decode.bench import CudaBench
-from flywheel.decode.session import Step
+from flywheel.decode.step import Step
 from flywheel.ir import DType
 from flywheel.measure.latency import GpuState, MeasuredLatency
 from flywheel.measure.outcome import Incorrect, Measured

@@ -9,7 +9,8 @@ import torch
 from flywheel.decode.generate import generate
 from flywheel.decode.request import Request
 from flywheel.decode.sampling import GREEDY, Sampling
-from flywheel.decode.session import LayerCache, ReferenceSession, Step, TokenStream, stream_by_steps
+from flywheel.decode.session import LayerCache, ReferenceSession, TokenStream, stream_by_steps
+from flywheel.decode.step import Step
 from flywheel.errors import MismatchError
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.models.eager import EagerDecoder

@@ -9,7 +9,7 @@ import torch
 from flywheel.decode.judge import Judge
 from flywheel.decode.lineup import RIVALS, Form, refusal, usual_rivals
 from flywheel.decode.rivals import TorchDecoder, fuse, rope_tables, steps_of
-from flywheel.decode.session import Step
+from flywheel.decode.step import Step
 from flywheel.decode.verify import default_positions, judge_free
 from flywheel.errors import UsageError
 from flywheel.ir import DType

@@ -9,7 +9,8 @@ import torch
 
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.launched import Launched
-from flywheel.decode.session import ReferenceSession, Step
+from flywheel.decode.session import ReferenceSession
+from flywheel.decode.step import Step
 from flywheel.decode.verify import default_positions, is_tie, judge_repeated, verify
 from flywheel.errors import UsageError
 from flywheel.ir import Buffer, DType, MegakernelProgram, validate

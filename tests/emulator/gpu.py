@@ -167,8 +167,8 @@ class EmulatedGpu:
     def free_host(self, words: HostWords) -> None:
         words.array[:] = 0x5A5A5A5A
 
-    def fetch(self, words: HostWords, index: int, source: int) -> None:
-        ctypes.memmove(words.address + 4 * index, source, 4)
+    def fetch(self, words: HostWords, index: int, source: int, count: int) -> None:
+        ctypes.memmove(words.address + 4 * index, source, 4 * count)
 
     def load(self, unit: CompiledUnit) -> dict[str, Any]:
         library = ctypes.CDLL(os.fsdecode(unit.cubin))

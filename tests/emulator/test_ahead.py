@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+from chorus import alone, sing, voices
 from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 
@@ -30,12 +31,12 @@ CONFIGS = {
 }
 
 
-def program_of(config: str) -> MegakernelProgram:
+def program_of(config: str, batch: int = 1) -> MegakernelProgram:
     gpu = EmulatedGpu()
     target = replace(
         TARGETS["h100"], name="here", num_sms=gpu.num_sms, smem_bytes_per_block_optin=gpu.smem_optin_bytes
     )
-    return lower(decode_step(SPEC, CONTEXT, DType.F32), CONFIGS[config], target)
+    return lower(decode_step(SPEC, CONTEXT, DType.F32, batch), CONFIGS[config], target)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -70,6 +71,22 @@ def test_a_stream_that_is_left_early_gives_its_memory_back_and_the_next_one_is_r
         assert set(gpu._held) == held
         assert list(session.stream(PROMPT, 6)) == whole
     assert AHEAD > 1  # so that launches were queued behind the second token
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_sequences_that_come_and_go_are_what_the_reference_vm_says(config: str) -> None:
+    weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
+    program, every = program_of(config, 3), voices(6, SPEC.vocab, CONTEXT, 3)
+    expected = sing(ReferenceSession(program, SPEC, weights).sequences(), every)
+    gpu = EmulatedGpu()
+    with emulated_session(gpu, program, SPEC, weights) as session:
+        held = set(gpu._held)
+        sequences = session.sequences()
+        assert sing(sequences, every) == expected
+        sequences.close()
+        assert set(gpu._held) == held
+        for number in (1, 2):
+            assert alone(session.sequences, every[number], number) == expected[number]
 
 
 def test_a_prompt_beyond_the_vocabulary_or_the_context_is_refused_before_a_launch() -> None:

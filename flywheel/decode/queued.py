@@ -1,0 +1,51 @@
+"""Sequences of a program whose launches are queued ahead of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from flywheel.decode.ahead import QueuedRows
+from flywheel.decode.caches import KvCaches
+from flywheel.decode.prefill import Prefill
+from flywheel.decode.sampling import Sampling
+from flywheel.errors import UsageError
+
+CheckJoin = Callable[[Sequence[int], int], None]
+
+
+class QueuedSequences:
+    """As Sequences says. A prompt is read in the stream of the launches, behind those that are queued."""
+
+    def __init__(self, rows: QueuedRows, caches: KvCaches, prefill: Prefill, batch: int, check: CheckJoin) -> None:
+        self.batch = batch
+        self._rows, self._caches, self._prefill, self._check = rows, caches, prefill, check
+        self._taken: set[int] = set()
+
+    def join(self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling) -> None:
+        """As Sequences says. Raises GpuMemoryError where the prompt's activations do not fit, too."""
+        self._check(prompt, positions)
+        if row in self._taken:
+            raise UsageError(f"row {row} is taken")
+        with self._rows.stream():
+            self._prefill(prompt[:-1], self._caches, row)
+        self._rows.begin(row, prompt, positions, len(prompt) - 1, sampling)
+        self._taken.add(row)
+
+    def leave(self, row: int) -> None:
+        """As Sequences says."""
+        self._rows.end(row)
+        self._taken.discard(row)
+
+    def advance(self) -> list[tuple[int, int]]:
+        """As Sequences says; of launches whose sequences have all left there is nothing to tell. Raises as
+        `QueuedRows.next_launch`."""
+        while (launch := self._rows.next_launch()) is not None:
+            tokens = launch.tokens()
+            if tokens:
+                return tokens
+        return []
+
+    def close(self) -> None:
+        """As Sequences says. Raises as `QueuedRows.close`."""
+        self._taken.clear()
+        self._rows.close()

@@ -1,0 +1,125 @@
+"""Sequences that decode together: each launch makes a token of every one, and between launches they come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flywheel.decode.sampling import Sampling, choose
+from flywheel.decode.step import Positions, Step, check_place, check_prompt
+from flywheel.errors import UsageError
+from flywheel.models.spec import DecoderSpec
+
+
+class Sequences(Protocol):
+    """Rows 0 to `batch` - 1 of a session, each free or taken by a sequence. What a sequence gets does not depend on
+    what the other rows hold."""
+
+    @property
+    def batch(self) -> int:
+        """How many rows there are."""
+
+    def join(self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling) -> None:
+        """Take a free row for a sequence: read all of its prompt but the last token at once, and decode from there, to
+        `positions` - 1. Raises UsageError for a token or position out of range, and for a row that is taken."""
+
+    def leave(self, row: int) -> None:
+        """Make a row free. Nothing more comes of its sequence."""
+
+    def advance(self) -> list[tuple[int, int]]:
+        """The tokens of one launch: (row, token) of each sequence that has not come to its end; empty where there is
+        none left to come."""
+
+    def close(self) -> None:
+        """Make all rows free, and give memory back."""
+
+
+class Stepped(Protocol):
+    """What a BatchSession does for sequences that decode step by step."""
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The model."""
+
+    @property
+    def context(self) -> int:
+        """Positions that the caches hold."""
+
+    @property
+    def batch(self) -> int:
+        """Sequences, rows 0 to batch - 1."""
+
+    def step_rows(self, token_ids: Sequence[int], position: Positions) -> list[Step]:
+        """Decode a token of each sequence."""
+
+    def prefill(self, token_ids: Sequence[int], row: int = 0) -> None:
+        """Begin the sequence of a row."""
+
+
+def check_join(session: Stepped, prompt: Sequence[int], positions: int) -> None:
+    """Raises UsageError for no prompt, a token out of range, or positions that the prompt or the context rules out."""
+    if not prompt:
+        raise UsageError(f"{session.spec.name}: a sequence without a token")
+    check_prompt(session.spec, session.context, prompt)
+    check_place(session.spec, session.context, prompt[-1], positions - 1)
+    if positions < len(prompt):
+        raise UsageError(f"{session.spec.name}: {positions} positions for a prompt of {len(prompt)} tokens")
+
+
+class SteppedSequences:
+    """Sequences of a session that waits for each launch."""
+
+    def __init__(self, session: Stepped) -> None:
+        self.batch = session.batch
+        self._session = session
+        self._rows: dict[int, _Row] = {}
+
+    def join(self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling) -> None:
+        """As Sequences says."""
+        check_join(self._session, prompt, positions)
+        if row in self._rows:
+            raise UsageError(f"{self._session.spec.name}: row {row} is taken")
+        self._session.prefill(prompt[:-1], row)
+        self._rows[row] = _Row(prompt, positions, sampling, self._session.spec.vocab)
+
+    def leave(self, row: int) -> None:
+        """As Sequences says."""
+        self._rows.pop(row, None)
+
+    def advance(self) -> list[tuple[int, int]]:
+        """As Sequences says."""
+        live = {row: each for row, each in self._rows.items() if each.position < each.positions}
+        if not live:
+            return []
+        rows = range(self.batch)
+        # A row that nobody has decodes token 0 at position 0 of its own caches.
+        tokens = [live[row].token if row in live else 0 for row in rows]
+        places = [live[row].position if row in live else 0 for row in rows]
+        steps = self._session.step_rows(tokens, places)
+        return [(row, each.choose(steps[row].logits.cpu(), steps[row].token)) for row, each in live.items()]
+
+    def close(self) -> None:
+        """As Sequences says."""
+        self._rows.clear()
+
+
+class _Row:
+    """A sequence: the token that it decodes next, and where."""
+
+    def __init__(self, prompt: Sequence[int], positions: int, sampling: Sampling, vocab: int) -> None:
+        self.token, self.position, self.positions = prompt[-1], len(prompt) - 1, positions
+        self._sampling = sampling
+        self._seen = torch.zeros(vocab, dtype=torch.bool)
+        self._seen[list(prompt)] = True
+
+    def choose(self, logits: Tensor, first_choice: int) -> int:
+        """The token behind the one that was decoded."""
+        self.token = first_choice
+        if not self._sampling.is_argmax:
+            self.token = int(choose(logits, self._seen, self._sampling, self.position))
+        self._seen[self.token] = True
+        self.position += 1
+        return self.token

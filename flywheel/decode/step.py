@@ -1,0 +1,52 @@
+"""One launch: what goes in for each sequence, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flywheel.errors import UsageError
+from flywheel.models.spec import DecoderSpec
+
+Positions = int | Sequence[int]
+"""The position of all sequences, or that of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one launch gives a sequence: `logits`, float32 [vocab], and the token that the program itself chose."""
+
+    logits: Tensor
+    token: int
+
+
+def check_place(spec: DecoderSpec, context: int, token_id: int, position: int) -> None:
+    """Raises UsageError for a token that is not in the vocabulary, or a position outside the context."""
+    if not 0 <= token_id < spec.vocab:
+        raise UsageError(f"{spec.name}: token {token_id} is not in 0..{spec.vocab - 1}")
+    if not 0 <= position < context:
+        raise UsageError(f"{spec.name}: position {position} is not in 0..{context - 1}")
+
+
+def check_prompt(spec: DecoderSpec, context: int, token_ids: Sequence[int]) -> None:
+    """As `check_place` for each of the tokens, which are at positions from 0 on."""
+    for position, token_id in enumerate(token_ids):
+        check_place(spec, context, token_id, position)
+
+
+def check_rows(spec: DecoderSpec, context: int, batch: int, token_ids: Sequence[int], position: Positions) -> None:
+    """As `check_place` for a token of each of `batch` sequences; also raises UsageError for another number of them, or
+    of positions."""
+    places = positions_of(position, batch)
+    for what, given in (("tokens", token_ids), ("positions", places)):
+        if len(given) != batch:
+            raise UsageError(f"{spec.name}: {len(given)} {what} for a program of batch {batch}")
+    for token_id, place in zip(token_ids, places, strict=True):
+        check_place(spec, context, token_id, place)
+
+
+def positions_of(position: Positions, batch: int) -> Sequence[int]:
+    """The position of each of `batch` sequences."""
+    return [position] * batch if isinstance(position, int) else position
