@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _SAFE_PATH: Final = "PYTHONSAFEPATH"
 _SHELTER: Final = threading.RLock()
 _BRINGS_BLAS: Final = ("numpy", "scipy", "torch")
+_UNUSED: Final = ("scipy", "cffi")
+"""What numba looks for and nothing here has it use. Together they take it 0.2 s."""
 
 
 def while_wanted(setting: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
@@ -69,6 +71,19 @@ def no_collector() -> Iterator[None]:
         gc.enable()
 
 
+@while_wanted
+@contextmanager
+def importing() -> Iterator[None]:
+    """To import what stays and what it needs, without the cycle collector, which finds nothing there, and as if the
+    modules of _UNUSED were not installed: numba imports them where they are."""
+    hidden = {name: None for name in _UNUSED if name not in sys.modules}
+    sys.modules.update(hidden)  # type: ignore[arg-type]  # None: not to be found
+    with no_collector():
+        yield
+    for name in hidden:
+        del sys.modules[name]
+
+
 _ABANDONED: Final = threading.Event()
 
 
@@ -85,6 +100,21 @@ def threads_abandoned() -> bool:
 def keep_objects() -> None:
     """The cycle collector never looks at the objects of now again: those of modules, torch's above all, which stay."""
     gc.freeze()
+
+
+_SWITCH_S: Final = 0.0005
+"""Python's own is ten times that."""
+
+
+@while_wanted
+@contextmanager
+def prompt_threads() -> Iterator[None]:
+    """Threads that wait for others' answers go on soon after these come, whatever the main thread computes: of Python's
+    threads one runs at a time, and gives way after a while only."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    yield
+    sys.setswitchinterval(before)
 
 
 @while_wanted

@@ -55,7 +55,11 @@ def show_document(text: str) -> None:
 
 def show_json(document: object, indent: int | None = 2) -> None:
     """The result as one JSON document on stdout; numbers that are not finite are null."""
-    write_out(json.dumps(_finite(document), indent=indent, allow_nan=False) + "\n")
+    try:
+        text = json.dumps(document, indent=indent, allow_nan=False)
+    except ValueError:  # hardly ever
+        text = json.dumps(_finite(document), indent=indent, allow_nan=False)
+    write_out(f"{text}\n")
 
 
 def note(*lines: str) -> None:

@@ -49,7 +49,8 @@ class Evaluation:
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A config on its way to be measured: its program, or `refused` by the lowerer or the validator; what is
-    `predicted` of it, where that was asked.
+    `predicted` of it, where that was asked; the `answer` that ends it and the seconds that took, where nothing is
+    left to be measured.
 
     The program stays where it was made: what crosses processes is `facts` alone.
     """
@@ -63,6 +64,8 @@ class Prepared:
     lower_s: float | None = None
     validate_s: float | None = None
     predicted: PredictedLatency | None = None
+    answer: TrialOutcome | None = None
+    answer_s: float | None = None
 
     @property
     def facts(self) -> Prepared:

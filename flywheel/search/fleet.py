@@ -182,6 +182,8 @@ class Fleet:
         known = self._look(prepared.program_id, post.environment) if task.rounds == 1 else None
         if known is not None:
             return prepared.ended(known)
+        if prepared.answer is not None:
+            return prepared.ended(prepared.answer, prepared.answer_s)
         predicted = prepared.predicted
         if task.limit_us is not None and predicted is not None and predicted.latency_us > task.limit_us:
             return prepared.ended(Predicted(predicted))

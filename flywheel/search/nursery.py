@@ -6,16 +6,17 @@ is the whole purpose, and the exception to the rule that nothing happens at impo
 
 from __future__ import annotations
 
-import flywheel.search.processes  # noqa: F401  what its forks run
-from flywheel.cost_model import STOCK
-from flywheel.process import keep_objects
-from flywheel.search.evaluate import prepare
-from flywheel.search.predicting import predict_outcome
-from flywheel.search.space import make_space
-from flywheel.search.workload import make_workload
+from flywheel.process import importing, keep_objects
 
 
 def _warm_up() -> None:
+    import flywheel.search.processes  # noqa: F401  what its forks run
+    from flywheel.cost_model import STOCK
+    from flywheel.search.evaluate import prepare
+    from flywheel.search.predicting import predict_outcome
+    from flywheel.search.space import make_space
+    from flywheel.search.workload import make_workload
+
     workload = make_workload("smollm2-135m", "h100", "bf16", 512)
     space = make_space(workload)
     program = prepare(space.to_config(space.known_good()[0]), workload).program
@@ -23,5 +24,6 @@ def _warm_up() -> None:
     predict_outcome(program, STOCK)
 
 
-_warm_up()
+with importing():
+    _warm_up()
 keep_objects()

@@ -17,7 +17,7 @@ from flywheel.installing import install_line
 from flywheel.ir import GpuTarget
 from flywheel.measure.device import is_target
 from flywheel.measure.environment import Environment, capture_environment, list_gpus
-from flywheel.process import default_environment
+from flywheel.process import default_environment, prompt_threads
 from flywheel.search import measuring, predicting
 from flywheel.search.descending import BEHIND
 from flywheel.search.device import missing_modules, settle_measure
@@ -130,10 +130,12 @@ def open_engine(
         setup = Setup(workload, means, partial(measuring.capture, workload.target), filtering)
         look = partial(measuring.look, store, gpu, spec.dtype)
     else:
-        setup = Setup(workload, Predicting(partial(predicting.predict_outcome, predictor=predictor)))
+        predict = partial(predicting.predict_outcome, predictor=predictor)
+        setup = Setup(workload, Predicting(predict, at_once=True))
         look = partial(predicting.look, store, gpu, spec.dtype, version=predictor.version)
     ahead, queued = (_AHEAD, 0) if measured else (0, site.queued)
-    with Fleet(site.make_hosts(setup), look, ahead=ahead, queued=queued, measured=measured) as fleet:
+    hosts = site.make_hosts(setup)
+    with prompt_threads(), Fleet(hosts, look, ahead=ahead, queued=queued, measured=measured) as fleet:
         # Processes that predict here start while the first proposals are made.
         waited = measured or spec.engine == "ray"
         yield fleet, fleet.ready()[0] if waited else capture_environment()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -79,6 +79,7 @@ class CampaignStudy:
             for dimension in space.dimensions
             if len(dimension.values) > 1
         ]
+        self._distributions = {dimension.name: _distribution(dimension) for dimension in self._searched}
         self._worst: float | None = None
         made = make_sampler(sampler, seed, len(known), self._measured(foresight) if measured else None)
         self._study = optuna.create_study(direction="minimize", sampler=made)
@@ -112,10 +113,10 @@ class CampaignStudy:
     def ask(self) -> Ask:
         """A trial and the choice that it stands for."""
         with _quiet(), one_blas_thread():
-            trial = self._study.ask()
-            choice: dict[str, Value] = {d.name: d.values[0] for d in self._space.dimensions}
-            for dimension in self._searched:
-                choice[dimension.name] = _suggest(trial, dimension)
+            trial = self._study.ask(self._distributions)
+        choice: dict[str, Value] = {d.name: d.values[0] for d in self._space.dimensions}
+        parameters = trial.params
+        choice |= {d.name: _decode(d, parameters[d.name]) for d in self._searched}
         return trial, choice
 
     def tell(self, trial: Trial, objective: Told) -> None:
@@ -147,7 +148,7 @@ class CampaignStudy:
                     state=state,
                     value=value,
                     params={d.name: _encode(d, choice[d.name]) for d in self._searched},
-                    distributions={d.name: _distribution(d) for d in self._searched},
+                    distributions=self._distributions,
                     constraints=None if value is None else {FEASIBLE: 0.0 if objective is not None else 1.0},
                 )
             )
@@ -158,10 +159,24 @@ class CampaignStudy:
             return optuna.importance.get_param_importances(self._study)
 
 
+class _Indices(IntDistribution):
+    """Of a knob's values in order. It never changes, so whoever copies a trial may share it: Optuna does for each."""
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        return self
+
+
+class _Categories(CategoricalDistribution):
+    """Of a knob's values, shared as _Indices are."""
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        return self
+
+
 def _distribution(dimension: Dimension) -> BaseDistribution:
     if dimension.ordered:
-        return IntDistribution(0, len(dimension.values) - 1)
-    return CategoricalDistribution(dimension.values)
+        return _Indices(0, len(dimension.values) - 1)
+    return _Categories(dimension.values)
 
 
 def _encode(dimension: Dimension, value: Value) -> Value:
@@ -170,14 +185,6 @@ def _encode(dimension: Dimension, value: Value) -> Value:
 
 def _decode(dimension: Dimension, parameter: Value) -> Value:
     return dimension.values[int(parameter)] if dimension.ordered else parameter
-
-
-def _suggest(trial: Trial, dimension: Dimension) -> Value:
-    if dimension.ordered:
-        return dimension.values[trial.suggest_int(dimension.name, 0, len(dimension.values) - 1)]
-    value = trial.suggest_categorical(dimension.name, dimension.values)
-    assert isinstance(value, int | str)
-    return value
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
@@ -15,7 +16,9 @@ from sqlalchemy import (
     Engine,
     FromClause,
     RowMapping,
+    Select,
     and_,
+    bindparam,
     case,
     func,
     insert,
@@ -173,20 +176,10 @@ class Store:
         Measured, rejected and incorrect ones do; a predicted one does where `predictor` gave its prediction; an
         imported one answers nothing. `machine` holds columns that must be as they are there, absent ones too.
         """
-        fact = and_(
-            trials.c.outcome.in_(LASTING_OUTCOMES),
-            or_(trials.c.outcome != "predicted", trials.c.predictor == predictor),
-        )
-        query = (
-            select(*_RECORD)
-            .join(campaigns, campaigns.c.name == trials.c.campaign)
-            .where(trials.c.program_id == program_id, trials.c.gpu == gpu, trials.c.dtype == dtype)
-            .where(trials.c.imported_from.is_(None))
-            .where(campaigns.c.measure == measure, fact, *(trials.c[name] == value for name, value in machine.items()))
-            .order_by(case((trials.c.source == "final", -trials.c.id), else_=trials.c.id))
-            .limit(1)
-        )
-        return self._first(query)
+        given = {name: value for name, value in machine.items() if value is not None}
+        query = _seen_query(tuple(given), tuple(name for name in machine if name not in given))
+        asked = {"program_id": program_id, "gpu": gpu, "dtype": dtype, "measure": measure, "predictor": predictor}
+        return self._first(query, asked | given)
 
     def best(
         self,
@@ -240,9 +233,9 @@ class Store:
         except ValueError as error:
             raise StoreError(f"store {self.name}: {error}") from error
 
-    def _first(self, query: Any) -> TrialRecord | None:
+    def _first(self, query: Any, values: Mapping[str, str | None] = MappingProxyType({})) -> TrialRecord | None:
         with reading(self._engine, self.name) as connection:
-            row = connection.execute(query).mappings().first()
+            row = connection.execute(query, values).mappings().first()
         return None if row is None else self._record(row)
 
     def _campaign(self, row: RowMapping) -> Campaign:
@@ -256,6 +249,23 @@ class Store:
             return TrialRecord(**row)
         except ValueError as error:
             raise StoreError(f"store {self.name}: {error}") from error
+
+
+@lru_cache(maxsize=8)
+def _seen_query(given: tuple[str, ...], absent: tuple[str, ...]) -> Select[Any]:
+    """What `Store.seen` asks where some columns of a machine are given and others absent, by names of its arguments: a
+    statement of every trial, which takes longer to build than to execute."""
+    lasting = trials.c.outcome.in_(LASTING_OUTCOMES)
+    current = or_(trials.c.outcome != "predicted", trials.c.predictor == bindparam("predictor"))
+    same = [trials.c[name] == bindparam(name) for name in ("program_id", "gpu", "dtype", *given)]
+    return (
+        select(*_RECORD)
+        .join(campaigns, campaigns.c.name == trials.c.campaign)
+        .where(*same, *(trials.c[name].is_(None) for name in (*absent, "imported_from")))
+        .where(campaigns.c.measure == bindparam("measure"), lasting, current)
+        .order_by(case((trials.c.source == "final", -trials.c.id), else_=trials.c.id))
+        .limit(1)
+    )
 
 
 def _contenders(conditions: Sequence[ColumnElement[bool]]) -> tuple[FromClause, ColumnElement[bool]]:
