@@ -135,8 +135,5 @@ def _delta(before: object, after: object) -> str:
     numbers = (int, float)
     if not isinstance(before, numbers) or not isinstance(after, numbers) or isinstance(before, bool):
         return ""
-    try:
-        delta = after - before
-    except OverflowError:  # an integer beyond any float, beside a float
-        return ""
+    delta = after - before
     return f"{delta:+,.1f}" if isinstance(delta, float) else f"{delta:+,}"

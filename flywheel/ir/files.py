@@ -4,6 +4,7 @@ how many values, and what a name means that is there twice, is decided here."""
 from __future__ import annotations
 
 import json
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from stat import S_IMODE, S_ISREG
@@ -19,6 +20,13 @@ MAX_FILE_BYTES: Final = 2**30
 MAX_VALUES: Final = 2**25
 """Most values of a JSON text, counted by its commas and brackets: parsed, they take some 3 GB."""
 
+_MOST_DIGITS: Final = 21
+"""Of an integer of 64 bits, its sign among them."""
+
+_LONG: Final = re.compile(r"\d{20}")
+_LONG_BYTES: Final = re.compile(rb"\d{20}")
+"""Finds texts that may have an integer of more than 64 bits. Only these pay for a look at each integer."""
+
 
 def dump_json(data: object, indent: int | None = 2) -> str:
     """JSON text with insertion order kept; NaN and infinities are written as Python's json does."""
@@ -26,17 +34,25 @@ def dump_json(data: object, indent: int | None = 2) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises IrFormatError on malformed, non-UTF-8, absurdly nested or large text, and where an object has
-    a name twice."""
+    """Parse JSON. Raises IrFormatError on malformed, non-UTF-8, absurdly nested or large text, on an integer of more
+    than 64 bits, and where an object has a name twice."""
     values = sum(text.count(mark) if isinstance(text, str) else text.count(mark.encode()) for mark in ",[{")
     if values > MAX_VALUES:
         raise IrFormatError(f"JSON: {values:,} values, more than {MAX_VALUES:,}")
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        has_long = _LONG.search(text) if isinstance(text, str) else _LONG_BYTES.search(text)
+        return json.loads(text, object_pairs_hook=_object, parse_int=_integer if has_long else None)
     except RecursionError:
         raise IrFormatError("JSON: nested too deeply") from None
-    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, integers beyond Python's digit limit
+    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, what the hooks raise
         raise IrFormatError(f"JSON: {str(error).splitlines()[0]}") from None
+
+
+def _integer(digits: str) -> int:
+    number = int(digits) if len(digits) <= _MOST_DIGITS else 2**64
+    if abs(number) >= 2**64:
+        raise ValueError(f"integer {show(digits)} has more than 64 bits")
+    return number
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

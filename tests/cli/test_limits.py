@@ -99,11 +99,20 @@ def test_inspect_and_diff_of_a_program_for_no_sms_end(run: Run, program: Path, c
     assert "num_sms" in run("diff", str(program), path).stdout
 
 
-def test_diff_of_an_integer_beyond_all_floats_ends(run: Run, program: Path, changed: Callable[..., str]) -> None:
-    path = changed(lambda document: document["target"].update(fp16_tflops=10**400))
-    result = run("diff", str(program), path)
-    assert result.exit_code == 1
-    assert "fp16_tflops" in result.stdout
+@pytest.mark.parametrize("digits", [str(2**64), str(-(2**64)), "1" + "0" * 400, "1" + "0" * 5000])
+def test_an_integer_of_more_than_64_bits_is_refused(run: Run, program: Path, digits: str) -> None:
+    text = program.read_text().replace('"num_sms": 58', f'"num_sms": {digits}')
+    Path("changed.json").write_text(text)
+    assert text != program.read_text()
+    check_refused(run("inspect", "changed.json"), 2, "more than 64 bits")
+    check_refused(run("diff", str(program), "changed.json"), 2, "more than 64 bits")
+
+
+def test_an_integer_of_64_bits_and_long_digits_elsewhere_are_read() -> None:
+    text = f'{{"a": {2**64 - 1}, "b": "{"9" * 30}", "c": 0.{"3" * 40}, "d": {-(2**64) + 1}}}'
+    read = files.parse_json(text)
+    assert (read["a"], read["b"], read["d"]) == (2**64 - 1, "9" * 30, -(2**64) + 1)
+    assert files.parse_json(text.encode()) == read
 
 
 def test_a_timeline_of_operations_that_no_encoding_has_is_written(run: Run, changed: Callable[..., str]) -> None:
