@@ -36,6 +36,7 @@ from flywheel.ir.version import (
     ABI_MAX_WAITS,
     ABI_VERSION,
     IR_VERSION,
+    MAX_RANKS,
 )
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "COMPUTE_DTYPES",
     "INHERITED_PARAMS",
     "IR_VERSION",
+    "MAX_RANKS",
     "OPERATIONS",
     "PARAM_FIELDS",
     "PER_SM_SPACES",

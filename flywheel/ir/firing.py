@@ -99,12 +99,13 @@ def _followers(tasks: Sequence[Step], gone: Set[int] = frozenset()) -> dict[int,
 
     Tasks without an SM are in no queue.
     """
-    last: dict[int, int] = {}
+    last: dict[tuple[int, int], int] = {}
     followers = {}
     for index, task in enumerate(tasks):
         if task.sm is None or index in gone:
             continue
-        if task.sm in last:
-            followers[last[task.sm]] = index
-        last[task.sm] = index
+        queue = task.rank, task.sm
+        if queue in last:
+            followers[last[queue]] = index
+        last[queue] = index
     return followers

@@ -175,4 +175,5 @@ def moved(each: R, by: int, layers: Layers) -> R:
         return cast(R, counter)
     source = each.source.replace(INDEX, index) if each.source is not None else None
     name, number = each.name.replace(INDEX, index), each.id + by * layers.buffers.size
-    return cast(R, make_buffer(number, name, each.kind, each.dtype, each.shape, each.space, source))
+    look = each.kind, each.dtype, each.shape, each.space
+    return cast(R, make_buffer(number, name, *look, source, each.rank, each.part))

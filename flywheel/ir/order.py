@@ -5,6 +5,9 @@ directly or through other producers, on `a`'s counter. The oracle therefore walk
 with the same set of awaited counters), of which a program has hundreds where it has tens of thousands of tasks. An SM's
 queue order is deliberately not part of the relation.
 
+An *opaque* counter says that its signals were given and nothing of what came before them: a GPU that pushes to another
+one passes on no more than what it pushes.
+
 A question is a `Goal`, a set of counters, asked of one wait class after another: chains (each counter continues the
 chain of one predecessor) and the answers already given cut the walk short, levels bound it, and it is otherwise
 exhaustive, so the answer is exact at any size.
@@ -12,7 +15,7 @@ exhaustive, so the answer is exact at any size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from flywheel.ir.records import Wait
 from flywheel.ir.steps import Step
@@ -30,11 +33,12 @@ class Goal:
 
 
 class HappensBefore:
-    """The relation over `tasks`; `order` lists all their positions topologically. Waits must be full joins."""
+    """The relation over `tasks`; `order` lists all their positions topologically. Waits must be full joins. Of what the
+    counters `opaque` say, see above."""
 
     __slots__ = ("_chain", "_class_counters", "_counter_classes", "_goals", "_level", "_rank", "wait_class")
 
-    def __init__(self, tasks: Sequence[Step], order: Sequence[int]) -> None:
+    def __init__(self, tasks: Sequence[Step], order: Sequence[int], opaque: Set[int] = frozenset()) -> None:
         self._class_counters: list[tuple[int, ...]] = []
         self._counter_classes: dict[int, list[int]] = {}
         self._level: dict[int, int] = {}
@@ -49,7 +53,11 @@ class HappensBefore:
         self.wait_class: list[int] = list(map(by_identity.__getitem__, identities))
         taken: set[int] = set()
         for identity, counter in signals:
-            self._produce(counter, by_identity[identity], taken)
+            if counter in opaque:
+                self._counter_classes[counter], self._level[counter] = [], 1
+                self._chain[counter], self._rank[counter] = counter, 0
+            else:
+                self._produce(counter, by_identity[identity], taken)
 
     def _classes(self, tasks: Sequence[Step], identities: list[int]) -> dict[int, int]:
         """Number the distinct sets of awaited counters; wait class by identity of the waits."""

@@ -16,7 +16,10 @@ from flywheel.ir.version import ABI_VERSION, IR_VERSION
 
 @dataclass(frozen=True, slots=True)
 class MegakernelProgram:
-    """Buffers, counters and tasks of one decode step; the list order of `tasks` is each SM's queue order."""
+    """Buffers, counters and tasks of one decode step on `ranks` GPUs, each of them a `target`.
+
+    The list order of `tasks` is each SM's queue order.
+    """
 
     meta: Mapping[str, Any] = field(default_factory=dict)
     target: GpuTarget | None = None
@@ -27,6 +30,7 @@ class MegakernelProgram:
     config: ScheduleConfig | None = None
     ir_version: str = IR_VERSION
     abi_version: str = ABI_VERSION
+    ranks: int = 1
 
     def total_weight_bytes(self) -> int:
         """Bytes of all WEIGHT buffers, whether this step reads them whole or not."""

@@ -16,7 +16,11 @@ from flywheel.ir.opcodes import InstructionKind
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A named tensor. `source` is the state-dict key of a WEIGHT or CONST."""
+    """A named tensor in the memory of GPU `rank`. `source` is the state-dict key of a WEIGHT or CONST.
+
+    `part` (axis, first) says that it holds only so much of its source as its own shape has, from `first` on along
+    `axis`; None: all.
+    """
 
     id: int
     name: str
@@ -25,6 +29,8 @@ class Buffer:
     shape: Sequence[int]
     space: MemSpace = MemSpace.HBM
     source: str | None = None
+    rank: int = 0
+    part: tuple[int, int] | None = None
 
     @property
     def numel(self) -> int:
@@ -64,7 +70,8 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One instruction on one SM. On completion it adds 1 to `out_counter`, after all its writes are visible."""
+    """One instruction on one SM of GPU `rank`. On completion it adds 1 to `out_counter`, after all its writes are
+    visible."""
 
     id: int
     op: InstructionKind
@@ -77,6 +84,7 @@ class Task:
     est_bytes: int = 0
     est_flops: int = 0
     label: str = ""
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,10 @@ def _look_alike(run: Run, buffers: Layered[Buffer], kept: set[int]) -> bool:
     span, table = buffers.span, buffers.spelled
     before = [number for number in run.inputs if span.least <= number < span.start and number not in kept]
     pairs = [(table[number], table[number + span.size]) for number in before]
-    return all((one.kind, one.dtype, one.shape) == (other.kind, other.dtype, other.shape) for one, other in pairs)
+    return all(
+        (one.kind, one.dtype, one.shape, one.rank) == (other.kind, other.dtype, other.shape, other.rank)
+        for one, other in pairs
+    )
 
 
 def _makes(run: Run, buffers: range, counters: range) -> bool:

@@ -29,6 +29,7 @@ class Run:
     waits: tuple[Wait, ...]
     label: str
     tiles: Tiles | tuple[Tile, ...]
+    rank: int = 0
 
     def moved(self, shift: Shift) -> Run:
         """The same run some layers further."""
@@ -45,6 +46,7 @@ class Run:
             ]) if later else self.waits,
             self.label.replace(INDEX, layer),
             self.tiles,
+            self.rank,
         )  # fmt: skip
 
 
@@ -158,13 +160,13 @@ class Runs(Sequence[Task]):
         if self._tasks is None:
             tasks: list[Task] = []
             for run, first in zip(self.runs, self.first, strict=False):
-                op, inputs, outputs, counter, waits, label = (
-                    run.op, run.inputs, run.outputs, run.out_counter, run.waits, run.label,
+                op, inputs, outputs, counter, waits, label, rank = (
+                    run.op, run.inputs, run.outputs, run.out_counter, run.waits, run.label, run.rank,
                 )  # fmt: skip
                 sms = self.sms[first : first + len(run.tiles)]
                 for number, ((params, nbytes, flops), sm) in enumerate(zip(run.tiles, sms, strict=True), first):
                     tasks.append(
-                        make_task(number, op, inputs, outputs, counter, waits, params, sm, nbytes, flops, label)
+                        make_task(number, op, inputs, outputs, counter, waits, params, sm, nbytes, flops, label, rank)
                     )
             self._tasks = tuple(tasks)
         return self._tasks
@@ -190,8 +192,9 @@ def task_of(run: Run, tile: Tile | Stretch, number: int, sm: int) -> Task:
     """The task of one tile of a run, or of the first tile of a stretch."""
     params, nbytes, flops = tile[:3]
     return make_task(
-        number, run.op, run.inputs, run.outputs, run.out_counter, run.waits, params, sm, nbytes, flops, run.label
-    )
+        number, run.op, run.inputs, run.outputs, run.out_counter, run.waits, params, sm, nbytes, flops, run.label,
+        run.rank,
+    )  # fmt: skip
 
 
 def ends_of(run: Run) -> list[tuple[int, Tile | Stretch]]:

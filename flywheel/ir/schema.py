@@ -92,6 +92,9 @@ def _type(hint: Any) -> Schema:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is UnionType:
         return {"anyOf": [_type(argument) for argument in arguments]}
+    if origin is tuple:
+        return {"type": "array", "prefixItems": [_type(each) for each in arguments], "minItems": len(arguments),
+                "maxItems": len(arguments)}  # fmt: skip
     if origin is Sequence:
         return {"type": "array", "items": _type(arguments[0])}
     if origin is Mapping:

@@ -72,6 +72,7 @@ def program_to_dict(program: MegakernelProgram) -> dict[str, Any]:
         "tasks": [_task_to_dict(task) for task in program.tasks],
         "pages": None if pages is None else _pages_to_dict(pages),
         "config": None if program.config is None else config_to_dict(program.config),
+        **({} if program.ranks == 1 else {"ranks": program.ranks}),
     }
 
 
@@ -89,7 +90,14 @@ def _buffer_to_dict(buffer: Buffer) -> dict[str, Any]:
         "shape": list(buffer.shape),
         "space": buffer.space.name,
         "source": buffer.source,
+        **_rank(buffer),
+        **({} if buffer.part is None else {"part": list(buffer.part)}),
     }
+
+
+def _rank(record: Buffer | Task) -> dict[str, int]:
+    """Written where it is not the first: programs of one rank have no such field."""
+    return {"rank": record.rank} if record.rank else {}
 
 
 def _task_to_dict(task: Task) -> dict[str, Any]:
@@ -105,6 +113,7 @@ def _task_to_dict(task: Task) -> dict[str, Any]:
         "est_bytes": task.est_bytes,
         "est_flops": task.est_flops,
         "label": task.label,
+        **_rank(task),
     }
 
 
@@ -141,6 +150,7 @@ def program_from_dict(data: object) -> MegakernelProgram:
         config=None if config is None else config_from_dict(config),
         ir_version=version,
         abi_version=read_str(root.get("abi_version", ABI_VERSION), "abi_version"),
+        ranks=read_int(root.get("ranks", 1), "ranks"),
     )
 
 
@@ -202,7 +212,16 @@ def _buffer(data: Mapping[str, Any], where: str) -> Buffer:
         shape=read_ints(read_field(data, "shape", where), where, "shape"),
         space=read_enum(MemSpace, data.get("space", "HBM"), where, "space"),
         source=None if source is None else read_str(source, where, "source"),
+        rank=read_int(data.get("rank", 0), where, "rank"),
+        part=None if data.get("part") is None else _part(data["part"], where),
     )
+
+
+def _part(data: object, where: str) -> tuple[int, int]:
+    found = read_ints(data, where, "part")
+    if len(found) != 2:
+        raise IrFormatError(f"{where}.part: expected [axis, first], got {show(data)}")
+    return found[0], found[1]
 
 
 def _counter(data: Mapping[str, Any], where: str) -> Counter:
@@ -227,6 +246,7 @@ def _task(data: Mapping[str, Any], where: str) -> Task:
         est_bytes=read_estimate(data.get("est_bytes", 0), where, "est_bytes"),
         est_flops=read_estimate(data.get("est_flops", 0), where, "est_flops"),
         label=read_str(data.get("label", ""), where, "label"),
+        rank=read_int(data.get("rank", 0), where, "rank"),
     )
 
 

@@ -31,5 +31,9 @@ class Step(Protocol):
         """The counter that it signals."""
 
     @property
+    def rank(self) -> int:
+        """The GPU that runs it."""
+
+    @property
     def sm(self) -> int | None:
-        """The serial queue in which it stands, by its place in the list; None in none."""
+        """The serial queue of that GPU in which it stands, by its place in the list; None in none."""

@@ -17,3 +17,6 @@ ABI_MAX_RANK: Final = 4
 
 ABI_MAX_ROWS: Final = 8
 """Rows of x that one matrix step multiplies, and so sequences of one decode step: the columns of a fragment of x."""
+
+MAX_RANKS: Final = 8
+"""GPUs of one program: an ALLREDUCE_SHARD takes a shard of each."""

@@ -57,12 +57,18 @@ class Group:
         return tuple(op.name for op in self.ops)
 
 
-def plan_fusion(graph: Graph, grouping: Sequence[Sequence[str]]) -> tuple[list[Group], list[Group], list[Group]]:
+def plan_fusion(
+    graph: Graph, grouping: Sequence[Sequence[str]], first: Graph | None = None
+) -> tuple[list[Group], list[Group], list[Group]]:
     """Groups of the prologue, of a layer and of the epilogue, in execution order; an op in no group stands alone.
 
-    Raises ConfigError for unknown or repeated names, and for runs that are no pattern.
+    `first` is the graph of the first GPU, which alone adds the residual: others leave out what they do not do. Raises
+    ConfigError for unknown or repeated names, and for runs that are no pattern.
     """
-    blocks = (graph.prologue, graph.layer, graph.epilogue)
+    if first is not None and graph is not first:
+        own = {op.name for block in graph.blocks for op in block.ops} | {COMBINE}
+        grouping = [left for names in grouping if (left := [name for name in names if name in own])]
+    blocks = graph.blocks
     present = frozenset(op.name for block in blocks for op in block.ops) | {COMBINE}
     owner: dict[str, int] = {}
     for index, names in enumerate(grouping):

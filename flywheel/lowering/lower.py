@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from flywheel.ir import GpuTarget, MegakernelProgram, Runs, ScheduleConfig
@@ -12,6 +12,7 @@ from flywheel.lowering.emit.scope import Scope
 from flywheel.lowering.fusion import plan_fusion
 from flywheel.lowering.paging import allocate_pages
 from flywheel.lowering.placement import place
+from flywheel.lowering.ranks import Names, graphs_of, joined, place_ranks
 from flywheel.lowering.stamp import Sizes, Stamper
 from flywheel.lowering.tiling import read_tiling
 from flywheel.lowering.work import TileSet
@@ -28,13 +29,15 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
     It passes `validate(strict=True)`. Raises ConfigError where a field of the config is out of bounds for this model
     and target, or contradicts another.
     """
-    tiling = read_tiling(config, graph, target.num_sms)
-    groups = plan_fusion(graph, config.fusion_grouping)
-    scopes = [Scope(graph, tiling, _tensors(graph, block)) for block in (graph.prologue, graph.layer, graph.epilogue)]
-    prologue, layer, epilogue = (emit_block(scope, part) for scope, part in zip(scopes, groups, strict=True))
-
-    tables, layers = _stamp(graph, scopes, (prologue, layer, epilogue), graph.n_layers <= ALIKE)
-    sms = place(tables.runs, tables.stages, target.num_sms, config.sm_assignment, layers)
+    graphs = graphs_of(graph, config)
+    scopes, blocks = _emit(graphs, config, target)
+    tables, layers = _stamp(graph, scopes, blocks, graph.n_layers <= ALIKE)
+    if len(graphs) == 1:
+        sms = place(tables.runs, tables.stages, target.num_sms, config.sm_assignment, layers)
+    else:
+        sms = place_ranks(
+            tables.runs, tables.stages, target.num_sms, config.sm_assignment, layers, len(graphs)
+        )
     tasks = Runs(tables.runs, sms, layers)
     program = MegakernelProgram(
         meta={
@@ -48,16 +51,28 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
         tasks=tasks,
         pages=allocate_pages(tables.buffers, tasks, config.page_allocation),
         config=config,
+        ranks=len(graphs),
     )  # fmt: skip
     variant_of(program)  # raises where threads, shared memory or ring are out of bounds
     return program
 
 
-_Blocks = tuple[list[TileSet], list[TileSet], list[TileSet]]
+_Blocks = list[list[TileSet]]
 """Of the prologue, of a layer, and of the epilogue."""
 
 
-def _stamp(graph: Graph, scopes: Sequence[Scope], blocks: _Blocks, spelled: bool) -> tuple[Stamper, Layers | None]:
+def _emit(graphs: Sequence[Graph], config: ScheduleConfig, target: GpuTarget) -> tuple[list[Names], _Blocks]:
+    """The names and the tile sets of each block, of all GPUs together. Raises ConfigError."""
+    by_rank, scopes = [], []
+    for rank, graph in enumerate(graphs):
+        tiling = read_tiling(config, graph, target.num_sms)
+        groups = plan_fusion(graph, config.fusion_grouping, graphs[0])
+        scopes.append([Scope(graph, tiling, _tensors(graph, block), rank, len(graphs)) for block in graph.blocks])
+        by_rank.append([emit_block(scope, part) for scope, part in zip(scopes[-1], groups, strict=True)])
+    return [Names(each) for each in zip(*scopes, strict=True)], [joined(each) for each in zip(*by_rank, strict=True)]
+
+
+def _stamp(graph: Graph, scopes: Sequence[Names], blocks: _Blocks, spelled: bool) -> tuple[Stamper, Layers | None]:
     """The tables, and where they have the second layer for all behind it, their layers.
 
     The layers are `spelled` out where there are too few to tell whether they are alike, or one is not.
@@ -65,7 +80,7 @@ def _stamp(graph: Graph, scopes: Sequence[Scope], blocks: _Blocks, spelled: bool
     tables = Stamper()
     shared = tables.stamp(scopes[0], blocks[0], tables.declare(scopes[0], ("token_id", "position")), None)
     marks, layers = [tables.sizes], None
-    stream = shared["x_out"]
+    stream = _streams(scopes[0], shared)
     for index in range(graph.n_layers):
         template = index == 1 and not spelled
         ids = tables.stamp(scopes[1], blocks[1], _enter(shared, stream), INDEX if template else str(index))
@@ -76,7 +91,7 @@ def _stamp(graph: Graph, scopes: Sequence[Scope], blocks: _Blocks, spelled: bool
                 return _stamp(graph, scopes, blocks, True)
             tables.cut(marks[-2])
             break
-        stream = ids["x_out"]
+        stream = _streams(scopes[1], ids)
     tables.stamp(scopes[2], blocks[2], _enter(shared, stream), None)
     return tables, layers
 
@@ -99,9 +114,14 @@ def _alike(tables: Stamper, start: Sizes, stop: Sizes, times: int) -> Layers | N
     return layers if alike else None
 
 
-def _enter(shared: dict[str, int], stream: int) -> dict[str, int]:
-    """Names that a block sees from outside: inputs, embedding, and the residual stream as `x`."""
-    return {**{name: number for name, number in shared.items() if name != "x_out"}, "x": stream}
+def _enter(shared: Mapping[str, int], streams: Mapping[str, int]) -> dict[str, int]:
+    """Names that a block sees from outside: inputs, embedding, and the residual stream."""
+    return {**{name: number for name, number in shared.items() if not name.startswith("x_out")}, **streams}
+
+
+def _streams(scope: Names, ids: Mapping[str, int]) -> dict[str, int]:
+    """What the next block sees as `x`: the residual stream."""
+    return {after: ids[name] for after, name in zip(scope.all_of("x"), scope.all_of("x_out"), strict=True)}
 
 
 def _tensors(graph: Graph, block: Block) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from flywheel.errors import ConfigError
@@ -17,14 +17,42 @@ PAGE_POLICIES: Final = ("linear", "graph_color", "none")
 def allocate_pages(buffers: Sequence[Buffer], tasks: Runs, policy: str) -> PageAllocation | None:
     """A page a buffer (linear), pages reused once no task can still need them (graph_color), or no pages (none).
 
-    A page passes from buffer A to buffer B only where every task that touches A happens before every writer of B.
-    `buffers` have the template once, where `tasks` have layers. Raises ConfigError for another policy.
+    A page passes from buffer A to buffer B only where every task that touches A happens before every writer of B. It is
+    of one GPU, and what GPUs exchange is in none. `buffers` have the template once, where `tasks` have layers. Raises
+    ConfigError for another policy.
     """
     if policy not in PAGE_POLICIES:
         raise ConfigError(f"page_allocation={policy!r} is not one of {', '.join(PAGE_POLICIES)}")
     if policy == "none":
         return None
-    return _linear(buffers, tasks) if policy == "linear" else allocate_shared(buffers, tasks)
+    allocate = _linear if policy == "linear" else allocate_shared
+    ranks = 1 + max([buffer.rank for buffer in buffers], default=0)
+    exchanged = set[int]() if ranks == 1 else _exchanged(buffers, tasks.spelled)
+    sizes = [
+        buffer.nbytes if buffer.kind is BufferKind.ACTIVATION and buffer.id not in exchanged else None
+        for buffer in buffers
+    ]
+    if ranks == 1:
+        return allocate(sizes, tasks)
+    pairs = list(zip(buffers, sizes, strict=True))
+    own = [[size if buffer.rank == rank else None for buffer, size in pairs] for rank in range(ranks)]
+    return _together([allocate(each, tasks) for each in own])
+
+
+def _exchanged(buffers: Sequence[Buffer], runs: Sequence[Run]) -> set[int]:
+    """What is pushed, and where to. A push may read long after all that waits on its GPU has gone on."""
+    pushes = [run for run in runs if run.outputs and buffers[run.outputs[0]].rank != run.rank]
+    return {number for run in pushes for number in (*run.inputs, *run.outputs)}
+
+
+def _together(parts: Sequence[PageAllocation]) -> PageAllocation:
+    """The pages of several GPUs."""
+    homes: dict[int, int] = {}
+    pages: list[Page] = []
+    for part in parts:
+        homes |= {buffer: page + len(pages) for buffer, page in part.buffer_to_page.items()}
+        pages += [replace(page, id=page.id + len(pages)) for page in part.pages]
+    return PageAllocation(homes, tuple(pages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +65,11 @@ class _Resident:
     last_task: int
 
 
-def _linear(buffers: Sequence[Buffer], tasks: Runs) -> PageAllocation:
+def _linear(sizes: Sequence[int | None], tasks: Runs) -> PageAllocation:
     if tasks.layers is None:
-        residents = _residents(tasks.spelled, [_paged_bytes(buffer) for buffer in buffers])
+        residents = _residents(tasks.spelled, sizes)
     else:
-        residents = _residents_of_layers(buffers, tasks, tasks.layers)
+        residents = _residents_of_layers(sizes, tasks, tasks.layers)
     space = MemSpace.GLOBAL_SCRATCH
     return PageAllocation(
         {each.buffer: page for page, each in enumerate(residents)},
@@ -50,11 +78,12 @@ def _linear(buffers: Sequence[Buffer], tasks: Runs) -> PageAllocation:
     )  # fmt: skip
 
 
-def _residents_of_layers(buffers: Sequence[Buffer], tasks: Runs, layers: Layers) -> list[_Resident]:
+def _residents_of_layers(sizes: Sequence[int | None], tasks: Runs, layers: Layers) -> list[_Resident]:
     """All but the last layer are like the first of two templates, whose buffers the second one reads, too; the last is
     like the second, which what comes after the layers reads."""
-    span, sizes = layers.buffers, [_paged_bytes(buffer) for buffer in buffers]
-    found = _residents(tasks.repeated(2), sizes[: span.stop] + sizes[span.start : span.stop] + sizes[span.stop :])
+    span = layers.buffers
+    twice = [*sizes[: span.stop], *sizes[span.start : span.stop], *sizes[span.stop :]]
+    found = _residents(tasks.repeated(2), twice)
     size = sum([len(run.tiles) for run in tasks.spelled[layers.runs.start : layers.runs.stop]])
     inner = [each for each in found if span.start <= each.buffer < span.stop]
 
@@ -85,8 +114,3 @@ def _residents(runs: Sequence[Run], sizes: Sequence[int | None]) -> list[_Reside
                 last[buffer] = end
         task = end + 1
     return [_Resident(buffer, sizes[buffer] or 0, start, last[buffer]) for buffer, start in first.items()]
-
-
-def _paged_bytes(buffer: Buffer) -> int | None:
-    """None for what is in no page."""
-    return buffer.nbytes if buffer.kind is BufferKind.ACTIVATION else None

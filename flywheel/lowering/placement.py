@@ -30,15 +30,30 @@ def place(
     The runs of one stage, which `stages` names, run side by side, so they are spread together. With `layers`, `runs`
     have the template once. An explicit map decides for the tasks that it names; load_balance decides for the rest.
     """
+    policy = policy_of(assignment)
+    part = (layers.runs.start, layers.runs.stop, layers.times) if layers is not None else (0, 0, 1)
+    sms = dealt(runs, stages, num_sms, policy, part)
+    return sms if isinstance(assignment, str) else overridden(sms, assignment, num_sms)
+
+
+def policy_of(assignment: str | Mapping[int, int]) -> str:
+    """What decides for the tasks that no map names. Raises ConfigError for an unknown policy."""
     policy = assignment if isinstance(assignment, str) else "load_balance"
     if policy not in POLICIES:
         raise ConfigError(f"sm_assignment={policy!r} is not one of {', '.join(POLICIES)}, or a map of task to SM")
-    start, stop, times = (layers.runs.start, layers.runs.stop, layers.times) if layers is not None else (0, 0, 1)
+    return policy
+
+
+def dealt(
+    runs: Sequence[Run], stages: Sequence[str], num_sms: int, policy: str, template: tuple[int, int, int]
+) -> array[int]:
+    """SM of every task by a policy, where the runs from the first to the second number of `template` come as often as
+    the third one says."""
+    start, stop, times = template
     parts = [_stages(runs[part], stages[part]) for part in (slice(start), slice(start, stop), slice(stop, None))]
     head, layer, tail = (array("q", [number for stage in part for cost in stage for number in cost]) for part in parts)
     sizes = [array("q", [sum([count for _, count in stage]) for stage in part]) for part in parts]
-    sms = spread(head + layer * times + tail, sizes[0] + sizes[1] * times + sizes[2], num_sms, policy)
-    return sms if isinstance(assignment, str) else _override(sms, assignment, num_sms)
+    return spread(head + layer * times + tail, sizes[0] + sizes[1] * times + sizes[2], num_sms, policy)
 
 
 _Costs = list[tuple[int, int]]
@@ -68,7 +83,8 @@ def spread(costs: Sequence[int], sizes: Sequence[int], num_sms: int, policy: str
     return deal(costs, sizes, num_sms, POLICIES.index(policy))
 
 
-def _override(sms: array[int], assignment: Mapping[int, int], num_sms: int) -> array[int]:
+def overridden(sms: array[int], assignment: Mapping[int, int], num_sms: int) -> array[int]:
+    """`sms`, but for the tasks that a config names. Raises ConfigError for another task or SM."""
     for task, sm in assignment.items():
         if not 0 <= task < len(sms) or not 0 <= sm < num_sms:
             raise ConfigError(f"sm_assignment: task {task} on SM {sm} is not in 0..{len(sms) - 1} on 0..{num_sms - 1}")

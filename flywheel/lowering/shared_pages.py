@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from flywheel.ir import Buffer, BufferKind, MemSpace, Page, PageAllocation, Run, Runs
+from flywheel.ir import MemSpace, Page, PageAllocation, Run, Runs
 from flywheel.ir.layers import Layers
 
 _SEEN: Final = 8
 """Templates in a program that shows how pages pass on: after some, each one takes them as the one before it did."""
 
 
-def allocate_shared(buffers: Sequence[Buffer], tasks: Runs) -> PageAllocation:
-    """Each activation in the smallest page that fits and that no task can still need, by first use."""
+def allocate_shared(sizes: Sequence[int | None], tasks: Runs) -> PageAllocation:
+    """Each buffer that has a size in the smallest page that fits and that no task can still need, by first use."""
     layers = tasks.layers
     if layers is None or layers.times <= _SEEN:
-        return _allocation(_pass_on(tasks.runs, _bytes_of(buffers, layers, 0 if layers is None else layers.times)))
-    state = _pass_on(tasks.repeated(_SEEN), _bytes_of(buffers, layers, _SEEN))
+        return _allocation(_pass_on(tasks.runs, _bytes_of(sizes, layers, 0 if layers is None else layers.times)))
+    state = _pass_on(tasks.repeated(_SEEN), _bytes_of(sizes, layers, _SEEN))
     if not _is_steady(state, layers):
-        return _allocation(_pass_on(tasks.runs, _bytes_of(buffers, layers, layers.times)))
+        return _allocation(_pass_on(tasks.runs, _bytes_of(sizes, layers, layers.times)))
     size = sum([len(run.tiles) for run in tasks.spelled[layers.runs.start : layers.runs.stop]])
     return _allocation(_of_all_layers(state, layers, size))
 
@@ -113,13 +113,12 @@ def _allocation(pages: _Pages) -> PageAllocation:
     return PageAllocation(pages.home, tuple(records))
 
 
-def _bytes_of(buffers: Sequence[Buffer], layers: Layers | None, times: int) -> list[int | None]:
+def _bytes_of(sizes: Sequence[int | None], layers: Layers | None, times: int) -> list[int | None]:
     """Bytes of each buffer, None for what is in no page, where the template comes so often."""
-    sizes = [buffer.nbytes if buffer.kind is BufferKind.ACTIVATION else None for buffer in buffers]
     if layers is None:
-        return sizes
+        return list(sizes)
     span = layers.buffers
-    return sizes[: span.start] + sizes[span.start : span.stop] * times + sizes[span.stop :]
+    return [*sizes[: span.start], *list(sizes[span.start : span.stop]) * times, *sizes[span.stop :]]
 
 
 class _Life:

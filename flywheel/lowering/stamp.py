@@ -8,7 +8,7 @@ from flywheel.ir import READONLY_KINDS, Buffer, BufferKind, Counter, MemSpace, R
 from flywheel.ir.draft import make_buffer, make_counter, make_wait
 from flywheel.ir.layers import INDEX
 from flywheel.ir.runs import make_run
-from flywheel.lowering.emit.scope import Scope
+from flywheel.lowering.ranks import Names
 from flywheel.lowering.work import TileSet
 
 Sizes = tuple[int, int, int]
@@ -18,10 +18,10 @@ class Stamper:
     """Builds the tables of a program by stamping blocks one behind the other.
 
     Sets are stamped in topological order. A set waits for the counters of all tiles of what it reads, except those that
-    another of its waits implies.
+    another of its waits implies; a push implies nothing.
     """
 
-    __slots__ = ("_pending", "_written_by", "before", "buffers", "counters", "runs", "stages")
+    __slots__ = ("_arrivals", "_pending", "_written_by", "before", "buffers", "counters", "runs", "stages")
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
@@ -29,15 +29,16 @@ class Stamper:
         self.runs: list[Run] = []
         self.stages: list[str] = []  # of each run
         self.before: list[int] = []  # counter -> bit set of the counters that are complete before it is
+        self._arrivals: set[int] = set()  # counters of pushes
         self._pending: list[int] = []  # counter -> its number of tiles
         self._written_by: dict[int, list[int]] = {}  # buffer -> counters
 
-    def declare(self, scope: Scope, names: Sequence[str]) -> dict[str, int]:
+    def declare(self, scope: Names, names: Sequence[str]) -> dict[str, int]:
         """Buffers that all blocks share, whether the first block uses them or not; ids by name."""
-        return {name: self._buffer(scope, name, "", None) for name in names}
+        return {each: self._buffer(scope, each, "", None) for name in names for each in scope.all_of(name)}
 
     def stamp(
-        self, scope: Scope, sets: Sequence[TileSet], outer: Mapping[str, int], layer: str | None
+        self, scope: Names, sets: Sequence[TileSet], outer: Mapping[str, int], layer: str | None
     ) -> dict[str, int]:
         """Append `sets` of one block; buffer ids by the block's tensor names. `outer` names what surrounds it, and
         `layer` is the number of a layer, or INDEX for the template."""
@@ -55,17 +56,19 @@ class Stamper:
                 self.before.append(0)
                 self._pending.append(0)
             self._pending[counter] += len(tiles.tiles)
+            if tiles.pushes:
+                self._arrivals.add(counter)
         for tiles in sets:
             inputs = tuple([ids[name] for name in tiles.inputs])
             outputs = tuple([ids[name] for name in tiles.outputs])
             counter = signals[tiles.signal]
-            waits = self._waits(inputs, counter)
+            waits = self._waits(inputs, None if tiles.pushes else counter)
             for buffer in outputs:
                 writers = self._written_by.setdefault(buffer, [])
                 if counter not in writers:
                     writers.append(counter)
             label = f"{prefix}{tiles.name}"
-            self.runs.append(make_run(tiles.op, inputs, outputs, counter, waits, label, tiles.tiles))
+            self.runs.append(make_run(tiles.op, inputs, outputs, counter, waits, label, tiles.tiles, tiles.rank))
             self.stages.append(f"{prefix}{tiles.stage}")
         return ids
 
@@ -77,12 +80,13 @@ class Stamper:
     def cut(self, sizes: Sizes) -> None:
         """Forget what was appended since."""
         n_runs, n_buffers, n_counters = sizes
+        self._arrivals = {counter for counter in self._arrivals if counter < n_counters}
         del self.runs[n_runs:], self.stages[n_runs:]
         for number in range(n_buffers, len(self.buffers)):
             self._written_by.pop(number, None)
         del self.buffers[n_buffers:], self.counters[n_counters:], self.before[n_counters:], self._pending[n_counters:]
 
-    def _buffer(self, scope: Scope, name: str, prefix: str, layer: str | None) -> int:
+    def _buffer(self, scope: Names, name: str, prefix: str, layer: str | None) -> int:
         tensor = scope.tensor(name)
         source = tensor.source
         if source is not None and layer is not None:
@@ -90,20 +94,26 @@ class Stamper:
         space = MemSpace.GLOBAL_SCRATCH if tensor.kind is BufferKind.ACTIVATION else MemSpace.HBM
         number = len(self.buffers)
         label = f"{prefix}{name}"
-        self.buffers.append(make_buffer(number, label, tensor.kind, tensor.dtype, tensor.shape, space, source))
+        look = tensor.kind, tensor.dtype, tensor.shape, space, source
+        self.buffers.append(make_buffer(number, label, *look, scope.rank(name), tensor.part))
         return number
 
-    def _waits(self, inputs: Sequence[int], own: int) -> tuple[Wait, ...]:
+    def _waits(self, inputs: Sequence[int], own: int | None) -> tuple[Wait, ...]:
+        """`own` is the counter before which all of them are. None for a push: it takes what its GPU has made, and its
+        counter says nothing of what comes before it."""
         direct = {
             counter
             for buffer in inputs
             if self.buffers[buffer].kind not in READONLY_KINDS
             for counter in self._written_by.get(buffer, ())
+            if own is not None or counter not in self._arrivals
         }
         implied = 0
         for counter in direct:
             implied |= self.before[counter]
         needed = sorted(counter for counter in direct if not implied >> counter & 1)
         for counter in needed:
+            if own is None:
+                break
             self.before[own] |= self.before[counter] | 1 << counter
         return tuple([make_wait(counter, self._pending[counter]) for counter in needed])

@@ -21,6 +21,7 @@ _SIZES: Final = {
     "stream": ("chunk_bytes", "inflight_bytes", "copies"),
     "warps": ("matrix", "chunk"),
     "hand_off": ("data", "slices"),
+    "exchange": ("bits",),
 }
 
 _TILES: Final = ("gemv", "attention")

@@ -14,7 +14,8 @@ class TileSet:
     """Tasks that share operands and the counter that they signal.
 
     `stage` names the sets that run side by side and are spread over the SMs together; `signal` the counter, which sets
-    that write tiles of one buffer share. Waits follow from the operands.
+    that write tiles of one buffer share. Waits follow from the operands. Where several GPUs share the program, GPU
+    `rank` has the tasks, and `NAME@RANK` is what another one has; `pushes` those whose output and signal that is.
     """
 
     name: str
@@ -24,6 +25,8 @@ class TileSet:
     outputs: tuple[str, ...]
     signal: str
     tiles: Tiles
+    rank: int = 0
+    pushes: bool = False
 
 
 def one_tile(params: Mapping[str, Any], est_bytes: int, est_flops: int) -> Tiles:

@@ -26,6 +26,8 @@ class Tensor:
     shape: tuple[int, ...]
     source: str | None = None
     format: WeightFormat | None = None
+    part: tuple[int, int] | None = None
+    """(axis, first): a GPU's part of a weight that several share; None: all of it."""
 
     @property
     def width(self) -> int:
@@ -67,6 +69,8 @@ class Op:
     inputs: tuple[str, ...]
     output: str
     params: Mapping[str, Any] = field(default_factory=dict)
+    rows: tuple[int, int] | None = None
+    """First row of its matrix that a GPU multiplies, and the one behind the last; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,15 @@ class Graph:
     batch: int = 1
     weights: str | None = None
     """How its matrices are stored, as users name it; None where nothing is quantised."""
+    first_kv_head: int = 0
+    """Number of its first KV head in the model, which a GPU of several may not begin with."""
+    ranks: tuple[Graph, ...] = ()
+    """What each GPU does, where several share it."""
+
+    @property
+    def blocks(self) -> tuple[Block, Block, Block]:
+        """In order."""
+        return self.prologue, self.layer, self.epilogue
 
     @property
     def group(self) -> int:
@@ -108,11 +121,11 @@ class Graph:
     @property
     def streams(self) -> tuple[str, ...]:
         """Names of what attends on its own: the KV heads of each sequence, row after row."""
-        return stream_names(self.n_kv_heads, self.batch)
+        return stream_names(self.n_kv_heads, self.batch, self.first_kv_head)
 
 
-@lru_cache(maxsize=16)
-def stream_names(n_kv_heads: int, batch: int) -> tuple[str, ...]:
-    """`h0`, `h1`.. for one sequence, `r0.h0`, `r0.h1`.. for several."""
-    heads = [f"h{head}" for head in range(n_kv_heads)]
+@lru_cache(maxsize=64)
+def stream_names(n_kv_heads: int, batch: int, first: int = 0) -> tuple[str, ...]:
+    """`h0`, `h1`.. for one sequence, `r0.h0`, `r0.h1`.. for several, from KV head `first` on."""
+    heads = [f"h{head}" for head in range(first, first + n_kv_heads)]
     return tuple(heads if batch == 1 else [f"r{row}.{head}" for row in range(batch) for head in heads])

@@ -162,7 +162,8 @@ def _signed(word: int) -> int:
 
 
 def bind(program: MegakernelProgram, weights: Mapping[str, Tensor], cast: bool = False) -> dict[str, Tensor]:
-    """Buffer name -> tensor of every WEIGHT and CONST buffer, looked up by its `source`, not copied.
+    """Buffer name -> tensor of every WEIGHT and CONST buffer, looked up by its `source`, not copied; of a buffer that
+    has a `part` of its source, that part.
 
     With `cast`, a tensor of another dtype is converted, once for all the buffers that share it. Raises WeightsError for
     a buffer whose tensor is missing or has another shape or, without `cast`, another dtype.
@@ -187,11 +188,21 @@ def stored_shape(dtype: DType, shape: Shape) -> Shape:
 
 
 def _as_shaped(buffer: Buffer, tensor: Tensor) -> Tensor:
+    if buffer.part is not None:
+        tensor = _part_of(buffer, tensor, *buffer.part)
     if tuple(tensor.shape) != stored_shape(buffer.dtype, tuple(buffer.shape)):
         raise WeightsError(
             f"buffer {buffer.name!r} is {list(buffer.shape)}, its tensor {buffer.source!r} is {list(tensor.shape)}"
         )
     return tensor
+
+
+def _part_of(buffer: Buffer, tensor: Tensor, axis: int, first: int) -> Tensor:
+    """What a buffer holds of its source; the tensor itself where that has no such part."""
+    halves = 2 if buffer.dtype is DType.I4 and axis == len(buffer.shape) - 1 else 1
+    first, size = first // halves, buffer.shape[axis] // halves
+    fits = axis < tensor.dim() and first + size <= tensor.shape[axis]
+    return tensor.narrow(axis, first, size) if fits else tensor
 
 
 def _as_typed(buffer: Buffer, tensor: Tensor, cast: bool) -> Tensor:

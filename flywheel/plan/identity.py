@@ -43,12 +43,13 @@ def id_with(program: MegakernelProgram, variant: KernelVariant) -> str:
 
     target, pages, tasks = program.target, program.pages, program.tasks
     version = _AS_BEFORE.get(program.ir_version, program.ir_version)
-    digest = hashlib.sha256(_line(f"{version} {target.name if target else None!r} {_variant_text(variant)}"))
+    ranks = f" ranks={program.ranks}" if program.ranks > 1 else ""
+    digest = hashlib.sha256(_line(f"{version} {target.name if target else None!r} {_variant_text(variant)}{ranks}"))
     digest.update(lines_of_buffers(program))
     if pages is not None:
         digest.update(_line(repr(sorted(pages.buffer_to_page.items()))))
         digest.update("".join([f"{page.id} {page.space:d} {page.nbytes}\n" for page in pages.pages]).encode())
-    lines = lines_of_runs(program) if isinstance(tasks, Runs) else None
+    lines = lines_of_runs(program) if isinstance(tasks, Runs) and program.ranks == 1 else None
     digest.update("\n".join(_task_lines(tasks)).encode("utf-8", _ESCAPED) if lines is None else lines)
     return digest.hexdigest()[:16]
 
@@ -95,7 +96,9 @@ def _pieces(tasks: Sequence[Task], texts: dict[str, int]) -> Iterator[_Piece]:
     """Tasks grouped by identity: the tiles of a projection share their records."""
     number_of = _Numbers(texts)
     params = [number_of(task.params) for task in tasks]
-    keys = [(task.op, id(task.inputs), id(task.outputs), task.out_counter, id(task.waits)) for task in tasks]
+    keys = [
+        (task.op, id(task.inputs), id(task.outputs), task.out_counter, id(task.waits), task.rank) for task in tasks
+    ]
     first = 0
     for _, same in groupby(keys):
         end = first + sum(1 for _ in same)
@@ -106,7 +109,8 @@ def _pieces(tasks: Sequence[Task], texts: dict[str, int]) -> Iterator[_Piece]:
 
 def _head(alike: Task) -> str:
     waits = ",".join([f"{wait.counter}>={wait.threshold}" for wait in alike.waits])
-    return f"{alike.op:d} {list(alike.inputs)} {list(alike.outputs)} {alike.out_counter} {waits}"
+    rank = f" @{alike.rank}" if alike.rank else ""
+    return f"{alike.op:d} {list(alike.inputs)} {list(alike.outputs)} {alike.out_counter} {waits}{rank}"
 
 
 class _Numbers:

@@ -52,7 +52,10 @@ def make_plan(program: MegakernelProgram) -> Plan:
 
 
 def queues_of(program: MegakernelProgram) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """`order` and `first` of a plan. Raises InvalidProgramError that names the first task without an SM."""
+    """`order` and `first` of a plan. Raises InvalidProgramError for a program of several GPUs, and that names the first
+    task without an SM."""
+    if program.ranks > 1:
+        raise InvalidProgramError(f"program: {program.ranks} ranks, and a plan is of one GPU")
     num_sms = program.target.num_sms if program.target is not None else 0
     tasks = program.tasks
     placed = tasks.sms if isinstance(tasks, Runs) else [-1 if task.sm is None else task.sm for task in tasks]

@@ -52,7 +52,8 @@ def _plain_lines(buffers: Sequence[Buffer]) -> str:
 
 
 def _look(buffer: Buffer) -> str:
-    return f" {buffer.kind:d} {buffer.dtype:d} {tuple(buffer.shape)} {buffer.space:d} "
+    place = "" if not buffer.rank and buffer.part is None else f"@{buffer.rank} {buffer.part} "
+    return f" {buffer.kind:d} {buffer.dtype:d} {tuple(buffer.shape)} {buffer.space:d} {place}"
 
 
 def _pattern(buffers: Sequence[Buffer], layers: Layers) -> tuple[str, list[int], list[int]]:

@@ -17,6 +17,7 @@ class Node:
     out_counter: int
     sm: int | None
     label: str = ""
+    rank: int = 0
 
 
 @st.composite

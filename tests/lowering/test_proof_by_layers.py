@@ -28,6 +28,7 @@ from flywheel.ir.repeating import layers_of, local_layers, repeated, spelled_out
 from flywheel.ir.validate.by_layer import levels_of_safe_layers
 from flywheel.lowering import lower as lowering
 from flywheel.lowering import shared_pages
+from flywheel.lowering.paging import allocate_pages
 from flywheel.measure.floor import weight_bytes_read
 from flywheel.plan import program_id
 from flywheel.search.workload import Workload
@@ -69,7 +70,7 @@ def test_pages_pass_on_between_many_layers_as_if_each_were_looked_at(
     assert isinstance(program.tasks, Runs)
     assert program.pages is not None
     monkeypatch.setattr(shared_pages, "_SEEN", 99)
-    assert shared_pages.allocate_shared(program.buffers.spelled, program.tasks) == program.pages
+    assert allocate_pages(program.buffers.spelled, program.tasks, "graph_color") == program.pages
     assert levels(program) is not None
 
 

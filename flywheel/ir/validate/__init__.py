@@ -15,6 +15,7 @@ from flywheel.ir.validate.findings import CODES, Finding, Findings, ValidationRe
 from flywheel.ir.validate.liveness import check_queues, check_waits
 from flywheel.ir.validate.memory import check_pages, check_per_sm_buffers
 from flywheel.ir.validate.races import Accesses, check_races
+from flywheel.ir.validate.ranks import check_exchanges, check_places
 from flywheel.ir.validate.sequences import check_sequences
 from flywheel.ir.validate.structure import check_structure, is_complete
 from flywheel.ir.validate.tasks import check_tasks
@@ -58,10 +59,18 @@ def _counts(program: MegakernelProgram) -> dict[str, int]:
         "tasks": len(tasks),
         "buffers": len(program.buffers),
         "counters": len(program.counters),
-        "sms": len(tasks.used_sms if isinstance(tasks, Runs) else {task.sm for task in tasks} - {None}),
+        "sms": _used_sms(program),
         "weight_bytes": program.total_weight_bytes(),
         "scratch_bytes": program.pages.total_scratch_bytes if program.pages else 0,
     }
+
+
+def _used_sms(program: MegakernelProgram) -> int:
+    """Of all GPUs."""
+    tasks = program.tasks
+    if program.ranks == 1 and isinstance(tasks, Runs):
+        return len(tasks.used_sms)
+    return len({(task.rank, task.sm) for task in tasks if task.sm is not None})
 
 
 def _prove(program: MegakernelProgram, findings: Findings, stats: dict[str, int]) -> None:
@@ -77,6 +86,8 @@ def _prove(program: MegakernelProgram, findings: Findings, stats: dict[str, int]
     check_waits(program, findings)
     if not findings.errors:
         check_sequences(program, findings)
+    if not findings.errors:
+        check_places(program, findings)
     if findings.errors:
         return
     order = topological_positions(tasks)
@@ -88,10 +99,12 @@ def _prove(program: MegakernelProgram, findings: Findings, stats: dict[str, int]
         return
     check_queues(tasks, order, findings)
     accesses = Accesses(program, order)
-    stats["levels"] = accesses.order.depth
+    stats["levels"] = accesses.done.depth
     check_races(program, accesses, findings)
     check_per_sm_buffers(program, findings)
     check_pages(program, accesses, findings)
+    if not findings.errors:
+        check_exchanges(program, accesses, findings)
 
 
 def _check_gpu_label(program: MegakernelProgram, findings: Findings) -> None:

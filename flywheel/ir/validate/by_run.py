@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from flywheel.ir.access import TILED_OPS, WHOLE, Region, tile
 from flywheel.ir.dtype import PER_SM_SPACES, BufferKind
+from flywheel.ir.exchange import is_push
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.runs import Run, Runs, ends_of, task_of
@@ -20,6 +21,7 @@ from flywheel.ir.tiles import Stretch, Tile, Tiles, stretches_of
 from flywheel.ir.validate.findings import Findings
 from flywheel.ir.validate.memory import check_pages
 from flywheel.ir.validate.races import Accesses, check_races
+from flywheel.ir.validate.ranks import check_exchanges, check_places
 from flywheel.ir.validate.sequences import check_sequences
 from flywheel.ir.validate.tasks import check_tasks
 
@@ -32,7 +34,7 @@ def levels_of_safe_runs(program: MegakernelProgram) -> int | None:
     None where they might: then a look at every task says what. The program has runs, and a sound structure.
     """
     accesses = accesses_of_safe_runs(program)
-    return None if accesses is None else accesses.order.depth
+    return None if accesses is None else accesses.done.depth
 
 
 def accesses_of_safe_runs(program: MegakernelProgram) -> Accesses | None:
@@ -63,9 +65,14 @@ def accesses_of_safe_runs(program: MegakernelProgram) -> Accesses | None:
     firsts = tuple(
         [task_of(run, stretches_of(run.tiles)[0], first, 0) for run, first in zip(runs.runs, runs.first, strict=False)]
     )
+    check_places(replace(program, tasks=firsts), findings)
+    if findings.errors:
+        return None
     accesses = _RunAccesses(replace(program, tasks=firsts), runs.runs, columns)
     check_races(accesses.program, accesses, findings)
     check_pages(accesses.program, accesses, findings)
+    if not findings.errors:
+        check_exchanges(accesses.program, accesses, findings)
     return None if findings.errors or findings.warnings else accesses
 
 
@@ -187,5 +194,10 @@ class _RunAccesses(Accesses):
                 regions = [WHOLE]
 
     def read(self, index: int, operand: int) -> list[Region] | None:
-        """What the task reads; of a run of several tiles, which may read different columns, all."""
-        return super().read(index, operand) if self._single[index] else None
+        """What the task reads; of a run of several tiles that may read different columns, and are no pushes, all."""
+        apart = self._single[index] or (self._several and is_push(self.tasks[index]))
+        return super().read(index, operand) if apart else None
+
+    def pushed(self, index: int) -> list[Region] | None:
+        """Columns that all pushes of a run take: those that they write."""
+        return self._columns[index] if super().pushed(index) is not None else None

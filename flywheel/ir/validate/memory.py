@@ -20,13 +20,13 @@ def check_per_sm_buffers(program: MegakernelProgram, findings: Findings) -> None
         private |= {buffer for buffer, page in program.pages.buffer_to_page.items() if page in on_chip}
     if not private:
         return
-    owner: dict[int, int] = {}
+    owner: dict[int, tuple[int, int]] = {}
     for task in program.tasks:
         if task.sm is None:
             continue
         for buffer in private.intersection((*task.inputs, *task.outputs)):
-            if owner.setdefault(buffer, task.sm) != task.sm:
-                what = f"on-chip buffer {buffer} of SM {owner[buffer]} from SM {task.sm}"
+            if owner.setdefault(buffer, (task.rank, task.sm)) != (task.rank, task.sm):
+                what = f"on-chip buffer {buffer} of SM {owner[buffer][1]} from SM {task.sm}"
                 findings.error("per-sm-buffer", f"task {task.id} ({task.label}): uses {what}", task.id)
         if findings.full:
             return
@@ -38,8 +38,13 @@ def check_pages(program: MegakernelProgram, accesses: Accesses, findings: Findin
         return
     pages = {page.id: page for page in program.pages.pages}
     residents: dict[int, list[int]] = {}
+    homes: dict[int, int] = {}
     for number, page_number in sorted(program.pages.buffer_to_page.items()):
         fault = _misfit(number, page_number, accesses.buffers, pages)
+        if fault is None:
+            rank = accesses.buffers[number].rank
+            home = homes.setdefault(page_number, rank)
+            fault = None if home == rank else f"buffer {number} of rank {rank} -> page {page_number} of rank {home}"
         if fault is not None:
             findings.error("bad-page", fault)
             if findings.full:
@@ -105,5 +110,5 @@ class Lives:
 
     def pass_on(self, earlier: int, later: int) -> bool:
         """Whether all that use the one buffer are done before the other one is written."""
-        order, done = self._accesses.order, self._used[earlier]
+        order, done = self._accesses.done, self._used[earlier]
         return all(order.reached(done, group) for group in self._writer_classes[later])

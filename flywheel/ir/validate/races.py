@@ -26,6 +26,7 @@ from flywheel.ir.access import (
     writes_from,
 )
 from flywheel.ir.dtype import READONLY_KINDS, BufferKind
+from flywheel.ir.exchange import is_push, pushed_counters
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.order import HappensBefore
 from flywheel.ir.program import MegakernelProgram
@@ -61,14 +62,22 @@ def _tiled_params(tasks: Sequence[Task]) -> list[Any]:
 
 
 class Accesses:
-    """Who reads and writes what, and in which order. `order` is a topological order of positions."""
+    """Who reads and writes what, and in which order. `order` is a topological order of positions.
 
-    __slots__ = ("_first_rows", "_past_ends", "buffers", "multi_row", "order", "ranks", "tasks", "writes")
+    Of an attribute `order`, what comes before a task is visible to it; of `done`, it is over, on whatever GPU.
+    """
+
+    __slots__ = (
+        "_first_rows", "_past_ends", "_several", "buffers", "done", "multi_row", "order", "ranks", "tasks", "writes",
+    )  # fmt: skip
 
     def __init__(self, program: MegakernelProgram, order: Sequence[int]) -> None:
         self.tasks = program.tasks
         self.buffers: Mapping[int, Buffer] = {buffer.id: buffer for buffer in program.buffers}
-        self.order = HappensBefore(self.tasks, order)
+        self._several = program.ranks > 1
+        opaque = pushed_counters(self.tasks, self.buffers) if program.ranks > 1 else frozenset[int]()
+        self.done = HappensBefore(self.tasks, order)
+        self.order = HappensBefore(self.tasks, order, opaque) if opaque else self.done
         self.ranks: Sequence[int] = _ranks(order)
         self.multi_row = multi_row_buffers(self.tasks, self.buffers)
         self.writes: dict[int, list[Write]] = {}
@@ -112,7 +121,16 @@ class Accesses:
     def read(self, index: int, operand: int) -> list[Region] | None:
         """Columns of an operand that a task reads, None for all of them."""
         task = self.tasks[index]
+        if self._several and is_push(task):
+            return self.pushed(index)
         return None if task.inputs[operand] in self.multi_row else read_regions(task, operand)
+
+    def pushed(self, index: int) -> list[Region] | None:
+        """Columns that a push takes; None for all, where others write its input over another number of rows."""
+        params, source = self.tasks[index].params, self.tasks[index].inputs[0]
+        columns = tile(params)
+        agree = self.multi_row.get(source, 1) == tile_rows(params)
+        return [columns] if agree and columns is not None else None
 
     def past_end(self, task: Task, operand: int) -> int | None:
         """`past_rows_end`, looked at once for tasks that share op and params, as those of equal layers do."""

@@ -19,7 +19,7 @@ from flywheel.ir.version import ABI_MAX_RANK
 MAX_STEPS: Final = 64
 MAX_SLOT: Final = 1024
 
-NOT_PRIMITIVE: Final = frozenset({InstructionKind.FUSED, InstructionKind.NOP, InstructionKind.ALLREDUCE_SHARD})
+NOT_PRIMITIVE: Final = frozenset({InstructionKind.FUSED, InstructionKind.NOP})
 
 Slot = tuple[str, int]
 """An operand or result: ("in", k), ("s", j) or ("out", k)."""

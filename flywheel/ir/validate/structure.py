@@ -22,7 +22,7 @@ from flywheel.ir.show import show
 from flywheel.ir.target import GpuTarget
 from flywheel.ir.tiles import stretches_of
 from flywheel.ir.validate.findings import Findings
-from flywheel.ir.version import ABI_MAX_RANK
+from flywheel.ir.version import ABI_MAX_RANK, MAX_RANKS
 
 INT32: Final = 2**31
 INT64: Final = 2**63
@@ -216,6 +216,12 @@ def _shape(value: Any) -> bool:
     )
 
 
+def _is_part(value: Any) -> bool:
+    if value is None:
+        return True
+    return len(value) == 2 and _ints(value) and 0 <= value[0] < ABI_MAX_RANK and 0 <= value[1] < INT32
+
+
 def _waits(value: Any) -> bool:
     for wait in value:
         if type(wait) is not Wait:
@@ -271,6 +277,7 @@ _TEXT: Final = frozenset({str})
 _REAL: Final = frozenset({int, float})
 _FLAG: Final = frozenset({bool})
 _ID: Final = _int("id", "an int in 0..2^31 - 1", "bad-id", 0, INT32 - 1)
+_RANK: Final = _int("rank", f"an int in 0..{MAX_RANKS - 1}", "rank-range", 0, MAX_RANKS - 1)
 
 
 def _real(field: str) -> Rule:
@@ -282,6 +289,7 @@ RULES: Final[Mapping[type, tuple[Rule, ...]]] = {
         Rule("meta", _DICT, "an object", each=_names),
         Rule("ir_version", _TEXT, "a string"),
         Rule("abi_version", _TEXT, "a string"),
+        _int("ranks", f"an int in 1..{MAX_RANKS}", "rank-range", 1, MAX_RANKS),
         *(Rule(name, _LIST, "a list") for name in ("buffers", "counters")),
         Rule("tasks", _LIST | {Runs}, "a list"),
         Rule("target", frozenset({GpuTarget, _NONE}), "a GpuTarget or null"),
@@ -296,6 +304,8 @@ RULES: Final[Mapping[type, tuple[Rule, ...]]] = {
         Rule("shape", _LIST, f"1..{ABI_MAX_RANK} positive ints of at most 2^40 elements", "bad-shape", each=_shape),
         _enum("space", MemSpace),
         Rule("source", _TEXT | {_NONE}, "a string or null"),
+        _RANK,
+        Rule("part", frozenset({tuple, _NONE}), "(axis, first place) or null", "bad-shape", each=_is_part),
     ),
     Counter: (
         _ID,
@@ -314,6 +324,7 @@ RULES: Final[Mapping[type, tuple[Rule, ...]]] = {
         _int("est_bytes", f"a count of at most {MAX_EST_BYTES:,}", "bad-param", 0, MAX_EST_BYTES),
         _int("est_flops", f"a count of at most {MAX_EST_FLOPS:,}", "bad-param", 0, MAX_EST_FLOPS),
         Rule("label", _TEXT, "a string"),
+        _RANK,
     ),
     Page: (
         _ID,

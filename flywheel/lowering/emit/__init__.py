@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from flywheel.ir import InstructionKind
 from flywheel.lowering.emit.attention import emit_attention, emit_combine, merge_limit, partial_names
+from flywheel.lowering.emit.exchange import emit_exchange
 from flywheel.lowering.emit.pointwise import emit_single
 from flywheel.lowering.emit.projection import emit_projection
 from flywheel.lowering.emit.scope import Scope
@@ -13,6 +14,7 @@ from flywheel.lowering.fusion import Group
 from flywheel.lowering.work import TileSet
 
 _CACHE_OPS = (InstructionKind.KV_APPEND, InstructionKind.ATTENTION_TILE)
+_EXCHANGES = (InstructionKind.ALLREDUCE_SHARD, InstructionKind.COPY)
 
 
 def emit_block(scope: Scope, groups: Sequence[Group]) -> list[TileSet]:
@@ -24,6 +26,8 @@ def emit_block(scope: Scope, groups: Sequence[Group]) -> list[TileSet]:
         kinds = {op.kind for op in group.ops}
         if InstructionKind.GEMV_TILE in kinds:
             sets += emit_projection(scope, group, left if group.merges else ())
+        elif not kinds.isdisjoint(_EXCHANGES):
+            sets += emit_exchange(scope, group.ops[0])
         elif kinds.isdisjoint(_CACHE_OPS):
             sets += emit_single(scope, group.ops[0])
         else:

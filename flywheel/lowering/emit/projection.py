@@ -32,7 +32,8 @@ def _emit_unit(
     scope: Scope, before: Sequence[Op], anchors: Sequence[Op], after: Sequence[Op], partials: Sequence[str], stage: str
 ) -> TileSet:
     name, output = anchors[0].name, after[-1].output if after else anchors[0].output
-    n_out = scope.tensor(anchors[0].inputs[1]).shape[0]
+    first, stop = anchors[0].rows or (0, scope.tensor(anchors[0].inputs[1]).shape[0])
+    n_out = stop - first
     sizes = {anchor.name: scope.tiling.rows(anchor.name, n_out) for anchor in anchors}
     if len(set(sizes.values())) > 1:
         wanted = ", ".join(f"{key}={rows}" for key, rows in sizes.items())
@@ -52,7 +53,7 @@ def _emit_unit(
     tiles = Tiles(
         [
             Stretch(
-                {**own, "N_tile": rows, "n_off": start, **({} if plain else {"recipe": recipes[rows]})},
+                {**own, "N_tile": rows, "n_off": first + start, **({} if plain else {"recipe": recipes[rows]})},
                 sum(_tile_bytes(scope, anchor, rows) for anchor in anchors),
                 2 * rows * depth * len(anchors) * batch,
                 count,
@@ -86,7 +87,7 @@ def _recipe(
         first = {} if scope.tensor(op.inputs[1]).format is None else {"n_off": 0}
         params = {**op.params, **first, **_over_rows(batch)}
         values[op.output] = builder.step(
-            _matrix_op(batch), args, rows, dtype if out else scope.dtype, params, out, batch
+            _matrix_op(batch), args, rows, scope.tensor(op.output).dtype, params, out, batch
         )
     for op in after:
         args = [values.get(operand) or _own_columns(builder, operand, rows, scope) for operand in op.inputs]

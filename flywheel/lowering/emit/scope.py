@@ -16,11 +16,16 @@ PARTIAL_EXTRA: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """One block of `graph` being emitted under `tiling`; `tensors` are those of the block and of what encloses it."""
+    """One block of `graph` being emitted under `tiling`; `tensors` are those of the block and of what encloses it.
+
+    `graph` is that of GPU `rank` of `ranks`.
+    """
 
     graph: Graph
     tiling: Tiling
     tensors: Mapping[str, Tensor]
+    rank: int = 0
+    ranks: int = 1
 
     @property
     def dtype(self) -> DType:

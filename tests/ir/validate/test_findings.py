@@ -20,6 +20,7 @@ from flywheel.ir import (
     validate,
 )
 from flywheel.ir.validate.findings import CODES, STRICT_CODES, Finding, ValidationResult
+from tests.ir.two_ranks import FAULTS, two_ranks
 
 Change = Callable[..., MegakernelProgram]
 Plant = Callable[[MegakernelProgram, Change, Change], object]
@@ -162,6 +163,7 @@ CASES: list[tuple[str, str, Plant]] = [
     ("unknown-param", "recipe", lambda p, task, buffer: task(p, 101, params={"recipe": {}})),
     ("gpu-label", "other", lambda p, task, buffer: replace(p, meta={"gpu": "b200"})),
     ("gpu-label", "not-a-name", lambda p, task, buffer: replace(p, meta={"gpu": None})),
+    *[(code, name, lambda p, task, buffer, plant=plant: plant(two_ranks())) for name, (code, plant) in FAULTS.items()],
 ]  # fmt: skip
 
 

@@ -1,0 +1,250 @@
+"""Programs of several GPUs: who touches whose memory, and whether all of them run the same exchanges.
+
+Source: docs/ir.md, "Ranks".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from flywheel.ir.access import Region, tile, uncovered
+from flywheel.ir.exchange import is_push, shards_added, surely_read
+from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.records import Buffer, Task
+from flywheel.ir.validate.findings import Findings
+from flywheel.ir.validate.races import Accesses
+
+
+def check_places(program: MegakernelProgram, findings: Findings) -> None:
+    """Ranks are the program's; only pushes write another GPU's memory; a counter is awaited on one GPU, and signalled
+    from another one by pushes to it alone. Tasks have passed the rules of single tasks and of waits."""
+    _check_ranks(program, findings)
+    if program.ranks == 1 or findings.errors:
+        return
+    buffers = {buffer.id: buffer for buffer in program.buffers}
+    homes: dict[int, Task] = {}
+    for task in {(id(task.waits), task.rank): task for task in reversed(program.tasks)}.values():
+        for wait in task.waits:
+            other = homes.setdefault(wait.counter, task)
+            if other.rank != task.rank:
+                text = f"awaits counter {wait.counter}, as task {other.id} of rank {other.rank} does"
+                findings.error("remote-counter", f"{_name(task)} {text}", task.id)
+    for task in _distinct(program.tasks):
+        _check_task(task, buffers, homes, findings)
+        if findings.full:
+            return
+
+
+def _check_ranks(program: MegakernelProgram, findings: Findings) -> None:
+    bound = f"is not in 0..{program.ranks - 1}"
+    for buffer in program.buffers:
+        if buffer.rank >= program.ranks and not findings.full:
+            findings.error("rank-range", f"buffer {buffer.id} ({buffer.name}): rank={buffer.rank} {bound}")
+    for task in program.tasks:
+        if task.rank >= program.ranks and not findings.full:
+            findings.error("rank-range", f"task {task.id} ({task.label}): rank={task.rank} {bound}", task.id)
+
+
+def _distinct(tasks: Sequence[Task]) -> Sequence[Task]:
+    """One task for all that share operands, counter, recipe and rank."""
+    keys = [
+        (id(t.inputs), id(t.outputs), t.out_counter, id(t.params.get("recipe")), "n_off" in t.params, t.rank)
+        for t in tasks
+    ]
+    return list(dict(zip(reversed(keys), reversed(tasks), strict=True)).values())[::-1]
+
+
+def _check_task(task: Task, buffers: Mapping[int, Buffer], homes: Mapping[int, Task], findings: Findings) -> None:
+    where = {buffers[number].rank for number in task.outputs}
+    away = where - {task.rank}
+    if any(buffers[number].rank != task.rank for number in task.inputs):
+        far = next(buffers[number] for number in task.inputs if buffers[number].rank != task.rank)
+        findings.error("remote-access", f"{_name(task)} reads {_what(far)}", task.id)
+    if away and not is_push(task):
+        far = next(buffers[number] for number in task.outputs if buffers[number].rank != task.rank)
+        findings.error("remote-access", f"{_name(task)} writes {_what(far)}, and is no push", task.id)
+    home = homes.get(task.out_counter)
+    if home is not None and home.rank not in (where if away else {task.rank}):
+        text = f"signals counter {task.out_counter}, which tasks of rank {home.rank} await"
+        findings.error("remote-counter", f"{_name(task)} {text}", task.id)
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """What one rank pushes of one buffer: columns and buffer by destination."""
+
+    source: Buffer
+    columns: dict[int, list[Region]] = field(default_factory=dict)
+    images: dict[int, list[Buffer]] = field(default_factory=dict)
+
+
+def check_exchanges(program: MegakernelProgram, accesses: Accesses, findings: Findings) -> None:
+    """What is pushed is written once and read on its GPU in the same launch; all ranks run the same exchanges."""
+    if program.ranks == 1:
+        return
+    pushes = [
+        index
+        for index, task in enumerate(accesses.tasks)
+        if task.outputs and accesses.buffers[task.outputs[0]].rank != task.rank
+    ]
+    for number in dict.fromkeys([accesses.tasks[index].outputs[0] for index in pushes]):
+        _check_arrivals(number, accesses, findings)
+        if findings.full:
+            return
+    exchanges = _exchanges(program.ranks, pushes, accesses)
+    if not findings.errors:
+        _check_collectives(exchanges, accesses, findings)
+
+
+def _check_arrivals(number: int, accesses: Accesses, findings: Findings) -> None:
+    """Of a buffer that others push into: every element is written once; what is pushed is awaited and read here."""
+    tasks, buffer, order = accesses.tasks, accesses.buffers[number], accesses.order
+    writes = sorted(accesses.writes[number])
+    for first, second in pairwise(writes):
+        if second[0] < first[1]:
+            text = f"{_name(tasks[second[2]])} writes columns {second[0]}.. of {_what(buffer)}"
+            again = f"task {tasks[first[2]].id} ({tasks[first[2]].label})"
+            findings.error("push-again", f"{text}, which {again} writes in the same launch", tasks[second[2]].id)
+            return
+    readers = [
+        (index, operand)
+        for index, task in enumerate(tasks)
+        if task.rank == buffer.rank
+        for operand, read in enumerate(task.inputs)
+        if read == number
+    ]
+    width = accesses.width(buffer)
+    for start, end, index in writes:
+        if tasks[index].rank == buffer.rank:
+            continue
+        seen = sorted(
+            [
+                region
+                for reader, operand in readers
+                if order.before(tasks, index, reader)
+                for region in _read(reader, operand, width, accesses)
+            ]
+        )
+        gaps = uncovered(seen, start, min(end, width))
+        if gaps:
+            text = f"{_name(tasks[index])} pushes columns {gaps[0][0]}..{gaps[0][1]} of {_what(buffer)}"
+            findings.error("push-unread", f"{text}, which nothing there awaits and reads", tasks[index].id)
+            return
+
+
+def _read(reader: int, operand: int, width: int, accesses: Accesses) -> list[Region]:
+    task = accesses.tasks[reader]
+    regions = surely_read(task, operand)
+    if regions is None:
+        return [(0, width)]
+    own = tile(task.params)
+    return [
+        piece for region in regions for piece in (_written(reader, accesses) if region == own else [region])
+    ]
+
+
+def _written(index: int, accesses: Accesses) -> list[Region]:
+    """The columns of its first output that a task, or all the tiles that it stands for, writes."""
+    number = accesses.tasks[index].outputs[0]
+    width = accesses.width(accesses.buffers[number])
+    return [(start, min(end, width)) for start, end, writer in accesses.writes[number] if writer == index]
+
+
+def _exchanges(ranks: int, pushes: Sequence[int], accesses: Accesses) -> list[list[_Exchange]]:
+    """By rank, what it pushes, in the order of the list."""
+    found: list[dict[int, _Exchange]] = [{} for _ in range(ranks)]
+    for index in pushes:
+        task = accesses.tasks[index]
+        source, image = (accesses.buffers[number] for number in (task.inputs[0], task.outputs[0]))
+        exchange = found[task.rank].setdefault(source.id, _Exchange(source))
+        exchange.columns.setdefault(image.rank, []).extend(_written(index, accesses))
+        images = exchange.images.setdefault(image.rank, [])
+        if image not in images:
+            images.append(image)
+    for exchange in [each for by_source in found for each in by_source.values()]:
+        exchange.columns = {rank: _united(columns) for rank, columns in exchange.columns.items()}
+    return [list(by_source.values()) for by_source in found]
+
+
+def _united(columns: Sequence[Region]) -> list[Region]:
+    united: list[Region] = []
+    for start, end in sorted(columns):
+        if united and start <= united[-1][1]:
+            united[-1] = (united[-1][0], max(united[-1][1], end))
+        else:
+            united.append((start, end))
+    return united
+
+
+def _check_collectives(exchanges: Sequence[Sequence[_Exchange]], accesses: Accesses, findings: Findings) -> None:
+    ranks = len(exchanges)
+    counts = [len(each) for each in exchanges]
+    if len(set(counts)) > 1:
+        findings.error("collective", f"ranks push {', '.join(map(str, counts))} buffers: not the same exchanges")
+        return
+    for rank, listed in enumerate(exchanges):
+        for exchange in listed:
+            fault = _fault(exchange, [other for other in range(ranks) if other != rank])
+            if fault is not None:
+                findings.error("collective", f"rank {rank}: {_what(exchange.source)} {fault}")
+    if findings.errors:
+        return
+    for number, together in enumerate(zip(*exchanges, strict=True)):
+        looks = {(each.source.dtype, tuple(each.source.shape)) for each in together}
+        if len(looks) > 1:
+            shown = ", ".join(_what(each.source) for each in together)
+            findings.error("collective", f"exchange {number}: {shown} are not of one shape and dtype")
+        else:
+            _check_together(number, together, accesses, findings)
+        if findings.full:
+            return
+
+
+def _fault(exchange: _Exchange, others: Sequence[int]) -> str | None:
+    if sorted(exchange.images) != list(others):
+        return f"is pushed to ranks {sorted(exchange.images)}, not to {list(others)}"
+    if any(len(images) > 1 for images in exchange.images.values()):
+        return "is pushed into several buffers of a rank"
+    source = exchange.source
+    if any((i.dtype, tuple(i.shape)) != (source.dtype, tuple(source.shape)) for (i,) in exchange.images.values()):
+        return "is pushed into a buffer of another shape or dtype"
+    if any(columns != exchange.columns[others[0]] for columns in exchange.columns.values()):
+        return "is pushed in other columns to one rank than to another"
+    return None
+
+
+def _check_together(number: int, together: Sequence[_Exchange], accesses: Accesses, findings: Findings) -> None:
+    """One exchange of all ranks: each pushes another part of one whole, or all push shards that are added."""
+    ranks = range(len(together))
+    shards = [[together[k].source if k == rank else together[k].images[rank][0] for k in ranks] for rank in ranks]
+    if all(len({buffer.id for buffer in row}) == 1 for row in shards):
+        return  # each has the whole; that nothing is written twice or not at all is checked of all buffers
+    columns = [next(iter(each.columns.values())) for each in together]
+    if any(each != columns[0] for each in columns):
+        findings.error("collective", f"exchange {number}: ranks push shards of other columns: {columns[:2]}")
+        return
+    made: list[set[tuple[object, ...]]] = []
+    for rank in ranks:
+        made.append(set())
+        wanted = tuple([buffer.id for buffer in shards[rank]])
+        for task in accesses.tasks:
+            if task.rank != rank or is_push(task) or not set(wanted).intersection(task.inputs):
+                continue
+            if shards_added(task) != wanted:
+                text = f"reads a shard of exchange {number}, and does not add all of them in the order of ranks"
+                findings.error("collective", f"{_name(task)} {text}", task.id)
+                return
+            out = accesses.buffers[task.outputs[0]]
+            made[rank].add((out.dtype, tuple(out.shape)))
+    if any(each != made[0] for each in made):
+        findings.error("collective", f"exchange {number}: sums are of several shapes or dtypes")
+
+
+def _name(task: Task) -> str:
+    return f"task {task.id} ({task.label}) of rank {task.rank}"
+
+
+def _what(buffer: Buffer) -> str:
+    return f"buffer {buffer.id} ({buffer.name}) of rank {buffer.rank}"

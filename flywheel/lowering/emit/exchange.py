@@ -1,0 +1,63 @@
+"""What GPUs exchange: each pushes its columns to all others; summands are added where they arrive."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from flywheel.ir import InstructionKind, Stretch, Tiles
+from flywheel.ir.recipe import RecipeBuilder
+from flywheel.lowering.emit.scope import Scope
+from flywheel.lowering.work import TileSet
+from flywheel.models.graph import Op
+
+_K = InstructionKind
+
+_MAKERS: Final = {"attn_sum": "o_proj", "mlp_sum": "down_proj", "logits_share": "lm_head"}
+"""The product whose tiles an exchange has."""
+
+
+def emit_exchange(scope: Scope, op: Op) -> list[TileSet]:
+    """The pushes of a GPU's columns, those of one tile of the product in a task, to each other GPU; and where they are
+    summands, the tasks that add so many columns of all."""
+    adds = op.kind is _K.ALLREDUCE_SHARD
+    own = op.inputs[scope.rank] if adds else op.inputs[0]
+    pushed = _tiles(scope, op, own)
+    others = [rank for rank in range(scope.ranks) if rank != scope.rank]
+    name = f"{op.name}.push"
+    sets = []
+    for rank in others:
+        there, arrived = (f"{own}@{rank}",), f"{op.name}.in@{rank}"
+        sets.append(TileSet(name, f"{name}.{rank}", _K.FUSED, (own,), there, arrived, pushed, pushes=True))
+    if adds:
+        sets.append(TileSet(op.name, op.name, _K.FUSED, op.inputs, (op.output,), op.name, _tiles(scope, op, None)))
+    return sets
+
+
+def _tiles(scope: Scope, op: Op, pushed: str | None) -> Tiles:
+    """Tiles that copy their columns of `pushed`, or that add them of all inputs."""
+    batch = scope.graph.batch
+    first, stop = op.rows or (0, scope.tensor(op.inputs[0]).width)
+    own = {} if batch == 1 else {"M_tile": batch}
+    stretches = []
+    for start, rows, count in scope.tiling.cuts(_MAKERS[op.name], stop - first):
+        recipe = _sum(scope, op, rows, own) if pushed is None else _copy(scope, pushed, rows, own)
+        params = {**own, "N_tile": rows, "n_off": first + start, "recipe": recipe}
+        flops = rows * batch * (len(op.inputs) if pushed is None else 0)
+        stretches.append(Stretch(params, 0, flops, count))
+    return Tiles(stretches)
+
+
+def _copy(scope: Scope, name: str, rows: int, own: dict[str, int]) -> dict[str, Any]:
+    builder = RecipeBuilder()
+    builder.step(_K.COPY, [builder.operand(name)], rows, scope.tensor(name).dtype, own, "final", scope.graph.batch)
+    return builder.build()
+
+
+def _sum(scope: Scope, op: Op, rows: int, own: dict[str, int]) -> dict[str, Any]:
+    builder, batch = RecipeBuilder(), scope.graph.batch
+    args = [
+        builder.step(_K.COPY, [builder.operand(name)], rows, scope.tensor(name).dtype, own, rows=batch)
+        for name in op.inputs
+    ]
+    builder.step(op.kind, args, rows, scope.tensor(op.output).dtype, {}, "final", batch)
+    return builder.build()

@@ -1,0 +1,155 @@
+"""Programs of several GPUs: what each does, by names that tell whose a thing is, in one list.
+
+Source: docs/ir.md, "Ranks". `NAME@RANK` is what that GPU has. Where one GPU has all, names have no such ending.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Final
+
+from flywheel.errors import ConfigError
+from flywheel.ir import Run, ScheduleConfig
+from flywheel.ir.dtype import DType
+from flywheel.ir.layers import Layers
+from flywheel.lowering.emit.scope import Scope
+from flywheel.lowering.placement import dealt, overridden, policy_of
+from flywheel.lowering.work import TileSet
+from flywheel.models.graph import Block, Graph, Tensor
+
+FOLLOWING: Final = (".push", "_sum")
+"""Ends of the names of what pushes and adds."""
+
+_BITS: Final = {16: None, 32: DType.F32}
+"""Type of summands by `tiling.exchange.bits`; None: the one that is computed in."""
+
+
+def graphs_of(graph: Graph, config: ScheduleConfig) -> tuple[Graph, ...]:
+    """The graphs of all GPUs, with summands of the type that the config says. Raises ConfigError."""
+    asked = config.tiling.get("exchange", {})
+    if not graph.ranks:
+        if asked:
+            raise ConfigError("tiling.exchange: one GPU exchanges nothing")
+        return (graph,)
+    bits = asked.get("bits", 32)
+    if bits not in _BITS:
+        raise ConfigError(f"tiling.exchange.bits={bits} is not 16 or 32")
+    wide = _BITS[bits]
+    dtype = graph.dtype if wide is None else wide
+    return tuple([replace(each, layer=_with_summands(each.layer, dtype)) for each in graph.ranks])
+
+
+def _with_summands(layer: Block, dtype: DType) -> Block:
+    made = {name for op in layer.ops if len(op.inputs) > 1 and op.inputs[0].endswith(".p0") for name in op.inputs}
+    tensors = {
+        name: replace(tensor, dtype=dtype) if name in made else tensor for name, tensor in layer.tensors.items()
+    }
+    return replace(layer, tensors=tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The tensors in sight of all GPUs, one block of which is stamped."""
+
+    scopes: Sequence[Scope]
+
+    def tensor(self, name: str) -> Tensor:
+        """What a name means, that of one GPU where there are several."""
+        local, _, rank = name.partition("@")
+        return self.scopes[int(rank or 0)].tensor(local)
+
+    def rank(self, name: str) -> int:
+        """Whose it is."""
+        return int(name.partition("@")[2] or 0)
+
+    def all_of(self, name: str) -> list[str]:
+        """What all GPUs call so."""
+        return [name] if len(self.scopes) == 1 else [f"{name}@{rank}" for rank in range(len(self.scopes))]
+
+
+def joined(by_rank: Sequence[Sequence[TileSet]]) -> list[TileSet]:
+    """The sets of one block of all GPUs, each as far as it gets until it needs what another one has yet to push."""
+    if len(by_rank) == 1:
+        return list(by_rank[0])
+    queues = [[_named(each, rank) for each in sets] for rank, sets in enumerate(by_rank)]
+    pushes = Counter([name for sets in queues for each in sets if each.pushes for name in each.outputs])
+    left, result = [list(reversed(sets)) for sets in queues], list[TileSet]()
+    while any(left):
+        before = len(result)
+        for sets in left:
+            while sets and (sets[-1].pushes or not any(pushes[name] for name in sets[-1].inputs)):
+                result.append(sets.pop())
+                pushes.subtract(result[-1].outputs if result[-1].pushes else ())
+        assert len(result) > before, "GPUs that wait for each other's pushes"
+    return result
+
+
+def _named(each: TileSet, rank: int) -> TileSet:
+    def name(text: str) -> str:
+        return text if "@" in text else f"{text}@{rank}"
+
+    return replace(
+        each,
+        stage=name(each.stage),
+        inputs=tuple(map(name, each.inputs)),
+        outputs=tuple(map(name, each.outputs)),
+        signal=name(each.signal),
+        rank=rank,
+    )
+
+
+def place_ranks(
+    runs: Sequence[Run],
+    stages: Sequence[str],
+    num_sms: int,
+    assignment: str | Mapping[int, int],
+    layers: Layers | None,
+    ranks: int,
+) -> array[int]:
+    """SM of every task, on its GPU. Raises ConfigError as `place` does.
+
+    What pushes or adds the columns of a product stands where the tiles of that product do.
+    """
+    policy = policy_of(assignment)
+    start, stop, times = (layers.runs.start, layers.runs.stop, layers.times) if layers is not None else (0, 0, 1)
+    leaders = _leaders(runs)
+    hands = []
+    for rank in range(ranks):
+        own = [index for index, run in enumerate(runs) if run.rank == rank and leaders[index] is None]
+        template = sum(index < start for index in own), sum(index < stop for index in own), times
+        hands.append(
+            iter(dealt([runs[index] for index in own], [stages[index] for index in own], num_sms, policy, template))
+        )
+    sms = array("q")
+    places: dict[int, array[int]] = {}
+    for index in [*range(start), *list(range(start, stop)) * times, *range(stop, len(runs))]:
+        leader = leaders[index]
+        if leader is None:
+            places[index] = array("q", islice(hands[runs[index].rank], len(runs[index].tiles)))
+        else:
+            places[index] = places[leader]
+        sms.extend(places[index])
+    return sms if isinstance(assignment, str) else overridden(sms, assignment, num_sms)
+
+
+def _leaders(runs: Sequence[Run]) -> list[int | None]:
+    """The run on its GPU that makes, in as many tiles, what a run pushes or adds; None of others."""
+
+    def alike(one: Run, other: Run) -> bool:
+        return len(one.tiles) == len(other.tiles)
+
+    made: dict[tuple[int, int], int] = {}
+    leaders: list[int | None] = []
+    for index, run in enumerate(runs):
+        leader = None
+        if run.label.endswith(FOLLOWING):
+            found = [made.get((number, run.rank)) for number in run.inputs]
+            leader = next((each for each in found if each is not None and alike(runs[each], run)), None)
+        leaders.append(leader)
+        for number in run.outputs:
+            made[number, run.rank] = index if leader is None else leader
+    return leaders

@@ -1,0 +1,139 @@
+"""A decode step shared by several GPUs: what each of them does, and what they exchange. Source: docs/ir.md, "Ranks"."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from flywheel.errors import ConfigError
+from flywheel.ir import MAX_RANKS, BufferKind, DType, InstructionKind
+from flywheel.models.decoder import decode_step
+from flywheel.models.formats import HEAD, PLAIN, WeightFormats
+from flywheel.models.graph import Block, Graph, Op, Tensor, scales_of, zeros_of
+from flywheel.models.spec import DecoderSpec
+
+_K = InstructionKind
+
+ROW_QUANTUM: Final = 16
+"""Rows of the head's matrix that one GPU has are a multiple of it, but for the last one's."""
+
+SUMS: Final = {"attn_out": ("attn_sum", "attn_add"), "mlp_out": ("mlp_sum", "mlp_add")}
+"""Product of which each GPU has a summand -> the operation that adds them, and the one that adds the residual."""
+
+SHARE: Final = "logits_share"
+"""The operation by which each GPU sends the others its logits."""
+
+
+def shared_step(
+    spec: DecoderSpec, context: int, dtype: DType, batch: int, formats: WeightFormats = PLAIN, ranks: int = 1
+) -> Graph:
+    """The graph of `decode_step`, with the graphs of `ranks` GPUs that share it as `ranks`, where they are several.
+
+    Each GPU has its part of the heads of q, k and v, of the rows of gate and up and of the vocabulary, and the columns
+    of o and down that multiply what it has made. What o and down make is a summand, F32; all GPUs add all summands in
+    the order of ranks, the first of which has the residual in it. Norms and the embedding are on every GPU. Where there
+    are fewer KV heads than GPUs, several have the same one.
+
+    Raises ConfigError as `decode_step` does, and where the heads, the rows or a format's blocks cannot be shared out.
+    """
+    whole = decode_step(spec, context, dtype, batch, formats)
+    if ranks == 1:
+        return whole
+    check_ranks(spec, ranks)
+    local = replace(
+        spec,
+        n_heads=spec.n_heads // ranks,
+        n_kv_heads=max(1, spec.n_kv_heads // ranks),
+        intermediate=spec.intermediate // ranks,
+    )
+    part = decode_step(local, context, dtype, batch, formats)
+    return replace(whole, ranks=tuple(_of_rank(spec, whole, part, formats, rank, ranks) for rank in range(ranks)))
+
+
+def check_ranks(spec: DecoderSpec, ranks: int) -> None:
+    """Raises ConfigError, with the numbers, where so many GPUs cannot share a model."""
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ConfigError(f"{spec.name}: ranks {ranks} is not in 1..{MAX_RANKS}")
+    for name, count in (("n_heads", spec.n_heads), ("intermediate", spec.intermediate)):
+        if count % ranks:
+            raise ConfigError(f"{spec.name}: {name}={count} is not a multiple of {ranks} ranks")
+    if spec.n_kv_heads % ranks and ranks % spec.n_kv_heads:
+        raise ConfigError(f"{spec.name}: n_kv_heads={spec.n_kv_heads} and {ranks} ranks: neither divides the other")
+
+
+def _of_rank(
+    spec: DecoderSpec, whole: Graph, part: Graph, formats: WeightFormats, rank: int, ranks: int
+) -> Graph:
+    head = rank * spec.n_kv_heads // ranks
+    layer = {name: _part(spec, name, part.layer, whole.layer, rank, head) for name in part.layer.tensors}
+    named = replace(part, first_kv_head=head)
+    streams = dict(zip(part.streams, named.streams, strict=True))
+    for cache in [name for name, tensor in layer.items() if tensor.kind is BufferKind.KV_CACHE]:
+        side, _, stream = cache.partition(".")
+        name = f"{side}.{streams[stream]}"
+        layer[f"{name}."] = replace(layer.pop(cache), name=name)
+    layer = {name.removesuffix("."): tensor for name, tensor in layer.items()}
+    ops: list[Op] = []
+    for op in part.layer.ops:
+        ops += _summed(op, layer, rank, ranks)
+    return replace(
+        named, layer=Block(layer, tuple(ops)), epilogue=_vocabulary(spec, part.epilogue, formats, rank, ranks)
+    )
+
+
+def _summed(op: Op, tensors: dict[str, Tensor], rank: int, ranks: int) -> list[Op]:
+    """The operation, or what stands for it where it makes a summand or adds the residual to one."""
+    if op.output in SUMS:
+        made = tensors[op.output]
+        for each in range(ranks):
+            name = summand(op.output, each)
+            tensors[name] = replace(made, name=name, dtype=DType.F32)
+        tensors[op.output] = replace(made, dtype=DType.F32)
+        return [op if rank == 0 else replace(op, output=summand(op.output, rank))]
+    for product, (name, residual) in SUMS.items():
+        if op.name == residual:
+            summands = tuple([summand(product, each) for each in range(ranks)])
+            total = Op(name, _K.ALLREDUCE_SHARD, summands, op.output)
+            return [replace(op, output=summands[0]), total] if rank == 0 else [total]
+    return [op]
+
+
+def summand(product: str, rank: int) -> str:
+    """Name of what a GPU has made of a product that all of them add."""
+    return f"{product}.p{rank}"
+
+
+def _vocabulary(spec: DecoderSpec, block: Block, formats: WeightFormats, rank: int, ranks: int) -> Block:
+    """The head with a part of the vocabulary, whose logits go to all others; each chooses of all of them."""
+    grains = -(-spec.vocab // ROW_QUANTUM)
+    shared = formats.of(HEAD)
+    grain = 1 if shared is None else -(-min(shared.rows_per_scale((spec.vocab, 1)), spec.vocab) // ROW_QUANTUM)
+    first, stop = (
+        min(spec.vocab, grains * number // ranks // grain * grain * ROW_QUANTUM) if number < ranks else spec.vocab
+        for number in (rank, rank + 1)
+    )
+    if first >= stop:
+        raise ConfigError(f"{spec.name}: vocab={spec.vocab} has no rows for rank {rank} of {ranks}")
+    ops = [replace(op, rows=(first, stop)) if op.output == "logits" else op for op in block.ops]
+    place = next(index for index, op in enumerate(ops) if op.output == "logits")
+    share = Op(SHARE, _K.COPY, ("logits",), "logits", rows=(first, stop))
+    return Block(block.tensors, (*ops[: place + 1], share, *ops[place + 1 :]))
+
+
+def _part(spec: DecoderSpec, name: str, part: Block, whole: Block, rank: int, head: int) -> Tensor:
+    """A tensor of a layer, as a part of the whole model's where it is less."""
+    tensor, source = part.tensors[name], whole.tensors.get(name)
+    if tensor.kind is not BufferKind.WEIGHT or source is None or source.shape == tensor.shape:
+        return tensor
+    axis = 0 if source.shape[0] != tensor.shape[0] else 1
+    matrix = name.removesuffix(zeros_of("")).removesuffix(scales_of(""))
+    size, shape = part.tensors[matrix].shape[axis], whole.tensors[matrix].shape
+    first = head * spec.head_dim if matrix[0] in "kv" else rank * size
+    format = whole.tensors[matrix].format
+    unit = 1
+    if name != matrix and format is not None:
+        unit = format.rows_per_scale(shape) if axis == 0 else format.group_of(shape)
+    if first % unit or size % unit:
+        what = "rows" if axis == 0 else "columns"
+        raise ConfigError(f"{spec.name}: {matrix}: {size} {what} a rank are no multiple of the {unit} of a scale")
+    return replace(tensor, part=(axis, first // unit))

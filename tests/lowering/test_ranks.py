@@ -1,0 +1,218 @@
+"""Programs that several GPUs share, lowered, proved and run by the reference VM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flywheel.errors import ConfigError
+from flywheel.ir import (
+    TARGETS,
+    BufferKind,
+    DType,
+    MegakernelProgram,
+    ScheduleConfig,
+    program_from_json,
+    program_to_json,
+    validate,
+)
+from flywheel.ir.exchange import is_push
+from flywheel.lowering.lower import lower
+from flywheel.models.decoder import decode_step
+from flywheel.models.eager import EagerDecoder
+from flywheel.models.formats import PLAIN, parse_formats
+from flywheel.models.quantise import quantised
+from flywheel.models.sharding import shared_step
+from flywheel.models.spec import DecoderSpec
+from flywheel.models.weights import bind, random_weights
+from flywheel.plan import program_id
+from flywheel.tensors import TORCH_DTYPES
+from flywheel.vm.reference import ReferenceVM
+from flywheel.vm.reference.memory import tensor_shape
+
+TARGET = replace(TARGETS["h200"], name="few", num_sms=6)
+SPEC = DecoderSpec("tiny", "llama", 64, 128, 4, 8, 4, 16, 200, 1e4, 1e-5, 64)
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"tied_head": True},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+}
+FUSED = (
+    ("attn_norm", "q_proj", "k_proj", "v_proj"),
+    ("attn_combine", "o_proj", "attn_add"),
+    ("mlp_norm", "gate_proj", "up_proj", "silu_mul"),
+    ("down_proj", "mlp_add"),
+    ("final_norm", "lm_head"),
+)
+PLAIN_CONFIG = ScheduleConfig(page_allocation="none")
+FUSED_CONFIG = ScheduleConfig(
+    {"attention": {"kv_block": 16}, "gemv": {"N_tile": 16}}, fusion_grouping=FUSED, page_allocation="none"
+)
+
+
+def shared(
+    spec: DecoderSpec = SPEC,
+    ranks: int = 2,
+    config: ScheduleConfig = PLAIN_CONFIG,
+    batch: int = 1,
+    dtype: DType = DType.F32,
+    weights: str | None = None,
+) -> MegakernelProgram:
+    formats = PLAIN if weights is None else parse_formats(weights, dtype.name.lower())
+    return lower(shared_step(spec, 48, dtype, batch, formats, ranks), config, TARGET)
+
+
+def launched(
+    program: MegakernelProgram,
+    weights: Mapping[str, Tensor],
+    tokens: list[list[int]],
+    order: str = "list",
+    seed: int = 0,
+) -> list[dict[str, Tensor]]:
+    """What launches make of the tokens of each position, from position 0 on."""
+    caches = {
+        buffer.name: torch.zeros(tensor_shape(buffer), dtype=TORCH_DTYPES[buffer.dtype])
+        for buffer in program.buffers
+        if buffer.kind is BufferKind.KV_CACHE
+    }
+    bound = ReferenceVM(program).bind({**bind(program, weights), **caches})
+    results = []
+    for position, row in enumerate(tokens):
+        fed = {
+            buffer.name: torch.tensor(row if buffer.name.startswith("token_id") else [position] * len(row)).int()
+            for buffer in program.buffers
+            if buffer.kind is BufferKind.IO_INPUT
+        }
+        results.append(bound.step(fed, position, order, seed))
+    return results
+
+
+def check(program: MegakernelProgram, spec: DecoderSpec, weights: Mapping[str, Tensor], batch: int = 1) -> None:
+    """Logits of all ranks are the same bits, and the oracle's."""
+    tokens = [[(7 * position + 3 * row + 1) % spec.vocab for row in range(batch)] for position in range(4)]
+    results = launched(program, weights, tokens)
+    for row in range(batch):
+        oracle = EagerDecoder(spec, weights, torch.float32, 48)
+        for position, each in enumerate(results):
+            wanted = oracle.step(tokens[position][row], position)
+            for rank in range(program.ranks):
+                assert torch.equal(each[f"logits@{rank}"], each["logits@0"])
+                assert torch.equal(each[f"next_token@{rank}"], each["next_token@0"])
+            torch.testing.assert_close(each["logits@0"][row], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "ranks"), [*((family, 2) for family in FAMILIES), ("qwen3", 4), ("llama", 8)])
+def test_every_family_makes_the_oracles_logits_on_several_ranks(family: str, ranks: int) -> None:
+    spec = replace(SPEC, family=family, **FAMILIES[family])  # type: ignore[arg-type]
+    program = shared(spec, ranks, FUSED_CONFIG)
+    assert validate(program, strict=True).ok
+    check(program, spec, random_weights(spec, 0, torch.float32))
+
+
+@pytest.mark.parametrize("batch", [2, 8])
+def test_rows_of_a_batch_each_get_the_oracles_logits(batch: int) -> None:
+    check(shared(batch=batch, config=FUSED_CONFIG), SPEC, random_weights(SPEC, 0, torch.float32), batch)
+
+
+def test_unfused_schedules_make_the_oracles_logits() -> None:
+    check(shared(), SPEC, random_weights(SPEC, 0, torch.float32))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4-g32", "fp8-tensor", "int4-g32,lm_head=int8"])
+def test_a_ranks_part_of_a_quantised_matrix_has_its_scales(weights: str) -> None:
+    formats = parse_formats(weights, "f32")
+    given = quantised(SPEC, random_weights(SPEC, 0, torch.float32), formats, DType.F32)
+    check(shared(weights=weights), SPEC, given)
+
+
+@pytest.mark.parametrize("config", [PLAIN_CONFIG, FUSED_CONFIG], ids=["plain", "fused"])
+def test_every_firing_order_gives_the_same_bits(config: ScheduleConfig) -> None:
+    program, weights = shared(config=config, dtype=DType.BF16), random_weights(SPEC, 0)
+    first, *others = [
+        launched(program, weights, [[5], [9]], order, seed)[-1]
+        for order, seed in [("list", 0), *(("adversarial", seed) for seed in range(5)), ("queues", 0), ("queues", 1)]
+    ]
+    for other in others:
+        assert all(torch.equal(tensor, first[name]) for name, tensor in other.items())
+
+
+def test_summands_are_of_the_type_that_the_config_says() -> None:
+    for bits, dtype in ((16, DType.BF16), (32, DType.F32)):
+        config = replace(PLAIN_CONFIG, tiling={"exchange": {"bits": bits}})
+        program = shared(config=config, dtype=DType.BF16)
+        assert {each.dtype for each in program.buffers if "_out.p" in each.name} == {dtype}
+
+
+def test_what_cannot_be_shared_out_is_refused_with_the_numbers() -> None:
+    for change, ranks, text in (
+        ({"n_heads": 6, "n_kv_heads": 3}, 4, "n_heads=6 is not a multiple of 4"),
+        ({"n_heads": 6, "n_kv_heads": 3}, 2, "n_kv_heads=3 and 2 ranks"),
+        ({"intermediate": 100}, 8, "intermediate=100 is not a multiple of 8"),
+        ({}, 9, "ranks 9 is not in 1..8"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            shared(replace(SPEC, **change), ranks)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="exchange"):
+        lower(decode_step(SPEC, 48), ScheduleConfig({"exchange": {"bits": 16}}), TARGET)
+    with pytest.raises(ConfigError, match="bits=8"):
+        shared(config=ScheduleConfig({"exchange": {"bits": 8}}))
+
+
+def test_a_program_of_several_ranks_is_the_same_after_a_file() -> None:
+    program = shared(config=FUSED_CONFIG)
+    text = program_to_json(program)
+    again = program_from_json(text)
+    assert program_to_json(again) == text
+    assert (again.ranks, program_id(again)) == (2, program_id(program))
+    assert validate(again, strict=True).ok
+
+
+@pytest.mark.parametrize("policy", ["graph_color", "linear"])
+def test_pages_are_of_one_rank_and_hold_nothing_that_is_exchanged(policy: str) -> None:
+    for config in (PLAIN_CONFIG, FUSED_CONFIG):
+        program = shared(ranks=4, config=replace(config, page_allocation=policy))
+        assert validate(program, strict=True).ok
+        assert program.pages is not None
+        buffers = {buffer.id: buffer for buffer in program.buffers}
+        homes: dict[int, set[int]] = {}
+        for number, page in program.pages.buffer_to_page.items():
+            homes.setdefault(page, set()).add(buffers[number].rank)
+            assert "_out.p" not in buffers[number].name
+        assert all(len(ranks) == 1 for ranks in homes.values())
+        assert {rank for ranks in homes.values() for rank in ranks} == {0, 1, 2, 3}
+
+
+def test_each_weight_is_on_one_rank_or_on_all() -> None:
+    program = shared(ranks=4)
+    parts: dict[str, list[tuple[int, int]]] = {}
+    for buffer in program.buffers:
+        if buffer.name.startswith("L1.") and buffer.part is not None:
+            axis, first = buffer.part
+            parts.setdefault(buffer.name.partition("@")[0], []).append((first, buffer.shape[axis]))
+    sides = {name.removeprefix("L1.").removesuffix("_proj.w") for name in parts}
+    assert sides == {"q", "k", "v", "o", "gate", "up", "down"}
+    for found in parts.values():
+        assert sorted(first for first, _ in found) == [number * found[0][1] for number in range(4)]
+
+
+def test_a_tile_is_pushed_and_added_where_it_is_made() -> None:
+    program = shared(config=replace(FUSED_CONFIG, sm_assignment="load_balance"))
+    places = {}
+    for task in program.tasks:
+        if task.label in ("L1.o_proj", "L1.attn_sum", "L1.attn_sum.push"):
+            places.setdefault((task.rank, task.params["n_off"]), set()).add(task.sm)
+    assert places
+    assert all(len(sms) == 1 for sms in places.values())
+
+
+def test_every_rank_pushes_what_it_made_to_every_other() -> None:
+    program = shared(ranks=4)
+    homes = {buffer.id: buffer.rank for buffer in program.buffers}
+    routes = {(task.rank, homes[task.outputs[0]]) for task in program.tasks if is_push(task)}
+    assert routes == {(one, other) for one in range(4) for other in range(4) if one != other}
