@@ -33,6 +33,8 @@ _FINAL_SAMPLES: Final = 10
 """Of a round: how a program happens to lie differs from one loading to the next as much as samples do, so more rounds
 tell more than more samples."""
 _WARMUP: Final = 3
+_TURNED_WARMUP: Final = 1
+"""In turn with rivals that stayed loaded: the judge has just launched the candidate."""
 
 
 class CudaBench:
@@ -124,8 +126,8 @@ class CudaBench:
             if not verdicts[0].passed:
                 return Contest(Incorrect(verdicts[0], str(verdicts[0].reason)))
             sessions = [session, *(kept for kept, _ in self._kept)]
-            times = time_sessions(sessions, *self._last, samples=_SAMPLES, warmup=_WARMUP, dismissing=True)
-            latency = _summarise(times[:1])
+            times = time_sessions(sessions, *self._last, samples=_SAMPLES, warmup=_TURNED_WARMUP, dismissing=True)
+            latency = _summarise(times[:1], _TURNED_WARMUP)
             if all(latency.median_us <= _summarise([samples]).median_us for samples in times[1:]):
                 latency = self._with_batch(session, latency)
             wrong = [self._judge_last(*each) for each in zip(sessions, examined, strict=True)]
@@ -184,7 +186,7 @@ def _contest(
     """Of programs that were timed together; all had the GPU in the state that `first` has."""
     outcomes: list[TrialOutcome] = []
     for program, verdict, fault, rounds in zip(programs, verdicts, wrong, times_us, strict=True):
-        latency = first if not outcomes else replace(_summarise(rounds), gpu_state=first.gpu_state)
+        latency = first if not outcomes else replace(_summarise(rounds, first.warmup), gpu_state=first.gpu_state)
         if not verdict.passed:
             outcomes.append(Incorrect(verdict, str(verdict.reason)))
         else:
@@ -194,8 +196,8 @@ def _contest(
     )
 
 
-def _summarise(rounds: Sequence[Sequence[float]]) -> MeasuredLatency:
-    return summarise([us for samples in rounds for us in samples], _WARMUP)
+def _summarise(rounds: Sequence[Sequence[float]], warmup: int = _WARMUP) -> MeasuredLatency:
+    return summarise([us for samples in rounds for us in samples], warmup)
 
 
 def judge_latency(program: MegakernelProgram, latency: MeasuredLatency, verdict: Verdict) -> Measured | Implausible:

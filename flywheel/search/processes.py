@@ -16,6 +16,7 @@ from flywheel.errors import FlywheelError, WorkerDiedError
 from flywheel.ir import ScheduleConfig
 from flywheel.measure.contest import Contest
 from flywheel.measure.environment import Environment
+from flywheel.process import prompt_threads
 from flywheel.search.evaluate import Prepared
 from flywheel.search.forks import fork
 from flywheel.search.station import Predicting, Setup, Station
@@ -107,10 +108,11 @@ def serve(lanes: Sequence[Connection], setup: Setup, environ: Mapping[str, str])
     threading.excepthook = _end_process
     station = Station(setup, environ)
     threads = [threading.Thread(target=partial(_serve_lane, station, lane), daemon=True) for lane in lanes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with prompt_threads():  # what was measured is answered while the next one is prepared
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     station.close()
 
 
