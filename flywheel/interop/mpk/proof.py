@@ -12,10 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from flywheel.interop.mpk.explain import Clashes, report_clashes, tensor_at
-from flywheel.interop.mpk.graph import (
-    END,
-    MpkGraph,
-)
+from flywheel.interop.mpk.graph import END, INVALID, MpkGraph, is_remote
 from flywheel.interop.mpk.joint import Joint, counter_of, join, mirrored, n_ranks
 from flywheel.interop.mpk.structure import check_graph, check_joins, check_queue_lengths
 from flywheel.ir.clocks import QueueClocks
@@ -122,6 +119,8 @@ def _prove(
     report_clashes(Clashes(joint, graphs, races.clashes), findings)
     if not findings.errors:
         _report_mixed(races, findings)
+    if not findings.errors:
+        _report_missed(graphs, races, findings)
     for code, found, text in (
         ("late-read", races.late, "which only later tasks write: what the iteration before left there"),
         ("unwritten-read", joint.gaps, "where no task writes it"),
@@ -160,6 +159,31 @@ def _report_mixed(races: Races, findings: Findings) -> None:
         if node.turn and counter in awaited and not races.before.reached((counter,), races.before.wait_class[index]):
             text = "may signal its event while a task of this one that signals it, too, is not done"
             findings.error("mixed-iterations", f"{races.joint.name(index)}: {text}", node.place)
+            if findings.full:
+                return
+
+
+def _report_missed(graphs: Sequence[MpkGraph], races: Races, findings: Findings) -> None:
+    """A wait that is tagged as another GPU's compares for equality: it must be over before the next iteration's signals
+    of its event, or it may never see its number."""
+    tagged = {
+        (graph.rank, place)
+        for graph in graphs
+        for place, task in enumerate(graph.tasks)
+        if task.dependent != INVALID and is_remote(task.dependent)
+    }
+    nodes = races.joint.nodes
+    signalling: dict[int, set[int]] = {}
+    for index, node in enumerate(nodes):
+        if node.turn:
+            signalling.setdefault(node.out_counter - counter_of(0, 0, 1), set()).add(races.before.wait_class[index])
+    for index, node in enumerate(nodes):
+        if node.turn or (node.rank, node.place) not in tagged:
+            continue
+        later = {group for wait in node.waits for group in signalling.get(wait.counter, ())}
+        if not all(races.before.reached((node.out_counter,), group) for group in later):
+            text = "waits for a number of signals that the next iteration's may have passed before it looks"
+            findings.error("missed-signal", f"{races.joint.name(index)}: {text}", node.place)
             if findings.full:
                 return
 

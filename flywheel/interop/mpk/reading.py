@@ -35,6 +35,9 @@ _TASK: Final = ("task_type", "variant_id", "inputs", "outputs", "trigger_event",
 _EVENT: Final = ("event_type", "num_triggers", "first_task_id", "last_task_id")
 _NUMBERS: Final = ("task_type", "variant_id", "trigger_event", "dependent_event")
 
+MAX_INDENT: Final = 16
+"""Most spaces of indentation that a file is written with: a tree of lines is as long as its indentation is deep."""
+
 _U64: Final = 1 << 64
 _I32: Final = 1 << 31
 
@@ -127,7 +130,7 @@ def _rank(tasks: tuple[MpkTask, ...]) -> int:
 def _layout(text: str) -> Layout:
     body = text.rstrip()
     lines = body.split("\n", 2)
-    indent = None if len(lines) == 1 else len(lines[1]) - len(lines[1].lstrip(" "))
+    indent = None if len(lines) == 1 else min(MAX_INDENT, len(lines[1]) - len(lines[1].lstrip(" ")))
     return Layout(indent, text[len(body) :])
 
 

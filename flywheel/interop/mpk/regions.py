@@ -18,6 +18,8 @@ MAX_TOUCHED: Final = 10_000_000
 """Most cells that all accesses may touch, each counted as often as it is touched."""
 MAX_RUNS: Final = 1024
 """Most rows of a piece that are looked at one by one."""
+MAX_RECTS: Final = 1_000_000
+"""Most rectangles that the pieces of a tensor are cut from; it counts whole where there may be more."""
 _WHOLE: Final = 1 << 62
 """More bytes than a tensor has."""
 
@@ -147,8 +149,15 @@ def grid_of(
 ) -> tuple[Grid, int]:
     """How a tensor, named by rank and name, is cut of which pieces are used, each so many times; and how many cells
     they touch, at most `most` where it is cut."""
+    whole = Grid(*whose, base, None, (), ()), sum(times for _, times in uses)
     pitches = {step for tensor, _ in uses for _, _, step, count in runs_of(tensor) if count > 1}
     pitch = min(pitches, default=None)
+    most_rects = 0
+    for tensor, _ in uses:
+        runs = runs_of(tensor)
+        most_rects += 3 * sum(1 if step == pitch else min(count, MAX_RUNS) for *_, step, count in runs)
+        if most_rects > MAX_RECTS:
+            return whole
     rows: set[int] = set()
     columns: set[int] = set()
     shapes = [(rects_of(tensor, pitch), times) for tensor, times in uses]
@@ -160,7 +169,7 @@ def grid_of(
     touched = sum(_touched(grid, rects) * times for rects, times in shapes) * layers
     if rows and touched <= most:
         return grid, touched
-    return Grid(*whose, base, None, (), ()), sum(times for _, times in shapes)
+    return whole
 
 
 def _touched(grid: Grid, rects: Sequence[Rect]) -> int:

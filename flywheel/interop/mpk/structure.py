@@ -43,6 +43,7 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
         "cycle": "tasks that wait for each other",
         "queue-deadlock": "workers' queues that block for ever",
         "queue-overflow": "more tasks than a worker's queue holds",
+        "missed-signal": "a wait for exactly so many signals, which the next iteration's may pass before it looks",
         "mixed-iterations": "an event that the next iteration may signal in place of this one",
         "race-read": "a read that is in no order with a write of the same bytes",
         "race-write": "two writes of the same bytes that are in no order",

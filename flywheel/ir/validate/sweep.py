@@ -47,6 +47,9 @@ class Swept:
     late: list[tuple[int, int]]
 
 
+MAX_CLASHES: Final = 100_000
+"""Clashes after which a sweep names no more."""
+
 NO_TOUCHES: Final = Touches()
 
 _By = dict[int, list[int]]
@@ -54,7 +57,8 @@ _By = dict[int, list[int]]
 
 
 def sweep(steps: Sequence[Step], order: Sequence[int], before: HappensBefore, touches: Sequence[Touches]) -> Swept:
-    """All neighbours in `order`, which is topological, that touch a cell in no order, at least one of them writing."""
+    """Neighbours in `order`, which is topological, that touch a cell in no order, at least one of them writing: all, or
+    where there are more, about MAX_CLASHES of them."""
     state = _State(steps, before, touches)
     for index in order:
         touch = touches[index]
@@ -115,6 +119,8 @@ class _State:
         return self._before.reached(tuple(sorted(signals)), self._before.wait_class[index])
 
     def _blame(self, index: int, pairs: Sequence[tuple[int, _By]], writes: tuple[bool, bool]) -> None:
+        if len(self.swept.clashes) >= MAX_CLASHES:
+            return
         blamed = set()
         group = self._before.wait_class[index]
         for cell, by in pairs:

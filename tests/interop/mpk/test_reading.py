@@ -138,3 +138,9 @@ def test_a_file_with_any_values_changed_is_refused_or_judged(
         for workers in (None, 3):
             result = check([found], workers)
             assert result.ok == (not result.errors)
+
+
+def test_an_indentation_deeper_than_any_writer_s_is_not_written_back(sample: Callable[[str], bytes]) -> None:
+    data = json.dumps(json.loads(sample("micro_2layer")), indent=600).encode()
+    found = read_graph(data)
+    assert len(write_graph(found.document, found.layout)) < len(data) / 10

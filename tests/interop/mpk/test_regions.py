@@ -81,3 +81,12 @@ def test_a_tensor_with_too_many_cuts_is_one_cell() -> None:
 
 def test_a_piece_without_elements_covers_nothing() -> None:
     assert runs_of(Tensor("t", 8, (3, 0), (4, 1), BF16)) == []
+
+
+def test_a_tensor_of_more_rectangles_than_can_be_cut_counts_whole() -> None:
+    rows = [Tensor("t", 2 * place, (1000, 1), (1000 + place % 7, 1), BF16) for place in range(2000)]
+    grid, touched = grid_of((0, "t"), 0, [(tensor, 1) for tensor in rows], 1)
+    assert (grid.columns, grid.size, touched) == ((), 1, 2000)
+    alike = [Tensor("t", 2 * place, (1000, 1), (4000, 1), BF16) for place in range(2000)]
+    grid, touched = grid_of((0, "t"), 0, [(tensor, 1) for tensor in alike], 1)
+    assert (grid.size, touched) == (2000, 2000)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flywheel.interop.mpk.graph import INVALID, event_id
-from flywheel.interop.mpk.proof import check
+from flywheel.interop.mpk.proof import check, races_of
 from flywheel.interop.mpk.reading import read_graph
 
 IDENTITY, PUT, SPLITK = 121, 301, 163
@@ -139,3 +139,26 @@ def test_a_signal_of_the_next_iteration_does_not_stand_in_for_one_of_this() -> N
     assert _codes(sender, receiver) == ["race-write"]
     send["outputs"] = [_tensor("nullptr")]
     assert _codes(sender, receiver) == ["mixed-iterations"]
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+def test_a_wait_for_equality_that_the_next_iteration_may_overtake_is_rejected(tagged: bool) -> None:
+    """Rank 0 sends again when rank 1 has answered, whose other task may not have looked yet."""
+    send = _task(PUT, "x", "s", trigger=event_id(1, 2, True))
+    answer = _task(PUT, "x", "s", event_id(1, 2), event_id(0, 2, True))
+    send["outputs"] = answer["outputs"] = [_tensor("nullptr")]
+    done = _task(IDENTITY, "x", "o", event_id(0, 2, True), event_id(0, 3))
+    waiter = _task(IDENTITY, "B", "o", event_id(1, 2, tagged), event_id(1, 3))
+    sender = _graph([send, done], [_event(900, 1), _event(910, 1)])
+    receiver = _graph([answer, waiter], [_event(900, 1), _event(910, 1)], rank=1)
+    assert _codes(sender, receiver) == (["missed-signal"] if tagged else [])
+
+
+def test_a_sweep_names_some_of_many_races(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flywheel.ir.validate.sweep.MAX_CLASHES", 50)
+    adding = [_task(SPLITK, "xw", "C", trigger=2) for _ in range(40)]
+    reading = [_task(IDENTITY, "C", chr(200 + place), trigger=2) for place in range(40)]
+    document = _graph([*adding, *reading], [_event(910, 80)])
+    assert _codes(document) == ["race-read"]
+    found = races_of([read_graph(json.dumps(document).encode())], None, {})
+    assert 50 <= len(found.clashes) < 100
