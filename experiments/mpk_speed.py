@@ -2,8 +2,8 @@
 
     python experiments/mpk_speed.py > results/mpk_speed.txt
 
-`any` is under any placement, `queues` under MPK's queues of 128 workers. The last two graphs are of two ranks, whose two
-iterations are proved together; in the last one, which is racy, what no order leads to is looked for to the end.
+`any` is under any placement, `queues` under MPK's queues of 128 workers. The last two graphs are of two ranks, whose
+two iterations are proved together; in the last one, which is racy, what no order leads to is looked for to the end.
 """
 
 from __future__ import annotations

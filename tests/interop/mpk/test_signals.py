@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -155,7 +156,7 @@ def test_a_wait_for_equality_that_the_next_iteration_may_overtake_is_rejected(ta
 
 
 def test_a_sweep_names_some_of_many_races(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flywheel.ir.validate.sweep.MAX_CLASHES", 50)
+    monkeypatch.setattr(import_module("flywheel.ir.validate.sweep"), "MAX_CLASHES", 50)
     adding = [_task(SPLITK, "xw", "C", trigger=2) for _ in range(40)]
     reading = [_task(IDENTITY, "C", chr(200 + place), trigger=2) for place in range(40)]
     document = _graph([*adding, *reading], [_event(910, 80)])
