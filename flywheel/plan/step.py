@@ -202,9 +202,12 @@ def _take_codes(steps: dict[int, Step], form: Form) -> None:
     made = [step.args[1] for step in steps.values() if step.matrix]
     for index, step in list(steps.items()):
         maker = steps.get(step.args[1] - RESULT_REF) if step.matrix else None
-        if maker is None or maker.op is not _K.DEQUANT or len(step.args) != 2 or made.count(step.args[1]) != 1:
+        if maker is None or maker.op is not _K.DEQUANT or made.count(step.args[1]) != 1:
             continue
         if step.params.get("n_off") != 0 or any(ref >= RESULT_REF for ref in maker.args):
+            continue
+        bias = [_copied_columns(steps, form, ref) for ref in step.args[2:]]
+        if ABSENT in bias:
             continue
         q, scales, *zeros = (form.inputs[ref] for ref in maker.args)
         zero = zeros[0].dtype if zeros else None
@@ -216,8 +219,20 @@ def _take_codes(steps: dict[int, Step], form: Form) -> None:
             coding, maker.args[1], maker.args[2] if zeros else ABSENT,
             int(maker.params["group"]), int(maker.params.get("rows_per_scale", 1)),
         )  # fmt: skip
-        steps[index] = replace(step, args=(step.args[0], maker.args[0]), params=params, coded=coded)
-        del steps[step.args[1] - RESULT_REF]
+        steps[index] = replace(step, args=(step.args[0], maker.args[0], *bias), params=params, coded=coded)
+        for ref in step.args[1:]:
+            del steps[ref - RESULT_REF]
+
+
+def _copied_columns(steps: Mapping[int, Step], form: Form, ref: int) -> int:
+    """The input of which a result is the task's own columns, unrounded, for one step alone; ABSENT where it is not."""
+    copied = steps.get(ref - RESULT_REF)
+    if copied is None or copied.op is not _K.COPY or copied.args[0] >= RESULT_REF or not form.columns:
+        return ABSENT
+    used = sum(step.args.count(ref) for step in steps.values())
+    own = {"n_off", "N_tile"} & copied.params.keys() or copied_rows(copied) != 1 or used != 1
+    exact = copied.result.dtype is form.inputs[copied.args[0]].dtype
+    return copied.args[0] if exact and not own and form.written[copied.args[0]] is None else ABSENT
 
 
 def _absorb(steps: dict[int, Step], index: int, product: int, epilogue: Epilogue, other: int) -> None:

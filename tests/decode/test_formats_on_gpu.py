@@ -26,7 +26,7 @@ from flywheel.vm.driver import Gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-SPEC = DecoderSpec("small", "llama", 512, 640, 2, 8, 2, 64, 520, 1e5, 1e-5, 4096)
+SPEC = DecoderSpec("small", "qwen2", 512, 640, 2, 8, 2, 64, 520, 1e5, 1e-5, 4096, qkv_bias=True)
 FUSED = (
     ("attn_norm", "q_proj", "k_proj", "v_proj"), ("k_rope", "k_append", "v_append", "q_rope", "attention"),
     ("attn_combine", "o_proj", "attn_add"), ("mlp_norm", "gate_proj", "up_proj", "silu_mul"),

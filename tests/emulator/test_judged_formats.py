@@ -20,7 +20,7 @@ from flywheel.models.formats import parse_formats
 from flywheel.models.spec import DecoderSpec
 from flywheel.tensors import TORCH_DTYPES
 
-SPEC = DecoderSpec("small", "llama", 256, 384, 2, 4, 2, 64, 520, 1e5, 1e-5, 512)
+SPEC = DecoderSpec("small", "qwen2", 256, 384, 2, 4, 2, 64, 520, 1e5, 1e-5, 512, qkv_bias=True)
 CONTEXT = 96
 FUSED = (
     ("attn_norm", "q_proj", "k_proj", "v_proj"), ("k_rope", "k_append", "v_append", "q_rope", "attention"),
