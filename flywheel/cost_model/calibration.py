@@ -18,7 +18,7 @@ from flywheel.ir.show import show
 from flywheel.measure.latency import PredictedLatency
 
 FORMAT: Final = "flywheel-machine"
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 
 _LEAST: Final = 1e-6
 _MOST: Final = 1e9

@@ -55,7 +55,8 @@ class Consumer:
     A task costs `warp_us * warps`: barriers and the last reduction grow with a block's warps. Groups of matrix warps
     take chunks in turn, each in `chunk_us` besides its bytes; these come at a rate that saturates with the warps: half
     of `bytes_per_us` at `half_warps`. Arithmetic that no tensor core does runs at `flops_per_warp_us` a warp, at the
-    same time as the bytes.
+    same time as the bytes. A warp decodes quantised weights before it multiplies them: the part of the time that more
+    warps shorten is `fp8_times`, `int8_times` or `int4_times` that of BF16's bytes.
     """
 
     warp_us: float
@@ -63,6 +64,9 @@ class Consumer:
     bytes_per_us: float
     half_warps: float
     flops_per_warp_us: float
+    fp8_times: float
+    int8_times: float
+    int4_times: float
 
     def task_us(self, warps: int, staged: float = 1.0) -> float:
         """Time of one task besides its bytes, in a block of so many warps, of which only a part is not saved."""
@@ -72,26 +76,17 @@ class Consumer:
         """Time for the chunks of so many bytes, of matrices that are quantised to `codes`."""
         rounds = ceil(nbytes / variant.chunk_bytes / variant.chunk_groups)
         own = min(nbytes, rounds * variant.chunk_bytes) * self.half_warps / variant.chunk_warps
-        slower = max([DECODING[each] for each in codes], default=1.0)
-        return rounds * self.chunk_us + (nbytes + own) / self.bytes_per_us * slower
+        own *= max([self._times(each) for each in codes], default=1.0)
+        return rounds * self.chunk_us + (nbytes + own) / self.bytes_per_us
 
+    def _times(self, codes: DType) -> float:
+        return {DType.F8E4M3: self.fp8_times, DType.I8: self.int8_times, DType.I4: self.int4_times}[codes]
 
-_BF16_CYCLES: Final = 3.06
-"""In which an H200's SM multiplies 512 bytes of BF16 fragments: VM.bytes_per_us at 1.8 GHz."""
-
-DECODING: Final = MappingProxyType(
-    {
-        codes: 1.0 + (integers - 1.0) / 2 / _BF16_CYCLES
-        for codes, integers in ((DType.I8, 12.8), (DType.F8E4M3, 18.9), (DType.I4, 22.0))
-    }
-)
-"""How much longer a byte of quantised weights takes the warps that multiply. Not calibrated: 512 bytes take so many
-integer instructions of a warp where those of BF16 take one, and an SM issues two of them in a cycle."""
 
 _FLOPS_PER_WARP_US: Final = 36e3
 """Of one warp of an H200 that attends: 0.45 us for 16 more tokens of 64 values and 4 heads, all FMAs."""
 
-VM: Final = Consumer(0.008801, 0.348, 301.2e3, 1.278, _FLOPS_PER_WARP_US)
+VM: Final = Consumer(0.008801, 0.348, 301.2e3, 1.278, _FLOPS_PER_WARP_US, 7.0, 5.0, 12.0)
 """The matrix warps of the CUDA VM: weights packed in fragment order as the A operand of `mma.m16n8k16`."""
 
 

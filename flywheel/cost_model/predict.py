@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flywheel.cost_model.demand import Demand
     from flywheel.cost_model.engine import Queues, Trace
 
-MODEL_VERSION: Final = "5"
+MODEL_VERSION: Final = "6"
 """Changes whenever the same program may get another prediction."""
 
 

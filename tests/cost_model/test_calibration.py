@@ -74,7 +74,7 @@ def edit(*path: str, value: Any = None, remove: bool = False) -> Callable[[dict[
     ("change", "fact"),
     [
         (edit("format", value="flywheel-schedule"), "is not a flywheel-machine file"),
-        (edit("version", value=1), "version 1 is not 2; run flywheel calibrate again"),
+        (edit("version", value=1), "version 1 is not 3; run flywheel calibrate again"),
         (edit("model_version", value="1"), f"model_version '1' is not '{MODEL_VERSION}'; run flywheel calibrate again"),
         (edit("machine", value=[]), "machine is not an object"),
         (edit("machine", remove=True), "machine is not an object"),

@@ -6,7 +6,7 @@ import pytest
 
 from flywheel.cost_model import MACHINES, machine_for
 from flywheel.cost_model.machine import VM
-from flywheel.ir import TARGETS, ScheduleConfig
+from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.plan import KernelVariant, kernel_variant
 
 KIB = 1024
@@ -81,6 +81,18 @@ def test_chunks_go_to_groups_of_warps_in_turn() -> None:
     assert VM.chunks_us(0, four) == 0.0
     assert VM.chunks_us(1 << 20, four) < VM.chunks_us(1 << 20, shared)
     assert VM.chunks_us(1 << 20, four) < VM.chunks_us(1 << 20, two)
+
+
+def test_warps_take_their_formats_times_as_long_and_more_of_them_shorten_it() -> None:
+    block, count = variant(), 1 << 20
+    plain = replace(VM, chunk_us=0.0)
+    shared_us = count / plain.bytes_per_us
+    own_us = plain.chunks_us(count, block) - shared_us
+    for codes, times in ((DType.F8E4M3, VM.fp8_times), (DType.I8, VM.int8_times), (DType.I4, VM.int4_times)):
+        assert plain.chunks_us(count, block, (codes,)) == pytest.approx(shared_us + times * own_us)
+        assert plain.chunks_us(count, variant(matrix=2), (codes,)) > plain.chunks_us(count, block, (codes,))
+    both = plain.chunks_us(count, block, (DType.I8, DType.I4))
+    assert both == max(plain.chunks_us(count, block, (each,)) for each in (DType.I8, DType.I4))
 
 
 def test_a_task_costs_more_in_a_block_of_more_warps_and_less_where_its_operand_is_there() -> None:
