@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
@@ -17,9 +18,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Two loaded cores make any deadline flaky, and a failure has to repeat on another machine.
 settings.register_profile(
-    "ci", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+    "flywheel", deadline=None, derandomize=True, max_examples=examples(50), suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile("ci")
+settings.load_profile("flywheel")
 
 KEPT_S = 14 * 86400
 """How long a kernel of the GPU is kept."""

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from effort import examples
 from strangers import TARGETS, Strangers
 
-CASES = 12
+CASES = examples(12)
 """Of each target; the files that were hard are in other tests, by name."""
 
 

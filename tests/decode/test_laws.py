@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,7 +70,7 @@ def choices(draw: st.DrawFn) -> tuple[Workload, Choice]:
     return workload, {dimension.name: draw(st.sampled_from(dimension.values)) for dimension in dimensions}
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(choices(), st.integers(0, 2**31), st.data())
 def test_every_lowered_program_gives_the_oracles_logits_in_any_order(
     drawn: tuple[Workload, Choice], seed: int, data: st.DataObject

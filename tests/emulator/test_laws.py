@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from effort import examples
 from emulator.canaries import MeasuredGpu, launch
 from emulator.gpu import build_variant
 from mutants import HERE, RECIPES, REWRITES, SINGLES, mutant, tensors
@@ -18,7 +19,7 @@ from flywheel.ir import DType, MegakernelProgram, validate
 from flywheel.vm.pack import PackedProgram, pack
 from flywheel.vm.reference import ReferenceVM
 
-FEW, SHORT, LONG = 24, 60, 4000
+FEW, SHORT, LONG = examples(24, 12), examples(60, 24), 4000
 OTHERS = ((90, DType.BF16), (90, DType.F16), (80, DType.F32), (80, DType.BF16))
 """Architectures and float types beside sm_90 and F32."""
 ALL = ((90, DType.F32), *OTHERS)

@@ -41,3 +41,7 @@ def test_with_a_gpu_a_search_installs_what_measures_and_measures_on_it(
     plan = planned(root, tmp_path, driver)
     assert wanted in plan
     assert "flywheel search --model llama3.2-1b\n" in plan
+
+
+def test_the_whole_check_gives_laws_all_of_their_examples(root: Path) -> None:
+    assert "\nTEST_EFFORT=full make test\n" in (root / ".ci" / "run").read_text(encoding="utf-8")

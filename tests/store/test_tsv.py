@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import config_id_of
@@ -34,7 +35,7 @@ escapes = st.text("\\\t\n\rnrt\x0b\x85\u2028\"',", min_size=1, max_size=12)
         }
     )
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_a_table_reads_back_as_it_was_written(make_record: Records, changes: dict[str, Any]) -> None:
     predicted = make_record("predicted", **changes, config_id=config_id_of(changes["config"]))
     records = [predicted, make_record("rejected")]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +40,7 @@ def pieces(draw: st.DrawFn) -> list[Tensor]:
 
 
 @given(pieces())
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 def test_pieces_share_a_cell_where_they_share_a_byte(tensors: list[Tensor]) -> None:
     grid, _ = grid_of((0, "t"), 0, [(tensor, 1) for tensor in tensors], 1)
     cells = [set(grid.cells(rects_of(tensor, grid.pitch), range(1))) if grid.columns else {0} for tensor in tensors]

@@ -6,13 +6,14 @@ import re
 from collections import Counter
 
 import pytest
+from effort import examples
 from mutants import SINGLES, mutant, tensors
 
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import InstructionKind, MegakernelProgram, validate
 from flywheel.vm.reference import ReferenceVM
 
-SHORT, LONG = 1500, 25_000
+SHORT, LONG = examples(1500), 25_000
 OF_OPERANDS = {"operand-size", "operand-type", "tile-bounds", "kv-bounds", "kv-target", "arity", "missing-param"}
 
 
