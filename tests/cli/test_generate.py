@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from transformers import LlamaForCausalLM
 
 from flywheel.decode.session import ReferenceSession
 from flywheel.decode.step import Step
@@ -36,6 +35,8 @@ def copied(checkpoint: Path, without: str = "", **fields: Any) -> Path:
 
 
 def test_a_text_prompt_is_continued_as_transformers_does(run: Run, checkpoint: Path) -> None:
+    from transformers import LlamaForCausalLM
+
     document = generated(
         run("generate", "--model", checkpoint, "--prompt", "Hello, you", "--max-tokens", 32, "--verify", "--json")
     )

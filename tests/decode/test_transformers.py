@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from flywheel.decode.generate import generate
 from flywheel.decode.request import Request
@@ -32,6 +21,9 @@ from flywheel.models.eager import EagerDecoder
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload, find_target
 from flywheel.tensors import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CONTEXT = 160
 POSITIONS = (0, 1, 7, 63, 100, CONTEXT - 1)
@@ -59,16 +51,25 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
-    "llama-scaled": (LlamaForCausalLM, LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE)),
-    "llama-tied": (LlamaForCausalLM, LlamaConfig(**SIZES, tie_word_embeddings=True)),
-    "mistral": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=None)),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=32)),
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", dict(SIZES)),
+    "llama-scaled": ("Llama", dict(SIZES, rope_parameters=LLAMA3_ROPE)),
+    "llama-tied": ("Llama", dict(SIZES, tie_word_embeddings=True)),
+    "mistral": ("Mistral", dict(SIZES, sliding_window=None)),
+    "qwen2": ("Qwen2", dict(SIZES)),
+    "qwen3": ("Qwen3", dict(SIZES, head_dim=32)),
 }
+"""Of transformers: what stands before ForCausalLM and Config, and the config's fields."""
 
-Opened = tuple[PreTrainedModel, ReferenceSession, EagerDecoder]
+
+def known(family: str) -> tuple[type[PreTrainedModel], Any]:
+    """A family's class and config. Importing them takes seconds, which tests of other files need not wait for."""
+    import transformers
+
+    name, fields = FAMILIES[family]
+    return getattr(transformers, f"{name}ForCausalLM"), getattr(transformers, f"{name}Config")(**fields)
+
+Opened = tuple[Any, ReferenceSession, EagerDecoder]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -76,7 +77,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
     """`opened(dtype)`: a family's checkpoint as transformers reads it, as a program and as the oracle."""
 
     def build(dtype: str) -> Opened:
-        kind, config = FAMILIES[request.param]
+        kind, config = known(request.param)
         model = kind(config)
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():

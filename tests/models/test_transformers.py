@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from flywheel.models.checkpoint import load_weights
 from flywheel.models.eager import EagerDecoder
 from flywheel.models.hf import load_spec
 from flywheel.models.weights import checkpoint_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CONTEXT = 160
 POSITIONS = (0, 1, 7, 63, 100, CONTEXT - 1)
@@ -52,25 +44,33 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
-    "llama-tied": (LlamaForCausalLM, LlamaConfig(**SIZES, tie_word_embeddings=True)),
-    "llama-scaled": (LlamaForCausalLM, LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE)),
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", dict(SIZES)),
+    "llama-tied": ("Llama", dict(SIZES, tie_word_embeddings=True)),
+    "llama-scaled": ("Llama", dict(SIZES, rope_parameters=LLAMA3_ROPE)),
     "llama-scaled-tied": (
-        LlamaForCausalLM,
-        LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True, head_dim=32),
+        "Llama", dict(SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True, head_dim=32),
     ),
-    "mistral": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=None)),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=32)),
-    "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
+    "mistral": ("Mistral", dict(SIZES, sliding_window=None)),
+    "qwen2": ("Qwen2", dict(SIZES)),
+    "qwen3": ("Qwen3", dict(SIZES, head_dim=32)),
+    "qwen3-tied": ("Qwen3", dict(SIZES, head_dim=16, tie_word_embeddings=True)),
 }
+"""Of transformers: what stands before ForCausalLM and Config, and the config's fields."""
+
+
+def known(family: str) -> tuple[type[PreTrainedModel], Any]:
+    """A family's class and config. Importing them takes seconds, which tests of other files need not wait for."""
+    import transformers
+
+    name, fields = FAMILIES[family]
+    return getattr(transformers, f"{name}ForCausalLM"), getattr(transformers, f"{name}Config")(**fields)
 
 
 def build(family: str, folder: Path, dtype: torch.dtype = torch.float32, shards: str = "1GB") -> PreTrainedModel:
     """A checkpoint in `folder`, with norms and biases that a decoder cannot leave out unnoticed; read back, since a
     model converted in memory would have its RoPE frequencies rounded too."""
-    kind, config = FAMILIES[family]
+    kind, config = known(family)
     model = kind(config)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
