@@ -12,6 +12,7 @@ from flywheel.cli.decoding import check_device, check_installed
 from flywheel.cli.options import SharedOption, command, json_option
 from flywheel.cli.text import note, show_json
 from flywheel.errors import UsageError
+from flywheel.models.decoder import MAX_BATCH
 
 if TYPE_CHECKING:
     from flywheel.serve.decoder import Device
@@ -26,6 +27,8 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 @click.option("--dtype", metavar="TYPE", help="bf16, f16 or f32.  [default: the schedule's or the checkpoint's]")
 @click.option("--weights", cls=SharedOption, metavar="FORMAT", help="How matrices are stored.  [default: as they are]")
 @click.option("--context", type=click.IntRange(min=1), metavar="N", help="Most tokens of prompt and answer together.")
+@click.option("--max-sequences", type=click.IntRange(1, MAX_BATCH), metavar="N",
+              help=f"Requests decoded together, up to {MAX_BATCH}.  [default: the schedule's, else 1]")  # fmt: skip
 @click.option("--device", type=click.Choice(["cuda", "reference"]), help="[default: cuda where there is a GPU]")
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of random weights.")
 @click.option("--name", metavar="NAME", help="What requests call the model.  [default: its own name]")
@@ -42,6 +45,7 @@ def serve(
     dtype: str | None,
     weights: str | None,
     context: int | None,
+    max_sequences: int | None,
     device: Device | None,
     seed: int,
     name: str | None,
@@ -51,7 +55,7 @@ def serve(
     api_key_file: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Serve OpenAI's completions and chat completions, one sequence at a time, until Ctrl-C.
+    """Serve OpenAI's completions and chat completions until Ctrl-C.
 
     Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A process of its own decodes; where it
     dies, the requests that it had fail and another one takes its place. With --json, stdout says where it serves, once
@@ -71,13 +75,14 @@ def serve(
         note(f"flywheel: loading {model}")
         make = partial(
             Decoder.load, model, schedule=schedule, device=device, gpu=gpu, dtype=dtype, context=context,
-            weights=weights, seed=seed,
+            weights=weights, max_sequences=max_sequences, seed=seed,
         )
         engine = Engine(make, queue)
         try:
             loaded = engine.start()
             where = listener.getsockname()
-            note(f"flywheel: {loaded.model} by {loaded.schedule}, context {loaded.context}")
+            together = "" if loaded.max_sequences == 1 else f", up to {loaded.max_sequences} requests together"
+            note(f"flywheel: {loaded.model} by {loaded.schedule}, context {loaded.context}{together}")
             served, url = name or loaded.model, f"http://{_shown(where[0])}:{where[1]}/v1"
             note(f"flywheel: serving {served} at {url}; Ctrl-C ends it")
             if as_json:

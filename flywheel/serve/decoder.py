@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal, Self
@@ -11,28 +11,19 @@ from typing import Final, Literal, Self
 from flywheel.decode.opening import open_session
 from flywheel.decode.request import make_request
 from flywheel.decode.sampling import GREEDY, Sampling
-from flywheel.decode.session import DecodeSession
+from flywheel.decode.session import BatchSession
 from flywheel.decode.source import Source, open_source
 from flywheel.errors import NoGpuError, UsageError
 from flywheel.lowering.lower import lower
 from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer
 from flywheel.search.chosen import Chosen, choose_schedule, settle_work
 from flywheel.search.device import gpu_of
+from flywheel.serve.answers import Answer, Batch, Finish
 from flywheel.serve.text import Streamer
 from flywheel.store.schedule import Schedule, load_schedule
 
-Finish = Literal["stop", "length"]
 Device = Literal["reference", "cuda"]
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A token that was made, and the text that is certain with it; `text` may be empty. `token_id` is None in a last
-    piece that holds only text."""
-
-    token_id: int | None
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,39 +36,25 @@ class Completion:
     prompt_tokens: int
 
 
-class Answer(Iterator[Piece]):
-    """Pieces as they come. `finish` is None until the last one has. `close` ends it early."""
-
-    def __init__(self, prompt_tokens: int, make: Callable[[Answer], Generator[Piece, None, None]]) -> None:
-        self.prompt_tokens: Final = prompt_tokens
-        self.finish: Finish | None = None
-        self._pieces = make(self)
-
-    def __next__(self) -> Piece:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """Make no more tokens."""
-        self._pieces.close()
-
-
 class Decoder:
-    """One sequence at a time of a model on a device. Make it with `load`; close it, or use `with`.
+    """Up to `max_sequences` sequences of a model on a device at once. Make it with `load`; close it, or use `with`. It
+    is one thread's.
 
     `name` is the model's, `schedule` says which schedule decodes, `context` is the most tokens of prompt and answer.
     """
 
     def __init__(
-        self, source: Source, session: DecodeSession, schedule: str, device: Device, close: Callable[[], None]
+        self, source: Source, session: BatchSession, schedule: str, device: Device, close: Callable[[], None]
     ) -> None:
         self.name: Final = source.name
         self.schedule: Final = schedule
         self.device: Final = device
         self.context: Final = session.context
         self.vocab: Final = session.spec.vocab
+        self.max_sequences: Final = session.batch
         self._session, self._spec = session, source.spec
+        self._batch = Batch(session)
         self._close = close
-        self._busy = False
         folder = source.folder
         self._stop_ids = frozenset[int]() if folder is None else end_ids(folder)
         self._tokenizer = Tokenizer(folder) if folder is not None and has_tokenizer(folder) else None
@@ -93,13 +70,15 @@ class Decoder:
         dtype: str | None = None,
         context: int | None = None,
         weights: str | None = None,
+        max_sequences: int | None = None,
         seed: int = 0,
     ) -> Self:
         """A decoder of a checkpoint's directory or a catalog name, whose weights are then random, drawn from `seed`.
 
         `schedule` is an exported one or the path of one; None takes the shipped schedule that fits the work best, else
         what a search tries first. `device` is cuda where there is a GPU that can be used, else reference. `gpu`,
-        `dtype`, `context` and `weights`, the formats of matrices, go before the schedule's and the checkpoint's.
+        `dtype`, `context`, `max_sequences` and `weights`, the formats of matrices, go before the schedule's and the
+        checkpoint's.
 
         Raises UsageError, UnknownNameError, UnsupportedModelError, WeightsError, ConfigError, StoreError, NoGpuError
         and GpuMemoryError.
@@ -108,7 +87,9 @@ class Decoder:
         given = load_schedule(schedule) if isinstance(schedule, str) else schedule
         chosen_device: Device = device if device is not None else "cuda" if _gpu_here() else "reference"
         here = gpu_of(chosen_device)
-        workload = settle_work(source, given, here, gpu=gpu, dtype=dtype, context=context, weights=weights)
+        workload = settle_work(
+            source, given, here, gpu=gpu, dtype=dtype, context=context, batch=max_sequences, weights=weights
+        )
         chosen = Chosen(given.config, "as given") if given is not None else choose_schedule(workload)
         program = lower(workload.graph, chosen.config, workload.target)
         with ExitStack() as undo:
@@ -127,6 +108,7 @@ class Decoder:
         """Give memory and processes back."""
         if self._tokenizer is not None:
             self._tokenizer.close()
+        self._batch.close()
         self._close()
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -146,43 +128,23 @@ class Decoder:
         stop: Sequence[str] = (),
         ignore_end: bool = False,
     ) -> Answer:
-        """Pieces of an answer as they come. One answer at a time, from its first piece on: closing one makes room.
+        """Pieces of an answer as they come. From its first piece on, or `begin`, it decodes together with others, up to
+        `max_sequences`; more wait until one ends or is closed. Its text does not depend on them.
 
         `stop` are words that end the text and are no part of it; `ignore_end` goes on behind the model's own end.
-        Raises UsageError for a prompt that does not fit or another answer under way, and what `DecodeSession.stream`
-        raises.
+        Raises UsageError for a prompt that does not fit. Asking for a piece raises what `Sequences` raise.
         """
         if stop:
             self._text()
         ends = frozenset[int]() if ignore_end else self._stop_ids
         request = make_request(self.encode(prompt), max_tokens, ends, self._spec, self.context)
-        last = len(request.prompt) - 1
         text = Streamer(self._tokenizer.decode if self._tokenizer is not None else _no_text, stop)
+        return Answer(self._batch, request, sampling, text)
 
-        def pieces(answer: Answer) -> Generator[Piece, None, None]:
-            if self._busy:
-                raise UsageError(f"{self.name}: an answer is under way; close it first")
-            self._busy = True
-            try:
-                self._session.prefill(request.prompt[:last])
-                finish: Finish = "length"
-                with closing(self._session.stream(request.prompt, request.positions, last, sampling)) as stream:
-                    for token in stream:
-                        ended = token in request.stop_ids
-                        shown = "" if ended else text.push(token)
-                        if ended or text.stopped:
-                            finish = "stop"
-                        yield Piece(token, shown)
-                        if finish == "stop":
-                            break
-                rest = text.end()
-                answer.finish = "stop" if text.stopped else finish
-                if rest:
-                    yield Piece(None, rest)
-            finally:
-                self._busy = False
-
-        return Answer(len(request.prompt), pieces)
+    def advance(self) -> None:
+        """One launch of all answers that have begun, for who asks several of them for what is `ready`. Raises
+        GpuFaultError; what else goes wrong, the answers say."""
+        self._batch.advance()
 
     def complete(
         self, prompt: Prompt, *, max_tokens: int = 128, sampling: Sampling = GREEDY, stop: Sequence[str] = ()

@@ -43,7 +43,7 @@ class FullError(FlywheelError):
 
 
 class Engine:
-    """One worker, which answers one request after the other; at most `most` wait or are being answered.
+    """One worker, which answers requests together as far as it has rows; at most `most` wait or are being answered.
 
     `start` waits for the first worker and raises what it could not start for. A worker that dies fails the requests
     that it had, and another one takes its place; where none starts several times in a row, `failed` says why.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from flywheel.decode.sampling import Sampling
-from flywheel.errors import FlywheelError, GpuFaultError, UsageError
+from flywheel.errors import FlywheelError, UsageError
 from flywheel.process import enter_child
-from flywheel.serve.decoder import Decoder, Finish, Piece
+from flywheel.serve.answers import Answer, Finish, Piece
+from flywheel.serve.decoder import Decoder
 
 MakeDecoder = Callable[[], Decoder]
 """Picklable; called once, in the worker."""
@@ -43,11 +43,12 @@ class Loaded:
     model: str
     schedule: str
     context: int
+    max_sequences: int
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A request fits and is being answered."""
+    """A request fits, and is answered as soon as a row is free."""
 
     number: int
     prompt_tokens: int
@@ -82,7 +83,7 @@ Said = Loaded | Begun | Part | Ended | Refused
 
 
 def work(connection: Connection, make_decoder: MakeDecoder) -> None:
-    """The worker's main: answers requests in their order until its parent hangs up."""
+    """The worker's main: answers requests, as many together as the decoder has rows, until its parent hangs up."""
     enter_child()
     try:
         decoder = make_decoder()
@@ -90,14 +91,33 @@ def work(connection: Connection, make_decoder: MakeDecoder) -> None:
         connection.send(Refused(None, str(error), True))
         return
     with decoder:
-        connection.send(Loaded(decoder.name, decoder.schedule, decoder.context))
-        waiting: deque[Ask] = deque()
-        while _take(connection, waiting, wait=not waiting):
-            if waiting:
-                _answer(connection, decoder, waiting.popleft(), waiting)
+        connection.send(Loaded(decoder.name, decoder.schedule, decoder.context, decoder.max_sequences))
+        answers: dict[int, Answer] = {}
+        while _listen(connection, decoder, answers):
+            decoder.advance()
+            for number in list(answers):
+                if _tell(connection, number, answers[number]):
+                    del answers[number]
 
 
-def _answer(connection: Connection, decoder: Decoder, ask: Ask, waiting: deque[Ask]) -> None:
+def _listen(connection: Connection, decoder: Decoder, answers: dict[int, Answer]) -> bool:
+    """Begin what was asked for and close what was cancelled, and wait where there is nothing to answer. False where the
+    parent has hung up."""
+    try:
+        while not answers or connection.poll():
+            said = connection.recv()
+            if isinstance(said, Ask):
+                answer = _begin(connection, decoder, said)
+                if answer is not None:
+                    answers[said.number] = answer
+            elif said.number in answers:
+                answers.pop(said.number).close()
+    except EOFError:
+        return False
+    return True
+
+
+def _begin(connection: Connection, decoder: Decoder, ask: Ask) -> Answer | None:
     try:
         if ask.messages is not None:
             prompt = decoder.chat(ask.messages)
@@ -110,35 +130,23 @@ def _answer(connection: Connection, decoder: Decoder, ask: Ask, waiting: deque[A
             prompt, max_tokens=room if ask.max_tokens is None else ask.max_tokens, sampling=ask.sampling,
             stop=ask.stop, ignore_end=ask.ignore_end,
         )  # fmt: skip
-        connection.send(Begun(ask.number, answer.prompt_tokens))
-        for piece in answer:
-            connection.send(Part(ask.number, piece))
-            if not _take(connection, waiting, wait=False, current=ask.number):
-                answer.close()
-                return
-    except GpuFaultError:
-        raise  # nothing on the GPU works in this process any more: its end says so
     except FlywheelError as error:
         connection.send(Refused(ask.number, str(error), isinstance(error, UsageError)))
-        return
-    connection.send(Ended(ask.number, answer.finish or "length"))
+        return None
+    answer.begin()
+    connection.send(Begun(ask.number, answer.prompt_tokens))
+    return answer
 
 
-def _take(connection: Connection, waiting: deque[Ask], *, wait: bool, current: int | None = None) -> bool:
-    """Put what has come into `waiting`, and take what was cancelled out of it. False where `current` was cancelled or,
-    without one, the parent has hung up."""
+def _tell(connection: Connection, number: int, answer: Answer) -> bool:
+    """Send the pieces that there are. Whether they were the last."""
     try:
-        while wait or connection.poll():
-            wait = False
-            said = connection.recv()
-            if isinstance(said, Ask):
-                waiting.append(said)
-            elif said.number == current:
-                return False
-            else:
-                kept = [ask for ask in waiting if ask.number != said.number]
-                waiting.clear()
-                waiting.extend(kept)
-    except EOFError:
+        for piece in answer.ready():
+            connection.send(Part(number, piece))
+    except FlywheelError as error:
+        connection.send(Refused(number, str(error), isinstance(error, UsageError)))
+        return True
+    if answer.finish is None:
         return False
+    connection.send(Ended(number, answer.finish))
     return True

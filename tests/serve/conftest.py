@@ -100,8 +100,8 @@ def guarded(start: Callable[..., Served], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def served(start: Callable[..., Served]) -> Served:
-    """A server that tests share."""
-    return start()
+    """A server that tests share, which decodes four requests together."""
+    return start("--max-sequences", "4")
 
 
 def eventually(holds: Callable[[], bool], limit_s: float = 30.0) -> bool:

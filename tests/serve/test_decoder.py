@@ -1,23 +1,91 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from flywheel.decode.sampling import GREEDY, Sampling
+from flywheel.decode.sequences import SteppedSequences
 from flywheel.decode.session import ReferenceSession
-from flywheel.errors import UsageError
+from flywheel.errors import LaunchTimeoutError
 from flywheel.ir import DType
 from flywheel.serve.decoder import Decoder
 
 
-def test_a_second_answer_waits_for_the_first_to_be_closed(checkpoint: Path) -> None:
-    with Decoder.load(str(checkpoint), device="reference", context=64) as decoder:
-        first, second = decoder.generate("abc", max_tokens=8), decoder.generate("xyz", max_tokens=8)
-        next(first)
-        with pytest.raises(UsageError, match="an answer is under way"):
-            next(second)
-        first.close()
-        assert decoder.complete("xyz", max_tokens=8).text == decoder.complete("xyz", max_tokens=8).text
+@pytest.fixture(scope="module")
+def decoder(checkpoint: Path) -> Iterator[Decoder]:
+    with Decoder.load(str(checkpoint), device="reference", context=64, max_sequences=3) as made:
+        yield made
+
+
+def test_answers_that_are_asked_in_turn_are_those_of_each_alone(decoder: Decoder) -> None:
+    samplings = [GREEDY, Sampling(1.1, seed=4), Sampling(0.8, top_k=20, seed=4), GREEDY, Sampling(1.1, seed=5)]
+    prompts = ["Once upon", "a", "time there was a long text", "Once", "b" * 30]
+    whole = [
+        decoder.complete(prompt, max_tokens=9 + 2 * place, sampling=sampling).token_ids
+        for place, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+    answers = [
+        decoder.generate(prompt, max_tokens=9 + 2 * place, sampling=sampling)
+        for place, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+    heard: list[list[int]] = [[] for _ in answers]
+    while any(answer.finish is None for answer in answers):
+        for answer, tokens in zip(answers, heard, strict=True):
+            piece = next(answer, None)
+            if piece is not None and piece.token_id is not None:
+                tokens.append(piece.token_id)
+    assert [tuple(tokens) for tokens in heard] == whole
+    assert len(set(whole)) == len(whole)
+
+
+def test_an_answer_waits_for_a_row_until_another_ends_or_is_closed(decoder: Decoder) -> None:
+    others = [decoder.generate("abc", max_tokens=40, ignore_end=True) for _ in range(decoder.max_sequences)]
+    for answer in others:
+        next(answer)
+    late = decoder.generate("xyz", max_tokens=4, ignore_end=True)
+    late.begin()
+    for _ in range(6):
+        next(others[0])
+    assert late.ready() == []
+    others[1].close()
+    assert [piece.token_id for piece in others[1]] == []
+    assert len([piece for piece in late if piece.token_id is not None]) == 4
+    for answer in others:
+        answer.close()
+    assert decoder.complete("xyz", max_tokens=4).text == decoder.complete("xyz", max_tokens=4).text
+
+
+def test_a_launch_that_fails_ends_the_answers_under_way_and_no_other(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = decoder.complete("xyz", max_tokens=6).text
+    answers = [decoder.generate("abc", max_tokens=20, ignore_end=True) for _ in range(4)]
+    for answer in answers:
+        answer.begin()
+    for _ in range(3):
+        decoder.advance()
+    with monkeypatch.context() as patched:
+        patched.setattr(SteppedSequences, "advance", failing)
+        decoder.advance()
+    for answer in answers[:3]:
+        answer.ready()
+        with pytest.raises(LaunchTimeoutError, match="not over"):
+            next(answer)
+    assert len([piece for piece in answers[3] if piece.token_id is not None]) == 20
+    assert decoder.complete("xyz", max_tokens=6).text == expected
+
+
+def failing(_: object) -> list[tuple[int, int]]:
+    raise LaunchTimeoutError("launch: not over after 5 s", 5.0)
+
+
+def test_a_closed_decoder_makes_no_more_pieces(checkpoint: Path) -> None:
+    with Decoder.load(str(checkpoint), device="reference", context=64) as made:
+        answer = made.generate([1, 2], max_tokens=9)
+        next(answer)
+    assert list(answer) == []
 
 
 def test_a_checkpoint_is_decoded_in_the_formats_that_are_asked_for(checkpoint: Path) -> None:

@@ -39,7 +39,7 @@ def test_requests_are_told_when_no_worker_starts_again(
         assert engine._process is not None
         engine._process.kill()
         assert eventually(lambda: isinstance(heard[-1], Died))
-        assert eventually(lambda: engine.failed == "no memory is left")
+        assert eventually(lambda: engine.failed == "no memory is left", 120)
         assert engine.waiting == 0
         with pytest.raises(FlywheelError, match="does not start any more: no memory is left"):
             engine.ask(ASK, heard.append)

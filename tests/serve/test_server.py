@@ -40,7 +40,7 @@ def client(served: Served) -> OpenAI:
 
 @pytest.fixture(scope="module")
 def decoder(checkpoint: Path) -> Iterator[Decoder]:
-    with Decoder.load(str(checkpoint), device="reference", context=160) as made:
+    with Decoder.load(str(checkpoint), device="reference", context=160, max_sequences=4) as made:
         yield made
 
 
@@ -111,6 +111,43 @@ def test_a_seed_decides_what_is_drawn_whatever_else_runs(client: OpenAI, decoder
     assert drawn[0] != drawn[1]
     alone = decoder.complete("x", max_tokens=20, sampling=Sampling(1.2, 50, 0.95, seed=1))
     assert drawn[0] == alone.text
+
+
+def test_eight_clients_at_once_each_get_what_they_get_alone(client: OpenAI, decoder: Decoder) -> None:
+    prompts = ["Once upon", "a", "time there was", "c" * 60, "xyz", "q" * 31, "the end", "b"]
+    samplings = [Sampling(1.3, top_p=0.9, seed=place) if place % 2 else Sampling() for place in range(len(prompts))]
+
+    def ask(place: int) -> str:
+        sampling, length = samplings[place], 6 + 5 * place
+        request: Any = {
+            "model": "tiny", "prompt": prompts[place], "max_tokens": length, "temperature": sampling.temperature,
+            "top_p": sampling.top_p, "seed": sampling.seed,
+        }  # fmt: skip
+        if place == 4:  # one that leaves in mid-stream
+            stream = client.completions.create(**request, stream=True)
+            first = next(iter(stream)).choices[0].text
+            stream.close()
+            return str(first)
+        if place % 3:
+            pieces = client.completions.create(**request, stream=True)
+            return "".join(piece.choices[0].text for piece in pieces if piece.choices)
+        return str(client.completions.create(**request).choices[0].text)
+
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(ask, range(len(prompts))))
+    for place, text in enumerate(texts):
+        whole = decoder.complete(prompts[place], max_tokens=6 + 5 * place, sampling=samplings[place]).text
+        assert text == whole if place != 4 else whole.startswith(text)
+
+
+def test_a_short_request_does_not_wait_for_a_long_one(client: OpenAI) -> None:
+    long = client.completions.create(
+        model="tiny", prompt="a", max_tokens=150, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    pieces = iter(long)
+    next(pieces)
+    assert client.completions.create(model="tiny", prompt="abc", max_tokens=2).choices
+    assert len(list(pieces)) > 50
 
 
 def test_stop_words_end_the_text_and_are_no_part_of_it(client: OpenAI) -> None:

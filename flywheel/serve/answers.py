@@ -1,0 +1,177 @@
+"""Answers that are decoded together: they wait for a free row, join between two launches, and leave with their end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from flywheel.decode.request import Request
+from flywheel.decode.sampling import Sampling
+from flywheel.decode.sequences import Sequences
+from flywheel.decode.session import BatchSession
+from flywheel.errors import FlywheelError, GpuFaultError
+from flywheel.serve.text import Streamer
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A token that was made, and the text that is certain with it; `text` may be empty. `token_id` is None in a last
+    piece that holds only text."""
+
+    token_id: int | None
+    text: str
+
+
+class Answer(Iterator[Piece]):
+    """Pieces as they come. Asking for one decodes, and with it every other answer that has begun; what these make
+    waits until somebody asks. `finish` is None until the last piece is out. `close` ends it early."""
+
+    def __init__(self, batch: Batch, request: Request, sampling: Sampling, text: Streamer) -> None:
+        self.prompt_tokens: Final = len(request.prompt)
+        self.request: Final = request
+        self.sampling: Final = sampling
+        self._batch, self._text = batch, text
+        self._pieces: deque[Piece] = deque()
+        self._left = request.max_tokens
+        self._finish: Finish | None = None
+        self._begun = self._closed = False
+        self._error: FlywheelError | None = None
+
+    def __next__(self) -> Piece:
+        while not self._pieces:
+            if self._error is not None:
+                raise self._error
+            if self.is_over:
+                raise StopIteration
+            self.begin()
+            self._batch.advance()
+        return self._pieces.popleft()
+
+    @property
+    def finish(self) -> Finish | None:
+        """Why it is over, once it is and all its pieces are out."""
+        return self._finish if not self._pieces else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is made."""
+        return self._finish is not None or self._closed or self._error is not None
+
+    def begin(self) -> None:
+        """Wait for a row from now on."""
+        if not self._begun:
+            self._begun = True
+            self._batch.add(self)
+
+    def ready(self) -> list[Piece]:
+        """The pieces that are there; does not decode. Raises what ended it, once they are out."""
+        found = list(self._pieces)
+        self._pieces.clear()
+        if self._error is not None and not found:
+            raise self._error
+        return found
+
+    def close(self) -> None:
+        """Make no more tokens."""
+        self._closed = True
+        self._pieces.clear()
+        self._batch.remove(self)
+
+    def take(self, token: int) -> None:
+        """Its next token."""
+        self._left -= 1
+        ended = token in self.request.stop_ids
+        shown = "" if ended else self._text.push(token)
+        self._pieces.append(Piece(token, shown))
+        if ended or self._text.stopped or self._left == 0:
+            rest = self._text.end()
+            self._finish = "stop" if ended or self._text.stopped else "length"
+            if rest:
+                self._pieces.append(Piece(None, rest))
+
+    def fail(self, error: FlywheelError) -> None:
+        """It cannot go on."""
+        self._error = error
+
+
+class Batch:
+    """The answers over the rows of a session: those that decode, and those that wait for a row, in their order."""
+
+    def __init__(self, session: BatchSession) -> None:
+        self._session = session
+        self._sequences: Sequences | None = None
+        self._rows: dict[int, Answer] = {}
+        self._waiting: deque[Answer] = deque()
+
+    def close(self) -> None:
+        """Give the rows back. No answer makes more."""
+        for answer in [*self._rows.values(), *self._waiting]:
+            answer.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Give the rows back."""
+        self._rows.clear()
+        sequences, self._sequences = self._sequences, None
+        if sequences is not None:
+            with suppress(FlywheelError):  # a launch that failed; the session is left anyway
+                sequences.close()
+
+    def add(self, answer: Answer) -> None:
+        """Let an answer wait for a row."""
+        self._waiting.append(answer)
+
+    def remove(self, answer: Answer) -> None:
+        """Make an answer's row free, or its place among those who wait."""
+        with suppress(ValueError):
+            self._waiting.remove(answer)
+        for row in [row for row, held in self._rows.items() if held is answer]:
+            self._free(row)
+
+    def advance(self) -> None:
+        """Let the first of those who wait join, where there is room, and hand out the tokens of one launch.
+
+        What goes wrong with a launch ends every answer that was decoding. Raises GpuFaultError: nothing on the GPU
+        works in this process any more.
+        """
+        try:
+            if self._sequences is None:
+                self._sequences = self._session.sequences()
+            self._admit(self._sequences)
+            for row, token in self._sequences.advance():
+                answer = self._rows[row]
+                answer.take(token)
+                if answer.is_over:
+                    self._free(row)
+        except FlywheelError as error:
+            for answer in self._rows.values():
+                answer.fail(error)
+            self._leave()
+            if isinstance(error, GpuFaultError):
+                raise
+
+    def _admit(self, sequences: Sequences) -> None:
+        """One a launch: while it reads its prompt, the others stand still."""
+        free = next((row for row in range(sequences.batch) if row not in self._rows), None)
+        if free is None or not self._waiting:
+            return
+        answer = self._waiting.popleft()
+        try:
+            sequences.join(free, answer.request.prompt, answer.request.positions, answer.sampling)
+        except GpuFaultError as error:
+            answer.fail(error)
+            raise
+        except FlywheelError as error:
+            answer.fail(error)
+        else:
+            self._rows[free] = answer
+
+    def _free(self, row: int) -> None:
+        del self._rows[row]
+        if self._sequences is not None:
+            self._sequences.leave(row)
