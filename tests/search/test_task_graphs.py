@@ -69,3 +69,12 @@ def test_operands_and_types_of_a_rescheduled_graph_are_those_of_the_file() -> No
 def test_a_trial_that_the_proof_rejects_has_no_time_and_says_why() -> None:
     found = search_graphs([_graph("exp_mla")], {}, (128,), trials=3)
     assert all(each.latency_us is None and "contiguous_kv" in (each.reason or "") for each in found.trials)
+
+
+def test_the_order_of_mended_ranks_is_proved_for_all_of_them_together() -> None:
+    mended = repair([_graph("micro_2gpu_r0"), _graph("micro_2gpu_r1")], None, {})
+    found = search_graphs(mended.graphs, {}, (16,), trials=5)
+    assert {each.schedule.order for each in found.trials} == {"given", "met", "critical", "largest", "turned"}
+    assert all(each.latency_us is not None for each in found.trials)
+    assert [len(graph.tasks) for graph in found.graphs] == [len(graph.tasks) for graph in mended.graphs]
+    assert check(found.graphs, 16).ok

@@ -27,7 +27,7 @@ class Share:
 def predict_step(graph: MpkGraph, runtime: Runtime = H200, context: int = 512, workers: int | None = None) -> Timing:
     """What an iteration of a graph that passed the proof for so many workers, those of `runtime` unless said otherwise,
     takes. Other ranks are taken to be as far as this one: what they signal comes when this one signals them."""
-    nodes = _as_far(graph, workers or runtime.workers)
+    nodes = as_far(graph, workers or runtime.workers)
     return walk_queues(graph, nodes, runtime.with_workers(workers or runtime.workers), context)
 
 
@@ -46,7 +46,7 @@ class Bounds:
 def bounds_of(graph: MpkGraph, runtime: Runtime = H200, context: int = 512) -> Bounds:
     """The bounds of an iteration of a graph that passed the proof."""
     free = predict_step(graph, runtime, context, len(graph.tasks))
-    nodes, fill_us = _as_far(graph, 1), fill_times(graph, runtime, context)
+    nodes, fill_us = as_far(graph, 1), fill_times(graph, runtime, context)
     done_us: dict[int, float] = {}
     for index in fire(nodes):
         begin_us = max([done_us[wait.counter] + runtime.event_us for wait in nodes[index].waits], default=0.0)
@@ -59,7 +59,7 @@ def bounds_of(graph: MpkGraph, runtime: Runtime = H200, context: int = 512) -> B
                   free.floor_us, free.latency_us)  # fmt: skip
 
 
-def _as_far(graph: MpkGraph, workers: int) -> list[Node]:
+def as_far(graph: MpkGraph, workers: int) -> list[Node]:
     """The nodes of one rank; what it signals to another stands for what that signals to it, when it is as far."""
     return [
         replace(node, out_counter=counter_of(graph.rank, place_of(graph.tasks[node.place].trigger)))

@@ -25,8 +25,7 @@ from flywheel.interop.mpk.graph import (
     place_of,
 )
 from flywheel.interop.mpk.grouping import components
-from flywheel.interop.mpk.joint import nodes_of
-from flywheel.interop.mpk.predicting import predict_step
+from flywheel.interop.mpk.predicting import as_far, predict_step
 from flywheel.interop.mpk.reading import graph_of
 from flywheel.interop.mpk.timing import H200, Runtime, streamed_bytes
 from flywheel.ir.firing import fire
@@ -105,7 +104,7 @@ def _keys(graph: MpkGraph, order: str, runtime: Runtime, context: int) -> list[f
 
 def _ways(graph: MpkGraph, runtime: Runtime, context: int) -> list[float]:
     """Minus the time of the longest way from the begin of each task to the end, in us."""
-    nodes, nbytes = nodes_of(graph, 1), streamed_bytes(graph, context)
+    nodes, nbytes = as_far(graph, 1), streamed_bytes(graph, context)
     behind: dict[int, float] = {}
     keys = [0.0] * len(nodes)
     for index in reversed(fire(nodes)):
@@ -117,8 +116,10 @@ def _ways(graph: MpkGraph, runtime: Runtime, context: int) -> list[float]:
 
 
 def _ordered(graph: MpkGraph, keys: Sequence[float]) -> MpkGraph:
-    nodes = nodes_of(graph, 1)
-    return _listed(graph, [nodes[index].place for index in fire(nodes, keys)])
+    nodes = as_far(graph, 1)
+    order = fire(nodes, keys)
+    assert len(order) == len(nodes)  # or the proof would have found a cycle
+    return _listed(graph, [nodes[index].place for index in order])
 
 
 def _listed(graph: MpkGraph, places: Sequence[int]) -> MpkGraph:
