@@ -34,6 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )  # fmt: skip
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: some tests wait for servers, and for limits of time to pass."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Kernels that were built for the CPU serve all workers, and the next run: they take a minute of one core."""
     kept = getattr(config, "cache", None)  # absent with -p no:cacheprovider
