@@ -23,7 +23,9 @@ def main() -> int:
         signal.signal(number, _end)
     from flywheel.cli.interrupt import interrupt
     from flywheel.cli.main import main as run
+    from flywheel.process import collect_rarely
 
+    collect_rarely()
     for number in heard:
         signal.signal(number, interrupt)
     code = run()

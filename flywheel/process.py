@@ -84,6 +84,12 @@ def importing() -> Iterator[None]:
         del sys.modules[name]
 
 
+def collect_rarely() -> None:
+    """The cycle collector looks at young objects some thirty times as rarely as Python has it: modules are hundreds of
+    thousands, and cycles are few."""
+    gc.set_threshold(20_000, 20, 20)
+
+
 _ABANDONED: Final = threading.Event()
 
 

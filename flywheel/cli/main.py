@@ -19,7 +19,8 @@ from flywheel.cli.interrupt import abort, end_interrupted, watch_interrupts
 from flywheel.cli.output import buffer_output
 from flywheel.cli.text import HELP, complain, note, show
 from flywheel.errors import FlywheelError, OutputError
-from flywheel.process import threads_abandoned
+from flywheel.process import threads_abandoned, usable_cores
+from flywheel.search.forks import expect_forks
 from flywheel.version import VERSION
 
 COMMANDS: Final = {
@@ -78,6 +79,8 @@ class CommandTable(click.Group):
             close = get_close_matches(args[0], COMMANDS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(COMMANDS)}"
             raise click.UsageError(f"no command {args[0]!r}; {hint}", ctx)
+        if args[0] == "search" and not ctx.resilient_parsing and _may_fork(args):
+            expect_forks()  # they import beside what follows
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -140,6 +143,13 @@ class CommandTable(click.Group):
         except BrokenPipeError:
             _discard_output()
             return BROKEN_PIPE
+
+
+def _may_fork(args: Sequence[str]) -> bool:
+    """Whether the words of a search let it have processes of its own, as far as words tell."""
+    jobs = os.environ.get("FLYWHEEL_SEARCH_JOBS", "")
+    words = f" {' '.join(args)} --jobs {jobs} "
+    return usable_cores() > 1 and not any(word in words for word in (" --help ", " -h ", " --jobs 1 ", " --jobs=1 "))
 
 
 @click.command(

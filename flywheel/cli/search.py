@@ -145,7 +145,7 @@ def search(
     """
     file = read_campaign_file(campaign_file) if campaign_file is not None else {}
     if jobs_of(options["jobs"] or file.get("jobs")) > 1:
-        expect_forks()  # they import beside what follows
+        expect_forks()
     spec = make_spec(file, _settle(file, options), dict(fix))
     from flywheel.search.run import run_search
 

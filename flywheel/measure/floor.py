@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from flywheel.ir.dtype import BufferKind
+from flywheel.ir.latest import once
 from flywheel.ir.layers import Layered, Layers
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.program import MegakernelProgram
@@ -19,6 +20,7 @@ _IdSource = tuple[int, int | None]
 """Where an EMBED's ids come from: (buffer, None), or (task, recipe step)."""
 
 
+@once
 def weight_bytes_read(program: MegakernelProgram) -> int:
     """Bytes of weights that one step must read from HBM.
 

@@ -8,6 +8,7 @@ from typing import Final
 
 from flywheel.errors import ConfigError
 from flywheel.ir import GpuTarget, MegakernelProgram, Runs, ScheduleConfig
+from flywheel.ir.latest import once
 from flywheel.ir.layers import Layered
 from flywheel.ir.repeating import layers_of
 from flywheel.ir.runs import uses_by_recipe
@@ -178,6 +179,7 @@ def _warps(config: ScheduleConfig) -> tuple[int, int]:
     return matrix_warps, chunk_warps
 
 
+@once
 def variant_of(program: MegakernelProgram) -> KernelVariant:
     """The variant of a program. Raises ConfigError where it has no target or an impossible config."""
     if program.target is None:
