@@ -15,6 +15,7 @@ from flywheel.cli.options import (
     command,
     json_option,
     output_option,
+    ranks_option,
     setting,
     workload_options,
     write_file,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 @click.option("--set", "settings", type=setting, multiple=True, metavar="NAME=VALUE",
               help="Set one knob of the search space; repeatable.")  # fmt: skip
 @click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
+@ranks_option
 @click.option("--any-size", is_flag=True, help="Lower even what the GPU's memory does not hold, to look at.")
 @output_option
 @json_option
@@ -54,6 +56,7 @@ def lower(
     config_file: str | None,
     settings: tuple[tuple[str, str], ...],
     machine: str | None,
+    ranks: int,
     any_size: bool,
     output: Path | None,
     as_json: bool,
@@ -71,7 +74,7 @@ def lower(
     named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch,
              "weights": weights}  # fmt: skip
     settled = settle_work("lower", named, given if isinstance(given, Schedule) else None)
-    workload = make_workload(**settled, any_size=any_size)
+    workload = make_workload(**settled, any_size=any_size, ranks=ranks)
     predictor = open_predictor(machine, workload.target)
     config = given.config if isinstance(given, Schedule) else given
     if config is None or settings:
@@ -84,8 +87,9 @@ def lower(
         ctx.exit(REJECTED)
     summary = _summary(program, predictor)
     note(
-        f"{program.meta['model']} on {program.meta['gpu']}: {summary['tasks']:,} tasks on {summary['sms']} SMs, "
-        f"{size(summary['weight_bytes'])} of weights read a step, floor {us(summary['floor_us'])}; "
+        f"{program.meta['model']} on {_gpus(program)}: {summary['tasks']:,} tasks on {summary['sms']} SMs, "
+        f"{size(summary['weight_bytes'])} of weights read a step{' and GPU' if ranks > 1 else ''}, "
+        f"floor {us(summary['floor_us'])}; "
         f"predicted {us(summary['predicted_us'])}, {percent(summary['floor_fraction'])} of the floor; "
         f"program {summary['program_id']}"
     )
@@ -106,13 +110,19 @@ def _choose(space: Space, pinned: Space, names: Collection[str], config: Schedul
     return space.to_config({**choice, **settings})
 
 
+def _gpus(program: MegakernelProgram) -> str:
+    gpu: str = program.meta["gpu"]
+    return gpu if program.ranks == 1 else f"{program.ranks} x {gpu}"
+
+
 def _summary(program: MegakernelProgram, predictor: Predictor) -> dict[str, Any]:
     prediction = predict(program, predictor.machine)
     return {
         "program_id": program_id(program),
         "config_id": program.config.config_id if program.config else None,
         "tasks": len(program.tasks),
-        "sms": len({task.sm for task in program.tasks}),
+        "ranks": program.ranks,
+        "sms": len({(task.rank, task.sm) for task in program.tasks}),
         "weight_bytes": weight_bytes_read(program),
         "floor_us": prediction.floor_us,
         "predicted_us": prediction.latency_us,

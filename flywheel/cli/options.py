@@ -14,6 +14,7 @@ import click
 
 from flywheel.cli.text import HELP
 from flywheel.errors import UsageError
+from flywheel.ir import MAX_RANKS
 from flywheel.models.decoder import MAX_BATCH
 from flywheel.search.spec import CampaignSpec
 
@@ -124,6 +125,14 @@ def batch_option(function: _F) -> _F:
     return click.option(
         "--batch", type=int, metavar="N",
         help=f"Sequences decoded in lock-step, up to {MAX_BATCH}.  [default: {DEFAULTS['batch']}]",
+    )(function)  # fmt: skip
+
+
+def ranks_option(function: _F) -> _F:
+    """`--ranks`."""
+    return click.option(
+        "--ranks", type=click.IntRange(1, MAX_RANKS), default=1, show_default=True, metavar="N",
+        help="GPUs that share a step (tensor parallelism); to lower, prove and predict, for the VM runs one.",
     )(function)  # fmt: skip
 
 

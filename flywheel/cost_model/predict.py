@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+from flywheel.cost_model.links import exchanges_us
 from flywheel.cost_model.machine import Machine, machine_for
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import MegakernelProgram
+from flywheel.ir.alone import alone
 from flywheel.measure.floor import floor_us, weight_bytes_read
 
 if TYPE_CHECKING:
@@ -55,9 +57,12 @@ class TaskSpan:
 def predict(program: MegakernelProgram, machine: Machine | None = None) -> Prediction:
     """Latency of one launch of `program`, a valid one, on its target; `machine` replaces the target's constants.
 
-    Raises ConfigError for a program without target, InvalidProgramError for one without SM assignment or that cannot
-    finish.
+    Of several GPUs, it is that of the one that takes longest, and what exchanges add. Raises ConfigError for a program
+    without target, InvalidProgramError for one without SM assignment or that cannot finish.
     """
+    if program.ranks > 1:
+        slowest = max((predict(alone(program, rank), machine) for rank in range(program.ranks)), key=_latency)
+        return replace(slowest, latency_us=slowest.latency_us + exchanges_us(program))
     demand, machine, queues, trace = _run(program, machine)
     floor = _floor_us(program)
     work = queues.work_us.tolist()
@@ -73,6 +78,8 @@ def predict(program: MegakernelProgram, machine: Machine | None = None) -> Predi
 
 def predict_us(program: MegakernelProgram, machine: Machine | None = None) -> float:
     """The latency that `predict` says, alone: a search asks for nothing else. Raises as `predict` does."""
+    if program.ranks > 1:
+        return max(predict_us(alone(program, rank), machine) for rank in range(program.ranks)) + exchanges_us(program)
     _, machine, _, trace = _run(program, machine)
     return _latency_us(trace, machine, _floor_us(program))
 
@@ -87,6 +94,10 @@ def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list
             demand.task_ids.tolist(), sms, trace.start_us.tolist(), trace.end_us.tolist(), strict=True
         )
     ]
+
+
+def _latency(prediction: Prediction) -> float:
+    return prediction.latency_us
 
 
 def latency_us(demand: Demand, machine: Machine, floor: float) -> float:

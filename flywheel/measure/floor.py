@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from math import prod
 from typing import Any
 
+from flywheel.ir.alone import alone
 from flywheel.ir.dtype import BufferKind
 from flywheel.ir.latest import once
 from flywheel.ir.layers import Layered, Layers
@@ -22,12 +23,14 @@ _IdSource = tuple[int, int | None]
 
 @once
 def weight_bytes_read(program: MegakernelProgram) -> int:
-    """Bytes of weights that one step must read from HBM.
+    """Bytes of weights that one step must read from HBM; of several GPUs, from that of the one that reads most.
 
     Each WEIGHT buffer that a task reads counts once, whole. One that is read only as the table of EMBEDs counts one
     row (`shape[-1]` elements) per id, and the same ids once however many tiles gather by them.
     `program` is taken to be valid.
     """
+    if program.ranks > 1:
+        return max(weight_bytes_read(alone(program, rank)) for rank in range(program.ranks))
     tasks, buffers, layers = program.tasks, program.buffers, local_layers(program)
     if layers is None or not isinstance(tasks, Runs) or not isinstance(buffers, Layered):
         table = {buffer.id: buffer for buffer in buffers}

@@ -36,9 +36,10 @@ def rows_of(projections: Sequence[str], *waves: float) -> Callable[[Workload], l
     """Tile heights that give each SM about `waves` tiles of the projections together, none above the tallest one."""
 
     def values(workload: Workload) -> list[Value]:
-        shapes = {op.name: op.inputs[1] for block in blocks_of(workload) for op in block.ops if len(op.inputs) > 1}
+        ops = {op.name: op for block in blocks_of(workload) for op in block.ops}
         tensors = {name: tensor for block in blocks_of(workload) for name, tensor in block.tensors.items()}
-        heights = [tensors[shapes[name]].shape[0] for name in projections]
+        ends = [ops[name].rows or (0, tensors[ops[name].inputs[1]].shape[0]) for name in projections]
+        heights = [stop - start for start, stop in ends]
         parts = [max(1, round(workload.target.num_sms * wave)) for wave in waves]
         return sorted({min(even_rows(sum(heights), count), even_rows(max(heights), 1)) for count in parts})
 
@@ -46,9 +47,9 @@ def rows_of(projections: Sequence[str], *waves: float) -> Callable[[Workload], l
 
 
 def blocks_of(workload: Workload) -> tuple[Any, ...]:
-    """The blocks of a workload's graph, in order."""
+    """The blocks of a workload's graph, in order; of several GPUs, those of the first, which does all that any does."""
     graph = workload.graph
-    return graph.prologue, graph.layer, graph.epilogue
+    return graph.ranks[0].blocks if graph.ranks else graph.blocks
 
 
 def _kv_blocks(workload: Workload) -> list[Value]:
@@ -107,7 +108,7 @@ def _variant(workload: Workload, smem: int, chunk: int) -> KernelVariant:
     """The variant with so much shared memory and chunks of that size, and the hand-off that takes most of it. Raises
     ConfigError where no ring fits."""
     graph, spec = workload.graph, workload.spec
-    made = spec.hidden, spec.n_heads * spec.head_dim  # of norms, and of attention
+    made = spec.hidden, spec.n_heads // workload.ranks * spec.head_dim  # of norms, and of attention
     codings = _codings(workload)
     staged = max(
         operand_bytes(graph.dtype, graph.batch, depth, depth in made, bool(codings)) for depth in _depths(workload)

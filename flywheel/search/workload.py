@@ -11,11 +11,12 @@ from flywheel.errors import UnknownNameError
 from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.measure.device import GENERIC
 from flywheel.models.catalog import model_name, model_path, resolve_model
-from flywheel.models.decoder import DTYPES, decode_step
+from flywheel.models.decoder import DTYPES
 from flywheel.models.footprint import check_fits
 from flywheel.models.formats import PLAIN, WeightFormats, parse_formats
 from flywheel.models.graph import Graph
 from flywheel.models.hf import load_scheme
+from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.search.spec import DEFAULT_CONTEXT
 
@@ -25,8 +26,8 @@ class Workload:
     """A decode step to schedule.
 
     `model`, a `model_name`, names the spec in stores and files; `dtype` is a key of DTYPES; `batch`
-    sequences are decoded in lock-step. `weights` says how matrices are stored, as `parse_formats` reads it; None where
-    nothing is quantised.
+    sequences are decoded in lock-step. `ranks` GPUs share the step. `weights` says how matrices are stored, as
+    `parse_formats` reads it; None where nothing is quantised.
     """
 
     model: str
@@ -36,6 +37,7 @@ class Workload:
     context: int
     batch: int = 1
     weights: str | None = None
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -56,8 +58,8 @@ class Workload:
     @cached_property
     def graph(self) -> Graph:
         """The decode step. Raises ConfigError where the context is out of the model's reach, the batch too large, or a
-        matrix's K no multiple of its groups."""
-        return decode_step(self.spec, self.context, DTYPES[self.dtype], self.batch, self.formats)
+        matrix's K no multiple of its groups, and where so many GPUs cannot share it."""
+        return shared_step(self.spec, self.context, DTYPES[self.dtype], self.batch, self.formats, self.ranks)
 
 
 def make_workload(
@@ -69,16 +71,18 @@ def make_workload(
     weights: str | None = None,
     *,
     any_size: bool = False,
+    ranks: int = 1,
 ) -> Workload:
     """Resolve names. Raises UnknownNameError, UnsupportedModelError, ConfigError, and TooLargeError where the GPU's
     memory does not hold it, unless `any_size` will do."""
     decoder = resolve_model(model)
     if weights is None and dtype in DTYPES:
         weights = _checkpoint_weights(model_path(model_name(model)), DTYPES[dtype])
-    workload = Workload(model_name(model), decoder, find_target(gpu), dtype, context, batch, weights)
+    workload = Workload(model_name(model), decoder, find_target(gpu), dtype, context, batch, weights, ranks)
     graph = workload.graph  # raises where the context is out of reach
     if not any_size:
-        check_fits(graph, workload.target)
+        for each in graph.ranks or (graph,):
+            check_fits(each, workload.target)
     return workload
 
 

@@ -116,3 +116,15 @@ def test_a_model_that_the_gpus_memory_does_not_hold_is_one_line_with_the_numbers
         "85.90 GB of memory\n"
     )
     assert not Path("flywheel.db").exists()
+
+
+def test_several_gpus_share_a_step(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "two.json"
+    result = run("lower", *WORK, "--ranks", "3", "-o", str(path), "--json")
+    assert result.exit_code == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary["ranks"] == 3
+    assert load_program(path).ranks == 3
+    refused = run("lower", *WORK, "--ranks", "2")
+    assert refused.exit_code == 2
+    assert "n_heads=9 is not a multiple of 2 ranks" in refused.stderr

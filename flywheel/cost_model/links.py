@@ -1,0 +1,60 @@
+"""What exchanges between GPUs cost beside the hand-offs that they are.
+
+An exchange is a hand-off between GPUs: what makes a tile pushes it, what adds it looks at its own memory until all
+tiles are there. The engine prices that as a hand-off on one GPU; `exchanges_us` is what the way to another GPU adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from flywheel.ir import Buffer, MegakernelProgram, Run, Runs, Stretch, Task
+from flywheel.ir.access import tile_rows
+from flywheel.ir.tiles import stretches_of
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way from a GPU's SM to another GPU's."""
+
+    one_way_us: float
+    """From a store of 512 bytes to a load elsewhere that sees them, by polling the data."""
+    same_gpu_us: float
+    """The same between two SMs of one GPU."""
+    gbs: float
+    """Of copies one way, while the other way is as busy."""
+
+
+NVLINK: Final = Link(0.935, 0.475, 396.0)
+"""Two H200 joined by 18 links of NVLink 4, measured by a probe in a persistent kernel. Other GPUs are taken to have the
+same, which is not measured."""
+
+
+def exchanges_us(program: MegakernelProgram, link: Link = NVLINK) -> float:
+    """What the exchanges of a launch add to its hand-offs, as if nothing hid it; 0 for a program of one GPU."""
+    if program.ranks == 1:
+        return 0.0
+    buffers = {buffer.id: buffer for buffer in program.buffers}
+    nbytes: list[dict[int, int]] = [{} for _ in range(program.ranks)]  # by rank and what it pushes
+    for record, columns in _pushes(program, buffers):
+        source = record.inputs[0]
+        pushed = buffers[source].dtype.nbytes(columns)
+        nbytes[record.rank][source] = nbytes[record.rank].get(source, 0) + pushed
+    further_us = link.one_way_us - link.same_gpu_us
+    return max([len(each) * further_us + sum(each.values()) / (link.gbs * 1e3) for each in nbytes])
+
+
+def _pushes(program: MegakernelProgram, buffers: Mapping[int, Buffer]) -> Iterator[tuple[Run | Task, int]]:
+    """What pushes, and how many elements."""
+    tasks = program.tasks
+    for record in tasks.runs if isinstance(tasks, Runs) else tasks:
+        if record.outputs and buffers[record.outputs[0]].rank != record.rank:
+            stretches = stretches_of(record.tiles) if isinstance(record, Run) else [Stretch(record.params, 0, 0, 1)]
+            yield record, sum(_elements(each.params) * each.n_tiles for each in stretches)
+
+
+def _elements(params: Mapping[str, Any]) -> int:
+    columns: int = params["N_tile"]
+    return columns * tile_rows(params)

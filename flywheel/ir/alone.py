@@ -1,0 +1,155 @@
+"""What one GPU of several does, as a program of its own: to price, and to count what it reads."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from flywheel.ir.access import MATRIX_OPS, Region, tile
+from flywheel.ir.layers import Layered, Layers, Span
+from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.records import Buffer, Wait
+from flywheel.ir.repeating import layers_of
+from flywheel.ir.runs import Run, Runs, make_run
+from flywheel.ir.tiles import Tile, Tiles, stretches_of
+
+_MATRICES: Final = frozenset(op.name for op in MATRIX_OPS)
+
+
+def alone(program: MegakernelProgram, rank: int) -> MegakernelProgram:
+    """The program of one GPU of a valid program: its tasks but for its pushes, which wait for nothing that others push.
+
+    A matrix of which it multiplies some rows has so many, and its product too, so the program is not one to be run.
+    Buffers and counters keep their ids; tasks are numbered anew.
+    """
+    tasks = program.tasks if isinstance(program.tasks, Runs) else _as_runs(program)
+    layers = layers_of(program)
+    buffers = program.buffers.spelled if isinstance(program.buffers, Layered) and layers else program.buffers
+    counters = program.counters.spelled if isinstance(program.counters, Layered) and layers else program.counters
+    spelled = tasks.spelled if layers is not None else tasks.runs
+    homes = {buffer.id: buffer.rank for buffer in buffers}
+    own = [
+        place
+        for place, run in enumerate(spelled)
+        if run.rank == rank and all(homes[number] == rank for number in run.outputs)
+    ]
+    kept = [spelled[place] for place in own]
+    made = {number for run in kept for number in run.outputs}
+    arrived = {number for run in spelled if run.rank != rank for number in run.outputs if homes[number] == rank}
+    runs = _made_here(_waiting(kept), arrived - made)
+    trimmed, runs = _trimmed(buffers, runs)
+    sms = _sms(tasks, set(own), layers)
+    if layers is None:
+        return replace(program, ranks=1, buffers=trimmed, counters=counters, tasks=Runs(runs, sms))
+    ends = [sum(place < end for place in own) for end in (layers.runs.start, layers.runs.stop)]
+    fewer = replace(layers, runs=Span(*ends))
+    return replace(
+        program,
+        ranks=1,
+        buffers=Layered(trimmed, fewer),
+        counters=Layered(counters, fewer),
+        tasks=Runs(runs, sms, fewer),
+    )
+
+
+def _as_runs(program: MegakernelProgram) -> Runs:
+    """Each task as a run."""
+    runs = [
+        make_run(
+            task.op, tuple(task.inputs), tuple(task.outputs), task.out_counter, tuple(task.waits), task.label,
+            (Tile(task.params, task.est_bytes, task.est_flops),), task.rank,
+        )
+        for task in program.tasks
+    ]  # fmt: skip
+    return Runs(runs, array("q", [-1 if task.sm is None else task.sm for task in program.tasks]))
+
+
+def _waiting(runs: Sequence[Run]) -> list[Run]:
+    """The runs, whose waits are for what they signal themselves."""
+    signals = Counter[int]()
+    for run in runs:
+        signals[run.out_counter] += len(run.tiles)
+    found = []
+    for run in runs:
+        waits = tuple([Wait(wait.counter, signals[wait.counter]) for wait in run.waits if signals[wait.counter]])
+        found.append(run if waits == run.waits else replace(run, waits=waits))
+    return found
+
+
+def _made_here(runs: Sequence[Run], pushed: set[int]) -> list[Run]:
+    """The runs, whose summands of other GPUs are as many of their own: in the same bytes, there when that is."""
+    found = []
+    for run in runs:
+        own = [number for number in run.inputs if number not in pushed]
+        inputs = tuple([own[0] if number in pushed and own else number for number in run.inputs])
+        found.append(run if inputs == run.inputs else replace(run, inputs=inputs))
+    return found
+
+
+def _sms(tasks: Runs, own: set[int], layers: Layers | None) -> array[int]:
+    """The SMs of the runs `own`, as often as they come."""
+    if layers is None:
+        listed = list(range(len(tasks.runs)))
+        runs: Sequence[Run] = tasks.runs
+    else:
+        start, stop, runs = layers.runs.start, layers.runs.stop, tasks.spelled
+        listed = [*range(start), *list(range(start, stop)) * layers.times, *range(stop, len(runs))]
+    sms, first = array("q"), 0
+    for place in listed:
+        end = first + len(runs[place].tiles)
+        if place in own:
+            sms.extend(tasks.sms[first:end])
+        first = end
+    return sms
+
+
+def _trimmed(buffers: Sequence[Buffer], runs: Sequence[Run]) -> tuple[tuple[Buffer, ...], list[Run]]:
+    """(the buffers, of whose matrices those rows are there that runs multiply, and of their products as many columns;
+    the runs, whose columns begin with those)."""
+    rows: dict[int, Region] = {}
+    for run in runs:
+        for stretch in stretches_of(run.tiles):
+            columns = tile(stretch.params)
+            for number in _multiplied(run, stretch.params) if columns is not None else ():
+                assert columns is not None
+                end = columns[0] + stretch.n_tiles * (columns[1] - columns[0])
+                start, stop = rows.get(number, (columns[0], end))
+                rows[number] = min(start, columns[0]), max(stop, end)
+    shapes = {buffer.id: tuple(buffer.shape) for buffer in buffers}
+    fewer = {number: ends for number, ends in rows.items() if ends[1] - ends[0] < shapes[number][0]}
+    moved = []
+    for run in runs:
+        ends = next((fewer[number] for number in _multiplied(run, run.tiles[0].params) if number in fewer), None)
+        moved.append(run if ends is None else replace(run, tiles=_shifted(run, ends[0])))
+        if ends is not None:
+            product = run.outputs[0]
+            shapes[product] = (*shapes[product][:-1], ends[1] - ends[0])
+    for number, (start, stop) in fewer.items():
+        shapes[number] = (stop - start, *shapes[number][1:])
+    return tuple([b if shapes[b.id] == tuple(b.shape) else replace(b, shape=shapes[b.id]) for b in buffers]), moved
+
+
+def _shifted(run: Run, start: int) -> Tiles:
+    return Tiles(
+        [
+            each._replace(params={**each.params, "n_off": each.params["n_off"] - start})
+            for each in stretches_of(run.tiles)
+        ]
+    )
+
+
+def _multiplied(run: Run, params: Mapping[str, Any]) -> list[int]:
+    """The matrices of which a task multiplies the rows that its columns name."""
+    if run.op in MATRIX_OPS:
+        return [run.inputs[1]]
+    if run.op is not InstructionKind.FUSED:
+        return []
+    steps = params["recipe"]["steps"]
+    codes = {step["out"]: step["args"][0] for step in steps if step["op"] == InstructionKind.DEQUANT.name}
+    matrices = [step["args"][1] for step in steps if step["op"] in _MATRICES]
+    places = [codes.get(arg["s"], arg) if "s" in arg else arg for arg in matrices]
+    return [run.inputs[arg["in"]] for arg in places if "in" in arg]

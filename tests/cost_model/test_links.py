@@ -1,0 +1,52 @@
+"""What a step of several GPUs should take."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from flywheel.cost_model import predict
+from flywheel.cost_model.links import NVLINK, exchanges_us
+from flywheel.cost_model.predict import predict_us
+from flywheel.ir import MegakernelProgram, program_from_json, program_to_json
+from flywheel.lowering.lower import lower
+from flywheel.models.catalog import CATALOG
+from flywheel.search.space import make_space
+from flywheel.search.workload import Workload
+from tests.imagined import SPECS, TARGET
+
+
+def shared(ranks: int, batch: int = 1) -> MegakernelProgram:
+    work = Workload("small", SPECS[0], TARGET, "bf16", 256, batch, ranks=ranks)
+    space = make_space(work)
+    return lower(work.graph, space.to_config(space.known_good()[0]), TARGET)
+
+
+def test_one_gpu_exchanges_nothing() -> None:
+    assert exchanges_us(shared(1)) == 0.0
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_an_exchange_adds_the_further_way_and_its_bytes(batch: int) -> None:
+    (spec, _), program = SPECS, shared(2, batch)
+    exchanges = 2 * spec.n_layers + 1
+    nbytes = 4 * batch * (2 * spec.n_layers * spec.hidden + spec.vocab / 2)
+    further = exchanges * (NVLINK.one_way_us - NVLINK.same_gpu_us)
+    assert exchanges_us(program) == pytest.approx(further + nbytes / NVLINK.gbs / 1e3, rel=0.01)
+    assert exchanges_us(program_from_json(program_to_json(program))) == pytest.approx(exchanges_us(program))
+
+
+def test_both_predictions_of_several_gpus_agree() -> None:
+    program = shared(2)
+    assert predict_us(program) == predict(program).latency_us
+    assert predict(program).latency_us > predict(program).floor_us
+
+
+def test_more_gpus_take_less_of_a_large_model() -> None:
+    times = []
+    for ranks in (1, 2, 4):
+        work = Workload("llama3-8b", CATALOG["llama3-8b"], TARGET, "bf16", 64, ranks=ranks)
+        space = make_space(work)
+        times.append(predict_us(lower(work.graph, space.to_config(space.known_good()[0]), TARGET)))
+    assert all(one > 1.5 * other for one, other in pairwise(times))
