@@ -15,13 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flywheel.decode.sampling import Sampling, choose
+from flywheel.decode.choices import Choices
+from flywheel.decode.sampling import Sampling
 from flywheel.decode.session import TokenStream
 from flywheel.vm.driver import Gpu
 from flywheel.vm.loader import POSITIONS, LoadedProgram
 
 AHEAD: Final = 4
 """Launches in the stream beside the one whose tokens the host waits for. So many are in vain where a text ends."""
+
+_SLOTS: Final = AHEAD + 1
+"""Launches that are queued or being waited for."""
 
 _WORD: Final = 4
 """Bytes of a token and of a position."""
@@ -47,7 +51,6 @@ class _Row:
     positions: int
     position: int
     sampling: Sampling
-    seen: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,8 @@ class _Launch:
 class QueuedRows:
     """The rows of a program of `batch` sequences on torch's `device`. The caches are the caller's.
 
-    The device keeps each row's token and position: behind a launch it puts the token that was chosen where the next one
-    reads it, and moves the row on. A free row decodes some token at position 0 of its own caches.
+    The device puts the tokens that were chosen behind a launch where the next one reads them, and the host sends it
+    where each row stands then. A free row decodes some token at position 0 of its own caches.
     """
 
     def __init__(self, loaded: LoadedProgram, device: torch.device, batch: int, limit_s: float) -> None:
@@ -78,17 +81,19 @@ class QueuedRows:
         self._token_in, self._token_out = loaded.address("token_id"), loaded.address("next_token")
         self._place_in = loaded.address("position")
         self._logits: Tensor | None = None
+        self._choices: Choices | None = None
         self._held: dict[int, _Row] = {}
         self._queued: deque[tuple[int, tuple[tuple[int, _Row], ...], Any]] = deque()
         self._next_slot = 0
         with self._on_stream():
             self._tokens = _view(self._token_in, (batch,), torch.int32, device)
-            self._places = torch.zeros(POSITIONS, dtype=torch.int32, device=device)
-            self._steps = torch.zeros(POSITIONS, dtype=torch.int32, device=device)  # 1 of those that move on
+            self._positions = torch.zeros(POSITIONS, dtype=torch.int32, device=device)
             self._tokens.zero_()
         with ExitStack() as undo:
-            self._chosen = gpu.alloc_host((AHEAD + 1) * batch)
+            self._chosen = gpu.alloc_host(_SLOTS * batch)
             undo.callback(gpu.free_host, self._chosen)
+            self._places = gpu.alloc_host(_SLOTS * POSITIONS)
+            undo.callback(gpu.free_host, self._places)
             undo.callback(loaded.sync, limit_s * (AHEAD + 1))
             self._undo = undo.pop_all()
 
@@ -107,20 +112,16 @@ class QueuedRows:
         """Let a free row decode its prompt's tokens from position `start` on, and what is chosen behind them, up to
         `positions` - 1. Positions before `start` are in its caches."""
         with self._on_stream():
-            seen = None
-            if not sampling.is_argmax:
-                vocab = self._all_logits().shape[-1]
-                seen = torch.zeros(vocab, dtype=torch.bool, device=self._device)
-                seen[torch.tensor(prompt, device=self._device)] = True
+            if start == len(prompt) - 1:
+                self._begin_choices(row, prompt, sampling)
             self._tokens[row] = prompt[start]
-            self._places[row] = start
-            self._steps[row] = 1
-        self._held[row] = _Row(tuple(prompt), positions, start, sampling, seen)
+        self._held[row] = _Row(tuple(prompt), positions, start, sampling)
 
     def end(self, row: int) -> None:
         """Make a row free."""
-        if self._held.pop(row, None) is not None:
-            self._rest(row)
+        if self._held.pop(row, None) is not None and self._choices is not None:
+            with self._on_stream():
+                self._choices.free(row)
 
     def next_launch(self) -> _Launch | None:
         """The oldest launch that was not read, once it is over; more are queued behind it. None where there is none.
@@ -141,38 +142,49 @@ class QueuedRows:
         live = [(row, each) for row, each in self._held.items() if each.position < each.positions]
         if not live:
             return False
-        gpu, nbytes, slot = self._gpu, self._batch * _WORD, self._next_slot
-        gpu.copy(self._place_in, self._places.data_ptr(), nbytes)
-        self._loaded.launch(max(each.position for _, each in live), self._places.data_ptr())
-        gpu.copy(self._token_in, self._token_out, nbytes)
-        with self._on_stream():
-            for row, each in live:
-                self._replace_choice(row, each)
-            self._places.add_(self._steps)
+        gpu, slot = self._gpu, self._next_slot
+        self._send_positions(slot, live)
+        last = max(each.position for _, each in live)
+        self._loaded.launch(last, self._positions.data_ptr() if self._batch > 1 else 0)
+        gpu.copy(self._token_in, self._token_out, self._batch * _WORD)
+        if self._choices is not None or any(each.position + 1 < len(each.prompt) for _, each in live):
+            with self._on_stream():
+                self._replace_choices(live)
         gpu.fetch(self._chosen, slot * self._batch, self._token_in, self._batch)
-        shown = tuple((row, each) for row, each in live if each.position >= len(each.prompt) - 1)
+        shown = tuple([(row, each) for row, each in live if each.position >= len(each.prompt) - 1])
         self._queued.append((slot, shown, gpu.record()))
-        self._next_slot = (slot + 1) % (AHEAD + 1)
-        for row, each in live:
+        self._next_slot = (slot + 1) % _SLOTS
+        for _, each in live:
             each.position += 1
-            if each.position == each.positions:
-                self._rest(row)
         return True
 
-    def _replace_choice(self, row: int, each: _Row) -> None:
-        """Put what a row decodes next in the place of the program's own choice, where that is something else."""
-        if each.position + 1 < len(each.prompt):
-            self._tokens[row] = each.prompt[each.position + 1]
-        elif each.seen is not None:
-            token = choose(self._all_logits()[row], each.seen, each.sampling, each.position)
-            self._tokens[row] = token
-            each.seen.index_fill_(0, token, True)
+    def _send_positions(self, slot: int, live: Sequence[tuple[int, _Row]]) -> None:
+        """Where each row stands in the next launch; the others at position 0, where they cost least."""
+        first = slot * POSITIONS
+        places = self._places.array[first : first + POSITIONS]
+        places[:] = 0
+        for row, each in live:
+            places[row] = each.position
+        self._gpu.send(self._place_in, self._places, first, self._batch)
+        if self._batch > 1:
+            self._gpu.copy(self._positions.data_ptr(), self._place_in, self._batch * _WORD)
 
-    def _rest(self, row: int) -> None:
-        """Let a row stand at position 0, where it costs least, behind what is queued."""
-        with self._on_stream():
-            self._places[row] = 0
-            self._steps[row] = 0
+    def _replace_choices(self, live: Sequence[tuple[int, _Row]]) -> None:
+        """Put what rows decode next in the place of the program's own choices, where that is something else."""
+        if self._choices is not None:
+            self._choices.replace(self._tokens, self._all_logits(), {row: each.position for row, each in live})
+        for row, each in live:
+            if each.position + 1 < len(each.prompt):
+                self._tokens[row] = each.prompt[each.position + 1]
+            if each.position + 2 == len(each.prompt):
+                self._begin_choices(row, each.prompt, each.sampling)
+
+    def _begin_choices(self, row: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Choose as asked for from the next launch on, which decodes the prompt's last token."""
+        if self._choices is None and not sampling.is_argmax:
+            self._choices = Choices(self._batch, self._all_logits().shape[-1], self._device)
+        if self._choices is not None:
+            self._choices.begin(row, prompt, sampling)
 
     def _all_logits(self) -> Tensor:
         """float32 [batch, vocab] of the last launch, as a view."""

@@ -1,18 +1,11 @@
-"""How a token is chosen from logits: greedily, or drawn, on the device that holds them."""
+"""How a request wants its tokens to be chosen from logits: greedily, or drawn."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log
 from typing import Final
 
-import torch
-from torch import Tensor
-
 from flywheel.errors import UsageError
-
-_SPREAD: Final = 0x9E3779B97F4A7C15
-"""An odd number whose multiples differ in all bits: seeds next to each other draw nothing alike."""
 
 _COLDEST: Final = 1e-5
 
@@ -62,29 +55,3 @@ class Sampling:
 
 
 GREEDY: Final = Sampling()
-
-
-def choose(logits: Tensor, seen: Tensor, sampling: Sampling, position: int) -> Tensor:
-    """The token, int64 [], behind `logits` [vocab] at a position; `seen` bool [vocab] are the tokens of the text.
-
-    Nothing waits for the device. The draw is an exponential race: of scores divided by independent exponential numbers
-    the largest wins with the probability that its score has.
-    """
-    scores = logits.float()
-    if sampling.repetition_penalty != 1.0:
-        penalty = sampling.repetition_penalty
-        scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
-    if sampling.is_greedy:
-        return scores.argmax()
-    scores = scores / sampling.temperature
-    if 0 < sampling.top_k < len(scores):
-        scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[-1], -torch.inf)
-    if sampling.min_p > 0.0:
-        scores = scores.masked_fill(scores < scores.max() + log(sampling.min_p), -torch.inf)
-    shares = scores.softmax(0)
-    if sampling.top_p < 1.0:
-        ordered, places = shares.sort(descending=True)
-        kept = ordered.cumsum(0) - ordered < sampling.top_p
-        shares = torch.zeros_like(shares).scatter(0, places, ordered * kept)
-    draw = torch.Generator(shares.device).manual_seed((sampling.seed * _SPREAD + position) % 2**63)
-    return (shares / torch.empty_like(shares).exponential_(generator=draw)).argmax()

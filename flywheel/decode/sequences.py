@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from flywheel.decode.sampling import Sampling, choose
+from flywheel.decode.choices import Choices
+from flywheel.decode.sampling import Sampling
 from flywheel.decode.step import Positions, Step, check_place, check_prompt
 from flywheel.errors import UsageError
 from flywheel.models.spec import DecoderSpec
@@ -76,6 +77,7 @@ class SteppedSequences:
         self.batch = session.batch
         self._session = session
         self._rows: dict[int, _Row] = {}
+        self._choices = Choices(session.batch, session.spec.vocab, torch.device("cpu"))
 
     def join(self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling) -> None:
         """As Sequences says."""
@@ -83,11 +85,13 @@ class SteppedSequences:
         if row in self._rows:
             raise UsageError(f"{self._session.spec.name}: row {row} is taken")
         self._session.prefill(prompt[:-1], row)
-        self._rows[row] = _Row(prompt, positions, sampling, self._session.spec.vocab)
+        self._choices.begin(row, prompt, sampling)
+        self._rows[row] = _Row(prompt[-1], len(prompt) - 1, positions)
 
     def leave(self, row: int) -> None:
         """As Sequences says."""
         self._rows.pop(row, None)
+        self._choices.free(row)
 
     def advance(self) -> list[tuple[int, int]]:
         """As Sequences says."""
@@ -99,27 +103,23 @@ class SteppedSequences:
         tokens = [live[row].token if row in live else 0 for row in rows]
         places = [live[row].position if row in live else 0 for row in rows]
         steps = self._session.step_rows(tokens, places)
-        return [(row, each.choose(steps[row].logits.cpu(), steps[row].token)) for row, each in live.items()]
+        chosen = torch.tensor([step.token for step in steps])
+        logits = torch.stack([step.logits for step in steps]).cpu()
+        self._choices.replace(chosen, logits, {row: each.position for row, each in live.items()})
+        for row, each in live.items():
+            each.token = int(chosen[row])
+            each.position += 1
+        return [(row, each.token) for row, each in live.items()]
 
     def close(self) -> None:
         """As Sequences says."""
         self._rows.clear()
 
 
+@dataclass(slots=True)
 class _Row:
     """A sequence: the token that it decodes next, and where."""
 
-    def __init__(self, prompt: Sequence[int], positions: int, sampling: Sampling, vocab: int) -> None:
-        self.token, self.position, self.positions = prompt[-1], len(prompt) - 1, positions
-        self._sampling = sampling
-        self._seen = torch.zeros(vocab, dtype=torch.bool)
-        self._seen[list(prompt)] = True
-
-    def choose(self, logits: Tensor, first_choice: int) -> int:
-        """The token behind the one that was decoded."""
-        self.token = first_choice
-        if not self._sampling.is_argmax:
-            self.token = int(choose(logits, self._seen, self._sampling, self.position))
-        self._seen[self.token] = True
-        self.position += 1
-        return self.token
+    token: int
+    position: int
+    positions: int

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from flywheel.decode.caches import KvCaches
+from flywheel.decode.choices import choose
 from flywheel.decode.interface import read_interface
 from flywheel.decode.launched import Launched, places_of
 from flywheel.decode.prefill import Prefill
-from flywheel.decode.sampling import GREEDY, Sampling, choose
+from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import Sequences, SteppedSequences
 from flywheel.decode.source import Weights
 from flywheel.decode.step import Positions, Step, check_prompt, check_rows

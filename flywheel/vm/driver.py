@@ -222,7 +222,7 @@ class Gpu:
             self._checked("fill", self._cuda.cuMemsetD8Async(memory.address, byte, memory.nbytes, self._stream.handle))
 
     def alloc_host(self, count: int) -> HostWords:
-        """New pinned words, of any content, for `fetch`."""
+        """New pinned words, of any content, for `fetch` and `send`."""
         nbytes = count * ctypes.sizeof(ctypes.c_uint32)
         address = int(self._checked("cuMemHostAlloc", self._cuda.cuMemHostAlloc(nbytes, 0)))
         words = (ctypes.c_uint32 * count).from_address(address)
@@ -239,6 +239,13 @@ class Gpu:
         target = words.address + index * ctypes.sizeof(ctypes.c_uint32)
         size = count * ctypes.sizeof(ctypes.c_uint32)
         self._checked("fetch", self._cuda.cuMemcpyDtoHAsync(target, source, size, self._stream.handle))
+
+    def send(self, target: int, words: HostWords, index: int, count: int) -> None:
+        """Copy `count` of `words.array`, from `index` on, to device address `target`, in stream order; they must stay
+        as they are until the stream has passed that."""
+        size = ctypes.sizeof(ctypes.c_uint32)
+        source = words.address + index * size
+        self._checked("send", self._cuda.cuMemcpyHtoDAsync(target, source, count * size, self._stream.handle))
 
     def _host_word(self) -> HostWord:
         flags = self._cuda.CU_MEMHOSTALLOC_DEVICEMAP | self._cuda.CU_MEMHOSTALLOC_PORTABLE

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flywheel.decode.sampling import GREEDY, Sampling, choose
+from flywheel.decode.choices import choose
+from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.errors import UsageError
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.0, -0.5, -1.0, -2.0, -4.0])

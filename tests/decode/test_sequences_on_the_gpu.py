@@ -8,8 +8,9 @@ import pytest
 import torch
 from chorus import alone, sing, voices
 
+from flywheel.decode.choices import choose
 from flywheel.decode.cuda import CudaModel
-from flywheel.decode.sampling import Sampling, choose
+from flywheel.decode.sampling import Sampling
 from flywheel.decode.verify import verify
 from flywheel.ir import TARGETS, DType, ScheduleConfig
 from flywheel.lowering.lower import lower

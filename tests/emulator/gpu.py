@@ -170,6 +170,9 @@ class EmulatedGpu:
     def fetch(self, words: HostWords, index: int, source: int, count: int) -> None:
         ctypes.memmove(words.address + 4 * index, source, 4 * count)
 
+    def send(self, target: int, words: HostWords, index: int, count: int) -> None:
+        ctypes.memmove(target, words.address + 4 * index, 4 * count)
+
     def load(self, unit: CompiledUnit) -> dict[str, Any]:
         library = ctypes.CDLL(os.fsdecode(unit.cubin))
         return {name: library[f"emulate_{name}"] for name in unit.entries}
