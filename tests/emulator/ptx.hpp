@@ -107,12 +107,13 @@ template <typename Half> inline uint32_t emulated_pair(float high, float low) {
 }
 inline void ptx_to_bf16x2(uint32_t& to, float high, float low) { to = emulated_pair<EmulatedBf16>(high, low); }
 inline void ptx_to_f16x2(uint32_t& to, float high, float low) { to = emulated_pair<EmulatedF16>(high, low); }
-// The product is exact in a float, and a zero the only sum that is asked for.
-inline void ptx_fma_bf16x2(uint32_t& to, uint32_t a, uint32_t b, uint32_t c) {
-    using Half = EmulatedBf16;
+// The product is exact in a float, and the sums that are asked for too.
+template <typename Half> inline uint32_t emulated_fma(uint32_t a, uint32_t b, uint32_t c) {
     const float low = Half::to_float(a & 0xffff) * Half::to_float(b & 0xffff) + Half::to_float(c & 0xffff);
-    to = emulated_pair<Half>(Half::to_float(a >> 16) * Half::to_float(b >> 16) + Half::to_float(c >> 16), low);
+    return emulated_pair<Half>(Half::to_float(a >> 16) * Half::to_float(b >> 16) + Half::to_float(c >> 16), low);
 }
+inline void ptx_fma_bf16x2(uint32_t& to, uint32_t a, uint32_t b, uint32_t c) { to = emulated_fma<EmulatedBf16>(a, b, c); }
+inline void ptx_fma_f16x2(uint32_t& to, uint32_t a, uint32_t b, uint32_t c) { to = emulated_fma<EmulatedF16>(a, b, c); }
 inline void ptx_to_f16(unsigned short& to, float from) { to = static_cast<unsigned short>(EmulatedF16::from_float(from)); }
 inline void ptx_from_f16(float& to, unsigned short from) { to = EmulatedF16::to_float(from); }
 

@@ -59,6 +59,7 @@ CALLS: Final[Mapping[str, str]] = {
     "cvt.rn.bf16x2.f32 %0, %1, %2;": "to_bf16x2",
     "cvt.rn.f16x2.f32 %0, %1, %2;": "to_f16x2",
     "fma.rn.bf16x2 %0, %1, %2, %3;": "fma_bf16x2",
+    "fma.rn.f16x2 %0, %1, %2, %3;": "fma_f16x2",
     "cvt.f32.f16 %0, %1;": "from_f16",
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 " + _FRAGMENTS: "mma_bf16",
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 " + _FRAGMENTS: "mma_f16",

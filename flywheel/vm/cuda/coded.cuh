@@ -35,6 +35,14 @@ template <int FORMAT> struct Coding {
     // keep few bits, and a zero point enlarges what they lack.
     static constexpr int MINUS = BF16 ? 0x8080 : 0x8400;
     static constexpr float PER_MINUS = BF16 ? 0x1p-7f : 0x1p-10f;
+    // Of several rows, integers become normal halves, of which one is 1 / UNDO_ROWS, less what they are too large by.
+    static constexpr bool SUBTRACTS = HAS_ZEROS || TOO_LARGE > 0;
+    static constexpr int RAISE = BF16 ? 0x7f00 : 0x7800;  // 2^127, 2^15
+    static constexpr float UNDO_ROWS = !SUBTRACTS ? UNDO : BF16 ? 0x1p6f : 0x1p9f;
+    __device__ static constexpr int minus(bool odd) {  // a power of two
+        const int exponent = (TOO_LARGE == 8 ? 3 : 7) + (odd ? 4 : 0);
+        return 0x8000 | (BF16 ? exponent - 6 + 127 << 7 : exponent - 9 + 15 << 10);
+    }
     __device__ static constexpr uint32_t word(int half) { return static_cast<uint32_t>(half) * 0x10001u; }
 };
 
@@ -68,6 +76,17 @@ __device__ __forceinline__ float low_scale(int kind, uint32_t pair) {
 }
 __device__ __forceinline__ float high_scale(int kind, uint32_t pair) {
     return kind == FW_SCALES_BF16 ? __uint_as_float(pair & 0xffff0000) : low_scale(kind, pair >> 16);
+}
+
+// Two of a * b + c, each rounded once.
+__device__ __forceinline__ uint32_t fma_halves(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t sums;
+#if FW_DTYPE == AMK_DTYPE_F16
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sums) : "r"(a), "r"(b), "r"(c));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sums) : "r"(a), "r"(b), "r"(c));
+#endif
+    return sums;
 }
 
 // Columns of x as codes are multiplied by.
@@ -149,32 +168,33 @@ template <int FORMAT> struct CodedProduct {
             mma(off, {A, A, A, A}, x);
         }
     }
-    // A step of several rows, where x of the lane's row is at `b`, and there are `groups` of it. Codes of others are 0: any x will do.
-    __device__ __forceinline__ void multiply_rows(uint32_t b, int step, int groups, uint32_t zeros, uint32_t from) {
-        constexpr bool FOURS = C::CODE == FW_CODE_I4;
-        uint2 x[UNIT_GROUPS];
-#pragma unroll
-        for (int group = 0; group < UNIT_GROUPS; group++) {
-            x[group] = load_shared8(b + min(group, groups - 1) * GROUP_X_BYTES + (step ^ (group & 3)) * FRAGMENT_X_BYTES);
-        }
-#pragma unroll
-        for (int group = 0; group < UNIT_GROUPS; group++) x[group] = enlarged(x[group]);
-        each_fragment<false>(from, [&](int group, const uint4& a) { mma(acc[C::SCALED ? group : group % CHAINS], a, x[group]); });
-        if (!C::HAS_ZEROS && C::TOO_LARGE == 0) return;
-#pragma unroll
-        for (int group = 0; group < UNIT_GROUPS; group++) {  // behind all of them, so that sums need not wait for each other
+    // What the fragments of a group of several rows are added to, of rows g and g + 8: less what codes are too large by.
+    __device__ __forceinline__ static uint2 minus_of(int group, uint32_t zeros) {
+        const bool odd = C::CODE == FW_CODE_I4 && group % 2;
+        if (!C::HAS_ZEROS) return {C::word(C::minus(odd)), C::word(C::minus(odd))};
+        const uint2 pair = load_shared8(zeros + group / 2 * 8);  // those of two groups
+        const uint32_t g = __byte_perm(pair.x, 0, group % 2 ? 0x3232 : 0x1010) << (odd ? 4 : 0);
+        const uint32_t h = __byte_perm(pair.y, 0, group % 2 ? 0x3232 : 0x1010) << (odd ? 4 : 0);
+        constexpr uint32_t LOWER = C::word(0x8000 | C::RAISE), NOTHING = C::word(0x8000);
+        return {fma_halves(g, LOWER, NOTHING), fma_halves(h, LOWER, NOTHING)};
+    }
+    // A step of several rows, where x of the lane's row is at `x`, and there are `groups` of it: WHOLE, as many as in a unit. Scales
+    // of others are 0: any x will do.
+    template <bool WHOLE>
+    __device__ __forceinline__ void multiply_rows(uint32_t x, int step, int groups, uint32_t zeros, uint32_t from) {
+        each_fragment<false>(from, [&](int group, const uint4& codes) {
+            const uint32_t at = x + (step ^ (group & 3)) * FRAGMENT_X_BYTES;
+            const uint2 columns = load_shared8(at + (WHOLE ? group : min(group, groups - 1)) * GROUP_X_BYTES);
             float (&sum)[4] = acc[C::SCALED ? group : group % CHAINS];
-            if (C::HAS_ZEROS) {
-                const uint2 pair = load_shared8(zeros + group / 2 * 8);  // of rows g and g + 8, those of two groups
-                const int shift = FOURS && group % 2 ? 4 : 0;
-                const uint32_t g = __byte_perm(pair.x, 0, group % 2 ? 0x3232 : 0x1010) << shift | 0x80008000;
-                const uint32_t h = __byte_perm(pair.y, 0, group % 2 ? 0x3232 : 0x1010) << shift | 0x80008000;
-                mma(sum, {g, h, g, h}, x[group]);
+            if constexpr (C::SUBTRACTS) {
+                constexpr uint32_t RAISE = C::word(C::RAISE);
+                const uint2 minus = minus_of(group, zeros);
+                mma(sum, {fma_halves(codes.x, RAISE, minus.x), fma_halves(codes.y, RAISE, minus.y),
+                          fma_halves(codes.z, RAISE, minus.x), fma_halves(codes.w, RAISE, minus.y)}, columns);
             } else {
-                const uint32_t minus = FOURS && group % 2 ? C::word(0x8000 | C::TOO_LARGE * 16) : C::word(0x8000 | C::TOO_LARGE);
-                mma(sum, {minus, minus, minus, minus}, x[group]);
+                mma(sum, codes, enlarged(columns));
             }
-        }
+        });
     }
     // Of one row, the lane's own columns 2t and 2t + 1 of rows g and g + 8, in units of 1.
     __device__ __forceinline__ void own_sums(int quarter, uint32_t zeros, float (&own)[4]) const {
@@ -261,13 +281,23 @@ template <int FORMAT> struct CodedProduct {
         return a;
     }
     // The same of several rows: x of the lane's row begins at `x`, and there are `groups` of it.
-    template <typename Then>
+    template <bool WHOLE, typename Then>
     __device__ __forceinline__ uint32_t add_rows(uint32_t a, uint32_t x, int groups, uint32_t zeros, int step, int count, Then then) {
+        const auto behind = [&](int steps) {
+            const uint32_t from = count > steps ? a + steps * C::STEP_BYTES : then();
+            return from != 0 ? from : a;
+        };
+#pragma unroll 1
+        for (; WHOLE && count > 1; count -= 2, step += 2) {
+            const uint32_t from = behind(2);
+            multiply_rows<WHOLE>(x, step, groups, zeros, a + C::STEP_BYTES);
+            multiply_rows<WHOLE>(x, step + 1, groups, zeros, from);
+            a = from;
+        }
 #pragma unroll 1
         for (; count > 0; count--, step++) {
-            uint32_t from = count > 1 ? a + C::STEP_BYTES : then();
-            from = from != 0 ? from : a;
-            multiply_rows(x, step, groups, zeros, from);
+            const uint32_t from = behind(1);
+            multiply_rows<WHOLE>(x, step, groups, zeros, from);
             a = from;
         }
         return a;
@@ -295,8 +325,10 @@ template <int FORMAT> struct CodedProduct {
             const auto then = [&] { return left > 0 ? scales + C::UNIT_BYTES - C::CODE_BYTES + lane * 16 : next(); };
             if (one_row) {  // of a group that there is not, codes are 0: any x will do
                 a = add_one(a, unit_x + (row < groups ? row * GROUP_X_BYTES : 0), (row & 3) * FRAGMENT_X_BYTES, step, count, then);
+            } else if (groups >= UNIT_GROUPS) {
+                a = add_rows<true>(a, unit_x, groups, scales + C::SCALE_BYTES + row * 32, step, count, then);
             } else {
-                a = add_rows(a, unit_x, groups, scales + C::SCALE_BYTES + row * 32, step, count, then);
+                a = add_rows<false>(a, unit_x, groups, scales + C::SCALE_BYTES + row * 32, step, count, then);
             }
             if (C::SCALED && one_row) scale_one(scales, lane);
             if (C::SCALED && !one_row) scale_rows(scales, lane);
@@ -327,7 +359,7 @@ template <int FORMAT> struct CodedProduct {
             const int m = quarter * 2 + i % 2;
             const float even = acc[0][i] + acc[2][i], odd = acc[1][i] + acc[3][i];
             const float sum = C::SCALED ? total[i] : even + odd * C::ODD;
-            if (m < rows) put(partial + m * PARTIAL_ROWS + row + i / 2 * 8, sum * C::UNDO, adds);
+            if (m < rows) put(partial + m * PARTIAL_ROWS + row + i / 2 * 8, sum * C::UNDO_ROWS, adds);
         }
     }
 };
