@@ -3,37 +3,38 @@
 A descent takes any better value of a knob until no knob has one. The next begins at another value of one knob of a good
 end (a detour), a few knobs away from one (a kick), between two of them (a crossing), or again at one of the first
 points. What a detour or a kick has changed stays as it is until the other knobs have followed: where several must
-change together, none of the changes is better alone. Which two values make no difference is learnt on the way.
+change together, none of the changes is better alone. Which values of a knob are not worth a try is learnt on the way.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from copy import copy
 from typing import Final
 
 import numpy as np
 
+from flywheel.search.contrasts import Contrasts
 from flywheel.search.gaussian import Grid, Point, untried
 
 _ENDS: Final = 8
-"""Ends of descents that the next ones begin from."""
+"""Ends of descents that the next ones begin from, each of another value: equal values are mostly the same program."""
 
 _DETOURS: Final = 0.6
 """Share of descents that begin with a detour, while there are some that were not made."""
 
-_BASES: Final = 3
-"""Best ends that detours begin from: from the next one when all of the one before are made."""
+_SPREAD: Final = 0.006
+"""Of the best latency: what is drawn and added to a detour's loss, on average. The least is the next."""
 
-_SPREAD: Final = 0.02
-"""Of a latency: what is drawn and added to a detour's loss, on average. The least is the next."""
+_REPEAT: Final = 0.006
+"""Of the best latency: what each detour to the same value of the knob adds, from whatever end it was."""
 
-_UNKNOWN: Final = 0.05
-"""Of a latency: what a detour to a point that was not asked for is taken to lose."""
+_UNKNOWN: Final = 0.03
+"""Of a latency: what a detour to a point of unknown latency is taken to lose."""
 
 _FAR: Final = 0.2
-"""Of a latency: what a detour may lose."""
+"""Of the best latency: what a detour may lose."""
 
 _BEST: Final = 0.6
 """Share of kicks that are from the best end; the others are from any."""
@@ -50,12 +51,12 @@ _FIRST: Final = 3
 _KICK: Final = (2, 4)
 """Knobs that a kick moves, least and most."""
 
-_ALIKE: Final = 2
-"""Times that two values of a knob must have made no difference, and more than three times as often as they made one, to
-be taken for alike."""
+_LOST: Final = (0.01, 0.03)
+"""Of a latency: a value that lost more each time seems not to be worth a try; the second one while knobs are held and
+where knobs are kicked, since such values may gain beside values that are seldom seen."""
 
-_AGAIN: Final = 0.1
-"""Share of values taken for alike that are tried all the same."""
+_AGAIN: Final = 0.05
+"""Share of values that seem not to be worth a try and are tried all the same."""
 
 _STARTS: Final = 100
 """Starts in a row that lead to nothing untried, after which what is left of a small grid is walked."""
@@ -74,15 +75,15 @@ class Descent:
         self._ends: list[Point] = []
         self._given: tuple[Point, ...] = ()
         self._centre: Point | None = None
-        self._begun: dict[Point, tuple[Point, int] | None] = {}  # of this descent: where from, in which knob
+        self._begun: dict[Point, int | None] = {}  # of this descent: in which knob
         self._left: list[int] = []  # knobs of this round
         self._moved = True  # since the round began
         self._held: frozenset[int] = frozenset()  # knobs that stay until no other has a better value
         self._waiting: list[tuple[Point, int]] = []
         self._gains = np.ones(len(grid.sizes))
         self._detours: set[tuple[Point, Point]] = set()  # from where to where
-        self._alike: Counter[tuple[int, int, int]] = Counter()
-        self._unlike: Counter[tuple[int, int, int]] = Counter()
+        self._turns: Counter[tuple[int, int]] = Counter()  # detours by knob and value
+        self._contrasts = Contrasts(grid)
 
     @property
     def values(self) -> dict[Point, float]:
@@ -94,7 +95,7 @@ class Descent:
         fork = copy(self)
         fork._asked, fork._begun = set(self._asked), dict(self._begun)
         fork._ends, fork._left, fork._waiting = list(self._ends), list(self._left), list(self._waiting)
-        fork._gains, fork._detours = self._gains.copy(), set(self._detours)
+        fork._gains, fork._detours, fork._turns = self._gains.copy(), set(self._detours), self._turns.copy()
         return fork
 
     def note(self, point: Point) -> None:
@@ -108,11 +109,9 @@ class Descent:
         """The value of a point."""
         self.note(point)
         worth = self._values[point] = float("inf") if value is None else value
-        origin = self._begun.get(point)
-        if origin is not None and origin[0] in self._values:
-            self._compare(*origin, point)
+        self._contrasts.add(point, self._values)
         if point in self._begun and self._centre is not None and worth < self._worth(self._centre):
-            self._move(point, None if origin is None else origin[1])
+            self._move(point, self._begun[point])
 
     def ask(self, chance: np.random.Generator) -> Point:
         """A point that was not asked for; the best one where there is none left."""
@@ -141,7 +140,7 @@ class Descent:
             while self._waiting:
                 point, knob = self._waiting.pop(0)
                 if point not in self._asked:
-                    self._begun[point] = self._centre, knob
+                    self._begun[point] = knob
                     return point
             if not self._left:
                 if not self._moved:
@@ -165,10 +164,12 @@ class Descent:
             self._move(min(known, key=self._worth), knob)
             return
         self._gains[knob] = max(0.8 * self._gains[knob], 0.2)
+        lost = _LOST[bool(self._held)]
         self._waiting = [
             (point, knob)
             for point in beside
-            if point not in self._asked and not (self._taken_alike(knob, centre, point) and chance.random() > _AGAIN)
+            if point not in self._asked
+            and not (self._contrasts.is_vain(knob, centre[knob], point[knob], lost) and chance.random() > _AGAIN)
         ]
 
     def _move(self, point: Point, knob: int | None) -> None:
@@ -180,20 +181,18 @@ class Descent:
     def _begin(self, start: Point, held: frozenset[int] = frozenset()) -> None:
         """End the descent and begin one that leaves the `held` knobs alone until the others have followed."""
         if self._centre is not None:
-            ends = dict.fromkeys([*self._ends, self._centre])
-            self._ends = sorted(ends, key=lambda point: (self._worth(point), point))[:_ENDS]
+            self._ends = self._best([*self._ends, self._centre])
         self._centre, self._left, self._moved, self._waiting, self._held = start, [], True, [], held
         self._begun = {start: None}
 
     def _start(self, chance: np.random.Generator) -> tuple[Point, frozenset[int]]:
         """Where to begin, and the knobs that were changed there."""
-        ends = [end for end in [*self._ends, self._centre] if end is not None]
+        ends = self._ends if self._centre is None else self._best([*self._ends, self._centre])
         if not ends:
             return tuple(int(chance.integers(size)) for size in self._grid.sizes), frozenset()
         if chance.random() < _AFRESH:
             return self._given[int(chance.integers(len(self._given)))], frozenset()
-        ends.sort(key=lambda point: (self._worth(point), point))
-        detour = self._detour(ends[:_BASES], chance) if chance.random() < _DETOURS else None
+        detour = self._detour(ends, chance) if chance.random() < _DETOURS else None
         if detour is not None:
             return detour
         base, knobs = ends[0], int(chance.integers(_KICK[0], _KICK[1] + 1))
@@ -205,49 +204,53 @@ class Descent:
             knobs = _KICK[0]
         elif chance.random() > _BEST:
             base = ends[int(chance.integers(len(ends)))]
-        start = kick(self._grid, base, knobs, chance)
+        start = kick(self._hopeful, base, knobs, chance)
         return start, frozenset(knob for knob, (a, b) in enumerate(zip(base, start, strict=True)) if a != b)
 
-    def _detour(self, bases: Sequence[Point], chance: np.random.Generator) -> tuple[Point, frozenset[int]] | None:
-        """One that was not made, of little loss, from the best base that has one; None where there is none."""
-        for base in (base for base in bases if self._worth(base) < float("inf")):
-            found = [
-                (self._loss(base, point) + _SPREAD * chance.exponential(), point, knob)
-                for knob in range(len(base))
-                for point in self._grid.beside(base, knob)
-                if (base, point) not in self._detours and not self._taken_alike(knob, base, point)
-            ]
-            least = min(found, default=None)
-            if least is not None and least[0] < _FAR:
-                self._detours.add((base, least[1]))
-                return least[1], frozenset({least[2]})
-        return None
+    def _detour(self, bases: list[Point], chance: np.random.Generator) -> tuple[Point, frozenset[int]] | None:
+        """One that was not made, of little loss against the best base, from any base; None where there is none."""
+        found = [
+            (self._loss(base, knob, point, bases[0]) + _SPREAD * chance.exponential(), point, knob, base)
+            for base in bases
+            if self._worth(base) < float("inf")
+            for knob in range(len(base))
+            for point in self._grid.beside(base, knob)
+            if self._is_detour(base, knob, point)
+        ]
+        loss, start, knob, base = min(found, default=(float("inf"), bases[0], 0, bases[0]))
+        if loss > _FAR:
+            return None
+        self._detours.add((base, start))
+        self._turns[knob, start[knob]] += 1
+        return start, frozenset({knob})
 
-    def _loss(self, base: Point, point: Point) -> float:
-        """What a point takes more than a feasible base, of the base's latency."""
-        if point not in self._asked:
-            return _UNKNOWN
-        return (self._worth(point) - self._worth(base)) / (self._worth(base) or 1.0)
+    def _is_detour(self, base: Point, knob: int, point: Point) -> bool:
+        """Whether the point beside the base is one that was not made and makes a difference."""
+        alike = self._contrasts.are_alike(knob, base[knob], point[knob])
+        return not alike and (base, point) not in self._detours and self._values.get(point) != self._worth(base)
+
+    def _hopeful(self, point: Point, knob: int) -> list[Point]:
+        """Points that differ in that knob, without values that seem not to be worth a try if there are others."""
+        every = self._grid.beside(point, knob)
+        return [each for each in every if not self._contrasts.is_vain(knob, point[knob], each[knob], _LOST[1])] or every
+
+    def _loss(self, base: Point, knob: int, point: Point, best: Point) -> float:
+        """How far a detour is behind the best end, as far as it is known, and how far it is put behind others."""
+        value = self._values.get(point, self._worth(base) * (1.0 + _UNKNOWN))
+        return value / (self._worth(best) or 1.0) - 1.0 + _REPEAT * self._turns[knob, point[knob]]
+
+    def _best(self, points: list[Point]) -> list[Point]:
+        """The best of them, best first, each of another value."""
+        every = sorted(set(points), key=lambda point: (self._worth(point), point), reverse=True)
+        return list({self._worth(point): point for point in every}.values())[::-1][:_ENDS]
 
     def _worth(self, point: Point) -> float:
         return self._values.get(point, float("inf"))
 
-    def _compare(self, origin: Point, knob: int, point: Point) -> None:
-        same = self._values[origin] == self._values[point]
-        (self._alike if same else self._unlike)[_pair(knob, origin, point)] += 1
 
-    def _taken_alike(self, knob: int, one: Point, other: Point) -> bool:
-        pair = _pair(knob, one, other)
-        return self._alike[pair] >= _ALIKE and self._alike[pair] > 3 * self._unlike[pair]
-
-
-def kick(grid: Grid, point: Point, knobs: int, chance: np.random.Generator) -> Point:
-    """Another value in each of so many knobs, as far as there are any."""
+def kick(beside: Callable[[Point, int], list[Point]], point: Point, knobs: int, chance: np.random.Generator) -> Point:
+    """Another value in each of so many knobs, as far as `beside` has any."""
     for knob in chance.choice(len(point), min(knobs, len(point)), replace=False):
-        beside = grid.beside(point, int(knob)) or [point]
-        point = beside[int(chance.integers(len(beside)))]
+        others = beside(point, int(knob)) or [point]
+        point = others[int(chance.integers(len(others)))]
     return point
-
-
-def _pair(knob: int, one: Point, other: Point) -> tuple[int, int, int]:
-    return knob, min(one[knob], other[knob]), max(one[knob], other[knob])

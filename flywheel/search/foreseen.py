@@ -152,7 +152,8 @@ class ForeseenSampler(GridSampler):
         centres = [learnt.where[int(index)] for index in np.argsort(learnt.logs, kind="stable")[:_CENTRES]]
         if number % _QUOTA == _QUOTA - 1:
             chance = np.random.default_rng((self._seed, number, 1))
-            return sorted({kick(grid, centres[place % len(centres)], 2 + place % 3, chance) for place in range(_KICKS)})
+            starts = (centres[place % len(centres)] for place in range(_KICKS))
+            return sorted({kick(grid.beside, start, 2 + place % 3, chance) for place, start in enumerate(starts)})
         return sorted({point for centre in centres for point in grid.neighbours(centre)})
 
     def _improve(

@@ -108,7 +108,7 @@ def test_values_that_make_no_difference_are_hardly_tried_again() -> None:
 def test_a_kick_moves_so_many_knobs() -> None:
     chance, start = np.random.default_rng(0), (1,) * 8
     for knobs in (2, 3, 4):
-        assert sum(a != b for a, b in zip(kick(GRID, start, knobs, chance), start, strict=True)) == knobs
+        assert sum(a != b for a, b in zip(kick(GRID.beside, start, knobs, chance), start, strict=True)) == knobs
 
 
 def test_a_fork_that_is_left_alone_changes_nothing() -> None:
