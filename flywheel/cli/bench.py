@@ -278,10 +278,10 @@ def _work(workload: Workload) -> str:
 def _compete(
     work: Work, chosen: Sequence[Chosen], rivals: Sequence[Rival] | None, plan: Plan, seed: int
 ) -> tuple[dict[str, Any], list[Comparison]]:
-    """The document, without the command, and the comparisons that are in it; ends the command where there are none.
-    Rivals are the usual ones of the weights where none are given.
+    """The document, without the command, and its comparisons; ends the command if there are none. Without `rivals`, the
+    usual ones of the weights.
 
-    Raises as `probe` and `Contests` do, but for what a program that does not fit causes.
+    Raises as `probe` and `Contests` do, except where a program does not fit.
     """
     from flywheel.decode.contestants import Contests
     from flywheel.decode.cuda import prepare_torch

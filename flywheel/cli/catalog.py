@@ -73,8 +73,8 @@ def targets(as_json: bool) -> None:
 
 
 def bytes_per_token(spec: DecoderSpec, dtype: DType, formats: WeightFormats = PLAIN) -> int:
-    """Bytes of weights that one token reads, scales included: all of them, but of an embedding that is not also the
-    head one row."""
+    """Bytes of weights, scales included, that one token reads: all weights, but only one row of an embedding that is
+    not also the head."""
 
     def nbytes(role: str, shape: tuple[int, ...]) -> int:
         own = formats.of(role)

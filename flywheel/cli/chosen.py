@@ -52,8 +52,8 @@ def campaign_named(url: str, name: str | None) -> Campaign:
 
 
 def known(workloads: Sequence[Workload], url: str | None, campaign: str | None) -> list[Chosen]:
-    """The best schedule that is known of each workload: the store's, where there is one, of a campaign or of all, else,
-    unless a campaign is named, the one that comes with flywheel.
+    """The best known schedule of each workload: the store's, of one campaign or of all; if the store has none and no
+    campaign is named, the schedule that comes with flywheel.
 
     Raises UnknownNameError, with the search that finds one, without any; StoreError.
     """

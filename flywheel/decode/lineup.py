@@ -79,8 +79,7 @@ USUAL: Final[Mapping[DType | None, tuple[str, ...]]] = MappingProxyType(
         DType.I4: ("tinygemm", "compile-tinygemm"),
     }
 )
-"""Names of those that a schedule is measured against where nobody says otherwise, by the codes of the layers' matrices.
-"""
+"""Names of the rivals that a schedule is measured against by default, by the codes of the layers' matrices."""
 
 
 def usual_rivals(formats: WeightFormats) -> tuple[Rival, ...]:

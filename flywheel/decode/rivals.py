@@ -58,8 +58,8 @@ class FusedWeights:
 
 
 def fuse(spec: DecoderSpec, weights: Weights, form: Form = "whole") -> FusedWeights:
-    """Join what is multiplied by the same vector; copies that, and shares the rest with `weights`, which has the keys
-    of `checkpoint_tensors(spec)` or of quantised matrices' parts, all of one dtype on one device.
+    """Join the matrices that are multiplied by the same vector. Copies these, and shares the rest with `weights`, which
+    has the keys of `checkpoint_tensors(spec)` or of quantised matrices' parts, all of one dtype on one device.
 
     Quantised matrices are stored in a form that `lineup.refusal` has nothing against: as what they mean, rounded to
     that dtype, as codes, or as tiles.

@@ -44,8 +44,9 @@ def verify(session: JudgedSession, weights: Weights, positions: Sequence[int], s
 
 
 def judge_free(steps: Sequence[Step], made: Judge) -> Verdict:
-    """The verdict on a step of each sequence at the last of a judge's positions, behind its caches, of what shows no
-    tensors on the way: by its logits, to which rounding piles up over the layers, and by its choice among them."""
+    """The verdict on a contestant that shows its logits and no other tensor, from a step of each sequence at the last
+    of a judge's positions, behind its caches. It goes by the logits, in which the rounding of all layers adds up, and
+    by the token chosen from them."""
     wanted = made.logits[-1]
     error, row = max(
         (_free_error(step, logits), -row) for row, (step, logits) in enumerate(zip(steps, wanted, strict=True))

@@ -201,7 +201,7 @@ Extent = View | Matrix | Cache | Packed | Either
 
 
 def _fit_product(factors: Sequence[str], count: int, scope: Scope, what: str = "elements") -> str | None:
-    """Whether `count` is the product of `factors`; one without a value gets that which makes it so."""
+    """Whether `count` is the product of `factors`. A factor without a value gets the value that makes it so."""
     known = [value(factor, scope) for factor in factors]
     product = prod(number for number in known if number is not None)
     missing = [factor for factor, number in zip(factors, known, strict=True) if number is None]

@@ -1,9 +1,9 @@
-"""Programs whose layers are alike: one layer is spelled out, all others are that one with its ids moved on.
+"""Programs whose layers are alike: one layer is spelled out, and all others are that layer with other ids.
 
-Lowering spells out what comes before the layers, the first layer, the one behind it, and what comes after the layers.
-The second one, the *template*, comes `times` times. An id of a buffer or counter of the template, or of the layer
-before it, is further by a layer's number of them each time; an id below those means the same every time. What comes
-after the layers has the ids that it would have if the template came once. Source: docs/ir.md, "Proof by layers".
+Lowering spells out what comes before the layers, the first layer, the second layer, and what comes after the layers.
+The second layer, the *template*, comes `times` times. Each time, the ids of buffers and counters of the template and of
+the layer before it grow by a layer's number of them; smaller ids stay. What comes after the layers has the ids that it
+would have if the template came once. Source: docs/ir.md, "Proof by layers".
 """
 
 from __future__ import annotations

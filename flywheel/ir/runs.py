@@ -1,6 +1,6 @@
-"""Tasks as runs: what the tiles of one operation share is kept once, so that whoever looks at it looks once.
+"""Tasks as runs: a run keeps once what the tiles of one operation share, so checks of it are made once.
 
-A step of llama3-8b has 17,000 tasks and 450 runs.
+A step of llama3-8b has 17,000 tasks in 450 runs.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class _Watch:
         return late, found
 
     def _missed(self, late: Sequence[int], early: Collection[int], reader: int, operand: int) -> int | None:
-        """One of the late writers that writes, of what the reader reads, what none of the early ones has written."""
+        """A late writer of something that the reader reads and that no early writer has written."""
         number = self._program.tasks[reader].inputs[operand]
         written = sorted(self._columns(writer, number) for writer in early)
         for writer in late:

@@ -73,9 +73,9 @@ def _emit(graphs: Sequence[Graph], config: ScheduleConfig, target: GpuTarget) ->
 
 
 def _stamp(graph: Graph, scopes: Sequence[Names], blocks: _Blocks, spelled: bool) -> tuple[Stamper, Layers | None]:
-    """The tables, and where they have the second layer for all behind it, their layers.
+    """The tables, and the layers if the second one stands for all behind it.
 
-    The layers are `spelled` out where there are too few to tell whether they are alike, or one is not.
+    The layers are `spelled` out if they are too few to tell whether they are alike, or if one differs.
     """
     tables = Stamper()
     shared = tables.stamp(scopes[0], blocks[0], tables.declare(scopes[0], ("token_id", "position")), None)

@@ -46,8 +46,8 @@ def weight_bytes_read(program: MegakernelProgram) -> int:
 
 
 def _reads_by_ids_or_back(spelled: Sequence[Run], weights: Set[int], layers: Layers) -> bool:
-    """Whether the template gathers rows, or it or what is behind the layers reads weights of the layer before: then
-    what all layers read is no multiple of what one reads."""
+    """Whether the bytes that all layers read are no multiple of those that one layer reads: since the template gathers
+    rows, or since it or what comes after the layers reads weights of the layer before."""
     span = layers.buffers
     before, own = range(span.least, span.start), range(span.start, span.stop)
     return any(

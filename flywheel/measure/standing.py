@@ -120,8 +120,8 @@ def tied_with(best: TrialRecord | None, records: Sequence[TrialRecord]) -> list[
 
 
 def ranked(records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """A row for each config with a latency: the best, then the others that hold, then the rest, each by latency, with
-    what was measured for this store first, then what was imported, then what is predicted."""
+    """A row for each config with a latency: first the best, then the others that hold, then the rest. Within each part,
+    rows measured for this store come first, then imported ones, then predicted ones, each by latency."""
     best, holds = best_of(records), {record.trial for record in standing(records)}
     rows = sorted(
         (record for record in records if record.objective_us is not None),

@@ -32,8 +32,8 @@ _TIED: Final = MappingProxyType({MODEL_WEIGHT_KEYS["lm_head"]: MODEL_WEIGHT_KEYS
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tensor of `shape`, or one of the `others` that mean the same, in a type that safetensors calls one of
-    `dtypes`."""
+    """A tensor of `shape`, or of one of the `others`, which mean the same. Its type is one of `dtypes`, in safetensors'
+    names."""
 
     shape: Shape
     dtypes: tuple[str, ...] = _DTYPES

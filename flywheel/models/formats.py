@@ -146,7 +146,7 @@ def weights_name(text: str | None, dtype: str) -> str:
 
 
 def formats_of(own: Mapping[str, WeightFormat | None], usual: WeightFormat | None) -> WeightFormats:
-    """`usual` for all layers' matrices but for those of the roles of `own` that have another; in one order."""
+    """Formats of all layers' matrices, in one order: `usual`, but for roles to which `own` gives another."""
     wanted = {role: own.get(role, WeightFormats(usual).of(role)) for role in MATRICES}
     return WeightFormats(
         usual, tuple((role, each) for role, each in wanted.items() if each != WeightFormats(usual).of(role))

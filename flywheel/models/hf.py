@@ -143,8 +143,8 @@ _ROPE_TYPES: Final = MappingProxyType(
 
 
 def load_spec(path: Path) -> DecoderSpec:
-    """The decoder that a `config.json`, or the directory that holds it, describes; named after the directory, in the
-    Hub's cache after the repository, and after the file if that has another name.
+    """The decoder that a `config.json`, or the directory that holds it, describes. It is named after the directory, in
+    the Hub's cache after the repository, and after the file if the file has another name.
 
     Raises UnsupportedModelError, in one line, for a file that cannot be read or represented exactly.
     """

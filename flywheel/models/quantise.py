@@ -80,7 +80,7 @@ def _quantise_rows(
 def _best_scales(
     blocks: Tensor, low: Tensor, high: Tensor, format: WeightFormat, dtype: DType
 ) -> tuple[Tensor, Tensor]:
-    """Of the scales that hold so much of what is between `low` and `high`, those with the least squared error."""
+    """The scales with the least squared error, among scales that cover shares of the range from `low` to `high`."""
     tried = [_scales(low * shrink, high * shrink, format, dtype) for shrink in _SHRINKS]
     errors = []
     for scales, zeros in tried:

@@ -44,8 +44,8 @@ class Scheme:
     activations: bool = False
 
     def formats(self, dtype: DType, scales: DType | None) -> WeightFormats:
-        """Formats of a program that computes in `dtype`, where scales of groups are stored as `scales`: kept so where
-        that is one type, else widened."""
+        """Formats of a program that computes in `dtype`. Scales of groups keep the type of `scales` if they have one
+        type; else they are widened."""
         wide = self.format.rows == 1 and self.format.group is not None and scales is not dtype
         own = WeightFormat(self.format.codes, self.format.rows, self.format.group, self.format.zeros, wide)
         return formats_of({HEAD: own if self.head else None}, own)

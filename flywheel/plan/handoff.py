@@ -4,11 +4,11 @@ An awaited buffer has memory of its own and each of its elements is written once
 it. So an element says itself whether it was written: its bits are all ones until then, which no kernel stores. Whoever
 reads it asks until it is there, with no fence and no counter between. Source: docs/vm.md, "Hand-offs".
 
-What other buffers hold in order, a wait keeps there: that of one side of each pair of tasks of which one writes what
-the other reads or writes. Where such a pair has no wait of its own, but stands in order by what others wait for, no
-buffer is awaited at all; nor where buffers share memory, since who reads one would have to come before who writes the
-other. A reader of an awaited buffer comes after its writer in the program's order, which has no cycle; so none is asked
-for what is written behind it.
+All other buffers keep their waits: a wait stays if it orders two tasks of which one writes what the other reads or
+writes. No buffer is awaited at all if two such tasks have no wait between them and are ordered through other tasks
+only, or if buffers share memory, since a reader of one buffer would have to come before a writer of the other. A
+reader of an awaited buffer comes after its writer in the program's order, which has no cycle. So no task waits for data
+that is written behind it.
 """
 
 from __future__ import annotations

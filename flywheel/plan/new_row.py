@@ -1,9 +1,9 @@
-"""The steps of a launch's new row of one KV head, which one kernel does in one go.
+"""The steps of a launch's new row of one KV head, which one kernel does.
 
-They are ROPE and KV_APPEND of its key, KV_APPEND of its value, ROPE of the queries and ATTENTION_TILE, the last of
-their task; nothing else reads what lies between them. Where key and queries both have a norm before them, the kernel
-does these two as well. It is that of the key's ROPE where the attention is to that row alone, else that of the
-attention. Source: docs/vm.md.
+The steps are ROPE and KV_APPEND of the key, KV_APPEND of the value, ROPE of the queries, and ATTENTION_TILE, the last
+step of the task. Nothing else reads their scratch results. If key and queries both have a norm before them, the kernel
+does the two norms as well. The kernel is that of the key's ROPE if the attention is to the new row alone, else that of
+the attention. Source: docs/vm.md.
 """
 
 from __future__ import annotations

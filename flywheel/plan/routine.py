@@ -1,4 +1,4 @@
-"""What all tasks of one form do: their steps, and which of them are done on the way of others."""
+"""What all tasks of one form do: their steps, and the steps whose work the kernel of another step does."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def lines_of_runs(program: MegakernelProgram) -> bytes | None:
 
 
 def _may_join(runs: Sequence[Run], span: Span) -> bool:
-    """Whether neighbours of which one is in the template and the other is not may be one run."""
+    """Whether a run in the template and its neighbour outside of it may be one run."""
     before, template, behind = runs[: span.start][-1:], runs[span.start : span.stop], runs[span.stop :][:1]
     signals = {run.out_counter for run in template}
     return not template or any(run.out_counter in signals for run in (*before, *behind))

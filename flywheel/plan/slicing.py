@@ -1,9 +1,9 @@
-"""Products that take K in slices: those of an input that is longer than the staging area, or, where the program asks
-for it, of one whose tiles come one after the other.
+"""Products that take K in slices: of an input that is longer than the staging area, or, if the program asks for it, of
+an input whose tiles come one after the other.
 
-Slices of a long input take each other's place in the staging area, each once the one there is multiplied; those of an
-input that fits lie there side by side, and each is multiplied as soon as it is there. An operand that the task's own
-steps make is never cut: it has to fit.
+A slice of a long input takes the place of the slice before it once that one is multiplied. Slices of an input that fits
+lie side by side, and each is multiplied as soon as it is there. An operand that the task's own steps make is never cut:
+it has to fit.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ def slices_of(dtype: DType, rows: int, depth: int, coded: bool = False) -> Slice
 
 
 def operand_bytes(dtype: DType, rows: int, depth: int, made: bool = False, coded: bool = False) -> int:
-    """Bytes that the staging area has for an operand [rows, depth] that is multiplied: all of what the task itself has
-    `made`, a slice of an input; what the area may have at most where not even that fits, which the VM refuses."""
+    """Bytes of the staging area for an operand [rows, depth] of a product: the whole operand if the task `made` it,
+    else one slice of the input. If that does not fit, the area's largest size, and the VM refuses the program."""
     each = depth if made else slices_of(dtype, rows, depth, coded).depth
     return min(_bytes_of(dtype, rows, each), _most_staged(rows))
 

@@ -51,7 +51,7 @@ def turns_queries(place: int, steps: Sequence[Step], form: Form, dtype: DType) -
 def find_turn(
     place: int, steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]
 ) -> Turn | None:
-    """The turn that step `place`, not the first, does, if it does one; `views` are those that are not run."""
+    """The turn that step `place`, which is not the first, does; None if it does none. `views` do not run."""
     if not turns_queries(place, steps, form, dtype):
         return None
     return Turn(place, place - 1, find_norm(place - 1, steps, form, dtype, views))

@@ -174,7 +174,7 @@ def _knobs(facts: Facts) -> list[str]:
 
 
 def _coordinates(facts: Facts) -> dict[str, str]:
-    """The pictures of knobs and latency by name: of those that mattered most, and of the others."""
+    """The pictures of knobs and latency by name: of the knobs that mattered most, and of the others."""
     if facts.knobs is None:
         return {}
     names = ("coordinates", "coordinates_rest")

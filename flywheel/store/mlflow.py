@@ -232,7 +232,7 @@ def _children(client: Any, experiment: str, parent: Any) -> dict[int, Any]:
 
 
 def _settle(client: Any, runs: list[Any]) -> Any:
-    """Keep one of the runs that stand for the same thing, by a rule that every process follows; delete the others."""
+    """Keep one of several runs of one campaign or trial, by a rule that every process follows; delete the others."""
     first, *others = sorted(runs, key=lambda run: (_TRIALS not in run.data.tags, run.info.run_id))
     for other in others:
         client.delete_run(other.info.run_id)

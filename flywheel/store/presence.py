@@ -97,7 +97,7 @@ class _LockedFile:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether somebody holds a run's file, or may hold one that cannot be read; one that nobody holds is removed."""
+    """Whether a process holds a run's file, or may hold it since it cannot be read. Removes a file that none holds."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

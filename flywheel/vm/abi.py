@@ -80,26 +80,27 @@ class StepFlag(IntFlag):
     """Optional params that are there: `scale`, `dim`, `n_heads`, `head_dim`; n_off and N_tile, own or the task's."""
     HAS_M_TILE = 16384
     VIEW = 32768
-    """A COPY of columns that nothing need run for: its readers look at the columns where they are."""
+    """A COPY of columns that is not run: its readers read the columns where they are."""
     ANNOUNCES = 65536
     """A step whose result is the staged operand of a matrix step: each warp announces its share once it is written."""
     NEW_ROW = 131072
-    """A ROPE of a key with which the steps of a launch's new row begin: one kernel does them in one go."""
+    """The ROPE of a key, the first step of a launch's new row. One kernel does all steps of that row."""
     LEFT = 262144
-    """A step that another one does on the way: an attention the ROPE of its queries, what turns a head its RMSNORM, the
-    first step of a new row those behind it."""
+    """A step that is passed over, since the kernel of another step does its work: an attention (TURNS) does the ROPE of
+    its queries, whatever does a ROPE may do the RMSNORM of the same heads, and the first step of a new row (NEW_ROW)
+    does the steps behind it."""
     TURNS = 524288
     """An ATTENTION_TILE that does the ROPE before it, on operands that tensor cores take."""
     LAST = 1048576
     """The last step of its task."""
     APPENDS = 2097152
-    """One of TURNS that also appends the row that it attends to last: the ROPE of its key, the KV_APPEND behind that,
-    and the one of its value are left to it (`amk_attention_t`)."""
+    """An attention with TURNS that also appends the new row, to which it attends last. It does the ROPE of the row's
+    key and the KV_APPENDs of its key and its value (`amk_attention_t`)."""
     LEAVES_SCALE = 4194304
-    """An RMSNORM that stages x * w, and leaves what each row is to be multiplied by to its products (TAKES_SCALE), so
-    that these can begin before it is known. It announces what it stages itself."""
+    """An RMSNORM that stages x * w without the scale of each row, and announces it. Its products (TAKES_SCALE) begin
+    before the scale is known, and are multiplied by it at their end."""
     TAKES_SCALE = 8388608
-    """A matrix step whose products are multiplied by what the norm left."""
+    """A matrix step whose products are multiplied by the scales of a norm with LEAVES_SCALE."""
 
 
 class SegmentFlag(IntFlag):

@@ -41,7 +41,7 @@ def validate(program: object, strict: bool = False) -> ValidationResult:
 
 
 def _is_proved_by_layers(program: MegakernelProgram, findings: Findings, stats: dict[str, int]) -> bool:
-    """Whether nothing is wrong with a program whose layers are alike, but perhaps its label."""
+    """Whether the proof by layers finds nothing wrong with a program. A wrong label is a warning all the same."""
     layers, tried = layers_of(program), Findings(strict=True)
     if layers is None or not check_structure(replace(repeated(program, 1), pages=program.pages), tried):
         return False

@@ -80,8 +80,8 @@ def _distinct_tasks(runs: Runs, buffers: Mapping[int, Buffer]) -> tuple[Task, ..
     """Tasks of one run of each op, tiles and looks of operands, at the ends of its stretches; None where an operand
     names no buffer.
 
-    Whatever `check_tasks` says of a task, it says of those that differ from it by the ids of operands alone, and what
-    it says of the first and the last tile of a stretch, of those between.
+    `check_tasks` says the same of two tasks that differ only in the ids of their operands. What it says of the first
+    and the last tile of a stretch, it says of the tiles between them.
     """
     numbers: dict[tuple[object, ...], int] = {}
     looks = {

@@ -1,4 +1,4 @@
-"""Pages that pass from one buffer to another in a program whose layers are alike, decided in one of few layers.
+"""Whether buffers may share pages in a program whose layers are alike, decided in the same program of few layers.
 
 Source: docs/ir.md, "Proof by layers".
 """

@@ -66,7 +66,7 @@ class PackedProgram:
         return len(set(self.arena.offsets.values())) < len(self.arena.offsets)
 
     def apart(self) -> PackedProgram:
-        """The same tables, but no two buffers share memory: what a launch makes on the way is there after it."""
+        """The same tables, in which no two buffers share memory, so that every activation is there after a launch."""
         awaited = np.flatnonzero(self.buffers["layout"] == Layout.AWAITED).tolist()
         return replace(self, arena=place_buffers(replace(self.program, pages=None), awaited))
 

@@ -13,7 +13,7 @@ from flywheel.ir import Task
 from flywheel.ir.firing import fire
 
 Keys = Sequence[float]
-"""Per task: of those that may fire, the one with the least key does."""
+"""A key for each task: of the tasks that may fire, the one with the least key fires."""
 
 
 def firing_order(tasks: Sequence[Task], order: str, seed: int = 0) -> list[int]:
