@@ -14,6 +14,7 @@ from typing import Final
 from flywheel.interop.mpk.explain import Clashes, report_clashes, tensor_at
 from flywheel.interop.mpk.graph import END, INVALID, MpkGraph, is_remote
 from flywheel.interop.mpk.joint import Joint, counter_of, join, mirrored, n_ranks
+from flywheel.interop.mpk.regions import grid_at
 from flywheel.interop.mpk.structure import check_graph, check_joins, check_queue_lengths
 from flywheel.ir.clocks import QueueClocks
 from flywheel.ir.dag import find_cycle, topological_positions
@@ -125,10 +126,13 @@ def _prove(
         ("late-read", races.late, "which only later tasks write: what the iteration before left there"),
         ("unwritten-read", joint.gaps, "where no task writes it"),
     ):
+        alike: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for index, cell in found:
-            findings.warn(
-                code, f"{joint.name(index)}: reads {tensor_at(joint, cell)}, {text}", joint.nodes[index].place
-            )
+            alike.setdefault((joint.nodes[index].label, grid_at(joint.grids, cell).name), []).append((index, cell))
+        for (index, cell), *others in alike.values():
+            more = f"; {len(others)} more reads are like this one" if others else ""
+            place = joint.nodes[index].place
+            findings.warn(code, f"{joint.name(index)}: reads {tensor_at(joint, cell)}, {text}{more}", place)
 
 
 def races_of(

@@ -214,6 +214,7 @@ def check_joins(graphs: Sequence[MpkGraph], findings: Findings) -> None:
     if findings.errors:
         return
     made = producers(graphs)
+    alike: dict[tuple[int, int, int], list[int]] = {}
     for graph in graphs:
         awaited = {place_of(task.dependent) for task in graph.tasks if task.dependent != INVALID}
         for number, event in enumerate(graph.events):
@@ -221,13 +222,17 @@ def check_joins(graphs: Sequence[MpkGraph], findings: Findings) -> None:
             acts = event.kind in LAUNCHING or event.kind == END
             if (count == event.triggers and (count or not acts)) or not (acts or number in awaited):
                 continue
-            where = f"rank {graph.rank} event {number}: needs {event.triggers} signals and has {count}"
-            if count < event.triggers or not count:
-                findings.error("unsatisfiable-wait", f"{where}, so what waits for it waits for ever")
-            else:
-                findings.error("partial-join", f"{where}, so it may be met while one of them is not done")
-            if findings.full:
-                return
+            alike.setdefault((graph.rank, event.triggers, count), []).append(number)
+    for (rank, wanted, count), numbers in alike.items():
+        more = f"; {len(numbers) - 1} more events are like this one" if len(numbers) > 1 else ""
+        signals = "1 signal" if wanted == 1 else f"{wanted} signals"
+        where = f"rank {rank} event {numbers[0]}: needs {signals} and has {count}"
+        if count < wanted or not count:
+            findings.error("unsatisfiable-wait", f"{where}, so what waits for it waits for ever{more}")
+        else:
+            findings.error("partial-join", f"{where}, so it may be met while one of them is not done{more}")
+        if findings.full:
+            return
 
 
 def check_queue_lengths(graphs: Sequence[MpkGraph], workers: int, findings: Findings) -> None:
