@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-CONFTEST = Path(__file__).parents[1] / "conftest.py"
+TESTS = Path(__file__).parents[1]
 SKIPPING = """
 import pytest
 
@@ -18,8 +19,9 @@ def test_elsewhere():
 
 
 def run_pytest(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    (folder / "conftest.py").write_text(CONFTEST.read_text(encoding="utf-8"), encoding="utf-8")
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n", encoding="utf-8")
+    for name in ("conftest.py", "effort.py"):
+        shutil.copy(TESTS / name, folder)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\npythonpath = .\n", encoding="utf-8")
     (folder / "test_skips.py").write_text(SKIPPING, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *options]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ NEEDY = "def test_needs_a_server(postgres_server): pass\n"
 
 
 def test_without_a_server_the_tests_that_need_one_fail_and_say_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text(encoding="utf-8"), encoding="utf-8")
+    for name in ("conftest.py", "effort.py"):
+        shutil.copy(TESTS / name, tmp_path)
     helper = (TESTS / "postgres_server.py").read_text(encoding="utf-8")
     (tmp_path / "postgres_server.py").write_text(helper.replace("/usr/lib/postgresql", str(tmp_path)), encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n", encoding="utf-8")
