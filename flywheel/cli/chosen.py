@@ -99,7 +99,7 @@ def _shipped(workload: Workload, store: str) -> Chosen:
 
 def _nothing_known(workload: Workload, store: str, campaign: str | None = None) -> UnknownNameError:
     model, gpu, dtype, context, batch = (
-        workload.model, workload.target.name, workload.dtype, workload.context, workload.batch,
+        workload.model, workload.gpu, workload.dtype, workload.context, workload.batch,
     )  # fmt: skip
     search = ["flywheel", "search", "--model", model, "--gpu", gpu, "--dtype", dtype, "--context", str(context)]
     search += [] if workload.weights is None else ["--weights", workload.weights]

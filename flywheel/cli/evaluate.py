@@ -106,7 +106,7 @@ def _document(workload: Workload, config_id: str, found: Appraisal) -> dict[str,
     floor_us = evaluation.floor_us
     return {
         "model": workload.model,
-        "gpu": workload.target.name,
+        "gpu": workload.gpu,
         "dtype": workload.dtype,
         "context": workload.context,
         "batch": workload.batch,

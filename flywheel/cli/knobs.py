@@ -32,7 +32,7 @@ def knobs(as_json: bool, **named: Any) -> None:
             {"name": name, "default": first[name], "values": list(values), "meaning": meanings[name]}
             for name, values in ((each.name, each.values) for each in space.dimensions)
         ]
-        work = {"model": workload.model, "gpu": workload.target.name, "dtype": workload.dtype,
+        work = {"model": workload.model, "gpu": workload.gpu, "dtype": workload.dtype,
                 "weights": workload.stored, "context": workload.context, "batch": workload.batch}  # fmt: skip
         show_json({**work, "knobs": listed})
         return

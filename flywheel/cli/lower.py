@@ -56,7 +56,7 @@ def lower(
     config_file: str | None,
     settings: tuple[tuple[str, str], ...],
     machine: str | None,
-    ranks: int,
+    ranks: int | None,
     any_size: bool,
     output: Path | None,
     as_json: bool,
@@ -88,7 +88,7 @@ def lower(
     summary = _summary(program, predictor)
     note(
         f"{program.meta['model']} on {_gpus(program)}: {summary['tasks']:,} tasks on {summary['sms']} SMs, "
-        f"{size(summary['weight_bytes'])} of weights read a step{' and GPU' if ranks > 1 else ''}, "
+        f"{size(summary['weight_bytes'])} of weights read a step{' and GPU' if program.ranks > 1 else ''}, "
         f"floor {us(summary['floor_us'])}; "
         f"predicted {us(summary['predicted_us'])}, {percent(summary['floor_fraction'])} of the floor; "
         f"program {summary['program_id']}"

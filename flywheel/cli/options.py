@@ -131,8 +131,8 @@ def batch_option(function: _F) -> _F:
 def ranks_option(function: _F) -> _F:
     """`--ranks`."""
     return click.option(
-        "--ranks", type=click.IntRange(1, MAX_RANKS), default=1, show_default=True, metavar="N",
-        help="GPUs that share a step (tensor parallelism); to lower, prove and predict, for the VM runs one.",
+        "--ranks", type=click.IntRange(1, MAX_RANKS), metavar="N",
+        help="GPUs that share a step (tensor parallelism); to lower, prove and predict: the VM runs one.  [default: 1]",
     )(function)  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from flywheel.cli.options import (
     check_writable,
     command,
     json_option,
+    ranks_option,
     seconds,
     setting,
     store_option,
@@ -40,7 +41,7 @@ from flywheel.models.catalog import fetch_model, resolve_model
 from flywheel.search.device import default_gpu
 from flywheel.search.forks import expect_forks, jobs_of
 from flywheel.search.spec import CampaignSpec, check_name, read_campaign_file
-from flywheel.search.workload import default_context
+from flywheel.search.workload import default_context, gpus_of
 from flywheel.store.campaign import work_named
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def _default(name: str, text: str) -> str:
 @command
 @workload_options
 @batch_option
+@ranks_option
 @click.option(
     "--measure",
     cls=SharedOption,
@@ -126,6 +128,7 @@ def _default(name: str, text: str) -> str:
 def search(
     ctx: click.Context,
     /,
+    ranks: int | None,
     campaign_file: Path | None,
     store: str,
     fresh: bool,
@@ -147,6 +150,7 @@ def search(
     if jobs_of(options["jobs"] or file.get("jobs")) > 1:
         expect_forks()
     spec = make_spec(file, _settle(file, options), dict(fix))
+    spec = spec if ranks in (None, 1) else replace(spec, gpu=f"{ranks}x{spec.gpu}")
     from flywheel.search.run import run_search
 
     if schedule_file is not None:
@@ -243,6 +247,8 @@ def _latency_source(start: Start, asked: str) -> str:
         return f"Latencies are measured on {present}, driver {environment.driver}, NVRTC {environment.nvrtc}."
     if asked == "predict":
         why = "--measure predict"
+    elif gpus_of(wanted)[0] > 1:
+        why = f"the VM runs one GPU, not {wanted}"
     elif present is None:
         why = f"no {wanted} here"
     else:

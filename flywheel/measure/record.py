@@ -63,7 +63,7 @@ class TrialRecord:
     campaign: Annotated[str, "name of the campaign"]
     trial: Annotated[int, "number of the trial in its campaign, from 0"]
     model: Annotated[str, "name of the model"]
-    gpu: Annotated[str, "name of the GPU target"]
+    gpu: Annotated[str, "name of the GPU target; `2xh200`: two that share a step"]
     dtype: Annotated[str, "dtype of activations, and of weights that are not quantised"]
     weights: Annotated[str | None, "format of the matrices; the dtype where nothing is quantised"] = None
     context: Annotated[int, "tokens in the KV cache that the step attends to"]

@@ -49,9 +49,18 @@ def id_with(program: MegakernelProgram, variant: KernelVariant) -> str:
     if pages is not None:
         digest.update(_line(repr(sorted(pages.buffer_to_page.items()))))
         digest.update("".join([f"{page.id} {page.space:d} {page.nbytes}\n" for page in pages.pages]).encode())
-    lines = lines_of_runs(program) if isinstance(tasks, Runs) and program.ranks == 1 else None
+    if program.ranks > 1:
+        digest.update(_ranks(tasks))
+    lines = lines_of_runs(program) if isinstance(tasks, Runs) else None
     digest.update("\n".join(_task_lines(tasks)).encode("utf-8", _ESCAPED) if lines is None else lines)
     return digest.hexdigest()[:16]
+
+
+def _ranks(tasks: Sequence[Task]) -> bytes:
+    """A byte a task."""
+    if isinstance(tasks, Runs):
+        return b"".join([bytes([run.rank]) * len(run.tiles) for run in tasks.runs])
+    return bytes([task.rank for task in tasks])
 
 
 def _line(text: str) -> bytes:
@@ -96,9 +105,7 @@ def _pieces(tasks: Sequence[Task], texts: dict[str, int]) -> Iterator[_Piece]:
     """Tasks grouped by identity: the tiles of a projection share their records."""
     number_of = _Numbers(texts)
     params = [number_of(task.params) for task in tasks]
-    keys = [
-        (task.op, id(task.inputs), id(task.outputs), task.out_counter, id(task.waits), task.rank) for task in tasks
-    ]
+    keys = [(task.op, id(task.inputs), id(task.outputs), task.out_counter, id(task.waits)) for task in tasks]
     first = 0
     for _, same in groupby(keys):
         end = first + sum(1 for _ in same)
@@ -109,8 +116,7 @@ def _pieces(tasks: Sequence[Task], texts: dict[str, int]) -> Iterator[_Piece]:
 
 def _head(alike: Task) -> str:
     waits = ",".join([f"{wait.counter}>={wait.threshold}" for wait in alike.waits])
-    rank = f" @{alike.rank}" if alike.rank else ""
-    return f"{alike.op:d} {list(alike.inputs)} {list(alike.outputs)} {alike.out_counter} {waits}{rank}"
+    return f"{alike.op:d} {list(alike.inputs)} {list(alike.outputs)} {alike.out_counter} {waits}"
 
 
 class _Numbers:

@@ -24,7 +24,7 @@ from flywheel.search.knobs import Value
 from flywheel.search.known import best_of_work
 from flywheel.search.noise import Gain, gain
 from flywheel.search.space import Space, make_space
-from flywheel.search.workload import Workload
+from flywheel.search.workload import Workload, measure_of
 from flywheel.store.sql import Store
 from flywheel.vm.client import Client
 
@@ -61,7 +61,8 @@ def appraise(
     `measure` is auto, predict or cuda. Raises NoGpuError and UsageError where cuda cannot be had, StoreError, and what
     stops a GPU worker from starting.
     """
-    settled = settle_measure(measure, workload.target, capture_environment().device, missing_modules())
+    wanted = measure_of(workload, measure)
+    settled = settle_measure(wanted, workload.target, capture_environment().device, missing_modules())
     incumbent = None if store is None else _incumbent(store, workload, settled, predictor)
     before = None if incumbent is None else config_from_dict(json.loads(incumbent.config))
     with _open(settled, workload, before, predictor) as compare:

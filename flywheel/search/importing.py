@@ -77,7 +77,7 @@ def import_priors(
     if store.campaign(name) is not None:
         raise UsageError(f"campaign {name!r} exists; priors begin a new one")
     spec = CampaignSpec(
-        workload.model, workload.target.name, workload.dtype, workload.context, workload.batch, workload.weights,
+        workload.model, workload.gpu, workload.dtype, workload.context, workload.batch, workload.weights,
         measure, name=name,
     )  # fmt: skip
     priors = {_PRIORS: [config_to_dict(config) for config in configs]}

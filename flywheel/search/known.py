@@ -12,6 +12,6 @@ def best_of_work(
 ) -> TrialRecord | None:
     """The best row of a workload as `Store.best` has it, of any campaign or of one; None where there is none."""
     return store.best(
-        measured=measured, campaign=campaign, model=workload.model, gpu=workload.target.name, dtype=workload.dtype,
+        measured=measured, campaign=campaign, model=workload.model, gpu=workload.gpu, dtype=workload.dtype,
         context=workload.context, batch=workload.batch, weights=workload.stored, predictor=predictor,
     )  # fmt: skip

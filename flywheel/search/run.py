@@ -22,7 +22,7 @@ from flywheel.search.space import Space, make_space
 from flywheel.search.spec import CampaignSpec, with_name
 from flywheel.search.study import CampaignStudy
 from flywheel.search.warm import WarmStart, starts_of
-from flywheel.search.workload import make_workload
+from flywheel.search.workload import make_workload, measure_of
 from flywheel.store.sql import open_store
 
 
@@ -61,12 +61,12 @@ def run_search(
     if jobs > 1:
         expect_forks()
     workload = make_workload(spec.model, spec.gpu, spec.dtype, spec.context, spec.batch, spec.weights)
-    spec = replace(spec, weights=workload.stored)
+    spec = replace(spec, weights=workload.stored, measure=measure_of(workload, spec.measure))
     space = make_space(workload, spec.fix)
     make_sampler(spec.sampler, spec.seed, 0)  # raises before the store has a campaign that cannot run
     predictor = open_predictor(spec.machine, workload.target)
     with open_site(spec, workload.target) as site:
-        spec = with_name(replace(spec, model=workload.model, gpu=workload.target.name), site.measure, predictor.version)
+        spec = with_name(replace(spec, model=workload.model, gpu=workload.gpu), site.measure, predictor.version)
         with (  # the store closes last: the last connection to a SQLite file folds its write-ahead log into it
             open_store(store_url) as store,
             Foresight(workload, predictor, spec.predictions, jobs) as foresight,

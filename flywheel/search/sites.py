@@ -109,7 +109,7 @@ def open_engine(
 
     `spec.measure` is the site's. Raises what stops a host that measures, or any on Ray, from starting.
     """
-    gpu = workload.target.name
+    gpu = workload.gpu
     if spec.measure == "predict" and spec.engine == "local" and (spec.workers or jobs_of(spec.jobs)) == 1:
         seen = partial(predicting.open_seen, store_url, gpu, spec.dtype, predictor.version)
         bench = Bench(workload, seen, partial(predicting.predict_outcome, predictor=predictor))

@@ -24,7 +24,7 @@ from flywheel.models.formats import LAYER_MATRICES
 from flywheel.models.spec import DecoderSpec, RopeScaling, layer_weight_shapes
 from flywheel.search.knobs import Choice, Value
 from flywheel.search.space import Space, make_space
-from flywheel.search.workload import Workload
+from flywheel.search.workload import Workload, gpus_of
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store
 from flywheel.vm.nvrtc import source_digest
@@ -195,18 +195,17 @@ def _fields(start: WarmStart) -> dict[str, Any]:
 def work_of(campaign: Campaign) -> Workload | None:
     """What a campaign optimised; None where its model's dimensions or its GPU are not known here."""
     decoder = json.loads(campaign.spec).get("decoder")
-    if decoder is None or campaign.gpu not in TARGETS or campaign.dtype not in DTYPES:
+    ranks, gpu = gpus_of(campaign.gpu)
+    if decoder is None or gpu not in TARGETS or campaign.dtype not in DTYPES:
         return None
     scaling = decoder.get("rope_scaling")
     try:
         spec = DecoderSpec(**{**decoder, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
     except (TypeError, UnsupportedModelError):  # another version's
         return None
-    target = TARGETS[campaign.gpu]
+    work = campaign.dtype, campaign.context, campaign.batch, campaign.weights, ranks
     try:
-        return Workload(
-            campaign.model, spec, target, campaign.dtype, campaign.context, campaign.batch, campaign.weights
-        )
+        return Workload(campaign.model, spec, TARGETS[gpu], *work)
     except UnknownNameError:  # another version's format
         return None
 
@@ -214,7 +213,7 @@ def work_of(campaign: Campaign) -> Workload | None:
 def identity_of(work: Workload) -> str:
     """Equal for the same work."""
     decoder = json.dumps(asdict(replace(work.spec, name="")), sort_keys=True)
-    return f"{work.target.name} {work.dtype} {work.context:012} {work.batch} {work.weights} {decoder}"
+    return f"{work.gpu} {work.dtype} {work.context:012} {work.batch} {work.weights} {decoder}"
 
 
 def _best(store: Store, campaigns: Sequence[Campaign], measure: str, predictor: str) -> TrialRecord | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
+from typing import Final
 
-from flywheel.errors import UnknownNameError
+from flywheel.errors import UnknownNameError, UsageError
 from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.measure.device import GENERIC
 from flywheel.models.catalog import model_name, model_path, resolve_model
@@ -19,6 +21,8 @@ from flywheel.models.hf import load_scheme
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.search.spec import DEFAULT_CONTEXT
+
+_SHARED: Final = re.compile(r"([2-9])x(\S+)")
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,11 @@ class Workload:
             object.__setattr__(self, "weights", parse_formats(self.weights, self.dtype).name(self.dtype))
 
     @property
+    def gpu(self) -> str:
+        """What stores call the GPUs: the name of one, `2xh200` where two share a step."""
+        return self.target.name if self.ranks == 1 else f"{self.ranks}x{self.target.name}"
+
+    @property
     def formats(self) -> WeightFormats:
         """Of its matrices."""
         return PLAIN if self.weights is None else parse_formats(self.weights, self.dtype)
@@ -71,14 +80,18 @@ def make_workload(
     weights: str | None = None,
     *,
     any_size: bool = False,
-    ranks: int = 1,
+    ranks: int | None = None,
 ) -> Workload:
-    """Resolve names. Raises UnknownNameError, UnsupportedModelError, ConfigError, and TooLargeError where the GPU's
-    memory does not hold it, unless `any_size` will do."""
+    """Resolve names. Where no `ranks` are given, `gpu` may be `2xh200`, two that share a step.
+
+    Raises UnknownNameError, UnsupportedModelError, ConfigError, and TooLargeError where the GPU's memory does not hold
+    it, unless `any_size` will do.
+    """
     decoder = resolve_model(model)
     if weights is None and dtype in DTYPES:
         weights = _checkpoint_weights(model_path(model_name(model)), DTYPES[dtype])
-    workload = Workload(model_name(model), decoder, find_target(gpu), dtype, context, batch, weights, ranks)
+    count, name = gpus_of(gpu) if ranks is None else (ranks, gpu)
+    workload = Workload(model_name(model), decoder, find_target(name), dtype, context, batch, weights, count)
     graph = workload.graph  # raises where the context is out of reach
     if not any_size:
         for each in graph.ranks or (graph,):
@@ -98,6 +111,22 @@ def _checkpoint_weights(path: Path | None, dtype: DType) -> str | None:
 
         scales = stored_scales(folder, scheme)
     return scheme.formats(dtype, scales).name(dtype.name.lower())
+
+
+def gpus_of(name: str) -> tuple[int, str]:
+    """(how many GPUs share a step, the name of each) by what stores call them."""
+    shared = _SHARED.fullmatch(name.strip())
+    return (1, name) if shared is None else (int(shared[1]), shared[2])
+
+
+def measure_of(workload: Workload, wanted: str) -> str:
+    """How latencies of a workload are got: as `wanted`, but of several GPUs by predictions. Raises UsageError where
+    those are to be measured."""
+    if workload.ranks == 1:
+        return wanted
+    if wanted == "cuda":
+        raise UsageError(f"--measure cuda: {workload.gpu} cannot be measured, for the VM runs one GPU; use predict")
+    return "predict"
 
 
 def find_target(name: str) -> GpuTarget:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from imagined import SPECS, TARGET
 
 from flywheel.cost_model import predict
 from flywheel.cost_model.links import NVLINK, exchanges_us
@@ -14,7 +15,6 @@ from flywheel.lowering.lower import lower
 from flywheel.models.catalog import CATALOG
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
-from tests.imagined import SPECS, TARGET
 
 
 def shared(ranks: int, batch: int = 1) -> MegakernelProgram:

@@ -9,8 +9,10 @@ import pytest
 
 from flywheel.cost_model.demand import demand_of
 from flywheel.errors import ConfigError, InvalidProgramError
-from flywheel.ir import MegakernelProgram, Task
+from flywheel.ir import MegakernelProgram, ScheduleConfig, Task
+from flywheel.lowering.lower import lower
 from flywheel.plan.program import Plan, make_plan
+from flywheel.search.workload import make_workload
 from flywheel.vm.abi import InstructionFlag
 from flywheel.vm.pack import pack
 
@@ -70,3 +72,10 @@ def test_a_program_without_a_target_or_with_a_task_without_an_sm_has_no_plan(
     for sm in (None, -1, tiny.target.num_sms):
         with pytest.raises(InvalidProgramError, match=rf"task 102 \(.*\): sm={sm} is not in 0\.\."):
             make_plan(with_task(tiny, 102, sm=sm))
+
+
+def test_a_program_of_several_ranks_has_no_plan() -> None:
+    work = make_workload("smollm2-135m", "3xh200", "bf16", 64)
+    program = lower(work.graph, ScheduleConfig(), work.target)
+    with pytest.raises(InvalidProgramError, match="3 ranks"):
+        make_plan(program)

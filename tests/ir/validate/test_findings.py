@@ -6,6 +6,7 @@ from math import nan
 from typing import Any
 
 import pytest
+from two_ranks import FAULTS, two_ranks
 
 from flywheel.ir import (
     Buffer,
@@ -20,7 +21,6 @@ from flywheel.ir import (
     validate,
 )
 from flywheel.ir.validate.findings import CODES, STRICT_CODES, Finding, ValidationResult
-from tests.ir.two_ranks import FAULTS, two_ranks
 
 Change = Callable[..., MegakernelProgram]
 Plant = Callable[[MegakernelProgram, Change, Change], object]

@@ -6,6 +6,8 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from interleavings import explore
+from two_ranks import FAULTS, changed, two_ranks, with_task
 
 from flywheel.ir import (
     Buffer,
@@ -20,8 +22,6 @@ from flywheel.ir import (
     Wait,
     validate,
 )
-from tests.ir.interleavings import explore
-from tests.ir.two_ranks import FAULTS, changed, two_ranks, with_task
 
 
 def test_two_ranks_that_push_and_add_are_accepted_and_safe() -> None:

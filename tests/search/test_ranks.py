@@ -1,0 +1,58 @@
+"""Searches for what several GPUs share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flywheel.errors import UnknownNameError, UsageError
+from flywheel.search.run import run_search
+from flywheel.search.space import make_space
+from flywheel.search.spec import CampaignSpec
+from flywheel.search.warm import identity_of, work_of
+from flywheel.search.workload import gpus_of, make_workload, measure_of
+from flywheel.store.sql import open_store
+
+
+def spec_of(measure: str = "auto") -> CampaignSpec:
+    return CampaignSpec("smollm2-135m", "3xh200", context=64, trials=3, jobs=1, measure=measure, sampler="random")
+
+
+def test_a_gpu_with_a_number_in_front_is_so_many_of_them() -> None:
+    assert gpus_of("h200") == (1, "h200")
+    assert gpus_of("3xh200") == (3, "h200")
+    three = make_workload("smollm2-135m", "3xh200", "bf16", 64)
+    assert (three.ranks, three.target.name, three.gpu) == (3, "h200", "3xh200")
+    assert three == make_workload("smollm2-135m", "h200", "bf16", 64, ranks=3)
+    with pytest.raises(UnknownNameError):
+        make_workload("smollm2-135m", "3xh2000", "bf16", 64)
+
+
+def test_tiles_are_those_of_what_one_gpu_has() -> None:
+    one, three = (make_space(make_workload("smollm2-135m", gpu, "bf16", 64)) for gpu in ("l4", "3xl4"))
+    rows = [next(each.values for each in space.dimensions if each.name == "rows.gate_up") for space in (one, three)]
+    assert max(rows[1]) < max(rows[0])
+    for choice in three.known_good():
+        assert three.to_choice(three.to_config(choice)) == choice
+
+
+def test_a_search_predicts_and_its_rows_say_how_many_gpus(tmp_path: Path) -> None:
+    store = str(tmp_path / "trials.db")
+    result = run_search(spec_of(), store)
+    assert result.best is not None
+    assert result.best.gpu == "3xh200"
+    assert result.best.is_predicted
+    with open_store(store, create=False) as opened:
+        campaign = opened.campaign(result.name)
+        assert {row.gpu for row in opened.trials(result.name)} == {"3xh200"}
+    assert campaign is not None
+    work = work_of(campaign)
+    assert work is not None
+    assert identity_of(work) == identity_of(make_workload("smollm2-135m", "3xh200", "bf16", 64))
+
+
+def test_what_the_vm_does_not_run_is_not_measured(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="3xh200"):
+        run_search(spec_of("cuda"), str(tmp_path / "trials.db"))
+    assert measure_of(make_workload("smollm2-135m", "h200", "bf16", 64), "cuda") == "cuda"
