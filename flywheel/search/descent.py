@@ -18,8 +18,9 @@ import numpy as np
 from flywheel.search.contrasts import Contrasts
 from flywheel.search.gaussian import Grid, Point, untried
 
-_ENDS: Final = 8
-"""Ends of descents that the next ones begin from, each of another value: equal values are mostly the same program."""
+_ENDS: Final = 12
+"""Ends of descents that the next ones begin from, with knobs held or free, each of another value: equal values are mostly
+the same program."""
 
 _DETOURS: Final = 0.6
 """Share of descents that begin with a detour, while there are some that were not made."""
@@ -33,8 +34,8 @@ _REPEAT: Final = 0.006
 _UNKNOWN: Final = 0.03
 """Of a latency: what a detour to a point of unknown latency is taken to lose."""
 
-_FAR: Final = 0.2
-"""Of the best latency: what a detour may lose."""
+_FAR: Final = 0.1
+"""Of the best latency: what a detour or a kick may lose."""
 
 _BEST: Final = 0.6
 """Share of kicks that are from the best end; the others are from any."""
@@ -136,7 +137,7 @@ class Descent:
 
     def _descend(self, chance: np.random.Generator) -> Point | None:
         """The next point at the centre; None where the descent has ended."""
-        while self._centre is not None:
+        while self._centre is not None and not self._is_lost(self._centre):
             while self._waiting:
                 point, knob = self._waiting.pop(0)
                 if point not in self._asked:
@@ -146,13 +147,17 @@ class Descent:
                 if not self._moved:
                     if not self._held:
                         return None
-                    self._held = frozenset()
+                    self._ends, self._held = self._best([*self._ends, self._centre]), frozenset()
                 order = np.argsort(-self._gains * chance.random(len(self._gains)), kind="stable")
                 self._left = [int(knob) for knob in order if int(knob) not in self._held]
                 self._moved = False
             if self._left:
                 self._look(self._left.pop(0), chance)
         return None
+
+    def _is_lost(self, centre: Point) -> bool:
+        """Whether a detour or a kick came out where the other knobs will hardly make up for it."""
+        return bool(self._held) and float("inf") > self._worth(centre) > (1.0 + _FAR) * self._worth(self._ends[0])
 
     def _look(self, knob: int, chance: np.random.Generator) -> None:
         """Line up the other values of a knob, nearest first; go to one that is known to be better."""
