@@ -19,8 +19,8 @@ from flywheel.search.contrasts import Contrasts
 from flywheel.search.gaussian import Grid, Point, untried
 
 _ENDS: Final = 12
-"""Ends of descents that the next ones begin from, with knobs held or free, each of another value: equal values are mostly
-the same program."""
+"""Ends of descents that the next ones begin from, with knobs held or free, each of another value: equal values are
+mostly the same program."""
 
 _DETOURS: Final = 0.6
 """Share of descents that begin with a detour, while there are some that were not made."""
