@@ -3,7 +3,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from importlib import import_module
 from threading import Event, Thread
 
 import numpy as np
@@ -14,9 +16,11 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from flywheel.process import (
     default_environment,
     handling,
+    importing,
     no_collector,
     one_blas_thread,
     one_torch_thread,
+    prompt_threads,
     set_environment,
     sum_in_float32,
     sums_as_shipped,
@@ -73,6 +77,26 @@ def test_a_collector_that_was_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_an_import_finds_none_of_the_modules_that_are_hidden_from_it_and_later_ones_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("flywheel.process._UNUSED", ("this",))
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    with importing():
+        assert not gc.isenabled()
+        with pytest.raises(ImportError):
+            import_module("this")
+    assert gc.isenabled()
+    assert import_module("this").__name__ == "this"
+
+
+def test_threads_switch_soon_for_a_while() -> None:
+    before = sys.getswitchinterval()
+    with prompt_threads():
+        assert sys.getswitchinterval() < before
+    assert sys.getswitchinterval() == before
 
 
 def test_blas_has_one_thread_for_a_while() -> None:

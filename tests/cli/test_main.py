@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 
 from flywheel.cli.exits import ABORTED, BROKEN_PIPE, DIFFERENT, FAILED, NO_GPU, REJECTED, STORE, USAGE, exit_code
-from flywheel.cli.main import COMMANDS, cli
+from flywheel.cli.main import COMMANDS, _may_fork, cli
 from flywheel.errors import (
     ConfigError,
     FlywheelError,
@@ -197,3 +197,20 @@ def test_the_manual_lists_every_exit_code_and_every_name_of_a_campaign_file() ->
     campaign_file = manual[manual.index("A campaign file") : manual.index("```toml")]
     for field in fields(CampaignSpec):
         assert f"`[{field.name}]`" in campaign_file or f"`{field.name}`" in campaign_file
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--trials 3", True), ("--jobs 2 --trials 3", True), ("--jobs 16", True), ("--jobs 1", False),
+        ("--jobs=1 --trials 3", False), ("-h", False), ("--trials 3 --help", False),
+    ],
+)  # fmt: skip
+def test_a_search_has_processes_unless_its_words_say_otherwise(
+    words: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flywheel.cli.main.usable_cores", lambda: 2)
+    monkeypatch.delenv("FLYWHEEL_SEARCH_JOBS", raising=False)
+    assert _may_fork(["search", *words.split()]) is expected
+    monkeypatch.setenv("FLYWHEEL_SEARCH_JOBS", "1")
+    assert not _may_fork(["search", *words.split()])
