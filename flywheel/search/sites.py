@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from secrets import token_hex
@@ -116,7 +116,7 @@ def open_engine(
         with InlineEngine(bench) as engine:
             yield engine, capture_environment()
         return
-    measured = spec.measure == "cuda"
+    measured, here = spec.measure == "cuda", None
     if measured:
         bench_of = partial(measuring.make_bench, spec.model, spec.dtype, spec.context, spec.batch, spec.weights)
         space = make_space(workload, spec.fix)
@@ -131,11 +131,13 @@ def open_engine(
         look = partial(measuring.look, store, gpu, spec.dtype)
     else:
         predict = partial(predicting.predict_outcome, predictor=predictor)
-        setup = Setup(workload, Predicting(predict, at_once=True))
+        # A process of this machine is where this one is; to find that out takes as long as a trial.
+        here = None if spec.engine == "ray" else capture_environment()
+        capture = capture_environment if here is None else partial(replace, here)
+        setup = Setup(workload, Predicting(predict, at_once=True), capture)
         look = partial(predicting.look, store, gpu, spec.dtype, version=predictor.version)
     ahead, queued = (_AHEAD, 0) if measured else (0, site.queued)
     hosts = site.make_hosts(setup)
     with prompt_threads(), Fleet(hosts, look, ahead=ahead, queued=queued, measured=measured) as fleet:
         # Processes that predict here start while the first proposals are made.
-        waited = measured or spec.engine == "ray"
-        yield fleet, fleet.ready()[0] if waited else capture_environment()
+        yield fleet, here or fleet.ready()[0]
