@@ -94,7 +94,7 @@ def _request(task: MpkTask) -> int:
 
 def _silu_rows(graph: MpkGraph, spec: DecoderSpec) -> int:
     """Columns that a task of SILU_MUL makes, of all of them the same."""
-    widths = {task.outputs[0].dims[-1] for task in graph.tasks if _TYPES.get(task.kind) == _SILU}
+    widths = {(0, *task.outputs[0].dims)[-1] for task in graph.tasks if _TYPES.get(task.kind) == _SILU}
     if len(widths) != 1 or not (width := widths.pop()) or spec.intermediate % width:
         raise UnsupportedModelError(f"rank {graph.rank}: its SILU_MUL tasks do not share {spec.intermediate} columns")
     return width
@@ -115,6 +115,8 @@ class _Reader:
         kind = _TYPES.get(task.kind)
         if kind is None:
             raise self._no(place, "has no equivalent")
+        if not all(tensor.dims for tensor in (*task.inputs[:2], *task.outputs)):
+            raise self._no(place, "lists a tensor without dimensions")
         if kind in (_PARTIAL, _ARGMAX):
             self._follow(place, task, kind)
             return Doing(place, None, (Part("argmax", 0, 1),))

@@ -257,7 +257,7 @@ class _Dispatch:
     those of a LAUNCH_TASKS, the one whose worker met it, and all of them their shares of a LAUNCH_MASSIVE_TASKS."""
 
     def __init__(self, graph: MpkGraph, runtime: Runtime) -> None:
-        self._runtime = runtime
+        self._runtime, self._last = runtime, len(graph.tasks)
         launching = [(number, event) for number, event in enumerate(graph.events) if event.kind in _JUST_IN_TIME]
         self._events = {counter_of(graph.rank, number): event for number, event in launching}
         self._count = max(1, min(runtime.schedulers, runtime.workers))
@@ -270,7 +270,8 @@ class _Dispatch:
         event = self._events.get(counter)
         if event is None:
             return []
-        first, count = event.first - FIRST_TASK, event.last - event.first
+        first = max(event.first, FIRST_TASK) - FIRST_TASK
+        count = max(0, min(event.last, self._last) - FIRST_TASK - first)
         if event.kind == LAUNCH:
             own = next(number for number, workers in enumerate(self._workers) if worker in workers)
             shares = [(own, range(first, first + count))]

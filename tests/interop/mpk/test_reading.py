@@ -10,11 +10,17 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flywheel.errors import IrFormatError
+from flywheel.errors import IrFormatError, UnsupportedModelError
+from flywheel.interop.mpk.converting import convert
 from flywheel.interop.mpk.graph import INVALID, MpkGraph, event_id, is_remote, place_of, rank_of
+from flywheel.interop.mpk.predicting import bounds_of, predict_step
 from flywheel.interop.mpk.proof import check
 from flywheel.interop.mpk.reading import METADATA, read_graph, write_graph
+from flywheel.interop.mpk.rescheduling import LAUNCHES, Schedule, reschedule
+from flywheel.ir import TARGETS
+from flywheel.models.spec import DecoderSpec
 
+MICRO = DecoderSpec("micro", "qwen3", 64, 128, 2, 4, 2, 16, 128, 1e4, 1e-6, 64, qk_norm=True)
 SAMPLES = sorted(path.name.removesuffix(".json.xz") for path in (Path(__file__).parent / "graphs").glob("*.xz"))
 
 
@@ -118,6 +124,18 @@ JUNK = st.one_of(
 )
 
 
+def _used(found: MpkGraph) -> None:
+    """What is made of a graph that the proof accepts is made without an error, or refused in a line."""
+    bounds_of(found)
+    for launch in LAUNCHES:
+        moved = reschedule(found, Schedule("met", "split", launch, 8))
+        assert predict_step(moved, workers=8).latency_us > 0
+    try:
+        convert(found, MICRO, TARGETS["h200"], 16)
+    except UnsupportedModelError as error:
+        assert "\n" not in str(error)
+
+
 @given(st.data())
 @settings(max_examples=examples(150), deadline=None)
 def test_a_file_with_any_values_changed_is_refused_or_judged(
@@ -139,6 +157,8 @@ def test_a_file_with_any_values_changed_is_refused_or_judged(
         for workers in (None, 3):
             result = check([found], workers)
             assert result.ok == (not result.errors)
+            if result.ok and workers is None:
+                _used(found)
 
 
 def test_an_indentation_deeper_than_any_writer_s_is_not_written_back(sample: Callable[[str], bytes]) -> None:
