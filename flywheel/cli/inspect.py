@@ -52,6 +52,7 @@ def describe(program: MegakernelProgram) -> dict[str, Any]:
         "meta": dict(program.meta),
         "target": program.target.name if program.target else None,
         "variant": _variant_document(variant),
+        "ranks": program.ranks,
         "tasks": len(program.tasks),
         "operations": _operations(program, works),
         "buffers": {kind: {"count": count, "bytes": nbytes} for kind, (count, nbytes) in buffers.items()},
@@ -90,16 +91,16 @@ def _variant_document(variant: KernelVariant | None) -> dict[str, int] | None:
 
 
 def _load(program: MegakernelProgram) -> dict[str, Any] | None:
-    """Tasks and bytes an SM; None without SMs. `balance` is the mean of the bytes over their maximum."""
-    tasks: Counter[int] = Counter()
-    nbytes: Counter[int] = Counter()
+    """Tasks and bytes an SM, of all GPUs; None without SMs. `balance` is the mean of the bytes over their maximum."""
+    tasks: Counter[tuple[int, int]] = Counter()
+    nbytes: Counter[tuple[int, int]] = Counter()
     for task in program.tasks:
         if task.sm is not None:
-            tasks[task.sm] += 1
-            nbytes[task.sm] += task.est_bytes
+            tasks[task.rank, task.sm] += 1
+            nbytes[task.rank, task.sm] += task.est_bytes
     if not tasks:
         return None
-    sms = program.target.num_sms if program.target else len(tasks)
+    sms = program.target.num_sms * program.ranks if program.target else len(tasks)
     least = len(tasks) == sms
     most = max(nbytes.values())
     return {

@@ -85,7 +85,10 @@ def predict_us(program: MegakernelProgram, machine: Machine | None = None) -> fl
 
 
 def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list[TaskSpan]:
-    """The spans of all tasks, SM by SM in queue order. Raises as `predict` does."""
+    """The spans of all tasks, SM by SM in queue order. Of several GPUs, those of all tasks but pushes, GPU after GPU,
+    whose SMs are numbered on. Raises as `predict` does."""
+    if program.ranks > 1:
+        return [span for rank in range(program.ranks) for span in _timeline_of(program, rank, machine)]
     demand, _, _, trace = _run(program, machine)
     sms = [sm for sm, (first, end) in enumerate(pairwise(demand.first)) for _ in range(first, end)]
     return [
@@ -94,6 +97,19 @@ def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list
             demand.task_ids.tolist(), sms, trace.start_us.tolist(), trace.end_us.tolist(), strict=True
         )
     ]
+
+
+def _timeline_of(program: MegakernelProgram, rank: int, machine: Machine | None) -> list[TaskSpan]:
+    assert program.target is not None
+    homes = {buffer.id: buffer.rank for buffer in program.buffers}
+    own = [
+        task.id
+        for task in program.tasks
+        if task.rank == rank and all(homes[number] == rank for number in task.outputs)
+    ]
+    first = rank * program.target.num_sms
+    spans = timeline(alone(program, rank), machine)
+    return [replace(span, task=own[span.task], sm=first + span.sm) for span in spans]
 
 
 def _latency(prediction: Prediction) -> float:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from imagined import SPECS, TARGET
 
-from flywheel.cost_model import predict
+from flywheel.cost_model import predict, timeline
 from flywheel.cost_model.links import NVLINK, exchanges_us
 from flywheel.cost_model.predict import predict_us
 from flywheel.ir import MegakernelProgram, program_from_json, program_to_json
@@ -50,3 +50,14 @@ def test_more_gpus_take_less_of_a_large_model() -> None:
         space = make_space(work)
         times.append(predict_us(lower(work.graph, space.to_config(space.known_good()[0]), TARGET)))
     assert all(one > 1.5 * other for one, other in pairwise(times))
+
+
+def test_the_timeline_has_every_task_but_pushes_on_its_gpu() -> None:
+    program = shared(2)
+    buffers = {buffer.id: buffer for buffer in program.buffers}
+    made = [task for task in program.tasks if buffers[task.outputs[0]].rank == task.rank]
+    spans = {span.task: span for span in timeline(program)}
+    assert spans.keys() == {task.id for task in made}
+    for task in made:
+        assert task.sm is not None
+        assert spans[task.id].sm == task.sm + TARGET.num_sms * task.rank

@@ -16,6 +16,7 @@ from flywheel.ir import (
     BufferKind,
     DType,
     MegakernelProgram,
+    Runs,
     ScheduleConfig,
     program_from_json,
     program_to_json,
@@ -216,3 +217,36 @@ def test_every_rank_pushes_what_it_made_to_every_other() -> None:
     homes = {buffer.id: buffer.rank for buffer in program.buffers}
     routes = {(task.rank, homes[task.outputs[0]]) for task in program.tasks if is_push(task)}
     assert routes == {(one, other) for one in range(4) for other in range(4) if one != other}
+
+
+def each_task(program: MegakernelProgram) -> MegakernelProgram:
+    """The same program without runs and layers, which is proved task by task."""
+    return replace(
+        program, tasks=tuple(program.tasks), buffers=tuple(program.buffers), counters=tuple(program.counters)
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_proof_of_each_task_agrees_with_that_of_runs_and_layers(batch: int) -> None:
+    program = shared(ranks=4, batch=batch, config=FUSED_CONFIG)
+    by_layers, by_task = validate(program, strict=True), validate(each_task(program), strict=True)
+    assert (by_layers.ok, by_layers.stats) == (by_task.ok, by_task.stats) == (True, by_layers.stats)
+
+
+def test_runs_that_leave_out_a_wait_or_a_push_are_refused_as_their_tasks_are() -> None:
+    program = each_task(shared(config=FUSED_CONFIG))
+    runs = shared(config=FUSED_CONFIG).tasks
+    assert isinstance(runs, Runs)
+    damaged = 0
+    for place, run in enumerate(runs.runs):
+        if not run.label.startswith(("L1.", "logits")) or not run.label.endswith((".push", "_sum")):
+            continue
+        changes = [replace(run, waits=run.waits[:left] + run.waits[left + 1 :]) for left in range(len(run.waits))]
+        changes += [replace(run, inputs=run.inputs[::-1])] if len(run.inputs) > 1 else []
+        changes += [replace(run, rank=1 - run.rank)]
+        for change in changes:
+            other = Runs([*runs.runs[:place], change, *runs.runs[place + 1 :]], runs.sms)
+            damaged += 1
+            for tasks in (other, tuple(other)):
+                assert not validate(replace(program, tasks=tasks), strict=True).ok, change.label
+    assert damaged >= 10

@@ -7,8 +7,10 @@ from random import Random
 
 import pytest
 from interleavings import explore
+from mutations import mutate_by_type
 from two_ranks import FAULTS, changed, two_ranks, with_task
 
+from flywheel.errors import IrFormatError
 from flywheel.ir import (
     Buffer,
     BufferKind,
@@ -20,8 +22,11 @@ from flywheel.ir import (
     PageAllocation,
     Task,
     Wait,
+    program_from_dict,
+    program_to_dict,
     validate,
 )
+from flywheel.ir.validate.findings import CODES
 
 
 def test_two_ranks_that_push_and_add_are_accepted_and_safe() -> None:
@@ -134,3 +139,17 @@ def test_no_accepted_mutant_has_a_bad_interleaving() -> None:
             unsafe += not explore(program).safe
     assert accepted >= 30
     assert unsafe >= 20
+
+
+def test_a_damaged_file_is_refused_in_one_line_and_never_raises() -> None:
+    document, random, read = program_to_dict(two_ranks()), Random(2), 0
+    for _ in range(400):
+        try:
+            program = program_from_dict(mutate_by_type(document, random, random.randint(1, 4)))
+        except IrFormatError as error:
+            assert "\n" not in str(error)
+            continue
+        read += 1
+        result = validate(program, strict=True)
+        assert all(finding.code in CODES and "\n" not in finding.message for finding in result.errors)
+    assert read > 100
