@@ -307,12 +307,15 @@ def child_environment(**more: str) -> dict[str, str]:
 
 
 def enter_child() -> None:
-    """To be called first in a spawned process: Ctrl-C is its parent's business, and it does not outlive its parent.
-
-    The parent's stdout is its result, so whatever prints here goes to stderr.
-    """
+    """To be called first in a spawned process: Ctrl-C is its parent's business, and it does not outlive its parent,
+    whose stdout is its result."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    leave_stdout()
+
+
+def leave_stdout() -> None:
+    """Whatever prints here goes to stderr, and who reads the parent's stdout finds its end when the parent ends."""
     os.dup2(2, 1)
 
 

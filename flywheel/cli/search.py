@@ -38,6 +38,7 @@ from flywheel.installing import install_line
 from flywheel.measure.environment import list_gpus
 from flywheel.measure.standing import row_name
 from flywheel.models.catalog import fetch_model, resolve_model
+from flywheel.process import keep_objects
 from flywheel.search.device import default_gpu
 from flywheel.search.forks import expect_forks, jobs_of
 from flywheel.search.spec import CampaignSpec, check_name, read_campaign_file
@@ -180,6 +181,7 @@ def search(
         if trouble is not None:
             note(f"flywheel: the mirror lags: {trouble}; flywheel mlflow sync makes up for it")
     _present(started[0], result, store, schedule_file, "jsonl" if jsonl else "json" if as_json else "text")
+    keep_objects()  # of which the end of the process would look at each for 0.1 s
     ctx.exit(_exit_code(result, fresh))
 
 

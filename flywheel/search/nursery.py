@@ -6,7 +6,7 @@ is the whole purpose, and the exception to the rule that nothing happens at impo
 
 from __future__ import annotations
 
-from flywheel.process import importing, keep_objects
+from flywheel.process import importing, keep_objects, leave_stdout
 
 
 def _warm_up() -> None:
@@ -24,6 +24,7 @@ def _warm_up() -> None:
     predict_outcome(program, STOCK)
 
 
+leave_stdout()
 with importing():
     _warm_up()
 keep_objects()
