@@ -121,7 +121,7 @@ def tokens(program: MegakernelProgram, first: list[int], start: int) -> Iterator
     reference, token = ReferenceVM(program, "cpu"), first
     for pos in range(start, start + LAUNCHES):
         tensors["token_id"] = torch.tensor(token, dtype=torch.int32)
-        tensors["position"] = torch.tensor([pos], dtype=torch.int32)
+        tensors["position"] = torch.tensor([pos] * len(token), dtype=torch.int32)
         found = reference.run(tensors, pos=pos)
         tensors |= {name: tensor for name, tensor in found.items() if name in tensors}
         token = found["next_token"].flatten().tolist()
@@ -244,7 +244,7 @@ def test_a_launch_that_is_aborted_between_slices_ends(gpu: EmulatedGpu, tile: in
     segments["queue_index"][np.flatnonzero(first_slices(program, tile))[seed // 4 % 2]] = 1 << 20
     with ResidentWeights(gpu, DTYPE) as weights, load(gpu, program, weights, sources, segments=segments) as loaded:  # type: ignore[arg-type]
         loaded.write_input("token_id", np.arange(8, dtype=np.int32))
-        loaded.write_input("position", np.array([0], np.int32))
+        loaded.write_input("position", np.zeros(8, np.int32))
         gpu.abort_flag.value = 1
         loaded.launch(0)
         assert loaded._read_report()["fault"] == Fault.ABORTED
@@ -255,7 +255,7 @@ def _compare(gpu: EmulatedGpu, program: MegakernelProgram, token: list[int], sta
     with ResidentWeights(gpu, DTYPE) as weights, load(gpu, program, weights) as loaded:  # type: ignore[arg-type]
         for pos, (logits, following) in enumerate(expected(program, token, start), start):
             loaded.write_input("token_id", np.array(token, np.int32))
-            loaded.write_input("position", np.array([pos], np.int32))
+            loaded.write_input("position", np.full(len(token), pos, np.int32))
             loaded.launch(pos)
             loaded.sync(1.0)
             got = torch.from_numpy(loaded.read_output("logits")).flatten()
