@@ -36,20 +36,22 @@ TRUTH: Machine = replace(
 
 
 @cache
-def programs(number: int, count: int, seed: int = 0) -> tuple[MegakernelProgram, ...]:
+def programs(number: int, count: int, seed: int = 0, weights: str | None = None) -> tuple[MegakernelProgram, ...]:
     """Random schedules of SPECS[number]."""
-    work = Workload(SPECS[number].name, SPECS[number], TARGET, "bf16", 256)
+    work = Workload(SPECS[number].name, SPECS[number], TARGET, "bf16", 256, 1, weights)
     space, chance = make_space(work), random.Random(seed)
     choices = [{each.name: chance.choice(each.values) for each in space.dimensions} for _ in range(count)]
     return tuple(lower(work.graph, space.to_config(choice), TARGET) for choice in choices)
 
 
 @cache
-def samples(number: int, count: int, noise: float = 0.02, seed: int = 0) -> tuple[Sample, ...]:
-    """Those schedules, with what TRUTH takes for them and noise of that relative width."""
+def samples(
+    number: int, count: int, noise: float = 0.02, seed: int = 0, weights: str | None = None, truth: Machine = TRUTH
+) -> tuple[Sample, ...]:
+    """Those schedules, with what `truth` takes for them and noise of that relative width."""
     chance = random.Random(f"{number} {seed}")
     found = []
-    for program in programs(number, count, seed):
+    for program in programs(number, count, seed, weights):
         sample = Sample(demand_of(program), floor_us(weight_bytes_read(program), TARGET), 1.0)
-        found.append(replace(sample, latency_us=sample.predicted_us(TRUTH) * chance.gauss(1.0, noise)))
+        found.append(replace(sample, latency_us=sample.predicted_us(truth) * chance.gauss(1.0, noise)))
     return tuple(found)
