@@ -1,11 +1,12 @@
 """Both sides of the verdict: how far right programs are off, and how far programs that lie in one operation.
 
-    python experiments/tampering.py [--part wrong|right] [--layers N] [--draws N] >> results/tampering.txt
+    python experiments/tampering.py [--part wrong|formats|right] [--layers N] [--draws N] >> results/tampering.txt
 
 wrong: each lie of tests/lies.py in the first, the middle and the last layer, on the reference VM, bf16, context 512; of
-the three layers, the one where it shows least. right: configs drawn from the search space of small models of every
-family, in every dtype and of several batches, on the reference VM; and some configs on the CUDA VM's own kernels,
-compiled for the CPU. Fails where a margin does not hold.
+the three layers, the one where it shows least. formats: each lie of tests/lies_of_formats.py about codes, scales and
+zero points, told of each matrix of a small model; of matrices and layers, where it shows least. right: configs drawn
+from the search space of small models of every family, in every dtype and of several batches, on the reference VM; and
+some configs on the CUDA VM's own kernels, compiled for the CPU. Fails where a margin does not hold.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 from lies import LIES, MARGIN, Judges, examine, layers_of, smallest, tell
+from lies_of_formats import lies_of
 
 from flywheel.decode.judge import Judge
 from flywheel.decode.session import ReferenceSession
@@ -35,8 +37,10 @@ from flywheel.lowering.lower import lower
 from flywheel.measure.verdict import BOUND
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES, decode_step
+from flywheel.models.drawn import random_quantised
 from flywheel.models.eager import OracleWeights
-from flywheel.models.spec import DecoderSpec
+from flywheel.models.formats import LAYER_MATRICES, parse_formats
+from flywheel.models.spec import DecoderSpec, layer_weight_shapes
 from flywheel.models.weights import random_weights
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
@@ -56,6 +60,10 @@ SCHEDULES = {
 }
 WHOLE = (("smollm2-135m", "unfused"), ("smollm2-135m", "fused, split KV, by data"),
          ("llama3.2-1b", "fused, split KV, by data"))  # fmt: skip
+CODED = DecoderSpec("small", "llama", 512, 640, 3, 8, 2, 64, 520, 1e5, 1e-5, 4096)
+CODED_CONTEXT = 32
+FORMATS = ("fp8", "fp8-tensor", "fp8-block", "int8", "int8-tensor", "int8-zeros", "int8-g128", "int4", "int4-zeros",
+           "int4-g64-zeros-f32", "int4-row")  # fmt: skip
 BATCHES = (1, 3)
 SEED = 7
 FEW = replace(TARGETS["h100"], name="few", num_sms=16)
@@ -67,16 +75,18 @@ LINE = "  {:46} {:6} {:7} {:9.2g} {:8.2f}  {}"
 def main() -> int:
     """Print the tables; 1 where a margin does not hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("wrong", "right"), help="by default both")
+    parser.add_argument("--part", choices=("wrong", "formats", "right"), help="by default all")
     parser.add_argument("--layers", type=int, help="of each model; by default all")
     parser.add_argument("--draws", type=int, default=200)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     held = True
-    if arguments.part != "right":
+    if arguments.part in (None, "wrong"):
         for name, schedule in WHOLE:
             held = wrong(name, schedule, arguments.layers) and held
-    if arguments.part != "wrong":
+    if arguments.part in (None, "formats"):
+        held = formats_wrong() and held
+    if arguments.part in (None, "right"):
         held = right(arguments.draws) and held
         held = on_kernels() and held
     return 0 if held else 1
@@ -96,6 +106,33 @@ def wrong(name: str, schedule: str, layers: int | None) -> bool:
         error, where = smallest(examined, layers_of(spec))
         held = held and (isinf(error) or error >= lie.margin * bound)
         print(f"  {lie.name:56} {error:8.3g} {error / bound:8.1f}  {where}", flush=True)
+    print()
+    return held
+
+
+def formats_wrong() -> bool:
+    """A table of all lies about quantised matrices; whether each is caught by its margin, whatever the matrix."""
+    bound, held = BOUND["BF16"], True
+    shapes = layer_weight_shapes(CODED)
+    print(f"{CODED.n_layers} layers of width {CODED.hidden}, fused, bf16, context {CODED_CONTEXT}: bound {bound:.3g}")
+    print(f"  {'lie':56} {'error':>8} {'/ bound':>8}  where")
+    for text in FORMATS:
+        formats = parse_formats(text, "bf16")
+        assert formats.usual is not None
+        weights = random_quantised(CODED, 1, formats, DType.BF16)
+        judges = Judges(OracleWeights(CODED, weights, torch.bfloat16), DType.BF16, CODED_CONTEXT)
+        graph = decode_step(CODED, CODED_CONTEXT, DType.BF16, 1, formats)
+        program = lower(graph, SCHEDULES["fused, split KV, by data"], TARGETS["h100"])
+        least: dict[str, tuple[float, str]] = {}
+        for role in LAYER_MATRICES:
+            for lie in lies_of(formats.usual, (shapes[role][0], shapes[role][1]), role):
+                examined = examine(tell(lie, program, CODED, weights), CODED, judges.of(lie))
+                name = lie.name.removeprefix(f"{role}, ")
+                found = smallest(examined, layers_of(CODED))
+                least[name] = min(least.get(name, found), found)
+        for name, (error, where) in least.items():
+            held = held and (isinf(error) or error >= MARGIN * bound)
+            print(f"  {name:56} {error:8.3g} {error / bound:8.1f}  {where}", flush=True)
     print()
     return held
 

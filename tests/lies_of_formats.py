@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from lies import Lie, Tell, Told
+from lies import FAR, FIRST, Lie, Tell, Told
 from torch import Tensor
 
 from flywheel.models.formats import WeightFormat
@@ -75,7 +75,8 @@ def _corners_turned(codes: Tensor) -> Tensor:
 
 
 def lies_of(format: WeightFormat, shape: tuple[int, int], role: str) -> list[Lie]:
-    """Every lie that a matrix [N, K] of the role can be told in this format."""
+    """Every lie that a matrix [N, K] of the role can be told in this format. A zero point adds a multiple of the sum of
+    what is multiplied, which at one position may be about 0: lies about those are looked for at several."""
     rows, groups = format.scale_shape(shape)
     found: list[tuple[str, Part, Change]] = []
     if rows > 1:
@@ -100,4 +101,7 @@ def lies_of(format: WeightFormat, shape: tuple[int, int], role: str) -> list[Lie
     else:
         found.append(("codes a column on", codes_of, _next_column))
     found.append(("corners of codes turned", codes_of, _corners_turned))
-    return [Lie(f"{role}, {format.name}: {name}", _part(role, part, change)) for name, part, change in found]
+    return [
+        Lie(f"{role}, {format.name}: {name}", _part(role, part, change), FAR if part is zeros_of else (FIRST,))
+        for name, part, change in found
+    ]

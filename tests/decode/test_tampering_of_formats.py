@@ -32,7 +32,7 @@ FUSED: Final = (
 )  # fmt: skip
 SPLIT: Final = ScheduleConfig({"attention": {"kv_block": 512}, "gemv": {"N_tile": 64}}, FUSED, page_allocation="none")
 FORMATS: Final = (
-    "fp8", "fp8-tensor", "fp8-block", "int8", "int8-tensor", "int8-zeros", "int8-g128", "int8-block-zeros", "int4",
+    "fp8", "fp8-tensor", "fp8-block", "int8", "int8-tensor", "int8-zeros", "int8-g128", "int4",
     "int4-zeros", "int4-g64-zeros-f32", "int4-row",
 )  # fmt: skip
 
