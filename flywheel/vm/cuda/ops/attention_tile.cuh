@@ -23,19 +23,6 @@ __device__ __forceinline__ uint32_t pack_rests(float low, float high, uint32_t h
                             high - half_to_float(static_cast<unsigned short>(halves >> 16)));
 }
 
-// Bytes for parts: all of the staging area behind the queries, if nothing else in the task needs it any more.
-__device__ __forceinline__ int room_for_parts(Vm vm, const amk_step_t& step) {
-    const TaskSlot& task = *vm.task();
-    const int n_steps = task.instruction.n_steps, op = vm.lane() < n_steps ? task.steps[vm.lane()].op : AMK_OP_NOP;
-    const bool multiplies = __any_sync(~0u, op == AMK_OP_GEMV_TILE || op == AMK_OP_GEMM_TILE);
-    const bool reads = step.args[1] >= FW_RESULT_REF || step.args[2] >= FW_RESULT_REF;
-    if (multiplies || reads || &step + 1 != task.steps + n_steps) return FW_WORK_BYTES;
-    const Operand& q = vm.arg(step, 0);
-    const int staged = vm.block().program.staged_bytes;
-    const int64_t behind = q.ptr - vm.block().staging() + q.numel * static_cast<int64_t>(sizeof(element_t));
-    return behind > 0 && behind <= staged ? staged - static_cast<int>(behind) : staged;
-}
-
 // Query heads of one KV head: from `first` on, up to `most`.
 struct Heads {
     int first, count, kv_head;
@@ -382,6 +369,11 @@ __device__ __forceinline__ void attend_head(Vm vm, const amk_step_t& step, int h
 }
 
 FW_MICRO_KERNEL op_attention_tile(Vm vm, const amk_step_t& step) {
+    // Nothing else reads what its last step would turn on the way.
+    if (vm.kv_len(step) <= 0 && step.flags & FW_STEP_LAST) {
+        store_nothing(vm, step);
+        return;
+    }
     bool turns = step.flags & FW_STEP_TURNS;
     if (!turns) vm.await(step.args[0]);
 #if FW_DTYPE != AMK_DTYPE_F32

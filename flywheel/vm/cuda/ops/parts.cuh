@@ -18,6 +18,19 @@ struct Parts {
     }
 };
 
+// Bytes for parts: all of the staging area behind the queries, if nothing else in the task needs it any more.
+__device__ __forceinline__ int room_for_parts(Vm vm, const amk_step_t& step) {
+    const TaskSlot& task = *vm.task();
+    const int n_steps = task.instruction.n_steps, op = vm.lane() < n_steps ? task.steps[vm.lane()].op : AMK_OP_NOP;
+    const bool multiplies = __any_sync(~0u, op == AMK_OP_GEMV_TILE || op == AMK_OP_GEMM_TILE);
+    const bool reads = step.args[1] >= FW_RESULT_REF || step.args[2] >= FW_RESULT_REF;
+    if (multiplies || reads || &step + 1 != task.steps + n_steps) return FW_WORK_BYTES;
+    const Operand& q = vm.arg(step, 0);
+    const int staged = vm.block().program.staged_bytes;
+    const int64_t behind = q.ptr - vm.block().staging() + q.numel * static_cast<int64_t>(sizeof(element_t));
+    return behind > 0 && behind <= staged ? staged - static_cast<int>(behind) : staged;
+}
+
 // Into the rows of the result from `first` on, once all warps have written theirs. A warp takes 32 pairs of columns of a head
 // at a time, and its lane p makes the weight of part p. Not inlined where each head_dim would have it.
 __device__ __noinline__ void merge(Vm vm, const amk_step_t& step, Parts parts, int first) {
@@ -55,5 +68,16 @@ __device__ __noinline__ void merge(Vm vm, const amk_step_t& step, Parts parts, i
             store_result(dtype, out, at, x);
         }
         if (partial && pair == 0) store_pair(AMK_DTYPE_F32, out, start + head_dim, highest, total);
+    }
+}
+
+// The result of a window without a row, which takes neither the queries nor a key.
+__device__ __noinline__ void store_nothing(Vm vm, const amk_step_t& step) {
+    const Operand out = vm.out(step);
+    const int n_heads = step.params.n_heads, head_dim = step.params.head_dim, width = out.numel / n_heads;
+    vm.stamp(FW_STAMP_READY);
+#pragma unroll 1
+    for (int at = vm.thread(); at < out.numel; at += VECTOR_THREADS) {
+        store_result(step.out_dtype, out, at, at % width == head_dim ? -INFINITY : 0.0f);
     }
 }
