@@ -75,8 +75,10 @@ def launched(
     tokens: list[list[int]],
     order: str = "list",
     seed: int = 0,
+    behind: int = 0,
 ) -> list[dict[str, Tensor]]:
-    """What launches make of the tokens of each position, from position 0 on."""
+    """What launches make of the tokens of each position, from position 0 on; row r stands `r * behind` positions before
+    row 0, or at 0."""
     caches = {
         buffer.name: torch.zeros(tensor_shape(buffer), dtype=TORCH_DTYPES[buffer.dtype])
         for buffer in program.buffers
@@ -84,13 +86,15 @@ def launched(
     }
     bound = ReferenceVM(program).bind({**bind(program, weights), **caches})
     results = []
-    for position, row in enumerate(tokens):
+    for launch in range(len(tokens)):
+        places = [max(0, launch - row * behind) for row in range(len(tokens[0]))]
+        given = [tokens[place][row] for row, place in enumerate(places)]
         fed = {
-            buffer.name: torch.tensor(row if buffer.name.startswith("token_id") else [position] * len(row)).int()
+            buffer.name: torch.tensor(given if buffer.name.startswith("token_id") else places).int()
             for buffer in program.buffers
             if buffer.kind is BufferKind.IO_INPUT
         }
-        results.append(bound.step(fed, position, order, seed))
+        results.append(bound.step(fed, places if behind else launch, order, seed))
     return results
 
 
@@ -114,6 +118,15 @@ def test_every_family_makes_the_oracles_logits_on_several_ranks(family: str, ran
     program = shared(spec, ranks, FUSED_CONFIG)
     assert validate(program, strict=True).ok
     check(program, spec, random_weights(spec, 0, torch.float32))
+
+
+def test_sequences_of_a_batch_stand_where_they_like() -> None:
+    weights, tokens = random_weights(SPEC, 0, torch.float32), [[7 * place + 1, 5 * place + 2] for place in range(4)]
+    results = launched(shared(batch=2, config=FUSED_CONFIG), weights, tokens, behind=2)
+    oracle = EagerDecoder(SPEC, weights, torch.float32, 48)
+    for launch, place in ((2, 0), (3, 1)):
+        wanted = oracle.step(tokens[place][1], place)
+        torch.testing.assert_close(results[launch]["logits@1"][1], wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("batch", [2, 8])
