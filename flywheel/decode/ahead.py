@@ -90,10 +90,9 @@ class QueuedRows:
             self._positions = torch.zeros(POSITIONS, dtype=torch.int32, device=device)
             self._tokens.zero_()
         with ExitStack() as undo:
-            self._chosen = gpu.alloc_host(_SLOTS * batch)
-            undo.callback(gpu.free_host, self._chosen)
-            self._places = gpu.alloc_host(_SLOTS * POSITIONS)
-            undo.callback(gpu.free_host, self._places)
+            # The positions of each slot, and behind them its tokens: pinning memory takes long.
+            self._words = gpu.alloc_host(_SLOTS * (POSITIONS + batch))
+            undo.callback(gpu.free_host, self._words)
             undo.callback(loaded.sync, limit_s * (AHEAD + 1))
             self._undo = undo.pop_all()
 
@@ -135,7 +134,10 @@ class QueuedRows:
             return None
         slot, rows, done = self._queued.popleft()
         self._loaded.wait(done, self._limit_s)
-        return _Launch(rows, self._held, self._chosen.array[slot * self._batch :][: self._batch].copy())
+        return _Launch(rows, self._held, self._words.array[self._tokens_at(slot) :][: self._batch].copy())
+
+    def _tokens_at(self, slot: int) -> int:
+        return _SLOTS * POSITIONS + slot * self._batch
 
     def _enqueue(self) -> bool:
         """Queue a launch of the rows that have not come to their ends; False where there are none."""
@@ -150,7 +152,7 @@ class QueuedRows:
         if self._choices is not None or any(each.position + 1 < len(each.prompt) for _, each in live):
             with self._on_stream():
                 self._replace_choices(live)
-        gpu.fetch(self._chosen, slot * self._batch, self._token_in, self._batch)
+        gpu.fetch(self._words, self._tokens_at(slot), self._token_in, self._batch)
         shown = tuple([(row, each) for row, each in live if each.position >= len(each.prompt) - 1])
         self._queued.append((slot, shown, gpu.record()))
         self._next_slot = (slot + 1) % _SLOTS
@@ -161,11 +163,11 @@ class QueuedRows:
     def _send_positions(self, slot: int, live: Sequence[tuple[int, _Row]]) -> None:
         """Where each row stands in the next launch; the others at position 0, where they cost least."""
         first = slot * POSITIONS
-        places = self._places.array[first : first + POSITIONS]
+        places = self._words.array[first : first + POSITIONS]
         places[:] = 0
         for row, each in live:
             places[row] = each.position
-        self._gpu.send(self._place_in, self._places, first, self._batch)
+        self._gpu.send(self._place_in, self._words, first, self._batch)
         if self._batch > 1:
             self._gpu.copy(self._positions.data_ptr(), self._place_in, self._batch * _WORD)
 
