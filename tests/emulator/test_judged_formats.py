@@ -10,6 +10,7 @@ from emulator.sessions import emulated_session
 from lies import MARGIN
 
 from flywheel.decode.judge import Judge
+from flywheel.decode.session import stream_by_steps
 from flywheel.decode.verify import default_positions
 from flywheel.ir import TARGETS, ScheduleConfig
 from flywheel.lowering.lower import lower
@@ -47,3 +48,20 @@ def test_right_programs_of_quantised_weights_are_far_from_the_bound(text: str, d
     with emulated_session(gpu, program, SPEC, weights) as session:
         verdict = judge.examine(session).verdict
     assert MARGIN * verdict.error <= verdict.bound, verdict
+
+
+def test_launches_that_follow_each_other_forget_the_ones_before_where_some_sms_multiply_nothing() -> None:
+    gpu, formats = EmulatedGpu(num_sms=16), parse_formats("int4-zeros,lm_head=int8", "bf16")
+    spec = replace(SPEC, n_layers=1)
+    weights = random_quantised(spec, 1, formats, DTYPES["bf16"])
+    target = replace(
+        TARGETS["h100"], name="here", num_sms=gpu.num_sms, smem_bytes_per_block_optin=gpu.smem_optin_bytes
+    )
+    few = replace(CONFIG, tiling={**CONFIG.tiling, "gemv": {"N_tile": 256}})
+    program = lower(decode_step(spec, CONTEXT, DTYPES["bf16"], 1, formats), few, target)
+    products = [task for task in program.tasks if "GEMV_TILE" in str(task.params.get("recipe", task.op.name))]
+    assert len({task.sm for task in products}) < gpu.num_sms
+    with emulated_session(gpu, program, spec, weights) as session:
+        streamed = list(session.stream((5, 3, 17), 10))
+        assert streamed == list(stream_by_steps(session, (5, 3, 17), 10))
+    assert len(set(streamed)) > 1

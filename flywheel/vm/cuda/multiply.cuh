@@ -201,10 +201,10 @@ __device__ __noinline__ void run_matrix_warp(int warp) {
     const int group = warp / block.program.chunk_warps, first = group < chunk_groups(block) ? group : 0;
     Progress at = {block.stream_first, {first, 0}, first};
 #ifdef FW_FORMATS
-    while (at.goes_on(block)) {
+    do {  // once where there is no segment, too: what is forgotten at the end of them all is everybody's share
         at = run_segments<Product>(warp, at);
         run_coded<FW_FORMATS>(warp, at);
-    }
+    } while (at.goes_on(block));
 #else
     run_segments<Product>(warp, at);
 #endif
