@@ -15,6 +15,18 @@ from typing import Final
 from flywheel.errors import UnsupportedModelError
 from flywheel.interop.mpk.explain import name_of
 from flywheel.interop.mpk.graph import FIRST_TASK, MpkGraph, MpkTask, Tensor
+from flywheel.interop.mpk.pieces import (
+    Piece,
+    attention_pieces,
+    choice_pieces,
+    depth_of,
+    embedding_pieces,
+    misplaced,
+    norm_pieces,
+    partial_pieces,
+    product_pieces,
+    silu_pieces,
+)
 from flywheel.models.spec import DecoderSpec
 
 _EMBEDDING, _NORM, _LINEAR, _RESIDUAL = "embedding", "norm", "linear", "residual"
@@ -46,7 +58,7 @@ _READS: Final[Mapping[str, Mapping[int, str]]] = MappingProxyType(
         "attn_norm": {0: "stream"}, "qkv": {0: "attn_norm"}, "attention": {0: "qkv"},
         "o_proj": {0: "attention", 2: "stream"}, "mlp_norm": {0: "o_proj"}, "gate_up": {0: "mlp_norm"},
         "silu_mul": {0: "gate_up"}, "down_proj": {0: "silu_mul", 2: "o_proj"}, "final_norm": {0: "stream"},
-        "lm_head": {0: "final_norm"}, "partial": {0: "lm_head"},
+        "lm_head": {0: "final_norm"}, "partial": {0: "lm_head"}, "argmax": {0: "partial", 1: "index"},
     }
 )  # fmt: skip
 """What a role reads, by the place of the operand: what tasks of the other role have written last."""
@@ -75,11 +87,12 @@ def roles_of(graph: MpkGraph, spec: DecoderSpec) -> list[Doing]:
 
     Raises UnsupportedModelError, naming the task, where one has no equivalent, or the graph is not of that model.
     """
-    reader = _Reader(graph, spec, _silu_rows(graph, spec), {})
+    reader = _Reader(graph, spec, _silu_rows(graph, spec), requests_of(graph), {}, {})
     found = [reader.doing(place, task) for place, task in enumerate(graph.tasks[FIRST_TASK:], FIRST_TASK)]
     layers = len({doing.layer for doing in found} - {None})
     if layers < spec.n_layers:
         raise UnsupportedModelError(f"rank {graph.rank}: {layers} of {spec.n_layers} layers of {spec.name}")
+    reader.check_choices()
     return found
 
 
@@ -102,12 +115,19 @@ def _silu_rows(graph: MpkGraph, spec: DecoderSpec) -> int:
 
 @dataclass
 class _Reader:
-    """Walks the list; `written` is the tensor that tasks of each role have written last."""
+    """Walks the list; `written` is the tensor that tasks of each role have written last, and `first` the one that the
+    first task of a role wrote in each layer. Rows of logits are `pitch` apart; tokens are chosen from `chosen` columns,
+    in so many `choices`."""
 
     graph: MpkGraph
     spec: DecoderSpec
     silu_rows: int
+    requests: int
     written: dict[str, str]
+    first: dict[tuple[str, int | None], str]
+    chosen: int = 0
+    choices: int = 0
+    pitch: int | None = None
     layer: int | None = None
 
     def doing(self, place: int, task: MpkTask) -> Doing:
@@ -118,7 +138,7 @@ class _Reader:
         if not all(tensor.dims for tensor in (*task.inputs[:2], *task.outputs)):
             raise self._no(place, "lists a tensor without dimensions")
         if kind in (_PARTIAL, _ARGMAX):
-            self._follow(place, task, kind)
+            self._choice(place, task, kind)
             return Doing(place, None, (Part("argmax", 0, 1),))
         if kind == _SILU:
             self._follow(place, task, "silu_mul")
@@ -130,6 +150,10 @@ class _Reader:
         if name not in wanted:
             raise self._no(place, f"does not go with the weight of {name}")
         self._follow(place, task, name)
+        if kind == _EMBEDDING:
+            self._check(place, task, embedding_pieces(self.spec, self.requests))
+        if kind == _NORM:
+            self._check(place, task, norm_pieces(task, self.spec))
         if kind in (_EMBEDDING, _NORM):
             return Doing(place, layer, (Part(name, 0, 1),))
         if kind == _ATTENTION:
@@ -143,9 +167,25 @@ class _Reader:
             if task.inputs[operand].name != wanted:
                 text = f"reads {task.inputs[operand].name[:60]}, and tasks of {before} write {str(wanted)[:60]}"
                 raise self._no(place, text)
-        self.written[role] = task.outputs[0].name
+        made = task.outputs[0].name
+        first = self.first.setdefault((role, self.layer), made)
+        if made != first:
+            raise self._no(place, f"writes {made[:60]}, and the first task of {role} writes {first[:60]}")
+        self.written[role] = made
         if role in ("embed", "down_proj"):
-            self.written["stream"] = task.outputs[0].name
+            self.written["stream"] = made
+
+    def check_choices(self) -> None:
+        """Raises UnsupportedModelError where some tokens are never chosen."""
+        if self.chosen < self.spec.vocab:
+            text = f"its tokens are chosen from {self.chosen} of {self.spec.vocab} columns"
+            raise UnsupportedModelError(f"rank {self.graph.rank}: {text}")
+
+    def _check(self, place: int, task: MpkTask, pieces: Mapping[int, Piece]) -> None:
+        """Check that operands are these pieces."""
+        text = misplaced(task, pieces)
+        if text is not None:
+            raise self._no(place, text)
 
     def _weight(self, place: int, task: MpkTask) -> tuple[str, int | None]:
         """Role and layer of the task's weight, or cache."""
@@ -159,6 +199,18 @@ class _Reader:
                 return name, layer
         raise self._no(place, "has no weight of a dense decoder")
 
+    def _choice(self, place: int, task: MpkTask, kind: str) -> None:
+        """Check a task that chooses a token, or from some columns."""
+        self.layer = None
+        if kind == _PARTIAL:
+            self._check(place, task, partial_pieces(task, self.pitch, self.written.get("index"), self.requests))
+            self.chosen += task.inputs[0].dims[-1]
+            self.choices += 1
+            self.written["index"] = task.outputs[1].name
+        else:
+            self._check(place, task, choice_pieces(self.choices, self.requests))
+        self._follow(place, task, kind)
+
     def _attention(self, place: int, task: MpkTask) -> Part:
         spec, tensor = self.spec, task.inputs[0]
         width = (spec.n_heads // spec.n_kv_heads + 2) * spec.head_dim
@@ -168,22 +220,27 @@ class _Reader:
             raise self._no(place, f"reads other columns than those of one of {spec.n_kv_heads} heads of {width}")
         if normed != spec.qk_norm:
             raise self._no(place, f"{'norms' if normed else 'does not norm'} queries and keys, unlike {spec.name}")
+        self._check(place, task, attention_pieces(spec, self.layer, head, self.requests))
         return Part("attention", _request(task) * spec.n_kv_heads + head, 1)
 
     def _silu(self, place: int, task: MpkTask) -> Part:
         start = _column(task.outputs[0])
         if _column(task.inputs[0]) != 2 * start or task.inputs[0].dims[-1] != 2 * self.silu_rows:
             raise self._no(place, f"does not read the {2 * self.silu_rows} columns of gate and up of what it makes")
+        self._check(place, task, silu_pieces(self.spec, start, self.silu_rows, self.requests))
         return Part("silu_mul", start, self.silu_rows)
 
     def _rows(self, place: int, task: MpkTask, name: str) -> list[Part]:
         spec, weight = self.spec, task.inputs[1]
-        depth = {"o_proj": spec.q_width, "down_proj": spec.intermediate}.get(name, spec.hidden)
+        depth = depth_of(spec, name)
         if len(weight.dims) != 2 or weight.dims[1] != depth or weight.strides != (depth, 1):
             raise self._no(place, f"its weight is {list(weight.dims)}, and {spec.name} has rows of {depth}")
         start, rows = weight.offset // weight.item_bytes // depth, weight.dims[0]
         if _column(task.outputs[0]) != start or task.outputs[0].dims[-1] != rows:
             raise self._no(place, f"makes other columns than {start}..{start + rows}, the rows of its weight")
+        if name == "lm_head" and self.pitch is None:
+            self.pitch = task.outputs[0].strides[0]
+        self._check(place, task, product_pieces(spec, name, start, rows, self.requests, self.pitch))
         chunks: dict[str, list[tuple[str, int]]] = {
             "qkv": [("q_proj", spec.q_width // spec.n_kv_heads), ("k_proj", spec.head_dim), ("v_proj", spec.head_dim)],
             "gate_up": [("gate_proj", self.silu_rows), ("up_proj", self.silu_rows)],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from flywheel.decode.verify import verify
 from flywheel.errors import NoGpuError, UnsupportedModelError
 from flywheel.interop.mpk.converting import convert
 from flywheel.interop.mpk.graph import MpkGraph
+from flywheel.interop.mpk.reading import read_graph
 from flywheel.interop.mpk.rescheduling import Schedule, reschedule
 from flywheel.ir import TARGETS, DType, InstructionKind, MegakernelProgram, validate
 from flywheel.models.spec import DecoderSpec
@@ -27,6 +29,7 @@ H200 = TARGETS["h200"]
 MICRO = DecoderSpec("micro", "qwen3", 64, 128, 2, 4, 2, 16, 128, 1e4, 1e-6, 64, qk_norm=True)
 TINY = DecoderSpec("tiny", "qwen3", 512, 1024, 2, 8, 4, 64, 2048, 1e4, 1e-6, 64, qk_norm=True)
 WIDE = DecoderSpec("wide", "qwen3", 1024, 2048, 2, 8, 8, 128, 8192, 1e4, 1e-6, 64, qk_norm=True)
+LLAMA = DecoderSpec("small", "llama", 64, 128, 2, 4, 2, 16, 96, 1e4, 1e-5, 64)
 MODELS = {"micro_2layer": MICRO, "tiny": TINY, "tinyamp": WIDE, "tinybw": WIDE}
 
 Graphs = Callable[..., MpkGraph]
@@ -55,15 +58,13 @@ def test_types_of_other_gpus_are_converted_too(graph: Graphs, name: str) -> None
 
 
 def test_a_llama_without_norms_of_queries_is_converted() -> None:
-    spec = DecoderSpec("small", "llama", 64, 128, 2, 4, 2, 16, 96, 1e4, 1e-5, 64)
-    _judged(convert(llama_graph(spec), spec, H200, CONTEXT, DType.F32), spec)
+    _judged(convert(llama_graph(LLAMA), LLAMA, H200, CONTEXT, DType.F32), LLAMA)
 
 
 def test_requests_become_sequences_of_a_batch() -> None:
-    spec = DecoderSpec("small", "llama", 64, 128, 2, 4, 2, 16, 96, 1e4, 1e-5, 64)
-    program = convert(llama_graph(spec, requests=3), spec, H200, CONTEXT, DType.F32)
+    program = convert(llama_graph(LLAMA, requests=3), LLAMA, H200, CONTEXT, DType.F32)
     assert program.meta["batch"] == 3
-    _judged(program, spec, (0, CONTEXT - 1))
+    _judged(program, LLAMA, (0, CONTEXT - 1))
 
 
 def test_tiles_joins_and_queues_are_those_of_the_graph(graph: Graphs) -> None:
@@ -101,10 +102,10 @@ def test_rows_of_a_padded_vocabulary_are_left_out(graph: Graphs) -> None:
 @pytest.mark.parametrize(
     ("name", "spec", "words"),
     [
-        ("micro_2layer", replace(MICRO, hidden=128), "rows of 128"),
+        ("micro_2layer", replace(MICRO, hidden=128), "want 128 columns"),
         ("micro_2layer", replace(MICRO, n_layers=1), "layer 1 of a model of 1"),
         ("micro_2layer", replace(MICRO, qk_norm=False), "norms queries and keys"),
-        ("micro_2layer", replace(MICRO, n_heads=2), "one of 2 heads"),
+        ("micro_2layer", replace(MICRO, n_heads=2), "want 32 columns from element 0, 96 apart"),
         ("micro_2layer", replace(MICRO, intermediate=144), "do not share 144 columns"),
         ("micro_2layer", replace(MICRO, qkv_bias=True), "biases"),
         ("micro_2gpu_r0", MICRO, "want a graph of one GPU"),
@@ -133,6 +134,68 @@ def test_a_graph_that_is_wired_otherwise_is_refused(graph: Graphs) -> None:
 
     with pytest.raises(UnsupportedModelError, match="reads embed_out, and tasks of o_proj write attn_proj_out"):
         convert(graph("micro_2layer", rewired), MICRO, H200, CONTEXT)
+
+
+def _named(kind: int, operand: int, name: str, **changes: Any) -> Callable[[dict[str, Any]], None]:
+    """Changes one operand, by its place among a task's inputs and outputs, of the first task that has it."""
+
+    def change(document: dict[str, Any]) -> None:
+        for task in document["all_tasks"]:
+            operands = [*(task["inputs"] or []), *(task["outputs"] or [])]
+            if task["task_type"] == kind and operands[operand]["base_ptr"] == name:
+                operands[operand].update(changes)
+                return
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "operand", "name", "changes"),
+    [
+        (101, 1, "embed_tokens", {"offset": 128}),
+        (154, 0, "embed_out", {"offset": 2}),
+        (154, 1, "layer_0_input_layernorm", {"dims": [32]}),
+        (155, 0, "rmsnorm_out", {"offset": 2}),
+        (155, 1, "layer_0_qkv_proj", {"offset": 2}),
+        (155, 2, "attn_in", {"strides": [256, 1]}),
+        (155, 2, "attn_in", {"base_ptr": "mlp_mid"}),
+        (153, 2, "layer_0_v_cache", {"base_ptr": "layer_1_v_cache"}),
+        (153, 2, "layer_0_v_cache", {"offset": 32}),
+        (153, 4, "layer_0_k_norm", {"base_ptr": "layer_1_k_norm"}),
+        (153, 5, "cos_position_embedding", {"base_ptr": "sin_position_embedding"}),
+        (153, 7, "attn_out", {"offset": 64}),
+        (156, 2, "embed_out", {"offset": 32}),
+        (118, 1, "silu_mul_out", {"strides": [256, 1]}),
+        (259, 0, "argmax_in", {"offset": 32}),
+        (111, 1, "argmax_part_index", {"base_ptr": "argmax_part_value"}),
+    ],
+)
+def test_an_operand_that_lies_elsewhere_is_refused(
+    graph: Graphs, kind: int, operand: int, name: str, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(UnsupportedModelError) as raised:
+        convert(graph("micro_2layer", _named(kind, operand, name, **changes)), MICRO, H200, CONTEXT)
+    assert "\n" not in str(raised.value)
+
+
+def _changed(graph: MpkGraph, change: Callable[[dict[str, Any]], None]) -> MpkGraph:
+    document = json.loads(json.dumps(graph.document))
+    change(document)
+    return read_graph(json.dumps(document).encode())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_named(155, 0, "normed", dims=[1, 64]), "64 columns from element 0, 64 apart, 3 rows or more"),
+        (_named(259, 0, "logits", dims=[3, 48]), "chosen from 48 of 96 columns"),
+    ],
+)
+def test_a_graph_that_leaves_out_rows_or_tokens_is_refused(
+    change: Callable[[dict[str, Any]], None], words: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        convert(_changed(llama_graph(LLAMA, requests=3), change), LLAMA, H200, CONTEXT)
 
 
 def test_an_attention_is_one_task_with_its_appends(graph: Graphs) -> None:

@@ -1,0 +1,123 @@
+"""Where the operands of a task of a dense decoder lie, by what it does; what lies elsewhere is another program's.
+
+Source: docs/mpk.md, "Converted programs".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flywheel.interop.mpk.graph import MpkTask, Tensor
+from flywheel.models.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Columns of all rows: `width` of them, the first at element `first`, rows `pitch` elements apart. `name` is that
+    of the tensor, and `rows` how many it has at least; None where any will do."""
+
+    first: int
+    width: int
+    pitch: int | None = None
+    name: str | None = None
+    rows: int | None = None
+
+
+def misplaced(task: MpkTask, pieces: Mapping[int, Piece]) -> str | None:
+    """What is wrong with the first operand that is not the piece wanted of it, by its place among the inputs and then
+    the outputs; None where all are as wanted."""
+    operands = (*task.inputs, *task.outputs)
+    for place, piece in pieces.items():
+        if place >= len(operands) or not _lies(operands[place], piece):
+            what = "no such operand" if place >= len(operands) else _shown(operands[place])
+            return f"operand {place} is {what}; want {_wanted(piece)}"
+    return None
+
+
+def embedding_pieces(spec: DecoderSpec, requests: int) -> dict[int, Piece]:
+    """Of the rows of the tokens."""
+    n = spec.hidden
+    return {0: Piece(0, 1, rows=requests), 1: Piece(0, n, n, rows=spec.vocab), 2: Piece(0, n, n, rows=requests)}
+
+
+def norm_pieces(task: MpkTask, spec: DecoderSpec) -> dict[int, Piece]:
+    """Of one row's norm: the row that it reads is the one that it writes, whichever that is."""
+    n = spec.hidden
+    row = task.outputs[0].offset // task.outputs[0].item_bytes // n * n
+    return {0: Piece(row, n, n), 1: Piece(0, n), 2: Piece(row, n, n)}
+
+
+def product_pieces(
+    spec: DecoderSpec, role: str, start: int, count: int, requests: int, logits: int | None
+) -> dict[int, Piece]:
+    """Of a product by rows `start`.. of a matrix, `count` of them; rows of logits are `logits` apart."""
+    depth = depth_of(spec, role)
+    pitch = {"qkv": spec.q_width + 2 * spec.kv_width, "gate_up": 2 * spec.intermediate, "lm_head": logits}
+    made = Piece(start, count, pitch.get(role, spec.hidden), rows=requests)
+    operands = {0: Piece(0, depth, depth, rows=requests), 1: Piece(start * depth, depth, depth), 2: made}
+    return {**operands, 3: made} if role in ("o_proj", "down_proj") else operands
+
+
+def depth_of(spec: DecoderSpec, role: str) -> int:
+    """Columns of the matrix of a product."""
+    return {"o_proj": spec.q_width, "down_proj": spec.intermediate}.get(role, spec.hidden)
+
+
+def silu_pieces(spec: DecoderSpec, start: int, count: int, requests: int) -> dict[int, Piece]:
+    """Of `count` columns of SILU_MUL from `start` on."""
+    n = spec.intermediate
+    return {0: Piece(2 * start, 2 * count, 2 * n, rows=requests), 1: Piece(start, count, n, rows=requests)}
+
+
+def attention_pieces(spec: DecoderSpec, layer: int | None, head: int, requests: int) -> dict[int, Piece]:
+    """Of the attention of one key-value head."""
+    d, group = spec.head_dim, spec.n_heads // spec.n_kv_heads * spec.head_dim
+    width = group + 2 * d
+    caches = {1 + at: Piece(head * d, d, None, f"layer_{layer}_{side}_cache") for at, side in enumerate("kv")}
+    norms = {3 + at: Piece(0, d, None, f"layer_{layer}_{side}_norm") for at, side in enumerate("qk")}
+    tables = {5 + at: Piece(0, d, d, f"{name}_position_embedding") for at, name in enumerate(("cos", "sin"))}
+    return {
+        0: Piece(head * width, width, width * spec.n_kv_heads, rows=requests), **caches,
+        **(norms if spec.qk_norm else {}), **tables, 7: Piece(head * group, group, spec.q_width, rows=requests),
+    }  # fmt: skip
+
+
+def partial_pieces(task: MpkTask, logits: int | None, index: str | None, requests: int) -> dict[int, Piece]:
+    """Of the choice of a token from some columns: part n is of columns n times their number and on. `index` is the
+    tensor of the choices so far."""
+    width, out = task.inputs[0].dims[-1], task.outputs[0]
+    part = out.offset // out.item_bytes
+    return {
+        0: Piece(part * width, width, logits, rows=requests),
+        1: Piece(part, 1, rows=requests), 2: Piece(part, 1, None, index, requests),
+    }  # fmt: skip
+
+
+def choice_pieces(choices: int, requests: int) -> dict[int, Piece]:
+    """Of the choice of the tokens from so many choices."""
+    every = Piece(0, choices, rows=requests)
+    return {0: every, 1: every, 2: Piece(0, 1, rows=requests)}
+
+
+def _lies(tensor: Tensor, piece: Piece) -> bool:
+    last = tensor.strides[-1] if tensor.strides else 1
+    return (
+        bool(tensor.dims)
+        and (tensor.offset, tensor.dims[-1]) == (piece.first * tensor.item_bytes, piece.width)
+        and (piece.width == 1 or last == 1)
+        and (piece.pitch is None or tensor.dims[:-1] == (1,) or tensor.strides[:-1] == (piece.pitch,))
+        and (piece.rows is None or tensor.dims[0] >= piece.rows)
+        and (piece.name is None or tensor.name == piece.name)
+    )
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{tensor.name[:60]} {list(tensor.dims)} by {list(tensor.strides)} from byte {tensor.offset}"
+
+
+def _wanted(piece: Piece) -> str:
+    name = "" if piece.name is None else f"{piece.name}, "
+    rows = "" if piece.rows is None else f", {piece.rows} rows or more"
+    pitch = "" if piece.pitch is None else f", {piece.pitch} apart"
+    return f"{name}{piece.width} columns from element {piece.first}{pitch}{rows}"
