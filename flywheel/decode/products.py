@@ -65,8 +65,10 @@ def multiply(x: Tensor, matrix: Matrix) -> Tensor:
 
 
 def _multiply_coded(x: Tensor, matrix: Coded) -> Tensor:
-    """Scales of rows and of all are of the products; others are of the weights, which are rounded to x's dtype."""
-    if matrix.scales.shape[1] > 1 or matrix.zeros is not None or len(matrix.scales) not in (1, len(matrix.codes)):
+    """Scales of rows and of all are of the products; others are of the weights, which are rounded to x's dtype. So are
+    all of float16, which does not hold the sums of codes that are not scaled."""
+    of_weights = matrix.zeros is not None or matrix.scales.shape[1] > 1 or x.dtype == torch.float16
+    if of_weights or len(matrix.scales) not in (1, len(matrix.codes)):
         return linear(x, dequantise(matrix.codes, matrix.scales, matrix.zeros).to(x.dtype))
     return (linear(x, matrix.codes.to(x.dtype)) * matrix.scales.view(1, -1)).to(x.dtype)
 

@@ -8,6 +8,7 @@ import torch
 
 from flywheel.decode.judge import Judge
 from flywheel.decode.lineup import RIVALS, Form, refusal, usual_rivals
+from flywheel.decode.products import Coded, multiply
 from flywheel.decode.rivals import TorchDecoder, fuse, rope_tables, steps_of
 from flywheel.decode.step import Step
 from flywheel.decode.verify import default_positions, judge_free
@@ -16,8 +17,8 @@ from flywheel.ir import DType
 from flywheel.models.catalog import CATALOG
 from flywheel.models.decoder import DTYPES
 from flywheel.models.eager import EagerDecoder, OracleWeights, rope_frequencies
-from flywheel.models.formats import parse_formats
-from flywheel.models.quantise import quantised
+from flywheel.models.formats import WeightFormat, parse_formats
+from flywheel.models.quantise import quantise, quantised
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
@@ -94,6 +95,13 @@ def test_a_rival_multiplies_the_same_codes(form: Form, text: str, name: str, bat
     with torch.no_grad():
         forward = torch.compile(decoder.forward, backend="aot_eager", fullgraph=True, dynamic=False)
         assert judge_free(steps_of(*forward(judge.positions[-1])), judge).passed
+
+
+@pytest.mark.parametrize("codes", [DType.F8E4M3, DType.I8])
+def test_sums_of_codes_that_float16_does_not_hold_are_products_all_the_same(codes: DType) -> None:
+    matrix, x = torch.full((8, 2048), 0.01), torch.full((1, 2048), 8.0, dtype=torch.float16)
+    product = multiply(x, Coded(*quantise(matrix, WeightFormat(codes, 1, None), DType.F16)))
+    torch.testing.assert_close(product.float(), x.float() @ matrix.T, rtol=0.01, atol=0.0)
 
 
 def test_tiles_of_another_order_of_nibbles_fail_the_verdict() -> None:
