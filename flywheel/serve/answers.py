@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal
+from weakref import ref
 
 from flywheel.decode.request import Request
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.sequences import Sequences
 from flywheel.decode.session import BatchSession
-from flywheel.errors import FlywheelError, GpuFaultError
+from flywheel.errors import FlywheelError, GpuFaultError, LaunchTimeoutError, UsageError
 from flywheel.serve.text import Streamer
 
 Finish = Literal["stop", "length"]
@@ -29,7 +30,8 @@ class Piece:
 
 class Answer(Iterator[Piece]):
     """Pieces as they come. Asking for one decodes, and with it every other answer that has begun; what these make
-    waits until somebody asks. `finish` is None until the last piece is out. `close` ends it early."""
+    waits until somebody asks. `finish` is None until the last piece is out. `close` ends it early, and so does whoever
+    keeps no reference to it."""
 
     def __init__(self, batch: Batch, request: Request, sampling: Sampling, text: Streamer) -> None:
         self.prompt_tokens: Final = len(request.prompt)
@@ -63,10 +65,10 @@ class Answer(Iterator[Piece]):
         return self._finish is not None or self._closed or self._error is not None
 
     def begin(self) -> None:
-        """Wait for a row from now on."""
-        if not self._begun:
-            self._begun = True
+        """Wait for a row from now on. Raises UsageError where the decoder is closed."""
+        if not self._begun and not self._closed:
             self._batch.add(self)
+            self._begun = True
 
     def ready(self) -> list[Piece]:
         """The pieces that are there; does not decode. Raises what ended it, once they are out."""
@@ -100,18 +102,23 @@ class Answer(Iterator[Piece]):
 
 
 class Batch:
-    """The answers over the rows of a session: those that decode, and those that wait for a row, in their order."""
+    """The answers over the rows of a session: those that decode, and those that wait for a row, in their order.
+
+    It holds no answer itself: what nobody else holds leaves before the next launch.
+    """
 
     def __init__(self, session: BatchSession) -> None:
         self._session = session
         self._sequences: Sequences | None = None
-        self._rows: dict[int, Answer] = {}
-        self._waiting: deque[Answer] = deque()
+        self._rows: dict[int, ref[Answer]] = {}
+        self._waiting: deque[ref[Answer]] = deque()
+        self._closed = False
 
     def close(self) -> None:
         """Give the rows back. No answer makes more."""
-        for answer in [*self._rows.values(), *self._waiting]:
+        for answer in [*self._decoding().values(), *_held(self._waiting)]:
             answer.close()
+        self._closed = True
         self._leave()
 
     def _leave(self) -> None:
@@ -123,55 +130,89 @@ class Batch:
                 sequences.close()
 
     def add(self, answer: Answer) -> None:
-        """Let an answer wait for a row."""
-        self._waiting.append(answer)
+        """Let an answer wait for a row. Raises UsageError behind `close`."""
+        if self._closed:
+            raise UsageError("decoder: is closed, and begins no answer")
+        self._waiting.append(ref(answer))
 
     def remove(self, answer: Answer) -> None:
         """Make an answer's row free, or its place among those who wait."""
         with suppress(ValueError):
-            self._waiting.remove(answer)
-        for row in [row for row, held in self._rows.items() if held is answer]:
+            self._waiting.remove(ref(answer))
+        for row in [row for row, held in self._decoding().items() if held is answer]:
             self._free(row)
 
     def advance(self) -> None:
         """Let the first of those who wait join, where there is room, and hand out the tokens of one launch.
 
-        What goes wrong with a launch ends every answer that was decoding. Raises GpuFaultError: nothing on the GPU
-        works in this process any more.
+        What goes wrong with a launch ends every answer that was decoding; what goes wrong before any can decode, those
+        that wait too. Raises GpuFaultError: nothing on the GPU works in this process any more.
         """
         try:
-            if self._sequences is None:
-                self._sequences = self._session.sequences()
-            self._admit(self._sequences)
-            for row, token in self._sequences.advance():
-                answer = self._rows[row]
-                answer.take(token)
-                if answer.is_over:
-                    self._free(row)
+            sequences = self._begun()
+            for row in [row for row, held in self._rows.items() if held() is None]:
+                self._free(row)
+            self._admit(sequences)
+            for row, token in sequences.advance():
+                self._take(row, token)
         except FlywheelError as error:
-            for answer in self._rows.values():
+            for answer in self._decoding().values():
                 answer.fail(error)
             self._leave()
             if isinstance(error, GpuFaultError):
                 raise
 
+    def _begun(self) -> Sequences:
+        if self._sequences is None:
+            try:
+                self._sequences = self._session.sequences()
+            except FlywheelError as error:
+                for answer in _held(self._waiting):
+                    answer.fail(error)
+                self._waiting.clear()
+                raise
+        return self._sequences
+
+    def _take(self, row: int, token: int) -> None:
+        """A text that cannot be made of its tokens ends its answer alone."""
+        answer = self._decoding().get(row)
+        if answer is None:
+            return
+        try:
+            answer.take(token)
+        except FlywheelError as error:
+            answer.fail(error)
+        if answer.is_over:
+            self._free(row)
+
     def _admit(self, sequences: Sequences) -> None:
         """One a launch: while it reads its prompt, the others stand still."""
         free = next((row for row in range(sequences.batch) if row not in self._rows), None)
-        if free is None or not self._waiting:
+        waiting = _held(self._waiting)
+        if free is None or not waiting:
             return
-        answer = self._waiting.popleft()
+        answer = waiting[0]
+        self._waiting = deque(map(ref, waiting[1:]))
         try:
             sequences.join(free, answer.request.prompt, answer.request.positions, answer.sampling)
-        except GpuFaultError as error:
+        except (GpuFaultError, LaunchTimeoutError) as error:  # of the launches of those who decode
             answer.fail(error)
             raise
         except FlywheelError as error:
             answer.fail(error)
         else:
-            self._rows[free] = answer
+            self._rows[free] = ref(answer)
 
     def _free(self, row: int) -> None:
         del self._rows[row]
         if self._sequences is not None:
             self._sequences.leave(row)
+
+    def _decoding(self) -> dict[int, Answer]:
+        """By row, those that somebody holds."""
+        return {row: answer for row, each in self._rows.items() if (answer := each()) is not None}
+
+
+def _held(answers: Iterable[ref[Answer]]) -> list[Answer]:
+    """Those that somebody holds."""
+    return [answer for each in answers if (answer := each()) is not None]

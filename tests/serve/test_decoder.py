@@ -8,7 +8,7 @@ import pytest
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import SteppedSequences
 from flywheel.decode.session import ReferenceSession
-from flywheel.errors import LaunchTimeoutError
+from flywheel.errors import GpuMemoryError, LaunchTimeoutError, UsageError
 from flywheel.ir import DType
 from flywheel.serve.decoder import Decoder
 
@@ -77,15 +77,81 @@ def test_a_launch_that_fails_ends_the_answers_under_way_and_no_other(
     assert decoder.complete("xyz", max_tokens=6).text == expected
 
 
-def failing(_: object) -> list[tuple[int, int]]:
+def test_a_text_that_fails_ends_no_other_answer(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = decoder.complete("xyz", max_tokens=6).text
+    broken, other = (decoder.generate(prompt, max_tokens=6) for prompt in ("abc", "xyz"))
+
+    def panic(_: object) -> str:
+        raise UsageError("its tokenizer dies")
+
+    monkeypatch.setattr(broken._text, "_decode", panic)
+    first = next(other).text
+    broken.begin()
+    assert first + "".join(piece.text for piece in other) == expected
+    with pytest.raises(UsageError, match="tokenizer dies"):
+        list(broken)
+
+
+def test_answers_hear_why_no_sequences_can_begin(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder._batch._leave()
+
+    def refuse(_: object) -> None:
+        raise GpuMemoryError("GPU memory: 8 bytes requested, 0 are free")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ReferenceSession, "sequences", refuse)
+        for _ in range(2):
+            with pytest.raises(GpuMemoryError, match="0 are free"):
+                next(decoder.generate("abc", max_tokens=2))
+    assert len(decoder.complete("abc", max_tokens=2).token_ids) == 2
+
+
+def test_a_launch_that_fails_while_a_sequence_joins_ends_the_answers_under_way(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (decoder.generate("abc", max_tokens=6, ignore_end=True) for _ in range(2))
+    next(first)
+    with monkeypatch.context() as patched:
+        patched.setattr(SteppedSequences, "join", failing)
+        second.begin()
+        decoder.advance()
+    for answer in (first, second):
+        with pytest.raises(LaunchTimeoutError, match="not over"):
+            next(answer)
+
+
+def test_an_answer_that_nobody_holds_makes_room(decoder: Decoder) -> None:
+    for _ in range(decoder.max_sequences):
+        for _ in decoder.generate("abc", max_tokens=40, ignore_end=True):
+            break
+    launches = 0
+    answer = decoder.generate("xyz", max_tokens=4, ignore_end=True)
+    answer.begin()
+    while answer.finish is None:
+        decoder.advance()
+        launches += 1
+        answer.ready()
+    assert launches == 4
+
+
+def test_an_answer_that_was_closed_does_not_begin(decoder: Decoder) -> None:
+    answer = decoder.generate("abc", max_tokens=4)
+    answer.close()
+    answer.begin()
+    assert not decoder._batch._waiting
+
+
+def failing(*_: object) -> list[tuple[int, int]]:
     raise LaunchTimeoutError("launch: not over after 5 s", 5.0)
 
 
 def test_a_closed_decoder_makes_no_more_pieces(checkpoint: Path) -> None:
     with Decoder.load(str(checkpoint), device="reference", context=64) as made:
-        answer = made.generate([1, 2], max_tokens=9)
+        answer, late = (made.generate([1, 2], max_tokens=9) for _ in range(2))
         next(answer)
     assert list(answer) == []
+    with pytest.raises(UsageError, match="closed"):
+        next(late)
 
 
 def test_a_checkpoint_is_decoded_in_the_formats_that_are_asked_for(checkpoint: Path) -> None:
