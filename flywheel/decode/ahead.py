@@ -93,13 +93,26 @@ class QueuedRows:
             # The positions of each slot, and behind them its tokens: pinning memory takes long.
             self._words = gpu.alloc_host(_SLOTS * (POSITIONS + batch))
             undo.callback(gpu.free_host, self._words)
-            undo.callback(loaded.sync, limit_s * (AHEAD + 1))
+            undo.callback(self._finish)
             self._undo = undo.pop_all()
 
     def close(self) -> None:
         """Wait for what is queued, and give memory back. Raises as `LoadedProgram.sync` does."""
         self._held.clear()
         self._undo.close()
+
+    def _finish(self) -> None:
+        if not self._gpu.broken:  # else nothing there ends any more
+            self._loaded.sync(self._limit_s * _SLOTS)
+
+    def settle(self) -> None:
+        """Wait for the launches that are queued. Raises as `next_launch`."""
+        if self._queued:
+            self._loaded.wait(self._gpu.record(), self._limit_s * _SLOTS)
+
+    def finish_torch(self) -> None:
+        """Wait for what torch was given, however long it takes, so that no launch behind it is held to be late."""
+        self._gpu.sync()
 
     @property
     def stream(self) -> Callable[[], AbstractContextManager[Any]]:
@@ -125,8 +138,8 @@ class QueuedRows:
     def next_launch(self) -> _Launch | None:
         """The oldest launch that was not read, once it is over; more are queued behind it. None where there is none.
 
-        Raises LaunchTimeoutError, TensorError and GpuFaultError as `LoadedProgram.wait` does, and ConfigError for a
-        position that the program cannot move to.
+        Raises LaunchTimeoutError and GpuFaultError as `LoadedProgram.wait` does, and ConfigError for a position that the
+        program cannot move to.
         """
         while len(self._queued) <= AHEAD and self._enqueue():
             pass

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
 
 from flywheel.decode.ahead import QueuedRows
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.sampling import Sampling
-from flywheel.errors import UsageError
+from flywheel.errors import GpuMemoryError, UsageError
 
 CheckJoin = Callable[[Sequence[int], int], None]
+
+_T = TypeVar("_T")
 
 
 class QueuedSequences:
@@ -22,13 +27,20 @@ class QueuedSequences:
         self._taken: set[int] = set()
 
     def join(self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling) -> None:
-        """As Sequences says. Raises GpuMemoryError where the prompt's activations do not fit, too."""
+        """As Sequences says. Raises GpuMemoryError where the prompt's activations do not fit, too; and where a launch
+        that is queued does not end, as `QueuedRows.next_launch`."""
         self._check(prompt, positions)
         if row in self._taken:
             raise UsageError(f"row {row} is taken")
-        with self._rows.stream():
-            self._prefill(prompt[:-1], self._caches, row)
-        self._rows.begin(row, prompt, positions, len(prompt) - 1, sampling)
+
+        def begin() -> None:
+            with self._rows.stream():
+                self._prefill(prompt[:-1], self._caches, row)
+            self._rows.begin(row, prompt, positions, len(prompt) - 1, sampling)
+
+        self._rows.settle()  # torch would wait for the launches without a limit
+        _within_memory(f"prompt of {len(prompt)} tokens", begin)
+        self._rows.finish_torch()
         self._taken.add(row)
 
     def leave(self, row: int) -> None:
@@ -38,8 +50,8 @@ class QueuedSequences:
 
     def advance(self) -> list[tuple[int, int]]:
         """As Sequences says; of launches whose sequences have all left there is nothing to tell. Raises as
-        `QueuedRows.next_launch`."""
-        while (launch := self._rows.next_launch()) is not None:
+        `QueuedRows.next_launch`, and GpuMemoryError where what tokens are drawn by does not fit."""
+        while (launch := _within_memory("sampling", self._rows.next_launch)) is not None:
             tokens = launch.tokens()
             if tokens:
                 return tokens
@@ -49,3 +61,12 @@ class QueuedSequences:
         """As Sequences says. Raises as `QueuedRows.close`."""
         self._taken.clear()
         self._rows.close()
+
+
+def _within_memory(what: str, work: Callable[[], _T]) -> _T:
+    """What `work` gives. Raises GpuMemoryError where torch finds no memory for it; nothing that it made is kept."""
+    try:
+        return work()
+    except torch.OutOfMemoryError as error:
+        why = str(error).partition("\n")[0]
+    raise GpuMemoryError(f"{what}: {why}")

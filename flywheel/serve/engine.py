@@ -69,10 +69,11 @@ class Engine:
         return loaded
 
     def close(self) -> None:
-        """End the worker; requests that wait are told that the server ends."""
-        self._closing.set()
+        """End the worker; requests that wait are told that the server ends, and no other one is taken."""
+        with self._lock:
+            self._closing.set()
+            process, connection = self._process, self._connection
         self._letters.put(None)
-        process, connection = self._process, self._connection
         if connection is not None:
             connection.close()
         if process is not None:
@@ -93,6 +94,8 @@ class Engine:
         with self._lock:
             if len(self._asked) >= self._most:
                 raise FullError(f"{len(self._asked)} requests are under way, of at most {self._most}; try again later")
+            if self._closing.is_set():
+                raise FlywheelError("the server ends")
             if self.failed is not None:
                 raise FlywheelError(f"the decoder does not start any more: {self.failed}")
             if self._connection is None:
@@ -120,10 +123,14 @@ class Engine:
         """A worker that has loaded. Raises UsageError where there is none."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        self._process = context.Process(target=work, args=(theirs, self._make), daemon=True)
+        process = context.Process(target=work, args=(theirs, self._make), daemon=True)
         with sheltered():
-            self._process.start()
+            process.start()
         theirs.close()
+        with self._lock:
+            self._process = process
+            if self._closing.is_set():  # `close` has not seen it
+                process.terminate()
         try:
             said = ours.recv()
         except (EOFError, OSError):

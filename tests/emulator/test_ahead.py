@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
+import torch
 from chorus import alone, sing, voices
 from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
@@ -13,9 +15,9 @@ from emulator.sessions import emulated_session
 from flywheel.decode.ahead import AHEAD
 from flywheel.decode.generate import generate
 from flywheel.decode.request import make_request
-from flywheel.decode.sampling import Sampling
+from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.session import ReferenceSession, stream_by_steps
-from flywheel.errors import UsageError
+from flywheel.errors import GpuFaultError, GpuMemoryError, LaunchTimeoutError, UsageError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
@@ -96,3 +98,75 @@ def test_a_prompt_beyond_the_vocabulary_or_the_context_is_refused_before_a_launc
             session.stream((3, 80), 4)
         with pytest.raises(UsageError, match=r"position 32 is not in 0\.\.31"):
             session.stream((3,), CONTEXT + 1)
+
+
+class SlowGpu(EmulatedGpu):
+    """Work that is late: nothing ends in time until it is synchronised with, or where it stops, told to stop."""
+
+    late, stops = False, True
+
+    def wait(self, event: None, limit_s: float) -> bool:
+        if self.abort_flag.value and self.stops:
+            self.late = False
+        return not self.late
+
+    def sync(self) -> None:
+        self.late = False
+
+
+def test_a_prompt_may_take_longer_than_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, weights = SlowGpu(), random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
+    with emulated_session(gpu, program_of("counters", 3), SPEC, weights) as session:
+        voice = voices(1, SPEC.vocab, CONTEXT, 3)[0]
+        expected, prefill = alone(session.sequences, voice), session._prefill
+
+        def read(*given: object) -> None:
+            prefill(*given)  # type: ignore[arg-type]
+            gpu.late = True
+
+        monkeypatch.setattr(session, "_prefill", read)
+        assert alone(session.sequences, voice) == expected
+
+
+@pytest.mark.parametrize(("stops", "error"), [(True, LaunchTimeoutError), (False, GpuFaultError)])
+def test_a_launch_that_does_not_end_is_stopped_though_a_sequence_joins(
+    stops: bool, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, weights = SlowGpu(), random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
+    gpu.stops = stops
+    with emulated_session(gpu, program_of("counters", 3), SPEC, weights) as session:
+        monkeypatch.setattr(session, "_prefill", reading(session._prefill, 2))
+        sequences = session.sequences()
+        sequences.join(0, PROMPT, 20, GREEDY)
+        sequences.advance()
+        gpu.late = True
+        with pytest.raises(error, match="launch: not over"):
+            sequences.join(1, PROMPT, 20, GREEDY)
+        sequences.close()
+
+
+def reading(prefill: Callable[..., None], most: int) -> Callable[..., None]:
+    """A prefill for whose prompts memory lasts up to so many tokens."""
+
+    def read(token_ids: tuple[int, ...], *where: object) -> None:
+        if len(token_ids) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+        prefill(token_ids, *where)
+
+    return read
+
+
+def test_a_prompt_that_memory_does_not_hold_is_refused_and_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
+    with emulated_session(EmulatedGpu(), program_of("counters", 3), SPEC, weights) as session:
+        monkeypatch.setattr(session, "_prefill", reading(session._prefill, 2))
+        with closing(session.sequences()) as sequences:
+            sequences.join(0, PROMPT, 8, GREEDY)
+            alone_first = [sequences.advance() for _ in range(6)]
+        with closing(session.sequences()) as sequences:
+            sequences.join(0, PROMPT, 8, GREEDY)
+            heard = [sequences.advance()]
+            with pytest.raises(GpuMemoryError, match=r"prompt of 9 tokens: CUDA out of memory\. Tried"):
+                sequences.join(1, PROMPT * 3, 20, GREEDY)
+            heard += [sequences.advance() for _ in range(5)]
+        assert heard == alone_first

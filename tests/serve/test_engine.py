@@ -53,3 +53,17 @@ def test_a_first_worker_that_refuses_says_why(checkpoint: Path, tmp_path: Path) 
     with pytest.raises(UsageError, match="no memory is left"):
         engine.start()
     engine.close()
+
+
+def test_an_engine_that_is_closed_takes_no_request_and_leaves_no_worker(checkpoint: Path, tmp_path: Path) -> None:
+    engine = Engine(partial(load_once, checkpoint, tmp_path / "mark"), 4)
+    engine.start()
+    heard: list[Heard] = []
+    engine.ask(ASK, heard.append)
+    assert eventually(lambda: len(heard) > 1)
+    engine.close()
+    assert heard[-1] == Died("the server ends")
+    with pytest.raises(FlywheelError, match="the server ends"):
+        engine.ask(ASK, heard.append)
+    with pytest.raises(UsageError, match="died of SIGTERM while it started"):
+        engine._spawn()
