@@ -138,8 +138,8 @@ class QueuedRows:
     def next_launch(self) -> _Launch | None:
         """The oldest launch that was not read, once it is over; more are queued behind it. None where there is none.
 
-        Raises LaunchTimeoutError and GpuFaultError as `LoadedProgram.wait` does, and ConfigError for a position that the
-        program cannot move to.
+        Raises LaunchTimeoutError and GpuFaultError as `LoadedProgram.wait` does, and ConfigError for a position that
+        the program cannot move to.
         """
         while len(self._queued) <= AHEAD and self._enqueue():
             pass
