@@ -21,8 +21,9 @@ from flywheel.cli.decoding import (
 from flywheel.cli.files import load_config
 from flywheel.cli.options import command, json_option
 from flywheel.cli.text import duration, note, show_document, show_json
-from flywheel.errors import UsageError
+from flywheel.errors import FlywheelError, UsageError
 from flywheel.ir import MegakernelProgram
+from flywheel.serve.text import Streamer
 
 if TYPE_CHECKING:
     from flywheel.decode.generate import Generation
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 @decode_options
 @click.option("--prompt", metavar="TEXT", help="Text to continue; needs the checkpoint's tokenizer.json.")
 @click.option("--prompt-ids", type=integers, metavar="ID,ID...", help="Token ids to continue.")
+@click.option("--chat", is_flag=True, help="Ask --prompt as a user, by the checkpoint's chat template.")
 @click.option("--max-tokens", type=int, default=32, show_default=True, metavar="N", help="Stop after so many tokens.")
 @click.option(
     "--config",
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     "else what search tries first]",
 )
 @click.option("--verify", is_flag=True, help="Compare every token with the eager oracle.")
+@click.option("--stream", is_flag=True, help="Show the text as it comes; with --json, one object a line.")
 @json_option
 def generate(
     model: str | None,
@@ -55,48 +58,95 @@ def generate(
     seed: int,
     prompt: str | None,
     prompt_ids: tuple[int, ...] | None,
+    chat: bool,
     max_tokens: int,
     schedule_file: str | None,
     verify: bool,
+    stream: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Generate greedily: torch reads the prompt, then the lowered decode step makes a token a launch.
 
     An exported schedule brings its GPU, dtype and context along; options override them. With --verify, the first token
-    that is not the oracle's ends with exit code 3.
+    that is not the oracle's ends with exit code 3; --stream shows tokens before they are compared.
     """
     check_device(device)
     if (prompt is None) == (prompt_ids is None):
         raise UsageError("generate: give one of --prompt and --prompt-ids")
+    if chat and prompt is None:
+        raise UsageError("generate: --chat asks the text of --prompt; give that")
     given = load_config(schedule_file) if schedule_file is not None else None
     model = model if model is not None else getattr(given, "model", None)
     if model is None:
         raise UsageError("generate: no model; give --model, or an exported schedule with --config")
     source = open_model("generate", model)
     with _tokenizer(source, required=prompt is not None) as tokenizer:
-        ids = prompt_ids if tokenizer is None or prompt is None else tokenizer.encode(prompt)
+        ids = prompt_ids or () if tokenizer is None or prompt is None else _encoded(tokenizer, prompt, chat)
         program = lower_model(source, given, gpu, dtype, context, device, 1, weights)
-        generation = _run(program, source, ids or (), max_tokens, device, seed, verify)
+        shown = _Shown(tokenizer, as_json) if stream else None
+        generation = _run(program, source, ids, max_tokens, device, seed, verify, shown)
         text = None if tokenizer is None else tokenizer.decode(generation.token_ids)
-    if not as_json:
-        show_document((",".join(map(str, generation.token_ids)) if text is None else text) + "\n")
-        note(_summary(generation, device))
+    if as_json:
+        document = _document(source, program, generation, text, device)
+        show_json(document, indent=None if stream else 2)
         return
-    show_json(
-        {
-            "model": source.name,
-            "token_ids": list(generation.token_ids),
-            "text": text,
-            "finish": generation.finish,
-            "first_token_s": generation.first_s,
-            "tokens_per_s": generation.tokens_per_s,
-            "device": device,
-            "config_id": program.config.config_id if program.config is not None else None,
-            "verified": generation.ties is not None,
-            "ties": None if generation.ties is None else list(generation.ties),
-            "random_weights": source.stored is None,
-        }
-    )
+    if not stream:
+        show_document((",".join(map(str, generation.token_ids)) if text is None else text) + "\n")
+    note(_summary(generation, device))
+
+
+class _Shown:
+    """Tokens on stdout as they come: text, or ids where there is no tokenizer; with `as_json`, one object a line."""
+
+    def __init__(self, tokenizer: Tokenizer | None, as_json: bool) -> None:
+        self._text = None if tokenizer is None else Streamer(tokenizer.decode)
+        self._as_json = as_json
+        self._gap = ""
+
+    def push(self, token_id: int) -> None:
+        """Show a token."""
+        text = None if self._text is None else self._text.push(token_id)
+        if self._as_json:
+            show_json({"token_id": token_id, "text": text}, indent=None)
+        else:
+            show_document(f"{self._gap}{token_id}" if text is None else text)
+            self._gap = ","
+
+    def end(self) -> None:
+        """Show what no token will finish, and end the line."""
+        rest = "" if self._text is None else self._text.end()
+        if not self._as_json:
+            show_document(f"{rest}\n")
+        elif rest:
+            show_json({"token_id": None, "text": rest}, indent=None)
+
+    def break_off(self) -> None:
+        """Leave the line to what went wrong."""
+        if not self._as_json:
+            show_document("\n")
+
+
+def _encoded(tokenizer: Tokenizer, prompt: str, chat: bool) -> Sequence[int]:
+    """Raises UsageError for a chat with a checkpoint that has no template."""
+    return tokenizer.chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
+
+
+def _document(
+    source: Source, program: MegakernelProgram, generation: Generation, text: str | None, device: str
+) -> dict[str, object]:
+    return {
+        "model": source.name,
+        "token_ids": list(generation.token_ids),
+        "text": text,
+        "finish": generation.finish,
+        "first_token_s": generation.first_s,
+        "tokens_per_s": generation.tokens_per_s,
+        "device": device,
+        "config_id": program.config.config_id if program.config is not None else None,
+        "verified": generation.ties is not None,
+        "ties": None if generation.ties is None else list(generation.ties),
+        "random_weights": source.stored is None,
+    }
 
 
 def _run(
@@ -107,6 +157,7 @@ def _run(
     device: str,
     seed: int,
     verify: bool,
+    shown: _Shown | None,
 ) -> Generation:
     """Raises UsageError, before weights are touched, where the context is too short."""
     from flywheel.decode.generate import generate as run
@@ -119,7 +170,16 @@ def _run(
     context = read_interface(program, source.spec).context
     request = make_request(ids, max_tokens, stop_ids, source.spec, context)
     session, weights = open_session(program, source, seed, device)
-    return run(session, request, make_oracle(session, weights) if verify else None)
+    oracle = make_oracle(session, weights) if verify else None
+    if shown is None:
+        return run(session, request, oracle)
+    try:
+        generation = run(session, request, oracle, shown.push)
+    except FlywheelError:
+        shown.break_off()
+        raise
+    shown.end()
+    return generation
 
 
 def _summary(generation: Generation, device: str) -> str:

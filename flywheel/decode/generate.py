@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from time import perf_counter
@@ -39,8 +39,13 @@ class Generation:
         return later / (self.seconds - self.first_s) if later else None
 
 
-def generate(session: DecodeSession, request: Request, oracle: EagerDecoder | None = None) -> Generation:
-    """Run a request that was made for the session's model and context.
+def generate(
+    session: DecodeSession,
+    request: Request,
+    oracle: EagerDecoder | None = None,
+    on_token: Callable[[int], None] | None = None,
+) -> Generation:
+    """Run a request that was made for the session's model and context. `on_token` gets each token as it comes.
 
     With an oracle of the session's dtype and context, each token is then compared with the oracle's choice behind the
     same tokens. Raises MismatchError at the first that differs by more than rounding (`is_tie`).
@@ -55,6 +60,8 @@ def generate(session: DecodeSession, request: Request, oracle: EagerDecoder | No
             tokens.append(token)
             seconds = perf_counter() - start
             first_s = first_s or seconds
+            if on_token is not None:
+                on_token(token)
             if token in request.stop_ids:
                 break
     finish: Finish = "eos" if tokens[-1] in request.stop_ids else "length"
