@@ -7,21 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from flywheel.interop.mpk.graph import MpkTask, Tensor
 from flywheel.models.spec import DecoderSpec
+
+_FLOATS: Final = frozenset({940, 941, 950})
+"""Types of the values of a decoder that is not quantised."""
+
+_NUMBERS: Final = frozenset({955, 965})
+"""Types of numbers of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Columns of all rows: `width` of them, the first at element `first`, rows `pitch` elements apart. `name` is that
-    of the tensor, and `rows` how many it has at least; None where any will do."""
+    of the tensor, and `rows` how many it has at least; None where any will do. Elements are of one of the `types`."""
 
     first: int
     width: int
     pitch: int | None = None
     name: str | None = None
     rows: int | None = None
+    types: frozenset[int] = _FLOATS
 
 
 def misplaced(task: MpkTask, pieces: Mapping[int, Piece]) -> str | None:
@@ -38,7 +46,8 @@ def misplaced(task: MpkTask, pieces: Mapping[int, Piece]) -> str | None:
 def embedding_pieces(spec: DecoderSpec, requests: int) -> dict[int, Piece]:
     """Of the rows of the tokens."""
     n = spec.hidden
-    return {0: Piece(0, 1, rows=requests), 1: Piece(0, n, n, rows=spec.vocab), 2: Piece(0, n, n, rows=requests)}
+    tokens = Piece(0, 1, rows=requests, types=_NUMBERS)
+    return {0: tokens, 1: Piece(0, n, n, rows=spec.vocab), 2: Piece(0, n, n, rows=requests)}
 
 
 def norm_pieces(task: MpkTask, spec: DecoderSpec) -> dict[int, Piece]:
@@ -90,20 +99,21 @@ def partial_pieces(task: MpkTask, logits: int | None, index: str | None, request
     part = out.offset // out.item_bytes
     return {
         0: Piece(part * width, width, logits, rows=requests),
-        1: Piece(part, 1, rows=requests), 2: Piece(part, 1, None, index, requests),
+        1: Piece(part, 1, rows=requests), 2: Piece(part, 1, None, index, requests, _NUMBERS),
     }  # fmt: skip
 
 
 def choice_pieces(choices: int, requests: int) -> dict[int, Piece]:
     """Of the choice of the tokens from so many choices."""
-    every = Piece(0, choices, rows=requests)
-    return {0: every, 1: every, 2: Piece(0, 1, rows=requests)}
+    values, tokens = (Piece(0, choices, rows=requests, types=types) for types in (_FLOATS, _NUMBERS))
+    return {0: values, 1: tokens, 2: Piece(0, 1, rows=requests, types=_NUMBERS)}
 
 
 def _lies(tensor: Tensor, piece: Piece) -> bool:
     last = tensor.strides[-1] if tensor.strides else 1
     return (
         bool(tensor.dims)
+        and tensor.data_type in piece.types
         and (tensor.offset, tensor.dims[-1]) == (piece.first * tensor.item_bytes, piece.width)
         and (piece.width == 1 or last == 1)
         and (piece.pitch is None or tensor.dims[:-1] == (1,) or tensor.strides[:-1] == (piece.pitch,))
@@ -113,11 +123,13 @@ def _lies(tensor: Tensor, piece: Piece) -> bool:
 
 
 def _shown(tensor: Tensor) -> str:
-    return f"{tensor.name[:60]} {list(tensor.dims)} by {list(tensor.strides)} from byte {tensor.offset}"
+    shape = f"{list(tensor.dims)} by {list(tensor.strides)}"
+    return f"{tensor.name[:60]} {shape} from byte {tensor.offset} of type {tensor.data_type}"
 
 
 def _wanted(piece: Piece) -> str:
     name = "" if piece.name is None else f"{piece.name}, "
     rows = "" if piece.rows is None else f", {piece.rows} rows or more"
     pitch = "" if piece.pitch is None else f", {piece.pitch} apart"
-    return f"{name}{piece.width} columns from element {piece.first}{pitch}{rows}"
+    types = " or ".join(map(str, sorted(piece.types)))
+    return f"{name}{piece.width} columns from element {piece.first}{pitch}{rows}, of type {types}"

@@ -157,6 +157,7 @@ def _named(kind: int, operand: int, name: str, **changes: Any) -> Callable[[dict
         (154, 1, "layer_0_input_layernorm", {"dims": [32]}),
         (155, 0, "rmsnorm_out", {"offset": 2}),
         (155, 1, "layer_0_qkv_proj", {"offset": 2}),
+        (155, 1, "layer_0_qkv_proj", {"data_type": 930}),
         (155, 2, "attn_in", {"strides": [256, 1]}),
         (155, 2, "attn_in", {"base_ptr": "mlp_mid"}),
         (153, 2, "layer_0_v_cache", {"base_ptr": "layer_1_v_cache"}),
