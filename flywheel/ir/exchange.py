@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from flywheel.ir.access import Region, tile
+from flywheel.ir.access import Region, tile, tile_rows
 from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.operations import operation_of
 from flywheel.ir.records import Buffer, Task
+from flywheel.ir.version import ABI_MAX_ROWS
 
 _K = InstructionKind
+_COLUMNS: Final = ("n_off", "N_tile")
 
 
 def is_push(task: Task) -> bool:
@@ -31,26 +34,50 @@ def pushed_counters(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> fro
     )
 
 
-def surely_read(task: Task, operand: int) -> list[Region] | None:
-    """Columns of `inputs[operand]` that the task reads whatever happens, of each row; None for all of them.
+def surely_read(task: Task, operand: int, numel: int, own: Sequence[Region]) -> list[Region]:
+    """Elements of `inputs[operand]`, which has so many, that the task reads wherever the program stands.
 
-    Where the task copies its own columns, that is `tile(task.params)`.
+    `own` are the columns that its params name, or those of all tiles that it stands for.
     """
     if task.op is not _K.FUSED:
-        return None
+        return _surely(task.op, operand, task.params, numel, None)
+    inherited = {name: task.params[name] for name in _COLUMNS if name in task.params}
     regions: list[Region] = []
     for step in task.params["recipe"]["steps"]:
-        if any(arg.get("in") == operand for arg in step["args"]):
-            columns = tile({**task.params, **step.get("params", {})}) if step["op"] == _K.COPY.name else None
-            if columns is None:
-                return None
-            regions.append(columns)
+        named: Mapping[str, Any] = step.get("params", {})
+        inherits = not any(name in named for name in _COLUMNS)
+        for place, arg in enumerate(step["args"]):
+            if arg.get("in") == operand:
+                params = {**inherited, **named}
+                regions += _surely(InstructionKind[step["op"]], place, params, numel, own if inherits else None)
     return regions
+
+
+def _surely(
+    op: InstructionKind, place: int, params: Mapping[str, Any], numel: int, own: Sequence[Region] | None
+) -> list[Region]:
+    """Of one operation: all, columns, or nothing where what it reads depends on numbers or on the position."""
+    if op is _K.ATTENTION_TILE:  # an empty window is answered without its queries
+        return []
+    if operation_of(op, params).operand(place).part is None:
+        return [(0, numel)]
+    columns = tile(params)
+    if op is not _K.COPY or columns is None:
+        return []
+    return of_rows([columns] if own is None else own, tile_rows(params), numel) or []
+
+
+def of_rows(columns: Sequence[Region], rows: int, numel: int) -> list[Region] | None:
+    """The elements that columns of so many rows of a buffer are; None where there are more rows than a step has."""
+    if rows > ABI_MAX_ROWS:
+        return None
+    width = numel // rows
+    return [(row * width + start, row * width + min(end, width)) for row in range(rows) for start, end in columns]
 
 
 def shards_added(task: Task) -> tuple[int, ...] | None:
     """The buffers that an ALLREDUCE_SHARD of the task adds, in its order; None where it has none, or adds anything else
-    than its inputs or its columns of them."""
+    than its inputs or its own columns of them."""
     if task.op is _K.ALLREDUCE_SHARD:
         return tuple(task.inputs)
     if task.op is not _K.FUSED:
@@ -58,7 +85,10 @@ def shards_added(task: Task) -> tuple[int, ...] | None:
     copied: dict[int, int] = {}
     found = None
     for step in task.params["recipe"]["steps"]:
+        named: Mapping[str, Any] = step.get("params", {})
         if step["op"] == _K.COPY.name and "in" in step["args"][0] and type(step["out"]) is int:
+            if any(name in named for name in _COLUMNS):
+                continue
             copied[step["out"]] = step["args"][0]["in"]
         elif step["op"] == _K.ALLREDUCE_SHARD.name:
             places = [arg["in"] if "in" in arg else copied.get(arg["s"]) for arg in step["args"]]
@@ -66,3 +96,15 @@ def shards_added(task: Task) -> tuple[int, ...] | None:
                 return None
             found = tuple([task.inputs[place] for place in places if place is not None])
     return found
+
+
+def roundings(task: Task) -> tuple[str, ...]:
+    """The types that a sum's recipe rounds to, step by step, until it has added."""
+    found: list[str] = []
+    if task.op is _K.FUSED:
+        for step in task.params["recipe"]["steps"]:
+            if step["op"] in (_K.COPY.name, _K.ALLREDUCE_SHARD.name):
+                found.append(step["out_dtype"])
+            if step["op"] == _K.ALLREDUCE_SHARD.name:
+                break
+    return tuple(found)

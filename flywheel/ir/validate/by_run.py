@@ -201,3 +201,7 @@ class _RunAccesses(Accesses):
     def pushed(self, index: int) -> list[Region] | None:
         """Columns that all pushes of a run take: those that they write."""
         return self._columns[index] if super().pushed(index) is not None else None
+
+    def tiles(self, index: int) -> list[Region]:
+        """Columns that the params of all tiles of a run name."""
+        return super().tiles(index) if self._single[index] else self._columns[index]

@@ -132,6 +132,11 @@ class Accesses:
         agree = self.multi_row.get(source, 1) == tile_rows(params)
         return [columns] if agree and columns is not None else None
 
+    def tiles(self, index: int) -> list[Region]:
+        """Columns that the params of a task name."""
+        columns = tile(self.tasks[index].params)
+        return [] if columns is None else [columns]
+
     def past_end(self, task: Task, operand: int) -> int | None:
         """`past_rows_end`, looked at once for tasks that share op and params, as those of equal layers do."""
         key = id(task.params), task.op, operand

@@ -5,12 +5,12 @@ Source: docs/ir.md, "Ranks".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from flywheel.ir.access import Region, tile, uncovered
-from flywheel.ir.exchange import is_push, shards_added, surely_read
+from flywheel.ir.access import Region, uncovered
+from flywheel.ir.exchange import is_push, of_rows, roundings, shards_added, surely_read
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
 from flywheel.ir.validate.findings import Findings
@@ -48,11 +48,14 @@ def _check_ranks(program: MegakernelProgram, findings: Findings) -> None:
 
 
 def _distinct(tasks: Sequence[Task]) -> Sequence[Task]:
-    """One task for all that share operands, counter, recipe and rank."""
+    """One task for all that share op, operands, counter, recipe, kinds of columns and rank."""
     keys = [
-        (id(t.inputs), id(t.outputs), t.out_counter, id(t.params.get("recipe")), "n_off" in t.params, t.rank)
+        (
+            t.op, id(t.inputs), id(t.outputs), t.out_counter, id(t.params.get("recipe")), "n_off" in t.params,
+            "N_tile" in t.params, t.params.get("M_tile"), t.rank,
+        )
         for t in tasks
-    ]
+    ]  # fmt: skip
     return list(dict(zip(reversed(keys), reversed(tasks), strict=True)).values())[::-1]
 
 
@@ -89,16 +92,33 @@ def check_exchanges(program: MegakernelProgram, accesses: Accesses, findings: Fi
         for index, task in enumerate(accesses.tasks)
         if task.outputs and accesses.buffers[task.outputs[0]].rank != task.rank
     ]
-    for number in dict.fromkeys([accesses.tasks[index].outputs[0] for index in pushes]):
-        _check_arrivals(number, accesses, findings)
+    arrived = list(dict.fromkeys([accesses.tasks[index].outputs[0] for index in pushes]))
+    readers = _readers({*arrived, *(accesses.tasks[index].inputs[0] for index in pushes)}, accesses.tasks)
+    for number in arrived:
+        _check_arrivals(number, readers.get(number, []), accesses, findings)
         if findings.full:
             return
-    exchanges = _exchanges(program.ranks, pushes, accesses)
+    exchanges = _exchanges(program.ranks, pushes, arrived, accesses)
     if not findings.errors:
-        _check_collectives(exchanges, accesses, findings)
+        _check_collectives(exchanges, readers, accesses, findings)
 
 
-def _check_arrivals(number: int, accesses: Accesses, findings: Findings) -> None:
+_Readers = Mapping[int, Sequence[tuple[int, int]]]
+"""By buffer, the places of tasks that read it, and of the operand that it is."""
+
+
+def _readers(numbers: Set[int], tasks: Sequence[Task]) -> _Readers:
+    found: dict[int, list[tuple[int, int]]] = {}
+    for index, task in enumerate(tasks):
+        for operand, number in enumerate(task.inputs):
+            if number in numbers:
+                found.setdefault(number, []).append((index, operand))
+    return found
+
+
+def _check_arrivals(
+    number: int, readers: Sequence[tuple[int, int]], accesses: Accesses, findings: Findings
+) -> None:
     """Of a buffer that others push into: every element is written once; what is pushed is awaited and read here."""
     tasks, buffer, order = accesses.tasks, accesses.buffers[number], accesses.order
     writes = sorted(accesses.writes[number])
@@ -108,58 +128,45 @@ def _check_arrivals(number: int, accesses: Accesses, findings: Findings) -> None
             again = f"task {tasks[first[2]].id} ({tasks[first[2]].label})"
             findings.error("push-again", f"{text}, which {again} writes in the same launch", tasks[second[2]].id)
             return
-    readers = [
-        (index, operand)
-        for index, task in enumerate(tasks)
-        if task.rank == buffer.rank
-        for operand, read in enumerate(task.inputs)
-        if read == number
-    ]
-    width = accesses.width(buffer)
+    rows = accesses.multi_row.get(number) or 1
+    known: dict[int, list[Region]] = {}  # by the counter of a push: the elements that are read behind it
     for start, end, index in writes:
         if tasks[index].rank == buffer.rank:
             continue
-        seen = sorted(
-            [
-                region
-                for reader, operand in readers
-                if order.before(tasks, index, reader)
-                for region in _read(reader, operand, width, accesses)
-            ]
-        )
-        gaps = uncovered(seen, start, min(end, width))
+        seen = known.get(tasks[index].out_counter)
+        if seen is None:
+            behind = [each for each in readers if order.before(tasks, index, each[0])]
+            seen = _united([region for each in behind for region in _read(*each, accesses)])
+            known[tasks[index].out_counter] = seen
+        pushed = of_rows([(start, end)], rows, buffer.numel) or [(0, buffer.numel)]
+        gaps = [gap for region in pushed for gap in uncovered(seen, *region)]
         if gaps:
-            text = f"{_name(tasks[index])} pushes columns {gaps[0][0]}..{gaps[0][1]} of {_what(buffer)}"
+            text = f"{_name(tasks[index])} pushes elements {gaps[0][0]}..{gaps[0][1]} of {_what(buffer)}"
             findings.error("push-unread", f"{text}, which nothing there awaits and reads", tasks[index].id)
             return
 
 
-def _read(reader: int, operand: int, width: int, accesses: Accesses) -> list[Region]:
+def _read(reader: int, operand: int, accesses: Accesses) -> list[Region]:
+    """Elements that a task, or all the tiles that it stands for, reads wherever the program stands."""
     task = accesses.tasks[reader]
-    regions = surely_read(task, operand)
-    if regions is None:
-        return [(0, width)]
-    own = tile(task.params)
-    return [
-        piece for region in regions for piece in (_written(reader, accesses) if region == own else [region])
-    ]
+    return surely_read(task, operand, accesses.buffers[task.inputs[operand]].numel, accesses.tiles(reader))
 
 
-def _written(index: int, accesses: Accesses) -> list[Region]:
-    """The columns of its first output that a task, or all the tiles that it stands for, writes."""
-    number = accesses.tasks[index].outputs[0]
-    width = accesses.width(accesses.buffers[number])
-    return [(start, min(end, width)) for start, end, writer in accesses.writes[number] if writer == index]
-
-
-def _exchanges(ranks: int, pushes: Sequence[int], accesses: Accesses) -> list[list[_Exchange]]:
+def _exchanges(
+    ranks: int, pushes: Sequence[int], arrived: Sequence[int], accesses: Accesses
+) -> list[list[_Exchange]]:
     """By rank, what it pushes, in the order of the list."""
+    written: dict[int, list[Region]] = {}
+    for number in arrived:
+        width = accesses.width(accesses.buffers[number])
+        for start, end, index in accesses.writes[number]:
+            written.setdefault(index, []).append((start, min(end, width)))
     found: list[dict[int, _Exchange]] = [{} for _ in range(ranks)]
     for index in pushes:
         task = accesses.tasks[index]
         source, image = (accesses.buffers[number] for number in (task.inputs[0], task.outputs[0]))
         exchange = found[task.rank].setdefault(source.id, _Exchange(source))
-        exchange.columns.setdefault(image.rank, []).extend(_written(index, accesses))
+        exchange.columns.setdefault(image.rank, []).extend(written[index])
         images = exchange.images.setdefault(image.rank, [])
         if image not in images:
             images.append(image)
@@ -178,7 +185,9 @@ def _united(columns: Sequence[Region]) -> list[Region]:
     return united
 
 
-def _check_collectives(exchanges: Sequence[Sequence[_Exchange]], accesses: Accesses, findings: Findings) -> None:
+def _check_collectives(
+    exchanges: Sequence[Sequence[_Exchange]], readers: _Readers, accesses: Accesses, findings: Findings
+) -> None:
     ranks = len(exchanges)
     counts = [len(each) for each in exchanges]
     if len(set(counts)) > 1:
@@ -197,7 +206,7 @@ def _check_collectives(exchanges: Sequence[Sequence[_Exchange]], accesses: Acces
             shown = ", ".join(_what(each.source) for each in together)
             findings.error("collective", f"exchange {number}: {shown} are not of one shape and dtype")
         else:
-            _check_together(number, together, accesses, findings)
+            _check_together(number, together, readers, accesses, findings)
         if findings.full:
             return
 
@@ -215,7 +224,9 @@ def _fault(exchange: _Exchange, others: Sequence[int]) -> str | None:
     return None
 
 
-def _check_together(number: int, together: Sequence[_Exchange], accesses: Accesses, findings: Findings) -> None:
+def _check_together(
+    number: int, together: Sequence[_Exchange], readers: _Readers, accesses: Accesses, findings: Findings
+) -> None:
     """One exchange of all ranks: each pushes another part of one whole, or all push shards that are added."""
     ranks = range(len(together))
     shards = [[together[k].source if k == rank else together[k].images[rank][0] for k in ranks] for rank in ranks]
@@ -229,17 +240,18 @@ def _check_together(number: int, together: Sequence[_Exchange], accesses: Access
     for rank in ranks:
         made.append(set())
         wanted = tuple([buffer.id for buffer in shards[rank]])
-        for task in accesses.tasks:
-            if task.rank != rank or is_push(task) or not set(wanted).intersection(task.inputs):
+        for index in sorted({index for shard in wanted for index, _ in readers.get(shard, [])}):
+            task = accesses.tasks[index]
+            if is_push(task):
                 continue
             if shards_added(task) != wanted:
                 text = f"reads a shard of exchange {number}, and does not add all of them in the order of ranks"
                 findings.error("collective", f"{_name(task)} {text}", task.id)
                 return
             out = accesses.buffers[task.outputs[0]]
-            made[rank].add((out.dtype, tuple(out.shape)))
+            made[rank].add((out.dtype, tuple(out.shape), roundings(task)))
     if any(each != made[0] for each in made):
-        findings.error("collective", f"exchange {number}: sums are of several shapes or dtypes")
+        findings.error("collective", f"exchange {number}: sums are of several shapes or dtypes, or rounded differently")
 
 
 def _name(task: Task) -> str:
