@@ -175,7 +175,7 @@ def _run(
         return run(session, request, oracle)
     try:
         generation = run(session, request, oracle, shown.push)
-    except FlywheelError:
+    except (FlywheelError, KeyboardInterrupt):
         shown.break_off()
         raise
     shown.end()

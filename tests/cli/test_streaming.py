@@ -9,6 +9,7 @@ import pytest
 from click.testing import Result
 from tokenizers import Tokenizer
 
+from flywheel.cli.exits import ABORTED
 from flywheel.decode.session import ReferenceSession
 from flywheel.decode.step import Step
 
@@ -105,6 +106,19 @@ def test_a_wrong_token_is_complained_about_on_a_line_of_its_own(
     assert (shown.exit_code, shown.stdout) == (3, "ab\n")
     assert shown.stderr.startswith("flywheel: token 0: expected")
     assert [json.loads(line)["text"] for line in run(*arguments, "--json").stdout.splitlines()] == ["a", "b"]
+
+
+def test_an_interrupt_ends_the_line_of_text(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = ReferenceSession.step
+
+    def interrupted(self: ReferenceSession, token_id: int, position: int) -> Step:
+        if position == 2:
+            raise KeyboardInterrupt
+        return Step(step(self, token_id, position).logits, ids_of(checkpoint, "ab")[position])
+
+    monkeypatch.setattr(ReferenceSession, "step", interrupted)
+    result = run("generate", "--model", checkpoint, "--prompt-ids", "1", "--stream")
+    assert (result.exit_code, result.stdout) == (ABORTED, "ab\n")
 
 
 def test_a_chat_asks_the_prompt_by_the_template(run: Run, checkpoint: Path) -> None:
