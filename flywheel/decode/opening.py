@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from flywheel.decode.interface import read_interface
+from flywheel.decode.memory import within_memory
 from flywheel.decode.session import JudgedSession, ReferenceSession
 from flywheel.decode.source import Source, Weights
 from flywheel.ir import MegakernelProgram
@@ -17,7 +18,8 @@ def open_session(
     """A session of a program on `reference` or `cuda`, and the model's weights in the program's dtype and formats,
     there too. `undo` gives the device's memory back; `order` is the reference VM's.
 
-    Raises as ReferenceSession or CudaModel and its `load` do.
+    Raises as ReferenceSession or CudaModel and its `load` do, and GpuMemoryError where torch has no memory for weights
+    and caches.
     """
     interface = read_interface(program, source.spec)
     dtype, formats = interface.dtype, formats_of_program(program, interface.dtype)
@@ -28,7 +30,12 @@ def open_session(
     from flywheel.vm.driver import open_gpu
 
     prepare_torch()
-    weights = source.weights(dtype, seed, "cuda", formats)
-    model = CudaModel(open_gpu(), source.spec, dtype, interface.context, weights, interface.batch)
-    undo.enter_context(model)
-    return undo.enter_context(model.load(program)), weights
+
+    def load() -> tuple[JudgedSession, Weights]:
+        weights = source.weights(dtype, seed, "cuda", formats)
+        model = CudaModel(open_gpu(), source.spec, dtype, interface.context, weights, interface.batch)
+        undo.enter_context(model)
+        return undo.enter_context(model.load(program)), weights
+
+    batch, context = interface.batch, interface.context
+    return within_memory(f"{source.name}: its weights and {batch} caches of {context} positions", load)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
-
-import torch
 
 from flywheel.decode.ahead import QueuedRows
 from flywheel.decode.caches import KvCaches
+from flywheel.decode.memory import within_memory
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.sampling import Sampling
-from flywheel.errors import GpuMemoryError, UsageError
+from flywheel.errors import UsageError
 
 CheckJoin = Callable[[Sequence[int], int], None]
-
-_T = TypeVar("_T")
 
 
 class QueuedSequences:
@@ -39,7 +35,7 @@ class QueuedSequences:
             self._rows.begin(row, prompt, positions, len(prompt) - 1, sampling)
 
         self._rows.settle()  # torch would wait for the launches without a limit
-        _within_memory(f"prompt of {len(prompt)} tokens", begin)
+        within_memory(f"prompt of {len(prompt)} tokens", begin)
         self._rows.finish_torch()
         self._taken.add(row)
 
@@ -51,7 +47,7 @@ class QueuedSequences:
     def advance(self) -> list[tuple[int, int]]:
         """As Sequences says; of launches whose sequences have all left there is nothing to tell. Raises as
         `QueuedRows.next_launch`, and GpuMemoryError where what tokens are drawn by does not fit."""
-        while (launch := _within_memory("sampling", self._rows.next_launch)) is not None:
+        while (launch := within_memory("sampling", self._rows.next_launch)) is not None:
             tokens = launch.tokens()
             if tokens:
                 return tokens
@@ -61,12 +57,3 @@ class QueuedSequences:
         """As Sequences says. Raises as `QueuedRows.close`."""
         self._taken.clear()
         self._rows.close()
-
-
-def _within_memory(what: str, work: Callable[[], _T]) -> _T:
-    """What `work` gives. Raises GpuMemoryError where torch finds no memory for it; nothing that it made is kept."""
-    try:
-        return work()
-    except torch.OutOfMemoryError as error:
-        why = str(error).partition("\n")[0]
-    raise GpuMemoryError(f"{what}: {why}")
