@@ -107,6 +107,7 @@ FAULTS: Final[dict[str, tuple[str, Callable[[Program], Program]]]] = {
     "a buffer on a third": ("rank-range", lambda p: with_buffer(p, 3, rank=2)),
     "a task on a third": ("rank-range", lambda p: changed(p, 0, rank=2)),
     "no rank at all": ("rank-range", lambda p: replace(p, ranks=0)),
+    "a third that does nothing": ("rank-range", lambda p: replace(p, ranks=3)),
     "ranks without their number": ("rank-range", lambda p: replace(p, ranks=1)),
     "a read across": ("remote-access", lambda p: changed(p, 4, inputs=(13,))),
     "a write across": ("remote-access", lambda p: changed(p, 4, outputs=(14,))),

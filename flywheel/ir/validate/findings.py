@@ -32,7 +32,7 @@ CODES: Final = MappingProxyType(
         "kv-sequence": "a KV cache whose tasks move with the positions of several sequences",
         "kv-target": "a KV_APPEND whose cache operand is not the output that it writes",
         "sm-range": "an SM index outside the target",
-        "rank-range": "a rank that the program does not have",
+        "rank-range": "a rank that the program does not have, or that has no task",
         "remote-access": "an operand on another GPU that is no push's output, or a push to its own",
         "remote-counter": "a counter that several GPUs await, or that another GPU signals and not by a push",
         "push-again": "an element that a peer pushes and that is written more than once a launch",

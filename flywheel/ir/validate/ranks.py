@@ -45,6 +45,11 @@ def _check_ranks(program: MegakernelProgram, findings: Findings) -> None:
     for task in program.tasks:
         if task.rank >= program.ranks and not findings.full:
             findings.error("rank-range", f"task {task.id} ({task.label}): rank={task.rank} {bound}", task.id)
+    if program.ranks == 1 or findings.errors:
+        return
+    idle = sorted({*range(program.ranks)} - {task.rank for task in program.tasks})
+    if idle:
+        findings.error("rank-range", f"program: ranks={program.ranks}, and rank {idle[0]} has no task")
 
 
 def _distinct(tasks: Sequence[Task]) -> Sequence[Task]:
