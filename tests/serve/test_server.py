@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -305,10 +306,13 @@ def storm(served: Served, requests: int, clients: int) -> int:
     draw = random.Random(1)
     asked = [(draw.randrange(1, 40), draw.randrange(1, 12), draw.random()) for _ in range(requests)]
 
+    held = threading.local()  # a client takes longer to make than a request
+
     def one(request: tuple[int, int, float]) -> int:
         length, most, kind = request
-        with client_of(served) as client:
-            return answered(client, length, most, kind)
+        if not hasattr(held, "client"):
+            held.client = stack.enter_context(client_of(served))
+        return answered(held.client, length, most, kind)
 
     def answered(client: OpenAI, length: int, most: int, kind: float) -> int:
         while True:
@@ -326,7 +330,7 @@ def storm(served: Served, requests: int, clients: int) -> int:
             except openai.RateLimitError:
                 time.sleep(0.05)
 
-    with ThreadPoolExecutor(clients) as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(clients) as pool:
         return sum(pool.map(one, asked))
 
 
