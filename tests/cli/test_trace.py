@@ -49,7 +49,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MegakernelProgram, int
         return TracedStep("NVIDIA L4", batch, place, verdict, latency, 950.0, launch)
 
     monkeypatch.setattr("flywheel.cli.trace.check_device", lambda device: None)
-    monkeypatch.setattr("flywheel.cli.decoding._default_gpu", lambda device: "l4")
+    monkeypatch.setattr("flywheel.cli.decoding.gpu_of", lambda device: "l4")
     monkeypatch.setattr(tracing, "trace_step", pretend)
     return asked
 
