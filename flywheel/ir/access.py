@@ -11,7 +11,7 @@ rows that an append at or behind its window does not touch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -142,6 +142,17 @@ def rewritten_buffers(tasks: Sequence[Task]) -> frozenset[int]:
             if any(second[0] < first[1] for first, second in pairwise(pieces)):
                 again.add(number)
     return frozenset(again)
+
+
+def regions_united(columns: Iterable[Region]) -> list[Region]:
+    """The same elements by as few intervals as can be, in order."""
+    united: list[Region] = []
+    for start, end in sorted(columns):
+        if united and start <= united[-1][1]:
+            united[-1] = (united[-1][0], max(united[-1][1], end))
+        else:
+            united.append((start, end))
+    return united
 
 
 def uncovered(columns: Sequence[Region], edge: int, stop: int) -> list[Region]:

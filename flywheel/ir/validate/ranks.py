@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from flywheel.ir.access import Region, uncovered
+from flywheel.ir.access import Region, regions_united, uncovered
 from flywheel.ir.exchange import is_push, of_rows, roundings, shards_added, surely_read
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
@@ -141,7 +141,7 @@ def _check_arrivals(
         seen = known.get(tasks[index].out_counter)
         if seen is None:
             behind = [each for each in readers if order.before(tasks, index, each[0])]
-            seen = _united([region for each in behind for region in _read(*each, accesses)])
+            seen = regions_united([region for each in behind for region in _read(*each, accesses)])
             known[tasks[index].out_counter] = seen
         pushed = of_rows([(start, end)], rows, buffer.numel) or [(0, buffer.numel)]
         gaps = [gap for region in pushed for gap in uncovered(seen, *region)]
@@ -176,18 +176,8 @@ def _exchanges(
         if image not in images:
             images.append(image)
     for exchange in [each for by_source in found for each in by_source.values()]:
-        exchange.columns = {rank: _united(columns) for rank, columns in exchange.columns.items()}
+        exchange.columns = {rank: regions_united(columns) for rank, columns in exchange.columns.items()}
     return [list(by_source.values()) for by_source in found]
-
-
-def _united(columns: Sequence[Region]) -> list[Region]:
-    united: list[Region] = []
-    for start, end in sorted(columns):
-        if united and start <= united[-1][1]:
-            united[-1] = (united[-1][0], max(united[-1][1], end))
-        else:
-            united.append((start, end))
-    return united
 
 
 def _check_collectives(

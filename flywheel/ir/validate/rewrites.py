@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flywheel.ir.access import Region, uncovered
+from flywheel.ir.access import Region, regions_united, uncovered
 from flywheel.ir.order import HappensBefore
 from flywheel.ir.records import Task
 
@@ -47,7 +47,7 @@ def stages_of(tasks: Sequence[Task], wait_class: Sequence[int], writes: Sequence
         counter, group = tasks[write[2]].out_counter, wait_class[write[2]]
         stages.setdefault((counter, group), Stage(counter, group, [], [])).writers.append(write)
     for stage in stages.values():
-        stage.columns = _united([(start, end) for start, end, _ in stage.writers])
+        stage.columns = regions_united([(start, end) for start, end, _ in stage.writers])
     return list(stages.values())
 
 
@@ -72,7 +72,7 @@ def read_fault(
             later.append(stage)
         else:
             return ReadFault(region, _writer_of(stage, [(start, end)], reader))
-    gaps = uncovered(_united(written), start, end)
+    gaps = uncovered(regions_united(written), start, end)
     if not gaps:
         return None
     missed = next((index for stage in later if (index := _writer_of(stage, gaps, reader)) is not None), None)
@@ -86,13 +86,3 @@ def _writer_of(stage: Stage, columns: Sequence[Region], reader: int) -> int | No
 
 def _meets(columns: Sequence[Region], start: int, end: int) -> bool:
     return any(first < end and start < last for first, last in columns)
-
-
-def _united(columns: list[Region]) -> list[Region]:
-    united: list[Region] = []
-    for start, end in sorted(columns):
-        if united and start <= united[-1][1]:
-            united[-1] = (united[-1][0], max(united[-1][1], end))
-        else:
-            united.append((start, end))
-    return united
