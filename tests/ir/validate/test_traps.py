@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from work import lines_run
 
 from flywheel.ir import (
     TARGETS,
@@ -225,13 +225,17 @@ def test_reading_columns_before_this_very_task_writes_them_is_rejected_when_stri
     assert {finding.code for finding in result.errors} == {"partial-write"}
 
 
-def test_wide_overlaps_and_long_chains_stay_fast() -> None:
+def test_wide_overlaps_and_long_chains_do_work_that_grows_with_the_tasks() -> None:
     source = Buffer(0, "source", BufferKind.IO_INPUT, DType.F32, (1, 4))
     x = Buffer(1, "x", BufferKind.ACTIVATION, DType.F32, (1, 4))
-    count = 4000
-    chain = [Task(i, _K.COPY, (0,), (1,), i, (Wait(i - 1, 1),) if i else ()) for i in range(count)]
-    loose = [Task(count + i, _K.COPY, (0,), (1,), count + i, (Wait(count - 1, 1),)) for i in range(2)]
-    start = time.process_time()
-    assert codes(program([*chain, *loose], (source, x))) == {"race-write"}
-    assert codes(program([*chain[::-1]], (source, x))) == set()
-    assert time.process_time() - start < 2.0
+
+    def chained(count: int) -> tuple[MegakernelProgram, MegakernelProgram]:
+        """A chain of writers with two loose ones at its end, and a chain that its queue holds from its end on."""
+        chain = [Task(i, _K.COPY, (0,), (1,), i, (Wait(i - 1, 1),) if i else ()) for i in range(count)]
+        loose = [Task(count + i, _K.COPY, (0,), (1,), count + i, (Wait(count - 1, 1),)) for i in range(2)]
+        return program([*chain, *loose], (source, x)), program(chain[::-1], (source, x))
+
+    long, short = chained(4000), chained(1000)
+    assert [codes(each) for each in long] == [{"race-write"}, set()]
+    for more, less in zip(long, short, strict=True):
+        assert lines_run(lambda more=more: codes(more)) < 4.5 * lines_run(lambda less=less: codes(less))
