@@ -17,8 +17,8 @@ import numpy as np  # loads the BLAS that is looked at
 from threadpoolctl import threadpool_info
 
 from flywheel.process import one_blas_thread
-from flywheel.search import study
 from flywheel.search.knobs import Choice
+from flywheel.search.sampling import study
 from flywheel.search.space import Space, make_space
 from flywheel.search.workload import make_workload
 

@@ -28,10 +28,10 @@ from flywheel.lowering.lower import lower
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.floor import floor_us, weight_bytes_read
 from flywheel.measure.outcome import Measured
-from flywheel.search.shipped import find_shipped
+from flywheel.search.knowledge.shipped import find_shipped
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload, make_workload
-from flywheel.vm.nvrtc import arch_name, compile_variant
+from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
 from flywheel.vm.pack import PackedProgram, pack
 
 RECORDED: Mapping[tuple[str, str, int], Mapping[str, int]] = {

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flywheel.ir import DType
-from flywheel.vm.nvrtc import CompiledVariant, compile_variant
+from flywheel.vm.gpu.nvrtc import CompiledVariant, compile_variant
 
 VARIANTS: tuple[tuple[str, int, DType, int], ...] = (
     *((arch, 512, DType.BF16, 0) for arch in ("sm_80", "sm_100a", "sm_120")),
@@ -20,7 +20,7 @@ VARIANTS: tuple[tuple[str, int, DType, int], ...] = (
     *(("sm_90a", 512, dtype, 0) for dtype in (DType.F16, DType.F32)),
     *(("sm_90a", 448, DType.BF16, rows) for rows in (1, 8)),
 )
-"""As in tests/vm/test_nvrtc.py."""
+"""As in tests/vm/gpu/test_nvrtc.py."""
 
 
 def compiled(variant: tuple[str, int, DType, int]) -> CompiledVariant:

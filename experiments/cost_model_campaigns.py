@@ -19,7 +19,7 @@ from flywheel.cost_model import predict
 from flywheel.cost_model.calibrate import score
 from flywheel.ir import config_from_dict
 from flywheel.lowering.lower import lower
-from flywheel.search.calibrating import Config, split
+from flywheel.search.knowledge.calibrating import Config, split
 from flywheel.search.workload import make_workload
 
 RECORDED = Path(__file__).parents[1] / "results" / "gpu" / "results.tsv"

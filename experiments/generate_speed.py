@@ -29,7 +29,7 @@ from flywheel.ir import TARGETS, DType, GpuTarget, ScheduleConfig
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
-from flywheel.vm.driver import open_gpu
+from flywheel.vm.gpu.driver import open_gpu
 
 CONTEXT, TOKENS, ROUNDS = 512, 256, 5
 LONG = 2048

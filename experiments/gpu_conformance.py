@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from flywheel.measure.environment import Environment, capture_environment
-from flywheel.vm.nvrtc import nvrtc_version
+from flywheel.vm.gpu.nvrtc import nvrtc_version
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "results" / "gpu" / "conformance.txt"

@@ -79,8 +79,8 @@ def space() -> Space:
 def predicted_us(values: tuple[int, ...]) -> float:
     """The cost model's word on one configuration."""
     from flywheel.measure.outcome import Predicted
-    from flywheel.search.evaluate import evaluate
-    from flywheel.search.predicting import predict_outcome
+    from flywheel.search.trials.evaluate import evaluate
+    from flywheel.search.trials.predicting import predict_outcome
 
     choice = {**space().known_good()[0], **dict(zip(FREE, values, strict=True))}
     outcome = evaluate(space().to_config(choice), space().workload, lambda _: None, predict_outcome).outcome
@@ -115,7 +115,7 @@ def dimensions() -> Space:
 
 def search(sampler: str, seed: int) -> tuple[list[float], int]:
     """Latencies of what a sampler of ours tries, to the last checkpoint or the best of all; how often it was asked."""
-    from flywheel.search.study import CampaignStudy
+    from flywheel.search.sampling.study import CampaignStudy
 
     study, tried = CampaignStudy(dimensions(), sampler, seed, []), dict[tuple[int, ...], float]()
     asked, best, low = 0, min(recorded().values()), float("inf")
@@ -192,7 +192,7 @@ def main() -> None:
     if arguments.command == "record":
         record()
     elif arguments.command == "ours":
-        from flywheel.search.samplers import SAMPLERS
+        from flywheel.search.sampling.samplers import SAMPLERS
 
         head = f"{len(recorded())} configurations, best {min(recorded().values()):.1f} us predicted"
         print(f"{MODEL}, {LAYERS} layers, on {GPU}, {DTYPE}, context {CONTEXT}: {head}; {arguments.seeds} seeds")

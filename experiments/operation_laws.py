@@ -50,7 +50,7 @@ def print_emulated(count: int) -> None:
     from mutants import HERE
 
     laws = laws_in(TESTS / "emulator" / "test_laws.py")
-    with patch("flywheel.vm.weights.compile_variant", build_variant):
+    with patch("flywheel.vm.gpu.weights.compile_variant", build_variant):
         for sm_arch, dtype in laws.ALL:
             gpu = MeasuredGpu(sm_arch=sm_arch, num_sms=HERE.num_sms, limit_s=60.0)
             launched = laws.check(gpu, range(count), dtype)["launched"]

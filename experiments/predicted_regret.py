@@ -23,9 +23,9 @@ from time import perf_counter
 from types import MappingProxyType
 
 from flywheel.cost_model import MODEL_VERSION, STOCK
-from flywheel.search.foresight import predict_config
+from flywheel.search.sampling.foresight import predict_config
+from flywheel.search.sampling.study import CampaignStudy
 from flywheel.search.space import make_space
-from flywheel.search.study import CampaignStudy
 from flywheel.search.workload import make_workload
 
 BEST_US = MappingProxyType(

@@ -20,10 +20,10 @@ from flywheel.decode.source import open_source
 from flywheel.decode.verify import verify
 from flywheel.ir import ScheduleConfig
 from flywheel.lowering.lower import lower
-from flywheel.search.chosen import choose_schedule, settle_work
-from flywheel.search.device import gpu_of
-from flywheel.vm.driver import open_gpu
-from flywheel.vm.timing import time_contestants
+from flywheel.search.knowledge.chosen import choose_schedule, settle_work
+from flywheel.search.trials.device import gpu_of
+from flywheel.vm.gpu.driver import open_gpu
+from flywheel.vm.gpu.timing import time_contestants
 
 FIRST, LAST, BATCH = 64, 4000, 8
 

@@ -22,12 +22,12 @@ import numpy as np
 
 from flywheel.cost_model import STOCK
 from flywheel.ir import config_from_dict
-from flywheel.search.foresight import Foresight
-from flywheel.search.gaussian import Grid, Point
 from flywheel.search.knobs import Choice
+from flywheel.search.sampling.foresight import Foresight
+from flywheel.search.sampling.gaussian import Grid, Point
+from flywheel.search.sampling.study import CampaignStudy
 from flywheel.search.space import Space, make_space
 from flywheel.search.spec import DEFAULT_PREDICTIONS
-from flywheel.search.study import CampaignStudy
 from flywheel.search.workload import make_workload
 
 NEAR = 0.5

@@ -33,9 +33,9 @@ from flywheel.models.drawn import random_quantised
 from flywheel.models.formats import parse_formats
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind
-from flywheel.vm.driver import Gpu, load_variant, open_gpu
-from flywheel.vm.loader import LoadedProgram, ResidentWeights, put_weights
-from flywheel.vm.nvrtc import arch_name, compile_variant
+from flywheel.vm.gpu.driver import Gpu, load_variant, open_gpu
+from flywheel.vm.gpu.loader import LoadedProgram, ResidentWeights, put_weights
+from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
 from flywheel.vm.pack import pack
 
 ROOT = Path(__file__).parents[1]

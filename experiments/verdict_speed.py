@@ -27,7 +27,7 @@ from flywheel.models.eager import OracleWeights
 from flywheel.search.space import make_space
 from flywheel.search.workload import Workload
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.driver import open_gpu
+from flywheel.vm.gpu.driver import open_gpu
 
 CONTEXT, TIMES = 512, 5
 

@@ -23,14 +23,14 @@ from flywheel.measure.outcome import Predicted
 from flywheel.measure.record import TrialRecord
 from flywheel.models.catalog import CATALOG
 from flywheel.search.campaign import CampaignRun
-from flywheel.search.engine import Bench, InlineEngine
-from flywheel.search.evaluate import Seen, evaluate
 from flywheel.search.knobs import Value
+from flywheel.search.knowledge.warm import starts_of
 from flywheel.search.opening import open_campaign
-from flywheel.search.predicting import predict_outcome
 from flywheel.search.space import Space, make_space
 from flywheel.search.spec import CampaignSpec
-from flywheel.search.warm import starts_of
+from flywheel.search.trials.engine import Bench, InlineEngine
+from flywheel.search.trials.evaluate import Seen, evaluate
+from flywheel.search.trials.predicting import predict_outcome
 from flywheel.search.workload import Workload
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import open_store

@@ -26,7 +26,7 @@ from flywheel.models.decoder import DTYPES
 from flywheel.plan import variant_of
 from flywheel.search.workload import make_workload
 from flywheel.store.schedule import Schedule
-from flywheel.vm.nvrtc import arch_name, compile_variant
+from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
 
 STALLS = ("long_sb", "barrier", "wait", "branch_resolving", "selected", "short_sb", "no_inst", "not_selected")
 CONTEXT = 512
@@ -63,7 +63,7 @@ def launch(program: MegakernelProgram, model: str, batch: int) -> None:
     """Some launches at the last position, behind an emptied L2 cache each."""
     from flywheel.decode.cuda import CudaModel, prepare_torch
     from flywheel.decode.source import open_source
-    from flywheel.vm.driver import open_gpu
+    from flywheel.vm.gpu.driver import open_gpu
 
     gpu, source, dtype = open_gpu(), open_source(model), DTYPES["bf16"]
     prepare_torch()

@@ -233,9 +233,9 @@ def _settle(
 def _target(gpu: str | None) -> GpuTarget:
     """The target of that name, else the one that this machine's GPU is. Raises UnknownNameError, NoGpuError."""
     from flywheel.measure.device import Device
-    from flywheel.search.device import target_here
+    from flywheel.search.trials.device import target_here
     from flywheel.search.workload import find_target
-    from flywheel.vm.driver import open_gpu
+    from flywheel.vm.gpu.driver import open_gpu
 
     if gpu is not None:
         return find_target(gpu)
@@ -286,8 +286,8 @@ def _compete(
     from flywheel.decode.contestants import Contests
     from flywheel.decode.cuda import prepare_torch
     from flywheel.measure.comparison import comparison_document, single_of
-    from flywheel.vm.driver import open_gpu
-    from flywheel.vm.probes import probe
+    from flywheel.vm.gpu.driver import open_gpu
+    from flywheel.vm.gpu.probes import probe
 
     lowered, refused = _lower(chosen)
     if not lowered:

@@ -15,7 +15,7 @@ from flywheel.cli.text import ABSENT, note, pairs, percent, show, show_json, sho
 from flywheel.cost_model import MODEL_VERSION
 
 if TYPE_CHECKING:
-    from flywheel.search.calibrating import Calibrated, Selection
+    from flywheel.search.knowledge.calibrating import Calibrated, Selection
 
 _BOUNDS: Final = "read_gbs at most {read_gbs:,.0f}, visibility_us at least {visibility_us:.2f}"
 _MOST_JOBS: Final = 8
@@ -52,9 +52,9 @@ def calibrate(
     as --machine.
     """
     from flywheel.cost_model.calibration import dump_calibration
-    from flywheel.search.calibrating import calibrate as run_calibration
-    from flywheel.search.calibrating import select
-    from flywheel.search.pricing import open_pool
+    from flywheel.search.knowledge.calibrating import calibrate as run_calibration
+    from flywheel.search.knowledge.calibrating import select
+    from flywheel.search.knowledge.pricing import open_pool
     from flywheel.store.sql import open_store
 
     check_writable(output)

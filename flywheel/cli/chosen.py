@@ -65,7 +65,7 @@ def known(workloads: Sequence[Workload], url: str | None, campaign: str | None) 
 def _from_store(workloads: Sequence[Workload], url: str, campaign: str | None) -> list[Chosen]:
     from flywheel.cli.provenance import row_title
     from flywheel.ir import config_from_dict
-    from flywheel.search.known import best_of_work
+    from flywheel.search.knowledge.known import best_of_work
     from flywheel.store.sql import open_store
 
     chosen = []
@@ -85,7 +85,7 @@ def _from_store(workloads: Sequence[Workload], url: str, campaign: str | None) -
 
 def _shipped(workload: Workload, store: str) -> Chosen:
     """The schedule that comes with flywheel, of the same work or of one of another context or batch."""
-    from flywheel.search.shipped import find_shipped
+    from flywheel.search.knowledge.shipped import find_shipped
 
     fit = find_shipped(workload)
     if fit is None:

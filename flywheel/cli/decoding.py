@@ -15,7 +15,7 @@ from flywheel.cli.text import complain, note, size
 from flywheel.errors import ConfigError, UsageError
 from flywheel.installing import install_line
 from flywheel.ir import MegakernelProgram, ScheduleConfig
-from flywheel.search.device import DEFAULT_GPU, gpu_of
+from flywheel.search.trials.device import DEFAULT_GPU, gpu_of
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def decode_options(function: _F) -> _F:
 def check_device(device: str) -> None:
     """Raises NoGpuError for `cuda` where there is no GPU, or nothing to use it with."""
     if device == "cuda":
-        from flywheel.vm.driver import open_gpu
+        from flywheel.vm.gpu.driver import open_gpu
 
         open_gpu()
 
@@ -133,7 +133,7 @@ def lower_model(
     context deserve.
     """
     from flywheel.lowering.lower import lower
-    from flywheel.search.chosen import TRIED_FIRST, choose_schedule, settle_work
+    from flywheel.search.knowledge.chosen import TRIED_FIRST, choose_schedule, settle_work
 
     schedule = given if isinstance(given, Schedule) else None
     config = schedule.config if schedule is not None else given

@@ -49,7 +49,7 @@ def doctor(probe: bool, store: str, as_json: bool) -> None:
     memory, and the time of a hand-off between two SMs. That needs a GPU, or ends with exit code 4.
     """
     from flywheel.measure.environment import capture_environment
-    from flywheel.search.device import missing_modules
+    from flywheel.search.trials.device import missing_modules
 
     environment = capture_environment()
     if probe:
@@ -83,7 +83,7 @@ def _match(device: Device | None) -> str | None:
     """The name of the GPU's record: of its datasheet or, where the driver can be asked, a generic one."""
     from flywheel.errors import NoGpuError
     from flywheel.measure.device import target_of
-    from flywheel.vm.driver import describe_gpu
+    from flywheel.vm.gpu.driver import describe_gpu
 
     if device is None:
         return None
@@ -99,8 +99,8 @@ def _probe(url: str, environment: Environment) -> None:
     """Measure the GPU and add what was found to the store. Raises as `open_gpu`, `probe` and `open_store` do."""
     from flywheel.measure.ceiling import Ceiling
     from flywheel.store.sql import open_store
-    from flywheel.vm.driver import open_gpu
-    from flywheel.vm.probes import probe
+    from flywheel.vm.gpu.driver import open_gpu
+    from flywheel.vm.gpu.probes import probe
 
     gpu = open_gpu()
     with open_store(url) as store:

@@ -108,7 +108,7 @@ def export(
 
 def _write_study(store: Store, wanted: Mapping[str, Any], output: Path | None, as_json: bool) -> None:
     """The trials of one campaign as a study of Optuna's. Raises UsageError without a campaign and a new file."""
-    from flywheel.search.optuna_file import write_study
+    from flywheel.search.knowledge.optuna_file import write_study
 
     if "campaign" not in wanted or output is None:
         raise UsageError("export: --format optuna is of one --campaign, and needs --output FILE")

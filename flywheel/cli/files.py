@@ -82,7 +82,7 @@ def settle_work(who: str, named: Mapping[str, Any], schedule: Schedule | None) -
     Raises UsageError, which names the command `who`, without a model or a GPU, and as the model's name deserves.
     """
     from flywheel.models.catalog import fetch_model, resolve_model
-    from flywheel.search.device import default_gpu
+    from flywheel.search.trials.device import default_gpu
     from flywheel.search.workload import default_context
 
     fallback = DEFAULTS if schedule is None else {name: getattr(schedule, name) for name in named}

@@ -108,7 +108,7 @@ def import_file(
 
 
 def _trials(store: Store, name: str, text: str, path: str, wanted: dict[str, Any]) -> dict[str, Any]:
-    from flywheel.search.importing import import_trials
+    from flywheel.search.knowledge.importing import import_trials
 
     asked = {column: value for column, value in wanted.items() if value is not None}
     if "weights" in asked:
@@ -155,8 +155,8 @@ def _priors(
     store: Store, name: str, work: dict[str, Any], measure: str, configs: Sequence[ScheduleConfig]
 ) -> dict[str, Any]:
     from flywheel.measure.environment import capture_environment
-    from flywheel.search.device import missing_modules, settle_measure
-    from flywheel.search.importing import import_priors
+    from flywheel.search.knowledge.importing import import_priors
+    from flywheel.search.trials.device import missing_modules, settle_measure
     from flywheel.search.workload import make_workload
 
     workload = make_workload(**work)

@@ -20,7 +20,7 @@ from flywheel.cli.output import buffer_output
 from flywheel.cli.text import HELP, complain, note, show
 from flywheel.errors import FlywheelError, OutputError
 from flywheel.process import threads_abandoned, usable_cores
-from flywheel.search.forks import expect_forks
+from flywheel.search.trials.forks import expect_forks
 from flywheel.version import VERSION
 
 COMMANDS: Final = {

@@ -39,9 +39,9 @@ from flywheel.measure.environment import list_gpus
 from flywheel.measure.standing import row_name
 from flywheel.models.catalog import fetch_model, resolve_model
 from flywheel.process import keep_objects
-from flywheel.search.device import default_gpu
-from flywheel.search.forks import expect_forks, jobs_of
 from flywheel.search.spec import CampaignSpec, check_name, read_campaign_file
+from flywheel.search.trials.device import default_gpu
+from flywheel.search.trials.forks import expect_forks, jobs_of
 from flywheel.search.workload import default_context, gpus_of
 from flywheel.store.campaign import work_named
 

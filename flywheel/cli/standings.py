@@ -13,7 +13,7 @@ from flywheel.decode.lineup import label_of
 
 if TYPE_CHECKING:
     from flywheel.measure.comparison import Comparison, Entry
-    from flywheel.vm.driver import Gpu
+    from flywheel.vm.gpu.driver import Gpu
 
 
 def bench_environment(gpu: Gpu) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def bench_environment(gpu: Gpu) -> dict[str, Any]:
     one that torch was built with."""
     from flywheel.decode.contestants import TORCH_CUDA
     from flywheel.measure.environment import capture_environment
-    from flywheel.vm.nvrtc import nvrtc_version, source_digest
+    from flywheel.vm.gpu.nvrtc import nvrtc_version, source_digest
 
     here = replace(capture_environment(), gpu=gpu.name, nvrtc=nvrtc_version(), kernels=source_digest()[:16])
     try:

@@ -142,7 +142,7 @@ def describe(traced: TracedStep) -> dict[str, Any]:
     """What was found, JSON-ready. Shares of an operation are of its own time, those of the launch of all SMs'."""
     from flywheel.measure.verdict import as_document
     from flywheel.report.traced import hand_off_times, idle_us, operation_times
-    from flywheel.vm.trace import Phase
+    from flywheel.vm.gpu.trace import Phase
 
     launch, operations = traced.trace, operation_times(traced.trace)
     span = launch.span_us

@@ -18,8 +18,8 @@ from torch import Tensor
 from flywheel.decode.choices import Choices
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.session import TokenStream
-from flywheel.vm.driver import Gpu
-from flywheel.vm.loader import POSITIONS, LoadedProgram
+from flywheel.vm.gpu.driver import Gpu
+from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram
 
 AHEAD: Final = 4
 """Launches in the stream beside the one whose tokens the host waits for. So many are in vain where a text ends."""

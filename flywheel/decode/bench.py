@@ -24,9 +24,9 @@ from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.driver import open_gpu
+from flywheel.vm.gpu.driver import open_gpu
+from flywheel.vm.gpu.timing import summarise
 from flywheel.vm.pack import PackedProgram, pack
-from flywheel.vm.timing import summarise
 
 _SAMPLES: Final = 30
 _FINAL_SAMPLES: Final = 10

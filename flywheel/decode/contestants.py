@@ -30,8 +30,8 @@ from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.process import sums_as_shipped
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.driver import Gpu
-from flywheel.vm.timing import Launch, summarise, time_back_to_back, time_contestants
+from flywheel.vm.gpu.driver import Gpu
+from flywheel.vm.gpu.timing import Launch, summarise, time_back_to_back, time_contestants
 
 OURS: Final = "flywheel"
 TORCH_CUDA: Final = torch.version.cuda

@@ -32,13 +32,13 @@ from flywheel.plan import KernelVariant
 from flywheel.process import sum_in_float32
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Layout
-from flywheel.vm.driver import Gpu, LoadedKernel, load_variant
-from flywheel.vm.loader import POSITIONS, LoadedProgram, put_weights
-from flywheel.vm.nvrtc import arch_name, compile_variant
+from flywheel.vm.gpu.driver import Gpu, LoadedKernel, load_variant
+from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram, put_weights
+from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
+from flywheel.vm.gpu.timing import Launch, time_batch, time_contestants, time_in_turn, time_launches
+from flywheel.vm.gpu.trace import LaunchTrace, read_stamps
+from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import PackedProgram, pack
-from flywheel.vm.timing import Launch, time_batch, time_contestants, time_in_turn, time_launches
-from flywheel.vm.trace import LaunchTrace, read_stamps
-from flywheel.vm.weights import ResidentWeights
 
 LAUNCH_LIMIT_S: Final = 5.0
 """What a launch may take: the slowest of the known GPUs reads all its memory in 0.1 s."""

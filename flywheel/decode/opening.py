@@ -27,7 +27,7 @@ def open_session(
         weights = source.weights(dtype, seed, formats=formats)
         return ReferenceSession(program, source.spec, weights, order=order, seed=seed), weights
     from flywheel.decode.cuda import CudaModel, prepare_torch
-    from flywheel.vm.driver import open_gpu
+    from flywheel.vm.gpu.driver import open_gpu
 
     prepare_torch()
 

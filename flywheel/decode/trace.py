@@ -19,8 +19,8 @@ from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights
 from flywheel.models.quantise import formats_of_program
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.driver import open_gpu
-from flywheel.vm.trace import LaunchTrace
+from flywheel.vm.gpu.driver import open_gpu
+from flywheel.vm.gpu.trace import LaunchTrace
 
 _SAMPLES: Final = 30
 _WARMUP: Final = 3

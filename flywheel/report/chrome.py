@@ -14,7 +14,7 @@ from flywheel.cost_model import TaskSpan
 from flywheel.ir import Task
 from flywheel.report.layer import operation
 from flywheel.report.palette import reserved
-from flywheel.vm.trace import LaunchTrace
+from flywheel.vm.gpu.trace import LaunchTrace
 
 _PROCESS: Final = 1
 

@@ -13,8 +13,8 @@ from flywheel.lowering.lower import lower
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, compared, tied_with, trials_of
 from flywheel.plan import program_id
-from flywheel.search.importance import importances
 from flywheel.search.knobs import Choice
+from flywheel.search.sampling.importance import importances
 from flywheel.search.space import Dimension, Space, make_space
 from flywheel.search.workload import Workload, make_workload
 from flywheel.store.campaign import Campaign

@@ -9,7 +9,7 @@ from statistics import median
 from flywheel.cost_model import TaskSpan
 from flywheel.ir import MegakernelProgram
 from flywheel.report.layer import operation
-from flywheel.vm.trace import HandOff, LaunchTrace, Phase, TracedTask, hand_offs
+from flywheel.vm.gpu.trace import HandOff, LaunchTrace, Phase, TracedTask, hand_offs
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.measure.record import TrialRecord
 from flywheel.models.catalog import fetch_model, resolve_model
 from flywheel.search.campaign import Progress
-from flywheel.search.device import default_gpu
 from flywheel.search.run import run_search
 from flywheel.search.spec import DEFAULT_PREDICTIONS, DEFAULT_TRIALS, CampaignSpec, check_name
+from flywheel.search.trials.device import default_gpu
 from flywheel.search.workload import default_context
 from flywheel.store.frame import to_dataframe
 from flywheel.store.sql import read_store

@@ -17,13 +17,13 @@ from flywheel.measure.contest import Contest
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.outcome import Measured, TrialOutcome
 from flywheel.measure.record import TrialRecord
-from flywheel.search import measuring, predicting
-from flywheel.search.device import missing_modules, settle_measure
-from flywheel.search.evaluate import Evaluation, prepare
 from flywheel.search.knobs import Value
-from flywheel.search.known import best_of_work
+from flywheel.search.knowledge.known import best_of_work
 from flywheel.search.noise import Gain, gain
 from flywheel.search.space import Space, make_space
+from flywheel.search.trials import measuring, predicting
+from flywheel.search.trials.device import missing_modules, settle_measure
+from flywheel.search.trials.evaluate import Evaluation, prepare
 from flywheel.search.workload import Workload, measure_of
 from flywheel.store.sql import Store
 from flywheel.vm.client import Client

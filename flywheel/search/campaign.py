@@ -21,20 +21,20 @@ from flywheel.measure.environment import Environment
 from flywheel.measure.outcome import LASTING_OUTCOMES, Measured
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import best_of, tied_with, trials_of
-from flywheel.search.engine import Engine
-from flywheel.search.evaluate import Evaluation
 from flywheel.search.finals import hold_final
-from flywheel.search.foresight import Foreseen, Foresight
-from flywheel.search.importing import priors_of
 from flywheel.search.knobs import Choice, Value
+from flywheel.search.knowledge.importing import priors_of
+from flywheel.search.knowledge.warm import starts_of
 from flywheel.search.noise import gain
-from flywheel.search.prefilter import Prefilter
 from flywheel.search.rows import to_record
+from flywheel.search.sampling.foresight import Foreseen, Foresight
+from flywheel.search.sampling.prefilter import Prefilter
+from flywheel.search.sampling.study import NOT_TRIED, CampaignStudy, Told
 from flywheel.search.space import Space
 from flywheel.search.spec import CampaignSpec
-from flywheel.search.study import NOT_TRIED, CampaignStudy, Told
 from flywheel.search.tally import Tally, is_unmeasured
-from flywheel.search.warm import starts_of
+from flywheel.search.trials.engine import Engine
+from flywheel.search.trials.evaluate import Evaluation
 from flywheel.store.claims import Claim, Claims
 from flywheel.store.sql import Store
 

@@ -17,11 +17,11 @@ from flywheel.measure.environment import Environment
 from flywheel.measure.outcome import Measured
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.standing import standing
-from flywheel.search.engine import Engine
-from flywheel.search.evaluate import Evaluation
 from flywheel.search.noise import Gain, gain
 from flywheel.search.rows import to_record
 from flywheel.search.spec import CampaignSpec
+from flywheel.search.trials.engine import Engine
+from flywheel.search.trials.evaluate import Evaluation
 from flywheel.store.sql import Store
 
 FINALISTS: Final = 5

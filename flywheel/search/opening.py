@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import StoreError, UsageError
-from flywheel.search.shipped import shipped_starts
+from flywheel.search.knowledge.shipped import shipped_starts
+from flywheel.search.knowledge.warm import NEIGHBOURS, choose_starts, described
 from flywheel.search.space import Space
 from flywheel.search.spec import CampaignSpec, constants_of, to_campaign
-from flywheel.search.warm import NEIGHBOURS, choose_starts, described
 from flywheel.store.campaign import Campaign
 from flywheel.store.sql import Store
 

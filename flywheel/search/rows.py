@@ -24,9 +24,9 @@ from flywheel.measure.outcome import (
 )
 from flywheel.measure.record import JUDGED_WITH, MEASURED_WITH, TrialRecord
 from flywheel.measure.verdict import Verdict
-from flywheel.search.evaluate import Evaluation
 from flywheel.search.noise import Gain
 from flywheel.search.spec import CampaignSpec
+from flywheel.search.trials.evaluate import Evaluation
 
 
 def to_record(

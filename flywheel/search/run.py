@@ -13,15 +13,15 @@ from flywheel.errors import WorkerDiedError
 from flywheel.measure.environment import Environment
 from flywheel.measure.standing import trials_of
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
-from flywheel.search.foresight import Foresight, is_calibrated
-from flywheel.search.forks import expect_forks, jobs_of
+from flywheel.search.knowledge.warm import WarmStart, starts_of
 from flywheel.search.opening import open_campaign
-from flywheel.search.samplers import make_sampler
-from flywheel.search.sites import open_engine, open_site
+from flywheel.search.sampling.foresight import Foresight, is_calibrated
+from flywheel.search.sampling.samplers import make_sampler
+from flywheel.search.sampling.study import CampaignStudy
 from flywheel.search.space import Space, make_space
 from flywheel.search.spec import CampaignSpec, with_name
-from flywheel.search.study import CampaignStudy
-from flywheel.search.warm import WarmStart, starts_of
+from flywheel.search.trials.forks import expect_forks, jobs_of
+from flywheel.search.trials.sites import open_engine, open_site
 from flywheel.search.workload import make_workload, measure_of
 from flywheel.store.sql import open_store
 

@@ -15,8 +15,8 @@ from flywheel.interop.mpk.rescheduling import EVENTS, LAUNCHES, ORDERS, Schedule
 from flywheel.interop.mpk.structure import check_queue_lengths
 from flywheel.interop.mpk.timing import H200, Runtime
 from flywheel.ir.validate.findings import Findings
+from flywheel.search.sampling.study import CampaignStudy
 from flywheel.search.space import Dimension
-from flywheel.search.study import CampaignStudy
 
 DEFAULT_TRIALS: Final = 64
 WORKERS: Final = (96, 104, 112, 120, 124, 126, 127, 128, 129, 130, 131)

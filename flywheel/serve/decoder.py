@@ -16,8 +16,8 @@ from flywheel.decode.source import Source, open_source
 from flywheel.errors import NoGpuError, UsageError
 from flywheel.lowering.lower import lower
 from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer
-from flywheel.search.chosen import Chosen, choose_schedule, settle_work
-from flywheel.search.device import gpu_of
+from flywheel.search.knowledge.chosen import Chosen, choose_schedule, settle_work
+from flywheel.search.trials.device import gpu_of
 from flywheel.serve.answers import Answer, Batch, Finish
 from flywheel.serve.text import Streamer
 from flywheel.store.schedule import Schedule, load_schedule
@@ -167,7 +167,7 @@ def _no_text(token_ids: Sequence[int]) -> str:
 
 
 def _gpu_here() -> bool:
-    from flywheel.vm.driver import open_gpu
+    from flywheel.vm.gpu.driver import open_gpu
 
     try:
         open_gpu()

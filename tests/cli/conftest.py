@@ -53,8 +53,8 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         def capture() -> Environment:
             return replace(capture_environment(), gpu=gpu, driver=None if gpu is None else driver)
 
-        monkeypatch.setattr("flywheel.search.sites.capture_environment", capture)
-        monkeypatch.setattr("flywheel.search.sites.list_gpus", list)
+        monkeypatch.setattr("flywheel.search.trials.sites.capture_environment", capture)
+        monkeypatch.setattr("flywheel.search.trials.sites.list_gpus", list)
 
     return pretend
 

@@ -24,7 +24,7 @@ from flywheel.measure.outcome import Incorrect, Measured, Rejected
 from flywheel.measure.verdict import judge
 from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.store.sql import open_store
-from flywheel.vm.probes import Probed
+from flywheel.vm.gpu.probes import Probed
 
 Run = Callable[..., Result]
 
@@ -85,10 +85,10 @@ def l4(monkeypatch: pytest.MonkeyPatch) -> type[FakeContests]:
     """Pretend that an L4 is here."""
     gpu = SimpleNamespace(name="NVIDIA L4", num_sms=58, total_bytes=23034 * 2**20, cuda_version="13.0")
     FakeContests.asked, FakeContests.wrong, FakeContests.too_many, FakeContests.cannot = [], set(), set(), {}
-    monkeypatch.setattr("flywheel.vm.driver.open_gpu", lambda: gpu)
+    monkeypatch.setattr("flywheel.vm.gpu.driver.open_gpu", lambda: gpu)
     monkeypatch.setattr("flywheel.decode.cuda.prepare_torch", lambda: None)
-    monkeypatch.setattr("flywheel.vm.probes.probe", lambda gpu: Probed(2700.0, "some kernel", 1.0))
-    monkeypatch.setattr("flywheel.vm.nvrtc.nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr("flywheel.vm.gpu.probes.probe", lambda gpu: Probed(2700.0, "some kernel", 1.0))
+    monkeypatch.setattr("flywheel.vm.gpu.nvrtc.nvrtc_version", lambda: "13.0")
     monkeypatch.setattr("flywheel.decode.contestants.Contests", FakeContests)
     return FakeContests
 
@@ -300,7 +300,7 @@ def test_without_a_gpu_it_is_code_4(run: Run, config: Path, monkeypatch: pytest.
     def absent() -> None:
         raise NoGpuError("GPU 0: no driver")
 
-    monkeypatch.setattr("flywheel.vm.driver.open_gpu", absent)
+    monkeypatch.setattr("flywheel.vm.gpu.driver.open_gpu", absent)
     result = run("bench", *WORK, "--config", config)
     assert (result.exit_code, result.stdout, result.stderr) == (4, "", "flywheel: GPU 0: no driver\n")
 
@@ -310,8 +310,8 @@ def test_a_gpu_without_a_datasheet_is_lowered_for_by_what_its_driver_says_and_na
 ) -> None:
     gpu = SimpleNamespace(name="NVIDIA L4", num_sms=50, total_bytes=23034 * 2**20, cuda_version="13.0")
     seen = replace(TARGETS["l4"], name="generic-l4-50sm-22gib", num_sms=50)
-    monkeypatch.setattr("flywheel.vm.driver.open_gpu", lambda: gpu)
-    monkeypatch.setattr("flywheel.vm.driver.describe_gpu", lambda: (Device("NVIDIA L4", 50), seen))
+    monkeypatch.setattr("flywheel.vm.gpu.driver.open_gpu", lambda: gpu)
+    monkeypatch.setattr("flywheel.vm.gpu.driver.describe_gpu", lambda: (Device("NVIDIA L4", 50), seen))
     result = run("bench", *WORK, "--config", config, "--json")
     assert (result.exit_code, json.loads(result.stdout)["gpu"]) == (0, "generic-l4-50sm-22gib")
     assert run("bench", *WORK, "--config", config, "--gpu", "generic").exit_code == 0

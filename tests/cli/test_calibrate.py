@@ -18,9 +18,9 @@ from flywheel.measure.latency import GpuState, MeasuredLatency
 from flywheel.measure.outcome import Measured
 from flywheel.measure.verdict import judge
 from flywheel.plan import program_id
-from flywheel.search.evaluate import Evaluation
 from flywheel.search.rows import to_record
 from flywheel.search.spec import CampaignSpec, to_campaign
+from flywheel.search.trials.evaluate import Evaluation
 from flywheel.store.sql import open_store
 
 Run = Callable[..., Result]
@@ -30,7 +30,7 @@ VERDICT = judge(error=0.0, where="logits", positions=[1], dtype="BF16")
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store with a campaign of 20 configs, measured by an imagined machine, and a probe of it."""
-    for module in ("workload", "warm"):
+    for module in ("workload", "knowledge.warm"):
         monkeypatch.setattr(f"flywheel.search.{module}.TARGETS", {"few": imagined.TARGET})
     monkeypatch.setattr("flywheel.cost_model.calibrate._ROUNDS", 6)
     here = replace(capture_environment(), gpu="Few", driver="1", nvrtc="13", kernels="abc")

@@ -12,7 +12,7 @@ from click.testing import Result
 from flywheel.errors import NoGpuError
 from flywheel.ir import TARGETS
 from flywheel.measure.device import Device
-from flywheel.search.device import target_here
+from flywheel.search.trials.device import target_here
 from flywheel.store.sql import open_store
 
 Run = Callable[..., Result]
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 def gpu() -> str:
     """The name of the target that this machine's GPU is; skips without one."""
     from flywheel.decode.cuda import prepare_torch
-    from flywheel.vm.driver import open_gpu
+    from flywheel.vm.gpu.driver import open_gpu
 
     try:
         prepare_torch()

@@ -73,7 +73,7 @@ def test_probing_without_a_gpu_is_code_4_and_leaves_no_store(run: Run, monkeypat
     def absent() -> None:
         raise NoGpuError("GPU 0: no driver")
 
-    monkeypatch.setattr("flywheel.vm.driver.open_gpu", absent)
+    monkeypatch.setattr("flywheel.vm.gpu.driver.open_gpu", absent)
     result = run("doctor", "--probe")
     assert (result.exit_code, result.stdout, result.stderr) == (4, "", "flywheel: GPU 0: no driver\n")
     assert not Path("flywheel.db").exists()

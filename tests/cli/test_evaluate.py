@@ -14,7 +14,7 @@ from flywheel.measure.environment import capture_environment
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Crashed, Implausible, Incorrect, Measured, TimedOut, TrialOutcome
 from flywheel.measure.verdict import judge
-from flywheel.search.evaluate import Evaluation
+from flywheel.search.trials.evaluate import Evaluation
 
 Run = Callable[..., Result]
 WORK = ("--model", "smollm2-135m", "--gpu", "l4")

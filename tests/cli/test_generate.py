@@ -186,7 +186,7 @@ def test_cuda_without_a_gpu_is_code_4(run: Run, checkpoint: Path, monkeypatch: p
     def absent() -> None:
         raise NoGpuError("GPU 0: no driver")
 
-    monkeypatch.setattr("flywheel.vm.driver.open_gpu", absent)
+    monkeypatch.setattr("flywheel.vm.gpu.driver.open_gpu", absent)
     result = run("generate", "--model", checkpoint, "--prompt-ids", "1", "--device", "cuda")
     assert (result.exit_code, result.stdout, result.stderr) == (4, "", "flywheel: GPU 0: no driver\n")
 

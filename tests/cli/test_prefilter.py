@@ -17,9 +17,9 @@ from flywheel.measure.environment import Environment, capture_environment
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.outcome import Measured
 from flywheel.measure.verdict import judge
-from flywheel.search.evaluate import Prepared
-from flywheel.search.fleet import Fleet
-from flywheel.search.station import Predicting, Setup, Station
+from flywheel.search.trials.evaluate import Prepared
+from flywheel.search.trials.fleet import Fleet
+from flywheel.search.trials.station import Predicting, Setup, Station
 from flywheel.store.sql import open_store
 from flywheel.store.tsv import from_tsv, to_tsv
 
@@ -71,7 +71,7 @@ def gpu(with_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
             yield fleet, fleet.ready()[0]
 
     with_gpu("NVIDIA L4")
-    monkeypatch.setattr("flywheel.search.sites.missing_modules", list)
+    monkeypatch.setattr("flywheel.search.trials.sites.missing_modules", list)
     monkeypatch.setattr("flywheel.search.run.open_engine", engine)
 
 

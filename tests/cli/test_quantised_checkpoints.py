@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from flywheel.models.hf import load_spec
 from flywheel.models.weights import random_weights
-from flywheel.vm.driver import Gpu
+from flywheel.vm.gpu.driver import Gpu
 
 Run = Callable[..., Result]
 
@@ -68,7 +68,7 @@ def test_what_flywheel_quantizes_generates_on_a_gpu_like_its_oracle(weights: str
 def gpu() -> Gpu:
     """The GPU here; skips without one."""
     from flywheel.errors import NoGpuError
-    from flywheel.vm.driver import open_gpu
+    from flywheel.vm.gpu.driver import open_gpu
 
     try:
         return open_gpu()

@@ -20,12 +20,12 @@ from flywheel.measure.latency import GpuState, MeasuredLatency
 from flywheel.measure.outcome import Measured
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.verdict import judge
-from flywheel.search.engine import Bench, InlineEngine
-from flywheel.search.measuring import look
 from flywheel.search.spec import read_campaign_file
+from flywheel.search.trials.engine import Bench, InlineEngine
+from flywheel.search.trials.measuring import look
 from flywheel.search.workload import Workload
 from flywheel.store.sql import Store, open_store
-from flywheel.vm.nvrtc import nvrtc_version
+from flywheel.vm.gpu.nvrtc import nvrtc_version
 
 Run = Callable[..., Result]
 WORK = ("--model", "smollm2-135m", "--gpu", "l4")
@@ -109,7 +109,7 @@ def test_nothing_feasible_is_code_3(run: Run, monkeypatch: pytest.MonkeyPatch) -
     def refuse(*_: object) -> None:
         raise ConfigError("no such schedule")
 
-    monkeypatch.setattr("flywheel.search.evaluate.lower", refuse)
+    monkeypatch.setattr("flywheel.search.trials.evaluate.lower", refuse)
     result = run(*SEARCH, "--trials", "2", "--json")
     assert result.exit_code == 3
     document = json.loads(result.stdout)
@@ -126,7 +126,7 @@ def test_a_bad_sampler_leaves_no_campaign_behind(run: Run) -> None:
 
 
 def test_the_offered_samplers_are_those_of_search() -> None:
-    from flywheel.search.samplers import SAMPLERS as KNOWN
+    from flywheel.search.sampling.samplers import SAMPLERS as KNOWN
 
     assert tuple(KNOWN) == SAMPLERS
 
@@ -197,7 +197,7 @@ def test_with_the_gpu_but_without_its_packages_the_first_line_says_what_to_insta
     run: Run, with_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_gpu("NVIDIA L4")
-    monkeypatch.setattr("flywheel.search.sites.missing_modules", lambda: ["cuda.core"])
+    monkeypatch.setattr("flywheel.search.trials.sites.missing_modules", lambda: ["cuda.core"])
     first = run("search", *WORK, "--jobs", "1", "--trials", "1").stderr.splitlines()[0]
     assert "predicted" in first
     assert "[cuda,torch]' to measure on this machine's NVIDIA L4" in first
@@ -210,7 +210,7 @@ def test_a_worker_that_cannot_start_ends_the_search_before_there_is_a_campaign(
     run: Run, with_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_gpu("NVIDIA L4")
-    monkeypatch.setattr("flywheel.search.sites.missing_modules", list)
+    monkeypatch.setattr("flywheel.search.trials.sites.missing_modules", list)
     result = run("search", *WORK)
     assert (result.exit_code, result.stdout) == (4, "")
     assert result.stderr.startswith("flywheel: --measure cuda needs an l4: ") and len(result.stderr.splitlines()) == 1
@@ -240,7 +240,7 @@ def test_what_the_worker_measures_lands_in_rows_with_the_gpu_they_were_measured_
         yield InlineEngine(Bench(workload, lambda: seen, lambda program: measure(None, program))), here
 
     with_gpu("NVIDIA L4")
-    monkeypatch.setattr("flywheel.search.sites.missing_modules", list)
+    monkeypatch.setattr("flywheel.search.trials.sites.missing_modules", list)
     monkeypatch.setattr("flywheel.search.run.open_engine", inline)
     result = run("search", *WORK, "--trials", "3", "--name", "m", "--json")
     assert result.exit_code == 0, result.stderr

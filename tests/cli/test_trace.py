@@ -18,7 +18,7 @@ from flywheel.errors import MismatchError, NoGpuError, UsageError
 from flywheel.ir import MegakernelProgram
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.measure.verdict import judge
-from flywheel.vm.trace import read_stamps
+from flywheel.vm.gpu.trace import read_stamps
 
 Run = Callable[..., Result]
 WORK = ("trace", "--model", "smollm2-135m", "--gpu", "l4", "--context", "64")
@@ -29,7 +29,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(index: int = 0) -> None:
         raise NoGpuError("GPU 0: there is none")
 
-    monkeypatch.setattr("flywheel.vm.driver.open_gpu", refuse)
+    monkeypatch.setattr("flywheel.vm.gpu.driver.open_gpu", refuse)
 
 
 @pytest.fixture

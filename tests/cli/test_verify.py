@@ -220,6 +220,6 @@ def test_cuda_without_a_gpu_is_code_4(
     def absent() -> None:
         raise NoGpuError("GPU 0: no driver")
 
-    monkeypatch.setattr("flywheel.vm.driver.open_gpu", absent)
+    monkeypatch.setattr("flywheel.vm.gpu.driver.open_gpu", absent)
     result = run("verify", lowered, "--model", checkpoint, "--device", "cuda")
     assert (result.exit_code, result.stdout, result.stderr) == (4, "", "flywheel: GPU 0: no driver\n")

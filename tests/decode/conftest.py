@@ -16,7 +16,7 @@ from flywheel.models.eager import EagerDecoder
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.driver import Gpu, open_gpu
+from flywheel.vm.gpu.driver import Gpu, open_gpu
 
 CONTEXT = 64
 SPEC = DecoderSpec(

@@ -38,7 +38,7 @@ def benches() -> Iterator[ModuleType]:
 @pytest.fixture
 def faulty(benches: ModuleType) -> Faulty:
     """`faulty(fault, **config)`: a program for six SMs of this GPU's architecture, else of an H100's."""
-    from flywheel.vm.driver import open_gpu
+    from flywheel.vm.gpu.driver import open_gpu
 
     try:
         arch = open_gpu().sm_arch

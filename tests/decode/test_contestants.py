@@ -22,7 +22,7 @@ from flywheel.measure.verdict import Verdict, judge
 from flywheel.models.decoder import decode_step
 from flywheel.models.formats import parse_formats
 from flywheel.models.spec import DecoderSpec
-from flywheel.vm.driver import Gpu
+from flywheel.vm.gpu.driver import Gpu
 
 Launch = Callable[[], None]
 

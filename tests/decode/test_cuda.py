@@ -21,7 +21,7 @@ from flywheel.models.eager import EagerDecoder
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.driver import Gpu
+from flywheel.vm.gpu.driver import Gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -164,7 +164,7 @@ def test_another_schedule_of_a_model_moves_no_weights(
 
     model, _ = models.of("gqa", DType.BF16)
     model.load(models.program("gqa", DType.BF16)).close()
-    monkeypatch.setattr("flywheel.vm.weights.ResidentWeights._run_pack", refuse)
+    monkeypatch.setattr("flywheel.vm.gpu.weights.ResidentWeights._run_pack", refuse)
     before = gpu.uploaded_bytes
     with model.load(models.program("gqa", DType.BF16, "fine")) as session:
         tables = gpu.uploaded_bytes - before

@@ -22,7 +22,7 @@ from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import parse_formats
 from flywheel.models.spec import DecoderSpec, layer_weight_shapes
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.driver import Gpu
+from flywheel.vm.gpu.driver import Gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

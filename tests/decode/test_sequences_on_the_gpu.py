@@ -18,7 +18,7 @@ from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.driver import Gpu
+from flywheel.vm.gpu.driver import Gpu
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ from flywheel.models.drawn import random_quantised
 from flywheel.models.formats import parse_formats
 from flywheel.models.quantise import kept_bytes
 from flywheel.models.weights import checkpoint_tensors, random_weights
-from flywheel.vm.driver import Gpu
+from flywheel.vm.gpu.driver import Gpu
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,

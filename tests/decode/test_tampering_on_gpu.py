@@ -20,7 +20,7 @@ from flywheel.models.decoder import decode_step
 from flywheel.models.eager import OracleWeights
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
-from flywheel.vm.driver import Gpu
+from flywheel.vm.gpu.driver import Gpu
 from flywheel.vm.pack import pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -19,8 +19,8 @@ from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.report.traced import hand_off_times, idle_us, operation_times
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.driver import Gpu
-from flywheel.vm.trace import hand_offs
+from flywheel.vm.gpu.driver import Gpu
+from flywheel.vm.gpu.trace import hand_offs
 
 pytestmark = pytest.mark.gpu
 

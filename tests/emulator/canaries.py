@@ -13,12 +13,12 @@ from emulator.gpu import EmulatedGpu, build_variant
 from torch import Tensor
 
 from flywheel.ir import Buffer, BufferKind, MegakernelProgram
-from flywheel.vm.driver import load_variant
 from flywheel.vm.elements import stored_type, values
-from flywheel.vm.loader import LoadedProgram, needed_weights
-from flywheel.vm.nvrtc import arch_name
+from flywheel.vm.gpu.driver import load_variant
+from flywheel.vm.gpu.loader import LoadedProgram, needed_weights
+from flywheel.vm.gpu.nvrtc import arch_name
+from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import PackedProgram
-from flywheel.vm.weights import ResidentWeights
 
 GAP: Final = 256
 SLACK: Final = 0x5A

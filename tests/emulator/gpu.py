@@ -1,4 +1,4 @@
-"""A GPU of this machine's memory, on which the CUDA VM's own sources run: what `flywheel.vm.driver.Gpu` does, slowly.
+"""A GPU of this machine's memory, on which the CUDA VM's own sources run: `flywheel.vm.gpu.driver.Gpu`, slowly.
 
 Needs g++.
 """
@@ -24,10 +24,10 @@ from emulator.translate import translate
 
 from flywheel.errors import GpuFaultError, TensorError
 from flywheel.ir import DType
-from flywheel.vm import nvrtc
-from flywheel.vm.driver import Memory
-from flywheel.vm.nvrtc import CompiledUnit, CompiledVariant, EntryUsage
-from flywheel.vm.pinned import HostWord, HostWords
+from flywheel.vm.gpu import nvrtc
+from flywheel.vm.gpu.driver import Memory
+from flywheel.vm.gpu.nvrtc import CompiledUnit, CompiledVariant, EntryUsage
+from flywheel.vm.gpu.pinned import HostWord, HostWords
 
 FLAGS: Final = (
     "-O2", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-w",

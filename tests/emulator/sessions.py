@@ -19,11 +19,11 @@ from flywheel.decode.taps import find_taps
 from flywheel.ir import MegakernelProgram
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind
-from flywheel.vm.driver import load_variant
-from flywheel.vm.loader import LoadedProgram, put_weights
-from flywheel.vm.nvrtc import arch_name
+from flywheel.vm.gpu.driver import load_variant
+from flywheel.vm.gpu.loader import LoadedProgram, put_weights
+from flywheel.vm.gpu.nvrtc import arch_name
+from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import pack
-from flywheel.vm.weights import ResidentWeights
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def emulated_session(
     )
     bound = bind(program, weights)
     with (
-        patch("flywheel.vm.weights.compile_variant", build_variant),
+        patch("flywheel.vm.gpu.weights.compile_variant", build_variant),
         ResidentWeights(gpu, interface.dtype) as resident,  # type: ignore[arg-type]
     ):
         put_weights(packed, resident, lambda buffer: bound[buffer.name].data_ptr())

@@ -23,14 +23,14 @@ from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind, random_weights
 from flywheel.plan.step import ABSENT
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm import nvrtc
 from flywheel.vm.abi import Fault, InstructionFlag, SegmentFlag, StepFlag
-from flywheel.vm.driver import load_variant
-from flywheel.vm.loader import LoadedProgram, needed_weights
-from flywheel.vm.nvrtc import arch_name
+from flywheel.vm.gpu import nvrtc
+from flywheel.vm.gpu.driver import load_variant
+from flywheel.vm.gpu.loader import LoadedProgram, needed_weights
+from flywheel.vm.gpu.nvrtc import arch_name
+from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import pack
 from flywheel.vm.reference import ReferenceVM
-from flywheel.vm.weights import ResidentWeights
 
 SPEC = DecoderSpec("small", "llama", 128, 96, 2, 2, 1, 64, 200, 1e4, 1e-6, 128)
 CONTEXT, LAUNCHES, DTYPE, THREADS = 48, 4, DType.BF16, 192
@@ -62,7 +62,7 @@ EXPECTED: dict[tuple[DecoderSpec, str, tuple[int, ...], int], list[tuple[torch.T
 
 @pytest.fixture(params=[90, 80])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
-    monkeypatch.setattr("flywheel.vm.weights.compile_variant", build_variant)
+    monkeypatch.setattr("flywheel.vm.gpu.weights.compile_variant", build_variant)
     return EmulatedGpu(sm_arch=request.param)
 
 

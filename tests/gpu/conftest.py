@@ -66,11 +66,11 @@ def device(emulated: int) -> str:
 @pytest.fixture(scope="session")
 def gpu(emulated: int) -> Iterator[Any]:
     """The first GPU, or a skip that says why there is none; or what does without one."""
-    from flywheel.vm.driver import open_gpu
+    from flywheel.vm.gpu.driver import open_gpu
 
     if emulated:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("flywheel.vm.weights.compile_variant", build_variant)
+            patched.setattr("flywheel.vm.gpu.weights.compile_variant", build_variant)
             yield EmulatedGpu(sm_arch=emulated)
         return
     try:
@@ -99,9 +99,9 @@ def run(gpu: Any, device: str, emulated: int) -> Run:
 
     Tensors are those of `ReferenceVM.run`, on the GPU; none is modified.
     """
-    from flywheel.vm.driver import load_variant
-    from flywheel.vm.loader import LoadedProgram, ResidentWeights, put_weights
-    from flywheel.vm.nvrtc import arch_name, compile_variant
+    from flywheel.vm.gpu.driver import load_variant
+    from flywheel.vm.gpu.loader import LoadedProgram, ResidentWeights, put_weights
+    from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
     from flywheel.vm.pack import pack
 
     compiled_by = build_variant if emulated else compile_variant

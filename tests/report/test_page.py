@@ -22,7 +22,7 @@ from flywheel.report.history import MOST_TIMES, history
 from flywheel.report.knobs import MOST_AXES, weighty
 from flywheel.report.layer import shares
 from flywheel.report.page import page, pictures
-from flywheel.search.importance import LEAST_TRIALS
+from flywheel.search.sampling.importance import LEAST_TRIALS
 from flywheel.search.workload import make_workload
 from flywheel.store.campaign import Campaign
 

@@ -14,7 +14,7 @@ from flywheel.report.layer import BY_MODEL, layer, operation, shares
 from flywheel.report.palette import RESERVED, colour
 from flywheel.report.svg import standalone
 from flywheel.report.traced import hand_off_times, idle_us, measured, operation_times
-from flywheel.vm.trace import Phase, hand_offs
+from flywheel.vm.gpu.trace import Phase, hand_offs
 
 PHASES = {phase.value for phase in Phase}
 

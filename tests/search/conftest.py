@@ -14,12 +14,12 @@ from flywheel.ir import TARGETS, ScheduleConfig
 from flywheel.measure.environment import Environment
 from flywheel.models.spec import DecoderSpec
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
-from flywheel.search.engine import Bench, Engine, InlineEngine
-from flywheel.search.evaluate import Evaluation, Measure
 from flywheel.search.opening import open_campaign
-from flywheel.search.predicting import open_seen
 from flywheel.search.space import Space, make_space
 from flywheel.search.spec import CampaignSpec
+from flywheel.search.trials.engine import Bench, Engine, InlineEngine
+from flywheel.search.trials.evaluate import Evaluation, Measure
+from flywheel.search.trials.predicting import open_seen
 from flywheel.search.workload import Workload
 from flywheel.store.sql import Store, open_store
 

@@ -12,8 +12,8 @@ from flywheel.ir import MegakernelProgram, ScheduleConfig
 from flywheel.measure.contest import Contest
 from flywheel.measure.outcome import Crashed, Measured, Predicted, Rejected
 from flywheel.search.appraise import ROUNDS, appraise, changes, in_turn
-from flywheel.search.engine import InlineEngine
-from flywheel.search.importing import import_trials
+from flywheel.search.knowledge.importing import import_trials
+from flywheel.search.trials.engine import InlineEngine
 
 
 def test_a_config_is_compared_with_the_best_of_the_same_work(lab: Any) -> None:
@@ -74,7 +74,7 @@ def test_measuring_is_in_turn_with_the_incumbent(
 
     lab.run(lab.spec(measure="cuda", trials=2), InlineEngine(lab.bench(measure)))
     monkeypatch.setattr("flywheel.search.appraise.settle_measure", lambda *_: "cuda")
-    monkeypatch.setattr("flywheel.search.measuring.make_bench", toy_measures.make_plain)
+    monkeypatch.setattr("flywheel.search.trials.measuring.make_bench", toy_measures.make_plain)
     space = lab.space()
     config = space.to_config({**space.known_good()[0], "depth": 8, "threads": 512})
     found = appraise(config, lab.workload, "cuda", lab.store)

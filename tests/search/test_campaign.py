@@ -13,9 +13,9 @@ from flywheel.ir import MegakernelProgram
 from flywheel.measure.latency import PredictedLatency
 from flywheel.measure.outcome import Crashed, NoMemory, Predicted, TrialOutcome
 from flywheel.measure.standing import best_of
-from flywheel.search.engine import InlineEngine
 from flywheel.search.opening import open_campaign
 from flywheel.search.space import make_space
+from flywheel.search.trials.engine import InlineEngine
 from flywheel.search.workload import Workload
 
 SAMPLERS = "descent", "local", "tpe", "cmaes", "random", "grid"

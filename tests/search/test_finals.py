@@ -17,9 +17,9 @@ from flywheel.ir import ScheduleConfig
 from flywheel.measure.contest import Contest
 from flywheel.measure.outcome import Crashed, Implausible, TrialOutcome
 from flywheel.measure.standing import standing, tied_with
-from flywheel.search.evaluate import Evaluation, prepare
 from flywheel.search.finals import FINALISTS, ROUNDS, finalists
-from flywheel.search.importing import import_trials
+from flywheel.search.knowledge.importing import import_trials
+from flywheel.search.trials.evaluate import Evaluation, prepare
 
 SAMPLES = 30
 
@@ -280,7 +280,7 @@ def test_imported_measurements_are_nobodys_rival_and_their_programs_are_measured
     rows = [row for row in lab.store.trials("table") if row.source != "final"][:4]
     alone = dict.fromkeys(("rival_us", "gain_low_us", "gain_high_us"))
     faster = [timed(row, (row.latency_us or 0.0) / 2, **alone, floor_us=None) for row in rows]
-    monkeypatch.setattr("flywheel.search.importing.resolve_model", lambda _: lab.workload.spec)
+    monkeypatch.setattr("flywheel.search.knowledge.importing.resolve_model", lambda _: lab.workload.spec)
     import_trials(lab.store, "toy", faster)
     noisy = engine(noise=0.001)
     result = run(lab, noisy)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from flywheel.errors import UnknownNameError, UsageError
+from flywheel.search.knowledge.warm import identity_of, work_of
 from flywheel.search.run import run_search
 from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec
-from flywheel.search.warm import identity_of, work_of
 from flywheel.search.workload import gpus_of, make_workload, measure_of
 from flywheel.store.sql import open_store
 

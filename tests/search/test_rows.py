@@ -12,9 +12,9 @@ from flywheel.measure.latency import MeasuredLatency, PredictedLatency
 from flywheel.measure.outcome import Crashed, Implausible, Incorrect, Measured, Predicted, Rejected, TimedOut
 from flywheel.measure.record import TrialRecord
 from flywheel.measure.verdict import BOUND, Verdict
-from flywheel.search.evaluate import Evaluation
 from flywheel.search.rows import to_record
 from flywheel.search.spec import CampaignSpec
+from flywheel.search.trials.evaluate import Evaluation
 
 SPEC = CampaignSpec("small", "few", context=64, measure="predict", sampler="random", seed=3)
 CONFIG = ScheduleConfig(sm_assignment={3: 1}, tiling={"gemv": {"N_tile": 32}})

@@ -1,4 +1,4 @@
-// What the card itself can do: how fast it reads, and how long a hand-off between two SMs takes. Source: vm/probes.py.
+// What the card itself can do: how fast it reads, and how long a hand-off between two SMs takes. Source: vm/gpu/probes.py.
 #include "ring.cuh"
 
 #define PROBE_SLOTS 16

@@ -22,7 +22,7 @@ from flywheel.ir import TARGETS, DType, InstructionKind, MegakernelProgram, vali
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.driver import Gpu, open_gpu
+from flywheel.vm.gpu.driver import Gpu, open_gpu
 
 CONTEXT = 32
 H200 = TARGETS["h200"]

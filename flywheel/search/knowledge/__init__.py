@@ -1,0 +1,1 @@
+"""What is known before a search begins: earlier campaigns, imported files, shipped schedules, the calibrated model."""

@@ -1,0 +1,312 @@
+"""Calibrating the cost model with what campaigns measured: which rows count, and how well held-back ones are predicted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from statistics import median
+from typing import Any, Final
+
+from flywheel.cost_model import STOCK, Machine, machine_for
+from flywheel.cost_model.calibrate import Price, Sample, Score, fit, price_here, score
+from flywheel.cost_model.calibration import Calibration
+from flywheel.cost_model.demand import demand_of
+from flywheel.errors import ConfigError, UnknownNameError, UsageError
+from flywheel.ir import MegakernelProgram, config_from_dict
+from flywheel.lowering.lower import lower
+from flywheel.measure.ceiling import Ceiling
+from flywheel.measure.floor import floor_us, weight_bytes_read
+from flywheel.measure.record import TrialRecord
+from flywheel.measure.standing import trials_of
+from flywheel.plan import program_id
+from flywheel.process import no_collector
+from flywheel.search.knowledge.warm import identity_of, work_of
+from flywheel.search.workload import Workload, find_target
+from flywheel.store.sql import Store
+
+LEAST_CONFIGS: Final = 16
+"""Measured configs that a piece of work needs to be fitted to, and to say how well that went."""
+
+FITTED_CONFIGS: Final = 50
+"""Most configs of a piece of work that the constants are fitted to: more cost time and say little."""
+
+SHORT_LAYERS: Final = (2, 4)
+"""Layers of the programs that stand for a longer one while constants are fitted; what they miss is below 1 %."""
+
+_LEAST_READ: Final = 2.0
+_SLOWEST_HAND_OFF: Final = 8.0
+"""How far a fit may go from what a probe measured: times less, times longer."""
+
+_PLACE: Final = ("gpu_name", "gpu_driver", "nvrtc", "kernels")
+"""What rows that are compared were all measured with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A measured config: the median of its rows."""
+
+    config: str
+    config_id: str
+    program_id: str | None
+    latency_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredWork:
+    """What was measured of a piece of work, `configs` by latency. `disturbed`: under throttled clocks or beside other
+    processes, for want of enough that was not."""
+
+    workload: Workload
+    configs: tuple[Config, ...]
+    disturbed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The rows to calibrate with: all measured by the `place`, GPU, driver, compiler and kernels, of the newest row, or
+    by other `kernels` at the same place.
+
+    `elsewhere` counts rows of other places, `few` configs of works with fewer than LEAST_CONFIGS, `imported` those of
+    the rows that were imported.
+    """
+
+    gpu: str
+    place: Mapping[str, str | None]
+    campaigns: tuple[str, ...]
+    works: tuple[MeasuredWork, ...]
+    elsewhere: int
+    few: Mapping[str, int]
+    kernels: tuple[str, ...] = ()
+    imported: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkFit:
+    """How well held-back configs of a piece of work are predicted, with the constants of before and after a fit to
+    `fitted` other ones. `changed` configs are lowered otherwise today than when they were measured, and left out."""
+
+    model: str
+    dtype: str
+    context: int
+    batch: int
+    weights: str
+    fitted: int
+    changed: int
+    before: Score
+    after: Score
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """A calibration, and how good it is. `probed` are constants that a probe bounds."""
+
+    calibration: Calibration
+    probed: Mapping[str, float]
+    works: tuple[WorkFit, ...]
+
+
+def select(store: Store, gpu: str, campaigns: Sequence[str] = (), kernels: Sequence[str] = ()) -> Selection:
+    """What the store has measured on a GPU, of all campaigns or of those named; by the newest row's kernels, and by
+    those of `kernels`, which are as fast.
+
+    Raises UsageError where that is too little, where a campaign is of another GPU or predicts, StoreError, and
+    UnknownNameError for a GPU that is none.
+    """
+    gpu = find_target(gpu).name
+    known = {summary.campaign.name: summary.campaign for summary in store.campaigns()}
+    for name in campaigns:
+        if name not in known:
+            raise UnknownNameError(f"store {store.name}: no campaign {name!r}")
+        for field, wanted in (("gpu", gpu), ("measure", "cuda")):
+            if (found := getattr(known[name], field)) != wanted:
+                raise UsageError(f"calibrate: campaign {name!r} has {field}={found}, not {wanted}")
+    rows: list[tuple[Workload, TrialRecord]] = []
+    for campaign in known.values():
+        workload = work_of(campaign)
+        if workload is None or campaign.gpu != gpu or (campaigns and campaign.name not in campaigns):
+            continue
+        found = [row for row in trials_of(store.trials(campaign.name)) if row.source != "store"]
+        rows += [(workload, row) for row in found if row.latency_us is not None]
+    if not rows:
+        raise UsageError(f"calibrate: store {store.name} has nothing measured on an {gpu}; search --measure cuda first")
+    newest = max((row for _, row in rows), key=lambda row: (row.created_at, row.campaign, row.trial))
+    place = {name: getattr(newest, name) for name in _PLACE}
+    places = {name: {value} for name, value in place.items()}
+    places["kernels"] |= set(kernels)
+    here = [(work, row) for work, row in rows if all(getattr(row, name) in places[name] for name in _PLACE)]
+    others = tuple(sorted({str(row.kernels) for _, row in here if row.kernels != place["kernels"]}))
+    works = _by_work(here)
+    few = {_name(each.workload): len(each.configs) for each in works if len(each.configs) < LEAST_CONFIGS}
+    enough = tuple(each for each in works if len(each.configs) >= LEAST_CONFIGS)
+    if not enough:
+        counted = ", ".join(f"{count} of {name}" for name, count in few.items())
+        where = f"{place['gpu_name']}, driver {place['gpu_driver']}, kernels {place['kernels']}"
+        raise UsageError(f"calibrate: {counted} measured on {where}; {LEAST_CONFIGS} configs of one are needed")
+    used = tuple(sorted({row.campaign for _, row in here}))
+    imported = sum(row.is_imported for _, row in here)
+    return Selection(gpu, place, used, enough, len(rows) - len(here), few, others, imported)
+
+
+def _by_work(rows: Sequence[tuple[Workload, TrialRecord]]) -> list[MeasuredWork]:
+    """By piece of work, in the order of its name: its configs, undisturbed ones where they suffice."""
+    works: dict[str, tuple[Workload, list[TrialRecord]]] = {}
+    for work, row in rows:
+        works.setdefault(identity_of(work), (work, []))[1].append(row)
+    found = []
+    for work, records in works.values():
+        calm = _configs([row for row in records if row.throttle in (None, "none") and not row.strangers])
+        enough = len(calm) >= LEAST_CONFIGS
+        found.append(MeasuredWork(work, calm if enough else _configs(records), not enough and len(calm) < len(records)))
+    return sorted(found, key=lambda each: _name(each.workload))
+
+
+def _configs(records: Sequence[TrialRecord]) -> tuple[Config, ...]:
+    rows: dict[str, list[TrialRecord]] = {}
+    for row in records:
+        rows.setdefault(row.config_id, []).append(row)
+    configs = [
+        Config(same[0].config, name, same[0].program_id, median(row.latency_us or 0.0 for row in same))
+        for name, same in rows.items()
+    ]
+    return tuple(sorted(configs, key=lambda config: (config.latency_us, config.config_id)))
+
+
+def _name(workload: Workload) -> str:
+    batch = f", batch {workload.batch}" if workload.batch > 1 else ""
+    stored = "" if workload.weights is None else f", {workload.weights} weights"
+    return f"{workload.model}, {workload.dtype}{stored}, context {workload.context}{batch}"
+
+
+def split(configs: Sequence[Config], held_back: float) -> tuple[list[Config], list[Config]]:
+    """(to fit, held back): a share of the configs, and at least two of each. What is where depends on the configs
+    themselves alone, not on when or in which order they were measured."""
+    drawn = sorted(configs, key=lambda config: sha256(f"held back {config.config_id}".encode()).digest())
+    count = min(max(round(held_back * len(drawn)), 2), len(drawn) - 2)
+    kept = {config.config_id for config in drawn[:count]}
+    return (
+        [config for config in configs if config.config_id not in kept],
+        [config for config in configs if config.config_id in kept],
+    )
+
+
+def calibrate(
+    selection: Selection,
+    ceiling: Ceiling | None,
+    held_back: float,
+    pool: Callable[[Sequence[Sample]], Price] = price_here,
+    watch: Callable[[str], None] = lambda _: None,
+) -> Calibrated:
+    """Fit the GPU's constants to a part of what was measured, and score them on the rest.
+
+    What the GPU was probed for is the best case of two constants: `ceiling` is the most that a schedule's weights are
+    read at, and the least that a hand-off by a counter takes. `watch` is told what goes on. Raises
+    UsageError where too few programs are still what was measured.
+    """
+    stock = machine_for(find_target(selection.gpu))
+    begin, probed, bounds = stock, {}, {}
+    if ceiling is not None:
+        probed = {"read_gbs": ceiling.read_gbs, "visibility_us": ceiling.hand_off_us}
+        bounds = {
+            "read_gbs": (ceiling.read_gbs / _LEAST_READ, ceiling.read_gbs),
+            "visibility_us": (ceiling.hand_off_us, _SLOWEST_HAND_OFF * ceiling.hand_off_us),
+        }
+        inside = {name: min(max(getattr(stock, name), low), high) for name, (low, high) in bounds.items()}
+        begin = replace(stock, **inside)
+    parts = [(each, *split(each.configs, held_back)) for each in selection.works]
+    drawn = [_shortened(each.workload, _spread(fitted, FITTED_CONFIGS)) for each, fitted, _ in parts]
+    samples = [sample for found in drawn for sample in found]
+    if len(samples) < LEAST_CONFIGS // 2:
+        others = sum(min(len(fitted), FITTED_CONFIGS) for _, fitted, _ in parts) - len(samples)
+        raise UsageError(
+            f"calibrate: {len(samples)} programs to fit to, beside {others} that are lowered otherwise today than when "
+            f"they were measured; {LEAST_CONFIGS // 2} are needed"
+        )
+    steps = Counter[str]()
+
+    def step(error: float) -> None:
+        steps["done"] += 1
+        watch(f"step {steps['done']}: predictions are off by {error * 100:.1f} % (root mean square)")
+
+    watch(f"fitting to {len(samples)} programs")
+    machine = fit(begin, [sample.latency_us for sample in samples], pool(samples), bounds, step)
+    works = []
+    for (each, _, kept), found in zip(parts, drawn, strict=True):
+        watch(f"predicting {len(kept)} programs of {_name(each.workload)} that were held back")
+        works.append(_scored(each.workload, kept, len(found), stock, machine))
+    return Calibrated(_frozen(selection, machine, probed, held_back, works), probed, tuple(works))
+
+
+def _spread(configs: Sequence[Config], count: int) -> list[Config]:
+    """At most `count` of them, evenly from the fastest to the slowest."""
+    if len(configs) <= count:
+        return list(configs)
+    return [configs[place * (len(configs) - 1) // (count - 1)] for place in range(count)]
+
+
+def _shortened(workload: Workload, configs: Sequence[Config]) -> list[Sample]:
+    """What a fit prices again and again: programs with few of their layers, where there are many."""
+    samples = []
+    layers = workload.spec.n_layers
+    short, long = (replace(workload, spec=replace(workload.spec, n_layers=count)) for count in SHORT_LAYERS)
+    for config in configs:
+        sample = _sample(workload, config)
+        if sample is not None and layers > long.spec.n_layers:
+            with no_collector():
+                demands = [demand_of(_lower(each, config)) for each in (short, long)]
+            more = (layers - short.spec.n_layers) / (long.spec.n_layers - short.spec.n_layers)
+            sample = replace(sample, demand=demands[0], longer=demands[1], more=more)
+        if sample is not None:
+            samples.append(sample)
+    return samples
+
+
+def _lower(workload: Workload, config: Config) -> MegakernelProgram:
+    return lower(workload.graph, config_from_dict(json.loads(config.config)), workload.target)
+
+
+def _sample(workload: Workload, config: Config) -> Sample | None:
+    """None where the config is another program today than the one that was measured."""
+    with no_collector():
+        try:
+            program = _lower(workload, config)
+        except ConfigError:
+            return None
+        if config.program_id not in (None, program_id(program)):
+            return None
+        floor = floor_us(weight_bytes_read(program), workload.target)
+        return Sample(demand_of(program), floor, config.latency_us)
+
+
+def _scored(workload: Workload, configs: Sequence[Config], fitted: int, before: Machine, after: Machine) -> WorkFit:
+    """One program at a time: there may be hundreds."""
+    rows = []
+    for config in configs:
+        sample = _sample(workload, config)
+        if sample is not None:
+            rows.append((sample.latency_us, sample.predicted_us(before), sample.predicted_us(after)))
+    if not rows:
+        raise UsageError(f"calibrate: no measured program of {_name(workload)} is lowered today as it was then")
+    measured, first, last = zip(*rows, strict=True)
+    return WorkFit(
+        workload.model, workload.dtype, workload.context, workload.batch, workload.stored, fitted,
+        len(configs) - len(rows), score(first, measured), score(last, measured),
+    )  # fmt: skip
+
+
+def _frozen(
+    selection: Selection, machine: Machine, probed: Mapping[str, float], held_back: float, works: Sequence[WorkFit]
+) -> Calibration:
+    provenance: dict[str, Any] = {
+        **selection.place,
+        "other_kernels": list(selection.kernels),
+        "campaigns": list(selection.campaigns),
+        "probed": dict(probed),
+        "held_back": held_back,
+        "before": STOCK.version,
+        "works": [asdict(each) for each in works],
+    }
+    return Calibration(machine, provenance)

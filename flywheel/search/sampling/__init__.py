@@ -1,0 +1,1 @@
+"""What to try next: the Optuna study of a campaign, and the samplers that it asks."""

@@ -1,0 +1,179 @@
+"""Predictions that steer a search and are no trials: lowered and priced, neither proved nor kept."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from time import perf_counter
+from types import TracebackType
+from typing import Final, Self
+
+from flywheel.cost_model import Predictor, machine_for
+from flywheel.errors import ConfigError, WorkerDiedError
+from flywheel.ir import ScheduleConfig
+from flywheel.lowering.lower import lower
+from flywheel.process import no_collector
+from flywheel.search.trials.forks import fork
+from flywheel.search.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What was predicted to steer a search, in all: configs, the least latency of any, and the wall seconds in which
+    they were waited for."""
+
+    count: int = 0
+    least_us: float | None = None
+    seconds: float = 0.0
+
+
+def is_calibrated(predictor: Predictor, workload: Workload) -> bool:
+    """Whether its constants come from such a GPU, and are not scaled from another one's."""
+    machine = predictor.machine or machine_for(workload.target)
+    return machine.source != "scaled"
+
+
+class Foresight:
+    """The cost model at a sampler's wish: `budget` configs before it proposes anything.
+
+    It runs in `jobs` processes, which start with the first question and end with this; with one job, here. Each config
+    is predicted once. Latencies do not depend on the number of processes. Any thread may ask.
+    """
+
+    def __init__(self, workload: Workload, predictor: Predictor, budget: int, jobs: int) -> None:
+        self.budget: Final = budget
+        self.jobs: Final = jobs
+        self._workload, self._predictor = workload, predictor
+        self._known: dict[str, Future[float | None]] = {}  # by config id
+        self._wanted: OrderedDict[str, ScheduleConfig] = OrderedDict()  # those that somebody waits for first
+        self._changed = threading.Condition()
+        self._ended: WorkerDiedError | None = None  # why nothing is predicted any more
+        self._threads: list[threading.Thread] = []
+        self._waited_s = 0.0
+
+    @property
+    def said(self) -> Foreseen:
+        """What it was asked so far and knows."""
+        with self._changed:
+            found = [future.result() for future in self._known.values() if _succeeded(future)]
+        return Foreseen(len(found), min((us for us in found if us is not None), default=None), self._waited_s)
+
+    def expect(self, configs: Sequence[ScheduleConfig]) -> None:
+        """Say that these will be asked for, so that idle processes predict them. Nothing with one job."""
+        if self.jobs > 1:
+            self._request(configs, urgent=False)
+
+    def predict(self, configs: Sequence[ScheduleConfig]) -> list[float | None]:
+        """Latencies in us, None where a config has no program. Raises WorkerDiedError where a process dies."""
+        start = perf_counter()
+        futures = self._request(configs, urgent=True)
+        if self.jobs == 1:
+            self._answer(partial(predict_config, workload=self._workload, predictor=self._predictor), lasting=False)
+        found = [future.result() for future in futures]
+        self._waited_s += perf_counter() - start
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(WorkerDiedError("the processes that predict have ended"))
+        for thread in self._threads:
+            thread.join()
+
+    def _request(self, configs: Sequence[ScheduleConfig], urgent: bool) -> list[Future[float | None]]:
+        named = [(config.config_id, config) for config in configs]
+        asked = dict(named)
+        with self._changed:
+            new = [identity for identity in asked if identity not in self._known]
+            self._known |= {identity: Future() for identity in new}
+            futures = [self._known[identity] for identity, _ in named]
+            late = [identity for identity in self._wanted if identity in asked] if urgent else []
+            self._wanted |= {identity: asked[identity] for identity in new}
+            for identity in reversed([*late, *new] if urgent else []):
+                self._wanted.move_to_end(identity, last=False)
+            if self._ended is not None:
+                self._fail_wanted(self._ended)
+            elif new and self.jobs > 1 and not self._threads:
+                self._threads = [threading.Thread(target=self._attend, daemon=True) for _ in range(self.jobs)]
+                for thread in self._threads:
+                    thread.start()
+            self._changed.notify_all()
+        return futures
+
+    def _answer(self, predict: Callable[[ScheduleConfig], float | None], lasting: bool) -> None:
+        """Predict what is wanted; `lasting`, until this ends, and else until nothing is."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended or self._wanted or not lasting)
+                if self._ended or not self._wanted:
+                    return
+                identity, config = self._wanted.popitem(last=False)
+                future = self._known[identity]
+            try:
+                future.set_result(predict(config))
+            except WorkerDiedError as death:
+                future.set_exception(death)
+                raise
+
+    def _attend(self) -> None:
+        """A thread with a process of its own, whose death is the end of all."""
+        try:
+            process, (lane,) = fork("a process that predicts", _serve, 1, self._workload, self._predictor)
+            try:
+                self._answer(partial(_ask, lane), lasting=True)
+            finally:
+                process.kill()
+                process.join()
+                lane.close()
+        except WorkerDiedError as death:
+            self._end(death)
+
+    def _end(self, why: WorkerDiedError) -> None:
+        with self._changed:
+            self._ended = self._ended or why
+            self._fail_wanted(self._ended)
+            self._changed.notify_all()
+
+    def _fail_wanted(self, why: WorkerDiedError) -> None:
+        for identity in self._wanted:
+            self._known[identity].set_exception(why)
+        self._wanted.clear()
+
+
+def _ask(lane: Connection, config: ScheduleConfig) -> float | None:
+    try:
+        lane.send(config)
+        latency_us: float | None = lane.recv()
+    except (EOFError, OSError) as error:
+        raise WorkerDiedError("a process that predicts died; --jobs 1 goes without") from error
+    return latency_us
+
+
+def _succeeded(future: Future[float | None]) -> bool:
+    return future.done() and future.exception() is None
+
+
+def predict_config(config: ScheduleConfig, workload: Workload, predictor: Predictor) -> float | None:
+    """Predicted latency in us of a config's program; None where it has none."""
+    with no_collector():
+        try:
+            return predictor.predict(lower(workload.graph, config, workload.target)).latency_us
+        except ConfigError:
+            return None
+
+
+def _serve(lanes: Sequence[Connection], workload: Workload, predictor: Predictor) -> None:
+    """A process of its own: until the other end closes."""
+    (asked,) = lanes
+    with suppress(EOFError, OSError):
+        while True:
+            asked.send(predict_config(asked.recv(), workload, predictor))

@@ -1,0 +1,207 @@
+"""The Optuna study of one campaign: rebuilt from the store, asked for choices, told objectives."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum
+from typing import Final, Protocol, Self
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.exceptions import ExperimentalWarning
+from optuna.trial import Trial, TrialState, create_trial
+
+from flywheel.ir import ScheduleConfig
+from flywheel.process import one_blas_thread, while_wanted
+from flywheel.search.knobs import Choice, Value
+from flywheel.search.sampling.foresight import Foresight
+from flywheel.search.sampling.samplers import ORDER_AWARE, Measured, make_sampler
+from flywheel.search.space import Dimension, Space
+
+Ask = tuple[Trial, dict[str, Value]]
+
+FEASIBLE = "feasible"
+"""The constraint that a trial without an objective breaks."""
+
+
+class Untold(Enum):
+    """What stands for an objective of which a study is told nothing."""
+
+    NOT_TRIED = "not tried"
+
+
+NOT_TRIED: Final = Untold.NOT_TRIED
+"""Of a choice that was proposed and not evaluated, which says nothing of it."""
+
+Told = float | None | Untold
+"""A latency in us, None where the choice has none, or NOT_TRIED."""
+
+
+class Searched(Protocol):
+    """What is searched: the space of a campaign, or the knobs of something else."""
+
+    @property
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """The knobs, the searched and the pinned."""
+
+
+class CampaignStudy:
+    """Ask for a choice, tell what it cost.
+
+    Ordered knobs are integer indices for the samplers in ORDER_AWARE, and categories like the others for the rest.
+
+    A choice without an objective (rejected, incorrect, ...) is told as the worst objective so far that breaks a
+    constraint, so that samplers learn to avoid it without a made-up number; before there is any, it is told as pruned.
+    Of a choice that was NOT_TRIED nothing is told, and its trial fails: samplers learn nothing from that, while
+    `descent`, `local` and `grid` do not propose it again. A cost model's word in its place would be an objective of
+    another kind, and "infeasible" a lie, which keeps a sampler away from neighbours that are better than predicted.
+
+    Objectives are `measured` or predicted; with `foresight`, which goes with a Space, a sampler may have predicted what
+    it proposes to measure.
+    """
+
+    def __init__(
+        self,
+        space: Searched,
+        sampler: str,
+        seed: int,
+        known: Sequence[tuple[Choice, Told]],
+        measured: bool = False,
+        foresight: Foresight | None = None,
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._space = space
+        self._searched = [
+            replace(dimension, ordered=dimension.ordered and sampler in ORDER_AWARE)
+            for dimension in space.dimensions
+            if len(dimension.values) > 1
+        ]
+        self._distributions = {dimension.name: _distribution(dimension) for dimension in self._searched}
+        self._worst: float | None = None
+        made = make_sampler(sampler, seed, len(known), self._measured(foresight) if measured else None)
+        self._study = optuna.create_study(direction="minimize", sampler=made)
+        for choice, objective in known:
+            self.add(choice, objective)
+
+    def _measured(self, foresight: Foresight | None) -> Measured:
+        if foresight is None:
+            return Measured()
+        space = self._space
+        assert isinstance(space, Space)
+        fixed = {d.name: d.values[0] for d in space.dimensions}
+
+        def configs(asked: Sequence[Mapping[str, Value]]) -> list[ScheduleConfig]:
+            choices = [{**fixed, **{d.name: _decode(d, each[d.name]) for d in self._searched}} for each in asked]
+            return [space.to_config(choice) for choice in choices]
+
+        def foresee(asked: Sequence[Mapping[str, Value]]) -> Sequence[float | None]:
+            return foresight.predict(configs(asked))
+
+        def expect(asked: Sequence[Mapping[str, Value]]) -> None:
+            foresight.expect(configs(asked))
+
+        starts = [{d.name: _encode(d, start[d.name]) for d in self._searched} for start in space.known_good()]
+        return Measured(foresee, starts, foresight.budget, expect)
+
+    def enqueue(self, choice: Choice) -> None:
+        """Propose `choice` at the next ask."""
+        self._study.enqueue_trial({d.name: _encode(d, choice[d.name]) for d in self._searched})
+
+    def ask(self) -> Ask:
+        """A trial and the choice that it stands for."""
+        with _quiet(), one_blas_thread():
+            trial = self._study.ask(self._distributions)
+        choice: dict[str, Value] = {d.name: d.values[0] for d in self._space.dimensions}
+        parameters = trial.params
+        choice |= {d.name: _decode(d, parameters[d.name]) for d in self._searched}
+        return trial, choice
+
+    def tell(self, trial: Trial, objective: Told) -> None:
+        """What came of a trial."""
+        with _quiet(), _exhaustible():
+            if isinstance(objective, Untold):
+                self._study.tell(trial, state=TrialState.FAIL)
+            elif objective is not None:
+                self._worst = objective if self._worst is None else max(self._worst, objective)
+                trial.set_constraint(FEASIBLE, 0.0)
+                self._study.tell(trial, objective)
+            elif self._worst is not None:
+                trial.set_constraint(FEASIBLE, 1.0)
+                self._study.tell(trial, self._worst)
+            else:
+                self._study.tell(trial, state=TrialState.PRUNED)
+
+    def add(self, choice: Choice, objective: Told) -> None:
+        """A trial that was not asked of this study."""
+        state, value = TrialState.FAIL, None
+        if not isinstance(objective, Untold):
+            if objective is not None:
+                self._worst = objective if self._worst is None else max(self._worst, objective)
+            value = self._worst if objective is None else objective
+            state = TrialState.PRUNED if value is None else TrialState.COMPLETE
+        with _quiet():
+            self._study.add_trial(
+                create_trial(
+                    state=state,
+                    value=value,
+                    params={d.name: _encode(d, choice[d.name]) for d in self._searched},
+                    distributions=self._distributions,
+                    constraints=None if value is None else {FEASIBLE: 0.0 if objective is not None else 1.0},
+                )
+            )
+
+    def importances(self) -> dict[str, float]:
+        """Share of each searched knob in telling the best tenth of the trials from the others, largest first."""
+        with _quiet():
+            return optuna.importance.get_param_importances(self._study)
+
+
+class _Indices(IntDistribution):
+    """Of a knob's values in order. It never changes, so whoever copies a trial may share it: Optuna does for each."""
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        return self
+
+
+class _Categories(CategoricalDistribution):
+    """Of a knob's values, shared as _Indices are."""
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        return self
+
+
+def _distribution(dimension: Dimension) -> BaseDistribution:
+    if dimension.ordered:
+        return _Indices(0, len(dimension.values) - 1)
+    return _Categories(dimension.values)
+
+
+def _encode(dimension: Dimension, value: Value) -> Value:
+    return dimension.values.index(value) if dimension.ordered else value
+
+
+def _decode(dimension: Dimension, parameter: Value) -> Value:
+    return dimension.values[int(parameter)] if dimension.ordered else parameter
+
+
+@contextmanager
+def _exhaustible() -> Iterator[None]:
+    """BruteForceSampler stops the study on its last trial, which Optuna allows inside `optimize` only."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Study.stop" not in str(error):
+            raise
+
+
+@while_wanted
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Which features are experimental, and that CMA-ES makes nothing of constraints, is ours to know."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        warnings.filterwarnings("ignore", "Constraints have been set", UserWarning)
+        yield

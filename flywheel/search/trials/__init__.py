@@ -1,0 +1,1 @@
+"""How and where a trial runs: from a config to its outcome, in this process, in others, or on a cluster."""

@@ -1,0 +1,77 @@
+"""Is the GPU that a campaign wants on this machine?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Final
+
+from flywheel.errors import NoGpuError, UsageError
+from flywheel.installing import install_line
+from flywheel.ir import TARGETS, GpuTarget
+from flywheel.measure.device import GENERIC, Device, is_target, target_of
+from flywheel.measure.environment import list_gpus
+
+DEFAULT_GPU: Final = "h100"
+"""What programs for the reference VM are lowered for where nobody names a GPU."""
+
+_MEASURES: Final = ("torch", "cuda.bindings", "cuda.core", "pynvml")
+"""What measuring imports."""
+
+
+def settle_measure(wanted: str, target: GpuTarget, present: Device | None, missing: Sequence[str]) -> str:
+    """How latencies are got: "predict", or "cuda" where the GPU is here and nothing is `missing` to measure on it.
+
+    `present` is this machine's GPU. Raises NoGpuError where `cuda` cannot be had, and where another GPU is present
+    and nobody asked for predictions; UsageError where `cuda` is asked for and only packages are missing.
+    """
+    if wanted == "predict":
+        return "predict"
+    here = present is not None and is_target(present, target)
+    if wanted == "cuda" and not here:
+        where = f"this machine has {present}" if present else "this machine has no GPU"
+        raise NoGpuError(f"--measure cuda needs an {target.name}: {where}")
+    if wanted == "cuda" and missing:
+        raise UsageError(f"--measure cuda needs {' and '.join(missing)}: {install_line('cuda', 'torch')}")
+    if present is not None and not here:
+        raise NoGpuError(f"--gpu {target.name}: this machine has {present}; --measure predict searches without it")
+    return "cuda" if here and not missing else "predict"
+
+
+def missing_modules() -> list[str]:
+    """What measuring imports and is not installed."""
+    return [module for module in _MEASURES if not _is_installed(module)]
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its parent
+        return False
+
+
+def default_gpu(who: str) -> str:
+    """The name of this machine's first GPU, `generic` where it has no record. Raises UsageError, which names `who`
+    asked, where there is none."""
+    for _, device in list_gpus():
+        target = target_of(device)
+        return GENERIC if target is None else target.name
+    raise UsageError(f"{who}: no NVIDIA GPU is here to be the default of --gpu; it takes {', '.join(TARGETS)}")
+
+
+def target_here(device: Device) -> GpuTarget:
+    """What this process's GPU is: the record of its datasheet, else a generic one. Raises NoGpuError."""
+    from flywheel.vm.gpu.driver import describe_gpu
+
+    return target_of(device) or describe_gpu()[1]
+
+
+def gpu_of(device: str) -> str:
+    """The GPU that programs for a device are lowered for where nobody names one: of `cuda` this machine's, else
+    DEFAULT_GPU. Raises NoGpuError where `cuda` has none."""
+    if device != "cuda":
+        return DEFAULT_GPU
+    from flywheel.vm.gpu.driver import open_gpu
+
+    gpu = open_gpu()
+    return target_here(Device(gpu.name, gpu.num_sms, gpu.total_bytes)).name

@@ -1,0 +1,116 @@
+"""Evaluating on a GPU. Imported before the worker starts, so it stays light: what computes is imported there."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from threading import Lock
+from typing import TYPE_CHECKING, Final
+
+from flywheel.errors import ConfigError, InvalidProgramError, KernelCompileError, NoGpuError, UsageError
+from flywheel.installing import install_line
+from flywheel.ir import DType, GpuTarget, MegakernelProgram
+from flywheel.measure.device import is_target
+from flywheel.measure.environment import Environment, capture_environment
+from flywheel.measure.record import TrialRecord
+from flywheel.models.decoder import DTYPES
+from flywheel.models.formats import parse_formats
+from flywheel.plan import variant_of
+from flywheel.search.trials.device import missing_modules
+from flywheel.vm.gpu.driver import describe_gpu
+from flywheel.vm.gpu.nvrtc import arch_name, compile_variant, nvrtc_version, source_digest
+from flywheel.vm.worker import Bench, Parcel, Work
+
+if TYPE_CHECKING:
+    from flywheel.store.sql import Store
+
+_COMPILING: Final[dict[tuple[int, int, int, int, DType, tuple[int, ...]], Lock]] = {}
+
+
+def look(store: Store, gpu: str, dtype: str, program_id: str, environment: Environment) -> TrialRecord | None:
+    """The earlier measurement of a program by the same kernels under the same driver on the same kind of GPU."""
+    machine = {
+        "gpu_name": environment.gpu,
+        "gpu_driver": environment.driver,
+        "nvrtc": environment.nvrtc,
+        "kernels": environment.kernels,
+    }
+    return store.seen(program_id, gpu=gpu, dtype=dtype, measure="cuda", machine=machine)
+
+
+def capture(target: GpuTarget) -> Environment:
+    """Where a station measures. Raises NoGpuError where its GPU is not `target`, UsageError where packages are missing,
+    KernelCompileError without a compiler."""
+    environment = capture_environment()
+    present = environment.device
+    missing = missing_modules()
+    if present is not None and not missing:
+        present, _ = describe_gpu()  # nvidia-smi, which does not tell SMs, may number GPUs in another order
+    if present is None or not is_target(present, target):
+        raise NoGpuError(f"--measure cuda needs an {target.name}: {environment.host} has {present or 'no GPU'}")
+    if missing:
+        raise UsageError(f"{environment.host}: {' and '.join(missing)} missing: {install_line('cuda', 'torch')}")
+    return replace(environment, gpu=present.name, nvrtc=nvrtc_version(), kernels=source_digest()[:16])
+
+
+def make_bench(model: str, dtype: str, context: int, batch: int = 1, weights: str | None = None) -> Bench:
+    """The bench of a model by name or directory; `dtype` is a key of DTYPES, and `weights` names how matrices are
+    stored. Raises as CudaBench and open_source do."""
+    from flywheel.decode.bench import CudaBench
+    from flywheel.decode.source import open_source
+
+    formats = parse_formats(weights or dtype, dtype)
+    return CudaBench(open_source(model), DTYPES[dtype], context, batch=batch, formats=formats)
+
+
+def compile_ahead(dtype: str, program: MegakernelProgram) -> None:
+    """Put a program's kernel into the cache of compiled ones. Whatever stops that will stop the measurement, too."""
+    assert program.target is not None
+    with suppress(ConfigError, KernelCompileError):
+        variant = variant_of(program)
+        threads, matrix_warps, rows = variant.threads, variant.matrix_warps, variant.rows
+        _compile(program.target.sm_arch, threads, matrix_warps, rows, DTYPES[dtype], variant.formats)
+
+
+def wrap(program: MegakernelProgram) -> Work:
+    """A program packed for its turn; one that cannot be goes as it is, and the worker says why."""
+    from flywheel.vm.pack import pack
+
+    try:
+        return Parcel(pickle.dumps(pack(program), protocol=pickle.HIGHEST_PROTOCOL))
+    except (ConfigError, InvalidProgramError):
+        return program
+
+
+def compile_all(
+    dtype: str,
+    sm_arch: int,
+    kernels: Sequence[tuple[int, int, int]],
+    stopped: Callable[[], bool],
+    formats: tuple[int, ...] = (),
+) -> None:
+    """The same for kernels of (threads, warps that multiply, rows) and quantised matrices of `formats`, one after the
+    other, until it is `stopped`."""
+    for threads, matrix_warps, rows in kernels:
+        if stopped():
+            return
+        with suppress(ConfigError, KernelCompileError):
+            _compile(sm_arch, threads, matrix_warps, rows, DTYPES[dtype], formats)
+
+
+def _compile(
+    sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType, formats: tuple[int, ...] = ()
+) -> None:
+    """Whoever wants what another thread compiles waits for that."""
+    with _COMPILING.setdefault((sm_arch, threads, matrix_warps, rows, dtype, formats), Lock()):
+        _compile_once(sm_arch, threads, matrix_warps, rows, dtype, formats)
+
+
+@cache
+def _compile_once(
+    sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType, formats: tuple[int, ...]
+) -> None:
+    compile_variant(arch_name(sm_arch), threads, dtype, matrix_warps=matrix_warps, rows=rows, formats=formats)

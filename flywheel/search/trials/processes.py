@@ -1,0 +1,138 @@
+"""Stations in processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any, Final
+
+from flywheel.errors import FlywheelError, WorkerDiedError
+from flywheel.ir import ScheduleConfig
+from flywheel.measure.contest import Contest
+from flywheel.measure.environment import Environment
+from flywheel.process import prompt_threads
+from flywheel.search.trials.evaluate import Prepared
+from flywheel.search.trials.forks import fork
+from flywheel.search.trials.station import Predicting, Setup, Station
+
+START_S: Final = 960.0
+"""Wall seconds until a station is ready: a little more than its child may take."""
+
+CALL_S: Final = 360.0
+"""Wall seconds of one call: a little more than the child's answer may take."""
+
+MEASURE_S: Final = START_S + CALL_S
+"""Wall seconds of a measurement, before which a child may have to be started anew."""
+
+_LANES: Final = ("prepare", "measure")
+"""Calls of one lane are answered one after the other, those of two side by side."""
+
+_EXIT_S: Final = 10.0
+
+
+class ProcessHost:
+    """A station in a process of its own, with `environ` added to its environment."""
+
+    def __init__(self, name: str, setup: Setup, environ: Mapping[str, str] | None = None) -> None:
+        self.name: Final = name
+        self._setup = setup
+        self._environ = dict(environ or {})
+        self._process: ForkServerProcess | None = None
+        self._lanes: tuple[Connection, ...] = ()
+
+    def start(self) -> Environment:
+        """As `Host.start`."""
+        self.end(now=True)
+        # Those of a dead station are not closed here, where another thread may still read from them.
+        self._process, lanes = fork(self.name, serve, len(_LANES), self._setup, self._environ)
+        self._lanes = tuple(lanes)
+        environment: Environment = self._call(0, "ready", (), START_S)
+        return environment
+
+    def prepare(self, config: ScheduleConfig) -> Prepared:
+        """As `Host.prepare`."""
+        prepared: Prepared = self._call(0, "prepare", (config,), CALL_S)
+        return prepared
+
+    def measure(self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig], rounds: int) -> tuple[Contest, float]:
+        """As `Host.measure`."""
+        asked = config, tuple(rivals), rounds
+        measured: tuple[Contest, float] = self._call(1, "measure", asked, MEASURE_S)
+        return measured
+
+    def end(self, now: bool) -> None:
+        """As `Host.end`."""
+        process, self._process = self._process, None
+        lanes, self._lanes = self._lanes, ()
+        if process is None:
+            return
+        if now or isinstance(self._setup.means, Predicting):  # that one has nothing to put in order
+            process.kill()
+        else:
+            for lane in lanes:
+                lane.close()
+        process.join(_EXIT_S)
+        process.kill()
+        process.join(_EXIT_S)
+
+    @property
+    def pid(self) -> int | None:
+        """The station's process id; None where there is none."""
+        return None if self._process is None else self._process.pid
+
+    def _call(self, lane: int, method: str, arguments: tuple[Any, ...], limit_s: float) -> Any:
+        process, lanes = self._process, self._lanes
+        if process is None:
+            raise WorkerDiedError(f"{self.name}: has ended")
+        with suppress(EOFError, OSError):  # it is dead, and its last message may be cut off
+            lanes[lane].send((method, arguments))
+            if not lanes[lane].poll(limit_s):
+                process.kill()
+                raise WorkerDiedError(f"{self.name}: no answer within {limit_s:g} s")
+            answer = lanes[lane].recv()
+            if isinstance(answer, FlywheelError):
+                raise answer
+            return answer
+        process.join(_EXIT_S)
+        raise WorkerDiedError(f"{self.name}: died with exit code {process.exitcode}")
+
+
+def serve(lanes: Sequence[Connection], setup: Setup, environ: Mapping[str, str]) -> None:
+    """A station's process: one thread a lane, until the other end closes them."""
+    threading.excepthook = _end_process
+    station = Station(setup, environ)
+    threads = [threading.Thread(target=partial(_serve_lane, station, lane), daemon=True) for lane in lanes]
+    with prompt_threads():  # what was measured is answered while the next one is prepared
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    station.close()
+
+
+def _serve_lane(station: Station, lane: Connection) -> None:
+    while True:
+        try:
+            method, arguments = lane.recv()
+        except (EOFError, OSError):
+            return
+        call: Callable[..., Any] = getattr(station, method)
+        try:
+            answer = call(*arguments)
+        except FlywheelError as error:
+            answer = error
+        with suppress(OSError):  # nobody waits for it any more
+            lane.send(answer)
+
+
+def _end_process(failure: threading.ExceptHookArgs) -> None:
+    """A bug: say so, and die, so that nobody waits for an answer."""
+    threading.__excepthook__(failure)
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,143 @@
+"""Where a campaign's trials run: in this process, in processes of this machine, or on a Ray cluster."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from secrets import token_hex
+from typing import Final
+
+from flywheel.cost_model import STOCK, Predictor
+from flywheel.errors import NoGpuError, UsageError
+from flywheel.installing import install_line
+from flywheel.ir import GpuTarget
+from flywheel.measure.device import is_target
+from flywheel.measure.environment import Environment, capture_environment, list_gpus
+from flywheel.process import default_environment, prompt_threads
+from flywheel.search.sampling.descending import BEHIND
+from flywheel.search.space import make_space
+from flywheel.search.spec import CampaignSpec
+from flywheel.search.trials import measuring, predicting
+from flywheel.search.trials.device import missing_modules, settle_measure
+from flywheel.search.trials.engine import Bench, Engine, InlineEngine
+from flywheel.search.trials.fleet import Fleet
+from flywheel.search.trials.forks import jobs_of
+from flywheel.search.trials.host import Host
+from flywheel.search.trials.processes import ProcessHost
+from flywheel.search.trials.station import Measuring, Predicting, Setup
+from flywheel.search.workload import Workload
+from flywheel.store.sql import Store
+
+_AHEAD: Final = 1
+"""Configs that a host prepares while it measures another."""
+
+_SIDE: Final = BEHIND + 1
+"""Trials of a predicted search that run side by side, on however many processes: what is asked for next then depends on
+the same trials."""
+
+_QUEUED: Final = 1
+"""Configs that wait while all of the workers that were asked for predict: none is idle while the next is asked for."""
+
+_QUIET: Final = {"RAY_DEDUP_LOGS_SKIP_REGEX": "(?s).*"}
+"""Lines of Ray's that it does not print, which is all of them: it writes the log of a raylet that dies to stdout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Machines: how latencies are got there, predict or cuda, what puts stations onto them, and how many configs more
+    than that wait where all predict."""
+
+    measure: str
+    make_hosts: Callable[[Setup], Sequence[Host]]
+    queued: int = _QUEUED
+
+
+@contextmanager
+def open_site(spec: CampaignSpec, target: GpuTarget) -> Iterator[Site]:
+    """What `spec.engine` stands for. Raises NoGpuError and UsageError as `settle_measure` does, and UsageError where
+    there are fewer GPUs or processors than workers, or no cluster."""
+    if spec.engine == "local":
+        yield _here(spec, target)
+        return
+    if find_spec("ray") is None:
+        raise UsageError(f"--engine ray needs ray: {install_line('ray')}")
+    if "ray" not in sys.modules:  # which reads them when it is imported
+        default_environment(_QUIET)
+        if spec.ray_address is None:
+            default_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)})
+    from flywheel.search.trials.cluster import RayHost, connect
+
+    with connect(spec.ray_address) as cluster:
+        if spec.measure == "cuda" and not cluster.gpus:
+            raise NoGpuError(f"--measure cuda needs an {target.name}: no node of the Ray cluster has a GPU")
+        measure = "cuda" if cluster.gpus and spec.measure != "predict" else "predict"
+        gpus, there = (1, cluster.gpus) if measure == "cuda" else (0, cluster.cpus)
+        count = _workers(spec.workers or there, there, "the Ray cluster", "GPUs" if gpus else "processors")
+        names = [f"actor {number}" for number in range(count)]
+        yield Site(measure, lambda setup: [RayHost(name, setup, gpus, cluster.pulse) for name in names])
+
+
+def _here(spec: CampaignSpec, target: GpuTarget) -> Site:
+    found = [(gpu, device) for gpu, device in list_gpus() if is_target(device, target)]
+    present = found[0][1] if found else capture_environment().device
+    measure = settle_measure(spec.measure, target, present, missing_modules())
+    if measure == "predict":
+        count = spec.workers or min(jobs_of(spec.jobs), _SIDE)
+        queued = _QUEUED if spec.workers else _SIDE - count
+        return Site(measure, lambda setup: [ProcessHost(f"process {number}", setup) for number in range(count)], queued)
+    # A GPU that the driver lists without an id is the one that CUDA takes by itself.
+    chosen = [(gpu, {"CUDA_VISIBLE_DEVICES": gpu}) for gpu, _ in found] or [(getattr(present, "name", "GPU"), {})]
+    count = _workers(spec.workers or len(chosen), len(chosen), "this machine", f"{target.name} GPUs")
+    return Site(measure, lambda setup: [ProcessHost(name, setup, environ) for name, environ in chosen[:count]])
+
+
+def _workers(wanted: int, there: int, where: str, what: str) -> int:
+    if wanted > there:
+        raise UsageError(f"--workers {wanted}: {where} has {there} {what}")
+    return wanted
+
+
+@contextmanager
+def open_engine(
+    spec: CampaignSpec, site: Site, workload: Workload, store: Store, store_url: str, predictor: Predictor = STOCK
+) -> Iterator[tuple[Engine, Environment]]:
+    """An engine at a site, and where it measures or, to predict, where it is asked.
+
+    `spec.measure` is the site's. Raises what stops a host that measures, or any on Ray, from starting.
+    """
+    gpu = workload.gpu
+    if spec.measure == "predict" and spec.engine == "local" and (spec.workers or jobs_of(spec.jobs)) == 1:
+        seen = partial(predicting.open_seen, store_url, gpu, spec.dtype, predictor.version)
+        bench = Bench(workload, seen, partial(predicting.predict_outcome, predictor=predictor))
+        with InlineEngine(bench) as engine:
+            yield engine, capture_environment()
+        return
+    measured, here = spec.measure == "cuda", None
+    if measured:
+        bench_of = partial(measuring.make_bench, spec.model, spec.dtype, spec.context, spec.batch, spec.weights)
+        space = make_space(workload, spec.fix)
+        compile_all = partial(
+            measuring.compile_all, spec.dtype, workload.target.sm_arch, space.kernels(), formats=space.kernel_formats()
+        )
+        means = Measuring(
+            bench_of, partial(measuring.compile_ahead, spec.dtype), measuring.wrap, compile_all=compile_all
+        )
+        filtering = predictor if spec.prefilter is not None else None
+        setup = Setup(workload, means, partial(measuring.capture, workload.target), filtering)
+        look = partial(measuring.look, store, gpu, spec.dtype)
+    else:
+        predict = partial(predicting.predict_outcome, predictor=predictor)
+        # A process of this machine is where this one is; to find that out takes as long as a trial.
+        here = None if spec.engine == "ray" else capture_environment()
+        capture = capture_environment if here is None else partial(replace, here)
+        setup = Setup(workload, Predicting(predict, at_once=True), capture)
+        look = partial(predicting.look, store, gpu, spec.dtype, version=predictor.version)
+    ahead, queued = (_AHEAD, 0) if measured else (0, site.queued)
+    hosts = site.make_hosts(setup)
+    with prompt_threads(), Fleet(hosts, look, ahead=ahead, queued=queued, measured=measured) as fleet:
+        # Processes that predict here start while the first proposals are made.
+        yield fleet, here or fleet.ready()[0]

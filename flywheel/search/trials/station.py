@@ -1,0 +1,174 @@
+"""Where trials run: prepares configs, and measures them here or in a child that may be killed.
+
+The same on this machine and on a cluster: `processes` puts a station into a process, `cluster` into a Ray actor. Both
+import this before there is anything to compute with, so it stays light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from threading import Event, Lock, Thread
+from time import perf_counter
+from typing import Final
+
+from flywheel.cost_model import Predictor
+from flywheel.ir import MegakernelProgram, ScheduleConfig
+from flywheel.measure.contest import Contest
+from flywheel.measure.environment import Environment, capture_environment
+from flywheel.process import keep_objects, no_collector, set_environment
+from flywheel.search.trials.evaluate import Measure, Prepared, prepare
+from flywheel.search.workload import Workload
+from flywheel.vm.client import Client, Limits
+from flywheel.vm.worker import MakeBench, Work
+
+_KEPT: Final = 8
+"""Programs that wait for their turn or were the rivals of late, of each kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicting:
+    """Latencies are a function's word, `at_once` with what is said of a program: whoever asks for one then need not ask
+    again. Must pickle, as must all of a Setup."""
+
+    measure: Measure
+    at_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """Latencies are measured by a bench, in a child of the station.
+
+    Before a program's turn, `compile_ahead` does what can be done about its kernel, and `wrap` makes what the child is
+    sent. `compile_all` compiles every kernel before any is asked for, beside all else, until what it is given says that
+    nobody wants it any more.
+    """
+
+    make_bench: MakeBench
+    compile_ahead: Callable[[MegakernelProgram], None] | None = None
+    wrap: Callable[[MegakernelProgram], Work] | None = None
+    limits: Limits = field(default_factory=Limits)
+    compile_all: Callable[[Callable[[], bool]], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a station is for. `capture` describes its machine; with a `predictor`, it predicts what it prepares."""
+
+    workload: Workload
+    means: Predicting | Measuring
+    capture: Callable[[], Environment] = capture_environment
+    predictor: Predictor | None = None
+
+
+def _answered(prepared: Prepared, measure: Measure) -> Prepared:
+    """What is said of a program, with what a function has to say of it where it was not refused."""
+    if prepared.refused is not None or prepared.program is None:
+        return prepared.facts
+    start = perf_counter()
+    with no_collector():
+        answer = measure(prepared.program)
+    return replace(prepared.facts, answer=answer, answer_s=perf_counter() - start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What was prepared, and what of it the child is sent; None where there is no program."""
+
+    prepared: Prepared
+    work: Work | None
+
+
+class Station:
+    """One place. `prepare` and `measure` may run side by side, each once at a time."""
+
+    def __init__(self, setup: Setup, environ: Mapping[str, str]) -> None:
+        set_environment(environ)
+        self._setup = setup
+        self._making: Final = Lock()
+        self._made: dict[str, _Made] = {}  # by config id, oldest first
+        self._rivals: tuple[tuple[str, ...], tuple[Work, ...]] = ((), ())
+        self._client: Client | None = None
+        self._closing = Event()
+        self._compiling: Thread | None = None
+        match setup.means:
+            case Measuring(make_bench=make_bench, limits=limits, compile_all=compile_all):
+                self._client = Client(make_bench, limits)
+                if compile_all is not None:
+                    self._compiling = Thread(target=compile_all, args=(self._closing.is_set,), daemon=True)
+
+    def ready(self) -> Environment:
+        """Where this is, once it can measure. Raises what `capture` raises, and what stops its child from starting."""
+        if self._client is not None:
+            self._client.begin()  # which takes longest
+        environment = self._setup.capture()
+        if self._compiling is not None:
+            self._compiling.start()
+        if self._client is not None:
+            self._client.ready()
+        _ = self._setup.workload.graph
+        keep_objects()
+        return environment
+
+    def prepare(self, config: ScheduleConfig) -> Prepared:
+        """Lower, validate, and compile ahead; what is said of the program, which stays here."""
+        made, predictor, means = self._make(config), self._setup.predictor, self._setup.means
+        if isinstance(means, Predicting) and means.at_once:
+            return _answered(made.prepared, means.measure)
+        with self._making:
+            self._made[config.config_id] = made
+            while len(self._made) > _KEPT:
+                del self._made[next(iter(self._made))]
+        prepared = made.prepared
+        if predictor is not None and prepared.refused is None and prepared.program is not None:
+            with no_collector():
+                prepared = replace(prepared, predicted=predictor.predict(prepared.program))
+        return prepared.facts
+
+    def measure(self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig], rounds: int) -> tuple[Contest, float]:
+        """(what came of a config that was not refused, seconds that took). A child's death is Crashed and transient.
+
+        It stands alone where one of its rivals is refused today. Raises what stops a child from starting.
+        """
+        with self._making:
+            kept = self._made.pop(config.config_id, None)
+        made = kept or self._make(config)
+        assert made.prepared.program is not None
+        assert made.work is not None
+        names = tuple(rival.config_id for rival in rivals)
+        if names != self._rivals[0]:
+            found = [self._make(rival) for rival in rivals]
+            able = tuple(each.work for each in found if each.prepared.refused is None and each.work is not None)
+            self._rivals = names, able if len(able) == len(rivals) else ()
+        if self._client is not None:
+            self._client.ready()  # a new child's start is nobody's time
+        start = perf_counter()
+        match self._setup.means:
+            case Predicting(measure):
+                contest = Contest(measure(made.prepared.program))
+            case Measuring():
+                assert self._client is not None
+                contest = self._client.attempt(made.work, self._rivals[1], rounds)
+        return contest, perf_counter() - start
+
+    def close(self) -> None:
+        """End the child, if any, and what is compiled for nobody, but for the kernel that is under way: the compiler
+        does not outlive its process in peace."""
+        self._closing.set()
+        if self._client is not None:
+            self._client.close()
+        if self._compiling is not None and self._compiling.is_alive():
+            self._compiling.join()
+
+    def _make(self, config: ScheduleConfig) -> _Made:
+        with no_collector():
+            prepared = prepare(config, self._setup.workload)
+            program = prepared.program
+            if prepared.refused is not None or program is None:
+                return _Made(prepared, program)
+            match self._setup.means:
+                case Measuring(compile_ahead=compile_ahead, wrap=wrap):
+                    if compile_ahead is not None:
+                        compile_ahead(program)
+                    return _Made(prepared, program if wrap is None else wrap(program))
+            return _Made(prepared, program)

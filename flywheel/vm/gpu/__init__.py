@@ -1,0 +1,1 @@
+"""One GPU of this machine: compiled kernels, memory, launches, timing and traces."""

@@ -1,0 +1,385 @@
+"""One GPU of this machine, through cuda.core: its memory, launches on one stream, and the gate that they must pass.
+
+Torch may use the same GPU in the same process: both hold its primary context. What torch wrote must be complete, by
+`torch.cuda.synchronize()`, before a launch here reads it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType, ModuleType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flywheel.errors import ConfigError, GpuFaultError, GpuMemoryError, NoGpuError, TensorError
+from flywheel.installing import install_line
+from flywheel.ir import GpuTarget
+from flywheel.measure.device import Device, generic_name
+from flywheel.vm.gpu.nvrtc import CompiledUnit, CompiledVariant, arch_name
+from flywheel.vm.gpu.pinned import HostWord, HostWords
+
+_SPIN_S: Final = 0.02
+"""How long `Gpu.wait` polls without pause: a launch takes a few ms."""
+
+_NAP_S: Final = 0.001
+
+_PCI_BUS_ID_BYTES: Final = 32
+
+
+@cache
+def open_gpu(index: int = 0) -> Gpu:
+    """The GPU that CUDA numbers `index`, made current in this thread. Raises NoGpuError."""
+    try:
+        from cuda import core
+        from cuda.bindings import driver
+        from cuda.core._utils.cuda_utils import CUDAError  # which no public module names
+    except ImportError as error:
+        raise NoGpuError(f"cuda.core is not installed: {install_line('cuda')}") from error
+    try:
+        return Gpu(index, core, driver, CUDAError)
+    except (RuntimeError, ValueError, CUDAError) as error:  # no driver library, no such index, no device
+        raise NoGpuError(f"GPU {index}: no such NVIDIA GPU is here: {_line(error)}") from error
+
+
+def describe_gpu(index: int = 0) -> tuple[Device, GpuTarget]:
+    """The GPU that CUDA numbers `index`, and a generic record of what its driver says of it; no context is made.
+
+    Its bandwidth is the memory's clock, twice, times the width of its bus. Raises NoGpuError.
+    """
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise NoGpuError(f"cuda.bindings is not installed: {install_line('cuda')}") from error
+
+    def told(returned: tuple[Any, ...]) -> Any:
+        if returned[0] != driver.CUresult.CUDA_SUCCESS:
+            raise NoGpuError(f"GPU {index}: {returned[0].name}")
+        return returned[1] if len(returned) > 1 else None
+
+    try:
+        told(driver.cuInit(0))
+    except RuntimeError as error:  # no driver library
+        raise NoGpuError(f"GPU {index}: {_line(error)}") from error
+    device = told(driver.cuDeviceGet(index))
+    kinds = driver.CUdevice_attribute
+    facts = {
+        field: int(told(driver.cuDeviceGetAttribute(getattr(kinds, f"CU_DEVICE_ATTRIBUTE_{name}"), device)))
+        for field, name in _ATTRIBUTES.items()
+    }
+    name = told(driver.cuDeviceGetName(256, device)).partition(b"\0")[0].decode()
+    if not facts["memory_khz"] * facts["bus_bits"]:
+        raise NoGpuError(f"GPU {index}: {name} does not tell its memory's clock and bus, so it has no floor")
+    total_bytes = int(told(driver.cuDeviceTotalMem(device)))
+    return Device(name, facts["num_sms"], total_bytes), generic_target(name, total_bytes, facts)
+
+
+def generic_target(name: str, total_bytes: int, facts: Mapping[str, int]) -> GpuTarget:
+    """A record of a driver's numbers, by the fields of _ATTRIBUTES; clocks in kHz, the bus in bits."""
+    bus_bits, memory_mhz = facts["bus_bits"], facts["memory_khz"] / 1e3
+    return GpuTarget(
+        name=generic_name(Device(name, facts["num_sms"], total_bytes)),
+        sm_arch=10 * facts["major"] + facts["minor"],
+        num_sms=facts["num_sms"],
+        smem_bytes_per_sm=facts["smem_bytes_per_sm"],
+        smem_bytes_per_block_optin=facts["smem_bytes_per_block_optin"],
+        regs_per_sm=facts["regs_per_sm"],
+        max_threads_per_sm=facts["max_threads_per_sm"],
+        max_regs_per_thread=255,  # of every architecture since sm_35; no attribute tells
+        l2_bytes=facts["l2_bytes"],
+        hbm_bytes=total_bytes,
+        hbm_bandwidth_gbs=2 * facts["memory_khz"] * 1e3 * bus_bits / 8 / 1e9,
+        fp16_tflops=0.0,
+        clock_ghz=facts["clock_khz"] / 1e6,
+        supports_cooperative=bool(facts["cooperative"]),
+        note=f"no datasheet: what the driver says of {name}, {bus_bits} bits at {memory_mhz:,.0f} MHz, twice a cycle",
+    )
+
+
+_ATTRIBUTES: Final = MappingProxyType(
+    {
+        "major": "COMPUTE_CAPABILITY_MAJOR",
+        "minor": "COMPUTE_CAPABILITY_MINOR",
+        "num_sms": "MULTIPROCESSOR_COUNT",
+        "smem_bytes_per_sm": "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
+        "smem_bytes_per_block_optin": "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
+        "regs_per_sm": "MAX_REGISTERS_PER_MULTIPROCESSOR",
+        "max_threads_per_sm": "MAX_THREADS_PER_MULTIPROCESSOR",
+        "l2_bytes": "L2_CACHE_SIZE",
+        "bus_bits": "GLOBAL_MEMORY_BUS_WIDTH",
+        "memory_khz": "MEMORY_CLOCK_RATE",
+        "clock_khz": "CLOCK_RATE",
+        "cooperative": "COOPERATIVE_LAUNCH",
+    }
+)
+"""What a generic record is made of -> the driver's attribute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of device memory, until `Gpu.free`."""
+
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedKernel:
+    """A variant on the GPU: its two entries, as cuda.core's kernels."""
+
+    variant: CompiledVariant
+    megakernel: Any
+    pack_matrix: Any
+
+
+class Gpu:
+    """A GPU and the one stream that everything here is ordered by.
+
+    Methods raise GpuFaultError where CUDA reports an error; after it nothing on this GPU works in this process.
+    """
+
+    def __init__(self, index: int, core: ModuleType, driver: ModuleType, error: type[Exception]) -> None:
+        self._core, self._cuda, self._error = core, driver, error
+        device = core.Device(index)
+        device.set_current()
+        self._handle = self._checked("cuDeviceGet", driver.cuDeviceGet(index))
+        self._stream = device.create_stream()
+        properties, capability = device.properties, device.compute_capability
+        self.name: Final[str] = device.name
+        address = self._checked("cuDeviceGetPCIBusId", driver.cuDeviceGetPCIBusId(_PCI_BUS_ID_BYTES, self._handle))
+        self.pci_bus_id: Final[str] = address.partition(b"\0")[0].decode()
+        self.sm_arch: Final[int] = 10 * capability.major + capability.minor
+        self.num_sms: Final[int] = properties.multiprocessor_count
+        self.smem_optin_bytes: Final[int] = properties.max_shared_memory_per_block_optin
+        self.l2_bytes: Final[int] = properties.l2_cache_size
+        self.total_bytes: Final[int] = self._checked("cuMemGetInfo", driver.cuMemGetInfo())[1]
+        major, minor = divmod(self._checked("cuDriverGetVersion", driver.cuDriverGetVersion()) // 10, 100)
+        self.cuda_version: Final = f"{major}.{minor}"
+        self.abort_flag: Final = self._host_word()
+        self.uploaded_bytes = 0
+        self.broken = False
+
+    # Memory.
+
+    def alloc(self, nbytes: int) -> Memory:
+        """New memory, aligned to 256 bytes, of any content. Raises GpuMemoryError."""
+        result, pointer = self._cuda.cuMemAlloc(max(nbytes, 1))
+        if result == self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise GpuMemoryError(
+                f"GPU memory: {nbytes:,} bytes requested, {self.free_bytes():,} of {self.total_bytes:,} are free"
+            )
+        return Memory(int(self._checked("cuMemAlloc", (result, pointer))), nbytes)
+
+    def free(self, memory: Memory) -> None:
+        """Give memory back, after all work that was given to the stream. Nothing where the GPU is broken."""
+        if not self.broken:
+            self._checked("cuMemFree", self._cuda.cuMemFree(memory.address))
+
+    def free_bytes(self) -> int:
+        """Memory that nobody holds now."""
+        return int(self._checked("cuMemGetInfo", self._cuda.cuMemGetInfo())[0])
+
+    def upload(self, memory: Memory, array: npt.NDArray[Any], offset: int = 0) -> None:
+        """Copy an array's elements, row-major, to byte `offset`; done on return. Raises TensorError beyond the end."""
+        elements = np.ascontiguousarray(array)
+        _check_range("upload", memory, offset, elements.nbytes)
+        if elements.nbytes:
+            copy = self._cuda.cuMemcpyHtoDAsync
+            self._checked(
+                "upload", copy(memory.address + offset, elements.ctypes.data, elements.nbytes, self._stream.handle)
+            )
+            self.sync()
+            self.uploaded_bytes += elements.nbytes
+
+    def download(
+        self, memory: Memory, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int = 0
+    ) -> npt.NDArray[Any]:
+        """The array at byte `offset`, after all work given to the stream. Raises TensorError beyond the end."""
+        array = np.empty(shape, dtype)
+        _check_range("download", memory, offset, array.nbytes)
+        if array.nbytes:
+            copy = self._cuda.cuMemcpyDtoHAsync
+            self._checked(
+                "download", copy(array.ctypes.data, memory.address + offset, array.nbytes, self._stream.handle)
+            )
+            self.sync()
+        return array
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy between device addresses, in stream order."""
+        if nbytes:
+            self._checked("copy", self._cuda.cuMemcpyDtoDAsync(target, source, nbytes, self._stream.handle))
+
+    def fill(self, memory: Memory, byte: int) -> None:
+        """Set every byte, in stream order."""
+        if memory.nbytes:
+            self._checked("fill", self._cuda.cuMemsetD8Async(memory.address, byte, memory.nbytes, self._stream.handle))
+
+    def alloc_host(self, count: int) -> HostWords:
+        """New pinned words, of any content, for `fetch` and `send`."""
+        nbytes = count * ctypes.sizeof(ctypes.c_uint32)
+        address = int(self._checked("cuMemHostAlloc", self._cuda.cuMemHostAlloc(nbytes, 0)))
+        words = (ctypes.c_uint32 * count).from_address(address)
+        return HostWords(address, np.ctypeslib.as_array(words))
+
+    def free_host(self, words: HostWords) -> None:
+        """Give pinned words back, once the stream writes them no more. Nothing where the GPU is broken."""
+        if not self.broken:
+            self._checked("cuMemFreeHost", self._cuda.cuMemFreeHost(words.address))
+
+    def fetch(self, words: HostWords, index: int, source: int, count: int) -> None:
+        """Copy `count` words from device address `source` to `words.array`, from `index` on, in stream order; an event
+        behind it says when they are there."""
+        target = words.address + index * ctypes.sizeof(ctypes.c_uint32)
+        size = count * ctypes.sizeof(ctypes.c_uint32)
+        self._checked("fetch", self._cuda.cuMemcpyDtoHAsync(target, source, size, self._stream.handle))
+
+    def send(self, target: int, words: HostWords, index: int, count: int) -> None:
+        """Copy `count` of `words.array`, from `index` on, to device address `target`, in stream order; they must stay
+        as they are until the stream has passed that."""
+        size = ctypes.sizeof(ctypes.c_uint32)
+        source = words.address + index * size
+        self._checked("send", self._cuda.cuMemcpyHtoDAsync(target, source, count * size, self._stream.handle))
+
+    def _host_word(self) -> HostWord:
+        flags = self._cuda.CU_MEMHOSTALLOC_DEVICEMAP | self._cuda.CU_MEMHOSTALLOC_PORTABLE
+        host = int(self._checked("cuMemHostAlloc", self._cuda.cuMemHostAlloc(ctypes.sizeof(ctypes.c_uint32), flags)))
+        word = HostWord(
+            host, int(self._checked("cuMemHostGetDevicePointer", self._cuda.cuMemHostGetDevicePointer(host, 0)))
+        )
+        word.value = 0
+        return word
+
+    # Launches and time.
+
+    @property
+    def stream_handle(self) -> int:
+        """The stream as a CUstream, for libraries that enqueue on it."""
+        return int(self._stream.handle)
+
+    def load(self, unit: CompiledUnit) -> dict[str, Any]:
+        """The entry functions of a compiled unit, each allowed all the shared memory that a block can have.
+
+        Raises ConfigError where it was compiled for another architecture.
+        """
+        if unit.arch != arch_name(self.sm_arch):
+            raise ConfigError(f"kernel for {unit.arch}: {self.name} needs {arch_name(self.sm_arch)}")
+        with self._reported("load kernel"):
+            code = self._core.ObjectCode.from_cubin(unit.cubin)
+            kernels = {name: code.get_kernel(name) for name in unit.entries}
+        attribute = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        allow = self._cuda.cuKernelSetAttribute
+        for name, kernel in kernels.items():
+            room = self.smem_optin_bytes - unit.entries[name].static_shared_bytes
+            self._checked("cuKernelSetAttribute", allow(attribute, room, kernel.handle, self._handle))
+        return kernels
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: int,
+        block: int,
+        args: tuple[Any, ...],
+        *,
+        smem_bytes: int = 0,
+        cooperative: bool = False,
+    ) -> None:
+        """Enqueue a kernel; ints in `args` are addresses, scalars come as ctypes."""
+        config = self._core.LaunchConfig(grid=grid, block=block, shmem_size=smem_bytes, is_cooperative=cooperative)
+        with self._reported("launch"):
+            self._core.launch(self._stream, config, kernel, *args)
+
+    def coresident_blocks(self, kernel: Any, block: int, smem_bytes: int) -> int:
+        """How many blocks of a kernel the whole GPU holds at once."""
+        with self._reported("occupancy"):
+            per_sm = kernel.occupancy.max_active_blocks_per_multiprocessor(block, smem_bytes)
+        return int(per_sm) * self.num_sms
+
+    def record(self) -> Any:
+        """An event at the stream's end, for `wait` and `elapsed_us`."""
+        with self._reported("record"):
+            return self._stream.record(options=self._core.EventOptions(timing_enabled=True))
+
+    def elapsed_us(self, start: Any, end: Any) -> float:
+        """Time on the GPU from one event to another, both passed."""
+        with self._reported("elapsed time"):
+            return float(end - start) * 1e3
+
+    def wait(self, event: Any, limit_s: float) -> bool:
+        """Wait until the GPU passes an event; False where it has not after `limit_s`."""
+        with self._reported("launch"):
+            return _poll(lambda: bool(event.is_done), limit_s)
+
+    def sync(self) -> None:
+        """Wait for all work on the stream, however long it takes."""
+        with self._reported("synchronize"):
+            self._stream.sync()
+
+    def _checked(self, what: str, returned: tuple[Any, ...]) -> Any:
+        """The value, or values, behind the status of a driver call."""
+        result, *values = returned
+        if result != self._cuda.CUresult.CUDA_SUCCESS:
+            self.broken = True
+            raise GpuFaultError(f"GPU: {what}: {result.name}")
+        return values[0] if len(values) == 1 else tuple(values)
+
+    @contextmanager
+    def _reported(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except self._error as error:
+            self.broken = True
+            raise GpuFaultError(f"GPU: {what}: {_line(error)}") from error
+
+
+def load_variant(gpu: Gpu, variant: CompiledVariant) -> LoadedKernel:
+    """Put a variant on the GPU. Raises ConfigError where it was compiled for another architecture."""
+    kernels = gpu.load(variant)
+    return LoadedKernel(variant, kernels["megakernel"], kernels["pack_matrix"])
+
+
+def check_fit(kernel: LoadedKernel, gpu: Gpu, target: GpuTarget, smem_bytes: int) -> None:
+    """The gate before a launch of one block an SM of `target`, all at once, with `smem_bytes` of dynamic shared memory.
+
+    Raises ConfigError with the numbers where the blocks would not all run at once.
+    """
+    if target.sm_arch != gpu.sm_arch:
+        raise ConfigError(f"target {target.name} has sm_arch {target.sm_arch}, {gpu.name} has {gpu.sm_arch}")
+    static = kernel.variant.usage.static_shared_bytes
+    if smem_bytes + static > gpu.smem_optin_bytes:
+        raise ConfigError(
+            f"shared memory: {smem_bytes} bytes and {static} static ones exceed the {gpu.smem_optin_bytes} "
+            f"that a block can opt into on {gpu.name}"
+        )
+    room = gpu.coresident_blocks(kernel.megakernel, kernel.variant.threads, smem_bytes)
+    if target.num_sms > room:
+        raise ConfigError(
+            f"grid of {target.num_sms} blocks: {gpu.name} runs {room} at once, of {kernel.variant.threads} threads "
+            f"with {kernel.variant.usage.registers} registers and {smem_bytes} bytes of shared memory"
+        )
+
+
+def _poll(done: Callable[[], bool], limit_s: float) -> bool:
+    start = time.monotonic()
+    while not done():
+        waited = time.monotonic() - start
+        if waited > limit_s:
+            return done()
+        if waited > _SPIN_S:
+            time.sleep(_NAP_S)
+    return True
+
+
+def _check_range(what: str, memory: Memory, offset: int, nbytes: int) -> None:
+    if not 0 <= offset <= offset + nbytes <= memory.nbytes:
+        raise TensorError(f"{what}: {nbytes} bytes at {offset} exceed {memory.nbytes} bytes of memory")
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

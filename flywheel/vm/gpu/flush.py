@@ -1,0 +1,49 @@
+"""The L2 cache before a sample: full of lines that nobody asks for and that memory is owed nothing of."""
+
+from __future__ import annotations
+
+from ctypes import c_longlong
+from types import TracebackType
+from typing import Final, Self
+
+from flywheel.vm.gpu.driver import Gpu
+from flywheel.vm.gpu.nvrtc import arch_name, compile_unit
+
+FACTOR: Final = 2
+"""Bytes read, over the cache's size: what replaces its lines is not strictly the oldest first."""
+
+_BLOCKS_PER_SM: Final = 2
+_THREADS: Final = 1024
+_UNROLL: Final = 4  # of read_loads in probes.cu
+_WORD_BYTES: Final = 16
+
+
+class Flush:
+    """Empties the L2 cache, in stream order, whenever it is called; close it, or use `with`.
+
+    It reads. Lines that it wrote instead would go to memory while the next sample runs, which would count for them.
+    Raises KernelCompileError, GpuMemoryError and GpuFaultError.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._kernel = gpu.load(compile_unit("probes.cu", arch_name(gpu.sm_arch), {}))["read_loads"]
+        self._blocks = _BLOCKS_PER_SM * gpu.num_sms
+        sweep = self._blocks * _THREADS * _UNROLL * _WORD_BYTES
+        self._memory = gpu.alloc(-(-FACTOR * gpu.l2_bytes // sweep) * sweep + _WORD_BYTES)
+
+    def __call__(self) -> None:
+        """Enqueue one flush."""
+        words = self._memory.nbytes // _WORD_BYTES - 1
+        sink = self._memory.address + words * _WORD_BYTES
+        self._gpu.launch(self._kernel, self._blocks, _THREADS, (self._memory.address, c_longlong(words), sink))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._gpu.free(self._memory)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,385 @@
+"""One program on the GPU: its memory and tables, its launches, and what a launch that went wrong reports."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from math import prod
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from flywheel.errors import ConfigError, GpuFaultError, LaunchTimeoutError, TensorError
+from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind
+from flywheel.plan.step import ABSENT
+from flywheel.vm.abi import COUNTER_STRIDE, Anchor, Fault, Layout, Stamp, numpy_struct
+from flywheel.vm.elements import stored, stored_type, values
+from flywheel.vm.gpu.driver import Gpu, LoadedKernel, Memory, check_fit
+from flywheel.vm.gpu.weights import ResidentWeights
+from flywheel.vm.pack import PackedProgram
+
+__all__ = ["LoadedProgram", "ResidentWeights"]
+
+GRACE_S: Final = 2.0
+"""How long launches may take to see the abort flag and to drain."""
+
+_POISON: Final = 0xFF
+"""A byte of which every float of any type is a NaN."""
+
+_CACHE_ALIGNMENT: Final = 16
+"""Of KV caches: the width of the kernels' loads."""
+
+_PROGRAM: Final = numpy_struct("amk_program_t")
+_REPORT: Final = numpy_struct("amk_report_t")
+_TRACE: Final = numpy_struct("amk_trace_t")
+POSITIONS: Final = ABI_MAX_ROWS
+"""Positions that a launch reads, whatever the number of sequences."""
+
+_STATE_BYTES: Final = 2 * 4 + 2 * 8 * ABI_MAX_ROWS
+_WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
+_WRITTEN_KINDS: Final = (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
+
+
+def needed_weights(packed: PackedProgram) -> Iterator[tuple[str, Buffer, Layout]]:
+    """(name, buffer, layout) of each weight that a LoadedProgram looks up in its ResidentWeights."""
+    for row, buffer in enumerate(packed.program.buffers):
+        name, layout = _weight_key(packed, row)
+        if buffer.kind in _WEIGHT_KINDS and layout is not Layout.IN_UNITS:
+            yield name, buffer, layout
+
+
+def put_weights(
+    packed: PackedProgram, weights: ResidentWeights, find: Callable[[Buffer], int | npt.NDArray[Any]]
+) -> None:
+    """Put each weight that a LoadedProgram looks up, unless it is there; `find` is where a buffer's elements are,
+    row-major, as `ResidentWeights.put` takes them. Raises as that does."""
+    buffers = packed.program.buffers
+    scaled = {coded.scales: row for row, coded in packed.coded.items()}
+    for row, buffer in enumerate(buffers):
+        if buffer.kind not in _WEIGHT_KINDS:
+            continue
+        name, layout = _weight_key(packed, row)
+        if layout is Layout.UNITS:
+            coded = packed.coded[row]
+            rows = [each for each in (row, coded.scales, coded.zeros) if each != ABSENT]
+            weights.put_units(name, coded, [(find(buffers[each]), buffers[each]) for each in rows])
+        elif layout is Layout.ROW_SCALES:
+            matrix = scaled[row]
+            count = prod(buffers[matrix].shape[:-1])
+            weights.put_row_scales(name, find(buffer), buffer, count, packed.coded[matrix].rows_per_scale)
+        elif layout is not Layout.IN_UNITS:
+            weights.put(name, find(buffer), tuple(buffer.shape), buffer.dtype, layout)
+
+
+def _weight_key(packed: PackedProgram, row: int) -> tuple[str, Layout]:
+    buffer = packed.program.buffers[row]
+    return buffer.source or buffer.name, Layout(int(packed.buffers["layout"][row]))
+
+
+def stamps_ns(
+    stamps: npt.NDArray[np.uint64], anchors: npt.NDArray[np.uint64], sms: npt.NDArray[np.integer[Any]]
+) -> npt.NDArray[np.uint64]:
+    """Stamps [instruction, Stamp] in ns of the global timer, from cycles of the clocks of their SMs; 0 stays 0.
+
+    `anchors` are [SM, Anchor]; one of an SM that was not launched yet is zero.
+    """
+    ties = (Anchor.FIRST_NS, Anchor.FIRST_CYCLES, Anchor.LAST_NS, Anchor.LAST_CYCLES)
+    first_ns, first, last_ns, last = (anchors[:, each].astype(np.int64)[sms, None] for each in ties)
+    ns_per_cycle = (last_ns - first_ns) / np.maximum(last - first, 1)
+    # In integers: the timer counts from 1970, where a float has no more nanoseconds.
+    found = first_ns + np.rint((stamps.astype(np.int64) - first) * ns_per_cycle).astype(np.int64)
+    return np.where(stamps == 0, 0, found).astype(np.uint64)
+
+
+class LoadedProgram:
+    """A packed program with its memory, ready for any number of launches; close it, or use `with`.
+
+    `caches` are the device addresses of its KV caches, by buffer name; `weights` must hold its `needed_weights`.
+    Raises ConfigError where `check_fit` does and for a kernel of another block size or float type, WeightsError for a
+    weight and TensorError for a cache that is not there or not aligned to 16 bytes, GpuMemoryError.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        packed: PackedProgram,
+        kernel: LoadedKernel,
+        weights: ResidentWeights,
+        caches: Mapping[str, int],
+    ) -> None:
+        _check_kernel(gpu, packed, kernel)
+        self.gpu: Final = gpu
+        self.packed: Final = packed
+        self._kernel = kernel
+        self._grid = len(packed.queues) - 1
+        self._rows = {buffer.name: row for row, buffer in enumerate(packed.program.buffers)}
+        self._written_bytes = max(
+            (self._offset(row) + buffer.nbytes
+             for row, buffer in enumerate(packed.program.buffers) if buffer.kind in _WRITTEN_KINDS),
+            default=0,
+        )  # fmt: skip
+        self._owned: list[Memory] = []
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._arena = self._take(packed.arena.nbytes + packed.arena.awaited_bytes)
+            self._addresses = self._find_buffers(weights, caches)
+            self._counters = self._take(2 * packed.n_counters * COUNTER_STRIDE)
+            self._state = self._take(_STATE_BYTES)
+            self._report = self._take(_REPORT.itemsize)
+            traced = len(packed.instructions) + self._grid if kernel.variant.trace else 0
+            self._trace = self._take(traced * _TRACE.itemsize) if traced else None
+            self._reset()
+            self._program = self._upload_program()
+            undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back; weights and caches stay."""
+        while self._owned:
+            self.gpu.free(self._owned.pop())
+
+    def address(self, name: str) -> int:
+        """Where a buffer lies on the device. Raises TensorError for a name that no buffer has."""
+        return self._addresses[self._row(name)]
+
+    def poison(self) -> None:
+        """Fill what launches write with bytes that are NaN, so that nothing of an earlier launch is read."""
+        self.gpu.fill(Memory(self._arena.address, self._written_bytes), _POISON)
+        self._forget(1)
+
+    def _forget(self, number: int) -> None:
+        """Nothing of a set of awaited buffers is written yet."""
+        start = self._arena.address + number * self.packed.arena.nbytes
+        self.gpu.fill(Memory(start, self.packed.arena.awaited_bytes), _POISON)
+
+    def write_input(self, name: str, array: npt.NDArray[Any]) -> None:
+        """Set an input, or an activation, with elements as `elements.stored` takes them. Raises TensorError."""
+        row, buffer = self._own(name)
+        self.gpu.upload(self._arena, stored(array, buffer.dtype, tuple(buffer.shape), name), self._offset(row))
+
+    def read_output(self, name: str) -> npt.NDArray[Any]:
+        """An output, or any activation that nothing has overwritten; BF16 as float32. Raises TensorError."""
+        row, buffer = self._own(name)
+        offset = self._offset(row) + self._last_set() * int(self._is_awaited(row))
+        array = self.gpu.download(self._arena, stored_type(buffer.dtype), tuple(buffer.shape), offset)
+        return values(array, buffer.dtype)
+
+    def transient_starts(self) -> dict[str, int]:
+        """Where each activation and output begins in the arena, in bytes, by name."""
+        return {
+            buffer.name: self._offset(row)
+            for row, buffer in enumerate(self.packed.program.buffers)
+            if buffer.kind in _WRITTEN_KINDS
+        }
+
+    def copy_transients(self, target: int) -> None:
+        """Copy what the last launch left, the arena, to the device address `target`, in stream order."""
+        arena = self.packed.arena
+        self.gpu.copy(target, self._arena.address, arena.nbytes)
+        # Awaited buffers lie first in the arena, and their second set behind it.
+        self.gpu.copy(target, self._arena.address + self._last_set(), arena.awaited_bytes)
+
+    def _is_awaited(self, row: int) -> bool:
+        return bool(self.packed.buffers["layout"][row] == Layout.AWAITED)
+
+    def _last_set(self) -> int:
+        """Bytes by which the set of awaited buffers that the last launch wrote lies behind the first one."""
+        launches = int(self.gpu.download(self._state, np.uint32, (1,))[0])
+        return (launches + 1) % 2 * self.packed.arena.nbytes
+
+    def launch(self, pos: int | None = None, positions: int = 0) -> None:
+        """Enqueue one launch, moved to position `pos`; None runs the program as it was lowered. `sync` waits for it.
+
+        `positions` is the device address of POSITIONS int32, the position of each sequence, none of which is behind
+        `pos`; with 0, all stand there. Raises ConfigError for a position that the program cannot move to.
+        """
+        if pos is not None:
+            self.packed.check_position(pos)
+        self.gpu.launch(
+            self._kernel.megakernel,
+            self._grid,
+            self._kernel.variant.threads,
+            (self._program.address, ctypes.c_int32(ABSENT if pos is None else pos), positions),
+            smem_bytes=self.packed.variant.smem_bytes,
+            cooperative=True,
+        )
+
+    def read_trace(self) -> npt.NDArray[np.uint64]:
+        """[instruction, Stamp] of the last launch, in ns of the GPU's global timer; 0 where a task did not get there.
+
+        Raises ConfigError where the kernel keeps no trace.
+        """
+        stamps, anchors = self._read_stamps()
+        return stamps_ns(stamps, anchors, self.packed.instructions["sm"])
+
+    def read_waits(self) -> npt.NDArray[np.float64]:
+        """[SM, 2] of the last launch, as shares of its time: the loader stalled, the matrix warps starved (Anchor).
+
+        Raises ConfigError where the kernel keeps no trace.
+        """
+        anchors = self._read_stamps()[1].astype(np.float64)
+        took = anchors[:, Anchor.LAST_CYCLES] - anchors[:, Anchor.FIRST_CYCLES]
+        return anchors[:, [Anchor.STALLED, Anchor.STARVED]] / np.maximum(took, 1.0)[:, None]
+
+    def _read_stamps(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """([instruction, Stamp], [SM, Anchor])."""
+        if self._trace is None:
+            raise ConfigError("kernel: compiled without trace")
+        count = len(self.packed.instructions)
+        rows = self.gpu.download(self._trace, np.uint64, (count + self._grid, len(Stamp)))
+        return rows[:count], rows[count:]
+
+    def sync(self, limit_s: float) -> None:
+        """Wait for all launches so far, and look at what they report.
+
+        Raises LaunchTimeoutError where they do not end within `limit_s`: they were stopped, and can be launched again.
+        Raises TensorError for an input that the program could not use; and GpuFaultError where a launch broke the GPU,
+        or does not even stop: then this process must end.
+        """
+        self.wait(self.gpu.record(), limit_s)
+        report = self._read_report()
+        if report["fault"] != Fault.NONE:
+            self._reset()
+            raise TensorError(
+                f"{self._label(report)}: id {report['counter']} is no row of its table"
+                if report["fault"] == Fault.BAD_TOKEN
+                else f"{self._label(report)}: stopped with fault {report['fault']}"
+            )
+
+    def wait(self, event: Any, limit_s: float) -> None:
+        """Wait until the stream passes an event of `Gpu.record`.
+
+        Raises LaunchTimeoutError and GpuFaultError as `sync` does, of this launch or of any behind it.
+        """
+        if not self.gpu.wait(event, limit_s):
+            self._stop(self.gpu.record(), limit_s)
+
+    def _stop(self, done: Any, limit_s: float) -> None:
+        self.gpu.abort_flag.value = 1
+        if not self.gpu.wait(done, GRACE_S):
+            self.gpu.broken = True
+            raise GpuFaultError(f"launch: not over after {limit_s:g} s, nor {GRACE_S:g} s after it was told to stop")
+        self.gpu.abort_flag.value = 0
+        report = self._read_report()
+        self._reset()
+        raise LaunchTimeoutError(f"launch: not over after {limit_s:g} s; {self._culprit(report)}", limit_s)
+
+    def _culprit(self, report: npt.NDArray[np.void]) -> str:
+        if report["fault"] != Fault.ABORTED:
+            return "no task waits for a counter"
+        if report["counter"] == ABSENT:
+            return f"{self._label(report)} on SM {report['sm']} is not over"
+        return (
+            f"{self._label(report)} on SM {report['sm']} waits for counter {report['counter']} >= "
+            f"{report['threshold']}, at {report['value']}"
+        )
+
+    def _label(self, report: npt.NDArray[np.void]) -> str:
+        task = int(report["task"])
+        return self.packed.labels[task] if 0 <= task < len(self.packed.labels) else f"task at {task}"
+
+    def _read_report(self) -> npt.NDArray[np.void]:
+        return self.gpu.download(self._report, _REPORT, (1,))[0]  # type: ignore[no-any-return]
+
+    def _reset(self) -> None:
+        """Before the first launch and after one that went wrong: no launch, fault or stamp, all counters at 0, nothing
+        written."""
+        for memory in (self._counters, self._state, self._report, self._trace):
+            if memory is not None:
+                self.gpu.fill(memory, 0)
+        for number in range(2):
+            self._forget(number)
+
+    def _upload_program(self) -> Memory:
+        packed, variant = self.packed, self.packed.variant
+        buffers, segments = packed.buffers.copy(), packed.segments.copy()
+        buffers["ptr"] = self._addresses
+        segments["src"] += buffers["ptr"][packed.segment_buffers]
+        tables = {
+            "buffers": buffers, "instructions": packed.instructions, "queues": packed.queues, "steps": packed.steps,
+            "segments": segments, "streams": packed.streams, "floats": packed.floats,
+        }  # fmt: skip
+        program = np.zeros(1, _PROGRAM)
+        for name, table in tables.items():
+            program[name] = self._put(table).address
+        program["counters"], program["state"] = self._counters.address, self._state.address
+        program["awaited"], program["set_stride"] = self._arena.address, packed.arena.nbytes
+        program["awaited_bytes"] = packed.arena.awaited_bytes
+        program["report"], program["abort_flag"] = self._report.address, self.gpu.abort_flag.address
+        program["trace"] = 0 if self._trace is None else self._trace.address
+        program["workspace"] = self._take(self._grid * packed.workspace_stride).address
+        for name in ("ring_slots", "chunk_bytes", "staged_bytes", "prefetch_depth", "inflight_chunks", "chunk_warps",
+                     "copies"):  # fmt: skip
+            program[name] = getattr(variant, name)
+        for name in ("n_counters", "workspace_stride", "pass_blocks"):
+            program[name] = getattr(packed, name)
+        return self._put(program)
+
+    def _find_buffers(self, weights: ResidentWeights, caches: Mapping[str, int]) -> list[int]:
+        """The address of each buffer."""
+        addresses = []
+        for row, buffer in enumerate(self.packed.program.buffers):
+            if buffer.kind in _WEIGHT_KINDS:
+                name, layout = _weight_key(self.packed, row)
+                addresses.append(0 if layout is Layout.IN_UNITS else weights.get(name, layout))
+            elif buffer.kind is BufferKind.KV_CACHE:
+                if buffer.name not in caches:
+                    raise TensorError(f"cache {buffer.name}: not given")
+                if caches[buffer.name] % _CACHE_ALIGNMENT:
+                    raise TensorError(f"cache {buffer.name}: starts at no multiple of {_CACHE_ALIGNMENT} bytes")
+                addresses.append(caches[buffer.name])
+            else:
+                addresses.append(self._arena.address + self._offset(row))
+        return addresses
+
+    def _offset(self, row: int) -> int:
+        return self.packed.arena.offsets[row]
+
+    def _own(self, name: str) -> tuple[int, Buffer]:
+        """(row, buffer) of one in the arena."""
+        row = self._row(name)
+        if row not in self.packed.arena.offsets:
+            raise TensorError(f"{name}: is no input, activation or output")
+        return row, self.packed.program.buffers[row]
+
+    def _row(self, name: str) -> int:
+        if name not in self._rows:
+            raise TensorError(f"{name}: the program has no buffer of that name")
+        return self._rows[name]
+
+    def _put(self, table: npt.NDArray[Any]) -> Memory:
+        memory = self._take(table.nbytes)
+        self.gpu.upload(memory, table)
+        return memory
+
+    def _take(self, nbytes: int) -> Memory:
+        memory = self.gpu.alloc(nbytes)
+        self._owned.append(memory)
+        return memory
+
+
+def _check_kernel(gpu: Gpu, packed: PackedProgram, kernel: LoadedKernel) -> None:
+    variant, target = kernel.variant, packed.program.target
+    if target is None:
+        raise ConfigError("program: no target, so no grid")
+    has = (variant.threads, variant.matrix_warps, variant.dtype.name)
+    needs = (packed.variant.threads, packed.variant.matrix_warps, packed.dtype.name)
+    if has != needs:
+        raise ConfigError(
+            "kernel for {} threads, {} matrix warps and {}: the program needs {}, {} and {}".format(*has, *needs)
+        )
+    if variant.rows not in (0, packed.variant.rows):
+        has_rows = packed.variant.rows or "various numbers of"
+        raise ConfigError(f"kernel for products of {variant.rows} rows: the program's have {has_rows}")
+    if not set(packed.variant.formats) <= set(variant.formats):
+        raise ConfigError(
+            f"kernel for quantised formats {list(variant.formats)}: the program has {list(packed.variant.formats)}"
+        )
+    check_fit(kernel, gpu, target, packed.variant.smem_bytes)

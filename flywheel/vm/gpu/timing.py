@@ -1,0 +1,180 @@
+"""How long launches take on the GPU, by CUDA events, and what clocks they ran at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import ceil
+from typing import Any, Final
+
+import numpy as np
+
+from flywheel.measure.dismissal import MARGINS, is_dismissed
+from flywheel.measure.latency import GpuState, L2State, MeasuredLatency
+from flywheel.vm.gpu.driver import Gpu
+from flywheel.vm.gpu.flush import Flush
+from flywheel.vm.gpu.loader import LoadedProgram
+from flywheel.vm.gpu.nvml import read_state
+
+_HEAD_START: Final = 10
+"""Flushes before a batch. They keep the GPU busy while the host enqueues, so that no launch waits for the host."""
+
+_BATCH_US: Final = 30_000.0
+"""A batch that lasts this long shows the clocks under load; NVML is asked while it runs."""
+
+_MOST_TIMES: Final = 10
+"""Launches of a batch at most, over samples."""
+
+Launch = Callable[[], None]
+"""Enqueues one launch of something on the stream of a Gpu."""
+
+
+def time_launches(
+    loaded: LoadedProgram,
+    pos: int | None,
+    *,
+    samples: int = 30,
+    warmup: int = 3,
+    l2: L2State = "clean",
+    limit_s: float = 10.0,
+) -> MeasuredLatency:
+    """Time `samples` launches one by one, and at least as many back to back, after `warmup` ones that do not count.
+
+    All at position `pos`, whose KV rows each launch writes anew. The clocks are those under the batch; whatever held
+    clocks down at any time is in `throttle`. `limit_s` is for each group of launches.
+    Raises LaunchTimeoutError, GpuFaultError and TensorError as `LoadedProgram.sync` does.
+    """
+    gpu = loaded.gpu
+    with Flush(gpu) as flush:
+        singles = _time_singles(loaded, pos, samples, warmup, flush if l2 == "clean" else None, limit_s)
+    return time_batch(loaded, pos, summarise(singles, warmup, l2), limit_s)
+
+
+def time_in_turn(
+    loaded: Sequence[LoadedProgram],
+    pos: int | None,
+    *,
+    samples: int,
+    warmup: int,
+    limit_s: float = 10.0,
+    dismissing: bool = False,
+) -> list[list[float]]:
+    """Samples in us of each program: sample i of one is taken right beside sample i of the others.
+
+    The order is reversed from one sample to the next, and the L2 cache emptied before each launch. Each program gets
+    `warmup` launches that do not count. Where the first one `is_dismissed` beside the second, by their first samples
+    or, with `dismissing`, at any stage, there are no more of any. Raises as `time_launches` does.
+    """
+    gpu = loaded[0].gpu
+    launches = [partial(program.launch, pos) for program in loaded]
+
+    def finish() -> None:
+        for program in loaded:
+            program.sync(limit_s)
+
+    with Flush(gpu) as flush:
+        times = _time_turns(gpu, launches, finish, warmup + 1, flush, skipped=warmup)
+        stages = [count for count in MARGINS if 1 < count < samples] if dismissing else []
+        for count in (*stages, samples):
+            if len(times) > 1 and is_dismissed(times[0], times[1]):
+                break
+            more = _time_turns(gpu, launches, finish, count - len(times[0]), flush)
+            times = [first + rest for first, rest in zip(times, more, strict=True)]
+    return times
+
+
+def time_contestants(
+    gpu: Gpu, launches: Sequence[Launch], finish: Launch, *, samples: int, warmup: int
+) -> list[list[float]]:
+    """As `time_in_turn`, of whatever can be launched on the GPU's stream, and none is cut short.
+
+    `finish` waits for all launches so far. The GPU is kept busy while the host gets ahead of it, so that no sample
+    holds the time that the host takes to enqueue. Raises as `finish` does.
+    """
+    with Flush(gpu) as flush:
+        _keep_busy(flush)
+        return _time_turns(gpu, launches, finish, warmup + samples, flush, skipped=warmup)
+
+
+def time_back_to_back(gpu: Gpu, launch: Launch, finish: Launch, latency: MeasuredLatency) -> MeasuredLatency:
+    """As `time_batch`, of whatever can be launched on the GPU's stream. Raises as `finish` does."""
+    before = read_state(gpu.pci_bus_id)
+    with Flush(gpu) as flush:
+        count = min(max(latency.samples, ceil(_BATCH_US / latency.median_us)), _MOST_TIMES * latency.samples)
+        batch_us, under_load = _time_batch(gpu, launch, finish, count, flush)
+    return replace(latency, batch_us=batch_us, gpu_state=_both(before, under_load))
+
+
+def time_batch(
+    loaded: LoadedProgram, pos: int | None, latency: MeasuredLatency, limit_s: float = 10.0
+) -> MeasuredLatency:
+    """`latency` with the time of one launch among many back to back, and the state of the GPU before and under them.
+
+    Raises as `time_launches` does.
+    """
+    return time_back_to_back(loaded.gpu, partial(loaded.launch, pos), partial(loaded.sync, limit_s), latency)
+
+
+def summarise(samples_us: Sequence[float], warmup: int, l2: L2State = "clean") -> MeasuredLatency:
+    """The latency that samples stand for."""
+    p10, median, p90 = (float(value) for value in np.percentile(samples_us, (10, 50, 90)))
+    return MeasuredLatency(median, p10, p90, len(samples_us), warmup, l2)
+
+
+def _time_turns(
+    gpu: Gpu, launches: Sequence[Launch], finish: Launch, turns: int, flush: Flush, skipped: int = 0
+) -> list[list[float]]:
+    events: list[list[tuple[Any, Any]]] = [[] for _ in launches]
+    order = list(zip(launches, events, strict=True))
+    for turn in range(turns):
+        for launch, noted in order if turn % 2 else reversed(order):
+            flush()
+            start = gpu.record()
+            launch()
+            noted.append((start, gpu.record()))
+    finish()
+    return [[gpu.elapsed_us(start, end) for start, end in noted[skipped:]] for noted in events]
+
+
+def _time_singles(
+    loaded: LoadedProgram, pos: int | None, samples: int, warmup: int, flush: Flush | None, limit_s: float
+) -> list[float]:
+    gpu = loaded.gpu
+    events = []
+    for _ in range(warmup + samples):
+        if flush is not None:
+            flush()
+        start = gpu.record()
+        loaded.launch(pos)
+        events.append((start, gpu.record()))
+    loaded.sync(limit_s)
+    return [gpu.elapsed_us(start, end) for start, end in events[warmup:]]
+
+
+def _time_batch(gpu: Gpu, launch: Launch, finish: Launch, count: int, flush: Flush) -> tuple[float, GpuState]:
+    """(time of one launch, state of the GPU while they run)."""
+    _keep_busy(flush)
+    start = gpu.record()
+    for _ in range(count):
+        launch()
+    end = gpu.record()
+    state = read_state(gpu.pci_bus_id)
+    finish()
+    return gpu.elapsed_us(start, end) / count, state
+
+
+def _keep_busy(flush: Flush) -> None:
+    for _ in range(_HEAD_START):
+        flush()
+
+
+def _both(before: GpuState, after: GpuState) -> GpuState:
+    """`after`, with whatever held the clocks down, and the most strangers, in either."""
+    strangers = [state.strangers for state in (before, after) if state.strangers is not None]
+    after = replace(after, strangers=max(strangers, default=None))
+    if before.throttle is None or after.throttle is None:
+        return after
+    reasons = dict.fromkeys(f"{before.throttle},{after.throttle}".split(","))
+    named = [reason for reason in reasons if reason != "none"]
+    return replace(after, throttle=",".join(named) or "none")

@@ -1,0 +1,160 @@
+"""Weights on the GPU, in the orders that kernels read them in, once each however many programs share them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy.typing as npt
+
+from flywheel.errors import WeightsError
+from flywheel.ir import Buffer, DType
+from flywheel.plan.formats import coded_bytes
+from flywheel.plan.step import Coded
+from flywheel.vm.abi import FRAGMENT_ROWS, Layout
+from flywheel.vm.elements import stored
+from flywheel.vm.gpu.driver import Gpu, Memory
+from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
+
+FRAGMENT_ELEMENTS: Final = FRAGMENT_ROWS * FRAGMENT_ROWS
+
+_PACK_THREADS: Final = 320
+"""Threads of the variant whose kernels pack, and of its blocks: the commonest one, so that it is at hand."""
+
+_PACK_BLOCKS_PER_SM: Final = 6
+
+
+def fragments_bytes(shape: Sequence[int], dtype: DType) -> int:
+    """Bytes of a matrix, all dimensions but the last being rows, in Layout.FRAGMENTS."""
+    rows, width = prod(shape[:-1]), shape[-1]
+    return dtype.nbytes(-(-rows // FRAGMENT_ROWS) * -(-width // FRAGMENT_ROWS) * FRAGMENT_ELEMENTS)
+
+
+class ResidentWeights:
+    """Device addresses of weights by name and layout, for programs whose float type is `dtype`."""
+
+    def __init__(self, gpu: Gpu, dtype: DType, cache_dir: Path | None = None) -> None:
+        self._gpu, self._dtype, self._cache_dir = gpu, dtype, cache_dir
+        self._addresses: dict[tuple[str, Layout], int] = {}
+        self._owned: list[Memory] = []
+        self._kernels: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back the memory that `put` took."""
+        while self._owned:
+            self._gpu.free(self._owned.pop())
+        self._addresses.clear()
+
+    def borrow(self, name: str, address: int) -> None:
+        """Use a row-major tensor where it lies on the device; its owner keeps it there until `close`."""
+        self._addresses[name, Layout.ROWS] = address
+
+    def put(self, name: str, source: int | npt.NDArray[Any], shape: Sequence[int], dtype: DType, layout: Layout) -> int:
+        """Copy a row-major tensor, at a device address or in an array as `elements.stored` takes it, into `layout`.
+
+        Returns its address; nothing moves where it is there already. Raises WeightsError for fragments of another
+        element type than the programs', TensorError for another array than `shape` and `dtype` say, GpuMemoryError and,
+        where the packing kernel cannot be compiled, KernelCompileError.
+        """
+        if (name, layout) in self._addresses:
+            return self._addresses[name, layout]
+        array = None if isinstance(source, int) else stored(source, dtype, tuple(shape), name)
+        if layout is Layout.FRAGMENTS:
+            address = self._put_fragments(name, source if array is None else array, shape, dtype)
+        else:
+            memory = self._take(dtype.nbytes(prod(shape)))
+            address = memory.address
+            if array is None:
+                assert isinstance(source, int)
+                self._gpu.copy(address, source, memory.nbytes)
+                self._gpu.sync()
+            else:
+                self._gpu.upload(memory, array)
+        self._addresses[name, layout] = address
+        return address
+
+    def put_units(self, name: str, coded: Coded, parts: Sequence[tuple[int | npt.NDArray[Any], Buffer]]) -> int:
+        """A quantised matrix, its scales and its zero points, if it has any, as Layout.UNITS; `parts` are sources as
+        `put` takes them, with their buffers. Returns its address, and raises as `put` does."""
+        key = name, Layout.UNITS
+        if key not in self._addresses:
+            matrix, scales = parts[0][1], parts[1][1]
+            packed = self._take(coded_bytes(coded.coding, tuple(matrix.shape)))
+            with ExitStack() as held:
+                sources = [self._on_gpu(source, buffer, held) for source, buffer in parts]
+                numbers = (
+                    prod(matrix.shape[:-1]), matrix.shape[-1], coded.group, coded.rows_per_scale, int(scales.dtype),
+                    coded.coding.number,
+                )  # fmt: skip
+                addresses = (*sources, *[0] * (3 - len(sources)), packed.address)
+                self._run("pack_codes", (*addresses, *map(ctypes.c_int32, numbers)))
+            self._addresses[key] = packed.address
+        return self._addresses[key]
+
+    def put_row_scales(self, name: str, source: int | npt.NDArray[Any], buffer: Buffer, rows: int, shared: int) -> int:
+        """Scales of which each holds for `shared` of so many rows, as Layout.ROW_SCALES. Returns their address."""
+        key = name, Layout.ROW_SCALES
+        if key not in self._addresses:
+            expanded = self._take(DType.F32.nbytes(rows))
+            with ExitStack() as held:
+                numbers = map(ctypes.c_int32, (rows, shared, int(buffer.dtype)))
+                self._run("expand_scales", (self._on_gpu(source, buffer, held), expanded.address, *numbers))
+            self._addresses[key] = expanded.address
+        return self._addresses[key]
+
+    def _on_gpu(self, source: int | npt.NDArray[Any], buffer: Buffer, held: ExitStack) -> int:
+        """The device address of a source, which stays there as long as `held`."""
+        if isinstance(source, int):
+            return source
+        array = stored(source, buffer.dtype, tuple(buffer.shape), buffer.name)
+        memory = self._gpu.alloc(array.nbytes)
+        held.callback(self._gpu.free, memory)
+        self._gpu.upload(memory, array)
+        return memory.address
+
+    def get(self, name: str, layout: Layout) -> int:
+        """The address of a weight. Raises WeightsError where it was not put there in that layout."""
+        if (name, layout) not in self._addresses:
+            raise WeightsError(f"weight {name}: not on the GPU as {layout.name}")
+        return self._addresses[name, layout]
+
+    def _put_fragments(self, name: str, source: int | npt.NDArray[Any], shape: Sequence[int], dtype: DType) -> int:
+        if dtype is not self._dtype:
+            raise WeightsError(f"weight {name}: {dtype.name} cannot be multiplied in programs of {self._dtype.name}")
+        packed = self._take(fragments_bytes(shape, dtype))
+        if isinstance(source, int):
+            self._run_pack(source, packed, shape)
+            return packed.address
+        rows = self._gpu.alloc(source.nbytes)
+        try:
+            self._gpu.upload(rows, source)
+            self._run_pack(rows.address, packed, shape)
+        finally:
+            self._gpu.free(rows)
+        return packed.address
+
+    def _run_pack(self, source: int, packed: Memory, shape: Sequence[int]) -> None:
+        rows, width = prod(shape[:-1]), shape[-1]
+        self._run("pack_matrix", (source, packed.address, ctypes.c_int32(rows), ctypes.c_int32(width)))
+
+    def _run(self, name: str, args: tuple[Any, ...]) -> None:
+        if not self._kernels:
+            variant = compile_variant(arch_name(self._gpu.sm_arch), _PACK_THREADS, self._dtype, self._cache_dir)
+            self._kernels = dict(self._gpu.load(variant))
+        self._gpu.launch(self._kernels[name], _PACK_BLOCKS_PER_SM * self._gpu.num_sms, _PACK_THREADS, args)
+        self._gpu.sync()  # the source's owner may take it back
+
+    def _take(self, nbytes: int) -> Memory:
+        memory = self._gpu.alloc(nbytes)
+        self._owned.append(memory)
+        return memory
