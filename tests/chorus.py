@@ -44,7 +44,7 @@ def sing(sequences: Sequences, all_voices: Sequence[Voice]) -> list[list[int]]:
             voice = all_voices[number]
             sequences.join(free[-1], voice.prompt, len(voice.prompt) + voice.tokens - 1, voice.sampling)
             singing[free[-1]] = number
-        for row, token in sequences.advance():
+        for row, token, _ in sequences.advance():
             number = singing[row]
             heard[number].append(token)
             voice = all_voices[number]
@@ -60,6 +60,6 @@ def alone(make: Callable[[], Sequences], voice: Voice, row: int = 0) -> list[int
     sequences.join(row, voice.prompt, len(voice.prompt) + voice.tokens - 1, voice.sampling)
     heard: list[int] = []
     while len(heard) < (voice.leaves or voice.tokens):
-        heard += [token for _, token in sequences.advance()]
+        heard += [made.token for made in sequences.advance()]
     sequences.close()
     return heard

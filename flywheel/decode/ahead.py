@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flywheel.decode.choices import Choices
+from flywheel.decode.logprobs import WORDS, Made, most_asked, read_row, report
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.session import TokenStream
 from flywheel.vm.gpu.driver import Gpu
@@ -40,7 +41,7 @@ def decode_ahead(
     with closing(QueuedRows(loaded, device, 1, limit_s)) as rows:
         rows.begin(0, prompt, positions, start, sampling)
         while queued := rows.next_launch():
-            yield from [token for _, token in queued.tokens()]
+            yield from [made.token for made in queued.tokens()]
 
 
 @dataclass(slots=True, eq=False)
@@ -60,11 +61,20 @@ class _Launch:
     rows: tuple[tuple[int, _Row], ...]
     held: dict[int, _Row]
     chosen: np.ndarray[Any, Any]
+    reported: np.ndarray[Any, Any] | None
+    """Words of `report`, [batch, ...]; None where no row asks for them."""
 
-    def tokens(self) -> list[tuple[int, int]]:
-        """(row, token) of each."""
-        found = [(row, each) for row, each in self.rows if self.held.get(row) is each]
-        return [(row, int(self.chosen[row].astype(np.int32))) for row, _ in found]
+    def tokens(self) -> list[Made]:
+        """The token of each."""
+        return [
+            Made(
+                row,
+                int(self.chosen[row].astype(np.int32)),
+                None if self.reported is None else read_row(self.reported[row], each.sampling),
+            )
+            for row, each in self.rows
+            if self.held.get(row) is each
+        ]
 
 
 class QueuedRows:
@@ -83,15 +93,15 @@ class QueuedRows:
         self._logits: Tensor | None = None
         self._choices: Choices | None = None
         self._held: dict[int, _Row] = {}
-        self._queued: deque[tuple[int, tuple[tuple[int, _Row], ...], Any]] = deque()
+        self._queued: deque[tuple[int, tuple[tuple[int, _Row], ...], int, Any]] = deque()
         self._next_slot = 0
         with self._on_stream():
             self._tokens = _view(self._token_in, (batch,), torch.int32, device)
             self._positions = torch.zeros(POSITIONS, dtype=torch.int32, device=device)
             self._tokens.zero_()
         with ExitStack() as undo:
-            # The positions of each slot, and behind them its tokens: pinning memory takes long.
-            self._words = gpu.alloc_host(_SLOTS * (POSITIONS + batch))
+            # The positions of each slot, behind them the tokens, and the reports: pinning memory takes long.
+            self._words = gpu.alloc_host(_SLOTS * (POSITIONS + batch + batch * WORDS))
             undo.callback(gpu.free_host, self._words)
             undo.callback(self._finish)
             self._undo = undo.pop_all()
@@ -145,12 +155,17 @@ class QueuedRows:
             pass
         if not self._queued:
             return None
-        slot, rows, done = self._queued.popleft()
+        slot, rows, width, done = self._queued.popleft()
         self._loaded.wait(done, self._limit_s)
-        return _Launch(rows, self._held, self._words.array[self._tokens_at(slot) :][: self._batch].copy())
+        chosen = self._words.array[self._tokens_at(slot) :][: self._batch].copy()
+        report_words = self._words.array[self._report_at(slot) :][: self._batch * width].copy()
+        return _Launch(rows, self._held, chosen, report_words.reshape(self._batch, width) if width else None)
 
     def _tokens_at(self, slot: int) -> int:
         return _SLOTS * POSITIONS + slot * self._batch
+
+    def _report_at(self, slot: int) -> int:
+        return self._tokens_at(_SLOTS) + slot * self._batch * WORDS
 
     def _enqueue(self) -> bool:
         """Queue a launch of the rows that have not come to their ends; False where there are none."""
@@ -167,11 +182,22 @@ class QueuedRows:
                 self._replace_choices(live)
         gpu.fetch(self._words, self._tokens_at(slot), self._token_in, self._batch)
         shown = tuple([(row, each) for row, each in live if each.position >= len(each.prompt) - 1])
-        self._queued.append((slot, shown, gpu.record()))
+        width = self._fetch_report(slot, shown)
+        self._queued.append((slot, shown, width, gpu.record()))
         self._next_slot = (slot + 1) % _SLOTS
         for _, each in live:
             each.position += 1
         return True
+
+    def _fetch_report(self, slot: int, shown: Sequence[tuple[int, _Row]]) -> int:
+        """Words a row of what rows ask for beside their tokens, which come with these; 0 where they ask for nothing."""
+        most = most_asked(each.sampling for _, each in shown)
+        if most is None:
+            return 0
+        with self._on_stream():  # whose order keeps the report until it is fetched
+            found = report(self._all_logits(), self._tokens, most)
+            self._gpu.fetch(self._words, self._report_at(slot), found.data_ptr(), found.numel())
+        return found.shape[1]
 
     def _send_positions(self, slot: int, live: Sequence[tuple[int, _Row]]) -> None:
         """Where each row stands in the next launch; the others at position 0, where they cost least."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from flywheel.decode.ahead import QueuedRows
 from flywheel.decode.caches import KvCaches
+from flywheel.decode.logprobs import Made
 from flywheel.decode.memory import within_memory
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.sampling import Sampling
@@ -44,7 +45,7 @@ class QueuedSequences:
         self._rows.end(row)
         self._taken.discard(row)
 
-    def advance(self) -> list[tuple[int, int]]:
+    def advance(self) -> list[Made]:
         """As Sequences says; of launches whose sequences have all left there is nothing to tell. Raises as
         `QueuedRows.next_launch`, and GpuMemoryError where what tokens are drawn by does not fit."""
         while (launch := within_memory("sampling", self._rows.next_launch)) is not None:

@@ -9,6 +9,9 @@ from flywheel.errors import UsageError
 
 _COLDEST: Final = 1e-5
 
+MOST_LIKELY: Final = 20
+"""Of the likeliest tokens, that a request can ask for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -21,7 +24,9 @@ class Sampling:
     - `min_p` keeps tokens whose share is at least that part of the largest share.
     - `top_p` keeps the fewest tokens, likeliest first, whose shares add up to it.
 
-    `seed` and a token's position decide the draw, whatever else runs. Raises UsageError for a value out of its range.
+    `seed` and a token's position decide the draw, whatever else runs. `logprobs` changes no token: with a number, each
+    comes with the logarithm of its share of the softmax, before any of these steps, and with so many of the likeliest;
+    None costs nothing. Raises UsageError for a value out of its range.
     """
 
     temperature: float = 0.0
@@ -30,6 +35,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -39,6 +45,7 @@ class Sampling:
             ("min_p", self.min_p, 0.0, 1.0),
             ("repetition_penalty", self.repetition_penalty, 1e-2, 100.0),
             ("seed", self.seed, -(2**63), 2**64 - 1),
+            ("logprobs", self.logprobs or 0, 0, MOST_LIKELY),
         ):
             if not low <= value <= high:
                 raise UsageError(f"{name}: {value} is not in {low:g}..{high:g}")

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from flywheel.decode.choices import Choices
+from flywheel.decode.logprobs import Made, most_asked, read_row, report
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.step import Positions, Step, check_place, check_prompt
 from flywheel.errors import UsageError
@@ -30,9 +31,9 @@ class Sequences(Protocol):
     def leave(self, row: int) -> None:
         """Make a row free. Nothing more comes of its sequence."""
 
-    def advance(self) -> list[tuple[int, int]]:
-        """The tokens of one launch: (row, token) of each sequence that has not come to its end; empty where there is
-        none left to come."""
+    def advance(self) -> list[Made]:
+        """The tokens of one launch, of each sequence that has not come to its end; empty where there is none left to
+        come."""
 
     def close(self) -> None:
         """Make all rows free, and give memory back."""
@@ -86,14 +87,14 @@ class SteppedSequences:
             raise UsageError(f"{self._session.spec.name}: row {row} is taken")
         self._session.prefill(prompt[:-1], row)
         self._choices.begin(row, prompt, sampling)
-        self._rows[row] = _Row(prompt[-1], len(prompt) - 1, positions)
+        self._rows[row] = _Row(prompt[-1], len(prompt) - 1, positions, sampling)
 
     def leave(self, row: int) -> None:
         """As Sequences says."""
         self._rows.pop(row, None)
         self._choices.free(row)
 
-    def advance(self) -> list[tuple[int, int]]:
+    def advance(self) -> list[Made]:
         """As Sequences says."""
         live = {row: each for row, each in self._rows.items() if each.position < each.positions}
         if not live:
@@ -109,7 +110,11 @@ class SteppedSequences:
         for row, each in live.items():
             each.token = int(chosen[row])
             each.position += 1
-        return [(row, each.token) for row, each in live.items()]
+        most = most_asked(each.sampling for each in live.values())
+        if most is None:
+            return [Made(row, each.token) for row, each in live.items()]
+        found = report(logits, chosen, most).numpy()
+        return [Made(row, each.token, read_row(found[row], each.sampling)) for row, each in live.items()]
 
     def close(self) -> None:
         """As Sequences says."""
@@ -123,3 +128,4 @@ class _Row:
     token: int
     position: int
     positions: int
+    sampling: Sampling

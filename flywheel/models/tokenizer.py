@@ -94,6 +94,11 @@ class Tokenizer:
         text: str = self._ask({"decode": list(token_ids)})
         return text
 
+    def spell(self, token_ids: Sequence[int]) -> list[tuple[str, tuple[int, ...] | None]]:
+        """(text within a text, bytes) of each token alone, special tokens too; None where its bytes are not known."""
+        found: list[tuple[str, list[int] | None]] = self._ask({"spell": list(token_ids)})
+        return [(text, None if raw is None else tuple(raw)) for text, raw in found]
+
     def _ask(self, request: Mapping[str, object]) -> Any:
         """The answer, by a new process where an earlier request has ended the last one."""
         if self._process is None:

@@ -1,15 +1,17 @@
 """The process in which a stranger's tokenizer runs: a program of its own, with little memory.
 
 Reads a line of JSON with the tokenizer's path, `{"open": path}`, then one a request: `{"encode": text}`,
-`{"decode": ids}` or `{"chat": messages}`. Answers each with a line, `{"done": ...}`, or `{"error": text}` and the end.
-Ends with its stdin.
+`{"decode": ids}`, `{"spell": ids}` or `{"chat": messages}`. Answers each with a line, `{"done": ...}`, or
+`{"error": text}` and the end. Ends with its stdin.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -18,6 +20,8 @@ from flywheel.process import limit_memory
 
 _CONFIG: Final = "tokenizer_config.json"
 _TEMPLATE: Final = "chat_template.jinja"
+_UNFINISHED: Final = "\ufffd"
+_FALLBACK: Final = re.compile("<0x([0-9A-F]{2})>")
 
 MAX_BYTES: Final = 4 * 2**30
 """Address space. The largest published tokenizers take a tenth of it."""
@@ -41,8 +45,35 @@ def main() -> None:
             _answer(done=None if text is None else tokenizer.encode(text, add_special_tokens=False).ids)
         elif "encode" in request:
             _answer(done=tokenizer.encode(request["encode"]).ids)
+        elif "spell" in request:
+            _answer(done=[_spelled(tokenizer, token_id) for token_id in request["spell"]])
         else:
             _answer(done=tokenizer.decode(request["decode"]))
+
+
+def _spelled(tokenizer: Any, token_id: int) -> tuple[str, list[int] | None]:
+    """A token as text within a text, and its bytes; None where the library does not tell them.
+
+    Source: huggingface/tokenizers, `pre_tokenizers/byte_level.rs` (letters of bytes), `decoders/byte_fallback.rs`.
+    """
+    alone, twice = (tokenizer.decode([token_id] * times, skip_special_tokens=False) for times in (1, 2))
+    text = twice[len(alone) :]  # at a text's beginning, a decoder may leave out a space
+    if _UNFINISHED not in text:
+        return text, list(text.encode("utf-8", "replace"))
+    letters = tokenizer.id_to_token(token_id) or ""
+    fallback = _FALLBACK.fullmatch(letters)
+    if fallback:
+        return text, [int(fallback[1], 16)]
+    known = _letters()
+    return text, [known[letter] for letter in letters] if all(letter in known for letter in letters) else None
+
+
+@cache
+def _letters() -> dict[str, int]:
+    """The letter with which a tokenizer of bytes writes each byte."""
+    printed = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def _chat_text(folder: Path, messages: list[dict[str, str]]) -> str | None:

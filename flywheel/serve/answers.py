@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Final, Literal
 from weakref import ref
 
+from flywheel.decode.logprobs import Made
 from flywheel.decode.request import Request
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.sequences import Sequences
 from flywheel.decode.session import BatchSession
 from flywheel.errors import FlywheelError, GpuFaultError, LaunchTimeoutError, UsageError
+from flywheel.serve.likely import Likely, Speller
 from flywheel.serve.text import Streamer
 
 Finish = Literal["stop", "length"]
@@ -22,10 +24,14 @@ Finish = Literal["stop", "length"]
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A token that was made, and the text that is certain with it; `text` may be empty. `token_id` is None in a last
-    piece that holds only text."""
+    piece that holds only text. `likely` is the token with its logarithm, and `top` the likeliest, where the sampling
+    asks for them; `ends` marks the token that ends a text, which is no part of it."""
 
     token_id: int | None
     text: str
+    likely: Likely | None = None
+    top: tuple[Likely, ...] = ()
+    ends: bool = False
 
 
 class Answer(Iterator[Piece]):
@@ -33,11 +39,11 @@ class Answer(Iterator[Piece]):
     waits until somebody asks. `finish` is None until the last piece is out. `close` ends it early, and so does whoever
     keeps no reference to it."""
 
-    def __init__(self, batch: Batch, request: Request, sampling: Sampling, text: Streamer) -> None:
+    def __init__(self, batch: Batch, request: Request, sampling: Sampling, text: Streamer, speller: Speller) -> None:
         self.prompt_tokens: Final = len(request.prompt)
         self.request: Final = request
         self.sampling: Final = sampling
-        self._batch, self._text = batch, text
+        self._batch, self._text, self._speller = batch, text, speller
         self._pieces: deque[Piece] = deque()
         self._left = request.max_tokens
         self._finish: Finish | None = None
@@ -84,12 +90,13 @@ class Answer(Iterator[Piece]):
         self._pieces.clear()
         self._batch.remove(self)
 
-    def take(self, token: int) -> None:
+    def take(self, made: Made) -> None:
         """Its next token."""
         self._left -= 1
-        ended = token in self.request.stop_ids
-        shown = "" if ended else self._text.push(token)
-        self._pieces.append(Piece(token, shown))
+        ended = made.token in self.request.stop_ids
+        likely, top = self._speller.likely(made)
+        shown = "" if ended else self._text.push(made.token)
+        self._pieces.append(Piece(made.token, shown, likely, top, ended))
         if ended or self._text.stopped or self._left == 0:
             rest = self._text.end()
             self._finish = "stop" if ended or self._text.stopped else "length"
@@ -153,8 +160,8 @@ class Batch:
             for row in [row for row, held in self._rows.items() if held() is None]:
                 self._free(row)
             self._admit(sequences)
-            for row, token in sequences.advance():
-                self._take(row, token)
+            for made in sequences.advance():
+                self._take(made)
         except FlywheelError as error:
             for answer in self._decoding().values():
                 answer.fail(error)
@@ -173,17 +180,17 @@ class Batch:
                 raise
         return self._sequences
 
-    def _take(self, row: int, token: int) -> None:
+    def _take(self, made: Made) -> None:
         """A text that cannot be made of its tokens ends its answer alone."""
-        answer = self._decoding().get(row)
+        answer = self._decoding().get(made.row)
         if answer is None:
             return
         try:
-            answer.take(token)
+            answer.take(made)
         except FlywheelError as error:
             answer.fail(error)
         if answer.is_over:
-            self._free(row)
+            self._free(made.row)
 
     def _admit(self, sequences: Sequences) -> None:
         """One a launch: while it reads its prompt, the others stand still."""

@@ -17,9 +17,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from flywheel.errors import FlywheelError, UsageError
+from flywheel.serve.answers import Piece
 from flywheel.serve.engine import Died, Engine, FullError, Heard
 from flywheel.serve.metrics import Metrics
-from flywheel.serve.openai import ChatRequest, CompletionRequest, chunk, error, new_id, usage_of, whole
+from flywheel.serve.openai import ChatRequest, CompletionRequest, chunk, error, logprobs_of, new_id, usage_of, whole
 from flywheel.serve.worker import Begun, Ended, Part, Refused
 
 MAX_BODY: Final = 16 * 2**20
@@ -132,9 +133,9 @@ async def _respond(
     await answer.begin(request)
     if not asked.stream:
         try:
-            text = await answer.text(request)
-            usage = usage_of(answer.prompt_tokens, answer.made)
-            return JSONResponse(whole(chat, head, text, answer.finish, usage))
+            pieces = await answer.whole(request)
+            text, usage = "".join(piece.text for piece in pieces), usage_of(answer.prompt_tokens, answer.made)
+            return JSONResponse(whole(chat, head, text, answer.finish, usage, logprobs_of(chat, pieces)))
         finally:
             answer.drop()
 
@@ -142,9 +143,12 @@ async def _respond(
         try:
             if chat:
                 yield _event(chunk(chat, head, "", first=True))
+            offset = 0
             async for piece in answer.pieces():
-                if piece:
-                    yield _event(chunk(chat, head, piece))
+                if piece.text or (piece.likely is not None and not piece.ends):
+                    likely = logprobs_of(chat, [piece], offset)
+                    yield _event(chunk(chat, head, piece.text, logprobs=likely))
+                offset += 0 if piece.likely is None else len(piece.likely.text)
             yield _event(chunk(chat, head, None, answer.finish))
             if asked.stream_options is not None and asked.stream_options.include_usage:
                 usage = usage_of(answer.prompt_tokens, answer.made)
@@ -189,8 +193,8 @@ class _Answer:
         assert isinstance(said, Begun)
         self.prompt_tokens = said.prompt_tokens
 
-    async def pieces(self) -> AsyncIterator[str]:
-        """The answer's text as it comes."""
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The answer as it comes."""
         while not isinstance(said := await self._next(), Ended):
             assert isinstance(said, Part)
             if said.piece.token_id is not None:
@@ -198,16 +202,16 @@ class _Answer:
                 now = time.perf_counter()
                 self._metrics.token(now - self._last_at, first=self.made == 1)
                 self._last_at = now
-            yield said.piece.text
+            yield said.piece
         self.finish = said.finish
         self._over("ok")
 
-    async def text(self, request: Request) -> str:
+    async def whole(self, request: Request) -> list[Piece]:
         """The whole answer. Raises _FailedError also where the client has left."""
         return await _unless_left(request, self._collect())
 
-    async def _collect(self) -> str:
-        return "".join([piece async for piece in self.pieces()])
+    async def _collect(self) -> list[Piece]:
+        return [piece async for piece in self.pieces()]
 
     def drop(self) -> None:
         """Want no more of it."""

@@ -19,6 +19,7 @@ from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer
 from flywheel.search.knowledge.chosen import Chosen, choose_schedule, settle_work
 from flywheel.search.trials.device import gpu_of
 from flywheel.serve.answers import Answer, Batch, Finish
+from flywheel.serve.likely import Likely, Spelled, Speller
 from flywheel.serve.text import Streamer
 from flywheel.store.schedule import Schedule, load_schedule
 
@@ -28,12 +29,15 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a prompt was continued with. `finish` is stop (a token or words that end a text) or length."""
+    """What a prompt was continued with. `finish` is stop (a token or words that end a text) or length. `likely` are the
+    tokens with their logarithms, and `top` the likeliest in the place of each, where the sampling asks for them."""
 
     text: str
     token_ids: tuple[int, ...]
     finish: Finish
     prompt_tokens: int
+    likely: tuple[Likely, ...] = ()
+    top: tuple[tuple[Likely, ...], ...] = ()
 
 
 class Decoder:
@@ -58,6 +62,7 @@ class Decoder:
         folder = source.folder
         self._stop_ids = frozenset[int]() if folder is None else end_ids(folder)
         self._tokenizer = Tokenizer(folder) if folder is not None and has_tokenizer(folder) else None
+        self._speller = Speller(self._tokenizer.spell if self._tokenizer is not None else _no_spelling)
 
     @classmethod
     def load(
@@ -139,7 +144,7 @@ class Decoder:
         ends = frozenset[int]() if ignore_end else self._stop_ids
         request = make_request(self.encode(prompt), max_tokens, ends, self._spec, self.context)
         text = Streamer(self._tokenizer.decode if self._tokenizer is not None else _no_text, stop)
-        return Answer(self._batch, request, sampling, text)
+        return Answer(self._batch, request, sampling, text, self._speller)
 
     def advance(self) -> None:
         """One launch of all answers that have begun, for who asks several of them for what is `ready`. Raises
@@ -152,9 +157,12 @@ class Decoder:
         """A whole answer; as `generate`."""
         answer = self.generate(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop)
         pieces = list(answer)
-        tokens = tuple(piece.token_id for piece in pieces if piece.token_id is not None)
+        made = [piece for piece in pieces if piece.token_id is not None]
+        tokens = tuple(piece.token_id for piece in made if piece.token_id is not None)
         text = "".join(piece.text for piece in pieces)
-        return Completion(text, tokens, answer.finish or "length", answer.prompt_tokens)
+        likely = tuple(piece.likely for piece in made if piece.likely is not None)
+        top = tuple(piece.top for piece in made if piece.likely is not None)
+        return Completion(text, tokens, answer.finish or "length", answer.prompt_tokens, likely, top)
 
     def _text(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -164,6 +172,10 @@ class Decoder:
 
 def _no_text(token_ids: Sequence[int]) -> str:
     return ""
+
+
+def _no_spelling(token_ids: Sequence[int]) -> list[Spelled]:
+    return [("", None)] * len(token_ids)
 
 
 def _gpu_here() -> bool:

@@ -7,22 +7,29 @@ and `ignore_eos` as vLLM's server takes them.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from flywheel.decode.sampling import Sampling
+from flywheel.decode.sampling import MOST_LIKELY, Sampling
 from flywheel.errors import UsageError
+from flywheel.serve.answers import Piece
+from flywheel.serve.likely import Likely
 from flywheel.serve.worker import Ask
 
 _MAX_STOPS: Final = 16
 _UNSERVED: Final = {
     "n": 1, "best_of": 1, "echo": False, "suffix": None, "presence_penalty": 0, "frequency_penalty": 0,
-    "logit_bias": None, "logprobs": None, "top_logprobs": None, "tools": None, "functions": None,
-    "response_format": {"type": "text"},
+    "logit_bias": None, "tools": None, "functions": None, "response_format": {"type": "text"},
 }  # fmt: skip
 """Fields that change an answer -> the value with which they do not."""
 
+_MOST_OF_COMPLETIONS: Final = 5
+_IMPOSSIBLE: Final = -9999.0
+
+Document = dict[str, Any]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -57,12 +64,12 @@ class _Request(BaseModel):
             if name in _UNSERVED and value not in (_UNSERVED[name], None) and not (value is False or value == []):
                 raise UsageError(f"{name}: {repr(value)[:100]} is not served here")
 
-    def sampling(self) -> Sampling:
+    def sampling(self, logprobs: int | None) -> Sampling:
         """Raises UsageError for a value out of its range."""
         seed = secrets.randbits(63) if self.seed is None else self.seed
         top_k = max(self.top_k, 0)  # -1 is all in vLLM's
         temperature, top_p = (1.0 if value is None else value for value in (self.temperature, self.top_p))
-        return Sampling(temperature, top_k, top_p, self.min_p, self.repetition_penalty, seed)
+        return Sampling(temperature, top_k, top_p, self.min_p, self.repetition_penalty, seed, logprobs)
 
     def stops(self) -> tuple[str, ...]:
         """Words that end the text."""
@@ -73,6 +80,7 @@ class CompletionRequest(_Request):
     """POST /v1/completions. `prompt` is a text or token ids, or a list of one of these."""
 
     prompt: str | list[Token] | list[str] | list[list[Token]]
+    logprobs: Annotated[int, Field(ge=0, le=_MOST_OF_COMPLETIONS)] | None = None
 
     def ask(self) -> Ask:
         """Raises UsageError for more than one prompt, and as `sampling`."""
@@ -83,7 +91,7 @@ class CompletionRequest(_Request):
             prompt = prompt[0]
         prompt = prompt if isinstance(prompt, str) else tuple(prompt)
         most = 16 if self.max_tokens is None else self.max_tokens
-        return Ask(-1, prompt, None, most, self.sampling(), self.stops(), self.ignore_eos)
+        return Ask(-1, prompt, None, most, self.sampling(self.logprobs), self.stops(), self.ignore_eos)
 
 
 class Part(BaseModel):
@@ -105,9 +113,13 @@ class ChatRequest(_Request):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELY)] | None = None
 
     def ask(self) -> Ask:
-        """Raises UsageError as `sampling`."""
+        """Raises UsageError for `top_logprobs` without `logprobs`, and as `sampling`."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise UsageError("top_logprobs: needs logprobs")
         messages = tuple(
             {
                 "role": message.role,
@@ -118,7 +130,8 @@ class ChatRequest(_Request):
             for message in self.messages
         )
         most = self.max_completion_tokens or self.max_tokens
-        return Ask(-1, None, messages, most, self.sampling(), self.stops(), self.ignore_eos)
+        likely = (self.top_logprobs or 0) if self.logprobs else None
+        return Ask(-1, None, messages, most, self.sampling(likely), self.stops(), self.ignore_eos)
 
 
 def new_id(chat: bool) -> str:
@@ -126,24 +139,57 @@ def new_id(chat: bool) -> str:
     return ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
 
 
-def whole(chat: bool, head: dict[str, Any], text: str, finish: str, usage: dict[str, int]) -> dict[str, Any]:
+def whole(
+    chat: bool, head: dict[str, Any], text: str, finish: str, usage: dict[str, int], logprobs: Document | None
+) -> Document:
     """The document of a whole answer."""
-    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
+    choice: Document = {"index": 0, "logprobs": logprobs, "finish_reason": finish}
     choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
     return {**head, "object": "chat.completion" if chat else "text_completion", "choices": [choice], "usage": usage}
 
 
 def chunk(
-    chat: bool, head: dict[str, Any], text: str | None, finish: str | None = None, first: bool = False
-) -> dict[str, Any]:
+    chat: bool, head: dict[str, Any], text: str | None, finish: str | None = None, first: bool = False,
+    logprobs: Document | None = None,
+) -> Document:  # fmt: skip
     """The document of a piece of an answer."""
-    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
+    choice: Document = {"index": 0, "logprobs": logprobs, "finish_reason": finish}
     if chat:
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
         choice["delta"] = delta | ({} if text is None else {"content": text})
     else:
         choice["text"] = text or ""
     return {**head, "object": "chat.completion.chunk" if chat else "text_completion", "choices": [choice]}
+
+
+def logprobs_of(chat: bool, pieces: Sequence[Piece], begins: int = 0) -> Document | None:
+    """How likely the tokens of an answer, or of a part of one, were; None where nobody asked. The token that ends a
+    text is left out. In a completion, `text_offset` counts characters of the answer; the first token is at `begins`."""
+    if all(each.likely is None for each in pieces):
+        return None
+    made = [(each.likely, each.top) for each in pieces if each.likely is not None and not each.ends]
+    if chat:
+        return {
+            "content": [_entry(likely) | {"top_logprobs": [_entry(each) for each in top]} for likely, top in made],
+            "refusal": None,
+        }
+    texts = [likely.text for likely, _ in made]
+    return {
+        "tokens": texts,
+        "token_logprobs": [_finite(likely.logprob) for likely, _ in made],
+        "top_logprobs": [{each.text: _finite(each.logprob) for each in (*top[::-1], likely)} for likely, top in made],
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=begins)) if texts else [],
+    }
+
+
+def _entry(likely: Likely) -> Document:
+    raw = None if likely.raw is None else list(likely.raw)
+    return {"token": likely.text, "logprob": _finite(likely.logprob), "bytes": raw}
+
+
+def _finite(logprob: float) -> float:
+    """OpenAI's number for a token that is as good as impossible, where JSON has none."""
+    return logprob if logprob > _IMPOSSIBLE else _IMPOSSIBLE
 
 
 def usage_of(prompt_tokens: int, made: int) -> dict[str, int]:

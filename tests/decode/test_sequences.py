@@ -64,7 +64,7 @@ def test_a_sequence_that_cannot_be_or_a_row_that_is_taken_is_refused() -> None:
     ):
         with pytest.raises(UsageError, match=words):
             sequences.join(row, prompt, positions, GREEDY)
-    assert [row for row, _ in sequences.advance()] == [0]
+    assert [made.row for made in sequences.advance()] == [0]
 
 
 def test_a_sequence_at_its_end_makes_no_more_tokens() -> None:

@@ -12,10 +12,12 @@ from chorus import alone, sing, voices
 from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 
+from flywheel.decode import ahead
 from flywheel.decode.ahead import AHEAD
 from flywheel.decode.generate import generate
 from flywheel.decode.request import make_request
 from flywheel.decode.sampling import GREEDY, Sampling
+from flywheel.decode.sequences import SteppedSequences
 from flywheel.decode.session import ReferenceSession, stream_by_steps
 from flywheel.errors import GpuFaultError, GpuMemoryError, LaunchTimeoutError, UsageError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
@@ -89,6 +91,25 @@ def test_sequences_that_come_and_go_are_what_the_reference_vm_says(config: str) 
         assert set(gpu._held) == held
         for number in (1, 2):
             assert alone(session.sequences, every[number], number) == expected[number]
+
+
+def test_queued_sequences_report_what_stepped_ones_do_and_only_where_one_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
+    asking = [GREEDY, Sampling(1.3, seed=4, logprobs=3), Sampling(logprobs=0)]
+    with emulated_session(EmulatedGpu(), program_of("data", 3), SPEC, weights) as session:
+        heard = []
+        for sequences in (session.sequences(), SteppedSequences(session)):
+            for row, sampling in enumerate(asking):
+                sequences.join(row, PROMPT, len(PROMPT) + 6, sampling)
+            heard.append([sorted(sequences.advance()) for _ in range(7)])
+            sequences.close()
+        assert heard[0] == heard[1]
+        assert [made.logprobs is None for made in heard[0][3]] == [True, False, False]
+        monkeypatch.setattr(ahead, "report", None)
+        sequences = session.sequences()
+        sequences.join(0, PROMPT, 9, GREEDY)
+        assert [made.token for made in sequences.advance()] == [heard[0][0][0].token]
+        sequences.close()
 
 
 def test_a_prompt_beyond_the_vocabulary_or_the_context_is_refused_before_a_launch() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Fast
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from flywheel.errors import UsageError
 from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer
@@ -31,6 +31,21 @@ def test_text_gets_the_special_tokens_that_the_model_expects(folder: Path) -> No
 def test_text_comes_back_without_special_and_unknown_tokens(folder: Path) -> None:
     with Tokenizer(folder) as tokenizer:
         assert tokenizer.decode([0, 1, 2, 999]) == "hello world"
+
+
+def test_tokens_are_spelled_alone_with_their_bytes(folder: Path, tmp_path: Path) -> None:
+    with Tokenizer(folder) as tokenizer:
+        assert tokenizer.spell([0, 1]) == [(" <s>", tuple(b" <s>")), (" hello", tuple(b" hello"))]
+    letters = {"<0xE6>": 0, "\N{LOWER ONE EIGHTH BLOCK}world": 1, "?": 2}
+    fast = Fast(models.BPE(vocab=letters, merges=[], unk_token="?", byte_fallback=True))
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    (tmp_path / "other").mkdir()
+    fast.save(str(tmp_path / "other" / "tokenizer.json"))
+    with Tokenizer(tmp_path / "other") as tokenizer:
+        assert tokenizer.spell([0, 1]) == [("\N{REPLACEMENT CHARACTER}", (0xE6,)), (" world", tuple(b" world"))]
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:

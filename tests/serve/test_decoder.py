@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from flywheel.decode.logprobs import Made
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import SteppedSequences
 from flywheel.decode.session import ReferenceSession
@@ -141,7 +142,7 @@ def test_an_answer_that_was_closed_does_not_begin(decoder: Decoder) -> None:
     assert not decoder._batch._waiting
 
 
-def failing(*_: object) -> list[tuple[int, int]]:
+def failing(*_: object) -> list[Made]:
     raise LaunchTimeoutError("launch: not over after 5 s", 5.0)
 
 

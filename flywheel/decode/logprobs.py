@@ -1,0 +1,59 @@
+"""How likely tokens were: logarithms of the softmax of a launch's logits, of the chosen token and of the likeliest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from flywheel.decode.sampling import MOST_LIKELY, Sampling
+
+WORDS: Final = 1 + 2 * MOST_LIKELY
+"""Most 32-bit words of a row of `report`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural logarithms of shares that the logits give as they are, whatever the sampling: `chosen` is that of the
+    token that was made, `top` those of the likeliest, as (token id, logarithm), likeliest first."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Made(NamedTuple):
+    """A token that a launch made for the sequence of a row; `logprobs` where its sampling asks for them."""
+
+    row: int
+    token: int
+    logprobs: Logprobs | None = None
+
+
+def most_asked(samplings: Iterable[Sampling]) -> int | None:
+    """How many of the likeliest the sampling asks for that asks for the most; None where none wants logarithms."""
+    return max((each.logprobs for each in samplings if each.logprobs is not None), default=None)
+
+
+def report(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """int32 [batch, 1 + 2 * most]: the logarithm of each row's token and of the `most` likeliest, as the bits of
+    float32, and the ids of these. `logits` [batch, vocab], `tokens` [batch] integers; no more than `vocab` are
+    likeliest."""
+    shares = logits.float().log_softmax(1)
+    best = shares.topk(min(most, shares.shape[1]), 1)
+    chosen = shares.gather(1, tokens.long()[:, None])
+    return torch.cat([chosen.view(torch.int32), best.values.view(torch.int32), best.indices.int()], 1)
+
+
+def read_row(words: npt.NDArray[Any], sampling: Sampling) -> Logprobs | None:
+    """What a sampling asks for of a row of `report`, in any type of 32 bits."""
+    if sampling.logprobs is None:
+        return None
+    most = (len(words) - 1) // 2
+    shares = words[: 1 + most].view(np.float32).tolist()
+    ids = words[1 + most :].view(np.int32).tolist()
+    return Logprobs(shares[0], tuple(zip(ids, shares[1:], strict=True))[: sampling.logprobs])
