@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from flywheel.decode.choices import Choices
-from flywheel.decode.logprobs import WORDS, Made, most_asked, read_row, report
+from flywheel.decode.logprobs import WORDS, most_asked, read_row, report
+from flywheel.decode.made import Made
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.session import TokenStream
 from flywheel.vm.gpu.driver import Gpu

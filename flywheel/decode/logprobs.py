@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from flywheel.decode.made import Logprobs
 from flywheel.decode.sampling import MOST_LIKELY, Sampling
 
 WORDS: Final = 1 + 2 * MOST_LIKELY
 """Most 32-bit words of a row of `report`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Natural logarithms of shares that the logits give as they are, whatever the sampling: `chosen` is that of the
-    token that was made, `top` those of the likeliest, as (token id, logarithm), likeliest first."""
-
-    chosen: float
-    top: tuple[tuple[int, float], ...]
-
-
-class Made(NamedTuple):
-    """A token that a launch made for the sequence of a row; `logprobs` where its sampling asks for them."""
-
-    row: int
-    token: int
-    logprobs: Logprobs | None = None
 
 
 def most_asked(samplings: Iterable[Sampling]) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from flywheel.decode.ahead import QueuedRows
 from flywheel.decode.caches import KvCaches
-from flywheel.decode.logprobs import Made
+from flywheel.decode.made import Made
 from flywheel.decode.memory import within_memory
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.sampling import Sampling

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 
 from flywheel.decode.choices import Choices
-from flywheel.decode.logprobs import Made, most_asked, read_row, report
+from flywheel.decode.logprobs import most_asked, read_row, report
+from flywheel.decode.made import Made
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.step import Positions, Step, check_place, check_prompt
 from flywheel.errors import UsageError

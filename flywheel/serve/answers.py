@@ -6,19 +6,36 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 from weakref import ref
 
-from flywheel.decode.logprobs import Made
+from flywheel.decode.made import Made
 from flywheel.decode.request import Request
 from flywheel.decode.sampling import Sampling
-from flywheel.decode.sequences import Sequences
-from flywheel.decode.session import BatchSession
 from flywheel.errors import FlywheelError, GpuFaultError, LaunchTimeoutError, UsageError
 from flywheel.serve.likely import Likely, Speller
 from flywheel.serve.text import Streamer
 
+if TYPE_CHECKING:
+    from flywheel.decode.sequences import Sequences
+
 Finish = Literal["stop", "length"]
+
+
+class Session(Protocol):
+    """A model in memory that decodes sequences together."""
+
+    @property
+    def context(self) -> int:
+        """Positions that the caches hold."""
+
+    @property
+    def batch(self) -> int:
+        """Sequences, rows 0 to batch - 1."""
+
+    def sequences(self) -> Sequences:
+        """Sequences that decode together, of which none is there yet. Nothing else uses the session until they are
+        closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +131,7 @@ class Batch:
     It holds no answer itself: what nobody else holds leaves before the next launch.
     """
 
-    def __init__(self, session: BatchSession) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
         self._sequences: Sequences | None = None
         self._rows: dict[int, ref[Answer]] = {}

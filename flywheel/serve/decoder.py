@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
-from flywheel.decode.opening import open_session
 from flywheel.decode.request import make_request
 from flywheel.decode.sampling import GREEDY, Sampling
-from flywheel.decode.session import BatchSession
-from flywheel.decode.source import Source, open_source
 from flywheel.errors import NoGpuError, UsageError
-from flywheel.lowering.lower import lower
+from flywheel.models.spec import DecoderSpec
 from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer
-from flywheel.search.knowledge.chosen import Chosen, choose_schedule, settle_work
-from flywheel.search.trials.device import gpu_of
-from flywheel.serve.answers import Answer, Batch, Finish
+from flywheel.serve.answers import Answer, Batch, Finish, Piece, Session
 from flywheel.serve.likely import Likely, Spelled, Speller
 from flywheel.serve.text import Streamer
 from flywheel.store.schedule import Schedule, load_schedule
+
+if TYPE_CHECKING:
+    from flywheel.decode.source import Weights
 
 Device = Literal["reference", "cuda"]
 Prompt = str | Sequence[int]
@@ -48,18 +47,19 @@ class Decoder:
     """
 
     def __init__(
-        self, source: Source, session: BatchSession, schedule: str, device: Device, close: Callable[[], None]
-    ) -> None:
-        self.name: Final = source.name
+        self, spec: DecoderSpec, name: str, folder: Path | None, session: Session, schedule: str, device: Device,
+        close: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`folder` is where the tokenizer lies, and what says which tokens end a text."""
+        self.name: Final = name
         self.schedule: Final = schedule
         self.device: Final = device
         self.context: Final = session.context
-        self.vocab: Final = session.spec.vocab
+        self.vocab: Final = spec.vocab
         self.max_sequences: Final = session.batch
-        self._session, self._spec = session, source.spec
+        self._session, self._spec = session, spec
         self._batch = Batch(session)
         self._close = close
-        folder = source.folder
         self._stop_ids = frozenset[int]() if folder is None else end_ids(folder)
         self._tokenizer = Tokenizer(folder) if folder is not None and has_tokenizer(folder) else None
         self._speller = Speller(self._tokenizer.spell if self._tokenizer is not None else _no_spelling)
@@ -74,32 +74,39 @@ class Decoder:
         gpu: str | None = None,
         dtype: str | None = None,
         context: int | None = None,
-        weights: str | None = None,
+        weights: str | Weights | None = None,
         max_sequences: int | None = None,
+        ranks: int = 1,
         seed: int = 0,
+        store: str | None = None,
     ) -> Self:
         """A decoder of a checkpoint's directory or a catalog name, whose weights are then random, drawn from `seed`.
 
-        `schedule` is an exported one or the path of one; None takes the shipped schedule that fits the work best, else
-        what a search tries first. `device` is cuda where there is a GPU that can be used, else reference. `gpu`,
-        `dtype`, `context`, `max_sequences` and `weights`, the formats of matrices, go before the schedule's and the
-        checkpoint's.
+        `schedule` is an exported one or the path of one; None takes the best measured one of the work in `store` (a
+        URL or file), else the shipped one that fits the work best, else what a search tries first. `device` is cuda
+        where there is a GPU that can be used, else reference. `gpu`, `dtype`, `context`, `max_sequences` and `weights`,
+        the formats of matrices, go before the schedule's and the checkpoint's. `weights` may also be tensors by their
+        names in a checkpoint: they stand for the model's own, and are not copied where they are on the device in the
+        type that is computed in. `ranks` is the number of GPUs.
 
         Raises UsageError, UnknownNameError, UnsupportedModelError, WeightsError, ConfigError, StoreError, NoGpuError
         and GpuMemoryError.
         """
-        source = open_source(model)
+        if ranks != 1:
+            raise UsageError(f"ranks: {ranks} GPUs; a decoder uses 1")
+        from flywheel.serve.loading import load_model
+
+        chosen: Device = device if device is not None else "cuda" if _gpu_here() else "reference"
         given = load_schedule(schedule) if isinstance(schedule, str) else schedule
-        chosen_device: Device = device if device is not None else "cuda" if _gpu_here() else "reference"
-        here = gpu_of(chosen_device)
-        workload = settle_work(
-            source, given, here, gpu=gpu, dtype=dtype, context=context, batch=max_sequences, weights=weights
-        )
-        chosen = Chosen(given.config, "as given") if given is not None else choose_schedule(workload)
-        program = lower(workload.graph, chosen.config, workload.target)
         with ExitStack() as undo:
-            session, _ = open_session(program, source, seed, chosen_device, undo)
-            return cls(source, session, chosen.words, chosen_device, undo.pop_all().close)
+            loaded = load_model(
+                model, given, chosen, undo, gpu=gpu, dtype=dtype, context=context, batch=max_sequences,
+                weights=weights, seed=seed, store=store,
+            )  # fmt: skip
+            source = loaded.source
+            return cls(
+                source.spec, source.name, source.folder, loaded.session, loaded.schedule, chosen, undo.pop_all().close
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -145,6 +152,53 @@ class Decoder:
         request = make_request(self.encode(prompt), max_tokens, ends, self._spec, self.context)
         text = Streamer(self._tokenizer.decode if self._tokenizer is not None else _no_text, stop)
         return Answer(self._batch, request, sampling, text, self._speller)
+
+    def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+        stop: Sequence[str] = (),
+        ignore_end: bool = False,
+    ) -> Iterator[tuple[int, Piece]]:
+        """(place of the prompt, piece) of the answers to some prompts, as they come, up to `max_sequences` together; as
+        `generate`. Who leaves early ends them."""
+        answers = [
+            self.submit(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_end=ignore_end)
+            for prompt in prompts
+        ]
+        try:
+            while not all(answer.is_over for answer in answers):
+                self.advance()
+                for place, answer in enumerate(answers):
+                    for piece in answer.ready():
+                        yield place, piece
+            for place, answer in enumerate(answers):  # raises what ended one
+                for piece in answer:
+                    yield place, piece
+        finally:
+            for answer in answers:
+                answer.close()
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+        stop: Sequence[str] = (),
+        ignore_end: bool = False,
+    ) -> Answer:
+        """As `generate`, of an answer that waits for a row from now on. `advance` decodes, and the answer's `ready` has
+        its pieces."""
+        answer = self.generate(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_end=ignore_end)
+        answer.begin()
+        return answer
+
+    def cancel(self, answer: Answer) -> None:
+        """Make no more tokens of an answer; its row, or its place among those that wait, is free."""
+        answer.close()
 
     def advance(self) -> None:
         """One launch of all answers that have begun, for who asks several of them for what is `ready`. Raises

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from flywheel.decode.logprobs import Made
+from flywheel.decode.made import Made
 
 Spelled = tuple[str, tuple[int, ...] | None]
 """A token's text within a text, and its bytes; None where they are not known."""

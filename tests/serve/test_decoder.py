@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.decode.logprobs import Made
+from flywheel.decode.made import Made
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import SteppedSequences
 from flywheel.decode.session import ReferenceSession
