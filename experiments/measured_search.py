@@ -135,10 +135,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for work in asked.works.split(","):
             model, trials, seeds = work.split(":")
-            searches = [
-                search(model, asked.gpu, int(trials), seed, Path(folder), asked.tsv) for seed in range(int(seeds))
-            ]
-            report(model, searches, known.get(model))
+            searches: list[Search] = []
+            try:
+                for seed in range(int(seeds)):
+                    searches.append(search(model, asked.gpu, int(trials), seed, Path(folder), asked.tsv))
+            finally:  # Ctrl-C costs the search under way, and no table of those that are over.
+                if searches:
+                    report(model, searches, known.get(model))
 
 
 if __name__ == "__main__":

@@ -3,20 +3,34 @@
 #
 #     experiments/record_gpu.sh OUTPUT COMMIT PART ...
 #
-# conformance                 tests on the GPU             sanitizer             what compute-sanitizer says
-# probe                       the card                     noise                 whether copies of a schedule beat each other
-# search:MODEL[:TRIALS]       the best of 150              bench:MODEL[:RIVALS]  it beside cublas,compile
-# contexts:MODEL[:RIVALS]     the same at 512 and 4096     batches:MODEL[:RIVALS]  the same for 1, 2, 4 and 8 sequences
-# trace:MODEL                 where its time goes          random:MODEL[:TRIALS]   200 schedules, to calibrate with
-# calibrate                   the cost model's constants, from all that the store has measured
-# versions:OLD                the recorded schedules of llama3.2-1b and llama3-8b with this tree and with that of OLD, in turn
+# A WORK is MODEL[/WEIGHTS[/BATCH]], as llama3-8b, llama3-8b/int4 or qwen3-8b/int4/8; WEIGHTS may be bf16.
 #
-# The store is OUTPUT/gpu.db, or the FLYWHEEL_STORE that is given; what stands behind a search reads the model's best schedule
-# from it. Commands run in OUTPUT, so that what they record names no folder. A part that fails does not keep the others from
-# running; the exit code is the number that failed.
+# conformance                      tests on the GPU
+# formats                          those of quantised weights, and of sequences at positions of their own
+# sanitizer                        what compute-sanitizer says
+# probe                            the card
+# search:WORK[:TRIALS[:TIME]]      the best of 150
+# bench:WORK[:RIVALS[:ROUNDS]]     it beside its rivals, in turn
+# contexts:WORK[:RIVALS]           the same at 512 and 4096
+# batches:WORK[:RIVALS[:BATCHES]]  the same for 1, 2, 4 and 8 sequences
+# trace:WORK                       where its time goes
+# random:WORK[:TRIALS[:TIME]]      200 schedules, to calibrate with
+# measured:MODEL:TRIALS:SEEDS      cold searches, seed by seed
+# coded:WORK[+WORK ...]            quantised steps in turn; its WORKs are coded_speed.py's
+# generate:MODEL                   a token of a text, and the first one behind a long prompt
+# together:MODEL                   tokens of eight sequences
+# ragged:MODEL                     sequences at positions of their own
+# readme                           README's commands on a random checkpoint
+# calibrate                        the cost model's constants, from all that the store has measured
+# noise                            whether copies of a schedule beat each other, by the rows of the searches
+# versions:OLD                     the recorded schedules of llama3.2-1b and llama3-8b with this tree and with OLD, in turn
+#
+# The store is OUTPUT/gpu.db, or the FLYWHEEL_STORE that is given. What stands behind a search reads the work's best schedule
+# from it; where the store has none, the one that comes with flywheel. Commands run in OUTPUT, so that what they record names
+# no folder. A part that fails does not keep the others from running; the exit code is the number that failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-output="$(mkdir -p "$1" && cd "$1" && pwd)" commit="$2"
+root="$PWD" output="$(mkdir -p "$1" && cd "$1" && pwd)" commit="$2"
 shift 2
 export FLYWHEEL_COMMIT="$commit"  # for rows: this may be a copy that git knows nothing of
 export FLYWHEEL_STORE="${FLYWHEEL_STORE:-gpu.db}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -27,54 +41,91 @@ flywheel() { (cd "$output" && python3 -m flywheel "$@"); }
 record() {
   local file="$1"
   shift
-  { echo "\$ flywheel $*   # commit $commit"; flywheel "$@"; } 2>&1 | tee "$output/$file"
+  { echo "\$ flywheel $*   # commit $commit"; flywheel "$@"; } 2>&1 | tee -i "$output/$file"
+}
+
+# The same of a script of experiments.
+script() {
+  local file="$1" name="$2"
+  shift 2
+  { echo "\$ python experiments/$name $*   # commit $commit"; (cd "$output" && python3 "$root/experiments/$name" "$@"); } 2>&1 |
+    tee -i "$output/$file"
+}
+
+# Tests on the GPU, counted in FILE.
+tests() {
+  python3 experiments/gpu_conformance.py --commit "$commit" --record "$output/$1" \
+    -n 12 --timeout "$2" -p no:benchmark --import-mode=importlib "${@:3}"
 }
 
 search() {
-  local code=0
-  record "$1.txt" search --gpu h200 --measure cuda "${@:2}" || code=$?
+  local name="$1" code=0
+  record "$name.txt" search --gpu h200 --measure cuda "${@:2}" || code=$?
   flywheel export --format tsv --output results.tsv && return "$code"
 }
 
-# The best schedule that the store has of a model for one sequence at context 512, as a file.
+# The best schedule that the store has of a work at context 512, else the one that comes with flywheel, as FILE.
 best() {
-  flywheel export --format schedule --measured --model "$1" --gpu h200 --output "$1.schedule.json"
+  local file="$1" model="$2" weights="$3" batch="$4"
+  flywheel export --format schedule --measured --model "$model" --gpu h200 --weights "$weights" --batch "$batch" \
+    --output "$file" || cp "flywheel/schedules/$model-h200-$weights-c512-b$batch.json" "$output/$file"
 }
 
+# What bench records, of the store's best of each context and batch, else what comes with flywheel.
 bench() {
-  local name="$1" model="$2"
-  best "$model" && record "$name.txt" bench --model "$model" --config "$model.schedule.json" \
-    --output "$name.json" --picture "$name.svg" "${@:3}"
+  local name="$1" rivals="$2"
+  (cd "$output" && [[ "$FLYWHEEL_STORE" == *:* || -e "$FLYWHEEL_STORE" ]]) || local -x FLYWHEEL_STORE=flywheel.db
+  record "$name.txt" bench --output "$name.json" --picture "$name.svg" ${rivals:+--against "$rivals"} "${@:3}"
 }
 
 part() {
-  local kind="$1" model="${2:-}" more="${3:-}"
-  local name="$model.$kind"
+  local kind="$1" work="$2" more="$3" rest="$4"
+  local model weights batch
+  IFS=/ read -r model weights batch <<<"$work"
+  weights="${weights:-bf16}" batch="${batch:-1}"
+  local name="$model"
+  [[ "$weights" == bf16 ]] || name+=".$weights"
+  [[ "$batch" == 1 ]] || name+=".b$batch"
+  local of=(--model "$model" --weights "$weights" --batch "$batch")
   case "$kind" in
-    conformance)
-      python3 experiments/gpu_conformance.py --commit "$commit" --record "$output/conformance.txt" \
-        -n 12 --timeout 120 -p no:benchmark --import-mode=importlib tests/gpu tests/decode tests/vm tests/cli/test_cuda.py ;;
+    conformance) tests conformance.txt 120 tests/gpu tests/decode tests/vm tests/cli/test_cuda.py ;;
+    formats)
+      tests formats.txt 300 tests/cli/test_quantised_checkpoints.py tests/decode/test_formats_on_gpu.py \
+        tests/gpu/test_coded.py tests/decode/test_sequences_on_the_gpu.py ;;
     sanitizer) python3 experiments/sanitize.py --commit "$commit" --record "$output/sanitizer.txt" ;;
     probe) record doctor.txt doctor --probe ;;
-    search) search "$name" --model "$model" --trials "${more:-150}" ;;
-    random) search "$name" --model "$model" --trials "${more:-200}" --sampler random --no-seeds ;;
-    bench) bench "$name" "$model" --against "${more:-cublas,compile}" ;;
-    contexts) bench "$name" "$model" --against "${more:-cublas,compile}" --context 512,4096 ;;
-    batches) bench "$name" "$model" --against "${more:-cublas,compile}" --batch 1,2,4,8 ;;
+    search)
+      search "$name.search" "${of[@]}" --trials "${more:-150}" ${rest:+--time "$rest"} &&
+        best "$name.schedule.json" "$model" "$weights" "$batch" ;;
+    random) search "$name.random" "${of[@]}" --trials "${more:-200}" ${rest:+--time "$rest"} --sampler random --no-seeds ;;
+    bench) bench "$name.bench" "$more" "${of[@]}" ${rest:+--rounds "$rest"} ;;
+    contexts) bench "$name.contexts" "$more" "${of[@]}" --context 512,4096 ;;
+    batches) bench "$name.batches" "$more" --model "$model" --weights "$weights" --batch "${rest:-1,2,4,8}" ;;
     trace)
-      best "$model" && record "$name.txt" trace --config "$model.schedule.json" --output "$name.json" \
-        --picture "$name.svg" ;;
+      best "$name.schedule.json" "$model" "$weights" "$batch" &&
+        record "$name.trace.txt" trace --config "$name.schedule.json" "${of[@]}" --output "$name.trace.json" \
+          --picture "$name.trace.svg" ;;
+    measured)
+      script "$model.measured_search.txt" measured_search.py --gpu h200 --works "$model:$more:$rest" \
+        --tsv "$model.measured_search.tsv" ;;
+    coded) IFS=+ read -ra works <<<"$5" && script coded_speed.txt coded_speed.py --gpu h200 "${works[@]}" ;;
+    generate)
+      best "$name.schedule.json" "$model" bf16 1 &&
+        script "$name.generate_speed.txt" generate_speed.py --works "$model:$name.schedule.json" ;;
+    together) script "$name.together.txt" together.py "$model" --max-sequences 1 8 --sampling greedy warm top_p ;;
+    ragged) script "$name.ragged.txt" ragged.py "$model" ;;
+    readme) script readme_commands.txt readme_commands.py ;;
     calibrate) record calibrate.txt calibrate --gpu h200 --output machine.json ;;
-    versions) python3 experiments/two_versions.py "$model" . results/gpu/llama3.2-1b.schedule.json \
+    versions) python3 experiments/two_versions.py "$work" . results/gpu/llama3.2-1b.schedule.json \
         results/gpu/llama3-8b.schedule.json --record "$output/two_versions.txt" ;;
-    noise) python3 experiments/aa_noise.py --noise "$output/results.tsv" | tee "$output/aa_noise.txt" ;;
+    noise) python3 experiments/aa_noise.py --noise "$output/results.tsv" | tee -i "$output/aa_noise.txt" ;;
     *) echo "record_gpu.sh: part $kind is none of those in its head" >&2; return 2 ;;
   esac
 }
 
 failed=0
 for each in "$@"; do
-  IFS=: read -r kind model more <<<"$each"
-  part "$kind" "$model" "$more" || { echo "record_gpu.sh: $each failed" >&2; failed=$((failed + 1)); }
+  IFS=: read -r kind work more rest <<<"$each"
+  part "$kind" "$work" "$more" "$rest" "${each#*:}" || { echo "record_gpu.sh: $each failed" >&2; failed=$((failed + 1)); }
 done
 exit "$failed"
