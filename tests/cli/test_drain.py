@@ -10,6 +10,7 @@ from subprocess import PIPE
 from time import sleep
 
 import pytest
+from patience import HANG_S
 
 from flywheel.cli.drain import Drain
 from flywheel.measure.record import TrialRecord
@@ -38,7 +39,7 @@ def start_and_interrupt(number: signal.Signals, *options: str) -> tuple[int, str
         if line.startswith("trial"):
             break
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG_S)
     return process.returncode, out, "".join(seen) + err
 
 
@@ -85,7 +86,7 @@ def test_two_processes_search_one_campaign_at_once() -> None:
     running = [subprocess.Popen(command, stdout=PIPE, stderr=PIPE) for _ in range(2)]
     made = 0
     for process in running:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=HANG_S)
         assert process.returncode == 0, err
         made += json.loads(out)["new_trials"]
     rows = trials()
@@ -110,7 +111,7 @@ def test_a_signal_while_a_search_starts_ends_it_with_code_130_and_one_line(
             sleep(0.005)
         sleep(after_s)
         process.send_signal(number)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HANG_S)
     said = [line for line in err.splitlines() if line.startswith("flywheel: ") and "again to abort" not in line]
     assert (process.returncode, len(said)) == (130, 1), err
     assert said[0].startswith(("flywheel: interrupted", "flywheel: aborted", "flywheel: stopped cleanly"))

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
-from time import monotonic
 
 import psycopg
 import pytest
@@ -161,10 +160,8 @@ def test_a_server_that_freezes_under_a_search_is_code_5(
     monkeypatch.setattr(postgres, "PING_S", 1.0)
     store = postgres_server.create_database()
     strike(postgres_server.freeze)
-    start = monotonic()
     try:
         search(run, store, "does not answer", jobs)
     finally:
         postgres_server.thaw()
-    assert monotonic() - start < 30  # as much as a loaded machine takes to start workers
     check_resumes(run, store, TRIALS_BEFORE)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from patience import HANG_S
 
 from flywheel.ir import ScheduleConfig, config_to_dict, load_program, program_from_json
 
@@ -91,7 +92,7 @@ def test_output_to_a_pipe_goes_through_it(run: Run, program: Path) -> None:
     reader = threading.Thread(target=lambda: received.append(Path("pipe").read_text(encoding="utf-8")), daemon=True)
     reader.start()
     assert run("lower", *WORK, "--output", "pipe").exit_code == 0
-    reader.join(10)
+    reader.join(HANG_S)
     assert received == [program.read_text(encoding="utf-8")]
     assert Path("pipe").is_fifo()
 

@@ -31,7 +31,7 @@ the kernel does not."""
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[MeasuredGpu]:
     monkeypatch.setattr("flywheel.vm.gpu.weights.compile_variant", build_variant)
-    yield MeasuredGpu(num_sms=HERE.num_sms, limit_s=20.0)
+    yield MeasuredGpu(num_sms=HERE.num_sms)
 
 
 def packed(program: MegakernelProgram, dtype: DType = DType.F32) -> PackedProgram | None:

@@ -17,10 +17,10 @@ from time import monotonic, sleep
 from typing import Any, Final
 
 import pytest
+from patience import HANG_S
 
 from flywheel.store.sql import open_store
 
-LIMIT_S: Final = 30.0
 SEARCH: Final = (
     "search", "--model", "smollm2-135m", "--gpu", "l4", "--context", "16", "--measure", "predict", "--engine", "ray",
     "--workers", "1", "--trials", "100000", "--cold", "--name", "c", "--jsonl",
@@ -78,7 +78,7 @@ def reported(out: Path) -> list[dict[str, Any]]:
         ("raylet", signal.SIGKILL, "this machine's raylet does not answer: Connection refused"),
     ],
 )
-def test_a_cluster_that_is_gone_ends_its_search_within_30_s_with_code_1_and_its_rows(
+def test_a_cluster_that_is_gone_ends_its_search_with_code_1_and_its_rows(
     head: Head, process: str, number: signal.Signals, fact: str, tmp_path: Path
 ) -> None:
     out, err = tmp_path / "out", tmp_path / "err"
@@ -90,12 +90,11 @@ def test_a_cluster_that_is_gone_ends_its_search_within_30_s_with_code_1_and_its_
     while len(reported(out)) < 3 and search.poll() is None and monotonic() < deadline:
         sleep(0.1)
     os.kill(head.pid(process), number)
-    began = monotonic()
     try:
-        code = search.wait(100)
+        code = search.wait(HANG_S)
     finally:
         search.kill()
-    assert (code, monotonic() - began < LIMIT_S) == (1, True), err.read_text()
+    assert code == 1, err.read_text()
     progress = ("trial ", "Latencies ", "smollm2")
     assert [line for line in err.read_text().splitlines() if not line.startswith(progress)] == [
         f"flywheel: ray: the cluster at {head.address} is gone: {fact}; rows are kept, and when it is back, the same "

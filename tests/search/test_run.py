@@ -9,6 +9,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
+from patience import HANG_S
 
 from flywheel.errors import ConfigError, UnknownNameError, UsageError
 from flywheel.search.run import Start, run_search
@@ -115,7 +116,7 @@ def test_workers_die_with_a_killed_coordinator(tmp_path: Path) -> None:
         children = [child for thread in threads for child in (thread / "children").read_text().split()]
         coordinator.kill()
     assert len(children) >= 2
-    deadline = monotonic() + 20
+    deadline = monotonic() + HANG_S
     while any(map(runs, children)) and monotonic() < deadline:
         sleep(0.1)
     assert not any(map(runs, children))

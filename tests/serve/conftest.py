@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import HANG_S
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 TEMPLATE = (
@@ -87,7 +88,7 @@ def start(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     for process in running:
         process.send_signal(signal.SIGINT)
     for process in running:
-        process.wait(20)
+        process.wait(HANG_S)
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +105,7 @@ def served(start: Callable[..., Served]) -> Served:
     return start("--max-sequences", "4")
 
 
-def eventually(holds: Callable[[], bool], limit_s: float = 30.0) -> bool:
+def eventually(holds: Callable[[], bool], limit_s: float = HANG_S) -> bool:
     """Whether it comes to hold."""
     end = time.monotonic() + limit_s
     while not holds():

@@ -20,6 +20,7 @@ from urllib.parse import urlparse
 import openai
 import pytest
 from openai import OpenAI
+from patience import HANG_S
 from serve.conftest import Served, eventually
 
 from flywheel.decode.sampling import Sampling
@@ -46,7 +47,7 @@ def decoder(checkpoint: Path) -> Iterator[Decoder]:
 
 
 def metric(served: Served, name: str) -> float:
-    with urllib.request.urlopen(served.url.removesuffix("/v1") + "/metrics", timeout=20) as answer:
+    with urllib.request.urlopen(served.url.removesuffix("/v1") + "/metrics", timeout=HANG_S) as answer:
         lines = answer.read().decode().splitlines()
     return float(next(line.split()[-1] for line in lines if line.startswith(name + " ")))
 
@@ -161,7 +162,7 @@ def test_stop_words_end_the_text_and_are_no_part_of_it(client: OpenAI) -> None:
 
 def test_the_model_is_listed_and_the_server_is_well(client: OpenAI, served: Served) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
-    with urllib.request.urlopen(served.url.removesuffix("/v1") + "/health", timeout=20) as answer:
+    with urllib.request.urlopen(served.url.removesuffix("/v1") + "/health", timeout=HANG_S) as answer:
         assert json.load(answer) == {"status": "ok"}
 
 
@@ -216,14 +217,14 @@ def test_a_request_that_ends_the_tokenizer_ends_no_other(client: OpenAI, served:
 
 
 def test_a_long_prompt_keeps_nobody_else_waiting(served: Served) -> None:
-    body = json.dumps({"model": "tiny", "prompt": "a" * 4_000_000}).encode()
+    """A server that is deaf while it reads a prompt answers both prompts before the last of these requests."""
+    body = json.dumps({"model": "tiny", "prompt": "a" * 1_000_000}).encode()
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(post, served, "/completions", body) for _ in range(2)]
-        began = time.monotonic()
-        for _ in range(10):
-            with urllib.request.urlopen(served.url.removesuffix("/v1") + "/health", timeout=20) as answer:
+        for _ in range(50):
+            with urllib.request.urlopen(served.url.removesuffix("/v1") + "/health", timeout=HANG_S) as answer:
                 assert answer.status == 200
-        assert time.monotonic() - began < 4
+        assert not all(each.done() for each in asked)
         assert [each.result()[0] for each in asked] == [400, 400]
 
 
@@ -262,7 +263,7 @@ def test_a_key_is_asked_for_where_there_is_one(guarded: Served) -> None:
     with pytest.raises(openai.AuthenticationError, match="no valid API key"):
         client_of(guarded, api_key="wrong").models.list()
     assert [model.id for model in client_of(guarded, api_key="s3cret").models.list()] == ["other"]
-    with urllib.request.urlopen(guarded.url.removesuffix("/v1") + "/health", timeout=20) as answer:
+    with urllib.request.urlopen(guarded.url.removesuffix("/v1") + "/health", timeout=HANG_S) as answer:
         assert answer.status == 200
 
 
@@ -277,7 +278,7 @@ def test_more_requests_than_the_queue_holds_are_429(guarded: Served) -> None:
     with pytest.raises(openai.RateLimitError, match="2 requests are under way, of at most 2"):
         client.completions.create(model="other", prompt="c", max_tokens=1)
     stream.close()
-    waiting.join(20)
+    waiting.join(HANG_S)
     assert client.completions.create(model="other", prompt="c", max_tokens=1).choices
 
 
@@ -296,7 +297,7 @@ def test_a_worker_that_dies_fails_its_request_and_the_next_one_is_served(guarded
             assert "starting again" in str(error)
             return False
 
-    assert eventually(works, 60)
+    assert eventually(works)
     assert metric(guarded, "flywheel_worker_restarts") == 1
 
 

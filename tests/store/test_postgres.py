@@ -1,13 +1,13 @@
-"""A PostgreSQL server that stops answering: nobody waits for it longer than is said."""
+"""A PostgreSQL server that stops answering: every wait for it ends, and its error says after how many seconds."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from time import monotonic
 from typing import Any
 
 import pytest
+from patience import HANG_S
 from postgres_server import Server
 
 from flywheel.errors import StoreError
@@ -16,13 +16,11 @@ from flywheel.store.campaign import Campaign
 from flywheel.store.sql import open_store
 
 Campaigns = Callable[..., Campaign]
-ANSWER_S = 3.0
-
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "BUSY_TIMEOUT_S", 2)
-    monkeypatch.setattr(engine, "ANSWER_S", ANSWER_S)
+    monkeypatch.setattr(engine, "ANSWER_S", 3.0)
     monkeypatch.setattr(postgres, "PING_S", 1.0)
 
 
@@ -35,25 +33,23 @@ def store_url(postgres_server: Server, make_campaign: Campaigns) -> Iterator[str
     postgres_server.drop_database(url)
 
 
-def refused(work: Callable[[], Any]) -> float:
-    """Seconds that it takes until `work` finds that its server does not answer."""
-    start = monotonic()
-    with pytest.raises(StoreError, match="does not answer; waited"):
+def check_given_up(work: Callable[[], Any]) -> None:
+    """`work` finds that its server does not answer, which it would else wait for without an end."""
+    with pytest.raises(StoreError, match=r"does not answer; waited [23] s"):
         work()
-    return monotonic() - start
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_frozen_server_is_given_up_when_a_store_is_opened(postgres_server: Server, store_url: str) -> None:
     with postgres_server.frozen():
-        assert refused(lambda: open_store(store_url)) < 2 * ANSWER_S
+        check_given_up(lambda: open_store(store_url))
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_frozen_server_is_given_up_under_an_idle_connection(postgres_server: Server, store_url: str) -> None:
     with open_store(store_url) as store:
         with postgres_server.frozen():
-            assert refused(lambda: store.trials("first")) < 2 * ANSWER_S
+            check_given_up(lambda: store.trials("first"))
         assert store.campaign("first") is not None
 
 
@@ -65,23 +61,28 @@ def test_a_frozen_server_is_given_up_in_the_middle_of_a_transaction(postgres_ser
             with engine.reading(store._engine, store.name) as connection, postgres_server.frozen():
                 connection.exec_driver_sql("SELECT 1")
 
-        assert refused(read) < 2 * ANSWER_S
+        check_given_up(read)
         assert store.campaign("first") is not None
 
 
-def test_an_interrupted_wait_for_a_frozen_server_ends_at_once(postgres_server: Server, store_url: str) -> None:
+def test_an_interrupt_ends_the_wait_for_a_frozen_server(
+    postgres_server: Server, store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "ANSWER_S", 10 * HANG_S)
+
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with open_store(store_url) as store, engine.reading(store._engine, store.name) as connection:
-            with postgres_server.frozen():
-                start = monotonic()
-                signal.setitimer(signal.ITIMER_REAL, 0.5)
-                with pytest.raises(KeyboardInterrupt):
-                    connection.exec_driver_sql("SELECT 1")
-            assert monotonic() - start < 2.0
+        with (
+            open_store(store_url) as store,
+            engine.reading(store._engine, store.name) as connection,
+            postgres_server.frozen(),
+        ):
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            with pytest.raises(KeyboardInterrupt):
+                connection.exec_driver_sql("SELECT 1")
     finally:
         signal.signal(signal.SIGALRM, before)
 
