@@ -157,8 +157,9 @@ def main() -> None:
     print("$ python experiments/replay_measured.py " + " ".join(sys.argv[1:]))
     every, median, high = truth.errors
     print(
-        f"{asked.model}: {len(truth.latencies)} rows, best {truth.least:.1f} us, by the truth {truth.best:.1f}; left out, a row is missed by "
-        f"{every:.2f} % (median), within 5 % of the best by {median:.2f} % (a tenth by more than {high:.2f})"
+        f"{asked.model}: {len(truth.latencies)} rows, best {truth.least:.1f} us, by the truth {truth.best:.1f}; "
+        f"left out, a row is missed by {every:.2f} % (median), within 5 % of the best by {median:.2f} % "
+        f"(a tenth by more than {high:.2f})"
     )
     heads = [*map(str, CHECKPOINTS), f"trials to {NEAR} %"]
     print(f"{'regret in % after':<18}" + "".join(f"{head:>22}" for head in heads))

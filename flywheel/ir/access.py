@@ -12,7 +12,6 @@ rows that an append at or behind its window does not touch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, Final
 
 from flywheel.ir.opcodes import InstructionKind, KvRows
@@ -122,26 +121,6 @@ def multi_row_buffers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> d
                     counts[task.outputs[0]].add(tile_rows(task.params))
         rows = {number: next(iter(found)) if len(found) == 1 else None for number, found in counts.items()}
     return rows
-
-
-def rewritten_buffers(tasks: Sequence[Task]) -> frozenset[int]:
-    """Buffers of which tasks write some columns more than once, or may: tiles over several rows count by their columns,
-    everything but tiles counts whole."""
-    written: dict[int, list[Region]] = {}
-    regions: dict[tuple[int, int], Region] = {}  # by opcode and identity of params, which tiles of equal layers share
-    for task in tasks:
-        key = (task.op, id(task.params))
-        if key not in regions:
-            regions[key] = written_region(task) or WHOLE
-        for place, number in enumerate(task.outputs):
-            written.setdefault(number, []).append(WHOLE if place else regions[key])
-    again = set()
-    for number, pieces in written.items():
-        if len(pieces) > 1:
-            pieces.sort()
-            if any(second[0] < first[1] for first, second in pairwise(pieces)):
-                again.add(number)
-    return frozenset(again)
 
 
 def regions_united(columns: Iterable[Region]) -> list[Region]:

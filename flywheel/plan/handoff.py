@@ -187,7 +187,7 @@ class _Accesses:
 def _parts(grouping: Grouping) -> Parts:
     """The nodes."""
     sizes = np.bincount(grouping.node_of, minlength=len(grouping.firsts)).tolist()
-    return Parts(grouping.firsts, _params(grouping), _columns(grouping), sizes)
+    return Parts(grouping.firsts, _params(grouping), columns_of(grouping), sizes)
 
 
 def _params(grouping: Grouping) -> list[list[Mapping[str, Any]]]:
@@ -199,9 +199,9 @@ def _params(grouping: Grouping) -> list[list[Mapping[str, Any]]]:
     return [params[first:end] for first, end in pairwise(ends)]
 
 
-def _columns(grouping: Grouping) -> list[list[Pair]]:
-    """Of each node, the columns from n_off on; meaningless where its tasks have none."""
-    starts = np.array([each.get("n_off", 0) for each in grouping.params], np.int64)[grouping.params_of]
+def columns_of(grouping: Grouping) -> list[list[Pair]]:
+    """Of each node, the columns from n_off on, sorted, neighbours as one; meaningless where its tasks have none."""
+    starts = grouping.n_off
     widths = np.array([each.get("N_tile", 0) for each in grouping.params], np.int64)[grouping.params_of]
     order = np.lexsort((starts, grouping.node_of))
     nodes, starts, ends = grouping.node_of[order], starts[order], (starts + widths)[order]

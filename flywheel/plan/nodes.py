@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from flywheel.ir import INHERITED_PARAMS, PARAM_FIELDS, InstructionKind, MegakernelProgram, Run, Runs, Task
 from flywheel.ir.runs import task_of
+from flywheel.ir.tiles import Stretch, stretches_of
 from flywheel.plan.step import Form, Operand
 
 Ints = npt.NDArray[np.int64]
@@ -30,14 +31,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Nodes, distinct params, and which of them each task has; columns are by place in the list of tasks."""
+    """Nodes, and which params each task has: those of `params`, but from the column of `n_off` on, 0 where it names
+    none. Columns are by place in the list of tasks."""
 
     firsts: list[Task]
     node_of: Ints
     params: list[Mapping[str, Any]]
     params_of: Ints
-    est_bytes: Ints
-    est_flops: Ints
+    n_off: Ints
     kinds: list[int]
     """Of the params of each node: equal where the steps are."""
 
@@ -45,13 +46,14 @@ class Grouping:
 def group_tasks(tasks: Sequence[Task]) -> Grouping:
     """Group tasks by the identity of their operands, waits and recipe, which tiles and equal layers share."""
     kinds = _Kinds()
-    grouped = _group_runs(tasks, kinds) if isinstance(tasks, Runs) else _group_each(tasks, kinds)
-    firsts, node_of, params_of, est_bytes, est_flops, node_kinds = grouped
-    return Grouping(firsts, node_of, kinds.params, params_of, est_bytes, est_flops, node_kinds)
+    firsts, node_of, params_of, n_off, node_kinds = (
+        _group_runs(tasks, kinds) if isinstance(tasks, Runs) else _group_each(tasks, kinds)
+    )
+    return Grouping(firsts, node_of, kinds.params, params_of, n_off, node_kinds)
 
 
-_Columns = tuple[list[Task], Ints, Ints, Ints, Ints, list[int]]
-"""(firsts, node_of, params_of, est_bytes, est_flops, kinds) of a Grouping."""
+_Columns = tuple[list[Task], Ints, Ints, Ints, list[int]]
+"""(firsts, node_of, params_of, n_off, kinds) of a Grouping."""
 
 
 class _Kinds:
@@ -86,47 +88,63 @@ def _group_each(tasks: Sequence[Task], kinds: _Kinds) -> _Columns:
             node_kinds.append(kind)
         node_of.append(node)
         params_of.append(number)
-    costs = np.array([(task.est_bytes, task.est_flops) for task in tasks], np.int64).reshape(-1, 2)
-    return firsts, np.array(node_of, np.int64), np.array(params_of, np.int64), costs[:, 0], costs[:, 1], node_kinds
+    starts = [task.params.get("n_off", 0) for task in tasks]
+    columns = [np.array(column, np.int64) for column in (node_of, params_of, starts)]
+    return firsts, columns[0], columns[1], columns[2], node_kinds
+
+
+_Stretch = tuple[int, int, int, int, int]
+"""Of a stretch: number of its params, node among those of its run, column of its first tile, width of each, tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Of a run's tiles, which equal layers share: columns [tile, 4] of params, node of the run, bytes and flops, and
-    the place and the kind of the first tile of each of these nodes."""
+    """Of a run's tiles, which equal layers share: their stretches, and of each node of the run the place of its first
+    tile, the stretch which that begins, and its kind."""
 
-    columns: Ints
-    firsts: list[tuple[int, int]]
+    stretches: list[_Stretch]
+    firsts: list[tuple[int, Stretch, int]]
 
 
 def _group_runs(tasks: Runs, kinds: _Kinds) -> _Columns:
     known: dict[int, _Tiles] = {}
     firsts: list[Task] = []
     node_kinds: list[int] = []
-    columns = []
+    stretches: list[_Stretch] = []
+    bases: list[int] = []  # of the run of each stretch, its first node
     for run, first in zip(tasks.runs, tasks.first, strict=False):
         tiles = known.get(id(run.tiles))
         if tiles is None:
             tiles = known[id(run.tiles)] = _read_tiles(run, kinds)
-        columns.append(tiles.columns + np.array([0, len(firsts), 0, 0]))
-        for place, kind in tiles.firsts:
-            firsts.append(task_of(run, run.tiles[place], first + place, tasks.sms[first + place]))
+        stretches += tiles.stretches
+        bases += [len(firsts)] * len(tiles.stretches)
+        for place, stretch, kind in tiles.firsts:
+            firsts.append(task_of(run, stretch, first + place, tasks.sms[first + place]))
             node_kinds.append(kind)
-    params_of, node_of, est_bytes, est_flops = np.concatenate([np.zeros((0, 4), np.int64), *columns]).T
-    return firsts, node_of, params_of, est_bytes, est_flops, node_kinds
+    table: Ints = np.array(stretches, np.int64).reshape(-1, 5)
+    params, node, starts, widths, sizes = table.T
+    each = np.repeat(np.arange(len(sizes)), sizes)
+    number = np.arange(len(each)) - (np.cumsum(sizes) - sizes)[each]
+    node_of = (node + np.array(bases, np.int64))[each]
+    n_off: Ints = starts[each] + number * widths[each]
+    return firsts, node_of, params[each], n_off, node_kinds
 
 
 def _read_tiles(run: Run, kinds: _Kinds) -> _Tiles:
     nodes: dict[int, int] = {}
-    firsts: list[tuple[int, int]] = []
-    columns = []
-    for place, (params, est_bytes, est_flops) in enumerate(run.tiles):
+    firsts: list[tuple[int, Stretch, int]] = []
+    stretches = []
+    place = 0
+    for stretch in stretches_of(run.tiles):
+        params, n_tiles = stretch.params, stretch.n_tiles
         number, kind = kinds(params)
         node = nodes.setdefault(kind, len(nodes))
         if node == len(firsts):
-            firsts.append((place, kind))
-        columns.append((number, node, est_bytes, est_flops))
-    return _Tiles(np.array(columns, np.int64), firsts)
+            firsts.append((place, stretch, kind))
+        width = params["N_tile"] if n_tiles > 1 else 0
+        stretches.append((number, node, params.get("n_off", 0), width, n_tiles))
+        place += n_tiles
+    return _Tiles(stretches, firsts)
 
 
 def _kind(params: Mapping[str, Any]) -> Hashable:

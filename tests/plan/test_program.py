@@ -38,9 +38,11 @@ def test_a_task_of_a_node_differs_from_its_first_in_tile_params_and_sm_alone() -
 
     for program in programs()[::4]:
         grouping = make_plan(program).grouping
-        for task, node, params in zip(program.tasks, grouping.node_of, grouping.params_of, strict=True):
+        columns = zip(program.tasks, grouping.node_of, grouping.params_of, grouping.n_off.tolist(), strict=True)
+        for task, node, params, n_off in columns:
             assert shared(task)[:5] == shared(grouping.firsts[node])[:5]
-            assert grouping.params[params] == task.params
+            assert n_off == task.params.get("n_off", 0)
+            assert grouping.params[params] | ({"n_off": n_off} if "n_off" in task.params else {}) == task.params
 
 
 def test_inputs_are_cut_into_slices_only_where_they_are_handed_over_by_the_data() -> None:
@@ -51,6 +53,15 @@ def test_inputs_are_cut_into_slices_only_where_they_are_handed_over_by_the_data(
     assert {cut(plan) for plan in plans} == {False, True}
     assert all(plan.hand_offs.awaited and plan.variant.x_slices == plan.x_slices for plan in plans if cut(plan))
     assert all(plan.variant.x_slices == 1 or not plan.hand_offs.awaited for plan in plans if not cut(plan))
+
+
+def test_runs_pack_to_the_bytes_of_their_tasks_one_by_one() -> None:
+    for program in programs():
+        packed, plain = pack(program), pack(replace(program, tasks=tuple(program.tasks)))
+        for name in ("buffers", "instructions", "queues", "steps", "segments", "segment_buffers", "streams", "floats"):
+            assert getattr(packed, name).tobytes() == getattr(plain, name).tobytes(), name
+        assert (packed.variant, packed.arena, packed.coded) == (plain.variant, plain.arena, plain.coded)
+        assert packed.last_position == plain.last_position
 
 
 def test_the_cost_model_takes_for_staged_what_the_packer_finds_staged() -> None:

@@ -283,7 +283,7 @@ class LoadedProgram:
 
     def _label(self, report: npt.NDArray[np.void]) -> str:
         task = int(report["task"])
-        return self.packed.labels[task] if 0 <= task < len(self.packed.labels) else f"task at {task}"
+        return self.packed.label(task) if 0 <= task < len(self.packed.program.tasks) else f"task at {task}"
 
     def _read_report(self) -> npt.NDArray[np.void]:
         return self.gpu.download(self._report, _REPORT, (1,))[0]  # type: ignore[no-any-return]

@@ -186,7 +186,7 @@ def _refuse(packed: PackedProgram, wrong: npt.NDArray[np.bool_], why: str) -> No
         return
     instruction = packed.instructions[int(np.flatnonzero(wrong)[0])]
     others = f" (and {int(wrong.sum()) - 1} more)" if wrong.sum() > 1 else ""
-    raise TraceError(f"trace: {packed.labels[instruction['task']]} on SM {instruction['sm']} {why}{others}")
+    raise TraceError(f"trace: {packed.label(instruction['task'])} on SM {instruction['sm']} {why}{others}")
 
 
 def _traced(task: Task, sm: int, times_ns: list[int], passed: list[bool]) -> TracedTask:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +17,7 @@ from flywheel.plan.nodes import Node
 from flywheel.plan.routine import Routine
 from flywheel.plan.step import ABSENT, Coded
 from flywheel.vm.abi import Layout, numpy_struct
+from flywheel.vm.pack.stream import expand
 from flywheel.vm.pack.template import Template
 
 INSTRUCTION: Final = numpy_struct("amk_instruction_t")
@@ -46,9 +48,9 @@ def node_rows(
 
 def _fill(table: npt.NDArray[np.void], name: str, count: str, lists: Sequence[Sequence[int]]) -> None:
     """Write lists of different lengths to the array member `name`, and their lengths to `count`."""
-    table[count] = [len(each) for each in lists]
-    width = table[name].shape[1]
-    table[name] = [(*each, *(0,) * (width - len(each))) for each in lists]
+    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+    table[count] = lengths
+    table[name][expand(lengths)] = list(chain.from_iterable(lists))
 
 
 def params_rows(params: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.void]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import DType, InstructionKind, MegakernelProgram, Task
-from flywheel.ir.access import MATRIX_OPS, rewritten_buffers
+from flywheel.ir.access import MATRIX_OPS, WHOLE, Region, written_region
 from flywheel.plan import KernelVariant
-from flywheel.plan.nodes import Node, make_nodes
+from flywheel.plan.handoff import columns_of
+from flywheel.plan.nodes import Grouping, Node, make_nodes
 from flywheel.plan.program import Plan, make_plan
 from flywheel.plan.routine import Routine, make_routine
 from flywheel.plan.step import Coded, Form, steps_of
@@ -54,7 +56,6 @@ class PackedProgram:
     arena: Arena
     coded: Mapping[int, Coded]
     """Quantised matrices by the rows of their buffers, with the rows of their scales and zero points."""
-    labels: tuple[str, ...]
     last_position: int | None
     """Position that the program was lowered for; None where no task has one."""
     fixed_position: str | None
@@ -64,6 +65,11 @@ class PackedProgram:
     def shares_memory(self) -> bool:
         """Whether some buffers lie where others do."""
         return len(set(self.arena.offsets.values())) < len(self.arena.offsets)
+
+    def label(self, place: int) -> str:
+        """How messages name the task at a place of the program's list."""
+        task = self.program.tasks[place]
+        return f"task {task.id} ({task.label})"
 
     def apart(self) -> PackedProgram:
         """The same tables, in which no two buffers share memory, so that every activation is there after a launch."""
@@ -109,12 +115,14 @@ def pack_plan(plan: Plan) -> PackedProgram:
     by_node = node_rows(nodes, first_steps, templates, rows, hand_offs.waits)
     for node, flag in best_flags(program, grouping, nodes, routines).items():
         by_node["flags"][node] |= np.uint32(flag)
-    instructions = by_node[node_of]
-    instructions["params"] = params_rows(grouping.params)[grouping.params_of[plan.order]]
+    instructions = _picked(by_node, node_of)
+    params_of = grouping.params_of[plan.order]
+    _put(instructions, "params", _picked(params_rows(grouping.params), params_of))
+    instructions["params"]["n_off"] = grouping.n_off[plan.order]
     sequences = np.array([each.get("sequence", 0) for each in grouping.params], np.int32)
-    instructions["sequence"] = sequences[grouping.params_of[plan.order]]
+    instructions["sequence"] = sequences[params_of]
     instructions["task"], instructions["sm"] = plan.order, sms
-    staged = _finds_x_staged(program, nodes, routines, node_of, sms)
+    staged = _finds_x_staged(nodes, routines, _rewritten_rows(nodes, grouping), node_of, sms)
     instructions["flags"][staged] |= np.uint32(InstructionFlag.X_STAGED)
 
     entries = matrix_entries(
@@ -135,10 +143,22 @@ def pack_plan(plan: Plan) -> PackedProgram:
         pass_blocks=pass_blocks,
         arena=place_buffers(program, hand_offs.awaited),
         coded=coded,
-        labels=tuple([f"task {task.id} ({task.label})" for task in program.tasks]),
         last_position=max((each["pos"] for each in grouping.params if "pos" in each), default=None),
         fixed_position=_fixed(grouping.firsts),
     )  # fmt: skip
+
+
+def _picked(table: Table, rows: npt.NDArray[np.int64]) -> Table:
+    """Those rows of a table; numpy would copy them member by member."""
+    return table.view(f"V{table.itemsize}")[rows].view(table.dtype)
+
+
+def _put(table: Table, member: str, rows: Table) -> None:
+    """Write that member of a table, a struct, row by row as it is."""
+    assert table.dtype.fields is not None
+    start = table.dtype.fields[member][1]
+    raw = table.view(np.uint8).reshape(len(table), -1)
+    raw[:, start : start + rows.itemsize] = rows.view(np.uint8).reshape(len(rows), -1)
 
 
 def _templates(
@@ -188,20 +208,18 @@ def _pass_blocks(steps: Table, variant: KernelVariant) -> int:
 
 
 def _finds_x_staged(
-    program: MegakernelProgram,
     nodes: Sequence[Node],
     routines: Sequence[Routine],
+    rewritten: Set[int],
     node_of: npt.NDArray[np.int64],
     sms: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.bool_]:
     """Which instructions find their first matrix operand staged by the one before them on their SM.
 
     The operands are the same function of the same buffers. These hold the same for both where no column of them is
-    written twice: its only write happens before each task that reads it.
+    written twice: its only write happens before each task that reads it. `rewritten` are the rows of the others.
     """
     keys: dict[object, int] = {}
-    again = rewritten_buffers(program.tasks)
-    rewritten = {row for row, buffer in enumerate(program.buffers) if buffer.id in again}
     columns: list[list[int]] = [[], []]
     for node in nodes:
         routine = routines[node.form]
@@ -214,6 +232,22 @@ def _finds_x_staged(
     marks = np.zeros(len(node_of), np.bool_)
     marks[1:] = (sms[:-1] == sms[1:]) & (found[1:] >= 0) & (found[1:] == left[:-1])
     return marks
+
+
+def _rewritten_rows(nodes: Sequence[Node], grouping: Grouping) -> set[int]:
+    """Rows of the buffers of which tasks write some columns more than once, or may: tiles over several rows count by
+    their columns, everything but tiles counts whole."""
+    written: dict[int, list[Region]] = {}
+    sizes = np.bincount(grouping.node_of, minlength=len(nodes)).tolist()
+    for node, columns, size in zip(nodes, columns_of(grouping), sizes, strict=True):
+        tiled = written_region(node.task) is not None
+        for place, row in enumerate(node.outputs):
+            written.setdefault(row, []).extend(columns if tiled and not place else [WHOLE] * size)
+    return {row for row, columns in written.items() if len(columns) > 1 and _overlap(sorted(columns))}
+
+
+def _overlap(columns: Sequence[Region]) -> bool:
+    return any(second[0] < first[1] for first, second in pairwise(columns))
 
 
 def _check_tiles(

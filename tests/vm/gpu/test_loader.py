@@ -338,7 +338,7 @@ def test_a_launch_that_hangs_is_stopped_and_says_what_it_waited_for(rig: Rig, me
         with pytest.raises(LaunchTimeoutError) as raised:
             loaded.sync(0.5)
         assert raised.value.limit_s == 0.5
-        label = packed.labels[17]
+        label = packed.label(17)
         assert str(raised.value) == (f"launch: not over after 0.5 s; {label} on SM 3 waits for counter 5 >= 12, at 11")
         assert rig.gpu.abort_flag.value == 0
         megakernel.behave = lambda program, pos: None
@@ -371,7 +371,7 @@ def test_a_token_beyond_its_table_is_reported_once(rig: Rig, megakernel: Kernel)
         loaded.launch()
         with pytest.raises(TensorError) as raised:
             loaded.sync(0.5)
-        assert str(raised.value) == f"{packed.labels[0]}: id 70000 is no row of its table"
+        assert str(raised.value) == f"{packed.label(0)}: id 70000 is no row of its table"
         loaded.sync(0.5)
 
 
@@ -433,7 +433,7 @@ def test_a_counter_that_is_never_signalled_is_found_and_the_gpu_goes_on(gpu_rig:
                 LaunchTimeoutError, match=r"on SM \d+ waits for counter \d+ >= 1\d{3}, at \d+"
             ) as raised:
                 loaded.sync(0.2)
-            assert packed.labels[task] in str(raised.value)
+            assert packed.label(task) in str(raised.value)
     with gpu_rig.load(packed) as loaded:
         logits, _ = decode(loaded, 3, 0)
         assert np.array_equal(logits, expected)

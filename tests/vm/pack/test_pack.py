@@ -117,7 +117,7 @@ def test_queues_hold_the_tasks_of_each_sm_in_list_order(name: str) -> None:
             waits = zip(record["wait_counter"], record["wait_threshold"], strict=True)
             assert list(waits)[: record["n_waits"]] == [(wait.counter, wait.threshold) for wait in task.waits]
             assert (record["op"], record["sm"], record["out_counter"]) == (task.op, sm, task.out_counter)
-            assert packed.labels[record["task"]] == f"task {task.id} ({task.label})"
+            assert packed.label(record["task"]) == f"task {task.id} ({task.label})"
 
 
 def test_ids_are_mapped_to_rows() -> None:
