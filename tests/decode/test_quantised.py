@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from damage import FAMILIES, TARGET, spec_of
+from effort import pairs
 
 from flywheel.decode.session import ReferenceSession
 from flywheel.decode.verify import default_positions, make_oracle, verify
@@ -40,8 +41,7 @@ def session(work: Workload, choice: int = 0) -> tuple[ReferenceSession, dict[str
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize(("text", "family"), pairs(FORMATS, FAMILIES))
 def test_a_quantised_program_is_what_its_weights_mean(text: str, family: str, batch: int) -> None:
     made, weights = session(workload(family, text, batch), FORMATS.index(text))
     verdict = verify(made, weights, default_positions(made.context))

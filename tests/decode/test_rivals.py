@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from effort import pairs
 
 from flywheel.decode.judge import Judge
 from flywheel.decode.lineup import RIVALS, Form, refusal, usual_rivals
@@ -75,9 +76,9 @@ FORMS: list[tuple[Form, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "text", "name"), FORMS)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_rival_multiplies_the_same_codes(form: Form, text: str, name: str, batch: int) -> None:
+@pytest.mark.parametrize(("case", "batch"), pairs(FORMS, [1, 3]))
+def test_a_rival_multiplies_the_same_codes(case: tuple[Form, str, str], batch: int) -> None:
+    form, text, name = case
     spec, dtype = dataclasses.replace(SPECS[3], hidden=128, head_dim=32, intermediate=256), DTYPES[name]
     formats = parse_formats(text, name)
     assert formats.usual is not None

@@ -10,6 +10,7 @@ from typing import Final
 
 import pytest
 import torch
+from effort import pairs
 from lies import MARGIN, Judges, Lie, examine, layers_of, smallest, tell
 from lies_of_formats import lies_of
 
@@ -73,8 +74,7 @@ def test_other_codes_scales_or_zero_points_are_no_pass(text: str, lie: Lie) -> N
     assert isinf(error) or error >= MARGIN * examined.verdict.bound, where
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize(("text", "batch"), pairs(FORMATS, [1, 8]))
 def test_a_right_program_is_far_from_the_bound_up_to_context_4096(text: str, batch: int) -> None:
     spec, formats = replace(SPEC, n_layers=1), parse_formats(text, "bf16")
     program = lower(decode_step(spec, 4096, DType.BF16, batch, formats), SPLIT, TARGETS["h100"])

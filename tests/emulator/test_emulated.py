@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from effort import examples, pairs
 from emulator.gpu import EmulatedGpu, build_variant
 from emulator.translate import CALLS, translate
 
@@ -137,9 +138,8 @@ def expected(program: MegakernelProgram, first: list[int], start: int) -> list[t
     return EXPECTED[key]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("seed", range(5))
-def test_launch_after_launch_gives_the_reference_s_tokens(gpu: EmulatedGpu, name: str, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "name"), pairs(range(5), CONFIGS))
+def test_launch_after_launch_gives_the_reference_s_tokens(gpu: EmulatedGpu, seed: int, name: str) -> None:
     gpu.seed = seed
     _compare(gpu, lowered(gpu, CONFIGS[name]), [5])
 
@@ -165,8 +165,7 @@ def test_a_launch_that_waits_for_ever_ends_when_the_host_says_so(gpu: EmulatedGp
     assert (report["counter"], report["threshold"]) in list(waits)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("start", [14, 30, 44])
+@pytest.mark.parametrize(("name", "start"), pairs(CONFIGS, [14, 30, 44]))
 def test_windows_move_from_block_to_block(gpu: EmulatedGpu, name: str, start: int) -> None:
     """Blocks begin at rows 0, 16 and 32."""
     _compare(gpu, lowered(gpu, CONFIGS[name]), [5], start)
@@ -184,12 +183,17 @@ def long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("long_rows")
-@pytest.mark.parametrize("name", ["fused, by counters", "fused, by data"])
-@pytest.mark.parametrize(("batch", "threads"), [(1, THREADS), (2, THREADS), (3, THREADS), (8, THREADS), (8, 704)])
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    pairs(
+        [(1, THREADS), (2, THREADS), (3, THREADS), (8, THREADS), (8, 704)], ["fused, by counters", "fused, by data"]
+    ),
+)
 def test_norms_of_long_rows_leave_their_scales_to_products(
-    gpu: EmulatedGpu, name: str, batch: int, threads: int
+    gpu: EmulatedGpu, rows: tuple[int, int], name: str
 ) -> None:
-    """Of many threads each has half of the rows at once."""
+    """`rows`: (batch, threads). Of many threads each has half of the rows at once."""
+    batch, threads = rows
     tiling = {**CONFIGS[name].tiling, "warps": {"matrix": 2}}
     program = lowered(gpu, replace(CONFIGS[name], tiling=tiling, threads_per_block=threads), batch)
     assert (pack(program).steps["flags"] & StepFlag.LEAVES_SCALE).any()
@@ -219,7 +223,7 @@ def first_slices(program: MegakernelProgram, tile: int) -> np.ndarray:
 @pytest.mark.usefixtures("short_area")
 @pytest.mark.parametrize("name", ["fused, by counters", "fused, by data"])
 @pytest.mark.parametrize("tile", [48, 16])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(examples(3)))
 def test_rows_in_slices_give_the_reference_s_tokens(gpu: EmulatedGpu, name: str, tile: int, seed: int) -> None:
     """A segment each, or of tiles of one row block all in one."""
     gpu.seed = seed
@@ -230,9 +234,8 @@ def test_rows_in_slices_give_the_reference_s_tokens(gpu: EmulatedGpu, name: str,
 
 @pytest.mark.usefixtures("short_area")
 @pytest.mark.parametrize("gpu", [90], indirect=True)
-@pytest.mark.parametrize("tile", [48, 16])
-@pytest.mark.parametrize("seed", range(3, 28, 4))
-def test_a_launch_that_is_aborted_between_slices_ends(gpu: EmulatedGpu, tile: int, seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seed", "tile"), pairs(range(3, 28, 4), [48, 16]))
+def test_a_launch_that_is_aborted_between_slices_ends(gpu: EmulatedGpu, seed: int, tile: int, tmp_path: Path) -> None:
     """The weights of a first slice never come, and control warps ask the host as soon as they have waited a little."""
     gpu.seed = seed
     sources = Path(shutil.copytree(nvrtc.SOURCES, tmp_path / "cuda"))

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from effort import pairs
 from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 from lies import LIES, MARGIN, Judges, Lie, layers_of, smallest, tell
@@ -70,9 +71,11 @@ def judges() -> Judges:
     return Judges(oracle_of(DType.BF16), DType.BF16, CONTEXT)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize(("dtype", "batch"), [(DType.BF16, 1), (DType.BF16, 3), (DType.F16, 1), (DType.F32, 2)])
-def test_right_programs_are_far_from_the_bound(config: str, dtype: DType, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("work", "config"), pairs([(DType.BF16, 1), (DType.BF16, 3), (DType.F16, 1), (DType.F32, 2)], CONFIGS)
+)
+def test_right_programs_are_far_from_the_bound(work: tuple[DType, int], config: str) -> None:
+    dtype, batch = work
     judge = Judge(oracle_of(dtype), dtype, CONTEXT, default_positions(CONTEXT), batch)
     with emulated_session(EmulatedGpu(), lowered(config, dtype, batch), SPEC, weights_of(dtype)) as session:
         assert session.shares_memory == (config != "fused, by data")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from effort import pairs, sample
 from work import lines_run
 
 from flywheel.interop.mpk.graph import INVALID, MpkGraph, event_id
@@ -31,8 +32,7 @@ def _about(result: ValidationResult, *words: str) -> bool:
     return any(all(word in error.message for word in words) for error in result.errors)
 
 
-@pytest.mark.parametrize("name", SAFE)
-@pytest.mark.parametrize("workers", [None, 128])
+@pytest.mark.parametrize(("name", "workers"), pairs(SAFE, [None, 128]))
 def test_a_graph_of_one_gpu_is_safe_under_any_placement_and_under_mpks(
     checked: Checked, name: str, workers: int | None
 ) -> None:
@@ -55,8 +55,7 @@ def test_a_reduce_waits_for_no_task_of_its_own_gpu(checked: Checked, name: str) 
     assert _about(checked(None, *_ranks(name)), *words)
 
 
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("workers", [None, 128])
+@pytest.mark.parametrize(("name", "workers"), pairs(PAIRS, [None, 128]))
 def test_the_buffer_of_an_all_reduce_is_used_again_in_no_order(
     checked: Checked, name: str, workers: int | None
 ) -> None:
@@ -66,8 +65,8 @@ def test_the_buffer_of_an_all_reduce_is_used_again_in_no_order(
 
 @pytest.mark.parametrize(
     ("name", "workers", "masked"),
-    [("h4096x2_g2", 128, True), ("h4096x2_g2", 64, True), ("h4096x2_g2", 96, False), ("h5120x2_g2", 128, False),
-     ("h5120x2_g2", 160, True)],
+    sample([("h4096x2_g2", 128, True), ("h4096x2_g2", 64, True), ("h5120x2_g2", 160, True),
+            ("h4096x2_g2", 96, False), ("h5120x2_g2", 128, False)]),
 )  # fmt: skip
 def test_the_order_of_queues_masks_the_reduce_where_its_product_is_a_multiple_of_the_workers_ahead(
     checked: Checked, name: str, workers: int, masked: bool
