@@ -39,6 +39,10 @@ class UsageError(FlywheelError):
     """Options that contradict each other or the campaign they name."""
 
 
+class BundleError(UsageError):
+    """A bundle is damaged, of another format, or not for this GPU, driver or these weights."""
+
+
 class NoGpuError(FlywheelError):
     """The GPU that the work needs is not on this machine."""
 

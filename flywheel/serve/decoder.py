@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from flywheel.decode.request import make_request
 from flywheel.decode.sampling import GREEDY, Sampling
-from flywheel.errors import NoGpuError, UsageError
+from flywheel.errors import BundleError, NoGpuError, UsageError
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer
 from flywheel.serve.answers import Answer, Batch, Finish, Piece, Session
@@ -20,6 +20,7 @@ from flywheel.serve.text import Streamer
 from flywheel.store.schedule import Schedule, load_schedule
 
 if TYPE_CHECKING:
+    from flywheel.decode.bundled import Check
     from flywheel.decode.source import Weights
 
 Device = Literal["reference", "cuda"]
@@ -79,6 +80,7 @@ class Decoder:
         ranks: int = 1,
         seed: int = 0,
         store: str | None = None,
+        check: Check = "samples",
     ) -> Self:
         """A decoder of a checkpoint's directory or a catalog name, whose weights are then random, drawn from `seed`.
 
@@ -89,11 +91,19 @@ class Decoder:
         names in a checkpoint: they stand for the model's own, and are not copied where they are on the device in the
         type that is computed in. `ranks` is the number of GPUs.
 
+        A bundle's directory (docs/bundle.md) is a model, a GPU and a schedule, and needs no torch. `weights` is then
+        the directory of its checkpoint, or tensors on the GPU; they are compared with those that it was made for by
+        some of their bytes or, with `check` of all, by all. Raises BundleError for what is not the bundle's.
+
         Raises UsageError, UnknownNameError, UnsupportedModelError, WeightsError, ConfigError, StoreError, NoGpuError
         and GpuMemoryError.
         """
         if ranks != 1:
             raise UsageError(f"ranks: {ranks} GPUs; a decoder uses 1")
+        if (Path(model) / "bundle.json").is_file():
+            named = {"schedule": schedule, "gpu": gpu, "dtype": dtype, "context": context,
+                     "max_sequences": max_sequences, "store": store}  # fmt: skip
+            return cls._load_bundle(Path(model), weights, device, check, named)
         from flywheel.serve.loading import load_model
 
         chosen: Device = device if device is not None else "cuda" if _gpu_here() else "reference"
@@ -107,6 +117,29 @@ class Decoder:
             return cls(
                 source.spec, source.name, source.folder, loaded.session, loaded.schedule, chosen, undo.pop_all().close
             )
+
+    @classmethod
+    def _load_bundle(
+        cls, folder: Path, weights: str | Mapping[str, Any] | None, device: Device | None, check: Check,
+        named: Mapping[str, object],
+    ) -> Self:  # fmt: skip
+        settled = [name for name, value in named.items() if value is not None]
+        if settled or device == "reference":
+            what = settled[0] if settled else "device"
+            raise BundleError(f"bundle {folder}: {what} is settled, and cannot be asked for")
+        if weights is None:
+            raise BundleError(f"bundle {folder}: has no weights; give their checkpoint's directory, or tensors")
+        from flywheel.decode.bundled import BundleSession, spec_of
+        from flywheel.vm.bundle.reading import read_bundle
+        from flywheel.vm.gpu import driver
+
+        bundle = read_bundle(folder)
+        spec, gpu = spec_of(bundle), driver.open_gpu()
+        session = BundleSession(gpu, bundle, Path(weights) if isinstance(weights, str) else weights, check)
+        with ExitStack() as undo:
+            undo.callback(session.close)
+            words = f"{bundle.manifest['schedule']['words']}, of bundle {folder}"
+            return cls(spec, spec.name, folder, session, words, "cuda", undo.pop_all().close)
 
     def __enter__(self) -> Self:
         return self

@@ -120,6 +120,7 @@ class EmulatedGpu:
     name: str = "emulated"
     l2_bytes: int = 50 * 2**20
     total_bytes: int = 2**32
+    cuda_version: str = "13.0"
     uploaded_bytes: int = 0
     broken: bool = False
     _held: dict[int, Any] = field(default_factory=dict)

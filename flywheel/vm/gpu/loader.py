@@ -37,7 +37,7 @@ _TRACE: Final = numpy_struct("amk_trace_t")
 POSITIONS: Final = ABI_MAX_ROWS
 """Positions that a launch reads, whatever the number of sequences."""
 
-_STATE_BYTES: Final = 2 * 4 + 2 * 8 * ABI_MAX_ROWS
+STATE_BYTES: Final = 2 * 4 + 2 * 8 * ABI_MAX_ROWS
 _WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 _WRITTEN_KINDS: Final = (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
 
@@ -126,7 +126,7 @@ class LoadedProgram:
             self._arena = self._take(packed.arena.nbytes + packed.arena.awaited_bytes)
             self._addresses = self._find_buffers(weights, caches)
             self._counters = self._take(2 * packed.n_counters * COUNTER_STRIDE)
-            self._state = self._take(_STATE_BYTES)
+            self._state = self._take(STATE_BYTES)
             self._report = self._take(_REPORT.itemsize)
             traced = len(packed.instructions) + self._grid if kernel.variant.trace else 0
             self._trace = self._take(traced * _TRACE.itemsize) if traced else None

@@ -18,7 +18,7 @@ from flywheel.plan.step import Coded
 from flywheel.vm.abi import FRAGMENT_ROWS, Layout
 from flywheel.vm.elements import stored
 from flywheel.vm.gpu.driver import Gpu, Memory
-from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
+from flywheel.vm.gpu.nvrtc import CompiledVariant, arch_name, compile_variant
 
 FRAGMENT_ELEMENTS: Final = FRAGMENT_ROWS * FRAGMENT_ROWS
 
@@ -35,13 +35,17 @@ def fragments_bytes(shape: Sequence[int], dtype: DType) -> int:
 
 
 class ResidentWeights:
-    """Device addresses of weights by name and layout, for programs whose float type is `dtype`."""
+    """Device addresses of weights by name and layout, for programs whose float type is `dtype`. Kernels of `packing`
+    pack them; without it, a variant is compiled."""
 
-    def __init__(self, gpu: Gpu, dtype: DType, cache_dir: Path | None = None) -> None:
-        self._gpu, self._dtype, self._cache_dir = gpu, dtype, cache_dir
+    def __init__(
+        self, gpu: Gpu, dtype: DType, cache_dir: Path | None = None, packing: CompiledVariant | None = None
+    ) -> None:
+        self._gpu, self._dtype, self._cache_dir, self._packing = gpu, dtype, cache_dir, packing
         self._addresses: dict[tuple[str, Layout], int] = {}
         self._owned: list[Memory] = []
         self._kernels: dict[str, Any] = {}
+        self._threads = _PACK_THREADS
 
     def __enter__(self) -> Self:
         return self
@@ -149,9 +153,12 @@ class ResidentWeights:
 
     def _run(self, name: str, args: tuple[Any, ...]) -> None:
         if not self._kernels:
-            variant = compile_variant(arch_name(self._gpu.sm_arch), _PACK_THREADS, self._dtype, self._cache_dir)
+            variant = self._packing or compile_variant(
+                arch_name(self._gpu.sm_arch), _PACK_THREADS, self._dtype, self._cache_dir
+            )
             self._kernels = dict(self._gpu.load(variant))
-        self._gpu.launch(self._kernels[name], _PACK_BLOCKS_PER_SM * self._gpu.num_sms, _PACK_THREADS, args)
+            self._threads = variant.threads
+        self._gpu.launch(self._kernels[name], _PACK_BLOCKS_PER_SM * self._gpu.num_sms, self._threads, args)
         self._gpu.sync()  # the source's owner may take it back
 
     def _take(self, nbytes: int) -> Memory:

@@ -1,0 +1,52 @@
+"""The choice behind one launch without torch, as Sampling says. Draws are of the same distribution as those of
+`choices`, but of other random numbers."""
+
+from __future__ import annotations
+
+from math import log
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flywheel.decode.made import Logprobs
+from flywheel.decode.sampling import Sampling
+
+Floats = npt.NDArray[np.float32]
+
+_SEEDS: Final = 2**64
+
+
+def draw(logits: Floats, seen: npt.NDArray[np.bool_], sampling: Sampling, position: int) -> int:
+    """The token behind `logits` [vocab] at a position; `seen` [vocab] are the tokens of the text."""
+    scores = logits.astype(np.float64)
+    if sampling.repetition_penalty != 1.0:
+        penalised = np.where(scores > 0, scores / sampling.repetition_penalty, scores * sampling.repetition_penalty)
+        scores = np.where(seen, penalised, scores)
+    if sampling.is_greedy:
+        return int(scores.argmax())
+    warm = scores / sampling.temperature
+    if 0 < sampling.top_k < len(warm):
+        least = np.partition(warm, -sampling.top_k)[-sampling.top_k]
+        warm = np.where(warm < least, -np.inf, warm)
+    if sampling.min_p > 0.0:
+        warm = np.where(warm < warm.max() + log(sampling.min_p), -np.inf, warm)
+    shares = np.exp(warm - warm.max())
+    shares /= shares.sum()
+    if sampling.top_p < 1.0:
+        order = np.argsort(-shares, kind="stable")
+        before = np.cumsum(shares[order]) - shares[order]
+        shares[order[before >= sampling.top_p]] = 0.0
+    dice = np.random.default_rng([sampling.seed % _SEEDS, position])
+    return int((shares / dice.exponential(size=len(shares))).argmax())
+
+
+def logprobs_of(logits: Floats, token: int, sampling: Sampling) -> Logprobs | None:
+    """What a sampling asks for beside its token."""
+    if sampling.logprobs is None:
+        return None
+    wide = logits.astype(np.float64)
+    shares = wide - wide.max()
+    shares -= np.log(np.exp(shares).sum())
+    best = np.argsort(-shares, kind="stable")[: sampling.logprobs]
+    return Logprobs(float(shares[token]), tuple((int(each), float(shares[each])) for each in best))

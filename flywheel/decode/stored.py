@@ -1,0 +1,125 @@
+"""Tensors of a checkpoint as bytes of its files, without torch, and digests by which each is known again.
+
+Source: huggingface/safetensors, `README.md`, section "Format".
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flywheel.errors import IrFormatError, WeightsError
+from flywheel.ir import DType
+from flywheel.ir.files import parse_json, read_text
+from flywheel.vm.elements import bf16_bits, stored_type, values
+
+_SINGLE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+_MAX_HEADER_BYTES: Final = 100 * 2**20
+_LENGTH_BYTES: Final = 8
+
+DTYPES: Final[Mapping[str, DType]] = MappingProxyType({each.name: each for each in (DType.F32, DType.F16, DType.BF16)})
+"""The float types of safetensors that are read, by its names."""
+
+SAMPLES: Final = 4
+SAMPLE_BYTES: Final = 16 * 1024
+"""Parts of a tensor by which it is known again at once: evenly spaced, its first and last bytes among them."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A tensor in a file; `data` are its bytes, mapped and not read."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    data: Bytes
+
+    def elements(self, wanted: DType) -> npt.NDArray[Any]:
+        """Row-major elements as `vm.elements.stored` takes them, converted as torch would where the type is another."""
+        own = self.data.view(stored_type(self.dtype)).reshape(self.shape)
+        if wanted is self.dtype:
+            return own
+        wide = values(own, self.dtype).astype(np.float32, copy=False)
+        return bf16_bits(wide) if wanted is DType.BF16 else wide.astype(stored_type(wanted))
+
+
+def open_stored(folder: Path, names: Collection[str]) -> dict[str, Stored]:
+    """The tensors called `names` of a checkpoint's directory; others are not looked at. Raises WeightsError, naming the
+    tensor or the file, for what is missing, malformed or of a type that is not in DTYPES."""
+    found: dict[str, Stored] = {}
+    for file, held in _files(folder, names).items():
+        found |= _tensors(folder / file, held)
+    return {name: found[name] for name in names}
+
+
+def tensor_digest(stored: Stored) -> str:
+    """SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(stored.data.data).hexdigest()
+
+
+def sample_digest(dtype: DType, shape: tuple[int, ...], read: Callable[[int, int], bytes]) -> str:
+    """SHA-256 of a tensor's type, shape and samples; `read` gives so many bytes from an offset on."""
+    nbytes = dtype.nbytes(prod(shape))
+    digest = hashlib.sha256(f"{dtype.name}{list(shape)}".encode())
+    if nbytes <= SAMPLES * SAMPLE_BYTES:
+        digest.update(read(0, nbytes))
+    else:
+        for number in range(SAMPLES):
+            digest.update(read(number * (nbytes - SAMPLE_BYTES) // (SAMPLES - 1), SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def sample_of(stored: Stored) -> str:
+    """The `sample_digest` of a tensor in a file."""
+    return sample_digest(stored.dtype, stored.shape, lambda start, size: stored.data[start : start + size].tobytes())
+
+
+def _files(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
+    """File -> which of the tensors it holds."""
+    if (folder / _SINGLE).is_file():
+        return {_SINGLE: list(names)}
+    try:
+        index = parse_json(read_text(folder / _INDEX))
+        places = {name: Path(index["weight_map"][name]).name for name in names}
+    except (IrFormatError, KeyError, TypeError) as error:
+        raise WeightsError(f"{str(folder)!r} has no {_SINGLE}, nor an index that names its tensors: {error}") from None
+    held: dict[str, list[str]] = {}
+    for name, file in places.items():
+        held.setdefault(file, []).append(name)
+    return held
+
+
+def _tensors(file: Path, names: Collection[str]) -> dict[str, Stored]:
+    try:
+        data = np.memmap(file, np.uint8, "r")
+        length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
+        if length > min(_MAX_HEADER_BYTES, len(data) - _LENGTH_BYTES):
+            raise WeightsError(f"{file}: its header of {length:,} bytes is not in it")
+        start = _LENGTH_BYTES + length
+        header = parse_json(data[_LENGTH_BYTES:start].tobytes())
+    except (OSError, ValueError, IrFormatError) as error:
+        raise WeightsError(f"{file}: {error}") from None
+    return {name: _tensor(file, name, header, data[start:]) for name in names}
+
+
+def _tensor(file: Path, name: str, header: Any, data: Bytes) -> Stored:
+    try:
+        about = header[name]
+        dtype, shape, (start, stop) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise WeightsError(f"tensor {name!r} is not in {file}") from None
+    if dtype not in DTYPES:
+        raise WeightsError(f"tensor {name!r} in {file} is {dtype}; supported: {', '.join(DTYPES)}")
+    if not 0 <= start <= stop <= len(data) or stop - start != DTYPES[dtype].nbytes(prod(shape)):
+        raise WeightsError(f"tensor {name!r} in {file}: bytes {start}..{stop} are not its {list(shape)}")
+    return Stored(DTYPES[dtype], shape, data[start:stop])

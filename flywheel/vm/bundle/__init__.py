@@ -1,0 +1,1 @@
+"""A packed program and its kernel as files that need no lowering, proof or compiler to run. Source: docs/bundle.md."""

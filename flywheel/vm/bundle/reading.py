@@ -1,0 +1,167 @@
+"""A bundle's files as a packed program and its kernel. Nothing is lowered, proved or compiled: hashes say that what was
+proved is what is there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from flywheel.errors import BundleError, IrFormatError
+from flywheel.ir import TARGETS, Buffer, BufferKind, DType, GpuTarget, MegakernelProgram, MemSpace
+from flywheel.ir.files import parse_json, read_text
+from flywheel.measure.device import GENERIC, Device, is_target
+from flywheel.plan import KernelVariant
+from flywheel.vm.bundle.layout import (
+    ELEMENTS,
+    FORMAT,
+    KERNEL,
+    LABELS,
+    MANIFEST,
+    TABLES,
+    VERSION,
+    element_type,
+    manifest_digest,
+    structs_digest,
+)
+from flywheel.vm.gpu.nvrtc import CompiledVariant, EntryUsage
+from flywheel.vm.pack import PackedProgram
+from flywheel.vm.pack.memory import Arena
+
+
+class AnyGpu(Protocol):
+    """What is asked of a GPU before a bundle is loaded onto it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def sm_arch(self) -> int: ...
+    @property
+    def num_sms(self) -> int: ...
+    @property
+    def total_bytes(self) -> int: ...
+    @property
+    def cuda_version(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bundle:
+    """A bundle whose files are whole. `manifest` is all of `bundle.json`."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    packed: PackedProgram
+    kernel: CompiledVariant
+
+
+def read_bundle(folder: Path) -> Bundle:
+    """Read a bundle. Raises BundleError, naming the file, where anything is missing, damaged or of another format."""
+    manifest = _manifest(folder)
+    contents = {name: _content(folder, name, about) for name, about in manifest["files"].items()}
+    try:
+        kernel = _kernel(manifest["kernel"], contents[KERNEL])
+        packed = _packed(manifest, kernel, contents[TABLES], tuple(parse_json(contents[LABELS])))
+    except (KeyError, TypeError, ValueError, IrFormatError) as error:
+        raise BundleError(f"bundle {folder}: {MANIFEST} lacks or misstates {error}") from error
+    return Bundle(folder, MappingProxyType(manifest), packed, kernel)
+
+
+def check_gpu(bundle: Bundle, gpu: AnyGpu) -> None:
+    """Raises BundleError where a bundle was made for another GPU, or its kernel needs a newer driver."""
+    target = bundle.packed.program.target
+    assert target is not None
+    here = Device(gpu.name, gpu.num_sms, gpu.total_bytes)
+    same = (gpu.sm_arch, gpu.num_sms) == (target.sm_arch, target.num_sms)
+    if target.name in TARGETS or target.name.startswith(f"{GENERIC}-"):
+        same = same and is_target(here, target)
+    if not same:
+        raise BundleError(
+            f"bundle {bundle.folder}: made for {target.name} (sm_{target.sm_arch}, {target.num_sms} SMs); "
+            f"{gpu.name} here is sm_{gpu.sm_arch} with {gpu.num_sms} SMs"
+        )
+    needed = str(bundle.manifest["kernel"]["nvrtc"])
+    if int(gpu.cuda_version.partition(".")[0]) < int(needed.partition(".")[0]):
+        raise BundleError(
+            f"bundle {bundle.folder}: its kernel is of CUDA {needed}; the driver here knows CUDA {gpu.cuda_version}"
+        )
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    where = f"bundle {folder}: {MANIFEST}"
+    try:
+        found = parse_json(read_text(folder / MANIFEST))
+    except IrFormatError as error:
+        raise BundleError(f"{where} cannot be read: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise BundleError(f"{where} is not of format {FORMAT}")
+    if found.get("version") != VERSION:
+        raise BundleError(f"{where}: version {found.get('version')!r} is not the {VERSION} that this flywheel reads")
+    if found.get("digest") != manifest_digest(found):
+        raise BundleError(f"{where} is damaged: it does not have the digest that it names")
+    if found["abi"] != structs_digest():
+        raise BundleError(f"{where}: its tables are laid out for another version of flywheel; export the bundle again")
+    return found
+
+
+def _content(folder: Path, name: str, about: Mapping[str, Any]) -> bytes:
+    """A file as the manifest knows it."""
+    if Path(name).name != name:
+        raise BundleError(f"bundle {folder}: file {name!r} is not in it")
+    try:
+        data = (folder / name).read_bytes()
+    except OSError as error:
+        raise BundleError(f"bundle {folder}: {name} cannot be read: {error.strerror or error}") from None
+    if len(data) != about["bytes"]:
+        raise BundleError(f"bundle {folder}: {name} is damaged: {len(data)} bytes, not {about['bytes']}")
+    if hashlib.sha256(data).hexdigest() != about["sha256"]:
+        raise BundleError(f"bundle {folder}: {name} is damaged: its SHA-256 is not the one in {MANIFEST}")
+    return data
+
+
+def _kernel(about: Mapping[str, Any], cubin: bytes) -> CompiledVariant:
+    return CompiledVariant(
+        about["arch"], about["key"], cubin, "", {name: EntryUsage(**each) for name, each in about["entries"].items()},
+        about["threads"], DType[about["dtype"]], about["matrix_warps"], rows=about["rows"],
+        formats=tuple(about["formats"]),
+    )  # fmt: skip
+
+
+def _packed(
+    manifest: Mapping[str, Any], kernel: CompiledVariant, tables: bytes, labels: tuple[str, ...]
+) -> PackedProgram:
+    """The program's tasks are not in it: its tables are."""
+    parts = {name: _table(tables, manifest["tables"][name], element) for name, element in ELEMENTS.items()}
+    buffers = tuple([_buffer(about) for about in manifest["buffers"]])
+    numbers, variant = manifest["program"]["numbers"], manifest["variant"]
+    offsets = {row: about["offset"] for row, about in enumerate(manifest["buffers"]) if "offset" in about}
+    return PackedProgram(
+        program=MegakernelProgram(target=GpuTarget(**manifest["target"]), buffers=buffers),
+        variant=KernelVariant(**{**variant, "formats": tuple(variant["formats"])}),
+        dtype=kernel.dtype,
+        n_counters=numbers["n_counters"],
+        workspace_stride=numbers["workspace_stride"],
+        pass_blocks=numbers["pass_blocks"],
+        arena=Arena(offsets, numbers["set_stride"], numbers["awaited_bytes"]),
+        coded={},
+        labels=labels,
+        last_position=manifest["launch"]["last_position"],
+        fixed_position=None,
+        **parts,
+    )
+
+
+def _table(tables: bytes, about: Mapping[str, Any], element: str) -> npt.NDArray[Any]:
+    return np.frombuffer(tables, element_type(element), about["count"], about["offset"])
+
+
+def _buffer(about: Mapping[str, Any]) -> Buffer:
+    return Buffer(
+        about["id"], about["name"], BufferKind[about["kind"]], DType[about["dtype"]], tuple(about["shape"]),
+        MemSpace[about["space"]], about.get("tensor"),
+    )  # fmt: skip

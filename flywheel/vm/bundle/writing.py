@@ -1,0 +1,165 @@
+"""A packed program and its kernel as a bundle's files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+import numpy as np
+
+from flywheel.errors import UsageError
+from flywheel.ir import BufferKind
+from flywheel.vm.abi import COUNTER_STRIDE, numpy_struct
+from flywheel.vm.bundle.layout import (
+    ALIGNMENT,
+    ELEMENTS,
+    FORMAT,
+    KERNEL,
+    LABELS,
+    MANIFEST,
+    TABLES,
+    VERSION,
+    element_type,
+    manifest_digest,
+    structs_digest,
+)
+from flywheel.vm.gpu.loader import STATE_BYTES
+from flywheel.vm.gpu.nvrtc import CompiledVariant
+from flywheel.vm.pack import PackedProgram
+
+_FROM_VARIANT: Final = (
+    "ring_slots", "chunk_bytes", "staged_bytes", "prefetch_depth", "inflight_chunks", "chunk_warps", "copies",
+)  # fmt: skip
+_FROM_PACKED: Final = ("n_counters", "workspace_stride", "pass_blocks")
+_SHOWN: Final = ("amk_program_t", "amk_buffer_t", "amk_segment_t", "amk_report_t")
+"""Structs whose members an engine that runs the bundle writes or reads."""
+
+
+def bundle_files(
+    packed: PackedProgram, kernel: CompiledVariant, nvrtc: str, about: Mapping[str, Any], others: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """Files of a bundle by name; the same arguments give the same bytes. `nvrtc` is the version that compiled the
+    kernel. `about` are JSON-ready sections of the manifest beside its own, `others` files beside its own.
+
+    Raises UsageError for a program of quantised matrices or of several ranks.
+    """
+    program = packed.program
+    if packed.coded or program.ranks > 1:
+        what = f"{program.ranks} ranks" if program.ranks > 1 else "quantised matrices"
+        raise UsageError(f"bundle: a program of {what}; bundles are of one rank and plain weights")
+    assert program.target is not None
+    tables, parts = _tables(packed)
+    files = {KERNEL: kernel.cubin, TABLES: tables, LABELS: _json(list(packed.labels)), **others}
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "abi": structs_digest(),
+        **about,
+        "target": asdict(program.target),
+        "kernel": {
+            "file": KERNEL, "arch": kernel.arch, "key": kernel.key, "nvrtc": nvrtc, "threads": kernel.threads,
+            "matrix_warps": kernel.matrix_warps, "dtype": kernel.dtype.name, "rows": kernel.rows,
+            "formats": list(kernel.formats), "entries": {name: asdict(each) for name, each in kernel.entries.items()},
+        },
+        "launch": {
+            "entry": "megakernel", "grid": len(packed.queues) - 1, "threads": kernel.threads,
+            "smem_bytes": packed.variant.smem_bytes, "cooperative": True, "last_position": packed.last_position,
+        },
+        "variant": {**asdict(packed.variant), "formats": list(packed.variant.formats)},
+        "tables": parts,
+        "structs": {name: _members(name) for name in _SHOWN},
+        "program": _program(packed),
+        "memory": _memory(packed),
+        "buffers": _buffers(packed),
+        "files": {
+            name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()
+        },
+    }  # fmt: skip
+    manifest["digest"] = manifest_digest(manifest)
+    return {MANIFEST: (json.dumps(manifest, indent=1) + "\n").encode(), **files}
+
+
+def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files into a new directory, which appears whole or not at all. Raises UsageError where there is anything
+    already, OSError."""
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise UsageError(f"{str(folder)!r} exists; a bundle is written to a new directory")
+    place = folder.resolve()
+    draft = place.with_name(f".{place.name}.{uuid4().hex}")
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, draft, ignore_errors=True)
+        draft.mkdir()
+        for name, data in files.items():
+            (draft / name).write_bytes(data)
+        draft.replace(place)
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _tables(packed: PackedProgram) -> tuple[bytes, dict[str, Any]]:
+    """(all tables one behind the other, where each lies)."""
+    data, parts = bytearray(), {}
+    for name, element in ELEMENTS.items():
+        table = np.ascontiguousarray(getattr(packed, name))
+        assert table.dtype == element_type(element), name
+        parts[name] = {"offset": len(data), "count": len(table), "bytes": table.nbytes, "element": element}
+        data += table.tobytes()
+        data += bytes(-len(data) % ALIGNMENT)
+    return bytes(data), parts
+
+
+def _members(name: str) -> dict[str, Any]:
+    kind = numpy_struct(name)
+    assert kind.fields is not None
+    members = {field: [kind.fields[field][1], kind.fields[field][0].base.str] for field in kind.names or ()}
+    return {"bytes": kind.itemsize, "members": members}
+
+
+def _program(packed: PackedProgram) -> dict[str, Any]:
+    """Members of amk_program_t: numbers, and the tables and regions of memory whose addresses others are."""
+    numbers = {name: int(getattr(packed.variant, name)) for name in _FROM_VARIANT}
+    numbers |= {name: int(getattr(packed, name)) for name in _FROM_PACKED}
+    numbers |= {"set_stride": packed.arena.nbytes, "awaited_bytes": packed.arena.awaited_bytes}
+    tables = ("buffers", "instructions", "queues", "steps", "segments", "streams", "floats")
+    regions = {"counters": "counters", "state": "state", "report": "report", "workspace": "workspace",
+               "awaited": "arena", "abort_flag": "abort_flag"}  # fmt: skip
+    return {"numbers": numbers, "tables": {name: name for name in tables}, "memory": regions}
+
+
+def _memory(packed: PackedProgram) -> dict[str, Any]:
+    """Regions that a program needs beside its tables: bytes, and what they hold before the first launch."""
+    grid, arena = len(packed.queues) - 1, packed.arena
+    sizes = {
+        "arena": arena.nbytes + arena.awaited_bytes, "counters": 2 * packed.n_counters * COUNTER_STRIDE,
+        "state": STATE_BYTES, "report": numpy_struct("amk_report_t").itemsize,
+        "workspace": grid * packed.workspace_stride, "abort_flag": 4,
+    }  # fmt: skip
+    return {
+        name: {"bytes": size, "fill": 0xFF if name == "arena" else 0, "host": name == "abort_flag"}
+        for name, size in sizes.items()
+    }
+
+
+def _buffers(packed: PackedProgram) -> list[dict[str, Any]]:
+    """One a row of the table of buffers. `offset` is one into the arena; weights have the name of their tensor."""
+    found = []
+    for row, buffer in enumerate(packed.program.buffers):
+        about: dict[str, Any] = {
+            "id": buffer.id, "name": buffer.name, "kind": buffer.kind.name, "dtype": buffer.dtype.name,
+            "shape": list(buffer.shape), "space": buffer.space.name,
+        }  # fmt: skip
+        if buffer.kind in (BufferKind.WEIGHT, BufferKind.CONST):
+            about |= {"tensor": buffer.source or buffer.name, "layout": int(packed.buffers["layout"][row])}
+        elif buffer.kind is not BufferKind.KV_CACHE:
+            about["offset"] = packed.arena.offsets[row]
+        found.append(about)
+    return found

@@ -1,0 +1,212 @@
+"""Bundles on an emulated GPU: they decode what the ordinary path does, without torch, and refuse what is not theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulator.bundles import ASKED, BATCH, loaded, make_files, program_of, tokens_of, write_checkpoint
+from emulator.gpu import EmulatedGpu
+from emulator.sessions import emulated_session
+from safetensors.torch import load_file, save_file
+
+from flywheel.decode.sampling import GREEDY, Sampling
+from flywheel.errors import BundleError, UsageError, WeightsError
+from flywheel.ir import DType
+from flywheel.models.hf import load_spec
+from flywheel.serve.answers import Batch
+from flywheel.vm.bundle.layout import manifest_digest
+from flywheel.vm.bundle.writing import write_folder
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("held") / "small")
+
+
+@pytest.fixture(scope="module")
+def files(checkpoint: Path) -> dict[str, bytes]:
+    return make_files(checkpoint, program_of(checkpoint))
+
+
+@pytest.fixture
+def bundle(files: dict[str, bytes], tmp_path: Path) -> Path:
+    write_folder(tmp_path / "bundle", files)
+    return tmp_path / "bundle"
+
+
+def ordinary(checkpoint: Path, sampling: Sampling = GREEDY, dtype: DType = DType.F32) -> list[list[int]]:
+    """What follows each prompt where the program is lowered and packed here, and torch reads prompts."""
+    weights = {name: each.to(getattr(torch, {"F32": "float32", "BF16": "bfloat16"}[dtype.name]))
+               for name, each in load_file(checkpoint / "model.safetensors").items()}  # fmt: skip
+    spec = load_spec(checkpoint)
+    with emulated_session(EmulatedGpu(), program_of(checkpoint, dtype), spec, weights) as session:
+        found = []
+        for prompt in ASKED:
+            sequences = session.sequences()
+            sequences.join(0, prompt, len(prompt) + 8, sampling)
+            found.append([sequences.advance()[0].token for _ in range(9)])
+            sequences.close()
+    return found
+
+
+def test_a_bundle_decodes_what_the_ordinary_path_does(bundle: Path, checkpoint: Path) -> None:
+    with loaded(bundle, str(checkpoint)) as decoder:
+        assert (decoder.max_sequences, decoder.device) == (BATCH, "cuda")
+        assert "a schedule, of bundle" in decoder.schedule
+        assert tokens_of(decoder) == ordinary(checkpoint)
+        penalised = Sampling(repetition_penalty=20.0)
+        assert tokens_of(decoder, {"sampling": penalised}) == ordinary(checkpoint, penalised)
+        drawn = tokens_of(decoder, {"sampling": Sampling(1.4, seed=3, logprobs=2)})
+        assert drawn == tokens_of(decoder, {"sampling": Sampling(1.4, seed=3)}) != tokens_of(decoder)
+
+
+def test_a_bundle_needs_neither_torch_nor_optuna_nor_sqlalchemy(bundle: Path, checkpoint: Path) -> None:
+    script = (
+        "import json, sys\n"
+        "for name in ('torch', 'optuna', 'sqlalchemy', 'alembic', 'numba', 'click'):\n"
+        "    sys.modules[name] = None\n"
+        "from pathlib import Path\n"
+        "from emulator.bundles import loaded, tokens_of\n"
+        f"with loaded(Path({str(bundle)!r}), {str(checkpoint)!r}) as decoder:\n"
+        "    print(json.dumps(tokens_of(decoder)))\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'safetensors', 'cuda', 'scipy', 'pandas'}))\n"
+        "print([name for name in sys.modules if name.startswith(('flywheel.lowering', 'flywheel.search'))])\n"
+    )
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    tokens, *imported = done.stdout.splitlines()
+    assert json.loads(tokens) == ordinary(checkpoint)
+    assert imported == ["[]", "[]"]
+
+
+def test_a_checkpoint_of_another_type_is_converted_as_torch_does(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "small")
+    write_folder(tmp_path / "bundle", make_files(checkpoint, program_of(checkpoint, DType.BF16)))
+    with loaded(tmp_path / "bundle", str(checkpoint)) as decoder:
+        assert tokens_of(decoder) == ordinary(checkpoint, dtype=DType.BF16)
+
+
+class Given:
+    """A tensor in the emulated GPU's memory, as torch's are in a GPU's."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.shape, self.nbytes, self.data_ptr = tensor.shape, tensor.nbytes, tensor.data_ptr
+
+
+def test_tensors_that_are_on_the_gpu_are_used_and_compared(bundle: Path, checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    with loaded(bundle, {name: Given(each) for name, each in tensors.items()}) as decoder:
+        assert tokens_of(decoder) == ordinary(checkpoint)
+    name = "model.norm.weight"
+    given = {key: Given(each) for key, each in tensors.items()}
+    for changed, error, words in (
+        (None, WeightsError, f"'{name}' is not given"),
+        (Given(tensors[name].half()), WeightsError, r"is \[64\] in 128 bytes, not F32 \[64\]"),
+        (Given(tensors[name] + 1), BundleError, f"'{name}' is not what it was made for"),
+    ):
+        other = {**given, name: changed} if changed is not None else {k: v for k, v in given.items() if k != name}
+        with pytest.raises(error, match=words), loaded(bundle, other):
+            pass
+
+
+@pytest.mark.parametrize("check", ["samples", "all"])
+def test_changed_weights_are_refused_by_name(check: Any, bundle: Path, checkpoint: Path, tmp_path: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][-1, -1] += 1
+    (tmp_path / "other").mkdir()
+    save_file(tensors, str(tmp_path / "other" / "model.safetensors"))
+    words = f"'{name}' of .*other is not what it was made for"
+    with pytest.raises(BundleError, match=words), loaded(bundle, str(tmp_path / "other"), check=check):
+        pass
+
+
+def test_another_gpu_and_an_old_driver_are_refused(bundle: Path, checkpoint: Path) -> None:
+    for gpu, words in (
+        (EmulatedGpu(num_sms=8), r"made for here \(sm_90, 4 SMs\); emulated here is sm_90 with 8 SMs"),
+        (EmulatedGpu(sm_arch=80), "emulated here is sm_80"),
+        (EmulatedGpu(cuda_version="11.8"), r"its kernel is of CUDA \d+\.\d; the driver here knows CUDA 11\.8"),
+    ):
+        with pytest.raises(BundleError, match=words), loaded(bundle, str(checkpoint), gpu):
+            pass
+
+
+def remade(manifest: dict[str, Any]) -> bytes:
+    return json.dumps({**manifest, "digest": manifest_digest(manifest)}).encode()
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        ("tables.bin", flipped, "tables.bin is damaged: its SHA-256 is not the one in bundle.json"),
+        ("kernel.cubin", lambda data: data[:-1], r"kernel.cubin is damaged: \d+ bytes, not \d+"),
+        ("labels.json", None, "labels.json cannot be read: No such file"),
+        ("bundle.json", lambda data: data.replace(b'"grid": 4', b'"grid": 5'), "bundle.json is damaged: it does not"),
+        ("bundle.json", lambda data: data[:100], "bundle.json cannot be read"),
+        ("bundle.json", lambda data: b"[]", "bundle.json is not of format flywheel-bundle"),
+        ("bundle.json", lambda data: remade({**json.loads(data), "version": 2}), "version 2 is not the 1 that"),
+        ("bundle.json", lambda data: remade({**json.loads(data), "abi": "x"}), "another version of flywheel"),
+        ("bundle.json", lambda data: remade({**json.loads(data), "buffers": [{}]}), "lacks or misstates"),
+    ],
+)  # fmt: skip
+def test_damage_is_named(
+    name: str, damage: Callable[[bytes], bytes] | None, words: str, bundle: Path, checkpoint: Path
+) -> None:
+    if damage is None:
+        (bundle / name).unlink()
+    else:
+        (bundle / name).write_bytes(damage((bundle / name).read_bytes()))
+    with pytest.raises(BundleError, match=words), loaded(bundle, str(checkpoint)):
+        pass
+
+
+def test_what_a_bundle_settles_cannot_be_asked_for(bundle: Path, checkpoint: Path) -> None:
+    for asked in ({"context": 16}, {"gpu": "h100"}, {"device": "reference"}):
+        words = f"{next(iter(asked))} is settled"
+        with pytest.raises(BundleError, match=words), loaded(bundle, str(checkpoint), **asked):
+            pass
+    with pytest.raises(BundleError, match="has no weights"), loaded(bundle, None):
+        pass
+
+
+def test_the_same_program_gives_the_same_bytes_and_nothing_is_written_over(
+    bundle: Path, files: dict[str, bytes], checkpoint: Path, tmp_path: Path
+) -> None:
+    assert make_files(checkpoint, program_of(checkpoint)) == files
+    with pytest.raises(UsageError, match="exists; a bundle is written to a new directory"):
+        write_folder(bundle, files)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["bundle"]
+
+
+def test_a_bundle_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        write_folder(tmp_path / "bundle", {"a": b"1", "b/c": b"2"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_given_back(bundle: Path, checkpoint: Path) -> None:
+    gpu = EmulatedGpu()
+    with loaded(bundle, str(checkpoint), gpu) as decoder:
+        assert isinstance(decoder._batch, Batch)
+        tokens_of(decoder)
+        assert gpu._held
+    assert not gpu._held
