@@ -35,14 +35,19 @@ from flywheel.store.tsv import to_csv, to_tsv
 if TYPE_CHECKING:
     from flywheel.store.sql import Store
 
-FORMATS = ("schedule", "program", "tsv", "csv", "t4", "optuna")
+FORMATS = ("schedule", "program", "bundle", "tsv", "csv", "t4", "optuna")
+_OF_CAMPAIGN = ("schedule", "program", "bundle", "optuna")
+"""Formats that are of the newest campaign where nothing is named."""
 
 
 @command
 @click.option("--format", "form", type=click.Choice(FORMATS), required=True,
               help="schedule: the best row's config, numbers and provenance. program: what it lowers to. "
+                   "bundle: that, compiled, as a directory that decodes a checkpoint without torch. "
                    "tsv, csv: all trials. t4: those of one model and GPU as Kernel Tuner has them. "
                    "optuna: a campaign's as a study in a SQLite file, for optuna-dashboard.")  # fmt: skip
+@click.option("--schedule", "schedule_file", metavar="FILE|shipped",
+              help="Of a bundle: an exported schedule, or the one that comes with flywheel, instead of a row.")
 @click.option("--campaign", metavar="NAME", help="Rows of this campaign only; the beginning of its name will do.")
 @workload_options
 @batch_option
@@ -54,6 +59,7 @@ FORMATS = ("schedule", "program", "tsv", "csv", "t4", "optuna")
 def export(
     ctx: click.Context,
     form: str,
+    schedule_file: str | None,
     campaign: str | None,
     model: str | None,
     gpu: str | None,
@@ -72,17 +78,25 @@ def export(
 
     The same rows give the same bytes.
     """
+    from flywheel.cli.bundling import bundle_file, bundle_row
     from flywheel.store.sql import open_store
 
     named = {"campaign": campaign, **as_stored(model, gpu), "dtype": dtype, "context": context, "batch": batch,
              "weights": None if weights is None else weights_name(weights, dtype or DEFAULTS["dtype"])}  # fmt: skip
     facts: dict[str, Any]
+    if schedule_file is not None:
+        given = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch, "weights": weights}
+        _show_bundle(bundle_file(schedule_file, form, given, output), output, as_json)
+        return
     with open_store(store, create=False) as opened:
-        if campaign is not None or (form in ("schedule", "program", "optuna") and not any((model, gpu))):
+        if campaign is not None or (form in _OF_CAMPAIGN and not any((model, gpu))):
             named["campaign"] = find_campaign(opened, campaign).name
         wanted = _wanted(ctx, named)
         if form == "optuna":
             _write_study(opened, wanted, output, as_json)
+            return
+        if form == "bundle":
+            _show_bundle(bundle_row(opened, _best(opened, wanted, measured), output), output, as_json)
             return
         if form in ("tsv", "csv"):
             records = _rows(opened, wanted, measured)
@@ -97,6 +111,11 @@ def export(
             text = schedule_text(record, origin) if form == "schedule" else _program(record)
             facts = {"campaign": record.campaign, "trial": record.trial, "program_id": record.program_id}
             note(f"{record.campaign}, {row_title(opened, record)}: {record.kind} {us(record.objective_us)}")
+    _hand_out(form, text, facts, output, as_json)
+
+
+def _hand_out(form: str, text: str, facts: Mapping[str, Any], output: Path | None, as_json: bool) -> None:
+    """A text to a file or stdout."""
     if output is not None:
         write_file(output, text)
         note(f"wrote {output}")
@@ -104,6 +123,11 @@ def export(
         show_json({"format": form, "path": None if output is None else str(output), **facts})
     elif output is None:
         show_document(text)
+
+
+def _show_bundle(facts: Mapping[str, Any], output: Path | None, as_json: bool) -> None:
+    if as_json:
+        show_json({"format": "bundle", "path": str(output), **facts})
 
 
 def _write_study(store: Store, wanted: Mapping[str, Any], output: Path | None, as_json: bool) -> None:

@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -201,6 +203,14 @@ def test_a_bundle_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         write_folder(tmp_path / "bundle", {"a": b"1", "b/c": b"2"})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_another_engine_runs_a_bundle_by_its_document(checkpoint: Path, tmp_path: Path) -> None:
+    write_folder(tmp_path / "bundle", make_files(checkpoint, program_of(checkpoint, batch=1)))
+    with patch.object(sys, "path", [str(TESTS.parent / "experiments"), *sys.path]):
+        run = import_module("run_bundle").run
+    found = [run(EmulatedGpu(), tmp_path / "bundle", checkpoint, list(prompt), 9) for prompt in ASKED]
+    assert found == ordinary(checkpoint)
 
 
 def test_memory_is_given_back(bundle: Path, checkpoint: Path) -> None:

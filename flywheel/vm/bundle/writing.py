@@ -120,7 +120,10 @@ def _tables(packed: PackedProgram) -> tuple[bytes, dict[str, Any]]:
 def _members(name: str) -> dict[str, Any]:
     kind = numpy_struct(name)
     assert kind.fields is not None
-    members = {field: [kind.fields[field][1], kind.fields[field][0].base.str] for field in kind.names or ()}
+    members = {}
+    for field in kind.names or ():
+        member, offset = kind.fields[field][:2]
+        members[field] = [offset, f"{member.shape}{member.base.str}" if member.shape else member.str]
     return {"bytes": kind.itemsize, "members": members}
 
 

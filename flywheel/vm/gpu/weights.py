@@ -45,7 +45,7 @@ class ResidentWeights:
         self._addresses: dict[tuple[str, Layout], int] = {}
         self._owned: list[Memory] = []
         self._kernels: dict[str, Any] = {}
-        self._threads = _PACK_THREADS
+        self._threads = _PACK_THREADS if packing is None else packing.threads
 
     def __enter__(self) -> Self:
         return self
@@ -157,7 +157,6 @@ class ResidentWeights:
                 arch_name(self._gpu.sm_arch), _PACK_THREADS, self._dtype, self._cache_dir
             )
             self._kernels = dict(self._gpu.load(variant))
-            self._threads = variant.threads
         self._gpu.launch(self._kernels[name], _PACK_BLOCKS_PER_SM * self._gpu.num_sms, self._threads, args)
         self._gpu.sync()  # the source's owner may take it back
 

@@ -1,0 +1,83 @@
+"""`flywheel export --format bundle`: a schedule, lowered and compiled for its GPU, as files that run without flywheel's
+search and without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from flywheel.cli.files import load_config
+from flywheel.cli.options import DEFAULTS, check_writable
+from flywheel.cli.provenance import find_campaign, row_title, schedule_text
+from flywheel.cli.text import note, size, us
+from flywheel.errors import UsageError
+from flywheel.ir import ScheduleConfig, config_from_dict, config_to_dict
+from flywheel.measure.record import TrialRecord
+from flywheel.search.workload import Workload, make_workload
+from flywheel.store.schedule import Schedule
+from flywheel.store.sql import Store
+
+SHIPPED: Final = "shipped"
+"""In the place of a schedule's file: the one that comes with flywheel."""
+
+_WORK: Final = ("model", "gpu", "dtype", "context", "batch", "weights")
+
+
+def bundle_row(store: Store, record: TrialRecord, output: Path | None) -> dict[str, Any]:
+    """The bundle of a store's row, whose model is a checkpoint. Returns facts; raises as `_write`."""
+    workload = make_workload(record.model, record.gpu, record.dtype, record.context, record.batch, record.weights)
+    exported = json.loads(schedule_text(record, find_campaign(store, record.campaign)))
+    words = f"{row_title(store, record)} of campaign {record.campaign}, {record.kind} {us(record.objective_us)}"
+    return _write(workload, config_from_dict(json.loads(record.config)), {"words": words, "exported": exported}, output)
+
+
+def bundle_file(file: str, form: str, named: Mapping[str, Any], output: Path | None) -> dict[str, Any]:
+    """The bundle of a schedule file, or of SHIPPED; what is `named` goes before what the file says. Returns facts;
+    raises UsageError for another format than a bundle, and as `_write`."""
+    if form != "bundle":
+        raise UsageError(f"export: --schedule is of --format bundle, not of {form}")
+    given = None if file == SHIPPED else load_config(file)
+    work: dict[str, Any] = {
+        name: named[name] if named[name] is not None else getattr(given, name, DEFAULTS.get(name)) for name in _WORK
+    }
+    if isinstance(given, Schedule) and named["weights"] is None and given.weights == given.dtype:
+        work["weights"] = None
+    missing = next((name for name in ("model", "gpu") if work[name] is None), None)
+    if missing is not None:
+        raise UsageError(f"export: --{missing} is missing, and {file} does not say it")
+    workload = make_workload(**work)
+    if given is not None:
+        config = given.config if isinstance(given, Schedule) else given
+        return _write(workload, config, {"words": f"schedule {Path(file).name}"}, output)
+    from flywheel.search.knowledge.chosen import choose_schedule
+
+    chosen = choose_schedule(workload)
+    return _write(workload, chosen.config, {"words": chosen.words}, output)
+
+
+def _write(
+    workload: Workload, config: ScheduleConfig, schedule: Mapping[str, Any], output: Path | None
+) -> dict[str, Any]:
+    """Lower, prove, compile and write. Raises UsageError without a new directory or a checkpoint, and as `make_bundle`
+    and `write_folder`."""
+    from flywheel.decode.bundling import make_bundle
+    from flywheel.lowering.lower import lower
+    from flywheel.models.catalog import model_path
+    from flywheel.vm.bundle.writing import write_folder
+
+    if output is None:
+        raise UsageError("export: --format bundle needs --output DIR")
+    if not output.exists():
+        check_writable(output)
+    path = model_path(workload.model)
+    if path is None:
+        raise UsageError(f"export: {workload.model} is a name; a bundle is of a checkpoint, whose directory is --model")
+    folder = path if path.is_dir() else path.parent
+    note(f"flywheel: {schedule['words']}; reading the weights of {folder}")
+    about = {**schedule, "config": config_to_dict(config), "config_id": config.config_id}
+    files = make_bundle(lower(workload.graph, config, workload.target), workload.spec, folder, about)
+    write_folder(output, files)
+    note(f"wrote {output}: {len(files)} files, {size(sum(map(len, files.values())))}")
+    return {"config_id": config.config_id, "files": sorted(files)}

@@ -1,0 +1,80 @@
+"""`flywheel export --format bundle`, its kernel compiled by NVRTC."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from emulator.bundles import write_checkpoint
+
+from flywheel.store.schedule import load_schedule
+from flywheel.vm.bundle.reading import read_bundle
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("held") / "small", dtype="bfloat16")
+
+
+@pytest.fixture
+def store(run: Run, checkpoint: Path, tmp_path: Path) -> Path:
+    found = run(
+        "search", "--model", checkpoint, "--gpu", "h200", "--context", 48, "--batch", 2, "--measure", "predict",
+        "--trials", 2, "--name", "tiny", "--store", tmp_path / "trials.db",
+    )  # fmt: skip
+    assert found.exit_code == 0, found.stderr
+    return tmp_path / "trials.db"
+
+
+def test_the_best_row_is_a_bundle_for_its_gpu_whatever_is_here(
+    run: Run, store: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    exported = ("export", "--campaign", "tiny", "--store", store)
+    result = run(*exported, "--format", "bundle", "--output", "bundle", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "wrote bundle: " in result.stderr
+    bundle = read_bundle(Path("bundle"))
+    assert json.loads(result.stdout)["config_id"] == bundle.manifest["schedule"]["config_id"]
+    assert run(*exported, "--format", "schedule", "--output", "best.json").exit_code == 0
+    schedule = load_schedule("best.json")
+    assert bundle.manifest["schedule"]["exported"]["config_id"] == schedule.config_id
+    assert bundle.manifest["provenance"]["program_id"] == schedule.program_id
+    assert (bundle.manifest["target"]["name"], bundle.kernel.arch) == ("h200", "sm_90a")
+    assert bundle.kernel.cubin.startswith(b"\x7fELF")
+    assert bundle.kernel.usage.registers > 0
+    assert (bundle.manifest["model"]["context"], bundle.manifest["model"]["batch"]) == (48, 2)
+    assert "config.json" in bundle.manifest["files"]
+    again = run("export", "--format", "bundle", "--schedule", "best.json", "--output", "again")
+    assert again.exit_code == 0, again.stderr
+    for name in ("kernel.cubin", "tables.bin", "labels.json"):
+        assert Path("again", name).read_bytes() == Path("bundle", name).read_bytes()
+    assert run(*exported, "--format", "bundle", "--output", "bundle").exit_code == 2
+    shown = json.loads(Path("bundle", "bundle.json").read_text())
+    assert str(tmp_path) not in json.dumps({**shown, "schedule": None})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--format", "bundle", "--schedule", "shipped", "--model", "llama3-8b"), "--gpu is missing"),
+        (("--format", "tsv", "--schedule", "shipped"), "--schedule is of --format bundle, not of tsv"),
+        (
+            ("--format", "bundle", "--schedule", "shipped", "--model", "llama3.2-1b", "--gpu", "h200", "-o", "out"),
+            "llama3.2-1b is a name; a bundle is of a checkpoint",
+        ),
+        (
+            ("--format", "bundle", "--schedule", "shipped", "--model", "llama3.2-1b", "--gpu", "h200"),
+            "needs --output DIR",
+        ),
+    ],
+)
+def test_what_a_bundle_lacks_is_named(options: tuple[str, ...], words: str, run: Run) -> None:
+    result = run("export", *options)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert not Path("out").exists()
