@@ -25,6 +25,7 @@ from flywheel.ir import DType
 from flywheel.models.hf import load_spec
 from flywheel.serve.answers import Batch
 from flywheel.vm.bundle.layout import manifest_digest
+from flywheel.vm.bundle.reading import read_bundle
 from flywheel.vm.bundle.writing import write_folder
 
 TESTS = Path(__file__).parents[1]
@@ -211,6 +212,13 @@ def test_another_engine_runs_a_bundle_by_its_document(checkpoint: Path, tmp_path
         run = import_module("run_bundle").run
     found = [run(EmulatedGpu(), tmp_path / "bundle", checkpoint, list(prompt), 9) for prompt in ASKED]
     assert found == ordinary(checkpoint)
+
+
+def test_a_bundle_names_the_tasks_of_its_program(bundle: Path, checkpoint: Path) -> None:
+    program, packed = program_of(checkpoint), read_bundle(bundle).packed
+    assert [packed.label(place) for place in range(len(packed.program.tasks))] == [
+        f"task {task.id} ({task.label})" for task in program.tasks
+    ]
 
 
 def test_memory_is_given_back(bundle: Path, checkpoint: Path) -> None:

@@ -4,17 +4,27 @@ proved is what is there."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from flywheel.errors import BundleError, IrFormatError
-from flywheel.ir import TARGETS, Buffer, BufferKind, DType, GpuTarget, MegakernelProgram, MemSpace
+from flywheel.ir import (
+    TARGETS,
+    Buffer,
+    BufferKind,
+    DType,
+    GpuTarget,
+    InstructionKind,
+    MegakernelProgram,
+    MemSpace,
+    Task,
+)
 from flywheel.ir.files import parse_json, read_text
 from flywheel.measure.device import GENERIC, Device, is_target
 from flywheel.plan import KernelVariant
@@ -66,7 +76,7 @@ def read_bundle(folder: Path) -> Bundle:
     contents = {name: _content(folder, name, about) for name, about in manifest["files"].items()}
     try:
         kernel = _kernel(manifest["kernel"], contents[KERNEL])
-        packed = _packed(manifest, kernel, contents[TABLES], tuple(parse_json(contents[LABELS])))
+        packed = _packed(manifest, kernel, contents[TABLES], parse_json(contents[LABELS]))
     except (KeyError, TypeError, ValueError, IrFormatError) as error:
         raise BundleError(f"bundle {folder}: {MANIFEST} lacks or misstates {error}") from error
     return Bundle(folder, MappingProxyType(manifest), packed, kernel)
@@ -132,16 +142,36 @@ def _kernel(about: Mapping[str, Any], cubin: bytes) -> CompiledVariant:
     )  # fmt: skip
 
 
+class _Named(Sequence[Task]):
+    """Tasks of which ids and labels are known, for messages."""
+
+    def __init__(self, labels: Sequence[tuple[int, str]]) -> None:
+        self._labels = labels
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    @overload
+    def __getitem__(self, place: int) -> Task: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Task]: ...
+    def __getitem__(self, place: int | slice) -> Task | Sequence[Task]:
+        if isinstance(place, slice):
+            return _Named(self._labels[place])
+        number, label = self._labels[place]
+        return Task(number, InstructionKind.NOP, (), (), 0, label=label)
+
+
 def _packed(
-    manifest: Mapping[str, Any], kernel: CompiledVariant, tables: bytes, labels: tuple[str, ...]
+    manifest: Mapping[str, Any], kernel: CompiledVariant, tables: bytes, labels: Sequence[tuple[int, str]]
 ) -> PackedProgram:
-    """The program's tasks are not in it: its tables are."""
+    """The program's tasks are not in it but for their names: its tables are."""
     parts = {name: _table(tables, manifest["tables"][name], element) for name, element in ELEMENTS.items()}
     buffers = tuple([_buffer(about) for about in manifest["buffers"]])
     numbers, variant = manifest["program"]["numbers"], manifest["variant"]
     offsets = {row: about["offset"] for row, about in enumerate(manifest["buffers"]) if "offset" in about}
     return PackedProgram(
-        program=MegakernelProgram(target=GpuTarget(**manifest["target"]), buffers=buffers),
+        program=MegakernelProgram(target=GpuTarget(**manifest["target"]), buffers=buffers, tasks=_Named(labels)),
         variant=KernelVariant(**{**variant, "formats": tuple(variant["formats"])}),
         dtype=kernel.dtype,
         n_counters=numbers["n_counters"],
@@ -149,7 +179,6 @@ def _packed(
         pass_blocks=numbers["pass_blocks"],
         arena=Arena(offsets, numbers["set_stride"], numbers["awaited_bytes"]),
         coded={},
-        labels=labels,
         last_position=manifest["launch"]["last_position"],
         fixed_position=None,
         **parts,

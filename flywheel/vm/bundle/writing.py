@@ -56,7 +56,8 @@ def bundle_files(
         raise UsageError(f"bundle: a program of {what}; bundles are of one rank and plain weights")
     assert program.target is not None
     tables, parts = _tables(packed)
-    files = {KERNEL: kernel.cubin, TABLES: tables, LABELS: _json(list(packed.labels)), **others}
+    labels = _json([(task.id, task.label) for task in program.tasks])
+    files = {KERNEL: kernel.cubin, TABLES: tables, LABELS: labels, **others}
     manifest = {
         "format": FORMAT,
         "version": VERSION,
