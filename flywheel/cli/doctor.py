@@ -83,7 +83,7 @@ def _match(device: Device | None) -> str | None:
     """The name of the GPU's record: of its datasheet or, where the driver can be asked, a generic one."""
     from flywheel.errors import NoGpuError
     from flywheel.measure.device import target_of
-    from flywheel.vm.gpu.driver import describe_gpu
+    from flywheel.vm.gpu.devices import describe_gpu
 
     if device is None:
         return None

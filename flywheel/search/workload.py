@@ -141,7 +141,7 @@ def find_target(name: str) -> GpuTarget:
         close = get_close_matches(name, TARGETS, n=2, cutoff=0.5)
         hint = f": did you mean {' or '.join(close)}? It" if close else ""
         raise UnknownNameError(f"GPU {name!r}{hint} is not one of {', '.join(TARGETS)}, {GENERIC}")
-    from flywheel.vm.gpu.driver import describe_gpu
+    from flywheel.vm.gpu.devices import describe_gpu
 
     _, here = describe_gpu()
     if name not in (GENERIC, here.name):

@@ -311,7 +311,7 @@ def test_a_gpu_without_a_datasheet_is_lowered_for_by_what_its_driver_says_and_na
     gpu = SimpleNamespace(name="NVIDIA L4", num_sms=50, total_bytes=23034 * 2**20, cuda_version="13.0")
     seen = replace(TARGETS["l4"], name="generic-l4-50sm-22gib", num_sms=50)
     monkeypatch.setattr("flywheel.vm.gpu.driver.open_gpu", lambda: gpu)
-    monkeypatch.setattr("flywheel.vm.gpu.driver.describe_gpu", lambda: (Device("NVIDIA L4", 50), seen))
+    monkeypatch.setattr("flywheel.vm.gpu.devices.describe_gpu", lambda: (Device("NVIDIA L4", 50), seen))
     result = run("bench", *WORK, "--config", config, "--json")
     assert (result.exit_code, json.loads(result.stdout)["gpu"]) == (0, "generic-l4-50sm-22gib")
     assert run("bench", *WORK, "--config", config, "--gpu", "generic").exit_code == 0

@@ -6,7 +6,7 @@ import pytest
 
 from flywheel.ir import TARGETS
 from flywheel.measure.device import Device, generic_name, is_target, target_of
-from flywheel.vm.gpu.driver import generic_target
+from flywheel.vm.gpu.devices import generic_target
 
 MIB = 2**20
 

@@ -61,7 +61,7 @@ def default_gpu(who: str) -> str:
 
 def target_here(device: Device) -> GpuTarget:
     """What this process's GPU is: the record of its datasheet, else a generic one. Raises NoGpuError."""
-    from flywheel.vm.gpu.driver import describe_gpu
+    from flywheel.vm.gpu.devices import describe_gpu
 
     return target_of(device) or describe_gpu()[1]
 

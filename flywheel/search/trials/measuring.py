@@ -20,7 +20,7 @@ from flywheel.models.decoder import DTYPES
 from flywheel.models.formats import parse_formats
 from flywheel.plan import variant_of
 from flywheel.search.trials.device import missing_modules
-from flywheel.vm.gpu.driver import describe_gpu
+from flywheel.vm.gpu.devices import describe_gpu
 from flywheel.vm.gpu.nvrtc import arch_name, compile_variant, nvrtc_version, source_digest
 from flywheel.vm.worker import Bench, Parcel, Work
 

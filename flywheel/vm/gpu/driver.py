@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from flywheel.errors import ConfigError, GpuFaultError, GpuMemoryError, NoGpuError, TensorError
 from flywheel.installing import install_line
 from flywheel.ir import GpuTarget
-from flywheel.measure.device import Device, generic_name
+from flywheel.vm.gpu.contexts import ContextDriver
 from flywheel.vm.gpu.nvrtc import CompiledUnit, CompiledVariant, arch_name
 from flywheel.vm.gpu.pinned import HostWord, HostWords
 
@@ -48,79 +48,6 @@ def open_gpu(index: int = 0) -> Gpu:
         raise NoGpuError(f"GPU {index}: no such NVIDIA GPU is here: {_line(error)}") from error
 
 
-def describe_gpu(index: int = 0) -> tuple[Device, GpuTarget]:
-    """The GPU that CUDA numbers `index`, and a generic record of what its driver says of it; no context is made.
-
-    Its bandwidth is the memory's clock, twice, times the width of its bus. Raises NoGpuError.
-    """
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise NoGpuError(f"cuda.bindings is not installed: {install_line('cuda')}") from error
-
-    def told(returned: tuple[Any, ...]) -> Any:
-        if returned[0] != driver.CUresult.CUDA_SUCCESS:
-            raise NoGpuError(f"GPU {index}: {returned[0].name}")
-        return returned[1] if len(returned) > 1 else None
-
-    try:
-        told(driver.cuInit(0))
-    except RuntimeError as error:  # no driver library
-        raise NoGpuError(f"GPU {index}: {_line(error)}") from error
-    device = told(driver.cuDeviceGet(index))
-    kinds = driver.CUdevice_attribute
-    facts = {
-        field: int(told(driver.cuDeviceGetAttribute(getattr(kinds, f"CU_DEVICE_ATTRIBUTE_{name}"), device)))
-        for field, name in _ATTRIBUTES.items()
-    }
-    name = told(driver.cuDeviceGetName(256, device)).partition(b"\0")[0].decode()
-    if not facts["memory_khz"] * facts["bus_bits"]:
-        raise NoGpuError(f"GPU {index}: {name} does not tell its memory's clock and bus, so it has no floor")
-    total_bytes = int(told(driver.cuDeviceTotalMem(device)))
-    return Device(name, facts["num_sms"], total_bytes), generic_target(name, total_bytes, facts)
-
-
-def generic_target(name: str, total_bytes: int, facts: Mapping[str, int]) -> GpuTarget:
-    """A record of a driver's numbers, by the fields of _ATTRIBUTES; clocks in kHz, the bus in bits."""
-    bus_bits, memory_mhz = facts["bus_bits"], facts["memory_khz"] / 1e3
-    return GpuTarget(
-        name=generic_name(Device(name, facts["num_sms"], total_bytes)),
-        sm_arch=10 * facts["major"] + facts["minor"],
-        num_sms=facts["num_sms"],
-        smem_bytes_per_sm=facts["smem_bytes_per_sm"],
-        smem_bytes_per_block_optin=facts["smem_bytes_per_block_optin"],
-        regs_per_sm=facts["regs_per_sm"],
-        max_threads_per_sm=facts["max_threads_per_sm"],
-        max_regs_per_thread=255,  # of every architecture since sm_35; no attribute tells
-        l2_bytes=facts["l2_bytes"],
-        hbm_bytes=total_bytes,
-        hbm_bandwidth_gbs=2 * facts["memory_khz"] * 1e3 * bus_bits / 8 / 1e9,
-        fp16_tflops=0.0,
-        clock_ghz=facts["clock_khz"] / 1e6,
-        supports_cooperative=bool(facts["cooperative"]),
-        note=f"no datasheet: what the driver says of {name}, {bus_bits} bits at {memory_mhz:,.0f} MHz, twice a cycle",
-    )
-
-
-_ATTRIBUTES: Final = MappingProxyType(
-    {
-        "major": "COMPUTE_CAPABILITY_MAJOR",
-        "minor": "COMPUTE_CAPABILITY_MINOR",
-        "num_sms": "MULTIPROCESSOR_COUNT",
-        "smem_bytes_per_sm": "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
-        "smem_bytes_per_block_optin": "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
-        "regs_per_sm": "MAX_REGISTERS_PER_MULTIPROCESSOR",
-        "max_threads_per_sm": "MAX_THREADS_PER_MULTIPROCESSOR",
-        "l2_bytes": "L2_CACHE_SIZE",
-        "bus_bits": "GLOBAL_MEMORY_BUS_WIDTH",
-        "memory_khz": "MEMORY_CLOCK_RATE",
-        "clock_khz": "CLOCK_RATE",
-        "cooperative": "COOPERATIVE_LAUNCH",
-    }
-)
-"""What a generic record is made of -> the driver's attribute."""
-
-
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes of device memory, until `Gpu.free`."""
@@ -145,9 +72,12 @@ class Gpu:
     """
 
     def __init__(self, index: int, core: ModuleType, driver: ModuleType, error: type[Exception]) -> None:
-        self._core, self._cuda, self._error = core, driver, error
+        self.index: Final = index
+        self._core, self._error = core, error
+        self._cuda: ModuleType | ContextDriver = driver
         device = core.Device(index)
         device.set_current()
+        self._context = self._checked("cuCtxGetCurrent", driver.cuCtxGetCurrent())
         self._handle = self._checked("cuDeviceGet", driver.cuDeviceGet(index))
         self._stream = device.create_stream()
         properties, capability = device.properties, device.compute_capability
@@ -164,6 +94,30 @@ class Gpu:
         self.abort_flag: Final = self._host_word()
         self.uploaded_bytes = 0
         self.broken = False
+
+    # Other GPUs.
+
+    def reaches(self, other: Gpu) -> bool:
+        """Whether kernels here can be let touch the other's memory."""
+        can = self._cuda.cuDeviceCanAccessPeer(self._handle, other._handle)
+        return bool(self._checked("cuDeviceCanAccessPeer", can))
+
+    def join(self, other: Gpu) -> None:
+        """Let kernels here touch the other's memory. From then on, calls here do not depend on the current context."""
+        if not isinstance(self._cuda, ContextDriver):
+            self._cuda = ContextDriver(self._cuda, self._context)
+        returned = self._cuda.cuCtxEnablePeerAccess(other._context, 0)
+        if returned[0] != self._cuda.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:  # as by torch
+            self._checked("cuCtxEnablePeerAccess", returned)
+
+    def make_current(self) -> None:
+        """For libraries that use this thread's current GPU."""
+        self._core.Device(self.index).set_current()
+
+    def follow(self, event: Any) -> None:
+        """What is given to the stream from now on waits for an event, of any GPU."""
+        with self._reported("wait"):
+            self._stream.wait(event)
 
     # Memory.
 
@@ -331,8 +285,12 @@ class Gpu:
 
     @contextmanager
     def _reported(self, what: str) -> Iterator[None]:
+        context: AbstractContextManager[None] = nullcontext()
+        if isinstance(self._cuda, ContextDriver):
+            context = self._cuda.current()
         try:
-            yield
+            with context:
+                yield
         except self._error as error:
             self.broken = True
             raise GpuFaultError(f"GPU: {what}: {_line(error)}") from error

@@ -14,7 +14,8 @@ from flywheel.errors import ConfigError, GpuMemoryError, NoGpuError, TensorError
 from flywheel.installing import install_line
 from flywheel.ir import TARGETS, DType
 from flywheel.measure.device import Device
-from flywheel.vm.gpu.driver import _ATTRIBUTES, Gpu, _poll, check_fit, describe_gpu, load_variant
+from flywheel.vm.gpu.devices import _ATTRIBUTES, describe_gpu
+from flywheel.vm.gpu.driver import Gpu, _poll, check_fit, load_variant
 from flywheel.vm.gpu.nvrtc import EntryUsage, arch_name, compile_variant
 
 H200 = TARGETS["h200"]
