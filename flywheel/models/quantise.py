@@ -100,12 +100,22 @@ def _scales(low: Tensor, high: Tensor, format: WeightFormat, dtype: DType) -> tu
         wanted = (high - low) / (most - least)
     else:
         wanted = torch.maximum(-low, high) / _LARGEST[format.codes]
-    scales = torch.where(wanted > 0, wanted.clamp(min=torch.finfo(stored).tiny), 1.0).to(stored)
+    scales = torch.where(wanted > 0, _raised(wanted, stored), 1.0).to(stored)
     if not bool(torch.isfinite(scales).all()):
         raise WeightsError(f"a group needs a scale of {float(wanted.max()):g}, more than {str(stored)[6:]} holds")
     if not format.zeros:
         return scales, torch.zeros_like(low)
     return scales, (least - low / scales.float()).round().clamp(least, most)
+
+
+def _raised(wanted: Tensor, stored: torch.dtype) -> Tensor:
+    """Scales that their type can hold. Float16 holds those below 6.1e-5 in steps of 6e-8: the next step up holds the
+    largest element too, where a scale of 6.1e-5 would leave a group of small weights few codes."""
+    limits = torch.finfo(stored)
+    if stored is not torch.float16:
+        return wanted.clamp(min=limits.tiny)
+    step = limits.tiny * limits.eps
+    return torch.where(wanted < limits.tiny, (wanted / step).ceil() * step, wanted)
 
 
 def _codes(blocks: Tensor, scales: Tensor, zeros: Tensor, codes: DType) -> Tensor:

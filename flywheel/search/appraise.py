@@ -17,7 +17,7 @@ from flywheel.measure.contest import Contest
 from flywheel.measure.environment import capture_environment
 from flywheel.measure.outcome import Measured, TrialOutcome
 from flywheel.measure.record import TrialRecord
-from flywheel.search.knobs import Value
+from flywheel.search.knobs import Value, check_kernels
 from flywheel.search.knowledge.known import best_of_work
 from flywheel.search.noise import Gain, gain
 from flywheel.search.space import Space, make_space
@@ -58,9 +58,10 @@ def appraise(
     """Lower, validate, and predict or measure, in turn with the incumbent where that can be lowered today; nothing is
     written, and no earlier trial answers.
 
-    `measure` is auto, predict or cuda. Raises NoGpuError and UsageError where cuda cannot be had, StoreError, and what
-    stops a GPU worker from starting.
+    `measure` is auto, predict or cuda. Raises NoGpuError and UsageError where cuda cannot be had, ConfigError for
+    formats of weights without kernels, StoreError, and what stops a GPU worker from starting.
     """
+    check_kernels(workload)
     wanted = measure_of(workload, measure)
     settled = settle_measure(wanted, workload.target, capture_environment().device, missing_modules())
     incumbent = None if store is None else _incumbent(store, workload, settled, predictor)

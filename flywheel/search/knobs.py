@@ -12,6 +12,7 @@ from typing import Any, Final
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import DType, ScheduleConfig
 from flywheel.lowering.tiling import even_rows
+from flywheel.models.graph import Tensor
 from flywheel.plan import KernelVariant, kernel_variant
 from flywheel.plan.formats import Coding, coding_of
 from flywheel.plan.staging import operand_bytes
@@ -117,18 +118,38 @@ def _variant(workload: Workload, smem: int, chunk: int) -> KernelVariant:
     return kernel_variant(ScheduleConfig(tiling, smem_bytes_per_block=smem), workload.target, staged, codings)
 
 
-def _codings(workload: Workload) -> tuple[Coding, ...]:
-    """The formats of the workload's quantised matrices that there are kernels for."""
-    found = set()
+def check_kernels(workload: Workload) -> None:
+    """Raises ConfigError where the CUDA VM multiplies no matrix of such a format: no schedule of the work would run."""
     for block in blocks_of(workload):
         for tensor in block.tensors.values():
             if tensor.format is None:
                 continue
-            shape, its = tensor.shape, tensor.format
-            scales = its.scale_dtype(workload.graph.dtype), its.scale_shape(shape)
-            params = {"group": its.group_of(shape), "rows_per_scale": its.rows_per_scale(shape)}
-            with suppress(InvalidProgramError):
-                found.add(coding_of(its.codes, scales, DType.I8 if its.zeros else None, params, shape[1]))
+            matrix = f"weights {workload.weights}: {tensor.name.removesuffix('.w')}"
+            if workload.graph.dtype is DType.F32:
+                raise ConfigError(f"{matrix}: a product of a quantised matrix and an F32 vector has no kernel")
+            try:
+                _coding(workload, tensor)
+            except InvalidProgramError as error:
+                raise ConfigError(f"{matrix}: {error}") from error
+
+
+def _coding(workload: Workload, tensor: Tensor) -> Coding:
+    """How a quantised matrix is streamed. Raises InvalidProgramError where there is no kernel for it."""
+    assert tensor.format is not None
+    shape, its = tensor.shape, tensor.format
+    scales = its.scale_dtype(workload.graph.dtype), its.scale_shape(shape)
+    params = {"group": its.group_of(shape), "rows_per_scale": its.rows_per_scale(shape)}
+    return coding_of(its.codes, scales, DType.I8 if its.zeros else None, params, shape[1])
+
+
+def _codings(workload: Workload) -> tuple[Coding, ...]:
+    """Formats of its quantised matrices that there are kernels for, without repeats."""
+    found = set()
+    for block in blocks_of(workload):
+        for tensor in block.tensors.values():
+            if tensor.format is not None:
+                with suppress(InvalidProgramError):
+                    found.add(_coding(workload, tensor))
     return tuple(sorted(found))
 
 

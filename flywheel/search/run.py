@@ -13,6 +13,7 @@ from flywheel.errors import WorkerDiedError
 from flywheel.measure.environment import Environment
 from flywheel.measure.standing import trials_of
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
+from flywheel.search.knobs import check_kernels
 from flywheel.search.knowledge.warm import WarmStart, starts_of
 from flywheel.search.opening import open_campaign
 from flywheel.search.sampling.foresight import Foresight, is_calibrated
@@ -62,6 +63,7 @@ def run_search(
         expect_forks()
     workload = make_workload(spec.model, spec.gpu, spec.dtype, spec.context, spec.batch, spec.weights)
     spec = replace(spec, weights=workload.stored, measure=measure_of(workload, spec.measure))
+    check_kernels(workload)
     space = make_space(workload, spec.fix)
     make_sampler(spec.sampler, spec.seed, 0)  # raises before the store has a campaign that cannot run
     predictor = open_predictor(spec.machine, workload.target)

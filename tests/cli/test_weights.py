@@ -13,7 +13,7 @@ from flywheel.store.schedule import load_schedule
 from flywheel.store.sql import open_store
 
 Run = Callable[..., Result]
-MODEL = ("--model", "smollm2-135m", "--gpu", "l4")
+MODEL = ("--model", "qwen3-0.6b", "--gpu", "l4")
 SEARCH = ("search", *MODEL, "--measure", "predict", "--jobs", 1, "--trials", 3, "--store", "trials.db")
 
 
@@ -22,14 +22,14 @@ def test_a_campaign_of_a_format_is_one_of_its_own_and_its_rows_and_schedules_say
     quantised = run(*SEARCH, "--weights", "int8-row", "--json", "--schedule", "best.json")
     assert (plain.exit_code, quantised.exit_code) == (0, 0), quantised.stderr
     wide, small = json.loads(plain.stdout), json.loads(quantised.stdout)
-    assert small["campaign"] == "smollm2-135m-l4-bf16-int8-c512-predict-descent-s0"
+    assert small["campaign"] == "qwen3-0.6b-l4-bf16-int8-c512-predict-descent-s0"
     assert (wide["weights"], small["weights"]) == ("bf16", "int8")
     assert small["best"]["floor_us"] < 0.7 * wide["best"]["floor_us"]
     assert small["best"]["predicted_us"] < wide["best"]["predicted_us"]
     with open_store("trials.db") as store:
         assert [summary.campaign.weights for summary in store.campaigns()] == ["bf16", "int8"]
         assert {record.weights for record in store.trials(small["campaign"])} == {"int8"}
-        best = store.best(measured=False, model="smollm2-135m", gpu="l4", weights="bf16")
+        best = store.best(measured=False, model="qwen3-0.6b", gpu="l4", weights="bf16")
         assert best is not None
         assert best.campaign == wide["campaign"]
     assert load_schedule("best.json").weights == "int8"
@@ -47,7 +47,7 @@ def test_a_campaign_of_a_format_is_one_of_its_own_and_its_rows_and_schedules_say
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ("int4", "smollm2-135m: q_proj: groups of 128 do not divide K=576"),
+        ("int4-g96", "qwen3-0.6b: q_proj: groups of 96 do not divide K=1024"),
         ("int2", "weights 'int2': 'int2' is not one of bf16, fp8, int8, int4"),
         ("int8,embed=int8", "'embed=int8' is not ROLE=FORMAT"),
     ],
@@ -58,6 +58,25 @@ def test_a_format_that_cannot_be_is_refused_in_one_line(run: Run, weights: str, 
         assert result.exit_code == 2
         assert message in result.stderr
     assert not Path("trials.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "message"),
+    [
+        ("smollm2-135m", ("int8",), "weights int8: q_proj: DEQUANT of rows of 576 columns, not a multiple of 128"),
+        ("qwen3-0.6b", ("int4-g32",), "weights int4-g32: q_proj: DEQUANT by groups of 32, not a multiple of 128"),
+        ("qwen3-0.6b", ("int8", "--dtype", "f32"), "q_proj: a product of a quantised matrix and an F32 vector has"),
+    ],
+)
+def test_a_prediction_is_refused_where_the_vm_has_no_kernel(
+    run: Run, model: str, weights: tuple[str, ...], message: str
+) -> None:
+    work = ("--model", model, "--gpu", "l4", "--weights", *weights)
+    searched = run("search", *work, "--measure", "predict", "--jobs", 1, "--trials", 3, "--store", "trials.db")
+    assert (searched.exit_code, searched.stdout) == (2, "")
+    assert message in searched.stderr
+    assert not Path("trials.db").exists()
+    assert run("lower", *work, "--output", "p.json").exit_code == 0
 
 
 def test_models_counts_the_bytes_of_a_format(run: Run) -> None:

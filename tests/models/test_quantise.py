@@ -116,6 +116,17 @@ def test_a_scale_that_its_type_cannot_hold_is_refused() -> None:
         quantise(huge, named("int4"), DType.F16)
 
 
+@pytest.mark.parametrize("text", ["int8-g64", "int4-g32", "int4-g32-zeros", "fp8-g64"])
+def test_small_weights_keep_all_their_codes_in_f16(text: str) -> None:
+    given = matrix(16) * 1e-4
+    codes, scales, zeros = quantise(given, named(text), DType.F16)
+    exact = quantise(given, named(f"{text}-f32"), DType.F16)
+    error, least = ((dequantise(*each) - given).square().mean().sqrt() for each in ((codes, scales, zeros), exact))
+    assert scales.dtype is torch.float16
+    assert 0 < scales.float().min() < torch.finfo(torch.float16).tiny
+    assert error < 1.1 * least + 2.0**-26
+
+
 def test_what_the_codes_mean_is_near_what_was_quantised() -> None:
     spec = spec_of("llama", 1)
     plain = random_weights(spec, 0)
