@@ -10,10 +10,10 @@ import torch
 from lies import FAR, FIRST, Lie, Tell, Told
 from torch import Tensor
 
-from flywheel.models.formats import WeightFormat
+from flywheel.models.formats import HEAD, WeightFormat
 from flywheel.models.graph import codes_of, scales_of, zeros_of
 from flywheel.models.quantise import pack, unpack
-from flywheel.models.spec import DecoderSpec, layer_weight_key
+from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, layer_weight_key
 
 Part = Callable[[str], str]
 Change = Callable[[Tensor], Tensor]
@@ -23,7 +23,7 @@ def _part(role: str, part: Part, change: Change) -> Tell:
     """Another tensor under a part of a layer's matrix."""
 
     def tell(told: Told, spec: DecoderSpec, layer: int) -> Told:
-        key = part(layer_weight_key(role, layer))
+        key = part(MODEL_WEIGHT_KEYS[HEAD] if role == HEAD else layer_weight_key(role, layer))
         buffers = tuple(
             replace(each, source=f"lie.{key}") if each.source == key else each for each in told.program.buffers
         )

@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 import torch
 from effort import pairs
-from lies import MARGIN, Judges, Lie, examine, layers_of, smallest, tell
+from lies import MARGIN, Judges, Lie, Told, examine, layers_of, smallest, tell
 from lies_of_formats import lies_of
 
 from flywheel.decode.session import ReferenceSession
@@ -21,7 +21,7 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.drawn import random_quantised
 from flywheel.models.eager import OracleWeights
-from flywheel.models.formats import LAYER_MATRICES, parse_formats
+from flywheel.models.formats import HEAD, LAYER_MATRICES, parse_formats
 from flywheel.models.spec import DecoderSpec, layer_weight_shapes
 
 SPEC: Final = DecoderSpec("small", "llama", 512, 640, 2, 8, 2, 64, 520, 1e5, 1e-5, 4096)
@@ -33,8 +33,8 @@ FUSED: Final = (
 )  # fmt: skip
 SPLIT: Final = ScheduleConfig({"attention": {"kv_block": 512}, "gemv": {"N_tile": 64}}, FUSED, page_allocation="none")
 FORMATS: Final = (
-    "fp8", "fp8-tensor", "fp8-block", "int8", "int8-tensor", "int8-zeros", "int8-g128", "int4",
-    "int4-zeros", "int4-g64-zeros-f32", "int4-row",
+    "fp8", "fp8-tensor", "fp8-block", "fp8-g128", "int8", "int8-tensor", "int8-block", "int8-zeros", "int8-g128",
+    "int8-g128-zeros", "int4", "int4-zeros", "int4-g64-zeros-f32", "int4-row", "int4-tensor",
 )  # fmt: skip
 
 
@@ -44,8 +44,8 @@ def weights_of(text: str) -> dict[str, torch.Tensor]:
 
 
 @cache
-def program_of(text: str) -> MegakernelProgram:
-    return lower(decode_step(SPEC, CONTEXT, DType.BF16, 1, parse_formats(text, "bf16")), SPLIT, TARGETS["h100"])
+def program_of(text: str, batch: int = 1) -> MegakernelProgram:
+    return lower(decode_step(SPEC, CONTEXT, DType.BF16, batch, parse_formats(text, "bf16")), SPLIT, TARGETS["h100"])
 
 
 @cache
@@ -72,6 +72,27 @@ def test_other_codes_scales_or_zero_points_are_no_pass(text: str, lie: Lie) -> N
     assert not examined.verdict.passed
     error, where = smallest(examined, layers_of(SPEC))
     assert isinf(error) or error >= MARGIN * examined.verdict.bound, where
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_other_codes_scales_or_zero_points_are_no_pass_for_eight_sequences(text: str) -> None:
+    for lie in [replace(each, batch=8) for own, each in told() if own == text][FORMATS.index(text) % 2 :: 2]:
+        examined = examine(tell(lie, program_of(text, 8), SPEC, weights_of(text)), SPEC, judges_of(text).of(lie))
+        error, where = smallest(examined, layers_of(SPEC))
+        assert not examined.verdict.passed, lie.name
+        assert isinf(error) or error >= MARGIN * examined.verdict.bound, (lie.name, where)
+
+
+@pytest.mark.parametrize(("text", "batch"), pairs(FORMATS, [1, 8]))
+def test_a_head_of_other_codes_scales_or_zero_points_is_no_pass(text: str, batch: int) -> None:
+    own, whole = parse_formats(text, "bf16").usual, f"int8,lm_head={text}"
+    assert own is not None
+    for lie in (replace(each, batch=batch) for each in lies_of(own, (SPEC.vocab, SPEC.hidden), HEAD)):
+        other = lie.tell(Told(program_of(whole, batch), weights_of(whole)), SPEC, 0)
+        examined = examine(other, SPEC, judges_of(whole).of(lie))
+        error = max(float(each.max()) for name, each in examined.scores.by_name().items() if name[0] != "L")
+        assert not examined.verdict.passed, lie.name
+        assert isinf(error) or error >= MARGIN * examined.verdict.bound, lie.name
 
 
 @pytest.mark.parametrize(("text", "batch"), pairs(FORMATS, [1, 8]))

@@ -25,6 +25,9 @@ FORMATS = {
     "fp8, rows": (F8, 1, None, BF16, False), "fp8, blocks": (F8, 128, 128, F32, False),
     "int4, groups": (I4, 1, 128, BF16, False), "int4, wide groups": (I4, 1, 256, F16, False),
     "int4, groups with zeros": (I4, 1, 128, BF16, True), "int4, rows": (I4, 1, None, F16, False),
+    "int8, blocks": (I8, 128, 128, F32, False), "int8, groups of F16": (I8, 1, 128, F16, False),
+    "int8, groups with zeros, BF16": (I8, 1, 128, BF16, True), "fp8, groups": (F8, 1, 128, BF16, False),
+    "fp8, groups of F16": (F8, 1, 256, F16, False), "int4, groups with zeros, F16": (I4, 1, 128, F16, True),
 }  # fmt: skip
 """dtype, rows that share a scale (0: all), columns that do (None: all), type of the scales, with zero points."""
 
