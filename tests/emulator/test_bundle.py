@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from emulator.bundles import ASKED, BATCH, loaded, make_files, program_of, tokens_of, write_checkpoint
-from emulator.gpu import EmulatedGpu
+from emulator.bundles import ASKED, BATCH, CONTEXT, loaded, make_files, program_of, tokens_of, write_checkpoint
+from emulator.gpu import EmulatedGpu, build_variant
 from emulator.sessions import emulated_session
 from safetensors.torch import load_file, save_file
 
@@ -23,6 +23,7 @@ from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.errors import BundleError, UsageError, WeightsError
 from flywheel.ir import DType
 from flywheel.models.hf import load_spec
+from flywheel.search.workload import Workload
 from flywheel.serve.answers import Batch
 from flywheel.vm.bundle.layout import manifest_digest
 from flywheel.vm.bundle.reading import read_bundle
@@ -206,10 +207,30 @@ def test_a_bundle_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def experiment(name: str) -> Any:
+    with patch.object(sys, "path", [str(TESTS.parent / "experiments"), *sys.path]):
+        return import_module(name)
+
+
+def test_the_script_that_times_loading_loads_and_compiles_nothing(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timing, program = experiment("load_speed"), program_of(checkpoint)
+    assert program.target is not None
+    assert program.config is not None
+    workload = Workload("small", load_spec(checkpoint), program.target, "f32", CONTEXT)
+    tensors = timing.weights_on(workload, "cpu")
+    seen = timing.known(tensors, DType.F32)
+    write_folder(tmp_path / "bundle", timing.make(workload, program.config, seen, build_variant))
+    timing.load(EmulatedGpu(), tmp_path / "bundle", tensors, 1)
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in shown[:2]] == ["small on here", "emulated"]
+    assert shown[2].startswith("bar: 0.5 s ")
+
+
 def test_another_engine_runs_a_bundle_by_its_document(checkpoint: Path, tmp_path: Path) -> None:
     write_folder(tmp_path / "bundle", make_files(checkpoint, program_of(checkpoint, batch=1)))
-    with patch.object(sys, "path", [str(TESTS.parent / "experiments"), *sys.path]):
-        run = import_module("run_bundle").run
+    run = experiment("run_bundle").run
     found = [run(EmulatedGpu(), tmp_path / "bundle", checkpoint, list(prompt), 9) for prompt in ASKED]
     assert found == ordinary(checkpoint)
 
