@@ -19,6 +19,7 @@
 # coded:WORK[+WORK ...]            quantised steps in turn; its WORKs are coded_speed.py's
 # generate:MODEL                   a token of a text, and the first one behind a long prompt
 # together:MODEL                   tokens of eight sequences
+# load:MODEL                       loading a bundle beside weights that are on the GPU
 # ragged:MODEL                     sequences at positions of their own
 # readme                           README's commands on a random checkpoint
 # calibrate                        the cost model's constants, from all that the store has measured
@@ -113,6 +114,7 @@ part() {
       best "$name.schedule.json" "$model" bf16 1 &&
         script "$name.generate_speed.txt" generate_speed.py --works "$model:$name.schedule.json" ;;
     together) script "$name.together.txt" together.py "$model" --max-sequences 1 8 --sampling greedy warm top_p ;;
+    load) script "$name.load_speed.txt" load_speed.py "$model" --gpu-too ;;
     ragged) script "$name.ragged.txt" ragged.py "$model" ;;
     readme) script readme_commands.txt readme_commands.py ;;
     calibrate) record calibrate.txt calibrate --gpu h200 --output machine.json ;;
