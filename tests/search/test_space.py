@@ -170,6 +170,13 @@ def test_kernels_are_those_of_all_configs_and_the_first_is_a_good_one(space: Spa
     sizes = [(threads, matrix) for threads in values(space, "threads") for matrix in values(space, "matrix")]
     assert {kernel({**good, "threads": threads, "matrix": matrix}) for threads, matrix in sizes} == {*kernels}
     assert kernels[0] == kernel(good)
+    near = {
+        kernel({**good, name: each})
+        for name in ("threads", "matrix")
+        for each in values(space, name)
+        if abs(values(space, name).index(each) - values(space, name).index(good[name])) == 1
+    }
+    assert {*kernels[1 : 1 + len(near)]} == near
     pinned = make_space(space.workload, {"threads": "512", "matrix": "8"})
     assert pinned.kernels() == [(512, 8, space.workload.batch)]
 
