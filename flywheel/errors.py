@@ -91,6 +91,10 @@ class GpuMemoryError(FlywheelError):
     """The GPU has less free memory than was asked for."""
 
 
+class CacheMemoryError(GpuMemoryError):
+    """KV caches do not grow as far as a sequence needs them: the memory is others'."""
+
+
 class GpuFaultError(FlywheelError):
     """A launch broke the GPU's context, or cannot be stopped: only a new process can use the GPU again."""
 

@@ -219,13 +219,13 @@ def _cpu_shares() -> Iterator[float]:
 def check_memory(what: str, nbytes: int, device: object = "cpu") -> None:
     """Raises TooLargeError where this machine has no memory left for so many bytes; of another device, nothing is
     known here."""
-    available = _available_bytes()
+    available = available_bytes()
     if str(device).startswith("cpu") and available is not None and nbytes > available:
         raise TooLargeError(f"{what}: {nbytes / 1e9:,.1f} GB, and this machine has {available / 1e9:,.1f} GB left")
 
 
-def _available_bytes() -> int | None:
-    """None where the system does not say."""
+def available_bytes() -> int | None:
+    """Memory that this machine has left; None where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
-from math import prod
-from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flywheel.decode.caches import KvCaches
 from flywheel.decode.choices import Choices
 from flywheel.decode.logprobs import WORDS, most_asked, read_row, report
 from flywheel.decode.made import Made
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.session import TokenStream
+from flywheel.decode.views import view
+from flywheel.errors import CacheMemoryError
 from flywheel.vm.gpu.driver import Gpu
 from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram
 
@@ -34,15 +34,17 @@ _WORD: Final = 4
 
 
 def decode_ahead(
-    loaded: LoadedProgram, device: torch.device, prompt: Sequence[int], positions: int, start: int,
+    loaded: LoadedProgram, caches: KvCaches, prompt: Sequence[int], positions: int, start: int,
     sampling: Sampling, limit_s: float,
 ) -> TokenStream:  # fmt: skip
-    """As `DecodeSession.stream`, of a program of one sequence on torch's `device`. Closing the stream waits for what is
-    queued. Raises as `QueuedRows.advance` does."""
-    with closing(QueuedRows(loaded, device, 1, limit_s)) as rows:
+    """As `DecodeSession.stream`, of a program of one sequence. Closing the stream waits for what is queued. Raises as
+    `QueuedRows.next_launch` does, and CacheMemoryError."""
+    with closing(QueuedRows(loaded, caches, 1, limit_s)) as rows:
         rows.begin(0, prompt, positions, start, sampling)
         while queued := rows.next_launch():
             yield from [made.token for made in queued.tokens()]
+        for error in rows.lost().values():
+            raise error
 
 
 @dataclass(slots=True, eq=False)
@@ -79,14 +81,16 @@ class _Launch:
 
 
 class QueuedRows:
-    """The rows of a program of `batch` sequences on torch's `device`. The caches are the caller's.
+    """The rows of a program of `batch` sequences over the caller's `caches`, which grow ahead of the launches.
 
     The device puts the tokens that were chosen behind a launch where the next one reads them, and the host sends it
     where each row stands then. A free row decodes some token at position 0 of its own caches.
     """
 
-    def __init__(self, loaded: LoadedProgram, device: torch.device, batch: int, limit_s: float) -> None:
-        self._loaded, self._device, self._batch, self._limit_s = loaded, device, batch, limit_s
+    def __init__(self, loaded: LoadedProgram, caches: KvCaches, batch: int, limit_s: float) -> None:
+        self._loaded, self._caches, self._batch, self._limit_s = loaded, caches, batch, limit_s
+        self._device = device = caches.device
+        self._lost: dict[int, CacheMemoryError] = {}
         self._gpu = gpu = loaded.gpu
         self._on_stream = _on_stream_of(gpu, device)
         self._token_in, self._token_out = loaded.address("token_id"), loaded.address("next_token")
@@ -97,7 +101,7 @@ class QueuedRows:
         self._queued: deque[tuple[int, tuple[tuple[int, _Row], ...], int, Any]] = deque()
         self._next_slot = 0
         with self._on_stream():
-            self._tokens = _view(self._token_in, (batch,), torch.int32, device)
+            self._tokens = view(self._token_in, (batch,), torch.int32, device)
             self._positions = torch.zeros(POSITIONS, dtype=torch.int32, device=device)
             self._tokens.zero_()
         with ExitStack() as undo:
@@ -110,6 +114,8 @@ class QueuedRows:
     def close(self) -> None:
         """Wait for what is queued, and give memory back. Raises as `LoadedProgram.sync` does."""
         self._held.clear()
+        for row in range(self._batch):
+            self._caches.leave(row)
         self._undo.close()
 
     def _finish(self) -> None:
@@ -142,6 +148,7 @@ class QueuedRows:
 
     def end(self, row: int) -> None:
         """Make a row free."""
+        self._caches.leave(row)
         if self._held.pop(row, None) is not None and self._choices is not None:
             with self._on_stream():
                 self._choices.free(row)
@@ -171,6 +178,7 @@ class QueuedRows:
     def _enqueue(self) -> bool:
         """Queue a launch of the rows that have not come to their ends; False where there are none."""
         live = [(row, each) for row, each in self._held.items() if each.position < each.positions]
+        live = [(row, each) for row, each in live if self._grows(row, each)]
         if not live:
             return False
         gpu, slot = self._gpu, self._next_slot
@@ -188,6 +196,29 @@ class QueuedRows:
         self._next_slot = (slot + 1) % _SLOTS
         for _, each in live:
             each.position += 1
+        return True
+
+    def lost(self) -> dict[int, CacheMemoryError]:
+        """The rows that were made free because their caches do not grow, and why, once."""
+        lost, self._lost = self._lost, {}
+        return lost
+
+    def _grows(self, row: int, each: _Row) -> bool:
+        """Memory for where a row stands in the next launch; False where there is none: then the row is free."""
+        if self._caches.reaches(row, each.position + 1):
+            return True
+        try:
+            with self._on_stream():
+                self._caches.hold(row, each.position + 1)
+        except CacheMemoryError:
+            self.settle()  # what rows that left hold is touched by no launch behind that
+            try:
+                with self._on_stream():
+                    self._caches.hold(row, each.position + 1, may_take=True)
+            except CacheMemoryError as error:
+                self.end(row)
+                self._lost[row] = error
+                return False
         return True
 
     def _fetch_report(self, slot: int, shown: Sequence[tuple[int, _Row]]) -> int:
@@ -233,7 +264,7 @@ class QueuedRows:
         if self._logits is None:
             buffer = next(each for each in self._loaded.packed.program.buffers if each.name == "logits")
             shape = (self._batch, buffer.shape[-1])
-            self._logits = _view(self._loaded.address("logits"), shape, torch.float32, self._device)
+            self._logits = view(self._loaded.address("logits"), shape, torch.float32, self._device)
         return self._logits
 
 
@@ -243,17 +274,3 @@ def _on_stream_of(gpu: Gpu, device: torch.device) -> Callable[[], AbstractContex
         return nullcontext
     stream = torch.cuda.ExternalStream(gpu.stream_handle)  # type: ignore[no-untyped-call]
     return lambda: torch.cuda.stream(stream)
-
-
-_KINDS: Final = {torch.int32: "<i4", torch.float32: "<f4"}
-"""Types of views, as an array interface names them."""
-
-
-def _view(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of a device, as a tensor."""
-    kind = np.dtype(_KINDS[dtype])
-    if device.type == "cpu":
-        held = (ctypes.c_byte * (prod(shape) * kind.itemsize)).from_address(address)
-        return torch.from_numpy(np.ctypeslib.as_array(held).view(kind).reshape(shape))
-    interface = {"data": (address, False), "shape": shape, "typestr": kind.str, "version": 3}
-    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)

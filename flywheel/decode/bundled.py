@@ -19,7 +19,7 @@ from flywheel.decode.drawn import draw, logprobs_of
 from flywheel.decode.made import Made
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.stored import DTYPES, Stored, open_stored, sample_digest, sample_of, tensor_digest
-from flywheel.errors import BundleError, UsageError, WeightsError
+from flywheel.errors import BundleError, CacheMemoryError, UsageError, WeightsError
 from flywheel.ir import Buffer, BufferKind
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.vm.bundle.reading import Bundle, check_gpu
@@ -248,6 +248,10 @@ class BundledSequences:
                 each.seen[token] = True
                 made.append(Made(row, token, None if logits is None else logprobs_of(logits[row], token, asked)))
         return made
+
+    def lost(self) -> dict[int, CacheMemoryError]:
+        """As Sequences says: none is, since all caches have their memory."""
+        return {}
 
     def close(self) -> None:
         """As Sequences says."""

@@ -10,13 +10,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from flywheel.decode.growing import GrowingMemory
 from flywheel.decode.interface import Interface
-from flywheel.errors import UsageError
+from flywheel.decode.views import view
+from flywheel.errors import CacheMemoryError, UsageError
 from flywheel.ir import DType
 from flywheel.models.eager import LayerCache
 from flywheel.models.spec import DecoderSpec
 from flywheel.process import check_memory
 from flywheel.tensors import TORCH_DTYPES
+from flywheel.vm.gpu.granules import Granules
 
 _COMPARED: Final = 2**28  # elements at a time, for the memory that it takes
 _WORDS: Final = {2: torch.int16, 4: torch.int32}
@@ -26,26 +29,86 @@ _WORDS: Final = {2: torch.int16, 4: torch.int32}
 class KvCaches:
     """Keys and values of every layer and KV head of `batch` sequences, `dtype [context, 1, head_dim]` each.
 
-    Positions that no token has written hold NaN, so that reading them shows.
+    Positions that no token has written hold NaN, so that reading them shows. With `granules`, a sequence has memory for
+    the positions that it was given by `hold`, and no other one may be touched; without, all of it is there at once.
+    Raises GpuMemoryError where there is none.
     """
 
     def __init__(
-        self, spec: DecoderSpec, dtype: DType, context: int, device: torch.device | str, batch: int = 1
+        self,
+        spec: DecoderSpec,
+        dtype: DType,
+        context: int,
+        device: torch.device | str,
+        batch: int = 1,
+        granules: Granules | None = None,
     ) -> None:
-        self._spec, self._context = spec, context
-        shape = (spec.n_layers, 2, batch, spec.n_kv_heads, context, 1, spec.head_dim)
-        check_memory(f"{spec.name}: caches of {context} positions", dtype.nbytes(prod(shape)), device)
-        self._rows = torch.full(shape, torch.nan, dtype=TORCH_DTYPES[dtype], device=device)
+        self._spec, self._context, self._batch = spec, context, batch
+        self._device = torch.device(device)
+        row = (spec.n_layers, 2, spec.n_kv_heads, context, 1, spec.head_dim)
+        self._growing: GrowingMemory | None = None
+        if granules is None:
+            shape = (*row[:2], batch, *row[2:])
+            check_memory(f"{spec.name}: caches of {context} positions", dtype.nbytes(prod(shape)), device)
+            self._rows = torch.full(shape, torch.nan, dtype=TORCH_DTYPES[dtype], device=device)
+            return
+        growing = GrowingMemory(granules, batch, prod(row[:3]), context, dtype.nbytes(spec.head_dim))
+        self._growing = growing
+        self._bytes = view(growing.address, (batch * growing.stride,), torch.uint8, self._device)
+        rows = self._bytes.view(batch, growing.stride)[:, : dtype.nbytes(prod(row))].view(TORCH_DTYPES[dtype])
+        self._rows = rows.reshape(batch, *row).permute(1, 2, 0, 3, 4, 5, 6)
 
     @property
     def device(self) -> torch.device:
         """Where they are."""
         return self._rows.device
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the sequences have."""
+        return self._rows.nbytes if self._growing is None else self._growing.held_bytes
+
+    def reaches(self, row: int, positions: int) -> bool:
+        """Whether a sequence has memory for so many positions."""
+        return self._growing is None or positions <= self._growing.reach[row]
+
+    def hold(self, row: int, positions: int, *, may_take: bool = False) -> None:
+        """Let a sequence have memory for its first `positions`, those of launches that are to come among them.
+
+        With `may_take`, sequences that left give theirs, and their rows begin anew; no launch is under way then. Raises
+        CacheMemoryError, and gives nothing, where memory does not last.
+        """
+        if self._growing is None:
+            return
+        try:
+            new = self._growing.hold(row, positions, may_take=may_take)
+        except CacheMemoryError:
+            if self._device.type != "cuda" or not may_take:
+                raise
+            torch.cuda.empty_cache()  # what torch keeps for itself
+            new = self._growing.hold(row, positions, may_take=True)
+        for start in new:
+            self._bytes[start : start + self._growing.granule_bytes].view(self._rows.dtype).fill_(torch.nan)
+
+    def leave(self, row: int) -> None:
+        """Nobody has a sequence any more. Its memory is kept for the next one, or for who needs it more."""
+        if self._growing is not None:
+            self._growing.leave(row)
+
+    def give_back(self) -> None:
+        """Let others than caches have the memory of sequences that left; no launch is under way."""
+        if self._growing is not None:
+            self._growing.give_back()
+
+    def close(self) -> None:
+        """Give memory back; nobody uses a sequence any more."""
+        if self._growing is not None:
+            self._growing.close()
+
     def by_name(self, interface: Interface) -> dict[str, Tensor]:
         """Cache buffer -> its rows, which are contiguous, of a program of the same model, type, context and batch."""
         return {
-            name: self._rows[layer, side].flatten(0, 1)[head]
+            name: self._rows[layer, side][divmod(head, self._spec.n_kv_heads)]
             for layer, sides in enumerate(interface.caches)
             for side, names in enumerate(sides)
             for head, name in enumerate(names)
@@ -53,11 +116,13 @@ class KvCaches:
 
     def clear(self) -> None:
         """Forget every position of every sequence."""
-        self._rows.fill_(torch.nan)
+        for row in range(self._batch):
+            self.forget(row)
 
-    def forget(self, row: int) -> None:
-        """Forget every position of one sequence."""
-        self._rows[:, :, row].fill_(torch.nan)
+    def forget(self, row: int, start: int = 0) -> None:
+        """Forget every position of one sequence from `start` on."""
+        stop = self._context if self._growing is None else self._growing.reach[row]
+        self._rows[:, :, row, :, start:stop].fill_(torch.nan)
 
     def append(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Write positions from `start` on of one layer of a sequence: keys, values [S, n_kv_heads, head_dim]."""
@@ -80,8 +145,9 @@ class KvCaches:
                 f"{self._spec.name}: a cache of {len(layers)} layers and {length} positions; supported: "
                 f"{self._spec.n_layers} layers, up to {self._context} positions"
             )
+        self.hold(row, max(length, 1), may_take=True)
+        self.forget(row)
         rows = self._rows[:, :, row]
-        rows.fill_(torch.nan)
         for own, sides in zip(rows, layers, strict=True):
             for heads, side in zip(own, sides, strict=True):
                 heads[:, :length, 0].copy_(side.transpose(0, 1))
@@ -89,6 +155,8 @@ class KvCaches:
     def write_past(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> None:
         """Replace each sequence by its first positions of `past` [layers, 2, batch, heads, positions, head_dim]: so
         many as its entry of `lengths` says, keys multiplied by that of `gains`; positions after them hold nothing."""
+        for row in range(self._batch):
+            self.hold(row, self._context)
         self._rows.fill_(torch.nan)
         for rows, length, gain in _alike(lengths, gains):
             written = self._rows[:, :, rows, :, :length, 0, :]

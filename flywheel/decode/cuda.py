@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Final, Self
 
@@ -17,7 +17,7 @@ from flywheel.decode.prefill import Prefill
 from flywheel.decode.queued import QueuedSequences
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import check_join
-from flywheel.decode.session import TokenStream
+from flywheel.decode.session import TokenStream, hold_rows
 from flywheel.decode.source import Weights
 from flywheel.decode.step import Positions, Step, check_prompt, check_rows, positions_of
 from flywheel.decode.taps import Taps, find_taps
@@ -33,6 +33,7 @@ from flywheel.process import sum_in_float32
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Layout
 from flywheel.vm.gpu.driver import Gpu, LoadedKernel, load_variant
+from flywheel.vm.gpu.granules import Granules
 from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram, put_weights
 from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
 from flywheel.vm.gpu.timing import Launch, time_batch, time_contestants, time_in_turn, time_launches
@@ -66,15 +67,16 @@ def prepare_torch() -> None:
 
 class CudaModel:
     """A model on the GPU of `open_gpu`, for programs of one dtype, context and batch: its weights, and the caches of as
-    many sequences.
+    many sequences, which with `granules` grow with what is used.
 
     `weights` are moved there and converted where they must be. Matrices are packed once, by `pack_matrices` or by the
     first program that multiplies by them; other schedules of the model move nothing. Raises as `prepare_torch` does.
     """
 
     def __init__(
-        self, gpu: Gpu, spec: DecoderSpec, dtype: DType, context: int, weights: Weights, batch: int = 1
-    ) -> None:
+        self, gpu: Gpu, spec: DecoderSpec, dtype: DType, context: int, weights: Weights, batch: int = 1,
+        granules: Granules | None = None,
+    ) -> None:  # fmt: skip
         prepare_torch()
         self.gpu: Final = gpu
         self.spec: Final = spec
@@ -87,7 +89,7 @@ class CudaModel:
             for key, tensor in weights.items()
         }
         self.resident: Final = ResidentWeights(gpu, dtype)
-        self.caches: Final = KvCaches(spec, dtype, context, _DEVICE, batch)
+        self.caches: Final = KvCaches(spec, dtype, context, _DEVICE, batch, granules)
         self.prefill: Final = Prefill(spec, self.weights)
         self._kernels: dict[tuple[int, int, int, tuple[int, ...], bool], LoadedKernel] = {}
         torch.cuda.synchronize()  # the VM's stream does not wait for torch's
@@ -99,8 +101,9 @@ class CudaModel:
         self.close()
 
     def close(self) -> None:
-        """Give the packed weights back."""
+        """Give the packed weights and the caches' memory back."""
         self.resident.close()
+        self.caches.close()
 
     def clear(self) -> None:
         """Forget every sequence."""
@@ -216,8 +219,12 @@ class CudaSession:
         """
         return self.step_rows([token_id], position)[0]
 
-    def step_rows(self, token_ids: Sequence[int], position: Positions) -> list[Step]:
+    def step_rows(
+        self, token_ids: Sequence[int], position: Positions, wanted: Collection[int] | None = None
+    ) -> list[Step]:
         """As BatchSession says; raises as `step`."""
+        check_rows(self.spec, self.context, self.batch, token_ids, position)
+        hold_rows(self.caches, positions_of(position, self.batch), wanted)
         self._prepare(token_ids, position)
         self._launch(self._loaded, position)
         self._loaded.sync(self._limit_s)
@@ -232,7 +239,7 @@ class CudaSession:
         """Sequences that decode together, their launches queued ahead; nothing else may use the session until they are
         closed. Raises GpuMemoryError."""
         self._prepare([0] * self.batch, [0] * self.batch)
-        rows = QueuedRows(self._loaded, self.caches.device, self.batch, self._limit_s)
+        rows = QueuedRows(self._loaded, self.caches, self.batch, self._limit_s)
         return QueuedSequences(rows, self.caches, self._prefill, self.batch, partial(check_join, self))
 
     def stream(
@@ -241,7 +248,7 @@ class CudaSession:
         """As DecodeSession says; launches are queued ahead of the host. Raises as `step`, and GpuMemoryError."""
         check_prompt(self.spec, self.context, prompt)
         self._prepare(prompt[start], positions - 1)
-        return decode_ahead(self._loaded, self.caches.device, prompt, positions, start, sampling, self._limit_s)
+        return decode_ahead(self._loaded, self.caches, prompt, positions, start, sampling, self._limit_s)
 
     def show(self, token_ids: Sequence[int], position: Positions, *, apart: bool) -> Launched:
         """As JudgedSession says; raises as `step`, and GpuMemoryError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+from flywheel.decode.host import HostGranules
 from flywheel.decode.interface import read_interface
 from flywheel.decode.memory import within_memory
 from flywheel.decode.session import JudgedSession, ReferenceSession
@@ -16,7 +17,8 @@ def open_session(
     program: MegakernelProgram, source: Source, seed: int, device: str, undo: ExitStack, order: str = "list"
 ) -> tuple[JudgedSession, Weights]:
     """A session of a program on `reference` or `cuda`, and the model's weights in the program's dtype and formats,
-    there too. `undo` gives the device's memory back; `order` is the reference VM's.
+    there too; the caches' memory grows with what is used. `undo` gives the device's memory back; `order` is the
+    reference VM's.
 
     Raises as ReferenceSession or CudaModel and its `load` do, and GpuMemoryError where torch has no memory for weights
     and caches.
@@ -25,7 +27,7 @@ def open_session(
     dtype, formats = interface.dtype, formats_of_program(program, interface.dtype)
     if device != "cuda":
         weights = source.weights(dtype, seed, formats=formats)
-        return ReferenceSession(program, source.spec, weights, order=order, seed=seed), weights
+        return ReferenceSession(program, source.spec, weights, order=order, seed=seed, granules=HostGranules()), weights
     from flywheel.decode.cuda import CudaModel, prepare_torch
     from flywheel.vm.gpu.driver import open_gpu
 
@@ -33,7 +35,10 @@ def open_session(
 
     def load() -> tuple[JudgedSession, Weights]:
         weights = source.weights(dtype, seed, "cuda", formats)
-        model = CudaModel(open_gpu(), source.spec, dtype, interface.context, weights, interface.batch)
+        gpu = open_gpu()
+        model = CudaModel(
+            gpu, source.spec, dtype, interface.context, weights, interface.batch, gpu.granules()
+        )
         undo.enter_context(model)
         return undo.enter_context(model.load(program)), weights
 

@@ -55,8 +55,9 @@ class Prefill:
     def __call__(self, token_ids: Sequence[int], caches: KvCaches, row: int = 0) -> None:
         """Write positions 0 to len(token_ids) - 1 of sequence `row`; the others of it are forgotten.
 
-        The caller has looked at the tokens and that they fit.
+        The caller has looked at the tokens and that they fit, and no launch is under way. Raises CacheMemoryError.
         """
+        caches.hold(row, len(token_ids) + 1, may_take=True)
         caches.forget(row)
         tokens = torch.tensor(token_ids, device=self._embed.device)
         for start in range(0, len(tokens), CHUNK):

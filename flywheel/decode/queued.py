@@ -10,7 +10,7 @@ from flywheel.decode.made import Made
 from flywheel.decode.memory import within_memory
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.sampling import Sampling
-from flywheel.errors import UsageError
+from flywheel.errors import CacheMemoryError, GpuMemoryError, UsageError
 
 CheckJoin = Callable[[Sequence[int], int], None]
 
@@ -36,7 +36,16 @@ class QueuedSequences:
             self._rows.begin(row, prompt, positions, len(prompt) - 1, sampling)
 
         self._rows.settle()  # torch would wait for the launches without a limit
-        within_memory(f"prompt of {len(prompt)} tokens", begin)
+        what = f"prompt of {len(prompt)} tokens"
+        try:
+            within_memory(what, begin)
+        except CacheMemoryError:
+            self._caches.leave(row)
+            raise
+        except GpuMemoryError:
+            self._caches.leave(row)
+            self._caches.give_back()  # of sequences that are over
+            within_memory(what, begin)
         self._rows.finish_torch()
         self._taken.add(row)
 
@@ -53,6 +62,12 @@ class QueuedSequences:
             if tokens:
                 return tokens
         return []
+
+    def lost(self) -> dict[int, CacheMemoryError]:
+        """As Sequences says."""
+        lost = self._rows.lost()
+        self._taken.difference_update(lost)
+        return lost
 
     def close(self) -> None:
         """As Sequences says. Raises as `QueuedRows.close`."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from flywheel.decode.caches import KvCaches
 from flywheel.decode.choices import Choices
 from flywheel.decode.logprobs import most_asked, read_row, report
 from flywheel.decode.made import Made
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.step import Positions, Step, check_place, check_prompt
-from flywheel.errors import UsageError
+from flywheel.errors import CacheMemoryError, UsageError
 from flywheel.models.spec import DecoderSpec
 
 
@@ -27,7 +28,8 @@ class Sequences(Protocol):
 
     def join(self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling) -> None:
         """Take a free row for a sequence: read all of its prompt but the last token at once, and decode from there, to
-        `positions` - 1. Raises UsageError for a token or position out of range, and for a row that is taken."""
+        `positions` - 1. Raises UsageError for a token or position out of range, and for a row that is taken, and
+        CacheMemoryError where memory for the prompt is others'."""
 
     def leave(self, row: int) -> None:
         """Make a row free. Nothing more comes of its sequence."""
@@ -35,6 +37,10 @@ class Sequences(Protocol):
     def advance(self) -> list[Made]:
         """The tokens of one launch, of each sequence that has not come to its end; empty where there is none left to
         come."""
+
+    def lost(self) -> dict[int, CacheMemoryError]:
+        """Rows whose sequences ended since this was asked last, for want of memory for their caches, and why. They are
+        free."""
 
     def close(self) -> None:
         """Make all rows free, and give memory back."""
@@ -55,8 +61,14 @@ class Stepped(Protocol):
     def batch(self) -> int:
         """Sequences, rows 0 to batch - 1."""
 
-    def step_rows(self, token_ids: Sequence[int], position: Positions) -> list[Step]:
-        """Decode a token of each sequence."""
+    @property
+    def caches(self) -> KvCaches:
+        """Of all sequences."""
+
+    def step_rows(
+        self, token_ids: Sequence[int], position: Positions, wanted: Collection[int] | None = None
+    ) -> list[Step]:
+        """Decode a token of each sequence, of which only those `wanted` are cached."""
 
     def prefill(self, token_ids: Sequence[int], row: int = 0) -> None:
         """Begin the sequence of a row."""
@@ -79,6 +91,7 @@ class SteppedSequences:
         self.batch = session.batch
         self._session = session
         self._rows: dict[int, _Row] = {}
+        self._lost: dict[int, CacheMemoryError] = {}
         self._choices = Choices(session.batch, session.spec.vocab, torch.device("cpu"))
 
     def join(self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling) -> None:
@@ -86,7 +99,11 @@ class SteppedSequences:
         check_join(self._session, prompt, positions)
         if row in self._rows:
             raise UsageError(f"{self._session.spec.name}: row {row} is taken")
-        self._session.prefill(prompt[:-1], row)
+        try:
+            self._session.prefill(prompt[:-1], row)
+        except CacheMemoryError:
+            self._session.caches.leave(row)
+            raise
         self._choices.begin(row, prompt, sampling)
         self._rows[row] = _Row(prompt[-1], len(prompt) - 1, positions, sampling)
 
@@ -94,17 +111,18 @@ class SteppedSequences:
         """As Sequences says."""
         self._rows.pop(row, None)
         self._choices.free(row)
+        self._session.caches.leave(row)
 
     def advance(self) -> list[Made]:
         """As Sequences says."""
-        live = {row: each for row, each in self._rows.items() if each.position < each.positions}
+        live = {row: each for row, each in self._rows.items() if each.position < each.positions and self._grows(row)}
         if not live:
             return []
         rows = range(self.batch)
         # A row that nobody has decodes token 0 at position 0 of its own caches.
         tokens = [live[row].token if row in live else 0 for row in rows]
         places = [live[row].position if row in live else 0 for row in rows]
-        steps = self._session.step_rows(tokens, places)
+        steps = self._session.step_rows(tokens, places, live)
         chosen = torch.tensor([step.token for step in steps])
         logits = torch.stack([step.logits for step in steps]).cpu()
         self._choices.replace(chosen, logits, {row: each.position for row, each in live.items()})
@@ -117,9 +135,25 @@ class SteppedSequences:
         found = report(logits, chosen, most).numpy()
         return [Made(row, each.token, read_row(found[row], each.sampling)) for row, each in live.items()]
 
+    def lost(self) -> dict[int, CacheMemoryError]:
+        """As Sequences says."""
+        for row in self._lost:
+            self.leave(row)
+        lost, self._lost = self._lost, {}
+        return lost
+
+    def _grows(self, row: int) -> bool:
+        """Memory for the next launch of a row; False where there is none."""
+        try:
+            self._session.caches.hold(row, self._rows[row].position + 1, may_take=True)
+        except CacheMemoryError as error:
+            self._lost[row] = error
+        return row not in self._lost
+
     def close(self) -> None:
         """As Sequences says."""
-        self._rows.clear()
+        for row in list(self._rows):
+            self.leave(row)
 
 
 @dataclass(slots=True)

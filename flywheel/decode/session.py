@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import Protocol
 
 import torch
@@ -16,13 +16,14 @@ from flywheel.decode.prefill import Prefill
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import Sequences, SteppedSequences
 from flywheel.decode.source import Weights
-from flywheel.decode.step import Positions, Step, check_prompt, check_rows
+from flywheel.decode.step import Positions, Step, check_prompt, check_rows, positions_of
 from flywheel.decode.taps import Taps, find_taps
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.models.eager import LayerCache
 from flywheel.models.quantise import typed
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind
+from flywheel.vm.gpu.granules import Granules
 from flywheel.vm.reference import BoundProgram, ReferenceVM
 
 TokenStream = Generator[int, None, None]
@@ -88,8 +89,11 @@ class BatchSession(DecodeSession, Protocol):
     def batch(self) -> int:
         """Sequences, rows 0 to batch - 1."""
 
-    def step_rows(self, token_ids: Sequence[int], position: Positions) -> list[Step]:
-        """As `step`, with a token of each sequence. Raises UsageError for another number of them too."""
+    def step_rows(
+        self, token_ids: Sequence[int], position: Positions, wanted: Collection[int] | None = None
+    ) -> list[Step]:
+        """As `step`, with a token of each sequence, of which only those `wanted` are cached, None for all. Raises
+        UsageError for another number of them too, CacheMemoryError where caches do not grow as far."""
 
     def prefill(self, token_ids: Sequence[int], row: int = 0) -> None:
         """As DecodeSession says, of sequence `row`; the others keep theirs."""
@@ -128,7 +132,8 @@ class ReferenceSession:
     """A program in the reference VM, proved and bound once.
 
     Weights of another float type than their buffer are converted, once. `order` and `seed` are those of `firing_order`.
-    Positions that no token has written hold NaN, so that reading them shows.
+    Positions that no token has written hold NaN, so that reading them shows. With `granules`, caches grow with what is
+    used; they do not know a device of torch but the CPU's.
 
     Raises InvalidProgramError for an unsafe program, which without `proved` is not looked for, TensorError for one that
     is no decode step of `spec` and WeightsError where its weights are not the model's.
@@ -143,6 +148,7 @@ class ReferenceSession:
         order: str = "list",
         seed: int = 0,
         proved: bool = True,
+        granules: Granules | None = None,
     ) -> None:
         machine = ReferenceVM(program, device) if proved else ReferenceVM.unchecked(program, device)
         interface = read_interface(program, spec)
@@ -152,7 +158,7 @@ class ReferenceSession:
         self.batch = interface.batch
         self._order = order
         self._seed = seed
-        self.caches = KvCaches(spec, self.dtype, self.context, machine.device, self.batch)
+        self.caches = KvCaches(spec, self.dtype, self.context, machine.device, self.batch, granules)
         self.taps = find_taps(program, spec, interface)
         self.shares_memory = shares_memory(program)
         self._machine = machine
@@ -168,8 +174,12 @@ class ReferenceSession:
         """As DecodeSession says; ConfigError where the program was lowered for fewer positions than it has caches."""
         return self.step_rows([token_id], position)[0]
 
-    def step_rows(self, token_ids: Sequence[int], position: Positions) -> list[Step]:
+    def step_rows(
+        self, token_ids: Sequence[int], position: Positions, wanted: Collection[int] | None = None
+    ) -> list[Step]:
         """As BatchSession says; ConfigError as `step`."""
+        check_rows(self.spec, self.context, self.batch, token_ids, position)
+        hold_rows(self.caches, positions_of(position, self.batch), wanted)
         outputs = self._launch(self._bound, token_ids, position)
         return [
             Step(logits, int(token)) for logits, token in zip(outputs["logits"], outputs["next_token"], strict=True)
@@ -211,6 +221,14 @@ class ReferenceSession:
         self._tokens.copy_(torch.tensor(token_ids))
         self._position.copy_(torch.tensor(position))
         return bound.step({"token_id": self._tokens, "position": self._position}, position, self._order, self._seed)
+
+
+def hold_rows(caches: KvCaches, places: Sequence[int], wanted: Collection[int] | None) -> None:
+    """Memory for a launch of sequences at `places`, of which only those `wanted` are cached. No launch is under way.
+    Raises CacheMemoryError."""
+    for row, place in enumerate(places):
+        if wanted is None or row in wanted:
+            caches.hold(row, place + 1, may_take=True)
 
 
 def shares_memory(program: MegakernelProgram) -> bool:

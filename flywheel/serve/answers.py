@@ -12,7 +12,7 @@ from weakref import ref
 from flywheel.decode.made import Made
 from flywheel.decode.request import Request
 from flywheel.decode.sampling import Sampling
-from flywheel.errors import FlywheelError, GpuFaultError, LaunchTimeoutError, UsageError
+from flywheel.errors import CacheMemoryError, FlywheelError, GpuFaultError, LaunchTimeoutError, UsageError
 from flywheel.serve.likely import Likely, Speller
 from flywheel.serve.text import Streamer
 
@@ -136,6 +136,7 @@ class Batch:
         self._sequences: Sequences | None = None
         self._rows: dict[int, ref[Answer]] = {}
         self._waiting: deque[ref[Answer]] = deque()
+        self._is_short = False  # of memory for who waits first
         self._closed = False
 
     def close(self) -> None:
@@ -148,6 +149,7 @@ class Batch:
     def _leave(self) -> None:
         """Give the rows back."""
         self._rows.clear()
+        self._is_short = False
         sequences, self._sequences = self._sequences, None
         if sequences is not None:
             with suppress(FlywheelError):  # a launch that failed; the session is left anyway
@@ -163,6 +165,7 @@ class Batch:
         """Make an answer's row free, or its place among those who wait."""
         with suppress(ValueError):
             self._waiting.remove(ref(answer))
+            self._is_short = False
         for row in [row for row, held in self._decoding().items() if held is answer]:
             self._free(row)
 
@@ -179,6 +182,8 @@ class Batch:
             self._admit(sequences)
             for made in sequences.advance():
                 self._take(made)
+            for row, lost in sequences.lost().items():
+                self._lose(row, lost)
         except FlywheelError as error:
             for answer in self._decoding().values():
                 answer.fail(error)
@@ -209,11 +214,20 @@ class Batch:
         if answer.is_over:
             self._free(made.row)
 
+    def _lose(self, row: int, error: CacheMemoryError) -> None:
+        """End the answer of a row that is free already."""
+        answer = self._decoding().get(row)
+        if answer is not None:
+            answer.fail(error)
+        self._rows.pop(row, None)
+        self._is_short = False
+
     def _admit(self, sequences: Sequences) -> None:
-        """One a launch: while it reads its prompt, the others stand still."""
+        """One a launch: while it reads its prompt, the others stand still. Where its caches find no memory beside
+        theirs, it waits until one of them leaves."""
         free = next((row for row in range(sequences.batch) if row not in self._rows), None)
         waiting = _held(self._waiting)
-        if free is None or not waiting:
+        if free is None or not waiting or self._is_short:
             return
         answer = waiting[0]
         self._waiting = deque(map(ref, waiting[1:]))
@@ -222,6 +236,12 @@ class Batch:
         except (GpuFaultError, LaunchTimeoutError) as error:  # of the launches of those who decode
             answer.fail(error)
             raise
+        except CacheMemoryError as error:
+            if not self._rows:
+                answer.fail(error)
+                return
+            self._waiting.appendleft(ref(answer))
+            self._is_short = True
         except FlywheelError as error:
             answer.fail(error)
         else:
@@ -229,6 +249,7 @@ class Batch:
 
     def _free(self, row: int) -> None:
         del self._rows[row]
+        self._is_short = False
         if self._sequences is not None:
             self._sequences.leave(row)
 

@@ -191,7 +191,7 @@ def test_a_program_that_this_machine_cannot_hold_is_refused(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run("lower", "--model", "smollm2-135m", "--gpu", "l4", "--context", "16", "-o", "p.json").exit_code == 0
-    monkeypatch.setattr(process, "_available_bytes", lambda: 10**6)
+    monkeypatch.setattr(process, "available_bytes", lambda: 10**6)
     result = run("verify", "p.json", "--positions", "1")
     assert result.exit_code == 3
     assert result.stderr.splitlines()[-1].startswith("flywheel: smollm2-135m: its weights: 0.3 GB, and this machine")

@@ -64,6 +64,34 @@ def test_rows_at_positions_of_their_own_are_right_and_each_what_it_is_alone(
         assert len({tuple(heard) for heard in together}) > batch
 
 
+def test_caches_that_grow_in_granules_give_the_same_tokens_and_their_memory_back(gpu: Gpu) -> None:
+    alike = next(target for target in TARGETS.values() if target.sm_arch == gpu.sm_arch)
+    config = CONFIGS["blocks, by data"]
+    program = lower(decode_step(SPEC, CONTEXT, DType.BF16, 4), config, replace(alike, name="few", num_sms=12))
+    every = voices(12, SPEC.vocab, CONTEXT, 7)
+    with model_of(gpu, DType.BF16, 4) as model, model.load(program) as session:
+        sequences = session.sequences()
+        expected = sing(sequences, every)
+        sequences.close()
+    granules = gpu.granules()
+    assert granules is not None and granules.nbytes % 2**16 == 0
+    weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.BF16], "cuda")
+    with (
+        CudaModel(gpu, SPEC, DType.BF16, CONTEXT, weights, 4, granules) as model,
+        model.load(program) as session,
+    ):
+        assert session.caches.held_bytes == 0
+        sequences = session.sequences()
+        assert sing(sequences, every) == expected
+        sequences.close()
+        held, free = session.caches.held_bytes, gpu.free_bytes()
+        assert held > 0
+        session.caches.give_back()
+        assert gpu.free_bytes() == free + held
+        verdict = verify(session, model.weights, (0, 63, 64, 255))
+        assert verdict.passed, verdict.where
+
+
 @pytest.mark.parametrize(
     "sampling", [Sampling(1.0), Sampling(0.7, top_k=12), Sampling(1.3, top_p=0.8), Sampling(1.0, min_p=0.1)], ids=str
 )

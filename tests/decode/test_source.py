@@ -97,7 +97,7 @@ def test_the_memory_that_is_asked_for_is_that_of_quantised_weights(
     source, formats = open_source("llama3-70b"), parse_formats("int4", "bf16")
     needed = kept_bytes(source.spec, formats, DType.BF16)
     assert 39.4e9 < needed < 39.6e9
-    monkeypatch.setattr(process, "_available_bytes", lambda: needed - 1)
+    monkeypatch.setattr(process, "available_bytes", lambda: needed - 1)
     with pytest.raises(TooLargeError, match=r"llama3-70b: its weights: 39\.5 GB, and this machine has 39\.5 GB left"):
         source.weights(DType.BF16, 0, formats=formats)
 

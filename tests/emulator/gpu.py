@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from emulator.granules import EmulatedGranules
 from emulator.translate import translate
 
 from flywheel.errors import GpuFaultError, TensorError
@@ -140,6 +141,9 @@ class EmulatedGpu:
 
     def free_bytes(self) -> int:
         return self.total_bytes
+
+    def granules(self) -> EmulatedGranules:
+        return EmulatedGranules()
 
     def upload(self, memory: Memory, array: npt.NDArray[Any], offset: int = 0) -> None:
         elements = np.ascontiguousarray(array)

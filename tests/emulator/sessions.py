@@ -20,6 +20,7 @@ from flywheel.ir import MegakernelProgram
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind
 from flywheel.vm.gpu.driver import load_variant
+from flywheel.vm.gpu.granules import Granules
 from flywheel.vm.gpu.loader import LoadedProgram, put_weights
 from flywheel.vm.gpu.nvrtc import arch_name
 from flywheel.vm.gpu.weights import ResidentWeights
@@ -28,11 +29,12 @@ from flywheel.vm.pack import pack
 
 @contextmanager
 def emulated_session(
-    gpu: EmulatedGpu, program: MegakernelProgram, spec: DecoderSpec, weights: Mapping[str, Tensor]
-) -> Iterator[CudaSession]:
+    gpu: EmulatedGpu, program: MegakernelProgram, spec: DecoderSpec, weights: Mapping[str, Tensor],
+    granules: Granules | None = None,
+) -> Iterator[CudaSession]:  # fmt: skip
     """The program need not be proved."""
     packed, interface = pack(program), read_interface(program, spec)
-    caches = KvCaches(spec, interface.dtype, interface.context, "cpu", interface.batch)
+    caches = KvCaches(spec, interface.dtype, interface.context, "cpu", interface.batch, granules)
     variant = packed.variant
     kernel = build_variant(
         arch_name(gpu.sm_arch), variant.threads, interface.dtype, matrix_warps=variant.matrix_warps, rows=variant.rows,

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from flywheel.decode import opening
+from flywheel.decode.host import HostGranules
 from flywheel.decode.made import Made
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import SteppedSequences
 from flywheel.decode.session import ReferenceSession
-from flywheel.errors import GpuMemoryError, LaunchTimeoutError, UsageError
+from flywheel.errors import CacheMemoryError, GpuMemoryError, LaunchTimeoutError, UsageError
 from flywheel.ir import DType
 from flywheel.serve.decoder import Decoder
 
@@ -161,3 +164,26 @@ def test_a_checkpoint_is_decoded_in_the_formats_that_are_asked_for(checkpoint: P
         assert isinstance(session, ReferenceSession)
         assert DType.I8 in {buffer.dtype for buffer in session._machine.program.buffers}
         assert len(decoder.complete("abc", max_tokens=8).token_ids) == 8
+
+
+def test_an_answer_whose_caches_find_no_memory_waits_for_another_to_end_or_fails_alone(
+    decoder: Decoder, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Eight streams of 256 positions of 64 bytes: a granule for the first 64 positions of each, and one for all rows.
+    little = partial(HostGranules, limit_bytes=13 * 4096, nbytes=4096)
+    monkeypatch.setattr(opening, "HostGranules", little)
+    prompts = ("abc", "xyz", "hello")
+    expected = [decoder.complete(prompt, max_tokens=30).text for prompt in prompts]
+    with Decoder.load(str(checkpoint), device="reference", context=256, max_sequences=2) as short:
+        answers = [short.submit(prompt, max_tokens=30) for prompt in prompts]
+        while not all(answer.is_over for answer in answers):
+            short.advance()
+            assert len(short._batch._rows) <= 1
+        assert ["".join(piece.text for piece in answer) for answer in answers] == expected
+        with pytest.raises(CacheMemoryError, match=r"81 positions of a sequence take 32,768 bytes more"):
+            list(short.generate("a" * 81, max_tokens=2))
+        assert short.complete("xyz", max_tokens=30).text == expected[1]
+        grows = short.generate("abc", max_tokens=100, ignore_end=True)
+        with pytest.raises(CacheMemoryError, match="65 positions of a sequence"):
+            list(grows)
+        assert short.complete("xyz", max_tokens=30).text == expected[1]

@@ -22,6 +22,7 @@ from flywheel.errors import ConfigError, GpuFaultError, GpuMemoryError, NoGpuErr
 from flywheel.installing import install_line
 from flywheel.ir import GpuTarget
 from flywheel.vm.gpu.contexts import ContextDriver
+from flywheel.vm.gpu.granules import DriverGranules, Granules
 from flywheel.vm.gpu.nvrtc import CompiledUnit, CompiledVariant, arch_name
 from flywheel.vm.gpu.pinned import HostWord, HostWords
 
@@ -138,6 +139,13 @@ class Gpu:
     def free_bytes(self) -> int:
         """Memory that nobody holds now."""
         return int(self._checked("cuMemGetInfo", self._cuda.cuMemGetInfo())[0])
+
+    def granules(self) -> Granules | None:
+        """Memory to put behind reserved addresses; None where the GPU's driver has none."""
+        kind = self._cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        if not self._checked("cuDeviceGetAttribute", self._cuda.cuDeviceGetAttribute(kind, self._handle)):
+            return None
+        return DriverGranules(self._cuda, self._checked, self._handle, self.free_bytes)
 
     def upload(self, memory: Memory, array: npt.NDArray[Any], offset: int = 0) -> None:
         """Copy an array's elements, row-major, to byte `offset`; done on return. Raises TensorError beyond the end."""

@@ -1,0 +1,147 @@
+"""Which granules lie behind the caches of each sequence: memory that grows with what is used."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flywheel.errors import CacheMemoryError, GpuMemoryError
+from flywheel.vm.gpu.granules import Granules
+
+
+class GrowingMemory:
+    """Addresses for `batch` sequences of `streams` streams (keys or values of a head of a layer) of `context` positions
+    of `position_bytes` each. A sequence's streams follow each other without a gap, and it begins with a granule, so
+    that none is shared by two.
+
+    The first position of a stream can always be touched: kernels load it for a sequence that is not there. What no
+    sequence holds there is one granule for all, from which nothing is read that counts.
+    """
+
+    def __init__(self, granules: Granules, batch: int, streams: int, context: int, position_bytes: int) -> None:
+        self.granule_bytes: Final = granules.nbytes
+        size = granules.nbytes
+        self._granules, self._context, self._position_bytes = granules, context, position_bytes
+        self._starts = np.arange(streams, dtype=np.int64) * (context * position_bytes)
+        self.stride: Final = -(-streams * context * position_bytes // size) * size  # bytes from sequence to sequence
+        self._count = batch * self.stride // size
+        self.address: Final = granules.reserve(self._count)
+        self._own: list[dict[int, int]] = [{} for _ in range(batch)]
+        self._reach = [0] * batch
+        self._idle = set(range(batch))
+        self._first = frozenset(self._needed(1).tolist())
+        try:
+            self._shared = granules.create()
+        except GpuMemoryError:
+            granules.release(self.address, self._count)
+            raise
+        for row in range(batch):
+            for index in sorted(self._first):
+                granules.map(self._at(row, index), self._shared)
+
+    @property
+    def reach(self) -> list[int]:
+        """Positions of each sequence that have memory."""
+        return self._reach
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory behind the sequences' addresses."""
+        return sum(map(len, self._own)) * self.granule_bytes
+
+    def hold(self, row: int, positions: int, *, may_take: bool = False) -> list[int]:
+        """Let a sequence have `positions`, and the bytes from `address` on where each new granule begins.
+
+        With `may_take`, those who left give theirs; the device then does nothing with their rows. Raises
+        CacheMemoryError, and gives nothing, where memory does not last.
+        """
+        self._idle.discard(row)
+        if positions <= self._reach[row]:
+            return []
+        own = self._own[row]
+        new = [index for index in self._needed(positions).tolist() if index not in own]
+        made = self._make(len(new), may_take)
+        if len(made) < len(new):
+            for granule in made:
+                self._granules.destroy(granule)
+            size = self.granule_bytes
+            raise CacheMemoryError(
+                f"KV caches: {positions:,} positions of a sequence take {len(new) * size:,} bytes more, "
+                f"{self._room() * size:,} are free and all sequences hold {self.held_bytes:,}"
+            )
+        for index, granule in zip(new, made, strict=True):
+            if index in self._first:
+                self._granules.unmap(self._at(row, index))
+            self._granules.map(self._at(row, index), granule)
+            own[index] = granule
+        self._reach[row] = self._reached(positions)
+        return [row * self.stride + index * self.granule_bytes for index in new]
+
+    def leave(self, row: int) -> None:
+        """Nobody has a sequence any more; its memory waits for the next one."""
+        self._idle.add(row)
+
+    def give_back(self) -> None:
+        """Give the memory of sequences that left to others than caches; the device does nothing with their rows."""
+        for row in sorted(self._idle):
+            for granule in self._strip(row):
+                self._granules.destroy(granule)
+
+    def close(self) -> None:
+        """Give all of it back."""
+        self._idle = set(range(len(self._own)))
+        self.give_back()
+        for row in range(len(self._own)):
+            for index in sorted(self._first):
+                self._granules.unmap(self._at(row, index))
+        self._granules.destroy(self._shared)
+        self._granules.release(self.address, self._count)
+
+    def _make(self, count: int, may_take: bool) -> list[int]:
+        """So many granules, or fewer where there are not."""
+        found: list[int] = []
+        for row in sorted(self._idle) if may_take else ():
+            if self._room() >= count - len(found):
+                break
+            granules = self._strip(row)
+            short = count - len(found)
+            found += granules[:short]
+            for granule in granules[short:]:
+                self._granules.destroy(granule)
+        try:
+            found += [self._granules.create() for _ in range(min(count - len(found), self._room()))]
+        except GpuMemoryError:
+            return found
+        return found
+
+    def _room(self) -> int:
+        """Granules that there is memory for."""
+        return max(0, self._granules.free_bytes() - self._granules.spared_bytes) // self.granule_bytes
+
+    def _strip(self, row: int) -> list[int]:
+        """Take a row's granules."""
+        own, self._own[row], self._reach[row] = self._own[row], {}, 0
+        for index in own:
+            self._granules.unmap(self._at(row, index))
+            if index in self._first:
+                self._granules.map(self._at(row, index), self._shared)
+        return list(own.values())
+
+    def _needed(self, positions: int) -> npt.NDArray[np.int64]:
+        """The granules in which the first positions of a sequence lie, ascending, of each sequence alike."""
+        size = self.granule_bytes
+        edges = np.zeros(self.stride // size + 1, np.int64)
+        np.add.at(edges, self._starts // size, 1)
+        np.add.at(edges, (self._starts + positions * self._position_bytes - 1) // size + 1, -1)
+        return np.flatnonzero(edges.cumsum()[:-1])
+
+    def _reached(self, positions: int) -> int:
+        """Positions of each stream that lie in the granules of the first `positions`, at least."""
+        size = self.granule_bytes
+        ends = ((self._starts + positions * self._position_bytes - 1) // size + 1) * size
+        return min(int(((ends - self._starts) // self._position_bytes).min()), self._context)
+
+    def _at(self, row: int, index: int) -> int:
+        return self.address + row * self.stride + index * self.granule_bytes

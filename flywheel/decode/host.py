@@ -1,0 +1,66 @@
+"""Granules of this machine's own memory, for caches of the reference VM."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from itertools import count
+from typing import Final
+
+from flywheel.errors import GpuMemoryError
+from flywheel.process import available_bytes
+
+GRANULE_BYTES: Final = 2**16
+
+
+class HostGranules:
+    """The system has memory behind an address once it is written; what is counted here is what may be. So an unmapped
+    address can be touched: nothing here shows that nobody does.
+
+    `limit_bytes` is what all granules may take; None for what the machine has left now.
+    """
+
+    def __init__(self, limit_bytes: int | None = None, nbytes: int = GRANULE_BYTES) -> None:
+        self.nbytes: Final = nbytes
+        self.spared_bytes: Final = 0
+        left = available_bytes() if limit_bytes is None else limit_bytes
+        self._limit_bytes = 2**62 if left is None else left
+        self._made: set[int] = set()
+        self._numbers = count(1)
+        self._memory: dict[int, mmap.mmap] = {}
+
+    def reserve(self, count: int) -> int:
+        """As Granules says."""
+        memory = mmap.mmap(-1, count * self.nbytes)
+        address = ctypes.addressof(ctypes.c_byte.from_buffer(memory))
+        self._memory[address] = memory
+        return address
+
+    def release(self, address: int, count: int) -> None:
+        """As Granules says; the system takes it once no tensor looks at it."""
+        del self._memory[address]
+
+    def create(self) -> int:
+        """As Granules says."""
+        if self.free_bytes() < self.nbytes:
+            raise GpuMemoryError(f"memory: {self.nbytes:,} bytes requested, {self.free_bytes():,} are free")
+        granule = next(self._numbers)
+        self._made.add(granule)
+        return granule
+
+    def destroy(self, granule: int) -> None:
+        """As Granules says."""
+        self._made.remove(granule)
+
+    def map(self, address: int, granule: int) -> None:
+        """As Granules says."""
+
+    def unmap(self, address: int) -> None:
+        """As Granules says: the system takes what was written there."""
+        for start, memory in self._memory.items():
+            if start <= address < start + len(memory) and hasattr(mmap, "MADV_DONTNEED"):
+                memory.madvise(mmap.MADV_DONTNEED, address - start, self.nbytes)
+
+    def free_bytes(self) -> int:
+        """As Granules says."""
+        return self._limit_bytes - len(self._made) * self.nbytes
