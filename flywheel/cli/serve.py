@@ -21,11 +21,12 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 @command
-@click.option("--model", required=True, metavar="NAME|DIR", help="A checkpoint's directory, or a name.")
+@click.option("--model", required=True, metavar="NAME|DIR", help="A checkpoint's or a bundle's directory, or a name.")
 @click.option("--schedule", metavar="FILE", help="Exported schedule.  [default: the shipped one that fits best]")
 @click.option("--gpu", metavar="NAME", help="GPU that the program is lowered for.  [default: the one here]")
 @click.option("--dtype", metavar="TYPE", help="bf16, f16 or f32.  [default: the schedule's or the checkpoint's]")
-@click.option("--weights", cls=SharedOption, metavar="FORMAT", help="How matrices are stored.  [default: as they are]")
+@click.option("--weights", cls=SharedOption, metavar="FORMAT|DIR",
+              help="How matrices are stored; of a bundle, its checkpoint.  [default: as they are]")  # fmt: skip
 @click.option("--context", type=click.IntRange(min=1), metavar="N", help="Most tokens of prompt and answer together.")
 @click.option("--max-sequences", type=click.IntRange(1, MAX_BATCH), metavar="N",
               help=f"Requests decoded together, up to {MAX_BATCH}.  [default: the schedule's, else 1]")  # fmt: skip
@@ -61,7 +62,8 @@ def serve(
     dies, the requests that it had fail and another one takes its place. With --json, stdout says where it serves, once
     it does.
     """
-    check_installed("serve", ["torch", "fastapi", "uvicorn", "prometheus_client"])
+    torch = [] if (Path(model) / "bundle.json").is_file() else ["torch"]  # which a bundle does without
+    check_installed("serve", [*torch, "fastapi", "uvicorn", "prometheus_client"])
     if device is not None:
         check_device(device)
     key = None if api_key_file is None else _key(api_key_file)

@@ -58,6 +58,16 @@ def test_the_best_row_is_a_bundle_for_its_gpu_whatever_is_here(
     assert str(tmp_path) not in json.dumps({**shown, "schedule": None})
 
 
+def test_a_server_says_what_is_wrong_with_a_bundle(run: Run, checkpoint: Path) -> None:
+    Path("bundle").mkdir()
+    Path("bundle", "bundle.json").write_text("{}")
+    result = run("serve", "--model", "bundle", "--weights", checkpoint, "--port", 0)
+    assert result.exit_code == 2
+    assert "bundle bundle: bundle.json is not of format flywheel-bundle" in result.stderr
+    result = run("serve", "--model", "bundle", "--port", 0)
+    assert "bundle bundle: has no weights; give their checkpoint's directory" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

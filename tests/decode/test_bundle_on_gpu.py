@@ -1,0 +1,97 @@
+"""Bundles and logarithms of shares on a GPU: what the ordinary path makes, and nothing compiled. Needs a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from emulator.bundles import ASKED, CONTEXT, write_checkpoint
+from safetensors.torch import load_file
+
+import flywheel
+from flywheel.decode.bundled import BundleSession
+from flywheel.decode.bundling import make_bundle
+from flywheel.decode.cuda import CudaModel
+from flywheel.decode.sampling import GREEDY, Sampling
+from flywheel.decode.sequences import Sequences, SteppedSequences
+from flywheel.errors import KernelCompileError
+from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.lowering.lower import lower
+from flywheel.models.decoder import decode_step
+from flywheel.models.hf import load_spec
+from flywheel.vm.bundle.reading import read_bundle
+from flywheel.vm.bundle.writing import write_folder
+from flywheel.vm.gpu.driver import Gpu
+
+pytestmark = pytest.mark.gpu
+
+ASKING = (GREEDY, Sampling(1.3, seed=4, logprobs=3), Sampling(logprobs=5))
+
+
+def program_of(checkpoint: Path, gpu: Gpu) -> MegakernelProgram:
+    """For all SMs of this GPU: a bundle is of one."""
+    alike = next(target for target in TARGETS.values() if target.sm_arch == gpu.sm_arch)
+    target = replace(alike, name="here", num_sms=gpu.num_sms)
+    return lower(decode_step(load_spec(checkpoint), CONTEXT, DType.BF16, 3), ScheduleConfig(), target)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("held") / "small", dtype="bfloat16")
+
+
+def greedy(sequences: Sequences, prompt: tuple[int, ...]) -> list[int]:
+    sequences.join(1, prompt, len(prompt) + 8, GREEDY)
+    found = [sequences.advance()[0].token for _ in range(9)]
+    sequences.close()
+    return found
+
+
+def test_a_bundle_decodes_what_stepping_does_and_compiles_nothing(
+    gpu: Gpu, checkpoint: Path, tmp_path: Path
+) -> None:
+    program, spec = program_of(checkpoint, gpu), load_spec(checkpoint)
+    write_folder(tmp_path / "bundle", make_bundle(program, spec, checkpoint, {"words": "a schedule"}))
+    weights = load_file(checkpoint / "model.safetensors")
+    with CudaModel(gpu, spec, DType.BF16, CONTEXT, weights, 3) as model, model.load(program) as session:
+        expected = []
+        for prompt in ASKED:
+            tokens = list(prompt)
+            for position in range(len(prompt) + 8):
+                step = session.step_rows([0, tokens[position], 0], [0, position, 0])[1]
+                tokens += [step.token] * (position >= len(prompt) - 1)
+            expected.append(tokens[len(prompt) :])
+        refused: Any = KernelCompileError("nothing may be compiled")
+        with patch("flywheel.vm.gpu.weights.compile_variant", side_effect=refused):
+            for given in (checkpoint, model.weights):
+                bundled = BundleSession(gpu, read_bundle(tmp_path / "bundle"), given)  # type: ignore[arg-type]
+                assert [greedy(bundled.sequences(), prompt) for prompt in ASKED] == expected
+                bundled.close()
+    with flywheel.Decoder.load(str(tmp_path / "bundle"), weights=str(checkpoint), check="all") as decoder:
+        found = decoder.complete(ASKED[0], max_tokens=9).token_ids
+        assert list(found) == expected[0][: len(found)]
+
+
+def test_queued_sequences_report_the_shares_that_stepped_ones_do(gpu: Gpu, checkpoint: Path) -> None:
+    program, weights = program_of(checkpoint, gpu), load_file(checkpoint / "model.safetensors")
+    with (
+        CudaModel(gpu, load_spec(checkpoint), DType.BF16, CONTEXT, weights, 3) as model,
+        model.load(program) as session,
+    ):
+        sequences = session.sequences()
+        for row, sampling in enumerate(ASKING):
+            sequences.join(row, ASKED[0], len(ASKED[0]) + 1, sampling)
+        queued = sorted(sequences.advance())
+        sequences.close()
+        stepped = SteppedSequences(session)
+        for row, sampling in enumerate(ASKING):
+            stepped.join(row, ASKED[0], len(ASKED[0]) + 1, sampling)
+        for ours, theirs in zip(queued, sorted(stepped.advance()), strict=True):
+            assert (ours.logprobs is None) == (theirs.logprobs is None) == (ours.row == 0)
+            if ours.logprobs is not None and theirs.logprobs is not None:
+                assert len(ours.logprobs.top) == ASKING[ours.row].logprobs
+                ours_by, theirs_by = dict(ours.logprobs.top), dict(theirs.logprobs.top)
+                assert ours_by == pytest.approx(theirs_by, abs=1e-5)
