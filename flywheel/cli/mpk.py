@@ -294,5 +294,5 @@ def _draw(given: _Given, graph: MpkGraph, timing: Timing) -> None:
         write_file(given.trace, chrome_trace(title, mpk_slices(graph, timing), facts))
         note(f"wrote {given.trace}; ui.perfetto.dev opens it")
     if given.picture is not None:
-        write_file(given.picture, standalone(layer(mpk_timeline(graph, timing, H200.name))))
+        write_file(given.picture, standalone(layer(mpk_timeline(graph, timing, H200.name), place="worker")))
         note(f"wrote {given.picture}")

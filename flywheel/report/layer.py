@@ -20,6 +20,8 @@ BY_MODEL: Final = "by the cost model"
 
 _LABEL: Final = re.compile(r"L(\d+)\.(.+)")
 _LEFT, _TOP, _SPACE = 54.0, 32.0, 420.0
+_LONGEST: Final = 50
+"""Letters of a name in the legend."""
 
 
 class Timeline(Protocol):
@@ -57,8 +59,9 @@ def shares(timeline: Timeline) -> list[Share]:
     return sorted(found, key=lambda share: (-share.time_share, share.operation))
 
 
-def layer(timeline: Timeline, origin: str = BY_MODEL) -> str:
-    """The middle layer, an SM a row; the whole step where no task belongs to a layer. `origin` is said of the spans."""
+def layer(timeline: Timeline, origin: str = BY_MODEL, place: str = "SM") -> str:
+    """The middle layer, an SM a row; the whole step where no task belongs to a layer. `origin` is said of the spans,
+    and `place` is what a row is."""
     labels = {task.id: task.label for task in timeline.program.tasks}
     numbers = sorted({int(found[1]) for text in labels.values() if (found := _LABEL.match(text))})
     chosen = numbers[len(numbers) // 2] if numbers else None
@@ -76,16 +79,16 @@ def layer(timeline: Timeline, origin: str = BY_MODEL) -> str:
         element("path", d=_boxes(mine, across, start, row), fill=colour(name), class_="tasks")
         for name, mine in names.items()
     ]
-    title = f"{_work(timeline.program)}{_what(chosen)} on every SM, {origin}"
+    title = f"{_work(timeline.program)}{_what(chosen)} on every {place}, {origin}"
     parts += [
         label(_LEFT, 18, title, font_weight="bold"),
         element("path", d=f"M{_LEFT} {_TOP}V{bottom:.2f}H{WIDTH - 20}", class_="axis"),
         *(label(across(value), bottom + 16, short(value), "middle faint") for value in across.ticks(10)),
         *(label(_LEFT - 6, _TOP + row * (sm + 0.5) + 4, str(sm), "end faint") for sm in _rows(sms)),
-        label((_LEFT + WIDTH) / 2, bottom + 34, f"us since {_what(chosen)} began, {origin}; a row is an SM",
+        label((_LEFT + WIDTH) / 2, bottom + 34, f"us since {_what(chosen)} began, {origin}; a row is {_a(place)}",
               "middle faint"),
     ]
-    return picture(WIDTH, bottom + 50 + 20 * _lines(len(names)), title, [*parts, *_legend(list(names), bottom + 56)])
+    return picture(WIDTH, bottom + 50 + 20 * _lines(list(names)), title, [*parts, *_legend(list(names), bottom + 56)])
 
 
 def operation(text: str) -> str:
@@ -118,14 +121,23 @@ def _rows(sms: int) -> list[int]:
     return list(range(0, sms, step))
 
 
-def _lines(names: int) -> int:
-    return -(-names // 4)
+def _a(place: str) -> str:
+    return f"an {place}" if place == "SM" else f"a {place}"
+
+
+def _columns(names: list[str]) -> int:
+    """Of the legend: as many, up to four, as leave room for the longest name, whose letters take up to 8 pixels."""
+    return min(4, max(1, int((WIDTH - _LEFT) / (8 * min(_LONGEST, max(map(len, names))) + 24))))
+
+
+def _lines(names: list[str]) -> int:
+    return -(-len(names) // _columns(names))
 
 
 def _legend(names: list[str], y: float) -> list[str]:
-    parts = []
+    parts, columns = [], _columns(names)
     for order, name in enumerate(names):
-        x, line = _LEFT + order % 4 * 220, y + order // 4 * 20
+        x, line = _LEFT + order % columns * ((WIDTH - _LEFT) / columns), y + order // columns * 20
         parts.append(element("rect", x=x, y=line - 10, width=12, height=12, fill=colour(name)))
-        parts.append(label(x + 18, line, name if len(name) <= 30 else name[:29] + "…"))
+        parts.append(label(x + 18, line, name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…"))
     return parts

@@ -71,7 +71,9 @@ def test_predict_prints_the_waits_and_writes_a_trace_and_a_picture(
     result = run("mpk", "predict", unpacked("tiny"), "--trace", str(trace), "--picture", str(picture))
     assert result.exit_code == 0
     assert "predicted" in result.stdout and "waits" in result.stdout and "hand-off to" in result.stdout
-    assert "layer 1 on every SM" in picture.read_text(encoding="utf-8")
+    drawn = picture.read_text(encoding="utf-8")
+    assert "layer 1 on every worker" in drawn and "a row is a worker" in drawn
+    assert "…" not in drawn
     assert len(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]) > 980
     document = json.loads(run("mpk", "predict", unpacked("tiny"), "--json").stdout)
     assert document["prediction"]["latency_us"] > document["prediction"]["floor_us"] > 0
