@@ -62,7 +62,9 @@ def serve(
     dies, the requests that it had fail and another one takes its place. With --json, stdout says where it serves, once
     it does.
     """
-    torch = [] if (Path(model) / "bundle.json").is_file() else ["torch"]  # which a bundle does without
+    from flywheel.vm.bundle import is_bundle
+
+    torch = [] if is_bundle(model) else ["torch"]
     check_installed("serve", [*torch, "fastapi", "uvicorn", "prometheus_client"])
     if device is not None:
         check_device(device)

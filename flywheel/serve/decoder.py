@@ -18,6 +18,7 @@ from flywheel.serve.answers import Answer, Batch, Finish, Piece, Session
 from flywheel.serve.likely import Likely, Spelled, Speller
 from flywheel.serve.text import Streamer
 from flywheel.store.schedule import Schedule, load_schedule
+from flywheel.vm.bundle import is_bundle
 
 if TYPE_CHECKING:
     from flywheel.decode.bundled import Check
@@ -100,7 +101,7 @@ class Decoder:
         """
         if ranks != 1:
             raise UsageError(f"ranks: {ranks} GPUs; a decoder uses 1")
-        if (Path(model) / "bundle.json").is_file():
+        if is_bundle(model):
             named = {"schedule": schedule, "gpu": gpu, "dtype": dtype, "context": context,
                      "max_sequences": max_sequences, "store": store}  # fmt: skip
             return cls._load_bundle(Path(model), weights, device, check, named)

@@ -64,6 +64,7 @@ def test_a_server_says_what_is_wrong_with_a_bundle(run: Run, checkpoint: Path) -
     result = run("serve", "--model", "bundle", "--weights", checkpoint, "--port", 0)
     assert result.exit_code == 2
     assert "bundle bundle: bundle.json is not of format flywheel-bundle" in result.stderr
+    assert run("serve", "--model", "b" * 5000, "--port", 0).exit_code == 2
     result = run("serve", "--model", "bundle", "--port", 0)
     assert "bundle bundle: has no weights; give their checkpoint's directory" in result.stderr
 

@@ -16,7 +16,6 @@ FORMAT: Final = "flywheel-bundle"
 VERSION: Final = 1
 """Raised when an older reader would misread a bundle; added fields do not raise it."""
 
-MANIFEST: Final = "bundle.json"
 KERNEL: Final = "kernel.cubin"
 TABLES: Final = "tables.bin"
 LABELS: Final = "labels.json"

@@ -28,12 +28,12 @@ from flywheel.ir import (
 from flywheel.ir.files import parse_json, read_text
 from flywheel.measure.device import GENERIC, Device, is_target
 from flywheel.plan import KernelVariant
+from flywheel.vm.bundle import MANIFEST
 from flywheel.vm.bundle.layout import (
     ELEMENTS,
     FORMAT,
     KERNEL,
     LABELS,
-    MANIFEST,
     TABLES,
     VERSION,
     element_type,

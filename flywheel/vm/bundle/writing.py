@@ -17,13 +17,13 @@ import numpy as np
 from flywheel.errors import UsageError
 from flywheel.ir import BufferKind
 from flywheel.vm.abi import COUNTER_STRIDE, numpy_struct
+from flywheel.vm.bundle import MANIFEST
 from flywheel.vm.bundle.layout import (
     ALIGNMENT,
     ELEMENTS,
     FORMAT,
     KERNEL,
     LABELS,
-    MANIFEST,
     TABLES,
     VERSION,
     element_type,
