@@ -1,7 +1,8 @@
-"""AutoMegaKernel's results.tsv as priors: configs worth trying, in the order of what it says they took.
+"""AutoMegaKernel's results.tsv as priors: configs worth trying, the fastest of each piece of work first.
 
-Source: its flywheel/log.py and program.md, whose headers differ. Neither has the config itself, which its IR
-specification puts in a column `schedule`; what it keeps of its schedules is in its corpus, under the same ids.
+Source: AutoMegaKernel's flywheel/log.py and program.md. Their headers differ, and neither table holds the config. Its
+IR specification has a column `schedule` for the config; otherwise the corpus holds the schedules, under the ids that
+the table names.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from flywheel.ir.config import ScheduleConfig, config_from_dict
 from flywheel.ir.files import parse_json
 
 MARK: Final = "correctness"
-"""A column of every results.tsv of AutoMegaKernel, and of none of flywheel's."""
+"""A column that every results.tsv of AutoMegaKernel has, and that flywheel's own tables lack."""
 
 USED: Final = ("loop", "model", "gpu", "regime", "correctness", "latency_us", "schedule", "schedule_id",
                "schedule_or_kernel_id")  # fmt: skip
 _IDS: Final = ("schedule_id", "schedule_or_kernel_id")
 _INSTRUCTION_LOOPS: Final = ("instruction", "1")
-"""Loops that tuned one kernel and have no schedule."""
+"""Values of `loop` in rows that tuned a single kernel; these rows have no schedule."""
 
 
 @dataclass(frozen=True, slots=True)
 class PriorTable:
-    """What a results.tsv proposes, the most promising config first.
+    """The configs that a results.tsv proposes, the most promising first.
 
-    Latencies compare within one model, GPU and regime, so the best of each comes before the second of any. `skipped`
-    counts rows by why they propose nothing; `ignored` names the columns that say nothing about a config.
+    Latencies compare only within one model, GPU and regime. So the best config of every such group comes first, then
+    the second of every group, and so on. `skipped` counts the rows that propose nothing, by the reason; `ignored` names
+    the columns that say nothing about a config.
     """
 
     configs: tuple[ScheduleConfig, ...]
@@ -49,10 +51,11 @@ class _Row:
 
 
 def read_results(text: str, corpus: str = "") -> PriorTable:
-    """Priors of a results.tsv; `corpus` is the text of a corpus.jsonl with the schedules of its ids.
+    """Read the priors of a results.tsv. `text` is the table, `corpus` the text of a corpus.jsonl, which holds the
+    schedules of the ids in the table.
 
-    Rows count whose verdict is PASS. Raises IrFormatError for a table without verdicts and for a schedule that is none,
-    with the line.
+    Only rows with the verdict PASS count. Raises IrFormatError for a table without a column of verdicts, and, with the
+    number of the line, for a malformed schedule.
     """
     lines = text.replace("\r\n", "\n").split("\n")
     columns = lines[0].split("\t")
@@ -79,7 +82,7 @@ def schedule_id(schedule: Mapping[str, Any]) -> str:
 
 
 def _row(number: int, cells: Sequence[str], columns: Sequence[str], schedules: Mapping[str, Any]) -> _Row | str:
-    """A row that proposes something, or why it does not."""
+    """A row with its config, or the reason why it proposes none."""
     if len(cells) != len(columns):
         return "cells that do not match the columns"
     row = dict(zip(columns, cells, strict=True))
@@ -106,7 +109,7 @@ def _row(number: int, cells: Sequence[str], columns: Sequence[str], schedules: M
 
 
 def _latency_us(cell: str) -> float:
-    """What a row is ranked by; one that says nothing comes last."""
+    """The latency that ranks a row, in us; infinity for a cell without a positive number, so that it comes last."""
     try:
         latency_us = float(cell)
     except ValueError:

@@ -1,6 +1,7 @@
-"""Trials as T4, the results format of auto-tuners that Kernel Tuner writes.
+"""Trials in T4, a results format for auto-tuners that Kernel Tuner writes.
 
-Source: the T4 results schema 1.0.0, and what Kernel Tuner 1.5 and autotuning_methodology 1.1 write and read beyond it.
+Source: the T4 results schema 1.0.0, and the fields beyond it that Kernel Tuner 1.5 and autotuning_methodology 1.1 write
+and read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ INVALIDITY: Final = MappingProxyType(
         "predicted": "correct",
         "rejected": "constraints",
         "incorrect": "correctness",
-        "implausible": "correctness",  # whoever beats the time that its weights take has not read them all
+        "implausible": "correctness",  # faster than its weights can be read, so it did not read them all
         "timed_out": "timeout",
         "crashed": "runtime",
         "no_memory": "runtime",
@@ -33,11 +34,11 @@ INVALIDITY: Final = MappingProxyType(
 """T4's word for each outcome."""
 
 OBJECTIVES: Final = MappingProxyType({"measured": "time", "predicted": "predicted_time"})
-"""Name of the measurement to minimise, by the outcome that has it; readers take `time` for what a device took."""
+"""Name of the measurement to minimise, by outcome. Readers of T4 take `time` for a time that a device took."""
 
 _ERRORS: Final = MappingProxyType({"constraints": "InvalidConfig"})
 _ERROR: Final = "RuntimeFailedConfig"
-"""What stands in place of the objective where there is none, in Kernel Tuner's words."""
+"""Kernel Tuner's word in place of the objective of a trial that has none."""
 
 _WORK: Final = ("model", "gpu", "dtype", "context", "batch", "weights")
 
@@ -48,11 +49,11 @@ def to_t4(records: Iterable[TrialRecord], *, measured: bool) -> dict[str, Any]:
     """JSON-ready T4 results of trials of one model, GPU, dtype, context, batch and format of weights; times in
     milliseconds.
 
-    A file has one objective. With `measured` its valid results are the measured trials; without, those that were
-    predicted by the version of the cost model that predicted last. Trials without any latency are invalid results;
-    those with a latency of another kind are left out. A final is no result: its numbers stand in those of its program's
-    trials. Each config is there once, by its first trial with a latency or else its first. Raises UsageError for trials
-    of different work.
+    A file has one objective. With `measured`, the measured trials are its valid results. Without it, the predicted
+    trials are, but only those of the cost model that made the newest prediction. A trial without any latency is an
+    invalid result; a trial with a latency of the other kind is left out. A final is no result of its own: its numbers
+    replace those of the trials of its program. Each config appears once, by its first trial with a latency, else by its
+    first trial. Raises UsageError for trials of different work.
     """
     rows = list(records)
     work = {tuple(getattr(row, name) for name in _WORK) for row in rows}
@@ -80,7 +81,7 @@ def to_t4(records: Iterable[TrialRecord], *, measured: bool) -> dict[str, Any]:
 
 
 def _settled(rows: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The trials, with what the last final of their campaign found of their program."""
+    """The trials, without finals. A measured trial takes the numbers of the last final of its program and campaign."""
     finals = {(row.campaign, row.program_id): row for row in rows if row.source == "final"}
     found = []
     for row in trials_of(rows):
@@ -104,8 +105,9 @@ def dump_t4(document: Mapping[str, Any]) -> str:
 
 
 def configurations(configs: Sequence[ScheduleConfig]) -> list[dict[str, int | str]]:
-    """Each config as flat parameters, the same ones for all: `tiling.<operation>.<size>`, 0 where a config leaves it
-    open; `fuse.<op>+<op>` for each group that any config fuses, 1 where this one does; and the other fields."""
+    """Each config as flat parameters. All configs have the same names: `tiling.<operation>.<size>`, 0 where a config
+    sets no such size; `fuse.<op>+<op>` for each group that any config fuses, 1 where this config fuses it, else 0; and
+    the other fields of a config."""
     flat = [_parameters(config) for config in configs]
     absent: dict[str, int | str] = dict.fromkeys(sorted({name for found in flat for name in found}), 0)
     return [{name: found.get(name, blank) for name, blank in absent.items()} for found in flat]
@@ -161,7 +163,7 @@ def _numbers(row: TrialRecord) -> list[tuple[str, float | None, str]]:
 
 
 def _times(row: TrialRecord) -> dict[str, Any]:
-    """What the trial itself took. `runtimes` are of the device alone, so a prediction is not among them."""
+    """How long the steps of the trial took, in ms. `runtimes` holds times of the device only, so no prediction."""
     seconds = {
         "compilation": row.lower_s,
         "compilation_time": row.lower_s,  # the schema's name for it; Kernel Tuner writes and reads the other

@@ -1,8 +1,9 @@
 """A task graph of MPK as a program of ours: the same tiles, joins and queues over our operations and a model's weights.
 
-A task becomes a task, but those that differ in their row alone, and those that choose the token, become one. An event
-becomes a counter; events that one task would have to wait for or signal become the same one. Task p stands in the queue
-of SM p modulo W, as MPK's workers take it. Source: docs/mpk.md, "Converted programs".
+Each task of MPK becomes one task of ours, with two exceptions: tasks that differ only in their row become one task, and
+so do the tasks that choose the token. Each event becomes a counter; events that one task of ours would signal, or would
+wait for, share a counter. Task p goes into the queue of SM p modulo W, where W is the number of workers, as MPK deals
+tasks out. Source: docs/mpk.md, "Converted programs".
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ from flywheel.models.graph import Block, Graph
 from flywheel.models.spec import DecoderSpec
 
 _ROWS_TOGETHER: Final = frozenset({"embed", "attn_norm", "mlp_norm", "final_norm", "argmax"})
-"""Operations that are one task of ours, whatever the rows."""
+"""Operations whose rows together are one task of ours."""
 
 
 def convert(
     graph: MpkGraph, spec: DecoderSpec, target: GpuTarget, context: int, dtype: DType = DType.BF16, workers: int = 128
 ) -> MegakernelProgram:
-    """The decode step of `spec` that a graph of one rank, which passed the proof, is; `workers` are at most the SMs.
+    """Convert a graph of one rank that passed the proof into the program of a decode step of `spec`.
 
-    Raises UnsupportedModelError, naming the task, for a graph that is of several ranks, has tasks without an equivalent
-    or is not of that model; ConfigError as `decode_step` does.
+    `context` counts rows of the KV cache. The program uses min(`workers`, SMs of `target`) SMs. Raises
+    UnsupportedModelError, which names the task, for a graph of several ranks, of another model, or with tasks that we
+    have no operation for; raises ConfigError as `decode_step` does.
     """
     if n_ranks([graph]) > 1:
         raise UnsupportedModelError(f"rank {graph.rank}: one of {n_ranks([graph])}; want a graph of one GPU")
@@ -65,7 +67,8 @@ def convert(
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """What becomes one task of ours: a part, and the tasks of MPK's that do it; the last is where it stands."""
+    """One future task of ours: a part of a layer, and the positions of MPK's tasks that compute it. The last position
+    decides its place in the queues."""
 
     layer: int | None
     part: Part
@@ -95,7 +98,7 @@ class _Tables:
         self._same: dict[int, int] = {}  # event -> another that has the same counter
 
     def program(self, units: Sequence[_Unit]) -> MegakernelProgram:
-        """The program of `units`, without what says where it runs."""
+        """The program of `units`, without its target, its config and its metadata."""
         for name in ("token_id", "position"):
             self._buffer(name, None)
         tasks = self._graph.tasks
@@ -146,7 +149,7 @@ class _Tables:
         return tuple([self._buffer(name, layer) for name in names])
 
     def _buffer(self, name: str, layer: int | None) -> int:
-        """The buffer of a tensor; the residual stream `x` is what the layer before wrote."""
+        """The number of a tensor's buffer. The residual stream `x` is the buffer that the layer before wrote."""
         step = self._step
         if name == "x":
             name, layer = "x_out", (step.n_layers if layer is None else layer) - 1

@@ -1,4 +1,4 @@
-"""Findings in words: which tasks, of which tensor and which part of it, and why nothing orders them."""
+"""Findings in words: which two tasks clash, on which part of which tensor, and why nothing orders them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flywheel.ir.validate.sweep import Clash
 
 @dataclass(frozen=True, slots=True)
 class Clashes:
-    """What a sweep of a joint graph found, and the graphs that it is of."""
+    """The clashes that a sweep found in a joint graph, and the graphs that were joined."""
 
     joint: Joint
     graphs: Sequence[MpkGraph]
@@ -43,7 +43,8 @@ def tensor_at(joint: Joint, cell: int) -> str:
 
 
 def report_clashes(clashes: Clashes, findings: Findings) -> None:
-    """One error for each pair of types and tensor; how many pairs of tasks are like the first."""
+    """Add one error for each pair of task types and each tensor. It describes the first pair of tasks and counts the
+    others."""
     joint = clashes.joint
     groups: dict[tuple[str, str, str, str], Clash] = {}
     counted: Counter[tuple[str, str, str, str]] = Counter()

@@ -1,4 +1,4 @@
-"""What is in a task graph, JSON-ready."""
+"""A summary of a task graph, as JSON-ready values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from flywheel.interop.mpk.regions import runs_of
 
 
 def describe(graph: MpkGraph) -> dict[str, Any]:
-    """Counts of one rank's tasks and events by type, its tensors, and how its tasks are launched."""
+    """Summarise one rank: tasks and events by type, the number of tensors, and how its tasks are launched. `bytes` of a
+    type of task counts the bytes of all its inputs."""
     tasks = graph.tasks[FIRST_TASK:]
     tensors = {tensor for task in tasks for tensor in (*task.inputs, *task.outputs)}
     sizes = {

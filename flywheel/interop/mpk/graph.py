@@ -8,15 +8,15 @@ from types import MappingProxyType
 from typing import Any, Final
 
 INVALID: Final = 0x7FFFFFFFFFFFFFFE
-"""The event that a task without one names."""
+"""The event number that stands for no event."""
 
 NVSHMEM_TAG: Final = 0x1E00000000000000
-"""Bits of an event that another GPU signals."""
+"""Bits that are set in the id of an event that another GPU signals."""
 
 TERMINATE_TASK: Final = 0
 BEGIN_TASK: Final = 1
 FIRST_TASK: Final = 2
-"""Positions: tasks 0 and 1 end a launch and begin an iteration, the model's own come behind."""
+"""Positions in the list of tasks: task 0 ends a launch, task 1 begins an iteration, and the model's tasks follow."""
 
 EMPTY: Final = 900
 LAUNCH: Final = 901
@@ -42,7 +42,8 @@ LAUNCHING: Final = frozenset((LAUNCH, LAUNCH_MASSIVE, LAUNCH_DEPENDENT))
 ITEM_BYTES: Final = MappingProxyType(
     {930: 1, 935: 1, 936: 1, 940: 2, 941: 2, 945: 2, 946: 2, 950: 4, 955: 4, 956: 4, 960: 8, 965: 8, 966: 8}
 )
-"""Bytes of an element by `data_type`; types of four bits, and 999 of an absent tensor, have none of their own."""
+"""Bytes of an element, by `data_type`. Types of four bits are missing here, and so is 999, which marks an absent
+tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,8 @@ class MpkTask:
 
 @dataclass(frozen=True, slots=True)
 class MpkEvent:
-    """A counter; it is met in iteration i, counted from 1, at `triggers` times i. It launches tasks `first`..`last`."""
+    """A counter. In iteration i, counted from 1, it is met once it reaches `triggers` * i. It then launches the tasks
+    at positions `first` up to, not including, `last`."""
 
     kind: int
     triggers: int
@@ -87,7 +89,7 @@ class MpkEvent:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a file is written: spaces of indentation, None for one line, and what follows the last bracket."""
+    """How a file is written: spaces of indentation (None: all in one line), and the text behind the last bracket."""
 
     indent: int | None
     tail: str
@@ -95,7 +97,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class MpkGraph:
-    """The task graph of one rank. `document` is the parsed file, which nothing changes."""
+    """The task graph of one rank. `document` is the parsed file; nobody modifies it."""
 
     rank: int
     tasks: Sequence[MpkTask]
@@ -106,17 +108,17 @@ class MpkGraph:
 
 
 def is_remote(event: int) -> bool:
-    """Whether an event's id, which is not INVALID, says that another GPU signals it."""
+    """Whether another GPU signals the event. `event` is an id other than INVALID."""
     return event & NVSHMEM_TAG > 0
 
 
 def rank_of(event: int) -> int:
-    """The GPU whose event it is."""
+    """The rank that an event belongs to."""
     return event >> 32 & 0xFFFF
 
 
 def place_of(event: int) -> int:
-    """Position in `all_events`."""
+    """The event's position in `all_events`."""
     return event & 0xFFFFFFFF
 
 

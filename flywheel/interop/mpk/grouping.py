@@ -1,4 +1,5 @@
-"""Which tasks that wait for an event touch the same memory as which that signal it."""
+"""Events that could be split: tasks that signal an event and tasks that wait for it, grouped by the memory they
+share."""
 
 from __future__ import annotations
 
@@ -11,16 +12,17 @@ from flywheel.interop.mpk.joint import join
 from flywheel.ir.validate.sweep import Touches
 
 Group = tuple[tuple[int, ...], tuple[int, ...]]
-"""Positions of tasks that signal an event, and of those that wait for it."""
+"""Positions of some tasks that signal an event, and of some tasks that wait for it."""
 
 _NO_ALIASES: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 def components(graph: MpkGraph, aliases: Mapping[str, str] = _NO_ALIASES) -> dict[int, list[Group]]:
-    """The groups of the tasks of each event of type EMPTY that has more than one, by the event's position.
+    """The groups of tasks of each event, by the event's position. Only events of type EMPTY with at least two groups
+    appear.
 
-    Tasks of two groups touch no memory in common, except what both read. Tasks that touch none of the other side's are
-    of the first group.
+    Tasks of different groups share no memory, apart from memory that both only read. A task that shares no memory with
+    any task on the other side of its event belongs to the first group.
     """
     signalling: dict[int, list[int]] = {}
     waiting: dict[int, list[int]] = {}
@@ -68,7 +70,7 @@ def _groups(touches: Sequence[Touches], first: Sequence[int], second: Sequence[i
 
 
 def _users(touches: Sequence[Touches], places: Sequence[int]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Who reads each cell, and who writes it."""
+    """The positions of the tasks that read each cell, and of those that write it."""
     readers: dict[int, list[int]] = {}
     writers: dict[int, list[int]] = {}
     for place in places:

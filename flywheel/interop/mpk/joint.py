@@ -1,7 +1,7 @@
-"""The graphs of all ranks as one: abstract tasks that wait for counters and signal them, and the cells they touch.
+"""The graphs of all ranks as one graph: tasks that wait for counters and signal them, and the cells that they touch.
 
-Counters are the events of all ranks. Where ranks share work, two iterations are laid behind one another, so that what a
-slow rank still does in one meets what a fast rank does in the next.
+Every event of every rank is a counter. If there are several ranks, the joint graph holds two iterations, one behind the
+other: a fast rank may already be in the second while a slow rank is still in the first, and the proof covers both.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from flywheel.ir.records import Wait
 from flywheel.ir.validate.sweep import Cells, Touches
 
 _MAX_EVENTS: Final = 1 << 31
-"""Counters of a rank begin this far apart, and those of the next iteration as far behind all of them."""
+"""The distance between the first counters of two ranks, or of the last rank and the next iteration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A task of one iteration of one rank, as the proof knows it; `place` is its position in all_tasks."""
+    """A task of one rank in iteration `turn`, as the proof sees it. `place` is its position in all_tasks, `sm` the
+    number of its queue (None: any queue)."""
 
     id: int
     label: str
@@ -48,18 +49,19 @@ class Node:
 
 
 class Use(NamedTuple):
-    """One access of a task: to a piece of a rank's tensor, in the part that its metadata names where it is a part."""
+    """One access of a task to a piece of a tensor of rank `rank`. `part` names the part of the piece that the task's
+    metadata selects; None stands for the whole piece."""
 
     rank: int
     tensor: Tensor
-    mode: str  # "r", "w" or "a", which adds
+    mode: str  # "r" reads, "w" writes, "a" adds
     part: tuple[int, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """All nodes in the order of ranks' lists, what each touches, and how the tensors are cut. `gaps` are (node,
-    cell) of reads of what no task writes, beside what some do."""
+    """All nodes, rank after rank in the order of its list, the cells that each touches, and how tensors are cut into
+    cells. `gaps` lists (node, cell): the node reads a region of which tasks write some cells, but not this one."""
 
     nodes: Sequence[Node]
     touches: Sequence[Touches]
@@ -67,7 +69,7 @@ class Joint:
     gaps: Sequence[tuple[int, int]]
 
     def name(self, index: int) -> str:
-        """A node in messages."""
+        """How messages name a node."""
         node = self.nodes[index]
         later = " of the next iteration" if node.turn else ""
         return f"rank {node.rank} task {node.place} ({node.label}){later}"
@@ -84,7 +86,7 @@ def launched_by(graph: MpkGraph) -> dict[int, list[int]]:
 
 
 def producers(graphs: Sequence[MpkGraph]) -> Counter[tuple[int, int]]:
-    """How many tasks, without task 0, signal each event, by rank and position, in one iteration."""
+    """How many tasks signal each event in one iteration, by (rank, position of the event). Task 0 does not count."""
     return Counter(
         [
             (rank_of(task.trigger), place_of(task.trigger))
@@ -117,7 +119,7 @@ def join(graphs: Sequence[MpkGraph], workers: int | None, turns: int, aliases: M
 
 
 def _memories(aliases: Mapping[str, str]) -> dict[str, str]:
-    """One name for every memory: names that aliases lead to, in one step or several, are one memory's."""
+    """One name for every memory. Names that a chain of aliases connects belong to the same memory."""
     found: dict[str, str] = {}
     for name, other in aliases.items():
         old, new = found.get(name, name), found.get(other, other)
@@ -126,7 +128,7 @@ def _memories(aliases: Mapping[str, str]) -> dict[str, str]:
 
 
 def _gaps(touches: Sequence[Touches], grids: Sequence[Grid]) -> list[tuple[int, int]]:
-    """Where tasks write some of what is read together, in any of its parts, and not the rest."""
+    """(node, cell) of each read of a region of which tasks write some cells but not all: the first unwritten cell."""
     written = {part for touch in touches for part in (*touch.writes, *touch.adds)}
     cells = {plane_cell(grids, cell) for part in written for cell in part}
     known: set[Cells] = set()
@@ -145,7 +147,8 @@ def _gaps(touches: Sequence[Touches], grids: Sequence[Grid]) -> list[tuple[int, 
 def nodes_of(graph: MpkGraph, workers: int, turn: int = 0) -> list[Node]:
     """The tasks of one iteration of one rank, in the order of its list.
 
-    Iterations have queues of their own: MPK deals on where the last one ended, so a task's worker changes.
+    Each iteration has queues of its own: MPK deals on where the last iteration ended, so a task may change its worker
+    from one iteration to the next.
     """
     end = next(number for number, event in enumerate(graph.events) if event.kind == END)
     begin = place_of(graph.tasks[BEGIN_TASK].trigger)
@@ -173,8 +176,8 @@ def nodes_of(graph: MpkGraph, workers: int, turn: int = 0) -> list[Node]:
 
 
 def n_ranks(graphs: Sequence[MpkGraph]) -> int:
-    """How many ranks the program has, as far as the files say: by the ranks that they put to, and the slots of the
-    buffers that they reduce."""
+    """How many ranks the program has. The files tell it in two ways: by the ranks to which tasks send data, and by the
+    number of slots in the buffers that tasks reduce."""
     seen = {graph.rank for graph in graphs}
     slots = 0
     for graph in graphs:
@@ -187,7 +190,8 @@ def n_ranks(graphs: Sequence[MpkGraph]) -> int:
 
 
 def mirrored(graph: MpkGraph, rank: int, ranks: int) -> MpkGraph:
-    """The graph as MPK emits it for another rank: it differs in its events' rank, and in whom it puts to and where."""
+    """The graph as MPK emits it for another rank. It differs in the rank of its events, and in the rank and the offset
+    to which its tasks send data."""
     peers = [number for number in range(ranks) if number != graph.rank]
     others = [number for number in range(ranks) if number != rank]
 
@@ -218,7 +222,8 @@ def mirrored(graph: MpkGraph, rank: int, ranks: int) -> MpkGraph:
 
 
 def uses_of(graph: MpkGraph, task: MpkTask, ranks: frozenset[int]) -> list[Use]:
-    """What a task touches. One of an unknown type may write all that it lists; what a task writes it may read, too."""
+    """The accesses of a task. A task of an unknown type counts as a writer of every tensor that it lists. A task that
+    writes a piece may also read it."""
     kind, rank = KINDS.get(task.kind), graph.rank
     if kind is None:
         return [Use(rank, tensor, "w") for tensor in (*task.inputs, *task.outputs)]
@@ -240,7 +245,7 @@ def uses_of(graph: MpkGraph, task: MpkTask, ranks: frozenset[int]) -> list[Use]:
 
 
 def _slots(tensor: Tensor) -> list[Tensor]:
-    """The slots of ranks in a buffer of an all-reduce, from the one that an operand begins at."""
+    """The slots, one a rank, in the buffer of an all-reduce, beginning with the slot at which the operand starts."""
     step = tensor.strides[0] * tensor.item_bytes
     return [
         replace(tensor, offset=tensor.offset + step * number, dims=(1, *tensor.dims[1:]))
@@ -249,7 +254,7 @@ def _slots(tensor: Tensor) -> list[Tensor]:
 
 
 _Whose = tuple[int, str]
-"""A tensor: its rank and its name."""
+"""(rank, name) of a tensor."""
 _Part = tuple[int, tuple[int, ...]]
 
 

@@ -15,7 +15,7 @@ from typing import Final
 
 
 class Cost(Enum):
-    """What a task spends its time on."""
+    """The classes of tasks that timing tells apart."""
 
     OTHER = "other"
     EMBEDDING = "embedding"
@@ -30,8 +30,9 @@ class Cost(Enum):
 class Kind:
     """A type of task. It reads its inputs and writes its outputs.
 
-    `hidden` are inputs that it writes, too. With `carves`, tasks of the type that differ in their metadata (request,
-    part of the cache, expert) write different parts of what they list. With `adds`, writes are atomic additions.
+    `hidden` are places of inputs that it also writes. With `carves`, tasks of the type that differ in their metadata
+    (request, part of the cache, expert) write different parts of their operands. With `adds`, writes are atomic
+    additions.
     """
 
     name: str
@@ -146,6 +147,6 @@ KINDS: Final[Mapping[int, Kind]] = MappingProxyType(
 
 
 def kind_name(number: int) -> str:
-    """A type's name, or its number where it is not known."""
+    """A type's name; its number if the type is unknown."""
     kind = KINDS.get(number)
     return f"type {number}" if kind is None else kind.name

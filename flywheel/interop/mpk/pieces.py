@@ -1,4 +1,4 @@
-"""Where the operands of a task of a dense decoder lie, by what it does; what lies elsewhere is another program's.
+"""Where the operands of each kind of task of a dense decoder lie. A task whose operands lie elsewhere is refused.
 
 Source: docs/mpk.md, "Converted programs".
 """
@@ -13,10 +13,10 @@ from flywheel.interop.mpk.graph import MpkTask, Tensor
 from flywheel.models.spec import DecoderSpec
 
 _FLOATS: Final = frozenset({940, 941, 950})
-"""Types of the values of a decoder that is not quantised."""
+"""`data_type` of the floats in a decoder that is not quantised."""
 
 _NUMBERS: Final = frozenset({955, 965})
-"""Types of numbers of tokens."""
+"""`data_type` of token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ def misplaced(task: MpkTask, pieces: Mapping[int, Piece]) -> str | None:
 
 
 def embedding_pieces(spec: DecoderSpec, requests: int) -> dict[int, Piece]:
-    """Of the rows of the tokens."""
+    """The pieces of an embedding, which looks up a row for each token."""
     n = spec.hidden
     tokens = Piece(0, 1, rows=requests, types=_NUMBERS)
     return {0: tokens, 1: Piece(0, n, n, rows=spec.vocab), 2: Piece(0, n, n, rows=requests)}
 
 
 def norm_pieces(task: MpkTask, spec: DecoderSpec) -> dict[int, Piece]:
-    """Of one row's norm: the row that it reads is the one that it writes, whichever that is."""
+    """The pieces of the norm of one row, any row: it writes the row with the number that it reads."""
     n = spec.hidden
     row = task.outputs[0].offset // task.outputs[0].item_bytes // n * n
     return {0: Piece(row, n, n), 1: Piece(0, n), 2: Piece(row, n, n)}
@@ -60,7 +60,7 @@ def norm_pieces(task: MpkTask, spec: DecoderSpec) -> dict[int, Piece]:
 def product_pieces(
     spec: DecoderSpec, role: str, start: int, count: int, requests: int, logits: int | None
 ) -> dict[int, Piece]:
-    """Of a product by rows `start`.. of a matrix, `count` of them; rows of logits are `logits` apart."""
+    """The pieces of a product by `count` rows of a matrix, from row `start` on; rows of logits are `logits` apart."""
     depth = depth_of(spec, role)
     pitch = {"qkv": spec.q_width + 2 * spec.kv_width, "gate_up": 2 * spec.intermediate, "lm_head": logits}
     made = Piece(start, count, pitch.get(role, spec.hidden), rows=requests)
@@ -69,18 +69,18 @@ def product_pieces(
 
 
 def depth_of(spec: DecoderSpec, role: str) -> int:
-    """Columns of the matrix of a product."""
+    """The columns of a product's matrix (K)."""
     return {"o_proj": spec.q_width, "down_proj": spec.intermediate}.get(role, spec.hidden)
 
 
 def silu_pieces(spec: DecoderSpec, start: int, count: int, requests: int) -> dict[int, Piece]:
-    """Of `count` columns of SILU_MUL from `start` on."""
+    """The pieces of a SILU_MUL of `count` columns, from column `start` on."""
     n = spec.intermediate
     return {0: Piece(2 * start, 2 * count, 2 * n, rows=requests), 1: Piece(start, count, n, rows=requests)}
 
 
 def attention_pieces(spec: DecoderSpec, layer: int | None, head: int, requests: int) -> dict[int, Piece]:
-    """Of the attention of one key-value head."""
+    """The pieces of the attention of one key-value head."""
     d, group = spec.head_dim, spec.n_heads // spec.n_kv_heads * spec.head_dim
     width = group + 2 * d
     caches = {1 + at: Piece(head * d, d, None, f"layer_{layer}_{side}_cache") for at, side in enumerate("kv")}
@@ -104,7 +104,7 @@ def partial_pieces(task: MpkTask, logits: int | None, index: str | None, request
 
 
 def choice_pieces(choices: int, requests: int) -> dict[int, Piece]:
-    """Of the choice of the tokens from so many choices."""
+    """The pieces of the task that chooses the tokens among that many partial choices."""
     values, tokens = (Piece(0, choices, rows=requests, types=types) for types in (_FLOATS, _NUMBERS))
     return {0: values, 1: tokens, 2: Piece(0, 1, rows=requests, types=_NUMBERS)}
 

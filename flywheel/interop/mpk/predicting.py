@@ -25,17 +25,20 @@ class Share:
 
 
 def predict_step(graph: MpkGraph, runtime: Runtime = H200, context: int = 512, workers: int | None = None) -> Timing:
-    """What an iteration of a graph that passed the proof for so many workers, those of `runtime` unless said otherwise,
-    takes. Other ranks are taken to be as far as this one: what they signal comes when this one signals them."""
+    """Predict one iteration of a graph of one rank, in us. The graph must have passed the proof for that many workers.
+
+    Without a number, the workers are those of `runtime`. The prediction assumes that all ranks advance together: a
+    signal from another rank comes when this rank sends its own.
+    """
     nodes = as_far(graph, workers or runtime.workers)
     return walk_queues(graph, nodes, runtime.with_workers(workers or runtime.workers), context)
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What no order and no placement of a graph's tasks can be faster than, in us: the longest way through them, each
-    alone on the GPU; what each of the workers has to do if all have the same; and what the bytes alone take. `unqueued`
-    is no bound but the walk with a worker for every task."""
+    """Lower bounds of an iteration, in us, which hold for every order and every placement of tasks: the longest path
+    through the tasks, each alone on the GPU; the work of one worker if all workers share the work evenly; and the time
+    for the bytes alone. `unqueued` is no bound: it is the predicted time with one worker for each task."""
 
     path_us: float
     load_us: float
@@ -60,7 +63,7 @@ def bounds_of(graph: MpkGraph, runtime: Runtime = H200, context: int = 512) -> B
 
 
 def as_far(graph: MpkGraph, workers: int) -> list[Node]:
-    """The nodes of one rank; what it signals to another stands for what that signals to it, when it is as far."""
+    """The nodes of one rank. Its signals to other ranks stand for their signals to it, as if all advanced together."""
     return [
         replace(node, out_counter=counter_of(graph.rank, place_of(graph.tasks[node.place].trigger)))
         if graph.tasks[node.place].kind in PUTS
@@ -84,8 +87,8 @@ def shares(graph: MpkGraph, timing: Timing) -> Sequence[Share]:
 
 @dataclass(frozen=True, slots=True)
 class HandOff:
-    """What tasks of a type come behind: how many of them found their event not met, and how long their workers waited,
-    in us; None where none did."""
+    """How long workers waited for the tasks of a type: the number of tasks whose event was not met yet, and the waits
+    in us, None if no worker waited."""
 
     name: str
     after: Sequence[str]
@@ -96,7 +99,7 @@ class HandOff:
 
 
 def hand_offs(graph: MpkGraph, timing: Timing) -> Sequence[HandOff]:
-    """By type of task, in the order of the list."""
+    """The hand-offs of each type of task, in the order of the list."""
     signalling: dict[int, dict[str, None]] = {}
     for task in graph.tasks[FIRST_TASK:]:
         if task.trigger != INVALID:

@@ -1,7 +1,7 @@
-"""The proof that a task graph can be launched: it ends, and what its tasks read and write is in one order.
+"""The proof that a task graph is safe to launch: it ends, and its tasks read and write every cell in one fixed order.
 
-The relation and the walk are those of our own programs (flywheel.ir.order, firing, validate.sweep); here is what MPK's
-runtime means by its events. Source: docs/mpk.md, "What is proved".
+The order and the walk are the ones of our own programs (flywheel.ir.order, firing, validate.sweep). This module gives
+them the meaning of events in MPK's runtime. Source: docs/mpk.md, "What is proved".
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from flywheel.ir.validate.sweep import Clash, sweep
 from flywheel.process import no_collector
 
 MAX_RANKS: Final = 16
-"""Most ranks of a program whose files are not all there."""
+"""Most ranks of a program of which files are missing."""
 
 _NO_ALIASES: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Races:
-    """Nodes that touch a cell in no order, and (node, cell) of reads of what only later tasks write; neither where the
-    next iteration is `blocked`."""
+    """Nodes that touch a cell in no order, and (node, cell) of each read of a cell that only later tasks write. Both
+    are empty if the next iteration is `blocked`."""
 
     joint: Joint
     before: HappensBefore
@@ -47,8 +47,9 @@ def check(
 ) -> ValidationResult:
     """Prove the graphs of the ranks of one program safe together, or say why not. Never raises.
 
-    Without `workers` the verdict holds for any number of them and any placement; with it, for MPK's queues of so many
-    workers, whose order then counts. `aliases` are names of tensors that are another's memory.
+    Without `workers`, the verdict holds for any number of workers and any placement. With `workers`, it holds for MPK's
+    queues of that many workers, and the order of a queue then orders its tasks. `aliases` maps a tensor's name to that
+    of another tensor in the same memory.
     """
     findings = Findings(strict=False)
     stats = {
@@ -73,7 +74,7 @@ def check(
 
 
 def _all_ranks(graphs: Sequence[MpkGraph], findings: Findings) -> Sequence[MpkGraph]:
-    """The graphs of all ranks: one whose file is not here is taken to be as the first of those that are."""
+    """The graphs of all ranks. A rank without a file gets a mirrored copy of the first rank that has one."""
     present, count = {graph.rank for graph in graphs}, n_ranks(graphs)
     if len(present) < len(graphs):
         ranks = [graph.rank for graph in graphs]
@@ -156,7 +157,8 @@ def races_of(
 
 
 def _report_mixed(races: Races, findings: Findings) -> None:
-    """Counters add up over iterations: no signal of the next one may come before all of this one are there."""
+    """Report events whose signals of two iterations may mix: a counter adds up over iterations, so all signals of one
+    iteration must come before the first of the next."""
     awaited = {wait.counter for node in races.joint.nodes for wait in node.waits}
     for index, node in enumerate(races.joint.nodes):
         counter = node.out_counter - counter_of(0, 0, 1)
@@ -168,8 +170,8 @@ def _report_mixed(races: Races, findings: Findings) -> None:
 
 
 def _report_missed(graphs: Sequence[MpkGraph], races: Races, findings: Findings) -> None:
-    """A wait that is tagged as another GPU's compares for equality: it must be over before the next iteration's signals
-    of its event, or it may never see its number."""
+    """Report waits that may never end: a wait for another GPU's event compares for equality, so it misses its number if
+    the next iteration signals that event before the wait is over."""
     tagged = {
         (graph.rank, place)
         for graph in graphs

@@ -1,4 +1,4 @@
-"""task_graph.json, read and written: every file comes back byte for byte."""
+"""Reading and writing task_graph.json: a file that was read is written back byte for byte."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from flywheel.ir.show import show
 MAX_INPUTS: Final = 7
 MAX_OUTPUTS: Final = 3
 MAX_DIMS: Final = 4
-"""What the runtime's structs hold. Source: runtime_header.h and config.h of MPK."""
+"""Most dimensions that the runtime's structs hold. Source: runtime_header.h and config.h of MPK."""
 
 METADATA: Final = ("request_id", "kv_idx", "merge_task_offset", "expert_offset", "task_offset")
-"""Fields of a task that files of 2026 have and those of 2025 have not."""
+"""Fields of a task that only files of 2026 have."""
 
 _TENSOR: Final = ("base_ptr", "offset", "dims", "strides", "data_type")
 _TASK: Final = ("task_type", "variant_id", "inputs", "outputs", "trigger_event", "dependent_event")
@@ -36,7 +36,7 @@ _EVENT: Final = ("event_type", "num_triggers", "first_task_id", "last_task_id")
 _NUMBERS: Final = ("task_type", "variant_id", "trigger_event", "dependent_event")
 
 MAX_INDENT: Final = 16
-"""Most spaces of indentation that a file is written with: a tree of lines is as long as its indentation is deep."""
+"""Most spaces of indentation in a written file, so that deep indentation makes no huge file."""
 
 _U64: Final = 1 << 64
 _I32: Final = 1 << 31
@@ -44,7 +44,7 @@ _I32: Final = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """What is known while a file is read: equal tensors are made once."""
+    """Reads one file, and makes equal tensors only once."""
 
     tensors: dict[tuple[Any, ...], Tensor]
 
@@ -111,8 +111,8 @@ def graph_of(document: object, layout: Layout) -> MpkGraph:
 
 
 def write_graph(document: Mapping[str, Any], layout: Layout) -> bytes:
-    """A file's bytes: those that were read, of the document and layout of a graph that `read_graph` made of a file that
-    MPK or `json` wrote."""
+    """The bytes of a graph's file. For a graph that `read_graph` made of a file by MPK or by Python's `json`, they are
+    the bytes that were read."""
     separators = (",", ":") if layout.indent is None else (",", ": ")
     text = json.dumps(document, indent=layout.indent, separators=separators, ensure_ascii=False)
     return (text + layout.tail).encode("utf-8", "backslashreplace")

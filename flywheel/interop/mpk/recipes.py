@@ -1,4 +1,4 @@
-"""What a part of an operation is as a task of ours: opcode, operands by name, and params."""
+"""Tasks of ours for the parts of operations that MPK's tasks compute: opcode, operands by name, and params."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Work:
 
 
 class Recipes:
-    """The works of a decode step; tasks that differ in their tile alone share a recipe."""
+    """Makes the works of a decode step. Tasks that differ only in their tile share a recipe."""
 
     def __init__(self, step: Graph) -> None:
         self._step = step
@@ -38,7 +38,7 @@ class Recipes:
         self._known: dict[tuple[str, int], tuple[dict[str, Any], tuple[str, ...]]] = {}
 
     def works(self, part: Part) -> list[Work]:
-        """The task of a part; of the choice of tokens, one for each sequence."""
+        """The tasks of a part: one, but for the choice of tokens one for each sequence."""
         op = self._ops[part.name]
         if part.name == "argmax" and self._step.batch > 1:
             return [self._choice(op, row) for row in range(self._step.batch)]
@@ -119,7 +119,7 @@ class Recipes:
         return Work(_K.FUSED, tuple(builder.inputs), ("attn", *caches), params, nbytes, flops)
 
     def _headwise(self, builder: RecipeBuilder, name: str, value: Arg, width: int, turn: Arg | None = None) -> Arg:
-        """The value that a norm or a rotation makes of one head's; `turn` is its sequence's position, if it has one."""
+        """The result of a norm or a rotation of one head; `turn` is the position of its sequence, if it has one."""
         op = self._ops[name]
         args = [value, *([turn] if turn is not None else map(builder.operand, op.inputs[1:]))]
         return builder.step(op.kind, args, width, self._step.dtype, op.params)

@@ -1,7 +1,7 @@
 """Strided pieces of tensors as cells: a tensor is cut where any access to it begins or ends, by rows and by columns.
 
-A tensor whose cuts would make too many cells, or whose accesses agree on no width of a row, counts whole: that can make
-an error of what is none, never the other way round.
+A tensor stays whole if its cuts would make too many cells, or if its accesses agree on no width of a row. This can make
+the proof report a race that is none; it can hide no race.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _Run = tuple[int, int, int, int]
 
 
 def runs_of(tensor: Tensor) -> list[_Run]:
-    """The rows of bytes that a piece covers; all from its first byte to its last where they are of no simple form, and
-    the whole tensor where the size of an element is not known."""
+    """The rows of bytes that a piece covers. A piece of irregular form covers all bytes from its first to its last; a
+    piece of elements of unknown size covers the whole tensor."""
     if 0 in tensor.dims:
         return []
     if tensor.data_type not in ITEM_BYTES:
@@ -66,7 +66,7 @@ def runs_of(tensor: Tensor) -> list[_Run]:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How a tensor of a rank is cut. Its cells have the numbers `base` and on, `layers` times all of them."""
+    """How a tensor of a rank is cut into cells. Their numbers begin at `base`; each of the `layers` has all cells."""
 
     rank: int
     name: str
@@ -87,7 +87,7 @@ class Grid:
         return (len(self.rows) - 1) * (len(self.columns) - 1) if self.columns else 1
 
     def cells(self, rects: Iterable[Rect], layers: Iterable[int]) -> Cells:
-        """The cells of pieces, in the given layers; the only cell where nothing is cut."""
+        """The cells of pieces in the given layers. A tensor that is not cut has one cell."""
         if not self.columns:
             return (self.base,)
         width = len(self.columns) - 1
@@ -102,7 +102,7 @@ class Grid:
         return tuple([self.base + layer * self.plane + cell for layer in layers for cell in plane])
 
     def rect(self, cell: int) -> Rect | None:
-        """Where a cell lies; None where nothing is cut."""
+        """The rectangle of a cell; None if the tensor is not cut."""
         if not self.columns:
             return None
         row, column = divmod((cell - self.base) % self.plane, len(self.columns) - 1)
@@ -110,7 +110,7 @@ class Grid:
 
 
 def rects_of(tensor: Tensor, pitch: int | None) -> list[Rect]:
-    """A piece as rectangles in a tensor with rows of `pitch` bytes, one row where that is None."""
+    """A piece as rectangles in a tensor with rows of `pitch` bytes; None: the tensor is one row."""
     found: list[Rect] = []
     runs = runs_of(tensor)
     for start, width, step, count in runs:
@@ -147,8 +147,10 @@ def _lines(start: int, end: int, pitch: int | None) -> list[Rect]:
 def grid_of(
     whose: tuple[int, str], base: int, uses: Sequence[tuple[Tensor, int]], layers: int, most: int = MAX_TOUCHED
 ) -> tuple[Grid, int]:
-    """How a tensor, named by rank and name, is cut of which pieces are used, each so many times; and how many cells
-    they touch, at most `most` where it is cut."""
+    """Cut the tensor `whose`, (rank, name), along its accessed pieces. `uses` are (piece, number of accesses).
+
+    Returns the grid and the number of cells that all accesses touch, at most `most` if the tensor is cut.
+    """
     whole = Grid(*whose, base, None, (), ()), sum(times for _, times in uses)
     pitches = {step for tensor, _ in uses for _, _, step, count in runs_of(tensor) if count > 1}
     pitch = min(pitches, default=None)
@@ -181,7 +183,7 @@ def _touched(grid: Grid, rects: Sequence[Rect]) -> int:
 
 
 def grid_at(grids: Sequence[Grid], cell: int) -> Grid:
-    """The grid, of those in the order of their bases, that a cell belongs to."""
+    """The grid that a cell belongs to; `grids` are sorted by their bases."""
     return grids[bisect_right(grids, cell, key=lambda grid: grid.base) - 1]
 
 

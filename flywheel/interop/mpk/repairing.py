@@ -1,7 +1,8 @@
 """Missing dependencies of a racy graph, added as relays: tasks that only wait for one event and signal another.
 
-A task waits for one event and signals one, so an edge more is a task more. BEGIN_TASK_GRAPH is what MPK's workers do
-nothing for. To another GPU, a relay is a PUT into the slot of its buffer that nobody reads.
+A task waits for one event and signals one event, so every further dependency needs a further task. A relay within a GPU
+has the type BEGIN_TASK_GRAPH, for which MPK's workers do nothing. A relay to another GPU is a PUT into the slot of that
+GPU's buffer that nobody reads.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from flywheel.ir.validate.findings import ValidationResult
 from flywheel.ir.validate.sweep import Clash
 
 MAX_ROUNDS: Final = 16
-"""Kinds of races that are mended one after the other."""
+"""Most kinds of races that `repair` mends, one after the other."""
 
 _RACES: Final = frozenset(("race-read", "race-write"))
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """Graphs with the dependencies that they lacked, how many tasks that took, and the verdict on them."""
+    """The graphs with the added dependencies, the number of added tasks, and the proof's verdict on the new graphs."""
 
     graphs: Sequence[MpkGraph]
     relays: int
@@ -62,9 +63,9 @@ class _Relay:
 
 
 def repair(graphs: Sequence[MpkGraph], workers: int | None, aliases: Mapping[str, str]) -> Repair:
-    """Add what orders the races of the graphs of all ranks, kind by kind, with as few tasks as each takes.
+    """Order the races of the graphs of all ranks, one kind after the other, each with as few added tasks as possible.
 
-    Whatever is not a race, or has no place for a relay, stays: the verdict says so.
+    Other faults stay, and so do races that no relay can order; the verdict lists them.
     """
     graphs = sorted(graphs, key=lambda graph: graph.rank)
     relays = 0
@@ -104,7 +105,7 @@ def _kind_of(nodes: Sequence[Node], clash: Clash) -> tuple[str, str, bool, int]:
 
 
 def _ordered(clash: Clash, late: frozenset[int]) -> tuple[int, int]:
-    """Which comes first: as in the list, but a write before a read that no other write precedes."""
+    """The nodes of a clash in the list's order; but a write comes before a read that no other write precedes."""
     turned = clash.first in late and not clash.first_writes and clash.second_writes
     return (clash.second, clash.first) if turned else (clash.first, clash.second)
 
@@ -127,7 +128,7 @@ class _Search:
     signalling: Mapping[tuple[int, int], Sequence[tuple[int, int]]]
 
     def options(self, before: int, behind: int) -> list[_Relay]:
-        """Relays that bring one node behind another, those that signal nearest to it first."""
+        """Relays that order one node behind another; the relay that signals nearest to that node comes first."""
         first, second = self.races.joint.nodes[before], self.races.joint.nodes[behind]
         graph, target = self.graphs[first.rank], self.graphs[second.rank]
         task = graph.tasks[first.place]
@@ -259,7 +260,7 @@ def _first_waiter(graph: MpkGraph, event: int) -> int:
 
 
 def _insert(document: dict[str, Any], added: Sequence[tuple[int, dict[str, Any]]]) -> None:
-    """Put tasks in front of the positions that they name, and count everything behind them on."""
+    """Insert tasks in front of the positions that they name, and renumber every position behind them."""
     tasks = document["all_tasks"]
     places = [place for place, _ in added]
     ranked = sorted(
@@ -278,8 +279,8 @@ def _insert(document: dict[str, Any], added: Sequence[tuple[int, dict[str, Any]]
 
 
 def _in_order(graphs: Sequence[MpkGraph]) -> list[MpkGraph]:
-    """The graphs with their lists in an order that any number of workers can take, the given one where that is such or
-    none is."""
+    """The graphs with their lists in an order that any number of workers can run. A list that is in such an order, or
+    that has none, stays as it is."""
     nodes = [node for graph in graphs for node in nodes_of(graph, 1)]
     if len(fire(nodes, serial=True)) == len(nodes):
         return list(graphs)

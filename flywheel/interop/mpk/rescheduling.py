@@ -1,8 +1,9 @@
 """Other schedules of a task graph, without touching its kernels: the order of its tasks, which is their placement, the
 groups in which they are awaited, and whether they are launched ahead of time or just in time.
 
-Operands, types and variants stay as they are; a schedule moves tasks, and changes events and what tasks wait for and
-signal. Whether it is safe the proof says (flywheel.interop.mpk.proof). Source: docs/mpk.md, "Other schedules".
+Operands, types and variants stay as they are. A schedule moves tasks, and changes events and the events that tasks wait
+for and signal. The proof (flywheel.interop.mpk.proof) says whether the new graph is safe.
+Source: docs/mpk.md, "Other schedules".
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ LAUNCHES: Final[Mapping[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A choice for a graph: keys of ORDERS, EVENTS and LAUNCHES, and the number of workers."""
+    """A schedule of a graph: a key of ORDERS, one of EVENTS and one of LAUNCHES, and the number of workers."""
 
     order: str
     events: str
@@ -64,9 +65,9 @@ def launch_of(graph: MpkGraph) -> str:
 
 
 def reschedule(graph: MpkGraph, schedule: Schedule, runtime: Runtime = H200, context: int = 512) -> MpkGraph:
-    """The graph of one rank in another schedule; the graph itself, where that is its own.
+    """The graph of one rank in another schedule; the graph itself if it already has that schedule.
 
-    The graph must have passed the proof. `runtime` and `context` are what orders go by that depend on times.
+    The graph must have passed the proof. Orders that depend on times take them from `runtime`, for `context` tokens.
     """
     launched = launch_of(graph)
     if (schedule.order, schedule.events, schedule.launch) == ("given", "given", launched):
@@ -80,7 +81,7 @@ def reschedule(graph: MpkGraph, schedule: Schedule, runtime: Runtime = H200, con
 
 
 def _keys(graph: MpkGraph, order: str, runtime: Runtime, context: int) -> list[float]:
-    """A key for each task behind the first two; of those that may come next, the one of the least key does."""
+    """A key for each task behind the first two. Of the tasks that may come next, the one with the least key does."""
     count = len(graph.tasks) - FIRST_TASK
     if order == "critical":
         return _ways(graph, runtime, context)
@@ -103,7 +104,7 @@ def _keys(graph: MpkGraph, order: str, runtime: Runtime, context: int) -> list[f
 
 
 def _ways(graph: MpkGraph, runtime: Runtime, context: int) -> list[float]:
-    """Minus the time of the longest way from the begin of each task to the end, in us."""
+    """Minus the time of the longest path from the start of each task to the end of the iteration, in us."""
     nodes, nbytes = as_far(graph, 1), streamed_bytes(graph, context)
     behind: dict[int, float] = {}
     keys = [0.0] * len(nodes)
@@ -124,7 +125,7 @@ def _ordered(graph: MpkGraph, keys: Sequence[float]) -> MpkGraph:
 
 
 def _listed(graph: MpkGraph, places: Sequence[int]) -> MpkGraph:
-    """The graph, launched ahead of time, with its tasks behind the first two in the order of these positions."""
+    """The graph, launched ahead of time. The tasks behind the first two stand in the order of the given positions."""
     tasks = graph.document["all_tasks"]
     moved = {place: number for number, place in enumerate(places, FIRST_TASK)}
     document = dict(graph.document)
@@ -189,8 +190,11 @@ def _ahead(graph: MpkGraph) -> MpkGraph:
 
 
 def _just_in_time(graph: MpkGraph) -> MpkGraph:
-    """Each task launched when its event is met, those of one event in a row; what waits for nothing, or for another
-    GPU, whose signals launch nothing, is launched at the start, and the graph is as it was where that cannot be."""
+    """The graph with each task launched when its event is met; the tasks of one event stand in a row.
+
+    Signals of another GPU launch nothing, so tasks that wait for them, or for nothing, are launched at the start. If
+    that is impossible, the graph stays as it is.
+    """
     places = range(FIRST_TASK, len(graph.tasks))
     groups: dict[int, list[int]] = {}
     for place in places:

@@ -1,7 +1,8 @@
-"""What each task of a task graph of a dense decoder does, and on which rows of which of the model's weights.
+"""The operation that each task of a dense decoder's graph computes, and its rows of the model's weights.
 
-MPK's compiler has a model's q, k and v in one matrix, a key-value head's behind one another, and gate and up in one, in
-turn as many rows of each as a task of SILU_MUL takes. Source: docs/mpk.md, "Converted programs".
+MPK's compiler joins q, k and v of a model in one matrix, key-value head by key-value head. It joins gate and up in
+another, which alternates blocks of rows of both; a block has as many rows as a task of SILU_MUL takes.
+Source: docs/mpk.md, "Converted programs".
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _WEIGHTS: Final = MappingProxyType(
         "model_norm_weight": "final_norm", "lm_head": "lm_head",
     }
 )  # fmt: skip
-"""Role of the tasks that have a tensor of this name, without its layer, as an input."""
+"""The role of a task, by the name of its weight without the layer."""
 
 
 _READS: Final[Mapping[str, Mapping[int, str]]] = MappingProxyType(
@@ -61,12 +62,12 @@ _READS: Final[Mapping[str, Mapping[int, str]]] = MappingProxyType(
         "lm_head": {0: "final_norm"}, "partial": {0: "lm_head"}, "argmax": {0: "partial", 1: "index"},
     }
 )  # fmt: skip
-"""What a role reads, by the place of the operand: what tasks of the other role have written last."""
+"""By role and place of an operand: the role whose tasks must have written that operand last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part of an operation: rows `start`.. of a matrix, columns of a row, or a head. `name` is the operation's."""
+    """A part of the operation `name`: rows of a matrix from `start` on, columns of a row, or a head."""
 
     name: str
     start: int
@@ -75,7 +76,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What a task does: parts of the operations of one layer, or of none."""
+    """The parts of operations that a task computes, of one layer, or of none (`layer` is None)."""
 
     place: int
     layer: int | None
@@ -83,9 +84,9 @@ class Doing:
 
 
 def roles_of(graph: MpkGraph, spec: DecoderSpec) -> list[Doing]:
-    """What each task of a graph of one rank does in a decode step of `spec`, in the order of the list.
+    """The doings of each task of a graph of one rank in a decode step of `spec`, in the order of the list.
 
-    Raises UnsupportedModelError, naming the task, where one has no equivalent, or the graph is not of that model.
+    Raises UnsupportedModelError, which names the task, if we have no operation for it or the graph is of another model.
     """
     reader = _Reader(graph, spec, _silu_rows(graph, spec), requests_of(graph), {}, {})
     found = [reader.doing(place, task) for place, task in enumerate(graph.tasks[FIRST_TASK:], FIRST_TASK)]
@@ -97,7 +98,7 @@ def roles_of(graph: MpkGraph, spec: DecoderSpec) -> list[Doing]:
 
 
 def requests_of(graph: MpkGraph) -> int:
-    """Requests that decode side by side: those that attention has tasks for."""
+    """The number of requests that decode together: attention has tasks for each."""
     return 1 + max([_request(task) for task in graph.tasks if _TYPES.get(task.kind) == _ATTENTION], default=0)
 
 
@@ -106,7 +107,7 @@ def _request(task: MpkTask) -> int:
 
 
 def _silu_rows(graph: MpkGraph, spec: DecoderSpec) -> int:
-    """Columns that a task of SILU_MUL makes, of all of them the same."""
+    """The number of columns that every task of SILU_MUL makes."""
     widths = {(0, *task.outputs[0].dims)[-1] for task in graph.tasks if _TYPES.get(task.kind) == _SILU}
     if len(widths) != 1 or not (width := widths.pop()) or spec.intermediate % width:
         raise UnsupportedModelError(f"rank {graph.rank}: its SILU_MUL tasks do not share {spec.intermediate} columns")
@@ -115,9 +116,9 @@ def _silu_rows(graph: MpkGraph, spec: DecoderSpec) -> int:
 
 @dataclass
 class _Reader:
-    """Walks the list; `written` is the tensor that tasks of each role have written last, and `first` the one that the
-    first task of a role wrote in each layer. Rows of logits are `pitch` apart; tokens are chosen from `chosen` columns,
-    in so many `choices`."""
+    """Walks the list of tasks. `written` holds the tensor that tasks of a role wrote last, `first` the tensor that the
+    first task of a role wrote in a layer. Rows of logits are `pitch` elements apart. Tokens are chosen among `chosen`
+    columns, in `choices` partial choices."""
 
     graph: MpkGraph
     spec: DecoderSpec
@@ -176,7 +177,7 @@ class _Reader:
             self.written["stream"] = made
 
     def check_choices(self) -> None:
-        """Raises UnsupportedModelError where some tokens are never chosen."""
+        """Raises UnsupportedModelError if no task chooses among some of the tokens."""
         if self.chosen < self.spec.vocab:
             text = f"its tokens are chosen from {self.chosen} of {self.spec.vocab} columns"
             raise UnsupportedModelError(f"rank {self.graph.rank}: {text}")
@@ -260,7 +261,7 @@ def _column(tensor: Tensor) -> int:
 
 
 def _shuffled(chunks: Sequence[tuple[str, int]], start: int, rows: int) -> list[Part]:
-    """Rows `start`.. of a matrix that has so many rows of each of its parts in turn, as rows of the parts."""
+    """Rows from `start` on of a matrix that alternates blocks of rows of its parts, as rows of the parts."""
     period = sum(size for _, size in chunks)
     found: list[Part] = []
     at = start

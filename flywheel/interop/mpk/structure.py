@@ -1,4 +1,4 @@
-"""What must be so before there is a graph to prove: types, events, launches, and joins that are full.
+"""Checks that come before the proof: types, events, launches, and the number of signals of each event.
 
 Source: docs/mpk.md, "The runtime".
 """
@@ -66,7 +66,7 @@ MAX_WORKERS: Final = 160
 
 
 def check_graph(graph: MpkGraph, findings: Findings) -> None:
-    """The first two tasks, types, events and launches of one rank."""
+    """Check the first two tasks, the types, the events and the launches of one rank."""
     begin = graph.tasks[BEGIN_TASK]
     if (graph.tasks[TERMINATE_TASK].kind, begin.kind) != (TERMINATE, BEGIN):
         kinds = f"{kind_name(graph.tasks[TERMINATE_TASK].kind)} and {kind_name(begin.kind)}"
@@ -208,7 +208,7 @@ def _check_prelaunched(graphs: Sequence[MpkGraph], findings: Findings) -> None:
 
 
 def check_joins(graphs: Sequence[MpkGraph], findings: Findings) -> None:
-    """Every event that somebody awaits, or that launches or ends, needs exactly all tasks that signal it."""
+    """Check that an event that launches, ends or is awaited needs exactly as many signals as tasks give it."""
     _check_signallers(graphs, findings)
     _check_prelaunched(graphs, findings)
     if findings.errors:
@@ -236,7 +236,7 @@ def check_joins(graphs: Sequence[MpkGraph], findings: Findings) -> None:
 
 
 def check_queue_lengths(graphs: Sequence[MpkGraph], workers: int, findings: Findings) -> None:
-    """So many workers can be there, and their queues hold an iteration's tasks."""
+    """Check that the runtime takes that many workers, and that their queues hold the tasks of an iteration."""
     if not 1 <= workers <= MAX_WORKERS:
         findings.error("queue-overflow", f"{workers} workers are not in 1..{MAX_WORKERS}")
         return

@@ -1,8 +1,8 @@
-"""What an iteration should take: MPK's workers walk their queues, and share the memory's bandwidth.
+"""A model of the time of an iteration: MPK's workers walk their queues and share the bandwidth of memory.
 
 A worker takes the tasks of its queue in order. It waits until a task's event is met, fills the task's pipeline, streams
-what the task reads from memory, and signals. Nothing of a task is loaded before its event is met. Of an event that
-launches tasks, schedulers put them into the workers' queues in turn.
+what the task reads from memory, and signals. It loads nothing of a task before the task's event is met. When an event
+launches tasks, schedulers deal them into the workers' queues in turn.
 
 Source of the constants: docs/mpk.md, "What a step should take".
 """
@@ -30,17 +30,17 @@ class Runtime:
     workers: int
     """Blocks that run tasks; the other SMs have the schedulers."""
     memory_gbs: float
-    """What all workers together stream."""
+    """The bandwidth of all workers together."""
     worker_gbs: float
-    """What one worker streams alone: its kernels have few loads under way."""
+    """The bandwidth of one worker alone: its kernels have few loads under way."""
     task_us: float
     """From the end of a task until its worker looks at the event of the next one."""
     event_us: float
-    """From the last signal of an event until those who wait for it go on."""
+    """From the last signal of an event until the tasks that wait for it go on."""
     fill_us: Mapping[Cost, float]
-    """What a task of a class takes besides its bytes: filling its pipeline, barriers, writing its outputs."""
+    """The time of a task beside its bytes, by class: filling its pipeline, barriers, writing its outputs."""
     token_us: float
-    """Of attention, for each token that it attends to."""
+    """The time that attention takes for each token that it attends to."""
     sms: int
     """SMs of the GPU; those without a worker have four schedulers each, if there are any."""
     launch_us: float
@@ -50,7 +50,7 @@ class Runtime:
     schedule_us: float
     """From the last signal of an event that launches tasks until its first task is in a queue and found there."""
     dispatch_us: float
-    """What a scheduler takes for each further task."""
+    """The time that a scheduler takes for each further task."""
 
     def with_workers(self, workers: int) -> Runtime:
         """The runtime with another number of workers, which schedulers make room for as far as there are SMs."""
@@ -83,7 +83,7 @@ H200: Final = Runtime(
     schedule_us=4.0,
     dispatch_us=0.5,
 )
-"""An H200; see docs/mpk.md for what its constants were fitted to."""
+"""An H200. docs/mpk.md says which measurements its constants were fitted to."""
 
 
 _JUST_IN_TIME: Final = (LAUNCH, LAUNCH_MASSIVE)
@@ -91,7 +91,8 @@ _JUST_IN_TIME: Final = (LAUNCH, LAUNCH_MASSIVE)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A task on a worker, in us: it is looked at, its event is met, and it is done; `node` is its position."""
+    """A task on a worker: the times, in us, at which the worker looks at it, its event is met, and it is done. `node`
+    is its position."""
 
     node: int
     worker: int
@@ -102,8 +103,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """An iteration: how long it takes, what its bytes alone would take, and each task's span in the order in which they
-    end. `nbytes_of` are the bytes that each node streams."""
+    """An iteration: its time, the time for its bytes alone, and the spans of its tasks in the order in which they end.
+    `nbytes_of` are the bytes that each node streams."""
 
     latency_us: float
     floor_us: float
@@ -112,16 +113,17 @@ class Timing:
 
 
 def streamed_bytes(graph: MpkGraph, context: int) -> list[int]:
-    """Bytes that each task of a graph streams from memory: weights and caches. What tasks write comes from L2.
+    """The bytes that each task of a graph streams from memory: weights and caches. Activations come from L2 and do not
+    count.
 
-    Of a cache they are the rows of `context` tokens, of an embedding those of the tokens that it looks up.
+    Of a cache, the rows of `context` tokens count; of an embedding, the rows of the tokens that it looks up.
     """
     written = {tensor.name for task in graph.tasks for tensor in task.outputs}
     return [_streamed(task, context, written) for task in graph.tasks[FIRST_TASK:]]
 
 
 def fill_times(graph: MpkGraph, runtime: Runtime, context: int) -> list[float]:
-    """What each task of a graph takes besides its bytes, in us."""
+    """The time that each task of a graph takes beside its bytes, in us."""
     costs = [KINDS[task.kind].cost if task.kind in KINDS else Cost.OTHER for task in graph.tasks[FIRST_TASK:]]
     per_token = {cost: runtime.token_us * context if cost is Cost.ATTENTION else 0.0 for cost in Cost}
     return [runtime.fill_us[cost] + per_token[cost] for cost in costs]
@@ -142,8 +144,8 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def walk_queues(graph: MpkGraph, nodes: Sequence[Node], runtime: Runtime, context: int) -> Timing:
-    """The timeline of one iteration of one rank, whose nodes stand in the queues of `runtime.workers` and have passed
-    the proof for so many.
+    """The timeline of one iteration of one rank. Its nodes stand in the queues of `runtime.workers` workers and have
+    passed the proof for that number.
 
     `context` is the number of tokens that attention attends to.
     """
@@ -153,8 +155,8 @@ def walk_queues(graph: MpkGraph, nodes: Sequence[Node], runtime: Runtime, contex
 
 
 class _Walk:
-    """Workers in discrete events. Those who stream share the bandwidth evenly, so one odometer counts all bytes: a
-    stream that begins at b and has n bytes ends where the odometer shows b + n."""
+    """Simulates workers by discrete events. Workers that stream share the bandwidth evenly, so one odometer counts the
+    bytes of a stream: a stream of n bytes that begins when the odometer shows b ends when it shows b + n."""
 
     def __init__(self, graph: MpkGraph, nodes: Sequence[Node], runtime: Runtime, context: int) -> None:
         self._nodes, self._runtime = nodes, runtime
@@ -253,8 +255,9 @@ class _Walk:
 
 
 class _Dispatch:
-    """Who gets the tasks that an event launches: each scheduler deals to its own workers in turn. One of them launches
-    those of a LAUNCH_TASKS, the one whose worker met it, and all of them their shares of a LAUNCH_MASSIVE_TASKS."""
+    """Chooses the workers of the tasks that an event launches. Each scheduler deals to its own workers in turn. The
+    scheduler of the worker that met a LAUNCH_TASKS launches all of its tasks; of a LAUNCH_MASSIVE_TASKS, every
+    scheduler launches a share."""
 
     def __init__(self, graph: MpkGraph, runtime: Runtime) -> None:
         self._runtime, self._last = runtime, len(graph.tasks)
@@ -266,7 +269,7 @@ class _Dispatch:
         self._turn = [0] * self._count
 
     def launch(self, counter: int, worker: int, at_us: float) -> list[tuple[float, int, int]]:
-        """Time, node and worker of what an event launches that a task of `worker` meets."""
+        """(time, node, worker) of each task that an event launches when a task of `worker` meets it."""
         event = self._events.get(counter)
         if event is None:
             return []
