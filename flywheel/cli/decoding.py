@@ -64,12 +64,14 @@ def decode_options(function: _F) -> _F:
     return function
 
 
-def check_device(device: str) -> None:
-    """Raises NoGpuError for `cuda` where there is no GPU, or nothing to use it with."""
+def check_device(device: str, ranks: int | None = None) -> None:
+    """Raises NoGpuError for `cuda` where there is no GPU, or nothing to use it with, or no `ranks` of them that can
+    share a program; UsageError where there are, for the VM runs one."""
     if device == "cuda":
-        from flywheel.vm.gpu.driver import open_gpu
+        from flywheel.vm.gpu.peers import open_gpus
 
-        open_gpu()
+        if len(open_gpus(ranks or 1)) > 1:
+            raise UsageError(f"--ranks {ranks}: the CUDA VM runs programs of one GPU; --device reference runs any")
 
 
 def check_installed(what: str, modules: Sequence[str]) -> None:
@@ -125,6 +127,7 @@ def lower_model(
     device: str = "reference",
     batch: int | None = None,
     weights: str | None = None,
+    ranks: int | None = None,
 ) -> MegakernelProgram:
     """The program of a model: by options, else by the schedule, else by default, which for the device `cuda` is this
     machine's GPU; by the shipped schedule, else as what search tries first, where no config is given.
@@ -138,7 +141,8 @@ def lower_model(
     schedule = given if isinstance(given, Schedule) else None
     config = schedule.config if schedule is not None else given
     workload = settle_work(
-        source, schedule, gpu_of(device), gpu=gpu, dtype=dtype, context=context, batch=batch, weights=weights
+        source, schedule, gpu_of(device), gpu=gpu, dtype=dtype, context=context, batch=batch, weights=weights,
+        ranks=ranks,
     )
     graph = workload.graph
     try:

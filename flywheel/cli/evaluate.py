@@ -15,6 +15,7 @@ from flywheel.cli.options import (
     batch_option,
     command,
     json_option,
+    ranks_option,
     store_option,
     workload_options,
 )
@@ -43,6 +44,7 @@ _NUMBERS: Final = ("predicted_us", "predictor", "latency_us", "p10_us", "p90_us"
 @click.option("--config", "config_option", metavar="FILE|-", help="The same as the argument CONFIG.")
 @workload_options
 @batch_option
+@ranks_option
 @click.option("--measure", cls=SharedOption, type=click.Choice(["auto", "predict", "cuda"]), default="auto",
               show_default=True, help="Where the latency comes from; auto: cuda with that GPU here, else predict.")
 @click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
@@ -59,6 +61,7 @@ def evaluate(
     weights: str | None,
     context: int | None,
     batch: int | None,
+    ranks: int | None,
     measure: str,
     machine: str | None,
     store: str,
@@ -71,7 +74,7 @@ def evaluate(
     and batch along; options override them.
     """
     from flywheel.search.appraise import appraise
-    from flywheel.search.workload import make_workload
+    from flywheel.search.workload import make_workload, with_ranks
     from flywheel.store.sql import open_store
 
     if (config_file is None) == (config_option is None):
@@ -80,7 +83,9 @@ def evaluate(
     schedule = given if isinstance(given, Schedule) else None
     named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch,
              "weights": weights}  # fmt: skip
-    workload = make_workload(**settle_work("evaluate", named, schedule))
+    settled = settle_work("evaluate", named, schedule)
+    settled["gpu"] = with_ranks(settled["gpu"], ranks)
+    workload = make_workload(**settled)
     predictor = open_predictor(machine, workload.target)
     config = given.config if isinstance(given, Schedule) else given
     if ctx.get_parameter_source("store") is ParameterSource.DEFAULT and not Path(store).exists():

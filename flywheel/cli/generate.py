@@ -19,7 +19,7 @@ from flywheel.cli.decoding import (
     open_session,
 )
 from flywheel.cli.files import load_config
-from flywheel.cli.options import command, json_option
+from flywheel.cli.options import command, json_option, ranks_option
 from flywheel.cli.text import duration, note, show_document, show_json
 from flywheel.errors import FlywheelError, UsageError
 from flywheel.ir import MegakernelProgram
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 @command
 @decode_options
+@ranks_option
 @click.option("--prompt", metavar="TEXT", help="Text to continue; needs the checkpoint's tokenizer.json.")
 @click.option("--prompt-ids", type=integers, metavar="ID,ID...", help="Token ids to continue.")
 @click.option("--chat", is_flag=True, help="Ask --prompt as a user, by the checkpoint's chat template.")
@@ -56,6 +57,7 @@ def generate(
     context: int | None,
     device: str,
     seed: int,
+    ranks: int | None,
     prompt: str | None,
     prompt_ids: tuple[int, ...] | None,
     chat: bool,
@@ -70,7 +72,7 @@ def generate(
     An exported schedule brings its GPU, dtype and context along; options override them. With --verify, the first token
     that is not the oracle's ends with exit code 3; --stream shows tokens before they are compared.
     """
-    check_device(device)
+    check_device(device, ranks)
     if (prompt is None) == (prompt_ids is None):
         raise UsageError("generate: give one of --prompt and --prompt-ids")
     if chat and prompt is None:
@@ -82,7 +84,7 @@ def generate(
     source = open_model("generate", model)
     with _tokenizer(source, required=prompt is not None) as tokenizer:
         ids = prompt_ids or () if tokenizer is None or prompt is None else _encoded(tokenizer, prompt, chat)
-        program = lower_model(source, given, gpu, dtype, context, device, 1, weights)
+        program = lower_model(source, given, gpu, dtype, context, device, 1, weights, ranks)
         shown = _Shown(tokenizer, as_json) if stream else None
         generation = _run(program, source, ids, max_tokens, device, seed, verify, shown)
         text = None if tokenizer is None else tokenizer.decode(generation.token_ids)

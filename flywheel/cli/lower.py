@@ -68,13 +68,14 @@ def lower(
     """
     from flywheel.lowering.lower import lower as lower_graph
     from flywheel.search.space import make_space
-    from flywheel.search.workload import make_workload
+    from flywheel.search.workload import make_workload, with_ranks
 
     given = load_config(config_file) if config_file is not None else None
     named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch,
              "weights": weights}  # fmt: skip
     settled = settle_work("lower", named, given if isinstance(given, Schedule) else None)
-    workload = make_workload(**settled, any_size=any_size, ranks=ranks)
+    settled["gpu"] = with_ranks(settled["gpu"], ranks)
+    workload = make_workload(**settled, any_size=any_size)
     predictor = open_predictor(machine, workload.target)
     config = given.config if isinstance(given, Schedule) else given
     if config is None or settings:

@@ -42,7 +42,7 @@ from flywheel.process import keep_objects
 from flywheel.search.spec import CampaignSpec, check_name, read_campaign_file
 from flywheel.search.trials.device import default_gpu
 from flywheel.search.trials.forks import expect_forks, jobs_of
-from flywheel.search.workload import default_context, gpus_of
+from flywheel.search.workload import default_context, gpus_of, with_ranks
 from flywheel.store.campaign import work_named
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def search(
     if jobs_of(options["jobs"] or file.get("jobs")) > 1:
         expect_forks()
     spec = make_spec(file, _settle(file, options), dict(fix))
-    spec = spec if ranks in (None, 1) else replace(spec, gpu=f"{ranks}x{spec.gpu}")
+    spec = replace(spec, gpu=with_ranks(spec.gpu, ranks))
     from flywheel.search.run import run_search
 
     if schedule_file is not None:

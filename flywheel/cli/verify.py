@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from flywheel.cli.decoding import check_device, decode_options, integers, lower_model, open_model, open_session
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_config, load_program
-from flywheel.cli.options import batch_option, command, json_option
+from flywheel.cli.options import batch_option, command, json_option, ranks_option
 from flywheel.cli.text import pairs, show, show_json
 from flywheel.cli.unquantised import cost_of_quantising, told
 from flywheel.errors import UsageError
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 )
 @decode_options
 @batch_option
+@ranks_option
 @click.option(
     "--positions",
     type=integers,
@@ -66,6 +67,7 @@ def verify(
     weights: str | None,
     context: int | None,
     batch: int | None,
+    ranks: int | None,
     device: str,
     seed: int,
     positions: tuple[int, ...] | None,
@@ -80,7 +82,7 @@ def verify(
     The program is a file, or what --config lowers to. Exit code 3 if the verdict is not a pass, which it never is
     without a position after 0.
     """
-    check_device(device)
+    check_device(device, ranks)
     if device == "cuda" and order != "list":
         raise UsageError(f"verify: --order {order} goes with --device reference; on a GPU tasks fire as they can")
     if (program_file is None) == (config_file is None):
@@ -92,7 +94,7 @@ def verify(
     else:
         given = load_config(config_file or "")
         source = _open(model, given.model if isinstance(given, Schedule) else None)
-        program = lower_model(source, given, gpu, dtype, context, device, batch, weights)
+        program = lower_model(source, given, gpu, dtype, context, device, batch, weights, ranks)
     verdict = _verdict(program, source, positions, device, seed, order)
     cost = cost_of_quantising(program, source, device, seed, text) if compared else None
     if as_json:
@@ -110,7 +112,7 @@ def verify(
 
 def _refuse_lowering_options(ctx: click.Context) -> None:
     """Those from the command line: variables stand for all commands. Raises UsageError."""
-    for name in ("gpu", "dtype", "weights", "context", "batch"):
+    for name in ("gpu", "dtype", "weights", "context", "batch", "ranks"):
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise UsageError(f"verify: --{name} goes with --config; a program brings its own")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flywheel.decode.whole import as_whole
 from flywheel.errors import TensorError
 from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram
 from flywheel.models.decoder import DTYPES, MAX_BATCH, cache_names
@@ -22,13 +23,13 @@ class Interface:
 
 
 def read_interface(program: MegakernelProgram, spec: DecoderSpec) -> Interface:
-    """The interface of a program that is a decode step of `spec`; its weights are not looked at.
+    """The interface of a program that is a decode step of `spec` on one GPU or several; its weights are not looked at.
 
     Raises TensorError, naming the buffer, where an input, output or cache is missing, unknown, misshapen or mistyped.
     """
     found = {
         buffer.name: buffer
-        for buffer in program.buffers
+        for buffer in as_whole(program, spec).program.buffers
         if buffer.kind in (BufferKind.IO_INPUT, BufferKind.IO_OUTPUT, BufferKind.KV_CACHE)
     }
     batch = _batch(found.get("token_id"))

@@ -18,6 +18,7 @@ from flywheel.decode.sequences import Sequences, SteppedSequences
 from flywheel.decode.source import Weights
 from flywheel.decode.step import Positions, Step, check_prompt, check_rows, positions_of
 from flywheel.decode.taps import Taps, find_taps
+from flywheel.decode.whole import as_whole
 from flywheel.ir import DType, MegakernelProgram
 from flywheel.models.eager import LayerCache
 from flywheel.models.quantise import typed
@@ -151,6 +152,7 @@ class ReferenceSession:
         granules: Granules | None = None,
     ) -> None:
         machine = ReferenceVM(program, device) if proved else ReferenceVM.unchecked(program, device)
+        self._whole = whole = as_whole(program, spec)
         interface = read_interface(program, spec)
         self.spec = spec
         self.dtype = interface.dtype
@@ -159,10 +161,10 @@ class ReferenceSession:
         self._order = order
         self._seed = seed
         self.caches = KvCaches(spec, self.dtype, self.context, machine.device, self.batch, granules)
-        self.taps = find_taps(program, spec, interface)
+        self.taps = find_taps(whole.program, spec, interface)
         self.shares_memory = shares_memory(program)
         self._machine = machine
-        self._given = {**bind(program, weights, cast=True), **self.caches.by_name(interface)}
+        self._given = {**bind(program, weights, cast=True), **whole.spread(self.caches.by_name(interface))}
         self._bound = machine.bind(self._given)
         self._apart: BoundProgram | None = None
         self._weights = weights
@@ -181,9 +183,8 @@ class ReferenceSession:
         check_rows(self.spec, self.context, self.batch, token_ids, position)
         hold_rows(self.caches, positions_of(position, self.batch), wanted)
         outputs = self._launch(self._bound, token_ids, position)
-        return [
-            Step(logits, int(token)) for logits, token in zip(outputs["logits"], outputs["next_token"], strict=True)
-        ]
+        logits, tokens = (outputs[self._whole.parts[name][0]] for name in ("logits", "next_token"))
+        return [Step(row, int(token)) for row, token in zip(logits, tokens, strict=True)]
 
     def prefill(self, token_ids: Sequence[int], row: int = 0) -> None:
         """As BatchSession says."""
@@ -210,7 +211,11 @@ class ReferenceSession:
             bound = self._apart = self._apart or self._machine.bind(self._given, apart=True)
         self._launch(bound, token_ids, position)
         memory, starts = bound.transients()
-        return Launched(memory[None], places_of(self._machine.program, self.taps.names(), starts))
+        program, names = self._machine.program, self.taps.names()
+        if program.ranks == 1:
+            return Launched(memory[None], places_of(program, names, starts))
+        parts = [part for name in names for part in self._whole.parts[name]]
+        return self._whole.gather(Launched(memory[None], places_of(program, parts, starts)), names)
 
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """As BatchSession says. Raises UsageError for another number of layers, or more positions than there are."""
@@ -220,7 +225,8 @@ class ReferenceSession:
         check_rows(self.spec, self.context, self.batch, token_ids, position)
         self._tokens.copy_(torch.tensor(token_ids))
         self._position.copy_(torch.tensor(position))
-        return bound.step({"token_id": self._tokens, "position": self._position}, position, self._order, self._seed)
+        inputs = self._whole.spread({"token_id": self._tokens, "position": self._position})
+        return bound.step(inputs, position, self._order, self._seed)
 
 
 def hold_rows(caches: KvCaches, places: Sequence[int], wanted: Collection[int] | None) -> None:

@@ -119,6 +119,14 @@ def gpus_of(name: str) -> tuple[int, str]:
     return (1, name) if shared is None else (int(shared[1]), shared[2])
 
 
+def with_ranks(gpu: str, ranks: int | None) -> str:
+    """What stores call so many GPUs of the kind that `gpu` names; without a number, `gpu`."""
+    if ranks is None:
+        return gpu
+    name = gpus_of(gpu)[1]
+    return name if ranks == 1 else f"{ranks}x{name}"
+
+
 def measure_of(workload: Workload, wanted: str) -> str:
     """How latencies of a workload are got: as `wanted`, but of several GPUs by predictions. Raises UsageError where
     those are to be measured."""

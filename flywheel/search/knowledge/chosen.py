@@ -12,7 +12,7 @@ from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
 from flywheel.search.knowledge.shipped import find_shipped
 from flywheel.search.space import make_space
-from flywheel.search.workload import Workload, default_context, find_target
+from flywheel.search.workload import Workload, default_context, find_target, gpus_of, with_ranks
 from flywheel.store.schedule import Schedule
 
 TRIED_FIRST: Final = "what a search tries first"
@@ -36,8 +36,9 @@ def settle_work(
     context: int | None = None,
     batch: int | None = None,
     weights: str | None = None,
+    ranks: int | None = None,
 ) -> Workload:
-    """A model's work: as asked for, else as the schedule says, else the GPU `here`, the checkpoint's dtype (bf16
+    """A model's work: as asked for, else as the schedule says, else one GPU `here`, the checkpoint's dtype (bf16
     without one) and formats of weights, `default_context` and one sequence.
 
     Raises UnknownNameError and ConfigError as the names and the context deserve.
@@ -53,8 +54,8 @@ def settle_work(
         weights = schedule.weights
     if weights is None and source.scheme is not None and settled["dtype"] in DTYPES:
         weights = source.formats(DTYPES[settled["dtype"]]).name(settled["dtype"])
-    target = find_target(settled.pop("gpu"))
-    return Workload(source.name, source.spec, target, **settled, weights=weights)
+    count, gpu = gpus_of(with_ranks(settled.pop("gpu"), ranks))
+    return Workload(source.name, source.spec, find_target(gpu), **settled, weights=weights, ranks=count)
 
 
 def choose_schedule(workload: Workload) -> Chosen:
