@@ -68,10 +68,14 @@ def check_device(device: str, ranks: int | None = None) -> None:
     """Raises NoGpuError for `cuda` where there is no GPU, or nothing to use it with, or no `ranks` of them that can
     share a program; UsageError where there are, for the VM runs one."""
     if device == "cuda":
+        from flywheel.vm.gpu.driver import open_gpu
+
+        open_gpu()
+    if device == "cuda" and ranks is not None and ranks > 1:
         from flywheel.vm.gpu.peers import open_gpus
 
-        if len(open_gpus(ranks or 1)) > 1:
-            raise UsageError(f"--ranks {ranks}: the CUDA VM runs programs of one GPU; --device reference runs any")
+        open_gpus(ranks)
+        raise UsageError(f"--ranks {ranks}: the CUDA VM runs programs of one GPU; --device reference runs any")
 
 
 def check_installed(what: str, modules: Sequence[str]) -> None:

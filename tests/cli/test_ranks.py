@@ -65,6 +65,7 @@ def test_gpus_that_cannot_share_a_program_are_code_4_before_anything_is_loaded(
             raise NoGpuError(NO_LINK)
         return tuple(range(count))
 
+    monkeypatch.setattr("flywheel.vm.gpu.driver.open_gpu", lambda: 0)
     monkeypatch.setattr("flywheel.vm.gpu.peers.open_gpus", open_gpus)
     more = ("--prompt-ids", 3) if command == "generate" else ()
     result = run(command, "--config", config, "--model", "nothing", "--device", "cuda", "--ranks", 2, *more)
