@@ -164,10 +164,13 @@ class Space:
 
     def kernels(self) -> list[tuple[int, int, int]]:
         """(threads, warps that multiply, rows) of each kernel that the space's configs are run by, first what is known
-        to be good."""
+        to be good, then what is the fewest steps away from it: searches ask for those first."""
         good = self.known_good()[0]
         threads, matrix = (self._dimension(name).values for name in ("threads", "matrix"))
-        choices = [good, *({**good, "threads": each, "matrix": warps} for each in threads for warps in matrix)]
+        sizes = [(place, turn) for place in range(len(threads)) for turn in range(len(matrix))]
+        start, first = threads.index(good["threads"]), matrix.index(good["matrix"])
+        sizes.sort(key=lambda each: abs(each[0] - start) + abs(each[1] - first))
+        choices = [{**good, "threads": threads[place], "matrix": matrix[turn]} for place, turn in sizes]
         variants = [kernel_variant(self.to_config(choice), self.workload.target, 0) for choice in choices]
         rows = self.workload.batch
         return list(dict.fromkeys((variant.threads, variant.matrix_warps, rows) for variant in variants))

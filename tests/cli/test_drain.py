@@ -10,6 +10,7 @@ from subprocess import PIPE
 from time import sleep
 
 import pytest
+from effort import pairs
 from patience import HANG_S
 
 from flywheel.cli.drain import Drain
@@ -101,10 +102,11 @@ def catches_signals(process: subprocess.Popen[str]) -> bool:
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.1, 0.2, 0.4, 0.8])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("after_s", "number"), pairs([0.0, 0.05, 0.1, 0.2, 0.4, 0.8], [signal.SIGINT, signal.SIGTERM])
+)
 def test_a_signal_while_a_search_starts_ends_it_with_code_130_and_one_line(
-    number: signal.Signals, after_s: float
+    after_s: float, number: signal.Signals
 ) -> None:
     with subprocess.Popen([*SEARCH, "--trials", "500", "--jobs", "1"], stdout=PIPE, stderr=PIPE, text=True) as process:
         while not catches_signals(process):

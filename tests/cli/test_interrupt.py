@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from effort import pairs
 from patience import HANG_S
 
 from flywheel.cli.interrupt import FAREWELL_S, GRACE_S
@@ -139,15 +140,16 @@ def screen(text: str) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
-@pytest.mark.parametrize("after_s", [0.7, 2.5])
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ("generate", "--model", "llama3.2-1b", "--prompt-ids", "1,2,3", "--max-tokens", "400"),
-        ("simulate", "{program}", "--seeds", "100000"),
-        ("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--trials", "99999"),
-    ],
-    ids=lambda words: words[0],
+    ("arguments", "after_s"),
+    pairs(
+        [
+            ("generate", "--model", "llama3.2-1b", "--prompt-ids", "1,2,3", "--max-tokens", "400"),
+            ("simulate", "{program}", "--seeds", "100000"),
+            ("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--trials", "99999"),
+        ],
+        [2.5, 0.7],
+    ),
 )
 def test_an_interrupted_command_ends(arguments: tuple[str, ...], after_s: float, program: Path) -> None:
     words = [word.format(program=program) for word in arguments]
@@ -168,9 +170,8 @@ def of_session(number: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("after_s", [0.4, 1.2, 4.0])
-def test_no_process_outlives_a_search_that_was_aborted(number: signal.Signals, after_s: float) -> None:
+@pytest.mark.parametrize(("after_s", "number"), pairs([0.4, 1.2, 4.0], [signal.SIGINT, signal.SIGKILL]))
+def test_no_process_outlives_a_search_that_was_aborted(after_s: float, number: signal.Signals) -> None:
     work = ("--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--trials", "99999")
     command = [*FLYWHEEL, "search", *work]
     search = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import sample
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("alembic", "click", "flywheel", "mlflow", "multiprocessing", "numpy", "optuna", "pickle", "signal", "socket",
@@ -45,7 +46,7 @@ def command_lines() -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", sample(["2", "1"]))
 def test_a_search_its_workers_and_its_mirror_run_no_code_of_the_working_directory(
     command: list[str], tmp_path: Path, jobs: str
 ) -> None:

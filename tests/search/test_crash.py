@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from effort import examples
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("kills", "jobs"), [pytest.param(50, "1,2", marks=pytest.mark.slow), (3, "1")], ids=["long", "short"]
+    ("kills", "jobs"), [pytest.param(50, "1,2", marks=pytest.mark.slow), (examples(3, 2), "1")], ids=["long", "short"]
 )
 def test_a_campaign_whose_coordinator_is_killed_resumes_without_loss_or_repeat(
     store_url: str, kills: int, jobs: str

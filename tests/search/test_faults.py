@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from effort import examples
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param((), marks=pytest.mark.slow), ("--short", "--kills", "2", "--trials", "12")],
+    [pytest.param((), marks=pytest.mark.slow), ("--short", "--kills", str(examples(2)), "--trials", "12")],
     ids=["long", "short"],
 )
 def test_whatever_fails_no_row_is_lost_or_repeated_and_nothing_hangs(options: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ from threading import Barrier
 from typing import Any
 
 import pytest
+from effort import examples
 
 from flywheel.errors import StoreError
 from flywheel.search.campaign import CampaignResult, CampaignRun, Progress
@@ -71,7 +72,7 @@ def test_two_runs_share_a_campaign_exactly(store_url: str, share: Callable[..., 
     assert all(result.new_trials for result in results)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(examples(4)))
 @pytest.mark.parametrize("sampler", EXACT)
 def test_a_study_started_anew_tries_nothing_again_that_is_under_way(
     store_url: str, share: Callable[..., Any], wide: Callable[[Bench], Engine], sampler: str, seed: int

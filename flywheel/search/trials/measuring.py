@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -19,6 +20,7 @@ from flywheel.measure.record import TrialRecord
 from flywheel.models.decoder import DTYPES
 from flywheel.models.formats import parse_formats
 from flywheel.plan import variant_of
+from flywheel.process import usable_cores
 from flywheel.search.trials.device import missing_modules
 from flywheel.vm.gpu.devices import describe_gpu
 from flywheel.vm.gpu.nvrtc import arch_name, compile_variant, nvrtc_version, source_digest
@@ -91,14 +93,20 @@ def compile_all(
     kernels: Sequence[tuple[int, int, int]],
     stopped: Callable[[], bool],
     formats: tuple[int, ...] = (),
+    side: int | None = None,
 ) -> None:
-    """The same for kernels of (threads, warps that multiply, rows) and quantised matrices of `formats`, one after the
-    other, until it is `stopped`."""
-    for threads, matrix_warps, rows in kernels:
+    """The same for kernels of (threads, warps that multiply, rows) and quantised matrices of `formats`, in order, until
+    it is `stopped`. `side` are compiled side by side, by default on half of the cores: others predict meanwhile."""
+
+    def compile_next(kernel: tuple[int, int, int]) -> None:
         if stopped():
             return
         with suppress(ConfigError, KernelCompileError):
-            _compile(sm_arch, threads, matrix_warps, rows, DTYPES[dtype], formats)
+            _compile(sm_arch, *kernel, DTYPES[dtype], formats)
+
+    with ThreadPoolExecutor(side or max(1, usable_cores() // 2)) as pool:
+        for done in [pool.submit(compile_next, kernel) for kernel in kernels]:
+            done.result()
 
 
 def _compile(

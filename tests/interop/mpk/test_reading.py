@@ -107,7 +107,7 @@ def _read_or_refused(data: bytes) -> MpkGraph | None:
 
 
 @given(st.binary(max_size=200) | st.text(alphabet='{}[]":,0123456789truefalsn"eE+-. \\u', max_size=200).map(str.encode))
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300, 60), deadline=None)
 def test_any_bytes_are_read_or_refused_in_one_line(data: bytes) -> None:
     _read_or_refused(data)
 
@@ -137,7 +137,7 @@ def _used(found: MpkGraph) -> None:
 
 
 @given(st.data())
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150, 30), deadline=None)
 def test_a_file_with_any_values_changed_is_refused_or_judged(
     sample: Callable[[str], bytes], data: st.DataObject
 ) -> None:

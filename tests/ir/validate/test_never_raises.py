@@ -203,7 +203,7 @@ def test_any_value_in_target_config_pages_and_params_gets_a_verdict(
 
 
 @given(data=st.data())
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(150, 30))
 def test_programs_with_several_mutated_fields_get_a_verdict(data: st.DataObject, tiny: MegakernelProgram) -> None:
     program = tiny
     for _ in range(data.draw(st.integers(1, 3))):
@@ -217,7 +217,7 @@ def test_programs_with_several_mutated_fields_get_a_verdict(data: st.DataObject,
 
 
 @given(data=st.data())
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(150, 30))
 def test_recipes_with_mutated_parts_get_a_verdict(data: st.DataObject, tiny: MegakernelProgram) -> None:
     recipe = copy.deepcopy(tiny.tasks[8].params["recipe"])
     _mutate(data, recipe, lambda: _any(data))
@@ -241,7 +241,7 @@ def _mutate(data: st.DataObject, root: Any, value: Callable[[], Any]) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(300, 60))
 def test_mutated_json_loads_or_is_a_format_error(data: st.DataObject, tiny: MegakernelProgram) -> None:
     root = json.loads(program_to_json(tiny))
     for _ in range(data.draw(st.integers(1, 3))):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from threading import Thread
+from threading import Barrier, Thread
 from time import sleep
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_what_is_compiled_for_all_is_not_compiled_again_for_one(lab: Any, compil
     program = prepare(space.to_config(space.known_good()[0]), lab.workload).program
     assert program is not None
     kernels = space.kernels()
-    thread = Thread(target=measuring.compile_all, args=("bf16", 90, kernels, lambda: False))
+    thread = Thread(target=measuring.compile_all, args=("bf16", 90, kernels, lambda: False, (), 1))
     thread.start()
     measuring.compile_ahead("bf16", program)  # first in line, so at work on it now
     thread.join()
@@ -53,8 +53,16 @@ def test_what_is_compiled_for_all_is_not_compiled_again_for_one(lab: Any, compil
 
 
 def test_nothing_is_compiled_for_nobody(lab: Any, compiled: list[Variant]) -> None:
-    measuring.compile_all("bf16", 90, lab.space().kernels(), lambda: len(compiled) == 2)
+    measuring.compile_all("bf16", 90, lab.space().kernels(), lambda: len(compiled) == 2, side=1)
     assert len(compiled) == 2
+
+
+def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, kernels = Barrier(3), [(32 * warps, 2, 1) for warps in range(6, 12)]
+    monkeypatch.setattr(measuring, "compile_variant", lambda *_, **__: together.wait(60.0))
+    measuring._compile_once.cache_clear()
+    measuring.compile_all("bf16", 90, kernels, lambda: False, side=3)
+    assert not together.broken
 
 
 def test_kernels_of_quantised_matrices_are_compiled_ahead_as_programs_want_them(
