@@ -6,7 +6,7 @@
 # A WORK is MODEL[/WEIGHTS[/BATCH]], as llama3-8b, llama3-8b/int4 or qwen3-8b/int4/8; WEIGHTS may be bf16.
 #
 # conformance                      tests on the GPU
-# formats                          those of quantised weights, and of sequences at positions of their own
+# formats                          those of quantised weights, of sequences, of bundles and of what loads a program
 # sanitizer                        what compute-sanitizer says
 # probe                            the card
 # search:WORK[:TRIALS[:TIME]]      the best of 150
@@ -75,7 +75,8 @@ best() {
 # What bench records, of the store's best of each context and batch, else what comes with flywheel.
 bench() {
   local name="$1" rivals="$2"
-  (cd "$output" && [[ "$FLYWHEEL_STORE" == *:* || -e "$FLYWHEEL_STORE" ]]) || local -x FLYWHEEL_STORE=flywheel.db
+  # A store that is named has to be there.
+  (cd "$output" && [[ "$FLYWHEEL_STORE" == *:* || -e "$FLYWHEEL_STORE" ]]) || { local FLYWHEEL_STORE && unset FLYWHEEL_STORE; }
   record "$name.txt" bench --output "$name.json" --picture "$name.svg" ${rivals:+--against "$rivals"} "${@:3}"
 }
 
@@ -89,10 +90,12 @@ part() {
   [[ "$batch" == 1 ]] || name+=".b$batch"
   local of=(--model "$model" --weights "$weights" --batch "$batch")
   case "$kind" in
-    conformance) tests conformance.txt 120 tests/gpu tests/decode tests/vm tests/cli/test_cuda.py ;;
+    conformance)
+      tests conformance.txt 300 tests/gpu tests/decode tests/vm tests/cli/test_cuda.py \
+        tests/cli/test_quantised_checkpoints.py tests/interop/mpk/test_converting.py ;;
     formats)
       tests formats.txt 300 tests/cli/test_quantised_checkpoints.py tests/decode/test_formats_on_gpu.py \
-        tests/gpu/test_coded.py tests/decode/test_sequences_on_the_gpu.py ;;
+        tests/gpu/test_coded.py tests/decode/test_sequences_on_the_gpu.py tests/decode/test_bundle_on_gpu.py tests/vm/gpu ;;
     sanitizer) python3 experiments/sanitize.py --commit "$commit" --record "$output/sanitizer.txt" ;;
     probe) record doctor.txt doctor --probe ;;
     search)
