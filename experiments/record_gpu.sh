@@ -73,12 +73,12 @@ best() {
 }
 
 # What bench records, of the store's best of each context and batch, else what comes with flywheel.
-bench() {
-  local name="$1" rivals="$2"
+bench() (
+  name="$1" rivals="$2"
   # A store that is named has to be there.
-  (cd "$output" && [[ "$FLYWHEEL_STORE" == *:* || -e "$FLYWHEEL_STORE" ]]) || { local FLYWHEEL_STORE && unset FLYWHEEL_STORE; }
+  (cd "$output" && [[ "$FLYWHEEL_STORE" == *:* || -e "$FLYWHEEL_STORE" ]]) || unset FLYWHEEL_STORE
   record "$name.txt" bench --output "$name.json" --picture "$name.svg" ${rivals:+--against "$rivals"} "${@:3}"
-}
+)
 
 part() {
   local kind="$1" work="$2" more="$3" rest="$4"
