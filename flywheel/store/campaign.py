@@ -1,4 +1,4 @@
-"""Campaigns: what a search was asked to do, and how far it got."""
+"""Campaigns: the task of a search, and its progress."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ _SPEC_TYPES: Final = MappingProxyType(
         "decoder": (dict, _NONE),
     }
 )
-"""What the names of a campaign's file, and what was found out about it, may hold; others are another version's."""
+"""The types of the values that a campaign's spec may hold, by name. Another version of flywheel may have other names;
+they pass unchecked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """One search. `batch` sequences are decoded in one step; `weights` names how matrices are stored, as `dtype` where
-    nothing does; `spec` is its campaign file as JSON, `created_at` ISO 8601
-    in UTC.
+    """One search. `context` counts rows of the KV cache, `batch` the sequences that one step decodes. `weights` names
+    the format of the matrices; None becomes `dtype`. `spec` is the campaign file as JSON; `created_at` is a time in UTC
+    as ISO 8601.
 
-    Raises ValueError where a value is none that its column can hold (`columns.fault_of`), on `measure` and on a `spec`
-    that is no JSON object.
+    Raises ValueError for a value that its column cannot hold (`columns.fault_of`), for a `measure` that is not in
+    MEASURES, and for a `spec` that is no JSON object or holds a value of a wrong type.
     """
 
     name: str
@@ -74,22 +75,22 @@ class Campaign:
 
     @property
     def work(self) -> str:
-        """What it searched, for people."""
+        """The piece of work that it searched, in words."""
         return work_named(self.model, self.gpu, self.dtype, self.context, self.batch, self.weights)
 
 
 def work_named(model: str, gpu: str, dtype: str, context: int, batch: int, weights: str | None = None) -> str:
-    """A piece of work, for people; a batch of one and weights of the dtype go without saying."""
+    """A piece of work in words. They omit a batch of 1, and the format of weights if it is the dtype."""
     stored = "" if weights in (None, dtype) else f", {weights} weights"
     return f"{model} on {gpu}, {dtype}{stored}, context {context}" + (f", batch {batch}" if batch > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
 class CampaignSummary:
-    """A campaign with the number of its trials, in all and by outcome, and its best latencies by kind, None where
-    absent: measured for this store, imported, predicted.
+    """A campaign with the number of its trials, in all and by outcome, and its best latency of each kind in us:
+    measured into this store, imported, predicted; None if there is none.
 
-    `rows` are its trials and what was measured in finals.
+    `rows` counts all its rows: its trials and the measurements of its finals.
     """
 
     campaign: Campaign

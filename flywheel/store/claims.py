@@ -1,4 +1,4 @@
-"""What the runs of one campaign try at the moment, so that each config is one run's and each number one row's."""
+"""The configs that runs of one campaign are trying now: no two runs try one config, and no two rows get one number."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _CLAIM: Final = insert(claims)
 
 
 class Claim(Enum):
-    """What becomes of a wish to try a config."""
+    """The answer to a run that asks for a config."""
 
     GRANTED = auto()
-    """No other run may try it until this run has appended its row, or is over."""
+    """The run may try it. No other run may, until this run has appended the row or is over."""
     TAKEN = auto()
     """Another run is trying it."""
     FULL = auto()
-    """Other runs are trying as many as are wanted."""
+    """The configs that other runs are trying are already as many as the campaign still wants."""
     STALE = auto()
-    """There are rows that the asking run has not seen."""
+    """The store has rows that the asking run has not seen."""
 
 
 class Claims:
@@ -48,8 +48,11 @@ class Claims:
         self._presence: Final = presence
 
     def claim(self, config_id: str, next_trial: int, room: int) -> Claim:
-        """Ask for a config, which this run may be trying already. `next_trial` is the number behind the rows that this
-        run has seen; `room` is how many rows are wanted beyond those and beyond what this run is trying."""
+        """Ask for a config. A config that this run is trying already is granted again.
+
+        `next_trial` is one more than the number of the last row that this run has seen. `room` is the number of further
+        rows that the campaign wants, beyond the rows that this run has seen and the configs that it is trying.
+        """
         self._presence.renew()
         with self._alone() as connection:
             if _next_trial(connection, self._campaign) != next_trial:
@@ -66,13 +69,13 @@ class Claims:
             return Claim.GRANTED
 
     def held(self) -> set[str]:
-        """The configs that runs are trying, this one among them."""
+        """The ids of the configs that all runs, this one included, are trying."""
         self._presence.renew()
         with self._alone() as connection:
             return set(self._held(connection))
 
     def append(self, record: TrialRecord) -> TrialRecord:
-        """Append the row of a config under the campaign's next number, and give up its claim; the row, with that
+        """Append a row under the campaign's next number, and give up the claim of its config. Returns the row with that
         number."""
         with self._alone() as connection:
             number = _next_trial(connection, self._campaign)
@@ -93,7 +96,7 @@ class Claims:
             yield connection
 
     def _held(self, connection: Connection) -> dict[str, int]:
-        """The live run that holds a config; the claims of dead ones are removed."""
+        """The live run that holds each config. Removes the claims of dead runs."""
         mine = claims.c.campaign == self._campaign
         found = connection.execute(_HELD, {"campaign": self._campaign}).all()
         if any(run != self._presence.run for _, run in found):
@@ -113,6 +116,6 @@ def keep_to_oneself(connection: Connection, campaign: str) -> None:
 
 
 def _next_trial(connection: Connection, campaign: str) -> int:
-    """The number behind the last row."""
+    """One more than the number of the last row."""
     last: int | None = connection.execute(_LAST, {"campaign": campaign}).scalar()
     return 0 if last is None else last + 1

@@ -17,7 +17,7 @@ from flywheel.installing import install_line
 from flywheel.store.places import check_file, check_parameters, make_store_url, readable, store_name
 
 BUSY_TIMEOUT_S: Final = 30
-"""How long a lock held by somebody else, and a server that does not answer, are waited for."""
+"""Seconds to wait for a lock that another process holds, and for a server to accept a connection."""
 
 ANSWER_S: Final = 35.0
 """How long a server may take to answer one statement: a little more than a wait for a lock."""
@@ -85,7 +85,7 @@ def make_engine(url: str | Path, *, create: bool) -> tuple[Engine, str]:
 
 @contextmanager
 def reading(engine: Engine, name: str) -> Iterator[Connection]:
-    """A connection in a transaction that sees one state of the store. Raises StoreError."""
+    """A connection in a transaction. All its queries see one state of the store. Raises StoreError."""
     options = _READING[engine.dialect.name]
     with reported(name), engine.connect().execution_options(**options) as connection:
         yield connection
@@ -100,7 +100,7 @@ def writing(engine: Engine, name: str) -> Iterator[Connection]:
 
 @contextmanager
 def reported(name: str) -> Iterator[None]:
-    """Turn whatever the database or its driver raises into a StoreError that names the store."""
+    """Turn errors of the database and its driver into a StoreError that names the store."""
     try:
         yield
     except (SQLAlchemyError, sqlite3.Error, UnicodeError, OverflowError) as error:
@@ -108,7 +108,7 @@ def reported(name: str) -> Iterator[None]:
 
 
 def violated(error: IntegrityError) -> str | None:
-    """Which kind of constraint an insertion broke: "foreign key" or "unique"; None for another."""
+    """The kind of constraint that an insertion broke: "foreign key" or "unique"; None for any other kind."""
     code = getattr(error.orig, "sqlite_errorname", None) or getattr(error.orig, "sqlstate", None)
     return _VIOLATIONS.get(code or "")
 
@@ -126,7 +126,7 @@ def _fact(error: Exception) -> str:
 
 
 class _File:
-    """The file of a SQLite store, which must stay the one that was opened: SQLite goes on writing to a removed one."""
+    """The file of a SQLite store. It must stay the same: SQLite would go on writing to a removed file."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -134,7 +134,7 @@ class _File:
         self._identity: tuple[int, int] | None = None
 
     def learn(self, connection: sqlite3.Connection, _record: object) -> None:
-        """Remember which file a first connection found. Raises StoreError where there is none."""
+        """Remember the file of the first connection. Raises StoreError for a database without a file."""
         self._path = connection.execute("PRAGMA database_list").fetchone()[2]
         if not self._path:
             raise StoreError(f"store {self._name}: is in memory, so it would be gone with the process; want a file")
@@ -142,7 +142,7 @@ class _File:
         self.check_same()
 
     def check_same(self, *_event: object) -> None:
-        """Raises StoreError where the path no longer leads to that file."""
+        """Raises StoreError if the path leads to another file than the first connection found."""
         if self._identity is not None and self._find() != self._identity:
             raise StoreError(f"store {self._name}: its file was removed or replaced while it was open")
 

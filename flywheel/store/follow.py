@@ -19,7 +19,7 @@ FOLLOW_S: Final = 2.0
 """Time between two looks at the store; after trouble it doubles, up to MOST_S."""
 MOST_S: Final = 30.0
 FILES_S: Final = 60.0
-"""Artifacts of a campaign that grows are written no oftener than this: they cost a lowering."""
+"""Least time between two writes of a growing campaign's artifacts, which cost a lowering."""
 GRACE_S: Final = 5.0
 """How long a last look that failed is tried again before the rest is left to the next sync."""
 
@@ -28,10 +28,10 @@ _TICK_S: Final = 0.1
 
 @dataclass(slots=True)
 class Follower:
-    """One mirror of one store: `look` brings it up to date, and remembers what it has seen.
+    """One mirror of one store: `look` brings the mirror up to date, and remembers the rows that it has seen.
 
-    `names` narrows the campaigns; empty means all of them. One is marked as running from its second look with new rows
-    on, or where `running` says so, from the first.
+    `names` are the campaigns to mirror; empty means all. A campaign is marked as running from the second look on that
+    finds new rows; with `running`, from the first.
     """
 
     url: str
@@ -41,13 +41,13 @@ class Follower:
     views: Views
     running: bool = False
     found: Callable[[str], None] | None = None
-    """Called once, with where a server shows the only one of `names`, behind its address."""
+    """Called once if `names` has one campaign, with the path of its page behind the server's address."""
     _seen: dict[str, int] = field(default_factory=dict)
     _files: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def look(self, last: bool) -> int:
-        """Bring every campaign with new rows, or with files that lag, up to date, with the `last` look as finished; how
-        much was missing.
+        """Bring every campaign with new rows, or with outdated files, up to date. The `last` look marks campaigns as
+        finished. Returns the number of things that were missing.
 
         Raises StoreError and MirrorError.
         """
@@ -81,10 +81,10 @@ class Follower:
 
 
 def follow(follower: Follower, ended: Callable[[], bool], tell: Callable[[str], None]) -> bool:
-    """Look again and again until `ended`, then once more; whether that last look succeeded.
+    """Look again and again until `ended`, then a last time. Returns whether the last look succeeded.
 
-    Trouble with the store or the server is told, each kind once in a row, and waited out: nothing is lost, since
-    the next look makes up for it.
+    `tell` gets each trouble with the store or the server, but not the same trouble twice in a row. The next look makes
+    up for a failed one, so nothing is lost.
     """
     told, pause = "", FOLLOW_S
     while not ended():
@@ -102,7 +102,7 @@ def follow(follower: Follower, ended: Callable[[], bool], tell: Callable[[str], 
 
 
 def _try(follower: Follower, last: bool, told: str, tell: Callable[[str], None]) -> str:
-    """The trouble of one look, which is told unless it was `told` before; empty without any."""
+    """Look once. Returns its trouble, empty if there was none; `tell` gets it unless `told` is the same."""
     try:
         follower.look(last)
     except (MirrorError, StoreError) as error:

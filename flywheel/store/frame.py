@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def to_dataframe(records: Iterable[TrialRecord]) -> DataFrame:
-    """One row a record in the order of `records`, with the columns of docs/columns.md in theirs; what is absent is
-    missing. Raises UsageError without pandas."""
+    """A table with a row for each record, in the order of `records`, and the columns of docs/columns.md, in that order.
+    Absent values are missing values. Raises UsageError if pandas is not installed."""
     if find_spec("pandas") is None:
         raise UsageError(f"to_dataframe needs pandas: {install_line('pandas')}")
     from pandas import DataFrame

@@ -35,10 +35,10 @@ _RETRY_S: Final = 0.02
 
 
 def ensure_schema(engine: Engine, name: str, *, create: bool = True) -> None:
-    """Create the schema, or migrate an older one forward; two short queries where it is up to date.
+    """Create the schema, or migrate an older schema. If the schema is up to date, this takes two short queries.
 
-    Safe against other processes that do the same. Raises StoreError on a newer schema, on a database that holds another
-    application's tables and, with `create=False`, on one that holds no schema; none of these is written to.
+    Other processes may do the same at the same time. Raises StoreError for a newer schema, for a database with another
+    application's tables and, with `create=False`, for a database without a schema; it writes to none of these.
     """
     with reading(engine, name) as connection:
         version = _read_version(connection)
@@ -84,7 +84,8 @@ def _check_migratable(version: str | None, name: str) -> None:
 
 
 def _check_free(connection: Connection, name: str) -> None:
-    """No table but an empty one of versions; a PostgreSQL schema may be shared, so only ours must be free there."""
+    """Raises StoreError if tables are in the way. A SQLite file must have no table but that of versions. A PostgreSQL
+    schema may be shared, so only the names of our tables must be free there."""
     held = set(inspect(connection).get_table_names()) - {VERSION_TABLE}
     taken = sorted(held if connection.dialect.name == "sqlite" else held & set(metadata.tables))
     if taken:
@@ -93,7 +94,7 @@ def _check_free(connection: Connection, name: str) -> None:
 
 
 def _enter_wal(engine: Engine, name: str) -> None:
-    """Switch to write-ahead logging, which the file remembers. SQLite does not wait for the lock here: retry."""
+    """Switch the file to write-ahead logging, for good. SQLite does not wait for the lock here, so this tries again."""
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     with reported(name), closing(engine.raw_connection()) as connection:
         while True:
@@ -107,7 +108,7 @@ def _enter_wal(engine: Engine, name: str) -> None:
 
 
 def _create(connection: Connection) -> None:
-    """What all migrations together make of an empty database, without the 0.15 s that alembic's import takes."""
+    """Make in an empty database what all migrations together would make, without importing alembic, which is slow."""
     metadata.create_all(connection)
     versions = Table(VERSION_TABLE, MetaData(), Column("version_num", String(32), primary_key=True))
     versions.create(connection, checkfirst=True)

@@ -1,4 +1,5 @@
-"""What a mirror shows of a campaign, as names and numbers: pure, so that a mirror can be rebuilt and compared."""
+"""The names and numbers that a mirror shows of a campaign. They depend on rows only, so a mirror can be rebuilt and
+compared."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from flywheel.measure.standing import KINDS, best_so_far
 from flywheel.store.campaign import Campaign
 
 MAX_VALUE: Final = 500
-"""Longest parameter: what every MLflow server since 1.x takes."""
+"""Most characters of a parameter: every MLflow server since 1.x takes that many."""
 
 BEST: Final = "best_us"
 FRACTION: Final = "floor_fraction"
@@ -24,7 +25,7 @@ FRACTION: Final = "floor_fraction"
 order of their names, so these come first."""
 
 _WIDE: Final = 170
-"""Pixels of a column that its name fits into."""
+"""Pixels of a column in which its name fits."""
 
 _ENVIRONMENT: Final = (
     "flywheel_version", "ir_version", "python", "optuna", "host", "commit", "gpu_name", "gpu_driver", "nvrtc",
@@ -39,7 +40,7 @@ _NUMBERS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One value of a series: `step` is the number of a trial, `time_ms` when its row was made, since 1970 in UTC."""
+    """One value of a series. `step` is a trial's number, `time_ms` the time of its row in ms since 1970, UTC."""
 
     name: str
     value: float
@@ -49,7 +50,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """What the rows say only together with the code that made them: a trial's knobs, and a campaign's files by path.
+    """Functions that need the code of the search as well as the rows: `knobs` gives the knobs of a trial, by name, and
+    `files` the artifacts of a campaign, text by path.
 
     Both are pure: the same rows give the same text.
     """
@@ -59,13 +61,13 @@ class Views:
 
 
 def campaign_key(campaign: Campaign) -> str:
-    """What tells a campaign from all others, in whatever store it lies: 32 hexadecimal digits."""
+    """An id of a campaign that no other campaign of any store has: 32 hexadecimal digits."""
     told = json.dumps([campaign.name, campaign.created_at, campaign.spec])
     return sha256(told.encode()).hexdigest()[:32]
 
 
 def campaign_params(campaign: Campaign, records: Sequence[TrialRecord]) -> dict[str, str]:
-    """What was searched, and the environment of its first trial; what is absent is left out."""
+    """The searched work and the environment of the first trial, as parameters. Absent values are left out."""
     described = {**json.loads(campaign.spec), **{name: getattr(campaign, name) for name in _CAMPAIGN}}
     described |= {name: getattr(records[0], name) for name in _ENVIRONMENT} if records else {}
     return to_params(dict(_flat(described)))
@@ -75,15 +77,15 @@ _CAMPAIGN: Final = ("model", "gpu", "dtype", "context", "batch", "weights", "mea
 
 
 def trial_params(record: TrialRecord, knobs: Mapping[str, str]) -> dict[str, str]:
-    """A trial's knobs, and the names of what it tried."""
+    """A trial's knobs, and the ids of its config and its program, as parameters."""
     return to_params({**knobs, "config_id": record.config_id, "program_id": record.program_id})
 
 
 def campaign_points(records: Sequence[TrialRecord]) -> Iterator[Point]:
     """The series of a campaign, row by row: latencies, the best so far, its floor fraction, counts of outcomes.
 
-    Measured, imported and predicted latencies are series of their own, and so are those of a final, which counts as no
-    outcome.
+    Measured, imported and predicted latencies are separate series. The latencies of finals are a series, too, but a
+    final counts as no outcome.
     """
     counts: Counter[str] = Counter()
     for record, best in best_so_far(records):
@@ -101,8 +103,8 @@ def campaign_points(records: Sequence[TrialRecord]) -> Iterator[Point]:
 
 
 def columns(names: Collection[str]) -> str:
-    """The columns of MLflow's list of runs, as the state of its page: latency and share of the floor of the kinds that
-    are among the series `names`. Source: `selectedColumns` of the pages of MLflow 3."""
+    """The columns of MLflow's list of runs, as the JSON state of its page: best latency and floor fraction of each kind
+    that occurs among the series `names`. Source: `selectedColumns` of the pages of MLflow 3."""
     kinds = [kind for kind in KINDS if f"{BEST}/{kind}" in names]
     shown = [f"metrics.`{series}/{kind}`" for kind in kinds for series in (BEST, FRACTION)]
     wide = dict.fromkeys(shown, _WIDE)
@@ -118,7 +120,7 @@ def trial_points(record: TrialRecord) -> list[Point]:
 
 
 def to_params(values: Mapping[str, Any]) -> dict[str, str]:
-    """Names and values as MLflow takes them, without those that are absent."""
+    """Names and values in the form that MLflow takes. Absent values are left out."""
     return {
         re.sub(r"[^\w .:/-]", "_", name)[:250]: str(value)[:MAX_VALUE]
         for name, value in sorted(values.items())
@@ -127,8 +129,8 @@ def to_params(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def code_span(text: str) -> str:
-    """A name as Markdown that shows it and does nothing else, whatever the name: printable, and between more backticks
-    than it has in a row. Source: CommonMark 0.31, "Code spans"."""
+    """A name as Markdown that only shows the name, whatever it contains: unprintable characters are escaped, and the
+    name stands between more backticks than it has in a row. Source: CommonMark 0.31, "Code spans"."""
     shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:MAX_VALUE])
     fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
     return f"{fence} {shown} {fence}" if "`" in shown or not shown.strip() else f"{fence}{shown}{fence}"

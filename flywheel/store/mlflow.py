@@ -1,7 +1,7 @@
 """A mirror of campaigns in MLflow, for people to watch: one run a campaign, child runs for its trials.
 
-It is made of rows alone, is found again by its tags, and is only ever added to: it may lag, be down or be lost, and
-`Mirror.sync` makes up for all of it. Source: the tracking API of MLflow 3.
+A mirror depends on rows only. `Mirror.sync` finds the runs of a campaign by their tags and adds only what is missing,
+so a mirror may lag, be down or be lost. Source: the tracking API of MLflow 3.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ CHILDREN: Final = ("all", "kept", "none")
 _KEY, _TRIAL, _TRIALS, _FILES = "flywheel.key", "flywheel.trial", "flywheel.trials", "flywheel.files"
 _PARENT, _NOTE = "mlflow.parentRunId", "mlflow.note.content"
 _TRAINING: Final = {"mlflow.experimentKind": "custom_model_development"}
-"""Has the pages show runs and metrics, not traces of language models."""
+"""A tag that makes the pages show runs and metrics instead of traces of language models."""
 _WORKFLOW: Final = "workflowType=machine_learning"
-"""Says the same in an address."""
+"""The same choice in an address."""
 _VIEW: Final = "flywheel"
 _VIEW_TAG: Final = f"mlflow.sharedViewState.{_VIEW}"
-"""A view of the list of runs that MLflow's pages share by a tag of the experiment."""
+"""The tag of the experiment that holds a view of the list of runs, which everybody's pages share."""
 
 REPORT: Final = "report.html"
 """The artifact that a run's description links to."""
 
 _VIEWED: Final = 200
-"""Runs, the youngest, that the shared view's columns are chosen from."""
+"""The number of newest runs whose metrics decide the columns of the shared view."""
 
 MOST: Final = 300
-"""Characters of what MLflow says that a message repeats."""
+"""Most characters of an error of MLflow that a message repeats."""
 
 _PATIENCE: Final = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -70,8 +70,8 @@ _PATIENCE: Final = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""How long one request may take, where the environment does not say; MLflow's own patience is minutes. And nothing is
-sent to anybody but the tracking server."""
+"""Settings for variables that the environment does not set: limits of one request, since MLflow itself waits for
+minutes, and no telemetry, so that only the tracking server gets data."""
 
 
 def check_installed() -> None:
@@ -83,7 +83,8 @@ def check_installed() -> None:
 class Mirror:
     """The experiment `flywheel` of one tracking server or file. Raises UsageError without the mlflow package.
 
-    Every method raises MirrorError on trouble with the server; what was written before stays, and is not written again.
+    Every method raises MirrorError on trouble with the server. Data that was written before stays; the next sync does
+    not write it again.
     """
 
     def __init__(self, uri: str) -> None:
@@ -93,12 +94,12 @@ class Mirror:
         self._connected: tuple[Any, str] | None = None
 
     def pages(self) -> str:
-        """Where a server of this mirror shows the campaigns, behind its address."""
+        """The path, behind a server's address, of the page that lists the campaigns."""
         with _reported(self.uri):
             return f"/#/experiments/{self._connect()[1]}/runs?{_WORKFLOW}&viewStateShareKey={_VIEW}"
 
     def page(self, campaign: Campaign) -> str:
-        """Where a server of this mirror shows one campaign, behind its address."""
+        """The path, behind a server's address, of the page of one campaign."""
         with _reported(self.uri):
             client, experiment = self._connect()
             return f"/{_page(experiment, _campaign_run(client, experiment, campaign).info.run_id)}?{_WORKFLOW}"
@@ -113,9 +114,9 @@ class Mirror:
         live: bool = False,
         files: bool = True,
     ) -> int:
-        """Bring the campaign's run up to its rows, `records` by number; how many things were missing and are there now.
+        """Bring the campaign's run up to date with `records`, its rows by number. Returns how many things it added.
 
-        `live` leaves it marked as running; `files=False` leaves its artifacts as they are.
+        `live` marks the run as running instead of finished; `files=False` leaves its artifacts as they are.
         """
         with _reported(self.uri):
             client, experiment = self._connect()
@@ -191,7 +192,7 @@ class Mirror:
     def _write_files(
         self, client: Any, run: Any, campaign: Campaign, records: Sequence[TrialRecord], views: Views
     ) -> int:
-        """Write the files that differ from what the run's tag names; without new rows, look only for lost ones."""
+        """Write the files whose digests differ from those in the run's tag; without new rows, only lost files."""
         before: dict[str, str] = json.loads(run.data.tags.get(_FILES, "{}"))
         present = _artifacts(client, run.info.run_id, before)
         stamp = f"{len(records)} rows, flywheel {VERSION}"
@@ -207,7 +208,7 @@ class Mirror:
 
 
 def _campaign_run(client: Any, experiment: str, campaign: Campaign) -> Any:
-    """The run of a campaign, made where there is none. Of several, which two processes may make, all take the same."""
+    """The run of a campaign; made if there is none. If two processes made one each, all processes keep the same."""
     query = f"tags.`{_KEY}` = '{campaign_key(campaign)}'"
     found = list(client.search_runs([experiment], query))
     if not found:
@@ -232,7 +233,7 @@ def _children(client: Any, experiment: str, parent: Any) -> dict[int, Any]:
 
 
 def _settle(client: Any, runs: list[Any]) -> Any:
-    """Keep one of several runs of one campaign or trial, by a rule that every process follows; delete the others."""
+    """Choose one of several runs of one campaign or trial, by the same rule in every process; delete the others."""
     first, *others = sorted(runs, key=lambda run: (_TRIALS not in run.data.tags, run.info.run_id))
     for other in others:
         client.delete_run(other.info.run_id)
@@ -252,7 +253,7 @@ def _write_tags(client: Any, run: Any, tags: Mapping[str, str]) -> int:
 
 
 def _write_view(client: Any, experiment: str) -> int:
-    """Have the shared view show the kinds of latencies that any campaign has."""
+    """Make the shared view show a column for each kind of latency that some campaign has."""
     tags = client.get_experiment(experiment).tags
     campaigns = f"tags.`{_KEY}` LIKE '%'"  # not the runs of single trials
     runs = client.search_runs([experiment], campaigns, max_results=_VIEWED, order_by=["attributes.start_time DESC"])
@@ -264,7 +265,7 @@ def _write_view(client: Any, experiment: str) -> int:
 
 
 def _page(experiment: str, run_id: str) -> str:
-    """A run's page, from any page of the same server."""
+    """The address of a run's page, relative to any page of the same server."""
     return f"#/experiments/{experiment}/runs/{run_id}"
 
 
@@ -304,7 +305,7 @@ def _describe(campaign: Campaign, records: Sequence[TrialRecord]) -> str:
 
 
 def _artifact_folder(uri: str) -> str | None:
-    """Where a local tracking file keeps artifacts; a server decides for itself."""
+    """The folder of artifacts of a local tracking file; None for a server, which decides for itself."""
     if not uri.startswith("sqlite:///"):
         return None
     return (Path(uri.removeprefix("sqlite:///")).resolve().parent / "mlflow-artifacts").as_uri()
@@ -312,8 +313,8 @@ def _artifact_folder(uri: str) -> str | None:
 
 @contextmanager
 def _alone(uri: str) -> Iterator[None]:
-    """One process of this machine at a time makes the tables of a tracking file: MLflow's own migrations break where
-    two do. The lock is on the file's folder, in which it leaves nothing."""
+    """Let one process of this machine at a time make the tables of a tracking file: MLflow's own migrations break if
+    two processes run them together. The lock is on the file's folder and leaves no file there."""
     folder = Path(uri.removeprefix("sqlite:///").partition("?")[0]).resolve().parent
     if not uri.startswith("sqlite:///") or not folder.is_dir():
         yield

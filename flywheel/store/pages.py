@@ -1,8 +1,9 @@
-"""What MLflow's server does more for `flywheel dashboard`: its pages begin in the view of training runs.
+"""An addition to MLflow's server for `flywheel dashboard`: its pages begin in the view of training runs.
 
-MLflow 3's pages keep the view in the address, drop it there where a run's name is clicked, and then show what is meant
-for language models. They look next into the browser's storage, where this puts the view unless somebody chose one. It
-is gunicorn's configuration, the way to hook into a server that `mlflow server` starts: `--config python:...`.
+MLflow 3's pages keep the view in their address. A click on a run's name drops it, and the pages then show the view for
+language models, unless the browser's storage names another view. So a script writes the view of training runs to that
+storage if it names none. This module is a configuration of gunicorn, which `mlflow server` takes as
+`--config python:...`.
 Source: MLflow 3.17, `mlflow.workflowType`; gunicorn's settings `post_worker_init`, `threads`.
 """
 
@@ -12,13 +13,13 @@ import json
 from typing import Any, Final
 
 _CHOICES: Final = {"mlflow.workflowType_v1": "machine_learning", "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": True}
-"""The view, and that nobody is greeted by an assistant's panel."""
+"""The view of training runs; and the assistant's panel does not open by itself."""
 
 threads = 8
-"""Of the one worker: a page asks for many files at once."""
+"""Threads of the only worker: a page asks for many files at once."""
 
 control_socket_disable = True
-"""Nothing is left in a home directory."""
+"""Gunicorn leaves nothing in a home directory."""
 
 
 def post_worker_init(_: object) -> None:
@@ -29,7 +30,7 @@ def post_worker_init(_: object) -> None:
 
 
 def begin(response: Any) -> Any:
-    """The page with a script that runs before its own; anything else as it is."""
+    """The response, with our script in front of the scripts of an HTML page."""
     if response.mimetype != "text/html" or response.status_code != 200:
         return response
     response.direct_passthrough = False
@@ -39,6 +40,6 @@ def begin(response: Any) -> Any:
 
 
 def script() -> str:
-    """Chooses in the browser what nobody chose there yet."""
+    """The script: it stores each of our choices in the browser unless one is stored."""
     pairs = json.dumps({name: json.dumps(value) for name, value in _CHOICES.items()}, sort_keys=True)
     return f"for(const[k,v]of Object.entries({pairs}))if(localStorage.getItem(k)===null)localStorage.setItem(k,v)"

@@ -1,6 +1,6 @@
-"""Where a store is: what a path or a URL means, what errors call it, and what of it can be seen before it is opened.
+"""Where a store is: the meaning of a path or a URL, the name that errors give a store, and checks before it is opened.
 
-A URL may hold a password, also where it is malformed: no message repeats what was not understood.
+A URL may hold a password, even a malformed URL, so no message repeats a URL that could not be parsed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _SQLITE: Final = {
     "nolock": (re.compile("0|1"), "0 or 1"),
     "timeout": (re.compile(r"\d+(\.\d+)?"), "a number of seconds"),
 }
-"""Parameters of a SQLite URL, and what they may be."""
+"""Parameters of a SQLite URL, with a pattern of their values and its description."""
 
 _IN_URI: Final = ("mode", "cache", "immutable", "nolock")
-"""Those that SQLite itself reads, which it does with `uri=true` only."""
+"""Parameters that SQLite itself reads; it does so only with `uri=true`."""
 
 
 def make_store_url(url: str | Path) -> URL:
-    """SQLAlchemy's URL of a store. `sqlite:PATH`, and whatever has no scheme, is the path of a SQLite file.
+    """SQLAlchemy's URL of a store. A text without a scheme, or after `sqlite:`, is the path of a SQLite file.
 
     Raises StoreError.
     """
@@ -66,7 +66,7 @@ def make_store_url(url: str | Path) -> URL:
 
 
 def store_name(url: URL) -> str:
-    """What errors call the store: a SQLite file's path, or the URL without its password."""
+    """The name that errors give a store: the path of a SQLite file, or the URL without its password."""
     if url.get_backend_name() == "sqlite" and url.database:
         return url.database
     unshown = [name for name in url.query if name not in _SHOWN]
@@ -75,7 +75,7 @@ def store_name(url: URL) -> str:
 
 
 def file_of(url: URL) -> Path | None:
-    """The file of a SQLite URL; None of a database in memory."""
+    """The file of a SQLite URL; None for a database in memory."""
     database = url.database or ""
     if "uri" in url.query:
         database = unquote(urlsplit(database).path)
@@ -83,7 +83,7 @@ def file_of(url: URL) -> Path | None:
 
 
 def check_file(url: URL, name: str, create: bool) -> None:
-    """Raises StoreError where the path cannot be that of a file or, with `create=False`, of none that is there."""
+    """Raises StoreError if the path cannot be that of a file or, with `create=False`, if no file is there."""
     path = file_of(url)
     if path is None:
         return
@@ -102,8 +102,8 @@ def check_file(url: URL, name: str, create: bool) -> None:
 
 
 def readable(url: URL) -> URL:
-    """The URL to open a SQLite file by: one that this process may not write, or whose write-ahead log it may not make,
-    is opened for reading. Source: SQLite, "Read-Only WAL-Mode Databases"."""
+    """The URL that opens a SQLite file. It opens the file read-only if this process may not write it, or may not create
+    its write-ahead log. Source: SQLite, "Read-Only WAL-Mode Databases"."""
     path = file_of(url)
     if path is None or "uri" in url.query or not path.exists():
         return url
@@ -139,7 +139,7 @@ def _checked_server(url: URL) -> URL:
 
 
 def check_parameters(url: URL, name: str) -> None:
-    """Raises StoreError where a parameter of a PostgreSQL URL is none of libpq's."""
+    """Raises StoreError if libpq does not know a parameter of a PostgreSQL URL."""
     from psycopg import pq
 
     known = {option.keyword.decode() for option in pq.Conninfo.get_defaults()}

@@ -19,21 +19,22 @@ from sqlalchemy.exc import DisconnectionError
 _T = TypeVar("_T")
 
 PING_S: Final = 5.0
-"""Wall seconds that the server may take to say that an idle connection still works, before another one is made."""
+"""Seconds that the server may take to answer on an idle connection before a new connection replaces it."""
 SILENT: Final = "the server gave no answer"
-"""What the error of a wait that is given up says."""
+"""The text of the error when a wait is given up."""
 
 _INTERVAL_S: Final = 0.1
 
 
 class BoundedConnection(psycopg.Connection[Any]):
-    """A connection that is closed where the server takes longer than `answer_s` to answer, or where a signal raises
-    while it is waited for. A server that runs ends the session as soon as it tries to answer."""
+    """A connection that closes itself if the server takes longer than `answer_s` seconds to answer, or if a signal
+    handler raises during the wait. A live server ends the session when it next tries to answer."""
 
     answer_s: float = inf
 
     def wait(self, gen: PQGen[_T], interval: float = _INTERVAL_S, timeout: float | None = None) -> _T:
-        """As psycopg's, which waits for ever and, interrupted, for an answer to its request to cancel.
+        """Wait as psycopg does, but with an end: psycopg waits without a limit, and after an interrupt it waits for the
+        answer to its request to cancel.
 
         Raises OperationalError.
         """
@@ -50,7 +51,7 @@ class _SilentError(psycopg.OperationalError):
 
 
 def _until(gen: PQGen[_T], deadline: float) -> PQGen[_T]:
-    """What `gen` asks to wait for, with _SilentError at the `deadline`. It is resumed at every interval."""
+    """Pass on what `gen` waits for. Raises _SilentError after the `deadline`, which it checks at every interval."""
     ready = None
     while True:
         try:
@@ -64,7 +65,7 @@ def _until(gen: PQGen[_T], deadline: float) -> PQGen[_T]:
 
 
 def ping(connection: BoundedConnection) -> None:
-    """Raises psycopg's Error where the connection, in no transaction, does not work any more."""
+    """Ask the server for an answer. Raises psycopg's Error if the connection, which is in no transaction, is broken."""
     usual, connection.answer_s = (connection.autocommit, connection.answer_s), PING_S
     try:
         connection.autocommit = True
@@ -76,8 +77,8 @@ def ping(connection: BoundedConnection) -> None:
 
 
 def limits(lock_s: float, answer_s: float) -> dict[str, Any]:
-    """Parameters of a connection that waits no longer than `lock_s` for a server or there for a lock, and whose
-    statements take no longer than `answer_s`."""
+    """Parameters of a connection that waits at most `lock_s` seconds for a server and for a lock, and whose statements
+    take at most `answer_s` seconds."""
     return {
         "connect_timeout": lock_s,
         "options": f"-c lock_timeout={lock_s}s -c statement_timeout={answer_s:.0f}s",
@@ -89,7 +90,7 @@ def limits(lock_s: float, answer_s: float) -> dict[str, Any]:
 
 
 def bound(engine: Engine, answer_s: float) -> None:
-    """Give the engine bounded connections, whose idle ones are asked whether they still work before they are used."""
+    """Give the engine bounded connections, and have it check an idle connection before it uses the connection."""
 
     @event.listens_for(engine, "do_connect")
     def connect(dialect: Any, record: Any, arguments: Any, parameters: Any) -> BoundedConnection:

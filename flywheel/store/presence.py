@@ -1,7 +1,7 @@
-"""Which runs are alive that share a store, told by locks that end with their holder, however that ends.
+"""Which of the runs that share a store are alive. Each run holds a lock, which ends with the run's process.
 
-On a file: a locked file a run beside it, since all that write to a SQLite file are on one machine. On a server: an
-advisory lock a run, in a session of its own. Source: flock(2); PostgreSQL, explicit locking.
+Beside a SQLite file, every run locks a file of its own: all processes that write to the store are on one machine. On a
+server, every run holds an advisory lock in a session of its own. Source: flock(2); PostgreSQL, explicit locking.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _HOLD: Final = text("SELECT pg_advisory_lock(:locks, :run)")
 
 
 class Presence(Protocol):
-    """That one run is alive, from its making until `end` or the end of its process."""
+    """Shows other runs that one run is alive, from its creation until `end` or the end of its process."""
 
     run: int
     """Its number, drawn at random."""
 
     def renew(self) -> None:
-        """See that others can see this run. Raises StoreError."""
+        """Take the lock again if it was lost, so that other runs see this run. Raises StoreError."""
         ...
 
     def alive(self) -> set[int]:
-        """The runs that are, this one among them. Raises StoreError."""
+        """The numbers of the live runs, this one included. Raises StoreError."""
         ...
 
     def end(self) -> None:
-        """The run is over."""
+        """End the run: give up its lock."""
         ...
 
 
 def enter(engine: Engine, name: str) -> Presence:
-    """A new run of the store that errors call `name`. Raises StoreError."""
+    """Begin a run on a store; `name` is the store's name in errors. Raises StoreError."""
     if engine.dialect.name == "sqlite":
         with reported(name), engine.connect() as connection:
             file: str = connection.exec_driver_sql("PRAGMA database_list").fetchone()[2]  # type: ignore[index]
@@ -71,7 +71,8 @@ class _LockedFile:
 
     @staticmethod
     def _lock(path: Path) -> int:
-        """Of a file that is still there once it is locked: another run may have swept it up."""
+        """Lock a file and return its descriptor. Another run may remove the file before it is locked; then this tries
+        again."""
         while True:
             descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -81,7 +82,7 @@ class _LockedFile:
             os.close(descriptor)
 
     def renew(self) -> None:
-        """The lock lasts."""
+        """Nothing to do: the lock lasts as long as the process."""
 
     def alive(self) -> set[int]:
         found = set()
@@ -97,7 +98,7 @@ class _LockedFile:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process holds a run's file, or may hold it since it cannot be read. Removes a file that none holds."""
+    """Whether a process holds a run's file. An unreadable file counts as held. Removes a file that none holds."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -130,7 +131,7 @@ class _Session:
             return connection
 
     def renew(self) -> None:
-        """A restart of the server has ended the session, and the lock with it."""
+        """Open the session again if it has ended: a restart of the server ends it, and its lock."""
         from psycopg import Error
 
         from flywheel.store.postgres import BoundedConnection, ping
@@ -148,7 +149,7 @@ class _Session:
             return set(self._connection.execute(_HELD, {"locks": _LOCKS}).scalars())
 
     def end(self) -> None:
-        """Closes the session, and so gives back the lock, without a word to a server that may not answer."""
+        """Close the session, which gives up the lock. Sends nothing to the server, which may not answer."""
         if not self._connection.closed:
             self._connection.invalidate()
             self._connection.close()

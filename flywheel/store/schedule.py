@@ -23,8 +23,8 @@ FORMAT_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What a schedule file asks for: lower this config for this model, GPU, dtype, context, batch and format of
-    weights."""
+    """The content of a schedule file: a config, and the model, GPU, dtype, context (rows of the KV cache), batch
+    (sequences in a step) and format of weights to lower it for."""
 
     model: str
     gpu: str
@@ -40,8 +40,8 @@ class Schedule:
 def schedule_document(record: TrialRecord, *, command: str) -> dict[str, Any]:
     """JSON-ready document of a measured or predicted trial; `command` is the line that makes its program again.
 
-    `predicted` and `measured` are separate objects, null where absent; the kind of an imported measurement is
-    "imported". Raises StoreError for a trial without a latency.
+    `predicted` and `measured` are separate objects, null if absent. The kind of an imported measurement is "imported".
+    Raises StoreError for a trial without a latency.
     """
     if record.objective_us is None:
         raise StoreError(

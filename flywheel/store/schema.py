@@ -30,8 +30,8 @@ VERSION_TABLE: Final = "schema_version"
 _SQL_TYPES: Final[dict[type, type[TypeEngine[Any]]]] = {str: Text, int: BigInteger, float: Double}
 
 _BEFORE: Final = {"batch": "1"}
-"""SQL of what a row says in a column that may not be empty and that came after the table: the database's default, so
-that a migration can add the column to rows that are there. Every row that this code adds says it itself."""
+"""Defaults, as SQL, of columns that may not be empty and that a migration added: rows from before get them. Rows that
+this code adds always have a value of their own."""
 
 metadata: Final = MetaData()
 
@@ -79,7 +79,8 @@ claims: Final = Table(
     Column("config_id", Text, primary_key=True),
     Column("run", BigInteger, nullable=False),
 )
-"""What runs are trying at the moment: the one table whose rows go, with the trial's row or with their run."""
+"""The configs that runs are trying now. Only this table loses rows: when a trial's row is appended, and when a run has
+ended."""
 
 ceilings: Final = Table(
     "ceilings",
@@ -94,7 +95,7 @@ ceilings: Final = Table(
     Column("created_at", Text, nullable=False),
     Index("ix_ceilings_gpu", "gpu"),
 )
-"""What `flywheel doctor --probe` measured, append-only; the newest row of a GPU holds."""
+"""The measurements of `flywheel doctor --probe`, append-only; the newest row of a GPU counts."""
 
 
 def record_values(record: TrialRecord) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The schedules that come with flywheel: the best that was measured of a piece of work, one file each."""
+"""The schedules that come with flywheel: one file for each piece of work, with its best measured schedule."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SHIPPED: Final = Path(__file__).resolve().parents[1] / "schedules"
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """A schedule that comes with flywheel: its file's name, and what it took where it was found.
+    """A schedule that comes with flywheel: the name of its file, and its measured latency `median_us`.
 
-    `campaign` and `trial` are of the row, and `table` is the table of rows in the repository, that say more.
+    `campaign` and `trial` name the row of that measurement, and `table` the table of the repository that has the row.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Shipped:
 
 @cache
 def shipped_schedules() -> tuple[Shipped, ...]:
-    """All of them, by file name. Raises IrFormatError and StoreError for a file that is none."""
+    """All shipped schedules, sorted by file name. Raises IrFormatError and StoreError for a malformed file."""
     return tuple(_read(path) for path in sorted(SHIPPED.glob("*.json")))
 
 

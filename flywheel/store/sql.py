@@ -1,4 +1,4 @@
-"""The trial store: campaigns and their append-only trials in SQL, and the questions asked of them."""
+"""The trial store: campaigns and their append-only trials in SQL, and queries of both."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _RECORD: Final = tuple(trials.c[column.name] for column in COLUMNS)
 def open_store(url: str | Path, *, create: bool = True) -> Store:
     """Open the store at a path (SQLite) or a `sqlite:` or `postgresql:` URL, creating or migrating it as needed.
 
-    With `create=False` it must be a store already, if of an older schema. Raises StoreError.
+    With `create=False` the store must exist; its schema may be older. Raises StoreError.
     """
     engine, name = make_engine(url, create=create)
     path = file_of(make_store_url(url))
@@ -67,7 +67,7 @@ def read_store(url: str | Path) -> Store:
 
 
 def _remove_empty(path: Path) -> None:
-    """What is left of a file that could not be made into a store."""
+    """Remove an empty file that could not be made into a store."""
     with suppress(OSError):
         if not path.stat().st_size:
             path.unlink()
@@ -107,7 +107,7 @@ class Store:
             raise StoreError(f"store {self.name}: campaign {campaign.name!r} already exists") from None
 
     def campaign(self, name: str) -> Campaign | None:
-        """The campaign of that name; None where there is none."""
+        """The campaign of that name; None if there is none."""
         with reading(self._engine, self.name) as connection:
             row = connection.execute(select(campaigns).where(campaigns.c.name == name)).mappings().one_or_none()
         return None if row is None else self._campaign(row)

@@ -1,4 +1,4 @@
-"""Where a mirror is: tracking URIs, what of them is shown, and what can be said before MLflow is asked.
+"""Where a mirror is: tracking URIs, how messages show them, and checks before MLflow connects.
 
 MLflow itself waits for a database for minutes, and a URI may hold a password.
 """
@@ -19,9 +19,9 @@ from flywheel.errors import MirrorError, UsageError
 from flywheel.store.places import file_of, make_store_url
 
 CONNECT_S: Final = 5
-"""Wall seconds that a tracking database may take to answer."""
+"""Seconds after which a tracking database that has not answered is given up."""
 ANSWER_S: Final = 2.0
-"""What a tracking server may take to answer before it is said that it does not."""
+"""Seconds after which a tracking server that has not answered is reported."""
 
 _PARTS: Final = re.compile(r"([a-z][a-z0-9+.-]*:/*)?(.*@)?([^?#]*)", re.IGNORECASE | re.DOTALL)
 _PATIENT: Final = ("postgresql", "mysql", "mariadb")
@@ -36,7 +36,7 @@ def local_tracking(store_url: str) -> str:
 
 
 def shown(uri: str) -> str:
-    """A tracking URI without its password and its parameters, also where it is malformed."""
+    """A tracking URI without its password and its parameters, even if it is malformed."""
     found = _PARTS.match(uri)
     assert found is not None  # every part may be empty
     scheme, secret, rest = found.groups()
@@ -48,8 +48,8 @@ def shown(uri: str) -> str:
 
 
 def check_tracking(uri: str, store_url: str) -> None:
-    """Raises UsageError for a URI that is none, whose driver is not installed, or that is the store itself, MirrorError
-    for a database that does not answer within CONNECT_S."""
+    """Raises UsageError for a malformed URI, for a database whose driver is not installed, and for the store itself;
+    MirrorError for a database that does not answer within CONNECT_S."""
     if is_server(uri):
         _check_server(uri)
     elif "://" in uri:
@@ -57,12 +57,12 @@ def check_tracking(uri: str, store_url: str) -> None:
 
 
 def is_server(uri: str) -> bool:
-    """Whether a tracking URI is that of a server, whose pages can be looked at."""
+    """Whether a tracking URI is that of a server, which has pages to look at."""
     return re.match("https?:", uri, re.IGNORECASE) is not None
 
 
 def check_answer(uri: str) -> None:
-    """Raises MirrorError for a server that does not answer within ANSWER_S, be it for its name, its port or itself."""
+    """Raises MirrorError for a server that does not answer within ANSWER_S, whatever the reason."""
     if not is_server(uri):
         return
     found: list[str] = ["nothing was heard"]
@@ -74,7 +74,7 @@ def check_answer(uri: str) -> None:
 
 
 def _ask(uri: str, found: list[str]) -> None:
-    """Whatever a server answers shows that it is there."""
+    """Ask once, and append the trouble to `found`, or an empty text: any answer shows that the server is there."""
     parts = urlsplit(uri)
     kind = HTTPSConnection if parts.scheme.lower() == "https" else HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=ANSWER_S)

@@ -1,4 +1,4 @@
-"""Trials as TSV and CSV: the columns of COLUMNS, in that order, with empty cells for what is absent."""
+"""Trials as TSV and CSV: the columns of COLUMNS in their order. The cell of an absent value is empty."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def to_csv(records: Iterable[TrialRecord]) -> str:
 
 
 def from_tsv(text: str, batch: int | None = None) -> list[TrialRecord]:
-    """Records of a table that `to_tsv` wrote; a nullable column may be missing, none may be unknown.
+    """The records of a table that `to_tsv` wrote. Nullable columns may be missing; unknown columns are errors.
 
-    `batch` is that of all rows of a table without that column; one that has it says it itself.
-    Raises StoreError with the line number.
+    `batch` is the batch of all rows if the table has no such column; otherwise the column counts. Raises StoreError
+    with the number of the line.
     """
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
     given = {} if batch is None or "batch" in lines[0].split("\t") else {"batch": batch}
@@ -79,7 +79,7 @@ def _record(number: int, line: str, columns: list[Column], given: Mapping[str, A
 
 
 def _parsed(column: Column, cell: str) -> Any:
-    """Raises ValueError or KeyError for what `_cell` never writes."""
+    """Raises ValueError or KeyError for a cell that `_cell` never writes."""
     if column.python_type is not str and _NUMBER.fullmatch(cell) is None:
         raise ValueError
     return column.python_type(_unescape(cell))
