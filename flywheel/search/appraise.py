@@ -1,4 +1,4 @@
-"""One config on its own: what becomes of it, beside the best that the store knows of the same work."""
+"""Evaluating one config, beside the best trial that the store has of the same work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flywheel.store.sql import Store
 from flywheel.vm.client import Client
 
 ROUNDS: Final = 5
-"""Times that a schedule and the incumbent are loaded anew and timed."""
+"""How often the schedule and the incumbent are loaded anew and timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Appraisal:
     """An evaluation under `measure`, predict or cuda, and the incumbent: the best trial that the store has of the same
     work under the same kind of measure, None where it has none.
 
-    `gained` is how it stands against the incumbent where both were measured in turn. `changed` holds, by knob, what the
-    incumbent has and what the config has; by parameter of the config where one of them lies outside the search space.
+    `gained` compares it with the incumbent if both were measured in turn. `changed` holds (incumbent's value, config's
+    value) by knob; by parameter of the config if one of the two lies outside the search space.
     """
 
     measure: str
@@ -55,11 +55,11 @@ Compare = Callable[[MegakernelProgram], Contest]
 def appraise(
     config: ScheduleConfig, workload: Workload, measure: str, store: Store | None, predictor: Predictor = STOCK
 ) -> Appraisal:
-    """Lower, validate, and predict or measure, in turn with the incumbent where that can be lowered today; nothing is
-    written, and no earlier trial answers.
+    """Lower and validate a config, and predict or measure it. A measurement takes turns with the incumbent if the
+    incumbent can still be lowered. Nothing is written, and no earlier trial answers.
 
-    `measure` is auto, predict or cuda. Raises NoGpuError and UsageError where cuda cannot be had, ConfigError for
-    formats of weights without kernels, StoreError, and what stops a GPU worker from starting.
+    `measure` is auto, predict or cuda. Raises NoGpuError and UsageError if cuda is impossible here, ConfigError for
+    formats of weights without kernels, StoreError, and any error that stops a GPU worker from starting.
     """
     check_kernels(workload)
     wanted = measure_of(workload, measure)
@@ -90,7 +90,7 @@ def _gained(contest: Contest | None) -> Gain | None:
 
 
 def changes(space: Space, before: ScheduleConfig, after: ScheduleConfig) -> dict[str, tuple[Value, Value]]:
-    """What tells two configs apart: knobs where both are of the space, else parameters of the config."""
+    """The differences of two configs: knobs if both lie in the space, else parameters of the config."""
     first, second = space.to_choice(before), space.to_choice(after)
     if first is None or second is None:
         first, second = configurations([before, after])

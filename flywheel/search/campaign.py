@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A finished trial and where the campaign stands. `elapsed_s` and `new_trials` are this run's."""
+    """A finished trial and the state of the campaign. `elapsed_s` and `new_trials` count this run only."""
 
     record: TrialRecord
     best: TrialRecord | None
@@ -59,8 +59,8 @@ class Progress:
 class CampaignResult:
     """How a run of a campaign ended. `stopped` is trials, time, until, patience, exhausted or interrupted.
 
-    `tied` are rows that `best` cannot be told from, where it was measured in a final. `foreseen` is what this run
-    predicted to choose what to measure; none of it is a trial.
+    `tied` are the rows that a final could not tell from `best`. `foreseen` sums up the predictions that this run made
+    to choose its measurements; none of them is a trial.
     """
 
     name: str
@@ -79,7 +79,7 @@ Watch = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
-    """What a study asked for: `trial` there, and whether it `repeats` what had been tried by then."""
+    """A config that a study asked for: its number `trial` in the study, and whether it `repeats` an earlier trial."""
 
     study: CampaignStudy
     trial: Trial
@@ -91,9 +91,9 @@ class _Proposal:
 
 
 PROPOSALS: Final = 64
-"""How many proposals may be refused, because other runs are trying them, before this one waits."""
+"""How many proposals in a row other runs may be trying already before this run waits."""
 WAIT_S: Final = 0.1
-"""Time between two looks at what other runs have found, where there is nothing else to do."""
+"""Seconds between two looks at the rows of other runs while this run has nothing else to do."""
 
 
 def _check_gpu(name: str, known: Sequence[TrialRecord], gpu: str | None) -> None:
@@ -137,9 +137,9 @@ class CampaignRun:
         self._learn(store.trials(name))
 
     def _learn(self, known: Sequence[TrialRecord]) -> None:
-        """Stand where the campaign's rows stand: at the start, and again where another process has added some.
+        """Read the campaign's rows: at the start, and again after another process has added rows.
 
-        Raises UsageError where they were measured on another GPU.
+        Raises UsageError if they were measured on another GPU.
         """
         if self._measured:
             _check_gpu(self._name, known, self._environment.gpu)
@@ -157,7 +157,7 @@ class CampaignRun:
         self._enqueue()
 
     def _enqueue(self) -> None:
-        """Let the study begin with the seeds that were not tried and are not under way."""
+        """Let the study begin with the seeds that no run has tried or is trying."""
         under_way = {proposal.config_id for proposal, _ in self._flight}
         if self._asked is not None:
             under_way.add(self._asked.config_id)
@@ -170,11 +170,11 @@ class CampaignRun:
                 self._study.enqueue(choice)
 
     def _first(self) -> list[dict[str, Value]]:
-        """What is tried before the sampler is asked: what was imported, what is good nearby, what is good anywhere."""
+        """The configs to try before the sampler proposes any: imported, good for similar work, good in general."""
         return [*map(self._space.nearest, self._priors), *self._space.known_good()]
 
     def run(self, watch: Watch, interrupted: Callable[[], bool]) -> CampaignResult:
-        """Run until a budget is spent or `interrupted`; trials under way are finished and kept."""
+        """Run until a budget is spent or `interrupted` returns true. Trials that have begun are finished and kept."""
         with self._store.share(self._name) as claims:
             return self._run(claims, watch, interrupted)
 
@@ -217,7 +217,7 @@ class CampaignRun:
         return Progress(record, tally.best, dict(tally.outcomes), tally.trials, self._own, elapsed, improved)
 
     def _propose(self, claims: Claims) -> _Proposal | None:
-        """What to try next beside what is under way, claimed; None where other runs are trying whatever is left."""
+        """The next config to try, claimed for this run; None if other runs are trying all that is left."""
         for _ in range(PROPOSALS):
             self._asked = proposal = self._asked or self._ask()
             answer = self._claim(claims, proposal)
@@ -257,7 +257,7 @@ class CampaignRun:
         return Claim.TAKEN
 
     def _rows_of_others(self) -> list[TrialRecord]:
-        """Rows behind those that are known, of which the store says that there are some. Raises StoreError."""
+        """The rows that this run has not seen. Raises StoreError if the store counts some but returns none."""
         news = self._store.trials(self._name, self._tally.next)
         if not news:
             where = f"store {self._store.name}: campaign {self._name!r}"
@@ -265,7 +265,7 @@ class CampaignRun:
         return news
 
     def _catch_up(self, claims: Claims) -> None:
-        """Learn what other runs have found; where one has ended without, what it was trying is there to be tried."""
+        """Learn the rows of other runs. The configs of a run that ended without rows can be tried again."""
         held = claims.held()
         self._learn_new(self._store.trials(self._name, self._tally.next))
         if not self._taken <= held:
@@ -291,15 +291,15 @@ class CampaignRun:
             self._count(record)
 
     def _submit(self, config: ScheduleConfig) -> Callable[[], Evaluation]:
-        """What is good elsewhere is measured, whatever is predicted of it."""
+        """Submit a proposal. A config that is good for other work is measured whatever the prediction says."""
         limit_us = None
         if self._prefilter is not None and config.config_id not in self._seeds:
             limit_us = self._prefilter.limit_us(self._tally.best)
         return self._engine.submit(config, self._rivals(config), limit_us=limit_us)
 
     def _rivals(self, config: ScheduleConfig) -> tuple[ScheduleConfig, ...]:
-        """What a config is measured against: the best so far, if by these kernels: others may not have one for it. What
-        was measured elsewhere bars nothing from being the first best here."""
+        """The configs that a config is measured in turn with: the best so far, if these kernels measured it, since
+        other kernels may not run it. An imported best does not count."""
         best, here = self._tally.best, self._environment
         if not self._measured or best is None or best.is_imported or best.config_id == config.config_id:
             return ()
@@ -351,14 +351,14 @@ class CampaignRun:
         return record, self._count(record)
 
     def _count(self, record: TrialRecord) -> bool:
-        """Let a row count, this run's or another's; whether it is the best so far."""
+        """Count a row of this or another run. Returns whether it is the best so far."""
         if self._left is not None and record.config_id not in self._tally.tried:
             self._left -= 1
         self._taken.discard(record.config_id)
         return self._tally.count(record)
 
     def _answer(self, proposal: _Proposal) -> Callable[[], Evaluation] | None:
-        """What this run already knows of a config."""
+        """The earlier trial that answers for a config, if this run knows one."""
         known = self._answers.get(proposal.config_id)
         return None if known is None else lambda: known
 
@@ -375,7 +375,7 @@ def _config(record: TrialRecord) -> ScheduleConfig:
 
 
 def _is_lasting(record: TrialRecord) -> bool:
-    """Another run may find the memory."""
+    """Whether another run would find the same: memory that was not free may be free then."""
     return record.outcome != "no_memory"
 
 

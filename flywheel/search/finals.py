@@ -1,4 +1,4 @@
-"""The end of a measured campaign: its best programs once more, in turn on one GPU, and whether one is the best."""
+"""The end of a measured campaign: its best programs are measured again, in turn on one GPU, and compared."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from flywheel.store.sql import Store
 
 FINALISTS: Final = 5
 ROUNDS: Final = 12
-"""Times that all of them are loaded anew and timed."""
+"""How often all finalists are loaded anew and timed."""
 
 
 def finalists(records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The fastest FINALISTS programs, each by its fastest row, of imported ones too; none where fewer than two were
-    measured, or where these have had their final for this store."""
+    """The rows of the fastest FINALISTS programs, imported ones included, each by its fastest row. Empty if fewer than
+    two programs were measured, or if these programs have had their final in this store."""
     fastest: dict[str | None, TrialRecord] = {}
     for record in sorted(standing(records), key=lambda record: (record.objective_us or 0.0, record.trial)):
         if record.outcome == "measured":
@@ -44,9 +44,10 @@ def finalists(records: Sequence[TrialRecord]) -> list[TrialRecord]:
 def hold_final(
     store: Store, name: str, engine: Engine, spec: CampaignSpec, environment: Environment
 ) -> list[TrialRecord]:
-    """Measure a campaign's best programs again, in turn, and append the rows of that: none where a worker dies of it.
+    """Measure a campaign's best programs again, in turn, and append a row for each; no rows if a worker dies meanwhile.
 
-    They take the place of all rows before them, so another process's new ones may call for another final.
+    The new rows count instead of all earlier rows of their programs. Rows that another process appends meanwhile may
+    require another final.
     """
     while chosen := finalists(store.trials(name)):
         rows = measure_again(chosen, engine, spec, environment)
@@ -56,7 +57,7 @@ def hold_final(
 
 
 def _append(store: Store, name: str, rows: list[TrialRecord], chosen: Sequence[TrialRecord]) -> bool:
-    """Number the rows and append them, all or none; False where the `chosen` are no longer the ones to choose."""
+    """Number the rows and append all of them, or none and return False if the `chosen` are no longer the finalists."""
     programs = [record.program_id for record in chosen]
     while True:
         known = store.trials(name)
@@ -72,10 +73,10 @@ def _append(store: Store, name: str, rows: list[TrialRecord], chosen: Sequence[T
 def measure_again(
     chosen: Sequence[TrialRecord], engine: Engine, spec: CampaignSpec, environment: Environment
 ) -> list[TrialRecord]:
-    """A row for each of these programs, not yet numbered; none where a worker dies of it.
+    """Measure programs in turn. Returns a row for each, not yet numbered; no rows if a worker dies meanwhile.
 
-    One that turns out wrong has no row, and ends that contest: the others are measured again. `environment` is the
-    coordinator's.
+    A program that turns out to be wrong gets no row and ends the contest; the others are then measured again.
+    `environment` is the coordinator's.
     """
     while True:
         configs = [config_from_dict(json.loads(record.config)) for record in chosen]
@@ -105,7 +106,7 @@ def measure_again(
 
 
 def gains(contest: Contest, seed: int) -> list[Gain]:
-    """How each program of a contest stands against the fastest of the others."""
+    """The gain of each program of a contest over the fastest of the others."""
     medians = [median(us for samples in rounds for us in samples) for rounds in contest.times_us]
     order = sorted(range(len(medians)), key=medians.__getitem__)
     rivals = [order[1] if place == order[0] else order[0] for place in range(len(medians))]

@@ -1,4 +1,4 @@
-"""The knobs of the search: what each decides, and its values for a workload."""
+"""The knobs of the search: their meanings, and their values for a workload."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Knob:
 
 
 def rows_of(projections: Sequence[str], *waves: float) -> Callable[[Workload], list[Value]]:
-    """Tile heights that give each SM about `waves` tiles of the projections together, none above the tallest one."""
+    """Tile heights, in rows, that give each SM about `waves` tiles of the projections together; at most the tallest."""
 
     def values(workload: Workload) -> list[Value]:
         ops = {op.name: op for block in blocks_of(workload) for op in block.ops}
@@ -54,7 +54,7 @@ def blocks_of(workload: Workload) -> tuple[Any, ...]:
 
 
 def _kv_blocks(workload: Workload) -> list[Value]:
-    """The context in 1, 2, 4 .. 32 blocks, of at least 32 positions each."""
+    """Sizes of KV blocks, in positions: the context in 1, 2, 4 .. 32 blocks, of at least 32 positions each."""
     context = workload.context
     sizes = {-(-context // (parts * 16)) * 16 for parts in (1, 2, 4, 8, 16, 32)}
     return sorted(size for size in sizes if size >= min(32, -(-context // 16) * 16))
@@ -119,7 +119,7 @@ def _variant(workload: Workload, smem: int, chunk: int) -> KernelVariant:
 
 
 def check_kernels(workload: Workload) -> None:
-    """Raises ConfigError where the CUDA VM multiplies no matrix of such a format: no schedule of the work would run."""
+    """Raises ConfigError if the CUDA VM has no kernel for a format of the work's matrices: no schedule would run."""
     for block in blocks_of(workload):
         for tensor in block.tensors.values():
             if tensor.format is None:
@@ -159,7 +159,7 @@ def _depths(workload: Workload) -> list[int]:
 
 
 def distance(wanted: int, value: Value) -> int:
-    """How far a value is from the wanted one."""
+    """The distance of a value from the wanted one."""
     return abs(int(value) - wanted)
 
 

@@ -1,4 +1,4 @@
-"""Whether a difference of latencies is one: bootstrap intervals of samples that were taken in turn."""
+"""Telling differences of latencies from noise: bootstrap intervals of samples that were taken in turn."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from flywheel.measure.contest import Rounds
 
 CONFIDENCE: Final = 0.99
-"""Of an interval. Rounds are few for a bootstrap: where they differ most, it holds in some 0.96 of all cases
-(experiments/aa_noise.py)."""
+"""The nominal confidence of an interval. A bootstrap of few rounds is less sure: if rounds differ much, the interval
+holds in some 0.96 of all cases (experiments/aa_noise.py)."""
 
 _RESAMPLES: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """How much less a program takes than its rival, whose median is `rival_us`: bounds in us."""
+    """How much faster a program is than its rival: bounds in us. The rival's median latency is `rival_us`."""
 
     rival_us: float
     low_us: float
@@ -33,8 +33,8 @@ class Gain:
 def gain(program: Rounds, rival: Rounds, seed: int) -> Gain:
     """The CONFIDENCE interval of the median difference between samples that were taken side by side.
 
-    Rounds are drawn first, then samples within each: where a program was loaded is common to a whole round. Rounds are
-    cut to the shortest. The same samples and seed give the same interval.
+    The bootstrap draws rounds, then samples within each round, because all samples of a round share the place at which
+    the program was loaded. Rounds are cut to the shortest. The same samples and seed give the same interval.
     """
     length = min(map(len, (*program, *rival)))
     ours, theirs = (np.array([samples[:length] for samples in rounds]) for rounds in (program, rival))

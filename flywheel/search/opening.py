@@ -1,4 +1,4 @@
-"""Which campaign a search runs: the one of its name, or a new one."""
+"""Opening the campaign of a search: the existing one of its name, or a new one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flywheel.store.sql import Store
 def open_campaign(
     spec: CampaignSpec, space: Space, store: Store, fresh: bool, predictor: str = MODEL_VERSION
 ) -> str:
-    """Name of the campaign to run: the newest of that name, or with `fresh` a new one behind it (`name.2`, ...).
+    """The name of the campaign to run: the newest of that name, or with `fresh` a new one (`name.2`, ...).
 
     `predictor` is the version of the cost model that it asks.
 
@@ -31,7 +31,7 @@ def open_campaign(
 
 
 def _open_or_create(spec: CampaignSpec, space: Space, store: Store, fresh: bool, predictor: str) -> str | None:
-    """None where another process took the name in the meantime."""
+    """Open or create the campaign; None if another process took the name in the meantime."""
     assert spec.name is not None
     newest, name = None, spec.name
     while (taken := store.campaign(name)) is not None:

@@ -1,4 +1,4 @@
-"""From an evaluation to the row that remembers it."""
+"""Making the row of an evaluation."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ def _result(outcome: TrialOutcome | TrialRecord) -> dict[str, Any]:
 
 
 def _told(reason: str) -> str:
-    """A reason as a row can hold it: whatever died may have said anything."""
+    """A reason in a form that a row can hold: a process that died may have printed anything."""
     return reason[:_MAX_REASON].encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")
 
 
 def result_columns(outcome: TrialOutcome) -> dict[str, Any]:
-    """What an outcome says, by column of a trial; the columns that it says nothing of are left out."""
+    """The values of an outcome, by column of a trial. Columns without a value are left out."""
     row: dict[str, Any] = {"outcome": outcome_name(outcome)}
     match outcome:
         case Measured(latency, verdict):
@@ -136,6 +136,6 @@ def _contest_columns(compared: Gain) -> dict[str, Any]:
 
 
 def _judged(verdict: Verdict) -> dict[str, Any]:
-    """An error that is no finite number is absent."""
+    """The columns of a verdict. An error that is not finite is absent."""
     error = verdict.error if isfinite(verdict.error) else None
     return {"verdict_error": error, "verdict_bound": verdict.bound, "verdict_where": verdict.where}

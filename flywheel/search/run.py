@@ -1,4 +1,4 @@
-"""One call from a campaign spec to its result: what the command line and scripts use."""
+"""One call from a campaign spec to its result, for the command line and scripts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from flywheel.store.sql import open_store
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A campaign about to run: its settled spec and name, where it stands, its environment, and what it starts from.
+    """A campaign that is about to run: its settled spec and name, the number `known` of its rows so far, the size of
+    its space, its environment, and the `starts` that the store or the package has for it.
 
-    `predictor` is the version of the cost model that it would predict with.
+    `predictor` is the version of the cost model that predictions would use.
     """
 
     spec: CampaignSpec

@@ -1,4 +1,4 @@
-"""What a campaign's rows add up to, while a run of it searches."""
+"""Running totals of a campaign's rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tally:
         self._programs = {record.program_id for record in trials}
 
     def count(self, record: TrialRecord) -> bool:
-        """Let a new trial's row count; whether it is the best so far."""
+        """Count the row of a new trial. Returns whether it is the best so far."""
         self.tried.add(record.config_id)
         self.next = record.trial + 1
         self.trials += 1
@@ -48,8 +48,8 @@ class Tally:
 
 
 def is_unmeasured(record: TrialRecord, measured: bool) -> bool:
-    """Whether a row of a campaign that is `measured` says that a measurement was not worth its time: no fact about what
-    it would have found."""
+    """Whether a row of a `measured` campaign says that its measurement was not worth the time. Such a row says nothing
+    about the latency that a measurement would have found."""
     return record.is_predicted and measured
 
 

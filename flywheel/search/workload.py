@@ -1,4 +1,4 @@
-"""What a campaign optimises: one model, on one GPU, at one context, for one sequence or some at once."""
+"""The work that a campaign optimises: a decode step of one model, on one kind of GPU, at one context and batch."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ class Workload:
 
     @property
     def gpu(self) -> str:
-        """What stores call the GPUs: the name of one, `2xh200` where two share a step."""
+        """The name of the GPUs in stores: that of one GPU, or `2xh200` if two share a step."""
         return self.target.name if self.ranks == 1 else f"{self.ranks}x{self.target.name}"
 
     @property
     def formats(self) -> WeightFormats:
-        """Of its matrices."""
+        """The formats of its matrices."""
         return PLAIN if self.weights is None else parse_formats(self.weights, self.dtype)
 
     @property
     def stored(self) -> str:
-        """How stores and files name the formats of its matrices: the dtype where nothing is quantised."""
+        """The name of the formats of its matrices in stores and files: the dtype if nothing is quantised."""
         return self.weights or self.dtype
 
     @cached_property
@@ -114,13 +114,13 @@ def _checkpoint_weights(path: Path | None, dtype: DType) -> str | None:
 
 
 def gpus_of(name: str) -> tuple[int, str]:
-    """(how many GPUs share a step, the name of each) by what stores call them."""
+    """(number of GPUs that share a step, name of each) from the name in stores."""
     shared = _SHARED.fullmatch(name.strip())
     return (1, name) if shared is None else (int(shared[1]), shared[2])
 
 
 def with_ranks(gpu: str, ranks: int | None) -> str:
-    """What stores call so many GPUs of the kind that `gpu` names; without a number, `gpu`."""
+    """The name in stores of `ranks` GPUs of the kind `gpu`; without a number, `gpu` itself."""
     if ranks is None:
         return gpu
     name = gpus_of(gpu)[1]
@@ -158,5 +158,5 @@ def find_target(name: str) -> GpuTarget:
 
 
 def default_context(spec: DecoderSpec) -> int:
-    """The context of a workload for which none is given: 512, or what the model has where that is less."""
+    """The context of a workload for which none is given: 512, or the model's longest if that is less."""
     return min(DEFAULT_CONTEXT, spec.max_position)
