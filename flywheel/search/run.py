@@ -68,7 +68,7 @@ def run_search(
     space = make_space(workload, spec.fix)
     make_sampler(spec.sampler, spec.seed, 0)  # raises before the store has a campaign that cannot run
     predictor = open_predictor(spec.machine, workload.target)
-    with open_site(spec, workload.target) as site:
+    with open_site(spec, workload.target, workload.ranks) as site:
         spec = with_name(replace(spec, model=workload.model, gpu=workload.gpu), site.measure, predictor.version)
         with (  # the store closes last: the last connection to a SQLite file folds its write-ahead log into it
             open_store(store_url) as store,

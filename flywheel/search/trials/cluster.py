@@ -35,11 +35,16 @@ _LEAVE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What the nodes of a cluster have in all, and whether it still answers."""
+    """What the nodes of a cluster have in all, the GPUs of each, and whether it still answers."""
 
     cpus: int
     gpus: int
     pulse: Pulse
+    node_gpus: tuple[int, ...] = ()
+
+    def sets_of(self, count: int) -> int:
+        """How many sets of so many GPUs there are, each on one node."""
+        return sum(gpus // count for gpus in self.node_gpus)
 
 
 @contextmanager
@@ -60,7 +65,9 @@ def connect(address: str | None) -> Iterator[Cluster]:
     try:
         resources = ray.cluster_resources()
         with Pulse(f"the cluster at {address}" if address else "the cluster of this machine") as pulse:
-            yield Cluster(int(resources.get("CPU", 0)), int(resources.get("GPU", 0)), pulse)
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            by_node = tuple([int(node.get("GPU", 0)) for node in nodes])
+            yield Cluster(int(resources.get("CPU", 0)), int(resources.get("GPU", 0)), pulse, by_node)
     finally:
         _disconnect()
 
@@ -87,7 +94,9 @@ def _check_head(address: str) -> None:
 
 
 class RayHost:
-    """A station in an actor that has `gpus` GPUs and a processor to itself, in a cluster with that pulse.
+    """A station in an actor that has `gpus` GPUs of one node and a processor to itself, in a cluster with that pulse.
+
+    Ray never takes an actor's resources from two nodes, as with a placement group of one bundle.
 
     Where the cluster is gone, its methods raise ClusterGoneError: no death of an actor is a schedule's fault then.
     """

@@ -57,11 +57,14 @@ class Site:
 
 
 @contextmanager
-def open_site(spec: CampaignSpec, target: GpuTarget) -> Iterator[Site]:
-    """What `spec.engine` stands for. Raises NoGpuError and UsageError as `settle_measure` does, and UsageError where
-    there are fewer GPUs or processors than workers, or no cluster."""
+def open_site(spec: CampaignSpec, target: GpuTarget, ranks: int = 1) -> Iterator[Site]:
+    """What `spec.engine` stands for; a worker that measures has `ranks` GPUs of one machine.
+
+    Raises NoGpuError and UsageError as `settle_measure` does, and UsageError where there are fewer GPUs or processors
+    than workers, or no cluster.
+    """
     if spec.engine == "local":
-        yield _here(spec, target)
+        yield _here(spec, target, ranks)
         return
     if find_spec("ray") is None:
         raise UsageError(f"--engine ray needs ray: {install_line('ray')}")
@@ -72,16 +75,23 @@ def open_site(spec: CampaignSpec, target: GpuTarget) -> Iterator[Site]:
     from flywheel.search.trials.cluster import RayHost, connect
 
     with connect(spec.ray_address) as cluster:
-        if spec.measure == "cuda" and not cluster.gpus:
-            raise NoGpuError(f"--measure cuda needs an {target.name}: no node of the Ray cluster has a GPU")
-        measure = "cuda" if cluster.gpus and spec.measure != "predict" else "predict"
-        gpus, there = (1, cluster.gpus) if measure == "cuda" else (0, cluster.cpus)
-        count = _workers(spec.workers or there, there, "the Ray cluster", "GPUs" if gpus else "processors")
+        sets = cluster.sets_of(ranks)
+        if spec.measure == "cuda" and not sets:
+            wanted = f"{ranks} GPUs" if ranks > 1 else "a GPU"
+            raise NoGpuError(f"--measure cuda needs {_named(target, ranks)}: no node of the Ray cluster has {wanted}")
+        measure = "cuda" if sets and spec.measure != "predict" else "predict"
+        gpus, there = (ranks, sets) if measure == "cuda" else (0, cluster.cpus)
+        counted = f"x {ranks} GPUs" if ranks > 1 else "GPUs"
+        count = _workers(spec.workers or there, there, "the Ray cluster", counted if gpus else "processors")
         names = [f"actor {number}" for number in range(count)]
         yield Site(measure, lambda setup: [RayHost(name, setup, gpus, cluster.pulse) for name in names])
 
 
-def _here(spec: CampaignSpec, target: GpuTarget) -> Site:
+def _named(target: GpuTarget, ranks: int) -> str:
+    return f"an {target.name}" if ranks == 1 else f"{ranks} {target.name}"
+
+
+def _here(spec: CampaignSpec, target: GpuTarget, ranks: int) -> Site:
     found = [(gpu, device) for gpu, device in list_gpus() if is_target(device, target)]
     present = found[0][1] if found else capture_environment().device
     measure = settle_measure(spec.measure, target, present, missing_modules())
@@ -89,9 +99,14 @@ def _here(spec: CampaignSpec, target: GpuTarget) -> Site:
         count = spec.workers or min(jobs_of(spec.jobs), _SIDE)
         queued = _QUEUED if spec.workers else _SIDE - count
         return Site(measure, lambda setup: [ProcessHost(f"process {number}", setup) for number in range(count)], queued)
+    if ranks > 1 and len(found) < ranks:
+        raise NoGpuError(f"--measure cuda needs {_named(target, ranks)}: this machine has {len(found)}")
+    starts = range(0, len(found) - ranks + 1, ranks)
+    sets = [",".join(gpu for gpu, _ in found[start : start + ranks]) for start in starts]
     # A GPU that the driver lists without an id is the one that CUDA takes by itself.
-    chosen = [(gpu, {"CUDA_VISIBLE_DEVICES": gpu}) for gpu, _ in found] or [(getattr(present, "name", "GPU"), {})]
-    count = _workers(spec.workers or len(chosen), len(chosen), "this machine", f"{target.name} GPUs")
+    chosen = [(gpus, {"CUDA_VISIBLE_DEVICES": gpus}) for gpus in sets] or [(getattr(present, "name", "GPU"), {})]
+    counted = f"{target.name} GPUs" if ranks == 1 else f"x {ranks} {target.name} GPUs"
+    count = _workers(spec.workers or len(chosen), len(chosen), "this machine", counted)
     return Site(measure, lambda setup: [ProcessHost(name, setup, environ) for name, environ in chosen[:count]])
 
 

@@ -359,3 +359,19 @@ def test_more_workers_than_the_cluster_has_are_refused(lab: Any, cluster: Any) -
         open_site(spec, lab.workload.target),
     ):
         pass
+
+
+def test_a_worker_of_two_gpus_has_both_on_one_node(lab: Any, cluster: Any, toy_measures: ModuleType) -> None:
+    from flywheel.search.trials.cluster import RayHost, connect
+
+    node = cluster.add_node(num_cpus=1, num_gpus=3)
+    try:
+        with connect(cluster.address) as found:
+            assert (found.sets_of(2), found.sets_of(3), found.sets_of(4)) == (1, 1, 0)
+            host = RayHost("pair", Setup(lab.workload, Predicting(toy_measures.smooth)), gpus=2, pulse=found.pulse)
+            try:
+                assert host.start().host
+            finally:
+                host.end(now=True)
+    finally:
+        cluster.remove_node(node)

@@ -47,6 +47,19 @@ def test_every_gpu_of_the_wanted_model_gets_a_worker_of_its_own(lab: Any, worker
 
 
 @pytest.mark.usefixtures("gpus")
+def test_a_worker_of_two_ranks_has_two_gpus_of_the_wanted_model(lab: Any) -> None:
+    setup = Setup(lab.workload, Predicting(lab.measure))
+    with open_site(CampaignSpec("small", "2xh100"), H100, 2) as site:
+        (host,) = site.make_hosts(setup)
+    assert isinstance(host, ProcessHost)
+    assert host._environ == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-c"}
+    with pytest.raises(NoGpuError, match=r"^--measure cuda needs 4 h100: this machine has 2$"):
+        open_site(CampaignSpec("small", "4xh100"), H100, 4).__enter__()
+    with pytest.raises(UsageError, match=r"^--workers 2: this machine has 1 x 2 h100 GPUs$"):
+        open_site(CampaignSpec("small", "2xh100", workers=2), H100, 2).__enter__()
+
+
+@pytest.mark.usefixtures("gpus")
 def test_more_workers_than_gpus_are_refused(lab: Any) -> None:
     with pytest.raises(UsageError, match=r"^--workers 3: this machine has 2 h100 GPUs$"):
         hosts(lab, workers=3)
