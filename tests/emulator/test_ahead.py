@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from chorus import alone, sing, voices
+from effort import sample
 from emulator.gpu import EmulatedGpu
 from emulator.sessions import emulated_session
 
@@ -55,7 +56,7 @@ def test_a_stream_is_what_steps_of_the_reference_vm_say(config: str) -> None:
     assert len(set(tokens)) > 1
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.5, seed=3), Sampling(repetition_penalty=50.0)], ids=str)
+@pytest.mark.parametrize("sampling", sample([Sampling(1.5, seed=3), Sampling(repetition_penalty=50.0)]), ids=str)
 def test_a_stream_draws_what_steps_draw(sampling: Sampling) -> None:
     weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
     with emulated_session(EmulatedGpu(), program_of("data"), SPEC, weights) as session:
@@ -77,7 +78,7 @@ def test_a_stream_that_is_left_early_gives_its_memory_back_and_the_next_one_is_r
     assert AHEAD > 1  # so that launches were queued behind the second token
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", sample(CONFIGS))
 def test_sequences_that_come_and_go_are_what_the_reference_vm_says(config: str) -> None:
     weights = random_weights(SPEC, 1, TORCH_DTYPES[DType.F32])
     program, every = program_of(config, 3), voices(6, SPEC.vocab, CONTEXT, 3)
