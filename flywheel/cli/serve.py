@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flywheel.cli.decoding import check_device, check_installed
+from flywheel.cli.interrupt import draining
 from flywheel.cli.options import SharedOption, command, json_option
 from flywheel.cli.text import note, show_json
 from flywheel.errors import UsageError
@@ -91,9 +92,14 @@ def serve(
             note(f"flywheel: serving {served} at {url}; Ctrl-C ends it")
             if as_json:
                 show_json({"url": url, "model": served, "schedule": loaded.schedule, "context": loaded.context})
-            run(engine, served, key, listener)
+            with draining(_nothing):  # answers under way may end
+                run(engine, served, key, listener)
         finally:
             engine.close()
+
+
+def _nothing() -> None:
+    """The terminal is as it was."""
 
 
 def _key(file: Path) -> str:

@@ -62,6 +62,7 @@ class Decoder:
         self._session, self._spec = session, spec
         self._batch = Batch(session)
         self._close = close
+        self._folder = folder
         self._stop_ids = frozenset[int]() if folder is None else end_ids(folder)
         self._tokenizer = Tokenizer(folder) if folder is not None and has_tokenizer(folder) else None
         self._speller = Speller(self._tokenizer.spell if self._tokenizer is not None else _no_spelling)
@@ -156,6 +157,10 @@ class Decoder:
             self._tokenizer.close()
         self._batch.close()
         self._close()
+
+    def second_tokenizer(self) -> Tokenizer | None:
+        """Another tokenizer of the model, for another thread; None where there is none. Who asks for it closes it."""
+        return None if self._folder is None or self._tokenizer is None else Tokenizer(self._folder)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text, or the ids themselves. Raises UsageError for text where there is no tokenizer."""

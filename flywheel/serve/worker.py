@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 from flywheel.decode.sampling import Sampling
 from flywheel.errors import FlywheelError, UsageError
 from flywheel.process import enter_child
 from flywheel.serve.answers import Answer, Finish, Piece
 from flywheel.serve.decoder import Decoder
+from flywheel.serve.reading import PromptReader
 
 MakeDecoder = Callable[[], Decoder]
 """Picklable; called once, in the worker."""
@@ -92,37 +93,58 @@ def work(connection: Connection, make_decoder: MakeDecoder) -> None:
         return
     with decoder:
         connection.send(Loaded(decoder.name, decoder.schedule, decoder.context, decoder.max_sequences))
-        answers: dict[int, Answer] = {}
-        while _listen(connection, decoder, answers):
-            decoder.advance()
-            for number in list(answers):
-                if _tell(connection, number, answers[number]):
-                    del answers[number]
+        with PromptReader(decoder.second_tokenizer()) as reader:
+            answer_all(connection, decoder, reader)
 
 
-def _listen(connection: Connection, decoder: Decoder, answers: dict[int, Answer]) -> bool:
+def answer_all(connection: Connection, decoder: Decoder, reader: PromptReader) -> None:
+    """Answer what the other end asks for until it hangs up. `reader` makes tokens of texts while others decode."""
+    answers: dict[int, Answer] = {}
+    reading: dict[int, Ask] = {}
+    while _listen(connection, decoder, reader, answers, reading):
+        decoder.advance()
+        for number in list(answers):
+            if _tell(connection, number, answers[number]):
+                del answers[number]
+
+
+def _listen(
+    connection: Connection, decoder: Decoder, reader: PromptReader, answers: dict[int, Answer], reading: dict[int, Ask]
+) -> bool:
     """Begin what was asked for and close what was cancelled, and wait where there is nothing to answer. False where the
     parent has hung up."""
     try:
-        while not answers or connection.poll():
+        while ready := wait([connection, reader.doorbell], None if not answers else 0):
+            if reader.doorbell in ready:
+                number, prompt = reader.take()
+                ask = reading.pop(number, None)
+                if ask is not None:
+                    _begin(connection, decoder, ask, prompt, answers)
+            if connection not in ready:
+                continue
             said = connection.recv()
-            if isinstance(said, Ask):
-                answer = _begin(connection, decoder, said)
-                if answer is not None:
-                    answers[said.number] = answer
-            elif said.number in answers:
-                answers.pop(said.number).close()
+            if not isinstance(said, Ask):
+                reading.pop(said.number, None)
+                if said.number in answers:
+                    answers.pop(said.number).close()
+            elif said.messages is not None or isinstance(said.prompt, str):
+                reading[said.number] = said
+                reader.read(said.number, said.prompt if isinstance(said.prompt, str) else said.messages or ())
+            else:
+                _begin(connection, decoder, said, said.prompt or (), answers)
     except EOFError:
         return False
     return True
 
 
-def _begin(connection: Connection, decoder: Decoder, ask: Ask) -> Answer | None:
+def _begin(
+    connection: Connection, decoder: Decoder, ask: Ask, prompt: Sequence[int] | FlywheelError,
+    answers: dict[int, Answer],
+) -> None:  # fmt: skip
+    """Answer a request whose tokens are `prompt`, or which ended before it had any."""
     try:
-        if ask.messages is not None:
-            prompt = decoder.chat(ask.messages)
-        else:
-            prompt = decoder.encode(ask.prompt if isinstance(ask.prompt, str) else list(ask.prompt or ()))
+        if isinstance(prompt, FlywheelError):
+            raise prompt
         room = decoder.context - len(prompt) + 1
         if room < 1:
             raise UsageError(f"prompt: its {len(prompt)} tokens do not fit the context of {decoder.context}")
@@ -132,10 +154,10 @@ def _begin(connection: Connection, decoder: Decoder, ask: Ask) -> Answer | None:
         )  # fmt: skip
     except FlywheelError as error:
         connection.send(Refused(ask.number, str(error), isinstance(error, UsageError)))
-        return None
+        return
     answer.begin()
     connection.send(Begun(ask.number, answer.prompt_tokens))
-    return answer
+    answers[ask.number] = answer
 
 
 def _tell(connection: Connection, number: int, answer: Answer) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from flywheel.decode.choices import choose
+from flywheel.decode.choices import Choices, choose
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.errors import UsageError
 
@@ -96,3 +99,36 @@ def test_without_a_temperature_the_largest_logit_is_taken_behind_the_penalty() -
 def test_values_out_of_range_are_named(given: dict[str, float], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Sampling(**given)  # type: ignore[arg-type]
+
+
+class _Ordered(TorchFunctionMode):
+    """The shapes that are sorted, or of which the largest are picked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in ("sort", "topk"):
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_only_the_rows_that_ask_are_ordered_and_each_draws_what_it_draws_alone() -> None:
+    rows = 8
+    logits = torch.randn(rows, 1000, generator=torch.Generator().manual_seed(5)) * 3
+    asked = {1: Sampling(1.0, top_p=0.9, seed=1), 4: Sampling(1.3, top_k=40, seed=2), 6: Sampling(0.7, seed=3)}
+    choices = Choices(rows, 1000, torch.device("cpu"))
+    for row, sampling in asked.items():
+        choices.begin(row, (1, 2), sampling)
+    tokens = logits.argmax(1)
+    with _Ordered() as ordered:
+        choices.replace(tokens, logits, dict.fromkeys(range(rows), 9))
+    assert ordered.shapes == [(1000,), (1000,)]
+    for row in range(rows):
+        sampling = asked.get(row, GREEDY)
+        nothing = torch.zeros(1000, dtype=torch.bool)
+        expected = logits[row].argmax() if row not in asked else choose(logits[row], nothing, sampling, 9)
+        assert int(tokens[row]) == int(expected)

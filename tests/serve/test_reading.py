@@ -1,0 +1,127 @@
+"""Texts become tokens beside the thread that decodes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.decode.sampling import GREEDY
+from flywheel.errors import UsageError
+from flywheel.serve.decoder import Decoder
+from flywheel.serve.reading import PromptReader
+from flywheel.serve.worker import Ask, Begun, Cancel, Ended, Part, Refused, answer_all
+
+LIMIT_S = 120.0
+"""What hangs."""
+
+
+class SlowEncoder:
+    """Has no answer to a text of one letter before it is told to."""
+
+    def __init__(self) -> None:
+        self.goes_on, self.closed = threading.Event(), threading.Event()
+
+    def encode(self, text: str) -> list[int]:
+        if text == "x":
+            assert self.goes_on.wait(LIMIT_S)
+            raise UsageError("prompt: too long")
+        return list(text.encode())
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self.encode(messages[0]["content"])
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@contextmanager
+def answering(checkpoint: Path, encoder: SlowEncoder) -> Iterator[Connection]:
+    """The other end of a worker in a thread."""
+    ours, theirs = Pipe()
+
+    def work() -> None:
+        with Decoder.load(str(checkpoint), device="reference", context=64) as decoder, PromptReader(encoder) as reader:
+            answer_all(theirs, decoder, reader)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        encoder.goes_on.set()
+        thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def ask(number: int, prompt: str | tuple[int, ...]) -> Ask:
+    return Ask(number, prompt, None, 12, GREEDY, (), True)
+
+
+def hear(connection: Connection) -> Any:
+    assert connection.poll(LIMIT_S)
+    return connection.recv()
+
+
+def hear_to_the_end(connection: Connection, number: int) -> list[Any]:
+    """What is said up to the end of a request."""
+    heard = [hear(connection)]
+    while not isinstance(heard[-1], Ended) or heard[-1].number != number:
+        heard.append(hear(connection))
+    return heard
+
+
+def test_a_text_that_is_being_tokenised_holds_no_answer_up(checkpoint: Path) -> None:
+    encoder = SlowEncoder()
+    with answering(checkpoint, encoder) as worker:
+        worker.send(ask(0, "x"))
+        worker.send(ask(1, (1, 2, 3)))
+        heard = hear_to_the_end(worker, 1)  # while the text of the first is not read
+        assert not encoder.goes_on.is_set()
+        assert heard[0] == Begun(1, 3)
+        assert sum(isinstance(each, Part) and each.piece.token_id is not None for each in heard) == 12
+        encoder.goes_on.set()
+        assert hear(worker) == Refused(0, "prompt: too long", True)
+    assert encoder.closed.wait(LIMIT_S)
+
+
+def test_a_request_that_is_cancelled_while_its_text_is_read_is_not_answered(checkpoint: Path) -> None:
+    encoder = SlowEncoder()
+    with answering(checkpoint, encoder) as worker:
+        worker.send(ask(0, "x"))
+        worker.send(ask(1, "later"))
+        worker.send(Cancel(0))
+        worker.send(ask(2, (1,)))
+        assert hear_to_the_end(worker, 2)[0] == Begun(2, 1)
+        encoder.goes_on.set()
+        assert {each.number for each in hear_to_the_end(worker, 1)} == {1}
+
+
+def test_texts_are_read_in_their_order_and_errors_are_values() -> None:
+    encoder = SlowEncoder()
+    encoder.goes_on.set()
+    with PromptReader(encoder) as reader:
+        reader.read(0, "ab")
+        reader.read(1, "x")
+        reader.read(2, [{"role": "user", "content": "c"}])
+        made = [reader.take() for _ in range(3)]
+    assert [number for number, _ in made] == [0, 1, 2]
+    assert (made[0][1], made[2][1]) == ([97, 98], [99])
+    assert isinstance(made[1][1], UsageError)
+
+
+def test_a_text_without_a_tokenizer_is_refused() -> None:
+    with PromptReader(None) as reader:
+        reader.read(5, "a")
+        number, made = reader.take()
+    assert number == 5
+    assert isinstance(made, UsageError)
+    with pytest.raises(UsageError, match="give token ids"):
+        raise made
