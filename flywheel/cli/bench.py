@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.core import ParameterSource
 
+from flywheel.cli.bench_serve import START, bench_served, show_served
 from flywheel.cli.chosen import Chosen, campaign_named, from_file, known
 from flywheel.cli.decoding import check_device, integers, open_model
 from flywheel.cli.exits import REJECTED
@@ -128,6 +129,17 @@ class Refused:
               help=f"Rounds of {SAMPLES} samples each; one loads the schedule anew.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
               help="Seed of the tokens, and of the weights where there is no checkpoint.")
+@click.option("--serve", "served", is_flag=False, flag_value=START, metavar="[URL]",
+              help="Instead: how long answers of a server with OpenAI's API take, or of one that this command starts.")
+@click.option("--clients", type=integers, default=(1, 8), show_default="1,8", metavar="N,N...",
+              help="With --serve: clients that ask at once.")
+@click.option("--requests", type=click.IntRange(1), default=64, show_default=True, metavar="N",
+              help="With --serve: requests for each number of clients.")
+@click.option("--prompt-words", type=click.IntRange(1), default=64, show_default=True, metavar="N",
+              help="With --serve: words of the longest prompt; lengths are drawn from --seed.")
+@click.option("--max-tokens", type=click.IntRange(2), default=64, show_default=True, metavar="N",
+              help="With --serve: tokens of each answer.")
+@click.option("--device", type=click.Choice(["cuda", "reference"]), help="With --serve: what a started server uses.")
 @click.option("--picture", type=click.Path(path_type=Path), metavar="FILE.svg", help="Draw the times as bars.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE.json",
               help="Write the JSON document, with all samples.")
@@ -147,6 +159,12 @@ def bench(
     campaign: str | None,
     rounds: int,
     seed: int,
+    served: str | None,
+    clients: tuple[int, ...],
+    requests: int,
+    prompt_words: int,
+    max_tokens: int,
+    device: str | None,
     picture: Path | None,
     store: str,
     output: Path | None,
@@ -159,6 +177,10 @@ def bench(
     Exit code 3 if any contestant has no time, or a schedule does not fit a context or batch.
     """
     _check(config_file, campaign, (output, picture))
+    if served is not None:
+        loads = bench_served(served, ctx.params)
+        _give(ctx, loads, output, as_json, lambda: show_served(loads))
+        ctx.exit(REJECTED if any(load["failed"] for load in loads["loads"]) else 0)
     check_device("cuda")
     given = None if config_file is None else load_config(config_file)
     asked: Schedule | Campaign | None = given if isinstance(given, Schedule) else None
@@ -172,18 +194,25 @@ def bench(
     else:
         chosen = known(work.workloads(), store if there or campaign is not None else None, campaign)
     document, comparisons = _compete(work, chosen, against, Plan(rounds, SAMPLES), seed)
-    document["command"] = spoken(ctx)
-    if output is not None:
-        write_file(output, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    _give(ctx, document, output, as_json, lambda: show_bench(document, comparisons))
     if picture is not None:
         write_file(picture, draw(document, comparisons))
-    if as_json:
-        show_json(document)
-    else:
-        show_bench(document, comparisons)
     untimed = any(entry.latency is None for comparison in comparisons for entry in comparison.entries)
     if untimed or document["refused"]:
         ctx.exit(REJECTED)
+
+
+def _give(
+    ctx: click.Context, document: dict[str, Any], output: Path | None, as_json: bool, show: Callable[[], None]
+) -> None:
+    """Write the document where it was asked for, and show it."""
+    document["command"] = spoken(ctx)
+    if output is not None:
+        write_file(output, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    if as_json:
+        show_json(document)
+    else:
+        show()
 
 
 def _check(config_file: str | None, campaign: str | None, files: Sequence[Path | None]) -> None:

@@ -1,0 +1,112 @@
+"""`flywheel bench --serve`: how long a server's answers take, as clients see it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, Final
+
+from flywheel.cli.text import note, show_document
+from flywheel.errors import UsageError
+from flywheel.serve.load import PERCENTILES, Server, draw_prompts, find_server, put_load
+
+FORMAT: Final = "flywheel-bench-serve"
+START: Final = "start"
+"""In the place of an address: a server that this command starts and ends."""
+_END_S: Final = 30.0
+
+
+def bench_served(where: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The document: for each number of clients, answers to texts of random lengths, as the command's `params` say.
+
+    A server that is started gets the model and the schedule from them. Raises UsageError where there is none.
+    """
+    if where == START and params["model"] is None:
+        raise UsageError("bench: --serve starts a server of --model; give that, or an address")
+    clients, requests, max_tokens = params["clients"], params["requests"], params["max_tokens"]
+    words, seed = params["prompt_words"], params["seed"]
+    with _served(where, _options(params)) as server:
+        prompts = draw_prompts(seed, requests, words)
+        put_load(server, prompts[:1], 1, min(max_tokens, 2))  # so that nobody pays for what a first request makes
+        loads = []
+        for count in clients:
+            note(f"flywheel: {count} client{'s' if count > 1 else ''}, {requests} requests")
+            loads.append(put_load(server, prompts, count, max_tokens).document())
+        return {
+            "format": FORMAT, "version": 1, "url": server.url, "model": server.model, "seed": seed,
+            "max_tokens": max_tokens, "longest_prompt_words": words, "loads": loads, "beside": _beside(),
+        }  # fmt: skip
+
+
+def _options(params: Mapping[str, Any]) -> dict[str, object]:
+    """Of `flywheel serve`, by what `flywheel bench` calls them."""
+    first = {name: params[name][0] if params[name] else None for name in ("contexts", "batches")}
+    same = {name: params[name] for name in ("model", "gpu", "dtype", "weights", "device")}
+    return {
+        **same, "schedule": params["config_file"], "context": first["contexts"], "max-sequences": first["batches"],
+    }  # fmt: skip
+
+
+def show_served(document: Mapping[str, Any]) -> None:
+    """The document as a table."""
+    heads = [f"{what} p{rank}" for what in ("first", "token") for rank in PERCENTILES]
+    rows = [["clients", "tokens/s", *heads, "failed"]]
+    for load in document["loads"]:
+        times = [
+            "-" if load[what] is None else f"{load[what][f'p{rank}']:.2f}"
+            for what in ("first_token_ms", "token_ms")
+            for rank in PERCENTILES
+        ]
+        rows.append([str(load["clients"]), f"{load['tokens_per_s']:.1f}", *times, str(len(load["failed"]))])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    beside = [f"{name}: {why}" for name, why in document["beside"].items()]
+    show_document("\n".join([f"{document['model']} at {document['url']}, times in ms", *lines, *beside]) + "\n")
+
+
+def _beside() -> dict[str, str]:
+    """Why other engines are not in the table."""
+    return {
+        name: f"not timed: {'start its server and give its address to --serve' if find_spec(name) else 'not installed'}"
+        for name in ("transformers", "vllm")
+    }
+
+
+@contextmanager
+def _served(where: str, options: Mapping[str, object]) -> Iterator[Server]:
+    if where != START:
+        yield find_server(where)
+        return
+    words = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flywheel", "serve", "--port", "0", *words], stderr=subprocess.PIPE, text=True,
+        process_group=0,
+    )  # fmt: skip
+    try:
+        yield find_server(_address(process))
+    finally:
+        _end(process)
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    """Where it serves, once it does. Raises UsageError with its last line where it ends before."""
+    assert process.stderr is not None
+    line = ""
+    for line in process.stderr:
+        found = re.search(r"at (http://\S+/v1);", line)
+        if found:
+            return found[1]
+    raise UsageError(f"bench: the server ended: {line.strip() or 'it said nothing'}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.communicate(timeout=_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()

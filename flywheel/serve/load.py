@@ -1,0 +1,177 @@
+"""A load for a server with OpenAI's API, and how long its answers took, as its clients saw it."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from time import perf_counter
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from flywheel.errors import UsageError
+
+PERCENTILES: Final = (50, 90, 99)
+_LIMIT_S: Final = 600.0
+"""Longest that a server may be silent."""
+_WORDS: Final = ("time", "once", "wheel", "upon", "a", "line", "there", "river", "stone", "was", "the", "and")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a server is, up to /v1, the model that it is asked for, and the key that it wants, if any."""
+
+    url: str
+    model: str
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer of `tokens` to a prompt of `prompt_tokens`; its first text came after `first_s`, its last after
+    `last_s`."""
+
+    prompt_tokens: int
+    tokens: int
+    first_s: float
+    last_s: float
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds for each token behind the first; None where there is no other."""
+        return (self.last_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What `clients` that asked one request after the other got within `seconds`; `failed` says why, of each."""
+
+    clients: int
+    seconds: float
+    answered: tuple[Answered, ...]
+    failed: tuple[str, ...]
+
+    def document(self) -> dict[str, Any]:
+        """JSON-ready: times in ms, null where nothing was answered."""
+        made = sum(each.tokens for each in self.answered)
+        return {
+            "clients": self.clients,
+            "requests": len(self.answered) + len(self.failed),
+            "failed": list(self.failed),
+            "seconds": self.seconds,
+            "prompt_tokens": sum(each.prompt_tokens for each in self.answered),
+            "tokens": made,
+            "tokens_per_s": made / self.seconds,
+            "first_token_ms": _percentiles([each.first_s for each in self.answered]),
+            "token_ms": _percentiles([s for each in self.answered if (s := each.token_s) is not None]),
+        }
+
+
+def draw_prompts(seed: int, count: int, longest: int) -> list[str]:
+    """Texts of 1 to `longest` words."""
+    dice = random.Random(seed)
+    return [" ".join(dice.choices(_WORDS, k=dice.randint(1, longest))) for _ in range(count)]
+
+
+def find_server(url: str, key: str | None = None) -> Server:
+    """A server by its address, with or without /v1, and the first model that it names. Raises UsageError."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"{url!r} is no address of a server; such is http://127.0.0.1:8000/v1")
+    path = parts.path.rstrip("/")
+    base = f"{parts.scheme}://{parts.netloc}{path if path.endswith('/v1') else path + '/v1'}"
+    with closing(_connect(base)) as connection:
+        try:
+            connection.request("GET", f"{urlsplit(base).path}/models", headers=_headers(key))
+            answer = connection.getresponse()
+            body = answer.read()
+            if answer.status != 200:
+                raise UsageError(f"{base}/models: status {answer.status}")
+            return Server(base, str(json.loads(body)["data"][0]["id"]), key)
+        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+            raise UsageError(f"{base}/models: {type(error).__name__}: {error}") from None
+
+
+def put_load(server: Server, prompts: Sequence[str], clients: int, max_tokens: int) -> Load:
+    """Let so many clients ask for continuations of the prompts, in turn, each the next when its last one has ended.
+    Answers are greedy, and go on behind the model's own end where the server can do that."""
+    answered: list[Answered] = []
+    failed: list[str] = []
+    left, lock = iter(prompts), threading.Lock()
+
+    def ask() -> None:
+        while True:
+            with lock:
+                prompt = next(left, None)
+            if prompt is None:
+                return
+            try:
+                answered.append(_ask(server, prompt, max_tokens))
+            except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+                failed.append(f"{type(error).__name__}: {error}"[:200])
+
+    started = perf_counter()
+    threads = [threading.Thread(target=ask) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return Load(clients, perf_counter() - started, tuple(answered), tuple(failed))
+
+
+def _ask(server: Server, prompt: str, max_tokens: int) -> Answered:
+    """Raises OSError, HTTPException, and ValueError for what is no whole answer."""
+    asked = {
+        "model": server.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    usage, first_s, last_s = None, 0.0, 0.0
+    with closing(_connect(server.url)) as connection:
+        started = perf_counter()
+        headers = {"Content-Type": "application/json", **_headers(server.key)}
+        connection.request("POST", f"{urlsplit(server.url).path}/completions", json.dumps(asked), headers)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise ValueError(f"status {answer.status}: {answer.read(200).decode(errors='replace')}")
+        for event in _events(answer):
+            now = perf_counter() - started
+            if "error" in event:
+                raise ValueError(str(event["error"].get("message")))
+            if any(choice.get("text") for choice in event["choices"]):
+                first_s, last_s = first_s or now, now
+            usage = event.get("usage") or usage
+    if usage is None:
+        raise ValueError("the answer broke off")
+    return Answered(usage["prompt_tokens"], usage["completion_tokens"], first_s, last_s)
+
+
+def _events(lines: Any) -> Iterator[dict[str, Any]]:
+    """The documents of a stream of events."""
+    for line in lines:
+        data = line.strip().removeprefix(b"data:").strip()
+        if line.startswith(b"data:") and data != b"[DONE]":
+            yield json.loads(data)
+
+
+def _connect(url: str) -> HTTPConnection:
+    parts = urlsplit(url)
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    return kind(parts.hostname or "", parts.port, timeout=_LIMIT_S)
+
+
+def _headers(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    """In ms; None of nothing."""
+    if not seconds:
+        return None
+    found = np.percentile(np.array(seconds) * 1e3, PERCENTILES)
+    return {f"p{rank}": float(value) for rank, value in zip(PERCENTILES, found, strict=True)}

@@ -1,0 +1,105 @@
+"""bench --serve: a load for a server, and what its clients saw."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from cli.conftest import invoke
+from serve.conftest import checkpoint as served_checkpoint
+
+from flywheel.errors import UsageError
+from flywheel.serve.load import Answered, Load, Server, draw_prompts, find_server, put_load
+
+checkpoint = served_checkpoint
+
+
+class Fake(BaseHTTPRequestHandler):
+    """Streams three tokens, and fails for prompts that hold the word wheel."""
+
+    asked: ClassVar[list[dict[str, Any]]] = []
+
+    def do_GET(self) -> None:
+        self._answer(200, json.dumps({"data": [{"id": "fake"}]}).encode())
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(asked)
+        if "wheel" in asked["prompt"]:
+            self._answer(500, b"no")
+            return
+        pieces: list[dict[str, Any]] = [{"choices": [{"text": text}]} for text in "abc"]
+        pieces.append({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}})
+        lines = [f"data: {json.dumps(piece)}\n\n" for piece in pieces]
+        self._answer(200, "".join([*lines, "data: [DONE]\n\n"]).encode())
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+@pytest.fixture
+def fake() -> Iterator[str]:
+    Fake.asked.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Fake) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_every_prompt_is_asked_once_whatever_the_clients(fake: str) -> None:
+    server = find_server(fake)
+    assert server == Server(f"{fake}/v1", "fake")
+    prompts = draw_prompts(7, 20, 4)
+    load = put_load(server, prompts, 3, 3)
+    assert sorted(asked["prompt"] for asked in Fake.asked) == sorted(prompts)
+    refused = sum("wheel" in prompt for prompt in prompts)
+    assert (len(load.failed), len(load.answered)) == (refused, len(prompts) - refused)
+    assert refused
+    assert {each.tokens for each in load.answered} == {3}
+    assert all(0 < each.first_s <= each.last_s <= load.seconds for each in load.answered)
+
+
+def test_percentiles_and_rates_are_of_what_was_answered() -> None:
+    answered = tuple(Answered(5, 3, first, first + 2.0) for first in (1.0, 2.0, 3.0))
+    document = Load(2, 6.0, answered, ("status 500",)).document()
+    assert document["first_token_ms"] == {"p50": 2000.0, "p90": 2800.0, "p99": 2980.0}
+    assert document["token_ms"] == {"p50": 1000.0, "p90": 1000.0, "p99": 1000.0}
+    assert (document["tokens_per_s"], document["requests"], document["failed"]) == (1.5, 4, ["status 500"])
+    assert Load(1, 1.0, (), ()).document()["first_token_ms"] is None
+
+
+def test_prompts_are_the_seeds() -> None:
+    assert draw_prompts(1, 9, 30) == draw_prompts(1, 9, 30) != draw_prompts(2, 9, 30)
+    assert {len(prompt.split()) for prompt in draw_prompts(3, 200, 5)} == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("url", ["nowhere", "ftp://x/v1", "http://127.0.0.1:9/v1"])
+def test_no_server_is_a_usage_error(url: str) -> None:
+    with pytest.raises(UsageError):
+        find_server(url)
+
+
+def test_a_server_that_is_started_is_loaded_and_ended(checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "load.json"
+    result = invoke(
+        "bench", "--serve", "--model", str(checkpoint), "--device", "reference", "--context", "64", "--clients", "1,2",
+        "--requests", "3", "--max-tokens", "4", "--prompt-words", "3", "-o", str(file),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    document = json.loads(file.read_text())
+    assert [load["clients"] for load in document["loads"]] == [1, 2]
+    assert [load["tokens"] for load in document["loads"]] == [12, 12]
+    assert not any(load["failed"] for load in document["loads"])
+    assert "first p99" in result.output
+    assert "vllm: not timed: not installed" in result.output
