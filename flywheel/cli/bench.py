@@ -131,7 +131,7 @@ class Refused:
               help="Seed of the tokens, and of the weights where there is no checkpoint.")
 @click.option("--serve", "served", is_flag=False, flag_value=START, metavar="[URL]",
               help="Instead: how long answers of a server with OpenAI's API take, or of one that this command starts.")
-@click.option("--clients", type=integers, default=(1, 8), show_default="1,8", metavar="N,N...",
+@click.option("--clients", type=integers, default="1,8", show_default=True, metavar="N,N...",
               help="With --serve: clients that ask at once.")
 @click.option("--requests", type=click.IntRange(1), default=64, show_default=True, metavar="N",
               help="With --serve: requests for each number of clients.")

@@ -1,0 +1,61 @@
+"""Tokens that one launch would give with prompt lookup, where the answer is known: no model, no device.
+
+An answer that edits code is a file with a name changed; the prompt is the file itself. Text that does not repeat itself
+is a document read from its own beginning. Tokens are words, gaps and signs. `launch` takes the model's token and as many
+guesses as were right. Usage: python experiments/lookup_acceptance.py > results/lookup_acceptance.txt
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from flywheel.decode.lookup import Lookup, accepted
+
+ROOT = Path(__file__).parents[1]
+EDITED = (
+    ("flywheel/decode/choices.py", "row", "place"),
+    ("flywheel/ir/positions.py", "task", "job"),
+    ("flywheel/vm/cuda/sync.cuh", "counter", "tally"),
+)
+READ = ("docs/serve.md", "docs/decode.md")
+
+
+def tokens_of(text: str) -> list[str]:
+    """Words, gaps and signs."""
+    return re.findall(r"\w+|\s+|.", text)
+
+
+def launches(prompt: list[str], answer: list[str], guesses: int) -> int:
+    """How many an answer takes, each with so many guesses."""
+    numbers = {token: number for number, token in enumerate(dict.fromkeys([*prompt, *answer]))}
+    lookup, known = Lookup([numbers[token] for token in prompt]), [numbers[token] for token in answer]
+    done = count = 0
+    while done < len(known):
+        guessed = lookup.propose(guesses)[: len(known) - done - 1]
+        made = known[done : done + accepted(guessed, known[done : done + len(guessed) + 1])]
+        lookup.extend(made)
+        done += len(made)
+        count += 1
+    return count
+
+
+def main() -> None:
+    """Print a line for each text."""
+    print("tokens a launch, by guesses a launch:", *range(1, 8), sep="\t")
+    for name, old, new in EDITED:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        show(f"{name}, {old} -> {new}", tokens_of(text), tokens_of(re.sub(rf"\b{old}\b", new, text)))
+    for name in READ:
+        text = tokens_of((ROOT / name).read_text(encoding="utf-8"))
+        show(f"{name}, behind its first tenth", text[: len(text) // 10], text[len(text) // 10 :])
+
+
+def show(what: str, prompt: list[str], answer: list[str]) -> None:
+    """Print the line of a text."""
+    rates = [len(answer) / launches(prompt, answer, guesses) for guesses in range(1, 8)]
+    print(what, *(f"{rate:.2f}" for rate in rates), sep="\t")
+
+
+if __name__ == "__main__":
+    main()
