@@ -135,3 +135,20 @@ def test_a_launch_beyond_the_memory_that_a_sequence_has_is_a_fault(position: int
         check=False, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])},
     )  # fmt: skip
     assert died.returncode == code
+
+
+def test_a_window_of_32768_positions_is_right_in_granules() -> None:
+    spec = replace(SPEC, name="long", n_layers=1, n_heads=2, n_kv_heads=1, max_position=32768)
+    gpu = EmulatedGpu()
+    target = replace(
+        TARGETS["h100"], name="here", num_sms=gpu.num_sms, smem_bytes_per_block_optin=gpu.smem_optin_bytes
+    )
+    config = ScheduleConfig(
+        {"attention": {"kv_block": 8192}}, (("k_rope", "k_append", "v_append", "q_rope", "attention"),),
+        threads_per_block=192,
+    )  # fmt: skip
+    program = lower(decode_step(spec, 32768, DType.F32), config, target)
+    weights = random_weights(spec, 1, TORCH_DTYPES[DType.F32])
+    with emulated_session(gpu, program, spec, weights, EmulatedGranules(nbytes=2**16)) as session:
+        verdict = verify(session, weights, (0, 20000, 32767))
+    assert verdict.passed, verdict.where
