@@ -211,8 +211,10 @@ class BundledSequences:
             undo.callback(self._gpu.free, self._positions)
             self._undo = undo.pop_all()
 
-    def join(self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling) -> None:
-        """As Sequences says; the prompt is yet to be read."""
+    def join(
+        self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
+    ) -> int:
+        """As Sequences says; the prompt is yet to be read, all of it."""
         if row in self._rows:
             raise UsageError(f"{self._spec.name}: row {row} is taken")
         if not prompt or not all(0 <= token < self._spec.vocab for token in prompt):
@@ -225,6 +227,7 @@ class BundledSequences:
         seen = np.zeros(self._spec.vocab, np.bool_)
         seen[list(prompt)] = True
         self._rows[row] = _Row(list(prompt), len(prompt), 0, positions, sampling, seen)
+        return 0
 
     def leave(self, row: int) -> None:
         """As Sequences says."""
@@ -248,6 +251,10 @@ class BundledSequences:
                 each.seen[token] = True
                 made.append(Made(row, token, None if logits is None else logprobs_of(logits[row], token, asked)))
         return made
+
+    def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
+        """As Sequences says: the first."""
+        return free[0]
 
     def lost(self) -> dict[int, CacheMemoryError]:
         """As Sequences says: none is, since all caches have their memory."""

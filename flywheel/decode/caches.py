@@ -134,6 +134,16 @@ class KvCaches:
         keys, values = self._rows[layer, :, row, :, :stop, 0]
         return keys, values
 
+    def copy(self, source: int, row: int, length: int, first: Tensor) -> None:
+        """Replace the first positions of a sequence by those of another, or keep them, but position 0 is `first`."""
+        if source != row:
+            self._rows[:, :, row, :, :length].copy_(self._rows[:, :, source, :, :length])
+        self._rows[:, :, row, :, 0].copy_(first)
+
+    def first(self, row: int) -> Tensor:
+        """A copy of position 0 of a sequence."""
+        return self._rows[:, :, row, :, 0].clone()
+
     def write(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """Replace all of sequence `row` by copies of `layers`; positions after theirs hold nothing.
 

@@ -230,10 +230,10 @@ class CudaSession:
         self._loaded.sync(self._limit_s)
         return self.read_rows()
 
-    def prefill(self, token_ids: Sequence[int], row: int = 0) -> None:
+    def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
         """As BatchSession says, by torch on the GPU."""
         check_prompt(self.spec, self.context, token_ids)
-        self._prefill(token_ids, self.caches, row)
+        self._prefill(token_ids, self.caches, row, start)
 
     def sequences(self) -> QueuedSequences:
         """Sequences that decode together, their launches queued ahead; nothing else may use the session until they are

@@ -52,16 +52,17 @@ class Prefill:
         self._frequencies = rope_frequencies(spec).to(self._embed.device)
 
     @torch.no_grad()
-    def __call__(self, token_ids: Sequence[int], caches: KvCaches, row: int = 0) -> None:
-        """Write positions 0 to len(token_ids) - 1 of sequence `row`; the others of it are forgotten.
+    def __call__(self, token_ids: Sequence[int], caches: KvCaches, row: int = 0, start: int = 0) -> None:
+        """Write positions `start` to len(token_ids) - 1 of sequence `row`; those behind are forgotten, and those before
+        are there.
 
         The caller has looked at the tokens and that they fit, and no launch is under way. Raises CacheMemoryError.
         """
         caches.hold(row, len(token_ids) + 1, may_take=True)
-        caches.forget(row)
+        caches.forget(row, start)
         tokens = torch.tensor(token_ids, device=self._embed.device)
-        for start in range(0, len(tokens), CHUNK):
-            self._forward(tokens[start : start + CHUNK], start, caches, row)
+        for first in range(start, len(tokens), CHUNK):
+            self._forward(tokens[first : first + CHUNK], first, caches, row)
 
     def _forward(self, tokens: Tensor, start: int, caches: KvCaches, row: int) -> None:
         """tokens [S] at positions from `start` on, all before which are cached."""

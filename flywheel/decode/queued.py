@@ -9,6 +9,7 @@ from flywheel.decode.caches import KvCaches
 from flywheel.decode.made import Made
 from flywheel.decode.memory import within_memory
 from flywheel.decode.prefill import Prefill
+from flywheel.decode.prefixes import Prefixes
 from flywheel.decode.sampling import Sampling
 from flywheel.errors import CacheMemoryError, GpuMemoryError, UsageError
 
@@ -22,36 +23,48 @@ class QueuedSequences:
         self.batch = batch
         self._rows, self._caches, self._prefill, self._check = rows, caches, prefill, check
         self._taken: set[int] = set()
+        self._prefixes = Prefixes(caches)
 
-    def join(self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling) -> None:
+    def join(
+        self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
+    ) -> int:
         """As Sequences says. Raises GpuMemoryError where the prompt's activations do not fit, too; and where a launch
         that is queued does not end, as `QueuedRows.next_launch`."""
         self._check(prompt, positions)
         if row in self._taken:
             raise UsageError(f"row {row} is taken")
 
-        def begin() -> None:
+        def begin() -> int:
             with self._rows.stream():
-                self._prefill(prompt[:-1], self._caches, row)
+                start = self._prefixes.reuse(row, prompt, reuse)
+                self._prefill(prompt[:-1], self._caches, row, start)
+                self._prefixes.begin(row, prompt)
             self._rows.begin(row, prompt, positions, len(prompt) - 1, sampling)
+            return start
 
         self._rows.settle()  # torch would wait for the launches without a limit
         what = f"prompt of {len(prompt)} tokens"
         try:
-            within_memory(what, begin)
+            start = within_memory(what, begin)
         except CacheMemoryError:
             self._caches.leave(row)
             raise
         except GpuMemoryError:
             self._caches.leave(row)
             self._caches.give_back()  # of sequences that are over
-            within_memory(what, begin)
+            start = within_memory(what, begin)
         self._rows.finish_torch()
         self._taken.add(row)
+        return start
+
+    def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
+        """As Sequences says."""
+        return self._prefixes.pick(free, prompt)
 
     def leave(self, row: int) -> None:
         """As Sequences says."""
         self._rows.end(row)
+        self._prefixes.leave(row)
         self._taken.discard(row)
 
     def advance(self) -> list[Made]:
@@ -59,6 +72,8 @@ class QueuedSequences:
         `QueuedRows.next_launch`, and GpuMemoryError where what tokens are drawn by does not fit."""
         while (launch := within_memory("sampling", self._rows.next_launch)) is not None:
             tokens = launch.tokens()
+            for made in tokens:
+                self._prefixes.add(made.row, made.token)
             if tokens:
                 return tokens
         return []

@@ -12,6 +12,7 @@ from flywheel.decode.caches import KvCaches
 from flywheel.decode.choices import Choices
 from flywheel.decode.logprobs import most_asked, read_row, report
 from flywheel.decode.made import Made
+from flywheel.decode.prefixes import Prefixes
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.step import Positions, Step, check_place, check_prompt
 from flywheel.errors import CacheMemoryError, UsageError
@@ -26,10 +27,16 @@ class Sequences(Protocol):
     def batch(self) -> int:
         """How many rows there are."""
 
-    def join(self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling) -> None:
+    def join(
+        self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
+    ) -> int:
         """Take a free row for a sequence: read all of its prompt but the last token at once, and decode from there, to
-        `positions` - 1. Raises UsageError for a token or position out of range, and for a row that is taken, and
-        CacheMemoryError where memory for the prompt is others'."""
+        `positions` - 1. With `reuse`, what another sequence has of the prompt's beginning is copied and not read again;
+        how many tokens that is. Raises UsageError for a token or position out of range, and for a row that is taken,
+        and CacheMemoryError where memory for the prompt is others'."""
+
+    def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
+        """The best of some free rows for a prompt."""
 
     def leave(self, row: int) -> None:
         """Make a row free. Nothing more comes of its sequence."""
@@ -70,8 +77,8 @@ class Stepped(Protocol):
     ) -> list[Step]:
         """Decode a token of each sequence, of which only those `wanted` are cached."""
 
-    def prefill(self, token_ids: Sequence[int], row: int = 0) -> None:
-        """Begin the sequence of a row."""
+    def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
+        """Begin the sequence of a row, whose positions before `start` are there."""
 
 
 def check_join(session: Stepped, prompt: Sequence[int], positions: int) -> None:
@@ -92,25 +99,36 @@ class SteppedSequences:
         self._session = session
         self._rows: dict[int, _Row] = {}
         self._lost: dict[int, CacheMemoryError] = {}
+        self._prefixes = Prefixes(session.caches)
         self._choices = Choices(session.batch, session.spec.vocab, torch.device("cpu"))
 
-    def join(self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling) -> None:
+    def join(
+        self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
+    ) -> int:
         """As Sequences says."""
         check_join(self._session, prompt, positions)
         if row in self._rows:
             raise UsageError(f"{self._session.spec.name}: row {row} is taken")
         try:
-            self._session.prefill(prompt[:-1], row)
+            start = self._prefixes.reuse(row, prompt, reuse)
+            self._session.prefill(prompt[:-1], row, start)
         except CacheMemoryError:
             self._session.caches.leave(row)
             raise
+        self._prefixes.begin(row, prompt)
         self._choices.begin(row, prompt, sampling)
         self._rows[row] = _Row(prompt[-1], len(prompt) - 1, positions, sampling)
+        return start
+
+    def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
+        """As Sequences says."""
+        return self._prefixes.pick(free, prompt)
 
     def leave(self, row: int) -> None:
         """As Sequences says."""
         self._rows.pop(row, None)
         self._choices.free(row)
+        self._prefixes.leave(row)
         self._session.caches.leave(row)
 
     def advance(self) -> list[Made]:
@@ -128,6 +146,7 @@ class SteppedSequences:
         self._choices.replace(chosen, logits, {row: each.position for row, each in live.items()})
         for row, each in live.items():
             each.token = int(chosen[row])
+            self._prefixes.add(row, each.token)
             each.position += 1
         most = most_asked(each.sampling for each in live.values())
         if most is None:

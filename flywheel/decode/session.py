@@ -96,8 +96,8 @@ class BatchSession(DecodeSession, Protocol):
         """As `step`, with a token of each sequence, of which only those `wanted` are cached, None for all. Raises
         UsageError for another number of them too, CacheMemoryError where caches do not grow as far."""
 
-    def prefill(self, token_ids: Sequence[int], row: int = 0) -> None:
-        """As DecodeSession says, of sequence `row`; the others keep theirs."""
+    def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
+        """As DecodeSession says, of sequence `row`, whose positions before `start` are there; others keep theirs."""
 
     def sequences(self) -> Sequences:
         """Sequences that decode together, of which none is there yet. Nothing else may use the session until they are
@@ -186,13 +186,13 @@ class ReferenceSession:
         logits, tokens = (outputs[self._whole.parts[name][0]] for name in ("logits", "next_token"))
         return [Step(row, int(token)) for row, token in zip(logits, tokens, strict=True)]
 
-    def prefill(self, token_ids: Sequence[int], row: int = 0) -> None:
+    def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
         """As BatchSession says."""
         check_prompt(self.spec, self.context, token_ids)
         if self._prefill is None:
             given = {key: typed(key, tensor, self.dtype, DType.F32) for key, tensor in self._weights.items()}
             self._prefill = Prefill(self.spec, {key: each.to(self.caches.device) for key, each in given.items()})
-        self._prefill(token_ids, self.caches, row)
+        self._prefill(token_ids, self.caches, row, start)
 
     def stream(
         self, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY

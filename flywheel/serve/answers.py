@@ -54,12 +54,18 @@ class Piece:
 class Answer(Iterator[Piece]):
     """Pieces as they come. Asking for one decodes, and with it every other answer that has begun; what these make
     waits until somebody asks. `finish` is None until the last piece is out. `close` ends it early, and so does whoever
-    keeps no reference to it."""
+    keeps no reference to it. `reused_tokens` of its prompt were not read again."""
 
-    def __init__(self, batch: Batch, request: Request, sampling: Sampling, text: Streamer, speller: Speller) -> None:
+    def __init__(
+        self, batch: Batch, request: Request, sampling: Sampling, text: Streamer, speller: Speller,
+        reuse: bool = True,
+    ) -> None:  # fmt: skip
+        """With `reuse`, what another answer's prompt has of this one's beginning is not read again."""
         self.prompt_tokens: Final = len(request.prompt)
         self.request: Final = request
         self.sampling: Final = sampling
+        self.reuse: Final = reuse
+        self.reused_tokens = 0
         self._batch, self._text, self._speller = batch, text, speller
         self._pieces: deque[Piece] = deque()
         self._left = request.max_tokens
@@ -225,14 +231,18 @@ class Batch:
     def _admit(self, sequences: Sequences) -> None:
         """One a launch: while it reads its prompt, the others stand still. Where its caches find no memory beside
         theirs, it waits until one of them leaves."""
-        free = next((row for row in range(sequences.batch) if row not in self._rows), None)
+        free = [row for row in range(sequences.batch) if row not in self._rows]
         waiting = _held(self._waiting)
-        if free is None or not waiting or self._is_short:
+        if not free or not waiting or self._is_short:
             return
         answer = waiting[0]
         self._waiting = deque(map(ref, waiting[1:]))
+        prompt = answer.request.prompt
+        row = sequences.pick(free, prompt)
         try:
-            sequences.join(free, answer.request.prompt, answer.request.positions, answer.sampling)
+            answer.reused_tokens = sequences.join(
+                row, prompt, answer.request.positions, answer.sampling, answer.reuse
+            )
         except (GpuFaultError, LaunchTimeoutError) as error:  # of the launches of those who decode
             answer.fail(error)
             raise
@@ -245,7 +255,7 @@ class Batch:
         except FlywheelError as error:
             answer.fail(error)
         else:
-            self._rows[free] = ref(answer)
+            self._rows[row] = ref(answer)
 
     def _free(self, row: int) -> None:
         del self._rows[row]

@@ -134,7 +134,8 @@ async def _respond(
     if not asked.stream:
         try:
             pieces = await answer.whole(request)
-            text, usage = "".join(piece.text for piece in pieces), usage_of(answer.prompt_tokens, answer.made)
+            text = "".join(piece.text for piece in pieces)
+            usage = usage_of(answer.prompt_tokens, answer.made, answer.reused_tokens)
             return JSONResponse(whole(chat, head, text, answer.finish, usage, logprobs_of(chat, pieces)))
         finally:
             answer.drop()
@@ -151,7 +152,7 @@ async def _respond(
                 offset += 0 if piece.likely is None else len(piece.likely.text)
             yield _event(chunk(chat, head, None, answer.finish))
             if asked.stream_options is not None and asked.stream_options.include_usage:
-                usage = usage_of(answer.prompt_tokens, answer.made)
+                usage = usage_of(answer.prompt_tokens, answer.made, answer.reused_tokens)
                 yield _event({**chunk(chat, head, None), "choices": [], "usage": usage})
         except _FailedError as problem:
             yield _event(error(str(problem), "server_error"))
@@ -175,6 +176,7 @@ class _Answer:
         self._heard: asyncio.Queue[Heard] = asyncio.Queue()
         self._last_at = time.perf_counter()
         self.prompt_tokens, self.made, self.finish = 0, 0, "length"
+        self.reused_tokens = 0
         self._number: int | None = engine.ask(asked.ask(), self._hear)
 
     def _hear(self, said: Heard) -> None:
@@ -203,7 +205,7 @@ class _Answer:
                 self._metrics.token(now - self._last_at, first=self.made == 1)
                 self._last_at = now
             yield said.piece
-        self.finish = said.finish
+        self.finish, self.reused_tokens = said.finish, said.reused_tokens
         self._over("ok")
 
     async def whole(self, request: Request) -> list[Piece]:
@@ -221,7 +223,7 @@ class _Answer:
 
     def _over(self, end: str) -> None:
         self._number = None
-        self._metrics.ended(self.prompt_tokens, self.made, end)
+        self._metrics.ended(self.prompt_tokens, self.made, self.reused_tokens, end)
 
     async def _next(self) -> Begun | Part | Ended:
         said = await self._heard.get()

@@ -178,11 +178,13 @@ class Decoder:
         sampling: Sampling = GREEDY,
         stop: Sequence[str] = (),
         ignore_end: bool = False,
+        reuse: bool = True,
     ) -> Answer:
         """Pieces of an answer as they come. From its first piece on, or `begin`, it decodes together with others, up to
         `max_sequences`; more wait until one ends or is closed. Its text does not depend on them.
 
         `stop` are words that end the text and are no part of it; `ignore_end` goes on behind the model's own end.
+        With `reuse`, what an earlier answer has of the prompt's beginning is copied and not read again.
         Raises UsageError for a prompt that does not fit. Asking for a piece raises what `Sequences` raise.
         """
         if stop:
@@ -190,7 +192,7 @@ class Decoder:
         ends = frozenset[int]() if ignore_end else self._stop_ids
         request = make_request(self.encode(prompt), max_tokens, ends, self._spec, self.context)
         text = Streamer(self._tokenizer.decode if self._tokenizer is not None else _no_text, stop)
-        return Answer(self._batch, request, sampling, text, self._speller)
+        return Answer(self._batch, request, sampling, text, self._speller, reuse)
 
     def generate_all(
         self,
@@ -200,11 +202,12 @@ class Decoder:
         sampling: Sampling = GREEDY,
         stop: Sequence[str] = (),
         ignore_end: bool = False,
+        reuse: bool = True,
     ) -> Iterator[tuple[int, Piece]]:
         """(place of the prompt, piece) of the answers to some prompts, as they come, up to `max_sequences` together; as
         `generate`. Who leaves early ends them."""
         answers = [
-            self.submit(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_end=ignore_end)
+            self.submit(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_end=ignore_end, reuse=reuse)
             for prompt in prompts
         ]
         try:
@@ -228,10 +231,13 @@ class Decoder:
         sampling: Sampling = GREEDY,
         stop: Sequence[str] = (),
         ignore_end: bool = False,
+        reuse: bool = True,
     ) -> Answer:
         """As `generate`, of an answer that waits for a row from now on. `advance` decodes, and the answer's `ready` has
         its pieces."""
-        answer = self.generate(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_end=ignore_end)
+        answer = self.generate(
+            prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_end=ignore_end, reuse=reuse
+        )
         answer.begin()
         return answer
 

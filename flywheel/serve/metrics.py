@@ -17,7 +17,10 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         self.registry: Final = CollectorRegistry()
         self._requests = Counter("flywheel_requests", "Requests by how they ended", ["end"], registry=self.registry)
-        self._tokens = Counter("flywheel_tokens", "Tokens of prompts and of answers", ["of"], registry=self.registry)
+        self._tokens = Counter(
+            "flywheel_tokens", "Tokens of prompts, of those what was not read again, and of answers", ["of"],
+            registry=self.registry,
+        )  # fmt: skip
         self._first = Histogram(
             "flywheel_first_token_seconds", "From a request to its first token", buckets=_SECONDS,
             registry=self.registry,
@@ -34,8 +37,9 @@ class Metrics:
         """A token of an answer has come, so long after the request or the token before."""
         (self._first if first else self._later).observe(seconds)
 
-    def ended(self, prompt_tokens: int, made: int, end: str) -> None:
-        """A request is over."""
+    def ended(self, prompt_tokens: int, made: int, reused: int, end: str) -> None:
+        """A request is over, of whose prompt `reused` tokens were not read again."""
         self._requests.labels(end).inc()
         self._tokens.labels("prompt").inc(prompt_tokens)
         self._tokens.labels("answer").inc(made)
+        self._tokens.labels("reused").inc(reused)

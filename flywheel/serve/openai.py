@@ -1,7 +1,7 @@
 """Requests and answers of OpenAI's completions and chat completions, as far as they are served.
 
 Source: github.com/openai/openai-openapi, `/completions` and `/chat/completions`; `top_k`, `min_p`, `repetition_penalty`
-and `ignore_eos` as vLLM's server takes them.
+and `ignore_eos` as vLLM's server takes them, and `cache_prompt` as llama.cpp's.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class _Request(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
+    cache_prompt: bool | None = None
 
     def check_served(self) -> None:
         """Raises UsageError for a field that asks for what this server cannot do."""
@@ -70,6 +71,11 @@ class _Request(BaseModel):
         top_k = max(self.top_k, 0)  # -1 is all in vLLM's
         temperature, top_p = (1.0 if value is None else value for value in (self.temperature, self.top_p))
         return Sampling(temperature, top_k, top_p, self.min_p, self.repetition_penalty, seed, logprobs)
+
+    def reuse(self) -> bool:
+        """Whether what others have read of the prompt may be taken. Its roundings may be others, so that it is not what
+        somebody who gives a seed asks for."""
+        return self.seed is None if self.cache_prompt is None else self.cache_prompt
 
     def stops(self) -> tuple[str, ...]:
         """Words that end the text."""
@@ -91,7 +97,7 @@ class CompletionRequest(_Request):
             prompt = prompt[0]
         prompt = prompt if isinstance(prompt, str) else tuple(prompt)
         most = 16 if self.max_tokens is None else self.max_tokens
-        return Ask(-1, prompt, None, most, self.sampling(self.logprobs), self.stops(), self.ignore_eos)
+        return Ask(-1, prompt, None, most, self.sampling(self.logprobs), self.stops(), self.ignore_eos, self.reuse())
 
 
 class Part(BaseModel):
@@ -131,7 +137,7 @@ class ChatRequest(_Request):
         )
         most = self.max_completion_tokens or self.max_tokens
         likely = (self.top_logprobs or 0) if self.logprobs else None
-        return Ask(-1, None, messages, most, self.sampling(likely), self.stops(), self.ignore_eos)
+        return Ask(-1, None, messages, most, self.sampling(likely), self.stops(), self.ignore_eos, self.reuse())
 
 
 def new_id(chat: bool) -> str:
@@ -140,7 +146,7 @@ def new_id(chat: bool) -> str:
 
 
 def whole(
-    chat: bool, head: dict[str, Any], text: str, finish: str, usage: dict[str, int], logprobs: Document | None
+    chat: bool, head: dict[str, Any], text: str, finish: str, usage: dict[str, Any], logprobs: Document | None
 ) -> Document:
     """The document of a whole answer."""
     choice: Document = {"index": 0, "logprobs": logprobs, "finish_reason": finish}
@@ -192,9 +198,12 @@ def _finite(logprob: float) -> float:
     return logprob if logprob > _IMPOSSIBLE else _IMPOSSIBLE
 
 
-def usage_of(prompt_tokens: int, made: int) -> dict[str, int]:
-    """Tokens of a request."""
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made}
+def usage_of(prompt_tokens: int, made: int, reused: int) -> dict[str, Any]:
+    """Tokens of a request, of whose prompt `reused` were not read again."""
+    return {
+        "prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made,
+        "prompt_tokens_details": {"cached_tokens": reused},
+    }  # fmt: skip
 
 
 def error(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class Ask:
     sampling: Sampling
     stop: tuple[str, ...]
     ignore_end: bool = False
+    reuse: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An answer is whole."""
+    """An answer is whole; so many tokens of its prompt were not read again."""
 
     number: int
     finish: Finish
+    reused_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ def _begin(
             raise UsageError(f"prompt: its {len(prompt)} tokens do not fit the context of {decoder.context}")
         answer = decoder.generate(
             prompt, max_tokens=room if ask.max_tokens is None else ask.max_tokens, sampling=ask.sampling,
-            stop=ask.stop, ignore_end=ask.ignore_end,
+            stop=ask.stop, ignore_end=ask.ignore_end, reuse=ask.reuse,
         )  # fmt: skip
     except FlywheelError as error:
         connection.send(Refused(ask.number, str(error), isinstance(error, UsageError)))
@@ -170,5 +172,5 @@ def _tell(connection: Connection, number: int, answer: Answer) -> bool:
         return True
     if answer.finish is None:
         return False
-    connection.send(Ended(number, answer.finish))
+    connection.send(Ended(number, answer.finish, answer.reused_tokens))
     return True
