@@ -47,8 +47,8 @@ def main() -> None:
         text = (ROOT / name).read_text(encoding="utf-8")
         show(f"{name}, {old} -> {new}", tokens_of(text), tokens_of(re.sub(rf"\b{old}\b", new, text)))
     for name in READ:
-        text = tokens_of((ROOT / name).read_text(encoding="utf-8"))
-        show(f"{name}, behind its first tenth", text[: len(text) // 10], text[len(text) // 10 :])
+        read = tokens_of((ROOT / name).read_text(encoding="utf-8"))
+        show(f"{name}, behind its first tenth", read[: len(read) // 10], read[len(read) // 10 :])
 
 
 def show(what: str, prompt: list[str], answer: list[str]) -> None:

@@ -89,6 +89,11 @@ def test_a_text_that_repeats_itself_takes_less_than_half_the_steps() -> None:
 def test_a_longer_text_costs_no_more_a_token() -> None:
     def work(length: int) -> int:
         lookup = Lookup([place % 50 for place in range(length)])
-        return lines_run(lambda: (lookup.extend([1]), lookup.propose(4)))
+
+        def grow() -> None:
+            lookup.extend([1])
+            lookup.propose(4)
+
+        return lines_run(grow)
 
     assert work(20_000) == work(200)
