@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from flywheel.cli.text import note, show_document
 from flywheel.errors import UsageError
-from flywheel.serve.load import PERCENTILES, Server, draw_prompts, find_server, put_load
+
+if TYPE_CHECKING:
+    from flywheel.serve.load import Server
 
 FORMAT: Final = "flywheel-bench-serve"
 START: Final = "start"
@@ -25,6 +27,8 @@ def bench_served(where: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
     A server that is started gets the model and the schedule from them. Raises UsageError where there is none.
     """
+    from flywheel.serve.load import draw_prompts, put_load
+
     if where == START and params["model"] is None:
         raise UsageError("bench: --serve starts a server of --model; give that, or an address")
     clients, requests, max_tokens = params["clients"], params["requests"], params["max_tokens"]
@@ -53,6 +57,8 @@ def _options(params: Mapping[str, Any]) -> dict[str, object]:
 
 def show_served(document: Mapping[str, Any]) -> None:
     """The document as a table."""
+    from flywheel.serve.load import PERCENTILES
+
     heads = [f"{what} p{rank}" for what in ("first", "token") for rank in PERCENTILES]
     rows = [["clients", "tokens/s", *heads, "failed"]]
     for load in document["loads"]:
@@ -78,6 +84,8 @@ def _beside() -> dict[str, str]:
 
 @contextmanager
 def _served(where: str, options: Mapping[str, object]) -> Iterator[Server]:
+    from flywheel.serve.load import find_server
+
     if where != START:
         yield find_server(where)
         return
