@@ -43,6 +43,7 @@ CAPS = {
     "AMK_ABI_VERSION_MINOR": int(ir.ABI_VERSION.split(".")[1]),
     "FW_MAX_STEPS": abi.MAX_STEPS,
     "FW_MAX_ROWS": ir.ABI_MAX_ROWS,
+    "FW_MAX_RANKS": ir.MAX_RANKS,
     "FW_FRAGMENT_ROWS": abi.FRAGMENT_ROWS,
     "FW_FRAGMENT_K": staging.FRAGMENT_K,
     "FW_RESULT_REF": step.RESULT_REF,

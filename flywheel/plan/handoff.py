@@ -14,7 +14,7 @@ that is written behind it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
@@ -56,10 +56,13 @@ class Parts:
     sizes: Sequence[int]
 
 
-def by_data(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
-    """As few waits as there can be, for a program that `validate(strict=True)` accepts."""
+def by_data(
+    program: MegakernelProgram, grouping: Grouping, exchanged: Set[int] = frozenset()
+) -> HandOffs:
+    """As few waits as there can be, for a program that `validate(strict=True)` accepts. Who reads one of the buffers
+    `exchanged` waits for what is in it, whatever else holds."""
     buffers = {buffer.id: buffer for buffer in program.buffers}
-    found = None if shares_pages(program) else waits_by_data(_parts(grouping), buffers)
+    found = None if shares_pages(program) else waits_by_data(_parts(grouping), buffers, exchanged)
     if found is None:
         return by_counters(program, grouping)
     awaited, left = found
@@ -68,14 +71,14 @@ def by_data(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
 
 
 def waits_by_data(
-    parts: Parts, buffers: Mapping[int, Buffer]
+    parts: Parts, buffers: Mapping[int, Buffer], exchanged: Set[int] = frozenset()
 ) -> tuple[set[int], tuple[tuple[Wait, ...], ...]] | None:
     """(awaited buffers, the waits that are left to each part) of a valid program whose buffers share no memory; None
     where the counters have to do."""
     accesses = _Accesses(parts, buffers)
     awaited = {number for number in accesses.writers if accesses.can_be_awaited(number)}
     ordered: set[Pair] = set()
-    for number in accesses.writers.keys() - awaited:
+    for number in accesses.writers.keys() - awaited - exchanged:
         ordered |= accesses.conflicts(number)
     kept = {pair: waits for pair in ordered if (waits := accesses.between(*pair))}
     if not awaited or kept.keys() != ordered:
@@ -118,7 +121,7 @@ class _Accesses:
         writers = self.writers[number]
         if set(writers) & set(self.readers[number]):
             return False
-        return not any(_copies(self.parts.firsts[part], number) for part in writers) and self._is_written_once(number)
+        return not any(copies(self.parts.firsts[part], number) for part in writers) and self._is_written_once(number)
 
     def _is_written_once(self, number: int) -> bool:
         rows = self._rows.get(number, 1)
@@ -219,7 +222,7 @@ def shares_pages(program: MegakernelProgram) -> bool:
     return len(set(pages.values())) < len(pages)
 
 
-def _copies(task: Task, number: int) -> bool:
+def copies(task: Task, number: int) -> bool:
     """Whether the task writes the buffer by copies, which take bits as they are."""
     if task.op is InstructionKind.COPY:
         return True

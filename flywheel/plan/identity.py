@@ -16,7 +16,7 @@ _VARIANT_FIELDS: Final = (
     "sm_arch", "threads", "matrix_warps", "chunk_warps", "smem_bytes", "staged_bytes", "chunk_bytes", "ring_slots",
     "inflight_chunks", "copies", "prefetch_depth", "data_hand_offs",
 )  # fmt: skip
-"""What of a kernel variant every id holds. `x_slices` counts where it is above 1; `rows` and `formats` follow
+"""What of a kernel variant every id holds. `x_slices` counts where it is above 1; `rows`, `formats` and `ranked` follow
 from the tasks."""
 
 _AS_BEFORE: Final = {"0.4.0": "0.3.0", "0.5.0": "0.3.0"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ from flywheel.errors import InvalidProgramError
 from flywheel.ir import MegakernelProgram, Runs
 from flywheel.plan.handoff import HandOffs, by_counters, by_data
 from flywheel.plan.nodes import Grouping, group_tasks
+from flywheel.plan.ranks import Part, parts_of
 from flywheel.plan.variant import KernelVariant, variant_of
 
 
@@ -28,6 +29,8 @@ class Plan:
     hand_offs: HandOffs
     order: npt.NDArray[np.int64]
     first: npt.NDArray[np.int64]
+    part: Part | None = None
+    """Of which GPU of several it is; None where one runs the program alone."""
 
     @property
     def x_slices(self) -> int:
@@ -45,10 +48,30 @@ def make_plan(program: MegakernelProgram) -> Plan:
 
     Raises ConfigError as `variant_of` does, and InvalidProgramError that names the first task without an SM.
     """
+    return _planned(program, frozenset())
+
+
+def _planned(program: MegakernelProgram, exchanged: frozenset[int]) -> Plan:
     grouping = group_tasks(program.tasks)
     variant = variant_of(program)
-    decide = by_data if variant.data_hand_offs else by_counters
-    return Plan(program, variant, grouping, decide(program, grouping), *queues_of(program))
+    by = by_data(program, grouping, exchanged) if variant.data_hand_offs else by_counters(program, grouping)
+    return Plan(program, variant, grouping, by, *queues_of(program))
+
+
+def rank_plans(program: MegakernelProgram) -> tuple[Plan, ...]:
+    """The plans of the GPUs of a program of several that `validate(strict=True)` accepts, by rank.
+
+    Raises ConfigError and InvalidProgramError as `make_plan` and `parts_of` do.
+    """
+    return tuple(map(_rank_plan, parts_of(program)))
+
+
+def _rank_plan(part: Part) -> Plan:
+    plan = _planned(part.program, part.arrived.union(part.away))
+    rows = {row for row, buffer in enumerate(part.program.buffers) if buffer.id in part.arrived}
+    away = {row for row, buffer in enumerate(part.program.buffers) if buffer.id in part.away}
+    hand_offs = replace(plan.hand_offs, awaited=plan.hand_offs.awaited - away | rows)
+    return replace(plan, variant=replace(plan.variant, ranked=True), hand_offs=hand_offs, part=part)
 
 
 def queues_of(program: MegakernelProgram) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -179,6 +179,7 @@ def _fused(steps: dict[int, Step], form: Form) -> dict[int, Step]:
     """The steps with each DEQUANT taken into the matrix step of its result, and additions and SwiGLUs into the matrix
     step that makes their operand."""
     _take_codes(steps, form)
+    _take_shards(steps, form)
     uses: dict[int, int] = {}
     for step in steps.values():
         for ref in step.args:
@@ -224,13 +225,28 @@ def _take_codes(steps: dict[int, Step], form: Form) -> None:
             del steps[ref - RESULT_REF]
 
 
-def _copied_columns(steps: Mapping[int, Step], form: Form, ref: int) -> int:
-    """The input of which a result is the task's own columns, unrounded, for one step alone; ABSENT where it is not."""
+def _take_shards(steps: dict[int, Step], form: Form) -> None:
+    """Sums of the task's own columns of inputs, as sums of the inputs whose columns the kernel finds itself."""
+    for index, step in list(steps.items()):
+        if step.op is not _K.ALLREDUCE_SHARD or step.out != 0:
+            continue
+        copied = [steps.get(ref - RESULT_REF) for ref in step.args]
+        inputs = [_copied_columns(steps, form, ref, form.rows) for ref in step.args]
+        if ABSENT in inputs or None in copied:
+            continue
+        steps[index] = replace(step, args=tuple(inputs))
+        for ref in step.args:
+            del steps[ref - RESULT_REF]
+
+
+def _copied_columns(steps: Mapping[int, Step], form: Form, ref: int, rows: int = 1) -> int:
+    """The input of which a result is the task's own columns of so many rows, unrounded, for one step alone; ABSENT
+    where it is not."""
     copied = steps.get(ref - RESULT_REF)
     if copied is None or copied.op is not _K.COPY or copied.args[0] >= RESULT_REF or not form.columns:
         return ABSENT
     used = sum(step.args.count(ref) for step in steps.values())
-    own = {"n_off", "N_tile"} & copied.params.keys() or copied_rows(copied) != 1 or used != 1
+    own = {"n_off", "N_tile"} & copied.params.keys() or copied_rows(copied) != rows or used != 1
     exact = copied.result.dtype is form.inputs[copied.args[0]].dtype
     return copied.args[0] if exact and not own and form.written[copied.args[0]] is None else ABSENT
 
@@ -303,6 +319,18 @@ def _renumbered(steps: dict[int, Step]) -> list[Step]:
 def inherited(step: Step, form: Form, name: str) -> bool:
     """Whether `step` takes param `name` from the task."""
     return name in INHERITED_PARAMS and name in form.given and name not in step.params
+
+
+def adds_columns(step: Step, form: Form) -> bool:
+    """Whether `step` is an ALLREDUCE_SHARD of the task's columns of inputs that are longer."""
+    inputs = [form.inputs[ref] for ref in step.args if ref < RESULT_REF]
+    return step.op is _K.ALLREDUCE_SHARD and form.columns and len(inputs) == len(step.args)
+
+
+def is_push(steps: Sequence[Step], form: Form) -> bool:
+    """Whether a task copies its own columns, of one or several rows, and does nothing else."""
+    first = steps[0]
+    return len(steps) == 1 and names_columns(first, form) and first.out == 0 and copied_rows(first) == form.rows
 
 
 def names_columns(step: Step, form: Form) -> bool:

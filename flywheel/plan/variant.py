@@ -74,6 +74,8 @@ class KernelVariant:
     """Rows of every operand that is multiplied, for which there is a kernel; 0, any, where they differ."""
     formats: tuple[int, ...] = ()
     """Numbers of the formats of quantised matrices (`Coding`) that there are products of."""
+    ranked: bool = False
+    """It pushes to other GPUs and adds what they push."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a warp that waits for a slot could take the chunk before its own for it."""

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from flywheel.ir import ABI_MAX_INPUTS, ABI_MAX_OUTPUTS, ABI_MAX_RANK, ABI_MAX_WAITS
+from flywheel.ir import ABI_MAX_INPUTS, ABI_MAX_OUTPUTS, ABI_MAX_RANK, ABI_MAX_WAITS, MAX_RANKS
 from flywheel.ir.opcodes import PARAM_FIELDS
 
 MAX_STEPS: Final = 16
@@ -53,6 +53,8 @@ class InstructionFlag(IntFlag):
     """Its last step, a matrix step, makes some of the launch's logits and keeps the largest of them."""
     TAKES_BEST = 128
     """Its step, SAMPLE_ARGMAX, finds the index of the largest logit kept."""
+    PUSHES = 256
+    """Its output is on another GPU."""
 
 
 class StepFlag(IntFlag):
@@ -146,6 +148,8 @@ class Layout(IntEnum):
     """A float for each row of the matrix that they scale."""
     IN_UNITS = 5
     """Nowhere: scales or zero points that are in the units of the matrix that they belong to."""
+    PEER = 6
+    """In another GPU's memory, where it is AWAITED: what is pushed there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +320,11 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("uint64_t", "awaited", note="the first set"),
             Field("uint32_t", "set_stride", note="bytes from it to the second"),
             Field("int32_t", "copies", note="chunks that the loader fills at once"),
+        ),
+        "amk_ranks_t": (
+            Field("int32_t", "rank"),
+            Field("int32_t", "ranks"),
+            Field("uint64_t", "words", MAX_RANKS, note="of each rank: launches that each began, COUNTER_STRIDE apart"),
         ),
     }
 )

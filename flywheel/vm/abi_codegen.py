@@ -22,6 +22,7 @@ from flywheel.ir import (
     ABI_MAX_ROWS,
     ABI_MAX_WAITS,
     ABI_VERSION,
+    MAX_RANKS,
     DType,
     InstructionKind,
     MemSpace,
@@ -65,6 +66,7 @@ CONSTANTS: Final[Mapping[str, int]] = MappingProxyType(
         "AMK_MAX_RANK": ABI_MAX_RANK,
         "FW_MAX_STEPS": abi.MAX_STEPS,
         "FW_MAX_ROWS": ABI_MAX_ROWS,
+        "FW_MAX_RANKS": MAX_RANKS,
         "FW_FRAGMENT_ROWS": abi.FRAGMENT_ROWS,
         "FW_FRAGMENT_K": FRAGMENT_K,
         "FW_RESULT_REF": RESULT_REF,
@@ -135,13 +137,14 @@ def dispatch_header() -> str:
     The usual ones are found by comparison, one after the other: a table of targets lies in memory, far away.
     """
     headers = dict.fromkeys(kernels.KERNELS.values())
-    includes = "\n".join(f'#include "ops/{kernel}.cuh"' for kernel in headers)
+    ranked = {kernels.KERNELS[op] for op in kernels.RANKED}
+    includes = "\n".join(_where(kernel in ranked, f'#include "ops/{kernel}.cuh"') for kernel in headers)
     usual = "\n".join(
         f"  if ({' | '.join(f'(op == AMK_OP_{op.name})' for op in ops)}) return op_{kernel}(vm, step);\n  {_OPAQUE}"
         for kernel, ops in groupby(kernels.USUAL, kernels.KERNELS.__getitem__)
     )
     cases = "\n".join(
-        f"    case AMK_OP_{op.name}: op_{kernel}(vm, step); break;"
+        _where(op in kernels.RANKED, f"    case AMK_OP_{op.name}: op_{kernel}(vm, step); break;")
         for op, kernel in kernels.KERNELS.items() if op not in kernels.USUAL
     )  # fmt: skip
     return f"""\
@@ -159,6 +162,11 @@ __device__ __forceinline__ void dispatch(Vm vm, const amk_step_t& step) {{
   }}
 }}
 """
+
+
+def _where(ranked: bool, line: str) -> str:
+    """A line that only kernels for several GPUs have, or a plain one."""
+    return f"#ifdef FW_RANKS\n{line}\n#endif" if ranked else line
 
 
 FILES: Final = MappingProxyType({"abi.h": abi_header, "dispatch.cuh": dispatch_header})

@@ -29,11 +29,14 @@ KERNELS: Final[Mapping[InstructionKind, str]] = MappingProxyType(
         _K.KV_APPEND: "kv_append",
         _K.SAMPLE_ARGMAX: "sample_argmax",
         _K.ATTENTION_COMBINE: "attention_combine",
+        _K.ALLREDUCE_SHARD: "allreduce_shard",
     }
 )
-"""What runs each opcode on the device: function `op_<name>` of `ops/<name>.cuh`. NOP has nothing to run, FUSED is its
-steps, and ALLREDUCE_SHARD has no kernel: one GPU runs the program."""
+"""What runs each opcode on the device: function `op_<name>` of `ops/<name>.cuh`. NOP has nothing to run, and FUSED is
+its steps."""
 
+RANKED: Final = frozenset({_K.ALLREDUCE_SHARD})
+"""What only kernels for several GPUs have."""
 
 USUAL: Final = (_K.GEMV_TILE, _K.GEMM_TILE, _K.RMSNORM, _K.ROPE, _K.ATTENTION_TILE, _K.ATTENTION_COMBINE)
 """What most steps of a decoder are, the most frequent first, those of one micro-kernel together."""

@@ -52,6 +52,7 @@ struct Named {
 
 struct Block {
     Index index;
+    int rank = 0;
     std::vector<char> memory;
     char* shared = nullptr;  // aligned to 1024
     size_t shared_bytes = 0;
@@ -78,6 +79,13 @@ struct Copy {
     uint64_t* barrier;
 };
 
+// A store to another GPU's memory, which lands late and in any order.
+struct Far {
+    char* to;
+    char bytes[16];
+    uint32_t count;
+};
+
 struct Failure { std::string what; };
 
 inline Fiber* current = nullptr;
@@ -87,6 +95,7 @@ inline uint64_t ticks = 0, accesses = 0;
 inline std::mt19937 chance;
 inline bool plain = false;  // no fiber lags, and copies land at once
 inline std::vector<Copy> copies;
+inline std::vector<Far> far_stores;
 inline std::function<void()> entry;
 inline std::string failure;
 inline std::vector<char*> stacks;
@@ -262,19 +271,47 @@ inline void resume(Fiber& fiber) {
     setcontext(&context);
 }
 
-// A grid of `blocks`; whether all of its threads ended within `limit_s`, else what they are at is printed.
-inline bool run(int blocks, int threads, size_t shared_bytes, unsigned seed, double limit_s) {
+inline void store_far(void* to, const void* bits, uint32_t count) {
+    Far store{aligned<char>(to, count), {}, count};
+    memcpy(store.bytes, bits, count);
+    if (plain) {
+        memcpy(store.to, bits, count);
+    } else {
+        far_stores.push_back(store);
+    }
+}
+
+inline void land_far(size_t number) {
+    const Far store = far_stores[number];
+    far_stores[number] = far_stores.back();
+    far_stores.pop_back();
+    memcpy(store.to, store.bytes, store.count);
+}
+
+// What the host does before and after each launch of each rank; `after` says whether all is well.
+struct Launches {
+    int ranks = 1, count = 1;
+    std::function<void(int rank, int launch)> before = [](int, int) {};
+    std::function<bool(int rank, int launch)> after = [](int, int) { return true; };
+};
+
+// A grid of `blocks` on each of some ranks, which go from launch to launch at their own pace; whether all of its threads ended within `limit_s`, else what they are at is printed.
+inline bool run(int blocks, int threads, size_t shared_bytes, unsigned seed, double limit_s, const Launches& launches = {}) {
+    grid.x = static_cast<unsigned>(blocks);
+    const size_t each = static_cast<size_t>(blocks) * threads;  // fibers of a rank
+    blocks *= launches.ranks;
     std::vector<Block> all(blocks);
     std::vector<Warp> warps(static_cast<size_t>(blocks) * threads / LANES);
     std::vector<Fiber> fibers(static_cast<size_t>(blocks) * threads);
-    grid.x = static_cast<unsigned>(blocks);
+    far_stores.clear();
     chance.seed(seed);
     plain = seed == 0;
     const unsigned landing = seed % 4 == 3 ? 64 : 4;  // rounds of all warps that a copy takes, in the mean
     copies.clear();
     for (int b = 0; b < blocks; b++) {
         Block& block = all[b];
-        block.index.x = static_cast<unsigned>(b);
+        block.index.x = static_cast<unsigned>(b) % grid.x;
+        block.rank = b / static_cast<int>(grid.x);
         block.threads = threads;
         block.memory.resize(shared_bytes + 1024);
         std::fill(block.memory.begin(), block.memory.end(), static_cast<char>(0xA5));
@@ -292,9 +329,27 @@ inline bool run(int blocks, int threads, size_t shared_bytes, unsigned seed, dou
         warps[w].block = &all[w * LANES / threads];
         warps[w].first = static_cast<int>(w) * LANES;
     }
+    std::vector<size_t> running(launches.ranks, each);
+    std::vector<int> launched(launches.ranks, 0);
+    // The fibers of a rank at the start of a launch, late by some rounds.
+    const auto restart = [&](int rank) {
+        launches.before(rank, launched[rank]);
+        const int late = plain || launches.ranks == 1 ? 0 : static_cast<int>(chance() % 2000);
+        for (size_t i = rank * each; i < (rank + 1) * each; i++) {
+            Fiber& fiber = fibers[i];
+            fiber.begun = fiber.done = fiber.polled = false;
+            fiber.asleep = late;
+            fiber.waits = nullptr;
+        }
+        if (launched[rank] == 0) return;
+        for (int b = rank * static_cast<int>(grid.x); b < (rank + 1) * static_cast<int>(grid.x); b++) {
+            std::fill(all[b].memory.begin(), all[b].memory.end(), static_cast<char>(0xA5));
+        }
+    };
+    for (int rank = 0; rank < launches.ranks; rank++) restart(rank);
     timespec begun;
     clock_gettime(CLOCK_MONOTONIC, &begun);
-    for (size_t left = fibers.size(), round = 0; left > 0; round++) {
+    for (size_t left = fibers.size() * launches.count, round = 0; left > 0; round++) {
         if (round % 64 == 63) {
             timespec now;
             clock_gettime(CLOCK_MONOTONIC, &now);
@@ -311,6 +366,7 @@ inline bool run(int blocks, int threads, size_t shared_bytes, unsigned seed, dou
                     resume(fiber);
                     ran = true;
                     left -= fiber.done;
+                    running[fiber.warp->block->rank] -= fiber.done;
                 }
             }
             for (int lane = 0; lane < LANES; lane++) {
@@ -321,7 +377,18 @@ inline bool run(int blocks, int threads, size_t shared_bytes, unsigned seed, dou
         for (size_t i = copies.size(); i-- > 0;) {
             if (i < copies.size() && (plain || chance() % landing == 0)) land(i);
         }
+        for (size_t i = far_stores.size(); i-- > 0;) {
+            if (i < far_stores.size() && chance() % 64 == 0) land_far(i);
+        }
+        for (int rank = 0; rank < launches.ranks; rank++) {
+            if (running[rank] > 0 || launched[rank] == launches.count) continue;
+            if (!launches.after(rank, launched[rank])) throw Failure{"a store is on its way to a launch that is over"};
+            if (++launched[rank] == launches.count) continue;
+            running[rank] = each;
+            restart(rank);
+        }
     }
+    while (!far_stores.empty()) land_far(0);
     if (!copies.empty()) throw Failure{"the grid ended before " + std::to_string(copies.size()) + " bulk copies"};
     return true;
 }

@@ -56,6 +56,7 @@ def build_variant(
     formats: Sequence[int] = (),
     trace: bool = False,
     every_thread: bool = False,
+    ranked: bool = False,
     sources: Path = nvrtc.SOURCES,
 ) -> CompiledVariant:
     """What `compile_variant` takes and gives, but `cubin` is the path of a shared library for the CPU."""
@@ -68,7 +69,8 @@ def build_variant(
         defines["FW_ROWS"] = str(rows)
     if formats:
         defines["FW_FORMATS"] = ",".join(map(str, formats))
-    defines |= {name: "1" for name, wanted in (("FW_TRACE", trace), ("FW_EVERY_THREAD", every_thread)) if wanted}
+    wanted = {"FW_TRACE": trace, "FW_EVERY_THREAD": every_thread, "FW_RANKS": ranked}
+    defines |= {name: "1" for name, asked in wanted.items() if asked}
     # Sources that a test has changed may change again under the same name.
     make = _known_library if sources == nvrtc.SOURCES else _library
     library = make(sources, tuple(defines.items()))
@@ -76,7 +78,7 @@ def build_variant(
     entries = dict.fromkeys(_ENTRIES, usage)
     return CompiledVariant(
         arch, library.stem, os.fsencode(library), "", entries, threads, dtype, multiplying, trace, rows,
-        tuple(formats),
+        tuple(formats), ranked,
     )
 
 

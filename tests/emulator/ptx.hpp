@@ -43,6 +43,12 @@ inline void ptx_shared_load64(uint32_t& x, uint32_t& y, uint32_t from) {
     const uint32_t* words = emulator::aligned<uint32_t>(emulator::shared_pointer(from), 8);
     x = words[0], y = words[1];
 }
+inline void ptx_store32_sys(void* to, uint32_t bits) { emulator::store_far(to, &bits, 4); }
+inline void ptx_store16_sys(void* to, unsigned short bits) { emulator::store_far(to, &bits, 2); }
+inline void ptx_store128_sys(void* to, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+    const uint32_t words[4] = {x, y, z, w};
+    emulator::store_far(to, words, 16);
+}
 inline void ptx_add32(uint32_t* at) { ++*emulator::aligned<uint32_t>(at, 4); }
 
 inline void ptx_barrier_init(uint32_t at, int arrivals) {

@@ -27,6 +27,13 @@ CALLS: Final[Mapping[str, str]] = {
     "createpolicy.fractional.L2::evict_first.b64 %0, 1.0;": "nothing",
     "ld.acquire.gpu.global.u32 %0, [%1];": "load32",
     "ld.relaxed.sys.global.u32 %0, [%1];": "load32",
+    "ld.relaxed.sys.global.u16 %0, [%1];": "load16",
+    "ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];": "load128",
+    "ld.acquire.sys.global.u32 %0, [%1];": "load32",
+    "st.release.sys.global.u32 [%0], %1;": "store32_sys",
+    "st.relaxed.sys.global.u32 [%0], %1;": "store32_sys",
+    "st.relaxed.sys.global.u16 [%0], %1;": "store16_sys",
+    "st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};": "store128_sys",
     "ld.relaxed.gpu.u32 %0, [%1];": "load32",
     "ld.relaxed.gpu.u16 %0, [%1];": "load16",
     "ld.relaxed.gpu.v4.u32 {%0, %1, %2, %3}, [%4];": "load128",
@@ -84,6 +91,40 @@ extern "C" int emulate_megakernel(const amk_program_t* program, int position, co
                                   size_t room) {
     emulator::entry = [=] { megakernel(program, position, positions); };
     return launched(blocks, threads, shared_bytes, seed, limit_s, why, room);
+}
+struct HostCopy { char* to; const char* from; size_t bytes; };
+struct Memory { const char* first; size_t bytes; };
+// Of each launch and rank: `copies` before it and as many behind it. `arenas` are what pushes go to, on each rank.
+extern "C" int emulate_ranks(const amk_program_t* const* programs, const int* positions, const HostCopy* before,
+                             const HostCopy* after, int copies, const Memory* arenas, int ranks, int count, int blocks,
+                             int threads, size_t shared_bytes, unsigned seed, double limit_s, char* why, size_t room) {
+    emulator::Launches launches{ranks, count};
+    std::vector<int> at(ranks);
+    const auto copy = [=](const HostCopy* first, int rank, int launch) {
+        for (int i = 0; i < copies; i++) {
+            const HostCopy& each = first[(launch * ranks + rank) * copies + i];
+            memcpy(each.to, each.from, each.bytes);
+        }
+    };
+    launches.before = [&](int rank, int launch) { at[rank] = positions[launch]; copy(before, rank, launch); };
+    launches.after = [&](int rank, int launch) {
+        copy(after, rank, launch);
+        const Memory& own = arenas[rank];
+        for (const emulator::Far& store : emulator::far_stores) {
+            if (store.to >= own.first && store.to < own.first + own.bytes) return false;
+        }
+        return true;
+    };
+    emulator::entry = [&] {
+        const int rank = emulator::current->warp->block->rank;
+        megakernel(programs[rank], at[rank], nullptr);
+    };
+    try {
+        return emulator::run(blocks, threads, shared_bytes, seed, limit_s, launches) ? 0 : 1;
+    } catch (const emulator::Failure& failure) {
+        snprintf(why, room, "%s", failure.what.c_str());
+        return 2;
+    }
 }
 extern "C" int emulate_pack_matrix(const element_t* src, element_t* dst, int rows, int width, int blocks, int threads,
                                    size_t shared_bytes, unsigned seed, double limit_s, char* why, size_t room) {

@@ -181,6 +181,7 @@ def _packed(
         coded={},
         last_position=manifest["launch"]["last_position"],
         fixed_position=None,
+        part=None,
         **parts,
     )
 

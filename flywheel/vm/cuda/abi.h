@@ -34,6 +34,7 @@ typedef uint32_t amk_counter_t;
 #define AMK_MAX_RANK 4
 #define FW_MAX_STEPS 16
 #define FW_MAX_ROWS 8
+#define FW_MAX_RANKS 8
 #define FW_FRAGMENT_ROWS 16
 #define FW_FRAGMENT_K 16
 #define FW_RESULT_REF 16
@@ -95,6 +96,7 @@ typedef uint32_t amk_counter_t;
 #define FW_INSTRUCTION_WINDOW_NEW 32
 #define FW_INSTRUCTION_KEEPS_BEST 64
 #define FW_INSTRUCTION_TAKES_BEST 128
+#define FW_INSTRUCTION_PUSHES 256
 #define FW_STEP_OWN_N_OFF 1
 #define FW_STEP_OWN_N_TILE 2
 #define FW_STEP_OWN_POS 4
@@ -138,6 +140,7 @@ typedef uint32_t amk_counter_t;
 #define FW_LAYOUT_UNITS 3
 #define FW_LAYOUT_ROW_SCALES 4
 #define FW_LAYOUT_IN_UNITS 5
+#define FW_LAYOUT_PEER 6
 #define FW_STAMP_CURRENT 0
 #define FW_STAMP_READY 1
 #define FW_STAMP_STAGED 2
@@ -475,3 +478,13 @@ FW_ASSERT_OFFSET(amk_program_t, awaited_bytes, 140);
 FW_ASSERT_OFFSET(amk_program_t, awaited, 144);
 FW_ASSERT_OFFSET(amk_program_t, set_stride, 152);
 FW_ASSERT_OFFSET(amk_program_t, copies, 156);
+
+struct amk_ranks_t {
+  int32_t rank;
+  int32_t ranks;
+  uint64_t words[8];  // of each rank: launches that each began, COUNTER_STRIDE apart
+};
+static_assert(sizeof(amk_ranks_t) == 72, "amk_ranks_t");
+FW_ASSERT_OFFSET(amk_ranks_t, rank, 0);
+FW_ASSERT_OFFSET(amk_ranks_t, ranks, 4);
+FW_ASSERT_OFFSET(amk_ranks_t, words, 8);

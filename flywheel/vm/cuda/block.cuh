@@ -65,6 +65,9 @@ struct Block {
     int32_t progress;  // place in the queue of the task that the vector warps are at
     int32_t passes;    // passes of matrix steps that they have taken over
     int32_t stagings;  // of matrix operands that they have announced
+#ifdef FW_RANKS
+    amk_ranks_t ranks;
+#endif
     uint64_t ring_full[FW_MAX_RING_SLOTS];
     uint64_t ring_empty[FW_MAX_RING_SLOTS];
     uint64_t x_full[X_ROUNDS];  // the matrix operand, or a slice of it, is staged: in turn

@@ -81,9 +81,19 @@ extern "C" __global__ void __launch_bounds__(FW_THREADS, 1)
     if (threadIdx.x < sizeof(amk_program_t) / 8) {
         reinterpret_cast<uint64_t*>(&block.program)[threadIdx.x] = reinterpret_cast<const uint64_t*>(device_program)[threadIdx.x];
     }
+#ifdef FW_RANKS
+    if (threadIdx.x < sizeof(amk_ranks_t) / 8) {
+        reinterpret_cast<uint64_t*>(&block.ranks)[threadIdx.x] = reinterpret_cast<const uint64_t*>(device_program + 1)[threadIdx.x];
+    }
+#endif
     __syncthreads();
     const amk_program_t& program = block.program;
     const uint32_t launch = *reinterpret_cast<const volatile uint32_t*>(program.state);
+#ifdef FW_RANKS
+    if (blockIdx.x == 0 && threadIdx.x < block.ranks.ranks) {  // the launch before is over, refill included
+        store_release_sys(begun_word(block.ranks, threadIdx.x, block.ranks.rank), launch + 1);
+    }
+#endif
     uint32_t* cleared = counter_set(program, launch + 1);
     for (int i = blockIdx.x * FW_THREADS + threadIdx.x; i < program.n_counters; i += gridDim.x * FW_THREADS) {
         cleared[i * (FW_COUNTER_STRIDE / 4)] = 0;

@@ -108,6 +108,16 @@ __device__ __forceinline__ uint4 load128(const void* from) {
     return bits;
 }
 
+#ifdef FW_RANKS
+// Another GPU may be about to write it.
+__device__ __forceinline__ uint4 load128_sys(const void* from) {
+    uint4 bits;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w) : "l"(from) : "memory");
+    return bits;
+}
+#endif
+
 __device__ __forceinline__ float load_element(const float* from) { return __uint_as_float(load32(from)); }
 __device__ __forceinline__ unsigned short load_element(const unsigned short* from) { return load_half(from); }
 

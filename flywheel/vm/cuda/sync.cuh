@@ -15,6 +15,18 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
     return value;
 }
 
+#ifdef FW_RANKS
+__device__ __forceinline__ uint32_t load_acquire_sys(const uint32_t* word) {
+    uint32_t value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release_sys(uint32_t* word, uint32_t value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+#endif
+
 // Add 1 after everything that this thread has seen, or that a barrier has ordered before it: the fence covers the writes of
 // the block's other threads too. Fence and relaxed add are one release; an add that is a release itself would fence twice.
 __device__ __forceinline__ void signal(uint32_t* counter) {

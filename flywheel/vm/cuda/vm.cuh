@@ -136,7 +136,11 @@ __device__ __noinline__ void await_operands(Vm vm, uint32_t refs) {
         const int units = packed ? bytes / 16 : x.numel;
 #pragma unroll 1
         for (; unit < units; unit += VECTOR_THREADS) {
+#ifdef FW_RANKS
+            while (!(packed ? all_present(x.dtype, load128_sys(x.ptr + unit * 16))
+#else
             while (!(packed ? all_present(x.dtype, load128(x.ptr + unit * 16))
+#endif
                            : !is_absent(x.dtype, load_bits(x.dtype, x.ptr, unit))) && vm.again()) {}
         }
         unit -= units;

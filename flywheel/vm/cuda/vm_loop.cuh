@@ -3,6 +3,7 @@
 #pragma once
 
 #include "dispatch.cuh"
+#include "peers.cuh"
 #include "vm.cuh"
 
 // ---- control ----
@@ -42,6 +43,25 @@ __device__ __forceinline__ bool wait_counter(Block& block, const amk_instruction
     return true;
 }
 
+#ifdef FW_RANKS
+// Until rank `by` has begun this launch, and so ended the one before, with all that it refilled.
+__device__ __forceinline__ bool wait_begun(Block& block, const amk_instruction_t& instruction, int by) {
+    const uint32_t* word = begun_word(block.ranks, block.ranks.rank, by);
+    Backoff backoff;
+    uint32_t value;
+    while (static_cast<int32_t>((value = load_acquire_sys(word)) - block.launch) <= 0) {
+        if (block.is_aborted()) return false;
+        backoff.pause();
+        if (backoff.ask_host() && read_host_word(reinterpret_cast<const uint32_t*>(block.program.abort_flag))) {
+            report(block.program, FW_FAULT_ABORTED, instruction.task, -1 - by, block.launch + 1, value);
+            block.abort();
+            return false;
+        }
+    }
+    return true;
+}
+#endif
+
 template <typename T> __device__ __forceinline__ void copy_words(T* to, const T* from, int count, int lane) {
     static_assert(sizeof(T) % 16 == 0, "copied in 16-byte words");
     for (int i = lane; i < count * static_cast<int>(sizeof(T) / 16); i += WARP) {
@@ -52,7 +72,11 @@ template <typename T> __device__ __forceinline__ void copy_words(T* to, const T*
 __device__ __forceinline__ Operand resolve(Block& block, int index) {
     const amk_buffer_t& buffer = reinterpret_cast<const amk_buffer_t*>(block.program.buffers)[index];
     const int numel = static_cast<int>(buffer.numel), width = buffer.shape[buffer.rank - 1];
+#ifdef FW_RANKS
+    const uint32_t set = buffer.layout == FW_LAYOUT_AWAITED || buffer.layout == FW_LAYOUT_PEER ? block.set : 0;
+#else
     const uint32_t set = buffer.layout == FW_LAYOUT_AWAITED ? block.set : 0;
+#endif
     return {reinterpret_cast<char*>(buffer.ptr) + set, numel, buffer.dtype, width, numel / width, buffer.layout};
 }
 
@@ -112,7 +136,14 @@ __device__ __forceinline__ void inherit(amk_step_t& step, const amk_params_t& ta
 // their operands themselves have none.
 __device__ __forceinline__ uint32_t awaited_refs(const TaskSlot& task, const amk_step_t& step) {
     constexpr uint32_t THEMSELVES = 1u << AMK_OP_RMSNORM | 1u << AMK_OP_GEMV_TILE | 1u << AMK_OP_GEMM_TILE | 1u << AMK_OP_ROPE |
-                                    1u << AMK_OP_KV_APPEND | 1u << AMK_OP_ATTENTION_TILE | 1u << AMK_OP_ATTENTION_COMBINE;
+                                    1u << AMK_OP_KV_APPEND | 1u << AMK_OP_ATTENTION_TILE | 1u << AMK_OP_ATTENTION_COMBINE
+#ifdef FW_RANKS
+                                    | 1u << AMK_OP_ALLREDUCE_SHARD
+#endif
+        ;
+#ifdef FW_RANKS
+    if (task.instruction.flags & FW_INSTRUCTION_PUSHES) return 0;
+#endif
     if (THEMSELVES >> step.op & 1 || step.flags & FW_STEP_VIEW) return 0;
     uint32_t refs = 0;
     for (int i = 0; i < step.n_args; i++) {
@@ -183,6 +214,9 @@ __device__ __forceinline__ void prefetch_tables(const Block& block, int count) {
 __device__ __noinline__ void run_control() {
     Block& block = this_block();
     const int count = block.queue_end - block.queue_first;
+#ifdef FW_RANKS
+    bool asked = false;  // whether all GPUs have begun this launch: before, what this one pushes may be lost
+#endif
     for (int index = 0; index < count; index++) {
         const int slot = index % TASK_SLOTS;
         const uint32_t round = (index / TASK_SLOTS) & 1;
@@ -192,6 +226,11 @@ __device__ __noinline__ void run_control() {
         prefetch_operands(task);
         const bool met = lane_id() >= task.instruction.n_waits || wait_counter(block, task.instruction, lane_id());
         if (!__all_sync(~0u, met)) return;
+#ifdef FW_RANKS
+        const bool pushes = task.instruction.flags & FW_INSTRUCTION_PUSHES;
+        if (pushes && !asked && !__all_sync(~0u, lane_id() >= block.ranks.ranks || wait_begun(block, task.instruction, lane_id()))) return;
+        asked |= pushes;
+#endif
         __syncwarp();  // what each lane acquired is ordered before the arrival of this one
         if (lane_id() < WARP_ARRIVALS) barrier_arrive(&block.task_ready[slot]);
         if (index == 0) prefetch_tables(block, count);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from typing import Any, Final, Self
@@ -16,9 +16,11 @@ from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind
 from flywheel.plan.step import ABSENT
 from flywheel.vm.abi import COUNTER_STRIDE, Anchor, Fault, Layout, Stamp, numpy_struct
 from flywheel.vm.elements import stored, stored_type, values
-from flywheel.vm.gpu.driver import Gpu, LoadedKernel, Memory, check_fit
+from flywheel.vm.gpu.driver import Gpu, LoadedKernel, Memory
+from flywheel.vm.gpu.matching import check_kernel
 from flywheel.vm.gpu.weights import ResidentWeights
-from flywheel.vm.pack import PackedProgram
+from flywheel.vm.pack import PackedProgram, RankMemory, peer_addresses, ranks_table
+from flywheel.vm.pack.ranks import WORDS_BYTES
 
 __all__ = ["LoadedProgram", "ResidentWeights"]
 
@@ -109,7 +111,7 @@ class LoadedProgram:
         weights: ResidentWeights,
         caches: Mapping[str, int],
     ) -> None:
-        _check_kernel(gpu, packed, kernel)
+        check_kernel(gpu, packed, kernel)
         self.gpu: Final = gpu
         self.packed: Final = packed
         self._kernel = kernel
@@ -117,7 +119,8 @@ class LoadedProgram:
         self._rows = {buffer.name: row for row, buffer in enumerate(packed.program.buffers)}
         self._written_bytes = max(
             (self._offset(row) + buffer.nbytes
-             for row, buffer in enumerate(packed.program.buffers) if buffer.kind in _WRITTEN_KINDS),
+             for row, buffer in enumerate(packed.program.buffers)
+             if buffer.kind in _WRITTEN_KINDS and row in packed.arena.offsets),
             default=0,
         )  # fmt: skip
         self._owned: list[Memory] = []
@@ -130,8 +133,9 @@ class LoadedProgram:
             self._report = self._take(_REPORT.itemsize)
             traced = len(packed.instructions) + self._grid if kernel.variant.trace else 0
             self._trace = self._take(traced * _TRACE.itemsize) if traced else None
+            self._words = self._take(WORDS_BYTES) if packed.part is not None else None
             self._reset()
-            self._program = self._upload_program()
+            self._program = self._upload_program([]) if packed.part is None else None
             undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -144,6 +148,23 @@ class LoadedProgram:
         """Give the memory back; weights and caches stay."""
         while self._owned:
             self.gpu.free(self._owned.pop())
+
+    @property
+    def memory(self) -> RankMemory:
+        """What other GPUs of the program write. Raises ConfigError where one GPU runs it alone."""
+        if self._words is None:
+            raise ConfigError("program: of one GPU, which no other one writes to")
+        return RankMemory(self._arena.address, self._words.address)
+
+    def connect(self, packed: Sequence[PackedProgram], memories: Sequence[RankMemory]) -> None:
+        """Once before the first launch of a program of several GPUs: the tables and the memories of all of them, by
+        rank, which may be written from this GPU."""
+        part = self.packed.part
+        if part is None or self._program is not None:
+            raise ConfigError("program: of one GPU, or connected already")
+        for row, address in peer_addresses(packed, part.rank, memories).items():
+            self._addresses[row] = address
+        self._program = self._upload_program([ranks_table(part.rank, memories)])
 
     def address(self, name: str) -> int:
         """Where a buffer lies on the device. Raises TensorError for a name that no buffer has."""
@@ -176,7 +197,7 @@ class LoadedProgram:
         return {
             buffer.name: self._offset(row)
             for row, buffer in enumerate(self.packed.program.buffers)
-            if buffer.kind in _WRITTEN_KINDS
+            if buffer.kind in _WRITTEN_KINDS and row in self.packed.arena.offsets
         }
 
     def copy_transients(self, target: int) -> None:
@@ -202,6 +223,8 @@ class LoadedProgram:
         """
         if pos is not None:
             self.packed.check_position(pos)
+        if self._program is None:
+            raise ConfigError("program: one of several GPUs, which are not connected")
         self.gpu.launch(
             self._kernel.megakernel,
             self._grid,
@@ -291,13 +314,14 @@ class LoadedProgram:
     def _reset(self) -> None:
         """Before the first launch and after one that went wrong: no launch, fault or stamp, all counters at 0, nothing
         written."""
-        for memory in (self._counters, self._state, self._report, self._trace):
+        for memory in (self._counters, self._state, self._report, self._trace, self._words):
             if memory is not None:
                 self.gpu.fill(memory, 0)
         for number in range(2):
             self._forget(number)
 
-    def _upload_program(self) -> Memory:
+    def _upload_program(self, behind: Sequence[npt.NDArray[np.void]]) -> Memory:
+        """The program, and in one piece with it what lies behind."""
         packed, variant = self.packed, self.packed.variant
         buffers, segments = packed.buffers.copy(), packed.segments.copy()
         buffers["ptr"] = self._addresses
@@ -320,7 +344,7 @@ class LoadedProgram:
             program[name] = getattr(variant, name)
         for name in ("n_counters", "workspace_stride", "pass_blocks"):
             program[name] = getattr(packed, name)
-        return self._put(program)
+        return self._put(np.concatenate([table.view(np.uint8) for table in (program, *behind)]))
 
     def _find_buffers(self, weights: ResidentWeights, caches: Mapping[str, int]) -> list[int]:
         """The address of each buffer."""
@@ -335,6 +359,8 @@ class LoadedProgram:
                 if caches[buffer.name] % _CACHE_ALIGNMENT:
                     raise TensorError(f"cache {buffer.name}: starts at no multiple of {_CACHE_ALIGNMENT} bytes")
                 addresses.append(caches[buffer.name])
+            elif row not in self.packed.arena.offsets:
+                addresses.append(0)  # on another GPU: `connect` knows where
             else:
                 addresses.append(self._arena.address + self._offset(row))
         return addresses
@@ -363,23 +389,3 @@ class LoadedProgram:
         memory = self.gpu.alloc(nbytes)
         self._owned.append(memory)
         return memory
-
-
-def _check_kernel(gpu: Gpu, packed: PackedProgram, kernel: LoadedKernel) -> None:
-    variant, target = kernel.variant, packed.program.target
-    if target is None:
-        raise ConfigError("program: no target, so no grid")
-    has = (variant.threads, variant.matrix_warps, variant.dtype.name)
-    needs = (packed.variant.threads, packed.variant.matrix_warps, packed.dtype.name)
-    if has != needs:
-        raise ConfigError(
-            "kernel for {} threads, {} matrix warps and {}: the program needs {}, {} and {}".format(*has, *needs)
-        )
-    if variant.rows not in (0, packed.variant.rows):
-        has_rows = packed.variant.rows or "various numbers of"
-        raise ConfigError(f"kernel for products of {variant.rows} rows: the program's have {has_rows}")
-    if not set(packed.variant.formats) <= set(variant.formats):
-        raise ConfigError(
-            f"kernel for quantised formats {list(variant.formats)}: the program has {list(packed.variant.formats)}"
-        )
-    check_fit(kernel, gpu, target, packed.variant.smem_bytes)

@@ -71,7 +71,8 @@ class CompiledUnit:
 @dataclass(frozen=True, slots=True)
 class CompiledVariant(CompiledUnit):
     """The entries `megakernel`, `pack_matrix`, `pack_codes` and `expand_scales`, for blocks of `threads` and programs
-    of `dtype`; of products with `rows` rows alone, unless that is 0, and of quantised matrices in `formats`.
+    of `dtype`, of several GPUs if `ranked`; of products with `rows` rows alone, unless that is 0, and of quantised
+    matrices in `formats`.
     """
 
     threads: int
@@ -80,6 +81,7 @@ class CompiledVariant(CompiledUnit):
     trace: bool = False
     rows: int = 0
     formats: tuple[int, ...] = ()
+    ranked: bool = False
 
     @property
     def usage(self) -> EntryUsage:
@@ -119,14 +121,15 @@ def compile_variant(
     formats: Sequence[int] = (),
     trace: bool = False,
     every_thread: bool = False,
+    ranked: bool = False,
     sources: Path = SOURCES,
 ) -> CompiledVariant:
     """The kernel in `sources` for `arch`, as `compile_unit` has it; with `trace`, tasks note their times.
 
     `matrix_warps` is half of what the loader and the control warp leave, rounded up, unless given. `rows` leaves out
     what other programs need, since instructions come from far: 0 leaves out nothing. `formats` are
-    those of the quantised matrices that it multiplies (`Coding.number`). `every_thread` is for race
-    detectors: no thread arrives or waits for others.
+    those of the quantised matrices that it multiplies (`Coding.number`). `ranked` kernels are those of programs
+    of several GPUs. `every_thread` is for race detectors: no thread arrives or waits for others.
 
     Raises ConfigError for a dtype without a kernel.
     """
@@ -144,10 +147,12 @@ def compile_variant(
         defines["FW_TRACE"] = "1"
     if every_thread:
         defines["FW_EVERY_THREAD"] = "1"
+    if ranked:
+        defines["FW_RANKS"] = "1"
     unit = compile_unit("megakernel.cu", arch, defines, cache_dir, sources=sources)
     return CompiledVariant(
         unit.arch, unit.key, unit.cubin, unit.log, unit.entries, threads, dtype, multiplying, trace, rows,
-        tuple(formats),
+        tuple(formats), ranked,
     )
 
 

@@ -9,10 +9,24 @@ from flywheel.errors import InvalidProgramError
 from flywheel.ir import ABI_MAX_ROWS, Buffer, BufferKind, DType, InstructionKind, Task
 from flywheel.ir.operations import FLOATS, OPERATIONS
 from flywheel.plan import KernelVariant
+from flywheel.plan.nodes import Node
+from flywheel.plan.routine import Routine
 from flywheel.plan.staging import WORK_BYTES
-from flywheel.plan.step import ABSENT, RESULT_REF, Coded, Form, Operand, Step, copied_rows, look, names_columns
+from flywheel.plan.step import (
+    ABSENT,
+    RESULT_REF,
+    Coded,
+    Form,
+    Operand,
+    Step,
+    adds_columns,
+    copied_rows,
+    is_push,
+    look,
+    names_columns,
+)
 from flywheel.vm.abi import MAX_STEPS
-from flywheel.vm.kernels import KERNELS
+from flywheel.vm.kernels import KERNELS, RANKED
 
 _K = InstructionKind
 
@@ -63,19 +77,45 @@ def check_count(steps: Sequence[Step]) -> None:
 def check_steps(steps: Sequence[Step], form: Form, dtype: DType, variant: KernelVariant) -> None:
     """Every step has a kernel for its operands."""
     for index, step in enumerate(steps):
-        if step.op not in KERNELS:
+        if step.op not in KERNELS or (step.op in RANKED and not variant.ranked):
             raise InvalidProgramError(f"step {index}: {step.op.name} has no kernel")
         args = [look(ref, steps[:index], form) for ref in step.args]
         try:
             _check_types(step, args, form, dtype)
             _check_sizes([*args, step.result])
-            _check_rows(step, args, form)
+            if not (variant.ranked and (is_push(steps, form) or step.op is _K.ALLREDUCE_SHARD)):
+                _check_rows(step, args, form)
+            if step.op is _K.ALLREDUCE_SHARD:
+                _check_sum(step, args, form)
             if step.matrix:
                 _check_matrix(step, args, form, dtype)
             elif step.op is _K.ATTENTION_TILE:
                 _check_attention(step, variant)
         except InvalidProgramError as error:
             raise InvalidProgramError(f"{error}" if form.recipe is None else f"step {index}: {error}") from error
+
+
+def check_arrivals(
+    nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer], arrived: frozenset[int]
+) -> None:
+    """What other GPUs push is read by pushes, sums and choices of a token alone."""
+    for node in nodes:
+        routine = routines[node.form]
+        taken = {RESULT_REF + view for view in routine.views}
+        for index, step in enumerate(routine.steps):
+            refs = [ref for ref in step.reads if ref < RESULT_REF and buffers[node.inputs[ref]].id in arrived]
+            refs += [ref for ref in step.reads if ref in taken]
+            if refs and index not in routine.views and step.op not in _OF_PEERS and arrived & _ids(node, buffers):
+                raise InvalidProgramError(
+                    f"task {node.task.id} ({node.task.label}): {step.op.name} has no kernel that reads what others push"
+                )
+
+
+def _ids(node: Node, buffers: Sequence[Buffer]) -> set[int]:
+    return {buffers[row].id for row in node.inputs}
+
+
+_OF_PEERS: Final = (_K.ALLREDUCE_SHARD, _K.SAMPLE_ARGMAX, _K.COPY)
 
 
 def _check_types(step: Step, args: Sequence[Operand], form: Form, dtype: DType) -> None:
@@ -119,6 +159,14 @@ def _check_rows(step: Step, args: Sequence[Operand], form: Form) -> None:
         raise InvalidProgramError(
             f"{args[0].numel // step.params['K']} rows of x make a tile of M_tile={form.rows} rows"
         )
+
+
+def _check_sum(step: Step, args: Sequence[Operand], form: Form) -> None:
+    """What is added lies in global memory, in columns of the task or as a whole."""
+    if step.out != 0 or any(ref >= RESULT_REF for ref in step.args):
+        raise InvalidProgramError("ALLREDUCE_SHARD adds or makes what lies in scratch, and has no kernel for it")
+    if not adds_columns(step, form) and any(arg.numel != step.result.numel for arg in args):
+        raise InvalidProgramError("ALLREDUCE_SHARD adds summands of other sizes than the sum")
 
 
 def _check_matrix(step: Step, args: Sequence[Operand], form: Form, dtype: DType) -> None:

@@ -19,7 +19,7 @@ _WRITTEN: Final = (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
 
 
 def buffer_table(
-    buffers: Sequence[Buffer], layouts: Mapping[int, Layout], awaited: Collection[int]
+    buffers: Sequence[Buffer], layouts: Mapping[int, Layout], awaited: Collection[int], away: Collection[int] = ()
 ) -> npt.NDArray[np.void]:
     """One row a buffer, in order, without addresses; `layouts` are those of weights of products."""
     table = np.zeros(len(buffers), numpy_struct("amk_buffer_t"))
@@ -31,6 +31,7 @@ def buffer_table(
     table["stride"] = [(*buffer.contiguous_strides(), *[0] * (width - len(buffer.shape))) for buffer in buffers]
     table["layout"][list(layouts)] = list(layouts.values())
     table["layout"][list(awaited)] = Layout.AWAITED
+    table["layout"][list(away)] = Layout.PEER
     return table
 
 
@@ -54,9 +55,9 @@ class Arena:
     awaited_bytes: int
 
 
-def place_buffers(program: MegakernelProgram, awaited: Collection[int]) -> Arena:
-    """The arena of a program. Buffers of one page share its bytes. What a launch writes comes before what it is
-    given."""
+def place_buffers(program: MegakernelProgram, awaited: Collection[int], away: Collection[int] = ()) -> Arena:
+    """The arena of a program, without buffers that are `away`. Buffers of one page share its bytes. What a launch
+    writes comes before what it is given."""
     homes = program.pages.buffer_to_page if program.pages is not None else {}
     sizes = {page.id: page.nbytes for page in program.pages.pages} if program.pages is not None else {}
     pages: dict[int, int] = {}
@@ -65,7 +66,7 @@ def place_buffers(program: MegakernelProgram, awaited: Collection[int]) -> Arena
     awaited_bytes = 0
     for kinds, is_awaited in ((_WRITTEN, True), (_WRITTEN, False), ((BufferKind.IO_INPUT,), False)):
         for row, buffer in enumerate(program.buffers):
-            if buffer.kind not in kinds or (row in awaited) is not is_awaited:
+            if buffer.kind not in kinds or (row in awaited) is not is_awaited or row in away:
                 continue
             page = homes.get(buffer.id)
             if page in pages:

@@ -16,11 +16,12 @@ from flywheel.plan import KernelVariant
 from flywheel.plan.handoff import columns_of
 from flywheel.plan.nodes import Grouping, Node, make_nodes
 from flywheel.plan.program import Plan, make_plan
+from flywheel.plan.ranks import Part
 from flywheel.plan.routine import Routine, make_routine
 from flywheel.plan.step import Coded, Form, steps_of
 from flywheel.vm.abi import FRAGMENT_ROWS, PARTIALS_BYTES, InstructionFlag, Layout
 from flywheel.vm.pack.best import best_flags
-from flywheel.vm.pack.checks import check_count, check_steps, float_type, scale_buffers
+from flywheel.vm.pack.checks import check_arrivals, check_count, check_steps, float_type, scale_buffers
 from flywheel.vm.pack.frequencies import Frequencies
 from flywheel.vm.pack.instructions import coded_rows, node_rows, params_rows, weight_layouts
 from flywheel.vm.pack.memory import ALIGNMENT, Arena, buffer_table, check_buffers, place_buffers
@@ -60,6 +61,8 @@ class PackedProgram:
     """Position that the program was lowered for; None where no task has one."""
     fixed_position: str | None
     """A task whose recipe fixes what a move to another position must change, with its label."""
+    part: Part | None = None
+    """Of which GPU of several it is."""
 
     @property
     def shares_memory(self) -> bool:
@@ -72,9 +75,13 @@ class PackedProgram:
         return f"task {task.id} ({task.label})"
 
     def apart(self) -> PackedProgram:
-        """The same tables, in which no two buffers share memory, so that every activation is there after a launch."""
-        awaited = np.flatnonzero(self.buffers["layout"] == Layout.AWAITED).tolist()
-        return replace(self, arena=place_buffers(replace(self.program, pages=None), awaited))
+        """The same tables, in which no two buffers share memory, so that every activation is there after a launch.
+
+        Those of several GPUs have to be `aligned` again.
+        """
+        layout = self.buffers["layout"]
+        awaited, away = (np.flatnonzero(layout == each).tolist() for each in (Layout.AWAITED, Layout.PEER))
+        return replace(self, arena=place_buffers(replace(self.program, pages=None), awaited, away))
 
     def check_position(self, pos: int) -> None:
         """Raises ConfigError where a launch cannot move to `pos`, as `at_position` does."""
@@ -107,7 +114,8 @@ def pack_plan(plan: Plan) -> PackedProgram:
     pass_blocks = _pass_blocks(steps, variant)
     coded = coded_rows(nodes, routines, program.buffers)
     layouts = weight_layouts(nodes, routines, program.buffers, coded)
-    buffers = buffer_table(program.buffers, layouts, hand_offs.awaited)
+    away = _away(plan)
+    buffers = buffer_table(program.buffers, layouts, hand_offs.awaited, away)
 
     sms, queues = plan.sms, plan.first.astype(np.int32)
     node_of = grouping.node_of[plan.order]
@@ -115,6 +123,11 @@ def pack_plan(plan: Plan) -> PackedProgram:
     by_node = node_rows(nodes, first_steps, templates, rows, hand_offs.waits)
     for node, flag in best_flags(program, grouping, nodes, routines).items():
         by_node["flags"][node] |= np.uint32(flag)
+    for number, node_ in enumerate(nodes):
+        if away.intersection(node_.outputs):
+            by_node["flags"][number] |= np.uint32(InstructionFlag.PUSHES)
+    if plan.part is not None:
+        check_arrivals(nodes, routines, program.buffers, plan.part.arrived)
     instructions = _picked(by_node, node_of)
     params_of = grouping.params_of[plan.order]
     _put(instructions, "params", _picked(params_rows(grouping.params), params_of))
@@ -141,11 +154,18 @@ def pack_plan(plan: Plan) -> PackedProgram:
         n_counters=len(program.counters),
         workspace_stride=-(-spilled // ALIGNMENT) * ALIGNMENT,
         pass_blocks=pass_blocks,
-        arena=place_buffers(program, hand_offs.awaited),
+        arena=place_buffers(program, hand_offs.awaited, away),
         coded=coded,
         last_position=max((each["pos"] for each in grouping.params if "pos" in each), default=None),
         fixed_position=_fixed(grouping.firsts),
+        part=plan.part,
     )  # fmt: skip
+
+
+def _away(plan: Plan) -> frozenset[int]:
+    """Rows of buffers that are on other GPUs."""
+    numbers = plan.part.away if plan.part is not None else {}
+    return frozenset(row for row, buffer in enumerate(plan.program.buffers) if buffer.id in numbers)
 
 
 def _picked(table: Table, rows: npt.NDArray[np.int64]) -> Table:

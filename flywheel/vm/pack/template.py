@@ -16,7 +16,7 @@ from flywheel.plan.formats import UNIT_K, Scales
 from flywheel.plan.operands import Staging
 from flywheel.plan.routine import Routine
 from flywheel.plan.staging import FRAGMENT_K, operand_stride
-from flywheel.plan.step import ABSENT, RESULT_REF, Form, Step, look, names_columns, x_rows
+from flywheel.plan.step import ABSENT, RESULT_REF, Form, Step, adds_columns, look, names_columns, x_rows
 from flywheel.vm.abi import FRAGMENT_ROWS, InstructionFlag, StepFlag, numpy_struct
 from flywheel.vm.kernels import STEP_KINDS
 from flywheel.vm.pack.frequencies import Frequencies
@@ -176,7 +176,7 @@ def _flags(step: Step, form: Form) -> int:
         for name, flag in names.items():
             if name in step.params:
                 flags |= flag
-    if names_columns(step, form):
+    if names_columns(step, form) or adds_columns(step, form):
         flags |= StepFlag.HAS_COLUMNS
     if step.matrix and (form.recipe is not None or step.out == ABSENT) and not (step.out == 0 and form.rows > 1):
         flags |= StepFlag.INDEX_FROM_ZERO

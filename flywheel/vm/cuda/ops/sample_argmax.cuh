@@ -38,7 +38,12 @@ __device__ __forceinline__ void scan16(int thread, const char* row, int groups, 
 #pragma unroll
         for (int k = 0; k < ARGMAX_LOADS; k++) {
             // Behind the end the last group once more, which changes nothing.
-            const uint4 bits = *reinterpret_cast<const uint4*>(row + min(first + k * VECTOR_THREADS, groups - 1) * 16ll);
+            const char* const from = row + min(first + k * VECTOR_THREADS, groups - 1) * 16ll;
+#ifdef FW_RANKS
+            const uint4 bits = load128_sys(from);
+#else
+            const uint4 bits = *reinterpret_cast<const uint4*>(from);
+#endif
             loaded[k] = {{bits.x, bits.y, bits.z, bits.w}};
         }
     };

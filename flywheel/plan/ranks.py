@@ -1,0 +1,84 @@
+"""A program of several GPUs as a program of each: what it does, what arrives there, and what it pushes to others.
+
+Source: docs/vm.md, "Ranks".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from flywheel.errors import InvalidProgramError
+from flywheel.ir import COMPUTE_DTYPES, Buffer, BufferKind, MegakernelProgram, Task, Wait
+from flywheel.ir.exchange import pushed_counters
+from flywheel.plan.handoff import copies
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one GPU of several runs, as a program of its own, whose pushes write stand-ins for buffers of others.
+
+    `away` are these stand-ins: the id of the buffer on the other GPU -> its rank. `arrived` are ids of buffers here
+    that others push into. No task waits for a push: who reads what arrived looks at it until it is there. That says
+    nothing of other columns, so an order that frees a page may be gone: no two buffers share memory.
+    """
+
+    program: MegakernelProgram
+    rank: int
+    ranks: int
+    away: Mapping[int, int]
+    arrived: frozenset[int]
+
+
+def parts_of(program: MegakernelProgram) -> tuple[Part, ...]:
+    """The parts of a program of several ranks that `validate(strict=True)` accepts, by rank.
+
+    Raises InvalidProgramError for an exchange of what is no float, or of elements whose bits may say that they are not
+    there: those of a buffer that others push into, and that a task here copies to.
+    """
+    buffers = {buffer.id: buffer for buffer in program.buffers}
+    tasks = list(program.tasks)
+    remote = pushed_counters(tasks, buffers)
+    pushed = {number for task in tasks for number in task.outputs if buffers[number].rank != task.rank}
+    for task in tasks:
+        for number in pushed.intersection(task.outputs):
+            _check(task, buffers[number])
+    waits: dict[int, tuple[Wait, ...]] = {}  # by the identity of the waits that tasks share
+    by_rank: list[list[Task]] = [[] for _ in range(program.ranks)]
+    for task in tasks:
+        known = waits.get(id(task.waits))
+        if known is None:
+            known = tuple([wait for wait in task.waits if wait.counter not in remote])
+            waits[id(task.waits)] = known
+        by_rank[task.rank].append(replace(task, waits=known, rank=0))
+    return tuple(_part(program, rank, each, buffers, pushed) for rank, each in enumerate(by_rank))
+
+
+def _check(task: Task, buffer: Buffer) -> None:
+    what = f"task {task.id} ({task.label}): buffer {buffer.id} ({buffer.name})"
+    if buffer.dtype not in COMPUTE_DTYPES:
+        raise InvalidProgramError(f"{what} is {buffer.dtype.name}; the kernel exchanges floats")
+    if buffer.rank == task.rank and copies(task, buffer.id):
+        raise InvalidProgramError(f"{what} is pushed into, and copied to; a copied element may have all bits set")
+
+
+def _part(
+    program: MegakernelProgram, rank: int, tasks: list[Task], buffers: Mapping[int, Buffer], pushed: set[int]
+) -> Part:
+    away = {number: buffers[number].rank for task in tasks for number in task.outputs if buffers[number].rank != rank}
+    awaited = {wait.counter for task in tasks for wait in task.waits}
+    own = [
+        replace(buffer, rank=0, kind=BufferKind.ACTIVATION if buffer.id in away else buffer.kind)
+        for buffer in program.buffers
+        if buffer.rank == rank or buffer.id in away
+    ]
+    part = replace(
+        program,
+        buffers=tuple(own),
+        counters=tuple([counter for counter in program.counters if counter.id in awaited]),
+        tasks=tuple(tasks),
+        pages=None,
+        ranks=1,
+    )
+    arrived = frozenset(number for number in pushed if buffers[number].rank == rank)
+    return Part(part, rank, program.ranks, away, arrived)

@@ -1,0 +1,83 @@
+// What GPUs of one program exchange. System scope, and no fence: an element says itself that it is there. Source: docs/vm.md,
+// "Ranks". Only variants with FW_RANKS have any of this.
+#pragma once
+
+#include "vm.cuh"
+
+#ifdef FW_RANKS
+
+__device__ __forceinline__ uint32_t load32_sys(const void* from) {
+    uint32_t bits;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(bits) : "l"(from) : "memory");
+    return bits;
+}
+
+__device__ __forceinline__ unsigned short load_half_sys(const void* from) {
+    unsigned short bits;
+    asm volatile("ld.relaxed.sys.global.u16 %0, [%1];" : "=h"(bits) : "l"(from) : "memory");
+    return bits;
+}
+
+__device__ __forceinline__ void store32_sys(void* to, uint32_t bits) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(bits) : "memory");
+}
+
+__device__ __forceinline__ void store_half_sys(void* to, unsigned short bits) {
+    asm volatile("st.relaxed.sys.global.u16 [%0], %1;" ::"l"(to), "h"(bits) : "memory");
+}
+
+__device__ __forceinline__ void store128_sys(void* to, const uint4& bits) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_bits_sys(int dtype, const char* ptr, long long i) {
+    return dtype == AMK_DTYPE_F32 ? load32_sys(ptr + i * 4) : load_half_sys(ptr + i * 2);
+}
+
+// An element that this GPU or another one writes: loaded again until it is there.
+__device__ __forceinline__ float load_arrived(Vm vm, const Operand& x, long long i) {
+    uint32_t bits = load_bits_sys(x.dtype, x.ptr, i);
+    while (x.layout == FW_LAYOUT_AWAITED && is_absent(x.dtype, bits) && vm.again()) bits = load_bits_sys(x.dtype, x.ptr, i);
+    return bits_to_float(x.dtype, bits);
+}
+
+// Columns of each of `rows` rows of x, to the same place on another GPU: 16 bytes a store where the columns allow it. What is all
+// ones there says that nothing came, so no such element is sent.
+__device__ __forceinline__ void push_columns(Vm vm, const Operand& x, char* to, int rows, int first, int count) {
+    const int bytes = element_bytes(x.dtype), width = x.numel / rows, group = 16 / bytes;
+    const bool packed = first % group == 0 && count % group == 0 && width % group == 0 && aligned16(x.ptr) && aligned16(to);
+    const int each = packed ? count / group : count;
+    const bool awaited = x.layout == FW_LAYOUT_AWAITED;
+#pragma unroll 1
+    for (int i = vm.thread(); i < rows * each; i += VECTOR_THREADS) {
+        const int row = i / each;
+        const long long at = (static_cast<long long>(row) * width + first + (i - row * each) * (packed ? group : 1)) * bytes;
+        if (packed) {
+            uint4 bits = load128(x.ptr + at);
+            while (awaited && !all_present(x.dtype, bits) && vm.again()) bits = load128(x.ptr + at);
+            if (all_present(x.dtype, bits)) {
+                store128_sys(to + at, bits);
+                continue;
+            }
+        }
+#pragma unroll 1
+        for (int k = 0; k < (packed ? group : 1); k++) {
+            const long long place = at + k * bytes;
+            uint32_t bits = load_bits(x.dtype, x.ptr + place, 0);
+            while (awaited && is_absent(x.dtype, bits) && vm.again()) bits = load_bits(x.dtype, x.ptr + place, 0);
+            if (x.dtype == AMK_DTYPE_F32) {
+                store32_sys(to + place, bits == ABSENT32 ? 0x7fffffff : bits);
+            } else {
+                store_half_sys(to + place, bits == ABSENT16 ? 0x7fff : static_cast<unsigned short>(bits));
+            }
+        }
+    }
+}
+
+// Where rank `of` learns how many launches rank `by` has begun.
+__device__ __forceinline__ uint32_t* begun_word(const amk_ranks_t& ranks, int of, int by) {
+    return reinterpret_cast<uint32_t*>(ranks.words[of]) + by * (FW_COUNTER_STRIDE / 4);
+}
+
+#endif

@@ -1,0 +1,31 @@
+"""Whether a kernel is one that a packed program can be run by."""
+
+from __future__ import annotations
+
+from flywheel.errors import ConfigError
+from flywheel.vm.gpu.driver import Gpu, LoadedKernel, check_fit
+from flywheel.vm.pack import PackedProgram
+
+
+def check_kernel(gpu: Gpu, packed: PackedProgram, kernel: LoadedKernel) -> None:
+    """Raises ConfigError for a kernel of other blocks, types, rows or formats than the program has, for one of several
+    GPUs where the program is of one, or the other way round, and where `check_fit` does."""
+    variant, target = kernel.variant, packed.program.target
+    if target is None:
+        raise ConfigError("program: no target, so no grid")
+    has = (variant.threads, variant.matrix_warps, variant.dtype.name)
+    needs = (packed.variant.threads, packed.variant.matrix_warps, packed.dtype.name)
+    if has != needs:
+        raise ConfigError(
+            "kernel for {} threads, {} matrix warps and {}: the program needs {}, {} and {}".format(*has, *needs)
+        )
+    if variant.ranked is not packed.variant.ranked:
+        raise ConfigError("kernel and program: one is of several GPUs, the other of one")
+    if variant.rows not in (0, packed.variant.rows):
+        has_rows = packed.variant.rows or "various numbers of"
+        raise ConfigError(f"kernel for products of {variant.rows} rows: the program's have {has_rows}")
+    if not set(packed.variant.formats) <= set(variant.formats):
+        raise ConfigError(
+            f"kernel for quantised formats {list(variant.formats)}: the program has {list(packed.variant.formats)}"
+        )
+    check_fit(kernel, gpu, target, packed.variant.smem_bytes)

@@ -1,0 +1,69 @@
+"""The tables of each GPU of a program of several, and what a GPU must know of the others' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from flywheel.ir import MAX_RANKS, MegakernelProgram
+from flywheel.plan.program import rank_plans
+from flywheel.vm.abi import COUNTER_STRIDE, numpy_struct
+from flywheel.vm.pack.program import PackedProgram, pack_plan
+
+WORDS_BYTES: Final = MAX_RANKS * COUNTER_STRIDE
+"""Of a GPU's words: how many launches each GPU has begun. Zero before the first launch and after an abort."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Where a GPU has what others write: device addresses that all GPUs of the program can use.
+
+    `arena` is its allocation of `arena.nbytes + arena.awaited_bytes` bytes, `words` one of WORDS_BYTES.
+    """
+
+    arena: int
+    words: int
+
+
+def pack_ranks(program: MegakernelProgram) -> tuple[PackedProgram, ...]:
+    """The tables of each GPU, by rank, of a program of several that `validate(strict=True)` accepts.
+
+    Before a launch, and again after an abort, on all GPUs: counters, state and words are 0, both sets of awaited
+    buffers all ones. All GPUs launch alike: the Nth launch of one meets the Nth launch of the others.
+    Raises ConfigError and InvalidProgramError as `pack` does.
+    """
+    return aligned([pack_plan(plan) for plan in rank_plans(program)])
+
+
+def aligned(packed: Sequence[PackedProgram]) -> tuple[PackedProgram, ...]:
+    """The same, with arenas of one size: the second set of what is awaited lies as far behind the first on each GPU."""
+    nbytes = max(each.arena.nbytes for each in packed)
+    return tuple(replace(each, arena=replace(each.arena, nbytes=nbytes)) for each in packed)
+
+
+def peer_addresses(
+    packed: Sequence[PackedProgram], rank: int, memories: Sequence[RankMemory]
+) -> Mapping[int, int]:
+    """Device address of each buffer that GPU `rank` has on others, by its row in the table of that GPU."""
+    own = packed[rank]
+    assert own.part is not None
+    places = [
+        {each.program.buffers[row].id: offset for row, offset in each.arena.offsets.items()} for each in packed
+    ]
+    return {
+        row: memories[home].arena + places[home][buffer.id]
+        for row, buffer in enumerate(own.program.buffers)
+        if (home := own.part.away.get(buffer.id)) is not None
+    }
+
+
+def ranks_table(rank: int, memories: Sequence[RankMemory]) -> npt.NDArray[np.void]:
+    """The `amk_ranks_t` of a GPU, which lies right behind its `amk_program_t`."""
+    table = np.zeros(1, numpy_struct("amk_ranks_t"))
+    table["rank"], table["ranks"] = rank, len(memories)
+    table["words"][0, : len(memories)] = [memory.words for memory in memories]
+    return table

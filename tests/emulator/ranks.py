@@ -1,0 +1,108 @@
+"""Programs of several ranks on emulated GPUs of one memory: all ranks at once, each at its own pace."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import numpy.typing as npt
+from emulator.gpu import WHY_BYTES, EmulatedGpu, build_variant
+from torch import Tensor
+
+from flywheel.errors import GpuFaultError
+from flywheel.ir import BufferKind, DType, MegakernelProgram
+from flywheel.models.weights import bind
+from flywheel.vm.gpu.driver import load_variant
+from flywheel.vm.gpu.loader import LoadedProgram, ResidentWeights, needed_weights
+from flywheel.vm.gpu.nvrtc import arch_name
+from flywheel.vm.pack import PackedProgram, pack_ranks
+
+
+class HostCopy(ctypes.Structure):
+    _fields_ = (("to", ctypes.c_void_p), ("source", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+class Span(ctypes.Structure):
+    _fields_ = (("first", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+class Ranks:
+    """A program's ranks in memory; close it. Caches begin with zeros."""
+
+    def __init__(
+        self, gpu: EmulatedGpu, program: MegakernelProgram, weights: Mapping[str, Tensor], dtype: DType
+    ) -> None:
+        self.gpu, self.packed = gpu, pack_ranks(program)
+        self._stack = ExitStack()
+        variant = self.packed[0].variant
+        self._kernel = build_variant(
+            arch_name(gpu.sm_arch), variant.threads, dtype, matrix_warps=variant.matrix_warps, rows=variant.rows,
+            formats=variant.formats, ranked=True,
+        )
+        bound = bind(program, weights)
+        self.loaded = [self._load(each, bound, dtype) for each in self.packed]
+        memories = [each.memory for each in self.loaded]
+        for each in self.loaded:
+            each.connect(self.packed, memories)
+        self._library = ctypes.CDLL(self._kernel.cubin.decode())
+
+    def _load(self, packed: PackedProgram, bound: Mapping[str, Tensor], dtype: DType) -> LoadedProgram:
+        resident = self._stack.enter_context(ResidentWeights(self.gpu, dtype))  # type: ignore[arg-type]
+        for name, buffer, layout in needed_weights(packed):
+            resident.put(name, bound[buffer.name].float().numpy(), buffer.shape, buffer.dtype, layout)
+        caches = {}
+        for buffer in packed.program.buffers:
+            if buffer.kind is BufferKind.KV_CACHE:
+                memory = self.gpu.alloc(buffer.nbytes)
+                self.gpu.fill(memory, 0)
+                caches[buffer.name] = memory.address
+        kernel = load_variant(self.gpu, self._kernel)  # type: ignore[arg-type]
+        return self._stack.enter_context(
+            LoadedProgram(self.gpu, packed, kernel, resident, caches)  # type: ignore[arg-type]
+        )
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def launch(self, tokens: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+        """(logits [launch, rank, ...], tokens [launch, rank, row]) of launches from position 0 on, on fresh memory.
+        The host looks when all are over. Raises GpuFaultError."""
+        ranks, count, batch = len(self.packed), len(tokens), len(tokens[0])
+        shape = next(buffer.shape for buffer in self.packed[0].program.buffers if buffer.name.startswith("logits@0"))
+        logits = np.zeros((count, ranks, *shape), np.float32)
+        chosen = np.zeros((count, ranks, batch), np.int32)
+        given = np.array(tokens, np.int32)
+        places = np.repeat(np.arange(count, dtype=np.int32)[:, None], batch, 1)
+        before, after = [], []
+        for number in range(count):
+            for rank, each in enumerate(self.loaded):
+                second = number % 2 * each.packed.arena.nbytes
+                before += [(each.address(f"token_id@{rank}"), given[number]),
+                           (each.address(f"position@{rank}"), places[number])]
+                after += [(each.address(f"logits@{rank}") + second, logits[number, rank]),
+                          (each.address(f"next_token@{rank}"), chosen[number, rank])]  # fmt: skip
+        ins = [HostCopy(to, array.ctypes.data, array.nbytes) for to, array in before]
+        outs = [HostCopy(array.ctypes.data, source, array.nbytes) for source, array in after]
+        bytes_of = [each.packed.arena.nbytes + each.packed.arena.awaited_bytes for each in self.loaded]
+        arenas = [Span(each.memory.arena, nbytes) for each, nbytes in zip(self.loaded, bytes_of, strict=True)]
+        assert all(each._program is not None for each in self.loaded)
+        programs = [each._program.address for each in self.loaded if each._program is not None]
+        why = ctypes.create_string_buffer(WHY_BYTES)
+        variant = self.packed[0].variant
+        ended = self._library.emulate_ranks(
+            (ctypes.c_void_p * ranks)(*programs), (ctypes.c_int * count)(*range(count)), (HostCopy * len(ins))(*ins),
+            (HostCopy * len(outs))(*outs), ctypes.c_int(2), (Span * ranks)(*arenas), ctypes.c_int(ranks),
+            ctypes.c_int(count), ctypes.c_int(len(self.packed[0].queues) - 1), ctypes.c_int(variant.threads),
+            ctypes.c_size_t(variant.smem_bytes), ctypes.c_uint(self.gpu.seed), ctypes.c_double(self.gpu.limit_s), why,
+            ctypes.c_size_t(WHY_BYTES),
+        )  # fmt: skip
+        if ended:
+            raise GpuFaultError(why.value.decode() or f"launch: not over after {self.gpu.limit_s:g} s")
+        return logits, chosen
+
+

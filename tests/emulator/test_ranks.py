@@ -1,0 +1,80 @@
+"""Several ranks on the kernel's own sources: late pushes, skewed starts, launch after launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emulator.gpu import EmulatedGpu, build_variant
+from emulator.ranks import Ranks
+
+from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
+from flywheel.lowering.lower import lower
+from flywheel.models.eager import EagerDecoder
+from flywheel.models.sharding import shared_step
+from flywheel.models.spec import DecoderSpec
+from flywheel.models.weights import random_weights
+from flywheel.tensors import TORCH_DTYPES
+
+SPEC = DecoderSpec("tiny", "llama", 64, 128, 2, 8, 4, 16, 200, 1e4, 1e-5, 64)
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"tied_head": True}, "mistral": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True},
+}  # fmt: skip
+FUSED = (
+    ("attn_norm", "q_proj", "k_proj", "v_proj"), ("attn_combine", "o_proj", "attn_add"),
+    ("mlp_norm", "gate_proj", "up_proj", "silu_mul"), ("down_proj", "mlp_add"), ("final_norm", "lm_head"),
+)  # fmt: skip
+LAUNCHES, DTYPE, TOLERANCE = 4, DType.BF16, 0.03
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
+    monkeypatch.setattr("flywheel.vm.gpu.weights.compile_variant", build_variant)
+    return EmulatedGpu(num_sms=2, limit_s=60.0)
+
+
+def lowered(spec: DecoderSpec, ranks: int, batch: int, by_data: bool, bits: int = 32) -> MegakernelProgram:
+    target = replace(TARGETS["h100"], name="here", num_sms=2)
+    config = ScheduleConfig(
+        {"attention": {"kv_block": 16}, "gemv": {"N_tile": 16}, "hand_off": {"data": int(by_data)},
+         "exchange": {"bits": bits}, "stream": {"chunk_bytes": 4096, "inflight_bytes": 8192}},
+        FUSED, page_allocation="none", threads_per_block=128, smem_bytes_per_block=96 * 1024,
+    )  # fmt: skip
+    return lower(shared_step(spec, 16, DTYPE, batch, ranks=ranks), config, target)
+
+
+def check(gpu: EmulatedGpu, spec: DecoderSpec, ranks: int, batch: int, by_data: bool, bits: int = 32) -> None:
+    weights = random_weights(spec, 0, TORCH_DTYPES[DTYPE])
+    tokens = [[(7 * launch + 3 * row + 1) % spec.vocab for row in range(batch)] for launch in range(LAUNCHES)]
+    with Ranks(gpu, lowered(spec, ranks, batch, by_data, bits), weights, DTYPE) as loaded:
+        logits, chosen = loaded.launch(tokens)
+    assert (logits.view(np.uint32) == logits[:, :1].view(np.uint32)).all()
+    assert (chosen == logits.reshape(LAUNCHES, ranks, batch, -1).argmax(-1)).all()
+    for row in range(batch):
+        oracle = EagerDecoder(spec, weights, torch.float32, 16)
+        for launch in range(LAUNCHES):
+            wanted = oracle.step(tokens[launch][row], launch)
+            got = torch.from_numpy(logits[launch, 0].reshape(batch, -1)[row])
+            assert float((got - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max()), (row, launch)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_two_ranks_make_the_oracles_logits_and_the_same_bits(gpu: EmulatedGpu, family: str, batch: int) -> None:
+    gpu.seed = 1 + list(FAMILIES).index(family)
+    check(gpu, replace(SPEC, family=family, **FAMILIES[family]), 2, batch, by_data=True)
+
+
+@pytest.mark.parametrize("seed", [0, 3, 5])
+def test_ranks_whose_own_hand_offs_go_by_counters_make_the_oracles_logits(gpu: EmulatedGpu, seed: int) -> None:
+    gpu.seed = seed
+    check(gpu, replace(SPEC, family="mistral"), 2, 1, by_data=False, bits=16)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_more_ranks_make_the_oracles_logits(gpu: EmulatedGpu, ranks: int) -> None:
+    check(gpu, replace(SPEC, family="qwen3", **FAMILIES["qwen3"]), ranks, 1, by_data=True)

@@ -1,0 +1,77 @@
+"""Programs of several GPUs as the tables of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from two_ranks import changed, two_ranks, with_buffer
+
+from flywheel.errors import InvalidProgramError
+from flywheel.ir import TARGETS, DType, InstructionKind, ScheduleConfig
+from flywheel.vm.abi import COUNTER_STRIDE, InstructionFlag, Layout
+from flywheel.vm.pack import RankMemory, pack, pack_ranks, peer_addresses, ranks_table
+
+PROGRAM = replace(
+    two_ranks(), target=replace(TARGETS["h200"], num_sms=2), config=ScheduleConfig(threads_per_block=128)
+)
+MEMORIES = (RankMemory(1 << 20, 1 << 10), RankMemory(2 << 20, 2 << 10))
+
+
+def layouts(packed: Any) -> dict[int, Layout]:
+    rows = zip(packed.program.buffers, packed.buffers["layout"], strict=True)
+    return {buffer.id: Layout(int(layout)) for buffer, layout in rows if layout != Layout.ROWS}
+
+
+def test_each_rank_has_its_tasks_and_stand_ins_for_what_it_pushes_into() -> None:
+    first, second = pack_ranks(PROGRAM)
+    assert [len(each.instructions) for each in (first, second)] == [7, 7]
+    assert layouts(first) == {2: Layout.AWAITED, 5: Layout.AWAITED, 11: Layout.PEER, 14: Layout.PEER}
+    assert layouts(second) == {11: Layout.AWAITED, 14: Layout.AWAITED, 2: Layout.PEER, 5: Layout.PEER}
+    assert int((first.instructions["flags"] & InstructionFlag.PUSHES != 0).sum()) == 3
+
+
+def test_no_rank_waits_for_a_counter_that_another_one_signals() -> None:
+    for packed in pack_ranks(PROGRAM):
+        own = {task.out_counter for task in packed.program.tasks if not task.label.startswith("push")}
+        assert {wait.counter for task in packed.program.tasks for wait in task.waits} <= own
+
+
+def test_second_sets_lie_as_far_behind_the_first_on_every_rank() -> None:
+    first, second = pack_ranks(PROGRAM)
+    assert first.arena.nbytes == second.arena.nbytes
+
+
+def test_a_push_goes_to_where_the_peer_has_the_buffer() -> None:
+    packed = pack_ranks(PROGRAM)
+    found = peer_addresses(packed, 0, MEMORIES)
+    rows = {buffer.id: row for row, buffer in enumerate(packed[0].program.buffers)}
+    there = {buffer.id: row for row, buffer in enumerate(packed[1].program.buffers)}
+    assert found == {rows[number]: (2 << 20) + packed[1].arena.offsets[there[number]] for number in (11, 14)}
+
+
+def test_a_rank_knows_the_words_of_all() -> None:
+    table = ranks_table(1, MEMORIES)
+    assert (int(table["rank"][0]), int(table["ranks"][0])) == (1, 2)
+    assert table["words"][0].tolist() == [1 << 10, 2 << 10, 0, 0, 0, 0, 0, 0]
+    assert COUNTER_STRIDE % 4 == 0
+
+
+def test_one_gpu_has_no_kernel_for_a_sum() -> None:
+    with pytest.raises(InvalidProgramError, match="2 ranks"):
+        pack(PROGRAM)
+
+
+def test_an_exchange_of_what_is_no_float_is_refused() -> None:
+    program = PROGRAM
+    for number in (1, 11):
+        program = with_buffer(program, number, dtype=DType.I32)
+    with pytest.raises(InvalidProgramError, match=r"is I32; the kernel exchanges floats"):
+        pack_ranks(program)
+
+
+def test_another_reader_of_what_arrived_is_refused() -> None:
+    program = changed(PROGRAM, 3, op=InstructionKind.ADD)
+    with pytest.raises(InvalidProgramError, match=r"task 3 .*ADD has no kernel that reads what others push"):
+        pack_ranks(program)
