@@ -129,6 +129,7 @@ def rig(host_gpu: Any, megakernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> R
         multiplying = (threads // 32 - 1) // 2
         usage = EntryUsage(100, 0, 0, 0)
         variant = SimpleNamespace(
+            ranked=False,
             threads=threads, dtype=DType.F16, matrix_warps=multiplying, usage=usage, trace=False, rows=0,
             formats=(),
         )  # fmt: skip

@@ -94,6 +94,10 @@ def test_kernels_of_quantised_weights_spill_nothing(
     assert unfit(compile_variant(arch, threads, dtype, kernel_cache, rows=1, formats=formats)) == []
 
 
+def test_a_kernel_of_several_ranks_spills_nothing(kernel_cache: Path) -> None:
+    assert unfit(compile_variant("sm_90a", 512, DType.BF16, kernel_cache, rows=1, ranked=True)) == []
+
+
 def test_every_target_has_an_architecture() -> None:
     assert {target.sm_arch: arch_name(target.sm_arch) for target in TARGETS.values()} == {
         80: "sm_80", 86: "sm_86", 89: "sm_89", 90: "sm_90a", 100: "sm_100a", 120: "sm_120",
