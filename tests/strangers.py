@@ -18,12 +18,13 @@ from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
-from time import monotonic
+from time import process_time
 from types import FrameType
 from typing import Any, Final
 
 from click.testing import CliRunner, Result
 from mutations import ODD, mutate_bytes, mutated_json, mutated_table
+from patience import HANG_S
 from strange_files import campaign_file, safetensors_file, tokenizer_file
 
 from flywheel.cli.main import cli
@@ -31,7 +32,7 @@ from flywheel.cli.text import MAX_COMPLAINT, MAX_LINE
 
 CODES: Final = frozenset({0, 1, 2, 3, 4, 5})
 LIMIT_S: Final = 20.0
-"""What a command may take, on a machine that others use, too."""
+"""What a command may take of a processor."""
 LIMIT_BYTES: Final = 1 << 30
 """What a command may add to the memory of this process at its largest."""
 
@@ -58,7 +59,7 @@ NEEDS: Final[Mapping[str, Sequence[str]]] = {
 
 
 class TooSlowError(Exception):
-    """A command took LIMIT_S."""
+    """A command took LIMIT_S of a processor, or HANG_S."""
 
 
 class Strangers:
@@ -254,30 +255,33 @@ def signed(raw: bytes) -> bytes:
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Raises TooSlowError in here after LIMIT_S."""
+    """Raises TooSlowError in here after LIMIT_S of a processor, and after HANG_S."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise TooSlowError
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    before = [(number, signal.signal(number, stop)) for number in (signal.SIGPROF, signal.SIGALRM)]
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+    signal.setitimer(signal.ITIMER_REAL, HANG_S)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def watched(words: Sequence[str]) -> tuple[Result | None, list[str]]:
     """The result of a command, None where it was too slow, and what is wrong with it."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    began = monotonic()
+    began = process_time()
     try:
         with limited():
             result = CliRunner().invoke(cli, list(words))
     except TooSlowError:
         return None, [f"took {LIMIT_S:g} s"]
-    if isinstance(result.exception, TooSlowError) or monotonic() - began >= LIMIT_S:
+    if isinstance(result.exception, TooSlowError) or process_time() - began >= LIMIT_S:
         return None, [f"took {LIMIT_S:g} s"]
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     return result, [*judge(result), *([f"took {grown / 1e9:.1f} GB more"] if grown > LIMIT_BYTES else [])]

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from patience import HANG_S
+
 from flywheel.cost_model import MODEL_VERSION
 from flywheel.errors import NoGpuError
 from flywheel.ir import MegakernelProgram
@@ -169,17 +171,21 @@ class Reckless:
         return contest(self.measure(program), (program, *rivals), rounds)
 
 
-class Steady:
-    """Measures what `smooth` says, each program in `seconds`, and writes when it began and ended into `folder`."""
+class Paired:
+    """Measures what `smooth` says. Of its first `count` measurements, each ends when another process that measures has
+    begun as many."""
 
-    def __init__(self, folder: str, seconds: float) -> None:
-        self._folder, self._seconds = Path(folder), seconds
+    def __init__(self, folder: str, count: int) -> None:
+        self._folder, self._count, self._begun = Path(folder), count, 0
 
     def measure(self, program: MegakernelProgram) -> TrialOutcome:
-        begun = time.monotonic()
-        time.sleep(self._seconds)
-        with (self._folder / "spans").open("a") as stream:
-            stream.write(f"{begun} {time.monotonic()}\n")
+        self._begun += 1
+        if self._begun <= self._count:
+            (self._folder / f"begun-{self._begun}-{os.getpid()}").touch()
+            deadline = time.monotonic() + HANG_S
+            while len(list(self._folder.glob(f"begun-{self._begun}-*"))) < 2:
+                assert time.monotonic() < deadline, f"measurement {self._begun} was alone"
+                time.sleep(0.01)
         return measured(toy_us(program), 30)
 
     def compare(self, program: MegakernelProgram, rivals: Sequence[MegakernelProgram], rounds: int) -> Contest:
