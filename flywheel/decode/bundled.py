@@ -57,10 +57,13 @@ GivenWeights = Path | Mapping[str, DeviceTensor]
 
 
 def spec_of(bundle: Bundle) -> DecoderSpec:
-    """The model that a bundle decodes."""
+    """The model that a bundle decodes. Raises BundleError for what is none, UnsupportedModelError."""
     about = dict(bundle.manifest["model"]["spec"])
-    scaling = about.pop("rope_scaling")
-    return DecoderSpec(**about, rope_scaling=None if scaling is None else RopeScaling(**scaling))
+    try:
+        scaling = about.pop("rope_scaling")
+        return DecoderSpec(**about, rope_scaling=None if scaling is None else RopeScaling(**scaling))
+    except (KeyError, TypeError, ValueError) as error:
+        raise BundleError(f"bundle {bundle.folder}: model.spec lacks or misstates {error}") from None
 
 
 class BundleSession:
@@ -135,7 +138,7 @@ def _known_tensors(bundle: Bundle, folder: Path, known: Mapping[str, Any], check
         same = (each.dtype.name, list(each.shape), sample_of(each)) == (
             about["dtype"], about["shape"], about["samples"]
         )  # fmt: skip
-        if not same or (check == "all" and tensor_digest(each) != about["sha256"]):
+        if not same or (check == "all" and tensor_digest(each) != about.get("sha256")):
             raise BundleError(f"bundle {bundle.folder}: tensor {name!r} of {folder} is not what it was made for")
     return stored
 

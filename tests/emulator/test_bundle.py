@@ -184,6 +184,55 @@ def test_damage_is_named(
         pass
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("abi",), None, "misstates abi: NoneType is not of str"),
+        (("files",), [], "misstates files: list is not of dict"),
+        (("files", "tables.bin"), {}, r"files.tables.bin.bytes: is missing"),
+        (("files", "a\0b"), {"bytes": 1, "sha256": ""}, "is not in it"),
+        (("files", "../small/config.json"), {"bytes": 1, "sha256": ""}, "is not in it"),
+        (("files", "big"), {"bytes": 2**40, "sha256": ""}, "more than 1,073,741,824"),
+        (("tables", "queues", "count"), -1, "tables.queues.count: -1 is not of int, or out of range"),
+        (("tables", "queues", "count"), 2**63, "tables.queues.count: 9223372036854775808 is not"),
+        (("tables", "queues", "count"), 4, "tables.queues: 4 rows, not 5"),
+        (("tables", "segment_buffers", "offset"), 0, "names a buffer that is not one of"),
+        (("kernel", "nvrtc"), "new", "kernel.nvrtc: 'new' is no version"),
+        (("kernel", "entries"), {}, "kernel.entries.megakernel: is missing"),
+        (("target", "name"), [], "target.name: list is not of str"),
+        (("variant", "ring_slots"), 0, "inflight_chunks"),
+        (("model", "spec", "rope_theta"), "x", "model.spec lacks or misstates"),
+        (("model", "spec", "name"), "\ud800", "model.spec.name: .* is not of str"),
+        (("model", "batch"), 3, "token_id is"),
+        (("model", "context"), 2**20, "model.context: 1048576 is not in 1..32"),
+        (("program", "numbers", "n_counters"), 2**60, "n_counters: 1152921504606846976 is not"),
+        (("program", "numbers", "set_stride"), 0, "is not in the arena of 0 bytes"),
+        (("buffers", 0, "offset"), None, "buffers.0.offset: NoneType is not of int"),
+        (("weights", "tensors"), {}, "is no tensor of weights.tensors"),
+        (("schedule", "words"), {}, "schedule.words: dict is not of str"),
+    ],
+)  # fmt: skip
+def test_what_a_whole_bundle_misstates_is_named(
+    place: tuple[Any, ...], value: object, words: str, bundle: Path, checkpoint: Path
+) -> None:
+    manifest = json.loads((bundle / "bundle.json").read_bytes())
+    part = manifest
+    for name in place[:-1]:
+        part = part[name]
+    part[place[-1]] = value
+    (bundle / "bundle.json").write_bytes(remade(manifest))
+    with pytest.raises(BundleError, match=words) as raised, loaded(bundle, str(checkpoint)):
+        pass
+    assert "\n" not in str(raised.value)
+
+
+def test_a_pipe_in_the_place_of_a_bundles_file_is_not_waited_for(bundle: Path, checkpoint: Path) -> None:
+    (bundle / "tables.bin").unlink()
+    os.mkfifo(bundle / "tables.bin")
+    with pytest.raises(BundleError, match=r"tables\.bin is not a regular file"), loaded(bundle, str(checkpoint)):
+        pass
+
+
 def test_what_a_bundle_settles_cannot_be_asked_for(bundle: Path, checkpoint: Path) -> None:
     for asked in ({"context": 16}, {"gpu": "h100"}, {"device": "reference"}):
         words = f"{next(iter(asked))} is settled"

@@ -7,13 +7,14 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from types import MappingProxyType
 from typing import Any, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.errors import BundleError, IrFormatError
+from flywheel.errors import BundleError, ConfigError, IrFormatError
 from flywheel.ir import (
     TARGETS,
     Buffer,
@@ -25,10 +26,11 @@ from flywheel.ir import (
     MemSpace,
     Task,
 )
-from flywheel.ir.files import parse_json, read_text
+from flywheel.ir.files import MAX_FILE_BYTES, parse_json, read_text
 from flywheel.measure.device import GENERIC, Device, is_target
 from flywheel.plan import KernelVariant
 from flywheel.vm.bundle import MANIFEST
+from flywheel.vm.bundle.checking import check_manifest, check_tables
 from flywheel.vm.bundle.layout import (
     ELEMENTS,
     FORMAT,
@@ -76,8 +78,9 @@ def read_bundle(folder: Path) -> Bundle:
     contents = {name: _content(folder, name, about) for name, about in manifest["files"].items()}
     try:
         kernel = _kernel(manifest["kernel"], contents[KERNEL])
-        packed = _packed(manifest, kernel, contents[TABLES], parse_json(contents[LABELS]))
-    except (KeyError, TypeError, ValueError, IrFormatError) as error:
+        packed = _packed(manifest, kernel, contents[TABLES], _labels(contents[LABELS]))
+        check_tables(manifest, packed)
+    except (KeyError, TypeError, ValueError, ConfigError, IrFormatError) as error:
         raise BundleError(f"bundle {folder}: {MANIFEST} lacks or misstates {error}") from error
     return Bundle(folder, MappingProxyType(manifest), packed, kernel)
 
@@ -114,6 +117,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise BundleError(f"{where}: version {found.get('version')!r} is not the {VERSION} that this flywheel reads")
     if found.get("digest") != manifest_digest(found):
         raise BundleError(f"{where} is damaged: it does not have the digest that it names")
+    try:
+        check_manifest(found)
+    except ValueError as error:
+        raise BundleError(f"{where} lacks or misstates {error}") from None
     if found["abi"] != structs_digest():
         raise BundleError(f"{where}: its tables are laid out for another version of flywheel; export the bundle again")
     return found
@@ -121,17 +128,33 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _content(folder: Path, name: str, about: Mapping[str, Any]) -> bytes:
     """A file as the manifest knows it."""
-    if Path(name).name != name:
+    if Path(name).name != name or "\0" in name:
         raise BundleError(f"bundle {folder}: file {name!r} is not in it")
+    if about["bytes"] > MAX_FILE_BYTES:
+        raise BundleError(f"bundle {folder}: {name} has {about['bytes']:,} bytes, more than {MAX_FILE_BYTES:,}")
     try:
-        data = (folder / name).read_bytes()
+        found = (folder / name).stat()
+        if not S_ISREG(found.st_mode):  # a pipe or a device may give bytes for ever, or none
+            raise BundleError(f"bundle {folder}: {name} is not a regular file")
+        if found.st_size != about["bytes"]:
+            raise BundleError(f"bundle {folder}: {name} is damaged: {found.st_size} bytes, not {about['bytes']}")
+        with (folder / name).open("rb") as stream:
+            data = stream.read(about["bytes"])
     except OSError as error:
         raise BundleError(f"bundle {folder}: {name} cannot be read: {error.strerror or error}") from None
-    if len(data) != about["bytes"]:
-        raise BundleError(f"bundle {folder}: {name} is damaged: {len(data)} bytes, not {about['bytes']}")
     if hashlib.sha256(data).hexdigest() != about["sha256"]:
         raise BundleError(f"bundle {folder}: {name} is damaged: its SHA-256 is not the one in {MANIFEST}")
     return data
+
+
+def _labels(text: bytes) -> list[tuple[int, str]]:
+    """Raises ValueError for anything else."""
+    labels = parse_json(text)
+    if not isinstance(labels, list) or not all(
+        isinstance(each, list) and [type(part) for part in each] == [int, str] for each in labels
+    ):
+        raise ValueError(f"{LABELS}, which is no list of pairs of id and label")
+    return [(number, label) for number, label in labels]
 
 
 def _kernel(about: Mapping[str, Any], cubin: bytes) -> CompiledVariant:

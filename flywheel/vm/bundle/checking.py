@@ -1,0 +1,124 @@
+"""Whether a manifest has what its readers rely on: a digest says that it is whole, not that it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, get_type_hints
+
+from flywheel.ir import BufferKind, GpuTarget
+from flywheel.plan import KernelVariant
+from flywheel.vm.abi import Layout
+from flywheel.vm.bundle.layout import ELEMENTS, KERNEL, LABELS, TABLES
+from flywheel.vm.gpu.nvrtc import EntryUsage
+from flywheel.vm.pack import PackedProgram
+
+_MOST: Final = 2**48
+"""Of a number and of a buffer's bytes: products of them and of what an element takes fit 64 bits."""
+
+_WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
+_HINTS: Final[Mapping[Any, type]] = {tuple[int, ...]: list}
+
+
+def _members(kind: type) -> dict[str, Any]:
+    return {name: _HINTS.get(wanted, wanted) for name, wanted in get_type_hints(kind).items()}
+
+
+_FILE: Final = {"bytes": int, "sha256": str}
+_NUMBERS: Final = ("n_counters", "workspace_stride", "pass_blocks", "set_stride", "awaited_bytes")
+
+_WANTED: Final[Mapping[str, Any]] = {
+    "abi": str,
+    "model": {"spec": {"name": str, "vocab": int}, "context": int, "batch": int},
+    "schedule": {"words": str},
+    "target": _members(GpuTarget),
+    "kernel": {
+        "arch": str, "key": str, "nvrtc": str, "threads": int, "matrix_warps": int, "dtype": str, "rows": int,
+        "formats": list, "entries": {"megakernel": _members(EntryUsage), "pack_matrix": _members(EntryUsage)},
+    },
+    "launch": {"grid": int, "last_position": int},
+    "variant": _members(KernelVariant),
+    "tables": {name: {"offset": int, "count": int} for name in ELEMENTS},
+    "program": {"numbers": dict.fromkeys(_NUMBERS, int)},
+    "buffers": list,
+    "weights": {"tensors": dict},
+    "files": {KERNEL: _FILE, TABLES: _FILE, LABELS: _FILE},
+}  # fmt: skip
+"""Name -> its type, or what it must hold."""
+
+_BUFFER: Final = {"id": int, "name": str, "kind": str, "dtype": str, "shape": list, "space": str}
+_TENSOR: Final = {"dtype": str, "shape": list, "samples": str}
+
+
+def check_manifest(manifest: Mapping[str, Any]) -> None:
+    """Raises ValueError, naming the place, for what is not there or of another type, and for a number out of range."""
+    _check("", manifest, _WANTED)
+    nvrtc = manifest["kernel"]["nvrtc"]
+    if not nvrtc.partition(".")[0].isdecimal():
+        raise ValueError(f"kernel.nvrtc: {nvrtc[:60]!r} is no version")
+    for row, buffer in enumerate(manifest["buffers"]):
+        _check(f"buffers.{row}", buffer, _BUFFER)
+        for size in buffer["shape"]:
+            _check(f"buffers.{row}.shape", size, int)
+        for name, wanted in (("offset", int), ("tensor", str)):
+            if name in buffer:
+                _check(f"buffers.{row}.{name}", buffer[name], wanted)
+    for name, tensor in manifest["weights"]["tensors"].items():
+        _check(f"weights.tensors.{name}", tensor, _TENSOR)
+        for size in tensor["shape"]:
+            _check(f"weights.tensors.{name}.shape", size, int)
+    for name, about in manifest["files"].items():
+        _check(f"files.{name}", about, _FILE)
+
+
+def check_tables(manifest: Mapping[str, Any], packed: PackedProgram) -> None:
+    """Raises ValueError where the tables, the buffers and the model of a manifest do not belong together."""
+    buffers, rows = packed.program.buffers, len(packed.program.buffers)
+    context, batch = manifest["model"]["context"], manifest["model"]["batch"]
+    sizes = {"queues": manifest["launch"]["grid"] + 1, "buffers": rows, "segments": len(packed.segment_buffers)}
+    for name, size in sizes.items():
+        if len(getattr(packed, name)) != size:
+            raise ValueError(f"tables.{name}: {len(getattr(packed, name))} rows, not {size}")
+    if len(packed.segment_buffers) and not 0 <= packed.segment_buffers.min() <= packed.segment_buffers.max() < rows:
+        raise ValueError(f"tables.segment_buffers: names a buffer that is not one of {rows}")
+    shapes = {"token_id": (batch,), "position": (batch,), "next_token": (batch,),
+              "logits": (batch, manifest["model"]["spec"]["vocab"])}  # fmt: skip
+    found = {each.name: tuple(each.shape) for each in buffers}
+    wrong = next((name for name, shape in shapes.items() if found.get(name) != shape), None)
+    if wrong is not None:
+        raise ValueError(f"buffers: {wrong} is {found.get(wrong)}, not {shapes[wrong]}")
+    if not 0 < context <= manifest["launch"]["last_position"] + 1:
+        raise ValueError(f"model.context: {context} is not in 1..{manifest['launch']['last_position'] + 1}")
+    for row, buffer in enumerate(buffers):
+        _check_buffer(manifest, packed, row, f"buffers.{row}: {buffer.name}")
+
+
+def _check_buffer(manifest: Mapping[str, Any], packed: PackedProgram, row: int, where: str) -> None:
+    buffer, arena = packed.program.buffers[row], packed.arena
+    if buffer.nbytes >= _MOST:
+        raise ValueError(f"{where} has {buffer.nbytes:,} bytes")
+    if buffer.kind in _WEIGHT_KINDS:
+        if (buffer.source or buffer.name) not in manifest["weights"]["tensors"]:
+            raise ValueError(f"{where} is no tensor of weights.tensors")
+        if packed.buffers["layout"][row] not in (Layout.ROWS, Layout.FRAGMENTS):
+            raise ValueError(f"{where} has layout {packed.buffers['layout'][row]}, which no plain weight has")
+    elif buffer.kind is BufferKind.KV_CACHE:
+        if not buffer.shape or buffer.shape[0] < manifest["model"]["context"]:
+            raise ValueError(f"{where} has no {manifest['model']['context']} positions")
+    elif not 0 <= arena.offsets.get(row, -1) <= arena.nbytes - buffer.nbytes:
+        raise ValueError(f"{where} is not in the arena of {arena.nbytes} bytes")
+
+
+def _check(where: str, value: object, wanted: Any) -> None:
+    if isinstance(wanted, dict):
+        _check(where, value, dict)
+        assert isinstance(value, dict)
+        for name, kind in wanted.items():
+            if name not in value:
+                raise ValueError(f"{where}.{name}".lstrip(".") + ": is missing")
+            _check(f"{where}.{name}".lstrip("."), value[name], kind)
+        return
+    fits = type(value) in ((int, float) if wanted is float else (wanted,))
+    fits = fits and not (isinstance(value, str) and any("\ud800" <= each <= "\udfff" for each in value))
+    if not fits or (isinstance(value, int) and not 0 <= value < _MOST):
+        shown = f"{value!r}"[:60] if isinstance(value, int | float | str) else type(value).__name__
+        raise ValueError(f"{where or 'manifest'}: {shown} is not of {wanted.__name__}, or out of range")
