@@ -4,7 +4,8 @@ search and without torch."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,12 +66,14 @@ def _write(
     from flywheel.decode.bundling import make_bundle
     from flywheel.lowering.lower import lower
     from flywheel.models.catalog import model_path
-    from flywheel.vm.bundle.writing import write_folder
+    from flywheel.vm.bundle.writing import check_new, write_folder
 
     if output is None:
         raise UsageError("export: --format bundle needs --output DIR")
-    if not output.exists():
-        check_writable(output)
+    with _writing(output):
+        check_new(output)
+        if not output.exists():
+            check_writable(output)
     path = model_path(workload.model)
     if path is None:
         raise UsageError(f"export: {workload.model} is a name; a bundle is of a checkpoint, whose directory is --model")
@@ -78,6 +81,16 @@ def _write(
     note(f"flywheel: {schedule['words']}; reading the weights of {folder}")
     about = {**schedule, "config": config_to_dict(config), "config_id": config.config_id}
     files = make_bundle(lower(workload.graph, config, workload.target), workload.spec, folder, about)
-    write_folder(output, files)
+    with _writing(output):
+        write_folder(output, files)
     note(f"wrote {output}: {len(files)} files, {size(sum(map(len, files.values())))}")
     return {"config_id": config.config_id, "files": sorted(files)}
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    """Raises UsageError for what the operating system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{output}: cannot be written: {error.strerror or error}") from None

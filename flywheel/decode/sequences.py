@@ -43,7 +43,7 @@ class Sequences(Protocol):
 
     def advance(self) -> list[Made]:
         """The tokens of one launch, of each sequence that has not come to its end; empty where there is none left to
-        come."""
+        come, or none yet."""
 
     def lost(self) -> dict[int, CacheMemoryError]:
         """Rows whose sequences ended since this was asked last, for want of memory for their caches, and why. They are

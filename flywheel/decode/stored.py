@@ -118,6 +118,9 @@ def _tensor(file: Path, name: str, header: Any, data: Bytes) -> Stored:
         dtype, shape, (start, stop) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise WeightsError(f"tensor {name!r} is not in {file}") from None
+    numbers = (start, stop, *shape)
+    if not isinstance(dtype, str) or not all(type(each) is int and 0 <= each < 2**63 for each in numbers):
+        raise WeightsError(f"tensor {name!r} in {file} has no type, or a shape or place that is no list of numbers")
     if dtype not in DTYPES:
         raise WeightsError(f"tensor {name!r} in {file} is {dtype}; supported: {', '.join(DTYPES)}")
     if not 0 <= start <= stop <= len(data) or stop - start != DTYPES[dtype].nbytes(prod(shape)):

@@ -53,7 +53,12 @@ def test_the_best_row_is_a_bundle_for_its_gpu_whatever_is_here(
     assert again.exit_code == 0, again.stderr
     for name in ("kernel.cubin", "tables.bin", "labels.json"):
         assert Path("again", name).read_bytes() == Path("bundle", name).read_bytes()
-    assert run(*exported, "--format", "bundle", "--output", "bundle").exit_code == 2
+    taken = run(*exported, "--format", "bundle", "--output", "bundle")
+    assert taken.exit_code == 2
+    assert "reading the weights" not in taken.stderr
+    refused = run(*exported, "--format", "bundle", "--output", "/proc/bundle")
+    assert refused.exit_code == 2, refused.stderr
+    assert "/proc/bundle: cannot be written" in refused.stderr
     shown = json.loads(Path("bundle", "bundle.json").read_text())
     assert str(tmp_path) not in json.dumps({**shown, "schedule": None})
 

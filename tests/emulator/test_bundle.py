@@ -28,6 +28,7 @@ from flywheel.search.workload import Workload
 from flywheel.vm.bundle.layout import manifest_digest
 from flywheel.vm.bundle.reading import read_bundle
 from flywheel.vm.bundle.writing import write_folder
+from flywheel.vm.gpu.loader import LoadedProgram
 
 TESTS = Path(__file__).parents[1]
 
@@ -127,6 +128,45 @@ def test_tensors_that_are_on_the_gpu_are_used_and_compared(bundle: Path, checkpo
         other = {**given, name: changed} if changed is not None else {k: v for k, v in given.items() if k != name}
         with pytest.raises(error, match=words), loaded(bundle, other):
             pass
+
+
+def test_all_bytes_of_tensors_on_the_gpu_are_compared_where_that_is_asked_for(
+    bundle: Path, checkpoint: Path
+) -> None:
+    tensors = {name: Given(each) for name, each in load_file(checkpoint / "model.safetensors").items()}
+    with loaded(bundle, tensors, check="all"):
+        pass
+    manifest = json.loads((bundle / "bundle.json").read_bytes())
+    manifest["weights"]["tensors"]["model.norm.weight"]["sha256"] = "0" * 64
+    (bundle / "bundle.json").write_bytes(remade(manifest))
+    with loaded(bundle, tensors):
+        pass
+    words = r"'model\.norm\.weight' is not what it was made for"
+    with pytest.raises(BundleError, match=words), loaded(bundle, tensors, check="all"):
+        pass
+    unknown: Any = "every"
+    with pytest.raises(UsageError, match="check: 'every' is not one of"), loaded(bundle, tensors, check=unknown):
+        pass
+
+
+def test_answers_begin_and_end_while_a_prompt_is_read(bundle: Path, checkpoint: Path) -> None:
+    launches: list[int] = []
+    launch = LoadedProgram.launch
+
+    def counted(program: LoadedProgram, pos: int | None = None, positions: int = 0) -> None:
+        launches.append(pos or 0)
+        launch(program, pos, positions)
+
+    with patch.object(LoadedProgram, "launch", counted), loaded(bundle, str(checkpoint)) as decoder:
+        long = decoder.submit([1] * 12, max_tokens=1)
+        decoder.advance()
+        assert (launches, long.ready()) == ([0], [])
+        short = decoder.submit(ASKED[1], max_tokens=1)
+        decoder.advance()
+        assert (launches, len(short.ready())) == ([0, 1], 1)
+        decoder.cancel(long)
+        decoder.advance()
+        assert launches == [0, 1]
 
 
 @pytest.mark.parametrize("check", ["samples", "all"])

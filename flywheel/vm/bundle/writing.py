@@ -88,10 +88,8 @@ def bundle_files(
 
 
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a new directory, which appears whole or not at all. Raises UsageError where there is anything
-    already, OSError."""
-    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise UsageError(f"{str(folder)!r} exists; a bundle is written to a new directory")
+    """Write files into a new directory, which appears whole or not at all. Raises as `check_new`, and OSError."""
+    check_new(folder)
     place = folder.resolve()
     draft = place.with_name(f".{place.name}.{uuid4().hex}")
     with ExitStack() as undo:
@@ -100,6 +98,12 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
         for name, data in files.items():
             (draft / name).write_bytes(data)
         draft.replace(place)
+
+
+def check_new(folder: Path) -> None:
+    """Raises UsageError where there is anything but an empty directory, OSError."""
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise UsageError(f"{str(folder)!r} exists; a bundle is written to a new directory")
 
 
 def _json(value: object) -> bytes:
