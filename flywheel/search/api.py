@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """How a search ended. `best` is the row of the fastest schedule and `config` that schedule, both None where nothing
-    feasible was found; `store` and `campaign` say where all rows are.
+    """How a search ended.
 
-    `tied` are rows that the best one, measured in a final, cannot be told from.
-    `outcomes` counts the campaign's trials by outcome, `new_trials` those of this call. `stopped` is trials, time,
-    until, patience or exhausted.
+    `best` is the row of the fastest schedule and `config` is that schedule. Both are None where no trial was feasible.
+    `tied` are rows whose latency a final could not tell from the best row's. `outcomes` counts the campaign's trials by
+    outcome, and `new_trials` the trials of this call. `stopped` says which budget ended the search: trials, time,
+    until, patience or exhausted (no schedule was left). `store` and `campaign` say where all rows are.
     """
 
     campaign: str
@@ -45,8 +45,10 @@ class SearchResult:
     tied: tuple[TrialRecord, ...] = ()
 
     def to_dataframe(self) -> DataFrame:
-        """All rows of the campaign, finals included, as `flywheel.to_dataframe` has them. Raises StoreError, UsageError
-        without pandas."""
+        """All rows of the campaign, finals included, in the columns of `flywheel.to_dataframe`.
+
+        Raises StoreError, and UsageError without pandas.
+        """
         with read_store(self.store) as store:
             return to_dataframe(store.trials(self.campaign))
 
@@ -83,10 +85,11 @@ def search(
 ) -> SearchResult:
     """Search for the fastest schedule of a model's decode step on a GPU, as the command with the same options does.
 
-    `gpu` is this machine's unless it says otherwise, `context` 512 or what the model has. `watch` is called after every
-    trial. The campaign is resumed where the store has it, unless `fresh`. `jobs` is 1 where the command's is one a
-    usable core: more processes, and the one that measures on a GPU, are spawned, so a script that asks for them must do
-    so under `if __name__ == "__main__"`. Ctrl-C ends the call; every trial that had ended is kept.
+    `gpu` defaults to this machine's, and `context` to 512 tokens, or to the model's longest where that is shorter.
+    `time_s` is in seconds. The call runs `watch` after every trial. It resumes a campaign that the store has, unless
+    `fresh`. `jobs` defaults to 1 process; the command's default is one a usable core. A second process, and the process
+    that measures on a GPU, are spawned, so a script that asks for either must call this under
+    `if __name__ == "__main__"`. Ctrl-C ends the call; every trial that had ended is kept.
 
     Raises UnknownNameError, UnsupportedModelError, ConfigError, UsageError, NoGpuError, KernelCompileError and
     StoreError, all FlywheelErrors."""

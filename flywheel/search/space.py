@@ -64,7 +64,7 @@ class Space:
     dimensions: tuple[Dimension, ...]
 
     def to_config(self, choice: Choice) -> ScheduleConfig:
-        """The config that `choice`, one value a dimension, means."""
+        """The config that `choice` stands for. `choice` has one value for each dimension."""
         tiling: dict[str, dict[str, int]] = {
             f"gemv.{projection}": {"N_tile": int(choice[knob])}
             for knob, projections in _ROWS.items()
@@ -87,16 +87,16 @@ class Space:
         )
 
     def to_choice(self, config: ScheduleConfig) -> dict[str, Value] | None:
-        """The choice that means `config`, or None where it lies outside this space."""
+        """The choice that stands for `config`; None where `config` lies outside this space."""
         choice = self._read(config)
         inside = all(choice[dimension.name] in dimension.values for dimension in self.dimensions)
         return choice if inside and self.to_config(choice) == config else None
 
     def nearest(self, config: ScheduleConfig) -> dict[str, Value]:
-        """The choice that means `config`, or where it lies outside this space, one near it.
+        """The choice that stands for `config`; where `config` lies outside this space, a choice near it.
 
-        Of each knob the value nearest to the config's; where the config says nothing of it, or names a run of
-        operations that is none of PATTERNS, what `known_good` has first.
+        Each knob gets the value nearest to the config's. A knob that the config does not set, or whose fused run of
+        operations is not in PATTERNS, keeps the value of the first choice of `known_good`.
         """
         exact = self.to_choice(config)
         if exact is not None:
@@ -114,7 +114,7 @@ class Space:
         return choice
 
     def _read(self, config: ScheduleConfig) -> dict[str, Value]:
-        """What a config says of each knob, be it one of its values or not; 0 or "" where it says nothing."""
+        """The config's value of each knob, which the space need not have; 0 or "" for a knob that it does not set."""
         groups = {frozenset(group) for group in config.fusion_grouping}
         tiling = config.tiling
         by_data = tiling.get("hand_off", {}).get("data", 0)
@@ -143,10 +143,11 @@ class Space:
         return choice
 
     def known_good(self) -> list[dict[str, Value]]:
-        """Choices worth trying first: everything fused and one tile a SM; with the deepest prefetch, by two KV splits,
-        then one instruction ahead with two weight copies at once, and a larger tile of QKV on fewer SMs.
+        """Three choices worth trying first. All fuse everything and give each SM one tile.
 
-        Source of the last one: the best schedules that were measured, results/gpu/*.schedule.json.
+        The first two prefetch as deep as the space allows, and differ in how they split the KV cache. The third
+        prefetches one instruction ahead with two weight copies at once, and gives fewer SMs larger tiles of QKV.
+        Source of the third: the best schedules that were measured, results/gpu/*.schedule.json.
         """
         last = {dimension.name: dimension.values[-1] for dimension in self.dimensions}
         last |= self._near(GOOD_ON_H200)
@@ -163,8 +164,11 @@ class Space:
         return {name: self._nearest_value(name, value) for name, value in choice.items()}
 
     def kernels(self) -> list[tuple[int, int, int]]:
-        """(threads, warps that multiply, rows) of each kernel that the space's configs are run by, first what is known
-        to be good, then what is the fewest steps away from it: searches ask for those first."""
+        """(threads, warps that multiply, rows) of each kernel that runs a config of this space.
+
+        The kernel of the first known good choice leads. The others follow by their steps from it, fewest first, since
+        searches ask for near kernels first.
+        """
         good = self.known_good()[0]
         threads, matrix = (self._dimension(name).values for name in ("threads", "matrix"))
         sizes = [(place, turn) for place in range(len(threads)) for turn in range(len(matrix))]
@@ -176,8 +180,10 @@ class Space:
         return list(dict.fromkeys((variant.threads, variant.matrix_warps, rows) for variant in variants))
 
     def kernel_formats(self) -> tuple[int, ...]:
-        """The formats of the quantised matrices that those kernels multiply by, as KernelVariant names them. Raises
-        InvalidProgramError for one that has no kernel."""
+        """The formats of the quantised matrices that these kernels multiply, by their numbers in KernelVariant.
+
+        Raises InvalidProgramError for a format without a kernel.
+        """
         if self.workload.weights is None:
             return ()
         config = self.to_config(self.known_good()[0])

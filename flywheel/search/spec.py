@@ -21,23 +21,27 @@ DEFAULT_TRIALS = 120
 DEFAULT_PREDICTIONS = 400
 
 _MOST: Mapping[str, int] = {"jobs": 1024, "workers": 1024, "predictions": 10**6}
-"""Most that a campaign may ask for: processes of a machine or a cluster, and what they do before the first trial."""
+"""The most that a campaign may ask for: processes (`jobs`, `workers`), and predictions before the first trial."""
 _MOST_OF_ALL = 2**63 - 1
-"""What a store can hold."""
+"""The largest integer that a store can hold, in every other option."""
 
 
 @dataclass(frozen=True, slots=True)
 class CampaignSpec:
-    """One search. Budgets: `trials` in all, `time_s` of this run, `until` a floor fraction, `patience` trials in vain.
+    """One search, as its options say.
 
-    `name` is None until the campaign is named after what it searches. `fix` pins knobs by name. With `seeds`,
-    schedules that are good elsewhere are tried first; with `warm` too, those that the store has of the nearest
-    work. `jobs` processes predict on this machine, None for one a core; `workers` are the GPUs that measure, or on
-    Ray the processes that predict, None for as many as there are. `machine` is the file of a calibration, which
-    predicts instead of the GPU's own constants. With `prefilter`, what is predicted to take more than that many
-    times what is predicted of the best is not measured. `predictions` are what sampler descent makes before it
-    proposes what to measure. `batch` sequences are decoded in lock-step. `weights` says how
-    matrices are stored (`models.formats`), None: as `dtype`.
+    Four budgets end it: `trials` of the campaign, `time_s` seconds of this run, a floor fraction of `until`, and
+    `patience` trials in a row without a gain.
+
+    `model`, `gpu`, `dtype`, `context` (tokens) and `batch` (sequences decoded in lock-step) say what is searched.
+    `weights` names the format in which matrices are stored (`models.formats`); None stores them in `dtype`. `name` is
+    None until `with_name` names the campaign. `fix` pins knobs by name. With `seeds` the search first tries schedules
+    that are known to be good; with `warm` as well, also the best schedules of the nearest work in the store.
+
+    `jobs` processes predict on this machine; None is one a core. `workers` counts the GPUs that measure or, on Ray, the
+    processes that predict; None takes all that there are. `machine` is the file of a calibration, whose constants
+    replace the GPU's own. With `prefilter`, the search does not measure a schedule whose prediction exceeds the best
+    one's by more than that factor. Sampler descent makes `predictions` predictions before it proposes a measurement.
     """
 
     model: str
@@ -87,7 +91,7 @@ class CampaignSpec:
 
     @property
     def work(self) -> str:
-        """What is searched, for people."""
+        """What is searched, in words for people."""
         return work_named(self.model, self.gpu, self.dtype, self.context, self.batch, self.weights)
 
     def _check_prefilter(self, factor: float) -> None:
@@ -98,7 +102,7 @@ class CampaignSpec:
 
 
 _MAX_FILE_BYTES = 2**20
-"""Largest campaign file; TOML is read by Python, a megabyte a second."""
+"""Largest campaign file in bytes: Python parses a megabyte of TOML in a second."""
 
 _TOML_TYPES: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
@@ -136,7 +140,7 @@ def read_campaign_file(path: Path) -> dict[str, Any]:
 
 
 def check_name(who: str, name: str) -> None:
-    """Raises UsageError, which names the command `who`, for a campaign's name that nobody could read or repeat."""
+    """Check a campaign's name. Raises UsageError, which names the command `who`, for one that nobody could retype."""
     if not (name.strip() and name.isprintable()):
         raise UsageError(f"{who}: name {name!r} is empty or cannot be printed")
     if len(name) > MAX_NAME:
@@ -144,11 +148,12 @@ def check_name(who: str, name: str) -> None:
 
 
 def with_name(spec: CampaignSpec, measure: str, predictor: str = MODEL_VERSION) -> CampaignSpec:
-    """`spec` with its measure settled, and what goes with it, and a name that says what it searches.
+    """`spec` with `measure`, the options that follow from it, and a name that says what the campaign searches.
 
-    `predictor` is the version of the cost model; the constants of a calibration are part of what predictions are.
+    `predictor` is the version of the cost model. The name holds the calibration that it names, if any: predictions with
+    other constants are another campaign.
     """
-    model = Path(spec.model).name  # of a model from a directory; a catalog name is its own
+    model = Path(spec.model).name  # of a directory, its last part; a catalog name stays as it is
     batch = f"-b{spec.batch}" if spec.batch > 1 else ""
     weights = "" if spec.weights in (None, spec.dtype) else f"-{spec.weights}"
     name = f"{model}-{spec.gpu}-{spec.dtype}{weights}-c{spec.context}{batch}-{measure}-{spec.sampler}-s{spec.seed}"
@@ -161,14 +166,14 @@ def with_name(spec: CampaignSpec, measure: str, predictor: str = MODEL_VERSION) 
 
 
 def constants_of(predictor: str) -> str:
-    """Which calibration a version of the cost model names; "" for the constants that come with it."""
+    """The calibration that a cost model's version names; "" where the version has flywheel's own constants."""
     return predictor.partition("+")[2]
 
 
 def to_campaign(
     spec: CampaignSpec, name: str, *, decoder: Mapping[str, Any] | None, created_at: str, **more: Any
 ) -> Campaign:
-    """The campaign `name` as a store keeps it: the spec, what its model is, and whatever `more` there is to know."""
+    """The campaign `name` as a store keeps it: the spec, the model's dimensions (`decoder`), and the facts in `more`."""
     return Campaign(
         name=name,
         model=spec.model,

@@ -1,4 +1,4 @@
-"""The search over schedules of other people's task graphs: asked of a study as a campaign's are, proved, predicted."""
+"""Search schedules of other runtimes' task graphs: a study proposes each, which is then proved safe and predicted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORKERS: Final = (96, 104, 112, 120, 124, 126, 127, 128, 129, 130, 131)
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A schedule, and what a step takes in it, in us; None where the proof rejected it, and why."""
+    """A schedule and the predicted latency of a step in us; where the proof rejected it, None and the `reason`."""
 
     schedule: Schedule
     latency_us: float | None
@@ -34,7 +34,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """All that was tried, the schedule of the file first, and the graphs of the best, which is the first of equals."""
+    """All trials, the file's own schedule first; the best trial, the earliest among equals; and the best's graphs."""
 
     trials: Sequence[Tried]
     best: Tried
@@ -43,7 +43,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class GraphSpace:
-    """The knobs of the graphs of one program; a knob that changes nothing of them has one value."""
+    """The knobs of the graphs of one program. A knob that would change nothing in them has one value."""
 
     dimensions: tuple[Dimension, ...]
 
@@ -54,7 +54,7 @@ class GraphSpace:
 
 
 def space_of(graphs: Sequence[MpkGraph], workers: Sequence[int]) -> GraphSpace:
-    """The knobs of graphs that passed the proof, for these numbers of workers."""
+    """The knobs of graphs that passed the proof. `workers` are the numbers of workers to search."""
     given = launch_of(graphs[0])
     launches = tuple(LAUNCHES) if len(graphs) == 1 and _launches(graphs[0]) else (given,)
     events = tuple(EVENTS) if any(components(graph) for graph in graphs) else ("given",)
@@ -83,11 +83,11 @@ def search_graphs(
     context: int = 512,
     runtime: Runtime = H200,
 ) -> Found:
-    """Search the schedules of the graphs of all ranks of a program, which are scheduled alike and take as long as the
-    slowest. They must have passed the proof.
+    """Search the schedules of a program's graphs, one a rank. The graphs must have passed the proof.
 
-    The first trial is the schedule that they have, with the runtime's number of workers if that is among `workers`.
-    Raises UnknownNameError and UsageError as make_sampler does.
+    Every rank gets the same schedule, and a step takes as long as its slowest rank. The first trial is the graphs' own
+    schedule, with the runtime's number of workers if `workers` has it. Raises UnknownNameError and UsageError as
+    make_sampler does.
     """
     space = space_of(graphs, workers)
     study = CampaignStudy(space, sampler, seed, ())

@@ -1,4 +1,4 @@
-"""What one value of a knob is worth beside another: learnt from points that differ in that knob alone."""
+"""What a change of one knob gains or loses: learnt from pairs of points that differ in that knob alone."""
 
 from __future__ import annotations
 
@@ -10,41 +10,45 @@ from typing import Final
 from flywheel.search.sampling.gaussian import Grid, Point
 
 _ALIKE: Final = 2
-"""Times that two values of a knob must have made no difference, and more than three times as often as they made one, to
-be taken for alike."""
+"""Two values of a knob count as alike once a change between them left the latency as it was at least this many times,
+and more than three times as often as it changed the latency."""
 
 _SEEN: Final = 5
-"""Times that a value must have been compared with another before it can be taken for worse."""
+"""Comparisons of a value with another before it can count as worse."""
 
 _Change = tuple[int, int, int]
-"""A knob, and from which value to which."""
+"""(knob, value before, value after)."""
 
 
 class Contrasts:
-    """Told points as their values come; asked what a change of one knob is likely to do, wherever it is made."""
+    """Compares points as their latencies arrive, and says what a change of one knob is likely to do at any point."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._same: Counter[_Change] = Counter()
         self._seen: Counter[_Change] = Counter()
-        self._least: dict[_Change, float] = {}  # of what was lost, as part of the latency
+        self._least: dict[_Change, float] = {}  # the least loss, as a fraction of the latency
 
     def add(self, point: Point, values: Mapping[Point, float]) -> None:
-        """Compare a point with those around it. `values` are all latencies that are known, infinite where infeasible;
-        the point's is among them."""
+        """Compare a point with the points that differ in one knob.
+
+        `values` has every known latency in us, the point's included; an infeasible point's is infinite.
+        """
         for knob in range(len(point)):
             for other in self._grid.beside(point, knob):
                 if other in values:
                     self._compare(knob, point[knob], values[point], other[knob], values[other])
 
     def are_alike(self, knob: int, one: int, other: int) -> bool:
-        """Whether two values of the knob mostly made no difference."""
+        """Whether a change between the knob's values `one` and `other` mostly left the latency as it was."""
         same = self._same[knob, one, other]
         return same >= _ALIKE and same > 3 * (self._seen[knob, one, other] - same)
 
     def is_vain(self, knob: int, one: int, other: int, loss: float) -> bool:
-        """Whether the other value of the knob mostly made no difference to the one, or lost more than `loss` of the
-        latency each time."""
+        """Whether a change of the knob from value `one` to `other` seems not worth a try.
+
+        That is so where it mostly left the latency as it was, or lost more than the fraction `loss` of it each time.
+        """
         change = knob, one, other
         return self.are_alike(*change) or (self._seen[change] >= _SEEN and self._least[change] > loss)
 

@@ -1,4 +1,4 @@
-"""The sampler of a search that predicts: led by a Gaussian process at first, then descent from many starts."""
+"""The sampler of a search that predicts: a Gaussian process leads the first trials, many descents the others."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from flywheel.search.sampling.gaussian import Grid, Point
 from flywheel.search.sampling.gridded import GridSampler, Tried
 
 LED: Final = 160
-"""Trials that the Gaussian process of LocalSampler leads: it takes fewer than a descent to come near the best, but then
-stays where it is."""
+"""Trials that LocalSampler's Gaussian process leads. It comes near the best in fewer trials than a descent, but then
+gets no further."""
 
 BEHIND: Final = 2
-"""Last trials whose outcome a proposal does not look at, be it known or not: so many and one more may run side by side,
-and the same is proposed. The Gaussian process needs more trials for each of them."""
+"""A proposal ignores the outcomes of this many last trials, known or not. So one more than this many trials can run
+side by side without a change to what is proposed. The larger the number, the more trials the Gaussian process needs."""
 
 
 class DescentSampler(GridSampler):
-    """Proposes what LocalSampler would, then what a descent asks for: no point twice before all are tried.
+    """Proposes what LocalSampler would for the first LED trials, then what a descent asks for.
 
-    The point of a trial depends on the seed and on the trials before it, of the BEHIND last ones on their points alone:
-    a study that is rebuilt from its trials goes on as if it had never ended.
+    It proposes no point twice before all are tried. A trial's point depends on the seed and on the earlier trials: on
+    their points and, but for the last BEHIND trials, on their outcomes. So a study that is rebuilt from its trials
+    continues as one that was never interrupted.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self._descent: Descent | None = None
         self._seen = 0  # trials that the descent knows of
-        self._untold: list[int] = []  # of these, whose outcomes it does not know
+        self._untold: list[int] = []  # those of them whose outcomes the descent does not know yet
         self._chosen: Point | None = None  # for trial `_seen`
 
     def propose(self, grid: Grid, tried: Sequence[Tried], number: int) -> Point:
@@ -50,7 +51,7 @@ class DescentSampler(GridSampler):
         return self._chosen
 
     def _pass(self, descent: Descent, point: Point, found: Mapping[int, Tried]) -> None:
-        """Go on to the next trial: what came of this one is what was asked for, or somebody else's."""
+        """Tell the descent the point of trial `_seen`, whether it asked for that point or somebody else did."""
         if self._chosen is None and self._seen >= LED:
             self._tell(found)
             ahead = descent.fork()
@@ -60,7 +61,7 @@ class DescentSampler(GridSampler):
         self._untold.append(self._seen)
 
     def _tell(self, found: Mapping[int, Tried]) -> None:
-        """Tell what may be known when trial `_seen` is proposed."""
+        """Tell the descent the outcomes that a proposal of trial `_seen` may use."""
         assert self._descent is not None
         for earlier in [each for each in self._untold if each < self._seen - BEHIND]:
             told = found[earlier].told
@@ -73,7 +74,10 @@ class DescentSampler(GridSampler):
 
 
 def _lead(grid: Grid, tried: Sequence[Tried], number: int, chance: np.random.Generator) -> Point:
-    """As LocalSampler, by what may be known; while that is next to nothing, a step from what is under way."""
+    """LocalSampler's proposal from the outcomes that trial `number` may use.
+
+    While too few of those are feasible, it is a point one step from a trial under way.
+    """
     known = [each.told for each in tried if each.told is not None and each.number < number - BEHIND]
     pending = [each.point for each in tried if each.told is None or each.number >= number - BEHIND]
     if len(pending) > 1 and sum(value is not None for value, _ in known) < local.FIRST:

@@ -1,9 +1,10 @@
-"""Descent from many starts, one knob at a time, on values that come later than they are asked for.
+"""Descent from many starts, one knob at a time. Latencies may arrive long after their points were asked for.
 
-A descent takes any better value of a knob until no knob has one. The next begins at another value of one knob of a good
-end (a detour), a few knobs away from one (a kick), between two of them (a crossing), or again at one of the first
-points. What a detour or a kick has changed stays as it is until the other knobs have followed: where several must
-change together, none of the changes is better alone. Which values of a knob are not worth a try is learnt on the way.
+A descent takes any better value of a knob, and ends where no knob has one. The next descent begins at a good end with
+one knob changed (a detour), at one with a few knobs changed (a kick), between two of them (a crossing), or again at one
+of the first points. The knobs that a detour or a kick changed stay fixed until the other knobs have adapted: where
+several knobs must change together, no single change is an improvement. The descent learns which values are not worth a
+try.
 """
 
 from __future__ import annotations
@@ -19,26 +20,27 @@ from flywheel.search.sampling.contrasts import Contrasts
 from flywheel.search.sampling.gaussian import Grid, Point, untried
 
 _ENDS: Final = 12
-"""Ends of descents that the next ones begin from, with knobs held or free, each of another value: equal values are
-mostly the same program."""
+"""Best ends of descents that are kept as bases for the next. Their latencies all differ, since equal latencies mostly
+mean the same program."""
 
 _DETOURS: Final = 0.6
-"""Share of descents that begin with a detour, while there are some that were not made."""
+"""Share of descents that begin with a detour, while new detours are left."""
 
 _SPREAD: Final = 0.006
-"""Of the best latency: what is drawn and added to a detour's loss, on average. The least is the next."""
+"""Mean of the random amount that is added to each detour's loss, as a fraction of the best latency. The detour with the
+least sum comes next."""
 
 _REPEAT: Final = 0.006
-"""Of the best latency: what each detour to the same value of the knob adds, from whatever end it was."""
+"""Penalty for each earlier detour to the same value of the knob, from any end, as a fraction of the best latency."""
 
 _UNKNOWN: Final = 0.03
-"""Of a latency: what a detour to a point of unknown latency is taken to lose."""
+"""Assumed loss of a detour to a point of unknown latency, as a fraction of its base's latency."""
 
 _FAR: Final = 0.1
-"""Of the best latency: what a detour or a kick may lose."""
+"""Most that a detour or a kick may lose, as a fraction of the best latency."""
 
 _BEST: Final = 0.6
-"""Share of kicks that are from the best end; the others are from any."""
+"""Share of kicks that start at the best end; the others start at any end."""
 
 _CROSSED: Final = 0.3
 """Share of descents that begin between two ends."""
@@ -47,26 +49,26 @@ _AFRESH: Final = 0.2
 """Share of descents that begin again at one of the first points: in another order of knobs they end elsewhere."""
 
 _FIRST: Final = 3
-"""How many these are."""
+"""Number of those first points."""
 
 _KICK: Final = (2, 4)
-"""Knobs that a kick moves, least and most."""
+"""(least, most) knobs that a kick changes."""
 
 _LOST: Final = (0.01, 0.03)
-"""Of a latency: a value that lost more each time seems not to be worth a try; the second one while knobs are held and
-where knobs are kicked, since such values may gain beside values that are seldom seen."""
+"""A value that each time lost more than this fraction of the latency seems not worth a try. The second number holds
+while knobs are fixed and for kicks: beside rare values of other knobs such a value may gain."""
 
 _AGAIN: Final = 0.05
-"""Share of values that seem not to be worth a try and are tried all the same."""
+"""Share of values that are tried although they seem not worth a try."""
 
 _STARTS: Final = 100
-"""Starts in a row that lead to nothing untried, after which what is left of a small grid is walked."""
+"""Starts in a row without an untried point, after which `ask` walks the rest of the grid, which is then small."""
 
 
 class Descent:
-    """Asked for points, told their values in us, None where infeasible, in any order; it asks for none twice.
+    """Gives points to try, and learns their latencies in us, None where infeasible, in any order.
 
-    What it asks for depends on what it was told and asked before, and on the `chance` it is given.
+    It gives no point twice. Which point it gives depends on all earlier calls and on the `chance` that it gets.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -76,9 +78,9 @@ class Descent:
         self._ends: list[Point] = []
         self._given: tuple[Point, ...] = ()
         self._centre: Point | None = None
-        self._begun: dict[Point, int | None] = {}  # of this descent: in which knob
-        self._left: list[int] = []  # knobs of this round
-        self._moved = True  # since the round began
+        self._begun: dict[Point, int | None] = {}  # points of this descent, and the knob that each varies
+        self._left: list[int] = []  # knobs that this round has yet to vary
+        self._moved = True  # whether the centre moved since the round began
         self._held: frozenset[int] = frozenset()  # knobs that stay until no other has a better value
         self._waiting: list[tuple[Point, int]] = []
         self._gains = np.ones(len(grid.sizes))
@@ -88,11 +90,11 @@ class Descent:
 
     @property
     def values(self) -> dict[Point, float]:
-        """What it was told, infeasible ones as infinite."""
+        """The latencies that it knows, in us; an infeasible point's is infinite."""
         return self._values
 
     def fork(self) -> Descent:
-        """One that can be asked in its place, and left alone: what is told to either, both know."""
+        """A copy to ask without a change to this one. Both share the latencies that either is told."""
         fork = copy(self)
         fork._asked, fork._begun = set(self._asked), dict(self._begun)
         fork._ends, fork._left, fork._waiting = list(self._ends), list(self._left), list(self._waiting)
@@ -100,14 +102,14 @@ class Descent:
         return fork
 
     def note(self, point: Point) -> None:
-        """The point is on its way; if it was not asked for here, the descent will go there where it is better."""
+        """Count a point as under way. The descent moves to it if it proves better, even if it never asked for it."""
         if point not in self._asked:
             self._asked.add(point)
             self._begun[point] = None
             self._given = (*self._given, point)[:_FIRST]
 
     def tell(self, point: Point, value: float | None) -> None:
-        """The value of a point."""
+        """Take in a point's latency in us, None where it is infeasible."""
         self.note(point)
         worth = self._values[point] = float("inf") if value is None else value
         self._contrasts.add(point, self._values)
@@ -115,7 +117,7 @@ class Descent:
             self._move(point, self._begun[point])
 
     def ask(self, chance: np.random.Generator) -> Point:
-        """A point that was not asked for; the best one where there is none left."""
+        """The next point to try, which it did not give before; the best end where none is left."""
         if self._centre is None and self._begun:
             given = list(self._begun)[::-1]
             self._begin(min(given, key=self._worth))
@@ -136,7 +138,7 @@ class Descent:
         return found
 
     def _descend(self, chance: np.random.Generator) -> Point | None:
-        """The next point at the centre; None where the descent has ended."""
+        """The next point beside the centre; None where this descent has ended."""
         while self._centre is not None and not self._is_lost(self._centre):
             while self._waiting:
                 point, knob = self._waiting.pop(0)
@@ -156,11 +158,11 @@ class Descent:
         return None
 
     def _is_lost(self, centre: Point) -> bool:
-        """Whether a detour or a kick came out where the other knobs will hardly make up for it."""
+        """Whether a detour or a kick lost more than the other knobs are likely to win back."""
         return bool(self._held) and float("inf") > self._worth(centre) > (1.0 + _FAR) * self._worth(self._ends[0])
 
     def _look(self, knob: int, chance: np.random.Generator) -> None:
-        """Line up the other values of a knob, nearest first; go to one that is known to be better."""
+        """Move to the best value of a knob that is known to be better; without one, queue its values, nearest first."""
         assert self._centre is not None
         centre = self._centre
         beside = sorted(self._grid.beside(centre, knob), key=lambda point: abs(point[knob] - centre[knob]))
@@ -184,14 +186,14 @@ class Descent:
         self._centre, self._moved = point, True
 
     def _begin(self, start: Point, held: frozenset[int] = frozenset()) -> None:
-        """End the descent and begin one that leaves the `held` knobs alone until the others have followed."""
+        """End this descent and begin another, which keeps the `held` knobs fixed until the other knobs have adapted."""
         if self._centre is not None:
             self._ends = self._best([*self._ends, self._centre])
         self._centre, self._left, self._moved, self._waiting, self._held = start, [], True, [], held
         self._begun = {start: None}
 
     def _start(self, chance: np.random.Generator) -> tuple[Point, frozenset[int]]:
-        """Where to begin, and the knobs that were changed there."""
+        """(where the next descent begins, the knobs that differ there from a good end and stay fixed at first)."""
         ends = self._ends if self._centre is None else self._best([*self._ends, self._centre])
         if not ends:
             return tuple(int(chance.integers(size)) for size in self._grid.sizes), frozenset()
@@ -213,7 +215,7 @@ class Descent:
         return start, frozenset(knob for knob, (a, b) in enumerate(zip(base, start, strict=True)) if a != b)
 
     def _detour(self, bases: list[Point], chance: np.random.Generator) -> tuple[Point, frozenset[int]] | None:
-        """One that was not made, of little loss against the best base, from any base; None where there is none."""
+        """A new detour from any of the bases that loses little against the best of them; None where there is none."""
         found = [
             (self._loss(base, knob, point, bases[0]) + _SPREAD * chance.exponential(), point, knob, base)
             for base in bases
@@ -230,22 +232,22 @@ class Descent:
         return start, frozenset({knob})
 
     def _is_detour(self, base: Point, knob: int, point: Point) -> bool:
-        """Whether the point beside the base is one that was not made and makes a difference."""
+        """Whether the step from the base to the point is a new detour that is likely to change the latency."""
         alike = self._contrasts.are_alike(knob, base[knob], point[knob])
         return not alike and (base, point) not in self._detours and self._values.get(point) != self._worth(base)
 
     def _hopeful(self, point: Point, knob: int) -> list[Point]:
-        """Points that differ in that knob, without values that seem not to be worth a try if there are others."""
+        """Points that differ in that knob, only those that seem worth a try if there are any."""
         every = self._grid.beside(point, knob)
         return [each for each in every if not self._contrasts.is_vain(knob, point[knob], each[knob], _LOST[1])] or every
 
     def _loss(self, base: Point, knob: int, point: Point, best: Point) -> float:
-        """How far a detour is behind the best end, as far as it is known, and how far it is put behind others."""
+        """The detour's known or assumed loss against the best end, as a fraction, plus _REPEAT for each repetition."""
         value = self._values.get(point, self._worth(base) * (1.0 + _UNKNOWN))
         return value / (self._worth(best) or 1.0) - 1.0 + _REPEAT * self._turns[knob, point[knob]]
 
     def _best(self, points: list[Point]) -> list[Point]:
-        """The best of them, best first, each of another value."""
+        """The best of the points, best first, at most _ENDS, one for each latency."""
         every = sorted(set(points), key=lambda point: (self._worth(point), point), reverse=True)
         return list({self._worth(point): point for point in every}.values())[::-1][:_ENDS]
 
@@ -254,7 +256,7 @@ class Descent:
 
 
 def kick(beside: Callable[[Point, int], list[Point]], point: Point, knobs: int, chance: np.random.Generator) -> Point:
-    """Another value in each of so many knobs, as far as `beside` has any."""
+    """The point with other values in `knobs` random knobs; a knob for which `beside` has no other value stays."""
     for knob in chance.choice(len(point), min(knobs, len(point)), replace=False):
         others = beside(point, int(knob)) or [point]
         point = others[int(chance.integers(len(others)))]

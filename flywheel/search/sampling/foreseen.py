@@ -1,8 +1,8 @@
-"""The sampler of a search that measures what was predicted: the best predictions, then what measurements say of them.
+"""The sampler of a measured search that predictions steer.
 
-The cost model tells good schedules from others well, and hardly which of the good ones is the best. So a descent over
-thousands of predictions, none of which is a trial, finds the schedules that are worth a measurement, and a Gaussian
-process learns by how much measurements differ from predictions there.
+The cost model tells good schedules from bad ones, but hardly which of the good ones is the best. So a descent over
+predictions, none of which is a trial, finds the schedules that are worth a measurement. Then a Gaussian process learns
+by how much measurements differ from predictions, and chooses what to measure next.
 """
 
 from __future__ import annotations
@@ -18,51 +18,52 @@ from flywheel.search.sampling.gaussian import Array, GaussianProcess, Grid, Poin
 from flywheel.search.sampling.gridded import GridSampler, Tried
 
 Foresee = Callable[[Sequence[Mapping[str, Any]]], Sequence[float | None]]
-"""Predicted latencies in us of parameters, None where infeasible."""
+"""Predicts the latencies of parameters in us, None where infeasible."""
 
 Expect = Callable[[Sequence[Mapping[str, Any]]], None]
-"""That these parameters will be asked for, so that they are predicted meanwhile."""
+"""Announces parameters that will be asked for, so that they are predicted meanwhile."""
 
 _SIDE: Final = 8
 """Predictions that are asked for at once."""
 
 _FIRST: Final = 12
-"""Best predictions that are measured before measurements choose."""
+"""Best predictions that are measured before the Gaussian process chooses."""
 
 _APART: Final = (3, 2, 1)
-"""Knobs in which any two of these differ, as far as there are so many."""
+"""Least number of knobs in which any two of those differ: the first number, then the next while too few are found."""
 
 _WITHIN: Final = 0.08
-"""Of the best prediction: what is predicted to take longer is no candidate, if it is not near the best measured."""
+"""A point whose prediction exceeds the best one by more than this fraction is a candidate only near the best trials."""
 
 _LEARNT: Final = 200
-"""Best measurements that the model is made of."""
+"""Best measurements that the Gaussian process is fitted to."""
 
 _CENTRES: Final = 2
-"""Best trials whose neighbours are candidates, which are predicted once for each."""
+"""Best trials, whose neighbours are candidates."""
 
 _KICKS: Final = 16
-"""Candidates that differ from a centre in two to four knobs, of a trial that goes to one of them."""
+"""Candidates of a trial that is a jump: each differs from a centre in two to four knobs."""
 
 _AHEAD: Final = 6
-"""Trials from when a trial is a centre, or begins to be one, until what lies around it is a candidate: time in which it
-is predicted, while a GPU measures."""
+"""Trials between the choice of a centre and the use of its neighbours as candidates. Meanwhile the neighbours are
+predicted, while a GPU measures."""
 
 _QUOTA: Final = 8
-"""Of so many trials one goes to such a candidate, whatever else is likely."""
+"""One in this many trials is a jump, whatever the expected improvements are."""
 
 _AGAIN: Final = 0.3
-"""Of its expected improvement, what counts of a candidate that is predicted exactly as a trial was: mostly it is the
-same program."""
+"""Factor on the expected improvement of a candidate whose prediction equals a trial's: mostly it is the same program.
+"""
 
 _LUCK: Final = 0.3
-"""Share of an expected improvement that is drawn: coordinators of one campaign, each with its seed, part ways."""
+"""Share of an expected improvement that is random, so that coordinators of one campaign, each with its own seed,
+propose different points."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Learnt:
-    """From trials: those with a latency, best first, logarithms of what they are expected to take, and the model of
-    the logarithm of what latencies are over predictions."""
+    """What trials teach. `where` are the points with a latency, best first; `logs` are logarithms of their expected
+    latencies in us; `model` describes the logarithm of latency over prediction."""
 
     where: list[Point]
     logs: Array
@@ -70,11 +71,11 @@ class _Learnt:
 
 
 class ForeseenSampler(GridSampler):
-    """Proposes the best of `budget` predictions, so far apart that they tell something, then by expected improvement.
+    """Proposes the best of `budget` predictions that differ in some knobs, then the largest expected improvements.
 
-    What it proposes depends on the seed, the predictions and the study's trials alone: a study that is rebuilt from its
-    trials makes the same predictions again, and goes on as if it had never ended. It proposes no point twice before all
-    are tried. The descent begins at `starts`.
+    The descent over predictions begins at `starts`. A proposal depends only on the seed, the predictions and the
+    study's trials, so a study that is rebuilt from its trials makes the same predictions and continues as one that was
+    never interrupted. The sampler proposes no point twice before all are tried.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class ForeseenSampler(GridSampler):
     ) -> None:
         super().__init__(seed)
         self._ask, self._starts, self._budget, self._expect = foresee, starts, budget, expect
-        self._around: dict[int, list[Point]] = {}  # by trial, what lies around its centres
+        self._around: dict[int, list[Point]] = {}  # by trial, the points around its centres
         self._predicted: dict[Point, float | None] = {}
-        self._good: list[tuple[float, Point]] = []  # of what the descent found, best first
+        self._good: list[tuple[float, Point]] = []  # the good predictions, best first
         self._finalists: list[Point] | None = None
 
     def propose(self, grid: Grid, tried: Sequence[Tried], number: int) -> Point:
@@ -121,7 +122,7 @@ class ForeseenSampler(GridSampler):
         return [self._predicted[point] for point in points]
 
     def _choose(self) -> list[Point]:
-        """What to measure first: the best of each prediction, some knobs apart from what is better."""
+        """The points to measure first: the best predictions, one for each latency, that differ in some knobs."""
         chosen: dict[Point, float] = {}
         for apart in _APART:
             for value, point in self._good:
@@ -133,7 +134,7 @@ class ForeseenSampler(GridSampler):
         return sorted(chosen, key=lambda point: (chosen[point], point))
 
     def _learn(self, grid: Grid, tried: Sequence[Tried]) -> _Learnt | None:
-        """None where too few trials have a latency and a prediction."""
+        """What the trials teach; None where fewer than two have both a latency and a prediction."""
         self._foresee([each.point for each in tried])
         found = [(each.told[0], each.point) for each in tried if each.told is not None and each.told[0] is not None]
         known = sorted(each for each in found if self._predicted[each[1]] is not None)[:_LEARNT]
@@ -146,7 +147,7 @@ class ForeseenSampler(GridSampler):
         return _Learnt(where, self._logs(where) + model.mean + model.unit * model.means, model)
 
     def _surroundings(self, grid: Grid, learnt: _Learnt | None, number: int) -> list[Point]:
-        """What lies around the centres of trial `number`, by what is learnt from the trials _AHEAD before it."""
+        """The candidates around the centres of trial `number`, which are the best trials of `learnt`."""
         if learnt is None:
             return []
         centres = [learnt.where[int(index)] for index in np.argsort(learnt.logs, kind="stable")[:_CENTRES]]
@@ -160,7 +161,7 @@ class ForeseenSampler(GridSampler):
         self, grid: Grid, tried: Sequence[Tried], points: set[Point], number: int, learnt: _Learnt | None
     ) -> Point:
         """The candidate of the largest expected improvement over the least expected latency of any trial."""
-        if number not in self._around:  # of a study that is rebuilt
+        if number not in self._around:  # the study was rebuilt
             before = [each for each in tried if each.number < number - _AHEAD]
             self._around[number] = self._surroundings(grid, self._learn(grid, before), number)
         new = self._candidates(self._around[number], points, kicked=number % _QUOTA == _QUOTA - 1)
@@ -183,7 +184,7 @@ class ForeseenSampler(GridSampler):
         return sorted(point for point in found - points if self._predicted[point] is not None)
 
     def _best_left(self, grid: Grid, points: set[Point]) -> Point:
-        """The best prediction that was not tried, or else what is near it."""
+        """The best prediction that no trial has; without one, the nearest untried point to the best prediction."""
         good = [point for _, point in self._good] or [self.point(start) for start in self._starts]
         return next((point for point in good if point not in points), untried(grid, good[0], points))
 

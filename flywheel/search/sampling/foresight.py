@@ -1,4 +1,4 @@
-"""Predictions that steer a search and are no trials: lowered and priced, neither proved nor kept."""
+"""Predictions that steer a search and are no trials: their programs are lowered and priced, not proved, not kept."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from flywheel.search.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """What was predicted to steer a search, in all: configs, the least latency of any, and the wall seconds in which
-    they were waited for."""
+    """The predictions that steered a search: the number of configs, the least latency in us, and the wall seconds that
+    the search waited for them."""
 
     count: int = 0
     least_us: float | None = None
@@ -34,16 +34,17 @@ class Foreseen:
 
 
 def is_calibrated(predictor: Predictor, workload: Workload) -> bool:
-    """Whether its constants come from such a GPU, and are not scaled from another one's."""
+    """Whether the predictor's constants were fitted on the workload's kind of GPU, not scaled from another GPU's."""
     machine = predictor.machine or machine_for(workload.target)
     return machine.source != "scaled"
 
 
 class Foresight:
-    """The cost model at a sampler's wish: `budget` configs before it proposes anything.
+    """Predicts configs for a sampler, which may ask for `budget` of them before its first proposal.
 
-    It runs in `jobs` processes, which start with the first question and end with this; with one job, here. Each config
-    is predicted once. Latencies do not depend on the number of processes. Any thread may ask.
+    With several `jobs`, that many processes predict; they start with the first question and end with this object. With
+    one job this process predicts. Each config is predicted once. Latencies do not depend on the number of processes.
+    Any thread may ask.
     """
 
     def __init__(self, workload: Workload, predictor: Predictor, budget: int, jobs: int) -> None:
@@ -51,7 +52,7 @@ class Foresight:
         self.jobs: Final = jobs
         self._workload, self._predictor = workload, predictor
         self._known: dict[str, Future[float | None]] = {}  # by config id
-        self._wanted: OrderedDict[str, ScheduleConfig] = OrderedDict()  # those that somebody waits for first
+        self._wanted: OrderedDict[str, ScheduleConfig] = OrderedDict()  # first those that somebody waits for
         self._changed = threading.Condition()
         self._ended: WorkerDiedError | None = None  # why nothing is predicted any more
         self._threads: list[threading.Thread] = []
@@ -59,18 +60,19 @@ class Foresight:
 
     @property
     def said(self) -> Foreseen:
-        """What it was asked so far and knows."""
+        """A summary of the predictions so far."""
         with self._changed:
             found = [future.result() for future in self._known.values() if _succeeded(future)]
         return Foreseen(len(found), min((us for us in found if us is not None), default=None), self._waited_s)
 
     def expect(self, configs: Sequence[ScheduleConfig]) -> None:
-        """Say that these will be asked for, so that idle processes predict them. Nothing with one job."""
+        """Announce configs that will be asked for, so that idle processes predict them. With one job, do nothing."""
         if self.jobs > 1:
             self._request(configs, urgent=False)
 
     def predict(self, configs: Sequence[ScheduleConfig]) -> list[float | None]:
-        """Latencies in us, None where a config has no program. Raises WorkerDiedError where a process dies."""
+        """The configs' latencies in us; None for a config without a program. Raises WorkerDiedError where a process
+        dies."""
         start = perf_counter()
         futures = self._request(configs, urgent=True)
         if self.jobs == 1:
@@ -110,7 +112,7 @@ class Foresight:
         return futures
 
     def _answer(self, predict: Callable[[ScheduleConfig], float | None], lasting: bool) -> None:
-        """Predict what is wanted; `lasting`, until this ends, and else until nothing is."""
+        """Predict wanted configs: until none is left or, if `lasting`, until this object ends."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._ended or self._wanted or not lasting)
@@ -125,7 +127,7 @@ class Foresight:
                 raise
 
     def _attend(self) -> None:
-        """A thread with a process of its own, whose death is the end of all."""
+        """Run a process from a thread of its own. The process's death ends every prediction."""
         try:
             process, (lane,) = fork("a process that predicts", _serve, 1, self._workload, self._predictor)
             try:
@@ -172,7 +174,7 @@ def predict_config(config: ScheduleConfig, workload: Workload, predictor: Predic
 
 
 def _serve(lanes: Sequence[Connection], workload: Workload, predictor: Predictor) -> None:
-    """A process of its own: until the other end closes."""
+    """The main function of a predicting process, which runs until the other end closes."""
     (asked,) = lanes
     with suppress(EOFError, OSError):
         while True:

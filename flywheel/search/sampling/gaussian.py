@@ -1,4 +1,4 @@
-"""A Gaussian process over the values of knobs, made for some hundred points and many questions."""
+"""A Gaussian process over the values of knobs: fitted to some hundred points, asked about many more."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 Point = tuple[int, ...]
-"""Of each knob the index of its value, in the order of the knobs' names."""
+"""The index of each knob's value, in the order of the knobs' names."""
 
 Array = NDArray[np.floating[Any]]
 
 Fit = tuple[float, float, float]
-"""Length scale, additive part of the kernel, noise's share of the variance."""
+"""(length scale, additive part of the kernel, noise's share of the variance)."""
 
 _APART: Final = 0.3
-"""Of the distance of an ordered knob's ends: what two of its values have between them however near they are. One bad
-value says little of the next."""
+"""Least distance of two values of an ordered knob, as a fraction of the distance of its ends: one bad value says little
+of the next."""
 
 _LENGTHS: Final = (1.0, 3.0, 10.0, 30.0)
 _ADDITIVE: Final = (0.0, 0.5)
 _NOISES: Final = (1e-4, 1e-2, 1e-1)
-"""What the likelihood chooses a Fit from."""
+"""The lengths, additive parts and noises from which the likelihood chooses a Fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values a knob has and whether they are in order, knob by knob."""
+    """For each knob, the number of its values and whether they are in order."""
 
     sizes: tuple[int, ...]
     ordered: tuple[bool, ...]
 
     def beside(self, point: Point, knob: int) -> list[Point]:
-        """Points that differ in that knob, by any value: the best one may lie behind a bad one."""
+        """Points with any other value of that knob, not the next ones alone: the best may lie behind a bad one."""
         return [(*point[:knob], value, *point[knob + 1 :]) for value in range(self.sizes[knob]) if value != point[knob]]
 
     def neighbours(self, point: Point) -> list[Point]:
@@ -45,7 +45,7 @@ class Grid:
         return [near for knob in range(len(point)) for near in self.beside(point, knob)]
 
     def steps(self, point: Point) -> list[Point]:
-        """The neighbours that are one step away, in each knob whose values are in order; all in the other ones."""
+        """The neighbours one step away. In a knob whose values have no order, every other value is one step away."""
         return [
             near
             for knob, ordered in enumerate(self.ordered)
@@ -54,7 +54,7 @@ class Grid:
         ]
 
     def distances(self, points: Sequence[Point], others: Sequence[Point]) -> Array:
-        """[points, others]: a sum over knobs, each at most 1."""
+        """Distances [points, others]: sums over knobs, each of which adds at most 1."""
         tables = _tables(self)
         distances: Array = tables.one_hot(points) @ (tables.apart @ tables.one_hot(others).T)
         return distances
@@ -75,8 +75,10 @@ def untried(grid: Grid, start: Point, tried: set[Point]) -> Point:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tables:
-    """A grid's distances and likenesses of values, [values of all knobs, the same], 0 between values of two knobs: with
-    one-hot points they make those of points by two products of matrices."""
+    """Distances and similarities between a grid's values, each [values of all knobs, values of all knobs].
+
+    Entries between values of two knobs are 0. Two matrix products with one-hot points turn them into those of points.
+    """
 
     offsets: NDArray[np.int64]
     apart: Array
@@ -103,10 +105,10 @@ def _tables(grid: Grid) -> _Tables:
 
 
 class GaussianProcess:
-    """Of targets at points of a grid, whatever their unit and mean: it speaks in standard deviations from their mean.
+    """A Gaussian process fitted to targets at points of a grid. Its outputs are in standard deviations from their mean.
 
-    The kernel is part a sum over knobs, part a product; the likelihood chooses how much of each, how far it reaches
-    and how noisy the targets are. `pending` points are taken to turn out as expected: there is less to learn near them.
+    The kernel is a weighted mix of a sum and a product over knobs. The maximum likelihood sets the mix, the length
+    scale and the noise. `pending` points count as if they will turn out as expected, so less is to be learnt near them.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class GaussianProcess:
             self._learn(scaled)
 
     def predict(self, points: Sequence[Point]) -> tuple[Array, Array]:
-        """Mean and standard deviation at each point."""
+        """(means, standard deviations), each [points]."""
         hot = self._tables.one_hot(points)
         length, part, _ = self._fit
         cross = part * (hot @ self._alike) + (1.0 - part) * np.exp((hot @ self._apart) / -length)
@@ -133,7 +135,7 @@ class GaussianProcess:
         return cross @ self._weights, np.sqrt(variance)
 
     def improvement(self, points: Sequence[Point]) -> Array:
-        """Expected improvement of each point over the least mean of the known ones, whose values are noisy."""
+        """Expected improvements over the least mean at known points, [points]. Means, since targets are noisy."""
         return improvement(self.means.min(), *self.predict(points))
 
     def _place(self, points: Sequence[Point]) -> None:
@@ -142,8 +144,11 @@ class GaussianProcess:
         self._alike = self._tables.alike @ self._hot.T
 
     def _likeliest(self, targets: Array) -> Fit:
-        """The Fit of the least negative log marginal likelihood. The last row of the Cholesky factor of a matrix with
-        the targets as its last row solves for them on the way."""
+        """The Fit with the least negative log marginal likelihood.
+
+        The targets are the last row of the matrix that it factors, so the last row of the Cholesky factor is the
+        solution for them.
+        """
         count, chosen = len(targets), (float("inf"), (0.0, 0.0, 0.0))
         distances, alike, each = self._hot @ self._apart, self._hot @ self._alike, np.arange(len(targets))
         bordered = np.zeros((count + 1, count + 1))
@@ -155,7 +160,7 @@ class GaussianProcess:
                     bordered[:count, :count] = kernel
                     bordered[each, each] += noise
                     bordered[count, :count] = targets
-                    bordered[count, count] = 1e9  # more than any targets need
+                    bordered[count, count] = 1e9  # large enough for any targets
                     root = np.linalg.cholesky(bordered)
                     scale = _scale(float(root[count, :count] @ root[count, :count]), count)
                     misfit = float(0.5 * count * np.log(scale) + np.log(np.diag(root)[:count]).sum())
@@ -171,7 +176,7 @@ class GaussianProcess:
 
 
 def improvement(least: float | Array, mean: Array, deviation: Array) -> Array:
-    """What is expected to be gained below `least`, in the unit of the mean and its standard deviation."""
+    """The expected improvement below `least`, in the unit of `mean` and `deviation`."""
     z = (least - mean) / deviation
     below = np.array([0.5 * (1.0 + erf(value / sqrt(2.0))) for value in z])
     gain: Array = deviation * (z * below + np.exp(-z * z / 2.0) / sqrt(2.0 * pi))
@@ -179,5 +184,5 @@ def improvement(least: float | Array, mean: Array, deviation: Array) -> Array:
 
 
 def _scale(explained: float, count: int) -> float:
-    """The likeliest variance of what the kernel describes."""
+    """The maximum-likelihood variance of the signal that the kernel describes."""
     return max(explained / count, 1e-6)

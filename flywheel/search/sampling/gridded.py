@@ -1,4 +1,4 @@
-"""An Optuna study as points of a grid: what our samplers share."""
+"""The base of flywheel's own samplers: it reads an Optuna study as points of a grid."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from optuna.trial import FrozenTrial, TrialState
 from flywheel.search.sampling.gaussian import Grid, Point
 
 Answer = tuple[float | None, Point]
-"""A latency in us, None where infeasible, and where."""
+"""(latency in us, None where infeasible; point)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A trial of a study. `told` is None while it is under way, and where it failed: then it was not tried, and is
-    expected to be what its neighbours say."""
+    """A trial of a study. `told` is None while the trial is under way, and where it failed. A failed trial was never
+    evaluated: samplers expect of it what its neighbours suggest."""
 
     number: int
     point: Point
@@ -29,7 +29,7 @@ class Tried:
 
 
 class GridSampler(BaseSampler):
-    """A sampler that proposes points of a grid, by all trials of the study. One sampler is for one study."""
+    """A sampler that proposes points of a grid from all trials of a study. Each study needs a sampler of its own."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -40,10 +40,10 @@ class GridSampler(BaseSampler):
 
     @abstractmethod
     def propose(self, grid: Grid, tried: Sequence[Tried], number: int) -> Point:
-        """The point of trial `number`; `tried` are the others, by number."""
+        """The point of trial `number`; `tried` are all other trials, sorted by number."""
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """The knobs of the trials so far; before there are any, each is sampled for itself."""
+        """The knobs of the trials so far. Before the first trial Optuna samples each knob by itself."""
         if not self._known:
             known = next((other for other in _others(study, trial) if other.distributions), None)
             self._known = {} if known is None else dict(sorted(known.distributions.items()))
@@ -58,7 +58,7 @@ class GridSampler(BaseSampler):
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """A point; none for a trial that is settled because it was enqueued."""
+        """The parameters of a point; none for an enqueued trial, whose parameters are set already."""
         if not search_space or "fixed_params" in trial.system_attrs:
             return {}
         self._values = {name: _values(distribution) for name, distribution in search_space.items()}
@@ -68,11 +68,11 @@ class GridSampler(BaseSampler):
         return self.parameters(self.propose(grid, [each for each in found if each is not None], trial.number))
 
     def parameters(self, point: Point) -> dict[str, Any]:
-        """What a point stands for."""
+        """The parameters that a point stands for."""
         return {name: values[index] for (name, values), index in zip(self._values.items(), point, strict=True)}
 
     def point(self, parameters: Mapping[str, Any]) -> Point:
-        """Where they lie."""
+        """The point that stands for these parameters."""
         return tuple(values.index(parameters[name]) for name, values in self._values.items())
 
     def _read(self, trial: FrozenTrial) -> Tried | None:
@@ -101,6 +101,6 @@ def _values(distribution: BaseDistribution) -> Sequence[Any]:
 
 
 def _feasible(trial: FrozenTrial) -> float | None:
-    """Latency in us, or None where the trial has none of its own."""
+    """The trial's own latency in us; None where it has none."""
     broken = any(excess > 0 for excess in trial.constraints.values())
     return None if trial.state is not TrialState.COMPLETE or broken else trial.value

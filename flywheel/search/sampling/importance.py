@@ -10,14 +10,14 @@ from flywheel.search.sampling.study import CampaignStudy
 from flywheel.search.space import Space
 
 LEAST_TRIALS: Final = 20
-"""Fewer than two trials in the best tenth say nothing."""
+"""With fewer trials, the best tenth has fewer than two, which say nothing."""
 
 
 def importances(space: Space, told: Sequence[tuple[Choice, float | None]]) -> dict[str, float]:
-    """Share of each searched knob in telling the best tenth of the trials from the others, largest first, 1 in sum.
+    """How much each searched knob separates the best tenth of the trials from the rest, largest first; the sum is 1.
 
-    `told` are choices with their objectives, None where infeasible. Empty with fewer than LEAST_TRIALS trials, or where
-    no two objectives differ. Source: PED-ANOVA (Watanabe et al., 2023), Optuna's default.
+    `told` are choices with their objectives, None where infeasible. The result is empty with fewer than LEAST_TRIALS
+    trials, and where no two objectives differ. Source: PED-ANOVA (Watanabe et al., 2023), Optuna's default.
     """
     objectives = {objective for _, objective in told if objective is not None}
     if len(told) < LEAST_TRIALS or len(objectives) < 2:

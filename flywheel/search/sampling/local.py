@@ -1,7 +1,7 @@
-"""Search around the best trials, led by a Gaussian process: what TPE lacks from a start that is nearly good.
+"""Search around the best trials, led by a Gaussian process. It suits a start that is nearly good, where TPE is weak.
 
-First the best of the starts is surveyed, one knob at a time: a knob that is only ever seen together with others is
-judged by them, and what was good with a value that came along by chance bars the way to what is better without it.
+The sampler first surveys the best start, one knob at a time. A knob that only ever changes together with others is
+judged by theirs: a value that came by chance with a good trial would then look good itself.
 """
 
 from __future__ import annotations
@@ -16,38 +16,37 @@ from flywheel.search.sampling.gaussian import GaussianProcess, Grid, Point, untr
 from flywheel.search.sampling.gridded import Answer, GridSampler, Tried
 
 FIRST: Final = 2
-"""Feasible trials before the model is asked; until then, points far from all others."""
+"""Feasible trials before the Gaussian process proposes; until then, proposals lie far from all tried points."""
 
 _STARTS: Final = 3
-"""The first trials, the best feasible one of which is surveyed: each step of one knob from it is tried."""
+"""Number of first feasible trials. The best of them is surveyed: every single step of a knob from it is tried."""
 
 _LEARNT: Final = 200
-"""Best trials that the model is made of."""
+"""Best trials that the Gaussian process is fitted to."""
 
 _CENTRES: Final = 3
-"""Trials whose neighbours are candidates."""
+"""Best trials, whose neighbours are candidates."""
 
 _JUMPS: Final = 200
-"""Candidates that differ from a centre in up to three knobs, by any of their values."""
+"""Random candidates that differ from a centre in up to three knobs."""
 
 _CLIMB: Final = 5
 """Steps from the best candidate uphill in expected improvement."""
 
 _LUCK: Final = 0.3
-"""Share of an expected improvement that is drawn: coordinators of one campaign, each with its seed, part ways."""
+"""Share of an expected improvement that is random, so that coordinators of one campaign, each with its own seed,
+propose different points."""
 
 _NEAR: Final = 0.03
-"""Of the best latency: differences well below count in full, those above less and less."""
+"""Fraction of the best latency: smaller differences from the best count almost in full, larger ones less and less."""
 
 
 class LocalSampler(GridSampler):
-    """Proposes the steps of one knob from the best start, then what is most likely to beat the best trial, among points
-    that differ from good ones in a few knobs.
+    """Proposes single steps from the best start, then what is most likely to beat the best trial.
 
-    A trial that failed was not tried: it is expected to be what its neighbours say, as one that is under way.
-
-    What it proposes depends on the seed and the study's trials alone. It proposes no point twice, be it finished or
-    under way, before all are tried.
+    Candidates for the latter differ from good points in a few knobs. The sampler expects of a failed trial, and of one
+    under way, what its neighbours suggest. A proposal depends only on the seed and the study's trials. No point,
+    finished or under way, is proposed twice before all are tried.
     """
 
     def propose(self, grid: Grid, tried: Sequence[Tried], number: int) -> Point:
@@ -83,12 +82,12 @@ def propose(
     new = sorted(near - tried)
     if not new:
         return untried(grid, centres[0], tried)
-    candidates = [new[index] for index in chance.permutation(len(new))]  # among equals, any
+    candidates = [new[index] for index in chance.permutation(len(new))]  # random: equals get equal chances
     return _climb(grid, model, candidates, tried, chance)
 
 
 def _warped(latencies_us: list[float]) -> NDArray[np.float64]:
-    """In nearly logarithmic steps close to the best, in ever smaller ones above."""
+    """Targets for the Gaussian process: nearly logarithmic close to the best, compressed more and more above."""
     warped: NDArray[np.float64] = np.log1p(np.log(np.array(latencies_us) / min(latencies_us)) / _NEAR)
     return warped
 
@@ -102,7 +101,7 @@ def _start(told: Sequence[Answer]) -> Point:
 def _climb(
     grid: Grid, model: GaussianProcess, candidates: list[Point], tried: set[Point], chance: np.random.Generator
 ) -> Point:
-    """The untried point of the largest expected improvement, among candidates and then uphill from the best."""
+    """The untried point of the largest expected improvement: the best candidate, then a climb over its neighbours."""
     best, most = candidates[0], -1.0
     for _ in range(_CLIMB + 1):
         gains = model.improvement(candidates) * chance.uniform(1.0 - _LUCK, 1.0, len(candidates))
@@ -116,7 +115,7 @@ def _climb(
 
 
 def _jumps(grid: Grid, points: Sequence[Point], chance: np.random.Generator) -> list[Point]:
-    """Of each point another value in each of two or three knobs, some of them perhaps the same."""
+    """Each point with other values in two or three random knobs; a knob may be drawn more than once."""
     jumped, sizes = np.array(points), np.array(grid.sizes)
     knobs = chance.integers(len(sizes), size=(3, len(points)))
     steps = 1 + chance.integers(np.maximum(sizes[knobs] - 1, 1))

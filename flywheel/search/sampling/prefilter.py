@@ -1,4 +1,4 @@
-"""Which schedules of a campaign are not worth measuring, by the cost model's word. What is kept is never its choice."""
+"""Which schedules a campaign need not measure, by their predictions. Only measurements decide which is best."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from flywheel.search.workload import Workload
 
 
 class Prefilter:
-    """Measures what is predicted to take at most `factor` times what is predicted of the best so far."""
+    """Lets a campaign measure a schedule only if its prediction is at most `factor` times the best schedule's."""
 
     def __init__(self, factor: float, predictor: Predictor, workload: Workload) -> None:
         self._factor, self._predictor, self._workload = factor, predictor, workload
         self._known: dict[str, float | None] = {}  # by config id
 
     def limit_us(self, best: TrialRecord | None) -> float | None:
-        """What a candidate may be predicted to take and yet be measured, while `best` is the best so far; None for no
-        limit, where nothing is measured yet or nothing can be predicted of it."""
+        """The largest prediction, in us, of a candidate that is still measured while `best` is the best so far.
+
+        None is no limit: nothing was measured yet, or `best` cannot be predicted.
+        """
         if best is None or best.latency_us is None:
             return None
         predicted_us = best.predicted_us if best.predictor == self._predictor.version else self._predict(best)
         return None if predicted_us is None else self._factor * predicted_us
 
     def _predict(self, best: TrialRecord) -> float | None:
-        """Of a row that another predictor, or none, said something of."""
+        """This predictor's latency in us of the row's config, whose own prediction may be another predictor's."""
         if best.config_id not in self._known:
             work = self._workload
             try:

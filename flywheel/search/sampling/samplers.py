@@ -48,25 +48,28 @@ SAMPLERS: Final[dict[str, Callable[[int], BaseSampler]]] = {
     "random": _random,
     "grid": _grid,
 }
-"""Every sampler; `grid` walks the whole space in random order, so pin knobs with it."""
+"""Every sampler by name. `grid` walks the whole space in random order, so users should pin knobs with it."""
 
 
 ORDER_AWARE: Final = frozenset({"descent", "local", "gp", "cmaes"})
-"""Samplers that are told the order of a knob's values. TPE does better without it here, since knobs have few values,
-and with more candidates than its own 24. Source: results/samplers.txt."""
+"""Samplers that learn the order of a knob's values. TPE does better without the order, since knobs have few values, and
+with more candidates than its default of 24. Source: results/samplers.txt."""
 
 _NEEDS: Final = {"gp": ("scipy", "torch"), "cmaes": ("cmaes",)}
-"""What Optuna imports for a sampler, some of it only at the first ask."""
+"""Modules that Optuna imports for a sampler, some of them only at the first `ask`."""
 
 
 _STATELESS: Final = frozenset({"descent", "local"})
-"""Samplers that draw by the number of the trial: a resumed campaign goes on as if it had not been interrupted."""
+"""Samplers whose random numbers depend on the trial's number: a resumed campaign continues as an uninterrupted one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """That trials are measured; `foresee` is what was predicted of parameters, `budget` times before the first proposal
-    and from `starts` on, and `expect` is told of some before. None where predictions are not to be trusted."""
+    """The predictions that steer a sampler whose trials are measured.
+
+    `foresee` predicts parameters: `budget` of them before the first proposal, from `starts` on. `expect` announces
+    parameters that will be asked for. `foresee` is None where predictions are not to be trusted.
+    """
 
     foresee: Foresee | None = None
     starts: Sequence[Mapping[str, Any]] = ()
@@ -75,11 +78,11 @@ class Measured:
 
 
 def make_sampler(name: str, seed: int, known: int, measured: Measured | None = None) -> BaseSampler:
-    """A sampler for a campaign with `known` trials behind it: a resumed one must not repeat its first draws.
+    """The sampler `name` for a campaign of `known` trials, so that a resumed campaign does not repeat its first draws.
 
-    What a trial costs is predicted, and predictions are what `descent` goes by, unless it is `measured`.
+    Without `measured`, trials are predicted, and sampler `descent` descends on the trials themselves.
 
-    Raises UnknownNameError for another name, UsageError where the sampler's own libraries are not installed.
+    Raises UnknownNameError for another name, and UsageError where the sampler's own libraries are not installed.
     """
     if name not in SAMPLERS:
         raise UnknownNameError(f"sampler {name!r} is not one of {', '.join(SAMPLERS)}")

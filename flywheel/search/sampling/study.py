@@ -28,39 +28,40 @@ FEASIBLE = "feasible"
 
 
 class Untold(Enum):
-    """What stands for an objective of which a study is told nothing."""
+    """The reason why a study gets no objective."""
 
     NOT_TRIED = "not tried"
 
 
 NOT_TRIED: Final = Untold.NOT_TRIED
-"""Of a choice that was proposed and not evaluated, which says nothing of it."""
+"""The choice was proposed and never evaluated, so nothing is known of its objective."""
 
 Told = float | None | Untold
-"""A latency in us, None where the choice has none, or NOT_TRIED."""
+"""A latency in us; None where the choice has none; NOT_TRIED where it was not evaluated."""
 
 
 class Searched(Protocol):
-    """What is searched: the space of a campaign, or the knobs of something else."""
+    """Anything with knobs to search: a campaign's space, or the knobs of a task graph."""
 
     @property
     def dimensions(self) -> tuple[Dimension, ...]:
-        """The knobs, the searched and the pinned."""
+        """All knobs, searched and pinned."""
 
 
 class CampaignStudy:
-    """Ask for a choice, tell what it cost.
+    """Proposes choices, and learns what each cost.
 
-    Ordered knobs are integer indices for the samplers in ORDER_AWARE, and categories like the others for the rest.
+    Samplers in ORDER_AWARE see an ordered knob as integer indices. Every other sampler, and every other knob, uses
+    categories.
 
-    A choice without an objective (rejected, incorrect, ...) is told as the worst objective so far that breaks a
-    constraint, so that samplers learn to avoid it without a made-up number; before there is any, it is told as pruned.
-    Of a choice that was NOT_TRIED nothing is told, and its trial fails: samplers learn nothing from that, while
-    `descent`, `local` and `grid` do not propose it again. A cost model's word in its place would be an objective of
-    another kind, and "infeasible" a lie, which keeps a sampler away from neighbours that are better than predicted.
+    A choice without an objective (rejected, incorrect, ...) gets the worst objective so far and a broken constraint, so
+    that samplers avoid it without a made-up number. Before there is any objective, its trial is pruned. The trial of a
+    choice that was NOT_TRIED fails: samplers learn nothing from it, and `descent`, `local` and `grid` do not propose it
+    again. Its prediction would be an objective of another kind. To call it infeasible would be false, and would keep
+    samplers away from neighbours that are better than predicted.
 
-    Objectives are `measured` or predicted; with `foresight`, which goes with a Space, a sampler may have predicted what
-    it proposes to measure.
+    Objectives, in us, are measured if `measured`, else predicted. With `foresight`, which needs a Space, a sampler can
+    ask for predictions before it proposes what to measure.
     """
 
     def __init__(
@@ -107,11 +108,11 @@ class CampaignStudy:
         return Measured(foresee, starts, foresight.budget, expect)
 
     def enqueue(self, choice: Choice) -> None:
-        """Propose `choice` at the next ask."""
+        """Queue `choice` for the next `ask`."""
         self._study.enqueue_trial({d.name: _encode(d, choice[d.name]) for d in self._searched})
 
     def ask(self) -> Ask:
-        """A trial and the choice that it stands for."""
+        """The next trial and the choice that it stands for."""
         with _quiet(), one_blas_thread():
             trial = self._study.ask(self._distributions)
         choice: dict[str, Value] = {d.name: d.values[0] for d in self._space.dimensions}
@@ -120,7 +121,7 @@ class CampaignStudy:
         return trial, choice
 
     def tell(self, trial: Trial, objective: Told) -> None:
-        """What came of a trial."""
+        """Take in a trial's objective."""
         with _quiet(), _exhaustible():
             if isinstance(objective, Untold):
                 self._study.tell(trial, state=TrialState.FAIL)
@@ -135,7 +136,7 @@ class CampaignStudy:
                 self._study.tell(trial, state=TrialState.PRUNED)
 
     def add(self, choice: Choice, objective: Told) -> None:
-        """A trial that was not asked of this study."""
+        """Add a finished trial that this study did not propose."""
         state, value = TrialState.FAIL, None
         if not isinstance(objective, Untold):
             if objective is not None:
@@ -160,14 +161,14 @@ class CampaignStudy:
 
 
 class _Indices(IntDistribution):
-    """Of a knob's values in order. It never changes, so whoever copies a trial may share it: Optuna does for each."""
+    """The indices of an ordered knob's values. Optuna's copies of a trial share it, since it never changes."""
 
     def __deepcopy__(self, _memo: object) -> Self:
         return self
 
 
 class _Categories(CategoricalDistribution):
-    """Of a knob's values, shared as _Indices are."""
+    """The values of a knob, shared as _Indices are."""
 
     def __deepcopy__(self, _memo: object) -> Self:
         return self
@@ -200,7 +201,7 @@ def _exhaustible() -> Iterator[None]:
 @while_wanted
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Which features are experimental, and that CMA-ES makes nothing of constraints, is ours to know."""
+    """Hide Optuna's warnings: that features are experimental, and that CMA-ES ignores constraints, concerns no user."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         warnings.filterwarnings("ignore", "Constraints have been set", UserWarning)
