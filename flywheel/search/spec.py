@@ -173,7 +173,7 @@ def constants_of(predictor: str) -> str:
 def to_campaign(
     spec: CampaignSpec, name: str, *, decoder: Mapping[str, Any] | None, created_at: str, **more: Any
 ) -> Campaign:
-    """The campaign `name` as a store keeps it: the spec, the dimensions `decoder` of its model, and the facts `more`."""
+    """The campaign `name` as a store keeps it: the spec, its model's dimensions `decoder`, and the facts in `more`."""
     return Campaign(
         name=name,
         model=spec.model,
