@@ -85,11 +85,10 @@ def search(
 ) -> SearchResult:
     """Search for the fastest schedule of a model's decode step on a GPU, as the command with the same options does.
 
-    `gpu` defaults to this machine's, and `context` to 512 tokens, or to the model's longest where that is shorter.
-    `time_s` is in seconds. The call runs `watch` after every trial. It resumes a campaign that the store has, unless
-    `fresh`. `jobs` defaults to 1 process; the command's default is one a usable core. A second process, and the process
-    that measures on a GPU, are spawned, so a script that asks for either must call this under
-    `if __name__ == "__main__"`. Ctrl-C ends the call; every trial that had ended is kept.
+    `gpu` defaults to this machine's, and `context` to 512 tokens, or to the model's longest where that is shorter. The
+    call runs `watch` after every trial. It resumes a campaign that the store has, unless `fresh`. `jobs` defaults to 1;
+    the command's default is one a usable core. More processes, and one that measures on a GPU, are spawned: scripts
+    that ask for them must do so under `if __name__ == "__main__"`. Ctrl-C ends the call and keeps the ended trials.
 
     Raises UnknownNameError, UnsupportedModelError, ConfigError, UsageError, NoGpuError, KernelCompileError and
     StoreError, all FlywheelErrors."""

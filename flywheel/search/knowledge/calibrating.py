@@ -1,5 +1,4 @@
-"""Calibrating the cost model with what campaigns measured: which rows count, and how well held-back ones are predicted.
-"""
+"""Calibrate the cost model to a store's measurements: select rows, fit constants, score them on held-back configs."""
 
 from __future__ import annotations
 
@@ -29,25 +28,25 @@ from flywheel.search.workload import Workload, find_target
 from flywheel.store.sql import Store
 
 LEAST_CONFIGS: Final = 16
-"""Measured configs that a piece of work needs to be fitted to, and to say how well that went."""
+"""Least measured configs of a piece of work that counts in a fit: enough to fit to some and to hold others back."""
 
 FITTED_CONFIGS: Final = 50
-"""Most configs of a piece of work that the constants are fitted to: more cost time and say little."""
+"""Most configs of a piece of work that the constants are fitted to: more would cost time and add little."""
 
 SHORT_LAYERS: Final = (2, 4)
-"""Layers of the programs that stand for a longer one while constants are fitted; what they miss is below 1 %."""
+"""Layers of the two short programs that stand for a long one during a fit. Their error is below 1 %."""
 
 _LEAST_READ: Final = 2.0
 _SLOWEST_HAND_OFF: Final = 8.0
-"""How far a fit may go from what a probe measured: times less, times longer."""
+"""How far fitted constants may lie from the probe's: a rate so many times lower, a hand-off so many times longer."""
 
 _PLACE: Final = ("gpu_name", "gpu_driver", "nvrtc", "kernels")
-"""What rows that are compared were all measured with."""
+"""Columns that must be equal for latencies to be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A measured config: the median of its rows."""
+    """A measured config, with the median latency of its rows."""
 
     config: str
     config_id: str
@@ -57,8 +56,10 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWork:
-    """What was measured of a piece of work, `configs` by latency. `disturbed`: under throttled clocks or beside other
-    processes, for want of enough that was not."""
+    """The measured configs of a piece of work, fastest first.
+
+    `disturbed` says that rows under throttled clocks or beside other processes count, since too few others exist.
+    """
 
     workload: Workload
     configs: tuple[Config, ...]
@@ -67,11 +68,11 @@ class MeasuredWork:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The rows to calibrate with: all measured by the `place`, GPU, driver, compiler and kernels, of the newest row, or
-    by other `kernels` at the same place.
+    """The rows to calibrate with.
 
-    `elsewhere` counts rows of other places, `few` configs of works with fewer than LEAST_CONFIGS, `imported` those of
-    the rows that were imported.
+    All were measured at the newest row's `place` (GPU, driver, compiler and kernels), or there with other `kernels`.
+    `elsewhere` counts rows of other places. `few` counts the configs of pieces of work that have fewer than
+    LEAST_CONFIGS. `imported` counts the selected rows that were imported.
     """
 
     gpu: str
@@ -86,8 +87,10 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class WorkFit:
-    """How well held-back configs of a piece of work are predicted, with the constants of before and after a fit to
-    `fitted` other ones. `changed` configs are lowered otherwise today than when they were measured, and left out."""
+    """How well the held-back configs of a piece of work are predicted, `before` and `after` a fit to `fitted` others.
+
+    `changed` configs are left out: they lower to other programs today than when they were measured.
+    """
 
     model: str
     dtype: str
@@ -102,7 +105,7 @@ class WorkFit:
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """A calibration, and how good it is. `probed` are constants that a probe bounds."""
+    """A calibration, and its scores by piece of work. `probed` are the constants that a probe bounds."""
 
     calibration: Calibration
     probed: Mapping[str, float]
@@ -110,11 +113,11 @@ class Calibrated:
 
 
 def select(store: Store, gpu: str, campaigns: Sequence[str] = (), kernels: Sequence[str] = ()) -> Selection:
-    """What the store has measured on a GPU, of all campaigns or of those named; by the newest row's kernels, and by
-    those of `kernels`, which are as fast.
+    """The store's measurements on a GPU, of all campaigns or of the named ones.
 
-    Raises UsageError where that is too little, where a campaign is of another GPU or predicts, StoreError, and
-    UnknownNameError for a GPU that is none.
+    Rows count that the newest row's kernels measured, or kernels in `kernels`, which must be as fast. Raises UsageError
+    where too few rows remain, and where a named campaign is of another GPU or predicts; UnknownNameError for an unknown
+    GPU; and StoreError.
     """
     gpu = find_target(gpu).name
     known = {summary.campaign.name: summary.campaign for summary in store.campaigns()}
@@ -152,7 +155,7 @@ def select(store: Store, gpu: str, campaigns: Sequence[str] = (), kernels: Seque
 
 
 def _by_work(rows: Sequence[tuple[Workload, TrialRecord]]) -> list[MeasuredWork]:
-    """By piece of work, in the order of its name: its configs, undisturbed ones where they suffice."""
+    """The pieces of work, sorted by name, with their configs: undisturbed ones alone where they suffice."""
     works: dict[str, tuple[Workload, list[TrialRecord]]] = {}
     for work, row in rows:
         works.setdefault(identity_of(work), (work, []))[1].append(row)
@@ -182,8 +185,10 @@ def _name(workload: Workload) -> str:
 
 
 def split(configs: Sequence[Config], held_back: float) -> tuple[list[Config], list[Config]]:
-    """(to fit, held back): a share of the configs, and at least two of each. What is where depends on the configs
-    themselves alone, not on when or in which order they were measured."""
+    """(configs to fit, configs held back). `held_back` is the share held back; each part has at least two configs.
+
+    The parts depend on the configs alone, not on when or in which order they were measured.
+    """
     drawn = sorted(configs, key=lambda config: sha256(f"held back {config.config_id}".encode()).digest())
     count = min(max(round(held_back * len(drawn)), 2), len(drawn) - 2)
     kept = {config.config_id for config in drawn[:count]}
@@ -200,11 +205,11 @@ def calibrate(
     pool: Callable[[Sequence[Sample]], Price] = price_here,
     watch: Callable[[str], None] = lambda _: None,
 ) -> Calibrated:
-    """Fit the GPU's constants to a part of what was measured, and score them on the rest.
+    """Fit the GPU's constants to a part of the measured configs, and score them on the rest.
 
-    What the GPU was probed for is the best case of two constants: `ceiling` is the most that a schedule's weights are
-    read at, and the least that a hand-off by a counter takes. `watch` is told what goes on. Raises
-    UsageError where too few programs are still what was measured.
+    `ceiling`, from a probe of the GPU, bounds two constants: the highest rate at which weights are read, and the
+    shortest hand-off by a counter. `held_back` is the share of configs that are scored. `watch` gets a line of progress
+    for each step. Raises UsageError where too few configs still lower to the program that was measured.
     """
     stock = machine_for(find_target(selection.gpu))
     begin, probed, bounds = stock, {}, {}
@@ -241,14 +246,14 @@ def calibrate(
 
 
 def _spread(configs: Sequence[Config], count: int) -> list[Config]:
-    """At most `count` of them, evenly from the fastest to the slowest."""
+    """At most `count` of the configs, spread evenly from the fastest to the slowest."""
     if len(configs) <= count:
         return list(configs)
     return [configs[place * (len(configs) - 1) // (count - 1)] for place in range(count)]
 
 
 def _shortened(workload: Workload, configs: Sequence[Config]) -> list[Sample]:
-    """What a fit prices again and again: programs with few of their layers, where there are many."""
+    """The samples that a fit prices many times. Programs of many layers are shortened to a few."""
     samples = []
     layers = workload.spec.n_layers
     short, long = (replace(workload, spec=replace(workload.spec, n_layers=count)) for count in SHORT_LAYERS)
@@ -269,7 +274,7 @@ def _lower(workload: Workload, config: Config) -> MegakernelProgram:
 
 
 def _sample(workload: Workload, config: Config) -> Sample | None:
-    """None where the config is another program today than the one that was measured."""
+    """The config's program with its latency; None where it lowers to another program today than when measured."""
     with no_collector():
         try:
             program = _lower(workload, config)
@@ -282,7 +287,7 @@ def _sample(workload: Workload, config: Config) -> Sample | None:
 
 
 def _scored(workload: Workload, configs: Sequence[Config], fitted: int, before: Machine, after: Machine) -> WorkFit:
-    """One program at a time: there may be hundreds."""
+    """The scores of the configs. It holds one program at a time, since there may be hundreds."""
     rows = []
     for config in configs:
         sample = _sample(workload, config)

@@ -1,4 +1,4 @@
-"""Which piece of work a model is decoded as, and by which schedule where nobody names one."""
+"""The piece of work that decodes a model, and the schedule for it unless somebody names one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRIED_FIRST: Final = "what a search tries first"
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A config, and where it comes from in words."""
+    """A config, and its origin in words."""
 
     config: ScheduleConfig
     words: str
@@ -38,10 +38,11 @@ def settle_work(
     weights: str | None = None,
     ranks: int | None = None,
 ) -> Workload:
-    """A model's work: as asked for, else as the schedule says, else one GPU `here`, the checkpoint's dtype (bf16
-    without one) and formats of weights, `default_context` and one sequence.
+    """A model's piece of work.
 
-    Raises UnknownNameError and ConfigError as the names and the context deserve.
+    Each property is the argument's, else the schedule's, else a default: one GPU `here`, the checkpoint's dtype (bf16
+    without a checkpoint) and formats of weights, a context of `default_context`, and one sequence. Raises
+    UnknownNameError for an unknown name, and ConfigError for a context that the model does not have.
     """
     fallback: dict[str, Any] = {
         "gpu": here, "dtype": source.dtype or "bf16", "context": default_context(source.spec), "batch": 1,
@@ -59,7 +60,7 @@ def settle_work(
 
 
 def choose_schedule(workload: Workload) -> Chosen:
-    """The shipped schedule of the workload, if one fits and can be lowered, else what a search tries first."""
+    """The shipped schedule for the workload if one fits and lowers, else the schedule that a search tries first."""
     fit, why = find_shipped(workload), ""
     if fit is not None:
         try:

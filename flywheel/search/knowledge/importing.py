@@ -1,4 +1,4 @@
-"""What a store takes from a file: trials as they were, or priors, configs that a campaign tries before all others."""
+"""Imports into a store: trials as another store had them, or priors, which are configs that a campaign tries first."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ _PRIORS: Final = "priors"
 
 
 def import_trials(store: Store, name: str, records: Sequence[TrialRecord]) -> tuple[Campaign, int]:
-    """Make the trials of one campaign those of the campaign `name`, marked as imported from that campaign, all or none;
-    the campaign, and how many of them were new.
+    """Import the trials of one campaign into the campaign `name`; return that campaign and the number of new trials.
 
-    Trials that it has already are left as they are, so that the same can be imported again. Raises UsageError for
-    trials that are not of one campaign or not of one kind, whose config is none or not that of its id, whose
-    floor is not their GPU's, or of other work than the campaign is, and StoreError where it has
-    another trial of the same number, or new ones would join trials that were run for this store.
+    All trials are imported or none. They are marked with the campaign that they come from. Trials that the store has
+    already stay as they are, so the same import may be repeated.
+
+    Raises UsageError for trials of several campaigns or several kinds, for one whose config cannot be read or is not
+    that of its id, for one whose floor is not its GPU's, and for other work than the campaign's. Raises StoreError
+    where the campaign has another trial of the same number, and where new trials would join trials that this store ran.
     """
     _check_one_campaign(records)
     for record in records:
@@ -70,7 +71,7 @@ def import_trials(store: Store, name: str, records: Sequence[TrialRecord]) -> tu
 def import_priors(
     store: Store, name: str, workload: Workload, measure: str, configs: Sequence[ScheduleConfig]
 ) -> Campaign:
-    """Create the campaign `name`, without trials, which a search of the same name then begins with `configs`.
+    """Create the campaign `name` without trials. A search of that name then tries `configs` first.
 
     `measure` is predict or cuda. Raises UsageError where the store has a campaign of that name.
     """
@@ -89,7 +90,7 @@ def import_priors(
 
 
 def priors_of(campaign: Campaign) -> list[ScheduleConfig]:
-    """The configs that were imported for a campaign to try first."""
+    """The imported configs that a campaign tries first."""
     return [config_from_dict(config) for config in json.loads(campaign.spec).get(_PRIORS, [])]
 
 
@@ -110,7 +111,10 @@ def _check_one_campaign(records: Sequence[TrialRecord]) -> None:
 
 
 def _work_fault(record: TrialRecord) -> str | None:
-    """The floor decides what a latency is worth, so it must be what the row's weights take on the row's GPU."""
+    """What is wrong with a row's floor; None where nothing is.
+
+    The floor must be the time that the row's weights take on its GPU, since latencies are judged by it.
+    """
     target = TARGETS.get(record.gpu)
     if target is None or record.floor_us is None or record.weight_bytes is None:
         return None
@@ -124,11 +128,11 @@ def _work_fault(record: TrialRecord) -> str | None:
 
 
 def _campaign_of(name: str, records: Sequence[TrialRecord]) -> Campaign:
-    """The campaign that the trials are of, as far as they tell."""
+    """The campaign of the trials, as far as their rows describe it."""
     first = records[0]
     outcomes = {record.outcome for record in records}
     measured = bool(outcomes & _RAN) or any(record.nvrtc is not None for record in records)
-    # A campaign that measures may have predicted what it did not find worth measuring, under the same compiler.
+    # With a prefilter, a campaign that measures also has predicted rows, which name its compiler.
     if measured and any(record.outcome == "predicted" and record.nvrtc is None for record in records):
         raise UsageError(f"campaign {first.campaign!r} has measured and predicted trials")
     spec = CampaignSpec(
@@ -149,7 +153,7 @@ def _campaign_of(name: str, records: Sequence[TrialRecord]) -> Campaign:
 
 
 def _decoder(model: str) -> Mapping[str, Any] | None:
-    """What the model is here; None where it is not, and the campaign cannot go on."""
+    """The model's dimensions; None where this machine does not know the model, so the campaign cannot continue."""
     try:
         return asdict(resolve_model(model))
     except FlywheelError:

@@ -1,4 +1,4 @@
-"""The best that a store knows of a piece of work."""
+"""The best row that a store has of a piece of work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flywheel.store.sql import Store
 def best_of_work(
     store: Store, workload: Workload, *, measured: bool, campaign: str | None = None, predictor: str | None = None
 ) -> TrialRecord | None:
-    """The best row of a workload as `Store.best` has it, of any campaign or of one; None where there is none."""
+    """The best row of a workload by `Store.best`, from any campaign or from one; None where there is none."""
     return store.best(
         measured=measured, campaign=campaign, model=workload.model, gpu=workload.gpu, dtype=workload.dtype,
         context=workload.context, batch=workload.batch, weights=workload.stored, predictor=predictor,

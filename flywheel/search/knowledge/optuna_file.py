@@ -1,4 +1,4 @@
-"""A campaign as a study in a file of Optuna's, for optuna-dashboard and whatever else reads one."""
+"""Writes a campaign as an Optuna study in an SQLite file, for optuna-dashboard and other readers of such files."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _ATTRIBUTES: Final = (
     "trial", "outcome", "reason", "source", "config", "config_id", "program_id", "latency_us", "p10_us", "p90_us",
     "predicted_us", "floor_fraction", "tasks",
 )  # fmt: skip
-"""Columns of a row that its trial has as attributes."""
+"""Columns of a row that become attributes of its trial."""
 
 
 def write_study(campaign: Campaign, records: Sequence[TrialRecord], path: Path) -> int:
-    """Write the trials among a campaign's rows as the study of its name into a new SQLite file; how many they are.
+    """Write the trials among a campaign's rows as a study into a new SQLite file; return the number of trials.
 
-    Parameters are knobs with their own values, and a trial's value is its latency in us, of the kind that compares in
-    the campaign. A trial without one is a failed one. Raises UsageError where there is a file already, UnknownNameError
-    and UnsupportedModelError where the campaign's model or GPU is not known here.
+    The study has the campaign's name. Parameters are knobs with their own values. A trial's value is its latency in us,
+    measured or predicted as the campaign compares them; a trial without one has failed. Raises UsageError where the
+    file exists, UnknownNameError and UnsupportedModelError where the campaign's model or GPU is not known here.
     """
     if path.exists():
         raise UsageError(f"{path}: exists; a study is written into a new file")
@@ -46,7 +46,7 @@ def write_study(campaign: Campaign, records: Sequence[TrialRecord], path: Path) 
     space = make_space(workload, json.loads(campaign.spec).get("fix", {}))
     kind, trials = compared(records), trials_of(records)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    open_file = partial(sqlite3.connect, path, factory=_Unhurried)  # a name may hold what means something in a URL
+    open_file = partial(sqlite3.connect, path, factory=_Unhurried)  # no URL: the name may hold its special characters
     storage = RDBStorage("sqlite:///study", engine_kwargs={"creator": open_file})
     try:
         with warnings.catch_warnings():
@@ -61,8 +61,7 @@ def write_study(campaign: Campaign, records: Sequence[TrialRecord], path: Path) 
 
 
 class _Unhurried(sqlite3.Connection):
-    """Writes a file without waiting for the disk at each of the many transactions that a trial takes: who is
-    interrupted begins again."""
+    """Does not wait for the disk after each of a trial's many transactions. An interrupted export starts over."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -87,7 +86,7 @@ def _trial(record: TrialRecord, space: Space, kind: str) -> FrozenTrial:
 
 
 def _distribution(dimension: Dimension) -> BaseDistribution:
-    """Of a knob's own values, so that axes read as people name them."""
+    """The distribution of a knob's own values, not of indices, so that a dashboard's axes show them."""
     if dimension.ordered:
         values = [int(value) for value in dimension.values]
         return IntDistribution(min(values), max(values))
@@ -99,5 +98,5 @@ def _attributes(record: TrialRecord) -> dict[str, Any]:
 
 
 def _seconds(record: TrialRecord) -> float:
-    """What a trial took, as far as its row says."""
+    """The wall seconds of a trial, as far as its row has them."""
     return sum(part or 0.0 for part in (record.ask_s, record.lower_s, record.validate_s, record.measure_s))

@@ -1,4 +1,4 @@
-"""Pricing many programs on many imagined machines, which is all that a fit does, in several processes."""
+"""Price many programs on many candidate machines, in several processes. A fit of constants does nothing else."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flywheel.process import enter_child, sheltered
 
 @contextmanager
 def open_pool(jobs: int) -> Iterator[Callable[[Sequence[Sample]], Price]]:
-    """Something that makes a Price of samples; with more than one job, that many processes share them, until the end.
+    """A function that makes a Price of samples. With more than one job, that many processes share the samples.
 
-    What it makes raises WorkerDiedError where one of these dies.
+    The processes end with the context. The Price raises WorkerDiedError where one of them dies.
     """
     workers: list[tuple[SpawnProcess, Connection]] = []
 
@@ -47,7 +47,7 @@ def open_pool(jobs: int) -> Iterator[Callable[[Sequence[Sample]], Price]]:
 
 
 def _price(shares: Sequence[Connection], machines: Sequence[Machine], count: int) -> list[list[float]]:
-    """Of `count` samples, every worker has each one that is as many places behind its first as there are workers."""
+    """Latencies [machines, samples] from the workers. With w workers, worker i has the samples i, i + w, i + 2w, ..."""
     priced = [[0.0] * count for _ in machines]
     try:
         for share in shares:
@@ -61,7 +61,7 @@ def _price(shares: Sequence[Connection], machines: Sequence[Machine], count: int
 
 
 def _serve(machines: Connection, samples: Sequence[Sample]) -> None:
-    """A worker's process: until the other end closes."""
+    """The main function of a worker's process, which runs until the other end closes."""
     enter_child()
     price = price_here(samples)
     with suppress(EOFError, OSError):

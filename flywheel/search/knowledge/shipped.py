@@ -1,4 +1,4 @@
-"""Which of the schedules that come with flywheel fits a piece of work, and as what config."""
+"""Finds schedules that come with flywheel for a piece of work, and carries them into its space."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_SHAPES: Final = ("name", "family", "rope_theta", "norm_eps", "max_position",
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A config for a workload and the schedule that it comes from; `exact` where that was found for the same work."""
+    """A config for a workload, and the shipped schedule that it comes from. `exact` says that both are of one work."""
 
     config: ScheduleConfig
     shipped: Shipped
@@ -30,9 +30,11 @@ class Fit:
 
 
 def find_shipped(workload: Workload) -> Fit | None:
-    """The schedule of the same model (by its shapes), GPU, dtype and format of weights that is nearest in batch and
-    context, carried into the workload's space where it is another context or batch; None where there is none, or none
-    that this version's space can hold."""
+    """The shipped schedule that is nearest to the workload in batch and context; None where none fits.
+
+    Its model's shapes, GPU, dtype and format of weights must be the workload's. A schedule of another batch or context
+    is carried into the workload's space; where this version has no such space, nothing fits.
+    """
     near = [
         (_off(source.batch, workload.batch), _off(source.context, workload.context), each.name, each, source)
         for each, source in _sources()
@@ -52,8 +54,10 @@ def find_shipped(workload: Workload) -> Fit | None:
 
 
 def shipped_starts(space: Space, most: int, known: Collection[str]) -> list[WarmStart]:
-    """Up to `most` schedules for the space's GPU, of the works nearest to its own first, carried into the space; none
-    that becomes a config of `known`, by id, there."""
+    """Up to `most` shipped schedules for the space's GPU, carried into the space; the nearest pieces of work lead.
+
+    Schedules whose config there has an id in `known` are left out.
+    """
     workload = space.workload
     near = sorted(
         (
@@ -73,12 +77,12 @@ def shipped_starts(space: Space, most: int, known: Collection[str]) -> list[Warm
 
 
 def _carried(shipped: Shipped, source: Workload, space: Space) -> ScheduleConfig:
-    """Raises ConfigError where the work that it was found for has no space today."""
+    """A shipped schedule as a config of `space`. Raises ConfigError where its own work `source` has no space today."""
     return space.to_config(carry(make_space(source).nearest(shipped.schedule.config), source, space))
 
 
 def _sources() -> Iterator[tuple[Shipped, Workload]]:
-    """The schedules whose model and GPU are known, with the work that they were found for."""
+    """The shipped schedules whose model and GPU are known here, each with the work that it was found for."""
     for each in shipped_schedules():
         asked = each.schedule
         if asked.model in CATALOG and asked.gpu in TARGETS:
@@ -87,7 +91,7 @@ def _sources() -> Iterator[tuple[Shipped, Workload]]:
 
 
 def _off(one: int, other: int) -> float:
-    """How many factors of 2 lie between two numbers."""
+    """The distance of two positive numbers in powers of 2."""
     return abs(log2(one / other))
 
 

@@ -1,7 +1,8 @@
-"""What campaigns leave to the next one: the best schedules of the nearest work in the store, to be tried first.
+"""Warm starts: a new campaign first tries the best schedules of the nearest work in the store.
 
-Only schedules pass, never latencies: each is carried into the new space and becomes a trial there like any other. They
-are chosen once, when a campaign is created, and kept with it, so that its later runs and all its coordinators agree.
+Schedules are carried over, latencies are not: each schedule is carried into the new space and becomes a trial like any
+other. They are chosen once, when the campaign is created, and kept with it, so that its later runs and all its
+coordinators agree.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from flywheel.store.sql import Store
 from flywheel.vm.gpu.nvrtc import source_digest
 
 NEIGHBOURS: Final = 3
-"""Pieces of work that a campaign starts from, by the best schedule of each."""
+"""Pieces of work whose best schedules a campaign starts from, one schedule each."""
 
 _STARTS: Final = "starts"
-"""Where the JSON of a campaign's spec keeps what it starts from."""
+"""The key of the warm starts in the JSON of a campaign's spec."""
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A way in which works differ: `weight` is the distance of two whose values, all positive, are a factor 2 apart."""
+    """A property of work. Two works whose values, which are positive, differ by a factor of 2 are `weight` apart."""
 
     name: str
     value: Callable[[Workload], float]
@@ -60,10 +61,11 @@ FEATURES: Final = (
     Feature("shared memory a block", lambda work: work.target.smem_bytes_per_block_optin, 1.0),
     Feature("bulk copies", lambda work: 2.0 if work.target.sm_arch >= BULK_COPY_ARCH else 1.0, 2.0),
 )
-"""What decides how a schedule fits: the shapes that tiles cut, what an SM holds, and how fast its weights arrive.
+"""The properties that decide how well a schedule fits: the shapes that tiles cut, what an SM holds, and how fast its
+weights arrive.
 
-All layers share one schedule and the vocabulary concerns one operation, so these count least; a loader without bulk
-copies is another machine. The weights are judgement: nothing was fitted."""
+The number of layers and the vocabulary count least, since all layers share one schedule and the vocabulary concerns one
+operation. A GPU without bulk copies counts as another kind of machine. The weights are judgement, not a fit."""
 
 
 _SIZES: Final[MappingProxyType[str, Callable[[Workload], float]]] = MappingProxyType(
@@ -76,14 +78,15 @@ _SIZES: Final[MappingProxyType[str, Callable[[Workload], float]]] = MappingProxy
         "smem": lambda work: work.target.smem_bytes_per_block_optin,
     }
 )
-"""Knobs that keep their share of a size of the work: tiles an SM, and the part of the shared memory."""
+"""Knobs that are carried in proportion to a size of the work: tiles an SM, and the share of the shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """A schedule to try first, and whose best trial it comes from: `distance` is from that work to the campaign's.
+    """A schedule to try first, and the trial that it comes from.
 
-    `config` is what became of that trial's in the campaign's space.
+    `distance` is that of the trial's work from the campaign's. `config` is the trial's config, carried into the
+    campaign's space.
     """
 
     model: str
@@ -114,15 +117,15 @@ def _weights_of_layers(work: Workload) -> int:
 
 
 def distance(one: Workload, other: Workload) -> float:
-    """How far two works are apart by FEATURES: a weighted L1 distance of logarithms."""
+    """The distance of two works by FEATURES: a weighted L1 distance of base-2 logarithms."""
     return sum(feature.weight * abs(log2(feature.value(one) / feature.value(other))) for feature in FEATURES)
 
 
 def carry(choice: Choice, source: Workload, space: Space) -> dict[str, Value]:
-    """The choice in `space` that is to its workload what `choice` is to `source`.
+    """The choice in `space` that corresponds to `choice` for the workload `source`.
 
-    Sizes in proportion (_SIZES) and everything else as it is, each then the nearest value that there is; where a name
-    is not among the values, what `known_good` has first.
+    Knobs in _SIZES are scaled in proportion, others stay. Each then takes the nearest value that the space has. A named
+    value that the space lacks becomes that of the first choice of `known_good`.
     """
     carried = space.known_good()[0]
     for dimension in space.dimensions:
@@ -136,14 +139,13 @@ def carry(choice: Choice, source: Workload, space: Space) -> dict[str, Value]:
 
 
 def choose_starts(store: Store, space: Space, measure: str, predictor: str = MODEL_VERSION) -> list[WarmStart]:
-    """The best schedules of the NEIGHBOURS pieces of work in the store that are nearest to the space's, nearest first.
+    """The best schedules of the NEIGHBOURS pieces of work in the store nearest to the space's, nearest first.
 
-    Work is a model's dimensions, a GPU, a dtype, formats of weights, a context and a batch, whatever the model's name.
-    Of one piece,
-    latencies of the campaign's own kind (`measure`, predict or cuda) decide where there are any, else the others. The
-    same work counts too, at distance 0, unless the store could answer for its schedule: then nothing would be measured,
-    only copied; `predictor` is the version of the cost model that the campaign asks. Works that are as far away go by
-    GPU, dtype, context and dimensions. Raises StoreError.
+    A piece of work is a model's dimensions, a GPU, a dtype, formats of weights, a context and a batch; the model's name
+    does not count. The best schedule of a piece is chosen by latencies of the campaign's kind (`measure`, predict or
+    cuda) where it has any, else by the others. The same work counts too, at distance 0, unless the store could answer
+    for its schedule: the trial would then be a copy. `predictor` is the campaign's version of the cost model. GPU,
+    dtype, context and dimensions order equally near pieces. Raises StoreError.
     """
     workload = space.workload
     works: dict[str, tuple[Workload, list[Campaign]]] = {}
@@ -174,7 +176,7 @@ def described(starts: Sequence[WarmStart]) -> dict[str, Any]:
 
 
 def starts_of(campaign: Campaign) -> list[WarmStart]:
-    """What a campaign starts from, nearest first."""
+    """The warm starts that a campaign keeps, nearest first."""
     kept = json.loads(campaign.spec).get(_STARTS, [])
     try:
         return [WarmStart(**{**start, "config": config_from_dict(start["config"])}) for start in kept]
@@ -193,7 +195,7 @@ def _fields(start: WarmStart) -> dict[str, Any]:
 
 
 def work_of(campaign: Campaign) -> Workload | None:
-    """What a campaign optimised; None where its model's dimensions or its GPU are not known here."""
+    """The work of a campaign; None where its model's dimensions or its GPU are not known here."""
     decoder = json.loads(campaign.spec).get("decoder")
     ranks, gpu = gpus_of(campaign.gpu)
     if decoder is None or gpu not in TARGETS or campaign.dtype not in DTYPES:
@@ -201,17 +203,17 @@ def work_of(campaign: Campaign) -> Workload | None:
     scaling = decoder.get("rope_scaling")
     try:
         spec = DecoderSpec(**{**decoder, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
-    except (TypeError, UnsupportedModelError):  # another version's
+    except (TypeError, UnsupportedModelError):  # written by another version
         return None
     work = campaign.dtype, campaign.context, campaign.batch, campaign.weights, ranks
     try:
         return Workload(campaign.model, spec, TARGETS[gpu], *work)
-    except UnknownNameError:  # another version's format
+    except UnknownNameError:  # a format of another version
         return None
 
 
 def identity_of(work: Workload) -> str:
-    """Equal for the same work."""
+    """A string that is equal for equal work."""
     decoder = json.dumps(asdict(replace(work.spec, name="")), sort_keys=True)
     return f"{work.gpu} {work.dtype} {work.context:012} {work.batch} {work.weights} {decoder}"
 
@@ -230,14 +232,14 @@ def _best(store: Store, campaigns: Sequence[Campaign], measure: str, predictor: 
 
 
 def _rank(predictor: str, record: TrialRecord) -> tuple[bool, float, str, int]:
-    """Predictions by another version of the cost model come last, and imported measurements."""
+    """A sort key by latency. Imported measurements, and predictions by another version of the cost model, come last."""
     assert record.objective_us is not None
     other = record.kind == "imported" or (record.is_predicted and record.predictor != predictor)
     return other, record.objective_us, record.campaign, record.trial
 
 
 def _answers(store: Store, record: TrialRecord, measure: str, predictor: str) -> bool:
-    """Whether a trial of the record's program might be answered by an earlier one, on whatever driver."""
+    """Whether the store might answer a trial of the record's program with an earlier one, on any driver."""
     if record.program_id is None or record.is_predicted is (measure == "cuda"):
         return False
     machine = {"kernels": source_digest()[:16]} if measure == "cuda" else {}

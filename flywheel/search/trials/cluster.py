@@ -1,4 +1,7 @@
-"""Stations in Ray actors, one a GPU, or one a processor where latencies are predicted. Source: Ray 2.60's core API."""
+"""Stations in Ray actors: one for each GPU that measures, or one for each processor that predicts.
+
+Source: Ray 2.60's core API.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from flywheel.search.trials.pulse import Pulse
 from flywheel.search.trials.station import Setup, Station
 
 _LANES: Final = ("prepare", "measure")
-"""Methods of one lane run one after the other, those of two side by side."""
+"""Calls in one lane run one after the other. Calls in different lanes run side by side."""
 
 _POLL_S: Final = 1.0
 
@@ -35,7 +38,7 @@ _LEAVE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What the nodes of a cluster have in all, the GPUs of each, and whether it still answers."""
+    """A cluster's GPUs and processors in all, the GPUs of each node, and the pulse that says whether it answers."""
 
     cpus: int
     gpus: int
@@ -43,16 +46,16 @@ class Cluster:
     node_gpus: tuple[int, ...] = ()
 
     def sets_of(self, count: int) -> int:
-        """How many sets of so many GPUs there are, each on one node."""
+        """How many disjoint sets of `count` GPUs the cluster has, each within one node."""
         return sum(gpus // count for gpus in self.node_gpus)
 
 
 @contextmanager
 def connect(address: str | None) -> Iterator[Cluster]:
-    """Be a driver of the cluster whose head is at `address`, HOST:PORT, or without one of a cluster on this machine
-    that ends with it.
+    """Connect this process as a driver to the Ray cluster whose head is at `address`, HOST:PORT.
 
-    Raises UsageError where there is none, or where this process is a driver already.
+    Without an address, start a cluster on this machine that ends with the context. Raises UsageError where no cluster
+    answers, and where this process is a driver already.
     """
     if ray.is_initialized():
         raise UsageError("ray: this process is connected to a cluster already")
@@ -73,7 +76,7 @@ def connect(address: str | None) -> Iterator[Cluster]:
 
 
 def _disconnect() -> None:
-    """Ray waits for ever for a head that is frozen, and its own threads break the end of the process then."""
+    """Disconnect. Ray would wait for ever for a frozen head, and its threads would then break the process's exit."""
     leaving = Thread(target=ray.shutdown, daemon=True)
     leaving.start()
     leaving.join(_LEAVE_S)
@@ -83,7 +86,7 @@ def _disconnect() -> None:
 
 
 def _check_head(address: str) -> None:
-    """Ray itself tries for minutes. Raises UsageError."""
+    """Raise UsageError where no head answers at once. Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
         raise UsageError(f"ray: {address!r} is not HOST:PORT of a cluster's head")
@@ -94,11 +97,10 @@ def _check_head(address: str) -> None:
 
 
 class RayHost:
-    """A station in an actor that has `gpus` GPUs of one node and a processor to itself, in a cluster with that pulse.
+    """A station in a Ray actor, which has `gpus` GPUs and one processor of one node to itself.
 
-    Ray never takes an actor's resources from two nodes, as with a placement group of one bundle.
-
-    Where the cluster is gone, its methods raise ClusterGoneError: no death of an actor is a schedule's fault then.
+    Ray takes all of an actor's resources from one node. Methods raise ClusterGoneError where `pulse` says that the
+    cluster is gone: an actor's death is then no schedule's fault.
     """
 
     def __init__(self, name: str, setup: Setup, gpus: int, pulse: Pulse) -> None:
@@ -109,7 +111,7 @@ class RayHost:
         self._actor: Any = None
 
     def start(self) -> Environment:
-        """As `Host.start`. Where there is no room for it, it waits for some."""
+        """As `Host.start`. It waits while the cluster has no room for the actor."""
         self.end(now=True)
         made = ray.remote(concurrency_groups=dict.fromkeys(_LANES, 1))(Station).options(
             num_cpus=1, num_gpus=self._gpus, scheduling_strategy="SPREAD"
@@ -154,7 +156,7 @@ class RayHost:
         except RayTaskError as error:
             if isinstance(error.cause, FlywheelError):
                 raise error.cause from None
-            if self._actor is not actor:  # what breaks while it is being ended is no news
+            if self._actor is not actor:  # it was ended meanwhile, so its error says nothing
                 raise WorkerDiedError(f"{self.name}: was ended") from error
             raise
         except RayError as error:
@@ -163,8 +165,10 @@ class RayHost:
             raise WorkerDiedError(f"{self.name}: {_line(error)}") from error
 
     def _wait(self, asked: Any, limit_s: float, of: Any = None) -> bool:
-        """Whether there is an answer within a time. Raises WorkerDiedError where the actor that it is `of` was ended
-        meanwhile, while it waited for room, and ClusterGoneError."""
+        """Whether `asked` is answered within `limit_s`.
+
+        Raises WorkerDiedError where the actor `of` was ended while it waited for room, and ClusterGoneError.
+        """
         waited_s = 0.0
         while not ray.wait([asked], timeout=_POLL_S)[0]:
             waited_s += _POLL_S
@@ -177,5 +181,5 @@ class RayHost:
 
 
 def _line(error: RayError) -> str:
-    """What Ray says of a death, without its advice."""
+    """Ray's reason for a death, without its advice."""
     return str(error).splitlines()[0]

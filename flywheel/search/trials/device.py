@@ -13,17 +13,19 @@ from flywheel.measure.device import GENERIC, Device, is_target, target_of
 from flywheel.measure.environment import list_gpus
 
 DEFAULT_GPU: Final = "h100"
-"""What programs for the reference VM are lowered for where nobody names a GPU."""
+"""The GPU that programs for the reference VM are lowered for, unless somebody names one."""
 
 _MEASURES: Final = ("torch", "cuda.bindings", "cuda.core", "pynvml")
 """What measuring imports."""
 
 
 def settle_measure(wanted: str, target: GpuTarget, present: Device | None, missing: Sequence[str]) -> str:
-    """How latencies are got: "predict", or "cuda" where the GPU is here and nothing is `missing` to measure on it.
+    """Whether a campaign measures or predicts: "cuda" or "predict".
 
-    `present` is this machine's GPU. Raises NoGpuError where `cuda` cannot be had, and where another GPU is present
-    and nobody asked for predictions; UsageError where `cuda` is asked for and only packages are missing.
+    `wanted` is auto, predict or cuda; `present` is this machine's GPU; `missing` are the packages that measuring lacks.
+    Auto measures where the GPU is `target` and no package is missing. Raises NoGpuError where `cuda` is wanted and the
+    GPU is not here, and where another GPU is here and nobody asked for predictions. Raises UsageError where `cuda` is
+    wanted and only packages are missing.
     """
     if wanted == "predict":
         return "predict"
@@ -39,7 +41,7 @@ def settle_measure(wanted: str, target: GpuTarget, present: Device | None, missi
 
 
 def missing_modules() -> list[str]:
-    """What measuring imports and is not installed."""
+    """The modules that measuring imports and that are not installed."""
     return [module for module in _MEASURES if not _is_installed(module)]
 
 
@@ -51,8 +53,10 @@ def _is_installed(module: str) -> bool:
 
 
 def default_gpu(who: str) -> str:
-    """The name of this machine's first GPU, `generic` where it has no record. Raises UsageError, which names `who`
-    asked, where there is none."""
+    """The name of this machine's first GPU; `generic` for a GPU without a record.
+
+    Raises UsageError, which names the command `who`, where the machine has no GPU.
+    """
     for _, device in list_gpus():
         target = target_of(device)
         return GENERIC if target is None else target.name
@@ -60,15 +64,17 @@ def default_gpu(who: str) -> str:
 
 
 def target_here(device: Device) -> GpuTarget:
-    """What this process's GPU is: the record of its datasheet, else a generic one. Raises NoGpuError."""
+    """The record of this process's GPU: its datasheet's, else a generic one. Raises NoGpuError."""
     from flywheel.vm.gpu.devices import describe_gpu
 
     return target_of(device) or describe_gpu()[1]
 
 
 def gpu_of(device: str) -> str:
-    """The GPU that programs for a device are lowered for where nobody names one: of `cuda` this machine's, else
-    DEFAULT_GPU. Raises NoGpuError where `cuda` has none."""
+    """The GPU that programs for a device are lowered for, unless somebody names one.
+
+    For `cuda` it is this machine's GPU, for other devices DEFAULT_GPU. Raises NoGpuError where `cuda` has no GPU.
+    """
     if device != "cuda":
         return DEFAULT_GPU
     from flywheel.vm.gpu.driver import open_gpu

@@ -1,4 +1,4 @@
-"""Where evaluations run: what a campaign asks for, and the engine that needs no other process."""
+"""Engines, which evaluate configs for a campaign: the protocol, and the engine that needs no other process."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class Engine(Protocol):
         rounds: int = 1,
         limit_us: float | None = None,
     ) -> Callable[[], Evaluation]:
-        """Start an evaluation; calling the result waits for it.
+        """Start an evaluation. A call of the result waits for it.
 
-        What is predicted to take more than `limit_us` is not measured, unless an earlier trial answers: its outcome is
-        that prediction.
+        The engine does not measure a config whose prediction exceeds `limit_us`: the prediction is then its outcome,
+        unless an earlier trial of the program answers.
 
-        What is measured is measured against `rivals`, configs that were measured before, launched in turn with it,
-        `rounds` times from their loading on. In more than one round, no earlier trial answers.
+        A measured config is launched in turn with `rivals`, which are configs that were measured before. All of them
+        are loaded and measured `rounds` times. With more than one round, no earlier trial answers.
         """
         ...
 
 
 class InlineEngine:
-    """One evaluation at a time, in this process, which has no rivals and no limit."""
+    """Evaluates one config at a time, in this process, without rivals or limits."""
 
     width = 1
 
@@ -64,7 +64,7 @@ class InlineEngine:
         rounds: int = 1,
         limit_us: float | None = None,
     ) -> Callable[[], Evaluation]:
-        """Evaluates when called."""
+        """As `Engine.submit`. The evaluation runs when the result is called."""
         return lambda: _evaluate(config, self._bench, self._seen)
 
     def __enter__(self) -> Self:
@@ -73,7 +73,7 @@ class InlineEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing to end."""
+        """Do nothing: nothing has to end."""
 
 
 def _evaluate(config: ScheduleConfig, bench: Bench, seen: Seen) -> Evaluation:

@@ -27,10 +27,11 @@ Seen = Callable[[str], TrialRecord | None]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What became of a config. `outcome` is a TrialRecord where an earlier trial answered. Seconds are wall time.
+    """The result of one config's evaluation. Seconds are wall time.
 
-    `contest` holds the samples where it was measured beside others, `environment` where it was; None: in this process.
-    `predicted` is the cost model's word where it was asked before anything was measured.
+    `outcome` is a TrialRecord where an earlier trial answered. `contest` holds the samples of a config that was
+    measured beside others. `environment` says where it was evaluated; None is this process. `predicted` is the cost
+    model's prediction, if it was asked before a measurement.
     """
 
     outcome: TrialOutcome | TrialRecord
@@ -48,11 +49,11 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A config on its way to be measured: its program, or `refused` by the lowerer or the validator; what is
-    `predicted` of it, where that was asked; the `answer` that ends it and the seconds that took, where nothing is
-    left to be measured.
+    """A config before its measurement.
 
-    The program stays where it was made: what crosses processes is `facts` alone.
+    It has a program, or `refused`, the lowerer's or the validator's reason. `predicted` is its prediction, if one was
+    asked for. Where nothing is left to measure, `answer` is its outcome, with the seconds that took. The program stays
+    in the process that made it; only `facts` cross to another.
     """
 
     program: MegakernelProgram | None
@@ -69,7 +70,7 @@ class Prepared:
 
     @property
     def facts(self) -> Prepared:
-        """All but the program."""
+        """A copy without the program."""
         return replace(self, program=None)
 
     def ended(self, outcome: TrialOutcome | TrialRecord, measure_s: float | None = None) -> Evaluation:
@@ -81,7 +82,7 @@ class Prepared:
 
 
 def prepare(config: ScheduleConfig, workload: Workload) -> Prepared:
-    """Lower and validate. Never raises for what a config can cause: that is an outcome."""
+    """Lower a config and validate its program. A config's own fault is an outcome and raises nothing."""
     start = perf_counter()
     try:
         program = lower(workload.graph, config, workload.target)
@@ -107,7 +108,10 @@ def prepare(config: ScheduleConfig, workload: Workload) -> Prepared:
 
 
 def evaluate(config: ScheduleConfig, workload: Workload, seen: Seen, measure: Measure) -> Evaluation:
-    """Never raises for what a config can cause: that is an outcome."""
+    """Evaluate a config: lower, validate, look up an earlier trial, else measure.
+
+    A config's own fault is an outcome and raises nothing.
+    """
     prepared = prepare(config, workload)
     if prepared.refused is not None:
         return prepared.ended(prepared.refused)

@@ -1,7 +1,7 @@
 """An engine of many hosts, any of which may die.
 
-One thread a place in a host: two of them let it prepare a config while it measures another. The threads wait; what
-computes is elsewhere.
+Each host has one thread more than the configs that it prepares ahead, so it can prepare one config while it measures
+another. The threads only wait: the hosts compute.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from flywheel.search.trials.evaluate import Evaluation, Prepared
 from flywheel.search.trials.host import Host
 
 Look = Callable[[str, Environment], TrialRecord | None]
-"""The earlier trial of a program id that need not be repeated there."""
+"""The earlier trial of this program id that need not be repeated in that environment; None where there is none."""
 
 DEATHS: Final = 2
-"""Deaths over one config that are its outcome."""
+"""A config is Crashed once this many hosts died while they evaluated it."""
 
 STARTS: Final = 5
-"""Starts of a host, one after the other, that may end in its death before it is given up."""
+"""Starts in a row in which a host may die before the fleet gives it up."""
 PAUSE_S: Final = 0.1
-"""Wall seconds before the second start of a host, and half of those before the third."""
+"""Wall seconds before a host's second start. Each later pause is twice as long."""
 START_AGAIN_S: Final = 120.0
-"""Wall seconds after which a death in a start is not tried again: one that takes so long is no accident."""
+"""Wall seconds of starts after which a dead host is not started again: a death so late is no accident."""
 
 _END_S: Final = 0.2
 
 _ALIKE: Final = ("flywheel_version", "ir_version", "gpu", "driver", "nvrtc", "kernels")
-"""What hosts that measure must share: their latencies are compared."""
+"""Facts that all hosts that measure must share, since their latencies are compared."""
 
 
 class _ProgramGoneError(Exception):
-    """The host died over another config while this one waited there for its turn."""
+    """The host that prepared this config died over another config before this one's turn."""
 
 
 @dataclass(eq=False, slots=True)
@@ -60,7 +60,7 @@ class _Task:
 
 @dataclass(eq=False, slots=True)
 class _Post:
-    """A host and what it does. `life` counts its starts; `up` is None until the first has ended."""
+    """A host and its tasks. `life` counts its starts. `up` is None while it starts."""
 
     host: Host
     up: bool | None = None
@@ -73,13 +73,13 @@ class _Post:
 
 
 class Fleet:
-    """Evaluates on `hosts`, `ahead` configs more on each than the one that it measures, and takes `queued` more for the
-    host that is free first.
+    """Evaluates configs on `hosts`. Each host prepares `ahead` configs beside the one that it measures, and `queued`
+    more wait for the host that is free first.
 
-    A death costs what the host was doing one retry, alone on a host, and on another one if there is any; the second
-    death of a config is its outcome. A host that dies while it starts is started again, STARTS times in all. One that
-    cannot start is given up; with the last one, every evaluation raises what stopped it. `look` is asked here, in the
-    process that has the store. With `measured`, all hosts must be alike.
+    When a host dies, the fleet retries each config that the host had, alone on a host, and on another host if there is
+    one. A config's second death is its outcome. A host that dies while it starts is started again, STARTS times in all,
+    and then given up. Once every host is given up, each evaluation raises the reason. `look` runs in this process,
+    which has the store. With `measured`, all hosts must be alike.
     """
 
     def __init__(
@@ -119,7 +119,10 @@ class Fleet:
                 thread.join(_END_S)
 
     def ready(self) -> list[Environment]:
-        """Wait for every host; where they are. Raises what stopped one, and UsageError where they are not alike."""
+        """Wait for every host, and return their environments.
+
+        Raises the error of a host that cannot start, and UsageError where hosts are not alike.
+        """
         with self._changed:
             self._changed.wait_for(lambda: all(post.up is not None for post in self._posts))
             if not all(post.up for post in self._posts):
@@ -145,7 +148,7 @@ class Fleet:
     def _work(self, post: _Post) -> None:
         try:
             self._serve(post)
-        except BaseException as error:  # a bug: whoever waits must not wait for ever
+        except BaseException as error:  # a bug, which must not leave others waiting for ever
             with self._changed:
                 for task in post.running:
                     task.future.set_exception(error)
@@ -166,7 +169,7 @@ class Fleet:
                 self._put_back(post, task)
             except StoreError as error:
                 self._finish(post, task).set_exception(error)
-            except FlywheelError as error:  # the host lives and cannot measure
+            except FlywheelError as error:  # the host is alive but cannot measure
                 self._put_back(post, task)
                 self._give_up(post, error)
             else:
@@ -193,7 +196,7 @@ class Fleet:
         return replace(ended, contest=contest, environment=post.environment)
 
     def _deliver(self, post: _Post, task: _Task, evaluation: Evaluation) -> None:
-        """A child's death is the host's word, and counts as a host's."""
+        """Set a task's result. The death of a host's child counts as the host's own death."""
         outcome = evaluation.outcome
         if isinstance(outcome, Crashed) and outcome.transient:
             self._bury(post, task, outcome.reason)
@@ -201,7 +204,7 @@ class Fleet:
         self._finish(post, task).set_result(evaluation)
 
     def _finish(self, post: _Post, task: _Task) -> Future[Evaluation]:
-        """For the result of a task that is over."""
+        """Take a task off its host, and return the future for its result."""
         with self._changed:
             post.running.remove(task)
             self._changed.notify_all()
@@ -225,14 +228,14 @@ class Fleet:
             self._changed.notify_all()
 
     def _start(self, post: _Post, life: int) -> None:
-        """Start a host that has had `life` starts; nothing where another thread has."""
+        """Start a host that was started `life` times. Do nothing where another thread has started it again."""
         with post.starting:
             if post.life != life or self._closing:
                 return
             with self._changed:
                 post.life += 1
                 post.up = None
-            post.host.end(now=True)  # so that no call to it lasts
+            post.host.end(now=True)  # so that pending calls to it end
             try:
                 with post.preparing, post.measuring:
                     environment = self._start_host(post.host)
@@ -246,7 +249,10 @@ class Fleet:
                 self._give_up(post, error)
 
     def _start_host(self, host: Host) -> Environment:
-        """Start a host, again where it dies meanwhile. Raises the last death, and what else stops it."""
+        """Start a host, and start it again where it dies meanwhile.
+
+        Raises the WorkerDiedError of its last death, and any other error of its start.
+        """
         begun = monotonic()
         for attempt in range(STARTS - 1):
             try:
@@ -254,7 +260,7 @@ class Fleet:
             except WorkerDiedError:
                 if monotonic() - begun > START_AGAIN_S:
                     raise
-                with self._changed:  # what a process starts from may be about to end, too
+                with self._changed:  # what starts the host may be about to end, too
                     if self._changed.wait_for(lambda: self._closing, PAUSE_S * 2**attempt):
                         raise
         return host.start()
@@ -280,7 +286,7 @@ class Fleet:
         post.host.end(now=True)
 
     def _settle(self) -> None:
-        """Without hosts, nobody will come for what waits."""
+        """Fail every queued task once no host is left to take it."""
         if all(post.up is False for post in self._posts):
             assert self._failure is not None
             for task in self._queue:
@@ -288,7 +294,7 @@ class Fleet:
             self._queue.clear()
 
     def _take(self, post: _Post) -> _Task | None:
-        """The next task for a host; None where there will be none."""
+        """Wait for the next task of a host; None where no more will come."""
         with self._changed:
             while not self._closing and post.up is not False:
                 task = self._next(post) if post.up else None
@@ -301,7 +307,7 @@ class Fleet:
 
     def _next(self, post: _Post) -> _Task | None:
         if any(running.deaths for running in post.running):
-            return None  # it is alone there
+            return None  # a config that is retried is alone on its host
         elsewhere = any(other.up for other in self._posts if other is not post)
         for task in self._queue:
             if not task.deaths:
@@ -313,7 +319,7 @@ class Fleet:
 
 @contextmanager
 def _turn(post: _Post, lock: threading.Lock, life: int) -> Iterator[None]:
-    """Alone with one of a host's methods. Raises _ProgramGoneError where the host is no longer what it was."""
+    """Hold the lock of a host's method. Raises _ProgramGoneError where the host was started anew or given up."""
     with lock:
         if post.life != life or not post.up:
             raise _ProgramGoneError

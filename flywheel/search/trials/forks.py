@@ -1,7 +1,7 @@
-"""Processes that begin with everything imported and compiled: forks of one that did it once, beside the coordinator.
+"""Processes that start with everything imported and compiled: forks of a server process that loaded it once.
 
-Imports and numba's cached code take a process 0.8 s, most of a search of small models. Forks of the coordinator itself
-would inherit its threads' locks.
+A process needs 0.8 s for its imports and numba's cached code, which is most of a small model's search. Forks of the
+coordinator itself would inherit its threads' locks.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ _NURSERY: Final = ("flywheel.search.trials.nursery",)
 
 
 MOST_JOBS: Final = 16
-"""Processes that predict, where nobody says how many: a sampler asks for few predictions at once."""
+"""Most processes that predict unless `jobs` says otherwise: a sampler asks for few predictions at once."""
 
 
 def jobs_of(jobs: int | None) -> int:
-    """How many processes predict on this machine where `jobs` are asked for: None is one a usable core."""
+    """How many processes predict on this machine: `jobs`; for None, one a usable core and MOST_JOBS at most."""
     return min(usable_cores(), MOST_JOBS) if jobs is None else jobs
 
 
 def expect_forks() -> None:
-    """Say early that there will be some: what they begin from starts now, beside whatever goes on here."""
+    """Start the server process now, in the background, so that later forks need not wait for it."""
     start_fork_server(_NURSERY)
 
 
 def fork(
     name: str, serve: Callable[..., None], lanes: int, *arguments: Any
 ) -> tuple[ForkServerProcess, list[Connection]]:
-    """A process that runs `serve(its ends of the lanes, *arguments)` in this one's environment, and our ends.
+    """Fork a process that runs `serve(its ends of the lanes, *arguments)`; return it and our ends of the `lanes`.
 
-    It is no daemon, so it may have children, and ends with this process. Raises WorkerDiedError where none starts.
+    The process has this process's environment, and ends with this process. It is no daemon, so it may have children.
+    Raises WorkerDiedError where it does not start.
     """
     expect_forks()
     context = multiprocessing.get_context("forkserver")
@@ -59,7 +60,7 @@ def fork(
 def _begin(
     environ: dict[str, str], serve: Callable[..., None], lanes: list[Connection], arguments: tuple[Any, ...]
 ) -> None:
-    """The server's environment is that of its own start."""
+    """Run `serve` with the coordinator's environment: the fork inherits the one in which its server started."""
     enter_child()
     set_environment(environ)
     serve(lanes, *arguments)

@@ -12,18 +12,19 @@ from flywheel.search.trials.evaluate import Prepared
 
 
 class Host(Protocol):
-    """A station elsewhere, which may die: each method but `end` then raises WorkerDiedError, and `start` begins anew.
+    """A station in another process, which may die. Then each method but `end` raises WorkerDiedError.
 
-    `prepare` and `measure` may be called side by side. What else they raise is what the station raised.
+    `start` replaces a dead station. `prepare` and `measure` may be called side by side. They also raise the station's
+    own errors.
     """
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The host's name in messages."""
         ...
 
     def start(self) -> Environment:
-        """Return with a fresh station that is ready, whatever became of the one before; where that is."""
+        """Start a fresh station, whatever became of the last one, and wait for it; return its environment."""
         ...
 
     def prepare(self, config: ScheduleConfig) -> Prepared:
@@ -35,5 +36,5 @@ class Host(Protocol):
         ...
 
     def end(self, now: bool) -> None:
-        """End the station, with `now` whatever it is doing."""
+        """End the station: after its work, or with `now` at once."""
         ...

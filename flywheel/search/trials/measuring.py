@@ -1,4 +1,4 @@
-"""Evaluating on a GPU. Imported before the worker starts, so it stays light: what computes is imported there."""
+"""Evaluating on a GPU. The coordinator imports this before the worker starts, so heavy imports wait for the worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COMPILING: Final[dict[tuple[int, int, int, int, DType, tuple[int, ...]], Lock]]
 
 
 def look(store: Store, gpu: str, dtype: str, program_id: str, environment: Environment) -> TrialRecord | None:
-    """The earlier measurement of a program by the same kernels under the same driver on the same kind of GPU."""
+    """The earlier measurement of a program with the same kernels, NVRTC and driver on the same kind of GPU, if any."""
     machine = {
         "gpu_name": environment.gpu,
         "gpu_driver": environment.driver,
@@ -44,13 +44,16 @@ def look(store: Store, gpu: str, dtype: str, program_id: str, environment: Envir
 
 
 def capture(target: GpuTarget) -> Environment:
-    """Where a station measures. Raises NoGpuError where its GPU is not `target`, UsageError where packages are missing,
-    KernelCompileError without a compiler."""
+    """The environment in which a station measures.
+
+    Raises NoGpuError where its GPU is not `target`, UsageError where packages are missing, and KernelCompileError
+    without a compiler.
+    """
     environment = capture_environment()
     present = environment.device
     missing = missing_modules()
     if present is not None and not missing:
-        present, _ = describe_gpu()  # nvidia-smi, which does not tell SMs, may number GPUs in another order
+        present, _ = describe_gpu()  # nvidia-smi knows no number of SMs, and may order GPUs differently
     if present is None or not is_target(present, target):
         raise NoGpuError(f"--measure cuda needs an {target.name}: {environment.host} has {present or 'no GPU'}")
     if missing:
@@ -59,8 +62,11 @@ def capture(target: GpuTarget) -> Environment:
 
 
 def make_bench(model: str, dtype: str, context: int, batch: int = 1, weights: str | None = None) -> Bench:
-    """The bench of a model by name or directory; `dtype` is a key of DTYPES, and `weights` names how matrices are
-    stored. Raises as CudaBench and open_source do."""
+    """The bench of a model, which is a name or a directory.
+
+    `dtype` is a key of DTYPES, and `weights` names the format in which matrices are stored. Raises as CudaBench and
+    open_source do.
+    """
     from flywheel.decode.bench import CudaBench
     from flywheel.decode.source import open_source
 
@@ -69,7 +75,7 @@ def make_bench(model: str, dtype: str, context: int, batch: int = 1, weights: st
 
 
 def compile_ahead(dtype: str, program: MegakernelProgram) -> None:
-    """Put a program's kernel into the cache of compiled ones. Whatever stops that will stop the measurement, too."""
+    """Compile a program's kernel into the cache. Errors are left to the measurement, which will meet them again."""
     assert program.target is not None
     with suppress(ConfigError, KernelCompileError):
         variant = variant_of(program)
@@ -78,7 +84,7 @@ def compile_ahead(dtype: str, program: MegakernelProgram) -> None:
 
 
 def wrap(program: MegakernelProgram) -> Work:
-    """A program packed for its turn; one that cannot be goes as it is, and the worker says why."""
+    """The program, packed before its turn. A program that cannot be packed stays as it is; the worker reports why."""
     from flywheel.vm.pack import pack
 
     try:
@@ -95,8 +101,11 @@ def compile_all(
     formats: tuple[int, ...] = (),
     side: int | None = None,
 ) -> None:
-    """The same for kernels of (threads, warps that multiply, rows) and quantised matrices of `formats`, in order, until
-    it is `stopped`. `side` are compiled side by side, by default on half of the cores: others predict meanwhile."""
+    """Compile `kernels`, each (threads, warps that multiply, rows), into the cache, in order, until `stopped()`.
+
+    `formats` are the formats of the quantised matrices. `side` kernels are compiled side by side, by default one on
+    each of half the cores; the other cores predict meanwhile.
+    """
 
     def compile_next(kernel: tuple[int, int, int]) -> None:
         if stopped():
@@ -112,7 +121,7 @@ def compile_all(
 def _compile(
     sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType, formats: tuple[int, ...] = ()
 ) -> None:
-    """Whoever wants what another thread compiles waits for that."""
+    """Compile a kernel once: a thread that wants what another thread compiles waits for it."""
     with _COMPILING.setdefault((sm_arch, threads, matrix_warps, rows, dtype, formats), Lock()):
         _compile_once(sm_arch, threads, matrix_warps, rows, dtype, formats)
 

@@ -1,7 +1,7 @@
-"""What processes that evaluate are forks of: to be imported by multiprocessing's fork server alone.
+"""The module that multiprocessing's fork server preloads. Nothing else may import it.
 
-Importing it imports all that a prediction needs and runs one, so that compiled code is loaded, once for all forks. That
-is the whole purpose, and the exception to the rule that nothing happens at import.
+Its import imports everything that a prediction needs, and runs one prediction, which loads the compiled code. Forks of
+the server then start with both. This is the one exception to the rule that an import does nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from flywheel.process import importing, keep_objects, leave_stdout
 
 
 def _warm_up() -> None:
-    import flywheel.search.trials.processes  # noqa: F401  what its forks run
+    import flywheel.search.trials.processes  # noqa: F401  the code that forks run
     from flywheel.cost_model import STOCK
     from flywheel.search.space import make_space
     from flywheel.search.trials.evaluate import prepare

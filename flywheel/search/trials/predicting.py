@@ -1,5 +1,4 @@
-"""Evaluating by prediction. Imported by worker processes, so it stays light: no Optuna, and SQL only where
-the store is asked."""
+"""Evaluating by prediction. Worker processes import it, so it imports no Optuna, and SQL only for a look-up."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def open_seen(store_url: str, gpu: str, dtype: str, version: str = MODEL_VERSION) -> Seen:
-    """Look-up of earlier trials by that version of the cost model, with a connection of its own that the first look-up
-    opens."""
+    """A look-up of earlier predictions by one version of the cost model. Its first call opens a connection of its own.
+    """
     from flywheel.store.sql import open_store
 
     store: Store | None = None
@@ -34,10 +33,10 @@ def open_seen(store_url: str, gpu: str, dtype: str, version: str = MODEL_VERSION
 def look(
     store: Store, gpu: str, dtype: str, program_id: str, environment: Environment, *, version: str = MODEL_VERSION
 ) -> TrialRecord | None:
-    """The earlier prediction of a program by that version of the cost model, wherever it was made."""
+    """The earlier prediction of a program by that version of the cost model, made on any machine; None without one."""
     return store.seen(program_id, gpu=gpu, dtype=dtype, measure="predict", predictor=version)
 
 
 def predict_outcome(program: MegakernelProgram, predictor: Predictor = STOCK) -> Predicted:
-    """The cost model's word on a validated program."""
+    """The cost model's prediction for a validated program."""
     return Predicted(predictor.predict(program))

@@ -22,16 +22,16 @@ from flywheel.search.trials.forks import fork
 from flywheel.search.trials.station import Predicting, Setup, Station
 
 START_S: Final = 960.0
-"""Wall seconds until a station is ready: a little more than its child may take."""
+"""Most wall seconds until a station is ready: a little more than its child's start may take."""
 
 CALL_S: Final = 360.0
-"""Wall seconds of one call: a little more than the child's answer may take."""
+"""Most wall seconds of one call: a little more than the child's answer may take."""
 
 MEASURE_S: Final = START_S + CALL_S
-"""Wall seconds of a measurement, before which a child may have to be started anew."""
+"""Most wall seconds of a measurement, which includes the start of a new child."""
 
 _LANES: Final = ("prepare", "measure")
-"""Calls of one lane are answered one after the other, those of two side by side."""
+"""A station answers calls in one lane one after the other, and calls in different lanes side by side."""
 
 _EXIT_S: Final = 10.0
 
@@ -49,7 +49,7 @@ class ProcessHost:
     def start(self) -> Environment:
         """As `Host.start`."""
         self.end(now=True)
-        # Those of a dead station are not closed here, where another thread may still read from them.
+        # The dead station's connections stay open: another thread may still read from them.
         self._process, lanes = fork(self.name, serve, len(_LANES), self._setup, self._environ)
         self._lanes = tuple(lanes)
         environment: Environment = self._call(0, "ready", (), START_S)
@@ -72,7 +72,7 @@ class ProcessHost:
         lanes, self._lanes = self._lanes, ()
         if process is None:
             return
-        if now or isinstance(self._setup.means, Predicting):  # that one has nothing to put in order
+        if now or isinstance(self._setup.means, Predicting):  # a station that predicts has nothing to clean up
             process.kill()
         else:
             for lane in lanes:
@@ -90,7 +90,7 @@ class ProcessHost:
         process, lanes = self._process, self._lanes
         if process is None:
             raise WorkerDiedError(f"{self.name}: has ended")
-        with suppress(EOFError, OSError):  # it is dead, and its last message may be cut off
+        with suppress(EOFError, OSError):  # the station is dead; its last message may be cut off
             lanes[lane].send((method, arguments))
             if not lanes[lane].poll(limit_s):
                 process.kill()
@@ -104,11 +104,11 @@ class ProcessHost:
 
 
 def serve(lanes: Sequence[Connection], setup: Setup, environ: Mapping[str, str]) -> None:
-    """A station's process: one thread a lane, until the other end closes them."""
+    """The main function of a station's process: one thread serves each lane until the other end closes it."""
     threading.excepthook = _end_process
     station = Station(setup, environ)
     threads = [threading.Thread(target=partial(_serve_lane, station, lane), daemon=True) for lane in lanes]
-    with prompt_threads():  # what was measured is answered while the next one is prepared
+    with prompt_threads():  # so that results leave while the next config is prepared
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -127,12 +127,12 @@ def _serve_lane(station: Station, lane: Connection) -> None:
             answer = call(*arguments)
         except FlywheelError as error:
             answer = error
-        with suppress(OSError):  # nobody waits for it any more
+        with suppress(OSError):  # the other end is closed: nobody waits for the answer
             lane.send(answer)
 
 
 def _end_process(failure: threading.ExceptHookArgs) -> None:
-    """A bug: say so, and die, so that nobody waits for an answer."""
+    """Report a bug in a thread and end the process, so that nobody waits for its answer."""
     threading.__excepthook__(failure)
     sys.stderr.flush()
     os._exit(1)

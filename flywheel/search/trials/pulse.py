@@ -1,4 +1,5 @@
-"""Whether a Ray cluster still answers. Ray itself waits a minute for its head, for ever for this machine's raylet."""
+"""Whether a Ray cluster still answers. Ray itself waits a minute for its head, and for ever for this machine's raylet.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +16,20 @@ from ray.exceptions import RayError
 from flywheel.errors import ClusterGoneError
 
 GONE_S: Final = 12.0
-"""Wall seconds without an answer after which a cluster is taken for gone."""
+"""Wall seconds without an answer after which a cluster counts as gone."""
 
 _PERIOD_S: Final = 1.0
 _CONNECT_S: Final = 5.0
 _GRACE_S: Final = 2 * _PERIOD_S
-"""Wall seconds for one more answer: a process that was stopped for a while has heard nothing meanwhile."""
+"""Wall seconds for one more answer: this process may itself have been stopped and have missed the earlier ones."""
 
 _HEAD: Final = "its head does not answer"
 
 
 class Pulse:
-    """Asks the head for its nodes, and this machine's raylet for a connection, once a second, from a thread of its own.
+    """Checks a cluster once a second, in a thread: asks the head for its nodes and connects to this machine's raylet.
 
-    `name` is what messages call the cluster. The process must be connected to it while this is entered.
+    `name` is the cluster's name in messages. The process must be connected to the cluster within the context.
     """
 
     def __init__(self, name: str) -> None:
@@ -48,15 +49,15 @@ class Pulse:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._thread.join(_PERIOD_S)  # where the head is gone, it waits for as long as Ray does
+        self._thread.join(_PERIOD_S)  # where the head is gone, the thread lasts as long as Ray waits
 
     def check(self) -> None:
-        """Raises ClusterGoneError where there was no answer for GONE_S."""
+        """Raise ClusterGoneError where the cluster has not answered for GONE_S."""
         if self.gone:
             self.confirm()
 
     def confirm(self) -> None:
-        """Wait for an answer to what is asked from now on. Raises ClusterGoneError after GONE_S without any."""
+        """Wait for an answer to a question asked from now on. Raises ClusterGoneError after GONE_S without one."""
         begun = monotonic()
         with self._changed:
             limit_s = max(_GRACE_S, GONE_S - (begun - self._answered))
@@ -68,7 +69,7 @@ class Pulse:
 
     @property
     def gone(self) -> bool:
-        """Whether there was no answer for GONE_S."""
+        """Whether the cluster has not answered for GONE_S."""
         return monotonic() - self._answered > GONE_S
 
     def _listen(self) -> None:
@@ -84,8 +85,8 @@ class Pulse:
                     self._trouble = trouble
 
     def _ask(self) -> str | None:
-        """What is wrong; None where all answers. It lasts for as long as the head is silent."""
-        with suppress(RayError, RuntimeError):  # of a head that is gone
+        """What is wrong; None where head and raylet answer. It blocks for as long as the head is silent."""
+        with suppress(RayError, RuntimeError):  # raised where the head is gone
             mine = next((node for node in ray.nodes() if node["NodeID"] == self._node), None)
             if mine is None or not mine["Alive"]:
                 return "its head takes this machine's node for dead"

@@ -33,23 +33,23 @@ from flywheel.search.workload import Workload
 from flywheel.store.sql import Store
 
 _AHEAD: Final = 1
-"""Configs that a host prepares while it measures another."""
+"""Configs that a host prepares ahead while it measures another."""
 
 _SIDE: Final = BEHIND + 1
-"""Trials of a predicted search that run side by side, on however many processes: what is asked for next then depends on
-the same trials."""
+"""Trials of a predicted search that run side by side. The number of processes does not change it, so each proposal
+depends on the same earlier trials."""
 
 _QUEUED: Final = 1
-"""Configs that wait while all of the workers that were asked for predict: none is idle while the next is asked for."""
+"""Configs that wait while all requested workers predict, so that no worker is idle while the next is proposed."""
 
 _QUIET: Final = {"RAY_DEDUP_LOGS_SKIP_REGEX": "(?s).*"}
-"""Lines of Ray's that it does not print, which is all of them: it writes the log of a raylet that dies to stdout."""
+"""Keeps Ray from printing any log line: it would write the log of a dying raylet to stdout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Machines: how latencies are got there, predict or cuda, what puts stations onto them, and how many configs more
-    than that wait where all predict."""
+    """The machines of a campaign. `measure` is predict or cuda, `make_hosts` makes the hosts of stations on them, and
+    `queued` configs wait beside those on the hosts where all hosts predict."""
 
     measure: str
     make_hosts: Callable[[Setup], Sequence[Host]]
@@ -58,7 +58,7 @@ class Site:
 
 @contextmanager
 def open_site(spec: CampaignSpec, target: GpuTarget, ranks: int = 1) -> Iterator[Site]:
-    """What `spec.engine` stands for; a worker that measures has `ranks` GPUs of one machine.
+    """The site that `spec.engine` stands for. A worker that measures has `ranks` GPUs of one machine.
 
     Raises NoGpuError and UsageError as `settle_measure` does, and UsageError where there are fewer GPUs or processors
     than workers, or no cluster.
@@ -68,7 +68,7 @@ def open_site(spec: CampaignSpec, target: GpuTarget, ranks: int = 1) -> Iterator
         return
     if find_spec("ray") is None:
         raise UsageError(f"--engine ray needs ray: {install_line('ray')}")
-    if "ray" not in sys.modules:  # which reads them when it is imported
+    if "ray" not in sys.modules:  # Ray reads these variables at its import
         default_environment(_QUIET)
         if spec.ray_address is None:
             default_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)})
@@ -103,7 +103,7 @@ def _here(spec: CampaignSpec, target: GpuTarget, ranks: int) -> Site:
         raise NoGpuError(f"--measure cuda needs {_named(target, ranks)}: this machine has {len(found)}")
     starts = range(0, len(found) - ranks + 1, ranks)
     sets = [",".join(gpu for gpu, _ in found[start : start + ranks]) for start in starts]
-    # A GPU that the driver lists without an id is the one that CUDA takes by itself.
+    # Where the driver lists a GPU without an id, the worker takes CUDA's default.
     chosen = [(gpus, {"CUDA_VISIBLE_DEVICES": gpus}) for gpus in sets] or [(getattr(present, "name", "GPU"), {})]
     counted = f"{target.name} GPUs" if ranks == 1 else f"x {ranks} {target.name} GPUs"
     count = _workers(spec.workers or len(chosen), len(chosen), "this machine", counted)
@@ -120,9 +120,9 @@ def _workers(wanted: int, there: int, where: str, what: str) -> int:
 def open_engine(
     spec: CampaignSpec, site: Site, workload: Workload, store: Store, store_url: str, predictor: Predictor = STOCK
 ) -> Iterator[tuple[Engine, Environment]]:
-    """An engine at a site, and where it measures or, to predict, where it is asked.
+    """An engine at a site, and the environment of its hosts, or of this process if processes of this machine predict.
 
-    `spec.measure` is the site's. Raises what stops a host that measures, or any on Ray, from starting.
+    `spec.measure` must be the site's. Raises the error of a host that cannot start, if it measures or is on Ray.
     """
     gpu = workload.gpu
     if spec.measure == "predict" and spec.engine == "local" and (spec.workers or jobs_of(spec.jobs)) == 1:
@@ -146,7 +146,7 @@ def open_engine(
         look = partial(measuring.look, store, gpu, spec.dtype)
     else:
         predict = partial(predicting.predict_outcome, predictor=predictor)
-        # A process of this machine is where this one is; to find that out takes as long as a trial.
+        # Processes of this machine share this one's environment. To capture it again would take as long as a trial.
         here = None if spec.engine == "ray" else capture_environment()
         capture = capture_environment if here is None else partial(replace, here)
         setup = Setup(workload, Predicting(predict, at_once=True), capture)
@@ -154,5 +154,5 @@ def open_engine(
     ahead, queued = (_AHEAD, 0) if measured else (0, site.queued)
     hosts = site.make_hosts(setup)
     with prompt_threads(), Fleet(hosts, look, ahead=ahead, queued=queued, measured=measured) as fleet:
-        # Processes that predict here start while the first proposals are made.
+        # Processes that predict on this machine start while the first proposals are made.
         yield fleet, here or fleet.ready()[0]

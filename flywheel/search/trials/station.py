@@ -1,7 +1,7 @@
-"""Where trials run: prepares configs, and measures them here or in a child that may be killed.
+"""A station prepares configs, and predicts them itself or measures them in a child that may be killed.
 
-The same on this machine and on a cluster: `processes` puts a station into a process, `cluster` into a Ray actor. Both
-import this before there is anything to compute with, so it stays light.
+`processes` puts a station into a process of this machine, `cluster` into a Ray actor. Both import this module early, so
+it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from flywheel.vm.client import Client, Limits
 from flywheel.vm.worker import MakeBench, Work
 
 _KEPT: Final = 8
-"""Programs that wait for their turn or were the rivals of late, of each kind."""
+"""Programs that a station keeps: the last prepared ones, which may be measured yet, and the last rivals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Predicting:
-    """Latencies are a function's word, `at_once` with what is said of a program: whoever asks for one then need not ask
-    again. Must pickle, as must all of a Setup."""
+    """The function `measure` gives latencies. It must pickle, as must all of a Setup.
+
+    With `at_once`, `prepare` calls it, so its caller needs no second call for the latency.
+    """
 
     measure: Measure
     at_once: bool = False
@@ -37,11 +39,10 @@ class Predicting:
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """Latencies are measured by a bench, in a child of the station.
+    """A bench measures latencies, in a child of the station.
 
-    Before a program's turn, `compile_ahead` does what can be done about its kernel, and `wrap` makes what the child is
-    sent. `compile_all` compiles every kernel before any is asked for, beside all else, until what it is given says that
-    nobody wants it any more.
+    Before a program's turn, `compile_ahead` compiles its kernel, and `wrap` makes the object that the child gets.
+    `compile_all` compiles every kernel in the background, before a program needs it, until its argument returns True.
     """
 
     make_bench: MakeBench
@@ -53,7 +54,7 @@ class Measuring:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a station is for. `capture` describes its machine; with a `predictor`, it predicts what it prepares."""
+    """What a station does. `capture` describes its machine. With a `predictor`, it predicts each config it prepares."""
 
     workload: Workload
     means: Predicting | Measuring
@@ -62,7 +63,7 @@ class Setup:
 
 
 def _answered(prepared: Prepared, measure: Measure) -> Prepared:
-    """What is said of a program, with what a function has to say of it where it was not refused."""
+    """`prepared` with the outcome that `measure` gives its program; unchanged where it was refused."""
     if prepared.refused is not None or prepared.program is None:
         return prepared.facts
     start = perf_counter()
@@ -73,14 +74,14 @@ def _answered(prepared: Prepared, measure: Measure) -> Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What was prepared, and what of it the child is sent; None where there is no program."""
+    """A prepared config, and the object that the child gets; None where there is no program."""
 
     prepared: Prepared
     work: Work | None
 
 
 class Station:
-    """One place. `prepare` and `measure` may run side by side, each once at a time."""
+    """Prepares and measures configs in one place. `prepare` and `measure` may run side by side, each once at a time."""
 
     def __init__(self, setup: Setup, environ: Mapping[str, str]) -> None:
         set_environment(environ)
@@ -98,9 +99,12 @@ class Station:
                     self._compiling = Thread(target=compile_all, args=(self._closing.is_set,), daemon=True)
 
     def ready(self) -> Environment:
-        """Where this is, once it can measure. Raises what `capture` raises, and what stops its child from starting."""
+        """Wait until the station can measure, and return its environment.
+
+        Raises the errors of `capture`, and the error of a child that cannot start.
+        """
         if self._client is not None:
-            self._client.begin()  # which takes longest
+            self._client.begin()  # first, since it takes longest
         environment = self._setup.capture()
         if self._compiling is not None:
             self._compiling.start()
@@ -111,7 +115,7 @@ class Station:
         return environment
 
     def prepare(self, config: ScheduleConfig) -> Prepared:
-        """Lower, validate, and compile ahead; what is said of the program, which stays here."""
+        """Lower and validate a config, and compile its kernel ahead. The result is without the program."""
         made, predictor, means = self._make(config), self._setup.predictor, self._setup.means
         if isinstance(means, Predicting) and means.at_once:
             return _answered(made.prepared, means.measure)
@@ -126,9 +130,10 @@ class Station:
         return prepared.facts
 
     def measure(self, config: ScheduleConfig, rivals: Sequence[ScheduleConfig], rounds: int) -> tuple[Contest, float]:
-        """(what came of a config that was not refused, seconds that took). A child's death is Crashed and transient.
+        """(the result of a config that was not refused, wall seconds of its measurement).
 
-        It stands alone where one of its rivals is refused today. Raises what stops a child from starting.
+        A child's death is Crashed and transient. Where a rival is refused today, the config is measured without rivals.
+        Raises the error of a child that cannot start.
         """
         with self._making:
             kept = self._made.pop(config.config_id, None)
@@ -141,7 +146,7 @@ class Station:
             able = tuple(each.work for each in found if each.prepared.refused is None and each.work is not None)
             self._rivals = names, able if len(able) == len(rivals) else ()
         if self._client is not None:
-            self._client.ready()  # a new child's start is nobody's time
+            self._client.ready()  # so that no trial's time includes a new child's start
         start = perf_counter()
         match self._setup.means:
             case Predicting(measure):
@@ -152,8 +157,10 @@ class Station:
         return contest, perf_counter() - start
 
     def close(self) -> None:
-        """End the child, if any, and what is compiled for nobody, but for the kernel that is under way: the compiler
-        does not outlive its process in peace."""
+        """End the child, if any, and stop the compilation of further kernels.
+
+        The kernel under way is compiled to its end: the compiler cannot be cut short without harm to the process.
+        """
         self._closing.set()
         if self._client is not None:
             self._client.close()
