@@ -34,7 +34,8 @@ def parts_of(program: MegakernelProgram) -> tuple[Part, ...]:
     """The parts of a program of several ranks that `validate(strict=True)` accepts, by rank.
 
     Raises InvalidProgramError for an exchange of what is no float, or of elements whose bits may say that they are not
-    there: those of a buffer that others push into, and that a task here copies to.
+    there: those of a buffer that others push into, and that a task here copies to; and for a counter that pushes and
+    tasks of its own GPU signal.
     """
     buffers = {buffer.id: buffer for buffer in program.buffers}
     tasks = list(program.tasks)
@@ -43,6 +44,8 @@ def parts_of(program: MegakernelProgram) -> tuple[Part, ...]:
     for task in tasks:
         for number in pushed.intersection(task.outputs):
             _check(task, buffers[number])
+        if task.out_counter in remote:
+            _check_signal(task, buffers)
     waits: dict[int, tuple[Wait, ...]] = {}  # by the identity of the waits that tasks share
     by_rank: list[list[Task]] = [[] for _ in range(program.ranks)]
     for task in tasks:
@@ -60,6 +63,16 @@ def _check(task: Task, buffer: Buffer) -> None:
         raise InvalidProgramError(f"{what} is {buffer.dtype.name}; the kernel exchanges floats")
     if buffer.rank == task.rank and copies(task, buffer.id):
         raise InvalidProgramError(f"{what} is pushed into, and copied to; a copied element may have all bits set")
+
+
+def _check_signal(task: Task, buffers: Mapping[int, Buffer]) -> None:
+    """Of a counter that pushes signal. Nobody waits for it, so it may order no more than what they push: the proof has
+    it that such a counter says nothing of what came before a push."""
+    if all(buffers[number].rank == task.rank for number in task.outputs):
+        raise InvalidProgramError(
+            f"task {task.id} ({task.label}): signals counter {task.out_counter}, as pushes do; the kernel waits for no "
+            f"such counter"
+        )
 
 
 def _part(

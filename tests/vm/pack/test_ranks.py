@@ -9,7 +9,21 @@ import pytest
 from two_ranks import changed, two_ranks, with_buffer
 
 from flywheel.errors import InvalidProgramError
-from flywheel.ir import TARGETS, DType, InstructionKind, ScheduleConfig
+from flywheel.ir import (
+    TARGETS,
+    Buffer,
+    BufferKind,
+    DType,
+    InstructionKind,
+    MegakernelProgram,
+    ScheduleConfig,
+    Task,
+    Wait,
+    validate,
+)
+from flywheel.lowering.lower import lower
+from flywheel.models.sharding import shared_step
+from flywheel.models.spec import DecoderSpec
 from flywheel.vm.abi import COUNTER_STRIDE, InstructionFlag, Layout
 from flywheel.vm.pack import RankMemory, pack, pack_ranks, peer_addresses, ranks_table
 
@@ -75,3 +89,37 @@ def test_another_reader_of_what_arrived_is_refused() -> None:
     program = changed(PROGRAM, 3, op=InstructionKind.ADD)
     with pytest.raises(InvalidProgramError, match=r"task 3 .*ADD has no kernel that reads what others push"):
         pack_ranks(program)
+
+
+def ordered_by_arrivals() -> MegakernelProgram:
+    """On rank 0, task 8 reads what task 9 writes, and waits for it by the counter that pushes from rank 1 signal."""
+    added = [Buffer(number, f"b{number}@0", BufferKind.ACTIVATION, DType.F32, (8,)) for number in (7, 8)]
+    waits = (Wait(1, 3),)
+    program = changed(PROGRAM, 3, waits=(Wait(0, 1), *waits))
+    maker = Task(9, InstructionKind.GELU, (0,), (7,), 1, (), {}, 1, label="maker")
+    reader = Task(8, InstructionKind.GELU, (7,), (8,), 2, waits, {}, 1, label="reader")
+    program = changed(program, 4, waits=(Wait(2, 2),))
+    return replace(program, buffers=(*program.buffers, *added), tasks=(*program.tasks, maker, reader))
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_an_order_that_only_a_counter_of_pushes_holds_is_refused(by_data: bool) -> None:
+    config = ScheduleConfig({"hand_off": {"data": int(by_data)}}, threads_per_block=128)
+    program = replace(ordered_by_arrivals(), config=config)
+    assert validate(program, strict=True).ok
+    with pytest.raises(InvalidProgramError) as raised:
+        pack_ranks(program)
+    assert str(raised.value) == (
+        "task 9 (maker): signals counter 1, as pushes do; the kernel waits for no such counter"
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("by_data", [0, 1])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_programs_that_lowering_makes_are_packed(family: str, by_data: int, ranks: int) -> None:
+    more = {"tied_head": family == "llama", "qkv_bias": family == "qwen2", "qk_norm": family == "qwen3"}
+    spec = DecoderSpec("tiny", family, 64, 128, 2, 8, 4, 16, 200, 1e4, 1e-5, 64, **more)
+    config = ScheduleConfig({"hand_off": {"data": by_data}}, page_allocation="none", threads_per_block=128)
+    program = lower(shared_step(spec, 16, DType.BF16, 1, ranks=ranks), config, PROGRAM.target)
+    assert [each.part.rank for each in pack_ranks(program) if each.part is not None] == list(range(ranks))
