@@ -297,6 +297,8 @@ class LoadedProgram:
     def _culprit(self, report: npt.NDArray[np.void]) -> str:
         if report["fault"] != Fault.ABORTED:
             return "no task waits for a counter"
+        if report["counter"] < 0 < report["threshold"]:  # no counter, but who has not begun
+            return f"{self._label(report)} on SM {report['sm']}: rank {-1 - report['counter']} had not begun"
         if report["counter"] == ABSENT:
             return f"{self._label(report)} on SM {report['sm']} is not over"
         return (

@@ -347,6 +347,22 @@ def test_a_launch_that_hangs_is_stopped_and_says_what_it_waited_for(rig: Rig, me
         loaded.sync(0.5)
 
 
+@pytest.mark.parametrize("rank", [0, 1, 7])
+def test_a_launch_that_waits_for_another_gpu_to_begin_names_its_rank(
+    rig: Rig, megakernel: Kernel, rank: int
+) -> None:
+    packed = rig.pack()
+    with rig.load(packed) as loaded:
+        megakernel.behave = reporting(Fault.ABORTED, 17, -1 - rank, 4, 3, 2)
+        loaded.launch()
+        rig.gpu.waits = [False, True]
+        with pytest.raises(LaunchTimeoutError) as raised:
+            loaded.sync(0.5)
+    assert str(raised.value) == (
+        f"launch: not over after 0.5 s; {packed.label(17)} on SM 2: rank {rank} had not begun"
+    )
+
+
 def test_a_slow_launch_is_told_from_a_deadlock(rig: Rig) -> None:
     with rig.load(rig.pack()) as loaded:
         loaded.launch()
