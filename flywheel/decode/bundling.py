@@ -45,6 +45,8 @@ def make_bundle(
     """
     if load_scheme(folder) is not None:
         raise UsageError(f"bundle: the checkpoint {str(folder)!r} is quantised; bundles are of plain weights")
+    if program.ranks > 1:
+        raise UsageError(f"bundle: a program of {program.ranks} ranks; bundles are of one rank and plain weights")
     result = validate(program, strict=True)
     if not result.ok:
         raise InvalidProgramError(f"program: {result.errors[0]}")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -22,13 +23,16 @@ from safetensors.torch import load_file, save_file
 
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.errors import BundleError, UsageError, WeightsError
-from flywheel.ir import DType
+from flywheel.ir import TARGETS, DType, ScheduleConfig
+from flywheel.lowering.lower import lower
 from flywheel.models.hf import load_spec
+from flywheel.models.sharding import shared_step
 from flywheel.search.workload import Workload
 from flywheel.vm.bundle.layout import manifest_digest
 from flywheel.vm.bundle.reading import read_bundle
-from flywheel.vm.bundle.writing import write_folder
+from flywheel.vm.bundle.writing import bundle_files, write_folder
 from flywheel.vm.gpu.loader import LoadedProgram
+from flywheel.vm.pack import pack_ranks
 
 TESTS = Path(__file__).parents[1]
 
@@ -295,6 +299,19 @@ def test_a_bundle_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         write_folder(tmp_path / "bundle", {"a": b"1", "b/c": b"2"})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_of_several_ranks_is_refused_and_so_is_the_part_of_one(checkpoint: Path) -> None:
+    target = replace(TARGETS["h100"], num_sms=2)
+    config = ScheduleConfig(page_allocation="none", threads_per_block=192)
+    program = lower(shared_step(load_spec(checkpoint), CONTEXT, DType.F32, BATCH, ranks=2), config, target)
+    refusal = "^bundle: a program of 2 ranks; bundles are of one rank and plain weights$"
+    with pytest.raises(UsageError, match=refusal):
+        make_files(checkpoint, program)
+    for packed in pack_ranks(program):
+        kernel: Any = None  # of which a refusal asks nothing
+        with pytest.raises(UsageError, match=refusal):
+            bundle_files(packed, kernel, "12.9", {}, {})
 
 
 def experiment(name: str) -> Any:

@@ -51,8 +51,8 @@ def bundle_files(
     Raises UsageError for a program of quantised matrices or of several ranks.
     """
     program = packed.program
-    if packed.coded or program.ranks > 1:
-        what = f"{program.ranks} ranks" if program.ranks > 1 else "quantised matrices"
+    if packed.coded or packed.part is not None:
+        what = "quantised matrices" if packed.part is None else f"{packed.part.ranks} ranks"
         raise UsageError(f"bundle: a program of {what}; bundles are of one rank and plain weights")
     assert program.target is not None
     tables, parts = _tables(packed)
