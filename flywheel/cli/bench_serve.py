@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -94,10 +95,15 @@ def _served(where: str, options: Mapping[str, object]) -> Iterator[Server]:
         [sys.executable, "-m", "flywheel", "serve", "--port", "0", *words], stderr=subprocess.PIPE, text=True,
         process_group=0,
     )  # fmt: skip
+    hearing = threading.Thread(target=_hear, args=(process,), daemon=True)
     try:
-        yield find_server(_address(process))
+        address = _address(process)
+        hearing.start()
+        yield find_server(address)
     finally:
         _end(process)
+        if hearing.ident is not None:
+            hearing.join()
 
 
 def _address(process: subprocess.Popen[str]) -> str:
@@ -111,10 +117,17 @@ def _address(process: subprocess.Popen[str]) -> str:
     raise UsageError(f"bench: the server ended: {line.strip() or 'it said nothing'}")
 
 
+def _hear(process: subprocess.Popen[str]) -> None:
+    """Show what else it says: a server whose words nobody reads stops once the pipe is full."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        note(line.rstrip())
+
+
 def _end(process: subprocess.Popen[str]) -> None:
     process.terminate()
     try:
-        process.communicate(timeout=_END_S)
+        process.wait(_END_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.communicate()
+        process.wait()

@@ -110,10 +110,11 @@ class GrowingMemory:
             found += granules[:short]
             for granule in granules[short:]:
                 self._granules.destroy(granule)
-        try:
-            found += [self._granules.create() for _ in range(min(count - len(found), self._room()))]
-        except GpuMemoryError:
-            return found
+        for _ in range(min(count - len(found), self._room())):
+            try:
+                found.append(self._granules.create())
+            except GpuMemoryError:  # less than was said to be free
+                break
         return found
 
     def _room(self) -> int:

@@ -12,6 +12,9 @@ from flywheel.process import available_bytes
 
 GRANULE_BYTES: Final = 2**16
 
+_PRIVATE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+"""The system does not take back what is shared with children, and need not keep memory for all addresses."""
+
 
 class HostGranules:
     """The system has memory behind an address once it is written; what is counted here is what may be. So an unmapped
@@ -31,7 +34,7 @@ class HostGranules:
 
     def reserve(self, count: int) -> int:
         """As Granules says."""
-        memory = mmap.mmap(-1, count * self.nbytes)
+        memory = mmap.mmap(-1, count * self.nbytes, flags=_PRIVATE)
         address = ctypes.addressof(ctypes.c_byte.from_buffer(memory))
         self._memory[address] = memory
         return address

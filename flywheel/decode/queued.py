@@ -52,7 +52,11 @@ class QueuedSequences:
         except GpuMemoryError:
             self._caches.leave(row)
             self._caches.give_back()  # of sequences that are over
-            start = within_memory(what, begin)
+            try:
+                start = within_memory(what, begin)
+            except GpuMemoryError:
+                self._caches.leave(row)
+                raise
         self._rows.finish_torch()
         self._taken.add(row)
         return start

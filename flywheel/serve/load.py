@@ -20,6 +20,8 @@ from flywheel.errors import UsageError
 PERCENTILES: Final = (50, 90, 99)
 _LIMIT_S: Final = 600.0
 """Longest that a server may be silent."""
+_WRONG: Final = (ValueError, LookupError, TypeError, AttributeError)
+"""What JSON of another shape than OpenAI's raises."""
 _WORDS: Final = ("time", "once", "wheel", "upon", "a", "line", "there", "river", "stone", "was", "the", "and")
 
 
@@ -81,11 +83,7 @@ def draw_prompts(seed: int, count: int, longest: int) -> list[str]:
 
 def find_server(url: str, key: str | None = None) -> Server:
     """A server by its address, with or without /v1, and the first model that it names. Raises UsageError."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"{url!r} is no address of a server; such is http://127.0.0.1:8000/v1")
-    path = parts.path.rstrip("/")
-    base = f"{parts.scheme}://{parts.netloc}{path if path.endswith('/v1') else path + '/v1'}"
+    base = _base(url)
     with closing(_connect(base)) as connection:
         try:
             connection.request("GET", f"{urlsplit(base).path}/models", headers=_headers(key))
@@ -94,8 +92,21 @@ def find_server(url: str, key: str | None = None) -> Server:
             if answer.status != 200:
                 raise UsageError(f"{base}/models: status {answer.status}")
             return Server(base, str(json.loads(body)["data"][0]["id"]), key)
-        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+        except (OSError, HTTPException, *_WRONG) as error:
             raise UsageError(f"{base}/models: {type(error).__name__}: {error}") from None
+
+
+def _base(url: str) -> str:
+    """The address up to /v1. Raises UsageError for what is none."""
+    try:
+        parts = urlsplit(url)
+        _connect(url).close()  # which looks at host and port
+    except (HTTPException, ValueError):
+        parts = None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"{url!r} is no address of a server; such is http://127.0.0.1:8000/v1")
+    path = parts.path.rstrip("/")
+    return f"{parts.scheme}://{parts.netloc}{path if path.endswith('/v1') else path + '/v1'}"
 
 
 def put_load(server: Server, prompts: Sequence[str], clients: int, max_tokens: int) -> Load:
@@ -113,7 +124,7 @@ def put_load(server: Server, prompts: Sequence[str], clients: int, max_tokens: i
                 return
             try:
                 answered.append(_ask(server, prompt, max_tokens))
-            except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+            except (OSError, HTTPException, *_WRONG) as error:
                 failed.append(f"{type(error).__name__}: {error}"[:200])
 
     started = perf_counter()
@@ -142,13 +153,15 @@ def _ask(server: Server, prompt: str, max_tokens: int) -> Answered:
         for event in _events(answer):
             now = perf_counter() - started
             if "error" in event:
-                raise ValueError(str(event["error"].get("message")))
+                raise ValueError(f"the server says {json.dumps(event['error'])}")
             if any(choice.get("text") for choice in event["choices"]):
                 first_s, last_s = first_s or now, now
             usage = event.get("usage") or usage
     if usage is None:
         raise ValueError("the answer broke off")
-    return Answered(usage["prompt_tokens"], usage["completion_tokens"], first_s, last_s)
+    if not first_s:
+        raise ValueError("the answer has no text")
+    return Answered(int(usage["prompt_tokens"]), int(usage["completion_tokens"]), first_s, last_s)
 
 
 def _events(lines: Any) -> Iterator[dict[str, Any]]:

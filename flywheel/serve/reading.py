@@ -39,6 +39,7 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._asked: SimpleQueue[tuple[int, Text] | None] = SimpleQueue()
         self._made: SimpleQueue[tuple[int, Sequence[int] | FlywheelError]] = SimpleQueue()
+        self._wanted: set[int] = set()
         doorbell, self._button = Pipe(duplex=False)
         self.doorbell: Final[Connection] = doorbell
         threading.Thread(target=self._work, daemon=True).start()
@@ -53,22 +54,33 @@ class PromptReader:
 
     def read(self, number: int, text: Text) -> None:
         """Hand in the text of a request by its number; does not wait."""
+        self._wanted.add(number)
         self._asked.put((number, text))
 
     def take(self) -> tuple[int, Sequence[int] | FlywheelError]:
-        """The number of the oldest text that is done, with its tokens or what went wrong. Waits for one."""
+        """The number of the oldest text that is done, with its tokens or what went wrong. Waits for one.
+        Raises EOFError where the thread has failed."""
         self.doorbell.recv_bytes()
-        return self._made.get()
+        number, made = self._made.get()
+        self._wanted.discard(number)
+        return number, made
+
+    def forget(self, number: int) -> None:
+        """Nobody wants the tokens of a request any more; they may come all the same."""
+        self._wanted.discard(number)
 
     def _work(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            number, text = asked
-            try:
-                made: Sequence[int] | FlywheelError = self._tokens(text)
-            except FlywheelError as error:
-                made = error
-            self._made.put((number, made))
-            self._button.send_bytes(b".")
+        with self._button:  # who waits for a thread that has failed reads the end
+            while (asked := self._asked.get()) is not None:
+                number, text = asked
+                if number not in self._wanted:
+                    continue
+                try:
+                    made: Sequence[int] | FlywheelError = self._tokens(text)
+                except FlywheelError as error:
+                    made = error
+                self._made.put((number, made))
+                self._button.send_bytes(b".")
         if self._tokenizer is not None:
             self._tokenizer.close()
 

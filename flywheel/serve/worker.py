@@ -100,7 +100,8 @@ def work(connection: Connection, make_decoder: MakeDecoder) -> None:
 
 
 def answer_all(connection: Connection, decoder: Decoder, reader: PromptReader) -> None:
-    """Answer what the other end asks for until it hangs up. `reader` makes tokens of texts while others decode."""
+    """Answer what the other end asks for until it hangs up, or the thread of `reader` fails, which makes
+    tokens of texts while others decode."""
     answers: dict[int, Answer] = {}
     reading: dict[int, Ask] = {}
     while _listen(connection, decoder, reader, answers, reading):
@@ -114,7 +115,7 @@ def _listen(
     connection: Connection, decoder: Decoder, reader: PromptReader, answers: dict[int, Answer], reading: dict[int, Ask]
 ) -> bool:
     """Begin what was asked for and close what was cancelled, and wait where there is nothing to answer. False where the
-    parent has hung up."""
+    parent has hung up, or the thread that reads texts has failed."""
     try:
         while ready := wait([connection, reader.doorbell], None if not answers else 0):
             if reader.doorbell in ready:
@@ -126,6 +127,7 @@ def _listen(
                 continue
             said = connection.recv()
             if not isinstance(said, Ask):
+                reader.forget(said.number)
                 reading.pop(said.number, None)
                 if said.number in answers:
                     answers.pop(said.number).close()

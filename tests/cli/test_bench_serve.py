@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,10 +15,22 @@ import pytest
 from cli.conftest import invoke
 from serve.conftest import checkpoint as served_checkpoint
 
+from flywheel.cli.bench_serve import START, _served
 from flywheel.errors import UsageError
 from flywheel.serve.load import Answered, Load, Server, draw_prompts, find_server, put_load
 
 checkpoint = served_checkpoint
+
+
+STRANGE = {
+    "words": '{"error": "out of memory"}',
+    "list": '{"choices": ["a"]}',
+    "null": '{"choices": [{"text": "a"}], "usage": {"prompt_tokens": null, "completion_tokens": 1}}',
+    "number": "5",
+    "half": '{"choices": [',
+    "silent": '{"choices": [{"text": ""}], "usage": {"prompt_tokens": 1, "completion_tokens": 3}}',
+}
+"""Answers that are none, by their prompts."""
 
 
 class Fake(BaseHTTPRequestHandler):
@@ -32,6 +46,9 @@ class Fake(BaseHTTPRequestHandler):
         self.asked.append(asked)
         if "wheel" in asked["prompt"]:
             self._answer(500, b"no")
+            return
+        if asked["prompt"] in STRANGE:
+            self._answer(200, f"data: {STRANGE[asked['prompt']]}\n\n".encode())
             return
         pieces: list[dict[str, Any]] = [{"choices": [{"text": text}]} for text in "abc"]
         pieces.append({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}})
@@ -70,6 +87,21 @@ def test_every_prompt_is_asked_once_whatever_the_clients(fake: str) -> None:
     assert all(0 < each.first_s <= each.last_s <= load.seconds for each in load.answered)
 
 
+def test_answers_of_another_shape_have_failed_and_end_no_client(fake: str) -> None:
+    load = put_load(find_server(fake), [*STRANGE, "fine"], 1, 3)
+    assert (len(load.failed), len(load.answered)) == (len(STRANGE), 1)
+    assert "out of memory" in load.failed[0]
+    assert load.failed[-1] == "ValueError: the answer has no text"
+    assert load.document()["tokens"] == 3
+
+
+def test_a_server_that_has_gone_fails_each_request(fake: str) -> None:
+    server = find_server(fake)
+    load = put_load(Server("http://127.0.0.1:9/v1", server.model), ["a", "b", "c"], 2, 3)
+    assert len(load.failed) == 3 and not load.answered
+    assert load.document()["token_ms"] is None
+
+
 def test_percentiles_and_rates_are_of_what_was_answered() -> None:
     answered = tuple(Answered(5, 3, first, first + 2.0) for first in (1.0, 2.0, 3.0))
     document = Load(2, 6.0, answered, ("status 500",)).document()
@@ -84,10 +116,32 @@ def test_prompts_are_the_seeds() -> None:
     assert {len(prompt.split()) for prompt in draw_prompts(3, 200, 5)} == {1, 2, 3, 4, 5}
 
 
-@pytest.mark.parametrize("url", ["nowhere", "ftp://x/v1", "http://127.0.0.1:9/v1"])
+@pytest.mark.parametrize(
+    "url",
+    ["nowhere", "ftp://x/v1", "http://127.0.0.1:9/v1", "http://x:99999", "http://x:y", "http://[::1", "http://a b"],
+)
 def test_no_server_is_a_usage_error(url: str) -> None:
     with pytest.raises(UsageError):
         find_server(url)
+
+
+def test_a_started_server_that_says_much_does_not_stop_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys; print('at http://127.0.0.1:9/v1; now', file=sys.stderr); print('x' * 300_000, file=sys.stderr)"
+    started = subprocess.Popen
+    said: list[subprocess.Popen[str]] = []
+
+    def start(words: object, **how: Any) -> subprocess.Popen[str]:
+        said.append(started([sys.executable, "-c", code], **how))
+        return said[0]
+
+    def find(url: str) -> Server:
+        assert said[0].wait(60) == 0
+        return Server(url, "talker")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr("flywheel.serve.load.find_server", find)
+    with _served(START, {}) as server:
+        assert server.url == "http://127.0.0.1:9/v1"
 
 
 def test_a_server_that_is_started_is_loaded_and_ended(checkpoint: Path, tmp_path: Path) -> None:

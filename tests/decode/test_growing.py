@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from chorus import sing, voices
 from flywheel.decode.caches import KvCaches
 from flywheel.decode.growing import GrowingMemory
 from flywheel.decode.host import HostGranules
+from flywheel.decode.queued import QueuedSequences
 from flywheel.decode.sampling import GREEDY
 from flywheel.decode.session import ReferenceSession
 from flywheel.errors import CacheMemoryError, GpuMemoryError
@@ -142,3 +146,55 @@ def test_granules_beyond_the_limit_are_refused() -> None:
         granules.create()
     granules.destroy(made)
     assert granules.create() > made
+
+
+class Fewer(HostGranules):
+    """Has less than it says: others take memory meanwhile."""
+
+    def create(self) -> int:
+        if len(self._made) == 4:
+            raise GpuMemoryError("memory: gone meanwhile")
+        return super().create()
+
+
+def test_granules_made_before_memory_ran_out_unforeseen_come_back() -> None:
+    granules = Fewer(nbytes=GRANULE)
+    caches = KvCaches(SPEC, DType.F32, CONTEXT, "cpu", 2, granules)
+    with pytest.raises(CacheMemoryError):
+        caches.hold(0, 20)
+    assert len(granules._made) == 1  # everybody's
+
+
+def test_memory_of_the_host_is_the_systems_again_once_it_is_unmapped() -> None:
+    granules = HostGranules(nbytes=GRANULE)
+    address = granules.reserve(2)
+    ctypes.memset(address, 7, 2 * GRANULE)
+    granules.unmap(address)
+    assert not any(ctypes.string_at(address, GRANULE))
+    assert ctypes.string_at(address + GRANULE, GRANULE) == bytes([7]) * GRANULE
+    granules.release(address, 2)
+
+
+class Stopped:
+    """Rows of a program that launches nothing."""
+
+    stream = staticmethod(nullcontext)
+
+    def settle(self) -> None:
+        return
+
+
+def test_a_prompt_that_torch_has_no_memory_for_leaves_its_granules_to_others() -> None:
+    granules = HostGranules(limit_bytes=21 * GRANULE, nbytes=GRANULE)
+    caches = KvCaches(SPEC, DType.F32, 160, "cpu", 2, granules)
+
+    def out(token_ids: Sequence[int], *_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    rows: Any = Stopped()
+    prefill: Any = out
+    sequences = QueuedSequences(rows, caches, prefill, 2, lambda prompt, positions: None)
+    with pytest.raises(GpuMemoryError, match="prompt of 90 tokens"):
+        sequences.join(0, [1] * 90, 100, GREEDY)
+    caches.hold(1, 160, may_take=True)
+    assert caches.held_bytes == 20 * GRANULE

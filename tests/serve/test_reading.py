@@ -49,6 +49,7 @@ def answering(checkpoint: Path, encoder: SlowEncoder) -> Iterator[Connection]:
     def work() -> None:
         with Decoder.load(str(checkpoint), device="reference", context=64) as decoder, PromptReader(encoder) as reader:
             answer_all(theirs, decoder, reader)
+        theirs.close()
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -115,6 +116,35 @@ def test_texts_are_read_in_their_order_and_errors_are_values() -> None:
     assert [number for number, _ in made] == [0, 1, 2]
     assert (made[0][1], made[2][1]) == ([97, 98], [99])
     assert isinstance(made[1][1], UsageError)
+
+
+def test_a_text_that_nobody_wants_any_more_keeps_no_other_waiting() -> None:
+    encoder = SlowEncoder()
+    seen: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        seen.append(text)
+        return SlowEncoder.encode(encoder, text)
+
+    encoder.encode = encode  # type: ignore[method-assign]
+    with PromptReader(encoder) as reader:
+        for number, text in enumerate(("x", "left", "stays")):
+            reader.read(number, text)
+        reader.forget(1)
+        encoder.goes_on.set()
+        assert [reader.take()[0] for _ in range(2)] == [0, 2]
+    assert seen == ["x", "stays"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_reader_that_fails_ends_the_worker_and_leaves_nobody_waiting(checkpoint: Path) -> None:
+    class Failing(SlowEncoder):
+        def encode(self, text: str) -> list[int]:
+            raise OSError("no process can be started")
+
+    with answering(checkpoint, Failing()) as worker, pytest.raises(EOFError):
+        worker.send(ask(0, "x"))
+        hear(worker)
 
 
 def test_a_text_without_a_tokenizer_is_refused() -> None:
