@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Final
 
 from flywheel.errors import UsageError
@@ -26,7 +27,7 @@ class Sampling:
 
     `seed` and a token's position decide the draw, whatever else runs. `logprobs` changes no token: with a number, each
     comes with the logarithm of its share of the softmax, before any of these steps, and with so many of the likeliest;
-    None costs nothing. Raises UsageError for a value out of its range.
+    None costs nothing. Raises UsageError for a value of another type or out of its range.
     """
 
     temperature: float = 0.0
@@ -38,6 +39,10 @@ class Sampling:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        logprobs = 0 if self.logprobs is None else self.logprobs
+        for name, whole in (("top_k", self.top_k), ("seed", self.seed), ("logprobs", logprobs)):
+            if isinstance(whole, bool) or not isinstance(whole, Integral):
+                raise UsageError(f"{name}: {whole!r} is not a whole number")
         for name, value, low, high in (
             ("temperature", self.temperature, 0.0, 100.0),
             ("top_k", self.top_k, 0, 2**31 - 1),
@@ -45,7 +50,7 @@ class Sampling:
             ("min_p", self.min_p, 0.0, 1.0),
             ("repetition_penalty", self.repetition_penalty, 1e-2, 100.0),
             ("seed", self.seed, -(2**63), 2**64 - 1),
-            ("logprobs", self.logprobs or 0, 0, MOST_LIKELY),
+            ("logprobs", logprobs, 0, MOST_LIKELY),
         ):
             if not low <= value <= high:
                 raise UsageError(f"{name}: {value} is not in {low:g}..{high:g}")

@@ -88,6 +88,11 @@ def test_without_a_temperature_the_largest_logit_is_taken_behind_the_penalty() -
     ("given", "words"),
     [
         ({"temperature": -0.1}, r"temperature: -0\.1 is not in 0\.\.100"),
+        ({"logprobs": True}, "logprobs: True is not a whole number"),
+        ({"logprobs": False}, "logprobs: False is not a whole number"),
+        ({"logprobs": 2.5}, r"logprobs: 2\.5 is not a whole number"),
+        ({"seed": float("nan")}, "seed: nan is not a whole number"),
+        ({"top_k": 1.5}, r"top_k: 1\.5 is not a whole number"),
         ({"temperature": float("nan")}, "temperature: nan"),
         ({"top_p": 0.0}, r"top_p: 0\.0 is not in 1e-06\.\.1"),
         ({"min_p": 1.5}, "min_p"),
