@@ -1,4 +1,4 @@
-"""The living end of a GPU worker: sends it programs, kills it when it hangs, replaces it when it dies."""
+"""The client of a GPU worker process: sends it programs, kills it when it hangs, and replaces it when it dies."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ from flywheel.process import sheltered
 from flywheel.vm.worker import Answer, MakeBench, Question, Ready, Unable, Work, serve
 
 _EXIT_S: Final = 5.0
-"""What a worker that was told to end, or killed, may take."""
+"""Wall seconds that a worker may take to end, once it was told to or was killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Wall seconds. `start_s`: until the bench is built. `answer_s`: from a program to its outcome; what a launch may
-    take is the bench's business, and far less."""
+    """Time limits in wall seconds: `start_s` to build the bench, `answer_s` from a program to its outcome.
+
+    The bench limits each launch, to far less.
+    """
 
     start_s: float = 900.0
     answer_s: float = 300.0
 
 
 class Client:
-    """One worker process at a time, which builds `make_bench()` and measures with it.
+    """Runs one worker process at a time, which builds `make_bench()` and measures with it.
 
-    Outcomes beside those of the bench, of `worker.answer`: TimedOut for a worker that had to be killed, and Crashed for
-    one that died twice over one program; after the first death the program is tried again, in a new worker.
+    Outcomes are those of `worker.answer`, and two more. TimedOut means that the client had to kill the worker. Crashed
+    means that two workers in a row died over one program: after the first death a new worker tries it again.
     """
 
     def __init__(self, make_bench: MakeBench, limits: Limits | None = None) -> None:
@@ -45,7 +47,7 @@ class Client:
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
         self._greeted = False  # whether the worker has said that it is ready
-        self._rivals: tuple[Work, ...] = ()  # those that the worker has
+        self._rivals: tuple[Work, ...] = ()  # the rivals that the worker has
 
     def __enter__(self) -> Self:
         return self
@@ -54,7 +56,7 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and self._process is not None:
-            self._process.kill()  # nobody wants what it may be measuring
+            self._process.kill()  # nobody waits for a measurement any more
         self.close()
 
     @property
@@ -63,15 +65,15 @@ class Client:
         return None if self._process is None else self._process.pid
 
     def begin(self) -> None:
-        """Let a worker start, where none lives, and do not wait for it: `ready` does, and says what became of it."""
+        """Start a worker where none lives, without waiting for it. `ready` waits, and raises its errors."""
         if self._process is None or (self._greeted and not self._process.is_alive()):
             self.close()
             self._start()
 
     def ready(self) -> None:
-        """Return with a worker that waits for programs: start the first one, replace a dead one.
+        """Wait for a worker that takes programs; start the first one, and replace a dead one.
 
-        Raises what `make_bench` raised where that is a FlywheelError, else a FlywheelError that says why none starts.
+        Raises the FlywheelError that `make_bench` raised, or a FlywheelError that says why no worker starts.
         """
         self.begin()
         if not self._greeted:
@@ -84,7 +86,7 @@ class Client:
     def compare(
         self, program: Work, rivals: tuple[Work, ...] = (), rounds: int = 1
     ) -> Contest:
-        """As `attempt`, with a second try after a death. Raises as `ready` does where no worker starts."""
+        """As `attempt`, but try the program again after a worker's death. Raises as `ready` where no worker starts."""
         first = self.attempt(program, rivals, rounds)
         if not (isinstance(first.outcome, Crashed) and first.outcome.transient):
             return first
@@ -110,15 +112,17 @@ class Client:
     def attempt(
         self, program: Work, rivals: tuple[Work, ...] = (), rounds: int = 1
     ) -> Contest:
-        """Measure a program, against `rivals` where there are any, without a second try: a death is Crashed and
-        transient. The same `rivals` object is not sent twice. Raises as `ready` does."""
+        """Measure a program in turn with `rivals`, if any, for `rounds` rounds. A worker's death is Crashed, transient.
+
+        The client sends one `rivals` object once, however many calls have it. Raises as `ready` does.
+        """
         self.ready()
         process, connection, limit_s = self._process, self._connection, self._limits.answer_s
         known, self._rivals = rivals is self._rivals, rivals
         assert process is not None
         assert connection is not None
         answer: Answer | None = None
-        # An error of the connection: the worker is dead, and its last message may be cut off.
+        # The connection failed: the worker is dead, and its last message may be cut off.
         with _killed_after(process, limit_s) as late, suppress(EOFError, OSError):
             connection.send(Question(program, None if known else rivals, rounds))
             answer = connection.recv()
@@ -138,11 +142,11 @@ class Client:
         process = context.Process(target=serve, args=(theirs, self._make_bench), name="flywheel-gpu", daemon=True)
         with sheltered():
             process.start()
-        theirs.close()  # or its death would not end what is read here
+        theirs.close()  # else a read here would not end with the worker's death
         self._process, self._connection = process, ours
 
     def _hear(self) -> None:
-        """Wait for the worker's first word."""
+        """Wait until the worker says whether its bench is built."""
         process, ours = self._process, self._connection
         assert process is not None
         assert ours is not None
@@ -165,7 +169,7 @@ class Client:
 
 @contextmanager
 def _killed_after(process: SpawnProcess, limit_s: float) -> Iterator[threading.Event]:
-    """Kills the process when the time is up, and says so: whatever is read from it or written to it then ends."""
+    """Kill the process after `limit_s`, and set the event. The kill ends every read and write on its connection."""
     late = threading.Event()
 
     def kill() -> None:
@@ -182,7 +186,7 @@ def _killed_after(process: SpawnProcess, limit_s: float) -> Iterator[threading.E
 
 
 def _death(process: SpawnProcess) -> str:
-    """How a process ended whose connection is closed; one that lingers is killed."""
+    """How a process ended, in words. Its connection is closed; if it still runs, it is killed."""
     process.join(_EXIT_S)
     code = process.exitcode
     if code is None:

@@ -33,25 +33,25 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A packed program in the form that crosses to a worker, made before its turn: no GPU waits for that."""
+    """A pickled packed program, to send to a worker. It is made before the program's turn, so no GPU waits for it."""
 
     data: bytes
 
     def open(self) -> PackedProgram:
-        """What was put in."""
+        """The packed program."""
         packed: PackedProgram = pickle.loads(self.data)
         return packed
 
 
 Work = MegakernelProgram | Parcel
-"""What a worker is sent."""
+"""A program in a form that a worker takes."""
 
 
 class Bench(Protocol):
-    """What measures programs, packed or yet to be."""
+    """Measures programs, which may be packed already."""
 
     def measure(self, program: MegakernelProgram | PackedProgram) -> TrialOutcome:
-        """Load, check and time a validated program. May raise what `answer` knows."""
+        """Load, check and time a validated program. May raise the errors that `answer` turns into outcomes."""
         ...
 
     def compare(
@@ -60,16 +60,17 @@ class Bench(Protocol):
         rivals: Sequence[MegakernelProgram | PackedProgram],
         rounds: int,
     ) -> Contest:
-        """Load and check programs, then time them in turn, `rounds` times from their loading on. The first is the
-        candidate, whose fault it is where this raises; a candidate far slower than the first rival is cut short.
+        """Load and check a candidate `program` and its `rivals`, and time them in turn.
 
-        The same `rivals` object as before is the same rivals: they may have stayed loaded.
+        Each of `rounds` rounds loads all of them again. An error counts as the candidate's fault. A candidate far
+        slower than the first rival is not timed to the end. Where a call has the same `rivals` object as the call
+        before, the bench may have kept them loaded.
         """
         ...
 
 
 MakeBench = Callable[[], Bench]
-"""Builds the bench in the process that will use it; must pickle."""
+"""Builds the bench, in the process that will use it. It must pickle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Unable:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A program to measure, alone or against rivals; `rivals` of None are those of the question before."""
+    """A program to measure, alone or against rivals. With `rivals` None the last question's rivals hold."""
 
     program: Work
     rivals: tuple[Work, ...] | None = ()
@@ -95,7 +96,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a program. With `last` the process ends after it: what it holds of the GPU is beyond repair."""
+    """The outcome of a program. With `last` the process ends after it, since its GPU context is beyond repair."""
 
     contest: Contest
     last: bool = False
@@ -125,7 +126,7 @@ def answer(
     rivals: tuple[MegakernelProgram | PackedProgram, ...] = (),
     rounds: int = 1,
 ) -> Answer:
-    """The outcome of one program; what the bench raises is one too."""
+    """The outcome of one program. The bench's errors become outcomes, too."""
     result = _defended(lambda: bench.compare(program, rivals, rounds) if rivals else Contest(bench.measure(program)))
     match result:
         case LaunchTimeoutError():
@@ -138,7 +139,7 @@ def answer(
             return Answer(Contest(Rejected(("load",), _line(result))))
         case GpuFaultError():
             return Answer(Contest(Crashed(_line(result), transient=False)), last=True)
-        case Exception() if type(result).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+        case Exception() if type(result).__name__ == "OutOfMemoryError":  # torch's error; torch is not imported here
             return Answer(Contest(NoMemory(_line(result))), last=True)
         case Exception():
             return Answer(Contest(Crashed(f"{type(result).__name__}: {_line(result)}", transient=False)), last=True)
@@ -151,7 +152,7 @@ def _opened(work: Work) -> MegakernelProgram | PackedProgram:
 
 
 def _defended(work: Callable[[], _T]) -> _T | Exception:
-    """The last line of defence: what nobody foresaw ends one trial, not the campaign."""
+    """The result of `work`, or the error that it raised: an unforeseen error ends one trial, not the campaign."""
     try:
         return work()
     except Exception as error:  # noqa: BLE001
@@ -165,7 +166,7 @@ def _start_error(error: Exception) -> FlywheelError:
 
 
 def _next(connection: Connection) -> Question | None:
-    """The next question; None where there will be none."""
+    """The next question; None where the other end has closed."""
     try:
         question: Question = connection.recv()
     except (EOFError, OSError):

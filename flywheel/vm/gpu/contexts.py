@@ -11,9 +11,9 @@ from flywheel.errors import GpuFaultError
 
 
 class ContextDriver:
-    """cuda.bindings.driver, each of whose functions runs in `context` and leaves the thread's own one as it was.
+    """cuda.bindings.driver whose functions run in `context`. Each then restores the thread's current context.
 
-    Torch and every other GPU of the process change the current context, too.
+    The wrapper is needed because torch, and every other GPU of the process, change the current context.
     """
 
     def __init__(self, driver: ModuleType, context: Any) -> None:
@@ -22,7 +22,7 @@ class ContextDriver:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """The context is current meanwhile. Raises GpuFaultError where it is gone."""
+        """Make the context current within the block. Raises GpuFaultError where it is gone."""
         (result,) = self._driver.cuCtxPushCurrent(self._context)
         if result != self._driver.CUresult.CUDA_SUCCESS:
             raise GpuFaultError(f"GPU: cuCtxPushCurrent: {result.name}")
@@ -33,7 +33,7 @@ class ContextDriver:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._driver, name)
-        if not name.startswith("cu"):  # its types begin with CU
+        if not name.startswith("cu"):  # functions begin with cu, types with CU
             return found
         return self._in_context(found)
 

@@ -1,4 +1,4 @@
-"""What the driver says of this machine's GPUs; no context is made."""
+"""The driver's facts about this machine's GPUs. Nothing here creates a CUDA context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flywheel.measure.device import Device, generic_name
 
 
 def count_gpus() -> int:
-    """The GPUs that CUDA shows this process. Raises NoGpuError without cuda.bindings."""
+    """The number of GPUs that CUDA shows this process. Raises NoGpuError without cuda.bindings."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -28,9 +28,9 @@ def count_gpus() -> int:
 
 
 def describe_gpu(index: int = 0) -> tuple[Device, GpuTarget]:
-    """The GPU that CUDA numbers `index`, and a generic record of what its driver says of it; no context is made.
+    """The GPU that CUDA numbers `index`, and a generic record of it from the driver's numbers.
 
-    Its bandwidth is the memory's clock, twice, times the width of its bus. Raises NoGpuError.
+    The record's bandwidth is twice the memory's clock times the width of its bus. Raises NoGpuError.
     """
     try:
         from cuda.bindings import driver
@@ -60,7 +60,8 @@ def describe_gpu(index: int = 0) -> tuple[Device, GpuTarget]:
 
 
 def generic_target(name: str, total_bytes: int, facts: Mapping[str, int]) -> GpuTarget:
-    """A record of a driver's numbers, by the fields of _ATTRIBUTES; clocks in kHz, the bus in bits."""
+    """A generic record made of a driver's numbers. `facts` has the fields of _ATTRIBUTES: clocks in kHz, the bus in
+    bits."""
     bus_bits, memory_mhz = facts["bus_bits"], facts["memory_khz"] / 1e3
     return GpuTarget(
         name=generic_name(Device(name, facts["num_sms"], total_bytes)),
@@ -70,7 +71,7 @@ def generic_target(name: str, total_bytes: int, facts: Mapping[str, int]) -> Gpu
         smem_bytes_per_block_optin=facts["smem_bytes_per_block_optin"],
         regs_per_sm=facts["regs_per_sm"],
         max_threads_per_sm=facts["max_threads_per_sm"],
-        max_regs_per_thread=255,  # of every architecture since sm_35; no attribute tells
+        max_regs_per_thread=255,  # holds since sm_35; no attribute has it
         l2_bytes=facts["l2_bytes"],
         hbm_bytes=total_bytes,
         hbm_bandwidth_gbs=2 * facts["memory_khz"] * 1e3 * bus_bits / 8 / 1e9,
@@ -97,7 +98,7 @@ _ATTRIBUTES: Final = MappingProxyType(
         "cooperative": "COOPERATIVE_LAUNCH",
     }
 )
-"""What a generic record is made of -> the driver's attribute."""
+"""Field of a generic record -> the driver's attribute."""
 
 
 def _line(error: Exception) -> str:

@@ -1,7 +1,7 @@
-"""One GPU of this machine, through cuda.core: its memory, launches on one stream, and the gate that they must pass.
+"""One GPU of this machine, through cuda.core: its memory, launches on one stream, and the check before a launch.
 
-Torch may use the same GPU in the same process: both hold its primary context. What torch wrote must be complete, by
-`torch.cuda.synchronize()`, before a launch here reads it.
+Torch may use the same GPU in the same process, since both use its primary context. Call `torch.cuda.synchronize()`
+before a launch here reads what torch wrote.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flywheel.vm.gpu.nvrtc import CompiledUnit, CompiledVariant, arch_name
 from flywheel.vm.gpu.pinned import HostWord, HostWords
 
 _SPIN_S: Final = 0.02
-"""How long `Gpu.wait` polls without pause: a launch takes a few ms."""
+"""Wall seconds that `Gpu.wait` polls without a pause: a launch takes a few ms."""
 
 _NAP_S: Final = 0.001
 
@@ -40,7 +40,7 @@ def open_gpu(index: int = 0) -> Gpu:
     try:
         from cuda import core
         from cuda.bindings import driver
-        from cuda.core._utils.cuda_utils import CUDAError  # which no public module names
+        from cuda.core._utils.cuda_utils import CUDAError  # in no public module
     except ImportError as error:
         raise NoGpuError(f"cuda.core is not installed: {install_line('cuda')}") from error
     try:
@@ -51,7 +51,7 @@ def open_gpu(index: int = 0) -> Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of device memory, until `Gpu.free`."""
+    """A block of device memory, valid until `Gpu.free`."""
 
     address: int
     nbytes: int
@@ -59,7 +59,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class LoadedKernel:
-    """A variant on the GPU: its two entries, as cuda.core's kernels."""
+    """A variant on the GPU, with its entries as cuda.core kernels."""
 
     variant: CompiledVariant
     megakernel: Any
@@ -67,9 +67,9 @@ class LoadedKernel:
 
 
 class Gpu:
-    """A GPU and the one stream that everything here is ordered by.
+    """A GPU and its one stream, which orders all work.
 
-    Methods raise GpuFaultError where CUDA reports an error; after it nothing on this GPU works in this process.
+    Methods raise GpuFaultError where CUDA reports an error. After that, nothing on this GPU works in this process.
     """
 
     def __init__(self, index: int, core: ModuleType, driver: ModuleType, error: type[Exception]) -> None:
@@ -99,31 +99,34 @@ class Gpu:
     # Other GPUs.
 
     def reaches(self, other: Gpu) -> bool:
-        """Whether kernels here can be let touch the other's memory."""
+        """Whether kernels on this GPU can be given access to the other GPU's memory."""
         can = self._cuda.cuDeviceCanAccessPeer(self._handle, other._handle)
         return bool(self._checked("cuDeviceCanAccessPeer", can))
 
     def join(self, other: Gpu) -> None:
-        """Let kernels here touch the other's memory. From then on, calls here do not depend on the current context."""
+        """Give kernels on this GPU access to the other's memory.
+
+        From then on, calls of this object do not depend on the thread's current context.
+        """
         if not isinstance(self._cuda, ContextDriver):
             self._cuda = ContextDriver(self._cuda, self._context)
         returned = self._cuda.cuCtxEnablePeerAccess(other._context, 0)
-        if returned[0] != self._cuda.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:  # as by torch
+        if returned[0] != self._cuda.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:  # torch may have enabled it
             self._checked("cuCtxEnablePeerAccess", returned)
 
     def make_current(self) -> None:
-        """For libraries that use this thread's current GPU."""
+        """Make this GPU the thread's current one, for libraries that use the current GPU."""
         self._core.Device(self.index).set_current()
 
     def follow(self, event: Any) -> None:
-        """What is given to the stream from now on waits for an event, of any GPU."""
+        """Make all later work of the stream wait for an event, which may be of another GPU."""
         with self._reported("wait"):
             self._stream.wait(event)
 
     # Memory.
 
     def alloc(self, nbytes: int) -> Memory:
-        """New memory, aligned to 256 bytes, of any content. Raises GpuMemoryError."""
+        """New memory of `nbytes`, aligned to 256 bytes, with arbitrary content. Raises GpuMemoryError."""
         result, pointer = self._cuda.cuMemAlloc(max(nbytes, 1))
         if result == self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise GpuMemoryError(
@@ -132,23 +135,26 @@ class Gpu:
         return Memory(int(self._checked("cuMemAlloc", (result, pointer))), nbytes)
 
     def free(self, memory: Memory) -> None:
-        """Give memory back, after all work that was given to the stream. Nothing where the GPU is broken."""
+        """Give memory back once all work enqueued so far is done. Do nothing where the GPU is broken."""
         if not self.broken:
             self._checked("cuMemFree", self._cuda.cuMemFree(memory.address))
 
     def free_bytes(self) -> int:
-        """Memory that nobody holds now."""
+        """Bytes of the GPU's memory that are free now."""
         return int(self._checked("cuMemGetInfo", self._cuda.cuMemGetInfo())[0])
 
     def granules(self) -> Granules | None:
-        """Memory to put behind reserved addresses; None where the GPU's driver has none."""
+        """Memory to map to reserved addresses; None where the driver does not support that."""
         kind = self._cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         if not self._checked("cuDeviceGetAttribute", self._cuda.cuDeviceGetAttribute(kind, self._handle)):
             return None
         return DriverGranules(self._cuda, self._checked, self._handle, self.free_bytes)
 
     def upload(self, memory: Memory, array: npt.NDArray[Any], offset: int = 0) -> None:
-        """Copy an array's elements, row-major, to byte `offset`; done on return. Raises TensorError beyond the end."""
+        """Copy an array's elements, row-major, to byte `offset`. The copy is complete on return.
+
+        Raises TensorError beyond the end of `memory`.
+        """
         elements = np.ascontiguousarray(array)
         _check_range("upload", memory, offset, elements.nbytes)
         if elements.nbytes:
@@ -162,7 +168,10 @@ class Gpu:
     def download(
         self, memory: Memory, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int = 0
     ) -> npt.NDArray[Any]:
-        """The array at byte `offset`, after all work given to the stream. Raises TensorError beyond the end."""
+        """The array at byte `offset`, read once all work enqueued so far is done.
+
+        Raises TensorError beyond the end of `memory`.
+        """
         array = np.empty(shape, dtype)
         _check_range("download", memory, offset, array.nbytes)
         if array.nbytes:
@@ -174,37 +183,41 @@ class Gpu:
         return array
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Copy between device addresses, in stream order."""
+        """Copy `nbytes` between device addresses, in stream order."""
         if nbytes:
             self._checked("copy", self._cuda.cuMemcpyDtoDAsync(target, source, nbytes, self._stream.handle))
 
     def fill(self, memory: Memory, byte: int) -> None:
-        """Set every byte, in stream order."""
+        """Set every byte of `memory` to `byte`, in stream order."""
         if memory.nbytes:
             self._checked("fill", self._cuda.cuMemsetD8Async(memory.address, byte, memory.nbytes, self._stream.handle))
 
     def alloc_host(self, count: int) -> HostWords:
-        """New pinned words, of any content, for `fetch` and `send`."""
+        """`count` new pinned words, with arbitrary content, for `fetch` and `send`."""
         nbytes = count * ctypes.sizeof(ctypes.c_uint32)
         address = int(self._checked("cuMemHostAlloc", self._cuda.cuMemHostAlloc(nbytes, 0)))
         words = (ctypes.c_uint32 * count).from_address(address)
         return HostWords(address, np.ctypeslib.as_array(words))
 
     def free_host(self, words: HostWords) -> None:
-        """Give pinned words back, once the stream writes them no more. Nothing where the GPU is broken."""
+        """Give pinned words back. The stream must have finished with them. Do nothing where the GPU is broken."""
         if not self.broken:
             self._checked("cuMemFreeHost", self._cuda.cuMemFreeHost(words.address))
 
     def fetch(self, words: HostWords, index: int, source: int, count: int) -> None:
-        """Copy `count` words from device address `source` to `words.array`, from `index` on, in stream order; an event
-        behind it says when they are there."""
+        """Copy `count` words from device address `source` to `words.array`, from `index` on, in stream order.
+
+        An event that is recorded after this call says when they have arrived.
+        """
         target = words.address + index * ctypes.sizeof(ctypes.c_uint32)
         size = count * ctypes.sizeof(ctypes.c_uint32)
         self._checked("fetch", self._cuda.cuMemcpyDtoHAsync(target, source, size, self._stream.handle))
 
     def send(self, target: int, words: HostWords, index: int, count: int) -> None:
-        """Copy `count` of `words.array`, from `index` on, to device address `target`, in stream order; they must stay
-        as they are until the stream has passed that."""
+        """Copy `count` words of `words.array`, from `index` on, to device address `target`, in stream order.
+
+        The words must not change until the stream has made the copy.
+        """
         size = ctypes.sizeof(ctypes.c_uint32)
         source = words.address + index * size
         self._checked("send", self._cuda.cuMemcpyHtoDAsync(target, source, count * size, self._stream.handle))
@@ -226,7 +239,7 @@ class Gpu:
         return int(self._stream.handle)
 
     def load(self, unit: CompiledUnit) -> dict[str, Any]:
-        """The entry functions of a compiled unit, each allowed all the shared memory that a block can have.
+        """The entry functions of a compiled unit by name. Each may use all the shared memory that a block can have.
 
         Raises ConfigError where it was compiled for another architecture.
         """
@@ -252,29 +265,29 @@ class Gpu:
         smem_bytes: int = 0,
         cooperative: bool = False,
     ) -> None:
-        """Enqueue a kernel; ints in `args` are addresses, scalars come as ctypes."""
+        """Enqueue a kernel of `grid` blocks of `block` threads. In `args` ints are addresses, scalars are ctypes."""
         config = self._core.LaunchConfig(grid=grid, block=block, shmem_size=smem_bytes, is_cooperative=cooperative)
         with self._reported("launch"):
             self._core.launch(self._stream, config, kernel, *args)
 
     def coresident_blocks(self, kernel: Any, block: int, smem_bytes: int) -> int:
-        """How many blocks of a kernel the whole GPU holds at once."""
+        """The number of a kernel's blocks, of `block` threads, that the whole GPU holds at once."""
         with self._reported("occupancy"):
             per_sm = kernel.occupancy.max_active_blocks_per_multiprocessor(block, smem_bytes)
         return int(per_sm) * self.num_sms
 
     def record(self) -> Any:
-        """An event at the stream's end, for `wait` and `elapsed_us`."""
+        """Enqueue an event behind all work so far, for `wait` and `elapsed_us`."""
         with self._reported("record"):
             return self._stream.record(options=self._core.EventOptions(timing_enabled=True))
 
     def elapsed_us(self, start: Any, end: Any) -> float:
-        """Time on the GPU from one event to another, both passed."""
+        """Time in us on the GPU between two events that it has passed."""
         with self._reported("elapsed time"):
             return float(end - start) * 1e3
 
     def wait(self, event: Any, limit_s: float) -> bool:
-        """Wait until the GPU passes an event; False where it has not after `limit_s`."""
+        """Wait until the GPU passes an event. Returns False where it does not within `limit_s` seconds."""
         with self._reported("launch"):
             return _poll(lambda: bool(event.is_done), limit_s)
 
@@ -284,7 +297,7 @@ class Gpu:
             self._stream.sync()
 
     def _checked(self, what: str, returned: tuple[Any, ...]) -> Any:
-        """The value, or values, behind the status of a driver call."""
+        """The value or values that a driver call returned behind its status."""
         result, *values = returned
         if result != self._cuda.CUresult.CUDA_SUCCESS:
             self.broken = True
@@ -311,9 +324,9 @@ def load_variant(gpu: Gpu, variant: CompiledVariant) -> LoadedKernel:
 
 
 def check_fit(kernel: LoadedKernel, gpu: Gpu, target: GpuTarget, smem_bytes: int) -> None:
-    """The gate before a launch of one block an SM of `target`, all at once, with `smem_bytes` of dynamic shared memory.
+    """Check that a kernel can be launched with one block on each SM of `target`, all resident at once.
 
-    Raises ConfigError with the numbers where the blocks would not all run at once.
+    Each block has `smem_bytes` of dynamic shared memory. Raises ConfigError, with the numbers, where they do not fit.
     """
     if target.sm_arch != gpu.sm_arch:
         raise ConfigError(f"target {target.name} has sm_arch {target.sm_arch}, {gpu.name} has {gpu.sm_arch}")

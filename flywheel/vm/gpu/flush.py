@@ -1,4 +1,4 @@
-"""The L2 cache before a sample: full of lines that nobody asks for and that memory is owed nothing of."""
+"""Empties the L2 cache before a sample: fills it with clean lines that no program reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flywheel.vm.gpu.driver import Gpu
 from flywheel.vm.gpu.nvrtc import arch_name, compile_unit
 
 FACTOR: Final = 2
-"""Bytes read, over the cache's size: what replaces its lines is not strictly the oldest first."""
+"""Bytes to read, as a multiple of the cache's size. More than once, since eviction is not strictly oldest first."""
 
 _BLOCKS_PER_SM: Final = 2
 _THREADS: Final = 1024
@@ -19,9 +19,9 @@ _WORD_BYTES: Final = 16
 
 
 class Flush:
-    """Empties the L2 cache, in stream order, whenever it is called; close it, or use `with`.
+    """Empties the L2 cache, in stream order, whenever it is called. Close it, or use `with`.
 
-    It reads. Lines that it wrote instead would go to memory while the next sample runs, which would count for them.
+    It reads and does not write: written lines would be flushed to memory during the next sample, and slow it down.
     Raises KernelCompileError, GpuMemoryError and GpuFaultError.
     """
 

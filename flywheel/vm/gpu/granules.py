@@ -1,4 +1,4 @@
-"""Device memory in granules: addresses are reserved first, and memory is put behind them when it is wanted.
+"""Device memory in granules: addresses are reserved first, and memory is mapped to them when it is needed.
 
 Source: CUDA driver API, "Virtual Memory Management" (cuMemAddressReserve, cuMemCreate, cuMemMap, cuMemSetAccess).
 """
@@ -13,44 +13,44 @@ from flywheel.errors import GpuMemoryError
 from flywheel.vm.gpu.contexts import ContextDriver
 
 _SPARED_BYTES: Final = 2**28
-"""For torch, which draws tokens and reads prompts."""
+"""Bytes that are left to torch, which draws tokens and reads prompts."""
 
 
 class Granules(Protocol):
-    """Memory of a device in pieces of `nbytes`, and addresses that they are mapped to."""
+    """A device's memory in granules of `nbytes` each, and the addresses that they are mapped to."""
 
     @property
     def nbytes(self) -> int:
-        """Of a granule."""
+        """Bytes of a granule."""
 
     @property
     def spared_bytes(self) -> int:
-        """Memory to leave to others."""
+        """Bytes of the device's memory to leave to others."""
 
     def reserve(self, count: int) -> int:
-        """The first of addresses for `count` granules; none is there yet, and touching one is a fault."""
+        """Reserve addresses for `count` granules; return the first. To touch one before `map` is a fault."""
 
     def release(self, address: int, count: int) -> None:
-        """Give addresses back, behind which there is nothing."""
+        """Give back addresses to which nothing is mapped."""
 
     def create(self) -> int:
-        """A new granule, of any content. Raises GpuMemoryError."""
+        """A new granule, with arbitrary content. Raises GpuMemoryError."""
 
     def destroy(self, granule: int) -> None:
-        """Give a granule back that is mapped nowhere."""
+        """Give back a granule that is mapped nowhere."""
 
     def map(self, address: int, granule: int) -> None:
-        """Put a granule behind an address that has none. One granule may be behind several."""
+        """Map a granule to a reserved address that has none. One granule may be mapped to several addresses."""
 
     def unmap(self, address: int) -> None:
-        """Take the granule from an address. The device touches that address no more."""
+        """Unmap the granule of an address. No work on the device may touch that address any more."""
 
     def free_bytes(self) -> int:
-        """Memory that nobody holds now."""
+        """Bytes of the device's memory that are free now."""
 
 
 class DriverGranules:
-    """Granules of one GPU. Methods raise as `checked`, which gives the value behind the status of a driver call."""
+    """Granules of one GPU. Methods raise as `checked`, which returns the value behind the status of a driver call."""
 
     def __init__(
         self, driver: ModuleType | ContextDriver, checked: Callable[[str, tuple[Any, ...]], Any], device: Any,

@@ -1,4 +1,4 @@
-"""One program on the GPU: its memory and tables, its launches, and what a launch that went wrong reports."""
+"""One program on the GPU: its memory and tables, its launches, and the reports of launches that failed."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from flywheel.vm.pack.ranks import WORDS_BYTES
 __all__ = ["LoadedProgram", "ResidentWeights"]
 
 GRACE_S: Final = 2.0
-"""How long launches may take to see the abort flag and to drain."""
+"""Wall seconds that launches may take to see the abort flag and to end."""
 
 _POISON: Final = 0xFF
-"""A byte of which every float of any type is a NaN."""
+"""A float of any type whose bytes all have this value is a NaN."""
 
 _CACHE_ALIGNMENT: Final = 16
-"""Of KV caches: the width of the kernels' loads."""
+"""Alignment of KV caches in bytes: the width of the kernels' loads."""
 
 _PROGRAM: Final = numpy_struct("amk_program_t")
 _REPORT: Final = numpy_struct("amk_report_t")
 _TRACE: Final = numpy_struct("amk_trace_t")
 POSITIONS: Final = ABI_MAX_ROWS
-"""Positions that a launch reads, whatever the number of sequences."""
+"""Number of positions that a launch reads, whatever the number of sequences."""
 
 STATE_BYTES: Final = 2 * 4 + 2 * 8 * ABI_MAX_ROWS
 _WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
@@ -55,8 +55,10 @@ def needed_weights(packed: PackedProgram) -> Iterator[tuple[str, Buffer, Layout]
 def put_weights(
     packed: PackedProgram, weights: ResidentWeights, find: Callable[[Buffer], int | npt.NDArray[Any]]
 ) -> None:
-    """Put each weight that a LoadedProgram looks up, unless it is there; `find` is where a buffer's elements are,
-    row-major, as `ResidentWeights.put` takes them. Raises as that does."""
+    """Put each weight that a LoadedProgram looks up into `weights`, unless it is there already.
+
+    `find` returns a buffer's elements, row-major, in a form that `ResidentWeights.put` takes. Raises as `put` does.
+    """
     buffers = packed.program.buffers
     scaled = {coded.scales: row for row, coded in packed.coded.items()}
     for row, buffer in enumerate(buffers):
@@ -83,24 +85,24 @@ def _weight_key(packed: PackedProgram, row: int) -> tuple[str, Layout]:
 def stamps_ns(
     stamps: npt.NDArray[np.uint64], anchors: npt.NDArray[np.uint64], sms: npt.NDArray[np.integer[Any]]
 ) -> npt.NDArray[np.uint64]:
-    """Stamps [instruction, Stamp] in ns of the global timer, from cycles of the clocks of their SMs; 0 stays 0.
+    """Stamps [instruction, Stamp] in ns of the global timer, from stamps in cycles of each SM's clock; 0 stays 0.
 
-    `anchors` are [SM, Anchor]; one of an SM that was not launched yet is zero.
+    `anchors` are [SM, Anchor], zero for an SM that has not run a launch yet. `sms` is the SM of each instruction.
     """
     ties = (Anchor.FIRST_NS, Anchor.FIRST_CYCLES, Anchor.LAST_NS, Anchor.LAST_CYCLES)
     first_ns, first, last_ns, last = (anchors[:, each].astype(np.int64)[sms, None] for each in ties)
     ns_per_cycle = (last_ns - first_ns) / np.maximum(last - first, 1)
-    # In integers: the timer counts from 1970, where a float has no more nanoseconds.
+    # Integers: the timer counts from 1970, and a float64 of that size cannot hold single nanoseconds.
     found = first_ns + np.rint((stamps.astype(np.int64) - first) * ns_per_cycle).astype(np.int64)
     return np.where(stamps == 0, 0, found).astype(np.uint64)
 
 
 class LoadedProgram:
-    """A packed program with its memory, ready for any number of launches; close it, or use `with`.
+    """A packed program with its memory, ready for any number of launches. Close it, or use `with`.
 
-    `caches` are the device addresses of its KV caches, by buffer name; `weights` must hold its `needed_weights`.
-    Raises ConfigError where `check_fit` does and for a kernel of another block size or float type, WeightsError for a
-    weight and TensorError for a cache that is not there or not aligned to 16 bytes, GpuMemoryError.
+    `caches` are the device addresses of its KV caches by buffer name. `weights` must hold its `needed_weights`.
+    Raises ConfigError where `check_kernel` does, WeightsError for a missing weight, TensorError for a cache that is
+    missing or not aligned to 16 bytes, and GpuMemoryError.
     """
 
     def __init__(
@@ -145,20 +147,22 @@ class LoadedProgram:
         self.close()
 
     def close(self) -> None:
-        """Give the memory back; weights and caches stay."""
+        """Give back the program's own memory. Weights and caches stay."""
         while self._owned:
             self.gpu.free(self._owned.pop())
 
     @property
     def memory(self) -> RankMemory:
-        """What other GPUs of the program write. Raises ConfigError where one GPU runs it alone."""
+        """The memory that the program's other GPUs write. Raises ConfigError where one GPU runs the program alone."""
         if self._words is None:
             raise ConfigError("program: of one GPU, which no other one writes to")
         return RankMemory(self._arena.address, self._words.address)
 
     def connect(self, packed: Sequence[PackedProgram], memories: Sequence[RankMemory]) -> None:
-        """Once before the first launch of a program of several GPUs: the tables and the memories of all of them, by
-        rank, which may be written from this GPU."""
+        """Connect this rank to the other ranks, once before the first launch of a program of several GPUs.
+
+        `packed` and `memories` are the tables and memories of all ranks, in order. This GPU must have access to all.
+        """
         part = self.packed.part
         if part is None or self._program is not None:
             raise ConfigError("program: of one GPU, or connected already")
@@ -167,33 +171,33 @@ class LoadedProgram:
         self._program = self._upload_program([ranks_table(part.rank, memories)])
 
     def address(self, name: str) -> int:
-        """Where a buffer lies on the device. Raises TensorError for a name that no buffer has."""
+        """The device address of a buffer. Raises TensorError for an unknown name."""
         return self._addresses[self._row(name)]
 
     def poison(self) -> None:
-        """Fill what launches write with bytes that are NaN, so that nothing of an earlier launch is read."""
+        """Fill the memory that launches write with NaN, so that a read of an earlier launch's values shows."""
         self.gpu.fill(Memory(self._arena.address, self._written_bytes), _POISON)
         self._forget(1)
 
     def _forget(self, number: int) -> None:
-        """Nothing of a set of awaited buffers is written yet."""
+        """Mark every element of a set of awaited buffers as not yet written."""
         start = self._arena.address + number * self.packed.arena.nbytes
         self.gpu.fill(Memory(start, self.packed.arena.awaited_bytes), _POISON)
 
     def write_input(self, name: str, array: npt.NDArray[Any]) -> None:
-        """Set an input, or an activation, with elements as `elements.stored` takes them. Raises TensorError."""
+        """Set an input or an activation to an array that `elements.stored` takes. Raises TensorError."""
         row, buffer = self._own(name)
         self.gpu.upload(self._arena, stored(array, buffer.dtype, tuple(buffer.shape), name), self._offset(row))
 
     def read_output(self, name: str) -> npt.NDArray[Any]:
-        """An output, or any activation that nothing has overwritten; BF16 as float32. Raises TensorError."""
+        """An output, or an activation that nothing has overwritten. BF16 comes as float32. Raises TensorError."""
         row, buffer = self._own(name)
         offset = self._offset(row) + self._last_set() * int(self._is_awaited(row))
         array = self.gpu.download(self._arena, stored_type(buffer.dtype), tuple(buffer.shape), offset)
         return values(array, buffer.dtype)
 
     def transient_starts(self) -> dict[str, int]:
-        """Where each activation and output begins in the arena, in bytes, by name."""
+        """The byte offset in the arena of each activation and output, by name."""
         return {
             buffer.name: self._offset(row)
             for row, buffer in enumerate(self.packed.program.buffers)
@@ -201,7 +205,7 @@ class LoadedProgram:
         }
 
     def copy_transients(self, target: int) -> None:
-        """Copy what the last launch left, the arena, to the device address `target`, in stream order."""
+        """Copy the arena, as the last launch left it, to the device address `target`, in stream order."""
         arena = self.packed.arena
         self.gpu.copy(target, self._arena.address, arena.nbytes)
         # Awaited buffers lie first in the arena, and their second set behind it.
@@ -211,15 +215,16 @@ class LoadedProgram:
         return bool(self.packed.buffers["layout"][row] == Layout.AWAITED)
 
     def _last_set(self) -> int:
-        """Bytes by which the set of awaited buffers that the last launch wrote lies behind the first one."""
+        """The byte offset, from the first set of awaited buffers, of the set that the last launch wrote."""
         launches = int(self.gpu.download(self._state, np.uint32, (1,))[0])
         return (launches + 1) % 2 * self.packed.arena.nbytes
 
     def launch(self, pos: int | None = None, positions: int = 0) -> None:
-        """Enqueue one launch, moved to position `pos`; None runs the program as it was lowered. `sync` waits for it.
+        """Enqueue one launch at position `pos`; with None, at the position that the program was lowered for.
 
-        `positions` is the device address of POSITIONS int32, the position of each sequence, none of which is behind
-        `pos`; with 0, all stand there. Raises ConfigError for a position that the program cannot move to.
+        `positions` is the device address of POSITIONS int32, the position of each sequence, none larger than `pos`.
+        With 0, all sequences are at `pos`. `sync` waits for the launch. Raises ConfigError for a position that the
+        program cannot move to.
         """
         if pos is not None:
             self.packed.check_position(pos)
@@ -235,7 +240,7 @@ class LoadedProgram:
         )
 
     def read_trace(self) -> npt.NDArray[np.uint64]:
-        """[instruction, Stamp] of the last launch, in ns of the GPU's global timer; 0 where a task did not get there.
+        """Stamps [instruction, Stamp] of the last launch, in ns of the GPU's global timer; 0 where a task set none.
 
         Raises ConfigError where the kernel keeps no trace.
         """
@@ -243,7 +248,7 @@ class LoadedProgram:
         return stamps_ns(stamps, anchors, self.packed.instructions["sm"])
 
     def read_waits(self) -> npt.NDArray[np.float64]:
-        """[SM, 2] of the last launch, as shares of its time: the loader stalled, the matrix warps starved (Anchor).
+        """[SM, 2]: shares of the last launch's time in which the loader stalled, and in which matrix warps starved.
 
         Raises ConfigError where the kernel keeps no trace.
         """
@@ -260,11 +265,11 @@ class LoadedProgram:
         return rows[:count], rows[count:]
 
     def sync(self, limit_s: float) -> None:
-        """Wait for all launches so far, and look at what they report.
+        """Wait for all launches so far, and check their report.
 
-        Raises LaunchTimeoutError where they do not end within `limit_s`: they were stopped, and can be launched again.
-        Raises TensorError for an input that the program could not use; and GpuFaultError where a launch broke the GPU,
-        or does not even stop: then this process must end.
+        Raises LaunchTimeoutError where they do not end within `limit_s` seconds. They were then stopped, and the
+        program can be launched again. Raises TensorError for an input that the program could not use. Raises
+        GpuFaultError where a launch broke the GPU or could not be stopped; then this process must end.
         """
         self.wait(self.gpu.record(), limit_s)
         report = self._read_report()
@@ -277,9 +282,9 @@ class LoadedProgram:
             )
 
     def wait(self, event: Any, limit_s: float) -> None:
-        """Wait until the stream passes an event of `Gpu.record`.
+        """Wait until the stream passes an event of `Gpu.record`, for `limit_s` seconds at most.
 
-        Raises LaunchTimeoutError and GpuFaultError as `sync` does, of this launch or of any behind it.
+        Raises LaunchTimeoutError and GpuFaultError as `sync` does. A launch behind the event may be the cause.
         """
         if not self.gpu.wait(event, limit_s):
             self._stop(self.gpu.record(), limit_s)
@@ -314,8 +319,8 @@ class LoadedProgram:
         return self.gpu.download(self._report, _REPORT, (1,))[0]  # type: ignore[no-any-return]
 
     def _reset(self) -> None:
-        """Before the first launch and after one that went wrong: no launch, fault or stamp, all counters at 0, nothing
-        written."""
+        """Reset all state, before the first launch and after a failed one: counters, launches, faults, stamps, buffers.
+        """
         for memory in (self._counters, self._state, self._report, self._trace, self._words):
             if memory is not None:
                 self.gpu.fill(memory, 0)
@@ -323,7 +328,7 @@ class LoadedProgram:
             self._forget(number)
 
     def _upload_program(self, behind: Sequence[npt.NDArray[np.void]]) -> Memory:
-        """The program, and in one piece with it what lies behind."""
+        """Upload the program's struct and, directly behind it, the arrays `behind`."""
         packed, variant = self.packed, self.packed.variant
         buffers, segments = packed.buffers.copy(), packed.segments.copy()
         buffers["ptr"] = self._addresses
@@ -362,7 +367,7 @@ class LoadedProgram:
                     raise TensorError(f"cache {buffer.name}: starts at no multiple of {_CACHE_ALIGNMENT} bytes")
                 addresses.append(caches[buffer.name])
             elif row not in self.packed.arena.offsets:
-                addresses.append(0)  # on another GPU: `connect` knows where
+                addresses.append(0)  # on another GPU: `connect` sets the address
             else:
                 addresses.append(self._arena.address + self._offset(row))
         return addresses
@@ -371,7 +376,7 @@ class LoadedProgram:
         return self.packed.arena.offsets[row]
 
     def _own(self, name: str) -> tuple[int, Buffer]:
-        """(row, buffer) of one in the arena."""
+        """(row, buffer) of a buffer in the arena."""
         row = self._row(name)
         if row not in self.packed.arena.offsets:
             raise TensorError(f"{name}: is no input, activation or output")

@@ -1,4 +1,4 @@
-"""Whether a kernel is one that a packed program can be run by."""
+"""Whether a kernel can run a packed program."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from flywheel.vm.pack import PackedProgram
 
 
 def check_kernel(gpu: Gpu, packed: PackedProgram, kernel: LoadedKernel) -> None:
-    """Raises ConfigError for a kernel of other blocks, types, rows or formats than the program has, for one of several
-    GPUs where the program is of one, or the other way round, and where `check_fit` does."""
+    """Check that a kernel can run a packed program.
+
+    Raises ConfigError where the kernel's block size, float type, rows or formats are not the program's, where one of
+    the two is for several GPUs and the other is not, and where `check_fit` does.
+    """
     variant, target = kernel.variant, packed.program.target
     if target is None:
         raise ConfigError("program: no target, so no grid")

@@ -1,4 +1,4 @@
-"""What NVML tells of a GPU while it works."""
+"""The state of a GPU while it works, from NVML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flywheel.measure.latency import GpuState
 
 _T = TypeVar("_T")
 
-# Bits of nvml.h, "nvmlClocksEventReasons". Left out are those that hold nothing down: an idle GPU, clocks that somebody
+# Bits of nvml.h, "nvmlClocksEventReasons", without those that are no throttling: an idle GPU, and clocks that somebody
 # set for applications or for a display.
 THROTTLE_REASONS: Final = MappingProxyType(
     {
@@ -25,14 +25,14 @@ THROTTLE_REASONS: Final = MappingProxyType(
         0x400: "reliability",
     }
 )
-"""Bit of NVML -> what holds the clocks down."""
+"""Bit of NVML -> the reason why clocks are held down."""
 
 
 def read_state(pci_bus_id: str) -> GpuState:
-    """The state of the GPU at a PCI address, on which this process computes.
+    """The state of the GPU at a PCI address. This process must be computing on it.
 
-    Fields that NVML does not tell, or all where it is not there, are None. `strangers` are processes that compute;
-    those that only draw, as a desktop does, are not counted.
+    Fields that NVML does not report are None; without NVML, all are. `strangers` counts other processes that compute.
+    Processes that only draw, such as a desktop's, do not count.
     """
     nvml = _nvml()
     if nvml is None:
@@ -49,19 +49,19 @@ def read_state(pci_bus_id: str) -> GpuState:
         power_w=None if power_mw is None else power_mw / 1000,
         temperature_c=_told(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
         throttle=None if bits is None else throttle_names(bits),
-        # One of them is this process, under whatever number: in a container, NVML tells the host's.
+        # One of them is this process. In a container its number differs, since NVML reports the host's numbers.
         strangers=len(computing) - 1 if computing else None,
     )
 
 
 def throttle_names(bits: int) -> str:
-    """Names of the reasons in a bit mask, separated by commas; "none" where none of them holds clocks down."""
+    """Names of the reasons in a bit mask, separated by commas; "none" where no reason holds clocks down."""
     return ",".join(name for bit, name in THROTTLE_REASONS.items() if bits & bit) or "none"
 
 
 @cache
 def _nvml() -> Any:
-    """The module, initialised for the rest of the process; None where it or its library is missing."""
+    """The module pynvml, initialised for the rest of the process; None where it or its library is missing."""
     try:
         import pynvml
     except ImportError:

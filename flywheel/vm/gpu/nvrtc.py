@@ -1,4 +1,4 @@
-"""Kernel variants as cubins: compiled by NVRTC, kept on disk, with what ptxas says of them. Needs no GPU."""
+"""Kernel variants as cubins: NVRTC compiles them, a cache on disk keeps them, with ptxas's report. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SOURCES: Final = Path(__file__).parents[1] / "cuda"
 ARCHITECTURES: Final[Mapping[int, str]] = MappingProxyType(
     {80: "sm_80", 86: "sm_86", 89: "sm_89", 90: "sm_90a", 100: "sm_100a", 103: "sm_103a", 120: "sm_120"}
 )
-"""`sm_arch` of a target -> what its kernels are compiled for."""
+"""`sm_arch` of a target -> the architecture that its kernels are compiled for."""
 
 _SUFFIXES: Final = (".cu", ".cuh", ".h")
-_IMPORTING: Final = Lock()  # two threads that import cuda.core 1.2 at once find it half made
+_IMPORTING: Final = Lock()  # two threads that import cuda.core 1.2 at once see it half initialised
 
 _STANDARD: Final = "c++17"
 _PTXAS: Final = ("-v",)
@@ -46,7 +46,7 @@ _ERROR: Final = re.compile(r"^.*\berror\b.*$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class EntryUsage:
-    """What one entry function takes, by ptxas: registers of a thread; shared, stack and spilled bytes."""
+    """What one entry function needs, by ptxas: registers a thread, and shared, stack and spilled bytes."""
 
     registers: int
     static_shared_bytes: int
@@ -58,7 +58,7 @@ class EntryUsage:
 class CompiledUnit:
     """A cubin and its entry functions.
 
-    `key` is the digest of all that the bytes depend on; `log` the compiler's, from which `entries` was read.
+    `key` is the digest of everything that the cubin depends on. `entries` was read from `log`, the compiler's log.
     """
 
     arch: str
@@ -70,9 +70,10 @@ class CompiledUnit:
 
 @dataclass(frozen=True, slots=True)
 class CompiledVariant(CompiledUnit):
-    """The entries `megakernel`, `pack_matrix`, `pack_codes` and `expand_scales`, for blocks of `threads` and programs
-    of `dtype`, of several GPUs if `ranked`; of products with `rows` rows alone, unless that is 0, and of quantised
-    matrices in `formats`.
+    """A kernel variant: the entries `megakernel`, `pack_matrix`, `pack_codes` and `expand_scales`.
+
+    It runs blocks of `threads` and programs of `dtype`, of several GPUs if `ranked`. Its products have `rows` rows, or
+    any number where `rows` is 0, and it multiplies quantised matrices in `formats`.
     """
 
     threads: int
@@ -85,12 +86,12 @@ class CompiledVariant(CompiledUnit):
 
     @property
     def usage(self) -> EntryUsage:
-        """What the megakernel itself takes."""
+        """The resources of the entry `megakernel`."""
         return self.entries["megakernel"]
 
 
 def arch_name(sm_arch: int) -> str:
-    """What kernels for `sm_arch` are compiled for. Raises ConfigError where there is none."""
+    """The architecture that kernels for `sm_arch` are compiled for. Raises ConfigError for an unsupported one."""
     if sm_arch not in ARCHITECTURES:
         known = ", ".join(map(str, ARCHITECTURES))
         raise ConfigError(f"sm_arch={sm_arch}: there are kernels for {known}")
@@ -103,7 +104,7 @@ def nvrtc_version() -> str:
         from cuda.bindings import nvrtc
 
         result, major, minor = nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:  # no package, or no library behind it
+    except (ImportError, RuntimeError) as error:  # the package or its library is missing
         raise KernelCompileError(f"NVRTC is missing: {install_line('cuda')} ({_first_line(error)})") from error
     if int(result) != 0:
         raise KernelCompileError(f"NVRTC does not tell its version: {result.name}")
@@ -124,14 +125,15 @@ def compile_variant(
     ranked: bool = False,
     sources: Path = SOURCES,
 ) -> CompiledVariant:
-    """The kernel in `sources` for `arch`, as `compile_unit` has it; with `trace`, tasks note their times.
+    """Compile the kernel in `sources` for `arch`, through `compile_unit` and its cache.
 
-    `matrix_warps` is half of what the loader and the control warp leave, rounded up, unless given. `rows` leaves out
-    what other programs need, since instructions come from far: 0 leaves out nothing. `formats` are
-    those of the quantised matrices that it multiplies (`Coding.number`). `ranked` kernels are those of programs
-    of several GPUs. `every_thread` is for race detectors: no thread arrives or waits for others.
+    `matrix_warps` defaults to half of the warps beside the loader and the control warp, rounded up. With `rows` the
+    kernel has only the code for that many rows, since instruction fetches are slow; 0 keeps all of it. `formats` are
+    those of the quantised matrices that it multiplies (`Coding.number`). With `trace`, tasks stamp their times. A
+    `ranked` kernel runs programs of several GPUs. `every_thread` is for race detectors: each thread arrives and waits
+    for itself.
 
-    Raises ConfigError for a dtype without a kernel.
+    Raises ConfigError for a dtype without a kernel, and as `compile_unit`.
     """
     if dtype not in COMPUTE_DTYPES:
         raise ConfigError(
@@ -159,11 +161,11 @@ def compile_variant(
 def compile_unit(
     name: str, arch: str, defines: Mapping[str, str], cache_dir: Path | None = None, *, sources: Path = SOURCES
 ) -> CompiledUnit:
-    """The file `name` of `sources`, with `defines`, from `cache_dir` (`default_cache_dir()`) or compiled into it.
+    """The file `name` of `sources` with `defines`, from the cache or compiled into it.
 
-    Any number of threads and processes of one user may share a cache; one that cannot be written to, or that everybody
-    may write to, is done without.
-    Raises KernelCompileError with the compiler's first error.
+    The cache is `cache_dir`, by default `default_cache_dir()`. Any number of threads and processes of one user may
+    share it. A cache that this process cannot write to, or that everybody may write to, is not used. Raises
+    KernelCompileError with the compiler's first error.
     """
     key = _digest(sources, name, arch, defines)
     entry = (default_cache_dir() if cache_dir is None else cache_dir) / f"{key}.kernel"
@@ -181,9 +183,9 @@ def default_cache_dir() -> Path:
 
 
 def read_usage(log: str) -> Mapping[str, EntryUsage]:
-    """What each entry takes, out of a log of `ptxas -v`; functions that an entry calls count as its own.
+    """The resources of each entry, from a log of `ptxas -v`. Functions that an entry calls count as part of it.
 
-    Raises KernelCompileError where the log names no registers of an entry.
+    Raises KernelCompileError where the log gives no registers for an entry.
     """
     parts = _ENTRY.split(log)
     entries = {}
@@ -215,7 +217,7 @@ def source_digest(sources: Path = SOURCES) -> str:
 
 
 def _digest(sources: Path, unit: str, arch: str, defines: Mapping[str, str]) -> str:
-    """Of the sources' names and bytes, and of all that is asked of the compiler."""
+    """The digest of the sources' names and bytes and of everything that the compiler is given."""
     asked = [source_digest(sources), nvrtc_version(), unit, arch, sorted(defines.items()), _STANDARD, _PTXAS]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
@@ -242,13 +244,13 @@ def _compile(sources: Path, unit: str, arch: str, defines: Mapping[str, str]) ->
     except CUDAError as error:
         variant = " ".join((arch, *(f"{name}={value}" for name, value in defines.items())))
         raise KernelCompileError(f"kernel {variant}: {_first_error(str(error), sources)}") from error
-    # Without what differs from one time to the next, so that the same sources give the same entry.
+    # Drop the parts that differ between compilations, so that the same sources give the same cache entry.
     kept = [line for line in log.getvalue().replace("\0", "").splitlines() if "Compile time" not in line]
     return "\n".join(kept).strip(), cubin
 
 
 def _has_cache(version: str) -> bool:
-    """Whether this NVRTC keeps a cache of its own, whose hits come without the log that `read_usage` reads."""
+    """Whether this NVRTC has a cache of its own. Its hits come without the log that `read_usage` needs."""
     major, minor = map(int, version.split("."))
     return (major, minor) >= (12, 9)
 
@@ -264,7 +266,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _read(entry: Path) -> tuple[str, bytes] | None:
-    """(log, cubin) of a whole entry; None where there is none, or one that somebody else may have written."""
+    """(log, cubin) of a complete cache entry; None without one, or where somebody else may have written it."""
     try:
         with entry.open("rb") as file:
             if os.fstat(file.fileno()).st_uid != os.geteuid() or entry.parent.stat().st_mode & stat.S_IWOTH:
@@ -279,7 +281,7 @@ def _read(entry: Path) -> tuple[str, bytes] | None:
 
 
 def _write(entry: Path, log: str, cubin: bytes) -> None:
-    """Appears whole or not at all; the key makes writers of one entry write the same."""
+    """Write a cache entry, which appears whole or not at all. Concurrent writers of one key write the same bytes."""
     rest = log.encode() + b"\0" + cubin
     with suppress(OSError):
         entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Several GPUs of this machine, each of whose kernels may touch the memory of all."""
+"""Several GPUs of this machine whose kernels may access each other's memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flywheel.vm.gpu.driver import Gpu, open_gpu
 
 
 def open_gpus(count: int) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA numbers from 0 to `count` - 1; the first is current in this thread.
+    """The GPUs that CUDA numbers from 0 to `count` - 1. The first one becomes current in this thread.
 
-    Raises NoGpuError where there are fewer, where they are of different kinds, and, with the pair, where one has no
-    access to the memory of another.
+    Raises NoGpuError where there are fewer, where they are of different kinds, and where one cannot access another's
+    memory; the message names the pair.
     """
     if count == 1:
         return (open_gpu(),)
@@ -36,7 +36,7 @@ def open_gpus(count: int) -> tuple[Gpu, ...]:
 
 
 def check_alike(gpus: Sequence[Gpu]) -> None:
-    """Raises NoGpuError where a GPU is of another kind than the first: a rank's part is made for one kind."""
+    """Raise NoGpuError where a GPU is of another kind than the first: each rank's part is made for the same kind."""
     kinds = [(gpu.name, gpu.num_sms, gpu.smem_optin_bytes) for gpu in gpus]
     for gpu, kind in zip(gpus, kinds, strict=True):
         if kind != kinds[0]:

@@ -1,4 +1,4 @@
-"""Pinned memory of the host, which the GPU reads and writes by itself."""
+"""Pinned host memory, which the GPU reads and writes directly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class HostWords:
-    """uint32 words of pinned host memory, which the stream writes behind the host's back, until `Gpu.free_host`."""
+    """uint32 words of pinned host memory, valid until `Gpu.free_host`. The stream writes them asynchronously."""
 
     address: int
     array: npt.NDArray[np.uint32]
@@ -27,7 +27,7 @@ class HostWord:
 
     @property
     def value(self) -> int:
-        """What the word holds; a write is seen by running kernels."""
+        """The word. Running kernels see a write."""
         return self._word.value
 
     @value.setter

@@ -1,4 +1,4 @@
-"""What a GPU itself can do, measured: the rate at which plain kernels read its memory, and the time of a hand-off."""
+"""Measures what a GPU can do: the rate at which plain kernels read its memory, and the time of a hand-off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flywheel.vm.gpu.driver import Gpu
 from flywheel.vm.gpu.nvrtc import arch_name, compile_unit
 
 _READ_BYTES: Final = 4 * 1024**3
-"""Read at a time: about a millisecond of the fastest memory, and more than any L2 cache holds."""
+"""Bytes to read in a launch: about a millisecond of the fastest memory, and more than any L2 cache holds."""
 
 _RING_BYTES: Final = 192 * 1024
 _RING_CHUNKS: Final = (16 * 1024, 32 * 1024)
@@ -28,7 +28,7 @@ _SAMPLES: Final = 7
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The best of the kernels that read, and one way of a counter between two SMs."""
+    """The rate of the fastest kernel that reads, its name, and the one-way time of a counter between two SMs."""
 
     read_gbs: float
     read_kernel: str
@@ -36,7 +36,7 @@ class Probed:
 
 
 def probe(gpu: Gpu) -> Probed:
-    """Takes some seconds and up to 4 GiB of the GPU's memory.
+    """Measure a GPU. It takes some seconds and up to 4 GiB of the GPU's memory.
 
     Raises KernelCompileError, GpuMemoryError, GpuFaultError, and ConfigError where no kernel fits the architecture.
     """
@@ -47,7 +47,7 @@ def probe(gpu: Gpu) -> Probed:
 
 
 def _read_times(gpu: Gpu, kernels: dict[str, Any]) -> Iterator[tuple[str, int, float]]:
-    """(kernel and its shape, bytes read, us) of each."""
+    """(kernel and its shape, bytes read, us) of each kernel that reads."""
     data = gpu.alloc(min(_READ_BYTES, gpu.free_bytes() // 2))
     sink = gpu.alloc(4)
     try:
@@ -80,7 +80,10 @@ def _ring_launch(gpu: Gpu, kernel: Any, args: tuple[Any, ...], smem_bytes: int) 
 
 
 def _hand_off_us(gpu: Gpu, kernel: Any) -> float:
-    """Blocks that take all the shared memory of an SM cannot share one."""
+    """The one-way time in us of a counter between two SMs.
+
+    Each of the two blocks takes all the shared memory of an SM, so they run on different SMs.
+    """
     counters = gpu.alloc(_COUNTER_BYTES)
     smem_bytes = gpu.smem_optin_bytes - _SPARE_SMEM_BYTES
 
@@ -94,7 +97,7 @@ def _hand_off_us(gpu: Gpu, kernel: Any) -> float:
 
 
 def _time_us(gpu: Gpu, run: Callable[[], None], before: Callable[[], None] = lambda: None) -> float:
-    """Median over some launches, after one that does not count."""
+    """The median time in us of some launches, after one that does not count."""
     times = []
     for _ in range(1 + _SAMPLES):
         before()

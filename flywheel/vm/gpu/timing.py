@@ -1,4 +1,4 @@
-"""How long launches take on the GPU, by CUDA events, and what clocks they ran at."""
+"""Times launches on the GPU by CUDA events, and records the clocks that they ran at."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _HEAD_START: Final = 10
 """Flushes before a batch. They keep the GPU busy while the host enqueues, so that no launch waits for the host."""
 
 _BATCH_US: Final = 30_000.0
-"""A batch that lasts this long shows the clocks under load; NVML is asked while it runs."""
+"""Time in us that a batch should last. NVML is asked while it runs, and then shows the clocks under load."""
 
 _MOST_TIMES: Final = 10
-"""Launches of a batch at most, over samples."""
+"""Most launches of a batch, as a multiple of the number of samples."""
 
 Launch = Callable[[], None]
-"""Enqueues one launch of something on the stream of a Gpu."""
+"""Enqueues one launch on the stream of a Gpu."""
 
 
 def time_launches(
@@ -39,11 +39,11 @@ def time_launches(
     l2: L2State = "clean",
     limit_s: float = 10.0,
 ) -> MeasuredLatency:
-    """Time `samples` launches one by one, and at least as many back to back, after `warmup` ones that do not count.
+    """Time `samples` launches one by one, and at least as many back to back, after `warmup` launches that do not count.
 
-    All at position `pos`, whose KV rows each launch writes anew. The clocks are those under the batch; whatever held
-    clocks down at any time is in `throttle`. `limit_s` is for each group of launches.
-    Raises LaunchTimeoutError, GpuFaultError and TensorError as `LoadedProgram.sync` does.
+    All run at position `pos`; each overwrites the KV rows of that position. The clocks are those of the back-to-back
+    batch. `throttle` has every reason that held clocks down at any time. `limit_s` is the time limit, in seconds, of
+    each group of launches. Raises LaunchTimeoutError, GpuFaultError and TensorError as `LoadedProgram.sync` does.
     """
     gpu = loaded.gpu
     with Flush(gpu) as flush:
@@ -60,11 +60,11 @@ def time_in_turn(
     limit_s: float = 10.0,
     dismissing: bool = False,
 ) -> list[list[float]]:
-    """Samples in us of each program: sample i of one is taken right beside sample i of the others.
+    """Samples in us of each program, taken in turn: sample i of one comes next to sample i of the others.
 
-    The order is reversed from one sample to the next, and the L2 cache emptied before each launch. Each program gets
-    `warmup` launches that do not count. Where the first one `is_dismissed` beside the second, by their first samples
-    or, with `dismissing`, at any stage, there are no more of any. Raises as `time_launches` does.
+    The order of the programs is reversed after each turn, and the L2 cache is emptied before each launch. Each program
+    gets `warmup` launches that do not count. Sampling ends early where `is_dismissed` gives up the first program beside
+    the second: after the first samples or, with `dismissing`, at any stage. Raises as `time_launches` does.
     """
     gpu = loaded[0].gpu
     launches = [partial(program.launch, pos) for program in loaded]
@@ -87,10 +87,10 @@ def time_in_turn(
 def time_contestants(
     gpu: Gpu, launches: Sequence[Launch], finish: Launch, *, samples: int, warmup: int
 ) -> list[list[float]]:
-    """As `time_in_turn`, of whatever can be launched on the GPU's stream, and none is cut short.
+    """As `time_in_turn`, for any launches on the GPU's stream, and without an early end.
 
-    `finish` waits for all launches so far. The GPU is kept busy while the host gets ahead of it, so that no sample
-    holds the time that the host takes to enqueue. Raises as `finish` does.
+    `finish` waits for all launches so far. The GPU is kept busy while the host enqueues, so that no sample contains the
+    host's time. Raises as `finish` does.
     """
     with Flush(gpu) as flush:
         _keep_busy(flush)
@@ -98,7 +98,7 @@ def time_contestants(
 
 
 def time_back_to_back(gpu: Gpu, launch: Launch, finish: Launch, latency: MeasuredLatency) -> MeasuredLatency:
-    """As `time_batch`, of whatever can be launched on the GPU's stream. Raises as `finish` does."""
+    """As `time_batch`, for any launch on the GPU's stream. Raises as `finish` does."""
     before = read_state(gpu.pci_bus_id)
     with Flush(gpu) as flush:
         count = min(max(latency.samples, ceil(_BATCH_US / latency.median_us)), _MOST_TIMES * latency.samples)
@@ -109,7 +109,7 @@ def time_back_to_back(gpu: Gpu, launch: Launch, finish: Launch, latency: Measure
 def time_batch(
     loaded: LoadedProgram, pos: int | None, latency: MeasuredLatency, limit_s: float = 10.0
 ) -> MeasuredLatency:
-    """`latency` with the time of one launch among many back to back, and the state of the GPU before and under them.
+    """`latency` with the mean time of launches that run back to back, and the GPU's state before and during them.
 
     Raises as `time_launches` does.
     """
@@ -117,7 +117,7 @@ def time_batch(
 
 
 def summarise(samples_us: Sequence[float], warmup: int, l2: L2State = "clean") -> MeasuredLatency:
-    """The latency that samples stand for."""
+    """The latency that samples in us give."""
     p10, median, p90 = (float(value) for value in np.percentile(samples_us, (10, 50, 90)))
     return MeasuredLatency(median, p10, p90, len(samples_us), warmup, l2)
 
@@ -153,7 +153,7 @@ def _time_singles(
 
 
 def _time_batch(gpu: Gpu, launch: Launch, finish: Launch, count: int, flush: Flush) -> tuple[float, GpuState]:
-    """(time of one launch, state of the GPU while they run)."""
+    """(mean time of a launch in us, state of the GPU while they run)."""
     _keep_busy(flush)
     start = gpu.record()
     for _ in range(count):
@@ -170,7 +170,7 @@ def _keep_busy(flush: Flush) -> None:
 
 
 def _both(before: GpuState, after: GpuState) -> GpuState:
-    """`after`, with whatever held the clocks down, and the most strangers, in either."""
+    """`after`, with the throttle reasons of both states and the larger number of strangers."""
     strangers = [state.strangers for state in (before, after) if state.strangers is not None]
     after = replace(after, strangers=max(strangers, default=None))
     if before.throttle is None or after.throttle is None:

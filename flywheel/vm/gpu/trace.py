@@ -1,6 +1,6 @@
-"""What the stamps of a traced launch say: what each task did when, and how signals reached those who waited for them.
+"""Reads the stamps of a traced launch: when each task did what, and how long signals took to reach waiting tasks.
 
-Pure: from the arrays of `LoadedProgram.read_trace` and `read_waits`, and the program that was packed.
+The functions are pure. They take the arrays of `LoadedProgram.read_trace` and `read_waits`, and the packed program.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from flywheel.vm.abi import Stamp
 from flywheel.vm.pack import PackedProgram
 
 Stamps = npt.NDArray[np.uint64]
-"""[instruction, Stamp] in ns of the GPU's global timer; 0 is a stamp that was not passed."""
+"""[instruction, Stamp] in ns of the GPU's global timer; 0 is a stamp that the task did not set."""
 Waits = npt.NDArray[np.float64]
-"""[SM, 2]: shares of the launch in which its loader stalled, and its matrix warps starved."""
+"""[SM, 2]: the shares of the launch in which the SM's loader stalled, and in which its matrix warps starved."""
 
 
 class Phase(StrEnum):
-    """What the vector warps of an SM are at in a task; phases follow each other without a gap, from CURRENT to DONE."""
+    """A phase of a task on an SM's vector warps. Phases follow each other without gaps, from CURRENT to DONE."""
 
     WAIT = "wait"
-    """CURRENT to READY: for its counters, or for what it reads, where that is handed over by the data."""
+    """CURRENT to READY: the task waits for its counters or, where data is handed over without them, for that data."""
     STAGE = "stage"
-    """READY to STAGED: they make the vector to multiply (a norm, a merge), and stage it."""
+    """READY to STAGED: the vector warps compute the vector to multiply (a norm, a merge) and stage it."""
     MULTIPLY = "multiply"
-    """To MULTIPLIED: the matrix warps are at work, or wait for weights; sums of all passes but the last are in it."""
+    """To MULTIPLIED: the matrix warps multiply or wait for weights. It includes the sums of all passes but the last."""
     FINISH = "finish"
-    """MULTIPLIED to STORED: they add up the last pass, run the steps behind the product, and store."""
+    """MULTIPLIED to STORED: the vector warps sum the last pass, run the steps after the product, and store."""
     RUN = "run"
-    """READY to STORED of a task without a product."""
+    """READY to STORED of a task without a matrix product."""
     SIGNAL = "signal"
-    """STORED to DONE: the fence, and the signal; next to nothing where nobody asks for it."""
+    """STORED to DONE: the fence and the signal. It is nearly 0 where no task waits for the signal."""
 
 
 class PhaseSpan(NamedTuple):
@@ -51,7 +51,7 @@ class PhaseSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TracedTask:
-    """When a task ran and what it did, in us since the first stamp of the launch; a phase that it has not is absent."""
+    """When a task ran, in us since the first stamp of the launch, and its phases, only those that it has."""
 
     task: Task
     sm: int
@@ -63,10 +63,11 @@ class TracedTask:
 
 @dataclass(frozen=True, slots=True)
 class LaunchTrace:
-    """All tasks of one launch, SM after SM in queue order, on `sms` SMs.
+    """All tasks of one launch on `sms` SMs, SM after SM, each in queue order.
 
-    `stalled` is the share of the launch in which a mean SM's loader could not read on, the ring being full or the tasks
-    too far ahead; `starved` that in which its matrix warps had their operand, and no weights.
+    `stalled` and `starved` are shares of the launch, averaged over SMs. A loader is stalled while it may not read on,
+    since the ring is full or its next task too far ahead. Matrix warps are starved while they have their operand but no
+    weights.
     """
 
     tasks: tuple[TracedTask, ...]
@@ -82,10 +83,10 @@ class LaunchTrace:
 
 @dataclass(frozen=True, slots=True)
 class HandOff:
-    """A task, and of those whose signals it needs the `last` to give one.
+    """A task, and the `last` of the tasks whose signals it waits for to give its signal.
 
-    Where the data is handed over without signals, that is the last of its producers to be done, and `ready_us` is when
-    what it reads was loaded.
+    Where data is handed over without signals, `last` is the last of the task's producers to finish, and `ready_us` is
+    the time at which the task had loaded that data.
     """
 
     task: TracedTask
@@ -93,26 +94,28 @@ class HandOff:
 
     @property
     def waited(self) -> bool:
-        """Whether the task was there before the last signal. Otherwise its times say nothing of how signals travel."""
+        """Whether the task began to wait before the last signal. Otherwise its times say nothing about signals."""
         return self.task.current_us < self.last.done_us
 
     @property
     def held_us(self) -> float:
-        """Of a task that waited: until the last signal was given."""
+        """Time in us from the start of a task's wait to the last signal. Only for a task that `waited`."""
         return self.last.done_us - self.task.current_us
 
     @property
     def latency_us(self) -> float:
-        """From the last signal to the task's start. A sender stamps after it has signalled, and by the clock of another
-        SM, so this may come out too small by as little as clocks are apart."""
+        """Time in us from the last signal to the task's start.
+
+        It may come out slightly too small: the sender stamps after its signal, and by the clock of another SM.
+        """
         return self.task.ready_us - self.last.done_us
 
 
 def read_stamps(packed: PackedProgram, stamps: Stamps, waits: Waits) -> LaunchTrace:
     """The trace of a launch of `packed` that left `stamps` and `waits`.
 
-    Raises TraceError, naming the task, where a stamp is absent that the task must pass, there is one that it cannot
-    pass, or times do not follow each other on an SM.
+    Raises TraceError, which names the task, where a task lacks a stamp that it must set, has one that it cannot set, or
+    where times on an SM are out of order.
     """
     instructions = packed.instructions
     if stamps.shape != (len(instructions), len(Stamp)):
@@ -151,7 +154,7 @@ _ALWAYS: Final = (Stamp.CURRENT, Stamp.READY, Stamp.STORED, Stamp.DONE)
 
 
 def _check_passed(packed: PackedProgram, stamps: Stamps) -> None:
-    """STAGED is optional: an operand may lie there already."""
+    """Check that each task has the stamps that it must have. STAGED is optional: the operand may be staged already."""
     multiplies = _multiplies(packed)
     for stamp in _ALWAYS:
         _refuse(packed, stamps[:, stamp] == 0, f"has no stamp {stamp.name}")
@@ -181,7 +184,7 @@ def _check_order(packed: PackedProgram, stamps: Stamps) -> None:
 
 
 def _refuse(packed: PackedProgram, wrong: npt.NDArray[np.bool_], why: str) -> None:
-    """Raises TraceError for the first instruction that is wrong."""
+    """Raise TraceError for the first wrong instruction, if any."""
     if not wrong.any():
         return
     instruction = packed.instructions[int(np.flatnonzero(wrong)[0])]

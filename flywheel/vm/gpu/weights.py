@@ -1,4 +1,4 @@
-"""Weights on the GPU, in the orders that kernels read them in, once each however many programs share them."""
+"""Weights on the GPU, in the layouts that kernels read. Each is stored once, however many programs share it."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ from flywheel.vm.gpu.nvrtc import CompiledVariant, arch_name, compile_variant
 FRAGMENT_ELEMENTS: Final = FRAGMENT_ROWS * FRAGMENT_ROWS
 
 _PACK_THREADS: Final = 320
-"""Threads of the variant whose kernels pack, and of its blocks: the commonest one, so that it is at hand."""
+"""Block size of the variant that packs. It is the commonest size, so the cache mostly has that variant."""
 
 _PACK_BLOCKS_PER_SM: Final = 6
 
 
 def fragments_bytes(shape: Sequence[int], dtype: DType) -> int:
-    """Bytes of a matrix, all dimensions but the last being rows, in Layout.FRAGMENTS."""
+    """Bytes of a matrix in Layout.FRAGMENTS. All dimensions of `shape` but the last count as rows."""
     rows, width = prod(shape[:-1]), shape[-1]
     return dtype.nbytes(-(-rows // FRAGMENT_ROWS) * -(-width // FRAGMENT_ROWS) * FRAGMENT_ELEMENTS)
 
 
 class ResidentWeights:
-    """Device addresses of weights by name and layout, for programs whose float type is `dtype`. Kernels of `packing`
-    pack them; without it, a variant is compiled."""
+    """Device addresses of weights by name and layout, for programs whose float type is `dtype`.
+
+    Kernels of `packing` pack the weights. Without it, a variant is compiled for that, in `cache_dir`.
+    """
 
     def __init__(
         self, gpu: Gpu, dtype: DType, cache_dir: Path | None = None, packing: CompiledVariant | None = None
@@ -60,15 +62,15 @@ class ResidentWeights:
         self._addresses.clear()
 
     def borrow(self, name: str, address: int) -> None:
-        """Use a row-major tensor where it lies on the device; its owner keeps it there until `close`."""
+        """Use a row-major tensor where it lies on the device. Its owner must keep it there until `close`."""
         self._addresses[name, Layout.ROWS] = address
 
     def put(self, name: str, source: int | npt.NDArray[Any], shape: Sequence[int], dtype: DType, layout: Layout) -> int:
-        """Copy a row-major tensor, at a device address or in an array as `elements.stored` takes it, into `layout`.
+        """Copy a row-major tensor into `layout`, and return its device address.
 
-        Returns its address; nothing moves where it is there already. Raises WeightsError for fragments of another
-        element type than the programs', TensorError for another array than `shape` and `dtype` say, GpuMemoryError and,
-        where the packing kernel cannot be compiled, KernelCompileError.
+        `source` is a device address, or an array that `elements.stored` takes. A weight that is there already is not
+        copied again. Raises WeightsError for fragments of another element type than the programs', TensorError for an
+        array that is not of `shape` and `dtype`, GpuMemoryError, and KernelCompileError of the packing kernel.
         """
         if (name, layout) in self._addresses:
             return self._addresses[name, layout]
@@ -88,8 +90,10 @@ class ResidentWeights:
         return address
 
     def put_units(self, name: str, coded: Coded, parts: Sequence[tuple[int | npt.NDArray[Any], Buffer]]) -> int:
-        """A quantised matrix, its scales and its zero points, if it has any, as Layout.UNITS; `parts` are sources as
-        `put` takes them, with their buffers. Returns its address, and raises as `put` does."""
+        """Put a quantised matrix, its scales and its zero points, if any, as Layout.UNITS; return the device address.
+
+        `parts` are (source, buffer) pairs; `put` says what a source is. Raises as `put` does.
+        """
         key = name, Layout.UNITS
         if key not in self._addresses:
             matrix, scales = parts[0][1], parts[1][1]
@@ -106,7 +110,7 @@ class ResidentWeights:
         return self._addresses[key]
 
     def put_row_scales(self, name: str, source: int | npt.NDArray[Any], buffer: Buffer, rows: int, shared: int) -> int:
-        """Scales of which each holds for `shared` of so many rows, as Layout.ROW_SCALES. Returns their address."""
+        """Put scales as Layout.ROW_SCALES; return their device address. Each holds for `shared` of `rows` rows."""
         key = name, Layout.ROW_SCALES
         if key not in self._addresses:
             expanded = self._take(DType.F32.nbytes(rows))
@@ -117,7 +121,7 @@ class ResidentWeights:
         return self._addresses[key]
 
     def _on_gpu(self, source: int | npt.NDArray[Any], buffer: Buffer, held: ExitStack) -> int:
-        """The device address of a source, which stays there as long as `held`."""
+        """The device address of a source. A copy made for it lives as long as `held`."""
         if isinstance(source, int):
             return source
         array = stored(source, buffer.dtype, tuple(buffer.shape), buffer.name)
@@ -158,7 +162,7 @@ class ResidentWeights:
             )
             self._kernels = dict(self._gpu.load(variant))
         self._gpu.launch(self._kernels[name], _PACK_BLOCKS_PER_SM * self._gpu.num_sms, self._threads, args)
-        self._gpu.sync()  # the source's owner may take it back
+        self._gpu.sync()  # from now on the source's owner may free it
 
     def _take(self, nbytes: int) -> Memory:
         memory = self._gpu.alloc(nbytes)
