@@ -243,6 +243,7 @@ def test_damage_is_named(
         (("tables", "segment_buffers", "offset"), 0, "names a buffer that is not one of"),
         (("kernel", "nvrtc"), "new", "kernel.nvrtc: 'new' is no version"),
         (("kernel", "entries"), {}, "kernel.entries.megakernel: is missing"),
+        (("variant", "formats"), [[]], "variant.formats: list is not of int"),
         (("target", "name"), [], "target.name: list is not of str"),
         (("variant", "ring_slots"), 0, "inflight_chunks"),
         (("model", "spec", "rope_theta"), "x", "model.spec lacks or misstates"),

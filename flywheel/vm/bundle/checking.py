@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, get_type_hints
 
 from flywheel.ir import BufferKind, GpuTarget
@@ -55,17 +55,17 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     nvrtc = manifest["kernel"]["nvrtc"]
     if not nvrtc.partition(".")[0].isdecimal():
         raise ValueError(f"kernel.nvrtc: {nvrtc[:60]!r} is no version")
+    for name in ("kernel", "variant"):
+        _check_each(f"{name}.formats", manifest[name]["formats"])
     for row, buffer in enumerate(manifest["buffers"]):
         _check(f"buffers.{row}", buffer, _BUFFER)
-        for size in buffer["shape"]:
-            _check(f"buffers.{row}.shape", size, int)
+        _check_each(f"buffers.{row}.shape", buffer["shape"])
         for name, wanted in (("offset", int), ("tensor", str)):
             if name in buffer:
                 _check(f"buffers.{row}.{name}", buffer[name], wanted)
     for name, tensor in manifest["weights"]["tensors"].items():
         _check(f"weights.tensors.{name}", tensor, _TENSOR)
-        for size in tensor["shape"]:
-            _check(f"weights.tensors.{name}.shape", size, int)
+        _check_each(f"weights.tensors.{name}.shape", tensor["shape"])
     for name, about in manifest["files"].items():
         _check(f"files.{name}", about, _FILE)
 
@@ -106,6 +106,11 @@ def _check_buffer(manifest: Mapping[str, Any], packed: PackedProgram, row: int, 
             raise ValueError(f"{where} has no {manifest['model']['context']} positions")
     elif not 0 <= arena.offsets.get(row, -1) <= arena.nbytes - buffer.nbytes:
         raise ValueError(f"{where} is not in the arena of {arena.nbytes} bytes")
+
+
+def _check_each(where: str, numbers: Sequence[object]) -> None:
+    for number in numbers:
+        _check(where, number, int)
 
 
 def _check(where: str, value: object, wanted: Any) -> None:
