@@ -26,7 +26,8 @@ _END_S: Final = 30.0
 def bench_served(where: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """The document: for each number of clients, answers to texts of random lengths, as the command's `params` say.
 
-    A server that is started gets the model and the schedule from them. Raises UsageError where there is none.
+    A server that is started gets the model and the schedule from them. Raises UsageError where there is none,
+    and where it does not answer a first request.
     """
     from flywheel.serve.load import draw_prompts, put_load
 
@@ -36,11 +37,17 @@ def bench_served(where: str, params: Mapping[str, Any]) -> dict[str, Any]:
     words, seed = params["prompt_words"], params["seed"]
     with _served(where, _options(params)) as server:
         prompts = draw_prompts(seed, requests, words)
-        put_load(server, prompts[:1], 1, min(max_tokens, 2))  # so that nobody pays for what a first request makes
+        # So that nobody pays for what a first request makes.
+        first = put_load(server, prompts[:1], 1, min(max_tokens, 2))
+        if first.failed:
+            raise UsageError(f"bench: {server.url} does not answer a first request: {first.failed[0]}")
         loads = []
         for count in clients:
             note(f"flywheel: {count} client{'s' if count > 1 else ''}, {requests} requests")
-            loads.append(put_load(server, prompts, count, max_tokens).document())
+            load = put_load(server, prompts, count, max_tokens)
+            if load.failed:
+                note(f"flywheel: {len(load.failed)} of them failed, the first one with {load.failed[0]}")
+            loads.append(load.document())
         return {
             "format": FORMAT, "version": 1, "url": server.url, "model": server.model, "seed": seed,
             "max_tokens": max_tokens, "longest_prompt_words": words, "loads": loads, "beside": _beside(),

@@ -16,6 +16,7 @@ from cli.conftest import invoke
 from serve.conftest import checkpoint as served_checkpoint
 
 from flywheel.cli.bench_serve import START, _served
+from flywheel.cli.exits import REJECTED
 from flywheel.errors import UsageError
 from flywheel.serve.load import Answered, Load, Server, draw_prompts, find_server, put_load
 
@@ -100,6 +101,20 @@ def test_a_server_that_has_gone_fails_each_request(fake: str) -> None:
     load = put_load(Server("http://127.0.0.1:9/v1", server.model), ["a", "b", "c"], 2, 3)
     assert len(load.failed) == 3 and not load.answered
     assert load.document()["token_ms"] is None
+
+
+def test_a_server_that_answers_no_first_request_is_a_usage_error_with_its_reason(fake: str) -> None:
+    seed = next(seed for seed in range(99) if draw_prompts(seed, 2, 1)[0] == "wheel")
+    result = invoke("bench", "--serve", fake, "--requests", "2", "--prompt-words", "1", "--seed", str(seed))
+    assert result.exit_code == 2
+    assert "does not answer a first request: ValueError: status 500: no" in result.output
+
+
+def test_a_load_of_which_some_fail_says_why(fake: str) -> None:
+    seed = next(seed for seed in range(999) if [text == "wheel" for text in draw_prompts(seed, 2, 1)] == [False, True])
+    result = invoke("bench", "--serve", fake, "--requests", "2", "--prompt-words", "1", "--seed", str(seed))
+    assert result.exit_code == REJECTED
+    assert "1 of them failed, the first one with ValueError: status 500: no" in result.output
 
 
 def test_percentiles_and_rates_are_of_what_was_answered() -> None:
