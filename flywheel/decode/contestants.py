@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ TORCH_CUDA: Final = torch.version.cuda
 """The CUDA that torch was built with; None for one without."""
 WARMUP: Final = 3
 _BEFORE_CAPTURE: Final = 3
+CaptureErrors: TypeAlias = Literal["global", "thread_local"]
 _Forward = Callable[[int], tuple[Tensor, Tensor]]
 
 
@@ -156,7 +157,7 @@ class GraphedStep:
             forward = torch.compile(forward, mode="max-autotune-no-cudagraphs", fullgraph=True, dynamic=False)
         self._graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), sums_as_shipped():
-            self._logits, self._tokens = self._captured(forward)
+            self._logits, self._tokens = capture(rival.name, self._graph, forward, self._position)
 
     def verdict(self) -> Verdict:
         """On one launch of the graph, behind the judge's caches."""
@@ -181,21 +182,29 @@ class GraphedStep:
             self._decoder.write_cache(self._judge.layer_caches(-1, row), row)
         self._decoder.set_tokens(self._judge.tokens[-1].tolist())
 
-    def _captured(self, forward: _Forward) -> tuple[Tensor, Tensor]:
-        """Source: PyTorch's notes on CUDA graphs: warm up on a side stream, so that nothing is set up in the graph."""
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch.cuda.stream(side):
-                for _ in range(_BEFORE_CAPTURE):
-                    forward(self._position)
-            with torch.cuda.graph(self._graph, stream=side):
-                given = forward(self._position)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            line = str(error).strip().partition("\n")[0]
-            raise KernelCompileError(f"rival {self.rival.name}: torch does not compile it: {line}") from error
-        torch.cuda.synchronize()
-        return given
+
+def capture(
+    name: str, graph: torch.cuda.CUDAGraph, forward: _Forward, position: int, errors: CaptureErrors = "global"
+) -> tuple[Tensor, Tensor]:
+    """What replays of the graph, which captures `forward` at the position, will give. `errors`: whose calls of CUDA
+    must not break into the capture, those of all threads or of this one. Raises KernelCompileError where torch does
+    not compile it.
+
+    Source: PyTorch's notes on CUDA graphs: warm up on a side stream, so that nothing is set up in the graph.
+    """
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(side):
+            for _ in range(_BEFORE_CAPTURE):
+                forward(position)
+        with torch.cuda.graph(graph, stream=side, capture_error_mode=errors):
+            given = forward(position)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        line = str(error).strip().partition("\n")[0]
+        raise KernelCompileError(f"rival {name}: torch does not compile it: {line}") from error
+    torch.cuda.synchronize()
+    return given
 
 
 @dataclass(slots=True)

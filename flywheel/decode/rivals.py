@@ -185,11 +185,20 @@ class TorchDecoder:
         x = embedding(self.token, self._weights.embed)
         for layer, keys, values in self._layers:
             normed = rms_norm(x, width, layer.input_norm, eps)
-            x = x + self._attention(normed, layer, keys, values, position, cosine, sine)
+            x = x + self._sum_of_ranks(self._attention(normed, layer, keys, values, position, cosine, sine))
             gate, up = multiply(rms_norm(x, width, layer.post_attention_norm, eps), layer.gate_up).chunk(2, -1)
-            x = x + multiply(silu(gate) * up, layer.down)
-        logits = multiply(rms_norm(x, width, self._weights.final_norm, eps), self._weights.head)
+            x = x + self._sum_of_ranks(multiply(silu(gate) * up, layer.down))
+        own = multiply(rms_norm(x, width, self._weights.final_norm, eps), self._weights.head)
+        logits = self._logits_of_ranks(own)
         return logits, logits.argmax(-1)
+
+    def _sum_of_ranks(self, summand: Tensor) -> Tensor:
+        """Of what every rank has made of a product [batch, hidden]; there is one rank here."""
+        return summand
+
+    def _logits_of_ranks(self, logits: Tensor) -> Tensor:
+        """All ranks' parts of the vocabulary, in order; there is one rank here."""
+        return logits
 
     def _attention(
         self, x: Tensor, layer: FusedLayer, keys: Tensor, values: Tensor, position: int, cosine: Tensor, sine: Tensor

@@ -127,7 +127,7 @@ class Client:
             connection.send(Question(program, None if known else rivals, rounds))
             answer = connection.recv()
         if answer is None:
-            death = _death(process)
+            death = death_of(process)
             self.close()
             if late.is_set():
                 return Contest(TimedOut(limit_s, f"the GPU worker gave no answer within {limit_s:g} s and was killed"))
@@ -160,7 +160,7 @@ class Client:
             case Unable(error):
                 self.close()
                 raise error
-        death = _death(process)
+        death = death_of(process)
         self.close()
         if late.is_set():
             raise FlywheelError(f"GPU worker: not ready after {self._limits.start_s:g} s")
@@ -185,7 +185,7 @@ def _killed_after(process: SpawnProcess, limit_s: float) -> Iterator[threading.E
         timer.cancel()
 
 
-def _death(process: SpawnProcess) -> str:
+def death_of(process: SpawnProcess) -> str:
     """How a process ended, in words. Its connection is closed; if it still runs, it is killed."""
     process.join(_EXIT_S)
     code = process.exitcode

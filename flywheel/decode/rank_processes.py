@@ -1,0 +1,171 @@
+"""Processes that share a decode step by torch.distributed, one a rank: they are started, answer, and end together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
+
+import torch
+from torch.distributed import TCPStore, destroy_process_group, init_process_group  # type: ignore[attr-defined]
+
+from flywheel.errors import FlywheelError, GpuMemoryError, NoGpuError, WorkerDiedError
+from flywheel.process import enter_child, set_environment, sheltered
+from flywheel.vm.client import death_of
+
+Backend: TypeAlias = Literal["nccl", "gloo"]
+"""Of torch.distributed: "nccl" for GPUs, rank r on the GPU that CUDA numbers r; "gloo" for CPUs."""
+
+HOST: Final = "127.0.0.1"
+ENVIRONMENT: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
+"""Ranks meet on the loopback interface of one host. NCCL does without NVLink multicast, as flywheel's kernels do."""
+
+_EXIT_S: Final = 5.0
+"""What a process that has answered may take to end."""
+
+_ECHO_S: Final = 1.0
+"""Within it, the others notice that a rank is gone: the first to fail need not be the first to be heard of."""
+
+_LATER_S: Final = 60.0
+"""So much later than the ranks' limit torch gives up by itself: whoever waits for them says it first."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[_T]):
+    """What a rank's work gave."""
+
+    given: _T
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank has no answer. `caused`: by the rank itself, and not perhaps by another that is gone."""
+
+    error: FlywheelError
+    caused: bool
+
+
+def run_ranks(
+    what: str, work: Callable[..., _T], ranks: int, backend: Backend, limit_s: float, *arguments: Any
+) -> list[_T]:
+    """`work(rank, *arguments)` of each rank, in a process of its own, with torch.distributed's default group set up.
+
+    `work` and what it gives and takes are pickled. When one rank fails or dies, all others are killed. Raises
+    NoGpuError where NCCL has fewer GPUs than ranks, the FlywheelError that a rank raised, GpuMemoryError where a rank's
+    GPU is full, and WorkerDiedError for a rank that died or in which torch failed, and for ranks that have not all
+    answered after `limit_s` seconds.
+    """
+    if backend == "nccl" and torch.cuda.device_count() < ranks:
+        raise NoGpuError(f"{what}: {ranks} ranks need as many GPUs: torch finds {torch.cuda.device_count()}")
+    end, wait_s = time.monotonic() + limit_s, limit_s + _LATER_S
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        HOST, port, ranks, True, timedelta(seconds=wait_s), wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    processes: dict[Connection, SpawnProcess] = {}
+    try:
+        for rank in range(ranks):
+            processes |= _start(what, work, rank, ranks, backend, port, wait_s, arguments)
+        heard = _hear(what, processes, end, limit_s)
+        for process in processes.values():
+            process.join(_EXIT_S)
+        return heard
+    finally:
+        for connection, process in processes.items():
+            connection.close()
+            process.kill()
+            process.join(_EXIT_S)
+        del store  # the ranks are gone that met there
+
+
+def _start(what: str, work: Callable[..., Any], rank: int, *arguments: Any) -> dict[Connection, SpawnProcess]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(theirs, what, work, rank, *arguments), name=f"flywheel-rank-{rank}")
+    with sheltered():
+        process.start()
+    theirs.close()  # or its death would not end what is read here
+    return {ours: process}
+
+
+def _hear(what: str, processes: Mapping[Connection, SpawnProcess], end: float, limit_s: float) -> list[Any]:
+    """What all ranks gave, in order. `end`, of the monotonic clock, is when the limit is over."""
+    ranks = list(processes)
+    answers: dict[Connection, Answer[Any]] = {}
+    failures: dict[Connection, Failure] = {}
+    while len(answers) + len(failures) < len(ranks):
+        silent = [each for each in ranks if each not in answers and each not in failures]
+        ready = wait(silent, max(0.0, end - time.monotonic()))
+        if not ready:
+            break
+        for connection in (each for each in silent if each in ready):
+            place = f"{what}: rank {ranks.index(connection)} of {len(ranks)}"
+            match _receive(connection, processes[connection], place):
+                case Answer() as answer:
+                    answers[connection] = answer
+                case failure:
+                    failures[connection] = failure
+                    end = min(end, time.monotonic() + _ECHO_S)
+    if failures:
+        raise min(failures.values(), key=lambda failure: not failure.caused).error
+    if len(answers) < len(ranks):
+        raise WorkerDiedError(
+            f"{what}: {len(answers)} of {len(ranks)} ranks answered within {limit_s:g} s; all were killed"
+        )
+    return [answers[each].given for each in ranks]
+
+
+def _receive(connection: Connection, process: SpawnProcess, place: str) -> Answer[Any] | Failure:
+    try:
+        said: Answer[Any] | Failure = connection.recv()
+    except (EOFError, OSError):
+        return Failure(WorkerDiedError(f"{place}: its process died: {death_of(process)}"), caused=True)
+    return said
+
+
+def _serve(
+    connection: Connection,
+    what: str,
+    work: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    backend: Backend,
+    port: int,
+    wait_s: float,
+    arguments: Sequence[Any],
+) -> None:
+    """A rank's process: joins the group, works, answers."""
+    enter_child()
+    set_environment(ENVIRONMENT)
+    place = f"{what}: rank {rank} of {ranks}"
+    try:
+        device = None
+        if backend == "nccl":
+            device = torch.device("cuda", rank)
+            torch.cuda.set_device(device)
+        store = TCPStore(HOST, port, ranks, False, timedelta(seconds=wait_s))
+        init_process_group(
+            backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=wait_s), device_id=device
+        )
+        connection.send(Answer(work(rank, *arguments)))
+    except FlywheelError as error:
+        connection.send(Failure(error, caused=True))
+    except torch.OutOfMemoryError as error:
+        connection.send(Failure(GpuMemoryError(f"{place}: {_line_of(error)}"), caused=True))
+    except RuntimeError as error:  # of torch.distributed too, where another rank is gone
+        connection.send(Failure(WorkerDiedError(f"{place}: {_line_of(error)}"), caused=False))
+    else:
+        destroy_process_group()
+
+
+def _line_of(error: RuntimeError) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from ranks_at_work import Case, die_in_company, fail_alone, refuse_in_company, step_each
+
+from flywheel.decode.rank_processes import run_ranks
+from flywheel.decode.tensor_parallel import shard_of
+from flywheel.errors import ConfigError, FlywheelError, NoGpuError, UsageError, WorkerDiedError
+from flywheel.ir import DType
+from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.models.weights import checkpoint_tensors, random_weights
+
+LIMIT_S = 300.0
+LLAMA = DecoderSpec("llama", "llama", 64, 96, 2, 4, 2, 16, 120, 1e4, 1e-5, 128)
+SPECS = (
+    LLAMA,
+    dataclasses.replace(LLAMA, name="scaled", tied_head=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32)),
+    dataclasses.replace(LLAMA, name="mistral", family="mistral", n_kv_heads=4, vocab=128),
+    dataclasses.replace(LLAMA, name="qwen2", family="qwen2", qkv_bias=True),
+    dataclasses.replace(LLAMA, name="qwen3", family="qwen3", head_dim=32, qk_norm=True, tied_head=True),
+)
+CASES = {
+    2: [*(Case(spec, DType.BF16, batch=3) for spec in SPECS), Case(SPECS[3], compiled=True)],
+    4: [Case(spec) for spec in SPECS],
+}
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    assert [each.name for each in multiprocessing.active_children() if each.name.startswith("flywheel-rank")] == []
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_ranks_together_make_the_oracles_logits_and_all_the_same(ranks: int) -> None:
+    by_rank = run_ranks("tiny", step_each, ranks, "gloo", LIMIT_S, ranks, CASES[ranks])
+    for case, made in zip(CASES[ranks], zip(*by_rank, strict=True), strict=True):
+        for each in made:
+            assert each.verdict.passed, (case, each.verdict.reason)
+            assert not each.alone.passed, case
+        assert len({each.digest for each in made}) == 1, case
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_ranks_keep_is_the_whole_model(spec: DecoderSpec, ranks: int) -> None:
+    weights = random_weights(spec, 3, torch.float32)
+    shards = [shard_of(spec, rank, ranks) for rank in range(ranks)]
+    kept = [{own: part for key, each in weights.items() for own, part in shard.keep(key, each).items()}
+            for shard in shards]  # fmt: skip
+    for shard, own in zip(shards, kept, strict=True):
+        shapes = checkpoint_tensors(shard.spec)
+        most = max(stop - first for first, stop in shard.rows)
+        assert {key: tuple(each.shape) for key, each in own.items()} == {
+            **shapes, "lm_head.weight": (most, spec.hidden)
+        }  # fmt: skip
+    rows = [own["lm_head.weight"][: stop - first] for own, (first, stop) in zip(kept, shards[0].rows, strict=True)]
+    head = weights["model.embed_tokens.weight" if spec.tied_head else "lm_head.weight"]
+    assert torch.equal(torch.cat(rows), head)
+    for name, axis in (("self_attn.q_proj", 0), ("mlp.up_proj", 0), ("self_attn.o_proj", 1), ("mlp.down_proj", 1)):
+        key = f"model.layers.1.{name}.weight"
+        assert torch.equal(torch.cat([own[key] for own in kept], axis), weights[key])
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match="n_heads=4 is not a multiple of 8 ranks"):
+        shard_of(LLAMA, 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("work", "guilty", "error", "line"),
+    [
+        (die_in_company, 1, WorkerDiedError, r"tiny: rank 1 of 2: its process died: signal 9 \(SIGKILL\)"),
+        (refuse_in_company, 0, UsageError, "rank 0 refuses"),
+        (fail_alone, 1, WorkerDiedError, "tiny: rank 1 of 2: a product failed"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others_with_one_line(
+    work: Callable[..., None], guilty: int, error: type[FlywheelError], line: str
+) -> None:
+    with pytest.raises(error, match=f"^{line}$"):
+        run_ranks("tiny", work, 2, "gloo", LIMIT_S, guilty)
+
+
+def test_ranks_that_do_not_answer_in_time_are_killed() -> None:
+    with pytest.raises(WorkerDiedError, match=r"^tiny: 0 of 2 ranks answered within 0\.01 s; all were killed$"):
+        run_ranks("tiny", fail_alone, 2, "gloo", 0.01, None)
+
+
+def test_more_ranks_than_gpus_are_refused_before_any_starts() -> None:
+    with pytest.raises(NoGpuError, match=r"^tiny: 1000 ranks need as many GPUs: torch finds \d+$"):
+        run_ranks("tiny", fail_alone, 1000, "nccl", LIMIT_S, None)
