@@ -24,3 +24,9 @@ def test_functions_stay_short(root: Path, product: list[Path]) -> None:
     assert {
         name: count for name, count in lines.items() if count >= FUNCTION_LINES and not name.startswith(FROZEN)
     } == {}
+
+
+def test_the_readme_is_one_page_of_short_lines(root: Path) -> None:
+    lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 110] == []
