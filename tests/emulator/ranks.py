@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,7 @@ from flywheel.models.weights import bind
 from flywheel.vm.gpu.driver import load_variant
 from flywheel.vm.gpu.loader import LoadedProgram, ResidentWeights, needed_weights
 from flywheel.vm.gpu.nvrtc import arch_name
+from flywheel.vm.gpu.ranked import RankedProgram
 from flywheel.vm.pack import PackedProgram, pack_ranks
 
 
@@ -28,12 +31,79 @@ class Span(ctypes.Structure):
     _fields_ = (("first", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
+@dataclass
+class Peer(EmulatedGpu):
+    """One GPU of several, `queues`, each with the launches given to it. When all have one, they run at once.
+
+    `absent` makes it forget its launch. So the others, when they are told to stop, run without it.
+    """
+
+    queues: list[list[tuple[Any, ...]]] = field(default_factory=list)
+    absent: bool = False
+    order: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rank = len(self.queues)
+        self.queues.append([])
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: int,
+        block: int,
+        args: tuple[Any, ...],
+        *,
+        smem_bytes: int = 0,
+        cooperative: bool = False,
+    ) -> None:
+        if not cooperative:
+            super().launch(kernel, grid, block, args, smem_bytes=smem_bytes)
+            return
+        self.order.append(f"launch {self.rank}")
+        if not self.absent:
+            self.queues[self.rank].append((kernel, grid, block, args, smem_bytes))
+        if all(self.queues):
+            firsts = [queue.pop(0) for queue in self.queues]
+            ranks, (pos, *_) = len(firsts), args[1:]
+            why = ctypes.create_string_buffer(WHY_BYTES)
+            ended = self._library.emulate_ranks(
+                (ctypes.c_void_p * ranks)(*(each[3][0] for each in firsts)), (ctypes.c_int * 1)(pos.value), None, None,
+                ctypes.c_int(0), (Span * ranks)(), ctypes.c_int(ranks), ctypes.c_int(1), ctypes.c_int(grid),
+                ctypes.c_int(block), ctypes.c_size_t(smem_bytes), ctypes.c_uint(self.seed),
+                ctypes.c_double(self.limit_s), why, ctypes.c_size_t(WHY_BYTES),
+            )  # fmt: skip
+            if ended:
+                raise GpuFaultError(why.value.decode() or f"launch: not over after {self.limit_s:g} s")
+
+    def load(self, unit: Any) -> dict[str, Any]:
+        if unit.ranked:
+            self._library = ctypes.CDLL(unit.cubin.decode())
+        return super().load(unit)
+
+    def record(self) -> Any:
+        self.order.append(f"record {self.rank}")
+        return self.rank
+
+    def follow(self, event: Any) -> None:
+        self.order.append(f"{self.rank} follows {event}")
+
+    def wait(self, event: Any, limit_s: float) -> bool:
+        """Whether nothing is queued; what is queued behind a flag runs to its end."""
+        if self.abort_flag.value:
+            for kernel, grid, block, args, smem_bytes in self.queues[self.rank]:
+                super().launch(kernel, grid, block, args, smem_bytes=smem_bytes)
+            self.queues[self.rank].clear()
+        return not any(self.queues) or bool(self.abort_flag.value)
+
+
 class Ranks:
-    """A program's ranks in memory; close it. Caches begin with zeros."""
+    """A program's ranks in memory; close it. Caches begin with zeros. Ranks have `gpus`, or all have `gpu`."""
 
     def __init__(
-        self, gpu: EmulatedGpu, program: MegakernelProgram, weights: Mapping[str, Tensor], dtype: DType
-    ) -> None:
+        self, gpu: EmulatedGpu, program: MegakernelProgram, weights: Mapping[str, Tensor], dtype: DType,
+        gpus: Sequence[EmulatedGpu] = (),
+    ) -> None:  # fmt: skip
         self.gpu, self.packed = gpu, pack_ranks(program)
         self._stack = ExitStack()
         variant = self.packed[0].variant
@@ -42,25 +112,26 @@ class Ranks:
             formats=variant.formats, ranked=True,
         )
         bound = bind(program, weights)
-        self.loaded = [self._load(each, bound, dtype) for each in self.packed]
-        memories = [each.memory for each in self.loaded]
-        for each in self.loaded:
-            each.connect(self.packed, memories)
+        homes = gpus or [gpu] * len(self.packed)
+        self.loaded = [self._load(home, each, bound, dtype) for home, each in zip(homes, self.packed, strict=True)]
+        self.ranked = RankedProgram(self.loaded)
         self._library = ctypes.CDLL(self._kernel.cubin.decode())
 
-    def _load(self, packed: PackedProgram, bound: Mapping[str, Tensor], dtype: DType) -> LoadedProgram:
-        resident = self._stack.enter_context(ResidentWeights(self.gpu, dtype))  # type: ignore[arg-type]
+    def _load(
+        self, gpu: EmulatedGpu, packed: PackedProgram, bound: Mapping[str, Tensor], dtype: DType
+    ) -> LoadedProgram:
+        resident = self._stack.enter_context(ResidentWeights(gpu, dtype))  # type: ignore[arg-type]
         for name, buffer, layout in needed_weights(packed):
             resident.put(name, bound[buffer.name].float().numpy(), buffer.shape, buffer.dtype, layout)
         caches = {}
         for buffer in packed.program.buffers:
             if buffer.kind is BufferKind.KV_CACHE:
-                memory = self.gpu.alloc(buffer.nbytes)
-                self.gpu.fill(memory, 0)
+                memory = gpu.alloc(buffer.nbytes)
+                gpu.fill(memory, 0)
                 caches[buffer.name] = memory.address
-        kernel = load_variant(self.gpu, self._kernel)  # type: ignore[arg-type]
+        kernel = load_variant(gpu, self._kernel)  # type: ignore[arg-type]
         return self._stack.enter_context(
-            LoadedProgram(self.gpu, packed, kernel, resident, caches)  # type: ignore[arg-type]
+            LoadedProgram(gpu, packed, kernel, resident, caches)  # type: ignore[arg-type]
         )
 
     def __enter__(self) -> Ranks:

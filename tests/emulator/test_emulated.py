@@ -158,7 +158,7 @@ def test_a_launch_that_waits_for_ever_ends_when_the_host_says_so(gpu: EmulatedGp
         loaded.write_input("position", np.array([0], np.int32))
         gpu.abort_flag.value = 1
         loaded.launch(0)
-        report = loaded._read_report()
+        report = loaded.read_report()
     assert report["fault"] == Fault.ABORTED and report["value"] < report["threshold"]
     (told,) = instructions[instructions["task"] == report["task"]]
     waits = zip(told["wait_counter"][: told["n_waits"]], told["wait_threshold"][: told["n_waits"]], strict=True)
@@ -250,7 +250,7 @@ def test_a_launch_that_is_aborted_between_slices_ends(gpu: EmulatedGpu, seed: in
         loaded.write_input("position", np.zeros(8, np.int32))
         gpu.abort_flag.value = 1
         loaded.launch(0)
-        assert loaded._read_report()["fault"] == Fault.ABORTED
+        assert loaded.read_report()["fault"] == Fault.ABORTED
 
 
 def _compare(gpu: EmulatedGpu, program: MegakernelProgram, token: list[int], start: int = 0) -> None:

@@ -136,7 +136,7 @@ class LoadedProgram:
             traced = len(packed.instructions) + self._grid if kernel.variant.trace else 0
             self._trace = self._take(traced * _TRACE.itemsize) if traced else None
             self._words = self._take(WORDS_BYTES) if packed.part is not None else None
-            self._reset()
+            self.reset()
             self._program = self._upload_program([]) if packed.part is None else None
             undo.pop_all()
 
@@ -272,14 +272,16 @@ class LoadedProgram:
         GpuFaultError where a launch broke the GPU or could not be stopped; then this process must end.
         """
         self.wait(self.gpu.record(), limit_s)
-        report = self._read_report()
+        report = self.read_report()
         if report["fault"] != Fault.NONE:
-            self._reset()
-            raise TensorError(
-                f"{self._label(report)}: id {report['counter']} is no row of its table"
-                if report["fault"] == Fault.BAD_TOKEN
-                else f"{self._label(report)}: stopped with fault {report['fault']}"
-            )
+            self.reset()
+            raise TensorError(self.refusal(report))
+
+    def refusal(self, report: npt.NDArray[np.void]) -> str:
+        """Why a launch stopped by itself."""
+        if report["fault"] == Fault.BAD_TOKEN:
+            return f"{self._label(report)}: id {report['counter']} is no row of its table"
+        return f"{self._label(report)}: stopped with fault {report['fault']}"
 
     def wait(self, event: Any, limit_s: float) -> None:
         """Wait until the stream passes an event of `Gpu.record`, for `limit_s` seconds at most.
@@ -295,32 +297,30 @@ class LoadedProgram:
             self.gpu.broken = True
             raise GpuFaultError(f"launch: not over after {limit_s:g} s, nor {GRACE_S:g} s after it was told to stop")
         self.gpu.abort_flag.value = 0
-        report = self._read_report()
-        self._reset()
-        raise LaunchTimeoutError(f"launch: not over after {limit_s:g} s; {self._culprit(report)}", limit_s)
+        report = self.read_report()
+        self.reset()
+        raise LaunchTimeoutError(f"launch: not over after {limit_s:g} s; {self.culprit(report)}", limit_s)
 
-    def _culprit(self, report: npt.NDArray[np.void]) -> str:
+    def culprit(self, report: npt.NDArray[np.void]) -> str:
+        """What a launch that was told to stop waited for."""
         if report["fault"] != Fault.ABORTED:
             return "no task waits for a counter"
+        where = f"{self._label(report)} on SM {report['sm']}"
         if report["counter"] < 0 < report["threshold"]:  # no counter, but who has not begun
-            return f"{self._label(report)} on SM {report['sm']}: rank {-1 - report['counter']} had not begun"
+            return f"{where}: rank {-1 - report['counter']} had not begun"
         if report["counter"] == ABSENT:
-            return f"{self._label(report)} on SM {report['sm']} is not over"
-        return (
-            f"{self._label(report)} on SM {report['sm']} waits for counter {report['counter']} >= "
-            f"{report['threshold']}, at {report['value']}"
-        )
+            return f"{where} is not over"
+        return f"{where} waits for counter {report['counter']} >= {report['threshold']}, at {report['value']}"
 
     def _label(self, report: npt.NDArray[np.void]) -> str:
         task = int(report["task"])
         return self.packed.label(task) if 0 <= task < len(self.packed.program.tasks) else f"task at {task}"
 
-    def _read_report(self) -> npt.NDArray[np.void]:
+    def read_report(self) -> npt.NDArray[np.void]:
         return self.gpu.download(self._report, _REPORT, (1,))[0]  # type: ignore[no-any-return]
 
-    def _reset(self) -> None:
-        """Reset all state, before the first launch and after a failed one: counters, launches, faults, stamps, buffers.
-        """
+    def reset(self) -> None:
+        """Set counters, launches, faults, stamps and awaited buffers as they are before the first launch."""
         for memory in (self._counters, self._state, self._report, self._trace, self._words):
             if memory is not None:
                 self.gpu.fill(memory, 0)
