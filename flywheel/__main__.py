@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import Final
+from typing import Final, NoReturn
 
 INTERRUPTED: Final = 130
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -26,16 +26,19 @@ def main() -> int:
     from flywheel.process import collect_rarely
 
     collect_rarely()
-    for number in heard:
-        signal.signal(number, interrupt)
-    code = run()
+    try:
+        for number in heard:
+            signal.signal(number, interrupt)
+        code = run()
+    except KeyboardInterrupt:  # before the command began
+        _end(signal.SIGINT, None)
     if code != INTERRUPTED:
         for number in heard:
             signal.signal(number, _end)
     return code
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _end(number: int, frame: FrameType | None) -> NoReturn:
     os.write(2, b"flywheel: interrupted\n")
     os._exit(INTERRUPTED)
 

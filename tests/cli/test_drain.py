@@ -120,6 +120,15 @@ def test_a_signal_while_a_search_starts_ends_it_with_code_130_and_one_line(
     assert "Traceback" not in err and "Exception" not in err
 
 
+def test_a_signal_just_before_a_command_begins_ends_it_with_code_130_and_one_line() -> None:
+    early = "import os, signal, sys; from flywheel.cli import main as module; watch = module.watch_interrupts\n"
+    early += "def watch_and_kill():\n    watch(); os.kill(os.getpid(), signal.SIGINT)\n"
+    early += "module.watch_interrupts = watch_and_kill\n"
+    early += "from flywheel.__main__ import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", early], capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert (done.returncode, done.stderr) == (130, "flywheel: interrupted\n")
+
+
 def test_a_signal_after_the_drain_ends_a_search_with_code_130(tmp_path: Path) -> None:
     late = "import os, signal; from flywheel.cli import drain\nleave = drain.Drain.__exit__\n"
     late += "def leave_and_kill(*a):\n    leave(*a); os.kill(os.getpid(), signal.SIGINT)\n"
