@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
 # One worker a core already: torch's own threads, which wait by spinning, made small tensors a hundred times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell's background jobs ignore it, and so would the commands that tests interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two loaded cores make any deadline flaky, and a failure has to repeat on another machine.
 settings.register_profile(
