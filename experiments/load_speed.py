@@ -1,9 +1,9 @@
 """How long a found schedule takes to load: `python experiments/load_speed.py llama3-8b`, and on a GPU with `--gpu-too`.
 
-Lowers, proves, packs and compiles the schedule that comes with flywheel, in CPU seconds of each part, and writes a
-bundle of it; then reads that in processes of their own, which must import neither torch nor Optuna nor SQLAlchemy. With
-`--gpu-too`, draws random weights onto this machine's GPU and times what is left to do beside them until the first token
-is there. Nothing may be compiled for that.
+The script lowers, proves, packs and compiles the schedule that comes with flywheel. It prints the CPU seconds of each
+part, and writes a bundle. Other processes read the bundle. They must import neither torch nor Optuna nor SQLAlchemy.
+With `--gpu-too`, the script draws random weights onto this machine's GPU. It then times loading until the first token
+is there, and fails if loading compiles a kernel.
 """
 
 from __future__ import annotations

@@ -58,10 +58,11 @@ def run_ranks(
 ) -> list[_T]:
     """`work(rank, *arguments)` of each rank, in a process of its own, with torch.distributed's default group set up.
 
-    `work` and what it gives and takes are pickled. When one rank fails or dies, all others are killed. Raises
-    NoGpuError where NCCL has fewer GPUs than ranks, the FlywheelError that a rank raised, GpuMemoryError where a rank's
-    GPU is full, and WorkerDiedError for a rank that died or in which torch failed, and for ranks that have not all
-    answered after `limit_s` seconds.
+    `work`, its arguments and its results are pickled. When one rank fails or dies, all others are killed. Raises
+
+    - NoGpuError when NCCL has fewer GPUs than ranks;
+    - the FlywheelError that a rank raised, and GpuMemoryError when a rank's GPU is full;
+    - WorkerDiedError when a rank died, when torch failed in one, and when one did not answer in `limit_s` seconds.
     """
     if backend == "nccl" and torch.cuda.device_count() < ranks:
         raise NoGpuError(f"{what}: {ranks} ranks need as many GPUs: torch finds {torch.cuda.device_count()}")

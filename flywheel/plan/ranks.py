@@ -33,9 +33,9 @@ class Part:
 def parts_of(program: MegakernelProgram) -> tuple[Part, ...]:
     """The parts of a program of several ranks that `validate(strict=True)` accepts, by rank.
 
-    Raises InvalidProgramError for an exchange of what is no float, or of elements whose bits may say that they are not
-    there: those of a buffer that others push into, and that a task here copies to; and for a counter that pushes and
-    tasks of its own GPU signal.
+    Raises InvalidProgramError for three kinds of programs. One exchanges integers. One copies into a buffer that other
+    ranks push into: copied bits may look like an element that is not there yet. One has a counter that both a push and
+    a task of the counter's own GPU signal.
     """
     buffers = {buffer.id: buffer for buffer in program.buffers}
     tasks = list(program.tasks)

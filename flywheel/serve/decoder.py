@@ -181,7 +181,8 @@ class Decoder:
         reuse: bool = True,
     ) -> Answer:
         """Pieces of an answer as they come. From its first piece on, or `begin`, it decodes together with others, up to
-        `max_sequences`; more wait until one ends or is closed. Its text does not depend on them.
+        `max_sequences`; more wait until one ends or is closed. Its text does not depend on them, but for the roundings
+        of a beginning that it reuses.
 
         `stop` are words that end the text and are no part of it; `ignore_end` goes on behind the model's own end.
         With `reuse`, what an earlier answer has of the prompt's beginning is copied and not read again.

@@ -67,7 +67,7 @@ def wait_once(ring: Ring, chunk: int) -> Iterator[None]:
 
 
 def wait_for_both_at_once(ring: Ring, chunk: int) -> Iterator[None]:
-    """As it was: `empty` of the round before vouches for `full`, but may be answered after it."""
+    """`empty` of the round before vouches for `full`, but may be answered after it."""
     while True:
         landed = ring.passes(ring.full, chunk)
         yield

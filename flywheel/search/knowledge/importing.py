@@ -37,9 +37,15 @@ def import_trials(store: Store, name: str, records: Sequence[TrialRecord]) -> tu
     All trials are imported or none. They are marked with the campaign that they come from. Trials that the store has
     already stay as they are, so the same import may be repeated.
 
-    Raises UsageError for trials of several campaigns or several kinds, for one whose config cannot be read or is not
-    that of its id, for one whose floor is not its GPU's, and for other work than the campaign's. Raises StoreError
-    where the campaign has another trial of the same number, and where new trials would join trials that this store ran.
+    Raises UsageError when
+
+    - the trials come from several campaigns, or differ in model, GPU, dtype, context, batch or formats;
+    - a trial's config cannot be read, or its id is another config's;
+    - a trial's weight floor is not that of its GPU;
+    - a trial's work is not the campaign's.
+
+    Raises StoreError when the campaign has another trial of the same number, and when new trials would join trials that
+    this store ran.
     """
     _check_one_campaign(records)
     for record in records:
