@@ -148,8 +148,14 @@ class QueuedRows:
 
     def end(self, row: int) -> None:
         """Make a row free."""
+        self._lost.pop(row, None)
+        if self._held.pop(row, None) is not None:
+            self._let_go(row)
+
+    def _let_go(self, row: int) -> None:
+        """Decode no more of a row; its memory waits for others."""
         self._caches.leave(row)
-        if self._held.pop(row, None) is not None and self._choices is not None:
+        if self._choices is not None:
             with self._on_stream():
                 self._choices.free(row)
 
@@ -199,12 +205,15 @@ class QueuedRows:
         return True
 
     def lost(self) -> dict[int, CacheMemoryError]:
-        """The rows that were made free because their caches do not grow, and why, once."""
-        lost, self._lost = self._lost, {}
+        """The rows whose caches do not grow, and why, once, when all their tokens have been read. They are free."""
+        unread = {row for _, rows, _, _ in self._queued for row, _ in rows}
+        lost = {row: error for row, error in self._lost.items() if row not in unread}
+        for row in lost:
+            self.end(row)
         return lost
 
     def _grows(self, row: int, each: _Row) -> bool:
-        """Memory for where a row stands in the next launch; False where there is none: then the row is free."""
+        """Memory for where a row stands in the next launch. False where there is none: the row then decodes no more."""
         if self._caches.reaches(row, each.position + 1):
             return True
         try:
@@ -216,8 +225,9 @@ class QueuedRows:
                 with self._on_stream():
                     self._caches.hold(row, each.position + 1, may_take=True)
             except CacheMemoryError as error:
-                self.end(row)
                 self._lost[row] = error
+                each.positions = each.position
+                self._let_go(row)  # the launches that touch its memory are over; their tokens are yet to be read
                 return False
         return True
 

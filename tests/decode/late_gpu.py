@@ -1,0 +1,155 @@
+"""A GPU in Python that works when it is waited for, and a program for it whose tokens depend on all that its caches
+hold."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flywheel.decode import ahead
+from flywheel.decode.ahead import QueuedRows
+from flywheel.decode.caches import KvCaches
+from flywheel.decode.host import HostGranules
+from flywheel.decode.queued import QueuedSequences
+from flywheel.decode.sequences import check_join
+from flywheel.ir import DType
+from flywheel.models.spec import DecoderSpec
+from flywheel.vm.gpu.loader import POSITIONS
+from flywheel.vm.gpu.pinned import HostWords
+
+SPEC = DecoderSpec("late", "llama", 32, 32, 1, 1, 1, 16, 97, 1e4, 1e-5, 256)
+CONTEXT, GRANULE = 200, 4096
+"""A granule holds 64 positions of the keys or values, of 64 bytes each."""
+
+
+class LateGpu:
+    """A stream whose work is done when somebody waits for it, and no sooner."""
+
+    stream_handle, broken = 0, False
+
+    def __init__(self) -> None:
+        self._work: deque[Callable[[], None]] = deque()
+        self._begun, self._done = 0, 0
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+        self._begun += 1
+
+    def record(self) -> int:
+        return self._begun
+
+    def run(self, event: int) -> None:
+        while self._done < event:
+            self._work.popleft()()
+            self._done += 1
+
+    def sync(self) -> None:
+        self.run(self._begun)
+
+    def alloc_host(self, count: int) -> HostWords:
+        array = np.full(count, 0x5A5A5A5A, np.uint32)
+        return HostWords(array.ctypes.data, array)
+
+    def free_host(self, words: HostWords) -> None:
+        assert self._done == self._begun
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        self.enqueue(lambda: ctypes.memmove(target, source, nbytes) and None)
+
+    def fetch(self, words: HostWords, index: int, source: int, count: int) -> None:
+        self.copy(words.address + 4 * index, source, 4 * count)
+
+    def send(self, target: int, words: HostWords, index: int, count: int) -> None:
+        self.copy(target, words.address + 4 * index, 4 * count)
+
+    @contextmanager
+    def after(self) -> Iterator[None]:
+        """The stream of torch, whose operations wait for what is before them."""
+        self.sync()
+        yield
+
+
+class LateProgram:
+    """A LoadedProgram: keys hold tokens, and the next token is made of all of them."""
+
+    def __init__(self, gpu: LateGpu, caches: KvCaches, batch: int) -> None:
+        self.gpu, self.launches = gpu, 0
+        self._caches, self._batch = caches, batch
+        self.io = {name: np.zeros(batch, np.int32) for name in ("token_id", "next_token", "position")}
+        self.logits = np.zeros((batch, SPEC.vocab), np.float32)
+        self.packed = SimpleNamespace(
+            program=SimpleNamespace(buffers=[SimpleNamespace(name="logits", shape=self.logits.shape)])
+        )
+
+    def address(self, name: str) -> int:
+        return int((self.logits if name == "logits" else self.io[name]).ctypes.data)
+
+    def launch(self, last: int, positions: int) -> None:
+        self.launches += 1
+        self.gpu.enqueue(lambda: self._step(last, positions))
+
+    def wait(self, event: int, limit_s: float) -> None:
+        self.gpu.run(event)
+
+    def sync(self, limit_s: float) -> None:
+        self.gpu.sync()
+
+    def _step(self, last: int, positions: int) -> None:
+        """Of a free row, position 0 has memory at least: everybody's, in which nothing is kept."""
+        kept = (ctypes.c_int32 * POSITIONS).from_address(positions) if positions else [last]
+        for row in range(self._batch):
+            place, token = int(self.io["position"][row]), int(self.io["token_id"][row])
+            assert place <= last and kept[row] == place
+            if place:
+                assert self._caches.reaches(row, place + 1)
+            keys, _ = self._caches.seen(0, row, place + 1)
+            keys[:, place] = token
+            self.logits[row] = said(keys[0, :, 0])
+            self.io["next_token"][row] = self.logits[row].argmax()
+
+
+def said(tokens: torch.Tensor) -> torch.Tensor:
+    """[vocab] of tokens [S]: the largest is at a sum of them by their places."""
+    places = torch.arange(1, len(tokens) + 1, dtype=torch.float64)
+    number = float((tokens.double() * places).sum()) % SPEC.vocab
+    return -(torch.arange(SPEC.vocab) - number).abs().float()
+
+
+def read_prompt(token_ids: Sequence[int], caches: KvCaches, row: int, start: int) -> None:
+    """As a Prefill."""
+    for place in range(start, len(token_ids)):
+        new = torch.full((1, 1, SPEC.head_dim), float(token_ids[place]))
+        caches.append(0, row, place, new, new)
+
+
+def late_sequences(
+    monkeypatch: pytest.MonkeyPatch, batch: int, granules: int | None = None
+) -> tuple[QueuedSequences, LateProgram, KvCaches]:
+    """Sequences over so many granules of memory."""
+    held = HostGranules(2**30 if granules is None else granules * GRANULE, GRANULE)
+    caches = KvCaches(replace(SPEC), DType.F32, CONTEXT, "cpu", batch, held)
+    gpu = LateGpu()
+    program: Any = LateProgram(gpu, caches, batch)
+    monkeypatch.setattr(ahead, "_on_stream_of", lambda *_: gpu.after)
+    rows = QueuedRows(program, caches, batch, 1.0)
+    prefill: Any = read_prompt
+    session: Any = SimpleNamespace(spec=SPEC, context=CONTEXT)
+    made = QueuedSequences(rows, caches, prefill, batch, lambda prompt, stop: check_join(session, prompt, stop))
+    return made, program, caches
+
+
+def speech(prompt: Sequence[int], count: int) -> list[int]:
+    """The greedy tokens behind a prompt."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(said(torch.tensor(tokens, dtype=torch.float32)).argmax()))
+    return tokens[len(prompt) :]
