@@ -102,12 +102,14 @@ def _served(where: str, options: Mapping[str, object]) -> Iterator[Server]:
         [sys.executable, "-m", "flywheel", "serve", "--port", "0", *words], stderr=subprocess.PIPE, text=True,
         process_group=0,
     )  # fmt: skip
-    hearing = threading.Thread(target=_hear, args=(process,), daemon=True)
+    ending = threading.Event()
+    hearing = threading.Thread(target=_hear, args=(process, ending), daemon=True)
     try:
         address = _address(process)
         hearing.start()
         yield find_server(address)
     finally:
+        ending.set()
         _end(process)
         if hearing.ident is not None:
             hearing.join()
@@ -124,11 +126,12 @@ def _address(process: subprocess.Popen[str]) -> str:
     raise UsageError(f"bench: the server ended: {line.strip() or 'it said nothing'}")
 
 
-def _hear(process: subprocess.Popen[str]) -> None:
-    """Show what else it says: a server whose words nobody reads stops once the pipe is full."""
+def _hear(process: subprocess.Popen[str], ending: threading.Event) -> None:
+    """Show what else it says until it is told to end: a server whose words nobody reads stops once the pipe is full."""
     assert process.stderr is not None
     for line in process.stderr:
-        note(line.rstrip())
+        if not ending.is_set():
+            note(line.rstrip())
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -22,7 +22,8 @@ _LIMIT_S: Final = 600.0
 """Longest that a server may be silent."""
 _WRONG: Final = (ValueError, LookupError, TypeError, AttributeError)
 """What JSON of another shape than OpenAI's raises."""
-_WORDS: Final = ("time", "once", "wheel", "upon", "a", "line", "there", "river", "stone", "was", "the", "and")
+WORDS: Final = ("time", "once", "wheel", "upon", "a", "line", "there", "river", "stone", "was", "the", "and")
+"""Of prompts; no two are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Load:
 def draw_prompts(seed: int, count: int, longest: int) -> list[str]:
     """Texts of 1 to `longest` words."""
     dice = random.Random(seed)
-    return [" ".join(dice.choices(_WORDS, k=dice.randint(1, longest))) for _ in range(count)]
+    return [" ".join(dice.choices(WORDS, k=dice.randint(1, longest))) for _ in range(count)]
 
 
 def find_server(url: str, key: str | None = None) -> Server:
