@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ctypes import c_longlong
+from functools import lru_cache
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from flywheel.vm.gpu.driver import Gpu
 from flywheel.vm.gpu.nvrtc import arch_name, compile_unit
@@ -27,7 +28,7 @@ class Flush:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._kernel = gpu.load(compile_unit("probes.cu", arch_name(gpu.sm_arch), {}))["read_loads"]
+        self._kernel = _kernel(gpu)
         self._blocks = _BLOCKS_PER_SM * gpu.num_sms
         sweep = self._blocks * _THREADS * _UNROLL * _WORD_BYTES
         self._memory = gpu.alloc(-(-FACTOR * gpu.l2_bytes // sweep) * sweep + _WORD_BYTES)
@@ -47,3 +48,9 @@ class Flush:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+@lru_cache(maxsize=8)
+def _kernel(gpu: Gpu) -> Any:
+    """Loaded once: a search times thousands of programs on a GPU."""
+    return gpu.load(compile_unit("probes.cu", arch_name(gpu.sm_arch), {}))["read_loads"]

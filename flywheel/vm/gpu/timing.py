@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from flywheel.measure.dismissal import MARGINS, is_dismissed
+from flywheel.measure.dismissal import STAGES, is_dismissed
 from flywheel.measure.latency import GpuState, L2State, MeasuredLatency
 from flywheel.vm.gpu.driver import Gpu
 from flywheel.vm.gpu.flush import Flush
@@ -75,7 +75,7 @@ def time_in_turn(
 
     with Flush(gpu) as flush:
         times = _time_turns(gpu, launches, finish, warmup + 1, flush, skipped=warmup)
-        stages = [count for count in MARGINS if 1 < count < samples] if dismissing else []
+        stages = [count for count in STAGES if 1 < count < samples] if dismissing else []
         for count in (*stages, samples):
             if len(times) > 1 and is_dismissed(times[0], times[1]):
                 break

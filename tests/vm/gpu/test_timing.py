@@ -104,7 +104,10 @@ def test_a_hopeless_program_is_cut_after_its_first_sample(host_gpu: Any, factor:
     assert slow.launches == fast.launches == 2 + samples
 
 
-@pytest.mark.parametrize(("slower_us", "samples"), [(-5.0, 30), (0.3, 30), (0.5, 10), (1.5, 5), (500.0, 1)])
+@pytest.mark.parametrize(
+    ("slower_us", "samples"),
+    [(-5.0, 30), (0.1, 30), (0.23, 20), (0.28, 16), (0.35, 12), (0.5, 8), (1.5, 5), (500.0, 1)],
+)
 def test_a_program_that_is_surely_slower_is_cut_at_the_stage_that_shows_it(
     host_gpu: Any, slower_us: float, samples: int
 ) -> None:
