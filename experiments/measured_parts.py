@@ -1,12 +1,12 @@
 """Where the wall time of measured trials goes, in the process that owns the GPU:
 
-    python experiments/measured_parts.py --works llama3.2-1b:FILE.tsv:60,llama3-8b:FILE.tsv:60
+    python experiments/measured_parts.py --works llama3.2-1b:results.4c6a0c0.tsv:60,llama3-8b:results.4c6a0c0.tsv:60
 
-A work is MODEL:ROWS:TRIALS. The first trials of the last measured campaign of that model in ROWS (a file of rows, as in
-results/gpu) are measured again, each beside the best before it, as a search does. First come the parts of a start: the
-import of torch, the GPU's context, weights, oracle and judge, packed matrices. Then, by the number of samples, medians
-in ms of a trial's parts; a part lies inside those to its left whose names begin its own. "open" unpickles the program,
-"load" puts it on the GPU, "judge" examines it, "turns" samples it beside its rival, "batch" and "again" follow.
+A work is MODEL:ROWS:TRIALS. The first trials of the last measured campaign of that model in results/gpu/ROWS are
+measured again, each beside the best before it, as a search does. First come the parts of a start: imports, the GPU's
+context, and the bench with its weights, model, judge and packed matrices. Then, by the number of samples, medians in ms
+of a trial's parts. A part lies inside the one whose name begins its own. "open" unpickles the program, "load" puts it
+on the GPU, "judge" examines it, "turns" samples it beside its rival, and "batch" and "again" follow.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from flywheel.search.trials.measuring import make_bench, wrap
 from flywheel.search.workload import make_workload
 from flywheel.vm.worker import Parcel
 
+RECORDED = Path(__file__).resolve().parents[1] / "results" / "gpu"
 BATCHED = re.compile(r"-b\d+-")
 spent: defaultdict[str, float] = defaultdict(float)
 
@@ -159,7 +160,7 @@ def main() -> None:
     for work in asked.works.split(","):
         model, file, trials = work.split(":")
         profiled = cProfile.Profile() if asked.profile else None
-        measure(model, Path(file), int(trials), profiled)
+        measure(model, RECORDED / file, int(trials), profiled)
         if profiled is not None:
             pstats.Stats(profiled).sort_stats("tottime").print_stats(asked.profile)
 

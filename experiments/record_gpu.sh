@@ -16,6 +16,8 @@
 # trace:WORK                       where its time goes
 # random:WORK[:TRIALS[:TIME]]      200 schedules, to calibrate with
 # measured:MODEL:TRIALS:SEEDS      cold searches, seed by seed
+# near:MODEL:TRIALS:SEEDS          after how many measurements they are near the best, many seeds at once
+# parts:MODEL:ROWS:TRIALS          where the time of the trials in results/gpu/ROWS goes
 # coded:WORK[+WORK ...]            quantised steps in turn; its WORKs are coded_speed.py's
 # generate:MODEL                   a token of a text, and the first one behind a long prompt
 # together:MODEL                   tokens of eight sequences
@@ -113,6 +115,10 @@ part() {
     measured)
       script "$model.measured_search.txt" measured_search.py --gpu h200 --works "$model:$more:$rest" \
         --tsv "$model.measured_search.tsv" ;;
+    near)
+      script "$model.measured_near.txt" measured_near.py --gpu h200 --works "$model:$more:$rest" \
+        --tsv "$model.measured_near.tsv" ;;
+    parts) script "$model.measured_parts.txt" measured_parts.py --works "$model:$more:$rest" ;;
     coded) IFS=+ read -ra works <<<"$5" && script coded_speed.txt coded_speed.py --gpu h200 "${works[@]}" ;;
     generate)
       best "$name.schedule.json" "$model" bf16 1 &&
