@@ -23,7 +23,7 @@ from flywheel.cli.options import command, json_option, ranks_option
 from flywheel.cli.text import duration, note, show_document, show_json
 from flywheel.errors import FlywheelError, UsageError
 from flywheel.ir import MegakernelProgram
-from flywheel.serve.text import Streamer
+from flywheel.serve.text import Streamer, push_all
 
 if TYPE_CHECKING:
     from flywheel.decode.generate import Generation
@@ -101,13 +101,16 @@ class _Shown:
     """Tokens on stdout as they come: text, or ids where there is no tokenizer; with `as_json`, one object a line."""
 
     def __init__(self, tokenizer: Tokenizer | None, as_json: bool) -> None:
-        self._text = None if tokenizer is None else Streamer(tokenizer.decode)
+        self._tokenizer, self._text = tokenizer, Streamer()
         self._as_json = as_json
         self._gap = ""
 
     def push(self, token_id: int) -> None:
         """Show a token."""
-        text = None if self._text is None else self._text.push(token_id)
+        tokenizer = self._tokenizer
+        text = None if tokenizer is None else push_all(tokenizer.decode_each, [(self._text, token_id)])[0]
+        if isinstance(text, FlywheelError):
+            raise text
         if self._as_json:
             show_json({"token_id": token_id, "text": text}, indent=None)
         else:
@@ -116,7 +119,7 @@ class _Shown:
 
     def end(self) -> None:
         """Show what no token will finish, and end the line."""
-        rest = "" if self._text is None else self._text.end()
+        rest = self._text.end()
         if not self._as_json:
             show_document(f"{rest}\n")
         elif rest:

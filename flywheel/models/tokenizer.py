@@ -29,6 +29,8 @@ _TOKENIZER: Final = "tokenizer.json"
 _ENDS: Final = ("generation_config.json", "config.json")
 _MAX_TOKENIZER_BYTES: Final = 256 * 1024**2
 _MAX_CONFIG_BYTES: Final = 4 * 1024**2
+_READ_BYTES: Final = 2**16
+"""What a pipe holds at most."""
 LIMIT_S: Final = 30.0
 """Longest that reading a tokenizer, encoding a prompt or decoding a text may take."""
 
@@ -91,8 +93,12 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, without special tokens; ids that the tokenizer does not know are left out."""
-        text: str = self._ask({"decode": list(token_ids)})
-        return text
+        return self.decode_each([token_ids])[0]
+
+    def decode_each(self, all_ids: Sequence[Sequence[int]]) -> list[str]:
+        """`decode` of each of some lists of ids."""
+        texts: list[str] = self._ask({"decode": [list(token_ids) for token_ids in all_ids]})
+        return texts
 
     def spell(self, token_ids: Sequence[int]) -> list[tuple[str, tuple[int, ...] | None]]:
         """(text within a text, bytes) of each token alone, special tokens too; None where its bytes are not known."""
@@ -124,13 +130,15 @@ class Tokenizer:
         assert process.stdin is not None
         assert process.stdout is not None
         deadline, parts = monotonic() + LIMIT_S, [b""]
-        sending = threading.Thread(target=_send, args=(process.stdin, request), daemon=True)
-        sending.start()
+        if len(request) <= select.PIPE_BUF:  # which an empty pipe takes at once
+            _send(process.stdin, request)
+        else:
+            threading.Thread(target=_send, args=(process.stdin, request), daemon=True).start()
         while not parts[-1].endswith(b"\n"):
             ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - monotonic()))
             if not ready:
                 raise UsageError(f"{str(self._file)!r}: its tokenizer has no answer after {LIMIT_S:g} s")
-            parts.append(process.stdout.read(2**20) or b"")
+            parts.append(process.stdout.read(_READ_BYTES) or b"")
             if not parts[-1]:
                 code = process.wait()
                 died = signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -1,7 +1,7 @@
 """The process in which a stranger's tokenizer runs: a program of its own, with little memory.
 
 Reads a line of JSON with the tokenizer's path, `{"open": path}`, then one a request: `{"encode": text}`,
-`{"decode": ids}`, `{"spell": ids}` or `{"chat": messages}`. Answers each with a line, `{"done": ...}`, or
+`{"decode": [ids, ...]}`, `{"spell": ids}` or `{"chat": messages}`. Answers each with a line, `{"done": ...}`, or
 `{"error": text}` and the end. Ends with its stdin.
 """
 
@@ -48,7 +48,7 @@ def main() -> None:
         elif "spell" in request:
             _answer(done=[_spelled(tokenizer, token_id) for token_id in request["spell"]])
         else:
-            _answer(done=tokenizer.decode(request["decode"]))
+            _answer(done=[tokenizer.decode(ids) for ids in request["decode"]])
 
 
 def _spelled(tokenizer: Any, token_id: int) -> tuple[str, list[int] | None]:

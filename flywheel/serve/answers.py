@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol
@@ -14,7 +14,7 @@ from flywheel.decode.request import Request
 from flywheel.decode.sampling import Sampling
 from flywheel.errors import CacheMemoryError, FlywheelError, GpuFaultError, LaunchTimeoutError, UsageError
 from flywheel.serve.likely import Likely, Speller
-from flywheel.serve.text import Streamer
+from flywheel.serve.text import DecodeEach, Streamer, push_all
 
 if TYPE_CHECKING:
     from flywheel.decode.sequences import Sequences
@@ -66,7 +66,8 @@ class Answer(Iterator[Piece]):
         self.sampling: Final = sampling
         self.reuse: Final = reuse
         self.reused_tokens = 0
-        self._batch, self._text, self._speller = batch, text, speller
+        self.text: Final = text
+        self._batch, self._speller = batch, speller
         self._pieces: deque[Piece] = deque()
         self._left = request.max_tokens
         self._finish: Finish | None = None
@@ -113,18 +114,21 @@ class Answer(Iterator[Piece]):
         self._pieces.clear()
         self._batch.remove(self)
 
-    def take(self, made: Made) -> None:
-        """Its next token."""
+    def take(self, made: Made, shown: str) -> None:
+        """Its next token, and the text that is certain with it."""
         self._left -= 1
-        ended = made.token in self.request.stop_ids
+        ended = self.ends(made.token)
         likely, top = self._speller.likely(made)
-        shown = "" if ended else self._text.push(made.token)
         self._pieces.append(Piece(made.token, shown, likely, top, ended))
-        if ended or self._text.stopped or self._left == 0:
-            rest = self._text.end()
-            self._finish = "stop" if ended or self._text.stopped else "length"
+        if ended or self.text.stopped or self._left == 0:
+            rest = self.text.end()
+            self._finish = "stop" if ended or self.text.stopped else "length"
             if rest:
                 self._pieces.append(Piece(None, rest))
+
+    def ends(self, token_id: int) -> bool:
+        """Whether a token ends the text, and is no part of it."""
+        return token_id in self.request.stop_ids
 
     def fail(self, error: FlywheelError) -> None:
         """It cannot go on."""
@@ -134,11 +138,11 @@ class Answer(Iterator[Piece]):
 class Batch:
     """The answers over the rows of a session: those that decode, and those that wait for a row, in their order.
 
-    It holds no answer itself: what nobody else holds leaves before the next launch.
+    It holds no answer itself: what nobody else holds leaves before the next launch. `decode_each` makes their texts.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, decode_each: DecodeEach) -> None:
+        self._session, self._decode_each = session, decode_each
         self._sequences: Sequences | None = None
         self._rows: dict[int, ref[Answer]] = {}
         self._waiting: deque[ref[Answer]] = deque()
@@ -186,8 +190,8 @@ class Batch:
             for row in [row for row, held in self._rows.items() if held() is None]:
                 self._free(row)
             self._admit(sequences)
-            for made in sequences.advance():
-                self._take(made)
+            for some in _one_a_row(sequences.advance()):
+                self._take(some)
             for row, lost in sequences.lost().items():
                 self._lose(row, lost)
         except FlywheelError as error:
@@ -208,17 +212,22 @@ class Batch:
                 raise
         return self._sequences
 
-    def _take(self, made: Made) -> None:
-        """A text that cannot be made of its tokens ends its answer alone."""
-        answer = self._decoding().get(made.row)
-        if answer is None:
-            return
-        try:
-            answer.take(made)
-        except FlywheelError as error:
-            answer.fail(error)
-        if answer.is_over:
-            self._free(made.row)
+    def _take(self, all_made: Sequence[Made]) -> None:
+        """A token of each of some rows. A text that cannot be made of its tokens ends its answer alone."""
+        decoding = self._decoding()
+        heard = [(made, decoding[made.row]) for made in all_made if made.row in decoding]
+        spoken = [(answer.text, made.token) for made, answer in heard if not answer.ends(made.token)]
+        shown = iter(push_all(self._decode_each, spoken))
+        for made, answer in heard:
+            text = "" if answer.ends(made.token) else next(shown)
+            try:
+                if isinstance(text, FlywheelError):
+                    raise text
+                answer.take(made, text)
+            except FlywheelError as error:
+                answer.fail(error)
+            if answer.is_over:
+                self._free(made.row)
 
     def _lose(self, row: int, error: CacheMemoryError) -> None:
         """End the answer of a row that is free already."""
@@ -266,6 +275,15 @@ class Batch:
     def _decoding(self) -> dict[int, Answer]:
         """By row, those that somebody holds."""
         return {row: answer for row, each in self._rows.items() if (answer := each()) is not None}
+
+
+def _one_a_row(all_made: Iterable[Made]) -> Iterator[list[Made]]:
+    """Tokens in their order, in lists in which a row is once."""
+    left = list(all_made)
+    while left:
+        first = {made.row: made for made in reversed(left)}
+        yield [made for made in left if first[made.row] is made]
+        left = [made for made in left if first[made.row] is not made]
 
 
 def _held(answers: Iterable[ref[Answer]]) -> list[Answer]:

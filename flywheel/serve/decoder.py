@@ -60,11 +60,11 @@ class Decoder:
         self.vocab: Final = spec.vocab
         self.max_sequences: Final = session.batch
         self._session, self._spec = session, spec
-        self._batch = Batch(session)
         self._close = close
         self._folder = folder
         self._stop_ids = frozenset[int]() if folder is None else end_ids(folder)
         self._tokenizer = Tokenizer(folder) if folder is not None and has_tokenizer(folder) else None
+        self._batch = Batch(session, _no_texts if self._tokenizer is None else self._tokenizer.decode_each)
         self._speller = Speller(self._tokenizer.spell if self._tokenizer is not None else _no_spelling)
 
     @classmethod
@@ -192,8 +192,7 @@ class Decoder:
             self._text()
         ends = frozenset[int]() if ignore_end else self._stop_ids
         request = make_request(self.encode(prompt), max_tokens, ends, self._spec, self.context)
-        text = Streamer(self._tokenizer.decode if self._tokenizer is not None else _no_text, stop)
-        return Answer(self._batch, request, sampling, text, self._speller, reuse)
+        return Answer(self._batch, request, sampling, Streamer(stop), self._speller, reuse)
 
     def generate_all(
         self,
@@ -270,8 +269,8 @@ class Decoder:
         return self._tokenizer
 
 
-def _no_text(token_ids: Sequence[int]) -> str:
-    return ""
+def _no_texts(token_ids: Sequence[Sequence[int]]) -> list[str]:
+    return [""] * len(token_ids)
 
 
 def _no_spelling(token_ids: Sequence[int]) -> list[Spelled]:

@@ -149,7 +149,8 @@ class Engine:
         while not self._closing.is_set():
             assert self._connection is not None
             try:
-                self._tell(self._connection.recv())
+                for said in self._connection.recv():
+                    self._tell(said)
             except (EOFError, OSError):
                 with self._lock:
                     self._connection = None

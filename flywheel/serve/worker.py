@@ -82,7 +82,8 @@ class Refused:
     usage: bool
 
 
-Said = Loaded | Begun | Part | Ended | Refused
+Said = Begun | Part | Ended | Refused
+"""Of requests. What is said at one time is sent as one list: it takes one message, however many requests it is of."""
 
 
 def work(connection: Connection, make_decoder: MakeDecoder) -> None:
@@ -106,9 +107,12 @@ def answer_all(connection: Connection, decoder: Decoder, reader: PromptReader) -
     reading: dict[int, Ask] = {}
     while _listen(connection, decoder, reader, answers, reading):
         decoder.advance()
+        said: list[Said] = []
         for number in list(answers):
-            if _tell(connection, number, answers[number]):
+            if _tell(said, number, answers[number]):
                 del answers[number]
+        if said:
+            connection.send(said)
 
 
 def _listen(
@@ -157,22 +161,21 @@ def _begin(
             stop=ask.stop, ignore_end=ask.ignore_end, reuse=ask.reuse,
         )  # fmt: skip
     except FlywheelError as error:
-        connection.send(Refused(ask.number, str(error), isinstance(error, UsageError)))
+        connection.send([Refused(ask.number, str(error), isinstance(error, UsageError))])
         return
     answer.begin()
-    connection.send(Begun(ask.number, answer.prompt_tokens))
+    connection.send([Begun(ask.number, answer.prompt_tokens)])
     answers[ask.number] = answer
 
 
-def _tell(connection: Connection, number: int, answer: Answer) -> bool:
-    """Send the pieces that there are. Whether they were the last."""
+def _tell(said: list[Said], number: int, answer: Answer) -> bool:
+    """Say which pieces there are. Whether they were the last."""
     try:
-        for piece in answer.ready():
-            connection.send(Part(number, piece))
+        said += [Part(number, piece) for piece in answer.ready()]
     except FlywheelError as error:
-        connection.send(Refused(number, str(error), isinstance(error, UsageError)))
+        said.append(Refused(number, str(error), isinstance(error, UsageError)))
         return True
     if answer.finish is None:
         return False
-    connection.send(Ended(number, answer.finish, answer.reused_tokens))
+    said.append(Ended(number, answer.finish, answer.reused_tokens))
     return True

@@ -41,9 +41,32 @@ class SlowEncoder:
         self.closed.set()
 
 
+class Listener:
+    """The other end of a worker."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.send = connection.send
+        self._connection = connection
+        self._heard: list[Any] = []
+
+    def hear(self) -> Any:
+        """The next thing that is said."""
+        while not self._heard:
+            assert self._connection.poll(LIMIT_S)
+            self._heard += self._connection.recv()
+        return self._heard.pop(0)
+
+    def hear_to_the_end(self, number: int) -> list[Any]:
+        """What is said up to the end of a request."""
+        heard = [self.hear()]
+        while not isinstance(heard[-1], Ended) or heard[-1].number != number:
+            heard.append(self.hear())
+        return heard
+
+
 @contextmanager
-def answering(checkpoint: Path, encoder: SlowEncoder) -> Iterator[Connection]:
-    """The other end of a worker in a thread."""
+def answering(checkpoint: Path, encoder: SlowEncoder) -> Iterator[Listener]:
+    """A worker in a thread."""
     ours, theirs = Pipe()
 
     def work() -> None:
@@ -54,7 +77,7 @@ def answering(checkpoint: Path, encoder: SlowEncoder) -> Iterator[Connection]:
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        yield ours
+        yield Listener(ours)
     finally:
         ours.close()
         encoder.goes_on.set()
@@ -66,30 +89,17 @@ def ask(number: int, prompt: str | tuple[int, ...]) -> Ask:
     return Ask(number, prompt, None, 12, GREEDY, (), True)
 
 
-def hear(connection: Connection) -> Any:
-    assert connection.poll(LIMIT_S)
-    return connection.recv()
-
-
-def hear_to_the_end(connection: Connection, number: int) -> list[Any]:
-    """What is said up to the end of a request."""
-    heard = [hear(connection)]
-    while not isinstance(heard[-1], Ended) or heard[-1].number != number:
-        heard.append(hear(connection))
-    return heard
-
-
 def test_a_text_that_is_being_tokenised_holds_no_answer_up(checkpoint: Path) -> None:
     encoder = SlowEncoder()
     with answering(checkpoint, encoder) as worker:
         worker.send(ask(0, "x"))
         worker.send(ask(1, (1, 2, 3)))
-        heard = hear_to_the_end(worker, 1)  # while the text of the first is not read
+        heard = worker.hear_to_the_end(1)  # while the text of the first is not read
         assert not encoder.goes_on.is_set()
         assert heard[0] == Begun(1, 3)
         assert sum(isinstance(each, Part) and each.piece.token_id is not None for each in heard) == 12
         encoder.goes_on.set()
-        assert hear(worker) == Refused(0, "prompt: too long", True)
+        assert worker.hear() == Refused(0, "prompt: too long", True)
     assert encoder.closed.wait(LIMIT_S)
 
 
@@ -100,9 +110,9 @@ def test_a_request_that_is_cancelled_while_its_text_is_read_is_not_answered(chec
         worker.send(ask(1, "later"))
         worker.send(Cancel(0))
         worker.send(ask(2, (1,)))
-        assert hear_to_the_end(worker, 2)[0] == Begun(2, 1)
+        assert worker.hear_to_the_end(2)[0] == Begun(2, 1)
         encoder.goes_on.set()
-        assert {each.number for each in hear_to_the_end(worker, 1)} == {1}
+        assert {each.number for each in worker.hear_to_the_end(1)} == {1}
 
 
 def test_texts_are_read_in_their_order_and_errors_are_values() -> None:
@@ -144,7 +154,7 @@ def test_a_reader_that_fails_ends_the_worker_and_leaves_nobody_waiting(checkpoin
 
     with answering(checkpoint, Failing()) as worker, pytest.raises(EOFError):
         worker.send(ask(0, "x"))
-        hear(worker)
+        worker.hear()
 
 
 def test_a_text_without_a_tokenizer_is_refused() -> None:
