@@ -165,12 +165,12 @@ def past_rows_end(task: Task, operand: int) -> int | None:
     if params.get("kv_rows") != KvRows.PAST:
         return None
     if task.op is not InstructionKind.FUSED:
-        if not _reads_window(task.op.name, operand):
+        if not reads_window(task.op.name, operand):
             return None
     else:
         for step in params["recipe"]["steps"]:
             for place, arg in enumerate(step["args"]):
-                if arg.get("in") == operand and not _reads_window(step["op"], place):
+                if arg.get("in") == operand and not reads_window(step["op"], place):
                     return None
     end: int = params["kv_start"] + params["kv_len"]
     return end if params["kv_len"] > 0 else 0
@@ -195,7 +195,7 @@ def _appended_row(task: Task, output: int) -> int | None:
     return row
 
 
-def _reads_window(op: str, place: int) -> bool:
+def reads_window(op: str, place: int) -> bool:
     """Whether an operation reads of the operand at a place the rows of the task's window alone."""
     windows = _WINDOWS[op]
     return windows[min(place, len(windows) - 1)]

@@ -66,9 +66,9 @@ PARAM_FIELDS: Final = MappingProxyType(
 )
 """Scalar params in struct order: 'i' is int32, 'f' a float. `recipe` is FUSED's alone and never marshalled."""
 
-TASK_PARAM_FIELDS: Final = MappingProxyType(dict(PARAM_FIELDS) | {"kv_rows": "i", "sequence": "i"})
-"""Params of a task: the struct's; `kv_rows`, a KvRows, which says how the window moves; and `sequence`, which says with
-whose position, by default that of sequence 0."""
+TASK_PARAM_FIELDS: Final = MappingProxyType(dict(PARAM_FIELDS) | {"kv_rows": "i", "sequence": "i", "lane": "i"})
+"""Params of a task: the struct's; `kv_rows`, a KvRows, which says how the window moves; `sequence`, which says with
+whose position, by default that of sequence 0; and `lane`, how far behind that position the task's token stands."""
 
 RECIPE_PARAM_FIELDS: Final = MappingProxyType(
     dict(PARAM_FIELDS)
@@ -106,6 +106,7 @@ LEAST: Final = MappingProxyType(
         "qdtype": 0,
         "pos": 0,
         "sequence": 0,
+        "lane": 0,
         "eps": 0.0,
         "rope_original_max_position": 1,
     }

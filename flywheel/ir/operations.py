@@ -194,7 +194,7 @@ _ROWS: Final = (
         Operand("out", Either(_WHOLE_HEADS, _PARTIAL)),
         "attention over a window of two caches, whole or as a partial; a mask is added to the scores",
         ("head_dim", "kv_start", "kv_len", "scale", "n_heads", "n_kv_heads"),
-        ("pos", "kv_rows", "sequence"),
+        ("pos", "kv_rows", "sequence", "lane"),
         multiple=("n_heads", "n_kv_heads"),
         flops=("4", "n_heads", "head_dim", "kv_len"),
     ),
@@ -247,7 +247,7 @@ _ROWS: Final = (
         Operand("cache", Cache("max_seq", "row"), part=Part(Axis.ROWS, "pos", "T"), kinds=CACHES),
         "writes the rows of `x` to the cache from row `pos` on, in place",
         ("pos",),
-        ("kv_rows", "sequence"),
+        ("kv_rows", "sequence", "lane"),
         makes=View("max_seq", "row"),
         in_place=1,
     ),
@@ -274,7 +274,7 @@ _ROWS: Final = (
         None,
         "[a recipe](#fused-recipes) of the operations above",
         ("recipe",),
-        ("n_off", "N_tile", "M_tile", "pos", "kv_start", "kv_len", "kv_rows", "sequence"),
+        ("n_off", "N_tile", "M_tile", "pos", "kv_start", "kv_len", "kv_rows", "sequence", "lane"),
     ),
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +16,13 @@ _MOVING = frozenset({"pos", "kv_len"})
 
 def at_position(program: MegakernelProgram, pos: int | Sequence[int]) -> MegakernelProgram:
     """`program`, lowered for a whole context, patched so that its new tokens stand at `pos`: all of them, or that of
-    each sequence at a position of its own.
+    each sequence at a position of its own. A task with `lane` stands so far behind.
 
     KV windows shrink to the rows up to `pos`, or with `kv_rows` to those before it or to that one; one that starts
     behind it becomes empty. Raises ConfigError where a position is behind the one that the program was lowered for,
     where a sequence has none, and where a recipe fixes a position that must move.
     """
-    last = max((task.params["pos"] for task in program.tasks if "pos" in task.params), default=None)
+    last = last_position(task.params for task in program.tasks)
     if last is None:
         raise ConfigError("program: no task has a param pos, so it stands at no position")
     for each in [pos] if isinstance(pos, int) else pos:
@@ -37,6 +37,11 @@ def at_position(program: MegakernelProgram, pos: int | Sequence[int]) -> Megaker
         params = moved[identity]
         tasks.append(task if params is task.params else replace(task, params=params))
     return replace(program, tasks=tuple(tasks))
+
+
+def last_position(params: Iterable[Mapping[str, Any]]) -> int | None:
+    """The position, that of lane 0, for which tasks with such params were lowered; None where none has one."""
+    return max((each["pos"] - each.get("lane", 0) for each in params if "pos" in each), default=None)
 
 
 def _moved(task: Task, pos: int | Sequence[int]) -> Mapping[str, Any]:
@@ -58,13 +63,14 @@ def _moved(task: Task, pos: int | Sequence[int]) -> Mapping[str, Any]:
 
 
 def _own(task: Task, pos: int | Sequence[int]) -> int:
-    """The position of a task's sequence."""
+    """The position of a task's token."""
+    lane: int = task.params.get("lane", 0)
     if isinstance(pos, int):
-        return pos
+        return pos + lane
     sequence: int = task.params.get("sequence", 0)
     if sequence >= len(pos):
         raise ConfigError(f"task {task.id} ({task.label}): sequence {sequence} has none of {len(pos)} positions")
-    return pos[sequence]
+    return pos[sequence] + lane
 
 
 def _moved_window(params: Mapping[str, Any], pos: int) -> dict[str, int]:

@@ -20,6 +20,7 @@ from flywheel.ir.access import (
 )
 from flywheel.ir.dtype import READONLY_KINDS, BufferKind
 from flywheel.ir.firing import fire
+from flywheel.ir.lanes import cell_written, cells_read, lanes_of_caches
 from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
 
@@ -87,7 +88,7 @@ def _suspects(tasks: Sequence[Task], writers: Mapping[int, Sequence[int]]) -> li
 class _Watch:
     """What is written before each read: enough, and the same in every order."""
 
-    __slots__ = ("_caches", "_first", "_multi_row", "_program", "_sizes", "writers")
+    __slots__ = ("_caches", "_first", "_lanes", "_multi_row", "_program", "_sizes", "writers")
 
     def __init__(self, program: MegakernelProgram) -> None:
         self._program = program
@@ -95,6 +96,7 @@ class _Watch:
         self._caches = {buffer.id for buffer in program.buffers if buffer.kind is BufferKind.KV_CACHE}
         self._sizes = {number: buffer.numel for number, buffer in buffers.items()}
         self._multi_row = multi_row_buffers(program.tasks, buffers)
+        self._lanes = lanes_of_caches(program.tasks, buffers)
         self._first: dict[tuple[int, int], list[int]] | None = None
         self.writers: dict[int, list[int]] = {}
         for index, task in enumerate(program.tasks):
@@ -158,6 +160,8 @@ class _Watch:
 
     def _columns(self, writer: int, number: int) -> Region:
         task, rows = self._program.tasks[writer], self._multi_row.get(number, 1)
+        if number in self._lanes:
+            return cell_written(task)
         counts = task.outputs[0] == number and rows is not None
         if counts and number in self._multi_row and task.op not in MATRIX_OPS:
             counts = tile_rows(task.params) == rows
@@ -167,6 +171,8 @@ class _Watch:
         """Whether what `writer` writes of an operand of `reader` is among what `reader` reads."""
         tasks = self._program.tasks
         number = tasks[reader].inputs[operand]
+        if number in self._lanes:
+            return cell_written(tasks[writer])[0] < cells_read(tasks[reader])[1]
         if number in self._caches and appends_behind(tasks[writer], tasks[reader], operand):
             return False
         written = written_region(tasks[writer]) if tasks[writer].outputs[0] == number else None
@@ -177,4 +183,6 @@ class _Watch:
 
     def _regions(self, reader: int, operand: int) -> list[Region] | None:
         task = self._program.tasks[reader]
+        if task.inputs[operand] in self._lanes:
+            return [cells_read(task)]
         return None if task.inputs[operand] in self._multi_row else read_regions(task, operand)

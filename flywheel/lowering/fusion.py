@@ -69,6 +69,8 @@ def plan_fusion(
         own = {op.name for block in graph.blocks for op in block.ops} | {COMBINE}
         grouping = [left for names in grouping if (left := [name for name in names if name in own])]
     blocks = graph.blocks
+    if graph.lanes > 1:
+        grouping = [each for names in grouping for each in _apart(names)]
     present = frozenset(op.name for block in blocks for op in block.ops) | {COMBINE}
     owner: dict[str, int] = {}
     for index, names in enumerate(grouping):
@@ -84,6 +86,13 @@ def plan_fusion(
             raise ConfigError(f"{where}: no kernel fuses {', '.join(names)}; see docs/ir.md for the runs that fuse")
     prologue, layer, epilogue = (_groups(block, grouping, owner) for block in blocks)
     return prologue, layer, epilogue
+
+
+def _apart(names: Sequence[str]) -> list[list[str]]:
+    """A group that appends and attends, in two: what attends to the rows of several lanes comes after all appends."""
+    attends = [name for name in names if name in ("q_norm", "q_rope", "attention")]
+    appends = [name for name in names if name not in attends]
+    return [appends, attends] if "attention" in attends and "k_append" in appends else [list(names)]
 
 
 def _groups(block: Block, grouping: Sequence[Sequence[str]], owner: dict[str, int]) -> list[Group]:

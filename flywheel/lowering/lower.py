@@ -43,6 +43,7 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
         meta={
             "model": graph.model, "gpu": target.name, "regime": "decode", "dtype": graph.dtype.name.lower(),
             "context": graph.context, "batch": graph.batch,
+            **({} if graph.lanes == 1 else {"lanes": graph.lanes}),
             **({} if graph.weights is None else {"weights": graph.weights}),
         },
         target=target,

@@ -99,14 +99,15 @@ class Stamper:
         return number
 
     def _waits(self, inputs: Sequence[int], own: int | None) -> tuple[Wait, ...]:
-        """`own` is the counter before which all of them are. None for a push: it takes what its GPU has made, and its
-        counter says nothing of what comes before it."""
+        """`own` is the counter before which all of them are: tasks that signal it, such as appends of the lanes of one
+        cache, do not wait for each other. None for a push: it takes what its GPU has made, and its counter says nothing
+        of what comes before it."""
         direct = {
             counter
             for buffer in inputs
             if self.buffers[buffer].kind not in READONLY_KINDS
             for counter in self._written_by.get(buffer, ())
-            if own is not None or counter not in self._arrivals
+            if counter != own and (own is not None or counter not in self._arrivals)
         }
         implied = 0
         for counter in direct:

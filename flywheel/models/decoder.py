@@ -29,17 +29,22 @@ _WEIGHT, _ACT, _CACHE = BufferKind.WEIGHT, BufferKind.ACTIVATION, BufferKind.KV_
 
 
 def decode_step(
-    spec: DecoderSpec, context: int, dtype: DType = DType.BF16, batch: int = 1, formats: WeightFormats = PLAIN
-) -> Graph:
+    spec: DecoderSpec, context: int, dtype: DType = DType.BF16, batch: int = 1, formats: WeightFormats = PLAIN,
+    lanes: int = 1,
+) -> Graph:  # fmt: skip
     """One token of each of `batch` sequences, each at its own position: lowered for `context - 1`, where it attends to
-    `context` positions of its sequence, itself included.
+    `context` positions of its sequence, itself included. With `lanes`, so many consecutive tokens of each of
+    `batch / lanes` sequences, the last of which is lowered for `context - 1`.
 
     Each KV head of each sequence has caches of its own, `[context, 1, head_dim]`. Matrices are stored in `formats`; a
     tied head that has one is a matrix of its own, beside the embedding. Raises ConfigError where the model does not
-    reach that far, for a batch that is not in 1..MAX_BATCH, and where a format's groups do not divide a matrix's K.
+    reach that far, for a batch that is not in 1..MAX_BATCH, for lanes that do not divide it or that the context does
+    not hold, and where a format's groups do not divide a matrix's K.
     """
     if not 1 <= batch <= MAX_BATCH:
         raise ConfigError(f"{spec.name}: batch {batch} is not in 1..{MAX_BATCH}")
+    if not 1 <= lanes <= context or batch % lanes:
+        raise ConfigError(f"{spec.name}: {lanes} lanes of batch {batch} at context {context}")
     if not 1 <= context <= spec.max_position:
         raise ConfigError(f"{spec.name}: context {context} is not in 1..{spec.max_position}")
     return Graph(
@@ -51,9 +56,10 @@ def decode_step(
         n_kv_heads=spec.n_kv_heads,
         head_dim=spec.head_dim,
         prologue=_prologue(spec, dtype, batch),
-        layer=_layer(spec, context, dtype, batch, formats),
+        layer=_layer(spec, context, dtype, batch, formats, lanes),
         epilogue=_epilogue(spec, dtype, batch, formats),
         batch=batch,
+        lanes=lanes,
         weights=formats.name(dtype.name.lower()),
     )
 
@@ -92,7 +98,9 @@ def _matrix(
     ]
 
 
-def _layer(spec: DecoderSpec, context: int, dtype: DType, batch: int, formats: WeightFormats) -> Block:
+def _layer(
+    spec: DecoderSpec, context: int, dtype: DType, batch: int, formats: WeightFormats, lanes: int
+) -> Block:
     shapes = layer_weight_shapes(spec)
     tensors = [
         tensor
@@ -107,12 +115,12 @@ def _layer(spec: DecoderSpec, context: int, dtype: DType, batch: int, formats: W
         "x_out": spec.hidden,
     }  # fmt: skip
     tensors += [Tensor(name, _ACT, dtype, (batch, width)) for name, width in widths.items()]
-    caches = [cache_names(side, spec.n_kv_heads, batch) for side in "kv"]
+    caches = [cache_names(side, spec.n_kv_heads, batch // lanes) for side in "kv"]
     tensors += [Tensor(name, _CACHE, dtype, (context, 1, spec.head_dim)) for side in caches for name in side]
-    return _block(tensors, [*_attention_ops(spec, context), *_mlp_ops(spec)])
+    return _block(tensors, [*_attention_ops(spec, context, lanes), *_mlp_ops(spec)])
 
 
-def _attention_ops(spec: DecoderSpec, context: int) -> list[Op]:
+def _attention_ops(spec: DecoderSpec, context: int, lanes: int) -> list[Op]:
     hidden, head_dim = spec.hidden, spec.head_dim
     per_head = {"eps": spec.norm_eps, "hidden": head_dim}
     rope: dict[str, Any] = {"head_dim": head_dim, "theta": spec.rope_theta}
@@ -133,14 +141,15 @@ def _attention_ops(spec: DecoderSpec, context: int) -> list[Op]:
         Op("q_norm", _K.RMSNORM, ("q", "q_norm.w"), "q_normed", per_head),
         Op("k_norm", _K.RMSNORM, ("k", "k_norm.w"), "k_normed", per_head),
     ]
+    pos = {"pos": context - lanes}
     return [
         Op("attn_norm", _K.RMSNORM, ("x", "input_norm.w"), "attn_in", {"eps": spec.norm_eps, "hidden": hidden}),
         *(_projection(spec, f"{side}_proj", "attn_in", side, hidden, f"{side}_bias") for side in "qkv"),
         *(norms if spec.qk_norm else []),
         Op("q_rope", _K.ROPE, (q, "position"), "q_rot", rope),
         Op("k_rope", _K.ROPE, (k, "position"), "k_rot", rope),
-        Op("k_append", _K.KV_APPEND, ("k_rot",), "k_cache", {"pos": context - 1}),
-        Op("v_append", _K.KV_APPEND, ("v",), "v_cache", {"pos": context - 1}),
+        Op("k_append", _K.KV_APPEND, ("k_rot",), "k_cache", pos),
+        Op("v_append", _K.KV_APPEND, ("v",), "v_cache", pos),
         Op("attention", _K.ATTENTION_TILE, ("q_rot", "k_cache", "v_cache"), "attn", attend),
         _projection(spec, "o_proj", "attn", "attn_out", spec.q_width),
         Op("attn_add", _K.ADD, ("attn_out", "x"), "x_mid"),

@@ -86,8 +86,9 @@ class Graph:
     """Embedding, `n_layers` times the same layer, head.
 
     Layers read the residual stream as tensor `x` and write `x_out`, which is `x` to whatever follows. `{i}` in a
-    layer's `source` stands for its index. The cache operands `k_cache` and `v_cache` stand for one tensor a KV head of
-    each of the `batch` sequences, which are the rows of every activation, each at a position of its own.
+    layer's `source` stands for its index. The `batch` rows of every activation are tokens: of a sequence each, at a
+    position of its own, or with `lanes` so many consecutive tokens of each sequence, row after row. The cache operands
+    `k_cache` and `v_cache` stand for one tensor a KV head of each sequence.
     """
 
     model: str
@@ -101,6 +102,7 @@ class Graph:
     layer: Block
     epilogue: Block
     batch: int = 1
+    lanes: int = 1
     weights: str | None = None
     """How its matrices are stored, as users name it; None where nothing is quantised."""
     first_kv_head: int = 0
@@ -120,8 +122,17 @@ class Graph:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Names of what attends on its own: the KV heads of each sequence, row after row."""
+        """Names of what attends on its own: the KV heads of each row."""
         return stream_names(self.n_kv_heads, self.batch, self.first_kv_head)
+
+    @property
+    def cache_streams(self) -> tuple[str, ...]:
+        """The name of each stream's cache: rows of one sequence share them."""
+        if self.lanes == 1:
+            return self.streams
+        names, heads = stream_names(self.n_kv_heads, self.batch // self.lanes, self.first_kv_head), self.n_kv_heads
+        rows = [names[row // self.lanes * heads :][:heads] for row in range(self.batch)]
+        return tuple([name for row in rows for name in row])
 
 
 @lru_cache(maxsize=64)

@@ -23,6 +23,7 @@ import numpy as np
 
 from flywheel.ir import COMPUTE_DTYPES, Buffer, BufferKind, InstructionKind, MegakernelProgram, Task, Wait
 from flywheel.ir.access import TILED_OPS, appends_behind, multi_row_buffers, tile
+from flywheel.ir.lanes import lanes_of_caches
 from flywheel.plan.nodes import Grouping
 
 _GIVEN: Final = (BufferKind.WEIGHT, BufferKind.CONST, BufferKind.IO_INPUT)
@@ -100,6 +101,7 @@ class _Accesses:
     def __init__(self, parts: Parts, buffers: Mapping[int, Buffer]) -> None:
         self.parts, self.buffers = parts, buffers
         self._rows = multi_row_buffers(parts.firsts, buffers)
+        self._lanes = lanes_of_caches(parts.firsts, buffers)
         self._behind: dict[tuple[int, ...], bool] = {}
         self.writers: dict[int, list[int]] = defaultdict(list)
         self.readers: dict[int, list[int]] = defaultdict(list)
@@ -145,6 +147,8 @@ class _Accesses:
 
     def conflicts(self, number: int) -> set[Pair]:
         """Pairs of parts that an order must hold for a buffer: one writes it, and the other reads or writes it too."""
+        if number in self._lanes:
+            return self._conflicts_of_lanes(number)
         writers, readers = self.writers[number], self.readers[number]
         cache = self.buffers[number].kind is BufferKind.KV_CACHE
         tiled = not cache and self._is_written_once(number)
@@ -156,6 +160,16 @@ class _Accesses:
         if not tiled:  # the tasks of one part are in no order that a wait could hold
             pairs |= {(writer, writer) for writer in writers if self.parts.sizes[writer] > 1}
         return pairs
+
+    def _conflicts_of_lanes(self, number: int) -> set[Pair]:
+        """As `conflicts`, of a cache of several lanes: who attends reads what its lane and those before it append."""
+        writers = self.writers[number]
+        lanes = {part: {each.get("lane", 0) for each in self.parts.params[part]} for part in writers}
+        pairs = {(one, other) for one in writers for other in writers if one < other and lanes[one] & lanes[other]}
+        for reader in set(self.readers[number]) - lanes.keys():
+            last = max(each.get("lane", 0) for each in self.parts.params[reader])
+            pairs |= {(writer, reader) for writer in writers if min(lanes[writer]) <= last}
+        return pairs | {(writer, writer) for writer in writers if self.parts.sizes[writer] > 1}
 
     def _is_behind(self, writer: int, reader: int, number: int) -> bool:
         """Whether what the writer, a single task, appends to a cache lies behind all that the reader's tasks see."""

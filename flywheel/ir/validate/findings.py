@@ -30,6 +30,7 @@ CODES: Final = MappingProxyType(
         "tile-bounds": "a tile reaches past its buffer",
         "kv-bounds": "a KV window or append reaches past its cache",
         "kv-sequence": "a KV cache whose tasks move with the positions of several sequences",
+        "kv-lane": "a KV cache of several lanes that a task does not append one row to, or read up to its own row",
         "kv-target": "a KV_APPEND whose cache operand is not the output that it writes",
         "sm-range": "an SM index outside the target",
         "rank-range": "a rank that the program does not have, or that has no task",

@@ -53,8 +53,8 @@ def param_fault(name: str, value: Any, kind: str) -> str | None:
         return f"{name}={value} is less than {LEAST[name]}"
     if name in POSITIVE and value <= 0:
         return f"{name}={value} is not greater than 0"
-    if name == "sequence" and value >= ABI_MAX_ROWS:
-        return f"sequence={value} is not one of {ABI_MAX_ROWS}"
+    if name in ("sequence", "lane") and value >= ABI_MAX_ROWS:
+        return f"{name}={value} is not one of {ABI_MAX_ROWS}"
     return None
 
 

@@ -27,6 +27,7 @@ from flywheel.ir.access import (
 )
 from flywheel.ir.dtype import READONLY_KINDS, BufferKind
 from flywheel.ir.exchange import is_push, pushed_counters
+from flywheel.ir.lanes import cell_written, cells_read, lanes_of_caches
 from flywheel.ir.opcodes import InstructionKind
 from flywheel.ir.order import HappensBefore
 from flywheel.ir.program import MegakernelProgram
@@ -68,7 +69,8 @@ class Accesses:
     """
 
     __slots__ = (
-        "_first_rows", "_past_ends", "_several", "buffers", "done", "multi_row", "order", "ranks", "tasks", "writes",
+        "_first_rows", "_past_ends", "_several", "buffers", "done", "lanes", "multi_row", "order", "ranks", "tasks",
+        "writes",
     )  # fmt: skip
 
     def __init__(self, program: MegakernelProgram, order: Sequence[int]) -> None:
@@ -80,6 +82,7 @@ class Accesses:
         self.order = HappensBefore(self.tasks, order, opaque) if opaque else self.done
         self.ranks: Sequence[int] = _ranks(order)
         self.multi_row = multi_row_buffers(self.tasks, self.buffers)
+        self.lanes = lanes_of_caches(self.tasks, self.buffers)
         self.writes: dict[int, list[Write]] = {}
         self._past_ends: dict[tuple[int, InstructionKind, int], int | None] = {}
         self._first_rows: dict[int, int | None] = {}
@@ -107,8 +110,11 @@ class Accesses:
                 writes[number] = [self._widened(number, entry) for entry in entries]
 
     def _widened(self, number: int, entry: Write) -> Write:
-        """A write of a KV cache, or of a buffer of several rows, whose columns do not count."""
+        """A write of a KV cache, or of a buffer of several rows, whose columns do not count. Of a cache of several
+        lanes, the cell of the task's lane."""
         task, rows = self.tasks[entry[2]], self.multi_row.get(number)
+        if number in self.lanes:
+            return (*cell_written(task), entry[2])
         tiles = task.op in (_GEMV, _GEMM)
         if task.op is _FUSED and self.buffers[number].kind is not BufferKind.KV_CACHE:
             tiles = tile_rows(task.params) == rows
@@ -116,6 +122,8 @@ class Accesses:
 
     def width(self, buffer: Buffer) -> int:
         """Columns of a buffer, as its writers count them."""
+        if buffer.id in self.lanes:
+            return self.lanes[buffer.id]
         return buffer.numel // (self.multi_row.get(buffer.id) or 1)
 
     def read(self, index: int, operand: int) -> list[Region] | None:
@@ -123,6 +131,8 @@ class Accesses:
         task = self.tasks[index]
         if self._several and is_push(task):
             return self.pushed(index)
+        if task.inputs[operand] in self.lanes:
+            return [cells_read(task)]
         return None if task.inputs[operand] in self.multi_row else read_regions(task, operand)
 
     def pushed(self, index: int) -> list[Region] | None:

@@ -21,7 +21,7 @@ def check_sequences(program: MegakernelProgram, findings: Findings) -> None:
     """
     caches = {buffer.id: buffer.name for buffer in program.buffers if buffer.kind is BufferKind.KV_CACHE}
     first: dict[int, tuple[int, Task]] = {}
-    for task in _tasks(program, caches):
+    for task in tasks_with(program, caches):
         params = task.params
         if "pos" not in params and "kv_len" not in params:
             continue
@@ -39,8 +39,8 @@ def check_sequences(program: MegakernelProgram, findings: Findings) -> None:
                     return
 
 
-def _tasks(program: MegakernelProgram, caches: Mapping[int, Any]) -> Iterator[Task]:
-    """Tasks that touch caches; of a run, one a stretch of tiles."""
+def tasks_with(program: MegakernelProgram, caches: Mapping[int, Any]) -> Iterator[Task]:
+    """Tasks that touch these caches; of a run, one a stretch of tiles."""
     tasks = program.tasks
     if not isinstance(tasks, Runs):
         yield from tasks

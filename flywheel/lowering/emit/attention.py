@@ -1,6 +1,7 @@
 """Rope, KV append, attention over KV heads and blocks, and the merge of its partials.
 
-A head, here, is a KV head of one sequence. They are counted row after row, as their columns stand in an activation.
+A head, here, is a KV head of one row. They are counted row after row, as their columns stand in an activation. Rows of
+one sequence, its lanes, share the head's caches: then appends are tasks of their own, before every attention to them.
 """
 
 from __future__ import annotations
@@ -106,12 +107,15 @@ def _emit_append(scope: Scope, ops: dict[str, Op], appends: Sequence[Op]) -> lis
                 TileSet(name, name, _K.KV_APPEND, inputs, caches, signal, one_tile({"pos": pos}, 0, graph.head_dim))
             )
             continue
+        if graph.lanes > 1:  # of all that lanes append to a head's caches, for who attends waits for all
+            signal = f"{name}.{graph.cache_streams[head]}"
         builder = RecipeBuilder()
         made = _own_position(scope, builder, ops, head)
         for index, op in enumerate(appends):
             rows = _head_value(scope, builder, ops, op.inputs[0], head, graph.head_dim, made)
             _append(scope, builder, op, rows, head, "final" if index == 0 else {"out": index})
-        params = {**_sequence(scope, head), "pos": pos, "recipe": builder.build()}
+        own = _sequence(scope, head)
+        params = {**own, "pos": pos + own.get("lane", 0), "recipe": builder.build()}
         flops = 8 * graph.head_dim
         sets.append(TileSet(name, name, _K.FUSED, tuple(builder.inputs), caches, signal, one_tile(params, 0, flops)))
     return sets
@@ -153,10 +157,19 @@ def _emit_windows(
                 continue
             recipe, operands, width = recipes[head]
             own = _sequence(scope, head)
-            params = {**window, **own, "N_tile": width, "n_off": head * width, "recipe": recipe}
+            rows = _lane_window(scope, window, own)
+            params = {**rows, **own, "N_tile": width, "n_off": head * width, "recipe": recipe}
             sets.append(TileSet("attention", "attention", _K.FUSED, operands, (output,), output,
                                 one_tile(params, tile_bytes, flops)))  # fmt: skip
     return sets
+
+
+def _lane_window(scope: Scope, window: dict[str, int], own: Mapping[str, int]) -> dict[str, int]:
+    """The rows of a window up to that of the task's lane."""
+    if "lane" not in own:
+        return window
+    end = scope.graph.context - scope.graph.lanes + own["lane"] + 1
+    return {**window, "kv_len": min(window["kv_len"], max(0, end - window["kv_start"]))}
 
 
 def _block_name(block: int) -> str:
@@ -263,7 +276,11 @@ def _own_position(scope: Scope, builder: RecipeBuilder, ops: Mapping[str, Op], h
 
 
 def _sequence(scope: Scope, head: int) -> dict[str, int]:
-    """The param that says whose position a head's task moves to; there is no need for it where there is one."""
+    """The params that say whose position a head's task moves to, and how far behind it the row is; there is no need for
+    them where there is one row."""
+    if scope.graph.lanes > 1:
+        sequence, lane = divmod(_row(scope, head), scope.graph.lanes)
+        return {"sequence": sequence, "lane": lane}
     return {} if scope.graph.batch == 1 else {"sequence": _row(scope, head)}
 
 
@@ -273,11 +290,11 @@ def _row(scope: Scope, head: int) -> int:
 
 def _cache(scope: Scope, op: Op, head: int) -> str:
     """Cache of one KV head that an append writes."""
-    return f"{op.output}.{scope.graph.streams[head]}"
+    return f"{op.output}.{scope.graph.cache_streams[head]}"
 
 
 def _caches(scope: Scope, attention: Op, head: int) -> tuple[str, ...]:
-    return tuple(f"{name}.{scope.graph.streams[head]}" for name in attention.inputs[1:])
+    return tuple(f"{name}.{scope.graph.cache_streams[head]}" for name in attention.inputs[1:])
 
 
 def _attend_cost(scope: Scope, length: int) -> tuple[int, int]:

@@ -205,6 +205,7 @@ def _packed(
         last_position=manifest["launch"]["last_position"],
         fixed_position=None,
         part=None,
+        lanes=1,
         **parts,
     )
 

@@ -222,12 +222,13 @@ class LoadedProgram:
     def launch(self, pos: int | None = None, positions: int = 0) -> None:
         """Enqueue one launch at position `pos`; with None, at the position that the program was lowered for.
 
-        `positions` is the device address of POSITIONS int32, the position of each sequence, none larger than `pos`.
-        With 0, all sequences are at `pos`. `sync` waits for the launch. Raises ConfigError for a position that the
-        program cannot move to.
+        `positions` is the device address of POSITIONS int32, the position of each row, no lane 0 behind `pos`. With 0,
+        all sequences are at `pos`. `sync` waits. Raises ConfigError for a position that the program cannot move to.
         """
         if pos is not None:
             self.packed.check_position(pos)
+            if self.packed.lanes > 1 and not positions:
+                raise ConfigError(f"program: of {self.packed.lanes} lanes; a launch takes the position of each row")
         if self._program is None:
             raise ConfigError("program: one of several GPUs, which are not connected")
         self.gpu.launch(

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flywheel.errors import ConfigError, InvalidProgramError
-from flywheel.ir import DType, InstructionKind, MegakernelProgram, Task
+from flywheel.ir import ABI_MAX_ROWS, DType, InstructionKind, MegakernelProgram, Task
 from flywheel.ir.access import MATRIX_OPS, WHOLE, Region, written_region
+from flywheel.ir.positions import last_position
 from flywheel.plan import KernelVariant
 from flywheel.plan.handoff import columns_of
 from flywheel.plan.nodes import Grouping, Node, make_nodes
@@ -58,11 +60,13 @@ class PackedProgram:
     coded: Mapping[int, Coded]
     """Quantised matrices by the rows of their buffers, with the rows of their scales and zero points."""
     last_position: int | None
-    """Position that the program was lowered for; None where no task has one."""
+    """Position, that of lane 0, that the program was lowered for; None where no task has one."""
     fixed_position: str | None
     """A task whose recipe fixes what a move to another position must change, with its label."""
     part: Part | None = None
     """Of which GPU of several it is."""
+    lanes: int = 1
+    """Consecutive tokens of a sequence that a launch decodes, each a row whose position an instruction names."""
 
     @property
     def shares_memory(self) -> bool:
@@ -132,8 +136,8 @@ def pack_plan(plan: Plan) -> PackedProgram:
     params_of = grouping.params_of[plan.order]
     _put(instructions, "params", _picked(params_rows(grouping.params), params_of))
     instructions["params"]["n_off"] = grouping.n_off[plan.order]
-    sequences = np.array([each.get("sequence", 0) for each in grouping.params], np.int32)
-    instructions["sequence"] = sequences[params_of]
+    lanes, places = _position_rows(grouping.params)
+    instructions["sequence"] = places[params_of]
     instructions["task"], instructions["sm"] = plan.order, sms
     staged = _finds_x_staged(nodes, routines, _rewritten_rows(nodes, grouping), node_of, sms)
     instructions["flags"][staged] |= np.uint32(InstructionFlag.X_STAGED)
@@ -156,10 +160,21 @@ def pack_plan(plan: Plan) -> PackedProgram:
         pass_blocks=pass_blocks,
         arena=place_buffers(program, hand_offs.awaited, away),
         coded=coded,
-        last_position=max((each["pos"] for each in grouping.params if "pos" in each), default=None),
+        last_position=last_position(grouping.params),
         fixed_position=_fixed(grouping.firsts),
         part=plan.part,
+        lanes=lanes,
     )  # fmt: skip
+
+
+def _position_rows(params: Sequence[Mapping[str, Any]]) -> tuple[int, Ints]:
+    """(lanes of each sequence, of which of the launch's positions tasks with such params are). Raises
+    InvalidProgramError where there are more than a launch has."""
+    lanes = 1 + max((each.get("lane", 0) for each in params), default=0)
+    rows = [each.get("sequence", 0) * lanes + each.get("lane", 0) for each in params]
+    if max(rows, default=0) >= ABI_MAX_ROWS:
+        raise InvalidProgramError(f"program: its sequences and lanes make {max(rows) + 1} rows, at most {ABI_MAX_ROWS}")
+    return lanes, np.array(rows, np.int32)
 
 
 def _away(plan: Plan) -> frozenset[int]:

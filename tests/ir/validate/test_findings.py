@@ -133,6 +133,7 @@ CASES: list[tuple[str, str, Plant]] = [
     ("kv-bounds", "start", lambda p, task, buffer: task(p, 107, params={"kv_start": 1})),
     ("kv-bounds", "rows", lambda p, task, buffer: buffer(p, 18, shape=(2, 16))),
     ("kv-sequence", "window", lambda p, task, buffer: task(p, 107, params={"sequence": 1})),
+    ("kv-lane", "base", lambda p, task, buffer: task(p, 105, params={"pos": 0, "lane": 1})),
     ("kv-target", "append", lambda p, task, buffer: task(p, 105, inputs=(18, 20))),
     ("sm-range", "above", lambda p, task, buffer: task(p, 101, sm=132)),
     ("sm-range", "below", lambda p, task, buffer: task(p, 101, sm=-1)),

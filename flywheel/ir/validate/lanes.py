@@ -1,0 +1,136 @@
+"""The rule that lets a launch put several tokens of a sequence at consecutive rows of one cache.
+
+Tasks append one row each, that of their lane, and attend to rows up to that of their lane. Then the rows that a launch
+at position p writes are p, p + 1.., a lane each, wherever p is, and the rules of races see them as cells of the cache
+(`flywheel.ir.lanes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from flywheel.ir.access import reads_window
+from flywheel.ir.lanes import lane_of, lanes_of_caches
+from flywheel.ir.opcodes import InstructionKind
+from flywheel.ir.operations import APPENDS
+from flywheel.ir.program import MegakernelProgram
+from flywheel.ir.records import Buffer, Task
+from flywheel.ir.validate.findings import Findings
+from flywheel.ir.validate.sequences import tasks_with
+
+_APPENDS = frozenset(op.name for op in APPENDS)
+
+
+def check_lanes(program: MegakernelProgram, findings: Findings) -> None:
+    """Every task that touches a cache of several lanes appends one row to it, or attends to rows up to its lane's."""
+    buffers = {buffer.id: buffer for buffer in program.buffers}
+    laned = lanes_of_caches(list(tasks_with(program, buffers)), buffers)
+    caches = {number: buffers[number] for number in laned}
+    if not caches:
+        return
+    bases: dict[int, tuple[int, Task]] = {}
+    readers: list[tuple[Task, int]] = []
+    for task in tasks_with(program, caches):
+        for number in dict.fromkeys(each for each in (*task.inputs, *task.outputs) if each in caches):
+            if number in task.outputs:
+                fault = _append_fault(task, number, buffers) or _base_fault(task, bases.setdefault(number, _base(task)))
+            else:
+                fault = _window_fault(task, number)
+                readers.append((task, number))
+            if fault is not None:
+                _report(task, caches[number], fault, findings)
+                if findings.full:
+                    return
+    for task, number in () if findings.errors else readers:
+        fault = None if number not in bases else _end_fault(task, bases[number][0])
+        if fault is not None:
+            _report(task, caches[number], fault, findings)
+            if findings.full:
+                return
+
+
+def _report(task: Task, cache: Buffer, fault: str, findings: Findings) -> None:
+    findings.error("kv-lane", f"task {task.id} ({task.label}): cache {cache.id} ({cache.name}): {fault}", task.id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """A step that reads a cache as its operand `place`."""
+
+    op: str
+    place: int
+    params: Mapping[str, Any]
+    args: list[dict[str, int]]
+    out: object
+
+
+def _steps(task: Task) -> list[Mapping[str, Any]]:
+    """A task's steps; of a plain operation it is one."""
+    if task.op is InstructionKind.FUSED:
+        steps: list[Mapping[str, Any]] = task.params["recipe"]["steps"]
+        return steps
+    args = [{"in": place} for place in range(len(task.inputs))]
+    return [{"op": task.op.name, "args": args, "out": "final"}]
+
+
+def _uses(task: Task, cache: int) -> Iterator[_Use]:
+    for step in _steps(task):
+        for place, arg in enumerate(step["args"]):
+            if "in" in arg and task.inputs[arg["in"]] == cache:
+                yield _Use(step["op"], place, step.get("params", {}), step["args"], step["out"])
+
+
+def _append_fault(task: Task, cache: int, buffers: Mapping[int, Buffer]) -> str | None:
+    """What is wrong with a task that writes a cache, or None."""
+    uses = list(_uses(task, cache))
+    if len(uses) != 1 or uses[0].op not in _APPENDS:
+        return "is written by something else than one KV_APPEND, or read by what appends to it"
+    (use,) = uses
+    if "pos" in use.params or "pos" not in task.params or "kv_rows" in task.params:
+        return "is appended to at a position that is not the task's own"
+    rows, row = _numel(use.args[0], task, buffers), buffers[cache].numel // buffers[cache].shape[0]
+    if rows != row:
+        return f"an append of {rows} elements, where a row has {row}; a lane appends one"
+    return None
+
+
+def _numel(arg: Mapping[str, int], task: Task, buffers: Mapping[int, Buffer]) -> int:
+    if "in" in arg:
+        return buffers[task.inputs[arg["in"]]].numel
+    shape: list[int] = next(step["out_shape"] for step in _steps(task) if step["out"] == arg["s"])
+    return prod(shape)
+
+
+def _base(task: Task) -> tuple[int, Task]:
+    """Where the lane 0 of a task that appends stands."""
+    return task.params["pos"] - lane_of(task) if "pos" in task.params else 0, task
+
+
+def _base_fault(task: Task, first: tuple[int, Task]) -> str | None:
+    (base, _), (known, other) = _base(task), first
+    if base != known or base < 0:
+        lanes = f"lane {lane_of(task)} at row {task.params['pos']}"
+        return f"{lanes}, where task {other.id} ({other.label}) has lane {lane_of(other)} at {other.params['pos']}"
+    return None
+
+
+def _window_fault(task: Task, cache: int) -> str | None:
+    """What is wrong with how a task that does not write a cache reads it, or None."""
+    for use in _uses(task, cache):
+        if not reads_window(use.op, use.place) or {"kv_start", "kv_len"} & use.params.keys():
+            return f"is read by {use.op} otherwise than in the task's window"
+    if "kv_rows" in task.params:
+        return "is read by kv_rows, which says nothing of lanes"
+    if "kv_len" not in task.params or "kv_start" not in task.params:
+        return "is read in no window"
+    return None
+
+
+def _end_fault(task: Task, base: int) -> str | None:
+    end, own = task.params["kv_start"] + task.params["kv_len"], base + lane_of(task)
+    if task.params["kv_len"] and end > own + 1:
+        return f"lane {lane_of(task)} stands at row {own}, and reads up to row {end - 1}"
+    return None
