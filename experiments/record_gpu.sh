@@ -118,7 +118,9 @@ part() {
     near)
       script "$model.measured_near.txt" measured_near.py --gpu h200 --works "$model:$more:$rest" \
         --tsv "$model.measured_near.tsv" ;;
-    parts) script "$model.measured_parts.txt" measured_parts.py --works "$model:$more:$rest" ;;
+    parts)
+      script "$model.measured_parts.txt" measured_parts.py --works "$model:$more:$rest"
+      script "$model.measured_profile.txt" measured_parts.py --works "$model:$more:$rest" --profile 45 ;;
     coded) IFS=+ read -ra works <<<"$5" && script coded_speed.txt coded_speed.py --gpu h200 "${works[@]}" ;;
     generate)
       best "$name.schedule.json" "$model" bf16 1 &&
