@@ -5,28 +5,34 @@ Source: docs/vm.md, "Ranks".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import COMPUTE_DTYPES, Buffer, BufferKind, MegakernelProgram, Task, Wait
 from flywheel.ir.exchange import pushed_counters
 from flywheel.plan.handoff import copies
+from flywheel.plan.sending import PushedTile, made_by, tile_pushed
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one GPU of several runs, as a program of its own, whose pushes write stand-ins for buffers of others.
+    """What one GPU of several runs, as a program of its own.
 
-    `away` are these stand-ins: the id of the buffer on the other GPU -> its rank. `arrived` are ids of buffers here
-    that others push into. No task waits for a push: who reads what arrived looks at it until it is there. That says
-    nothing of other columns, so an order that frees a page may be gone: no two buffers share memory.
+    `images` says where its results go: the id of a buffer here -> rank -> the id of the buffer there. `peers` are, by
+    place in the list of tasks, the ranks that a task's result goes to, a bit each. A task that multiplies sends what it
+    stores; any other one with peers is a push, whose output is a stand-in, one of `away`, for all that it pushes into.
+    `arrived` are ids of buffers here that others push into. No task waits for a push: who reads what arrived looks at
+    it until it is there. That says nothing of other columns, so an order that frees a page may be gone: no two buffers
+    share memory.
     """
 
     program: MegakernelProgram
     rank: int
     ranks: int
-    away: Mapping[int, int]
+    images: Mapping[int, Mapping[int, int]]
+    peers: Sequence[int]
+    away: frozenset[int]
     arrived: frozenset[int]
 
 
@@ -53,7 +59,7 @@ def parts_of(program: MegakernelProgram) -> tuple[Part, ...]:
         if known is None:
             known = tuple([wait for wait in task.waits if wait.counter not in remote])
             waits[id(task.waits)] = known
-        by_rank[task.rank].append(replace(task, waits=known, rank=0))
+        by_rank[task.rank].append(replace(task, waits=known))
     return tuple(_part(program, rank, each, buffers, pushed) for rank, each in enumerate(by_rank))
 
 
@@ -78,8 +84,14 @@ def _check_signal(task: Task, buffers: Mapping[int, Buffer]) -> None:
 def _part(
     program: MegakernelProgram, rank: int, tasks: list[Task], buffers: Mapping[int, Buffer], pushed: set[int]
 ) -> Part:
-    away = {number: buffers[number].rank for task in tasks for number in task.outputs if buffers[number].rank != rank}
-    awaited = {wait.counter for task in tasks for wait in task.waits}
+    images: dict[int, dict[int, int]] = {}
+    for task in tasks:
+        for number in task.outputs:
+            if buffers[number].rank != rank:
+                images.setdefault(task.inputs[0], {})[buffers[number].rank] = number
+    kept, peers = _with_peers(tasks, buffers, rank, images.keys())
+    away = frozenset(number for task in kept for number in task.outputs if buffers[number].rank != rank)
+    awaited = {wait.counter for task in kept for wait in task.waits}
     own = [
         replace(buffer, rank=0, kind=BufferKind.ACTIVATION if buffer.id in away else buffer.kind)
         for buffer in program.buffers
@@ -89,9 +101,41 @@ def _part(
         program,
         buffers=tuple(own),
         counters=tuple([counter for counter in program.counters if counter.id in awaited]),
-        tasks=tuple(tasks),
+        tasks=tuple([replace(task, rank=0) for task in kept]),
         pages=None,
         ranks=1,
     )
     arrived = frozenset(number for number in pushed if buffers[number].rank == rank)
-    return Part(part, rank, program.ranks, away, arrived)
+    return Part(part, rank, program.ranks, images, peers, away, arrived)
+
+
+def _with_peers(
+    tasks: Sequence[Task], buffers: Mapping[int, Buffer], rank: int, sources: Collection[int]
+) -> tuple[list[Task], list[int]]:
+    """(the tasks of a GPU, ranks that the result of each goes to).
+
+    A push of what one product stores is left out: the product sends it. It could begin no later, and what it pushes is
+    written once and has readers on the other GPU alone, which wait for it. Pushes of the same columns to several GPUs,
+    on one SM and behind the same waits, are one.
+    """
+    made = made_by(tasks, buffers, sources)
+    sent: dict[PushedTile, int] = {}
+    first: dict[tuple[PushedTile, int | None, tuple[Wait, ...]], int] = {}
+    joined: dict[int, int] = {}  # by the place of a push that is left: ranks
+    for place, task in enumerate(tasks):
+        home = buffers[task.outputs[0]].rank if task.outputs else rank
+        if home == rank:
+            continue
+        tile = tile_pushed(task)
+        if tile in made:
+            sent[tile] = sent.get(tile, 0) | 1 << home
+        else:
+            leader = first.setdefault((tile, task.sm, tuple(task.waits)), place)
+            joined[leader] = joined.get(leader, 0) | 1 << home
+    senders = {made[tile]: ranks for tile, ranks in sent.items()}
+    kept = [
+        (task, joined.get(place, 0) | senders.get(place, 0))
+        for place, task in enumerate(tasks)
+        if place in joined or not task.outputs or buffers[task.outputs[0]].rank == rank
+    ]
+    return [task for task, _ in kept], [ranks for _, ranks in kept]

@@ -54,7 +54,13 @@ class InstructionFlag(IntFlag):
     TAKES_BEST = 128
     """Its step, SAMPLE_ARGMAX, finds the index of the largest logit kept."""
     PUSHES = 256
-    """Its output is on another GPU."""
+    """It copies columns of its input to other GPUs, those that PEERS_SHIFT says."""
+    SENDS = 512
+    """What its last step, a matrix step, stores as output 0 goes to those GPUs, too."""
+
+
+PEERS_SHIFT: Final = 16
+"""From where on an instruction's flags have the ranks that its result goes to, a bit each."""
 
 
 class StepFlag(IntFlag):
@@ -325,6 +331,7 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
             Field("int32_t", "rank"),
             Field("int32_t", "ranks"),
             Field("uint64_t", "words", MAX_RANKS, note="of each rank: launches that each began, COUNTER_STRIDE apart"),
+            Field("uint64_t", "images", note="uint64_t[][MAX_RANKS]: where on each rank a buffer's columns go, or 0"),
         ),
     }
 )

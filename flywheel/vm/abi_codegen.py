@@ -73,6 +73,7 @@ CONSTANTS: Final[Mapping[str, int]] = MappingProxyType(
         "FW_SPILLED": abi.SPILLED,
         "FW_ABSENT": ABSENT,
         "FW_COUNTER_STRIDE": abi.COUNTER_STRIDE,
+        "FW_PEERS_SHIFT": abi.PEERS_SHIFT,
         "FW_RESERVED_BYTES": RESERVED_BYTES,
         "FW_PARTIALS_BYTES": abi.PARTIALS_BYTES,
         "FW_MIN_STAGED_BYTES": MIN_STAGED_BYTES,

@@ -37,20 +37,22 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
     return EmulatedGpu(num_sms=2, limit_s=60.0)
 
 
-def lowered(spec: DecoderSpec, ranks: int, batch: int, by_data: bool, bits: int = 32) -> MegakernelProgram:
+def lowered(
+    spec: DecoderSpec, ranks: int, batch: int, by_data: bool, bits: int = 32, columns: int = 16, fused: Any = FUSED
+) -> MegakernelProgram:
     target = replace(TARGETS["h100"], name="here", num_sms=2)
     config = ScheduleConfig(
-        {"attention": {"kv_block": 16}, "gemv": {"N_tile": 16}, "hand_off": {"data": int(by_data)},
+        {"attention": {"kv_block": 16}, "gemv": {"N_tile": columns}, "hand_off": {"data": int(by_data)},
          "exchange": {"bits": bits}, "stream": {"chunk_bytes": 4096, "inflight_bytes": 8192}},
-        FUSED, page_allocation="none", threads_per_block=128, smem_bytes_per_block=96 * 1024,
+        fused, page_allocation="none", threads_per_block=128, smem_bytes_per_block=96 * 1024,
     )  # fmt: skip
     return lower(shared_step(spec, 16, DTYPE, batch, ranks=ranks), config, target)
 
 
-def check(gpu: EmulatedGpu, spec: DecoderSpec, ranks: int, batch: int, by_data: bool, bits: int = 32) -> None:
+def check(gpu: EmulatedGpu, spec: DecoderSpec, ranks: int, batch: int, by_data: bool, **how: Any) -> None:
     weights = random_weights(spec, 0, TORCH_DTYPES[DTYPE])
     tokens = [[(7 * launch + 3 * row + 1) % spec.vocab for row in range(batch)] for launch in range(LAUNCHES)]
-    with Ranks(gpu, lowered(spec, ranks, batch, by_data, bits), weights, DTYPE) as loaded:
+    with Ranks(gpu, lowered(spec, ranks, batch, by_data, **how), weights, DTYPE) as loaded:
         logits, chosen = loaded.launch(tokens)
     assert (logits.view(np.uint32) == logits[:, :1].view(np.uint32)).all()
     assert (chosen == logits.reshape(LAUNCHES, ranks, batch, -1).argmax(-1)).all()
@@ -78,3 +80,17 @@ def test_ranks_whose_own_hand_offs_go_by_counters_make_the_oracles_logits(gpu: E
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_more_ranks_make_the_oracles_logits(gpu: EmulatedGpu, ranks: int) -> None:
     check(gpu, replace(SPEC, family="qwen3", **FAMILIES["qwen3"]), ranks, 1, by_data=True)
+
+
+@pytest.mark.parametrize(("bits", "batch"), [(32, 1), (16, 2)])
+def test_logits_whose_rows_are_no_multiple_of_sixteen_bytes_are_the_oracles(
+    gpu: EmulatedGpu, bits: int, batch: int
+) -> None:
+    gpu.seed = bits
+    check(gpu, replace(SPEC, family="mistral", vocab=203), 2, batch, by_data=True, bits=bits, columns=48)
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(2, 2), (4, 1)])
+def test_pushes_of_what_no_product_stores_make_the_oracles_logits(gpu: EmulatedGpu, ranks: int, batch: int) -> None:
+    gpu.seed = ranks
+    check(gpu, replace(SPEC, family="mistral"), ranks, batch, by_data=True, fused=())

@@ -41,6 +41,7 @@ typedef uint32_t amk_counter_t;
 #define FW_SPILLED 1073741824
 #define FW_ABSENT (-1)
 #define FW_COUNTER_STRIDE 128
+#define FW_PEERS_SHIFT 16
 #define FW_RESERVED_BYTES 16384
 #define FW_PARTIALS_BYTES 8192
 #define FW_MIN_STAGED_BYTES 16384
@@ -97,6 +98,7 @@ typedef uint32_t amk_counter_t;
 #define FW_INSTRUCTION_KEEPS_BEST 64
 #define FW_INSTRUCTION_TAKES_BEST 128
 #define FW_INSTRUCTION_PUSHES 256
+#define FW_INSTRUCTION_SENDS 512
 #define FW_STEP_OWN_N_OFF 1
 #define FW_STEP_OWN_N_TILE 2
 #define FW_STEP_OWN_POS 4
@@ -483,8 +485,10 @@ struct amk_ranks_t {
   int32_t rank;
   int32_t ranks;
   uint64_t words[8];  // of each rank: launches that each began, COUNTER_STRIDE apart
+  uint64_t images;  // uint64_t[][MAX_RANKS]: where on each rank a buffer's columns go, or 0
 };
-static_assert(sizeof(amk_ranks_t) == 72, "amk_ranks_t");
+static_assert(sizeof(amk_ranks_t) == 80, "amk_ranks_t");
 FW_ASSERT_OFFSET(amk_ranks_t, rank, 0);
 FW_ASSERT_OFFSET(amk_ranks_t, ranks, 4);
 FW_ASSERT_OFFSET(amk_ranks_t, words, 8);
+FW_ASSERT_OFFSET(amk_ranks_t, images, 72);

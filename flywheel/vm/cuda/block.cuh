@@ -49,6 +49,9 @@ struct alignas(16) TaskSlot {
     Operand results[FW_MAX_STEPS];  // what each step writes: scratch, or an output
     amk_step_t steps[FW_MAX_STEPS];
     uint32_t awaited;  // operands that the vector warps wait for before the first step: a bit a ref
+#ifdef FW_RANKS
+    char* images[FW_MAX_RANKS];  // by rank, where the result goes, as far as PEERS_SHIFT says: its first element there
+#endif
 };
 
 // The reserved bytes at the start of shared memory. Behind them lie the pass buffers, the staging area and the ring.

@@ -35,18 +35,27 @@ __device__ __forceinline__ uint32_t load_bits_sys(int dtype, const char* ptr, lo
     return dtype == AMK_DTYPE_F32 ? load32_sys(ptr + i * 4) : load_half_sys(ptr + i * 2);
 }
 
-// An element that this GPU or another one writes: loaded again until it is there.
-__device__ __forceinline__ float load_arrived(Vm vm, const Operand& x, long long i) {
-    uint32_t bits = load_bits_sys(x.dtype, x.ptr, i);
-    while (x.layout == FW_LAYOUT_AWAITED && is_absent(x.dtype, bits) && vm.again()) bits = load_bits_sys(x.dtype, x.ptr, i);
-    return bits_to_float(x.dtype, bits);
+// Ranks that the result of a task goes to, a bit each.
+__device__ __forceinline__ uint32_t peers_of(const amk_instruction_t& instruction) { return instruction.flags >> FW_PEERS_SHIFT; }
+
+// One element to the same place on other GPUs. What is all ones there says that nothing came, so none such is sent.
+__device__ __forceinline__ void push_element(Vm vm, uint32_t peers, int dtype, long long place, uint32_t bits) {
+#pragma unroll 1
+    for (; peers != 0; peers &= peers - 1) {
+        char* const to = vm.task()->images[__ffs(peers) - 1] + place;
+        if (dtype == AMK_DTYPE_F32) {
+            store32_sys(to, bits == ABSENT32 ? 0x7fffffff : bits);
+        } else {
+            store_half_sys(to, bits == ABSENT16 ? 0x7fff : static_cast<unsigned short>(bits));
+        }
+    }
 }
 
-// Columns of each of `rows` rows of x, to the same place on another GPU: 16 bytes a store where the columns allow it. What is all
-// ones there says that nothing came, so no such element is sent.
-__device__ __forceinline__ void push_columns(Vm vm, const Operand& x, char* to, int rows, int first, int count) {
+// Columns of each of `rows` rows of x, to the same place on other GPUs: 16 bytes a store where the columns allow it.
+__device__ __forceinline__ void push_columns(Vm vm, const Operand& x, int rows, int first, int count) {
+    const uint32_t peers = peers_of(vm.task()->instruction);
     const int bytes = element_bytes(x.dtype), width = x.numel / rows, group = 16 / bytes;
-    const bool packed = first % group == 0 && count % group == 0 && width % group == 0 && aligned16(x.ptr) && aligned16(to);
+    const bool packed = first % group == 0 && count % group == 0 && width % group == 0 && aligned16(x.ptr);
     const int each = packed ? count / group : count;
     const bool awaited = x.layout == FW_LAYOUT_AWAITED;
 #pragma unroll 1
@@ -57,7 +66,8 @@ __device__ __forceinline__ void push_columns(Vm vm, const Operand& x, char* to, 
             uint4 bits = load128(x.ptr + at);
             while (awaited && !all_present(x.dtype, bits) && vm.again()) bits = load128(x.ptr + at);
             if (all_present(x.dtype, bits)) {
-                store128_sys(to + at, bits);
+#pragma unroll 1
+                for (uint32_t left = peers; left != 0; left &= left - 1) store128_sys(vm.task()->images[__ffs(left) - 1] + at, bits);
                 continue;
             }
         }
@@ -66,12 +76,29 @@ __device__ __forceinline__ void push_columns(Vm vm, const Operand& x, char* to, 
             const long long place = at + k * bytes;
             uint32_t bits = load_bits(x.dtype, x.ptr + place, 0);
             while (awaited && is_absent(x.dtype, bits) && vm.again()) bits = load_bits(x.dtype, x.ptr + place, 0);
-            if (x.dtype == AMK_DTYPE_F32) {
-                store32_sys(to + place, bits == ABSENT32 ? 0x7fffffff : bits);
-            } else {
-                store_half_sys(to + place, bits == ABSENT16 ? 0x7fff : static_cast<unsigned short>(bits));
-            }
+            push_element(vm, peers, x.dtype, place, bits);
         }
+    }
+}
+
+// 16 bytes of floats in shared memory, rounded to `dtype`, to the same place on each GPU whose turn it is: lanes that have the
+// same bytes share out the GPUs.
+__device__ __forceinline__ void push_group(Vm vm, int dtype, int turn, long long place, const float* made) {
+    const float4 low = *reinterpret_cast<const float4*>(made);
+    uint4 bits;
+    int turns = 4;
+    if (dtype == AMK_DTYPE_F32) {
+        const auto present = [](float value) { return is_absent(value) ? 0x7fffffffu : __float_as_uint(value); };
+        bits = {present(low.x), present(low.y), present(low.z), present(low.w)};
+    } else {
+        const float4 high = *reinterpret_cast<const float4*>(made + 4);
+        bits = {floats_to_halves(low.x, low.y), floats_to_halves(low.z, low.w), floats_to_halves(high.x, high.y),
+                floats_to_halves(high.z, high.w)};
+        turns = 8;
+    }
+#pragma unroll 1
+    for (uint32_t peers = peers_of(vm.task()->instruction); peers != 0; peers &= peers - 1, turn += turns - 1) {
+        if (turn % turns == 0) store128_sys(vm.task()->images[__ffs(peers) - 1] + place, bits);
     }
 }
 

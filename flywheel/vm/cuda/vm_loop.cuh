@@ -155,6 +155,19 @@ __device__ __forceinline__ uint32_t awaited_refs(const TaskSlot& task, const amk
     return refs;
 }
 
+#ifdef FW_RANKS
+// Where on GPU `rank` the elements are that a push copies, or from the task's first column on those that a product stores.
+__device__ __forceinline__ char* image(const Block& block, const TaskSlot& task, int rank) {
+    const amk_instruction_t& instruction = task.instruction;
+    const bool sends = instruction.flags & FW_INSTRUCTION_SENDS;
+    const int row = sends ? instruction.outputs[0] : instruction.inputs[0];
+    const uint64_t first = reinterpret_cast<const uint64_t*>(block.ranks.images)[row * FW_MAX_RANKS + rank] + block.set;
+    if (!sends || !(instruction.flags & FW_INSTRUCTION_TILED)) return reinterpret_cast<char*>(first);
+    const int dtype = reinterpret_cast<const amk_buffer_t*>(block.program.buffers)[row].dtype;
+    return reinterpret_cast<char*>(first) + static_cast<long long>(instruction.params.n_off) * element_bytes(dtype);
+}
+#endif
+
 __device__ __forceinline__ void fetch(Block& block, TaskSlot& task, int index) {
     const int lane = lane_id();
     copy_words(&task.instruction, reinterpret_cast<const amk_instruction_t*>(block.program.instructions) + index, 1, lane);
@@ -164,6 +177,9 @@ __device__ __forceinline__ void fetch(Block& block, TaskSlot& task, int index) {
     copy_words(task.steps, reinterpret_cast<const amk_step_t*>(block.program.steps) + instruction.first_step,
                instruction.n_steps, lane);
     if (lane < instruction.n_inputs) task.inputs[lane] = resolve(block, instruction.inputs[lane]);
+#ifdef FW_RANKS
+    if (lane < FW_MAX_RANKS && peers_of(instruction) >> lane & 1) task.images[lane] = image(block, task, lane);
+#endif
     __syncwarp();
     if (lane < instruction.n_steps) {
         inherit(task.steps[lane], instruction.params);
@@ -227,7 +243,7 @@ __device__ __noinline__ void run_control() {
         const bool met = lane_id() >= task.instruction.n_waits || wait_counter(block, task.instruction, lane_id());
         if (!__all_sync(~0u, met)) return;
 #ifdef FW_RANKS
-        const bool pushes = task.instruction.flags & FW_INSTRUCTION_PUSHES;
+        const bool pushes = peers_of(task.instruction) != 0;
         if (pushes && !asked && !__all_sync(~0u, lane_id() >= block.ranks.ranks || wait_begun(block, task.instruction, lane_id()))) return;
         asked |= pushes;
 #endif

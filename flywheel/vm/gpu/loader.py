@@ -19,7 +19,7 @@ from flywheel.vm.elements import stored, stored_type, values
 from flywheel.vm.gpu.driver import Gpu, LoadedKernel, Memory
 from flywheel.vm.gpu.matching import check_kernel
 from flywheel.vm.gpu.weights import ResidentWeights
-from flywheel.vm.pack import PackedProgram, RankMemory, peer_addresses, ranks_table
+from flywheel.vm.pack import PackedProgram, RankMemory, images_table, ranks_table
 from flywheel.vm.pack.ranks import WORDS_BYTES
 
 __all__ = ["LoadedProgram", "ResidentWeights"]
@@ -166,9 +166,8 @@ class LoadedProgram:
         part = self.packed.part
         if part is None or self._program is not None:
             raise ConfigError("program: of one GPU, or connected already")
-        for row, address in peer_addresses(packed, part.rank, memories).items():
-            self._addresses[row] = address
-        self._program = self._upload_program([ranks_table(part.rank, memories)])
+        images = self._put(images_table(packed, part.rank, memories))
+        self._program = self._upload_program([ranks_table(part.rank, memories, images.address)])
 
     def address(self, name: str) -> int:
         """The device address of a buffer. Raises TensorError for an unknown name."""
@@ -368,7 +367,7 @@ class LoadedProgram:
                     raise TensorError(f"cache {buffer.name}: starts at no multiple of {_CACHE_ALIGNMENT} bytes")
                 addresses.append(caches[buffer.name])
             elif row not in self.packed.arena.offsets:
-                addresses.append(0)  # on another GPU: `connect` sets the address
+                addresses.append(0)  # on another GPU: `images_table` says where
             else:
                 addresses.append(self._arena.address + self._offset(row))
         return addresses

@@ -14,9 +14,10 @@ from flywheel.errors import InvalidProgramError
 from flywheel.ir import PARAM_FIELDS, Buffer, Wait
 from flywheel.plan.formats import Scales
 from flywheel.plan.nodes import Node
+from flywheel.plan.ranks import Part
 from flywheel.plan.routine import Routine
 from flywheel.plan.step import ABSENT, Coded
-from flywheel.vm.abi import Layout, numpy_struct
+from flywheel.vm.abi import PEERS_SHIFT, InstructionFlag, Layout, numpy_struct
 from flywheel.vm.pack.stream import expand
 from flywheel.vm.pack.template import Template
 
@@ -59,6 +60,14 @@ def params_rows(params: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.void]:
     for name in PARAM_FIELDS:
         table[name] = [each.get(name, 0) for each in params]
     return table
+
+
+def peer_flags(part: Part) -> npt.NDArray[np.uint32]:
+    """Of each task of a part, in order, the flags that say which ranks its result goes to, and how."""
+    peers = np.array(part.peers, np.uint32)
+    pushes = np.array([part.away.issuperset(task.outputs[:1]) for task in part.program.tasks], np.bool_)
+    kind = np.where(pushes, InstructionFlag.PUSHES, InstructionFlag.SENDS).astype(np.uint32)
+    return np.where(peers != 0, peers << np.uint32(PEERS_SHIFT) | kind, np.uint32(0))
 
 
 def coded_rows(nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer]) -> dict[int, Coded]:

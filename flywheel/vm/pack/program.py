@@ -25,7 +25,7 @@ from flywheel.vm.abi import FRAGMENT_ROWS, PARTIALS_BYTES, InstructionFlag, Layo
 from flywheel.vm.pack.best import best_flags
 from flywheel.vm.pack.checks import check_arrivals, check_count, check_steps, float_type, scale_buffers
 from flywheel.vm.pack.frequencies import Frequencies
-from flywheel.vm.pack.instructions import coded_rows, node_rows, params_rows, weight_layouts
+from flywheel.vm.pack.instructions import coded_rows, node_rows, params_rows, peer_flags, weight_layouts
 from flywheel.vm.pack.memory import ALIGNMENT, Arena, buffer_table, check_buffers, place_buffers
 from flywheel.vm.pack.stream import blocks_of, matrix_entries, segments_of, tile_of
 from flywheel.vm.pack.template import STEP, Template, fragment_bytes, make_template
@@ -127,9 +127,6 @@ def pack_plan(plan: Plan) -> PackedProgram:
     by_node = node_rows(nodes, first_steps, templates, rows, hand_offs.waits)
     for node, flag in best_flags(program, grouping, nodes, routines).items():
         by_node["flags"][node] |= np.uint32(flag)
-    for number, node_ in enumerate(nodes):
-        if away.intersection(node_.outputs):
-            by_node["flags"][number] |= np.uint32(InstructionFlag.PUSHES)
     if plan.part is not None:
         check_arrivals(nodes, routines, program.buffers, plan.part.arrived)
     instructions = _picked(by_node, node_of)
@@ -138,6 +135,8 @@ def pack_plan(plan: Plan) -> PackedProgram:
     instructions["params"]["n_off"] = grouping.n_off[plan.order]
     lanes, places = _position_rows(grouping.params)
     instructions["sequence"] = places[params_of]
+    if plan.part is not None:
+        instructions["flags"] |= peer_flags(plan.part)[plan.order]
     instructions["task"], instructions["sm"] = plan.order, sms
     staged = _finds_x_staged(nodes, routines, _rewritten_rows(nodes, grouping), node_of, sms)
     instructions["flags"][staged] |= np.uint32(InstructionFlag.X_STAGED)
@@ -179,7 +178,7 @@ def _position_rows(params: Sequence[Mapping[str, Any]]) -> tuple[int, Ints]:
 
 def _away(plan: Plan) -> frozenset[int]:
     """Rows of buffers that are on other GPUs."""
-    numbers = plan.part.away if plan.part is not None else {}
+    numbers = plan.part.away if plan.part is not None else frozenset()
     return frozenset(row for row, buffer in enumerate(plan.program.buffers) if buffer.id in numbers)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -45,25 +45,27 @@ def aligned(packed: Sequence[PackedProgram]) -> tuple[PackedProgram, ...]:
     return tuple(replace(each, arena=replace(each.arena, nbytes=nbytes)) for each in packed)
 
 
-def peer_addresses(
-    packed: Sequence[PackedProgram], rank: int, memories: Sequence[RankMemory]
-) -> Mapping[int, int]:
-    """Device address of each buffer that GPU `rank` has on others, by its row in the table of that GPU."""
-    own = packed[rank]
-    assert own.part is not None
+def images_table(packed: Sequence[PackedProgram], rank: int, memories: Sequence[RankMemory]) -> npt.NDArray[np.uint64]:
+    """[buffer, rank]: where each rank has what GPU `rank` pushes of a buffer, in the first set; 0 where it pushes none.
+
+    `packed` are the tables of all ranks, `memories` where they have it, in order.
+    """
+    part = packed[rank].part
+    assert part is not None
     places = [
         {each.program.buffers[row].id: offset for row, offset in each.arena.offsets.items()} for each in packed
     ]
-    return {
-        row: memories[home].arena + places[home][buffer.id]
-        for row, buffer in enumerate(own.program.buffers)
-        if (home := own.part.away.get(buffer.id)) is not None
-    }
+    table = np.zeros((len(packed[rank].program.buffers), MAX_RANKS), np.uint64)
+    for row, buffer in enumerate(packed[rank].program.buffers):
+        for home, number in part.images.get(buffer.id, {}).items():
+            table[row, home] = memories[home].arena + places[home][number]
+    return table
 
 
-def ranks_table(rank: int, memories: Sequence[RankMemory]) -> npt.NDArray[np.void]:
-    """The `amk_ranks_t` of a GPU, which lies right behind its `amk_program_t`."""
+def ranks_table(rank: int, memories: Sequence[RankMemory], images: int) -> npt.NDArray[np.void]:
+    """The `amk_ranks_t` of a GPU, which lies right behind its `amk_program_t`; `images` is the device address of its
+    `images_table`."""
     table = np.zeros(1, numpy_struct("amk_ranks_t"))
-    table["rank"], table["ranks"] = rank, len(memories)
+    table["rank"], table["ranks"], table["images"] = rank, len(memories), images
     table["words"][0, : len(memories)] = [memory.words for memory in memories]
     return table

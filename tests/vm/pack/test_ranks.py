@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from two_ranks import changed, two_ranks, with_buffer
 
@@ -24,8 +26,9 @@ from flywheel.ir import (
 from flywheel.lowering.lower import lower
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec
-from flywheel.vm.abi import COUNTER_STRIDE, InstructionFlag, Layout
-from flywheel.vm.pack import RankMemory, pack, pack_ranks, peer_addresses, ranks_table
+from flywheel.plan.sending import made_by
+from flywheel.vm.abi import COUNTER_STRIDE, PEERS_SHIFT, InstructionFlag, Layout
+from flywheel.vm.pack import PackedProgram, RankMemory, images_table, pack, pack_ranks, ranks_table
 
 PROGRAM = replace(
     two_ranks(), target=replace(TARGETS["h200"], num_sms=2), config=ScheduleConfig(threads_per_block=128)
@@ -59,16 +62,29 @@ def test_second_sets_lie_as_far_behind_the_first_on_every_rank() -> None:
 
 def test_a_push_goes_to_where_the_peer_has_the_buffer() -> None:
     packed = pack_ranks(PROGRAM)
-    found = peer_addresses(packed, 0, MEMORIES)
+    found = images_table(packed, 0, MEMORIES)
     rows = {buffer.id: row for row, buffer in enumerate(packed[0].program.buffers)}
     there = {buffer.id: row for row, buffer in enumerate(packed[1].program.buffers)}
-    assert found == {rows[number]: (2 << 20) + packed[1].arena.offsets[there[number]] for number in (11, 14)}
+    wanted = {rows[own]: (2 << 20) + packed[1].arena.offsets[there[image]] for own, image in ((1, 11), (4, 14))}
+    assert {row: int(found[row, 1]) for row in np.flatnonzero(found[:, 1])} == wanted
+    assert not np.delete(found, 1, axis=1).any()
+
+
+def peers(packed: PackedProgram, flag: InstructionFlag) -> dict[str, set[int]]:
+    """The label of each task with a flag, and the ranks that the results of its kind go to, a bit each."""
+    found: dict[str, set[int]] = {}
+    for row in packed.instructions:
+        if row["flags"] & flag:
+            label = packed.program.tasks[row["task"]].label
+            found.setdefault(re.sub(r"^L\d+\.", "", label), set()).add(int(row["flags"]) >> PEERS_SHIFT)
+    return found
 
 
 def test_a_rank_knows_the_words_of_all() -> None:
-    table = ranks_table(1, MEMORIES)
+    table = ranks_table(1, MEMORIES, 4 << 10)
     assert (int(table["rank"][0]), int(table["ranks"][0])) == (1, 2)
     assert table["words"][0].tolist() == [1 << 10, 2 << 10, 0, 0, 0, 0, 0, 0]
+    assert int(table["images"][0]) == 4 << 10
     assert COUNTER_STRIDE % 4 == 0
 
 
@@ -123,3 +139,49 @@ def test_programs_that_lowering_makes_are_packed(family: str, by_data: int, rank
     config = ScheduleConfig({"hand_off": {"data": by_data}}, page_allocation="none", threads_per_block=128)
     program = lower(shared_step(spec, 16, DType.BF16, 1, ranks=ranks), config, PROGRAM.target)
     assert [each.part.rank for each in pack_ranks(program) if each.part is not None] == list(range(ranks))
+
+
+FUSED = (("attn_combine", "o_proj", "attn_add"), ("down_proj", "mlp_add"), ("final_norm", "lm_head"))
+
+
+def shared(ranks: int, batch: int = 1, grouping: Any = FUSED) -> tuple[PackedProgram, ...]:
+    spec = DecoderSpec("tiny", "mistral", 64, 128, 2, 8, 4, 16, 200, 1e4, 1e-5, 64)
+    config = ScheduleConfig({"hand_off": {"data": 1}}, grouping, page_allocation="none", threads_per_block=128)
+    return pack_ranks(lower(shared_step(spec, 16, DType.BF16, batch, ranks=ranks), config, PROGRAM.target))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_products_send_what_they_store_to_all_ranks_and_no_push_is_left(ranks: int, batch: int) -> None:
+    for packed in shared(ranks, batch):
+        assert packed.part is not None
+        others = {(1 << ranks) - 1 - (1 << packed.part.rank)}
+        sent = peers(packed, InstructionFlag.SENDS)
+        assert peers(packed, InstructionFlag.PUSHES) == {}
+        assert sent == dict.fromkeys(("o_proj", "down_proj", "lm_head"), others)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_what_no_product_stores_is_pushed_to_all_ranks_at_once(ranks: int) -> None:
+    """Where the residual is no part of its product, on the GPU that adds it."""
+    first, second, *_ = shared(ranks, grouping=())
+    others = {(1 << ranks) - 2}
+    assert peers(first, InstructionFlag.PUSHES) == {"attn_sum.push": others, "mlp_sum.push": others}
+    assert peers(first, InstructionFlag.SENDS) == {"lm_head": others}
+    assert peers(second, InstructionFlag.PUSHES) == {}
+
+
+def test_columns_that_tasks_write_twice_are_pushed_not_sent() -> None:
+    """A product's tile that another one overwrites before it is pushed."""
+    buffers = {
+        0: Buffer(0, "x", BufferKind.IO_INPUT, DType.BF16, (32,)),
+        1: Buffer(1, "w", BufferKind.WEIGHT, DType.BF16, (32, 32)),
+        2: Buffer(2, "made", BufferKind.ACTIVATION, DType.BF16, (32,)),
+    }
+    tiles = [
+        Task(k, InstructionKind.GEMV_TILE, (0, 1), (2,), k, (), {"K": 32, "N_tile": 16, "n_off": n_off}, 0)
+        for k, n_off in enumerate((0, 16, 16))
+    ]
+    assert made_by(tiles[:2], buffers, {2}) == {(2, 0, 16, 1): 0, (2, 16, 32, 1): 1}
+    assert made_by(tiles, buffers, {2}) == {}
+    assert made_by(tiles[:2], buffers, set()) == {}

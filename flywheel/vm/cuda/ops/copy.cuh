@@ -40,12 +40,9 @@ __device__ __noinline__ void copy_bytes(int thread, const char* from, char* to, 
 FW_MICRO_KERNEL op_copy(Vm vm, const amk_step_t& step) {
     const Operand x = vm.arg(step, 0), out = vm.out(step);
 #ifdef FW_RANKS
-    const amk_instruction_t& instruction = vm.task()->instruction;
-    if (instruction.flags & FW_INSTRUCTION_PUSHES) {
-        const int rows = step.flags & FW_STEP_HAS_M_TILE ? step.params.M_tile : 1, first = vm.n_off(step);
-        // A tile of one row begins where its columns do.
-        char* const to = out.ptr - (instruction.flags & FW_INSTRUCTION_TILED ? first * static_cast<long long>(element_bytes(x.dtype)) : 0);
-        return push_columns(vm, x, to, rows, first, vm.n_tile(step));
+    if (vm.task()->instruction.flags & FW_INSTRUCTION_PUSHES) {
+        const int rows = step.flags & FW_STEP_HAS_M_TILE ? step.params.M_tile : 1;
+        return push_columns(vm, x, rows, vm.n_off(step), vm.n_tile(step));
     }
 #endif
     const int start = step.flags & FW_STEP_HAS_COLUMNS ? vm.n_off(step) : 0;

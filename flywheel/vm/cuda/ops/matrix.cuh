@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../best.cuh"
+#include "../peers.cuh"
 
 constexpr int STAGE_LOADS = 4;       // in flight, a thread
 // Partials of a row block, at most and mostly: codes take more instructions than fragments, so more warps share a chunk of them.
@@ -187,6 +188,31 @@ __device__ __forceinline__ const float* row_scales_of(Vm vm, const amk_step_t& s
     return nullptr;
 }
 
+#ifdef FW_RANKS
+// To other GPUs, what half a warp has made of a pass, which it left in place of its first partials. A lane takes 16 bytes of
+// columns of some GPUs where the columns allow it. Not inlined: a product has no registers to spare.
+__device__ __noinline__ void send_pass(Vm vm, const amk_step_t& step, int pass, int done) {
+    const Operand& out = vm.out(step);
+    const bool from_zero = step.flags & FW_STEP_INDEX_FROM_ZERO;
+    const int rows = product_rows(step.as.product.rows), n_off = vm.n_off(step), n_tile = vm.n_tile(step);
+    const int start = from_zero ? 0 : n_off, pitch = from_zero ? n_tile : out.numel / rows, bytes = element_bytes(out.dtype);
+    const int blocks = min(vm.block().program.pass_blocks, (n_off + n_tile + 15) / 16 - n_off / 16 - done);
+    const int group = 16 / bytes, lane = vm.lane() % 16, turn = lane % group, column = lane - turn;
+#pragma unroll 1
+    for (int number = vm.warp() * 2 + vm.lane() / 16; number < blocks * rows; number += 2 * VECTOR_WARPS) {
+        const Unit unit(number, rows, (n_off / 16 + done) * 16 - n_off, column);
+        const float* const made = vm.block().partial(pass) + (unit.block * MATRIX_WARPS * rows + unit.m) * PARTIAL_ROWS + column;
+        const int place = unit.m * pitch + start + unit.column;
+        if (unit.column >= 0 && unit.column + group <= n_tile && place % group == 0) {
+            push_group(vm, out.dtype, turn, place * static_cast<long long>(bytes), made);
+        } else if (unit.column + turn >= 0 && unit.column + turn < n_tile) {
+            const uint32_t bits = bytes == 4 ? __float_as_uint(made[turn]) : float_to_half(made[turn]);
+            push_element(vm, peers_of(vm.task()->instruction), out.dtype, (place + turn) * static_cast<long long>(bytes), bits);
+        }
+    }
+}
+#endif
+
 // Takes over what the matrix warps multiply, from row block `done` on: all of it, or where slices have to be staged again for
 // each pass, the next one. Says whether the launch goes on.
 __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool streams, bool keeps_best, BestSeen& best,
@@ -209,6 +235,9 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
     const float* const row_scales = row_scales_of(vm, step);
     const auto row_scale = [&](int column) { return row_scales != nullptr ? load_element(row_scales + n_off + column) : 1.0f; };
     const bool out_is_half = out.dtype != AMK_DTYPE_F32;
+#ifdef FW_RANKS
+    const bool sends = step.out == 0 && vm.task()->instruction.flags & FW_INSTRUCTION_SENDS;
+#endif
     // What everybody waits for takes few instructions, for they come from far: in the usual case only those that it needs.
     const bool quick = !bias && !keeps_best && slots <= QUICK_SLOTS;
     const int slot_pitch = rows * PARTIAL_ROWS;
@@ -249,6 +278,9 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
                 if (epilogue == FW_EPILOGUE_ADD) value += extra;
                 if (epilogue == FW_EPILOGUE_SILU_MUL) value *= silu(extra);
                 store_float(target, out_is_half, value);
+#ifdef FW_RANKS
+                if (sends) vm.block().partial(pass)[place] = value;
+#endif
             }
             if (units > 2 * VECTOR_WARPS) {
                 advance();
@@ -272,10 +304,19 @@ __device__ __forceinline__ bool take_over(Vm vm, const amk_step_t& step, bool st
                 if (epilogue == FW_EPILOGUE_SILU_MUL) value *= silu(extra);
                 store(out, unit.m * pitch + start + unit.column, value);
                 if (keeps_best) best.see(value, n_off + unit.column);
+#ifdef FW_RANKS
+                if (sends) *const_cast<float*>(partial) = value;
+#endif
             }
             advance();
         }
         __syncwarp();
+#ifdef FW_RANKS
+        if (sends) {
+            send_pass(vm, step, pass, done);
+            __syncwarp();
+        }
+#endif
         if (vm.lane() < WARP_ARRIVALS) barrier_arrive(&vm.block().partial_empty[pass & 1]);
         pass++;
         done += pass_blocks;
