@@ -1,4 +1,4 @@
-"""`flywheel bench`: the best known schedule beside what PyTorch makes of the same step, on this GPU."""
+"""`flywheel bench`: time the best known schedule and PyTorch's versions of the same step on this GPU."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ if TYPE_CHECKING:
 
 FORMAT: Final = "flywheel-bench"
 FORMAT_VERSION: Final = 2
-"""Raised when an older reader would misread the document; added fields do not raise it."""
+"""The number rises when an older reader would misread the document. An added field leaves it."""
 SAMPLES: Final = 20
-"""Of each contestant, a round."""
+"""Samples of each contestant in a round."""
 
 
 def rival_names(text: str) -> tuple[Rival, ...]:
-    """`cublas,compile` as rivals, each once."""
+    """The rivals that `cublas,compile` names, each once."""
     names = list(dict.fromkeys(text.split(",")))
     unknown = next((name for name in names if name not in RIVALS), None)
     if unknown is not None:
@@ -67,7 +67,8 @@ def rival_names(text: str) -> tuple[Rival, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is compared: a model, as `name` was given, on a GPU, at contexts of at least 2, for batches."""
+    """What is compared: a model on a GPU, at contexts of at least 2, for batches. `name` is the model as the user gave
+    it."""
 
     source: Source
     name: str
@@ -78,7 +79,7 @@ class Work:
     weights: str | None = None
 
     def workloads(self) -> list[Workload]:
-        """Each batch at each context. Raises as `make_workload` does."""
+        """One workload for each batch at each context. Raises as `make_workload`."""
         from flywheel.search.workload import make_workload
 
         return [
@@ -90,7 +91,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A chosen schedule as a program of its workload."""
+    """A workload, and the program that its schedule lowers to."""
 
     workload: Workload
     program: MegakernelProgram
@@ -99,7 +100,7 @@ class Lowered:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A workload that its schedule does not fit, and why."""
+    """A workload that its schedule does not fit, and the reason."""
 
     context: int
     batch: int
@@ -110,36 +111,36 @@ class Refused:
 @click.option("--model", cls=SharedOption, metavar="NAME|DIR|REPO",
               help="Model by name, with random weights; or a checkpoint's directory, or its repository on the Hub.")
 @click.option("--against", type=rival_names, metavar="NAME,...",
-              help=f"Rivals to time beside the schedule: {', '.join(RIVALS)}.  [default: cublas,compile; of quantised "
-                   "weights those that multiply them]")
+              help=f"Rivals of the schedule: {', '.join(RIVALS)}.  [default: cublas,compile; for quantised "
+                   "weights, the rivals that multiply them]")
 @click.option("--context", "contexts", cls=SharedOption, type=integers, metavar="N,N...",
               help=f"Tokens that the step attends to.  [default: the schedule's, else {DEFAULTS['context']}]")
 @click.option("--batch", "batches", type=integers, metavar="N,N...",
-              help="Sequences a step; several show what each costs beside one.  [default: the schedule's, else 1]")
+              help="Sequences decoded together; several are compared.  [default: the schedule's, else 1]")
 @click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
               help="Type of weights and activations.  [default: the schedule's, else the checkpoint's, else bf16]")
 @weights_option
 @click.option("--gpu", cls=SharedOption, metavar="NAME", help="GPU to lower for.  [default: the one here]")
 @click.option("--config", "config_file", metavar="FILE|-",
               help="Exported schedule, or ScheduleConfig, lowered for every context and batch.  "
-                   "[default: the store's best of each, else the one that comes with flywheel]")
+                   "[default: the store's best for each, else the shipped schedule]")
 @click.option("--campaign", metavar="NAME",
-              help="The best of this campaign of the store, and its model.  [default: without a model, the newest]")
+              help="Time this campaign's best schedule and its model.  [default: without --model, the newest]")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, metavar="N",
-              help=f"Rounds of {SAMPLES} samples each; one loads the schedule anew.")
+              help=f"Rounds of {SAMPLES} samples each; every round loads the schedule again.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
               help="Seed of the tokens, and of the weights where there is no checkpoint.")
 @click.option("--serve", "served", is_flag=False, flag_value=START, metavar="[URL]",
-              help="Instead: how long answers of a server with OpenAI's API take, or of one that this command starts.")
+              help="Instead, time a server with OpenAI's API; without a URL, start one.")
 @click.option("--clients", type=integers, default="1,8", show_default=True, metavar="N,N...",
-              help="With --serve: clients that ask at once.")
+              help="With --serve: clients that send requests at the same time.")
 @click.option("--requests", type=click.IntRange(1), default=64, show_default=True, metavar="N",
               help="With --serve: requests for each number of clients.")
 @click.option("--prompt-words", type=click.IntRange(1), default=64, show_default=True, metavar="N",
-              help="With --serve: words of the longest prompt; lengths are drawn from --seed.")
+              help="With --serve: words of the longest prompt; --seed draws the lengths.")
 @click.option("--max-tokens", type=click.IntRange(2), default=64, show_default=True, metavar="N",
               help="With --serve: tokens of each answer.")
-@click.option("--device", type=click.Choice(["cuda", "reference"]), help="With --serve: what a started server uses.")
+@click.option("--device", type=click.Choice(["cuda", "reference"]), help="With --serve, no URL: the server's device.")
 @click.option("--picture", type=click.Path(path_type=Path), metavar="FILE.svg", help="Draw the times as bars.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE.json",
               help="Write the JSON document, with all samples.")
@@ -170,11 +171,11 @@ def bench(
     output: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Time the best known schedule beside CUDA-graphed PyTorch and torch.compile, in turn, on this machine's GPU.
+    """Time the best known schedule, CUDA-graphed PyTorch and torch.compile, in turn, on this machine's GPU.
 
-    Everything happens in one process: the rate at which this GPU reads is measured first, then each contestant's logits
-    are compared with the eager oracle's, and who passes is timed in rounds, the L2 cache emptied before each sample.
-    Exit code 3 if any contestant has no time, or a schedule does not fit a context or batch.
+    One process does everything. It first measures how fast this GPU reads. It then compares each contestant's logits
+    with the eager oracle's, and times who passes, in rounds, with an empty L2 cache before each sample. Exit code 3 if
+    any contestant has no time, or a schedule does not fit a context or batch.
     """
     _check(config_file, campaign, (output, picture))
     if served is not None:
@@ -205,7 +206,7 @@ def bench(
 def _give(
     ctx: click.Context, document: dict[str, Any], output: Path | None, as_json: bool, show: Callable[[], None]
 ) -> None:
-    """Write the document where it was asked for, and show it."""
+    """Add the command line to the document, write it to `output` if given, and show it."""
     document["command"] = spoken(ctx)
     if output is not None:
         write_file(output, json.dumps(document, indent=1, allow_nan=False) + "\n")
@@ -216,7 +217,7 @@ def _give(
 
 
 def _check(config_file: str | None, campaign: str | None, files: Sequence[Path | None]) -> None:
-    """Raises UsageError for what no GPU could help with."""
+    """Raises UsageError for options that no GPU can satisfy."""
     if config_file is not None and campaign is not None:
         raise UsageError("bench: --config and --campaign both name a schedule; give one")
     for path in files:
@@ -233,9 +234,9 @@ def _settle(
     batches: tuple[int, ...] | None,
     weights: str | None = None,
 ) -> Work:
-    """What is compared: by options, else by the schedule or the campaign, else by default.
+    """The work to compare: from the options, else from the schedule or campaign, else the defaults.
 
-    Raises UsageError, NoGpuError, and as names deserve.
+    Raises UsageError, NoGpuError, and what looking up the names raises.
     """
     from flywheel.search.workload import default_context
 
@@ -246,7 +247,7 @@ def _settle(
     sequences = batches or ((DEFAULTS["batch"] if given is None else given.batch),)
     short = next((context for context in asked if context < 2), None)
     if short is not None:
-        raise UsageError(f"bench: --context {short}: a token must attend to another one; at least 2")
+        raise UsageError(f"bench: --context {short} is not at least 2: a token must attend to another one")
     source = open_model("bench", name)
     if contexts is None and given is None:
         asked = (default_context(source.spec),)
@@ -260,7 +261,7 @@ def _settle(
 
 
 def _target(gpu: str | None) -> GpuTarget:
-    """The target of that name, else the one that this machine's GPU is. Raises UnknownNameError, NoGpuError."""
+    """The target named `gpu`; for None, this machine's GPU. Raises UnknownNameError, NoGpuError."""
     from flywheel.measure.device import Device
     from flywheel.search.trials.device import target_here
     from flywheel.search.workload import find_target
@@ -273,7 +274,8 @@ def _target(gpu: str | None) -> GpuTarget:
 
 
 def _lower(chosen: Sequence[Chosen]) -> tuple[list[Lowered], list[Refused]]:
-    """The schedules as programs, and those that do not fit their workload, as far as that shows without a GPU."""
+    """The programs of the schedules that fit their workloads, and the schedules that are known without a GPU not to
+    fit."""
     from flywheel.lowering.lower import lower
     from flywheel.plan import program_id
     from flywheel.vm.pack import pack
@@ -289,13 +291,13 @@ def _lower(chosen: Sequence[Chosen]) -> tuple[list[Lowered], list[Refused]]:
             continue
         made = program_id(program)
         if origin.get("program_id") not in (None, made):
-            note(f"flywheel: {_work(workload)}: this version lowers the config to another program than was measured")
+            note(f"flywheel: {_work(workload)}: this version lowers the config to a program that was not measured")
         lowered.append(Lowered(workload, program, {**origin, "program_id": made}))
     return lowered, refused
 
 
 def _refuse(workload: Workload, error: FlywheelError) -> Refused:
-    """Says at once what the table will say."""
+    """A refusal for the table, which is also shown at once."""
     note(f"flywheel: rejected: {_work(workload)}: {error}")
     return Refused(workload.context, workload.batch, str(error))
 
@@ -307,10 +309,10 @@ def _work(workload: Workload) -> str:
 def _compete(
     work: Work, chosen: Sequence[Chosen], rivals: Sequence[Rival] | None, plan: Plan, seed: int
 ) -> tuple[dict[str, Any], list[Comparison]]:
-    """The document, without the command, and its comparisons; ends the command if there are none. Without `rivals`, the
-    usual ones of the weights.
+    """The document, without the command line, and its comparisons. Ends the command with REJECTED if there are none.
 
-    Raises as `probe` and `Contests` do, except where a program does not fit.
+    `rivals` None means the usual rivals of the weights. Raises as `probe` and `Contests`, except where a program does
+    not fit.
     """
     from flywheel.decode.contestants import Contests
     from flywheel.decode.cuda import prepare_torch
@@ -368,7 +370,7 @@ def _say(line: str) -> None:
 
 
 def spoken(ctx: click.Context) -> str:
-    """The command line that says what this one was told, wherever it was told it."""
+    """The command line with every option that the user gave, on the command line or by the environment."""
     words = [ctx.command_path]
     for option in ctx.command.params:
         told = ctx.get_parameter_source(option.name or "")

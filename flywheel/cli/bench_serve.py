@@ -1,4 +1,4 @@
-"""`flywheel bench --serve`: how long a server's answers take, as clients see it."""
+"""`flywheel bench --serve`: how long a server takes to answer, as its clients see it."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ if TYPE_CHECKING:
 
 FORMAT: Final = "flywheel-bench-serve"
 START: Final = "start"
-"""In the place of an address: a server that this command starts and ends."""
+"""Stands in place of an address: the command starts a server, and ends it."""
 _END_S: Final = 30.0
 
 
 def bench_served(where: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The document: for each number of clients, answers to texts of random lengths, as the command's `params` say.
+    """The document: for each number of clients, how long answers to texts of random lengths take.
 
-    A server that is started gets the model and the schedule from them. Raises UsageError where there is none,
-    and where it does not answer a first request.
+    `params` are the command's. A server that is started here takes the model and the schedule from them.
+
+    Raises UsageError when there is no model to start a server of, and when the server does not answer a first request.
     """
     from flywheel.serve.load import draw_prompts, put_load
 
     if where == START and params["model"] is None:
-        raise UsageError("bench: --serve starts a server of --model; give that, or an address")
+        raise UsageError("bench: --serve without a URL starts a server, which needs --model")
     clients, requests, max_tokens = params["clients"], params["requests"], params["max_tokens"]
     words, seed = params["prompt_words"], params["seed"]
     with _served(where, _options(params)) as server:
         prompts = draw_prompts(seed, requests, words)
-        # So that nobody pays for what a first request makes.
+        # A first request warms the server up, so that no timed request does.
         first = put_load(server, prompts[:1], 1, min(max_tokens, 2))
         if first.failed:
             raise UsageError(f"bench: {server.url} does not answer a first request: {first.failed[0]}")
@@ -55,7 +56,7 @@ def bench_served(where: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options(params: Mapping[str, Any]) -> dict[str, object]:
-    """Of `flywheel serve`, by what `flywheel bench` calls them."""
+    """The options for `flywheel serve`, from those of `flywheel bench`."""
     first = {name: params[name][0] if params[name] else None for name in ("contexts", "batches")}
     same = {name: params[name] for name in ("model", "gpu", "dtype", "weights", "device")}
     return {
@@ -83,7 +84,7 @@ def show_served(document: Mapping[str, Any]) -> None:
 
 
 def _beside() -> dict[str, str]:
-    """Why other engines are not in the table."""
+    """Engine -> why it is not in the table."""
     return {
         name: f"not timed: {'start its server and give its address to --serve' if find_spec(name) else 'not installed'}"
         for name in ("transformers", "vllm")
@@ -116,18 +117,18 @@ def _served(where: str, options: Mapping[str, object]) -> Iterator[Server]:
 
 
 def _address(process: subprocess.Popen[str]) -> str:
-    """Where it serves, once it does. Raises UsageError with its last line where it ends before."""
+    """The server's address, once it serves. Raises UsageError with its last line where it ends before."""
     assert process.stderr is not None
     line = ""
     for line in process.stderr:
         found = re.search(r"at (http://\S+/v1);", line)
         if found:
             return found[1]
-    raise UsageError(f"bench: the server ended: {line.strip() or 'it said nothing'}")
+    raise UsageError(f"bench: the server ended: {line.strip() or 'it wrote nothing'}")
 
 
 def _hear(process: subprocess.Popen[str], ending: threading.Event) -> None:
-    """Show what else it says until it is told to end: a server whose words nobody reads stops once the pipe is full."""
+    """Show the server's further lines until `ending` is set. It reads all: a server stops once the pipe is full."""
     assert process.stderr is not None
     for line in process.stderr:
         if not ending.is_set():

@@ -1,5 +1,5 @@
-"""`flywheel export --format bundle`: a schedule, lowered and compiled for its GPU, as files that run without flywheel's
-search and without torch."""
+"""`flywheel export --format bundle`: lower and compile a schedule for its GPU. The files run without torch and without
+flywheel's search."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from flywheel.store.schedule import Schedule
 from flywheel.store.sql import Store
 
 SHIPPED: Final = "shipped"
-"""In the place of a schedule's file: the one that comes with flywheel."""
+"""Stands in place of a schedule's file: the schedule that comes with flywheel."""
 
 _WORK: Final = ("model", "gpu", "dtype", "context", "batch", "weights")
 
 
 def bundle_row(store: Store, record: TrialRecord, output: Path | None) -> dict[str, Any]:
-    """The bundle of a store's row, whose model is a checkpoint. Returns facts; raises as `_write`."""
+    """Write the bundle of a store's row, whose model must be a checkpoint. Returns facts about it. Raises as
+    `_write`."""
     workload = make_workload(record.model, record.gpu, record.dtype, record.context, record.batch, record.weights)
     exported = json.loads(schedule_text(record, find_campaign(store, record.campaign)))
     words = f"{row_title(store, record)} of campaign {record.campaign}, {record.kind} {us(record.objective_us)}"
@@ -35,10 +36,13 @@ def bundle_row(store: Store, record: TrialRecord, output: Path | None) -> dict[s
 
 
 def bundle_file(file: str, form: str, named: Mapping[str, Any], output: Path | None) -> dict[str, Any]:
-    """The bundle of a schedule file, or of SHIPPED; what is `named` goes before what the file says. Returns facts;
-    raises UsageError for another format than a bundle, and as `_write`."""
+    """Write the bundle of a schedule file, or of SHIPPED. `named` options override the file. Returns facts about the
+    bundle.
+
+    Raises UsageError for a format other than bundle, and as `_write`.
+    """
     if form != "bundle":
-        raise UsageError(f"export: --schedule is of --format bundle, not of {form}")
+        raise UsageError(f"export: --schedule goes with --format bundle, not with {form}")
     given = None if file == SHIPPED else load_config(file)
     work: dict[str, Any] = {
         name: named[name] if named[name] is not None else getattr(given, name, DEFAULTS.get(name)) for name in _WORK
@@ -47,7 +51,7 @@ def bundle_file(file: str, form: str, named: Mapping[str, Any], output: Path | N
         work["weights"] = None
     missing = next((name for name in ("model", "gpu") if work[name] is None), None)
     if missing is not None:
-        raise UsageError(f"export: --{missing} is missing, and {file} does not say it")
+        raise UsageError(f"export: give --{missing}, which {file} does not name")
     workload = make_workload(**work)
     if given is not None:
         config = given.config if isinstance(given, Schedule) else given
@@ -61,8 +65,11 @@ def bundle_file(file: str, form: str, named: Mapping[str, Any], output: Path | N
 def _write(
     workload: Workload, config: ScheduleConfig, schedule: Mapping[str, Any], output: Path | None
 ) -> dict[str, Any]:
-    """Lower, prove, compile and write. Raises UsageError without a new directory or a checkpoint, and as `make_bundle`
-    and `write_folder`."""
+    """Lower, prove, compile and write.
+
+    Raises UsageError where `output` is missing or not new, where the model is no checkpoint, and as `make_bundle` and
+    `write_folder`.
+    """
     from flywheel.decode.bundling import make_bundle
     from flywheel.lowering.lower import lower
     from flywheel.models.catalog import model_path
@@ -76,7 +83,7 @@ def _write(
             check_writable(output)
     path = model_path(workload.model)
     if path is None:
-        raise UsageError(f"export: {workload.model} is a name; a bundle is of a checkpoint, whose directory is --model")
+        raise UsageError(f"export: {workload.model} has no weights; give a checkpoint's directory as --model")
     folder = path if path.is_dir() else path.parent
     note(f"flywheel: {schedule['words']}; reading the weights of {folder}")
     about = {**schedule, "config": config_to_dict(config), "config_id": config.config_id}
@@ -89,7 +96,7 @@ def _write(
 
 @contextmanager
 def _writing(output: Path) -> Iterator[None]:
-    """Raises UsageError for what the operating system refuses."""
+    """Turn an OSError within the block into a UsageError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`flywheel calibrate`: fit the cost model's constants of a GPU to what it was measured to do."""
+"""`flywheel calibrate`: fit the cost model's constants of a GPU to measurements."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _MOST_JOBS: Final = 8
 
 
 @command
-@click.option("--gpu", cls=SharedOption, metavar="NAME", required=True, help="GPU that was measured on.")
+@click.option("--gpu", cls=SharedOption, metavar="NAME", required=True, help="GPU of the measurements.")
 @store_option
 @click.option("--campaign", "campaigns", metavar="NAME", multiple=True,
               help="Use what this campaign measured; repeatable.  [default: every campaign of the GPU]")
 @click.option("--kernels", metavar="DIGEST", multiple=True,
-              help="Use rows of these kernels, too, which are as fast as those of the newest row; repeatable.")
+              help="Also use rows of these kernels, which must be as fast as the newest row's; repeatable.")
 @click.option("--held-back", type=click.FloatRange(0.1, 0.9), default=0.5, show_default=True, metavar="SHARE",
-              help="Configs of each model that nothing is fitted to, to say how good the fit is.")
+              help="Share of each model's configs that test the fit and take no part in it.")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N",
               help=f"Processes that predict.  [default: one a processor, {_MOST_JOBS} at most]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("machine.json"), show_default=True,
@@ -45,11 +45,11 @@ def calibrate(
     output: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Fit the cost model's constants of a GPU to what campaigns measured on it, and say how well the rest is predicted.
+    """Fit the cost model's constants of a GPU to campaigns' measurements, and say how well it predicts the rest.
 
-    What flywheel doctor --probe measured bounds the read rate and the hand-off. Rows of one GPU, driver, compiler and
-    kernels count, those of the newest measured row. The result is a file that search, evaluate, lower and simulate take
-    as --machine.
+    flywheel doctor --probe measures what bounds the read rate and the hand-off. Only rows with the GPU, driver,
+    compiler and kernels of the newest measured row count. search, evaluate, lower and simulate take the result as
+    --machine.
     """
     from flywheel.cost_model.calibration import dump_calibration
     from flywheel.search.knowledge.calibrating import calibrate as run_calibration
@@ -64,7 +64,7 @@ def calibrate(
         gpu_name = selection.place["gpu_name"]
         ceiling = None if gpu_name is None else opened.ceiling(gpu_name)
     if ceiling is None:
-        note(f"flywheel: no probe of {gpu_name} in the store, so nothing bounds its read rate; flywheel doctor --probe")
+        note(f"flywheel: no probe of {gpu_name} in the store bounds its read rate; flywheel doctor --probe adds one")
     with open_pool(jobs or min(os.cpu_count() or 1, _MOST_JOBS)) as pool:
         found = run_calibration(selection, ceiling, held_back, pool, lambda told: note(f"flywheel: {told}"))
     document = _document(selection, found, output)

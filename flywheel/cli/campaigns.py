@@ -1,4 +1,4 @@
-"""`flywheel campaigns`: what a store has been asked, and how far it got."""
+"""`flywheel campaigns`: a store's campaigns and their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flywheel.store.campaign import Campaign, CampaignSummary
 
 SHOWN = 5
-"""Best trials of one campaign that the text shows."""
+"""How many of one campaign's best trials the text shows."""
 
 
 @command
@@ -70,14 +70,13 @@ def _list(where: str, summaries: list[CampaignSummary], as_json: bool) -> None:
 
 
 def _types(campaign: Campaign) -> str:
-    """Its dtype, and the format of its weights where that is another."""
+    """The campaign's dtype, and the format of its weights where they differ."""
     own = campaign.weights in (None, campaign.dtype)
     return campaign.dtype if own else f"{campaign.dtype}, {campaign.weights}"
 
 
 def _best(summary: CampaignSummary) -> tuple[float | None, str]:
-    """(latency, its kind): a prediction never stands in for a measurement, nor an imported one for one of this
-    store."""
+    """(latency, kind). A measurement of this store goes before an imported one, and both before a prediction."""
     if summary.best_measured_us is not None:
         return summary.best_measured_us, "measured"
     if summary.best_imported_us is not None:

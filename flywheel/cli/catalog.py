@@ -1,4 +1,4 @@
-"""`flywheel models` and `flywheel targets`: what is known by name."""
+"""`flywheel models` and `flywheel targets`: the models and GPUs known by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flywheel.search.workload import find_target
 @command
 @click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="Add the weight floor on this GPU; repeatable.")
 @click.option("--dtype", cls=SharedOption, type=click.Choice(list(DTYPES)), default=DEFAULTS["dtype"],
-              show_default=True, help="Type of what is not quantised.")  # fmt: skip
+              show_default=True, help="Type of activations and unquantised weights.")  # fmt: skip
 @weights_option
 @json_option
 def models(gpus: tuple[str, ...], dtype: str, weights: str | None, as_json: bool) -> None:
@@ -73,8 +73,10 @@ def targets(as_json: bool) -> None:
 
 
 def bytes_per_token(spec: DecoderSpec, dtype: DType, formats: WeightFormats = PLAIN) -> int:
-    """Bytes of weights, scales included, that one token reads: all weights, but only one row of an embedding that is
-    not also the head."""
+    """Bytes of weights, scales included, that one token reads.
+
+    A token reads all weights, but only one row of an embedding that is not also the head.
+    """
 
     def nbytes(role: str, shape: tuple[int, ...]) -> int:
         own = formats.of(role)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A schedule for one workload; `origin` says where it is from, JSON-ready."""
+    """A schedule for one workload. `origin` says where the schedule is from, JSON-ready."""
 
     workload: Workload
     config: ScheduleConfig
@@ -30,7 +30,7 @@ class Chosen:
 
 
 def from_file(workload: Workload, given: Schedule | ScheduleConfig, path: str) -> Chosen:
-    """A schedule file's, whatever workload it was found for."""
+    """A file's schedule, applied to `workload` whatever it was found for."""
     config = given.config if isinstance(given, Schedule) else given
     origin: dict[str, Any] = {"file": path, "config_id": config.config_id}
     if isinstance(given, Schedule):
@@ -40,7 +40,7 @@ def from_file(workload: Workload, given: Schedule | ScheduleConfig, path: str) -
 
 
 def campaign_named(url: str, name: str | None) -> Campaign:
-    """The campaign of a store as `find_campaign` has it, which is announced where no name was given."""
+    """The campaign that `find_campaign` returns. Without a name, its name is announced."""
     from flywheel.cli.provenance import find_campaign
     from flywheel.store.sql import open_store
 
@@ -52,10 +52,10 @@ def campaign_named(url: str, name: str | None) -> Campaign:
 
 
 def known(workloads: Sequence[Workload], url: str | None, campaign: str | None) -> list[Chosen]:
-    """The best known schedule of each workload: the store's, of one campaign or of all; if the store has none and no
-    campaign is named, the schedule that comes with flywheel.
+    """The best known schedule of each workload, from one campaign of the store or from all.
 
-    Raises UnknownNameError, with the search that finds one, without any; StoreError.
+    Where the store has none and no campaign is named, it is the shipped schedule. Raises StoreError, and
+    UnknownNameError with the search to run where there is no schedule.
     """
     if url is not None:
         return _from_store(workloads, url, campaign)
@@ -84,14 +84,14 @@ def _from_store(workloads: Sequence[Workload], url: str, campaign: str | None) -
 
 
 def _shipped(workload: Workload, store: str) -> Chosen:
-    """The schedule that comes with flywheel, of the same work or of one of another context or batch."""
+    """The shipped schedule of the workload, else one found at another context or batch. Raises UnknownNameError."""
     from flywheel.search.knowledge.shipped import find_shipped
 
     fit = find_shipped(workload)
     if fit is None:
         raise _nothing_known(workload, store)
     work = f"context {workload.context}, batch {workload.batch}"
-    note(f"flywheel: {work}: nothing measured in the store; shipped schedule {fit.shipped.name}")
+    note(f"flywheel: {work}: the store has no measurement; taking the shipped schedule {fit.shipped.name}")
     origin = {"file": f"shipped {fit.shipped.name}", "config_id": fit.config.config_id, "exact": fit.exact,
               "table": fit.shipped.table}  # fmt: skip
     return Chosen(workload, fit.config, origin)

@@ -26,7 +26,7 @@ from flywheel.process import child_environment
 
 HOST: Final = "127.0.0.1"
 START_S: Final = 120.0
-"""MLflow's server takes seconds to start, on a loaded machine many."""
+"""Wall seconds until MLflow's server must answer. It takes some, and many on a loaded machine."""
 STOP_S: Final = 10.0
 
 
@@ -40,15 +40,15 @@ STOP_S: Final = 10.0
 def dashboard(port: int, tracking_uri: str | None, children: str, store: str, as_json: bool) -> None:
     """Show the store's campaigns in MLflow's browser pages, for this machine only, until Ctrl-C.
 
-    The mirror is brought up to date first and follows the store as long as the pages are open.
+    The command first brings the mirror up to date, and keeps it so while the pages are open.
     """
     from flywheel.store.follow import follow
 
     follower = make_follower(store, tracking_uri, (), children)
     uri = follower.mirror.uri
     if "://" in uri and uri.split("://")[0] in ("http", "https", "databricks"):
-        raise UsageError(f"{place(follower)}: is a server already; flywheel mlflow sync fills it")
-    note(f"flywheel: mirroring the store in {place(follower)} and starting MLflow's pages: some seconds")
+        raise UsageError(f"{place(follower)} is already a server with pages; flywheel mlflow sync fills it")
+    note(f"flywheel: mirroring the store in {place(follower)} and starting MLflow's pages; this takes some seconds")
     follower.look(last=False)
     pages = follower.mirror.pages()
     with Drain(lambda: None) as drain, serve(uri, port or free_port(), lambda: drain.requested) as (address, runs):
@@ -59,7 +59,7 @@ def dashboard(port: int, tracking_uri: str | None, children: str, store: str, as
             note(f"flywheel: MLflow on {place(follower)}; Ctrl-C ends it")
         follow(follower, lambda: drain.requested or not runs(), lambda trouble: note(f"flywheel: {trouble}"))
         if not drain.requested:
-            raise MirrorError("MLflow's server has ended by itself; mlflow server says why")
+            raise MirrorError("MLflow's server ended by itself; run mlflow server to see why")
 
 
 def free_port() -> int:
@@ -72,14 +72,14 @@ def free_port() -> int:
 
 @contextmanager
 def serve(uri: str, port: int, stop: Callable[[], bool]) -> Iterator[tuple[str, Callable[[], bool]]]:
-    """MLflow's server on a tracking file: its address, once it answers, and whether it runs. Ends with the block.
+    """Run MLflow's server on a tracking file within the block: its address, once it answers, and whether it still runs.
 
     Raises MirrorError where it does not answer within START_S.
     """
     words = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1",
              "--gunicorn-opts", "--config python:flywheel.store.pages", *_artifacts(uri)]  # fmt: skip
-    # Not in the working directory, from which gunicorn would import. The URI is no argument, which everybody on the
-    # machine can read: there may be a password in it.
+    # gunicorn imports from its working directory, so it gets another one. The URI may hold a password: it is passed in
+    # the environment, since everybody on the machine can read arguments.
     settings = {"MLFLOW_BACKEND_STORE_URI": _absolute(uri), "MLFLOW_DISABLE_TELEMETRY": "true",
                 "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # fmt: skip
     server = subprocess.Popen(
@@ -95,7 +95,7 @@ def serve(uri: str, port: int, stop: Callable[[], bool]) -> Iterator[tuple[str, 
 
 
 def _absolute(uri: str) -> str:
-    """The same file from any working directory."""
+    """The URI with an absolute path, so that it names the same file from any working directory."""
     if not uri.startswith("sqlite:///"):
         return uri
     path, mark, query = uri.removeprefix("sqlite:///").partition("?")

@@ -30,11 +30,11 @@ _EXTRAS: Final = {
 }  # fmt: skip
 """Module -> the extra that installs it."""
 _SOON_LOADED: Final = 10**9
-"""Bytes of weights that are there within some 2 s."""
+"""Bytes of weights that load within about 2 s. Loading more is announced."""
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """`0,7,512` as numbers."""
+    """The numbers of `0,7,512`."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -45,7 +45,7 @@ def decode_options(function: _F) -> _F:
     """`--model`, `--gpu`, `--dtype`, `--weights`, `--context`, `--device` and `--seed`."""
     for option in (
         click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
-                     help="Seed of whatever is random: weights where there is no checkpoint, tokens to verify with."),
+                     help="Seed of random weights, where there is no checkpoint, and of tokens to verify with."),
         click.option("--device", cls=SharedOption, type=click.Choice(["reference", "cuda"]), default="reference",
                      show_default=True, help="What runs the program."),
         click.option("--context", cls=SharedOption, type=int, metavar="TOKENS",
@@ -65,8 +65,11 @@ def decode_options(function: _F) -> _F:
 
 
 def check_device(device: str, ranks: int | None = None) -> None:
-    """Raises NoGpuError for `cuda` where there is no GPU, or nothing to use it with, or no `ranks` of them that can
-    share a program; UsageError where there are, for the VM runs one."""
+    """Check that `device` can run a program of `ranks` GPUs.
+
+    Raises NoGpuError for `cuda` without a usable GPU, or without `ranks` GPUs that reach each other's memory. Raises
+    UsageError where they are there, since the CUDA VM runs one.
+    """
     if device == "cuda":
         from flywheel.vm.gpu.driver import open_gpu
 
@@ -87,8 +90,10 @@ def check_installed(what: str, modules: Sequence[str]) -> None:
 
 
 def open_model(command: str, model: str) -> Source:
-    """A model with its checkpoint, if any, from the Hub where it is a repository. Raises UsageError where a library is
-    missing, UnknownNameError as `fetch_model` does, else as `open_source`."""
+    """Open a model, and its checkpoint if it has one. A repository's comes from the Hub.
+
+    Raises UsageError where a library is missing, UnknownNameError as `fetch_model`, and as `open_source`.
+    """
     from flywheel.models.catalog import fetch_model, model_path
 
     check_installed(command, ["torch"])
@@ -104,19 +109,19 @@ def open_model(command: str, model: str) -> Source:
 def open_session(
     program: MegakernelProgram, source: Source, seed: int, device: str = "reference", order: str = "list"
 ) -> tuple[JudgedSession, Weights]:
-    """A program on a device, and the model's weights in its dtype, there too. Random ones are announced.
+    """Load a program and the model's weights, in the program's dtype, on a device. Announces random weights.
 
-    Raises as ReferenceSession or CudaModel and its `load` do.
+    Raises as ReferenceSession, or as CudaModel and its `load`.
     """
     from flywheel.decode import opening
     from flywheel.decode.interface import read_interface
 
     dtype = read_interface(program, source.spec).dtype
     if source.scheme is not None and source.scheme.activations:
-        note(f"flywheel: {source.name}: its checkpoint asks for 8 bit activations; they stay {dtype.name.lower()} here")
+        note(f"flywheel: {source.name}: the checkpoint asks for 8 bit activations; here they are {dtype.name.lower()}")
     if source.stored is None:
         where = f"{source.name} is a name" if source.folder is None else f"{source.folder} holds no safetensors"
-        note(f"flywheel: RANDOM WEIGHTS of seed {seed}: {where}; text that they make means nothing")
+        note(f"flywheel: RANDOM WEIGHTS of seed {seed}: {where}; their text has no meaning")
     elif dtype.nbytes(source.spec.n_params) > _SOON_LOADED:
         note(f"flywheel: loading the weights of {source.name}, {size(dtype.nbytes(source.spec.n_params))}")
     return opening.open_session(program, source, seed, device, ExitStack(), order)  # until the process ends
@@ -133,11 +138,12 @@ def lower_model(
     weights: str | None = None,
     ranks: int | None = None,
 ) -> MegakernelProgram:
-    """The program of a model: by options, else by the schedule, else by default, which for the device `cuda` is this
-    machine's GPU; by the shipped schedule, else as what search tries first, where no config is given.
+    """Lower a model. The options decide, then the schedule, then the defaults.
 
-    A config that the lowerer refuses ends the command. Raises UnknownNameError and ConfigError as the names and the
-    context deserve.
+    Without a GPU's name, `cuda` takes this machine's GPU. Without a config, it takes the shipped schedule, else the one
+    that search tries first. A config that the lowerer refuses ends the command.
+
+    Raises UnknownNameError and ConfigError where a name or the context is wrong.
     """
     from flywheel.lowering.lower import lower
     from flywheel.search.knowledge.chosen import TRIED_FIRST, choose_schedule, settle_work

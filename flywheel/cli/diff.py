@@ -1,4 +1,4 @@
-"""`flywheel diff`: what tells two programs apart."""
+"""`flywheel diff`: how two programs differ."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def diff(ctx: click.Context, first: str, second: str, as_json: bool) -> None:
 
 
 def differences(before: MegakernelProgram, after: MegakernelProgram) -> dict[str, dict[str, list[Any]]]:
-    """By section, each name whose values differ, with both; None where a program has no such name.
+    """Section -> name -> its value in both programs, where they differ; None where a program has no such name.
 
-    `records` counts, by kind, those that only one of the two programs has.
+    `records` has, by kind, the number of records that only one of the programs has.
     """
     pair = (before, after)
     sections: dict[str, list[Mapping[str, Any]]] = {
@@ -71,7 +71,7 @@ def _totals(program: MegakernelProgram) -> dict[str, Any]:
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
-    """By kind, how many records only the first and only the second program has; kinds without any are left out."""
+    """Kind -> the number of records that only the first has, and only the second; kinds without any are left out."""
     changed = {}
     for kind in RECORDS:
         first, second = _records(before, kind), _records(after, kind)
@@ -81,7 +81,7 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[An
 
 
 def _records(document: dict[str, Any], kind: str) -> Counter[str]:
-    """Canonical text of each record of a kind -> how often it is there."""
+    """Canonical text of each record of a kind -> how often it occurs."""
     if kind in ("tasks", "buffers", "counters"):
         return Counter(map(_canonical, document[kind]))
     pages = document["pages"]
@@ -91,7 +91,7 @@ def _records(document: dict[str, Any], kind: str) -> Counter[str]:
 
 
 def _canonical(value: object) -> str:
-    """Text that is the same for the same value; NaN is itself."""
+    """A text that is equal for equal values. NaN equals itself."""
     return json.dumps(value, sort_keys=True, default=str)
 
 

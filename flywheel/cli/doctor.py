@@ -1,4 +1,4 @@
-"""`flywheel doctor`: what is here, and what can be done with it."""
+"""`flywheel doctor`: what this machine has, and what flywheel can do with it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ EXTRAS: Final = {
 
 
 @command
-@click.option("--probe", is_flag=True, help="Measure how fast the GPU reads and hands over, and store it.")
+@click.option("--probe", is_flag=True, help="Measure and store the GPU's read rate and hand-off time.")
 @store_option
 @json_option
 def doctor(probe: bool, store: str, as_json: bool) -> None:
     """Say what this machine has: Python, packages, GPU and store. Exits 0 whatever it finds.
 
-    With --probe it first measures the GPU, which takes some seconds: the best rate at which plain kernels read its
-    memory, and the time of a hand-off between two SMs. That needs a GPU, or ends with exit code 4.
+    With --probe it first measures the GPU, for some seconds: the best rate at which plain kernels read its memory, and
+    the time of a hand-off between two SMs. Exit code 4 where there is no GPU to probe.
     """
     from flywheel.measure.environment import capture_environment
     from flywheel.search.trials.device import missing_modules
@@ -80,7 +80,7 @@ def _version(package: str) -> str | None:
 
 
 def _match(device: Device | None) -> str | None:
-    """The name of the GPU's record: of its datasheet or, where the driver can be asked, a generic one."""
+    """The name of the GPU's record: its datasheet's, else a generic one where the driver can be asked."""
     from flywheel.errors import NoGpuError
     from flywheel.measure.device import target_of
     from flywheel.vm.gpu.devices import describe_gpu
@@ -96,7 +96,7 @@ def _match(device: Device | None) -> str | None:
 
 
 def _probe(url: str, environment: Environment) -> None:
-    """Measure the GPU and add what was found to the store. Raises as `open_gpu`, `probe` and `open_store` do."""
+    """Measure the GPU and add the numbers to the store. Raises as `open_gpu`, `probe` and `open_store`."""
     from flywheel.measure.ceiling import Ceiling
     from flywheel.store.sql import open_store
     from flywheel.vm.gpu.driver import open_gpu
@@ -111,7 +111,7 @@ def _probe(url: str, environment: Environment) -> None:
 
 
 def _store(url: str, gpu: str | None) -> dict[str, Any]:
-    """Its state, with what it knows of the GPU, without creating it."""
+    """The store's state and its probe of the GPU. Does not create the store."""
     from flywheel.store.places import make_store_url, store_name
     from flywheel.store.schema import SCHEMA_VERSION
     from flywheel.store.sql import open_store
@@ -173,7 +173,7 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
 
 
 def _ceiling_line(gpu: dict[str, Any], ceiling: dict[str, Any] | None) -> str | None:
-    """What the card itself was measured to do."""
+    """The line that says what a probe measured on this card."""
     from flywheel.search.workload import find_target
 
     if gpu["name"] is None:

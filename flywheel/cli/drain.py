@@ -1,4 +1,4 @@
-"""Interrupting a search: the first signal asks it to finish what runs, the second aborts."""
+"""Interrupt a search: the first signal asks it to finish the running trials, the second aborts it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Drain:
-    """While entered, SIGINT and SIGTERM set `requested` and call `notice`; a second one calls `abort` and raises
+    """Within the block, SIGINT or SIGTERM sets `requested` and calls `notice`. A second one calls `abort` and raises
     KeyboardInterrupt.
 
-    `notice` runs inside a signal handler: it must not print through buffered streams. `abort` leaves the terminal as it
-    was; it is called from another thread where this one does not hear.
+    `notice` runs inside a signal handler, so it must not print through buffered streams. `abort` restores the terminal.
+    Another thread calls it where the main thread does not run Python code.
     """
 
     def __init__(self, notice: Callable[[], None], abort: Callable[[], None] = lambda: None) -> None:

@@ -1,4 +1,4 @@
-"""`flywheel evaluate`: what one schedule is worth, in one call."""
+"""`flywheel evaluate`: predict or measure one schedule in one call."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from flywheel.search.workload import Workload
 
 SHOWN: Final = 8
-"""Differences from the incumbent that the text shows."""
+"""How many differences from the incumbent the text shows."""
 _NUMBERS: Final = ("predicted_us", "predictor", "latency_us", "p10_us", "p90_us", "samples", "throttle", "strangers")
-"""Columns of the verdict beside its outcome and reason, null where absent."""
+"""Columns of the document beside outcome and reason; null where absent."""
 
 
 @command
@@ -46,7 +46,7 @@ _NUMBERS: Final = ("predicted_us", "predictor", "latency_us", "p10_us", "p90_us"
 @batch_option
 @ranks_option
 @click.option("--measure", cls=SharedOption, type=click.Choice(["auto", "predict", "cuda"]), default="auto",
-              show_default=True, help="Where the latency comes from; auto: cuda with that GPU here, else predict.")
+              show_default=True, help="Where the latency comes from; auto: cuda if that GPU is here, else predict.")
 @click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
 @store_option
 @json_option
@@ -67,18 +67,18 @@ def evaluate(
     store: str,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Lower, validate and predict or measure one ScheduleConfig or exported schedule, and compare it with the best
-    that the store knows of the same work.
+    """Lower, validate and predict or measure one ScheduleConfig or exported schedule, and compare it with the store's
+    best for the same work.
 
-    Writes nothing. Exit code 0 with a latency, 3 without one. A schedule brings its model, GPU, dtype, context
-    and batch along; options override them.
+    The command writes nothing. Exit code 0 with a latency, 3 without one. A schedule names its model, GPU, dtype,
+    context and batch; options override them.
     """
     from flywheel.search.appraise import appraise
     from flywheel.search.workload import make_workload, with_ranks
     from flywheel.store.sql import open_store
 
     if (config_file is None) == (config_option is None):
-        raise UsageError("evaluate: give a config, as CONFIG or --config, once")
+        raise UsageError("evaluate: give one config, as CONFIG or as --config")
     given = load_config(config_file or config_option or "")
     schedule = given if isinstance(given, Schedule) else None
     named = {"model": model, "gpu": gpu, "dtype": dtype, "context": context, "batch": batch,

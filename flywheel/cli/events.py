@@ -1,4 +1,4 @@
-"""A search as JSON lines on stdout: one event a line, as it happens. docs/reference.md has their fields."""
+"""A search as JSON lines on stdout, one event a line, as it happens. docs/reference.md lists the fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flywheel.search.run import Start
 
 EVENTS_VERSION: Final = 1
-"""Raised when an older reader would misread the lines; added fields do not raise it."""
+"""The number rises when an older reader would misread the lines. An added field leaves it."""
 
 _SEARCHED: Final = ("model", "gpu", "dtype", "weights", "context", "batch", "sampler", "seed", "measure")
 _STARTS: Final = ("model", "gpu", "dtype", "weights", "context", "campaign", "trial", "distance")
@@ -26,7 +26,7 @@ _TRIAL: Final = ("trial", "outcome", "reason", "source", "config_id", "program_i
 
 
 class JsonLines:
-    """The events `start`, `trial`, `final` and `best` on stdout, and what `reporter` shows of them on stderr."""
+    """Writes the events `start`, `trial`, `final` and `best` to stdout, and shows them on stderr by `reporter`."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -41,7 +41,7 @@ class JsonLines:
         self._reporter.__exit__(kind, error, trace)
 
     def start(self, start: Start) -> None:
-        """What is searched, and how far it got before."""
+        """Write the start event: what is searched, and the trials that there are already."""
         spec = start.spec
         show_event(
             "start",
@@ -60,7 +60,7 @@ class JsonLines:
         self._reporter.start(start)
 
     def watch(self, progress: Progress) -> None:
-        """A trial has ended, or a final has measured a program again; the best so far is an event, too."""
+        """Write the event of a trial that ended or a final that was measured, and `best` where it is a new best."""
         fields = {**_trial(progress.record), "trials": progress.trials, "elapsed_s": progress.elapsed_s}
         show_event("final" if progress.record.source == "final" else "trial", fields)
         if progress.improved:
@@ -68,16 +68,16 @@ class JsonLines:
         self._reporter.watch(progress)
 
     def drain(self) -> None:
-        """The end event will say so."""
+        """Tell the reporter. The end event will say that the search was interrupted."""
         self._reporter.drain()
 
     def abort(self) -> None:
-        """There will be no end event."""
+        """Tell the reporter. An aborted search has no end event."""
         self._reporter.abort()
 
 
 def show_event(event: str, fields: Mapping[str, Any]) -> None:
-    """One line on stdout."""
+    """Write one event to stdout."""
     show_json({"event": event, **fields}, indent=None)
 
 

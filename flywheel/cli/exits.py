@@ -1,4 +1,4 @@
-"""Exit codes, and which error means which."""
+"""The exit codes, and the code of each error."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from flywheel.errors import (
 )
 
 FAILED: Final = 1
-"""What no other code says: an MLflow server that cannot be reached, worker processes that die, a bug."""
+"""All other failures: an MLflow server that cannot be reached, worker processes that die, a bug."""
 DIFFERENT: Final = 1
 """`diff` only: the programs differ."""
 USAGE: Final = 2
-"""Options, names, configs, weights or argument files that cannot be used."""
+"""Unusable options, names, configs, weights or argument files."""
 REJECTED: Final = 3
-"""Nothing feasible was found, a program or config was refused, a model does not fit the GPU, or a program computed the
+"""A search found nothing feasible, a program or config was refused, a model does not fit the GPU, or a program computed
 wrong numbers."""
 NO_GPU: Final = 4
 STORE: Final = 5
 ABORTED: Final = 130
-"""Interrupted: after a clean drain or, at the second signal, at once."""
+"""Interrupted: after a clean drain, or at once by a second signal."""
 BROKEN_PIPE: Final = 141
-"""Whoever read the output closed it; silent."""
+"""The reader of the output closed it. No message is written."""
 
 _CODES: Final = (
     (UsageError, USAGE),
@@ -53,5 +53,5 @@ _CODES: Final = (
 
 
 def exit_code(error: FlywheelError) -> int:
-    """The exit code of an error, and of its subclasses."""
+    """The exit code of an error, by its class in `_CODES`, else FAILED."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), FAILED)

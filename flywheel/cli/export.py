@@ -37,21 +37,21 @@ if TYPE_CHECKING:
 
 FORMATS = ("schedule", "program", "bundle", "tsv", "csv", "t4", "optuna")
 _OF_CAMPAIGN = ("schedule", "program", "bundle", "optuna")
-"""Formats that are of the newest campaign where nothing is named."""
+"""Formats that take the newest campaign where the user names nothing."""
 
 
 @command
 @click.option("--format", "form", type=click.Choice(FORMATS), required=True,
-              help="schedule: the best row's config, numbers and provenance. program: what it lowers to. "
-                   "bundle: that, compiled, as a directory that decodes a checkpoint without torch. "
-                   "tsv, csv: all trials. t4: those of one model and GPU as Kernel Tuner has them. "
-                   "optuna: a campaign's as a study in a SQLite file, for optuna-dashboard.")  # fmt: skip
+              help="schedule: the best row's config, numbers and provenance. program: the program of that row. "
+                   "bundle: a directory with the compiled program, which decodes a checkpoint without torch. "
+                   "tsv, csv: all trials. t4: trials of one model and GPU in Kernel Tuner's format. "
+                   "optuna: a campaign as a study in a SQLite file, for optuna-dashboard.")  # fmt: skip
 @click.option("--schedule", "schedule_file", metavar="FILE|shipped",
-              help="Of a bundle: an exported schedule, or the one that comes with flywheel, instead of a row.")
-@click.option("--campaign", metavar="NAME", help="Rows of this campaign only; the beginning of its name will do.")
+              help="With --format bundle: an exported or the shipped schedule instead of a row.")
+@click.option("--campaign", metavar="NAME", help="Rows of this campaign only; a unique prefix is enough.")
 @workload_options
 @batch_option
-@click.option("--measured/--predicted", default=None, help="Rows that count.  [default: measured if any are]")
+@click.option("--measured/--predicted", default=None, help="Rows to take.  [default: measured if there are any]")
 @store_option
 @output_option
 @json_option
@@ -74,7 +74,7 @@ def export(
 ) -> None:
     """Write the best row of a campaign, or of a model on a GPU, or all trials, to stdout or a file.
 
-    Where neither is named, a schedule or a program is the best of the newest campaign, and a study is of it.
+    Without --campaign, --model and --gpu, a schedule, program, bundle or study comes from the newest campaign.
 
     The same rows give the same bytes.
     """
@@ -115,7 +115,7 @@ def export(
 
 
 def _hand_out(form: str, text: str, facts: Mapping[str, Any], output: Path | None, as_json: bool) -> None:
-    """A text to a file or stdout."""
+    """Write a text to `output`, or to stdout."""
     if output is not None:
         write_file(output, text)
         note(f"wrote {output}")
@@ -131,11 +131,11 @@ def _show_bundle(facts: Mapping[str, Any], output: Path | None, as_json: bool) -
 
 
 def _write_study(store: Store, wanted: Mapping[str, Any], output: Path | None, as_json: bool) -> None:
-    """The trials of one campaign as a study of Optuna's. Raises UsageError without a campaign and a new file."""
+    """Write the trials of one campaign as an Optuna study. Raises UsageError without a campaign or a new file."""
     from flywheel.search.knowledge.optuna_file import write_study
 
     if "campaign" not in wanted or output is None:
-        raise UsageError("export: --format optuna is of one --campaign, and needs --output FILE")
+        raise UsageError("export: --format optuna needs one --campaign and --output FILE")
     check_writable(output)
     campaign = find_campaign(store, wanted["campaign"])
     trials = write_study(campaign, store.trials(campaign.name), output)
@@ -145,7 +145,10 @@ def _write_study(store: Store, wanted: Mapping[str, Any], output: Path | None, a
 
 
 def _wanted(ctx: click.Context, names: Mapping[str, Any]) -> dict[str, Any]:
-    """What rows must have. To a campaign, only the command line adds: the environment may mean another one."""
+    """Columns and the values that rows must have there.
+
+    With --campaign, options from the environment do not count: they may describe another campaign.
+    """
     return {
         name: value
         for name, value in names.items()
@@ -171,7 +174,7 @@ def _rows(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> lis
 
 
 def _t4(records: list[TrialRecord], measured: bool | None) -> dict[str, Any]:
-    """The trials as T4. Raises UnknownNameError where none has a latency of the kind that counts."""
+    """The trials in the format T4. Raises UnknownNameError where no trial has a latency of the kind wanted."""
     if measured is None:
         measured = any(record.outcome == "measured" for record in records)
     kind = "measured" if measured else "predicted"
@@ -181,23 +184,24 @@ def _t4(records: list[TrialRecord], measured: bool | None) -> dict[str, Any]:
     kept = document["results"]
     valid = sum(result["invalidity"] == "correct" for result in kept)
     rest = len(trials_of(records)) - len(kept)
-    left = f"; left out {rest} with a latency of another kind or another trial's config" if rest else ""
+    left = f"; left out {rest} whose latency is of another kind or whose config is another trial's" if rest else ""
     note(f"{len(kept)} configs, {valid} of them {kind}{left}")
     return document
 
 
 def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> TrialRecord:
-    """The fastest row, of imported ones only where nothing was measured for this store; of predicted ones, by this
-    version's cost model if it has any.
+    """The fastest row that `wanted` matches.
 
-    Raises UsageError where rows of different work would compete, UnknownNameError where there is none.
+    An imported row counts only where this store measured none. Of predicted rows, this version's cost model goes first.
+
+    Raises UsageError where rows of different work would compete, UnknownNameError where no row matches.
     """
     from flywheel.cost_model import MODEL_VERSION
 
     if "campaign" not in wanted:
         for name in ("model", "gpu"):
             if name not in wanted:
-                raise UsageError(f"export: the best of what? --campaign, or --model and --gpu; --{name} is missing")
+                raise UsageError(f"export: --{name} is missing; give --campaign, or --model and --gpu")
         wanted = {**{name: DEFAULTS[name] for name in ("dtype", "context", "batch")}, **wanted}
         wanted = {"weights": wanted["dtype"], **wanted}
     best = None
@@ -213,7 +217,7 @@ def _best(store: Store, wanted: Mapping[str, Any], measured: bool | None) -> Tri
 
 
 def _program(record: TrialRecord) -> str:
-    """The row's program, lowered again. Raises StoreError where this version makes another one of its config."""
+    """Lower the row's config again. Raises StoreError where this version makes another program of it."""
     from flywheel.ir import config_from_dict, program_to_json
     from flywheel.lowering.lower import lower
     from flywheel.plan import program_id

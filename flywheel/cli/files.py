@@ -1,4 +1,4 @@
-"""Argument files: programs and schedules, from a path or, as `-`, from stdin."""
+"""Files given as arguments: programs and schedules, from a path, or from stdin as `-`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_program(path: str) -> MegakernelProgram:
 
 
 def _refuse_schedule(document: object, path: str) -> None:
-    """Raises IrFormatError, which says what the file is, for a schedule where a program is wanted."""
+    """Raises IrFormatError for a schedule where a program is wanted. The message says what the file is."""
     if not isinstance(document, dict):
         return
     if document.get("format") == FORMAT:
@@ -40,7 +40,7 @@ def _refuse_schedule(document: object, path: str) -> None:
         what = "a ScheduleConfig"
     else:
         return
-    raise IrFormatError(f"{path}: {what}, not a program; flywheel lower --config makes one of it")
+    raise IrFormatError(f"{path}: is {what}, not a program; flywheel lower --config lowers it to one")
 
 
 def load_config(path: str) -> Schedule | ScheduleConfig:
@@ -61,12 +61,12 @@ def load_config(path: str) -> Schedule | ScheduleConfig:
         raise UsageError(str(error)) from None
     unknown = sorted(document.keys() - _FIELDS)
     if unknown:
-        note(f"{path}: no fields of a ScheduleConfig, so ignored: {', '.join(unknown)}")
+        note(f"{path}: ignored fields that a ScheduleConfig does not have: {', '.join(unknown)}")
     return config
 
 
 def as_stored(model: str | None, gpu: str | None) -> dict[str, str | None]:
-    """The names that a store has for a model and a GPU as they were given; None where they were not."""
+    """The names under which a store keeps this model and GPU; None for None."""
     from flywheel.models.catalog import model_name
 
     return {
@@ -76,10 +76,10 @@ def as_stored(model: str | None, gpu: str | None) -> dict[str, str | None]:
 
 
 def settle_work(who: str, named: Mapping[str, Any], schedule: Schedule | None) -> dict[str, Any]:
-    """Model, GPU, dtype, context, batch and weights, as far as `named` has them: the options, else the schedule's, else
-    the GPU here, the context that the model has, and the defaults.
+    """Complete `named` (model, GPU, dtype, context, batch and weights). Options decide, then the schedule, then the GPU
+    of this machine, the model's context and the defaults.
 
-    Raises UsageError, which names the command `who`, without a model or a GPU, and as the model's name deserves.
+    Raises UsageError, which names the command `who`, without a model or a GPU, and what looking up the model raises.
     """
     from flywheel.models.catalog import fetch_model, resolve_model
     from flywheel.search.trials.device import default_gpu
@@ -87,7 +87,7 @@ def settle_work(who: str, named: Mapping[str, Any], schedule: Schedule | None) -
 
     fallback = DEFAULTS if schedule is None else {name: getattr(schedule, name) for name in named}
     if schedule is not None and schedule.weights == schedule.dtype:
-        fallback = {**fallback, "weights": None}  # whatever the dtype is
+        fallback = {**fallback, "weights": None}  # unquantised weights follow the dtype
     settled = {name: fallback.get(name) if value is None else value for name, value in named.items()}
     if settled["model"] is None:
         raise UsageError(f"{who}: no model; give --model, or an exported schedule")
@@ -104,7 +104,7 @@ def _announce(line: str) -> None:
 
 
 def read_argument(path: str) -> str:
-    """Text of a file or, of `-`, of stdin. Raises IrFormatError where it is not UTF-8, too large or cannot be read."""
+    """The text of a file, or of stdin for `-`. Raises IrFormatError where it is not UTF-8, too large or unreadable."""
     if path != "-":
         return read_text(Path(path))
     if sys.stdin is None:

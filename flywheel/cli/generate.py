@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 @ranks_option
 @click.option("--prompt", metavar="TEXT", help="Text to continue; needs the checkpoint's tokenizer.json.")
 @click.option("--prompt-ids", type=integers, metavar="ID,ID...", help="Token ids to continue.")
-@click.option("--chat", is_flag=True, help="Ask --prompt as a user, by the checkpoint's chat template.")
+@click.option("--chat", is_flag=True, help="Send --prompt as a user's message, by the checkpoint's chat template.")
 @click.option("--max-tokens", type=int, default=32, show_default=True, metavar="N", help="Stop after so many tokens.")
 @click.option(
     "--config",
     "--schedule",
     "schedule_file",
     metavar="FILE|-",
-    help="Exported schedule, or ScheduleConfig, as JSON.  [default: the one that comes with flywheel for this work, "
-    "else what search tries first]",
+    help="Exported schedule, or ScheduleConfig, as JSON.  [default: the shipped schedule for this work, "
+    "else the one that search tries first]",
 )
 @click.option("--verify", is_flag=True, help="Compare every token with the eager oracle.")
-@click.option("--stream", is_flag=True, help="Show the text as it comes; with --json, one object a line.")
+@click.option("--stream", is_flag=True, help="Show the text as it is made; with --json, one object a line.")
 @json_option
 def generate(
     model: str | None,
@@ -67,16 +67,16 @@ def generate(
     stream: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Generate greedily: torch reads the prompt, then the lowered decode step makes a token a launch.
+    """Generate greedily: torch reads the prompt, then each launch of the lowered decode step makes a token.
 
-    An exported schedule brings its GPU, dtype and context along; options override them. With --verify, the first token
-    that is not the oracle's ends with exit code 3; --stream shows tokens before they are compared.
+    An exported schedule names its GPU, dtype and context; options override them. With --verify, a token that differs
+    from the oracle's ends the command with exit code 3; --stream shows tokens before they are compared.
     """
     check_device(device, ranks)
     if (prompt is None) == (prompt_ids is None):
-        raise UsageError("generate: give one of --prompt and --prompt-ids")
+        raise UsageError("generate: give --prompt or --prompt-ids, and not both")
     if chat and prompt is None:
-        raise UsageError("generate: --chat asks the text of --prompt; give that")
+        raise UsageError("generate: --chat needs --prompt")
     given = load_config(schedule_file) if schedule_file is not None else None
     model = model if model is not None else getattr(given, "model", None)
     if model is None:
@@ -98,7 +98,7 @@ def generate(
 
 
 class _Shown:
-    """Tokens on stdout as they come: text, or ids where there is no tokenizer; with `as_json`, one object a line."""
+    """Shows tokens on stdout as they are made: text, or ids without a tokenizer; with `as_json`, one object a line."""
 
     def __init__(self, tokenizer: Tokenizer | None, as_json: bool) -> None:
         self._tokenizer, self._text = tokenizer, Streamer()
@@ -126,13 +126,13 @@ class _Shown:
             show_json({"token_id": None, "text": rest}, indent=None)
 
     def break_off(self) -> None:
-        """Leave the line to what went wrong."""
+        """End the line, so that an error message begins a new one."""
         if not self._as_json:
             show_document("\n")
 
 
 def _encoded(tokenizer: Tokenizer, prompt: str, chat: bool) -> Sequence[int]:
-    """Raises UsageError for a chat with a checkpoint that has no template."""
+    """The prompt's token ids. Raises UsageError for a chat where the checkpoint has no template."""
     return tokenizer.chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
 
 
@@ -164,7 +164,7 @@ def _run(
     verify: bool,
     shown: _Shown | None,
 ) -> Generation:
-    """Raises UsageError, before weights are touched, where the context is too short."""
+    """Generate on the device. Raises UsageError, before it loads weights, where the context is too short."""
     from flywheel.decode.generate import generate as run
     from flywheel.decode.interface import read_interface
     from flywheel.decode.request import make_request
@@ -200,13 +200,13 @@ def _summary(generation: Generation, device: str) -> str:
 
 
 def _tokenizer(source: Source, required: bool) -> AbstractContextManager[Tokenizer | None]:
-    """The checkpoint's, if it has one and the library is here, else None. Raises UsageError where that is not
-    enough."""
+    """The checkpoint's tokenizer; None where the checkpoint or the library is missing. Raises UsageError where one is
+    `required`."""
     from flywheel.models.tokenizer import Tokenizer, has_tokenizer
 
     if source.folder is None:
         if required:
-            raise UsageError(f"generate: {source.name} is a name, without a tokenizer for --prompt; give --prompt-ids")
+            raise UsageError(f"generate: {source.name} is a name, so no tokenizer encodes --prompt; give --prompt-ids")
         return nullcontext()
     if required:
         check_installed("--prompt", ["tokenizers"])

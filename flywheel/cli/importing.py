@@ -1,4 +1,4 @@
-"""`flywheel import`: trials, or schedules to try first, from a file."""
+"""`flywheel import`: read trials, or schedules to try first, from a file."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ if TYPE_CHECKING:
     from flywheel.store.sql import Store
 
 PRIORS: Final = 10
-"""Schedules of a foreign table that are tried first, unless --best says otherwise."""
+"""How many schedules of a foreign table a search tries first, unless --best says otherwise."""
 
 
 @partial(command, name="import")
 @click.argument("path", metavar="FILE|-")
-@click.option("--as", "name", required=True, metavar="CAMPAIGN", help="Name of the campaign to make of it.")
-@click.option("--campaign", metavar="NAME", help="Trials of this campaign only, where the table has several.")
+@click.option("--as", "name", required=True, metavar="CAMPAIGN", help="Name of the new campaign.")
+@click.option("--campaign", metavar="NAME", help="Take this campaign's trials only, where the table has several.")
 @workload_options
 @batch_option
 @click.option("--measure", cls=SharedOption, type=click.Choice(["auto", "predict", "cuda"]), default="auto",
-              show_default=True, help="Where a campaign that begins with schedules gets its latencies.")
+              show_default=True, help="Where a campaign made of schedules gets its latencies.")
 @click.option("--corpus", type=click.Path(path_type=Path), metavar="FILE.jsonl",
-              help="AutoMegaKernel's corpus, for the schedules that its table names by id.")
+              help="AutoMegaKernel's corpus: the schedules that its table names by id.")
 @click.option("--best", type=click.IntRange(1), default=PRIORS, show_default=True, metavar="N",
-              help="Take so many schedules of a foreign table, best first.")
+              help="Take the N best schedules of a foreign table.")
 @store_option
 @json_option
 def import_file(
@@ -71,11 +71,11 @@ def import_file(
 ) -> None:  # fmt: skip
     """Make a campaign of a file.
 
-    A table that flywheel export wrote becomes the trials that it holds, marked as imported, all or none; repeating the
-    command adds what is missing. A table without a column batch does not tell of how many sequences a step is: --batch
-    does.
-    An AutoMegaKernel results.tsv, or an exported schedule, becomes a campaign without trials whose search tries those
-    schedules first: numbers from elsewhere order them, and are never results here.
+    From a table that flywheel export wrote, the campaign takes the trials, marked as imported: all or none. Repeating
+    the command adds what is missing. If the table has no column batch, --batch says how many sequences a step had.
+
+    From an AutoMegaKernel results.tsv or an exported schedule, the campaign takes schedules and no trials. Its search
+    tries those schedules first. The file's numbers only order them, and never count as results.
     """
     from flywheel.store.sql import open_store
 
@@ -98,7 +98,7 @@ def import_file(
             work |= as_stored(work["model"], work["gpu"])
             document = _trials(opened, name, text, path, {"campaign": campaign, **work})
         else:
-            raise UsageError(f"{path}: neither flywheel's nor AutoMegaKernel's trials, and no exported schedule")
+            raise UsageError(f"{path}: is no table of flywheel's or AutoMegaKernel's trials and no exported schedule")
     if store != DEFAULT_STORE:
         document["command"] += f" --store {shlex.quote(document['store'])}"
     if as_json:
@@ -114,7 +114,7 @@ def _trials(store: Store, name: str, text: str, path: str, wanted: dict[str, Any
     if "weights" in asked:
         asked["weights"] = weights_name(asked["weights"], asked.get("dtype", DEFAULTS["dtype"]))
     if "batch" not in asked and "batch" not in text.split("\n", 1)[0].rstrip("\r").split("\t"):
-        raise UsageError(f"{path}: no column batch, so --batch must say of how many sequences a step of its trials is")
+        raise UsageError(f"{path}: has no column batch; give --batch, the number of sequences in a step of its trials")
     try:
         records = from_tsv(text, asked.get("batch"))
     except StoreError as error:
@@ -143,11 +143,11 @@ def _foreign(text: str, corpus: str, path: str) -> PriorTable:
     except IrFormatError as error:
         raise IrFormatError(f"{path}: {error}") from None
     if table.ignored:
-        note(f"{path}: columns that say nothing of a schedule: {', '.join(table.ignored)}")
+        note(f"{path}: ignored columns, which describe no schedule: {', '.join(table.ignored)}")
     if table.skipped:
-        note(f"{path}: rows without a schedule to try: {counts(table.skipped)}")
+        note(f"{path}: skipped rows, which have no schedule to try: {counts(table.skipped)}")
     if not table.configs:
-        raise UsageError(f"{path}: no row has a schedule; --corpus names the file that may have them by id")
+        raise UsageError(f"{path}: no row has a schedule; if rows name schedules by id, give their file as --corpus")
     return table
 
 

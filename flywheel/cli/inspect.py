@@ -1,4 +1,4 @@
-"""`flywheel inspect`: what is in a program."""
+"""`flywheel inspect`: summarise a program."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flywheel.report.layer import operation
 @click.argument("file", metavar="FILE")
 @json_option
 def inspect(file: str, as_json: bool) -> None:
-    """Summarise a program: buffers, tasks, counters, depth, load of the SMs, pages and config; `-` is stdin."""
+    """Summarise a program: buffers, tasks, counters, depth, load of the SMs, pages and config. `-` is stdin."""
     facts = describe(load_program(file))
     if as_json:
         show_json({"path": file, **facts})
@@ -33,7 +33,7 @@ def inspect(file: str, as_json: bool) -> None:
 
 
 def describe(program: MegakernelProgram) -> dict[str, Any]:
-    """What is in a program, JSON-ready. None stands for what only a valid program on a target has."""
+    """A summary of a program, JSON-ready. A field is None where only a valid program on a target has it."""
     result = validate(program)
     variant = _variant(program) if result.ok else None
     works = works_of(program) if result.ok else [Work()] * len(program.tasks)
@@ -91,7 +91,8 @@ def _variant_document(variant: KernelVariant | None) -> dict[str, int] | None:
 
 
 def _load(program: MegakernelProgram) -> dict[str, Any] | None:
-    """Tasks and bytes an SM, of all GPUs; None without SMs. `balance` is the mean of the bytes over their maximum."""
+    """Tasks and bytes per SM, over all GPUs; None without SMs. `balance` is the mean of the SMs' bytes over their
+    maximum."""
     tasks: Counter[tuple[int, int]] = Counter()
     nbytes: Counter[tuple[int, int]] = Counter()
     for task in program.tasks:
@@ -113,9 +114,9 @@ def _load(program: MegakernelProgram) -> dict[str, Any] | None:
 
 
 def predict_latency(program: MegakernelProgram, machine: Machine | None = None) -> Prediction:
-    """What the cost model says, with the constants of `machine` if given.
+    """The cost model's prediction, with the constants of `machine` if given.
 
-    Raises ConfigError without tasks, a bandwidth or what else it needs.
+    Raises ConfigError for a program without tasks, a target without a bandwidth, and as the cost model.
     """
     if not program.tasks:
         raise ConfigError("the program has no tasks")
@@ -165,7 +166,7 @@ def _show(file: str, facts: dict[str, Any]) -> None:
 
 
 def _operations(program: MegakernelProgram, works: Sequence[Work]) -> list[dict[str, Any]]:
-    """Tasks and their work by operation and opcode, in the order of their first task."""
+    """Tasks and their work by operation and opcode, ordered by first task."""
     tally: dict[tuple[str, str], tuple[int, Work]] = {}
     for task, work in zip(program.tasks, works, strict=True):
         key = operation(task.label), task.op.name

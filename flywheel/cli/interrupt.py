@@ -1,7 +1,7 @@
-"""Ctrl-C ends a command: at once where Python runs, and within GRACE_S where it is in somebody else's code.
+"""Make Ctrl-C end a command: at once while Python code runs, and within GRACE_S while foreign code runs.
 
-Python tells the main thread of a signal only between two of its own instructions, and does not end before all of its
-threads have. A thread of this module hears of the signal at once.
+Python runs a signal handler only between two instructions of the main thread, and exits only once all its threads have
+ended. So this module's thread hears of signals itself, and at once.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from flywheel.cli.exits import ABORTED
 from flywheel.process import hear_interrupts, ignore_interrupts
 
 GRACE_S: Final = 1.2
-"""How long an interrupted command may take to end by itself."""
+"""Wall seconds that an interrupted command has to end by itself."""
 FAREWELL_S: Final = 0.3
-"""What putting the terminal right may take of such a command."""
+"""Wall seconds that restoring the terminal may take after that."""
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Guard:
-    """What an interrupt means now."""
+    """What an interrupt does at present."""
 
     __slots__ = ("aborted", "drains", "farewell")
 
@@ -42,27 +42,29 @@ _GUARD: Final = _Guard()
 
 
 def watch_interrupts() -> None:
-    """From now on, an interrupt that nothing drains ends this process. To be called in the main thread."""
+    """From now on, an interrupt ends this process, unless a `draining` block takes it. Call this in the main thread."""
     threading.Thread(target=_listen, args=(hear_interrupts(interrupt),), daemon=True).start()
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """A signal handler: raises KeyboardInterrupt, and what that upsets on its way stays silent."""
+    """A signal handler: raises KeyboardInterrupt, and silences the errors that it causes elsewhere."""
     sys.unraisablehook = _say_nothing
-    disable = getattr(sys.modules.get("logging"), "disable", None)  # the module may be half imported
+    disable = getattr(sys.modules.get("logging"), "disable", None)  # logging may be half imported
     if disable is not None:
         disable()
     raise KeyboardInterrupt
 
 
 def _say_nothing(_: object) -> None:
-    """In place of a traceback of something that cannot be raised."""
+    """Stands in place of the hook that prints errors which cannot be raised."""
 
 
 @contextmanager
 def draining(farewell: Callable[[], None]) -> Iterator[None]:
-    """The first interrupt in here only asks for an end; the command goes on until it has one. `farewell` is called
-    before a process that does not hear the second one is ended."""
+    """Within the block, the first interrupt only asks the command to end; the command drains.
+
+    If the process does not react to the second interrupt, `farewell` is called before the process is ended.
+    """
     _GUARD.drains, _GUARD.farewell = True, farewell
     try:
         yield
@@ -71,15 +73,15 @@ def draining(farewell: Callable[[], None]) -> Iterator[None]:
 
 
 def abort() -> None:
-    """The command was interrupted, and has said so."""
+    """Note that the command was interrupted and has said so."""
     _GUARD.aborted = True
 
 
 def end_interrupted() -> None:
-    """To be called last: this process ends with the code ABORTED, whatever else it still has to do and is told.
+    """End this process with the code ABORTED, whatever work or signals are left. Call this last.
 
-    At once where its command was aborted: nobody waits for its threads then, and Python ends by the signal where a
-    module was being imported.
+    After `abort` the process ends at once. Nobody waits for its threads, and Python would end by the signal, without
+    the code, if a module was being imported.
     """
     if _GUARD.aborted:
         os._exit(ABORTED)
@@ -104,7 +106,7 @@ def _listen(reading: int) -> None:
             if _GUARD.farewell is not None:
                 leaving = threading.Thread(target=_GUARD.farewell, daemon=True)
                 leaving.start()
-                leaving.join(FAREWELL_S)  # what it waits for may be held by the thread that does not hear
+                leaving.join(FAREWELL_S)  # the thread that does not react may hold a lock that it waits for
             if not _GUARD.aborted:
                 os.write(2, b"flywheel: aborted\n")
             os._exit(ABORTED)

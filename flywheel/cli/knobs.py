@@ -1,4 +1,4 @@
-"""`flywheel knobs`: what a search chooses between."""
+"""`flywheel knobs`: the knobs that a search sets."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from flywheel.cli.text import show, show_json, table
 def knobs(as_json: bool, **named: Any) -> None:
     """List the knobs of the search for a model on a GPU: name, default, values and meaning.
 
-    The default is the value of the schedule that a search tries first; --fix NAME=VALUE of search and --set of lower
-    choose another.
+    The default is the value in the schedule that a search tries first. `search --fix NAME=VALUE` and `lower --set
+    NAME=VALUE` choose another value.
     """
     from flywheel.search.knobs import KNOBS
     from flywheel.search.space import make_space

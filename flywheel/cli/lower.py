@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 @workload_options
 @batch_option
 @click.option("--config", "config_file", metavar="FILE|-",
-              help="ScheduleConfig or exported schedule, as JSON.  [default: what search tries first]")  # fmt: skip
+              help="ScheduleConfig or exported schedule, as JSON.  [default: the first of a search]")  # fmt: skip
 @click.option("--set", "settings", type=setting, multiple=True, metavar="NAME=VALUE",
               help="Set one knob of the search space; repeatable.")  # fmt: skip
 @click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
 @ranks_option
-@click.option("--any-size", is_flag=True, help="Lower even what the GPU's memory does not hold, to look at.")
+@click.option("--any-size", is_flag=True, help="Lower a model to look at, even if it exceeds the GPU's memory.")
 @output_option
 @json_option
 @click.pass_context
@@ -63,8 +63,8 @@ def lower(
 ) -> None:
     """Lower a model for a GPU: the program's JSON on stdout, a summary on stderr.
 
-    An exported schedule brings its model, GPU, dtype, context and batch along; options override them. A config that the
-    lowerer refuses, and a model that the GPU's memory does not hold, end with exit code 3.
+    An exported schedule names its model, GPU, dtype, context and batch; options override them. Exit code 3 if the
+    lowerer refuses the config, or the model exceeds the GPU's memory.
     """
     from flywheel.lowering.lower import lower as lower_graph
     from flywheel.search.space import make_space
@@ -103,10 +103,11 @@ def lower(
 
 
 def _choose(space: Space, pinned: Space, names: Collection[str], config: ScheduleConfig | None) -> ScheduleConfig:
-    """`config`, or what search tries first, with the knobs of `names` as `pinned` has them. Raises UsageError."""
+    """`config`, or the schedule that search tries first, with the knobs of `names` set as in `pinned`. Raises
+    UsageError."""
     choice = space.known_good()[0] if config is None else space.to_choice(config)
     if choice is None:
-        raise UsageError("--set: the config lies outside the search space, so its knobs cannot be told apart")
+        raise UsageError("--set: the config is outside the search space, so --set cannot change its knobs")
     settings = {knob.name: knob.values[0] for knob in pinned.dimensions if knob.name in names}
     return space.to_config({**choice, **settings})
 

@@ -1,4 +1,4 @@
-"""The `flywheel` command: its table of commands, loaded one at a time, and what becomes of errors."""
+"""The `flywheel` command: a table of commands, each loaded when called, and how errors end it."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ COMMANDS: Final = {
     "targets": ("flywheel.cli.catalog:targets", "List the GPUs known by name."),
     "doctor": ("flywheel.cli.doctor:doctor", "Say what this machine has, and what that means."),
 }
-"""Name -> (module:command, one line of help), in the order of `--help`, which imports none of them."""
+"""Name -> (module:command, one line of help), in the order of `--help`. `--help` imports none of them."""
 
 _NO_ROOM: Final = (ENOSPC, EFBIG, EDQUOT, EIO, EAGAIN)
-"""What a write fails with where the disk, the quota, the limit on files or the pipe is full, or the disk is broken."""
+"""Errors of a write where the disk, a quota, a file's size limit or a pipe is full, or the disk is broken."""
 
 
 class CommandTable(click.Group):
-    """The commands of COMMANDS; each is imported when it is called. Errors become one line and an exit code."""
+    """The commands of COMMANDS. A command is imported when it is called. An error becomes one line and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names in the order of the table."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; None for another name."""
+        """Import a command; None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
         module, _, name = COMMANDS[cmd_name][0].partition(":")
@@ -74,17 +74,17 @@ class CommandTable(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, with the closest name in the error."""
+        """As click, with the closest name in the error."""
         if args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
             close = get_close_matches(args[0], COMMANDS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(COMMANDS)}"
             raise click.UsageError(f"no command {args[0]!r}; {hint}", ctx)
         if args[0] == "search" and not ctx.resilient_parsing and _may_fork(args):
-            expect_forks()  # they import beside what follows
+            expect_forks()  # they import while this process goes on
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The table, without importing a command."""
+        """Write the table of commands, without importing one."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
@@ -96,7 +96,7 @@ class CommandTable(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> int:
-        """Run; the exit code, which ends the process where `standalone_mode` says so."""
+        """Run the command and return its exit code; with `standalone_mode`, end the process with it."""
         try:
             code = super().main(args, prog_name or "flywheel", complete_var, standalone_mode=False, **extra)
         except click.exceptions.NoArgsIsHelpError as error:
@@ -109,7 +109,7 @@ class CommandTable(click.Group):
             complain("aborted")
             abort()
             code = ABORTED
-        except OSError as error:  # click writes the help itself
+        except OSError as error:  # raised by click, which writes the help itself
             if error.errno not in _NO_ROOM or error.filename is not None:
                 raise
             _discard_output()
@@ -121,7 +121,7 @@ class CommandTable(click.Group):
         return code
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; a flywheel error is one line on stderr, with `--debug` behind its traceback."""
+        """Run the command. A FlywheelError becomes one line on stderr, after a traceback with `--debug`."""
         debug = bool(ctx.params.get("debug"))
         if debug:
             sys.excepthook = _show_bug
@@ -135,10 +135,10 @@ class CommandTable(click.Group):
             complain(str(error))
             return exit_code(error)
         except RecursionError:
-            complain("what was read is nested too deeply")
+            complain("the input is nested too deeply")
             return USAGE
         except MemoryError:
-            complain("no memory is left")
+            complain("this process ran out of memory")
             return FAILED
         except BrokenPipeError:
             _discard_output()
@@ -146,7 +146,7 @@ class CommandTable(click.Group):
 
 
 def _may_fork(args: Sequence[str]) -> bool:
-    """Whether the words of a search let it have processes of its own, as far as words tell."""
+    """Whether a search with these arguments may start processes, as far as the arguments show."""
     jobs = os.environ.get("FLYWHEEL_SEARCH_JOBS", "")
     words = f" {' '.join(args)} --jobs {jobs} "
     return usable_cores() > 1 and not any(word in words for word in (" --help ", " -h ", " --jobs 1 ", " --jobs=1 "))
@@ -196,7 +196,7 @@ def _click_message(error: click.ClickException) -> str:
 
 
 def _discard_output() -> None:
-    """Our output goes nowhere; so that the interpreter's last flush does not complain, too."""
+    """Discard further output, so that the interpreter's last flush does not fail, too."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

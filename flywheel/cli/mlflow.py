@@ -1,4 +1,4 @@
-"""`flywheel mlflow`: campaigns in MLflow, rebuilt from the store or kept in step with it."""
+"""`flywheel mlflow`: mirror campaigns in MLflow once, or keep the mirror up to date."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 CHILDREN: Final = ("all", "kept", "none")
 _PAGE: Final = "page: "
-"""What a mirror beside a search begins the line with that says where it is."""
+"""A search's mirror process begins the line with its page's address by this."""
 _SILENT_S: Final = 10.0
-"""How long a mirror may compute nothing after its search: its server froze in the middle of a request."""
+"""Wall seconds that a mirror process may compute nothing after its search: its server froze during a request."""
 _WORK_S: Final = 0.1
-"""Processor seconds that are no mere waiting."""
+"""Processor seconds above which a process computes and does not merely wait."""
 _OUTLIVE_S: Final = 120.0
-"""How long a mirror may go on after its search at all."""
+"""Wall seconds that a mirror process may run after its search, at most."""
 _NICENESS: Final = 5
-"""A mirror beside a search takes what the search leaves."""
+"""Niceness of a search's mirror process, so that the search goes first."""
 
 
 def tracking_option(function: _F) -> _F:
@@ -53,7 +53,7 @@ def children_option(function: _F) -> _F:
     """`--children`."""
     return click.option(
         "--children", type=click.Choice(CHILDREN), default="kept", show_default=True,
-        help="Trials with a run of their own: all, those that were the best so far, or none.",
+        help="Trials that get a run of their own: all, each new best, or none.",
     )(function)  # fmt: skip
 
 
@@ -62,8 +62,8 @@ def children_option(function: _F) -> _F:
 @click.argument("campaigns", nargs=-1, metavar="[CAMPAIGN]...")
 @tracking_option
 @children_option
-@click.option("--follow", is_flag=True, help="Go on as the store grows, until Ctrl-C.")
-@click.option("--pid", type=int, metavar="PID", help="With --follow: only until this process has ended.")
+@click.option("--follow", is_flag=True, help="Follow the store as it grows, until Ctrl-C.")
+@click.option("--pid", type=int, metavar="PID", help="With --follow: stop when this process has ended.")
 @store_option
 @json_option
 @click.pass_context
@@ -78,10 +78,10 @@ def mlflow(
     store: str,
     as_json: bool,
 ) -> None:
-    """Mirror campaigns of the store, all or those named, in MLflow.
+    """Mirror campaigns of the store, all or the named ones, in MLflow.
 
-    Each is one run of the experiment `flywheel`, made of its rows: what is missing is added, and a second sync changes
-    nothing. The store is the truth; a server that was down or has lost its data is made up for by the next sync.
+    Each campaign is one run of the experiment `flywheel`. A sync adds what is missing, and a second sync changes
+    nothing. The store is the truth: if a server was down or lost its data, the next sync restores it.
     """
     from flywheel.store.sql import open_store
 
@@ -110,7 +110,7 @@ def make_follower(store: str, tracking_uri: str | None, campaigns: tuple[str, ..
 
 
 def tracking_place(store: str, tracking_uri: str | None) -> str:
-    """The tracking URI that is meant."""
+    """The tracking URI: as given, else from MLFLOW_TRACKING_URI, else a file beside the store."""
     from flywheel.store.tracking import local_tracking
 
     return tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or local_tracking(store)
@@ -124,7 +124,7 @@ def place(follower: Follower) -> str:
 
 
 def _follow(follower: Follower, pid: int | None) -> int:
-    """Follow; the exit code. What read our stderr may be gone before us."""
+    """Follow the store and return the exit code. The reader of stderr may have gone."""
     from flywheel.store.follow import follow
 
     def tell(trouble: str) -> None:
@@ -147,14 +147,15 @@ def _follow(follower: Follower, pid: int | None) -> int:
 
 
 def _link(uri: str, page: str) -> str | None:
-    """The address of a page, without a password; None where no server shows it."""
+    """The address of a page, without a password; None where no server shows the page."""
     from flywheel.store.tracking import is_server, shown
 
     return shown(uri).rstrip("/") + page if is_server(uri) else None
 
 
 def announce_mirror(store: str, tracking_uri: str | None) -> str:
-    """Where a search will be mirrored, or why it cannot be yet. Raises UsageError where it never can."""
+    """The line that says where a search will be mirrored, or why it cannot be yet. Raises UsageError where it never
+    can."""
     from flywheel.store.mlflow import check_installed
     from flywheel.store.tracking import check_answer, check_tracking, is_server, shown
 
@@ -164,13 +165,13 @@ def announce_mirror(store: str, tracking_uri: str | None) -> str:
         check_tracking(uri, store)
         check_answer(uri)
     except MirrorError as error:
-        return f"flywheel: {error}; the search goes on without it, and flywheel mlflow sync makes up for it"
+        return f"flywheel: {error}; the search goes on without it; flywheel mlflow sync adds what is missing"
     pages = "" if is_server(uri) else f"; {_dashboard(store, tracking_uri)} shows it"
     return f"Mirrored in MLflow, {shown(uri)}{pages}"
 
 
 def _dashboard(store: str, tracking_uri: str | None) -> str:
-    """The command that shows a mirror which no server shows, without passwords."""
+    """The command, without passwords, that shows a mirror which no server shows."""
     from flywheel.store.places import make_store_url, store_name
     from flywheel.store.tracking import shown
 
@@ -179,7 +180,7 @@ def _dashboard(store: str, tracking_uri: str | None) -> str:
 
 
 def _expire(runs: Callable[[], bool]) -> None:
-    """End this process some time after the one that it follows, whatever it waits for."""
+    """End this process some time after the followed one, even while it waits."""
     while runs():
         time.sleep(1.0)
     ended = worked = time.monotonic()
@@ -189,14 +190,14 @@ def _expire(runs: Callable[[], bool]) -> None:
         if time.process_time() - spent_s > _WORK_S:
             worked, spent_s = time.monotonic(), time.process_time()
     with suppress(OSError):
-        note("flywheel: the mirror waits for its server for too long; flywheel mlflow sync makes up for it")
+        note("flywheel: the mirror gave up waiting for its server; flywheel mlflow sync adds what is missing")
     os._exit(FAILED)
 
 
 def _watch(pid: int | None) -> Callable[[], bool]:
-    """Whether a process still runs; None always does.
+    """A function that says whether process `pid` still runs; for None, always.
 
-    Our parent does as long as it is our parent: another process may take its number.
+    A parent process is watched by being the parent, since another process may get its number.
     """
     if pid is None:
         return lambda: True
@@ -216,13 +217,13 @@ def _watch(pid: int | None) -> Callable[[], bool]:
 
 
 class Beside:
-    """A process that mirrors one campaign until this one has ended. It is never waited for."""
+    """A process that mirrors one campaign until this process has ended. Nobody waits for it."""
 
     def __init__(self, store: str, campaign: str, children: str, tracking_uri: str | None) -> None:
-        # In our session, where its low priority counts, but out of Ctrl-C's reach.
+        # A process group of its own, which Ctrl-C does not reach; in this session, so that its priority counts.
         words = [sys.executable, "-m", "flywheel", "mlflow", "sync", "--follow", "--pid", str(os.getpid()),
                  "--children", children, "--", campaign]  # fmt: skip
-        # Not as arguments, which everybody on the machine can read: there may be passwords in them.
+        # In the environment, since they may hold passwords and everybody on the machine can read arguments.
         places = {"FLYWHEEL_MLFLOW_STORE": store, "FLYWHEEL_MLFLOW_TRACKING_URI": tracking_place(store, tracking_uri)}
         self._process = subprocess.Popen(
             words, env=child_environment(**places), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
@@ -233,10 +234,10 @@ class Beside:
         os.set_blocking(self._process.stderr.fileno(), False)
 
     def said(self) -> tuple[str | None, str | None]:
-        """The campaign's page, and the last thing that the process complained of so far; None where there is none."""
+        """The campaign's page, and the process's last complaint so far; None where there is none."""
         assert self._process.stderr is not None
         lines = (self._process.stderr.read() or b"").decode(errors="replace").splitlines()
-        self._process.returncode = self._process.poll() or 0  # it outlives us, and Popen would warn
+        self._process.returncode = self._process.poll() or 0  # it outlives this process; Popen would warn
         pages, complaints = (
             [line.removeprefix(mark) for line in lines if line.startswith(mark)] for mark in (_PAGE, "flywheel: ")
         )

@@ -1,4 +1,5 @@
-"""`flywheel mpk`: task graphs of Mirage's persistent kernel, proved, summarised, predicted, mended and rescheduled."""
+"""`flywheel mpk`: prove, summarise, predict, repair, reschedule and convert task graphs of Mirage's persistent
+kernel."""
 
 from __future__ import annotations
 
@@ -40,12 +41,12 @@ _OF: Final[Mapping[str, tuple[str, ...]]] = {
     "trials": ("search",),
     "seed": ("search",),
 }
-"""The actions that an option is of, where it is not of all."""
+"""Option -> the actions that take it, where not all do."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What was asked for."""
+    """The arguments and options of one command line."""
 
     action: str
     files: tuple[str, ...]
@@ -69,7 +70,7 @@ class _Given:
     "--workers",
     type=click.IntRange(min=1),
     metavar="W",
-    help="MPK's queues of so many workers, whose order then counts.  [default: any placement; predict: 128; "
+    help="Take the order in MPK's queues of W workers.  [default: any placement; predict: 128; "
     "search: tries 96 to 131]",
 )
 @click.option(
@@ -78,13 +79,13 @@ class _Given:
     multiple=True,
     type=setting,
     metavar="NAME=TENSOR",
-    help="A tensor that is another one's memory.",
+    help="Tensor NAME shares the memory of TENSOR; repeatable.",
 )
 @click.option(
     "--context",
     type=click.IntRange(1, MAX_CONTEXT),
     metavar="TOKENS",
-    help="predict, search: tokens that attention attends to; convert: positions of the KV cache.  [default: 512]",
+    help="predict, search: tokens that a step attends to; convert: positions of the KV cache.  [default: 512]",
 )
 @click.option(
     "--trace",
@@ -103,9 +104,9 @@ class _Given:
     "--output",
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="repair, search: directory to write the files to, under their names; convert: file of the program.",
+    help="repair, search: directory for the new files, which keep their names; convert: file of the program.",
 )
-@click.option("--model", metavar="NAME|DIR", help="convert: the model that the graph is of, by name or its directory.")
+@click.option("--model", metavar="NAME|DIR", help="convert: the graph's model, by name or directory.")
 @click.option("--gpu", metavar="NAME", help="convert: the GPU that the program is for.  [default: h200]")
 @click.option(
     "--dtype",
@@ -120,11 +121,12 @@ def mpk(
     ctx: click.Context, /, action: str, files: tuple[str, ...], aliases: tuple[tuple[str, str], ...], as_json: bool,
     workers: int | None, **options: Any,
 ) -> None:  # fmt: skip
-    """Judge a task_graph.json of Mirage MPK; several FILEs are the ranks of one program, and `-` is stdin.
+    """Judge a task_graph.json of Mirage MPK. Several FILEs are the ranks of one program, and `-` is stdin.
 
-    check proves it free of deadlocks and races, inspect says what is in it, predict what a step takes on an H200 and
-    where its workers wait. repair adds what orders its races, and search tries other orders, launches and numbers of
-    workers, both in files that MPK loads. convert makes a program of flywheel's of it, which verify and simulate take.
+    check proves it free of deadlocks and races. inspect summarises it. predict says how long a step takes on an H200,
+    and where its workers wait. repair adds events that order its races. search tries other orders, launches and numbers
+    of workers. Both write files that MPK loads. convert makes a flywheel program, which verify and simulate take.
+
     Exit code 3 if a file is unreadable or the graph is not safe.
     """
     given = _settled(action, files, workers, dict(aliases), options)
@@ -161,16 +163,17 @@ def mpk(
 def _settled(
     action: str, files: tuple[str, ...], workers: int | None, aliases: Mapping[str, str], options: Mapping[str, Any]
 ) -> _Given:
-    """Raises UsageError for options of another action, and where files cannot be written."""
+    """The arguments as one record. Raises UsageError for options of another action, and for files that cannot be
+    written."""
     for name, value in options.items():
         if value is not None and action not in _OF[name]:
-            raise UsageError(f"mpk {action}: --{name} is of {' and '.join(_OF[name])}")
+            raise UsageError(f"mpk {action}: --{name} goes with {' and '.join(_OF[name])}")
     for path in (options["trace"], options["picture"]):
         if path is not None:
             check_writable(path)
     _check_output(action, files, options["output"])
     if action == "convert" and (options["model"] is None or len(files) > 1):
-        raise UsageError("mpk convert: want one FILE, and --model says what it is of")
+        raise UsageError("mpk convert: give one FILE, and its model as --model")
     defaults = {"context": 512, "trials": 64, "seed": 0, "gpu": H200.name, "dtype": "bf16"}
     filled: dict[str, Any] = {name: defaults.get(name) if value is None else value for name, value in options.items()}
     return _Given(action, files, workers, aliases, **filled)
@@ -180,23 +183,23 @@ def _check_output(action: str, files: Sequence[str], output: Path | None) -> Non
     """Raises UsageError."""
     if output is None:
         if action in ("repair", "convert"):
-            raise UsageError(f"mpk {action}: --output says where to write")
+            raise UsageError(f"mpk {action}: give --output, where to write")
     elif action == "convert":
         check_writable(output)
     elif not output.is_dir():
         raise UsageError(f"mpk {action}: --output: {output} is no directory")
     elif "-" in files or len({Path(path).name for path in files}) < len(files):
-        raise UsageError(f"mpk {action}: files with names of their own are written, not stdin")
+        raise UsageError(f"mpk {action}: new files take the given names, so these must differ and not be stdin")
 
 
 def _all_there(given: _Given, graphs: Sequence[MpkGraph]) -> None:
     ranks = sorted(graph.rank for graph in graphs)
     if ranks != list(range(n_ranks(graphs))):
-        raise UsageError(f"mpk {given.action}: files of ranks {ranks} of {n_ranks(graphs)}; want one of each")
+        raise UsageError(f"mpk {given.action}: the files have ranks {ranks} of {n_ranks(graphs)}; give one a rank")
 
 
 def _repaired(given: _Given, graphs: list[MpkGraph]) -> tuple[list[MpkGraph], int, ValidationResult]:
-    """Graphs with their races ordered, written if the proof accepts them. Raises UsageError."""
+    """The graphs with their races ordered; they are written if the proof accepts them. Raises UsageError."""
     from flywheel.interop.mpk.repairing import repair
 
     _all_there(given, graphs)
@@ -207,7 +210,7 @@ def _repaired(given: _Given, graphs: list[MpkGraph]) -> tuple[list[MpkGraph], in
 
 
 def _searched(given: _Given, graphs: Sequence[MpkGraph]) -> dict[str, Any]:
-    """What a search found; the best graphs are written where there is somewhere to. Raises UsageError."""
+    """What a search found. The best graphs are written where --output says. Raises UsageError."""
     from flywheel.search.task_graphs import WORKERS, search_graphs
 
     _all_there(given, graphs)
@@ -224,8 +227,11 @@ def _searched(given: _Given, graphs: Sequence[MpkGraph]) -> dict[str, Any]:
 
 
 def _converted(given: _Given, graphs: Sequence[MpkGraph]) -> dict[str, Any]:
-    """What the program is that a graph becomes; it is proved and written. Raises UnsupportedModelError and as names of
-    models and GPUs deserve, InvalidProgramError where the proof rejects it."""
+    """Convert a graph, prove the program and write it; facts about the program.
+
+    Raises UnsupportedModelError, what looking up the model and the GPU raises, and InvalidProgramError where the proof
+    rejects the program.
+    """
     from flywheel.interop.mpk.converting import convert
     from flywheel.ir import program_to_json, validate
     from flywheel.models.catalog import resolve_model
@@ -265,7 +271,7 @@ def _read(files: Sequence[str]) -> tuple[list[MpkGraph], ValidationResult]:
 
 
 def _bytes(path: str) -> bytes:
-    """Raises IrFormatError where the file cannot be read or is too large."""
+    """The file's bytes. Raises IrFormatError where it is unreadable or too large."""
     try:
         if path == "-":
             data = sys.stdin.buffer.read(MAX_FILE_BYTES + 1) if sys.stdin is not None else b""
@@ -282,7 +288,7 @@ def _bytes(path: str) -> bytes:
 
 
 def _draw(given: _Given, graph: MpkGraph, timing: Timing) -> None:
-    """Write the timeline, and the picture of it, where they are asked for."""
+    """Write the timeline and its picture, where asked for."""
     from flywheel.report.chrome import chrome_trace
     from flywheel.report.layer import layer
     from flywheel.report.mpk import mpk_slices, mpk_timeline

@@ -24,16 +24,17 @@ DEFAULT_STORE: Final = "flywheel.db"
 DEFAULTS: Final = MappingProxyType(
     {field.name: field.default for field in fields(CampaignSpec) if field.default is not MISSING}
 )
-"""What a campaign takes where nothing says otherwise, by option."""
+"""Option -> a campaign's value where nothing says otherwise."""
 
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)?")
 _SECONDS: Final = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NO_FILE: Final = re.compile(r":memory:|sqlite:/*(:memory:)?(\?.*)?|sqlite:.*[?&]mode=memory(&.*)?")
-"""Stores that would be gone with the process."""
+"""Stores that end with the process."""
 
 
 class SharedOption(click.Option):
-    """Read from FLYWHEEL_<COMMAND>_<FLAG>, else from FLYWHEEL_<FLAG>, which all commands share."""
+    """An option that is also read from FLYWHEEL_<COMMAND>_<FLAG>, else from FLYWHEEL_<FLAG>, which all commands
+    share."""
 
 
 def seconds(text: str) -> float:
@@ -53,9 +54,10 @@ def setting(text: str) -> tuple[str, str]:
 
 
 def command(function: Callable[..., Any], name: str | None = None) -> click.Command:
-    """A command whose help is its docstring, and whose options are read from variables named after their flags.
+    """Make a command. Its help is the function's docstring, and options are also read from variables named after their
+    flags.
 
-    `name` stands where the function cannot have the command's.
+    `name` is the command's name where the function cannot have it.
     """
     made = click.command(name, context_settings=dict(HELP))(function)
     for option in made.params:
@@ -66,7 +68,7 @@ def command(function: Callable[..., Any], name: str | None = None) -> click.Comm
 
 
 def variables(name: str, option: click.Option) -> list[str]:
-    """Environment variables that stand for an option of the command `name`, first the one that goes before."""
+    """Environment variables that set an option of the command `name`, the one that wins first."""
     flag = next(flag for flag in option.opts if flag.startswith("--")).removeprefix("--")
     prefixes = [f"FLYWHEEL_{name}", *(["FLYWHEEL"] if isinstance(option, SharedOption) else [])]
     return [f"{prefix}_{flag}".upper().replace("-", "_") for prefix in prefixes]
@@ -86,9 +88,9 @@ def store_option(function: _F) -> _F:
 
 
 def store_place(text: str) -> str:
-    """A store that outlives the process."""
+    """The store's place, checked to outlive the process."""
     if not text.strip() or _NO_FILE.fullmatch(text) is not None:
-        raise click.BadParameter(f"{text!r} names no file; want a path, sqlite:///PATH or postgresql://HOST/NAME")
+        raise click.BadParameter(f"{text!r} names no file; give a path, sqlite:///PATH or postgresql://HOST/NAME")
     return text
 
 
@@ -96,8 +98,8 @@ def weights_option(function: _F) -> _F:
     """`--weights`, None where not given."""
     return click.option(
         "--weights", cls=SharedOption, metavar="FORMAT[,ROLE=FORMAT]",
-        help="How matrices are stored: fp8, int8 or int4, as in int4-g64-zeros, fp8-block and int4,lm_head=fp8.  "
-             "[default: as the dtype]",
+        help="Format of matrices: fp8, int8 or int4, such as int4-g64-zeros, fp8-block and int4,lm_head=fp8.  "
+             "[default: the dtype]",
     )(function)  # fmt: skip
 
 
@@ -108,13 +110,13 @@ def workload_options(function: _F) -> _F:
                      help=f"Tokens that the step attends to.  [default: {DEFAULTS['context']}, or what the model has]"),
         weights_option,
         click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
-                     help="Type of activations, and of weights that are not quantised.  "
+                     help="Type of activations and unquantised weights.  "
                           f"[default: {DEFAULTS['dtype']}]"),
         click.option("--gpu", cls=SharedOption, metavar="NAME",
                      help="GPU to schedule for; see flywheel targets.  [default: the one here]"),
         click.option("--model", cls=SharedOption, metavar="NAME|PATH|REPO",
                      help="Model by name (flywheel models), the directory of a Hugging Face checkpoint, or a "
-                          "repository of its Hub, as Qwen/Qwen3-0.6B."),
+                          "repository of its Hub, such as Qwen/Qwen3-0.6B."),
     ):  # fmt: skip
         function = option(function)
     return function
@@ -144,10 +146,10 @@ def output_option(function: _F) -> _F:
 
 
 def check_writable(path: Path) -> None:
-    """Raises UsageError where `write_file` could not write `path`, as far as can be told before."""
+    """Raises UsageError where `write_file` could not write `path`, as far as is known beforehand."""
     try:
         is_directory = path.is_dir()
-    except OSError as error:  # a name that no file can have
+    except OSError as error:  # no file can have this name
         raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
     if is_directory:
         raise UsageError(f"{path}: is a directory")
@@ -158,7 +160,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write `text` to `path`, replacing it atomically. Raises UsageError where that is impossible."""
+    """Write `text` to `path`, replacing it atomically. Raises UsageError where that fails."""
     from flywheel.ir.files import write_atomically
 
     check_writable(path)

@@ -1,4 +1,4 @@
-"""The only way to stdout and stderr: every byte is written, or an error says that it was not."""
+"""The only way to stdout and stderr: a call writes every byte or raises an error."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Final, TextIO
 from flywheel.errors import OutputError
 
 _RETRY_S: Final = 1.0
-"""Longest sleep until a pipe that was full is tried again."""
+"""Longest sleep, in seconds, before a full pipe is tried again."""
 
 
 def write_out(text: str) -> None:
-    """Write `text` to stdout. Raises OutputError, and BrokenPipeError where nobody reads any more."""
+    """Write `text` to stdout. Raises OutputError, and BrokenPipeError where nobody reads it any more."""
     if sys.stdout is None:
         raise OutputError("output: cannot be written: stdout is closed")
     _write_all(sys.stdout, text)
@@ -27,14 +27,14 @@ def write_err(text: str) -> None:
 
 
 def on_terminal() -> bool:
-    """Whether a person reads stdout."""
+    """Whether stdout is a terminal."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 
 def buffer_output() -> None:
-    """Put buffers around a stdout and a stderr without any, as PYTHONUNBUFFERED asks for.
+    """Put buffers around a stdout and a stderr that have none, as PYTHONUNBUFFERED asks for.
 
-    Without one, Python drops silently what a short write leaves over. What is written here is flushed at once anyway.
+    Without a buffer, Python silently drops what a short write leaves over. This module flushes at once anyway.
     """
     sys.stdout, sys.stderr = _buffered(sys.stdout), _buffered(sys.stderr)
 
@@ -52,7 +52,7 @@ def _buffered(stream: TextIO) -> TextIO:
 def _write_all(stream: TextIO, text: str) -> None:
     binary = getattr(stream, "buffer", None)
     try:
-        if binary is None:  # a stream of Python's, such as a notebook's
+        if binary is None:  # a Python object, such as a notebook's stream
             stream.write(text)
             stream.flush()
             return
@@ -69,7 +69,7 @@ def _write_all(stream: TextIO, text: str) -> None:
 
 
 def _write_some(binary: Any, data: memoryview) -> int:
-    """How much of `data` the stream took."""
+    """How many bytes of `data` the stream took."""
     try:
         written = binary.write(data)
     except BlockingIOError as error:
@@ -88,5 +88,5 @@ def _flushed(binary: Any) -> bool:
 
 
 def _await_room(binary: Any) -> None:
-    """Sleep until whoever reads a full, non-blocking pipe has read some of it."""
+    """Sleep until the reader of a full, non-blocking pipe has read some of it."""
     select.select([], [binary.fileno()], [], _RETRY_S)

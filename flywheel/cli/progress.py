@@ -1,4 +1,4 @@
-"""A search as it runs, on stderr: a live panel on a terminal, a line now and then elsewhere."""
+"""Show a running search on stderr: a live panel on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from flywheel.search.spec import CampaignSpec
 
 QUIET_S: Final = 10.0
-"""Longest silence of the plain lines."""
+"""Longest time in seconds between two plain lines."""
 SETTLED_S: Final = 2.0
-"""Start-up shows in a rate over less than this."""
+"""Seconds until a rate is given: start-up distorts an earlier one."""
 DRAINING: Final = "finishing the trials under way; again to abort"
 TREND_WIDTH: Final = 32
 _BARS: Final = "▁▂▃▄▅▆▇█"
@@ -33,7 +33,7 @@ _REFRESH_HZ: Final = 8
 
 
 class Reporter(Protocol):
-    """Told of a search's start and of each trial; a context manager around both."""
+    """Shows a search. It is told of the start and of each trial, and is a context manager around both."""
 
     def __enter__(self) -> Self: ...
 
@@ -50,16 +50,16 @@ class Reporter(Protocol):
         ...
 
     def drain(self) -> None:
-        """Somebody interrupted; called from a signal handler."""
+        """The search was interrupted. Called from a signal handler."""
         ...
 
     def abort(self) -> None:
-        """Somebody interrupted again; called from a signal handler, or from another thread."""
+        """The search was interrupted again. Called from a signal handler or another thread."""
         ...
 
 
 def make_reporter() -> Reporter:
-    """The live panel where stderr is a terminal that can draw it."""
+    """The live panel where stderr is a terminal that can draw it, else plain lines."""
     if sys.stderr is None or not sys.stderr.isatty():
         return PlainLines()
     from rich.console import Console
@@ -69,7 +69,7 @@ def make_reporter() -> Reporter:
 
 
 def seconds_left(spec: CampaignSpec, trials: int, new_trials: int, elapsed_s: float) -> float | None:
-    """Seconds until the trials or the time run out, whichever is first; None before there is a rate."""
+    """Seconds until the trials or the time run out, whichever comes first; None until there is a rate."""
     limits = [] if spec.time_s is None else [spec.time_s - elapsed_s]
     if new_trials:
         limits.append((spec.trials - trials) * elapsed_s / new_trials)
@@ -77,7 +77,7 @@ def seconds_left(spec: CampaignSpec, trials: int, new_trials: int, elapsed_s: fl
 
 
 def trend(values: Sequence[float]) -> str:
-    """The best so far of every trial as a line of at most TREND_WIDTH bars, the lower the faster, and how it went."""
+    """The best latency so far, trial by trial, as at most TREND_WIDTH bars (lower is faster), and how it changed."""
     width = min(TREND_WIDTH, len(values))
     ends = [values[(number + 1) * len(values) // width - 1] for number in range(width)]
     low, high = min(ends), max(ends)
@@ -99,10 +99,10 @@ class PlainLines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
     def start(self, start: Start) -> None:
-        """What is searched, and how large it is."""
+        """Write what is searched, and the size of the space."""
         self._spec = start.spec
         self._spoke = monotonic()
         known = f", resuming after {start.known} trials" if start.known else ""
@@ -112,7 +112,7 @@ class PlainLines:
         )
 
     def watch(self, progress: Progress) -> None:
-        """One line, where there is something to say."""
+        """Write one line where there is news."""
         if not progress.improved and monotonic() - self._spoke < QUIET_S:
             return
         self._spoke = monotonic()
@@ -126,15 +126,15 @@ class PlainLines:
         note(f"trial {progress.trials:>{width}}/{self._spec.trials}  {standing}{pace}")
 
     def drain(self) -> None:
-        """Say so; buffered streams cannot be used from a signal handler."""
+        """Write that the search will stop. A signal handler must not use buffered streams."""
         os.write(2, f"flywheel: {DRAINING}\n".encode())
 
     def abort(self) -> None:
-        """Nothing to put right."""
+        """Do nothing: the terminal needs no repair."""
 
 
 class LivePanel:
-    """A panel redrawn in place, gone when the search ends."""
+    """A panel that is redrawn in place and removed when the search ends."""
 
     def __init__(self, console: Console) -> None:
         from rich.live import Live
@@ -164,7 +164,7 @@ class LivePanel:
         self._live.start(refresh=True)
 
     def watch(self, progress: Progress) -> None:
-        """What the next redraw shows."""
+        """Keep the progress for the next redraw."""
         self._progress = progress
         if progress.best is not None and progress.best.objective_us is not None:
             self._bests.append(progress.best.objective_us)
@@ -172,11 +172,11 @@ class LivePanel:
             self._improved = progress.record.trial, monotonic()
 
     def drain(self) -> None:
-        """What the next redraw shows."""
+        """Note the interrupt for the next redraw."""
         self._draining = True
 
     def abort(self) -> None:
-        """Take the panel away as a whole; an interrupt meanwhile would leave half of it."""
+        """Remove the panel; an interrupt during this would leave half of it."""
         if self._start is None:
             return
         in_main = threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""Where a row comes from, as command lines, and how to find it again."""
+"""The command lines that make a row, and the search for campaigns by name."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from flywheel.store.sql import Store
 
 _ALWAYS: Final = ("model", "gpu", "dtype", "context", "measure", "sampler", "seed", "trials")
-"""Options that a campaign's command states even where they are the defaults."""
+"""Options that a campaign's command states even at their defaults."""
 
 
 def find_campaign(store: Store, name: str | None) -> Campaign:
-    """The campaign of that name, or the only one whose name begins so; for None the newest.
+    """The campaign of that name, or the only one whose name starts with it; for None, the newest.
 
-    Raises UnknownNameError with the closest names, StoreError.
+    Raises StoreError, and UnknownNameError with the closest names.
     """
     campaign = None if name is None else store.campaign(name)
     if campaign is not None:
@@ -42,7 +42,7 @@ def find_campaign(store: Store, name: str | None) -> Campaign:
     names = [campaign.name for campaign in begun or known]
     if begun:
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        raise UnknownNameError(f"store {store.name}: {len(begun)} campaigns begin with {name!r}: {shown}")
+        raise UnknownNameError(f"store {store.name}: the names of {len(begun)} campaigns begin with {name!r}: {shown}")
     close = get_close_matches(name, names, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else "flywheel campaigns lists them"
     raise UnknownNameError(f"store {store.name}: no campaign {name!r}; {hint}")
@@ -54,7 +54,7 @@ def row_title(store: Store, record: TrialRecord) -> str:
 
 
 def search_command(campaign: Campaign) -> str:
-    """The command line that runs the campaign as it was first asked for, in a store that does not have it."""
+    """The command line that runs the campaign as first asked for, in a store without it."""
     described = json.loads(campaign.spec)
     known = {field.name: field.default for field in fields(CampaignSpec)}
     columns = {name: getattr(campaign, name) for name in ("model", "gpu")}
@@ -78,7 +78,7 @@ def search_command(campaign: Campaign) -> str:
 
 
 def lower_command(record: TrialRecord) -> str:
-    """The command line that makes the row's program from its exported schedule, best.json."""
+    """The command line that lowers the row's exported schedule, best.json, to its program."""
     words = ["flywheel", "lower", "--model", record.model, "--gpu", record.gpu, "--dtype", record.dtype]
     words += [] if record.weights in (None, record.dtype) else ["--weights", record.weights]
     words += ["--context", str(record.context), *(["--batch", str(record.batch)] if record.batch > 1 else [])]

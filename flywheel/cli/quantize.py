@@ -1,4 +1,4 @@
-"""`flywheel quantize`: a checkpoint with quantised matrices, as compressed-tensors has them."""
+"""`flywheel quantize`: write a checkpoint with quantised matrices in the format of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from flywheel.models.formats import parse_formats
 
 _BESIDE: Final = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "vocab.json", "merges.txt",
                   "chat_template*")  # fmt: skip
-"""Files of a checkpoint that its weights do not change."""
+"""Files of a checkpoint that do not depend on its weights."""
 
 
 @command
 @click.option("--model", cls=SharedOption, metavar="DIR", required=True, help="Directory of a checkpoint.")
 @click.option("--weights", cls=SharedOption, metavar="FORMAT", required=True,
-              help="fp8, int8 or int4, as in int4-g64-zeros and fp8-block; ,lm_head=FORMAT for the head too.")
+              help="fp8, int8 or int4, such as int4-g64-zeros and fp8-block; add ,lm_head=FORMAT for the head.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", required=True,
-              help="Directory to make; it must not be there.")
-@click.option("--best", is_flag=True, help="Scales with the least squared error, in many times the time.")
+              help="Directory to make; it must not exist.")
+@click.option("--best", is_flag=True, help="Search for scales with the least squared error; much slower.")
 @json_option
 def quantize(model: str, weights: str, output: Path, best: bool, as_json: bool) -> None:
     """Write a checkpoint whose matrices are quantised, rounded to nearest.
 
-    The format is compressed-tensors', which transformers and vLLM load. The embedding, norms and biases stay, and the
-    head where it is not named. Files of the tokenizer are copied.
+    The format is compressed-tensors', which transformers and vLLM load. The embedding, norms and biases keep their
+    type, and so does the head unless --weights names it. Tokenizer files are copied.
     """
     check_installed("quantize", ["torch", "safetensors"])
     source = open_model("quantize", model)
     if source.stored is None or source.folder is None or source.dtype is None:
         raise UsageError(f"quantize: {model} holds no safetensors")
     if source.scheme is not None:
-        raise UsageError(f"quantize: {model} is quantised already, by {source.scheme.method}")
+        raise UsageError(f"quantize: {model} is already quantised, by {source.scheme.method}")
     if output.exists():
-        raise UsageError(f"quantize: {output} is there; name a directory to make")
+        raise UsageError(f"quantize: {output} already exists; name a new directory")
     from flywheel.ir.files import parse_json, read_text
     from flywheel.models.packing import the_format, write_checkpoint
 

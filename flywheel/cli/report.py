@@ -1,4 +1,4 @@
-"""`flywheel report`: a campaign as one HTML page."""
+"""`flywheel report`: write a campaign as one HTML page."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ PAGE = "report.html"
 @store_option
 @json_option
 def report(campaign: str | None, output: Path | None, store: str, as_json: bool) -> None:
-    """Write one HTML page about CAMPAIGN, or the newest one, with nothing to fetch.
+    """Write one HTML page about CAMPAIGN, or the newest one. The page loads nothing else.
 
-    It shows the history with the weight floor, outcomes, knobs, and the best schedule on every SM. The same rows give
-    the same bytes.
+    It shows the history with the weight floor, the outcomes, the knobs, and the best schedule on every SM. The same
+    rows give the same bytes.
     """
     from flywheel.store.sql import open_store
 
@@ -53,11 +53,11 @@ def report(campaign: str | None, output: Path | None, store: str, as_json: bool)
         show_json({"campaign": found.name, "path": str(target), "trials": trials, "bytes": len(text.encode())})
     else:
         show(f"{target}: {trials:,} trials, {len(text.encode()) / 1e3:,.0f} kB")
-        note("open it in any browser; it fetches nothing")
+        note("open it in any browser; it loads nothing else")
 
 
 def campaign_files(campaign: Campaign, records: Sequence[TrialRecord]) -> Mapping[str, str]:
-    """Everything that a campaign's rows say, as files by path: the page, its pictures, the best schedule, the table."""
+    """A campaign as files by path: the page, its pictures, the best schedule and the table of trials."""
     from flywheel.report.facts import gather
     from flywheel.report.page import page, pictures
     from flywheel.store.tsv import to_tsv
@@ -70,7 +70,7 @@ def campaign_files(campaign: Campaign, records: Sequence[TrialRecord]) -> Mappin
 
 
 def views() -> Views:
-    """What a mirror takes from this version's code."""
+    """The functions of this version that a mirror calls."""
     from flywheel.report.facts import trial_knobs
     from flywheel.store.mirror import Views
 

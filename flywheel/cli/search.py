@@ -80,28 +80,28 @@ def _default(name: str, text: str) -> str:
 )
 @click.option("--sampler", type=click.Choice(SAMPLERS), help=_default("sampler", "What proposes schedules."))
 @click.option("--seed", type=int, help=_default("seed", "Seed of the sampler."))
-@click.option("--trials", type=int, help=_default("trials", "Stop after so many trials, earlier runs included."))
+@click.option("--trials", type=int, help=_default("trials", "Stop after this many trials, earlier runs included."))
 @click.option("--time", "time_s", type=seconds, metavar="DURATION", help="Stop this run after 90, 90s, 5m or 1h.")
 @click.option("--until", type=float, metavar="FRACTION", help="Stop at this fraction of the weight floor: 0.95.")
-@click.option("--patience", type=int, metavar="TRIALS", help="Stop after so many trials without gain.")
+@click.option("--patience", type=int, metavar="TRIALS", help="Stop after this many trials without a new best.")
 @click.option("--jobs", type=int, help="Processes that predict here.  [default: one a usable core, up to 16]")
 @click.option(
     "--engine", type=click.Choice(["local", "ray"]), help=_default("engine", "This machine, or a Ray cluster.")
 )
-@click.option("--ray-address", metavar="HOST:PORT", help="Of the cluster's head.  [default: a cluster of this machine]")
+@click.option("--ray-address", metavar="HOST:PORT", help="The cluster's head.  [default: a cluster on this machine]")
 @click.option("--workers", type=int, help="GPUs that measure, or Ray's processes that predict.  [default: all of them]")
 @click.option("--seeds/--no-seeds", default=None, help="Try known good schedules first.  [default: seeds]")
 @click.option(
     "--warm/--cold", default=None,
-    help="Before those, try the best schedules that the store has of the nearest models and GPUs.  [default: warm]",
+    help="First try the store's best schedules of similar models and GPUs.  [default: warm]",
 )
 @click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
 @click.option("--prefilter", type=float, metavar="FACTOR",
-              help="Do not measure what is predicted to take more than FACTOR times what is predicted of the best.")
+              help="Do not measure a schedule whose predicted latency is over FACTOR times that of the best.")
 @click.option("--predictions", type=int, help=_default(
     "predictions", "Predictions that sampler descent makes, on a calibrated GPU, before it chooses what to measure."))
 @click.option("--fix", type=setting, metavar="NAME=VALUE", multiple=True, help="Pin a knob; repeatable.")
-@click.option("--name", metavar="NAME", help="Name of the campaign.  [default: after what it searches]")
+@click.option("--name", metavar="NAME", help="Name of the campaign.  [default: made of what it searches]")
 @click.option(
     "--campaign",
     "campaign_file",
@@ -121,7 +121,7 @@ def _default(name: str, text: str) -> str:
     help="Also write the best schedule, as flywheel export does.",
 )
 @click.option("--mlflow", "children", type=click.Choice(CHILDREN),
-              help="Mirror the campaign in MLflow, from a process of its own, with runs of these trials.")
+              help="Mirror the campaign in MLflow, by a separate process, with a run for each of these trials.")
 @tracking_option
 @json_option
 @click.option("--jsonl", is_flag=True, help="One JSON object an event on stdout, as it happens, instead of a summary.")
@@ -143,9 +143,9 @@ def search(
 ) -> None:  # fmt: skip
     """Search for the fastest schedule of a model's decode step on a GPU.
 
-    Every trial goes to the store. Ctrl-C finishes the trials under way and ends with exit code 130; the same command
-    resumes. With the GPU here, schedules are run, checked against an oracle and timed, one at a time; without it,
-    latencies are predicted by a cost model.
+    Every trial goes to the store. Ctrl-C finishes the running trials and ends with exit code 130; the same command
+    resumes. If the GPU is in this machine, each schedule is run, checked against an oracle and timed, one at a time. If
+    not, a cost model predicts latencies.
     """
     file = read_campaign_file(campaign_file) if campaign_file is not None else {}
     if jobs_of(options["jobs"] or file.get("jobs")) > 1:
@@ -179,14 +179,14 @@ def search(
         if link is not None:
             note(f"In MLflow: {link}")
         if trouble is not None:
-            note(f"flywheel: the mirror lags: {trouble}; flywheel mlflow sync makes up for it")
+            note(f"flywheel: the mirror lags: {trouble}; flywheel mlflow sync adds what is missing")
     _present(started[0], result, store, schedule_file, "jsonl" if jsonl else "json" if as_json else "text")
-    keep_objects()  # of which the end of the process would look at each for 0.1 s
+    keep_objects()  # else the process spends 0.1 s at its end on looking at each
     ctx.exit(_exit_code(result, fresh))
 
 
 def _present(start: Start, result: CampaignResult, store: str, schedule_file: Path | None, form: str) -> None:
-    """How the search ended, on stdout, and its best schedule, where a file is asked for."""
+    """Show how the search ended, on stdout, and write its best schedule where a file is asked for."""
     match form:
         case "jsonl":
             show_event("end", _document(start, result))
@@ -199,21 +199,21 @@ def _present(start: Start, result: CampaignResult, store: str, schedule_file: Pa
 
 
 def _exit_code(result: CampaignResult, fresh: bool) -> int:
-    """The exit code, with advice on stderr where there is some."""
+    """The exit code. Writes advice to stderr where there is some."""
     if result.stopped == "interrupted":
         command_line = "the same command without --fresh" if fresh else "the same command"
         note(f"flywheel: stopped cleanly after {result.trials} trials; {command_line} resumes {result.name}")
         return ABORTED
     if result.stopped == "trials" and not result.new_trials:
-        note(f"flywheel: all {result.trials} trials were there already; more --trials go on, --fresh starts over")
+        note(f"flywheel: the store has all {result.trials} trials; a larger --trials continues, --fresh starts over")
     return 0 if result.best is not None else REJECTED
 
 
 def _settle(file: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The options with the model as stores name it, which is downloaded where it must be, and with what nobody gave:
-    this machine's GPU, and a context that the model has.
+    """The options, completed: the model by the name that stores use, downloaded if need be; else this machine's GPU,
+    and a context that the model has.
 
-    Raises as `fetch_model`, `resolve_model` and `default_gpu` do.
+    Raises as `fetch_model`, `resolve_model` and `default_gpu`.
     """
     given = {**file, **{name: value for name, value in options.items() if value is not None}}
     if "model" not in given:
@@ -230,19 +230,20 @@ def _settle(file: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_spec(file: dict[str, Any], options: dict[str, Any], fix: dict[str, str]) -> CampaignSpec:
-    """A campaign file's options under those that were given; pinned knobs are merged by name. Raises UsageError."""
+    """The campaign of the given options and, below them, a campaign file's. Pinned knobs are merged by name. Raises
+    UsageError."""
     settings = {**file, **{name: value for name, value in options.items() if value is not None}}
     settings["fix"] = {**file.get("fix", {}), **fix}
     for name, where in (("model", "models"), ("gpu", "targets")):
         if name not in settings:
-            raise UsageError(f"search: --{name} is missing, here and in a campaign file; see flywheel {where}")
+            raise UsageError(f"search: give --{name}, here or in a campaign file; see flywheel {where}")
     if settings.get("name") is not None:
         check_name("search", settings["name"])
     return CampaignSpec(**settings)
 
 
 def _latency_source(start: Start, asked: str) -> str:
-    """Where this search's latencies come from, and why."""
+    """The line that says where this search's latencies come from, and why."""
     wanted, environment = start.spec.gpu, start.environment
     present = environment.gpu
     if start.spec.measure != "predict":
@@ -259,7 +260,7 @@ def _latency_source(start: Start, asked: str) -> str:
 
 
 def _beginning(start: Start) -> str:
-    """Whose schedules this search tries first."""
+    """The line that says whose schedules this search tries first."""
     works = [work_named(warm.model, warm.gpu, warm.dtype, warm.context, 1, warm.weights) for warm in start.starts]
     return f"Begins with the best schedules of {'; '.join(works)}, tried again here; --cold goes without."
 
@@ -345,12 +346,12 @@ def _show(start: Start, result: CampaignResult, store: str, schedule_file: Path 
 
 
 def _saved(spec: CampaignSpec, result: CampaignResult) -> int:
-    """Trials of a campaign that measures which were not measured, for what was predicted of them."""
+    """How many trials of a measuring campaign were only predicted, and not measured for that."""
     return result.outcomes.get("predicted", 0) if spec.measure == "cuda" else 0
 
 
 def _steered(result: CampaignResult) -> str | None:
-    """By what was predicted and is no trial."""
+    """How many predictions that are no trials guided the search, in words; None for none."""
     said = result.foreseen
     if not said.count:
         return None

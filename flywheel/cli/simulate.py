@@ -1,4 +1,4 @@
-"""`flywheel simulate`: a program's counters, its worst-case orders, and its predicted latency."""
+"""`flywheel simulate`: run a program's counters, fire its tasks in adversarial orders, and predict its latency."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from flywheel.measure.floor import floor_fraction
 from flywheel.report.layer import operation
 
 SHOWN = 5
-"""Stuck tasks and violations that the text shows; JSON has all."""
+"""How many stuck tasks and violations the text shows; JSON has all."""
 
 
 @command
 @click.argument("file", metavar="FILE")
-@click.option("--seeds", type=click.IntRange(min=0), default=16, show_default=True, help="Worst-case orders to try.")
+@click.option("--seeds", type=click.IntRange(min=0), default=16, show_default=True, help="Adversarial orders to try.")
 @click.option("--trace", type=click.Path(path_type=Path), metavar="FILE.json",
               help="Write the predicted timeline, for ui.perfetto.dev or chrome://tracing.")
 @click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
@@ -36,7 +36,7 @@ def simulate(
 ) -> None:
     """Run a program's counters, look for races in adversarial orders, and predict its latency; `-` is stdin.
 
-    Exit code 3 if a task never fires, a race shows or the program is not valid.
+    Exit code 3 if a task never fires, an order shows a race, or the program is not valid.
     """
     program = load_program(file)
     if trace is not None:
@@ -56,12 +56,12 @@ def simulate(
 
 
 def _write_trace(program: MegakernelProgram, document: dict[str, Any], path: Path, predictor: Predictor) -> None:
-    """Raises UsageError for a program without a prediction."""
+    """Write the predicted timeline. Raises UsageError for a program without a prediction."""
     from flywheel.report.chrome import chrome_trace, predicted_slices
     from flywheel.report.layer import BY_MODEL
 
     if document["prediction"] is None:
-        raise UsageError(f"{path}: not written, as there is no prediction: {document['unpredicted']}")
+        raise UsageError(f"{path}: not written: the program has no prediction: {document['unpredicted']}")
     name = str(program.meta.get("model", "a program"))
     on = f" on {program.target.name}" if program.target is not None else ""
     slices = predicted_slices(program.tasks, timeline(program, predictor.machine))
@@ -70,9 +70,9 @@ def _write_trace(program: MegakernelProgram, document: dict[str, Any], path: Pat
 
 
 def run_program(program: MegakernelProgram, seeds: int, predictor: Predictor = STOCK) -> dict[str, Any]:
-    """What the simulations say, JSON-ready.
+    """What the simulations show, JSON-ready.
 
-    Races are not looked for in a malformed program. Without validity, target or SMs there is no prediction.
+    A malformed program is not tested for races. A program that is invalid, or has no target or SMs, gets no prediction.
     """
     result = validate(program)
     order, stuck = simulate_counters(program)
@@ -96,7 +96,7 @@ def run_program(program: MegakernelProgram, seeds: int, predictor: Predictor = S
 
 
 _SIMULATED = frozenset({"cycle", "queue-deadlock", "partial-join", "race-read", "race-write", "unwritten-read"})
-"""What is wrong with programs that are well-formed: firing orders can show it."""
+"""Findings in well-formed programs that a firing order can show."""
 
 
 def _predicted(program: MegakernelProgram, predictor: Predictor) -> dict[str, Any]:

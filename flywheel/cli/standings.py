@@ -1,4 +1,4 @@
-"""How `flywheel bench` shows what it found: where it was measured, tables and a picture."""
+"""How `flywheel bench` shows its results: the environment, tables and a picture."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 def bench_environment(gpu: Gpu) -> dict[str, Any]:
-    """Versions of all that was measured with. `cuda_driver` is the newest CUDA that the driver speaks, `cuda_torch` the
-    one that torch was built with."""
+    """Versions of everything that took part in the measurement.
+
+    `cuda_driver` is the newest CUDA that the driver supports, `cuda_torch` the one that torch was built with.
+    """
     from flywheel.decode.contestants import TORCH_CUDA
     from flywheel.measure.environment import capture_environment
     from flywheel.vm.gpu.nvrtc import nvrtc_version, source_digest
@@ -32,7 +34,7 @@ def bench_environment(gpu: Gpu) -> dict[str, Any]:
 
 
 def draw(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -> str:
-    """The picture, as a file."""
+    """The picture as the text of a file."""
     from flywheel.report.bars import bars
     from flywheel.report.svg import standalone
 
@@ -41,8 +43,10 @@ def draw(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -> str:
 
 
 def show_bench(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -> None:
-    """What was measured with, then a table for each context. The document is that of the comparisons, which are in the
-    order of their contexts."""
+    """Show the environment, then a table for each context.
+
+    The document is that of the comparisons, which are ordered by context.
+    """
     environment, ceiling = document["environment"], document["ceiling"]
     work = f"{document['model']} on {environment['gpu']}, {document['dtype']}"
     show(f"{work}: us a step, in {document['rounds']} rounds of {document['samples']} samples")
@@ -66,7 +70,7 @@ def show_bench(document: Mapping[str, Any], comparisons: Sequence[Comparison]) -
 
 
 def _show_context(comparisons: Sequence[Comparison], origins: Sequence[Mapping[str, Any]]) -> None:
-    """One table, with a set of rows for each batch."""
+    """Show one table, with a set of rows for each batch."""
     from flywheel.measure.comparison import reason_of, single_of
 
     show("")

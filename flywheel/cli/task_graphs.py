@@ -1,4 +1,4 @@
-"""What `flywheel mpk` says of task graphs: as documents, and for people."""
+"""The results of `flywheel mpk`, as documents and as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def verdict(result: ValidationResult) -> dict[str, Any]:
-    """What the proof said, JSON-ready."""
+    """The result of a proof, JSON-ready."""
 
     def listed(findings: Sequence[Finding]) -> list[dict[str, Any]]:
         return [{"code": each.code, "message": each.message, "task": each.task} for each in findings]
@@ -58,7 +58,8 @@ def prediction(graph: MpkGraph, timing: Timing, bounds: Bounds) -> dict[str, Any
 
 
 def searched(found: Found) -> dict[str, Any]:
-    """What a search tried, JSON-ready; `best_us` of a knob's value is the least time of a trial that has it."""
+    """The trials of a search, JSON-ready. `best_us` of a knob's value is the least time of the trials with that
+    value."""
     accepted = [(each.schedule, each.latency_us) for each in found.trials if each.latency_us is not None]
     knobs = [
         {"knob": knob, "value": value,
@@ -75,7 +76,7 @@ def searched(found: Found) -> dict[str, Any]:
 
 
 def show_results(document: Mapping[str, Any]) -> None:
-    """A document for people, behind its verdict."""
+    """Show a document as text, after its verdict."""
     if "relays" in document:
         show(*pairs([("added", f"{document['relays']} relays")]))
     for graph in document.get("graphs", ()):

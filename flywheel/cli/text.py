@@ -1,7 +1,7 @@
 """How results look on a terminal: aligned columns, numbers with units, and JSON.
 
-What files and users name is shown, too. Every line for people passes `escaped` on its way out: nothing that a stranger
-wrote moves a cursor, sets a title or begins a line of its own.
+Names from files and users are shown, too. `escaped` treats every line of text on its way out, so that no such name
+moves the cursor, sets a title or begins a new line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HELP: Final = MappingProxyType({"help_option_names": ["-h", "--help"], "max_cont
 """How every command shows its help."""
 ABSENT: Final = "-"
 MAX_LINE: Final = 8000
-"""Characters of a line for people; what is longer is cut, and says so."""
+"""Characters of a line of text. A longer line is cut, and says so."""
 MAX_COMPLAINT: Final = 1000
 """Characters of the line that says why a command failed."""
 _GAP: Final = "  "
@@ -32,13 +32,15 @@ MAX_CELL: Final = 200
 
 
 def show(*lines: str) -> None:
-    """Lines of the result, on stdout, each of them escaped."""
+    """Write lines of the result to stdout, escaped."""
     write_out("".join(f"{line_of(line)}\n" for line in lines))
 
 
 def show_table(headers: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "", gap: bool = False) -> None:
-    """A table on stdout, behind an empty line where `gap` says so; on a terminal, with bold headers and no wider than
-    it, as far as words can be cut."""
+    """Write a table to stdout, after an empty line if `gap`.
+
+    On a terminal, headers are bold, and columns of words are cut to fit the terminal as far as possible.
+    """
     room = get_terminal_size().columns if on_terminal() else None
     head, *body = map(line_of, table(headers, rows, indent, room))
     if on_terminal():
@@ -47,41 +49,42 @@ def show_table(headers: Sequence[str], rows: Iterable[Sequence[str]], indent: st
 
 
 def show_document(text: str) -> None:
-    """A file's text on stdout, as it is; on a terminal, all but its line breaks and tabs escaped."""
+    """Write a file's text to stdout unchanged; on a terminal, escape all but line breaks and tabs."""
     if on_terminal():
         text = "".join(char if char in "\n\t" else escaped(char) for char in text)
     write_out(text)
 
 
 def show_json(document: object, indent: int | None = 2) -> None:
-    """The result as one JSON document on stdout; numbers that are not finite are null."""
+    """Write the result to stdout as one JSON document. Numbers that are not finite become null."""
     try:
         text = json.dumps(document, indent=indent, allow_nan=False)
-    except ValueError:  # hardly ever
+    except ValueError:  # a number is not finite
         text = json.dumps(_finite(document), indent=indent, allow_nan=False)
     write_out(f"{text}\n")
 
 
 def note(*lines: str) -> None:
-    """Lines of progress or advice, on stderr, each of them escaped."""
+    """Write lines of progress or advice to stderr, escaped."""
     write_err("".join(f"{line_of(line)}\n" for line in lines))
 
 
 def complain(message: str) -> None:
-    """The one line on stderr that says why a command failed, as far as it can be written."""
+    """Write the line that says why a command failed to stderr, if stderr can be written."""
     with suppress(OutputError, BrokenPipeError):
         note(line_of(f"flywheel: {' '.join(message.split())}", MAX_COMPLAINT))
 
 
 def escaped(text: str) -> str:
-    """`text` on one line: line breaks, ESC, lone surrogates and all else that cannot be printed as Python has them."""
+    """`text` on one line. Line breaks, ESC, lone surrogates and all else that cannot be printed are escaped as in
+    Python."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def line_of(text: str, most: int = MAX_LINE) -> str:
-    """`text` as one line for people: escaped, and cut behind `most` characters."""
+    """`text` on one line: escaped, and cut after `most` characters."""
     if len(text) > most:
         text = f"{text[:most]}... ({len(text):,} characters)"
     return escaped(text)
@@ -99,9 +102,10 @@ def _finite(value: object) -> object:
 def table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "", room: int | None = None
 ) -> list[str]:
-    """Columns, those of numbers to the right. A header that starts with `<` is of words; the sign is not shown.
+    """Lines of aligned columns. A header that starts with `<` marks a column of words; the sign is not shown, and all
+    other columns are aligned to the right.
 
-    Where lines would have more than `room` characters, the widest columns of words are cut.
+    If lines are longer than `room` characters, the widest columns of words are cut.
     """
     words = [header.startswith("<") for header in headers]
     cells = [[header.removeprefix("<") for header in headers]]
@@ -135,36 +139,36 @@ def _cut(cell: str, width: int) -> str:
 
 
 def pairs(items: Iterable[tuple[str, str | None]], indent: str = "  ") -> list[str]:
-    """Names in one column, values in the next; a pair without a value is left out."""
+    """Lines of names and values in two columns. A pair without a value is left out."""
     shown = [(name, value) for name, value in items if value is not None]
     width = max((len(name) for name, _ in shown), default=0)
     return [f"{indent}{name.ljust(width)}  {escaped(value)}" for name, value in shown]
 
 
 def counts(numbers: Mapping[str, int]) -> str:
-    """`predicted 118, rejected 2`; largest first."""
+    """Counts as `predicted 118, rejected 2`, the largest first."""
     ordered = sorted(numbers.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in ordered) or "none"
 
 
 def us(value: float | None) -> str:
-    """A time in us."""
+    """A time in us as text."""
     return ABSENT if value is None else f"{value:,.1f} us"
 
 
 def ties(trials: Iterable[tuple[str, float | None]]) -> str | None:
-    """What a final could not tell from the best, as titles and latencies; None where it could."""
+    """The trials that a final could not tell from the best, as words; None where there are none."""
     rows = [f"{title} ({us(latency_us)})" for title, latency_us in trials]
     return f"with {', '.join(rows)}: the difference is within the noise" if rows else None
 
 
 def percent(value: float | None) -> str:
-    """A fraction."""
+    """A fraction as a percentage."""
     return ABSENT if value is None else f"{value * 100:.1f} %"
 
 
 def size(value: float | None) -> str:
-    """Bytes, in decimal units as bandwidths are."""
+    """Bytes as text, in decimal units like bandwidths."""
     if value is None:
         return ABSENT
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -183,5 +187,5 @@ def duration(seconds: float) -> str:
 
 
 def cell(value: Any) -> str:
-    """A value of unknown type in a table."""
+    """The text of a value of any type in a table."""
     return ABSENT if value is None else f"{value:,}" if type(value) is int else str(value)

@@ -1,4 +1,4 @@
-"""`flywheel trace`: where the time of one launch goes, on this GPU."""
+"""`flywheel trace`: how one launch spends its time on this GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.option("--model", cls=SharedOption, metavar="NAME|DIR",
               help="Model by name, with random weights, or the directory of a checkpoint.  [default: the schedule's]")
 @click.option("--config", "config_file", metavar="FILE|-",
-              help="Exported schedule, or ScheduleConfig.  [default: what search tries first]")
+              help="Exported schedule, or ScheduleConfig.  [default: the first of a search]")
 @click.option("--campaign", metavar="NAME", help="The best schedule of this campaign of the store.")
 @click.option("--gpu", cls=SharedOption, metavar="NAME",
               help="GPU to lower for.  [default: the schedule's, else the one here]")
@@ -73,10 +73,10 @@ def trace(
     store: str,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Show what one launch spends its time on, from stamps that its tasks leave on this machine's GPU.
+    """Show how one launch spends its time, from time stamps that its tasks write on this machine's GPU.
 
-    A table by operation, one by hand-off, and, where asked for, a file for Perfetto and a picture. The logits are
-    compared with the oracle's first, with a trace and without: exit code 3 if they are wrong.
+    The result is a table by operation and one by hand-off and, where asked for, a file for Perfetto and a picture.
+    First the logits are compared with the oracle's, with a trace and without: exit code 3 if they are wrong.
     """
     if config_file is not None and campaign is not None:
         raise UsageError("trace: --config and --campaign both name a schedule; give one")
@@ -103,7 +103,7 @@ def trace(
         **describe(traced),
     }
     if schedule is not None and schedule.program_id not in (None, document["program_id"]):
-        note(f"flywheel: this is not the schedule's program {schedule.program_id}, but what its config lowers to here")
+        note(f"flywheel: this version lowers the config to another program than the schedule's, {schedule.program_id}")
     _write(program, traced, document, output, picture)
     if as_json:
         show_json({**document, "trace": _named(output), "picture": _named(picture)})
@@ -112,7 +112,7 @@ def trace(
 
 
 def _best(store: str, campaign: str) -> Schedule:
-    """The best schedule of a campaign, measured, else predicted. Raises UnknownNameError, StoreError."""
+    """The best schedule of a campaign: measured if any is, else predicted. Raises UnknownNameError, StoreError."""
     from flywheel.cli.provenance import find_campaign
     from flywheel.ir import config_from_dict
     from flywheel.measure.standing import best_of, row_name
@@ -134,12 +134,13 @@ def _run(program: MegakernelProgram, source: Source, position: int | None, seed:
     from flywheel.decode.trace import trace_step
 
     if source.stored is None:
-        note(f"flywheel: random weights of seed {seed}: they take the time that a checkpoint's do")
+        note(f"flywheel: random weights of seed {seed}; a checkpoint's take the same time")
     return trace_step(program, source, position, seed)
 
 
 def describe(traced: TracedStep) -> dict[str, Any]:
-    """What was found, JSON-ready. Shares of an operation are of its own time, those of the launch of all SMs'."""
+    """The trace as a document, JSON-ready. An operation's shares are of its own time; the launch's are of all SMs'
+    time."""
     from flywheel.measure.verdict import as_document
     from flywheel.report.traced import hand_off_times, idle_us, operation_times
     from flywheel.vm.gpu.trace import Phase

@@ -1,4 +1,4 @@
-"""What `verify --against-unquantised` says."""
+"""The comparison that `verify --against-unquantised` makes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ if TYPE_CHECKING:
     from flywheel.decode.source import Source
 
 _DRAWN: Final = 64
-"""Tokens of a text that is drawn."""
+"""Tokens of a random text."""
 
 
 def cost_of_quantising(
     program: MegakernelProgram, source: Source, device: str, seed: int, text: Path | None
 ) -> Agreement:
-    """Of a program's weights beside the model's own, over a text or random tokens. Raises UsageError where nothing is
-    quantised, or nothing unquantised is there, and for a text without a tokenizer."""
+    """Compare a program's quantised weights with the model's own, over a text or random tokens.
+
+    Raises UsageError where the program has no quantised weights, where the model has no others, and for a text without
+    a tokenizer.
+    """
     from flywheel.decode.agreement import agreement
     from flywheel.decode.interface import read_interface
     from flywheel.models.formats import PLAIN
@@ -31,9 +34,9 @@ def cost_of_quantising(
     interface = read_interface(program, source.spec)
     formats = formats_of_program(program, interface.dtype)
     if formats == PLAIN:
-        raise UsageError("verify: --against-unquantised, and the program's weights are not quantised")
+        raise UsageError("verify: --against-unquantised needs a program with quantised weights; this one has none")
     if source.scheme is not None:
-        raise UsageError(f"verify: {source.name} comes quantised; there is nothing to compare it with")
+        raise UsageError(f"verify: {source.name} has no unquantised weights to compare with")
     tokens = (_drawn(source, seed) if text is None else _read(source, text))[: interface.context]
     where = "cuda" if device == "cuda" else "cpu"
     plain = source.weights(interface.dtype, seed, where, PLAIN)
@@ -42,7 +45,7 @@ def cost_of_quantising(
 
 
 def told(cost: Agreement) -> str:
-    """One line."""
+    """The comparison as one line."""
     return (
         f"KL {cost.mean_kl:.3g} nats on average, {cost.largest_kl:.3g} at most; the same choice at "
         f"{cost.same_choice:.1%} of {cost.tokens} tokens"
@@ -60,7 +63,7 @@ def _read(source: Source, text: Path) -> list[int]:
     from flywheel.models.tokenizer import Tokenizer, has_tokenizer
 
     if source.folder is None or not has_tokenizer(source.folder):
-        raise UsageError(f"verify: {source.name} has no tokenizer for --text")
+        raise UsageError(f"verify: {source.name} has no tokenizer, which --text needs")
     check_installed("--text", ["tokenizers"])
     with Tokenizer(source.folder) as tokenizer:
         tokens = list(tokenizer.encode(read_text(text)))

@@ -1,4 +1,4 @@
-"""`flywheel validate`: the proof, file by file."""
+"""`flywheel validate`: prove programs, file by file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flywheel.ir import Finding, ValidationResult
 from flywheel.ir import validate as prove
 
 UNREADABLE = "unreadable"
-"""Code of the only error of a file that holds no program."""
+"""Code of the error of a file that holds no program; it is the only error."""
 
 
 @command
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@click.option("--strict", is_flag=True, help="Page aliasing and columns that nobody writes are errors, too.")
+@click.option("--strict", is_flag=True, help="Treat page aliasing and columns that no task writes as errors, too.")
 @json_option
 @click.pass_context
 def validate(ctx: click.Context, files: tuple[str, ...], strict: bool, as_json: bool) -> None:

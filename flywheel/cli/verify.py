@@ -1,4 +1,4 @@
-"""`flywheel verify`: the verdict on a program's logits."""
+"""`flywheel verify`: compare a program's logits with an oracle's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     "--config",
     "config_file",
     metavar="FILE|-",
-    help="Instead of a program: exported schedule, or ScheduleConfig, to lower.",
+    help="Exported schedule, or ScheduleConfig, to lower instead of a program.",
 )
 @decode_options
 @batch_option
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     help="Order in which ready tasks fire; --seed varies the last two.",
 )
 @click.option("--against-unquantised", "compared", is_flag=True,
-              help="Also say what quantising costs: KL and choices of the next token beside the model as it was.")
+              help="Also compare with the unquantised model: KL divergence and the choice of the next token.")
 @click.option("--text", type=click.Path(path_type=Path), metavar="FILE",
-              help="Text for that, up to the context.  [default: random tokens of the seed]")
+              help="With --against-unquantised: text to read, up to the context.  [default: random tokens]")
 @json_option
 @click.pass_context
 def verify(
@@ -76,17 +76,16 @@ def verify(
     text: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Run a program behind filled KV caches and compare each tensor that it makes, of every sequence of a batch, with
-    what an oracle that shares no code with it makes of the same operands.
+    """Run a program with filled KV caches, and compare each tensor that it makes, of every sequence, with an oracle's.
 
-    The program is a file, or what --config lowers to. Exit code 3 if the verdict is not a pass, which it never is
-    without a position after 0.
+    The oracle computes from the same operands and shares no code with the program. The program is a file, or what
+    --config lowers to. Exit code 3 unless the verdict is a pass; it never is without a position after 0.
     """
     check_device(device, ranks)
     if device == "cuda" and order != "list":
-        raise UsageError(f"verify: --order {order} goes with --device reference; on a GPU tasks fire as they can")
+        raise UsageError(f"verify: --order {order} needs --device reference; a GPU fires tasks in its own order")
     if (program_file is None) == (config_file is None):
-        raise UsageError("verify: give one of PROGRAM and --config")
+        raise UsageError("verify: give PROGRAM or --config, and not both")
     if program_file is not None:
         program = load_program(program_file)
         _refuse_lowering_options(ctx)
@@ -111,10 +110,10 @@ def verify(
 
 
 def _refuse_lowering_options(ctx: click.Context) -> None:
-    """Those from the command line: variables stand for all commands. Raises UsageError."""
+    """Raises UsageError for lowering options on the command line. Variables may set them: they serve all commands."""
     for name in ("gpu", "dtype", "weights", "context", "batch", "ranks"):
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise UsageError(f"verify: --{name} goes with --config; a program brings its own")
+            raise UsageError(f"verify: --{name} goes with --config; a program file has its own")
 
 
 def _open(model: str | None, fallback: str | None) -> Source:

@@ -40,7 +40,7 @@ def test_verify_judges_every_sequence(run: Run, checkpoint: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["passed"] is True
     refused = run("verify", "program.json", "--model", checkpoint, "--batch", 3)
-    assert (refused.exit_code, "a program brings its own" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "a program file has its own" in refused.stderr) == (2, True)
 
 
 def test_a_schedule_is_verified_with_a_batch(run: Run, checkpoint: Path) -> None:

@@ -272,7 +272,7 @@ def test_a_schedule_brings_its_model_and_context(run: Run, l4: type[FakeContests
         ((*WORK, "--config", "config.json", "--batch", "1,9"), "batch 9 is not in 1..8"),
         ((*WORK, "--batch", "two"), "'two' is not a list of integers"),
         ((*WORK, "--against", "cublas,magic"), "'magic' is not one of cublas, compile, compile-inline"),
-        ((*WORK, "--context", "512,1"), "--context 1: a token must attend to another one; at least 2"),
+        ((*WORK, "--context", "512,1"), "--context 1 is not at least 2: a token must attend to another one"),
         ((*WORK, "--config", "config.json", "--campaign", "c"), "give one"),
         ((*WORK, "--output", "absent/table.json"), "absent/table.json"),
         (("--config", "config.json"), "no model"),

@@ -78,10 +78,10 @@ def test_a_server_says_what_is_wrong_with_a_bundle(run: Run, checkpoint: Path) -
     ("options", "words"),
     [
         (("--format", "bundle", "--schedule", "shipped", "--model", "llama3-8b"), "--gpu is missing"),
-        (("--format", "tsv", "--schedule", "shipped"), "--schedule is of --format bundle, not of tsv"),
+        (("--format", "tsv", "--schedule", "shipped"), "--schedule goes with --format bundle, not with tsv"),
         (
             ("--format", "bundle", "--schedule", "shipped", "--model", "llama3.2-1b", "--gpu", "h200", "-o", "out"),
-            "llama3.2-1b is a name; a bundle is of a checkpoint",
+            "llama3.2-1b has no weights; give a checkpoint's directory",
         ),
         (
             ("--format", "bundle", "--schedule", "shipped", "--model", "llama3.2-1b", "--gpu", "h200"),

@@ -143,5 +143,5 @@ def test_fields_that_are_none_of_a_config_are_named(run: Run) -> None:
     result = run("evaluate", "-", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--json",
                  stdin='{"pipelining_depth": 4, "pipelining": 8, "\\u001b": 1}')  # fmt: skip
     assert result.exit_code == 0
-    assert result.stderr == r"-: no fields of a ScheduleConfig, so ignored: \x1b, pipelining" + "\n"
+    assert result.stderr == r"-: ignored fields that a ScheduleConfig does not have: \x1b, pipelining" + "\n"
     assert json.loads(result.stdout)["outcome"] == "predicted"

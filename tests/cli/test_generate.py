@@ -140,8 +140,8 @@ def test_a_name_runs_on_random_weights_and_says_so(run: Run, checkpoint: Path) -
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ((), "--prompt and --prompt-ids"),
-        (("--prompt", "a", "--prompt-ids", "1"), "--prompt and --prompt-ids"),
+        ((), "give --prompt or --prompt-ids"),
+        (("--prompt", "a", "--prompt-ids", "1"), "give --prompt or --prompt-ids"),
         (("--prompt", ""), "no tokens"),
         (("--prompt-ids", "1,x"), "list of integers"),
         (("--prompt-ids", "1,260"), "token 260"),

@@ -88,7 +88,7 @@ def test_trials_of_a_table_without_batches_are_of_the_batch_that_is_named(run: R
 def test_a_table_without_batches_is_not_taken_for_one_sequence_s(run: Run, table: str) -> None:
     refused = run("import", "-", "--as", "copy", stdin=without(table, "batch"))
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert "-: no column batch, so --batch must say" in refused.stderr
+    assert "-: has no column batch; give --batch" in refused.stderr
     assert run("campaigns").stdout.count("copy") == 0
 
 
@@ -147,7 +147,7 @@ def test_of_several_campaigns_one_is_picked(run: Run, table: str) -> None:
 def test_schedules_of_a_foreign_table_are_tried_first_and_are_no_trials(run: Run) -> None:
     result = run("import", "-", "--as", "foreign", *WORK, "--best", "2", stdin=foreign(1, 2, 3))
     assert result.exit_code == 0, result.stderr
-    assert result.stderr.splitlines() == ["-: columns that say nothing of a schedule: experiment, tag"]
+    assert result.stderr.splitlines() == ["-: ignored columns, which describe no schedule: experiment, tag"]
     assert "2 schedules to try first, no trials" in result.stdout
     with open_store("flywheel.db", create=False) as store:
         assert store.trials("foreign") == []
@@ -181,7 +181,7 @@ def test_a_corpus_has_the_schedules_that_rows_name(run: Run) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("a\tb\n1\t2\n", WORK, "neither flywheel's nor AutoMegaKernel's trials"),
+        ("a\tb\n1\t2\n", WORK, "no table of flywheel's or AutoMegaKernel's trials"),
         ("", WORK, "neither flywheel's nor"),
         (AMK, WORK, "no row has a schedule"),
         (foreign(1), (), "--model"),

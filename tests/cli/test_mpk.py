@@ -89,7 +89,7 @@ def test_nothing_is_predicted_of_a_graph_that_is_not_safe(run: Run, unpacked: Ca
 def test_only_predict_writes_a_trace(run: Run, unpacked: Callable[[str], str]) -> None:
     result = run("mpk", "check", unpacked("micro_2layer"), "--trace", "x.json")
     assert result.exit_code == 2
-    assert "--trace is of predict" in result.stderr
+    assert "--trace goes with predict" in result.stderr
 
 
 def test_repair_writes_files_that_check_accepts(run: Run, unpacked: Callable[[str], str], tmp_path: Path) -> None:
@@ -105,9 +105,9 @@ def test_repair_writes_files_that_check_accepts(run: Run, unpacked: Callable[[st
 
 def test_repair_wants_all_ranks_and_a_directory(run: Run, unpacked: Callable[[str], str], tmp_path: Path) -> None:
     path = unpacked("micro_2gpu_r0")
-    assert "want one of each" in run("mpk", "repair", path, "-o", str(tmp_path)).stderr
-    assert "--output says where" in run("mpk", "repair", path).stderr
-    assert "--output is of repair and search" in run("mpk", "check", path, "-o", str(tmp_path)).stderr
+    assert "give one a rank" in run("mpk", "repair", path, "-o", str(tmp_path)).stderr
+    assert "give --output, where to write" in run("mpk", "repair", path).stderr
+    assert "--output goes with repair and search" in run("mpk", "check", path, "-o", str(tmp_path)).stderr
 
 
 def test_search_writes_a_proved_graph_that_is_no_slower(
@@ -161,5 +161,5 @@ def test_convert_writes_a_program_that_verify_passes(run: Run, unpacked: Callabl
 
 def test_convert_wants_a_model_and_a_file_to_write(run: Run, unpacked: Callable[[str], str]) -> None:
     path = unpacked("micro_2layer")
-    assert "--output says where" in run("mpk", "convert", path, "--model", "llama3-8b").stderr
-    assert "--model says what" in run("mpk", "convert", path, "-o", "program.json").stderr
+    assert "give --output, where to write" in run("mpk", "convert", path, "--model", "llama3-8b").stderr
+    assert "give one FILE, and its model as --model" in run("mpk", "convert", path, "-o", "program.json").stderr

@@ -82,6 +82,6 @@ def test_a_quantised_checkpoint_and_a_directory_that_is_there_are_refused(checkp
     run = CliRunner()
     arguments = ["quantize", "--model", str(checkpoint), "--weights", "int8", "--output", str(tmp_path / "q")]
     assert run.invoke(cli, arguments).exit_code == 0
-    assert "is there; name a directory to make" in run.invoke(cli, arguments).stderr
+    assert "already exists; name a new directory" in run.invoke(cli, arguments).stderr
     again = ["quantize", "--model", str(tmp_path / "q"), "--weights", "int8", "--output", str(tmp_path / "r")]
-    assert "is quantised already, by compressed-tensors" in run.invoke(cli, again).stderr
+    assert "is already quantised, by compressed-tensors" in run.invoke(cli, again).stderr

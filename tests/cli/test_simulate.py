@@ -83,5 +83,5 @@ def test_without_a_prediction_there_is_no_trace_file(run: Run, program: Path) ->
     document = json.loads(program.read_text(encoding="utf-8")) | {"target": None}
     result = run("simulate", "-", "--seeds", "0", "--trace", "t.json", stdin=json.dumps(document))
     assert result.exit_code == 2
-    assert "t.json: not written, as there is no prediction: " in result.stderr
+    assert "t.json: not written: the program has no prediction: " in result.stderr
     assert not Path("t.json").exists()

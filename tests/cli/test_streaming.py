@@ -134,7 +134,7 @@ def test_a_chat_asks_the_prompt_by_the_template(run: Run, checkpoint: Path) -> N
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
-    [(("--prompt", "a"), "has no chat template"), (("--prompt-ids", "1"), "--chat asks the text of --prompt")],
+    [(("--prompt", "a"), "has no chat template"), (("--prompt-ids", "1"), "--chat needs --prompt")],
 )
 def test_a_chat_that_cannot_be_is_one_line(arguments: tuple[str, ...], why: str, run: Run, checkpoint: Path) -> None:
     result = run("generate", "--model", checkpoint, "--chat", *arguments)

@@ -40,4 +40,4 @@ def test_without_quantised_weights_there_is_nothing_to_compare(run: Run, config:
     found = run("verify", "--config", config, "--model", checkpoint, "--gpu", "h100", "--dtype", "f32", "--context", 48,
                 "--against-unquantised")  # fmt: skip
     assert found.exit_code == 2
-    assert "the program's weights are not quantised" in found.stderr
+    assert "needs a program with quantised weights" in found.stderr

@@ -67,5 +67,5 @@ def test_a_schedule_is_named_as_what_it_is(run: Run, searched: Path) -> None:
     result = run("validate", "best.json", "config.json")
 
     assert result.exit_code == 3
-    assert "an exported schedule of smollm2-135m on l4, bf16, context 512, not a program; flywheel " in result.stdout
+    assert "is an exported schedule of smollm2-135m on l4, bf16, context 512, not a program; flywheel " in result.stdout
     assert "a ScheduleConfig, not a program" in result.stdout
