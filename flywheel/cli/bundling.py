@@ -51,7 +51,7 @@ def bundle_file(file: str, form: str, named: Mapping[str, Any], output: Path | N
         work["weights"] = None
     missing = next((name for name in ("model", "gpu") if work[name] is None), None)
     if missing is not None:
-        raise UsageError(f"export: give --{missing}, which {file} does not name")
+        raise UsageError(f"export: --{missing} is missing; {file} does not name it")
     workload = make_workload(**work)
     if given is not None:
         config = given.config if isinstance(given, Schedule) else given

@@ -103,7 +103,7 @@ def trace(
         **describe(traced),
     }
     if schedule is not None and schedule.program_id not in (None, document["program_id"]):
-        note(f"flywheel: this version lowers the config to another program than the schedule's, {schedule.program_id}")
+        note(f"flywheel: not the schedule's program {schedule.program_id}: an option or this version changes it")
     _write(program, traced, document, output, picture)
     if as_json:
         show_json({**document, "trace": _named(output), "picture": _named(picture)})

@@ -1,4 +1,4 @@
-"""Which operations run as one task: `fusion_grouping` against the patterns that the VM can fuse."""
+"""Which operations run as one task: checks `fusion_grouping` against the patterns that the VM can fuse."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from flywheel.errors import ConfigError
 from flywheel.models.graph import Block, Graph, Op
 
 COMBINE: Final = "attn_combine"
-"""The merge of split-KV partials: part of attention wherever its KV range is split."""
+"""The merge of split-KV partials. It belongs to the attention wherever the KV range is split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A fusable run of operations: `anchors` all, after any suffix of `before`, before any prefix of `after`."""
+    """A run of operations that can be fused: all of `anchors`, after any suffix of `before`, before any prefix of
+    `after`."""
 
     before: tuple[str, ...]
     anchors: tuple[str, ...]
     after: tuple[str, ...] = ()
 
     def admits(self, group: frozenset[str], present: frozenset[str]) -> bool:
-        """Whether `group` is such a run in a model that has the operations `present`."""
+        """Whether `group` is such a run, in a model with the operations `present`."""
         before = [name for name in self.before if name in present]
         heads = [frozenset(before[start:]) for start in range(len(before) + 1)]
         tails = [frozenset(self.after[:end]) for end in range(len(self.after) + 1)]
@@ -41,29 +42,32 @@ PATTERNS: Final = {
     "down": Pattern((), ("down_proj",), ("mlp_add",)),
     "head": Pattern(("final_norm",), ("lm_head",)),
 }
-"""Every fusable run. With several KV blocks, `append+attention` is a task for the new row beside those for the past."""
+"""Every run that can be fused. With several KV blocks, `append+attention` has one task for the new row and others for
+the past."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Operations that become one kind of task, in execution order; `merges` where split-KV partials merge in them."""
+    """Operations that become one kind of task, in execution order. `merges` says whether split-KV partials merge in
+    them."""
 
     ops: tuple[Op, ...]
     merges: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the operations."""
+        """The operations' names."""
         return tuple(op.name for op in self.ops)
 
 
 def plan_fusion(
     graph: Graph, grouping: Sequence[Sequence[str]], first: Graph | None = None
 ) -> tuple[list[Group], list[Group], list[Group]]:
-    """Groups of the prologue, of a layer and of the epilogue, in execution order; an op in no group stands alone.
+    """The groups of the prologue, of a layer and of the epilogue, in execution order. An operation without a group
+    stands alone.
 
-    `first` is the graph of the first GPU, which alone adds the residual: others leave out what they do not do. Raises
-    ConfigError for unknown or repeated names, and for runs that are no pattern.
+    `first` is the graph of the first GPU, which alone adds the residual. On another GPU, groups leave out operations
+    that it does not have. Raises ConfigError for unknown or repeated names, and for runs that match no pattern.
     """
     if first is not None and graph is not first:
         own = {op.name for block in graph.blocks for op in block.ops} | {COMBINE}
@@ -96,7 +100,7 @@ def _apart(names: Sequence[str]) -> list[list[str]]:
 
 
 def _groups(block: Block, grouping: Sequence[Sequence[str]], owner: dict[str, int]) -> list[Group]:
-    """A group stands where its last operation stood."""
+    """The groups, each at the place of its last operation."""
     left = {index: len(names) - (COMBINE in names) for index, names in enumerate(grouping)}
     members: dict[int, list[Op]] = {}
     groups = []

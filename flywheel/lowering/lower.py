@@ -1,4 +1,5 @@
-"""Lowering: (graph, config, target) -> program. Deterministic; every choice is in the config. Read top to bottom."""
+"""Lowering: (graph, config, target) -> program. It is deterministic, and the config holds every choice. Read top to
+bottom."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from flywheel.models.graph import Block, Graph, Tensor
 from flywheel.plan import variant_of
 
 ALIKE: Final = 3
-"""Layers that are stamped to see that all are alike: the first, the template, and the one that must be like that."""
+"""How many layers are stamped to see whether all are alike: the first, the template, and one to compare with the
+template."""
 
 
 def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> MegakernelProgram:
-    """The program that runs `graph` on `target` as `config` says.
+    """The program that runs `graph` on `target` as `config` says. It passes `validate(strict=True)`.
 
-    It passes `validate(strict=True)`. Raises ConfigError where a field of the config is out of bounds for this model
-    and target, or contradicts another.
+    Raises ConfigError where a field of the config is out of bounds for this model and target, or contradicts another.
     """
     graphs = graphs_of(graph, config)
     scopes, blocks = _emit(graphs, config, target)
@@ -59,11 +60,11 @@ def lower(graph: Graph, config: ScheduleConfig, target: GpuTarget) -> Megakernel
 
 
 _Blocks = list[list[TileSet]]
-"""Of the prologue, of a layer, and of the epilogue."""
+"""Tile sets of the prologue, of a layer, and of the epilogue."""
 
 
 def _emit(graphs: Sequence[Graph], config: ScheduleConfig, target: GpuTarget) -> tuple[list[Names], _Blocks]:
-    """The names and the tile sets of each block, of all GPUs together. Raises ConfigError."""
+    """The names and the tile sets of each block, over all GPUs. Raises ConfigError."""
     by_rank, scopes = [], []
     for rank, graph in enumerate(graphs):
         tiling = read_tiling(config, graph, target.num_sms)
@@ -74,9 +75,9 @@ def _emit(graphs: Sequence[Graph], config: ScheduleConfig, target: GpuTarget) ->
 
 
 def _stamp(graph: Graph, scopes: Sequence[Names], blocks: _Blocks, spelled: bool) -> tuple[Stamper, Layers | None]:
-    """The tables, and the layers if the second one stands for all behind it.
+    """The tables, and the layers if the second layer can stand for all that follow it.
 
-    The layers are `spelled` out if they are too few to tell whether they are alike, or if one differs.
+    The layers are `spelled` out if they are too few to compare, or if one differs.
     """
     tables = Stamper()
     shared = tables.stamp(scopes[0], blocks[0], tables.declare(scopes[0], ("token_id", "position")), None)
@@ -98,9 +99,9 @@ def _stamp(graph: Graph, scopes: Sequence[Names], blocks: _Blocks, spelled: bool
 
 
 def _alike(tables: Stamper, start: Sizes, stop: Sizes, times: int) -> Layers | None:
-    """The layers, if what was stamped last is the template, `start` to `stop`, one layer further.
+    """The layers, if the block stamped last equals the template, which spans `start` to `stop`, moved by one layer.
 
-    What a layer waits for depends on itself and the layer before alone. So all others are alike, too.
+    A layer's waits depend on itself and the layer before alone. So if these two layers are alike, all are.
     """
     runs, buffers, counters = (Span(*ends) for ends in zip(start, stop, strict=True))
     layers = Layers(times, 1, runs, buffers, counters)
@@ -116,12 +117,12 @@ def _alike(tables: Stamper, start: Sizes, stop: Sizes, times: int) -> Layers | N
 
 
 def _enter(shared: Mapping[str, int], streams: Mapping[str, int]) -> dict[str, int]:
-    """Names that a block sees from outside: inputs, embedding, and the residual stream."""
+    """Names from outside that a block sees: inputs, embedding, and the residual stream."""
     return {**{name: number for name, number in shared.items() if not name.startswith("x_out")}, **streams}
 
 
 def _streams(scope: Names, ids: Mapping[str, int]) -> dict[str, int]:
-    """What the next block sees as `x`: the residual stream."""
+    """The residual stream under the names that the next block uses (`x`)."""
     return {after: ids[name] for after, name in zip(scope.all_of("x"), scope.all_of("x_out"), strict=True)}
 
 

@@ -15,11 +15,11 @@ PAGE_POLICIES: Final = ("linear", "graph_color", "none")
 
 
 def allocate_pages(buffers: Sequence[Buffer], tasks: Runs, policy: str) -> PageAllocation | None:
-    """A page a buffer (linear), pages reused once no task can still need them (graph_color), or no pages (none).
+    """The pages of a program: one for each buffer (linear), pages that buffers reuse (graph_color), or None (none).
 
-    A page passes from buffer A to buffer B only where every task that touches A happens before every writer of B. It is
-    of one GPU, and what GPUs exchange is in none. `buffers` have the template once, where `tasks` have layers. Raises
-    ConfigError for another policy.
+    A page passes from buffer A to buffer B only where every task that touches A happens before every writer of B. A
+    page belongs to one GPU, and no page holds buffers that GPUs exchange. `buffers` have the template once, if `tasks`
+    have layers. Raises ConfigError for another policy.
     """
     if policy not in PAGE_POLICIES:
         raise ConfigError(f"page_allocation={policy!r} is not one of {', '.join(PAGE_POLICIES)}")
@@ -40,13 +40,14 @@ def allocate_pages(buffers: Sequence[Buffer], tasks: Runs, policy: str) -> PageA
 
 
 def _exchanged(buffers: Sequence[Buffer], runs: Sequence[Run]) -> set[int]:
-    """What is pushed, and where to. A push may read long after all that waits on its GPU has gone on."""
+    """The buffers that are pushed and those that pushes write. A push may still read after all its waiters on its GPU
+    have gone on."""
     pushes = [run for run in runs if run.outputs and buffers[run.outputs[0]].rank != run.rank]
     return {number for run in pushes for number in (*run.inputs, *run.outputs)}
 
 
 def _together(parts: Sequence[PageAllocation]) -> PageAllocation:
-    """The pages of several GPUs."""
+    """The pages of several GPUs as one allocation."""
     homes: dict[int, int] = {}
     pages: list[Page] = []
     for part in parts:
@@ -57,7 +58,7 @@ def _together(parts: Sequence[PageAllocation]) -> PageAllocation:
 
 @dataclass(frozen=True, slots=True)
 class _Resident:
-    """A buffer that is paged, its bytes, and its first and last task."""
+    """A paged buffer, its bytes, and its first and last task."""
 
     buffer: int
     nbytes: int
@@ -79,8 +80,11 @@ def _linear(sizes: Sequence[int | None], tasks: Runs) -> PageAllocation:
 
 
 def _residents_of_layers(sizes: Sequence[int | None], tasks: Runs, layers: Layers) -> list[_Resident]:
-    """All but the last layer are like the first of two templates, whose buffers the second one reads, too; the last is
-    like the second, which what comes after the layers reads."""
+    """The paged buffers of a program with layers.
+
+    Each layer but the last is like the first of two templates: the next layer reads its buffers, too. The last layer is
+    like the second template: the epilogue reads its buffers.
+    """
     span = layers.buffers
     twice = [*sizes[: span.stop], *sizes[span.start : span.stop], *sizes[span.stop :]]
     found = _residents(tasks.repeated(2), twice)

@@ -1,4 +1,4 @@
-"""Which SM runs which task."""
+"""Choose the SM of every task."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flywheel.ir.layers import Layers
 from flywheel.ir.tiles import stretches_of
 
 TASK_COST_BYTES: Final = 32 * 1024
-"""Fixed cost of a task in streamed bytes: about a microsecond of one SM's share of an H200's bandwidth."""
+"""Fixed cost of a task, as streamed bytes: about a microsecond at one SM's share of an H200's bandwidth."""
 
 POLICIES: Final = ("load_balance", "idle_first", "round_robin")
 
@@ -25,10 +25,11 @@ def place(
     assignment: str | Mapping[int, int],
     layers: Layers | None = None,
 ) -> array[int]:
-    """SM of every task. Raises ConfigError for an unknown policy, task or SM.
+    """The SM of every task. Raises ConfigError for an unknown policy, task or SM.
 
-    The runs of one stage, which `stages` names, run side by side, so they are spread together. With `layers`, `runs`
-    have the template once. An explicit map decides for the tasks that it names; load_balance decides for the rest.
+    `stages` names the stage of each run. Runs of one stage run side by side, so they are spread together. With
+    `layers`, `runs` have the template once. An explicit map decides for the tasks that it names, and load_balance for
+    the rest.
     """
     policy = policy_of(assignment)
     part = (layers.runs.start, layers.runs.stop, layers.times) if layers is not None else (0, 0, 1)
@@ -37,7 +38,7 @@ def place(
 
 
 def policy_of(assignment: str | Mapping[int, int]) -> str:
-    """What decides for the tasks that no map names. Raises ConfigError for an unknown policy."""
+    """The policy for tasks that no map names. Raises ConfigError for an unknown policy."""
     policy = assignment if isinstance(assignment, str) else "load_balance"
     if policy not in POLICIES:
         raise ConfigError(f"sm_assignment={policy!r} is not one of {', '.join(POLICIES)}, or a map of task to SM")
@@ -47,8 +48,7 @@ def policy_of(assignment: str | Mapping[int, int]) -> str:
 def dealt(
     runs: Sequence[Run], stages: Sequence[str], num_sms: int, policy: str, template: tuple[int, int, int]
 ) -> array[int]:
-    """SM of every task by a policy, where the runs from the first to the second number of `template` come as often as
-    the third one says."""
+    """The SM of every task by a policy. `template` is (first run, end, how often those runs come)."""
     start, stop, times = template
     parts = [_stages(runs[part], stages[part]) for part in (slice(start), slice(start, stop), slice(stop, None))]
     head, layer, tail = (array("q", [number for stage in part for cost in stage for number in cost]) for part in parts)
@@ -57,7 +57,7 @@ def dealt(
 
 
 _Costs = list[tuple[int, int]]
-"""(cost, how many tiles cost that)"""
+"""Pairs (cost, number of tiles with that cost)."""
 
 
 def _stages(runs: Sequence[Run], stages: Sequence[str]) -> list[_Costs]:
@@ -70,21 +70,22 @@ def _stages(runs: Sequence[Run], stages: Sequence[str]) -> list[_Costs]:
 
 
 def spread(costs: Sequence[int], sizes: Sequence[int], num_sms: int, policy: str) -> array[int]:
-    """SM of each tile; `costs` are by tile, each followed by how many have it, and `sizes` the tiles of each stage, in
-    which the policies, three, begin anew.
+    """The SM of each tile. `costs` has pairs: a cost, then the number of tiles with it. `sizes` has the number of tiles
+    of each stage.
 
-    round_robin: tile i of a stage on SM i modulo their number. load_balance: largest tiles first, each on the SM with
-    the least of this stage; ties go to the SM with the least so far. idle_first: ties go to the SM with the least of
-    the stage before, which is there when its operands are, and then to the one with the least so far.
+    Each policy begins anew in each stage. round_robin puts tile i on SM i modulo the number of SMs. load_balance takes
+    the largest tiles first and puts each on the SM with the least work of this stage; ties go to the SM with the least
+    work so far. idle_first breaks ties first by the least work in the previous stage, since such an SM is free when its
+    operands are ready.
     """
-    # Here, since nothing but lowering should wait for numba.
+    # Imported here, so that only lowering waits for numba.
     from flywheel.lowering.spreading import deal
 
     return deal(costs, sizes, num_sms, POLICIES.index(policy))
 
 
 def overridden(sms: array[int], assignment: Mapping[int, int], num_sms: int) -> array[int]:
-    """`sms`, but for the tasks that a config names. Raises ConfigError for another task or SM."""
+    """`sms`, changed for the tasks that the map names. Raises ConfigError for an unknown task or SM."""
     for task, sm in assignment.items():
         if not 0 <= task < len(sms) or not 0 <= sm < num_sms:
             raise ConfigError(f"sm_assignment: task {task} on SM {sm} is not in 0..{len(sms) - 1} on 0..{num_sms - 1}")

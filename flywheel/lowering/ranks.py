@@ -1,6 +1,6 @@
-"""Programs of several GPUs: what each does, by names that tell whose a thing is, in one list.
+"""Programs of several GPUs: the work of all GPUs in one list, with names that say whose a thing is.
 
-Source: docs/ir.md, "Ranks". `NAME@RANK` is what that GPU has. Where one GPU has all, names have no such ending.
+`NAME@RANK` belongs to GPU RANK. In a program of one GPU, names have no such ending. Source: docs/ir.md, "Ranks".
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from flywheel.lowering.work import TileSet
 from flywheel.models.graph import Block, Graph, Tensor
 
 FOLLOWING: Final = (".push", "_sum")
-"""Ends of the names of what pushes and adds."""
+"""Endings of the names of pushes and sums."""
 
 _BITS: Final = {16: None, 32: DType.F32}
-"""Type of summands by `tiling.exchange.bits`; None: the one that is computed in."""
+"""`tiling.exchange.bits` -> type of the summands; None is the program's compute type."""
 
 
 def graphs_of(graph: Graph, config: ScheduleConfig) -> tuple[Graph, ...]:
-    """The graphs of all GPUs, with summands of the type that the config says. Raises ConfigError."""
+    """The graphs of all GPUs, with summands of the configured type. Raises ConfigError."""
     asked = config.tiling.get("exchange", {})
     if not graph.ranks:
         if asked:
@@ -53,26 +53,29 @@ def _with_summands(layer: Block, dtype: DType) -> Block:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The tensors in sight of all GPUs, one block of which is stamped."""
+    """The tensors in sight of one block, on all GPUs."""
 
     scopes: Sequence[Scope]
 
     def tensor(self, name: str) -> Tensor:
-        """What a name means, that of one GPU where there are several."""
+        """The tensor of a name; with an ending `@RANK`, that GPU's."""
         local, _, rank = name.partition("@")
         return self.scopes[int(rank or 0)].tensor(local)
 
     def rank(self, name: str) -> int:
-        """Whose it is."""
+        """The rank of the GPU that a name belongs to."""
         return int(name.partition("@")[2] or 0)
 
     def all_of(self, name: str) -> list[str]:
-        """What all GPUs call so."""
+        """The name on every GPU."""
         return [name] if len(self.scopes) == 1 else [f"{name}@{rank}" for rank in range(len(self.scopes))]
 
 
 def joined(by_rank: Sequence[Sequence[TileSet]]) -> list[TileSet]:
-    """The sets of one block of all GPUs, each as far as it gets until it needs what another one has yet to push."""
+    """The sets of one block of all GPUs, in topological order.
+
+    Each GPU's sets go on until one needs data that another GPU has yet to push.
+    """
     if len(by_rank) == 1:
         return list(by_rank[0])
     queues = [[_named(each, rank) for each in sets] for rank, sets in enumerate(by_rank)]
@@ -110,9 +113,9 @@ def place_ranks(
     layers: Layers | None,
     ranks: int,
 ) -> array[int]:
-    """SM of every task, on its GPU. Raises ConfigError as `place` does.
+    """The SM of every task, on its GPU. Raises ConfigError as `place`.
 
-    What pushes or adds the columns of a product stands where the tiles of that product do.
+    A task that pushes or adds a product's columns gets the SM of the product's tile.
     """
     policy = policy_of(assignment)
     start, stop, times = (layers.runs.start, layers.runs.stop, layers.times) if layers is not None else (0, 0, 1)
@@ -137,7 +140,8 @@ def place_ranks(
 
 
 def _leaders(runs: Sequence[Run]) -> list[int | None]:
-    """The run on its GPU that makes, in as many tiles, what a run pushes or adds; None of others."""
+    """For each run that pushes or adds, the run on its GPU that makes the columns in as many tiles; None for other
+    runs."""
 
     def alike(one: Run, other: Run) -> bool:
         return len(one.tiles) == len(other.tiles)

@@ -1,4 +1,4 @@
-"""Pages that pass from one activation to another (graph_color)."""
+"""Pages that pass from one activation to another (the policy graph_color)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from flywheel.ir import MemSpace, Page, PageAllocation, Run, Runs
 from flywheel.ir.layers import Layers
 
 _SEEN: Final = 8
-"""Templates in a program that shows how pages pass on: after some, each one takes them as the one before it did."""
+"""How many templates are enough to see whether pages pass on alike from each template to the next."""
 
 
 def allocate_shared(sizes: Sequence[int | None], tasks: Runs) -> PageAllocation:
-    """Each buffer that has a size in the smallest page that fits and that no task can still need, by first use."""
+    """Pages for all buffers with a size, by first use. Each goes to the smallest fitting page that no task can still
+    need."""
     layers = tasks.layers
     if layers is None or layers.times <= _SEEN:
         return _allocation(_pass_on(tasks.runs, _bytes_of(sizes, layers, 0 if layers is None else layers.times)))
@@ -27,14 +28,14 @@ def allocate_shared(sizes: Sequence[int | None], tasks: Runs) -> PageAllocation:
 
 @dataclass(slots=True)
 class _Pages:
-    """Pages by number: bytes, and first and last task; and the page of each buffer, by first use."""
+    """Pages by number: bytes, and first and last task. Also the page of each buffer, by first use."""
 
     sizes: list[int] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     home: dict[int, int] = field(default_factory=dict)
 
     def residents(self, stop: int) -> list[int | None]:
-        """Of the buffers below `stop`, the one that was last in each page."""
+        """For each page, its last buffer below `stop`."""
         last: dict[int, int] = {page: buffer for buffer, page in self.home.items() if buffer < stop}
         return [last.get(page) for page in range(len(self.sizes))]
 
@@ -64,15 +65,16 @@ def _pass_on(runs: Sequence[Run], sizes: Sequence[int | None]) -> _Pages:
 
 
 def _is_steady(pages: _Pages, layers: Layers) -> bool:
-    """Whether the last template found the pages as the one before it did, which left a buffer of its own in each.
+    """Whether the last template found the pages as the template before it did: each page held a buffer of the previous
+    template.
 
-    What may pass to what is the same from template to template, so all that follow find them like that.
+    Which buffer may follow which is the same in every template, so all later templates find the pages like that, too.
     """
     span = layers.buffers
     stop = span.start + _SEEN * span.size
     last, before = (pages.residents(stop - by * span.size) for by in (0, 1))
     own = range(stop - span.size, stop)
-    created = {page for page, resident in enumerate(last) if resident is None}  # behind the layers
+    created = {page for page, resident in enumerate(last) if resident is None}  # first used after the layers
     steady = all(
         one is not None and other is not None and one in own and other == one - span.size
         for page, (one, other) in enumerate(zip(last, before, strict=True))
@@ -82,14 +84,14 @@ def _is_steady(pages: _Pages, layers: Layers) -> bool:
 
 
 def _stays_home(pages: _Pages, layers: Layers, stop: int) -> bool:
-    """Whether each of the last template's buffers is in the page that the one before it had for the same buffer."""
+    """Whether each buffer of the last template is in the page that its counterpart in the template before has."""
     size = layers.buffers.size
     return all(pages.home.get(number) == pages.home.get(number - size) for number in range(stop - size, stop))
 
 
 def _of_all_layers(pages: _Pages, layers: Layers, tasks: int) -> _Pages:
-    """The pages where the template, of so many tasks, comes as often as it does: what the last template has, and what
-    comes behind it, is further on."""
+    """The pages for all of the layers. What belongs to the last template, and to the part after it, moves further on. A
+    template has `tasks` tasks."""
     span, again = layers.buffers, layers.times - _SEEN
     stop = span.start + _SEEN * span.size
     last = {buffer: page for buffer, page in pages.home.items() if stop - span.size <= buffer < stop}
@@ -114,7 +116,7 @@ def _allocation(pages: _Pages) -> PageAllocation:
 
 
 def _bytes_of(sizes: Sequence[int | None], layers: Layers | None, times: int) -> list[int | None]:
-    """Bytes of each buffer, None for what is in no page, where the template comes so often."""
+    """Bytes of each buffer, with the template `times` times; None for a buffer in no page."""
     if layers is None:
         return list(sizes)
     span = layers.buffers
@@ -122,7 +124,8 @@ def _bytes_of(sizes: Sequence[int | None], layers: Layers | None, times: int) ->
 
 
 class _Life:
-    """Counters that users of a buffer signal, what its writers come after, and its range of task ids."""
+    """The counters that a buffer's users signal, the counters that all its writers come after, and its range of task
+    ids."""
 
     __slots__ = ("after", "first_task", "last_task", "users")
 
@@ -137,9 +140,9 @@ class _Life:
 
 
 def _lives(runs: Sequence[Run], sizes: Sequence[int | None]) -> dict[int, _Life]:
-    """Lives of the activations, by first use."""
+    """The lives of the activations, by first use."""
     lives: dict[int, _Life] = {}
-    before: dict[int, int] = {}  # counter -> bit set of the counters that are complete before it is
+    before: dict[int, int] = {}  # counter -> bit set of the counters that complete before it
     task = 0
     for run in runs:
         after = 0

@@ -1,4 +1,4 @@
-"""Dealing the tiles of each stage out to the SMs, compiled by numba: a step of llama3-70b has 40,000 of them."""
+"""Spread the tiles of each stage over the SMs, compiled by numba: a step of llama3-70b has 40,000 tiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def deal(costs: Sequence[int], sizes: Sequence[int], num_sms: int, policy: int) -> array[int]:
-    """As `placement.spread` says, `policy` being a place in `POLICIES`."""
+    """The SM of each tile, as in `placement.spread`. `policy` is an index of `POLICIES`."""
     pairs, stages = np.array(costs, np.int64).reshape(-1, 2), np.array(sizes, np.int64)
     sms = np.empty(stages.sum(), np.int64)
     ranked = np.arange(num_sms)
@@ -29,7 +29,7 @@ def _deal(
     costs: Ints, sizes: Ints, policy: int, sms: Ints, ranked: Ints, total: Ints, latest: Ints, spare: Ints, loads: Ints,
     starts: Ints, order: Ints,
 ) -> None:  # fmt: skip
-    """Fill `sms`; the arrays behind it are room to work in, `ranked` all SMs and the others zero."""
+    """Fill `sms`. The arrays after it are working memory: `ranked` holds all SMs, the others zeros."""
     tile = pair = 0
     for size in sizes:
         first, end = pair, tile + size
@@ -56,7 +56,7 @@ def _deal(
 
 @bare
 def _count(costs: Ints, first: int, end: int, sms: Ints, tile: int, latest: Ints) -> None:
-    """Add what a stage's tiles cost to `latest`."""
+    """Add the costs of a stage's tiles to `latest`."""
     for pair in range(first, end):
         for number in range(tile, tile + costs[pair, 1]):
             latest[sms[number]] += costs[pair, 0]
@@ -73,8 +73,10 @@ def _are_equal(costs: Ints, first: int, end: int) -> bool:
 
 @bare
 def _rank(ranked: Ints, latest: Ints, total: Ints, by_latest: bool, spare: Ints, starts: Ints) -> None:
-    """Sort SMs by `latest`, if at all, then by `total` and number: stretches that are in order are merged, of which the
-    order of the stage before leaves a few."""
+    """Sort SMs by `latest` if `by_latest`, then by `total` and number.
+
+    It merges sorted stretches. The order of the previous stage leaves few of them.
+    """
     count = 1
     for place in range(1, len(ranked)):
         if _is_before(ranked[place], ranked[place - 1], latest, total, by_latest):
@@ -115,7 +117,7 @@ def _is_before(one: int, other: int, latest: Ints, total: Ints, by_latest: bool)
 
 @bare
 def _sort_by_cost(costs: Ints, first: int, end: int, order: Ints) -> None:
-    """The pairs of a stage, a few, largest first; of equals, as they come."""
+    """Sort a stage's few pairs by cost, largest first. The sort is stable."""
     for pair in range(first, end):
         place = pair
         while place > first and costs[order[place - 1], 0] < costs[pair, 0]:
@@ -128,9 +130,9 @@ def _sort_by_cost(costs: Ints, first: int, end: int, order: Ints) -> None:
 def _balance(
     costs: Ints, first: int, end: int, order: Ints, sms: Ints, tile: int, ranked: Ints, loads: Ints, ranks: Ints
 ) -> None:
-    """Largest tiles first, each on the SM with the least, ties to the one that `ranked` has first.
+    """Put the largest tiles first, each on the SM with the least load; ties go to the SM that is first in `ranked`.
 
-    `loads` and `ranks` are a heap of what each SM has and its place in `ranked`.
+    `loads` and `ranks` form a heap: an SM's load, and its place in `ranked`.
     """
     for rank in range(len(ranked)):
         loads[rank], ranks[rank] = 0, rank
@@ -145,7 +147,7 @@ def _balance(
 
 @bare
 def _sink(loads: Ints, ranks: Ints, load: int, rank: int) -> None:
-    """Put an SM in the place of the heap's first."""
+    """Replace the heap's first entry by an SM."""
     place = 0
     while 2 * place + 1 < len(loads):
         below = 2 * place + 1

@@ -1,4 +1,4 @@
-"""From tile sets by name to the runs of one program: buffers, counters and waits, layer after layer."""
+"""From named tile sets to the runs of one program: buffers, counters and waits, layer after layer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Sizes = tuple[int, int, int]
 
 
 class Stamper:
-    """Builds the tables of a program by stamping blocks one behind the other.
+    """Builds a program's tables by stamping one block after another.
 
-    Sets are stamped in topological order. A set waits for the counters of all tiles of what it reads, except those that
-    another of its waits implies; a push implies nothing.
+    Sets are stamped in topological order. A set waits for the counters of all tiles that write its inputs, except for
+    counters that another of its waits implies. A wait for a push's counter implies nothing else.
     """
 
     __slots__ = ("_arrivals", "_pending", "_written_by", "before", "buffers", "counters", "runs", "stages")
@@ -27,21 +27,24 @@ class Stamper:
         self.buffers: list[Buffer] = []
         self.counters: list[Counter] = []
         self.runs: list[Run] = []
-        self.stages: list[str] = []  # of each run
-        self.before: list[int] = []  # counter -> bit set of the counters that are complete before it is
+        self.stages: list[str] = []  # stage of each run
+        self.before: list[int] = []  # counter -> bit set of the counters that complete before it
         self._arrivals: set[int] = set()  # counters of pushes
         self._pending: list[int] = []  # counter -> its number of tiles
         self._written_by: dict[int, list[int]] = {}  # buffer -> counters
 
     def declare(self, scope: Names, names: Sequence[str]) -> dict[str, int]:
-        """Buffers that all blocks share, whether the first block uses them or not; ids by name."""
+        """Make the buffers that all blocks share, even if the first block does not use them. The result is ids by
+        name."""
         return {each: self._buffer(scope, each, "", None) for name in names for each in scope.all_of(name)}
 
     def stamp(
         self, scope: Names, sets: Sequence[TileSet], outer: Mapping[str, int], layer: str | None
     ) -> dict[str, int]:
-        """Append `sets` of one block; buffer ids by the block's tensor names. `outer` names what surrounds it, and
-        `layer` is the number of a layer, or INDEX for the template."""
+        """Append the `sets` of one block. The result is buffer ids by the block's tensor names.
+
+        `outer` has the names from outside the block. `layer` is the number of a layer, or INDEX for the template.
+        """
         ids = dict(outer)
         prefix = "" if layer is None else f"L{layer}."
         signals: dict[str, int] = {}
@@ -74,11 +77,11 @@ class Stamper:
 
     @property
     def sizes(self) -> Sizes:
-        """Numbers of runs, buffers and counters so far."""
+        """The numbers of runs, buffers and counters so far."""
         return len(self.runs), len(self.buffers), len(self.counters)
 
     def cut(self, sizes: Sizes) -> None:
-        """Forget what was appended since."""
+        """Remove what was appended since the tables had these `sizes`."""
         n_runs, n_buffers, n_counters = sizes
         self._arrivals = {counter for counter in self._arrivals if counter < n_counters}
         del self.runs[n_runs:], self.stages[n_runs:]

@@ -1,4 +1,4 @@
-"""Tile sizes: what a config asks for, checked, and what stands where it asks for nothing."""
+"""Tile sizes: the config's, checked, and the defaults for the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flywheel.ir import InstructionKind, ScheduleConfig
 from flywheel.models.graph import Graph
 
 ROW_QUANTUM: Final = 16
-"""Rows of one matrix fragment (mma.m16n8k16): tiles are multiples of it."""
+"""Rows of one matrix fragment (mma.m16n8k16). Tiles are multiples of it."""
 
 KV_QUANTUM: Final = 16
 DEFAULT_KV_BLOCK: Final = 128
@@ -25,7 +25,7 @@ _SIZES: Final = {
 }
 
 _TILES: Final = ("gemv", "attention")
-"""Families whose sizes cut tensors; the others' are the kernel variant's, which checks them."""
+"""Families whose sizes cut tensors. The kernel variant checks the sizes of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Tiling:
     context: int
 
     def rows(self, projection: str, n_out: int) -> int:
-        """Rows of a full tile of `projection`: its own size, else gemv's, else one tile a SM."""
+        """Rows of a full tile of `projection`: its own size, else gemv's, else such that each SM gets one tile."""
         tiling = self.config.tiling
         for key in (f"gemv.{projection}", "gemv"):
             rows = tiling.get(key, {}).get("N_tile")
@@ -47,7 +47,8 @@ class Tiling:
         return min(even_rows(n_out, self.num_sms), n_out)
 
     def cuts(self, projection: str, n_out: int) -> list[tuple[int, int, int]]:
-        """(first row, rows of each, tiles) of the whole tiles, and of the shorter one behind them, if there is one."""
+        """(first row, rows of a tile, number of tiles) of the whole tiles and, if there is one, of the shorter last
+        tile."""
         rows = self.rows(projection, n_out)
         whole, rest = divmod(n_out, rows)
         return [(0, rows, whole), *([(n_out - rest, rest, 1)] if rest else [])]
@@ -58,7 +59,7 @@ class Tiling:
 
 
 def even_rows(n_out: int, parts: int) -> int:
-    """Rows of a tile when `n_out` rows are spread over `parts` as evenly as fragments allow."""
+    """Rows of a tile when `n_out` rows are divided into `parts` as evenly as fragments allow."""
     return -(-n_out // (parts * ROW_QUANTUM)) * ROW_QUANTUM
 
 
@@ -74,7 +75,7 @@ def read_tiling(config: ScheduleConfig, graph: Graph, num_sms: int) -> Tiling:
         for name, size in sizes.items():
             if name not in _SIZES[family]:
                 known = " and ".join(map(repr, _SIZES[family]))
-                raise ConfigError(f"tiling.{archetype}: {name!r} is no size of {family}, which has {known}")
+                raise ConfigError(f"tiling.{archetype}: {name!r} is not a size of {family}, which has {known}")
             quantum = ROW_QUANTUM if family == "gemv" else KV_QUANTUM
             if family in _TILES and (size <= 0 or size % quantum):
                 raise ConfigError(f"tiling.{archetype}.{name}={size} is not a positive multiple of {quantum}")

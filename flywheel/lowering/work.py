@@ -1,4 +1,4 @@
-"""What emission produces: tile sets, still by name and for one layer."""
+"""What emission produces: tile sets, still by name, for one layer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from flywheel.ir import InstructionKind, Stretch, Tiles
 class TileSet:
     """Tasks that share operands and the counter that they signal.
 
-    `stage` names the sets that run side by side and are spread over the SMs together; `signal` the counter, which sets
-    that write tiles of one buffer share. Waits follow from the operands. Where several GPUs share the program, GPU
-    `rank` has the tasks, and `NAME@RANK` is what another one has; `pushes` those whose output and signal that is.
+    Sets of one `stage` run side by side and are spread over the SMs together. `signal` names the counter; sets that
+    write tiles of one buffer share it. Waits follow from the operands. In a program of several GPUs, GPU `rank` has the
+    tasks, and `NAME@RANK` belongs to another GPU. With `pushes`, the output and the signal are such.
     """
 
     name: str
@@ -30,5 +30,5 @@ class TileSet:
 
 
 def one_tile(params: Mapping[str, Any], est_bytes: int, est_flops: int) -> Tiles:
-    """The tiles of a set that has one."""
+    """The tiles of a set of one tile."""
     return Tiles((Stretch(params, est_bytes, est_flops, 1),))

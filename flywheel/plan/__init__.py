@@ -1,6 +1,8 @@
-"""What the CUDA VM makes of a program before anything is packed: nodes, hand-offs, block layout; and its identity.
+"""The plan of a program for the CUDA VM, made before anything is packed: nodes, hand-offs and block layout. Also a
+program's identity.
 
-`plan.program` makes the plan. It is not here, since numpy is slow to import and lowering needs the block layout alone.
+`plan.program` makes the plan. This module does not import it: numpy is slow to import, and lowering needs the block
+layout alone.
 """
 
 from flywheel.plan.identity import program_id

@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 _LONGEST: Final = 24
-"""Bytes of a number of 64 bits, its sign, and what stands between it and the next."""
+"""Bytes of a number of 64 bits, its sign, and the separator after it."""
 
 _COMMA, _MINUS, _ZERO, _MORE, _END = b",-0>\n"
 _BLANK, _OPEN, _CLOSE, _EQUAL = b" []="
@@ -24,10 +24,10 @@ _BLANK, _OPEN, _CLOSE, _EQUAL = b" []="
 def written(table: array[int], parts: tuple[int, int], layers: Layers, params: array[int], sms: array[int]) -> bytes:
     """A line for each run of all layers: opcode, inputs, outputs, counter, waits, and its tasks' ids, params and SMs.
 
-    `table` holds these numbers of each run, in this order: the opcode, the inputs, the outputs, the counter, the waits,
-    the pieces. A list has its length before it. A wait is a counter and a threshold. A piece is a part of the run's
-    tasks: where its params begin in `params`, how many params a task has, and how many tasks there are. `parts` are
-    where the template's first run begins and its last one ends.
+    `table` holds these numbers for each run, in this order: opcode, inputs, outputs, counter, waits, pieces. A list
+    begins with its length. A wait is a counter and a threshold. A piece is a part of the run's tasks: where its params
+    begin in `params`, how many params a task has, and the number of tasks. `parts` are the places in `table` where the
+    template's first run begins and its last run ends.
     """
     template = parts[1] - parts[0]
     text = np.empty(_LONGEST * (3 * len(sms) + len(table) + (layers.times - 1) * template), np.uint8)
@@ -39,7 +39,11 @@ def written(table: array[int], parts: tuple[int, int], layers: Layers, params: a
 
 @bare
 def _write(table: Ints, params: Ints, sms: Ints, ends: Ints, times: int, moves: Ints, text: Bytes) -> int:
-    """Fill `text`; how much of it. `moves`: least buffer and counter that move, each with the ids of a layer."""
+    """Fill `text`. The result is the number of bytes written.
+
+    `moves` has the least buffer and the least counter that move with the layer, each with the number of its ids per
+    layer.
+    """
     place = task = 0
     for part in range(3):
         for again in range(times if part == 1 else 1):
@@ -74,7 +78,7 @@ def _write(table: Ints, params: Ints, sms: Ints, ends: Ints, times: int, moves: 
 
 @bare
 def _operands(table: Ints, at: int, least: int, further: int, text: Bytes, place: int) -> tuple[int, int]:
-    """Write the operands that are at a place of the table; where both go on."""
+    """Write the operands at place `at` of the table. The result is the next place in the table and in the text."""
     place = _begin(text, place)
     for number in table[at + 1 : at + 1 + table[at]]:
         place = _comma(text, _number(text, place, number + further if number >= least else number))
@@ -83,7 +87,8 @@ def _operands(table: Ints, at: int, least: int, further: int, text: Bytes, place
 
 @bare
 def _signals(table: Ints, at: int, least: int, further: int, text: Bytes, place: int) -> tuple[int, int]:
-    """Write the counter and the waits that are at a place of the table; where both go on."""
+    """Write the counter and the waits at place `at` of the table. The result is the next place in the table and in the
+    text."""
     text[place] = _BLANK
     counter, count = table[at], table[at + 1]
     place = _number(text, place + 1, counter + further if counter >= least else counter)
@@ -105,7 +110,7 @@ def _signals(table: Ints, at: int, least: int, further: int, text: Bytes, place:
 
 @bare
 def _begin(text: Bytes, place: int) -> int:
-    """Write the beginning of a list."""
+    """Write the beginning of a list. The result is the next place in the text."""
     text[place] = _BLANK
     text[place + 1] = _OPEN
     return place + 2
@@ -113,7 +118,7 @@ def _begin(text: Bytes, place: int) -> int:
 
 @bare
 def _comma(text: Bytes, place: int) -> int:
-    """Write what stands between two numbers of a list."""
+    """Write the separator of a list. The result is the next place in the text."""
     text[place] = _COMMA
     text[place + 1] = _BLANK
     return place + 2
@@ -121,7 +126,7 @@ def _comma(text: Bytes, place: int) -> int:
 
 @bare
 def _end(text: Bytes, place: int) -> int:
-    """Write the end of a list, over what was written behind its last number."""
+    """Write the end of a list over its last separator. The result is the next place in the text."""
     place -= 2 * (text[place - 1] == _BLANK)
     text[place] = _CLOSE
     return place + 1
@@ -129,7 +134,7 @@ def _end(text: Bytes, place: int) -> int:
 
 @bare
 def _number(text: Bytes, place: int, number: int) -> int:
-    """Write a number; where the text ends then."""
+    """Write a number. The result is the next place in the text."""
     ten = np.uint64(10)
     rest = np.uint64(number)
     if number < 0:

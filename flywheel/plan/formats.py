@@ -1,7 +1,6 @@
-"""How the codes and scales of a quantised matrix are streamed: which formats there are kernels for, and their units.
+"""The stream formats of quantised matrices that there are kernels for, and their units.
 
-A unit is 16 rows x UNIT_K columns of codes with the scales that belong to them.
-Source: docs/vm.md, "Quantised weights".
+A unit is 16 rows x UNIT_K columns of codes with their scales. Source: docs/vm.md, "Quantised weights".
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ GROUP_K: Final = 128
 UNIT_GROUPS: Final = 8
 
 UNIT_K: Final = UNIT_GROUPS * GROUP_K
-"""Columns of a unit: what slices of a coded product are multiples of."""
+"""Columns of a unit. Slices of a coded product are multiples of it."""
 
 UNIT_ALIGNMENT: Final = 32
-"""Bytes that a unit is a multiple of."""
+"""The size of a unit is a multiple of so many bytes."""
 
 _GROUP_PART: Final = UNIT_ROWS * UNIT_GROUPS * 2
-"""Bytes of a unit's scales, a half for each row and group; and of its zero points."""
+"""Bytes of a unit's scales, which have a half for each row and group. Zero points take as many."""
 
 _BLOCK_PART: Final = UNIT_GROUPS * 4
-"""Bytes of a unit's scales of blocks, a float for each group."""
+"""Bytes of a unit's block scales, which have a float for each group."""
 
 
 class Code(IntEnum):
-    """What a matrix is stored as."""
+    """Type of a matrix's codes."""
 
     I8 = 1
     F8 = 2
@@ -44,15 +43,15 @@ class Code(IntEnum):
 
 
 class Scales(IntEnum):
-    """Where a product's scales are."""
+    """Kind and place of a product's scales."""
 
     ROWS = 0
-    """One for each row, F32, applied to the product; not in the stream."""
+    """One F32 for each row, applied to the product. These scales are not in the stream."""
     BF16 = 1
     F16 = 2
-    """One for each row and group, in the unit, of that type."""
+    """One F16 for each row and group, in the unit."""
     BLOCKS = 3
-    """One for each group of 16 rows, in the unit, F32."""
+    """One F32 for each group and 16 rows, in the unit."""
 
 
 CODES: Final[Mapping[DType, Code]] = {DType.I8: Code.I8, DType.F8E4M3: Code.F8, DType.I4: Code.I4}
@@ -60,7 +59,7 @@ CODES: Final[Mapping[DType, Code]] = {DType.I8: Code.I8, DType.F8E4M3: Code.F8, 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Coding:
-    """A format of streamed weights. `number` is what the kernel calls it."""
+    """A format of streamed weights. The kernel knows it by `number`."""
 
     code: Code
     scales: Scales
@@ -68,7 +67,7 @@ class Coding:
 
     @property
     def number(self) -> int:
-        """From 1 on; 0 is a matrix of the program's own type."""
+        """The kernel's number of the format, from 1 on. 0 stands for a matrix of the program's own type."""
         return self.code | self.scales << 2 | self.zeros << 4
 
     @property
@@ -86,8 +85,10 @@ class Coding:
 def coding_of(
     q: DType, scales: tuple[DType, tuple[int, ...]], zeros: DType | None, params: Mapping[str, Any], depth: int
 ) -> Coding:
-    """The format of a matrix [rows, depth] of `q` whose scales have this type and shape, as a DEQUANT step's `params`
-    say. Raises InvalidProgramError where there is no kernel for it."""
+    """The format of a matrix `q` [rows, depth] with scales of this type and shape and a DEQUANT step's `params`.
+
+    Raises InvalidProgramError where there is no kernel for it.
+    """
     group, shared = int(params["group"]), int(params.get("rows_per_scale", 1))
     if q not in CODES:
         raise InvalidProgramError(f"DEQUANT of {q.name} has no kernel for a product")
@@ -112,7 +113,7 @@ def coding_of(
 
 
 def slot_bytes(chunk_bytes: int, codings: Iterable[Coding]) -> int:
-    """Bytes of a ring slot that has room for chunks of so many bytes of codes, or for a unit, and their scales."""
+    """Bytes of a ring slot. It has room for `chunk_bytes` of codes, or for one unit, and for their scales."""
     units = (max(1, chunk_bytes // coding.code_bytes) * coding.unit_bytes for coding in codings)
     return max([chunk_bytes, *(-(-each // GROUP_K) * GROUP_K for each in units)])
 

@@ -1,14 +1,14 @@
-"""Hand-offs by the data: which activations their readers can wait for, and which counters nobody needs then.
+"""Hand-offs by the data: the activations that readers can wait for themselves, and the counters that are then unused.
 
-An awaited buffer has memory of its own and each of its elements is written once a launch, by a task that never reads
-it. So an element says itself whether it was written: its bits are all ones until then, which no kernel stores. Whoever
-reads it asks until it is there, with no fence and no counter between. Source: docs/vm.md, "Hand-offs".
+An awaited buffer has memory of its own. A task that never reads the buffer writes each of its elements, once a launch.
+An element's bits are all ones until it is written, and no kernel stores that pattern. So a reader polls the element
+until it is there, without a fence or a counter. Source: docs/vm.md, "Hand-offs".
 
-All other buffers keep their waits: a wait stays if it orders two tasks of which one writes what the other reads or
-writes. No buffer is awaited at all if two such tasks have no wait between them and are ordered through other tasks
-only, or if buffers share memory, since a reader of one buffer would have to come before a writer of the other. A
-reader of an awaited buffer comes after its writer in the program's order, which has no cycle. So no task waits for data
-that is written behind it.
+Other buffers keep their waits. A wait stays if it orders two tasks of which one writes memory that the other reads or
+writes. No buffer is awaited if two such tasks are ordered through other tasks only, without a wait between them. No
+buffer is awaited either if buffers share memory: a reader of one buffer would then have to come before a writer of
+another. In the program's order, which has no cycle, a reader of an awaited buffer comes after its writer. So no task
+waits for data that a later task writes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class HandOffs:
-    """Rows of the awaited buffers, the waits that are left to each node, and the counters that those ask."""
+    """The rows of the awaited buffers, each node's remaining waits, and the counters that they read."""
 
     awaited: frozenset[int]
     waits: tuple[tuple[Wait, ...], ...]
@@ -41,15 +41,18 @@ class HandOffs:
 
 
 def by_counters(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
-    """Every wait as the program has it."""
+    """Hand-offs by counters: every wait of the program stays."""
     waits = tuple(tuple(task.waits) for task in grouping.firsts)
     return HandOffs(frozenset(), waits, frozenset(counter.id for counter in program.counters))
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The tasks of a program in parts, whose tasks differ in params and SM alone. Of each part: its first task, the
-    params that there are, the columns that they name, sorted, neighbours as one, and how many tasks there are."""
+    """A program's tasks in parts. Tasks of one part differ in params and SM alone.
+
+    For each part: its first task, its distinct params, the sorted columns that its tasks write (adjacent ranges
+    merged), and its number of tasks.
+    """
 
     firsts: Sequence[Task]
     params: Sequence[Sequence[Mapping[str, Any]]]
@@ -60,8 +63,11 @@ class Parts:
 def by_data(
     program: MegakernelProgram, grouping: Grouping, exchanged: Set[int] = frozenset()
 ) -> HandOffs:
-    """As few waits as there can be, for a program that `validate(strict=True)` accepts. Who reads one of the buffers
-    `exchanged` waits for what is in it, whatever else holds."""
+    """Hand-offs by the data where possible, for a program that `validate(strict=True)` accepts. Other waits are left
+    out.
+
+    A reader of a buffer in `exchanged` always waits for the data.
+    """
     buffers = {buffer.id: buffer for buffer in program.buffers}
     found = None if shares_pages(program) else waits_by_data(_parts(grouping), buffers, exchanged)
     if found is None:
@@ -74,8 +80,8 @@ def by_data(
 def waits_by_data(
     parts: Parts, buffers: Mapping[int, Buffer], exchanged: Set[int] = frozenset()
 ) -> tuple[set[int], tuple[tuple[Wait, ...], ...]] | None:
-    """(awaited buffers, the waits that are left to each part) of a valid program whose buffers share no memory; None
-    where the counters have to do."""
+    """(awaited buffers, remaining waits of each part) of a valid program whose buffers share no memory. None where
+    hand-offs have to go by counters."""
     accesses = _Accesses(parts, buffers)
     awaited = {number for number in accesses.writers if accesses.can_be_awaited(number)}
     ordered: set[Pair] = set()
@@ -96,7 +102,7 @@ def waits_by_data(
 
 
 class _Accesses:
-    """Who writes and reads what, part by part."""
+    """The writers and readers of each buffer, by part."""
 
     def __init__(self, parts: Parts, buffers: Mapping[int, Buffer]) -> None:
         self.parts, self.buffers = parts, buffers
@@ -116,7 +122,7 @@ class _Accesses:
                     self.readers[number].append(part)
 
     def can_be_awaited(self, number: int) -> bool:
-        """Whether the buffer is as the module says."""
+        """Whether the buffer meets the module's conditions for an awaited buffer."""
         buffer = self.buffers[number]
         if buffer.kind is not BufferKind.ACTIVATION or buffer.dtype not in COMPUTE_DTYPES:
             return False
@@ -139,7 +145,7 @@ class _Accesses:
         return edge == width
 
     def _written(self, part: int, number: int, width: int) -> Sequence[Pair]:
-        """Columns that the tasks of a part write of a buffer of so many, each from and to."""
+        """The columns (start, end) that a part's tasks write of a buffer of `width` columns."""
         task = self.parts.firsts[part]
         if task.outputs[0] == number and task.op in TILED_OPS and tile(task.params) is not None:
             return self.parts.columns[part]
@@ -157,7 +163,7 @@ class _Accesses:
             for reader in readers:
                 if reader != writer and not (cache and self._is_behind(writer, reader, number)):
                     pairs.add((writer, reader))
-        if not tiled:  # the tasks of one part are in no order that a wait could hold
+        if not tiled:  # no wait orders the tasks of one part
             pairs |= {(writer, writer) for writer in writers if self.parts.sizes[writer] > 1}
         return pairs
 
@@ -172,12 +178,12 @@ class _Accesses:
         return pairs | {(writer, writer) for writer in writers if self.parts.sizes[writer] > 1}
 
     def _is_behind(self, writer: int, reader: int, number: int) -> bool:
-        """Whether what the writer, a single task, appends to a cache lies behind all that the reader's tasks see."""
+        """Whether the writer, a single task, appends to a cache behind all rows that the reader's tasks read."""
         append, task = self.parts.firsts[writer], self.parts.firsts[reader]
         target = append.outputs.index(number)
         for place in [place for place, read in enumerate(task.inputs) if read == number]:
             for params in self.parts.params[reader]:
-                # Layers are alike: what their tasks share says it of all of them.
+                # Layers share params, so one answer holds for all.
                 key = task.op, append.op, id(params), id(append.params), place, target
                 known = self._behind.get(key)
                 if known is None:
@@ -188,7 +194,7 @@ class _Accesses:
         return True
 
     def between(self, one: int, other: int) -> tuple[set[Wait], set[Wait]] | None:
-        """(waits of one part for all of the other, the same the other way round); None where there is neither."""
+        """(waits of part `one` for all of `other`, waits of `other` for all of `one`); None where there are none."""
         found = self._waits(one, other), self._waits(other, one)
         return found if any(found) else None
 
@@ -202,13 +208,13 @@ class _Accesses:
 
 
 def _parts(grouping: Grouping) -> Parts:
-    """The nodes."""
+    """The nodes as parts."""
     sizes = np.bincount(grouping.node_of, minlength=len(grouping.firsts)).tolist()
     return Parts(grouping.firsts, _params(grouping), columns_of(grouping), sizes)
 
 
 def _params(grouping: Grouping) -> list[list[Mapping[str, Any]]]:
-    """The params that the tasks of each node have."""
+    """The distinct params of each node's tasks."""
     codes = np.unique(grouping.node_of * len(grouping.params) + grouping.params_of)
     nodes, numbers = np.divmod(codes, len(grouping.params))
     ends = np.searchsorted(nodes, np.arange(len(grouping.firsts) + 1)).tolist()
@@ -217,7 +223,7 @@ def _params(grouping: Grouping) -> list[list[Mapping[str, Any]]]:
 
 
 def columns_of(grouping: Grouping) -> list[list[Pair]]:
-    """Of each node, the columns from n_off on, sorted, neighbours as one; meaningless where its tasks have none."""
+    """The sorted columns of each node's tasks, adjacent ranges merged; meaningless where the tasks have none."""
     starts = grouping.n_off
     widths = np.array([each.get("N_tile", 0) for each in grouping.params], np.int64)[grouping.params_of]
     order = np.lexsort((starts, grouping.node_of))
@@ -231,13 +237,13 @@ def columns_of(grouping: Grouping) -> list[list[Pair]]:
 
 
 def shares_pages(program: MegakernelProgram) -> bool:
-    """Whether a buffer has memory in common with another one."""
+    """Whether two buffers share memory."""
     pages = program.pages.buffer_to_page if program.pages is not None else {}
     return len(set(pages.values())) < len(pages)
 
 
 def copies(task: Task, number: int) -> bool:
-    """Whether the task writes the buffer by copies, which take bits as they are."""
+    """Whether the task writes the buffer by COPY, which can store any bits."""
     if task.op is InstructionKind.COPY:
         return True
     if task.op is not InstructionKind.FUSED:

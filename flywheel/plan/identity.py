@@ -1,4 +1,4 @@
-"""The identity of a program: what it computes and how, without names, provenance or the config that led to it."""
+"""The identity of a program: what it computes and how. Names, provenance and the config do not count."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _VARIANT_FIELDS: Final = (
     "sm_arch", "threads", "matrix_warps", "chunk_warps", "smem_bytes", "staged_bytes", "chunk_bytes", "ring_slots",
     "inflight_chunks", "copies", "prefetch_depth", "data_hand_offs",
 )  # fmt: skip
-"""What of a kernel variant every id holds. `x_slices` counts where it is above 1; `rows`, `formats` and `ranked` follow
-from the tasks."""
+"""Fields of the kernel variant that every id holds. `x_slices` counts where it is above 1. `rows`, `formats` and
+`ranked` do not count, since they follow from the tasks."""
 
 _AS_BEFORE: Final = {"0.4.0": "0.3.0", "0.5.0": "0.3.0"}
-"""Versions of the format that add to an earlier one and leave its programs what they were: ids count that one."""
+"""Format version -> the version that ids hold for it. Such a version adds to the format and leaves older programs' ids
+as they are."""
 
 _ESCAPED: Final = "backslashreplace"
 
@@ -28,17 +29,17 @@ _json: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def program_id(program: MegakernelProgram) -> str:
-    """First 16 hex digits of a SHA-256 over target, kernel variant, buffers, pages and tasks, by value.
+    """The first 16 hex digits of a SHA-256 over target, kernel variant, buffers, pages and tasks, by value.
 
-    Equal for two configs that lower to the same program and the same kernel, and for a program and its copy from a
-    file. Raises ConfigError as `variant_of` does.
+    Two configs have equal ids if they lower to the same program and kernel, and so have a program and its copy from a
+    file. Raises ConfigError as `variant_of`.
     """
     return id_with(program, variant_of(program))
 
 
 def id_with(program: MegakernelProgram, variant: KernelVariant) -> str:
-    """The id of a program whose kernel variant is that."""
-    # Here, since nothing but an id should wait for numpy and numba.
+    """The id of a program with this kernel variant."""
+    # Imported here, so that only ids wait for numpy and numba.
     from flywheel.plan.run_lines import lines_of_buffers, lines_of_runs
 
     target, pages, tasks = program.target, program.pages, program.tasks
@@ -57,7 +58,7 @@ def id_with(program: MegakernelProgram, variant: KernelVariant) -> str:
 
 
 def _ranks(tasks: Sequence[Task]) -> bytes:
-    """A byte a task."""
+    """The ranks of tasks, a byte for each."""
     if isinstance(tasks, Runs):
         return b"".join([bytes([run.rank]) * len(run.tiles) for run in tasks.runs])
     return bytes([task.rank for task in tasks])
@@ -73,7 +74,7 @@ def _variant_text(variant: KernelVariant) -> str:
 
 
 class _Piece(NamedTuple):
-    """Neighbours in the task list that share what `head` says."""
+    """Adjacent tasks with the same `head`."""
 
     head: str
     ids: Sequence[int]
@@ -82,14 +83,15 @@ class _Piece(NamedTuple):
 
 
 def _task_lines(tasks: Sequence[Task]) -> Iterator[str]:
-    """Texts of distinct params, then for each run of tasks that are alike: what they share, and their ids, params, SMs.
+    """The texts of the distinct params, then a line for each run of like tasks: their shared fields, and their ids,
+    params and SMs.
 
-    Neighbours that turn out to be equal join one run, so that the lines depend on values alone.
+    Adjacent runs with equal shared fields are joined, so that the lines depend on values alone.
     """
     texts: dict[str, int] = {}
     pieces = list(_pieces(tasks, texts))
     yield from texts
-    yield " [] [] []"  # an empty run, with which the lines of tasks begin in all ids that stores hold
+    yield " [] [] []"  # an empty run, which every stored id has before its task lines
     for head, alike in groupby(pieces, key=itemgetter(0)):
         ids: list[int] = []
         params: list[int] = []
@@ -102,7 +104,7 @@ def _task_lines(tasks: Sequence[Task]) -> Iterator[str]:
 
 
 def _pieces(tasks: Sequence[Task], texts: dict[str, int]) -> Iterator[_Piece]:
-    """Tasks grouped by identity: the tiles of a projection share their records."""
+    """Adjacent tasks grouped by object identity: the tiles of a projection share their records."""
     number_of = _Numbers(texts)
     params = [number_of(task.params) for task in tasks]
     keys = [(task.op, id(task.inputs), id(task.outputs), task.out_counter, id(task.waits)) for task in tasks]
@@ -120,7 +122,7 @@ def _head(alike: Task) -> str:
 
 
 class _Numbers:
-    """Number of each params record's text, which is added to `texts`; shared records are written out once."""
+    """Numbers of params records by their texts, which are added to `texts`. A shared record is written once."""
 
     def __init__(self, texts: dict[str, int]) -> None:
         self._texts = texts

@@ -1,9 +1,9 @@
-"""The steps of a launch's new row of one KV head, which one kernel does.
+"""The steps for the new row of one KV head, which one kernel does together.
 
-The steps are ROPE and KV_APPEND of the key, KV_APPEND of the value, ROPE of the queries, and ATTENTION_TILE, the last
-step of the task. Nothing else reads their scratch results. If key and queries both have a norm before them, the kernel
-does the two norms as well. The kernel is that of the key's ROPE if the attention is to the new row alone, else that of
-the attention. Source: docs/vm.md.
+The steps are ROPE and KV_APPEND of the key, KV_APPEND of the value, ROPE of the queries, and ATTENTION_TILE, the task's
+last step. No other step reads their scratch results. If both key and queries have a norm before the ROPE, the kernel
+also does the two norms. If the attention is to the new row alone, the kernel of the key's ROPE does all steps; if not,
+the attention's kernel does. Source: docs/vm.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _OPS: Final = (_K.ROPE, _K.KV_APPEND, _K.KV_APPEND, _K.ROPE, _K.ATTENTION_TILE)
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """Places of the steps in their task; of the norms either both or none. `alone`: nothing else is attended to."""
+    """Places of the steps in their task. Either both norms have a place or none. `alone`: the attention is to the new
+    row alone."""
 
     key_rope: int
     key: int
@@ -37,7 +38,8 @@ class NewRow:
 
 
 def find_new_row(steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]) -> NewRow | None:
-    """The new row that the steps end with, if they do; `views` are those that are not run, `dtype` the program's."""
+    """The new row that the steps end with; None if they do not. `views` are steps that do not run, and `dtype` is the
+    program's."""
     run = [place for place in range(len(steps)) if place not in views][-len(_OPS) :]
     if form.kv_rows == KvRows.PAST or tuple(steps[place].op for place in run) != _OPS:
         return None
@@ -54,8 +56,10 @@ def find_new_row(steps: Sequence[Step], form: Form, dtype: DType, views: Abstrac
 
 
 def _attends(row: NewRow, steps: Sequence[Step], form: Form) -> bool:
-    """Whether the attention is to the caches that are appended to, and to that row alone if it is said to be, with the
-    queries that are turned."""
+    """Whether the attention reads the caches that the appends write, with the turned queries.
+
+    If `row.alone`, the attention must read that row only.
+    """
     attention, key, value = steps[row.attention], steps[row.key], steps[row.value]
     return (
         len(attention.args) == 3
@@ -69,7 +73,7 @@ def _attends(row: NewRow, steps: Sequence[Step], form: Form) -> bool:
 
 
 def _writes(append: Step, cache: int, form: Form) -> bool:
-    """Whether a KV_APPEND writes to that operand of the attention."""
+    """Whether a KV_APPEND writes the cache that is this operand of the attention."""
     return (
         cache < RESULT_REF
         and form.written[cache] == append.out
@@ -78,13 +82,14 @@ def _writes(append: Step, cache: int, form: Form) -> bool:
 
 
 def _fits(row: NewRow, steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]) -> bool:
-    """Whether the operands are such as the kernel takes: heads of one size, in the program's float type."""
+    """Whether the kernel takes the operands: heads of one size, in the program's float type."""
     attention, appends = steps[row.attention], (steps[row.key], steps[row.value])
     head_dim: int = attention.params["head_dim"]
     turned, normed = steps[row.query_rope], row.key_norm is not None
 
     def is_source(ref: int, numel: int) -> bool:
-        """An operand that none of these steps makes, nor the task writes; its elements can be loaded two at a time."""
+        """Whether `ref` is made before these steps, is not written by the task, and can be loaded two elements at a
+        time."""
         made, x = ref - RESULT_REF, look(ref, steps, form)
         early = form.written[ref] is None if made < 0 else made < row.key_rope or made in views
         even = made not in views or steps[made].params.get("n_off", 1) % 2 == 0

@@ -1,4 +1,5 @@
-"""Tasks that differ in tile params and SM alone, as one node: what is decided node by node is decided once for all."""
+"""Tasks that differ in tile params and SM alone, as one node. Whatever is decided for a node holds for all its
+tasks."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _OWN_PARAMS: Final = PARAM_FIELDS.keys() - INHERITED_PARAMS
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Some tasks, of which `task` is the first, the rows of their operands and the number of their form."""
+    """A node: its first `task`, the rows of its operands, and the number of its form."""
 
     task: Task
     inputs: tuple[int, ...]
@@ -31,8 +32,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Nodes, and which params each task has: those of `params`, but from the column of `n_off` on, 0 where it names
-    none. Columns are by place in the list of tasks."""
+    """The nodes, and each task's node and params. The arrays are ordered as the tasks.
+
+    A task's params are those of `params`, but for `n_off`, which has a column of its own; 0 where the task names none.
+    """
 
     firsts: list[Task]
     node_of: Ints
@@ -40,7 +43,7 @@ class Grouping:
     params_of: Ints
     n_off: Ints
     kinds: list[int]
-    """Of the params of each node: equal where the steps are."""
+    """Numbers of the nodes' kinds of params. Equal kinds have the same steps."""
 
 
 def group_tasks(tasks: Sequence[Task]) -> Grouping:
@@ -57,7 +60,7 @@ _Columns = tuple[list[Task], Ints, Ints, Ints, list[int]]
 
 
 class _Kinds:
-    """Numbers of distinct params, and of what of them decides on the steps."""
+    """Numbers the distinct params, and their kinds: the fields that decide on the steps."""
 
     def __init__(self) -> None:
         self.params: list[Mapping[str, Any]] = []
@@ -94,13 +97,13 @@ def _group_each(tasks: Sequence[Task], kinds: _Kinds) -> _Columns:
 
 
 _Stretch = tuple[int, int, int, int, int]
-"""Of a stretch: number of its params, node among those of its run, column of its first tile, width of each, tiles."""
+"""A stretch: number of its params, its node's number in the run, first tile's column, columns of a tile, number of
+tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Of a run's tiles, which equal layers share: their stretches, and of each node of the run the place of its first
-    tile, the stretch which that begins, and its kind."""
+    """A run's tiles, which equal layers share: the stretches, and each node's first place, first stretch and kind."""
 
     stretches: list[_Stretch]
     firsts: list[tuple[int, Stretch, int]]
@@ -111,7 +114,7 @@ def _group_runs(tasks: Runs, kinds: _Kinds) -> _Columns:
     firsts: list[Task] = []
     node_kinds: list[int] = []
     stretches: list[_Stretch] = []
-    bases: list[int] = []  # of the run of each stretch, its first node
+    bases: list[int] = []  # for each stretch, the first node of its run
     for run, first in zip(tasks.runs, tasks.first, strict=False):
         tiles = known.get(id(run.tiles))
         if tiles is None:
@@ -148,14 +151,15 @@ def _read_tiles(run: Run, kinds: _Kinds) -> _Tiles:
 
 
 def _kind(params: Mapping[str, Any]) -> Hashable:
-    """What of a task's params decides on its steps: the recipe, what no tile changes, and which others there are."""
+    """The params that decide on a task's steps: the recipe, the values that no tile changes, and the names of the
+    others."""
     names = params.keys()
     own = tuple(sorted((name, params[name]) for name in _OWN_PARAMS & names))
     return id(params.get("recipe")), own, frozenset(INHERITED_PARAMS & names), params.get("kv_rows")
 
 
 def make_nodes(program: MegakernelProgram, grouping: Grouping) -> tuple[list[Node], list[Form]]:
-    """The nodes of a program whose buffers are all there, and the forms that they have, in order of first use."""
+    """The nodes of a program whose buffers all exist, and their forms, in order of first use."""
     rows = {buffer.id: row for row, buffer in enumerate(program.buffers)}
     looks: dict[Operand, int] = {}
     look_of = [
@@ -182,7 +186,7 @@ def make_nodes(program: MegakernelProgram, grouping: Grouping) -> tuple[list[Nod
 
 
 def widest_tiles(grouping: Grouping) -> list[int]:
-    """Columns of the widest tile of each node, 0 where its tasks name none."""
+    """The columns of each node's widest tile; 0 where its tasks name none."""
     widths = np.array([each.get("N_tile", 0) for each in grouping.params], np.int64)
     widest = np.zeros(len(grouping.firsts), np.int64)
     np.maximum.at(widest, grouping.node_of, widths[grouping.params_of])

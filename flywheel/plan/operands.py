@@ -1,4 +1,4 @@
-"""Which operands the matrix steps of a task find in the staging area, and how they come there."""
+"""The operands that a task's matrix steps find in the staging area, and how they get there."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from flywheel.plan.step import RESULT_REF, Form, Step, look, x_rows
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """One operand at the start of the staging area, for matrix steps `steps`; it stays from step `start` to `end`.
+    """One operand at the start of the staging area. Matrix steps `steps` multiply it. It stays from step `start` to
+    `end`.
 
-    `scaled_later` says that a norm makes it, whose rows' scales go to the products instead.
+    With `in_place`, the step that makes the operand writes it there. With `scaled_later`, that step is a norm, and the
+    products apply its rows' scales.
     """
 
     ref: int
@@ -27,9 +29,9 @@ class Staging:
 
 
 def stagings_of(steps: Sequence[Step], form: Form) -> tuple[Staging, ...]:
-    """Runs of matrix steps that multiply the same operand, which is staged once for each run.
+    """The stagings of a task: each run of matrix steps with one operand stages it once.
 
-    In a task that attends every matrix step stages anew, so that no matrix warp runs ahead into what follows it.
+    In a task with an attention, every matrix step stages anew, so that no matrix warp runs ahead into the attention.
     """
     runs = _runs(steps, form)
     stagings: list[Staging] = []
@@ -41,7 +43,7 @@ def stagings_of(steps: Sequence[Step], form: Form) -> tuple[Staging, ...]:
 
 
 def _runs(steps: Sequence[Step], form: Form) -> list[tuple[int, ...]]:
-    """Matrix steps that multiply what one staging leaves."""
+    """Runs of matrix steps; each multiplies one staged operand."""
     reuse = not any(step.op is InstructionKind.ATTENTION_TILE for step in steps)
     runs: list[tuple[int, ...]] = []
     last: tuple[object, ...] | None = None  # ref and K of the operand of the last run
@@ -61,10 +63,11 @@ def _runs(steps: Sequence[Step], form: Form) -> list[tuple[int, ...]]:
 def _staging(
     steps: Sequence[Step], form: Form, members: tuple[int, ...], free_from: int, until: int | None
 ) -> Staging:
-    """The operand of a run, between the steps from which on the area is free and `until` which it is (None: the end).
+    """The staging of a run. The area is free from step `free_from` on, and must be free again at step `until` (None:
+    the end).
 
-    It is announced where it is made if it can be: no matrix warp may begin while an attention has their partials for
-    itself.
+    The step that makes the operand writes it in place where that is possible. No matrix warp may begin while an
+    attention uses the area of the matrix warps' partials.
     """
     first, last = steps[members[0]], members[-1]
     x, made = first.args[0], first.args[0] - RESULT_REF
@@ -83,12 +86,13 @@ def _staging(
     if in_place:
         last = max(last, last_uses(steps)[made])
     end = len(steps) if until is None else last
-    later = in_place and norms and value.dtype is DType.BF16  # F16 has no room for what is not scaled
+    later = in_place and norms and value.dtype is DType.BF16  # unscaled values may exceed F16
     return Staging(x, members, nbytes, made if in_place else members[0], end, in_place, later)
 
 
 def _norms_alone(steps: Sequence[Step], made: int, members: Sequence[int]) -> bool:
-    """Whether a norm makes rows that matrix steps `members` alone read: then they may lie apart as those have them."""
+    """Whether a norm makes rows that only matrix steps `members` read. The rows may then lie at the products'
+    stride."""
     norm = steps[made]
     x = RESULT_REF + made
     readers = {index for index, step in enumerate(steps) if x in step.reads}
@@ -100,7 +104,7 @@ def _norms_alone(steps: Sequence[Step], made: int, members: Sequence[int]) -> bo
 
 
 def last_uses(steps: Sequence[Step]) -> list[int]:
-    """The last step that reads each step's result; itself where none does."""
+    """The last step that reads each step's result; the step itself where none does."""
     last = list(range(len(steps)))
     for index, step in enumerate(steps):
         for ref in step.reads:

@@ -1,4 +1,4 @@
-"""The plan of a program: what the packer packs; the cost model prices the same variant, queues and hand-offs."""
+"""The plan of a program. The packer packs it, and the cost model prices the same variant, queues and hand-offs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from flywheel.plan.variant import KernelVariant, variant_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A program, the block that runs it, its tasks by node, and how nodes learn that what they read is there.
+    """A program, the layout of its blocks, its tasks by node, and its hand-offs.
 
-    `order` are places in `program.tasks`, SM after SM and in list order on each; those of SM s are
+    `order` holds places in `program.tasks`, SM by SM, and in list order on each SM. The places of SM s are
     `order[first[s] : first[s + 1]]`.
     """
 
@@ -30,11 +30,12 @@ class Plan:
     order: npt.NDArray[np.int64]
     first: npt.NDArray[np.int64]
     part: Part | None = None
-    """Of which GPU of several it is; None where one runs the program alone."""
+    """The part of one GPU of several; None where one GPU runs the program alone."""
 
     @property
     def x_slices(self) -> int:
-        """Slices in which an input that fits may be multiplied: a counter says nothing of a part."""
+        """In how many slices an input that fits may be multiplied. It is 1 where hand-offs go by counters: a counter
+        announces no part of an input."""
         return self.variant.x_slices if self.hand_offs.awaited else 1
 
     @property
@@ -44,9 +45,9 @@ class Plan:
 
 
 def make_plan(program: MegakernelProgram) -> Plan:
-    """The plan of a program that `validate(strict=True)` accepts.
+    """The plan of a program of one GPU that `validate(strict=True)` accepts.
 
-    Raises ConfigError as `variant_of` does, and InvalidProgramError that names the first task without an SM.
+    Raises ConfigError as `variant_of`, and InvalidProgramError that names the first task without an SM.
     """
     return _planned(program, frozenset())
 
@@ -59,9 +60,9 @@ def _planned(program: MegakernelProgram, exchanged: frozenset[int]) -> Plan:
 
 
 def rank_plans(program: MegakernelProgram) -> tuple[Plan, ...]:
-    """The plans of the GPUs of a program of several that `validate(strict=True)` accepts, by rank.
+    """The plans of all GPUs of a program, by rank. `validate(strict=True)` must accept the program.
 
-    Raises ConfigError and InvalidProgramError as `make_plan` and `parts_of` do.
+    Raises ConfigError and InvalidProgramError as `make_plan` and `parts_of`.
     """
     return tuple(map(_rank_plan, parts_of(program)))
 
@@ -75,10 +76,12 @@ def _rank_plan(part: Part) -> Plan:
 
 
 def queues_of(program: MegakernelProgram) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """`order` and `first` of a plan. Raises InvalidProgramError for a program of several GPUs, and that names the first
-    task without an SM."""
+    """`order` and `first` of a plan.
+
+    Raises InvalidProgramError for a program of several GPUs, and for a task without an SM, which it names.
+    """
     if program.ranks > 1:
-        raise InvalidProgramError(f"program: {program.ranks} ranks, and a plan is of one GPU")
+        raise InvalidProgramError(f"program: has {program.ranks} ranks, but a plan is of one GPU")
     num_sms = program.target.num_sms if program.target is not None else 0
     tasks = program.tasks
     placed = tasks.sms if isinstance(tasks, Runs) else [-1 if task.sm is None else task.sm for task in tasks]
@@ -86,6 +89,6 @@ def queues_of(program: MegakernelProgram) -> tuple[npt.NDArray[np.int64], npt.ND
     if len(sms) and not 0 <= sms.min() <= sms.max() < num_sms:
         task = next(task for task in tasks if task.sm is None or not 0 <= task.sm < num_sms)
         raise InvalidProgramError(f"task {task.id} ({task.label}): sm={task.sm} is not in 0..{num_sms - 1}")
-    # Numbers of 16 bits, which a target's SMs have, are sorted by their digits.
+    # numpy sorts 16-bit numbers by radix, and a target's SMs fit into 16 bits.
     order = np.argsort(sms.astype(np.uint16) if num_sms <= 1 << 16 else sms, kind="stable")
     return order, np.concatenate(([0], np.cumsum(np.bincount(sms, minlength=num_sms))))

@@ -1,4 +1,4 @@
-"""A program of several GPUs as a program of each: what it does, what arrives there, and what it pushes to others.
+"""A program of several GPUs, split into one program for each: its own tasks, the data that arrives, and its pushes.
 
 Source: docs/vm.md, "Ranks".
 """
@@ -52,7 +52,7 @@ def parts_of(program: MegakernelProgram) -> tuple[Part, ...]:
             _check(task, buffers[number])
         if task.out_counter in remote:
             _check_signal(task, buffers)
-    waits: dict[int, tuple[Wait, ...]] = {}  # by the identity of the waits that tasks share
+    waits: dict[int, tuple[Wait, ...]] = {}  # by identity, since tasks share waits
     by_rank: list[list[Task]] = [[] for _ in range(program.ranks)]
     for task in tasks:
         known = waits.get(id(task.waits))
@@ -66,14 +66,17 @@ def parts_of(program: MegakernelProgram) -> tuple[Part, ...]:
 def _check(task: Task, buffer: Buffer) -> None:
     what = f"task {task.id} ({task.label}): buffer {buffer.id} ({buffer.name})"
     if buffer.dtype not in COMPUTE_DTYPES:
-        raise InvalidProgramError(f"{what} is {buffer.dtype.name}; the kernel exchanges floats")
+        raise InvalidProgramError(f"{what} is {buffer.dtype.name}, and the kernel exchanges floats only")
     if buffer.rank == task.rank and copies(task, buffer.id):
-        raise InvalidProgramError(f"{what} is pushed into, and copied to; a copied element may have all bits set")
+        raise InvalidProgramError(f"{what} takes pushes and a COPY; a copied element may have all bits set")
 
 
 def _check_signal(task: Task, buffers: Mapping[int, Buffer]) -> None:
-    """Of a counter that pushes signal. Nobody waits for it, so it may order no more than what they push: the proof has
-    it that such a counter says nothing of what came before a push."""
+    """Raise InvalidProgramError for a task that signals a counter which pushes signal, too.
+
+    Nobody waits for such a counter. So it may order only the pushed data, and the proof reads it so: the counter says
+    nothing about work before a push.
+    """
     if all(buffers[number].rank == task.rank for number in task.outputs):
         raise InvalidProgramError(
             f"task {task.id} ({task.label}): signals counter {task.out_counter}, as pushes do; the kernel waits for no "

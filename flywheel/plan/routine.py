@@ -1,4 +1,4 @@
-"""What all tasks of one form do: their steps, and the steps whose work the kernel of another step does."""
+"""The routine of all tasks of one form: their steps, and which steps another step's kernel does."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _K = InstructionKind
 
 @dataclass(frozen=True, slots=True)
 class StagedValue:
-    """A staged operand: how it follows from some inputs of the task, which inputs these are, and its layout."""
+    """A staged operand: its formula over some of the task's inputs, with its layout, and those inputs."""
 
     formula: Hashable
     inputs: tuple[int, ...]
 
     def over(self, buffers: Sequence[int]) -> Hashable:
-        """A key that tasks share if their operands have the same bytes whenever the buffers hold the same."""
+        """A key. Tasks with equal keys have operands of the same bytes whenever the buffers' contents are the same."""
         return self.formula, tuple(buffers[number] for number in self.inputs)
 
 
 @dataclass(frozen=True, slots=True)
 class Routine:
-    """The steps of a form, and how they go together; steps are named by their places.
+    """The steps of a form, and how they fit together. Steps are named by their places.
 
-    `views` are COPYs of columns that nothing need run for: their readers look at the columns where they are. `turns`
-    are the attentions that turn their queries themselves, but for that of `new_row`, the steps of a launch's new row.
-    `skipped_x` is the operand of the first matrix step, where the steps before it can be left out once that is staged;
-    `left_x` the one that the last staging leaves. Either is None where no other task may rely on it.
+    `views` are COPYs of columns that need not run: their readers read the columns in the input. `turns` are attentions
+    that turn their queries themselves, without the attention of `new_row`, which holds the steps of a launch's new row.
+    `skipped_x` is the first matrix step's operand; once an earlier task has staged it, the steps before can be left
+    out. `left_x` is the operand that the last staging leaves. Either is None where no other task may rely on it.
     """
 
     form: Form
@@ -53,7 +53,7 @@ class Routine:
 
     @property
     def loose(self) -> frozenset[int]:
-        """Inputs that a step reads in row-major order."""
+        """The inputs that a step reads in row-major order."""
         return frozenset(
             ref
             for step in self.steps
@@ -67,8 +67,10 @@ class Routine:
 
 
 def make_routine(whole: Sequence[Step], form: Form, dtype: DType, x_slices: int) -> Routine:
-    """The routine of the steps of a form (`steps_of`), in a program of `dtype` floats whose inputs may be multiplied in
-    `x_slices` slices. Raises InvalidProgramError as `in_slices` does."""
+    """The routine of a form with the steps `whole` (from `steps_of`), in a program of `dtype` floats.
+
+    Inputs may be multiplied in `x_slices` slices. Raises InvalidProgramError as `in_slices`.
+    """
     steps = tuple(in_slices(whole, form, x_slices))
     stagings = stagings_of(steps, form)
     in_place = {staging.ref - RESULT_REF for staging in stagings if staging.in_place}
@@ -85,7 +87,7 @@ def make_routine(whole: Sequence[Step], form: Form, dtype: DType, x_slices: int)
 
 
 def _is_view(step: Step, form: Form) -> bool:
-    """Whether a COPY only names columns of an input that the task does not write."""
+    """Whether a step is a COPY that only selects columns of an input, which the task does not write."""
     if not names_columns(step, form) or step.out != ABSENT or step.args[0] >= RESULT_REF:
         return False
     source = form.inputs[step.args[0]]
@@ -95,11 +97,11 @@ def _is_view(step: Step, form: Form) -> bool:
 def _shared_operands(
     steps: Sequence[Step], form: Form, stagings: Sequence[Staging]
 ) -> tuple[StagedValue | None, StagedValue | None]:
-    """(operand that an earlier task may have staged, operand that a later one finds staged)."""
+    """(operand that an earlier task may have staged, operand that a later task finds staged)."""
     if len(stagings) != 1 or any(step.op is _K.ATTENTION_TILE for step in steps):
-        return None, None  # an attention has taken the operand's place
+        return None, None  # an attention overwrites the staged operand
     if any(step.streams for step in steps if step.matrix):
-        return None, None  # or a later slice of it
+        return None, None  # and so does a later slice
     (staging,) = stagings
     inputs: list[int] = []
     formula = _formula(staging.ref, steps, form, inputs)
@@ -112,7 +114,7 @@ def _shared_operands(
 
 
 def _is_for_operand_alone(steps: Sequence[Step], x: int, first: int) -> bool:
-    """Whether nothing but matrix operands comes of the steps before matrix step `first`."""
+    """Whether the steps before matrix step `first` serve only to make its operand."""
     if any(step.out != ABSENT for step in steps[:first]):
         return False
     for step in steps[first:]:
@@ -123,7 +125,8 @@ def _is_for_operand_alone(steps: Sequence[Step], x: int, first: int) -> bool:
 
 
 def _formula(ref: int, steps: Sequence[Step], form: Form, inputs: list[int]) -> Hashable | None:
-    """The value of a ref over `inputs`, to which it adds; None where it depends on the task's params or on weights."""
+    """The formula of a ref over `inputs`, to which inputs are added. None where it depends on the task's params or on
+    weights."""
     if ref < RESULT_REF:
         if form.written[ref] is not None:
             return None
@@ -140,7 +143,7 @@ def _formula(ref: int, steps: Sequence[Step], form: Form, inputs: list[int]) -> 
 
 
 def _takes(step: Step) -> frozenset[str]:
-    """Params of the task that the step's op would use."""
+    """The task's params that the step's op may use."""
     if step.op is _K.COPY:
         return frozenset({"n_off", "N_tile"})
     return INHERITED_PARAMS if step.op in (_K.ATTENTION_TILE, _K.KV_APPEND) else frozenset()

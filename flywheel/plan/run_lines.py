@@ -1,4 +1,4 @@
-"""The lines of a program's identity that say its buffers and its tasks, for a program of runs: all layers at once."""
+"""The lines of a program's identity for its buffers and tasks, made for all layers at once from the program's runs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _NO_LAYERS: Final = Layers(1, 0, Span(0, 0), Span(0, 0), Span(0, 0))
 _COLUMN: Final = '"n_off":'
 
 _FAR: Final = 1 << 60
-"""Columns of 64 bits end here, whatever tiles lie behind."""
+"""Bound of columns in 64 bits, whatever tiles follow."""
 
 _ESCAPED: Final = "backslashreplace"
 
 
 def lines_of_buffers(program: MegakernelProgram) -> bytes:
-    """A line a buffer, each with its end."""
+    """A line for each buffer, with its line end."""
     layers = layers_of(program)
     if layers is None or not isinstance(program.buffers, Layered):
         return _plain_lines(program.buffers).encode("utf-8", _ESCAPED)
@@ -57,8 +57,11 @@ def _look(buffer: Buffer) -> str:
 
 
 def _pattern(buffers: Sequence[Buffer], layers: Layers) -> tuple[str, list[int], list[int]]:
-    """The lines of the template's buffers, or of those behind it: a text with a place for each number, the numbers
-    where the template comes first, and how much more each is from layer to layer."""
+    """The lines of the template's buffers, or of the buffers after it, as a pattern.
+
+    The result is a text with a place for each number, the numbers in the first layer, and their increase from layer to
+    layer.
+    """
     texts, numbers, steps = [], [], []
     for buffer in buffers:
         before, index, behind = f"{_look(buffer)}{buffer.source!r}".replace("%", "%%").partition(INDEX)
@@ -69,10 +72,10 @@ def _pattern(buffers: Sequence[Buffer], layers: Layers) -> tuple[str, list[int],
 
 
 def lines_of_runs(program: MegakernelProgram) -> bytes | None:
-    """A line for each of the distinct params, an empty run, and a line for each run, without the end of the last.
+    """A line for each of the distinct params, an empty run, and a line for each run. The last line has no end.
 
-    Neighbours that turn out to be equal, but for ids, params and SMs, are one run. None where an id, a counter or a
-    threshold is no int of 64 bits.
+    Adjacent runs that are equal but for ids, params and SMs are one run. None where an id, a counter or a threshold
+    does not fit into 64 bits.
     """
     tasks = program.tasks
     assert isinstance(tasks, Runs)
@@ -88,19 +91,20 @@ def lines_of_runs(program: MegakernelProgram) -> bytes | None:
             return None
         parts.append(len(table))
     lines = written(table, (parts[0], parts[1]), layers, params.column, tasks.sms)
-    # The empty run is that with which the lines of tasks begin in all ids that stores hold.
+    # Every stored id has an empty run before its task lines.
     return (b"".join([params.lines(), b" [] [] []\n", lines]))[:-1]
 
 
 def _may_join(runs: Sequence[Run], span: Span) -> bool:
-    """Whether a run in the template and its neighbour outside of it may be one run."""
+    """Whether a run in the template and a neighbour outside of it may have to be joined."""
     before, template, behind = runs[: span.start][-1:], runs[span.start : span.stop], runs[span.stop :][:1]
     signals = {run.out_counter for run in template}
     return not template or any(run.out_counter in signals for run in (*before, *behind))
 
 
 def _tabulate(runs: Sequence[Run], params: _Params, table: array[int]) -> None:
-    """Append what `written` takes of some runs. Raises OverflowError or TypeError for what is no int of 64 bits."""
+    """Append the numbers of some runs that `written` takes. Raises OverflowError or TypeError for a number of over 64
+    bits."""
     for (op, inputs, outputs, counter, waits), same in groupby(runs, key=_head_of):
         flat = [op, len(inputs), *inputs, len(outputs), *outputs, counter, len(waits)]
         for wait in waits:
@@ -118,7 +122,7 @@ _head_of = attrgetter("op", "inputs", "outputs", "out_counter", "waits")
 
 
 class _Params:
-    """Numbers of distinct params, by their texts, in order of first use; of a stretch, all at once.
+    """Numbers the distinct params by their texts, in order of first use. A stretch is numbered at once.
 
     `column` has the numbers of the params of some tiles, piece by piece.
     """
@@ -132,7 +136,7 @@ class _Params:
         self._texts: dict[tuple[str, str], dict[int | None, int]] = {}
 
     def piece(self, tiles: Sequence[Tile]) -> tuple[int, int]:
-        """Where in the column the numbers of the tiles' params begin, and how many they are."""
+        """(place in `column` of the tiles' first number, how many numbers follow)."""
         found = self._known.get(id(tiles))
         if found is None:
             first = len(self.column)
@@ -142,7 +146,7 @@ class _Params:
         return found
 
     def lines(self) -> bytes:
-        """The texts, each with its end."""
+        """The texts, each with a line end."""
         return "".join(self._lines).encode("utf-8", _ESCAPED)
 
     def _stretch(self, stretch: Stretch) -> Sequence[int]:
@@ -155,7 +159,7 @@ class _Params:
         return self._numbered(before + column[: len(_COLUMN)], columns, behind)
 
     def _numbered(self, before: str, columns: Sequence[int | None], behind: str) -> Sequence[int]:
-        """The numbers of the texts with each of the columns, or with none; new ones get the next."""
+        """The numbers of the texts with each of the columns, or with none. A new text gets the next number."""
         known = self._texts.setdefault((before, behind), {})
         fresh = [column for column in columns if column not in known] if known else columns
         if fresh:
@@ -170,7 +174,7 @@ class _Params:
         return [known[column] for column in columns]
 
     def _text(self, params: Mapping[str, Any]) -> str:
-        """The params as JSON, a digest in place of a recipe."""
+        """The params as JSON, with a digest in place of a recipe."""
         pairs = []
         for name in sorted(params):
             value = params[name]
@@ -188,11 +192,11 @@ class _Params:
 def _digest(recipe: object) -> str:
     try:
         return _digest_of(dumps(recipe, 2))  # type: ignore[arg-type]  # what it cannot write raises
-    except ValueError:  # none of plain values
+    except ValueError:  # not of plain values
         return hashlib.sha256(_json(recipe).encode()).hexdigest()
 
 
 @lru_cache(maxsize=1 << 12)
 def _digest_of(marshalled: bytes) -> str:
-    """The digest of a recipe, of which the programs of a search share most."""
+    """The digest of a recipe. Programs of one search share most recipes."""
     return hashlib.sha256(_json(loads(marshalled)).encode()).hexdigest()

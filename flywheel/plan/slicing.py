@@ -1,9 +1,9 @@
-"""Products that take K in slices: of an input that is longer than the staging area, or, if the program asks for it, of
-an input whose tiles come one after the other.
+"""Products that take K in slices.
 
-A slice of a long input takes the place of the slice before it once that one is multiplied. Slices of an input that fits
-lie side by side, and each is multiplied as soon as it is there. An operand that the task's own steps make is never cut:
-it has to fit.
+The input may be longer than the staging area. Or the program asks for slices of an input whose tiles arrive one after
+the other. A slice of a long input replaces the slice before it once that one is multiplied. Slices of an input that
+fits lie side by side, and each is multiplied as soon as it arrives. An operand that the task's own steps make is never
+cut: it must fit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flywheel.plan.step import RESULT_REF, Form, Step
 
 
 def in_slices(steps: Sequence[Step], form: Form, x_slices: int = 1) -> list[Step]:
-    """The steps, with the slices that products take K in; `x_slices` is the variant's. Raises InvalidProgramError."""
+    """The steps, with each product's slices of K. `x_slices` is the variant's. Raises InvalidProgramError."""
     attends = any(step.op is InstructionKind.ATTENTION_TILE for step in steps)
     uses = Counter(step.args[0] for step in steps if step.matrix)
     return [
@@ -32,7 +32,7 @@ def in_slices(steps: Sequence[Step], form: Form, x_slices: int = 1) -> list[Step
 
 
 def _slices(step: Step, form: Form, x_slices: int) -> Slices | None:
-    """The slices of a matrix step of an input, None for all of K at once."""
+    """The slices of a matrix step of an input; None for all of K at once."""
     x, depth = step.args[0], int(step.params["K"])
     value, written = form.inputs[x], form.written[x] is not None
     rows = value.numel // depth

@@ -1,7 +1,4 @@
-"""What a task's products keep on chip: how an operand lies in the staging area, and in which slices it comes.
-
-Source: docs/vm.md, "Tables".
-"""
+"""Operands of products on chip: their layout in the staging area, and their slices. Source: docs/vm.md, "Tables"."""
 
 from __future__ import annotations
 
@@ -16,33 +13,33 @@ from flywheel.ir.runs import Use
 from flywheel.plan.formats import UNIT_K, Coding, coding_of
 
 MIN_STAGED_BYTES: Final = 16 * 1024
-"""Least size of the staging area, where the values between a task's steps live too."""
+"""Least size of the staging area, which also holds the values between a task's steps."""
 
 MAX_STAGED_BYTES: Final = 64 * 1024
-"""Most that the staging area grows to for an operand of one row. The VM stages a longer input in slices of K, and
-refuses a longer result of a task's own steps."""
+"""Largest size of the staging area for an operand of one row. The VM stages a longer input in slices of K, and refuses
+a longer result of a task's own steps."""
 
 MAX_STAGED_ROWS_BYTES: Final = 132 * 1024
-"""The same for several rows that a task makes itself: eight of 8192 halves and their padding."""
+"""Largest size for several rows that a task makes itself: eight rows of 8192 halves, with padding."""
 
 MAX_INPUT_ROWS_BYTES: Final = 36 * 1024
-"""The same for an input of several rows: what a longer one took would be missed more by the weight ring."""
+"""Largest size for an input of several rows. A larger one would cost more, by the room that the weight ring loses."""
 
 WORK_BYTES: Final = 8 * 1024
-"""End of the staging area that kernels without a matrix operand take for themselves."""
+"""Bytes at the end of the staging area that kernels without a matrix operand use."""
 
 FRAGMENT_K: Final = 16
 """Weights are multiplied in blocks of 16 x 16; operands are padded to whole ones."""
 
 SLICE_K: Final = 2 * FRAGMENT_K
-"""Columns of K that slices are multiples of: an even number of fragments, behind which several rows lie in different
-banks."""
+"""Slices are multiples of so many columns of K. An even number of fragments puts several rows into different banks."""
 
 _MATRIX_NAMES: Final = frozenset(op.name for op in MATRIX_OPS)
 
 
 def operand_stride(rows: int, depth: int) -> int:
-    """Elements from one row of a staged operand [rows, depth] to the next; several rows must not meet in one bank."""
+    """Elements from one row of a staged operand [rows, depth] to the next. The stride puts several rows into different
+    banks."""
     return FRAGMENT_K * (-(-depth // FRAGMENT_K) + (rows > 1))
 
 
@@ -54,9 +51,9 @@ class Slices(NamedTuple):
 
 
 def slices_of(dtype: DType, rows: int, depth: int, coded: bool = False) -> Slices:
-    """All of an input [rows, depth], or an even share of the fewest slices that fit, one at a time.
+    """How an input [rows, depth] is staged: as a whole, or in the fewest slices that fit, of even size, one at a time.
 
-    A share is a multiple of SLICE_K, or where the matrix is `coded`, of UNIT_K.
+    A slice is a multiple of SLICE_K or, where the matrix is `coded`, of UNIT_K.
     """
     grain = UNIT_K if coded else SLICE_K
     most = MAX_STAGED_BYTES if rows == 1 else MAX_INPUT_ROWS_BYTES
@@ -69,8 +66,11 @@ def slices_of(dtype: DType, rows: int, depth: int, coded: bool = False) -> Slice
 
 
 def operand_bytes(dtype: DType, rows: int, depth: int, made: bool = False, coded: bool = False) -> int:
-    """Bytes of the staging area for an operand [rows, depth] of a product: the whole operand if the task `made` it,
-    else one slice of the input. If that does not fit, the area's largest size, and the VM refuses the program."""
+    """Bytes of the staging area for a product's operand [rows, depth]: the whole operand if the task `made` it, else
+    one slice.
+
+    If that does not fit, it is the area's largest size, and the VM refuses the program.
+    """
     each = depth if made else slices_of(dtype, rows, depth, coded).depth
     return min(_bytes_of(dtype, rows, each), _most_staged(rows))
 
@@ -84,9 +84,10 @@ def _most_staged(rows: int) -> int:
 
 
 class Operand(NamedTuple):
-    """What a matrix task multiplies, [rows, depth]; `made` by its own steps, or an input.
+    """The operand [rows, depth] of a matrix task: `made` by the task's own steps, or an input.
 
-    `coding` is how a quantised matrix is streamed; None of others, and of one that there is no kernel for.
+    `coding` is the format of a quantised matrix. It is None for other matrices, and where there is no kernel for the
+    format.
     """
 
     dtype: DType
@@ -97,12 +98,12 @@ class Operand(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes in the staging area."""
+        """Bytes of the operand in the staging area."""
         return operand_bytes(self.dtype, self.rows, self.depth, self.made, self.coding is not None)
 
 
 def operands_of(tasks: Iterable[Task | Use], buffers: Sequence[Buffer]) -> frozenset[Operand]:
-    """The operands of matrix tasks, in their weights' types; in their own where the weights are quantised."""
+    """The operands of matrix tasks, in their weights' types; in their own types where the weights are quantised."""
     known = {buffer.id: buffer for buffer in buffers}
     recipes: dict[int, list[_Product]] = {}
     found: set[Operand] = set()
@@ -112,7 +113,7 @@ def operands_of(tasks: Iterable[Task | Use], buffers: Sequence[Buffer]) -> froze
         recipe = params.get("recipe")
         inputs, made_by, depth = before
         if task.inputs is inputs and recipe is made_by and (recipe is not None or params.get("K") == depth):
-            continue  # one more tile of the same
+            continue  # another tile of the same product
         before = task.inputs, recipe, params.get("K")
         for product in _products(task, recipes):
             depth, made = product.depth, product.numel is not None
@@ -124,24 +125,28 @@ def operands_of(tasks: Iterable[Task | Use], buffers: Sequence[Buffer]) -> froze
 
 
 def codings_of(operands: Collection[Operand]) -> tuple[Coding, ...]:
-    """The formats of the quantised matrices that operands are multiplied by."""
+    """The formats of the quantised matrices that multiply these operands."""
     return tuple(sorted({operand.coding for operand in operands if operand.coding is not None}))
 
 
 def staged_bytes(operands: Collection[Operand]) -> int:
-    """Bytes of the largest of the operands that a program keeps in shared memory, at least MIN_STAGED_BYTES."""
+    """Bytes of the largest operand that a program keeps in shared memory, at least MIN_STAGED_BYTES."""
     return max(MIN_STAGED_BYTES, *[operand.nbytes for operand in operands], 0)
 
 
 def rows_of(operands: Collection[Operand]) -> int:
-    """Rows of every operand that is multiplied; 0 where they differ, or there is none."""
+    """The rows of all multiplied operands; 0 where they differ or there are none."""
     found = {operand.rows for operand in operands}
     return found.pop() if len(found) == 1 else 0
 
 
 class _Product(NamedTuple):
-    """A matrix step: the input that x is, elements of an x made by the recipe, and K; the input that the weight is, or
-    where the recipe makes it, the type of an x that the recipe makes, too, and the step that makes the weight."""
+    """A matrix step of a task.
+
+    `x` is the input that is multiplied; if the recipe makes x, `numel` is its number of elements. `weight` is the input
+    that is the weight. If the recipe makes the weight, `weight` is None, `dequant` is the step that makes it, and
+    `dtype` is the type of an x that the recipe makes.
+    """
 
     x: int
     weight: int | None
@@ -164,7 +169,7 @@ def _find_coding(product: _Product, inputs: Sequence[Buffer]) -> Coding | None:
 
 
 def _products(task: Task | Use, recipes: dict[int, list[_Product]]) -> list[_Product]:
-    """The matrix steps of a task; of its recipe, read once for all tasks that share it."""
+    """The matrix steps of a task. A recipe is read once for all tasks that share it."""
     if task.op in MATRIX_OPS:
         depth = task.params.get("K", 0)
         return [_Product(0, 1, None, depth)] if depth > 0 else []

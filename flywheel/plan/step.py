@@ -1,6 +1,6 @@
-"""Tasks as steps: what a plain opcode or a recipe does, with operand refs instead of names.
+"""Tasks as steps: a plain opcode or a recipe, with operand refs instead of names.
 
-A ref below RESULT_REF is an input of the task, from there on the scratch result of a step.
+A ref below RESULT_REF is an input of the task. From there on it is the scratch result of a step.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ RESULT_REF: Final = 16
 """An operand ref below this is a task input; from here on it is the scratch result of step `ref - RESULT_REF`."""
 
 ABSENT: Final = -1
-"""A ref, table index or counter that is not there."""
+"""Stands for no ref, table index or counter."""
 
 
 class Epilogue(IntEnum):
-    """What a matrix step does to its rounded product before it stores it, `other` being `epilogue_arg`."""
+    """What a matrix step does to its rounded product before it stores it. `other` is the step's operand of that
+    name."""
 
     NONE = 0
     ADD = 1
@@ -38,7 +39,7 @@ class Epilogue(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What an operand or a result looks like; scratch has no kind."""
+    """Type, shape and kind of an operand or a result. Scratch has no kind."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -62,10 +63,10 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What tasks that run the same steps have in common: all but the ids of their buffers and the params of a tile.
+    """What tasks with the same steps have in common: all but buffer ids and tile params.
 
-    `own` are the params of a plain opcode that stay the same from tile to tile; `given` names those that may differ.
-    `written[k]` is the output that input k is, if it is one; `kv_rows` a KvRows or None.
+    `own` are a plain opcode's params that are the same for every tile. `given` names the params that may differ.
+    `written[k]` is the output that is also input k, if there is one. `kv_rows` is a KvRows or None.
     """
 
     op: InstructionKind
@@ -77,7 +78,7 @@ class Form:
     outputs: tuple[Operand, ...]
     written: tuple[int | None, ...]
     widest: int
-    """Columns of the widest of their tiles, 0 where they name none."""
+    """Columns of the widest tile; 0 where tiles name none."""
 
     @property
     def columns(self) -> bool:
@@ -86,7 +87,7 @@ class Form:
 
     @property
     def rows(self) -> int:
-        """Rows of output 0 that a recipe's tile spans; above 1, its matrix step writes as a plain matrix tile does."""
+        """Rows of output 0 that a recipe's tile spans. Above 1, its matrix step writes as a plain matrix tile does."""
         tiled = self.op is _K.FUSED and self.columns and self.outputs[0].kind is not BufferKind.KV_CACHE
         return int(self.own.get("M_tile", 1)) if tiled else 1
 
@@ -104,10 +105,10 @@ class Coded:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One primitive operation. `params` are its own; `out` is an output of the task, or ABSENT for scratch.
+    """One primitive operation. `params` are its own. `out` is an output of the task, or ABSENT for scratch.
 
-    `result` is what it makes, in the dtype that it rounds to first. `slices` is how a product takes K, None: at once.
-    `coded` is the format of the matrix of a product that is one step with a DEQUANT.
+    `result` is what it makes, in the dtype that it rounds to first. `slices` is how a product divides K; None for all
+    at once. `coded` is the matrix format of a product that includes a DEQUANT.
     """
 
     op: InstructionKind
@@ -132,12 +133,12 @@ class Step:
 
     @property
     def streams(self) -> bool:
-        """Whether its slices of x take the place of others."""
+        """Whether its slices of x replace each other."""
         return self.depth * self.beside < int(self.params["K"])
 
     @property
     def matrix(self) -> bool:
-        """Whether matrix warps take part."""
+        """Whether matrix warps do the step."""
         return self.op in MATRIX_OPS
 
     @property
@@ -147,7 +148,7 @@ class Step:
 
 
 def steps_of(form: Form) -> list[Step]:
-    """The steps of a task, with what one kernel does at once as one step."""
+    """The steps of a task. Operations that one kernel does together are one step."""
     if form.op is _K.NOP:
         return []
     if form.recipe is None:
@@ -157,7 +158,7 @@ def steps_of(form: Form) -> list[Step]:
 
 
 def _recipe_steps(items: Sequence[Mapping[str, Any]], form: Form) -> dict[int, Step]:
-    """Steps by their place in the recipe, which their refs count from RESULT_REF."""
+    """The steps by their place in the recipe. Refs count these places from RESULT_REF."""
     made: dict[int, int] = {}
     steps: dict[int, Step] = {}
     for index, item in enumerate(items):
@@ -169,15 +170,15 @@ def _recipe_steps(items: Sequence[Mapping[str, Any]], form: Form) -> dict[int, S
             made[out] = RESULT_REF + index
         else:
             place = 0 if out == "final" else out["out"]
-            if op is _K.KV_APPEND:  # writes the rows alone, and rounds once
+            if op is _K.KV_APPEND:  # writes the appended rows only, and rounds once
                 result = replace(form.outputs[place], kind=None)
         steps[index] = Step(op, args, item.get("params", {}), place, result)
     return steps
 
 
 def _fused(steps: dict[int, Step], form: Form) -> dict[int, Step]:
-    """The steps with each DEQUANT taken into the matrix step of its result, and additions and SwiGLUs into the matrix
-    step that makes their operand."""
+    """The steps, with each DEQUANT merged into the matrix step that reads it, and additions and SwiGLUs merged into the
+    matrix step that makes their operand."""
     _take_codes(steps, form)
     _take_shards(steps, form)
     uses: dict[int, int] = {}
@@ -199,7 +200,7 @@ def _fused(steps: dict[int, Step], form: Form) -> dict[int, Step]:
 
 
 def _take_codes(steps: dict[int, Step], form: Form) -> None:
-    """Products of the rows that a DEQUANT makes, as products of those rows of the matrix itself."""
+    """Turn a product of rows that a DEQUANT makes into a product of the coded matrix's rows."""
     made = [step.args[1] for step in steps.values() if step.matrix]
     for index, step in list(steps.items()):
         maker = steps.get(step.args[1] - RESULT_REF) if step.matrix else None
@@ -226,7 +227,7 @@ def _take_codes(steps: dict[int, Step], form: Form) -> None:
 
 
 def _take_shards(steps: dict[int, Step], form: Form) -> None:
-    """Sums of the task's own columns of inputs, as sums of the inputs whose columns the kernel finds itself."""
+    """Turn a sum of copied columns into a sum of the inputs. The kernel selects the columns itself."""
     for index, step in list(steps.items()):
         if step.op is not _K.ALLREDUCE_SHARD or step.out != 0:
             continue
@@ -240,8 +241,8 @@ def _take_shards(steps: dict[int, Step], form: Form) -> None:
 
 
 def _copied_columns(steps: Mapping[int, Step], form: Form, ref: int, rows: int = 1) -> int:
-    """The input of which a result is the task's own columns of so many rows, unrounded, for one step alone; ABSENT
-    where it is not."""
+    """The input whose own columns, `rows` rows of them, a COPY makes unrounded for one step alone; ABSENT where there
+    is none."""
     copied = steps.get(ref - RESULT_REF)
     if copied is None or copied.op is not _K.COPY or copied.args[0] >= RESULT_REF or not form.columns:
         return ABSENT
@@ -252,28 +253,29 @@ def _copied_columns(steps: Mapping[int, Step], form: Form, ref: int, rows: int =
 
 
 def _absorb(steps: dict[int, Step], index: int, product: int, epilogue: Epilogue, other: int) -> None:
-    """Step `index` as the epilogue of the matrix step that makes `product`, which moves to its place."""
+    """Make step `index` the epilogue of the matrix step that makes `product`. The matrix step moves to its place."""
     last, matrix = steps[index], steps.pop(product - RESULT_REF)
     steps[index] = replace(matrix, out=last.out, epilogue=epilogue, other=other)
 
 
 def _takes(steps: dict[int, Step], uses: Mapping[int, int], form: Form, step: Step, product: int) -> bool:
-    """Whether `product` is a matrix step's, for `step` alone, and rounding it before storing the sum loses nothing."""
+    """Whether a matrix step makes `product` for `step` alone, and rounding it before the sum is stored loses
+    nothing."""
     matrix = steps.get(product - RESULT_REF)
     if matrix is None or not matrix.matrix or uses[product] != 1 or matrix.epilogue is not Epilogue.NONE:
         return False
     if step.result.numel != matrix.result.numel:
         return False
     if any(ref < RESULT_REF and form.written[ref] is not None for ref in matrix.args):
-        return False  # it moves to the place of `step`, past whatever writes that
+        return False  # the product moves to the place of `step`, past the writer of that input
     if step.out == ABSENT:
         return step.result.dtype is matrix.result.dtype
     return step.result.dtype in (DType.F32, form.outputs[step.out].dtype)
 
 
 def _adds(steps: dict[int, Step], uses: Mapping[int, int], form: Form, step: Step, product: int, other: int) -> bool:
-    """Whether `other` is the task's own columns of an input, which the matrix step of the same columns and rows can
-    add."""
+    """Whether `other` copies the task's own columns of an input, and the matrix step of the same columns and rows can
+    add them."""
     copied = steps.get(other - RESULT_REF)
     if copied is None or copied.op is not _K.COPY or uses[other] != 1 or copied.args[0] >= RESULT_REF:
         return False
@@ -287,7 +289,7 @@ def _adds(steps: dict[int, Step], uses: Mapping[int, int], form: Form, step: Ste
 
 
 def copied_rows(step: Step) -> int:
-    """Rows that a COPY of columns takes them of."""
+    """The number of rows of which a COPY takes columns."""
     return int(step.params.get("M_tile", 1))
 
 
@@ -298,13 +300,13 @@ def _x_rows(matrix: Step, steps: Mapping[int, Step], form: Form) -> int:
 
 
 def _gates(steps: dict[int, Step], uses: Mapping[int, int], form: Form, step: Step, gate: int, product: int) -> bool:
-    """Whether the gate is a scratch value that the matrix step of the other operand can take."""
+    """Whether the gate is a scratch value, and the matrix step of the other operand can apply it."""
     made = steps.get(gate - RESULT_REF)
     return made is not None and gate != product and _takes(steps, uses, form, step, product)
 
 
 def _renumbered(steps: dict[int, Step]) -> list[Step]:
-    """The steps that are left, in order, with refs that count them."""
+    """The remaining steps in order, with refs renumbered."""
     places = {RESULT_REF + index: RESULT_REF + place for place, index in enumerate(sorted(steps))}
     return [
         replace(
@@ -322,7 +324,7 @@ def inherited(step: Step, form: Form, name: str) -> bool:
 
 
 def adds_columns(step: Step, form: Form) -> bool:
-    """Whether `step` is an ALLREDUCE_SHARD of the task's columns of inputs that are longer."""
+    """Whether `step` is an ALLREDUCE_SHARD that adds the task's columns of longer inputs."""
     inputs = [form.inputs[ref] for ref in step.args if ref < RESULT_REF]
     return step.op is _K.ALLREDUCE_SHARD and form.columns and len(inputs) == len(step.args)
 
@@ -340,11 +342,11 @@ def names_columns(step: Step, form: Form) -> bool:
 
 
 def look(ref: int, steps: Sequence[Step], form: Form) -> Operand:
-    """What a ref stands for. Raises InvalidProgramError for a scratch result that no step before made."""
+    """The operand that a ref stands for. Raises InvalidProgramError for a scratch result that no earlier step made."""
     if ref < RESULT_REF:
         return form.inputs[ref]
     if ref - RESULT_REF >= len(steps):
-        raise InvalidProgramError(f"operand {ref} is made by no step")
+        raise InvalidProgramError(f"operand {ref}: no step makes it")
     return steps[ref - RESULT_REF].result
 
 

@@ -1,7 +1,7 @@
-"""Steps that turn heads on their way into an attention, which another step does beside its own work.
+"""Steps that turn heads before an attention, and that another step's kernel does beside its own work.
 
-They are the ROPE of an attention's queries, and the RMSNORM of heads, of queries and of a new row's key, whose result
-nothing but a ROPE reads. Source: docs/vm.md.
+They are the ROPE of an attention's queries, and the RMSNORM of heads whose result only a ROPE reads: of queries, or of
+a new row's key. Source: docs/vm.md.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from flywheel.plan.step import ABSENT, RESULT_REF, Form, Step, look
 _K = InstructionKind
 
 HEAD_DIMS: Final = (64, 128)
-"""What the kernel is compiled for."""
+"""Head sizes that the kernel is compiled for."""
 
 _WEIGHTS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An attention, the ROPE of its queries, and the RMSNORM of each head before that, if there is one."""
+    """An attention, the ROPE of its queries, and the RMSNORM of each head before it, if there is one."""
 
     attention: int
     rope: int
@@ -32,7 +32,7 @@ class Turn:
 
 
 def turns_queries(place: int, steps: Sequence[Step], form: Form, dtype: DType) -> bool:
-    """Whether step `place`, not the first, is an attention on tensor cores to queries that the one before it turns."""
+    """Whether step `place`, not the first, is an attention on tensor cores whose queries the step before it turns."""
     step, rope = steps[place], steps[place - 1]
     if step.op is not _K.ATTENTION_TILE or rope.op is not _K.ROPE or dtype is DType.F32:
         return False
@@ -51,22 +51,22 @@ def turns_queries(place: int, steps: Sequence[Step], form: Form, dtype: DType) -
 def find_turn(
     place: int, steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]
 ) -> Turn | None:
-    """The turn that step `place`, which is not the first, does; None if it does none. `views` do not run."""
+    """The turn that step `place`, not the first, does; None if it does none. `views` do not run."""
     if not turns_queries(place, steps, form, dtype):
         return None
     return Turn(place, place - 1, find_norm(place - 1, steps, form, dtype, views))
 
 
 def is_turn(rope: Step, numel: int, head_dim: int, steps: Sequence[Step], form: Form, dtype: DType) -> bool:
-    """Whether a ROPE is one of `numel` elements at a single position, whose result is scratch of the program's type."""
+    """Whether a ROPE turns `numel` elements at one position, and its result is scratch of the program's type."""
     alike = rope.params["head_dim"] == head_dim and rope.result.dtype is dtype and rope.result.numel == numel
     return rope.out == ABSENT and alike and look(rope.args[1], steps, form).numel == 1
 
 
 def find_norm(rope: int, steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]) -> int | None:
-    """The RMSNORM of each head that comes before step `rope` and can be done with it, if there is one.
+    """The RMSNORM of each head before step `rope`, if the ROPE's kernel can do it; else None.
 
-    What it reads is there and stays so, from before the task's first step.
+    Its input must exist before the task's first step and stay unchanged.
     """
     ref = steps[rope].args[0]
     if ref < RESULT_REF:

@@ -1,4 +1,4 @@
-"""The kernel variant of a program: what is compiled into the kernel instead of being written into its tasks."""
+"""The kernel variant of a program: choices that are compiled into the kernel and not written into its tasks."""
 
 from __future__ import annotations
 
@@ -19,66 +19,68 @@ RESERVED_BYTES: Final = 16 * 1024
 """Shared memory for barriers, instruction words, partial sums and reductions."""
 
 MAX_X_SLICES: Final = 4
-"""Slices of an operand that are staged side by side: each has a barrier of its own."""
+"""Most slices of an operand that are staged side by side. Each has a barrier of its own."""
 
 MIN_RING_SLOTS: Final = 2
 
 MAX_RING_SLOTS: Final = 64
-"""Slots whose barriers fit the reserved bytes; 64 of the smallest useful chunk outlast any stall."""
+"""Most ring slots: their barriers fit into the reserved bytes, and 64 of the smallest useful chunk outlast any
+stall."""
 
 CHUNK_BYTES: Final = (32768, 16384, 8192, 4096)
-"""Bytes of one bulk copy, in order of preference where the config names none."""
+"""Sizes of a bulk copy in bytes, in order of preference, for a config that names none."""
 
 INFLIGHT_BYTES: Final = 96 * 1024
-"""Bytes that one SM has on their way from memory at once, where the config does not say. About 64 KiB saturate an H200;
-more only queue up, and everything else that goes to memory queues behind them."""
+"""Bytes in flight from memory to one SM, for a config that names none. About 64 KiB saturate an H200. More would only
+queue up, and delay all other accesses to memory."""
 
 COPIES: Final = 2
-"""Chunks that the loader fills at once, where the config does not say. One alone is too slow: a thread needs about half
-a microsecond for a copy and what it waits for before it."""
+"""Chunks that the loader fills at once, for a config that names none. One is too slow: a thread needs about half a
+microsecond for a copy and the wait before it."""
 
 MAX_COPIES: Final = 8
 
 WARP: Final = 32
 
 MIN_WARPS: Final = 4
-"""One to stream, one to wait and to fetch tasks, and at least one each that multiplies and that does the rest."""
+"""Least warps of a block: the loader, the control warp, which waits and fetches tasks, and one each of the matrix and
+vector warps."""
 
 MAX_THREADS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class KernelVariant:
-    """Compile-time choices: block size, and the shared-memory ring that weights stream through."""
+    """Compile-time choices: block size, and the shared-memory ring of streamed weights."""
 
     sm_arch: int
     threads: int
     matrix_warps: int
     """Warps that multiply streamed weights."""
     chunk_warps: int
-    """How many of them share a chunk; those left over multiply nothing."""
+    """How many matrix warps share a chunk. Warps left over multiply nothing."""
     smem_bytes: int
     staged_bytes: int
     chunk_bytes: int
     ring_slots: int
     inflight_chunks: int
-    """Copies on their way at once, at most `ring_slots - chunk_groups`; the others of a full ring have landed."""
+    """Copies in flight at once, at most `ring_slots - chunk_groups`. The other chunks of a full ring have landed."""
     copies: int
     """Chunks that the loader fills at once."""
     prefetch_depth: int
     data_hand_offs: bool
-    """Readers wait for activations themselves where they can, not for counters."""
+    """Whether readers wait for activations themselves where they can, and not for counters."""
     x_slices: int = 1
-    """Slices of K in which an input is multiplied, each as soon as it is there; 1 without `data_hand_offs`."""
+    """Slices of K in which an input is multiplied, each as soon as it arrives; 1 without `data_hand_offs`."""
     rows: int = 0
-    """Rows of every operand that is multiplied, for which there is a kernel; 0, any, where they differ."""
+    """Rows of all multiplied operands, for which a kernel is compiled; 0 (any number) where they differ."""
     formats: tuple[int, ...] = ()
-    """Numbers of the formats of quantised matrices (`Coding`) that there are products of."""
+    """Numbers of the formats (`Coding`) of quantised matrices in products."""
     ranked: bool = False
-    """It pushes to other GPUs and adds what they push."""
+    """Whether it pushes to other GPUs and adds what they push."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where a warp that waits for a slot could take the chunk before its own for it."""
+        """Raises ConfigError where a warp that waits for its slot's chunk could take the chunk before it for that."""
         if not 0 < self.inflight_chunks <= self.ring_slots - self.chunk_groups:
             raise ConfigError(
                 f"inflight_chunks={self.inflight_chunks} is not in 1..{self.ring_slots - self.chunk_groups}: "
@@ -87,31 +89,31 @@ class KernelVariant:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of weights that can wait in shared memory."""
+        """Bytes of weights that the ring holds."""
         return self.chunk_bytes * self.ring_slots
 
     @property
     def chunk_groups(self) -> int:
-        """Groups of matrix warps, among which chunks are dealt out in turn."""
+        """Groups of matrix warps. Chunks are dealt out to them in turn."""
         return chunk_groups(self.matrix_warps, self.chunk_warps, self.ring_slots)
 
     @property
     def vector_warps(self) -> int:
-        """Warps that do everything else."""
+        """Warps that do all other work."""
         return self.threads // WARP - 2 - self.matrix_warps
 
 
 def chunk_groups(matrix_warps: int, chunk_warps: int, ring_slots: int) -> int:
-    """As many groups of `chunk_warps` warps as there are, but no more than half of the ring's slots."""
+    """The number of groups of `chunk_warps` warps, at most half of the ring's slots."""
     return min(matrix_warps // chunk_warps, max(1, ring_slots // 2))
 
 
 def kernel_variant(
     config: ScheduleConfig, target: GpuTarget, staged: int, codings: Sequence[Coding] = ()
 ) -> KernelVariant:
-    """The variant that `config` asks for on `target`, with `staged` bytes of activations kept on chip, or the least.
-    The ring has room for chunks of the formats `codings`, whose codes are as many bytes as the config says.
+    """The variant that `config` asks for on `target`, with `staged` bytes of activations on chip, or the least size.
 
+    The ring has room for chunks of the formats `codings`, with as many bytes of codes as the config says.
     `smem_bytes_per_block = 0` takes all that the GPU lets a block opt into. Raises ConfigError on a broken bound.
     """
     limit = target.smem_bytes_per_block_optin
@@ -156,7 +158,7 @@ def kernel_variant(
 
 
 def _hand_off(config: ScheduleConfig) -> tuple[bool, int]:
-    """(whether by the data, slices of what is multiplied). Raises ConfigError."""
+    """(whether hand-offs go by the data, slices of an input). Raises ConfigError."""
     asked = config.tiling.get("hand_off", {})
     by_data, slices = asked.get("data", 0), asked.get("slices", 1)
     if by_data not in (0, 1):
@@ -164,14 +166,14 @@ def _hand_off(config: ScheduleConfig) -> tuple[bool, int]:
     if not 1 <= slices <= MAX_X_SLICES:
         raise ConfigError(f"tiling.hand_off.slices={slices} is not in 1..{MAX_X_SLICES}")
     if slices > 1 and not by_data:
-        raise ConfigError(f"tiling.hand_off.slices={slices} without data=1: a counter says nothing of a part")
+        raise ConfigError(f"tiling.hand_off.slices={slices} needs tiling.hand_off.data=1: a counter announces no part")
     return bool(by_data), slices
 
 
 def _warps(config: ScheduleConfig) -> tuple[int, int]:
     """(warps that multiply, warps that share a chunk). Raises ConfigError."""
     asked = config.tiling.get("warps", {})
-    warps = config.threads_per_block // WARP - 2  # beside the loader and the control warp
+    warps = config.threads_per_block // WARP - 2  # without the loader and the control warp
     matrix_warps = min(asked.get("matrix", -(-warps // 2)), warps - 1)
     if matrix_warps < 1:
         raise ConfigError(f"tiling.warps.matrix={matrix_warps} is not positive")
@@ -185,7 +187,7 @@ def _warps(config: ScheduleConfig) -> tuple[int, int]:
 def variant_of(program: MegakernelProgram) -> KernelVariant:
     """The variant of a program. Raises ConfigError where it has no target or an impossible config."""
     if program.target is None:
-        raise ConfigError("program: no target, so no kernel variant")
+        raise ConfigError("program: has no target, so no kernel variant")
     operands = _operands(program)
     config = program.config or ScheduleConfig()
     variant = kernel_variant(config, program.target, staged_bytes(operands), codings_of(operands))

@@ -1,1 +1,1 @@
-"""A campaign as people look at it: one page, and its pictures."""
+"""A campaign for people: one page and its pictures."""

@@ -1,4 +1,5 @@
-"""A picture of comparisons: each contestant's time as a bar, beside the times that its weights alone need."""
+"""A picture of comparisons: each contestant's time as a bar, with lines for the times that reading the weights
+takes."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ _TOP, _ROW, _BAR, _HEADING, _AXIS = 48.0, 30.0, 18.0, 26.0, 44.0
 
 
 def bars(title: str, comparisons: Sequence[Comparison]) -> str:
-    """One group of bars a comparison, on one axis that starts at 0; p10 to p90 is a line in each bar's end.
+    """One group of bars for each comparison, on one axis that starts at 0. A line at each bar's end spans p10 to p90.
 
-    Solid lines mark the weights' time at the rate that was measured, dashed ones at the datasheet's.
+    A solid line marks the weights' time at the measured rate, a dashed line their time at the datasheet's rate.
     """
     times = [entry.latency.p90_us for each in comparisons for entry in each.entries if entry.latency is not None]
     longest = max([*times, *(each.ceiling_us for each in comparisons)])

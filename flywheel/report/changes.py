@@ -1,4 +1,4 @@
-"""Which knobs mattered most, and what changing one of them cost beside the best."""
+"""Which knobs mattered most, and what changing one knob of the best schedule costs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from flywheel.search.knobs import Choice, Value
 from flywheel.search.space import Dimension
 
 Told = list[tuple[Choice, float]]
-"""Choices with their latencies in us."""
+"""Choices and their latencies in us."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Another value of a knob than the best's, that `trials` trials tried. Both costs are in us above the best's
-    latency; below 0 they were faster.
+    """A value of a knob that the best does not have and `trials` trials tried.
 
-    `alone_us` is that of the fastest trial which differs from the best in this knob and no other, None where there is
-    none; `least_us` that of the fastest trial with this value.
+    Both costs are in us above the best's latency, and below 0 where a trial was faster. `alone_us` is the cost of the
+    fastest trial that differs from the best in this knob alone; None where no trial does. `least_us` is the cost of the
+    fastest trial with this value.
     """
 
     knob: str
@@ -33,7 +33,7 @@ class Change:
 
 
 def told(knobs: Knobs, trials: Sequence[TrialRecord]) -> Told:
-    """The trials within the space that have a latency of the kind that compares."""
+    """The trials in the space with a latency of the kind that campaigns compare."""
     kind = compared(trials)
     return [
         (choice, record.objective_us)
@@ -43,8 +43,8 @@ def told(knobs: Knobs, trials: Sequence[TrialRecord]) -> Told:
 
 
 def by_weight(knobs: Knobs, known: Told) -> list[Dimension]:
-    """The knobs with more than one value, what mattered most first: by importance, and where that is not known, by how
-    far apart the fastest trials of their values are."""
+    """The knobs with several values, ordered by importance. Where importance is unknown, the order is by how far apart
+    the fastest trials of a knob's values are."""
     searched = [dimension for dimension in knobs.dimensions if len(dimension.values) > 1]
     if knobs.importances:
         return sorted(searched, key=lambda each: -knobs.importances.get(each.name, 0.0))
@@ -52,10 +52,10 @@ def by_weight(knobs: Knobs, known: Told) -> list[Dimension]:
 
 
 def changes(knobs: Knobs, trials: Sequence[TrialRecord], best: TrialRecord) -> list[Change]:
-    """A change for each value that was tried, in the order of `by_weight` and of the values; none where the best lies
-    outside the space.
+    """One change for each tried value, in the order of `by_weight` and of the values. Empty where the best is outside
+    the space.
 
-    The best's latency is that of the trial that tried it: a final measures again, at another time.
+    The best's latency is that of the trial that first tried it, not of a final, which measures at another time.
     """
     chosen = knobs.best
     if chosen is None or best.objective_us is None:

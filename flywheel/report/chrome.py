@@ -1,6 +1,6 @@
-"""Spans on SMs in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open: one track an SM.
+"""Spans on SMs in the Trace Event Format, one track an SM. ui.perfetto.dev and chrome://tracing open it.
 
-Source: "Trace Event Format" of the Chromium project; docs/vm.md says which of it is written.
+Source: "Trace Event Format" of the Chromium project. docs/vm.md lists the events that flywheel writes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PROCESS: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A task on a track: its span, in us, and `parts` (name, start, end) of it, in order and within it."""
+    """A task on a track: its span in us, and its `parts` (name, start, end), in order and within the span."""
 
     task: Task
     sm: int
@@ -31,13 +31,13 @@ class Slice:
 
 
 def predicted_slices(tasks: Iterable[Task], spans: Iterable[TaskSpan]) -> list[Slice]:
-    """A slice a span of `tasks`, without parts."""
+    """One slice for each span of `tasks`, without parts."""
     by_id = {task.id: task for task in tasks}
     return [Slice(by_id[span.task], span.sm, span.start_us, span.end_us) for span in spans]
 
 
 def measured_slices(trace: LaunchTrace) -> list[Slice]:
-    """A slice a task, waiting included, whose parts are its phases."""
+    """One slice for each task, waiting included. Its parts are the task's phases."""
     return [
         Slice(traced.task, traced.sm, traced.current_us, traced.done_us,
               tuple((phase.value, start, end) for phase, start, end in traced.phases))
@@ -46,10 +46,10 @@ def measured_slices(trace: LaunchTrace) -> list[Slice]:
 
 
 def chrome_trace(title: str, slices: Iterable[Slice], facts: Mapping[str, Any]) -> str:
-    """The JSON text of a trace: `title` names the process, `facts` are its metadata.
+    """The JSON text of a trace. `title` names the process, and `facts` are its metadata.
 
-    A slice is named after its operation, so that one has one colour, in chrome://tracing that of the pictures.
-    Parts lie within it, those that took no time are left out. Slices of one SM must not overlap.
+    A slice is named after its operation, so each operation has one colour; in chrome://tracing it is the pictures'
+    colour. Parts that took no time are left out. Slices of one SM must not overlap.
     """
     ordered = sorted(slices, key=lambda each: (each.start_us, each.sm, each.end_us))
     names = [_named(_PROCESS, 0, "process_name", name=title)]
@@ -63,7 +63,8 @@ def chrome_trace(title: str, slices: Iterable[Slice], facts: Mapping[str, Any]) 
 
 
 def _track(sm: int) -> int:
-    """Thread 0 is the idle one to those who read traces of operating systems."""
+    """The number of an SM's track. Viewers of operating-system traces take thread 0 for the idle thread, so it is not
+    used."""
     return sm + 1
 
 
@@ -88,7 +89,7 @@ def _events(each: Slice) -> list[dict[str, Any]]:
 
 
 def _complete(sm: int, name: str, category: str, start_us: float, end_us: float) -> dict[str, Any]:
-    """Times are whole nanoseconds, so that what lies within another slice still does as it was written."""
+    """A complete event. Times are rounded to whole nanoseconds, so that a nested event stays nested in the text."""
     start_ns, end_ns = round(start_us * 1e3), round(end_us * 1e3)
     return {"ph": "X", "pid": _PROCESS, "tid": _track(sm), "name": name, "cat": category, "ts": start_ns / 1e3,
             "dur": (end_ns - start_ns) / 1e3}  # fmt: skip

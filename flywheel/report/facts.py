@@ -1,4 +1,4 @@
-"""What a report shows, computed from a campaign's rows and this version's code."""
+"""The facts that a report shows, computed from a campaign's rows by this version's code."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from flywheel.store.campaign import Campaign
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """What a campaign searched: its dimensions, each trial's choice of them, and how much each mattered.
+    """What a campaign searched: its dimensions, each trial's choice, and how much each dimension mattered.
 
-    `choices` follow the trials, `best` is the best row's, all None outside the space; `importances` sum to 1, and are
-    empty with too few trials.
+    `choices` follow the trials, and `best` is the best row's choice; a choice is None outside the space. `importances`
+    sum to 1, and are empty with too few trials.
     """
 
     dimensions: tuple[Dimension, ...]
@@ -37,7 +37,7 @@ class Knobs:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The best trial's program as the cost model sees it. `predictor` is the model's version."""
+    """The best trial's program, timed by the cost model. `predictor` is the model's version."""
 
     program: MegakernelProgram
     spans: tuple[TaskSpan, ...]
@@ -47,8 +47,11 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that a report shows. `records` are all rows, `trials` those that are no finals; `tied` is what `best` cannot
-    be told from. Where `knobs` or `schedule` is None, `missing` says why."""
+    """All that a report shows.
+
+    `records` are all rows, and `trials` the rows that are no finals. `tied` are the rows that cannot be told from
+    `best`. Where `knobs` or `schedule` is None, `missing` says why.
+    """
 
     campaign: Campaign
     records: tuple[TrialRecord, ...]
@@ -61,9 +64,9 @@ class Facts:
 
 
 def gather(campaign: Campaign, records: Sequence[TrialRecord]) -> Facts:
-    """The facts of a campaign, `records` by number.
+    """The facts of a campaign, with `records` ordered by number.
 
-    A model that is gone, or a config that lowers to another program today, leaves a part out and raises nothing.
+    A part is left out, without an error, where the model is gone or a config lowers to another program today.
     """
     best, trials = best_of(records), tuple(trials_of(records))
     knobs, schedule, missing = None, None, None
@@ -85,7 +88,7 @@ def gather(campaign: Campaign, records: Sequence[TrialRecord]) -> Facts:
 
 
 def trial_knobs(campaign: Campaign, record: TrialRecord) -> dict[str, str]:
-    """A trial's knobs as text; none where the model is gone or the config lies outside the space."""
+    """A trial's knobs as text. Empty where the model is gone or the config is outside the space."""
     try:
         workload = make_workload(
             campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch, campaign.weights

@@ -1,4 +1,4 @@
-"""Pictures of a campaign's trials: their latencies one after the other, and what became of them."""
+"""Pictures of a campaign's trials: their latencies in order, and their outcomes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from flywheel.report.svg import Axis, dots, element, label, picture, polyline, s
 
 WIDTH: Final = 960.0
 MOST_TIMES: Final = 2.0
-"""What takes longer than so many times the best is drawn at the upper edge: one such trial would flatten all others."""
+"""A trial that takes longer than this many times the best is drawn at the upper edge. To scale, it would flatten the
+rest."""
 
 _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 384.0, 78.0, 940.0, 60.0, 324.0
 _LEGEND: Final = (18.0, 40.0)
-"""Where its two lines are."""
+"""Heights of its two lines."""
 
 Points = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a history shows: (trial, us) of each kind and of the finals, `failed` trials without a latency, and `above`
-    those that took more than `limit_us`."""
+    """The content of a history: (trial, us) of each kind and of the finals, the trials that `failed` to get a latency,
+    and the trials `above` `limit_us`."""
 
     measured: Points
     predicted: Points
@@ -37,12 +38,12 @@ class Shown:
 
     @property
     def above(self) -> Points:
-        """What does not fit between the edges."""
+        """The points above `limit_us`."""
         return [point for point in (*self.measured, *self.predicted, *self.finals) if point[1] > self.limit_us]
 
 
 def shown(records: Sequence[TrialRecord]) -> Shown | None:
-    """What the history of these rows shows; None where nothing has a latency."""
+    """The content of these rows' history; None where no row has a latency."""
     trials = trials_of(records)
     measured = [(r.trial, r.latency_us) for r in trials if r.latency_us is not None]
     predicted = [(r.trial, r.predicted_us) for r in trials if r.predicted_us is not None]
@@ -56,7 +57,8 @@ def shown(records: Sequence[TrialRecord]) -> Shown | None:
 
 
 def history(records: Sequence[TrialRecord]) -> str | None:
-    """Latencies of trials and finals, the best so far, and the weight floor; None where nothing has a latency."""
+    """A picture of the latencies of trials and finals, the best so far, and the weight floor; None where no row has a
+    latency."""
     what = shown(records)
     if what is None:
         return None
@@ -77,7 +79,7 @@ def history(records: Sequence[TrialRecord]) -> str | None:
 
 
 def outcomes(trials: Sequence[TrialRecord]) -> str:
-    """How many trials came to which end; finals are none."""
+    """A picture of how many trials had each outcome. Finals do not count."""
     counts = Counter(record.outcome for record in trials)
     ends = [name for name in OUTCOME_NAMES if counts[name]]
     most = max(counts.values(), default=1)
@@ -139,7 +141,7 @@ def _triangle(x: float, y: float) -> str:
 
 
 def _points(places: list[tuple[float, float]], kind: str) -> list[str]:
-    """Measured ones are full, predicted ones hollow."""
+    """Points of one kind: full where measured, hollow where predicted."""
     path = dots(places)
     size = 6.0 if len(places) <= 1000 else 3.0
     outer = element("path", d=path, stroke="currentColor", stroke_width=size, stroke_linecap="round", class_=kind)
@@ -149,14 +151,16 @@ def _points(places: list[tuple[float, float]], kind: str) -> list[str]:
 
 
 def _final(x: float, y: float) -> str:
-    """A program that was measured again: a diamond."""
+    """A diamond for a final, which measured a program again."""
     corners = f"M{x:.2f} {y:.2f}m0 -5l5 5l-5 5l-5 -5z"
     return element("path", d=corners, stroke="currentColor", stroke_width=1.6, class_="final paper")
 
 
 def _best(incumbents: list[TrialRecord], kind: str, across: Axis, up: Axis, limit_us: float) -> list[str]:
-    """The best so far as a staircase, and a mark with its numbers at each step of it. It enters at the upper edge where
-    it began above."""
+    """The best so far as a staircase, with a mark and its numbers at each step.
+
+    The staircase comes in from the upper edge where it began above it.
+    """
     stairs: list[tuple[float, float]] = []
     marks = []
     for record in incumbents:
@@ -178,7 +182,7 @@ def _best(incumbents: list[TrialRecord], kind: str, across: Axis, up: Axis, limi
 
 
 def _legend(what: Shown) -> list[str]:
-    """Of what is there; it takes a second line where the first is full."""
+    """The legend of the marks in the picture. It takes a second line where the first is full."""
     told = [("measured", f"measured: {len(what.measured):,} trials")] if what.measured else []
     told += [("predicted", f"predicted: {len(what.predicted):,} trials")] if what.predicted else []
     told += [("final", f"measured again in finals: {len(what.finals):,}")] if what.finals else []
@@ -198,7 +202,7 @@ def _legend(what: Shown) -> list[str]:
 
 
 def _sign(kind: str, x: float, y: float) -> str:
-    """The mark of a kind, beside its word."""
+    """A kind's mark, beside its word."""
     match kind:
         case "final":
             return _final(x, y)

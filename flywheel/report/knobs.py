@@ -1,4 +1,4 @@
-"""Pictures of the searched knobs: how much each mattered, and which values led where."""
+"""Pictures of the searched knobs: how much each mattered, and the latencies that values led to."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from flywheel.search.space import Dimension
 
 MOST_LINES: Final = 1000
 MOST_AXES: Final = 12
-"""More than these are not read."""
+"""Axes of one picture at most: readers cannot follow more."""
 RAMP: Final = ("f1", "f2", "f3", "f4", "f5")
-"""Classes, from the slowest fifth of the trials to the fastest."""
+"""Classes of lines, from the slowest fifth of the trials to the fastest."""
 
 _TOP, _BOTTOM, _LEFT = 96.0, 400.0, 40.0
 _CHARACTER: Final = 6.0
-"""Width of a small one, or a little more."""
+"""Width of a small character, rounded up."""
 
 
 def importance(knobs: Knobs) -> str | None:
-    """A bar a knob, the most important first; None where nothing is known."""
+    """A picture with a bar for each knob, ordered by importance; None where importance is unknown."""
     if not knobs.importances:
         return None
     parts = []
@@ -44,7 +44,7 @@ def importance(knobs: Knobs) -> str | None:
 
 
 def weighty(knobs: Knobs, trials: Sequence[TrialRecord]) -> tuple[list[Dimension], list[Dimension]]:
-    """The knobs that mattered most, in the order of their weight, and the others."""
+    """The knobs that mattered most, ordered by weight, and the other knobs."""
     ordered = by_weight(knobs, told(knobs, trials))
     return ordered[:MOST_AXES], ordered[MOST_AXES:]
 
@@ -52,8 +52,12 @@ def weighty(knobs: Knobs, trials: Sequence[TrialRecord]) -> tuple[list[Dimension
 def coordinates(
     knobs: Knobs, axes: Sequence[Dimension], trials: Sequence[TrialRecord], best: TrialRecord | None
 ) -> str | None:
-    """An axis a knob of `axes` and one of latency, a line a trial; the best in front. None where there is no line to
-    draw. A trial that takes more than MOST_TIMES the best ends at the upper edge."""
+    """A picture with an axis for each knob of `axes`, one for the latency, and a line for each trial, the best in
+    front.
+
+    None where there is no line to draw. The line of a trial that takes more than MOST_TIMES the best ends at the upper
+    edge.
+    """
     kind = compared(trials)
     ranked = sorted(
         (
@@ -104,7 +108,7 @@ def _height(dimension: Dimension, index: int) -> float:
 
 
 def _axis(dimension: Dimension, x: float, most: int) -> list[str]:
-    """An axis with its values, names of more than `most` characters cut short."""
+    """An axis with its values. Names are cut to `most` characters."""
     texts = [(str(value), _height(dimension, index) - 3) for index, value in enumerate(dimension.values)]
     values = [
         element("text", tip(text), words(text if len(text) <= most else text[: most - 1] + "…"), x=x + 3, y=y,

@@ -1,5 +1,4 @@
-"""A picture of one layer of a schedule on every SM, and where the SMs' time goes: as the cost model has it, or as it
-was measured."""
+"""A picture of one layer of a schedule on every SM, and the operations' shares of the time: predicted or measured."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from flywheel.report.palette import colour
 from flywheel.report.svg import Axis, boxes, element, label, picture, short
 
 BY_MODEL: Final = "by the cost model"
-"""Where the spans of a prediction come from."""
+"""Origin of predicted spans."""
 
 _LABEL: Final = re.compile(r"L(\d+)\.(.+)")
 _LEFT, _TOP, _SPACE = 54.0, 32.0, 420.0
@@ -25,20 +24,20 @@ _LONGEST: Final = 50
 
 
 class Timeline(Protocol):
-    """A program, and a span of each of its tasks: from when its counters were met until it signalled."""
+    """A program and a span for each task: from when the task's counters were met until it signalled."""
 
     @property
     def program(self) -> MegakernelProgram:
-        """What ran."""
+        """The program that ran."""
 
     @property
     def spans(self) -> Sequence[TaskSpan]:
-        """In any order."""
+        """The tasks' spans, in any order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One operation's tasks and their part of the time that all tasks take."""
+    """One operation's tasks, and their share of the time of all tasks."""
 
     operation: str
     tasks: int
@@ -46,7 +45,7 @@ class Share:
 
 
 def shares(timeline: Timeline) -> list[Share]:
-    """The operations of the whole step, layers together, those that take most time first."""
+    """The shares of all operations of the step, all layers together, ordered by time."""
     names = {task.id: operation(task.label) for task in timeline.program.tasks}
     counts: Counter[str] = Counter()
     times: dict[str, float] = {}
@@ -60,8 +59,10 @@ def shares(timeline: Timeline) -> list[Share]:
 
 
 def layer(timeline: Timeline, origin: str = BY_MODEL, place: str = "SM") -> str:
-    """The middle layer, an SM a row; the whole step where no task belongs to a layer. `origin` is said of the spans,
-    and `place` is what a row is."""
+    """A picture of the middle layer, one SM a row; of the whole step where no task belongs to a layer.
+
+    The title says the `origin` of the spans, and `place` names a row.
+    """
     labels = {task.id: task.label for task in timeline.program.tasks}
     numbers = sorted({int(found[1]) for text in labels.values() if (found := _LABEL.match(text))})
     chosen = numbers[len(numbers) // 2] if numbers else None
@@ -98,7 +99,7 @@ def operation(text: str) -> str:
 
 
 def _work(program: MegakernelProgram) -> str:
-    """What the program was lowered for, where it says so."""
+    """What the program was lowered for, as far as the program says."""
     model, gpu = program.meta.get("model"), program.meta.get("gpu")
     return f"{model} on {gpu}: " if model and gpu else ""
 
@@ -126,7 +127,7 @@ def _a(place: str) -> str:
 
 
 def _columns(names: list[str]) -> int:
-    """Of the legend: as many, up to four, as leave room for the longest name, whose letters take up to 8 pixels."""
+    """Columns of the legend: up to four, with room for the longest name at 8 pixels a letter."""
     return min(4, max(1, int((WIDTH - _LEFT) / (8 * min(_LONGEST, max(map(len, names))) + 24))))
 
 

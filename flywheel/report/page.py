@@ -1,4 +1,4 @@
-"""The report: one HTML page with nothing to fetch, and the same pictures as files."""
+"""The report: one HTML page that loads nothing else, and the same pictures as files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flywheel.report.layer import layer, shares
 from flywheel.report.svg import STYLE, element, standalone, words
 
 SHOWN: Final = 10
-"""Best trials, and reasons of failures, that the page lists."""
+"""How many best trials, and how many reasons of failures, the page lists."""
 
 _CSS: Final = (
     ":root{color-scheme:light dark;--ink:#1d2733;--paper:#fff;--faint:#5b6875;--box:#f4f6f8}"
@@ -43,9 +43,10 @@ _COLUMNS: Final = (
 
 
 def page(facts: Facts, schedule_json: str | None, command: str) -> str:
-    """The whole page, the same bytes for the same facts. `command` is the line that runs the campaign again.
+    """The whole page. The same facts give the same bytes.
 
-    `schedule_json` is the best trial's exported schedule, None where no trial has a latency.
+    `command` is the line that runs the campaign again. `schedule_json` is the best trial's exported schedule; None
+    where no trial has a latency.
     """
     title = f"{facts.campaign.name}: flywheel"
     body = [
@@ -98,7 +99,7 @@ def _head(facts: Facts) -> list[str]:
 
 
 def _certainty(best: TrialRecord, tied: Sequence[TrialRecord], records: Sequence[TrialRecord]) -> list[str]:
-    """How sure it is that a measured row is the best, and what disturbed its measurement."""
+    """How certain it is that a measured row is the best, and what disturbed its measurement."""
     said = []
     if best.source != "final":
         said.append("No final was held: these trials were measured at different times, so their order may be chance.")
@@ -174,7 +175,7 @@ def _knobs(facts: Facts) -> list[str]:
 
 
 def _coordinates(facts: Facts) -> dict[str, str]:
-    """The pictures of knobs and latency by name: of the knobs that mattered most, and of the others."""
+    """The pictures of knobs and latency, by name: one of the knobs that mattered most, and one of the others."""
     if facts.knobs is None:
         return {}
     names = ("coordinates", "coordinates_rest")

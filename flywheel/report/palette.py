@@ -1,7 +1,7 @@
-"""One colour an operation, in every picture and in trace files, and one a kind of row.
+"""One colour for each operation, in every picture and trace file, and one for each kind of row.
 
-Source of the operations' colours: the reserved names of Catapult's trace viewer (tracing/base/color_scheme.html), the
-only ones that a trace file can ask chrome://tracing for. ui.perfetto.dev takes none: it colours slices by their names.
+Source: the operations' colours are the reserved names of Catapult's trace viewer (tracing/base/color_scheme.html), the
+only colours that a trace file can ask chrome://tracing for. ui.perfetto.dev takes none, and colours slices by name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESERVED: Final = {
     "generic_work": "#7d7d7d",
     "olive": "#646400",
 }
-"""Colours by the name that a trace file gives."""
+"""Name in a trace file -> colour."""
 
 _OPERATIONS: Final = {
     "q_proj": "rail_response",
@@ -50,15 +50,15 @@ _FAMILIES: Final = {
     "append": "thread_state_uninterruptible",
     "add": "generic_work",
 }
-"""By what an operation's name ends in: `q_norm` and `final_norm` look alike."""
+"""Last word of an operation's name -> its colour's name, so that `q_norm` and `final_norm` look alike."""
 
 
 def reserved(operation: str) -> str:
-    """The name of an operation's colour in a trace file; of one that flywheel does not know, always the same."""
+    """The name of an operation's colour in a trace file. An unknown operation's depends on its name."""
     known = _OPERATIONS.get(operation) or _FAMILIES.get(operation.rpartition("_")[2])
     return known or list(RESERVED)[crc32(operation.encode(errors="surrogatepass")) % len(RESERVED)]
 
 
 def colour(operation: str) -> str:
-    """An operation's colour in a picture."""
+    """An operation's colour in pictures."""
     return RESERVED[reserved(operation)]

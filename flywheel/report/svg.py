@@ -20,14 +20,15 @@ STYLE: Final = (
     ".predicted{color:#86aee8}.measured{color:#f08a4b}.floor{color:#f2698a}.final{color:#f9c09b}"
     ".bar{color:#5b9bd1}.f1{color:#27313b}.f2{color:#34506b}.f3{color:#427aa8}.f4{color:#6aabdd}.f5{color:#b5dbf9}}"
 )
-"""Looks of every picture, in the light and, where the reader's system is dark, in the dark; a page says it once.
+"""The style of every picture, in light and in dark mode. A page contains it once.
 
-Kinds of rows have a class each, whose `color` their marks draw with: predicted and measured never share one.
+Each kind of row has a class whose `color` its marks use. Predicted and measured never share a colour.
 """
 
 
 def element(name: str, /, *children: str, **attributes: float | str | None) -> str:
-    """`<name ...>children</name>`: attributes are escaped and None is left out, children are markup already.
+    """The text of `<name ...>children</name>`. Attributes are escaped, and left out if None. Children are markup
+    already.
 
     `class_` stands for class, and other underscores for hyphens.
     """
@@ -40,7 +41,7 @@ def element(name: str, /, *children: str, **attributes: float | str | None) -> s
 
 
 def words(text: str) -> str:
-    """Text of strangers as markup: escaped, and without the control characters that XML cannot hold."""
+    """Any text as markup: escaped, and without the control characters that XML cannot hold."""
     return escape("".join(char if char.isprintable() else repr(char)[1:-1] for char in text))
 
 
@@ -50,12 +51,12 @@ def label(x: float, y: float, text: str, class_: str | None = None, **attributes
 
 
 def tip(text: str) -> str:
-    """What shows under the pointer; the first child of its element."""
+    """A tooltip. It must be the first child of its element."""
     return element("title", words(text))
 
 
 def picture(width: float, height: float, title: str, parts: Iterable[str]) -> str:
-    """A whole picture, for a page or as a file."""
+    """A whole picture, for a page or for `standalone`."""
     return element(
         "svg", element("title", words(title)), *parts, xmlns="http://www.w3.org/2000/svg", role="img",
         viewBox=f"0 0 {_number(width)} {_number(height)}", width=width, height=height,
@@ -63,7 +64,7 @@ def picture(width: float, height: float, title: str, parts: Iterable[str]) -> st
 
 
 def standalone(drawing: str) -> str:
-    """A picture as a file of its own, with the paper that it is on."""
+    """A picture as a file, with its background."""
     head, _, rest = drawing.partition(">")
     back = element("rect", width="100%", height="100%", class_="paper")
     return f"{head}>{element('style', STYLE)}{back}{rest}\n"
@@ -75,7 +76,7 @@ def polyline(points: Iterable[tuple[float, float]]) -> str:
 
 
 def dots(points: Iterable[tuple[float, float]]) -> str:
-    """The `d` of a path that, stroked with round caps, is a dot at each point."""
+    """The `d` of a path that draws a dot at each point when it is stroked with round caps."""
     return "".join(f"M{_number(x)} {_number(y)}h0" for x, y in points)
 
 
@@ -89,7 +90,8 @@ def boxes(rectangles: Iterable[tuple[float, float, float, float]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Maps low..high to start..end pixels, linearly or, where `log`, by ratio; low < high, and 0 < low if `log`."""
+    """Maps low..high to start..end pixels, linearly, or logarithmically with `log`; low < high, and 0 < low with
+    `log`."""
 
     low: float
     high: float
@@ -106,7 +108,7 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, most: int = 6) -> list[float]:
-        """At most about so many round values within the axis; 1, 2 or 5 times powers of ten apart."""
+        """About `most` round values within the axis, 1, 2 or 5 times a power of ten apart."""
         if self.log and self.high / self.low > 20:
             powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
             rounds = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
@@ -119,12 +121,12 @@ class Axis:
 
 
 def short(value: float) -> str:
-    """A tick's number: no more digits than it needs."""
+    """A tick's number, with no more digits than it needs."""
     return f"{value:,.0f}" if value == round(value) else f"{value:,.6g}"
 
 
 def _number(value: float) -> str:
     if not isfinite(value):
-        raise ValueError(f"{value} is no place in a picture")
+        raise ValueError(f"{value} is not finite, so it has no place in a picture")
     text = f"{value:.2f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text

@@ -1,4 +1,4 @@
-"""A traced launch by operation: what its time was spent on, and what its hand-offs cost."""
+"""A traced launch by operation: how its time was spent, and what its hand-offs cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flywheel.vm.gpu.trace import HandOff, LaunchTrace, Phase, TracedTask, hand_
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A traced launch as what `layer` draws and `shares` counts: spans without their waiting."""
+    """A traced launch as a Timeline, for `layer` and `shares`. Its spans leave out the waiting."""
 
     program: MegakernelProgram
     spans: tuple[TaskSpan, ...]
@@ -25,9 +25,9 @@ class OperationTimes:
     """One operation, all layers together. `bytes` are those of weights, constants and KV caches, as the lowerer counts
     them at the last position of the context.
 
-    `sm_us` is what a mean SM spends in it, waiting included; `phases_us` divides that, all of Phase in order.
-    `busy_us` is the time in which any SM is between start and store of such a task. Bytes over it are `gbs`: more than
-    memory gives where weights had been read ahead, None without bytes or time.
+    `sm_us` is the time of a mean SM in the operation, waiting included; `phases_us` divides it by Phase, in order.
+    `busy_us` is the time in which at least one SM is between start and store of such a task. `gbs` is bytes over it, or
+    None without bytes or time. It exceeds the memory's rate where weights were read ahead.
     """
 
     operation: str
@@ -43,17 +43,17 @@ class OperationTimes:
         return self.bytes / self.busy_us / 1e3 if self.bytes and self.busy_us else None
 
     def share(self, phase: Phase) -> float:
-        """Of the operation's time."""
+        """A phase's share of the operation's time."""
         return self.phases_us[phase] / self.sm_us if self.sm_us else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class HandOffTimes:
-    """The hand-offs to one operation, all layers together: `after` are the operations that signal its counters.
+    """The hand-offs to one operation, all layers together. `after` are the operations that signal its counters.
 
-    `waited` of its `tasks` were there before the last signal. Of those: `median_us` and `max_us` are from that signal
-    to the start, None where there are none; `sm_held_us` and `sm_hand_off_us` are what a mean SM spends until the last
-    signal and from it on.
+    `waited` of its `tasks` had arrived before the last signal. Their `median_us` and `max_us` are from that signal to
+    the start; None where no task waited. `sm_held_us` and `sm_hand_off_us` are the time of a mean SM before the last
+    signal and after it.
     """
 
     operation: str
@@ -75,18 +75,18 @@ def measured(program: MegakernelProgram, trace: LaunchTrace) -> Measured:
 
 
 def operation_times(trace: LaunchTrace) -> list[OperationTimes]:
-    """Those that take most time first."""
+    """The operations' times, longest first."""
     found = [_times(name, tasks, trace.sms) for name, tasks in _by_operation(trace.tasks).items()]
     return sorted(found, key=lambda each: (-each.sm_us, each.operation))
 
 
 def idle_us(trace: LaunchTrace) -> float:
-    """What a mean SM spends outside of tasks, from the first stamp of the launch to the last."""
+    """The time of a mean SM outside of tasks, from the launch's first stamp to its last."""
     return trace.span_us - sum(each.done_us - each.current_us for each in trace.tasks) / trace.sms
 
 
 def hand_off_times(trace: LaunchTrace) -> list[HandOffTimes]:
-    """In the order in which the operations come in the program."""
+    """The hand-offs, in the order of the program's operations."""
     names: dict[int, dict[str, None]] = {}
     for traced in sorted(trace.tasks, key=lambda traced: traced.task.id):
         names.setdefault(traced.task.out_counter, {})[operation(traced.task.label)] = None

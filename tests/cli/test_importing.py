@@ -182,7 +182,7 @@ def test_a_corpus_has_the_schedules_that_rows_name(run: Run) -> None:
     ("text", "options", "message"),
     [
         ("a\tb\n1\t2\n", WORK, "no table of flywheel's or AutoMegaKernel's trials"),
-        ("", WORK, "neither flywheel's nor"),
+        ("", WORK, "is no table of flywheel's or AutoMegaKernel's trials"),
         (AMK, WORK, "no row has a schedule"),
         (foreign(1), (), "--model"),
         ('{"format": "other"}', WORK, "is not a flywheel-schedule file"),

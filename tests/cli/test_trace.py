@@ -113,7 +113,7 @@ def test_a_campaign_gives_its_best_schedule(run: Run, traced: list[Any], store: 
     document = json.loads(result.stdout)
     assert (document["model"], document["program_id"]) == (best["model"], best["program_id"])
     assert f"small, trial {best['provenance']['trial']}: predicted" in result.stderr
-    assert "to another program" not in result.stderr
+    assert "not the schedule's program" not in result.stderr
     changed = run("trace", "--campaign", "small", "--store", store, "--context", 64)
     assert f"not the schedule's program {best['program_id']}" in changed.stderr
     unknown = run("trace", "--campaign", "smll", "--store", store)

@@ -1,4 +1,4 @@
-"""From groups of operations to tile sets; one file a family."""
+"""From groups of operations to tile sets, one file for each family of operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXCHANGES = (InstructionKind.ALLREDUCE_SHARD, InstructionKind.COPY)
 
 
 def emit_block(scope: Scope, groups: Sequence[Group]) -> list[TileSet]:
-    """Tile sets of one block in execution order. Raises ConfigError where sizes and fusions contradict each other."""
+    """Tile sets of one block, in execution order. Raises ConfigError where sizes and fusions contradict each other."""
     sets: list[TileSet] = []
     merging = any(group.merges for group in groups)
     left: list[str] = []

@@ -20,12 +20,12 @@ from flywheel.models.graph import Op, quantised_names
 _K = InstructionKind
 
 _NEW: Final = "partial.new"
-"""Of the row that a launch appends."""
+"""The partial of the row that the launch appends."""
 
 _OUT: Final = "o_proj.w"
 
 def emit_attention(scope: Scope, group: Group) -> list[TileSet]:
-    """Tile sets of a group around the appends, the attention, or both; one task a KV head (and KV block)."""
+    """Tile sets of a group with appends, the attention, or both: one task for each head (and KV block)."""
     ops = {op.name: op for op in group.ops}
     appends = [op for op in group.ops if op.kind is _K.KV_APPEND]
     if "attention" not in ops:
@@ -33,14 +33,14 @@ def emit_attention(scope: Scope, group: Group) -> list[TileSet]:
     if not appends:
         return _emit_attend(scope, ops)
     past = _emit_past(scope, ops) if len(scope.tiling.kv_blocks()) > 1 else []
-    # The past first, so that it finds no writer of its caches to wait for.
+    # The tasks of the past come first, so that no earlier set writes the caches, and they wait for none.
     return [*past, *(_append_and_attend(scope, ops, head) for head in _heads(scope))]
 
 
 def partial_names(scope: Scope, group: Group) -> list[str]:
-    """Partials that the attention of a group leaves: none where one block covers the context.
+    """Names of the partials that a group's attention writes: none where one block covers the context.
 
-    Where it appends too, one of each block's past rows and one of the new row.
+    A group with appends has one partial for each block's past rows, and one for the new row.
     """
     blocks = len(scope.tiling.kv_blocks())
     if blocks == 1:
@@ -51,7 +51,7 @@ def partial_names(scope: Scope, group: Group) -> list[str]:
 
 
 def emit_combine(scope: Scope, parts: Sequence[str], limit: int) -> tuple[list[TileSet], list[str]]:
-    """A tree of merges until `limit` partials are left, or with limit 1 until `attn` is written; what is left."""
+    """A tree of merges, and the partials that it leaves: at most `limit`, or with limit 1 `attn` alone."""
     sets: list[TileSet] = []
     names, level = list(parts), 0
     while len(names) > limit:
@@ -66,7 +66,7 @@ def emit_combine(scope: Scope, parts: Sequence[str], limit: int) -> tuple[list[T
 
 
 def merge_limit(scope: Scope) -> int:
-    """Partials that the output projection can merge: its weight's tensors and the residual are operands, too."""
+    """How many partials the output projection can merge. Its weight's tensors and the residual are operands, too."""
     weight = scope.tensor(_OUT)
     tensors = 1 if weight.format is None else len(quantised_names(_OUT, weight.format))
     return ABI_MAX_INPUTS - tensors - 1
@@ -93,7 +93,7 @@ def _emit_merge(scope: Scope, parts: Sequence[str], output: str, stage: str, hea
 
 
 def _emit_append(scope: Scope, ops: dict[str, Op], appends: Sequence[Op]) -> list[TileSet]:
-    """One task a KV head: for one side, or with both appends (and the key's norm and rope) in it."""
+    """One task for each head, with one append or with both, and with the key's norm and rope if they are fused."""
     graph = scope.graph
     name = appends[0].name if len(appends) == 1 else "kv_append"
     pos = appends[0].params["pos"]
@@ -122,7 +122,7 @@ def _emit_append(scope: Scope, ops: dict[str, Op], appends: Sequence[Op]) -> lis
 
 
 def _emit_attend(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
-    """One task a KV head and block, over all rows of the block up to the new one."""
+    """One task for each head and block, over all rows of the block up to the new one."""
     blocks = scope.tiling.kv_blocks()
     windows = [{"kv_start": start, "kv_len": length} for start, length in blocks]
     names = [_block_name(block) for block in range(len(blocks))] if len(blocks) > 1 else [ops["attention"].output]
@@ -130,7 +130,7 @@ def _emit_attend(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
 
 
 def _emit_past(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
-    """The same over the rows before the new one."""
+    """One task for each head and block, over the rows before the new one."""
     pos = ops["k_append"].params["pos"]
     windows = [
         {"kv_start": start, "kv_len": length, "kv_rows": KvRows.PAST.value, "pos": pos}
@@ -142,7 +142,7 @@ def _emit_past(scope: Scope, ops: dict[str, Op]) -> list[TileSet]:
 def _emit_windows(
     scope: Scope, ops: dict[str, Op], windows: Sequence[dict[str, int]], outputs: Sequence[str]
 ) -> list[TileSet]:
-    """One task a KV head and window; those of one output share its counter."""
+    """One task for each head and window. Tasks of one output share its counter."""
     graph, attention = scope.graph, ops["attention"]
     recipes = [_attend_recipe(scope, ops, head, outputs[0]) for head in _heads(scope)]
     sets = []
@@ -177,7 +177,7 @@ def _block_name(block: int) -> str:
 
 
 def _past_blocks(scope: Scope) -> list[tuple[int, int]]:
-    """The KV blocks without the last position; a block of nothing else is gone."""
+    """The KV blocks without the last position. A block of that position alone is left out."""
     last = scope.graph.context - 1
     return [(start, min(length, last - start)) for start, length in scope.tiling.kv_blocks() if start < last]
 
@@ -185,14 +185,15 @@ def _past_blocks(scope: Scope) -> list[tuple[int, int]]:
 def _attend_recipe(
     scope: Scope, ops: dict[str, Op], head: int, output: str
 ) -> tuple[dict[str, object], tuple[str, ...], int]:
-    """Recipe of one KV head's tiles, which differ by their windows alone, its operands and its columns."""
+    """The recipe of one head's tiles, its operands and its columns. The tiles differ in their windows alone."""
     builder = RecipeBuilder()
     width = _attend(scope, builder, ops, head, output, _own_position(scope, builder, ops, head))
     return builder.build(), tuple(builder.inputs), width
 
 
 def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
-    """One KV head's appends and attention: over the whole context, or where that has blocks, over the new row."""
+    """One head's appends and attention: over the new row if the context has several blocks, else over the whole
+    context."""
     graph, attention = scope.graph, ops["attention"]
     pos = ops["k_append"].params["pos"]
     whole = len(scope.tiling.kv_blocks()) == 1
@@ -200,7 +201,7 @@ def _append_and_attend(scope: Scope, ops: dict[str, Op], head: int) -> TileSet:
     builder = RecipeBuilder()
     made = _own_position(scope, builder, ops, head)
     if "q_norm" in ops:
-        # First, so that nothing comes between the key's rope and the attention but what belongs to the new row.
+        # First, so that only steps of the new row stand between the key's rope and the attention.
         name = ops["q_norm"].output
         made[name] = _head_value(scope, builder, ops, name, head, graph.group * graph.head_dim, made)
     for index, name in enumerate(("k_append", "v_append")):
@@ -232,9 +233,10 @@ def _attend(
     output: str,
     made: Mapping[str, Arg] = MappingProxyType({}),
 ) -> int:
-    """Append the attention step of one KV head; columns of `output` that it writes, a partial's if it is one.
+    """Append one head's attention step to the recipe. The result is the columns of `output` that it writes, which may
+    be a partial.
 
-    `made` are values of that head which the recipe has already.
+    `made` are the head's values that the recipe already has.
     """
     graph, attention = scope.graph, ops["attention"]
     query = _head_value(scope, builder, ops, attention.inputs[0], head, graph.group * graph.head_dim, made)
@@ -255,7 +257,7 @@ def _head_value(
     width: int,
     made: Mapping[str, Arg] = MappingProxyType({}),
 ) -> Arg:
-    """The arg that holds one KV head's `width` columns of `name`, computed in the recipe where a fused op makes it."""
+    """The arg with one head's `width` columns of `name`. If a fused operation makes `name`, the recipe computes it."""
     if name in made:
         return made[name]
     maker = next((op for op in ops.values() if op.output == name), None)
@@ -267,7 +269,7 @@ def _head_value(
 
 
 def _own_position(scope: Scope, builder: RecipeBuilder, ops: Mapping[str, Op], head: int) -> dict[str, Arg]:
-    """The position of a head's sequence, for the recipe's ROPEs; nothing where there is none, or a single sequence."""
+    """The position of a head's sequence, for the recipe's ROPEs. Empty where there is none, or a single sequence."""
     turning = [op.inputs[1] for op in ops.values() if op.kind is _K.ROPE]
     if scope.graph.batch == 1 or not turning:
         return {}
@@ -298,6 +300,6 @@ def _caches(scope: Scope, attention: Op, head: int) -> tuple[str, ...]:
 
 
 def _attend_cost(scope: Scope, length: int) -> tuple[int, int]:
-    """Bytes of K and V that a tile streams, and its floating-point operations."""
+    """(bytes of K and V that a tile streams, its floating-point operations)."""
     graph = scope.graph
     return 2 * graph.dtype.nbytes(length * graph.head_dim), 4 * graph.group * graph.head_dim * length

@@ -1,4 +1,4 @@
-"""What GPUs exchange: each pushes its columns to all others; summands are added where they arrive."""
+"""Exchanges between GPUs: each GPU pushes its columns to all others, and adds summands where they arrive."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from flywheel.models.graph import Op
 _K = InstructionKind
 
 _MAKERS: Final = {"attn_sum": "o_proj", "mlp_sum": "down_proj", "logits_share": "lm_head"}
-"""The product whose tiles an exchange has."""
+"""Operation of an exchange -> the product whose tiles it has."""
 
 
 def emit_exchange(scope: Scope, op: Op) -> list[TileSet]:
-    """The pushes of a GPU's columns, those of one tile of the product in a task, to each other GPU; and where they are
-    summands, the tasks that add so many columns of all."""
+    """The pushes of a GPU's columns to each other GPU, one product tile's columns in a task.
+
+    If the columns are summands, also the tasks that add all GPUs' summands.
+    """
     adds = op.kind is _K.ALLREDUCE_SHARD
     own = op.inputs[scope.rank] if adds else op.inputs[0]
     pushed = _tiles(scope, op, own)
@@ -34,7 +36,7 @@ def emit_exchange(scope: Scope, op: Op) -> list[TileSet]:
 
 
 def _tiles(scope: Scope, op: Op, pushed: str | None) -> Tiles:
-    """Tiles that copy their columns of `pushed`, or that add them of all inputs."""
+    """Tiles that copy their columns of `pushed`; for None, tiles that add their columns of all inputs."""
     batch = scope.graph.batch
     first, stop = op.rows or (0, scope.tensor(op.inputs[0]).width)
     own = {} if batch == 1 else {"M_tile": batch}

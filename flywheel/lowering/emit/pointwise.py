@@ -1,4 +1,4 @@
-"""Operations over all rows of an activation, each a single task; the choice of tokens is one a row."""
+"""Operations over all rows of an activation, one task each. The choice of tokens has one task a row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RECIPE_ONLY = RECIPE_PARAM_FIELDS.keys() - PARAM_FIELDS.keys()
 
 
 def emit_single(scope: Scope, op: Op) -> list[TileSet]:
-    """One task; a recipe of one step where a param does not reach the device otherwise (RoPE scaling)."""
+    """One task. It is a recipe of one step where a plain opcode cannot carry a param (RoPE scaling)."""
     if op.kind is InstructionKind.SAMPLE_ARGMAX and scope.graph.batch > 1:
         return _emit_argmax(scope, op)
     output = scope.tensor(op.output)
@@ -29,7 +29,7 @@ def emit_single(scope: Scope, op: Op) -> list[TileSet]:
 
 
 def _emit_argmax(scope: Scope, op: Op) -> list[TileSet]:
-    """One task a row: each reads a whole vocabulary, which takes an SM as long as a tile of weights."""
+    """One task a row. Each reads a whole vocabulary, which takes an SM as long as a tile of weights."""
     (name,), width = op.inputs, scope.tensor(op.inputs[0]).width
     sets = []
     for row in range(scope.graph.batch):

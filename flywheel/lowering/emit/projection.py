@@ -1,5 +1,5 @@
-"""Products of weights with the rows of an activation: plain tiles, or with a norm, a merge of partials, SwiGLU or the
-residual fused in."""
+"""Products of weights with an activation's rows: plain tiles, or fused with a norm, a merge of partials, SwiGLU or the
+residual."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _K = InstructionKind
 
 
 def emit_projection(scope: Scope, group: Group, partials: Sequence[str] = ()) -> list[TileSet]:
-    """Tile sets of a group around GEMVs; `partials` are merged into the input of the (only) GEMV.
+    """Tile sets of a group with GEMVs. `partials` are merged into the input of its only GEMV.
 
-    Sibling GEMVs that nothing joins (q, k, v) become one set each, all repeating what comes before them.
+    Sibling GEMVs that nothing joins (q, k, v) become one set each. Each set repeats the operations before them.
     """
     anchors = [op for op in group.ops if op.kind is _K.GEMV_TILE]
     first, last = group.ops.index(anchors[0]), group.ops.index(anchors[-1])
@@ -97,7 +97,7 @@ def _recipe(
 
 
 def _weights(scope: Scope, builder: RecipeBuilder, op: Op, rows: int) -> list[Arg]:
-    """The matrix of a product and its bias: whole, or of a quantised matrix the tile's rows and columns."""
+    """The args of a product's matrix and bias: whole, or of a quantised matrix the tile's rows and columns."""
     name, *bias = op.inputs[1:]
     tensor = scope.tensor(name)
     if tensor.format is None:
@@ -113,7 +113,7 @@ def _weights(scope: Scope, builder: RecipeBuilder, op: Op, rows: int) -> list[Ar
 
 
 def _tile_bytes(scope: Scope, op: Op, rows: int) -> int:
-    """Bytes of so many rows of a product's matrix."""
+    """Bytes of `rows` rows of a product's matrix."""
     tensor = scope.tensor(op.inputs[1])
     if tensor.format is None:
         return tensor.dtype.nbytes(rows * tensor.width)
@@ -133,5 +133,5 @@ def _matrix_op(batch: int) -> InstructionKind:
 
 
 def _over_rows(batch: int) -> dict[str, int]:
-    """Params of what takes its columns of each of several rows."""
+    """Params of an operation that takes its columns from each of several rows."""
     return {} if batch == 1 else {"M_tile": batch}

@@ -97,7 +97,7 @@ def test_an_exchange_of_what_is_no_float_is_refused() -> None:
     program = PROGRAM
     for number in (1, 11):
         program = with_buffer(program, number, dtype=DType.I32)
-    with pytest.raises(InvalidProgramError, match=r"is I32; the kernel exchanges floats"):
+    with pytest.raises(InvalidProgramError, match=r"is I32, and the kernel exchanges floats"):
         pack_ranks(program)
 
 

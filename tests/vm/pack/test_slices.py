@@ -258,7 +258,7 @@ def test_nothing_is_cut_to_be_early_where_that_gains_nothing(pages: str, cut: bo
 
 @pytest.mark.parametrize(("asked", "why"), [
     ({"data": 1, "slices": 5}, "slices=5 is not in 1..4"), ({"data": 1, "slices": 0}, "slices=0 is not in 1..4"),
-    ({"slices": 2}, "slices=2 without data=1"),
+    ({"slices": 2}, "slices=2 needs tiling.hand_off.data=1"),
 ])  # fmt: skip
 def test_slices_that_cannot_be_are_named(asked: dict[str, int], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
