@@ -1,4 +1,4 @@
-"""The megakernel IR: what a program is. Everything public is importable from here."""
+"""The megakernel IR, which defines a program. Everything public can be imported from here."""
 
 from flywheel.ir.config import ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.ir.dag import dependency_edges, topological_order

@@ -1,12 +1,15 @@
-"""Which columns of which buffers a task touches. Source: docs/ir.md, "Regions".
+"""The columns of each buffer that a task reads and writes. Source: docs/ir.md, "Regions".
 
-A region is a half-open range of columns: of the elements of a row for a matrix tile, of the flattened elements for
-anything else, which is the same where the output has one row. A task with `n_off` and `N_tile` writes those columns of
-`outputs[0]`; every other write, and every KV cache, counts whole. A FUSED task with `M_tile` above 1 is a matrix tile
-over that many rows. A COPY, or a FUSED input that the recipe uses only through column-slicing COPY steps, is read in
-those columns alone; every other read, also a COPY of columns of several rows, counts whole. Where tiles write several
-rows of a buffer, only they have columns: everything else counts whole. Of a KV cache, a task with `kv_rows` PAST reads
-rows that an append at or behind its window does not touch.
+A region is a half-open range of columns. For a matrix tile it counts the elements of a row. For any other task it
+counts the flattened elements, which is the same where the output has one row.
+
+A task with `n_off` and `N_tile` writes those columns of `outputs[0]`. Every other write, and every KV cache, counts as
+a whole. A FUSED task with `M_tile` above 1 is a matrix tile over that many rows.
+
+Two kinds of reads count by columns: that of a COPY, and that of a FUSED input which the recipe uses only through
+column-slicing COPY steps. Every other read counts as a whole, and so does a COPY of columns of several rows. Where
+tiles write several rows of a buffer, only these tiles have columns, and all else counts as a whole. A task with
+`kv_rows` PAST does not read the rows of a KV cache that an append at or behind its window writes.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ from flywheel.ir.records import Buffer, Task
 Region = tuple[int, int]
 
 MATRIX_OPS: Final = TILES
-"""Ops that write columns whatever else their params are."""
+"""Ops that always write columns."""
 
 TILED_OPS: Final = MATRIX_OPS | {InstructionKind.FUSED}
-"""Ops that write the columns `n_off`..`n_off + N_tile` of outputs[0] where their params name them."""
+"""Ops that write the columns `n_off`..`n_off + N_tile` of outputs[0] if their params name them."""
 
 WHOLE: Final[Region] = (0, 1 << 62)
 """The region of an access that names no columns."""
@@ -35,17 +38,17 @@ _WINDOWS: Final = {
     op.name: [part is not None and part.start == "kv_start" for part in (each.part for each in row.inputs)]
     for op, row in OPERATIONS.items()
 }
-"""By operation, of each operand: whether its rows are those of the window that `kv_start` begins."""
+"""Operation -> for each operand, whether its rows are those of the window that `kv_start` begins."""
 
 
 def tile(params: Mapping[str, Any]) -> Region | None:
-    """The columns that `n_off` and `N_tile` name, or None where they do not."""
+    """The columns that `n_off` and `N_tile` name; None where they name none."""
     start, width = params.get("n_off"), params.get("N_tile")
     return (start, start + width) if type(start) is int and type(width) is int else None
 
 
 def tile_rows(params: Mapping[str, Any]) -> int:
-    """Rows that a FUSED task's tile, or a COPY of columns, spans: `M_tile`, or 1."""
+    """Rows of a FUSED task's tile, or of a COPY of columns: `M_tile`, or 1."""
     rows: int = params.get("M_tile", 1) if tile(params) is not None else 1
     return rows
 
@@ -74,13 +77,15 @@ def read_regions(task: Task, operand: int) -> list[Region] | None:
 
 
 def appends_behind(writer: Task, reader: Task, operand: int) -> bool:
-    """Whether what `writer` writes of a KV cache, operand `operand` of `reader`, are rows behind all that the latter
-    reads, at whatever position the program stands."""
+    """Whether `writer` writes only rows of a KV cache behind all that `reader` reads, at any position of the program.
+
+    The cache is operand `operand` of `reader`.
+    """
     return writes_from(writer, reader.inputs[operand], past_rows_end(reader, operand))
 
 
 def writes_from(writer: Task, cache: int, end: int | None) -> bool:
-    """Whether what `writer` writes of a KV cache are rows from `end` on; never where that is None."""
+    """Whether all rows that `writer` writes of a KV cache are at `end` or behind it; False where `end` is None."""
     if end is None:
         return False
     row = first_row_written(writer, cache)
@@ -88,16 +93,16 @@ def writes_from(writer: Task, cache: int, end: int | None) -> bool:
 
 
 def first_row_written(writer: Task, cache: int) -> int | None:
-    """First row of a cache that the task may write; None where that may be any."""
+    """The first row of a cache that the task may write; None where it may be any row."""
     return _appended_row(writer, writer.outputs.index(cache))
 
 
 def multi_row_buffers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> dict[int, int | None]:
-    """Buffers that tiles write over more than one row, with the number of rows, None where tiles disagree.
+    """Buffers of which tiles write several rows -> the number of rows, or None where tiles disagree.
 
     Tasks must have passed the checks of operands and params.
     """
-    deep: dict[int, int] = {}  # most elements of a row where an input has several
+    deep: dict[int, int] = {}  # the longest row for which an input has several rows
     rows: dict[int, int | None] = {}
     gemv, gemm, fused = InstructionKind.GEMV_TILE, InstructionKind.GEMM_TILE, InstructionKind.FUSED
     for task in tasks:
@@ -124,7 +129,7 @@ def multi_row_buffers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> d
 
 
 def regions_united(columns: Iterable[Region]) -> list[Region]:
-    """The same elements by as few intervals as can be, in order."""
+    """The same elements as the fewest intervals, sorted."""
     united: list[Region] = []
     for start, end in sorted(columns):
         if united and start <= united[-1][1]:
@@ -135,7 +140,7 @@ def regions_united(columns: Iterable[Region]) -> list[Region]:
 
 
 def uncovered(columns: Sequence[Region], edge: int, stop: int) -> list[Region]:
-    """What sorted, disjoint `columns` leave of `edge`..`stop`."""
+    """The parts of `edge`..`stop` outside of sorted, disjoint `columns`."""
     gaps = []
     for start, end in columns:
         if end > edge and start < stop:
@@ -148,7 +153,7 @@ def uncovered(columns: Sequence[Region], edge: int, stop: int) -> list[Region]:
 
 
 def _copied(params: Mapping[str, Any]) -> Region | None:
-    """Columns that a COPY with `params` reads; None for all, and for those of several rows."""
+    """The columns that a COPY with `params` reads; None for all, and for columns of several rows."""
     return tile(params) if tile_rows(params) == 1 else None
 
 
@@ -157,9 +162,9 @@ def _inherited(task: Task) -> dict[str, Any]:
 
 
 def past_rows_end(task: Task, operand: int) -> int | None:
-    """Row before which a task with `kv_rows` PAST stops reading the operand; None where it may read any row of it.
+    """The row before which a task with `kv_rows` PAST stops reading the operand; None where it may read any row.
 
-    0 where its window is empty. At whatever position the program stands, that row is not behind it.
+    It is 0 for an empty window. At any position of the program, the task reads no row from there on.
     """
     params = task.params
     if params.get("kv_rows") != KvRows.PAST:
@@ -177,7 +182,7 @@ def past_rows_end(task: Task, operand: int) -> int | None:
 
 
 def _appended_row(task: Task, output: int) -> int | None:
-    """First row of a cache that the task may write as `outputs[output]`; None where that may be any."""
+    """The first row of a cache that the task may write as `outputs[output]`; None where it may be any row."""
     if task.op in APPENDS:
         pos: int = task.params["pos"]
         return pos

@@ -1,4 +1,4 @@
-"""What one GPU of several does, as a program of its own: to price, and to count what it reads."""
+"""The work of one GPU of several as a program of its own, to predict its time and count its reads."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _MATRICES: Final = frozenset(op.name for op in MATRIX_OPS)
 
 
 def alone(program: MegakernelProgram, rank: int) -> MegakernelProgram:
-    """The program of one GPU of a valid program: its tasks but for its pushes, which wait for nothing that others push.
+    """The program of one GPU of a valid program: its tasks without its pushes and without waits for others' pushes.
 
-    A matrix of which it multiplies some rows has so many, and its product too, so the program is not one to be run.
+    It is not a program to run. A matrix has only the rows that this GPU multiplies, and its product as many columns.
     Buffers and counters keep their ids; tasks are numbered anew.
     """
     tasks = program.tasks if isinstance(program.tasks, Runs) else _as_runs(program)
@@ -57,7 +57,7 @@ def alone(program: MegakernelProgram, rank: int) -> MegakernelProgram:
 
 
 def _as_runs(program: MegakernelProgram) -> Runs:
-    """Each task as a run."""
+    """The program's tasks, each as a run."""
     runs = [
         make_run(
             task.op, tuple(task.inputs), tuple(task.outputs), task.out_counter, tuple(task.waits), task.label,
@@ -69,7 +69,7 @@ def _as_runs(program: MegakernelProgram) -> Runs:
 
 
 def _waiting(runs: Sequence[Run]) -> list[Run]:
-    """The runs, whose waits are for what they signal themselves."""
+    """The runs, with waits only for counters that these runs signal."""
     signals = Counter[int]()
     for run in runs:
         signals[run.out_counter] += len(run.tiles)
@@ -81,7 +81,7 @@ def _waiting(runs: Sequence[Run]) -> list[Run]:
 
 
 def _made_here(runs: Sequence[Run], pushed: set[int]) -> list[Run]:
-    """The runs, whose summands of other GPUs are as many of their own: in the same bytes, there when that is."""
+    """The runs, with each summand from another GPU replaced by one of this GPU's, which has as many bytes."""
     found = []
     for run in runs:
         own = [number for number in run.inputs if number not in pushed]
@@ -91,7 +91,7 @@ def _made_here(runs: Sequence[Run], pushed: set[int]) -> list[Run]:
 
 
 def _sms(tasks: Runs, own: set[int], layers: Layers | None) -> array[int]:
-    """The SMs of the runs `own`, as often as they come."""
+    """The SMs of the runs `own`, once for each time that a run comes."""
     if layers is None:
         listed = list(range(len(tasks.runs)))
         runs: Sequence[Run] = tasks.runs
@@ -108,8 +108,8 @@ def _sms(tasks: Runs, own: set[int], layers: Layers | None) -> array[int]:
 
 
 def _trimmed(buffers: Sequence[Buffer], runs: Sequence[Run]) -> tuple[tuple[Buffer, ...], list[Run]]:
-    """(the buffers, of whose matrices those rows are there that runs multiply, and of their products as many columns;
-    the runs, whose columns begin with those)."""
+    """(the buffers, with only the rows of matrices that runs multiply and as many columns of the products; the runs,
+    with columns counted from the first of those rows)."""
     rows: dict[int, Region] = {}
     for run in runs:
         for stretch in stretches_of(run.tiles):
@@ -143,7 +143,7 @@ def _shifted(run: Run, start: int) -> Tiles:
 
 
 def _multiplied(run: Run, params: Mapping[str, Any]) -> list[int]:
-    """The matrices of which a task multiplies the rows that its columns name."""
+    """The matrices of which a task multiplies the rows named by its columns."""
     if run.op in MATRIX_OPS:
         return [run.inputs[1]]
     if run.op is not InstructionKind.FUSED:

@@ -1,7 +1,7 @@
-"""Happens-before where serial queues count: a step also comes after all that stand before it in its queue.
+"""Happens-before with serial queues: a step also comes after all steps before it in its queue.
 
-Vector clocks: of each step, how far along each queue is all that must be done before it starts. Exact for waits that
-are full joins.
+By vector clocks: for each step, how far each queue must be done before the step starts. The answer is exact for waits
+that are full joins.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from flywheel.ir.steps import Step
 
 
 class QueueClocks:
-    """The relation over `steps`, each of which has a queue.
+    """The relation over `steps`, each of which is in a queue.
 
-    `order` lists all positions, topologically by waits and queues; it is what `firing.fire(serial=True)` returns.
+    `order` lists all positions, topologically by waits and queues, as `firing.fire(serial=True)` returns them.
     """
 
     __slots__ = ("_clocks", "_place", "_queue")

@@ -1,4 +1,4 @@
-"""ScheduleConfig: one point of the search space, its JSON and its id. Source: docs/ir.md."""
+"""ScheduleConfig, one point of the search space: its fields, its JSON and its id. Source: docs/ir.md."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flywheel.ir.fields import read_dict, read_int, read_int_map, read_list, rea
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """What a search proposes; the lowerer turns it into a program, always the same one.
+    """A schedule that a search proposes. The lowerer always makes the same program of it.
 
-    `tiling` holds integers per archetype and, refining it, per operation: `{"gemv": {"N_tile": 32},
-    "gemv.down_proj": {"N_tile": 16}, "attention": {"kv_block": 128}, "stream": {"chunk_bytes": 32768}}`.
-    `pipelining_depth` is the number of instructions ahead whose weights are prefetched; 0 turns prefetch off.
+    `tiling` holds integers per archetype and, refining it, per operation: `{"gemv": {"N_tile": 32}, "gemv.down_proj":
+    {"N_tile": 16}, "attention": {"kv_block": 128}, "stream": {"chunk_bytes": 32768}}`. `pipelining_depth` is how many
+    instructions ahead weights are prefetched; 0 turns prefetch off.
     """
 
     tiling: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -30,13 +30,13 @@ class ScheduleConfig:
 
     @property
     def config_id(self) -> str:
-        """First 12 hex digits of the SHA-256 of the canonical JSON."""
+        """The first 12 hex digits of the canonical JSON's SHA-256."""
         canonical = json.dumps(config_to_dict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
 def config_to_dict(config: ScheduleConfig) -> dict[str, Any]:
-    """JSON-ready dict; an explicit `sm_assignment` gets string keys."""
+    """The config as a JSON-ready dict. An explicit `sm_assignment` gets string keys."""
     assignment = config.sm_assignment
     return {
         "tiling": {op: dict(tiles) for op, tiles in config.tiling.items()},
@@ -52,7 +52,7 @@ def config_to_dict(config: ScheduleConfig) -> dict[str, Any]:
 
 
 def config_from_dict(data: object) -> ScheduleConfig:
-    """Read a schedule config, dropping unknown fields; absent fields take their defaults. Raises IrFormatError."""
+    """Read a schedule config. Unknown fields are dropped, and absent ones take their defaults. Raises IrFormatError."""
     root = read_dict(data, "config")
     default = ScheduleConfig()
     tiling = {

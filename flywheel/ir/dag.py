@@ -1,4 +1,4 @@
-"""The task DAG that counters induce: every producer of a counter precedes every task that waits on it."""
+"""The task DAG that counters define: every producer of a counter precedes every task that waits on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def producers_by_counter(tasks: Sequence[Step]) -> dict[int, list[int]]:
 
 
 def dependency_edges(program: MegakernelProgram) -> set[tuple[int, int]]:
-    """(producer id, consumer id) pairs; quadratic in the width of a join, so meant for small programs and drawings."""
+    """(producer id, consumer id) pairs. Their number is quadratic in the width of a join, so use it for small
+    programs."""
     tasks = program.tasks
     producers = producers_by_counter(tasks)
     return {
@@ -33,7 +34,7 @@ def dependency_edges(program: MegakernelProgram) -> set[tuple[int, int]]:
 def list_order_is_topological(tasks: Sequence[Step], produced: dict[int, int]) -> bool:
     """Whether every counter that a task waits on is complete (`produced[counter]` increments) before its position."""
     left = dict(produced)
-    checked: dict[int, int] = {}  # id of a shared waits sequence -> known complete
+    checked: dict[int, int] = {}  # ids of shared waits sequences that are complete
     for task in tasks:
         waits = task.waits
         if waits and id(waits) not in checked:
@@ -46,9 +47,9 @@ def list_order_is_topological(tasks: Sequence[Step], produced: dict[int, int]) -
 
 
 def topological_positions(tasks: Sequence[Step]) -> Sequence[int]:
-    """Positions in an order that respects every wait, a `range` where the list is in such an order.
+    """Positions in an order that respects every wait; a `range` where the list is in such an order.
 
-    Tasks on or behind a cycle are missing from it.
+    Tasks on or behind a cycle are left out.
     """
     produced = Counter([task.out_counter for task in tasks])
     if list_order_is_topological(tasks, produced):
@@ -62,7 +63,7 @@ def topological_positions(tasks: Sequence[Step]) -> Sequence[int]:
 
 
 def topological_order(program: MegakernelProgram) -> list[int] | None:
-    """Task ids in an order that respects every wait, or None where there is none."""
+    """Task ids in an order that respects every wait; None where there is no such order."""
     order = topological_positions(program.tasks)
     if len(order) < len(program.tasks):
         return None

@@ -1,4 +1,4 @@
-"""Building frozen records by the hundred."""
+"""Make many frozen records fast."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ R = TypeVar("R")
 
 
 def maker(kind: Callable[P, R]) -> Callable[P, R]:
-    """What makes records of `kind`, a frozen dataclass with slots and nothing behind its __init__, in a fraction of the
-    time: a record is a draft with the same slots, which are assigned without a guard, until it is whole."""
+    """A fast constructor of `kind`, a frozen dataclass with slots whose __init__ only assigns its fields.
+
+    It fills a draft with the same slots by plain assignment, then turns the draft into the record.
+    """
     columns: list[Any] = [
         (each.name, Any, field(default=each.default, default_factory=each.default_factory))
         for each in fields(cast(Any, kind))

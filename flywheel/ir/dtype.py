@@ -20,11 +20,11 @@ class DType(IntEnum):
     U8 = 8
     BOOL = 9
 
-    __hash__ = int.__hash__  # members are keys in hot loops, and Enum hashes their names in Python
+    __hash__ = int.__hash__  # members are keys in hot loops; Enum's own hash is Python code
 
     @property
     def bits(self) -> int:
-        """Bits of one element; I4 is packed two a byte."""
+        """Bits of one element. Two I4 share a byte."""
         return _BITS[self]
 
     def nbytes(self, count: int) -> int:
@@ -63,7 +63,7 @@ class BufferKind(IntEnum):
 
 
 READONLY_KINDS: Final = frozenset({BufferKind.WEIGHT, BufferKind.CONST, BufferKind.IO_INPUT})
-"""Kinds that no task may write, and that may be read without a producer."""
+"""Kinds that no task may write, and that need no producer to be read."""
 
 PER_SM_SPACES: Final = frozenset({MemSpace.SMEM, MemSpace.REGISTER})
-"""Spaces that only the tasks of one SM can see."""
+"""Spaces that only tasks of one SM can access."""

@@ -1,4 +1,4 @@
-"""Pushes and sums: how the GPUs of a program exchange what each has made. Source: docs/ir.md, "Ranks"."""
+"""Pushes and sums, by which a program's GPUs exchange their results. Source: docs/ir.md, "Ranks"."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _COLUMNS: Final = ("n_off", "N_tile")
 
 
 def is_push(task: Task) -> bool:
-    """Whether the task copies its own columns of its one input to its one output, and does nothing else.
+    """Whether the task only copies its own columns of its one input to its one output.
 
-    Its params and its recipe are in order.
+    Its params and its recipe must have passed their checks.
     """
     if task.op is not _K.FUSED or len(task.inputs) != 1 or len(task.outputs) != 1 or tile(task.params) is None:
         return False
@@ -28,16 +28,17 @@ def is_push(task: Task) -> bool:
 
 
 def pushed_counters(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> frozenset[int]:
-    """Counters that tasks signal whose output is on another GPU."""
+    """Counters of tasks whose output is on another GPU."""
     return frozenset(
         task.out_counter for task in tasks for number in task.outputs if buffers[number].rank != task.rank
     )
 
 
 def surely_read(task: Task, operand: int, numel: int, own: Sequence[Region]) -> list[Region]:
-    """Elements of `inputs[operand]`, which has so many, that the task reads wherever the program stands.
+    """Elements of `inputs[operand]` that the task reads at any position of the program. The operand has `numel`
+    elements.
 
-    `own` are the columns that its params name, or those of all tiles that it stands for.
+    `own` are the columns that the task's params name, or those of all tiles that it stands for.
     """
     if task.op is not _K.FUSED:
         return _surely(task.op, operand, task.params, numel, None)
@@ -56,8 +57,9 @@ def surely_read(task: Task, operand: int, numel: int, own: Sequence[Region]) -> 
 def _surely(
     op: InstructionKind, place: int, params: Mapping[str, Any], numel: int, own: Sequence[Region] | None
 ) -> list[Region]:
-    """Of one operation: all, columns, or nothing where what it reads depends on numbers or on the position."""
-    if op is _K.ATTENTION_TILE:  # an empty window is answered without its queries
+    """The elements that one operation surely reads: all, some columns, or none where they depend on numbers or the
+    position."""
+    if op is _K.ATTENTION_TILE:  # with an empty window it reads no queries
         return []
     if operation_of(op, params).operand(place).part is None:
         return [(0, numel)]
@@ -68,7 +70,7 @@ def _surely(
 
 
 def of_rows(columns: Sequence[Region], rows: int, numel: int) -> list[Region] | None:
-    """The elements that columns of so many rows of a buffer are; None where there are more rows than a step has."""
+    """The elements of `columns` in each of a buffer's rows; None for more rows than a step may have."""
     if rows > ABI_MAX_ROWS:
         return None
     width = numel // rows
@@ -76,8 +78,11 @@ def of_rows(columns: Sequence[Region], rows: int, numel: int) -> list[Region] | 
 
 
 def shards_added(task: Task) -> tuple[int, ...] | None:
-    """The buffers that an ALLREDUCE_SHARD of the task adds, in its order; None where it has none, or adds anything else
-    than its inputs or its own columns of them."""
+    """The buffers that the task's ALLREDUCE_SHARD adds, in order.
+
+    None where the task has no ALLREDUCE_SHARD, or where one adds anything but the task's inputs or its own columns of
+    them.
+    """
     if task.op is _K.ALLREDUCE_SHARD:
         return tuple(task.inputs)
     if task.op is not _K.FUSED:
@@ -99,7 +104,7 @@ def shards_added(task: Task) -> tuple[int, ...] | None:
 
 
 def roundings(task: Task) -> tuple[str, ...]:
-    """The types that a sum's recipe rounds to, step by step, until it has added."""
+    """The types that a sum's recipe rounds to, step by step, up to the sum."""
     found: list[str] = []
     if task.op is _K.FUSED:
         for step in task.params["recipe"]["steps"]:

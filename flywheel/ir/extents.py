@@ -1,9 +1,9 @@
-"""How large an operand is, as a formula over params and sizes: the words in which the table of operations is written.
+"""The size of an operand, as a formula over params and sizes. The table of operations is written in these formulas.
 
 A *term* is a number, a name, a name plus a number ("head_dim + 2"), or a quotient rounded up ("n / group"). A *scope*
-gives names their values: the params of a task at first, and every size that an operand was found to have. A name that
-the scope lacks is a size that the first operand which has it decides, and all others must agree with. Each extent's
-`fit` adds what the buffer decides to the scope, and returns what is wrong with the buffer, or None.
+gives names their values: at first a task's params, then every size that an operand was found to have. If the scope
+lacks a name, the first operand that has the size decides it, and all others must agree. Each extent's `fit` adds the
+buffer's sizes to the scope. It returns what is wrong with the buffer, or None.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Scope = dict[str, int]
 
 
 def value(term: str, scope: Scope) -> int | None:
-    """What a term comes to, or None while one of its names has no value."""
+    """The value of a term; None while one of its names has no value."""
     if term in scope:
         return scope[term]
     if term.isdigit():
@@ -34,7 +34,7 @@ def value(term: str, scope: Scope) -> int | None:
 
 @cache
 def _parts(term: str) -> tuple[str, str, str]:
-    """A term's first name, its operator and what stands behind that; both empty where the term is a name."""
+    """A term's first name, its operator, and the rest; the last two are empty for a single name."""
     name, _, rest = term.partition(" ")
     operator, _, other = rest.partition(" ")
     return name, operator, other
@@ -42,7 +42,7 @@ def _parts(term: str) -> tuple[str, str, str]:
 
 @dataclass(frozen=True, slots=True, init=False)
 class View:
-    """So many elements, the product of the factors, in any shape; where `dtype` is given, of that type."""
+    """A number of elements, the product of the factors, in any shape; of type `dtype` if given."""
 
     factors: tuple[str, ...]
     dtype: DType | None
@@ -52,11 +52,11 @@ class View:
         object.__setattr__(self, "dtype", dtype)
 
     def unknown(self, scope: Scope) -> int:
-        """Number of factors that have no value yet."""
+        """The number of factors without a value."""
         return sum(value(factor, scope) is None for factor in self.factors)
 
     def fit(self, buffer: Buffer, scope: Scope) -> str | None:
-        """At most one factor may be unknown."""
+        """Fit a buffer. At most one factor may be unknown."""
         fault = _fit_product(self.factors, buffer.numel, scope)
         if fault is None and self.dtype not in (None, buffer.dtype):
             return f"is {buffer.dtype.name}, not {self.dtype.name}"
@@ -68,9 +68,10 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Rows of `columns` elements: of rank 2 as its shape says, of another rank one row after the other.
+    """Rows of `columns` elements. A buffer of rank 2 has the rows of its shape; in one of another rank the rows are
+    consecutive.
 
-    `wide` lets rows of a rank 2 be longer, of which the first elements count.
+    With `wide`, a row of a buffer of rank 2 may be longer; its first elements count.
     """
 
     rows: str
@@ -83,11 +84,11 @@ class Matrix:
         return self.rows, self.columns
 
     def unknown(self, scope: Scope) -> int:
-        """A matrix decides its rows itself."""
+        """None: a matrix decides its rows itself."""
         return 0
 
     def fit(self, buffer: Buffer, scope: Scope) -> str | None:
-        """`columns` is known."""
+        """Fit a buffer. `columns` must be known."""
         columns = value(self.columns, scope)
         if len(buffer.shape) != 2:
             return _fit_product((self.rows, self.columns), buffer.numel, scope)
@@ -103,7 +104,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Cache:
-    """Rows along the first dimension, `rows` of them, each of the product of the other factors."""
+    """`rows` rows along the first dimension. A row has as many elements as the product of the other factors."""
 
     rows: str
     row: tuple[str, ...]
@@ -114,15 +115,15 @@ class Cache:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """Rows, and what a row is the product of."""
+        """Rows, and the factors of a row."""
         return self.rows, *self.row
 
     def unknown(self, scope: Scope) -> int:
-        """A cache decides its rows itself."""
+        """None: a cache decides its rows itself."""
         return 0
 
     def fit(self, buffer: Buffer, scope: Scope) -> str | None:
-        """At most one factor of a row may be unknown."""
+        """Fit a buffer. At most one factor of a row may be unknown."""
         rows = buffer.shape[0]
         return _fit_product((self.rows,), rows, scope, "rows") or _fit_product(
             self.row, buffer.numel // rows, scope, "elements in a row"
@@ -134,7 +135,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Numbers of type `qdtype`, in rows along the last dimension: a byte each, or as I4 two a byte."""
+    """Numbers of type `qdtype`, in rows along the last dimension: one a byte, or two a byte for I4."""
 
     rows: str
     width: str
@@ -145,11 +146,11 @@ class Packed:
         return self.rows, self.width
 
     def unknown(self, scope: Scope) -> int:
-        """Packed integers decide their rows and width themselves."""
+        """None: packed integers decide their rows and width themselves."""
         return 0
 
     def fit(self, buffer: Buffer, scope: Scope) -> str | None:
-        """Integers of bytes are in bytes; nibbles are in I4 or in bytes; floats of 8 bits are in their own type."""
+        """Fit a buffer: bytes for 8-bit integers, I4 or bytes for 4-bit integers, the own type for 8-bit floats."""
         nibbles, octets = scope["qdtype"] == DType.I4, scope["qdtype"] == DType.F8E4M3
         if octets is not (buffer.dtype is DType.F8E4M3):
             return f"is {buffer.dtype.name}, not what holds {DType(scope['qdtype']).name}"
@@ -165,7 +166,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Either:
-    """One of some views, the first that fits."""
+    """The first of several views that fits."""
 
     views: tuple[View, ...]
 
@@ -174,15 +175,15 @@ class Either:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """Of the first view."""
+        """The first view's factors."""
         return self.views[0].factors
 
     def unknown(self, scope: Scope) -> int:
-        """Of the first view; the others have the same names."""
+        """The first view's unknown factors; the other views have the same names."""
         return self.views[0].unknown(scope)
 
     def fit(self, buffer: Buffer, scope: Scope) -> str | None:
-        """The last fault where none of the views fits."""
+        """Fit a buffer. The last view's fault where no view fits."""
         faults = []
         for view in self.views:
             tried = dict(scope)
@@ -201,7 +202,8 @@ Extent = View | Matrix | Cache | Packed | Either
 
 
 def _fit_product(factors: Sequence[str], count: int, scope: Scope, what: str = "elements") -> str | None:
-    """Whether `count` is the product of `factors`. A factor without a value gets the value that makes it so."""
+    """Check that `count` is the product of `factors`; the fault, or None. One factor without a value gets its value by
+    this."""
     known = [value(factor, scope) for factor in factors]
     product = prod(number for number in known if number is not None)
     missing = [factor for factor, number in zip(factors, known, strict=True) if number is None]

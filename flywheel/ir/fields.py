@@ -1,7 +1,7 @@
-"""Values of a parsed document, each read as the type that it must have.
+"""Read values of a parsed document as the types that they must have.
 
-`where` is the place of the value, or of the record whose `field` it is, for the message of the IrFormatError that every
-function raises.
+`where` names the place of the value, or of the record whose `field` it is. Every function raises an IrFormatError with
+it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _E = TypeVar("_E", bound=IntEnum)
 def read_field(data: Mapping[str, Any], key: str, where: str) -> Any:
     """The value of `key`, which the record must have."""
     if key not in data:
-        raise IrFormatError(one_line(f"{where}: no {key!r}"))
+        raise IrFormatError(one_line(f"{where}: {key!r} is missing"))
     return data[key]
 
 
 def read_int(value: object, where: str, field: str = "") -> int:
-    """An int; True is none."""
+    """An int. True and False are none."""
     if type(value) is not int:
         raise _wrong(value, "an integer", where, field)
     return value
@@ -39,7 +39,7 @@ def read_number(value: object, where: str, field: str = "") -> float:
 
 
 def read_estimate(value: object, where: str, field: str) -> int:
-    """A finite number, cut to an int."""
+    """A finite number, truncated to an int."""
     return value if type(value) is int else int(read_number(value, where, field))
 
 
@@ -58,14 +58,14 @@ def read_str(value: object, where: str, field: str = "") -> str:
 
 
 def read_list(value: object, where: str, field: str = "") -> list[Any]:
-    """A list, also from a tuple."""
+    """A list. A tuple is accepted."""
     if not isinstance(value, list | tuple):
         raise _wrong(value, "a list", where, field)
     return list(value)
 
 
 def read_dict(value: object, where: str, field: str = "") -> dict[str, Any]:
-    """An object, all of whose keys are strings."""
+    """An object whose keys are strings."""
     if not isinstance(value, dict):
         raise _wrong(value, "an object", where, field)
     for key in value:
@@ -80,7 +80,7 @@ def read_ints(value: object, where: str, field: str) -> tuple[int, ...]:
 
 
 def read_int_map(value: object, where: str) -> dict[int, int]:
-    """An object of ints, whose keys are ints in decimal, as a dict."""
+    """An object of ints with decimal ints as keys, as a dict."""
     result = {}
     for key, item in read_dict(value, where).items():
         if not key.isascii() or not key.isdigit() or len(key) > 19 or str(int(key)) != key:

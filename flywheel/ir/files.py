@@ -1,5 +1,7 @@
-"""JSON text, and files that are read or replaced as a whole. What is read may come from a stranger: how much of it,
-how many values, and what a name means that is there twice, is decided here."""
+"""JSON text, and files that are read or replaced as a whole.
+
+Input may come from a stranger. This module limits its bytes and its values, and refuses an object with one name twice.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +17,31 @@ from flywheel.errors import IrFormatError
 from flywheel.ir.show import show
 
 MAX_FILE_BYTES: Final = 2**30
-"""Largest file that is read. The program of the largest model that a GPU holds, in its finest tiles, has 0.2 of it."""
+"""Bytes of the largest file that is read. The program of the largest model that fits a GPU, in its finest tiles, has
+0.2 of it."""
 
 MAX_VALUES: Final = 2**25
-"""Most values of a JSON text, counted by its commas and brackets: parsed, they take some 3 GB."""
+"""Most values of a JSON text, counted by its commas and brackets. Parsed, they take about 3 GB."""
 
 _MOST_DIGITS: Final = 21
-"""Of an integer of 64 bits, its sign among them."""
+"""Characters of a 64-bit integer with its sign."""
 
 _LONG: Final = re.compile(r"\d{20}")
 _LONG_BYTES: Final = re.compile(rb"\d{20}")
-"""Finds texts that may have an integer of more than 64 bits. Only these pay for a look at each integer."""
+"""Finds texts that may have an integer of more than 64 bits. Only in these is each integer checked."""
 
 
 def dump_json(data: object, indent: int | None = 2) -> str:
-    """JSON text with insertion order kept; NaN and infinities are written as Python's json does."""
+    """JSON text that keeps the insertion order. NaN and infinities are written as by Python's json."""
     return json.dumps(data, indent=indent, separators=(",", ": ") if indent else (",", ":"))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises IrFormatError on malformed, non-UTF-8, absurdly nested or large text, on an integer of more
-    than 64 bits, and where an object has a name twice."""
+    """Parse JSON.
+
+    Raises IrFormatError where the text is malformed, not UTF-8, too deeply nested or too large, where an integer has
+    more than 64 bits, and where an object has a name twice.
+    """
     values = sum(text.count(mark) if isinstance(text, str) else text.count(mark.encode()) for mark in ",[{")
     if values > MAX_VALUES:
         raise IrFormatError(f"JSON: {values:,} values, more than {MAX_VALUES:,}")
@@ -44,7 +50,7 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=_object, parse_int=_integer if has_long else None)
     except RecursionError:
         raise IrFormatError("JSON: nested too deeply") from None
-    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, what the hooks raise
+    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, and the hooks' errors
         raise IrFormatError(f"JSON: {str(error).splitlines()[0]}") from None
 
 
@@ -67,8 +73,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_text(path: Path, most: int = MAX_FILE_BYTES) -> str:
-    """Text of a file, its line breaks as newlines. Raises IrFormatError where it cannot be read as UTF-8, or has more
-    than `most` bytes."""
+    """The text of a file, with line breaks as newlines. Raises IrFormatError where it is unreadable, not UTF-8, or
+    larger than `most` bytes."""
     try:
         with path.open("rb") as stream:
             return read_stream(stream, str(path), most)
@@ -79,7 +85,7 @@ def read_text(path: Path, most: int = MAX_FILE_BYTES) -> str:
 
 
 def read_stream(stream: BinaryIO, name: str, most: int = MAX_FILE_BYTES) -> str:
-    """As `read_text`, of what an open file, a pipe or a device called `name` gives."""
+    """As `read_text`, for an open file, pipe or device called `name`."""
     raw = stream.read(most + 1)
     if len(raw) > most:
         raise IrFormatError(f"{name}: more than {most:,} bytes")
@@ -91,9 +97,10 @@ def read_stream(stream: BinaryIO, name: str, most: int = MAX_FILE_BYTES) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to a temporary file beside the one that `path` leads to, then rename it into place; the mode stays.
+    """Write `text` to a temporary file beside the target of `path`, then rename it into place. The file's mode stays.
 
-    What is there but no regular file, as a device or a pipe, is written to instead. Raises OSError.
+    If the target exists and is no regular file, such as a device or a pipe, the text is written to it instead. Raises
+    OSError.
     """
     try:
         mode = path.stat().st_mode

@@ -1,8 +1,8 @@
-"""Counter-driven execution without numbers: what fires when, and what blocks for ever.
+"""Execution by counters, without numbers: the order in which tasks fire, and the tasks that never do.
 
-Counters only grow, so a task that may fire now may fire later, too: one greedy walk, in any order, either fires all
-tasks or shows those that never fire. Whoever asks what counters allow goes by `walk`. The cost model's engine does not:
-there the order comes out of the times.
+Counters only grow, so a task that may fire now may also fire later. Therefore one greedy walk, in any order, fires all
+tasks or shows the ones that never fire. All code that asks what counters allow uses `walk`, except the cost model's
+engine, where times decide the order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 from flywheel.ir.steps import Step
 
 Need = tuple[int, int]
-"""(counter, how often it must have been signalled, at least once)"""
+"""(counter, the number of signals that it needs, at least 1)"""
 
 
 def walk(
@@ -23,10 +23,11 @@ def walk(
     keys: Sequence[float] | None = None,
     followers: Mapping[int, int] | None = None,
 ) -> list[int]:
-    """Positions in the order in which they fire; one that never may is missing.
+    """Positions in the order in which they fire. A position that can never fire is left out.
 
-    `needs[i]` is what i waits for, `signals[i]` the counter that it signals, and `followers[i]` fires after i. Of those
-    that may fire, the one of the least key is next; without `keys`, the one that could first.
+    `needs[i]` is what i waits for, `signals[i]` the counter that it signals, and `followers[i]` fires after i. Of the
+    positions that may fire, the one with the least key is next; without `keys`, the one that has been ready for
+    longest.
     """
     behind = followers or {}
     waiting = _waiting(needs)
@@ -62,7 +63,7 @@ def walk(
 
 
 def _waiting(needs: Sequence[Sequence[Need]]) -> dict[int, list[tuple[int, int]]]:
-    """(threshold, position) of what waits for each counter, the lowest threshold last."""
+    """Counter -> (threshold, position) of its waiters, the lowest threshold last."""
     waiting: dict[int, list[tuple[int, int]]] = {}
     for index, wanted in enumerate(needs):
         for counter, threshold in wanted:
@@ -73,8 +74,10 @@ def _waiting(needs: Sequence[Sequence[Need]]) -> dict[int, list[tuple[int, int]]
 
 
 def fire(tasks: Sequence[Step], keys: Sequence[float] | None = None, serial: bool = False) -> list[int]:
-    """Positions in the order in which counters let tasks fire, as `walk` chooses by `keys`; with `serial`, each SM runs
-    its tasks one after the other."""
+    """Positions in the order in which counters let tasks fire; `walk` chooses by `keys`.
+
+    With `serial`, each SM runs its tasks one after the other.
+    """
     shared = {id(task.waits): task.waits for task in tasks}
     needs = {
         identity: [(wait.counter, wait.threshold) for wait in waits if wait.threshold > 0]
@@ -85,9 +88,9 @@ def fire(tasks: Sequence[Step], keys: Sequence[float] | None = None, serial: boo
 
 
 def stuck_in_queues(tasks: Sequence[Step]) -> list[int]:
-    """Positions of the head tasks at which serial SM queues block for ever; empty where all finish.
+    """Positions of the tasks at which serial SM queues block for ever; empty where all queues finish.
 
-    Tasks without an SM are free.
+    Tasks without an SM are in no queue.
     """
     fired = set(fire(tasks, serial=True))
     behind = set(_followers(tasks, fired).values())
@@ -95,7 +98,7 @@ def stuck_in_queues(tasks: Sequence[Step]) -> list[int]:
 
 
 def _followers(tasks: Sequence[Step], gone: Set[int] = frozenset()) -> dict[int, int]:
-    """Next position in the queue of the same SM, whose queue is without those that are `gone`.
+    """Position -> the next position in the queue of its SM, if `gone` positions are removed.
 
     Tasks without an SM are in no queue.
     """

@@ -1,4 +1,4 @@
-"""What lowering, proof, id and prediction each ask of the program that they are handed, worked out once."""
+"""Answers about the latest program, which lowering, proof, id and prediction share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Found = TypeVar("Found")
 
 
 def once(function: Callable[[MegakernelProgram], Found]) -> Callable[[MegakernelProgram], Found]:
-    """The function, which keeps its latest program and answer, and gives that answer where it is handed the same object
-    again. What it raises is raised anew."""
+    """`function`, with its latest answer kept. It answers again with that when it gets the same object. Errors are not
+    kept."""
     latest: tuple[MegakernelProgram, Found] | None = None
 
     @wraps(function)
     def found(program: MegakernelProgram) -> Found:
         nonlocal latest
-        known = latest  # another thread may replace it meanwhile
+        known = latest  # another thread may replace it
         if known is None or known[0] is not program:
             known = latest = program, function(program)
         return known[1]

@@ -1,9 +1,9 @@
 """Programs whose layers are alike: one layer is spelled out, and all others are that layer with other ids.
 
-Lowering spells out what comes before the layers, the first layer, the second layer, and what comes after the layers.
-The second layer, the *template*, comes `times` times. Each time, the ids of buffers and counters of the template and of
-the layer before it grow by a layer's number of them; smaller ids stay. What comes after the layers has the ids that it
-would have if the template came once. Source: docs/ir.md, "Proof by layers".
+Lowering spells out four parts: the prologue, the first layer, the second layer, and the epilogue. The second layer, the
+*template*, comes `times` times. Each time, the ids of buffers and counters of the template and of the layer before it
+grow by the number of a layer's records; smaller ids stay. The epilogue's ids are those that it has where the template
+comes once. Source: docs/ir.md, "Proof by layers".
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ R = TypeVar("R", bound=Buffer | Counter)
 T = TypeVar("T")
 
 INDEX: Final = "{i}"
-"""In texts of the template's records: the number of the layer."""
+"""Stands for the number of the layer in texts of the template."""
 
 
 MAX_TIMES: Final = 1 << 16
 MAX_PLACE: Final = 1 << 30
-"""Bound of the places of records: what lies behind the layers has int32 ids, too."""
+"""Bound of the places of records, so that the epilogue's ids are int32, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class Span:
 
     @property
     def least(self) -> int:
-        """First place of the layer before, which has as many records."""
+        """First place of the layer before the template; it has as many records."""
         return self.start - self.size
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """How often the template comes, the number of the layer that it is first, and its part of each table."""
+    """How often the template comes, the number of its first layer, and its part of each table."""
 
     times: int
     index: int
@@ -56,7 +56,7 @@ class Layers:
     counters: Span
 
     def __post_init__(self) -> None:
-        """Raises ValueError for anything but numbers of which the tables can be made."""
+        """Raises ValueError for values of which no tables can be made."""
         if type(self.times) is not int or type(self.index) is not int or not 1 <= self.times <= MAX_TIMES:
             raise ValueError(f"layers: times={self.times!r:.40}, index={self.index!r:.40}")
         if not 0 <= self.index <= MAX_TIMES:
@@ -65,18 +65,18 @@ class Layers:
             if type(span) is not Span or type(span.start) is not int or type(span.stop) is not int:
                 raise ValueError(f"layers: {span!r:.80} is no span")
             if not 0 <= span.least <= span.start:
-                raise ValueError(f"layers: {span!r:.80} has no such layer before it")
+                raise ValueError(f"layers: {span!r:.80} has no layer of its size before it")
             if span.stop + self.times * span.size > MAX_PLACE:
                 raise ValueError(f"layers: {self.times} of {span!r:.80} end beyond place {MAX_PLACE}")
 
     def shift(self, by: int) -> Shift:
-        """So many layers further."""
+        """The shift by `by` layers."""
         buffers, counters = self.buffers, self.counters
         return Shift(buffers.least, by * buffers.size, counters.least, by * counters.size, str(self.index + by))
 
 
 class Shift(NamedTuple):
-    """How a record changes so many layers further: ids from the least one on grow, texts name the layer."""
+    """How a record changes from layer to layer: ids from a least one on grow, and texts name the layer."""
 
     least_buffer: int
     buffers: int
@@ -86,26 +86,26 @@ class Shift(NamedTuple):
 
 
 class Layered(Sequence[R]):
-    """The buffers or the counters of a program of alike layers; their ids are their places.
+    """The buffers or the counters of a program of alike layers. Their ids are their places.
 
-    `spelled` is the table with the template once. As a sequence it is all records, which are made when somebody asks.
+    `spelled` is the table with the template once. As a sequence it has all records, which are made on demand.
     """
 
     __slots__ = ("_all", "layers", "spelled")
 
     def __init__(self, spelled: Sequence[R], layers: Layers) -> None:
-        """Raises ValueError for records of another type, or whose ids are not their places."""
+        """Raises ValueError for records of another type, and for a record whose id is not its place."""
         if type(layers) is not Layers or {type(each) for each in spelled} not in ({Buffer}, {Counter}):
             raise ValueError(f"{spelled!r:.80} is no table of buffers or counters with layers")
         if any(type(each.id) is not int or each.id != place for place, each in enumerate(spelled)):
             raise ValueError("the id of a record is not its place")
         if any(type(text) is not str or text.count(INDEX) > 1 for each in spelled for text in _texts(each)):
-            raise ValueError(f"a text of a record is none, or names {INDEX} twice")
+            raise ValueError(f"a text of a record is not a string, or has {INDEX} twice")
         self.spelled: tuple[R, ...] = tuple(spelled)
         self.layers: Layers = layers
         self._all: tuple[R, ...] | None = None
         if self.span.stop > len(self.spelled):
-            raise ValueError(f"{self.span} is beyond a table of {len(self.spelled)}")
+            raise ValueError(f"{self.span} ends beyond a table of {len(self.spelled)} records")
 
     @property
     def span(self) -> Span:
@@ -113,7 +113,7 @@ class Layered(Sequence[R]):
         return self.layers.buffers if type(self.spelled[0]) is Buffer else self.layers.counters
 
     def repeated(self, times: int) -> tuple[R, ...]:
-        """The table of the program whose template comes so often."""
+        """The table of the program in which the template comes `times` times."""
         layers, span = self.layers, self.span
         template, behind = self.spelled[span.start : span.stop], self.spelled[span.stop :]
         return (
@@ -123,8 +123,10 @@ class Layered(Sequence[R]):
         )
 
     def column(self, of: Callable[[R], T], times: int | None = None) -> list[T]:
-        """What `of` says of each record, which does not depend on ids and texts, where the template comes so often; by
-        default as often as it does."""
+        """`of` of each record, if the template comes `times` times; by default, as often as it does.
+
+        The result of `of` must not depend on ids and texts.
+        """
         span = self.span
         values = [of(each) for each in self.spelled]
         template = values[span.start : span.stop] * (self.layers.times if times is None else times)
@@ -168,7 +170,7 @@ def _texts(each: Buffer | Counter) -> tuple[object, ...]:
 
 
 def moved(each: R, by: int, layers: Layers) -> R:
-    """A record of the template, or of what comes after it, so many layers further."""
+    """A record of the template or the epilogue, moved by `by` layers."""
     index = str(layers.index + by)
     if isinstance(each, Counter):
         counter = make_counter(each.id + by * layers.counters.size, each.init, each.note.replace(INDEX, index))

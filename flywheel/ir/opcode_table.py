@@ -1,5 +1,5 @@
-"""The table of opcodes in docs/ir.md, from the table of operations: `python -m flywheel.ir.opcode_table [PATH]` writes
-it."""
+"""The table of opcodes in docs/ir.md, made from the table of operations. `python -m flywheel.ir.opcode_table [PATH]`
+writes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def opcode_table() -> str:
 
 
 def with_table(text: str) -> str:
-    """A page with the table between its marks. Raises ValueError where a mark is missing."""
+    """The page `text` with the table between its marks. Raises ValueError where a mark is missing."""
     before, rest = text.split(BEGIN)
     return before + BEGIN + opcode_table() + END + rest.split(END, 1)[1]
 

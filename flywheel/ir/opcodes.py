@@ -1,4 +1,4 @@
-"""Codes of operations, and the params of tasks: their struct's order, types and ranges. Source: docs/ir.md."""
+"""The operations' codes, and the params of tasks: struct order, types and ranges. Source: docs/ir.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 
 class InstructionKind(IntEnum):
-    """Opcode of a task. Extend by appending; never renumber."""
+    """Opcode of a task. Append new ones; never renumber."""
 
     NOP = 0
     COPY = 1
@@ -31,16 +31,16 @@ class InstructionKind(IntEnum):
     ATTENTION_COMBINE = 18
     FUSED = 19
 
-    __hash__ = int.__hash__  # members are keys in hot loops, and Enum hashes their names in Python
+    __hash__ = int.__hash__  # members are keys in hot loops; Enum's own hash is Python code
 
 
 class KvRows(IntEnum):
-    """Rows of its window that a task attends to, where `kv_rows` names them; without it, all up to `pos`."""
+    """The rows of its window that a task attends to, if it has the param `kv_rows`; without it, all up to `pos`."""
 
     PAST = 1
-    """Those before `pos`: what earlier launches left there, so that no append of this one is waited for."""
+    """The rows before `pos`, which earlier launches wrote. So the task waits for no append of this launch."""
     NEW = 2
-    """The one at `pos`, wherever that moves."""
+    """The row at `pos`, whichever it is."""
 
 
 PARAM_FIELDS: Final = MappingProxyType(
@@ -64,7 +64,7 @@ PARAM_FIELDS: Final = MappingProxyType(
         "dim": "i",
     }
 )
-"""Scalar params in struct order: 'i' is int32, 'f' a float. `recipe` is FUSED's alone and never marshalled."""
+"""Scalar params in struct order: 'i' is an int32, 'f' a float. Only FUSED has `recipe`, which is not in the struct."""
 
 TASK_PARAM_FIELDS: Final = MappingProxyType(dict(PARAM_FIELDS) | {"kv_rows": "i", "sequence": "i", "lane": "i"})
 """Params of a task: the struct's; `kv_rows`, a KvRows, which says how the window moves; `sequence`, which says with
@@ -80,14 +80,14 @@ RECIPE_PARAM_FIELDS: Final = MappingProxyType(
         "rows_per_scale": "i",
     }
 )
-"""Params of a recipe's steps, which are compiled into the kernel variant: the struct's, llama3 RoPE scaling, and rows
-of a quantised matrix that share a scale."""
+"""Params of a recipe's steps, which are compiled into the kernel variant: the struct's, llama3 RoPE scaling, and the
+rows of a quantised matrix that share a scale."""
 
 STEPS_ALONE: Final = frozenset({"rows_per_scale"})
-"""Params of steps that say which operation it is, and that no task has."""
+"""Params that select a step's operation, and that no task has."""
 
 INHERITED_PARAMS: Final = frozenset({"n_off", "N_tile", "pos", "kv_start", "kv_len"})
-"""Params that a recipe's step takes from its task when it does not name them: what changes by tile or by token."""
+"""Params that a recipe's step takes from its task if it does not name them: those that change by tile or by token."""
 
 LEAST: Final = MappingProxyType(
     {
@@ -111,7 +111,7 @@ LEAST: Final = MappingProxyType(
         "rope_original_max_position": 1,
     }
 )
-"""Smallest value of each bounded param; `scale` and `dim` may be negative."""
+"""Least value of each bounded param. `scale` and `dim` may be negative."""
 
 POSITIVE: Final = frozenset({"theta", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor"})
-"""Params that are divisors or bases of powers: above 0."""
+"""Params that must be above 0, as divisors or bases of powers."""

@@ -1,7 +1,8 @@
-"""The table of operations: what each opcode takes, makes, reads and writes. Source: docs/ir.md, "Opcodes".
+"""The table of operations: each opcode's operands, and the parts that it reads and writes. Source: docs/ir.md,
+"Opcodes".
 
-The validator's bounds, the regions of the race proof, the operand checks of the reference VM, the counts of operations
-and the table in docs/ir.md derive from it. A new opcode is a row here, a function in vm/reference and a header in
+Derived from it are the validator's bounds, the regions of the race proof, the operand checks of the reference VM, the
+counts of work, and the table in docs/ir.md. A new opcode is a row here, a function in vm/reference and a header in
 vm/cuda/ops.
 """
 
@@ -29,17 +30,17 @@ CACHES: Final = frozenset({BufferKind.KV_CACHE})
 
 
 class Axis(Enum):
-    """Along what a part of an operand lies."""
+    """The axis along which a part of an operand lies."""
 
     ROWS = "rows"
     """The first factor of its extent."""
     COLUMNS = "columns"
-    """The last factor of its extent: so many of each row."""
+    """The last factor of its extent: some columns of each row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`count` rows or columns of an operand, from `start` on; from anywhere where that is None."""
+    """`count` rows or columns of an operand, from `start` on; from an unknown place where `start` is None."""
 
     axis: Axis
     start: str | None
@@ -48,7 +49,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An input or an output. `part` is what is read or written of it, None for all; `kinds` what buffers it may be."""
+    """An input or an output. `part` is the part of it that is read or written, None for all. `kinds` are the buffer
+    kinds that it may have."""
 
     name: str
     extent: Extent
@@ -62,9 +64,9 @@ class Operand:
 class Operation:
     """A row of the table.
 
-    `most_inputs` is above the number of `inputs` where the last of them may be given again. `makes` is the result of a
-    recipe's step where that is looked at otherwise than the output: a tile alone, a cache of any shape. `in_place` is
-    the input that the output has to be. `flops` are the floating-point operations, a product.
+    `most_inputs` exceeds the number of `inputs` where the last one may be repeated. `makes` is the result of a recipe's
+    step where that is checked in another way than the output: only a tile, or a cache of any shape. `in_place` is the
+    input that must also be the output. `flops` are the floating-point operations, as a product.
     """
 
     kind: InstructionKind
@@ -78,35 +80,35 @@ class Operation:
     makes: Extent | None = None
     in_place: int | None = None
     even: str | None = None
-    """A param that is no odd number."""
+    """A param that must be even."""
     multiple: tuple[str, str] | None = None
-    """A param that is a multiple of another."""
+    """(a param, the param that it must be a multiple of)."""
     codes: tuple[str, frozenset[DType]] | None = None
-    """A param that is the code of one of these types."""
+    """(a param that is the code of a type, the types allowed)."""
     together: tuple[str, ...] = ()
-    """Params of which a step has all or none."""
+    """Params of which a step must have all or none."""
     alone: str | None = None
-    """A param that must be there where only one input is."""
+    """A param that a step with one input must have."""
     whole: tuple[str, str] | None = None
-    """A size that is a multiple of a param."""
+    """(a size, the param that it must be a multiple of)."""
     axis: str | None = None
-    """A param that is a dimension of the first input."""
+    """A param that names a dimension of the first input."""
     tells_heads: bool = False
-    """Whether the sizes of a partial and of the output tell `n_heads` where no param does."""
+    """Whether the sizes of a partial and of the output decide `n_heads` where no param does."""
     keeps_bits: bool = False
-    """Whether types other than floats pass, where input and output have the same."""
+    """Whether input and output may have any type, if it is the same."""
     flops: tuple[str, ...] = ("0",)
 
     @property
     def arity(self) -> tuple[int, int]:
-        """Least and most inputs."""
+        """(least, most) number of inputs."""
         if self.kind is InstructionKind.FUSED:
             return 1, ABI_MAX_INPUTS
         return sum(not operand.optional for operand in self.inputs), max(self.most_inputs, len(self.inputs))
 
     @property
     def n_outputs(self) -> tuple[int, int]:
-        """Least and most outputs."""
+        """(least, most) number of outputs."""
         if self.kind is InstructionKind.FUSED:
             return 1, ABI_MAX_OUTPUTS
         return (0, 0) if self.output is None else (1, 1)
@@ -279,7 +281,7 @@ _ROWS: Final = (
 )
 
 OPERATIONS: Final = MappingProxyType({row.kind: row for row in _ROWS})
-"""Every opcode's row."""
+"""Opcode -> its row."""
 
 COPIED_COLUMNS: Final = Operation(
     _K.COPY,
@@ -291,7 +293,7 @@ COPIED_COLUMNS: Final = Operation(
     (("M_tile", 1),),
     keeps_bits=True,
 )
-"""COPY where params name columns."""
+"""The row of a COPY whose params name columns."""
 
 _SCALES: Final = View("R / rows_per_scale", "n / group")
 _SCALE_ROWS: Final = Part(Axis.ROWS, None, "N_tile / rows_per_scale")
@@ -310,13 +312,13 @@ DEQUANTISED_ROWS: Final = Operation(
     whole=("n", "group"),
     flops=("2", "N_tile", "n"),
 )
-"""DEQUANT where params name rows."""
+"""The row of a DEQUANT whose params name rows."""
 
 TILES: Final = frozenset(row.kind for row in _ROWS if row.output is not None and row.output.part is _TILE)
 """Opcodes that write the columns of a tile."""
 
 APPENDS: Final = frozenset(row.kind for row in _ROWS if row.in_place is not None)
-"""Opcodes that write rows of a cache from row `pos` on."""
+"""Opcodes that write rows of a cache, from row `pos` on."""
 
 
 def operation_of(op: InstructionKind, params: Mapping[str, Any]) -> Operation:

@@ -1,16 +1,16 @@
 """Happens-before between tasks, decided on counters.
 
-A task signals one counter, and a wait is a full join, so task `a` happens before task `b` exactly when `b` waits,
-directly or through other producers, on `a`'s counter. The oracle therefore walks counters and *wait classes* (tasks
-with the same set of awaited counters), of which a program has hundreds where it has tens of thousands of tasks. An SM's
-queue order is deliberately not part of the relation.
+A task signals one counter, and a wait is a full join. So task `a` happens before task `b` exactly if `b` waits on `a`'s
+counter, directly or through other producers. The oracle therefore walks over counters and *wait classes*, which are
+tasks with the same set of awaited counters. A program has hundreds of these and tens of thousands of tasks. The
+relation deliberately leaves out the order of an SM's queue.
 
-An *opaque* counter says that its signals were given and nothing of what came before them: a GPU that pushes to another
-one passes on no more than what it pushes.
+An *opaque* counter tells that its signals were given, and nothing about work before them: a GPU that pushes to another
+one hands over only the pushed data.
 
-A question is a `Goal`, a set of counters, asked of one wait class after another: chains (each counter continues the
-chain of one predecessor) and the answers already given cut the walk short, levels bound it, and it is otherwise
-exhaustive, so the answer is exact at any size.
+A question is a `Goal`, a set of counters, asked of one wait class after another. Chains (each counter continues the
+chain of one predecessor) and earlier answers cut the walk short, and levels bound it. Otherwise the walk is exhaustive,
+so the answer is exact at any size.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Goal:
 
 
 class HappensBefore:
-    """The relation over `tasks`; `order` lists all their positions topologically. Waits must be full joins. Of what the
-    counters `opaque` say, see above."""
+    """The relation over `tasks`. `order` lists all their positions topologically. Waits must be full joins. `opaque`
+    are the opaque counters."""
 
     __slots__ = ("_chain", "_class_counters", "_counter_classes", "_goals", "_level", "_rank", "wait_class")
 
@@ -60,7 +60,7 @@ class HappensBefore:
                 self._produce(counter, by_identity[identity], taken)
 
     def _classes(self, tasks: Sequence[Step], identities: list[int]) -> dict[int, int]:
-        """Number the distinct sets of awaited counters; wait class by identity of the waits."""
+        """Number the distinct sets of awaited counters. The result maps the identity of waits to a wait class."""
         shared: dict[int, Sequence[Wait]] = dict(zip(identities, [task.waits for task in tasks], strict=True))
         by_counters: dict[tuple[int, ...], int] = {}
         by_identity = {}
@@ -93,7 +93,7 @@ class HappensBefore:
 
     @property
     def depth(self) -> int:
-        """Number of levels: the longest chain of counters."""
+        """The number of levels, which is the length of the longest chain of counters."""
         return max(self._level.values(), default=0)
 
     def reached(self, signals: tuple[int, ...], group: int) -> bool:

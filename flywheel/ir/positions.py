@@ -1,4 +1,4 @@
-"""Moving a program along its sequences: only `pos`, `kv_start` and `kv_len` change between launches."""
+"""Move a program along its sequences. Between launches, only `pos`, `kv_start` and `kv_len` change."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ def at_position(program: MegakernelProgram, pos: int | Sequence[int]) -> Megaker
     """`program`, lowered for a whole context, patched so that its new tokens stand at `pos`: all of them, or that of
     each sequence at a position of its own. A task with `lane` stands so far behind.
 
-    KV windows shrink to the rows up to `pos`, or with `kv_rows` to those before it or to that one; one that starts
-    behind it becomes empty. Raises ConfigError where a position is behind the one that the program was lowered for,
-    where a sequence has none, and where a recipe fixes a position that must move.
+    `pos` is one position for all sequences, or one for each. KV windows shrink to the rows up to `pos`; with `kv_rows`,
+    to the rows before it or to that row. A window that starts behind `pos` becomes empty. Raises ConfigError where a
+    position is behind the one that the program was lowered for, where a sequence has none, and where a recipe fixes a
+    position that must move.
     """
     last = last_position(task.params for task in program.tasks)
     if last is None:
-        raise ConfigError("program: no task has a param pos, so it stands at no position")
+        raise ConfigError("program: no task has the param pos, so the program has no position")
     for each in [pos] if isinstance(pos, int) else pos:
         if not 0 <= each <= last:
             raise ConfigError(f"position {each} is not in 0..{last}, the positions of this program")
-    moved: dict[int, Mapping[str, Any]] = {}  # by identity of params: equal layers share them
+    moved: dict[int, Mapping[str, Any]] = {}  # by identity, since equal layers share params
     tasks = []
     for task in program.tasks:
         identity = id(task.params)

@@ -1,4 +1,4 @@
-"""MegakernelProgram: a complete schedule, ready to run once validated. Source: docs/ir.md."""
+"""MegakernelProgram, a complete schedule that can run once it is validated. Source: docs/ir.md."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flywheel.ir.version import ABI_VERSION, IR_VERSION
 
 @dataclass(frozen=True, slots=True)
 class MegakernelProgram:
-    """Buffers, counters and tasks of one decode step on `ranks` GPUs, each of them a `target`.
+    """The buffers, counters and tasks of one decode step on `ranks` GPUs, each of them a `target`.
 
-    The list order of `tasks` is each SM's queue order.
+    The list order of `tasks` is also the order of each SM's queue.
     """
 
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class MegakernelProgram:
     ranks: int = 1
 
     def total_weight_bytes(self) -> int:
-        """Bytes of all WEIGHT buffers, whether this step reads them whole or not."""
+        """Bytes of all WEIGHT buffers, even where a step reads only a part of one."""
         if isinstance(self.buffers, Layered):
             return sum(self.buffers.column(_weight_bytes))
         return sum(map(_weight_bytes, self.buffers))

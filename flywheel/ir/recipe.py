@@ -37,8 +37,10 @@ class RecipeBuilder:
         out: str | Mapping[str, int] | None = None,
         rows: int = 1,
     ) -> Arg:
-        """Append a step with a `[rows, width]` result; the arg that reads it. `out` is "final", {"out": k} or
-        scratch."""
+        """Append a step with a `[rows, width]` result. Returns the arg that reads the result.
+
+        `out` is "final", {"out": k}, or None for scratch.
+        """
         self.steps.append(
             {
                 "op": op.name,

@@ -1,6 +1,6 @@
 """The records of a program: buffers, tasks, counters, waits and pages. Source: docs/ir.md.
 
-Sequences are tuples in programs that flywheel builds or reads; nothing mutates a record after construction.
+Sequences are tuples in programs that flywheel builds or reads. Nothing changes a record after its construction.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flywheel.ir.opcodes import InstructionKind
 class Buffer:
     """A named tensor in the memory of GPU `rank`. `source` is the state-dict key of a WEIGHT or CONST.
 
-    `part` (axis, first) says that it holds only so much of its source as its own shape has, from `first` on along
-    `axis`; None: all.
+    `part` (axis, first) means that the buffer holds only a part of its source: as much as its own shape, from `first`
+    on along `axis`. None means all.
     """
 
     id: int
@@ -53,7 +53,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A uint32 that tasks only increment; zero at the start of every launch."""
+    """A uint32 that tasks only increment. It is zero at the start of every launch."""
 
     id: int
     init: int = 0
@@ -70,8 +70,8 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One instruction on one SM of GPU `rank`. On completion it adds 1 to `out_counter`, after all its writes are
-    visible."""
+    """One instruction on one SM of GPU `rank`. When it completes, and all its writes are visible, it adds 1 to
+    `out_counter`."""
 
     id: int
     op: InstructionKind
@@ -89,7 +89,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A physical scratch slot. `live_start` and `live_end` are task ids, -1 where unknown (as the format defines)."""
+    """A physical scratch slot. `live_start` and `live_end` are task ids, or -1 where unknown, as the format defines."""
 
     id: int
     space: MemSpace

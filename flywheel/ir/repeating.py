@@ -1,4 +1,4 @@
-"""A program of alike layers with fewer of them, or with all spelled out. Source: docs/ir.md, "Proof by layers"."""
+"""Programs of alike layers: with fewer layers, or with all spelled out. Source: docs/ir.md, "Proof by layers"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALL: Final = 1 << 62
 
 
 def layers_of(program: MegakernelProgram) -> Layers | None:
-    """The layers that tasks, buffers and counters of a program share; None where they do not."""
+    """The layers that a program's tasks, buffers and counters share; None where they share none."""
     tasks, tables = program.tasks, (program.buffers, program.counters)
     layers = getattr(tasks, "layers", None) if type(tasks) is Runs else None  # `__new__` alone leaves it unset
     if layers is None:
@@ -27,10 +27,10 @@ def layers_of(program: MegakernelProgram) -> Layers | None:
 
 
 def local_layers(program: MegakernelProgram) -> Layers | None:
-    """The layers of a program, if each one touches but its own buffers and counters and those of the layer before.
+    """A program's layers, if each touches only its own buffers and counters and those of the layer before; else None.
 
-    What comes before the layers touches nothing of the template, what comes after them nothing before the template.
-    All may read what nothing writes.
+    Then the prologue touches nothing of the template, and the epilogue nothing before the template. Everyone may read
+    buffers that nothing writes.
     """
     layers, tasks, buffers = layers_of(program), program.tasks, program.buffers
     if layers is None or not isinstance(tasks, Runs) or not isinstance(buffers, Layered):
@@ -58,7 +58,7 @@ def _are_local(runs: Sequence[Run], buffers: Layered[Buffer], layers: Layers) ->
 
 
 def _look_alike(run: Run, buffers: Layered[Buffer], kept: set[int]) -> bool:
-    """Whether what a run of the template reads of the layer before looks in each layer as it does in the first."""
+    """Whether the buffers that a run of the template reads look the same in every layer as in the first."""
     span, table = buffers.span, buffers.spelled
     before = [number for number in run.inputs if span.least <= number < span.start and number not in kept]
     pairs = [(table[number], table[number + span.size]) for number in before]
@@ -69,20 +69,20 @@ def _look_alike(run: Run, buffers: Layered[Buffer], kept: set[int]) -> bool:
 
 
 def _makes(run: Run, buffers: range, counters: range) -> bool:
-    """Whether a run writes and signals those alone."""
+    """Whether a run writes only these buffers and signals only these counters."""
     return run.out_counter in counters and all(number in buffers for number in run.outputs)
 
 
 def _takes(run: Run, buffers: range, counters: range, kept: set[int]) -> bool:
-    """Whether a run reads those alone, or what is kept, and awaits those alone."""
+    """Whether a run reads only these buffers and those `kept`, and awaits only these counters."""
     awaits = all(wait.counter in counters for wait in run.waits)
     return awaits and all(number in buffers or number in kept for number in run.inputs)
 
 
 def repeated(program: MegakernelProgram, times: int) -> MegakernelProgram:
-    """The program, all on SM 0 and without pages, whose template comes so often; itself where it has no layers.
+    """The program with the template `times` times, all on SM 0 and without pages; unchanged where it has no layers.
 
-    Where the template comes once, its records' texts are those that it is spelled with.
+    If the template comes once, its records keep the texts of the spelled-out form.
     """
     if layers_of(program) is None:
         return program

@@ -1,4 +1,4 @@
-"""Tasks as runs: a run keeps once what the tiles of one operation share, so checks of it are made once.
+"""Tasks as runs. A run stores once what the tiles of one operation share, so they are checked once.
 
 A step of llama3-8b has 17,000 tasks in 450 runs.
 """
@@ -20,7 +20,7 @@ from flywheel.ir.tiles import Stretch, Tile, Tiles, stretches_of
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbours in a program's list of tasks. Equal layers share `tiles`, the same object."""
+    """Adjacent tasks of a program's list. Equal layers share `tiles`, the same object."""
 
     op: InstructionKind
     inputs: tuple[int, ...]
@@ -32,7 +32,7 @@ class Run:
     rank: int = 0
 
     def moved(self, shift: Shift) -> Run:
-        """The same run some layers further."""
+        """The same run, some layers later."""
         least, further, least_counter, later, layer = shift
         counter = self.out_counter
         return make_run(
@@ -54,17 +54,17 @@ make_run: Final = maker(Run)
 
 
 class Runs(Sequence[Task]):
-    """The tasks of a program that was built run by run; ids are places in the list.
+    """The tasks of a program that was built run by run. Ids are places in the list.
 
-    `first[k]` is the id of the first task of `runs[k]`, and `first[-1]` their number. `sms` has the SM of each task.
-    With `layers`, `spelled` are the runs with the template once. As a sequence it is its tasks. They, and the runs of
-    all layers, are built when somebody asks for one.
+    `first[k]` is the id of the first task of `runs[k]`, and `first[-1]` the number of tasks. `sms` has each task's SM.
+    With `layers`, `spelled` are the runs with the template once. As a sequence it has the tasks. Tasks, and the runs of
+    all layers, are built on demand.
     """
 
     __slots__ = ("_brief", "_first", "_runs", "_tasks", "_used_sms", "layers", "local", "sms", "spelled")
 
     def __init__(self, runs: Sequence[Run], sms: Sequence[int], layers: Layers | None = None) -> None:
-        """Raises ValueError for what is no Run of Tiles, and unless there is an SM for each tile."""
+        """Raises ValueError for anything but Runs of Tiles, and unless each tile has an SM."""
         for run in runs:
             if type(run) is not Run or type(run.tiles) not in (Tiles, tuple) or not run.tiles:
                 raise ValueError(f"{run!r:.80} is no run of tiles")
@@ -79,9 +79,9 @@ class Runs(Sequence[Task]):
         self.layers = layers
         self.sms: array[int] = _column(sms)
         self._runs: tuple[Run, ...] | None = None if layers is not None else self.spelled
-        self._brief: tuple[int, tuple[Run, ...]] | None = None  # what `repeated` said last
+        self._brief: tuple[int, tuple[Run, ...]] | None = None  # the last answer of `repeated`
         self._first: tuple[int, ...] | None = None
-        self.local: tuple[object, bool] | None = None  # beside which buffers somebody looked, and what was found
+        self.local: tuple[object, bool] | None = None  # (buffers of the last check for local layers, its result)
         self._tasks: tuple[Task, ...] | None = None
         self._used_sms: frozenset[int] | None = None
         sizes = [len(run.tiles) for run in self.spelled]
@@ -114,7 +114,7 @@ class Runs(Sequence[Task]):
         return self._used_sms
 
     def repeated(self, times: int) -> tuple[Run, ...]:
-        """The runs of the program whose template comes so often."""
+        """The runs of the program in which the template comes `times` times."""
         if self.layers is None:
             return self.spelled
         if self._brief is None or self._brief[0] != times:
@@ -198,7 +198,8 @@ def task_of(run: Run, tile: Tile | Stretch, number: int, sm: int) -> Task:
 
 
 def ends_of(run: Run) -> list[tuple[int, Tile | Stretch]]:
-    """The first tile and the last of each stretch of a run, with their places; the stretch stands for its first."""
+    """The first and the last tile of each stretch of a run, with their places. The stretch stands for its first
+    tile."""
     found: list[tuple[int, Tile | Stretch]] = []
     start = 0
     for stretch in stretches_of(run.tiles):
@@ -210,7 +211,7 @@ def ends_of(run: Run) -> list[tuple[int, Tile | Stretch]]:
 
 
 class Use(NamedTuple):
-    """An operation, what it reads, and the params of a task that does it."""
+    """An operation, its inputs, and the params of one of its tasks."""
 
     op: InstructionKind
     inputs: Sequence[int]
@@ -218,7 +219,7 @@ class Use(NamedTuple):
 
 
 def uses_by_recipe(runs: Iterable[Run]) -> Iterator[Use]:
-    """What each run does, once for neighbours that have one recipe."""
+    """The use of each run; once for adjacent uses with the same recipe."""
     for run in runs:
         before = None
         for stretch in stretches_of(run.tiles):
@@ -229,7 +230,7 @@ def uses_by_recipe(runs: Iterable[Run]) -> Iterator[Use]:
 
 
 def tasks_by_recipe(runs: Iterable[Run], reading: Set[int]) -> Iterator[Task]:
-    """One task for all of a run that have its recipe, of those runs that read any of the buffers `reading`."""
+    """One task for each recipe of a run, for the runs that read any buffer of `reading`."""
     first = 0
     for run in runs:
         if not reading.isdisjoint(run.inputs):

@@ -36,12 +36,14 @@ _SCALARS: Final[Mapping[Any, Schema]] = {
 }
 _PARAM_TYPES: Final[Mapping[str, Schema]] = {"i": _SCALARS[int], "f": _SCALARS[float]}
 _ALWAYS_WRITTEN: Final = ("ir_version", "buffers", "counters", "tasks")
-"""Fields of a program that a file must have although the record has defaults for them."""
+"""Fields that a file must have although the record has defaults for them."""
 
 
 def json_schema() -> Schema:
-    """Schema of a program file, with operands and params by the table of operations. A file that it accepts loads;
-    whether the program is safe is for `validate` to say."""
+    """The schema of a program file, with operands and params from the table of operations.
+
+    A file that the schema accepts can be loaded. Whether the program is safe is decided by `validate`.
+    """
     defs = {record.__name__: _record(record) for record in _RECORDS}
     program = defs.pop(MegakernelProgram.__name__)
     program["required"] = list(_ALWAYS_WRITTEN)
@@ -63,7 +65,7 @@ def json_schema() -> Schema:
 
 
 def _task_of(row: Operation) -> Schema:
-    """What the table of operations says of a task with that opcode: how many operands, which params."""
+    """The operands and params of a task with that opcode, by the table of operations."""
 
     def as_many(bounds: tuple[int, int]) -> Schema:
         return {"minItems": bounds[0], "maxItems": bounds[1]}
@@ -73,7 +75,8 @@ def _task_of(row: Operation) -> Schema:
 
 
 def _record(record: type) -> Schema:
-    """Schema of one record; fields without a default are required, unknown ones are allowed and dropped on load."""
+    """The schema of one record. Fields without a default are required. Unknown fields are allowed, and dropped on
+    load."""
     hints = get_type_hints(record)
     own = fields(record)
     required = [field.name for field in own if field.default is MISSING and field.default_factory is MISSING]
@@ -86,7 +89,7 @@ def _record(record: type) -> Schema:
 
 
 def _type(hint: Any) -> Schema:
-    """Schema of a field's type as the file writes it: enums by name, maps with text keys, sequences as arrays."""
+    """The schema of a field's type in the file: enums by name, maps with text keys, sequences as arrays."""
     if hint in _SCALARS:
         return dict(_SCALARS[hint])
     origin, arguments = get_origin(hint), get_args(hint)
@@ -145,7 +148,7 @@ def _recipe() -> Schema:
 
 
 def schema_text() -> str:
-    """The schema as the repository keeps it."""
+    """The text of the schema file in the repository."""
     return json.dumps(json_schema(), indent=2) + "\n"
 
 

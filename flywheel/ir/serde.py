@@ -1,4 +1,4 @@
-"""Programs as JSON, and back. What is read may come from a stranger. Source: docs/ir.md."""
+"""Programs as JSON, and back. The input may come from a stranger. Source: docs/ir.md."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 def program_to_json(program: MegakernelProgram, indent: int | None = 2) -> str:
-    """The on-disk format; the same program always gives the same text."""
+    """The on-disk format. The same program always gives the same text."""
     return dump_json(program_to_dict(program), indent)
 
 
@@ -51,7 +51,7 @@ def save_program(program: MegakernelProgram, path: str | Path) -> None:
 
 
 def load_program(path: str | Path) -> MegakernelProgram:
-    """Read a program file. Raises IrFormatError that names the file, also where it cannot be read."""
+    """Read a program file. Raises IrFormatError that names the file, also where the file is unreadable."""
     text = read_text(Path(path))
     try:
         return program_from_json(text)
@@ -96,7 +96,7 @@ def _buffer_to_dict(buffer: Buffer) -> dict[str, Any]:
 
 
 def _rank(record: Buffer | Task) -> dict[str, int]:
-    """Written where it is not the first: programs of one rank have no such field."""
+    """The field `rank`, which is written where it is not 0. So programs of one rank have no such field."""
     return {"rank": record.rank} if record.rank else {}
 
 
@@ -173,7 +173,7 @@ def target_from_dict(data: object) -> GpuTarget:
 
 
 class _Shared:
-    """Equal operands, waits and recipes of a file as one object: validation decides once for each object."""
+    """Makes equal operands, waits and recipes of a file one object. Validation checks each object once."""
 
     __slots__ = ("_ints", "_recipes", "_waits")
 
@@ -189,7 +189,7 @@ class _Shared:
         if "recipe" in params:
             try:
                 key = marshal.dumps(params["recipe"], 2)
-            except ValueError:  # nested too deeply, or not from JSON: left alone
+            except ValueError:  # nested too deeply, or not from JSON: kept as it is
                 pass
             else:
                 params = {**params, "recipe": self._recipes.setdefault(key, params["recipe"])}

@@ -1,4 +1,4 @@
-"""Values of strangers in messages: short, on one line, and never an error of their own."""
+"""Values from strangers in messages: short, on one line, and without an error of their own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ MAX_LINE = 1000
 
 
 def show(value: object) -> str:
-    """`repr` of numbers, strings and short lists of them, cut to 60 characters; of anything else the type's name.
+    """`repr` of a number, a string or a short list of them, cut to 60 characters; for anything else the type's name.
 
-    Calls no method of a foreign class.
+    It calls no method of a foreign class.
     """
     kind = type(value)
     if kind is int:

@@ -1,4 +1,5 @@
-"""The dynamic backstop of the proof: fire tasks in unkind orders and look for what hangs or reads too early."""
+"""A dynamic check beside the proof: fire tasks in adversarial orders, and look for tasks that hang or read too
+early."""
 
 from __future__ import annotations
 
@@ -34,12 +35,13 @@ def simulate_counters(program: MegakernelProgram) -> tuple[list[int], list[int]]
 
 
 def simulate_adversarial(program: MegakernelProgram, seeds: int = 16) -> list[str]:
-    """Reads of what no task has written yet, and reads before a write in one of `seeds` firing orders and after it in
-    another; each is reported once.
+    """Early reads, each reported once, in `seeds` firing orders.
 
-    The orders: oldest first; then in turn one that holds a single writer back as long as anything else can run, one of
-    random priorities, and, once, newest first. Writers whose readers do not all await them directly are held back
-    first, those that few tasks wait for before others. The program must have passed the checks of operands and params.
+    A read is early if no task has written the columns yet, or if a write comes after it in one order and before it in
+    another. The first order fires the oldest task first. Of the others, every second one holds back a single writer for
+    as long as another task can fire. The rest have random priorities, but for one that fires the newest task first.
+    Writers that some reader does not await directly are held back first, those with the fewest waiting tasks before
+    others. The program must have passed the checks of operands and params.
     """
     tasks = program.tasks
     watch = _Watch(program)
@@ -60,7 +62,7 @@ def _priority(count: int, seed: int, suspects: Sequence[int]) -> list[float] | N
         return [-index for index in range(count)]
     priority: list[float] = [generator.random() for _ in range(count)]
     if seed % 2 and suspects:
-        # Every other victim is the next most suspicious one, the rest are any.
+        # Every other victim is the next most suspicious writer; the rest are random.
         turn = seed // 2
         victim = suspects[turn // 2 % len(suspects)] if turn % 2 == 0 else generator.choice(suspects)
         priority[victim] = inf
@@ -68,7 +70,7 @@ def _priority(count: int, seed: int, suspects: Sequence[int]) -> list[float] | N
 
 
 def _suspects(tasks: Sequence[Task], writers: Mapping[int, Sequence[int]]) -> list[int]:
-    """Writers, the most suspicious first."""
+    """Writers, with the most suspicious first."""
     waiters = Counter(wait.counter for task in tasks for wait in task.waits)
     direct: dict[int, set[int]] = {}
     for task in tasks:
@@ -86,7 +88,7 @@ def _suspects(tasks: Sequence[Task], writers: Mapping[int, Sequence[int]]) -> li
 
 
 class _Watch:
-    """What is written before each read: enough, and the same in every order."""
+    """Checks that enough is written before each read, and the same in every order."""
 
     __slots__ = ("_caches", "_first", "_lanes", "_multi_row", "_program", "_sizes", "writers")
 
@@ -104,8 +106,8 @@ class _Watch:
                 self.writers.setdefault(number, []).append(index)
 
     def violations(self, order: Sequence[int]) -> list[str]:
-        """One message for each read of `order` that comes before its first write, or before others than in the first
-        order that was asked about."""
+        """A message for each early read of `order`: one before the first write of its columns, or before other writers
+        than in the first order given."""
         late, found = self._late(order)
         first = self._first = late if self._first is None else self._first
         tasks = self._program.tasks
@@ -118,7 +120,7 @@ class _Watch:
         return found
 
     def _late(self, order: Sequence[int]) -> tuple[dict[tuple[int, int], list[int]], list[str]]:
-        """(writers that come after each read, by reader and operand; reads of what is not written yet)."""
+        """(writers that fire after a read, by reader and operand; messages of reads before the first write)."""
         tasks = self._program.tasks
         kinds = {buffer.id: buffer.kind for buffer in self._program.buffers}
         left = {number: len(members) for number, members in self.writers.items()}
@@ -148,7 +150,7 @@ class _Watch:
         return late, found
 
     def _missed(self, late: Sequence[int], early: Collection[int], reader: int, operand: int) -> int | None:
-        """A late writer of something that the reader reads and that no early writer has written."""
+        """A late writer of columns that the reader reads and no early writer has written."""
         number = self._program.tasks[reader].inputs[operand]
         written = sorted(self._columns(writer, number) for writer in early)
         for writer in late:
@@ -168,7 +170,7 @@ class _Watch:
         return (written_region(task) if counts else None) or (0, self._sizes[number] // (rows or 1))
 
     def _overlap(self, writer: int, reader: int, operand: int) -> bool:
-        """Whether what `writer` writes of an operand of `reader` is among what `reader` reads."""
+        """Whether `writer` writes something of the operand that `reader` reads."""
         tasks = self._program.tasks
         number = tasks[reader].inputs[operand]
         if number in self._lanes:

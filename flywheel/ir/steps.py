@@ -1,4 +1,4 @@
-"""What the proof knows of a task, whosever it is: what it waits for, what it signals, and in whose queue it stands."""
+"""What the proof knows of a task: its waits, its signal, and its queue."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from flywheel.ir.records import Wait
 
 
 class Step(Protocol):
-    """A task of a program of ours, or of another runtime that has monotone counters and serial queues.
+    """A task of a flywheel program, or of another runtime with monotone counters and serial queues.
 
-    On completion it adds 1 to `out_counter`. Steps with the same waits may share the sequence: it is looked at once.
+    When it completes it adds 1 to `out_counter`. Steps with equal waits may share the sequence, which is then checked
+    once.
     """
 
     @property
@@ -24,7 +25,7 @@ class Step(Protocol):
 
     @property
     def waits(self) -> Sequence[Wait]:
-        """All that must be complete before it starts."""
+        """The waits that must hold before it starts."""
 
     @property
     def out_counter(self) -> int:
@@ -36,4 +37,4 @@ class Step(Protocol):
 
     @property
     def sm(self) -> int | None:
-        """The serial queue of that GPU in which it stands, by its place in the list; None in none."""
+        """The serial queue, on that GPU, that holds it, in list order; None where no queue does."""

@@ -9,7 +9,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class GpuTarget:
-    """What lowering, validation and the floor need to know of a GPU."""
+    """The facts about a GPU that lowering, validation and the floor use."""
 
     name: str
     sm_arch: int
@@ -29,7 +29,7 @@ class GpuTarget:
     note: str = ""
 
     def bandwidth_bound_us(self, weight_bytes: int) -> float:
-        """Time in us that reading `weight_bytes` takes at the datasheet's bandwidth."""
+        """The time in us to read `weight_bytes` at the datasheet's bandwidth."""
         return weight_bytes / (self.hbm_bandwidth_gbs * 1e9) * 1e6
 
 
@@ -112,7 +112,7 @@ _CARDS: Final = (
 
 TARGETS: Final = MappingProxyType({target.name: target for target, _ in _CARDS})
 """Built-in GPUs by name. A name without a suffix is the card that most servers have: `a100`, `h100` and `h200` are SXM
-boards, the first with 80 GB; `rtx4090` and `rtx5090` are the desktop cards."""
+boards, and `a100` has 80 GB. `rtx4090` and `rtx5090` are the desktop cards."""
 
 DRIVER_NAMES: Final = MappingProxyType({target.name: names for target, names in _CARDS})
-"""What drivers call each of them, without `NVIDIA` and `GeForce`, which older ones leave out."""
+"""Name -> the names that drivers use, without `NVIDIA` and `GeForce`, which older drivers leave out."""

@@ -1,4 +1,5 @@
-"""What each task of a run has of its own, but for its SM. Neighbours of one width are kept as a stretch."""
+"""The fields that each task of a run has for itself, except its SM. Adjacent tiles of one width are stored as a
+stretch."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple, overload
 
 
 class Tile(NamedTuple):
-    """Params of one task, and what it streams and computes."""
+    """The params of one task, and the bytes that it streams and the operations that it does."""
 
     params: Mapping[str, Any]
     est_bytes: int
@@ -15,9 +16,9 @@ class Tile(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """`n_tiles` tiles, each `N_tile` columns behind the one before.
+    """`n_tiles` tiles, each `N_tile` columns after the one before.
 
-    `params` are those of the first, bytes and flops those of each.
+    `params` are the first tile's. Bytes and flops are those of each tile.
     """
 
     params: Mapping[str, Any]
@@ -34,12 +35,12 @@ class Stretch(NamedTuple):
 
 
 class Tiles(Sequence[Tile]):
-    """Tiles by stretches; as a sequence they are the tiles, which are made when somebody asks for one."""
+    """Tiles stored as stretches. As a sequence it has the tiles, which are made on demand."""
 
     __slots__ = ("_size", "_tiles", "stretches")
 
     def __init__(self, stretches: Sequence[Stretch]) -> None:
-        """Raises ValueError for what is no Stretch, and for one of several tiles that name no columns."""
+        """Raises ValueError for anything but a Stretch, and for a stretch of several tiles that names no columns."""
         self.stretches = tuple(stretches)
         for each in self.stretches:
             if type(each) is not Stretch or type(each.n_tiles) is not int or each.n_tiles < 1:
@@ -84,7 +85,7 @@ class Tiles(Sequence[Tile]):
 
 
 def stretches_of(tiles: Sequence[Tile]) -> tuple[Stretch, ...]:
-    """The stretches of some tiles; one of each where they are a tuple."""
+    """The stretches of some tiles; for a tuple, one for each tile."""
     return tiles.stretches if isinstance(tiles, Tiles) else tuple([Stretch(*tile, 1) for tile in tiles])
 
 

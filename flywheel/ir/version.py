@@ -1,11 +1,11 @@
-"""Format versions and the capacity limits that the on-device ABI fixes. Source: docs/ir.md."""
+"""The versions of the format, and the limits of the on-device ABI. Source: docs/ir.md."""
 
 from __future__ import annotations
 
 from typing import Final
 
 IR_VERSION: Final = "0.5.0"
-"""Version of the on-disk format; a minor bump adds fields, a major one breaks readers."""
+"""Version of the on-disk format. A minor bump adds fields, a major one breaks readers."""
 
 ABI_VERSION: Final = "0.2"
 """Version of the on-device structs."""
@@ -16,7 +16,8 @@ ABI_MAX_WAITS: Final = 8
 ABI_MAX_RANK: Final = 4
 
 ABI_MAX_ROWS: Final = 8
-"""Rows of x that one matrix step multiplies, and so sequences of one decode step: the columns of a fragment of x."""
+"""Rows of x that one matrix step multiplies, which are the columns of a fragment of x. A decode step has at most as
+many sequences."""
 
 MAX_RANKS: Final = 8
-"""GPUs of one program: an ALLREDUCE_SHARD takes a shard of each."""
+"""Most GPUs of one program: an ALLREDUCE_SHARD takes a shard of each."""

@@ -1,4 +1,4 @@
-"""What tasks read, write and compute, counted by the table of operations."""
+"""The bytes and operations of tasks, counted by the table of operations."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from flywheel.ir.validate.recipe import read_recipe
 
 _STREAMED: Final = (BufferKind.WEIGHT, BufferKind.CONST, BufferKind.KV_CACHE)
 _PLACES: Final = frozenset({"n_off", "kv_start", "pos"})
-"""Params that say which part a task works on, not how much."""
+"""Params that say which part a task works on, and not how much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes that a task reads of weights and caches, bytes that it reads of all else and that it writes, and its
-    floating-point operations."""
+    """A task's work: bytes read of weights and caches, bytes read of other buffers, bytes written, and floating-point
+    operations."""
 
     streamed: int = 0
     read: int = 0
@@ -42,9 +42,10 @@ class Work:
 
 
 def work_of(task: Task, buffers: Mapping[int, Buffer]) -> Work:
-    """The work of a task of a valid program, whose `buffers` are given by id.
+    """The work of a task of a valid program, with `buffers` by id.
 
-    What several steps of a recipe read is read once a step, and what one step leaves for the next moves nothing.
+    A recipe's step counts what it reads, even if another step reads the same. A result that stays in scratch moves no
+    bytes.
     """
     inputs, outputs = [buffers[each] for each in task.inputs], [buffers[each] for each in task.outputs]
     if task.op is InstructionKind.FUSED:
@@ -63,7 +64,7 @@ def work_of(task: Task, buffers: Mapping[int, Buffer]) -> Work:
 
 
 def works_of(program: MegakernelProgram) -> list[Work]:
-    """The work of each task of a valid program; that of tasks alike but for their place is counted once."""
+    """The work of each task of a valid program. Tasks that differ only in their place are counted once."""
     buffers = {buffer.id: buffer for buffer in program.buffers}
     known: dict[tuple[object, ...], Work] = {}
     works = []

@@ -25,9 +25,10 @@ __all__ = ["CODES", "Finding", "ValidationResult", "validate"]
 
 
 def validate(program: object, strict: bool = False) -> ValidationResult:
-    """Prove `program` safe, or say why not. Never raises. `strict` makes page aliasing and unwritten columns errors.
+    """Prove `program` safe, or say why it is not. Never raises. `strict` makes page aliasing and unwritten columns
+    errors.
 
-    Each family of rules relies on the ones before it, so it runs only where those found nothing.
+    Each family of rules relies on the ones before it, so it runs only if those found nothing.
     """
     findings = Findings(strict)
     stats: dict[str, int] = {}
@@ -42,7 +43,7 @@ def validate(program: object, strict: bool = False) -> ValidationResult:
 
 
 def _is_proved_by_layers(program: MegakernelProgram, findings: Findings, stats: dict[str, int]) -> bool:
-    """Whether the proof by layers finds nothing wrong with a program. A wrong label is a warning all the same."""
+    """Whether the proof by layers finds a program safe. It still warns of a wrong label."""
     layers, tried = layers_of(program), Findings(strict=True)
     if layers is None or not check_structure(replace(repeated(program, 1), pages=program.pages), tried):
         return False
@@ -67,7 +68,7 @@ def _counts(program: MegakernelProgram) -> dict[str, int]:
 
 
 def _used_sms(program: MegakernelProgram) -> int:
-    """Of all GPUs."""
+    """The number of SMs with tasks, over all GPUs."""
     tasks = program.tasks
     if program.ranks == 1 and isinstance(tasks, Runs):
         return len(tasks.used_sms)

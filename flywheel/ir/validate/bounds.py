@@ -1,4 +1,4 @@
-"""Operands of a task, and of each step of its recipe, whose params and grammar are in order."""
+"""Checks the operands of a task and of each step of its recipe. Params and grammar have passed their checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flywheel.ir.validate.recipe import Recipe, Slot, Step
 def bound_faults(
     task: Task, recipe: Recipe | None, inputs: Sequence[Buffer], outputs: Sequence[Buffer]
 ) -> Iterator[Fault]:
-    """What of a task's operands is not as the table of operations says."""
+    """The faults of a task's operands by the table of operations."""
     if recipe is not None:
         yield from _recipe_faults(task.params, recipe, inputs, outputs)
     elif outputs:
@@ -43,7 +43,8 @@ def _recipe_faults(
 
 
 def _output_faults(step: Step, output: Buffer, columns: tuple[int, int] | None, rows: int) -> Iterator[Fault]:
-    """A recipe's result fills exactly the columns that count as written, of each of `rows` rows."""
+    """Faults of a recipe's result, which must fill exactly the columns that count as written, in each of `rows`
+    rows."""
     made, name = step.result.numel, f"{output.name} {list(output.shape)}"
     if not converts(step.result.dtype, output.dtype):
         yield "operand-type", f"makes {step.result.dtype.name} for {name}, which is {output.dtype.name}"

@@ -1,4 +1,4 @@
-"""The proof of a program whose layers are alike: what holds for two templates in a row holds for any number of them.
+"""The proof of a program whose layers are alike. If two templates in a row are safe, so is any number of them.
 
 Source: docs/ir.md, "Proof by layers".
 """
@@ -18,14 +18,14 @@ from flywheel.ir.validate.by_run import accesses_of_safe_runs
 from flywheel.ir.validate.near_pages import pages_pass_on
 
 _NEAR: Final = 4
-"""Templates in a program that shows how pages pass on, as far as from a layer to the third behind it."""
+"""Templates in a program that shows how pages pass on: from a layer up to the third layer after it."""
 
 
 def levels_of_safe_layers(program: MegakernelProgram, layers: Layers) -> int | None:
-    """Levels of the program's order where the rules behind `check_structure` find neither error nor warning.
+    """The number of levels of the program's order, if the rules after `check_structure` find neither error nor warning.
 
-    None where they might: then a look at every task says what. The layers are local; the program that has the template
-    once, and the pages, have a sound structure.
+    None where they might find one; then a check of every task says which. The layers must be local. The pages, and the
+    program with the template once, must have passed `check_structure`.
     """
     runs, buffers = program.tasks, program.buffers
     assert isinstance(runs, Runs)
@@ -64,7 +64,7 @@ def _fit_pages(buffers: Layered[Buffer], pages: PageAllocation) -> bool:
 
 
 def _depth(runs: Sequence[Run], layers: Layers) -> int:
-    """Levels of the order of all layers: the longest chain of counters."""
+    """The number of levels over all layers, which is the length of the longest chain of counters."""
     span, counters, times = layers.runs, layers.counters, layers.times
     levels: dict[int, int] = {}
     _climb(runs[: span.start], levels)
@@ -79,7 +79,7 @@ def _depth(runs: Sequence[Run], layers: Layers) -> int:
         _climb(template, levels)
         steps = {levels.get(number, 0) - level for number, level in zip(own, before, strict=True)}
         if again > 1 and len(steps) == 1 and (step := steps.pop()) >= 0:
-            # So far above the layer before are all that follow: they take its levels for what they wait for.
+            # All later layers rise by the same step: they wait at the levels of the layer before.
             levels |= {number: levels[number] + step * (times - 1 - again) for number in own if number in levels}
             break
         deepest = max([deepest, *levels.values()])

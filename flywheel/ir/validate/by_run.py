@@ -1,7 +1,7 @@
-"""The proof of a program of runs, run by run: what holds for one task of a run holds for all, but for their columns.
+"""The proof of a program of runs, run by run. What holds for one task of a run holds for all, except for their columns.
 
-Tiles of a run share their operands, what they wait for and the counter that they signal. So they stand in the same
-order with every other task, and in none with each other. Source: docs/ir.md, "Proof by runs".
+Tiles of a run share their operands, their waits and their counter. So they have the same order with every other task,
+and no order with each other. Source: docs/ir.md, "Proof by runs".
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ _Tiles = Tiles | tuple[Tile, ...]
 
 
 def levels_of_safe_runs(program: MegakernelProgram) -> int | None:
-    """Levels of the program's order where the rules behind `check_structure` find neither error nor warning.
+    """The number of levels of the program's order, if the rules after `check_structure` find neither error nor warning.
 
-    None where they might: then a look at every task says what. The program has runs, and a sound structure.
+    None where they might find one; then a check of every task says which. The program has runs, and has passed
+    `check_structure`.
     """
     accesses = accesses_of_safe_runs(program)
     return None if accesses is None else accesses.done.depth
 
 
 def accesses_of_safe_runs(program: MegakernelProgram) -> Accesses | None:
-    """Accesses of the first task of each run, which stands for all, or None where `levels_of_safe_runs` is."""
+    """The accesses of the first task of each run, which stands for all its tasks; None where `levels_of_safe_runs` is
+    None."""
     runs = program.tasks
     assert isinstance(runs, Runs)
     num_sms = program.target.num_sms if program.target is not None else None
@@ -79,11 +81,11 @@ def accesses_of_safe_runs(program: MegakernelProgram) -> Accesses | None:
 
 
 def _distinct_tasks(runs: Runs, buffers: Mapping[int, Buffer]) -> tuple[Task, ...] | None:
-    """Tasks of one run of each op, tiles and looks of operands, at the ends of its stretches; None where an operand
+    """Tasks at the ends of the stretches of one run for each op, tiles and looks of operands. None where an operand
     names no buffer.
 
-    `check_tasks` says the same of two tasks that differ only in the ids of their operands. What it says of the first
-    and the last tile of a stretch, it says of the tiles between them.
+    `check_tasks` finds the same for two tasks that differ only in the ids of their operands. If it accepts the first
+    and the last tile of a stretch, it accepts the tiles between.
     """
     numbers: dict[tuple[object, ...], int] = {}
     looks = {
@@ -96,7 +98,7 @@ def _distinct_tasks(runs: Runs, buffers: Mapping[int, Buffer]) -> tuple[Task, ..
         shapes = tuple([looks.get(number, -1) for number in operands])
         if -1 in shapes:
             return None
-        # Which operands are one and the same buffer is part of how they look.
+        # A look includes which operands are the same buffer.
         same = tuple([operands.index(number) for number in operands])
         key = run.op, id(run.tiles), len(run.inputs), same, shapes, len(run.waits)
         distinct.setdefault(key, (run, first))
@@ -108,18 +110,19 @@ def _distinct_tasks(runs: Runs, buffers: Mapping[int, Buffer]) -> tuple[Task, ..
 
 
 class _Columns:
-    """The columns that the tiles of runs write, by the identity of the tiles: equal layers share them."""
+    """The columns that the tiles of runs write, by the tiles' identity, since equal layers share tiles."""
 
     def __init__(self) -> None:
         self._known: dict[int, list[Region] | None] = {}
 
     def of(self, run: Run) -> list[Region]:
-        """Columns of `outputs[0]` that a run writes, sorted; neighbours as one. For a run whose tiles are apart."""
+        """The sorted columns of `outputs[0]` that a run writes, adjacent ranges merged. The run's tiles must be
+        apart."""
         found = self._read(run.tiles) if run.op in TILED_OPS else None
         return [WHOLE] if found is None else found
 
     def are_apart(self, run: Run, buffers: Mapping[int, Buffer]) -> bool:
-        """Whether no two tiles of the run write the same element, and none reads what another one writes."""
+        """Whether no two tiles of the run write the same element, and no tile reads what another one writes."""
         if len(run.tiles) == 1:
             return True
         if run.op not in TILED_OPS or len(run.outputs) != 1 or run.outputs[0] in run.inputs:
@@ -127,7 +130,8 @@ class _Columns:
         return buffers[run.outputs[0]].kind is not BufferKind.KV_CACHE and self._read(run.tiles) is not None
 
     def _read(self, tiles: _Tiles) -> list[Region] | None:
-        """None where a tile names no columns, two overlap, or tiles differ in K, in rows or in what they attend to."""
+        """The columns of the tiles. None where a tile names no columns, where two overlap, or where tiles differ in K,
+        in rows or in the rows that they attend to."""
         if id(tiles) not in self._known:
             self._known[id(tiles)] = _merged(tiles)
         return self._known[id(tiles)]
@@ -151,7 +155,7 @@ def _merged(tiles: _Tiles) -> list[Region] | None:
 
 
 def _columns_of(stretch: Stretch) -> Region | None:
-    """The columns of all its tiles, which lie side by side."""
+    """The columns of all tiles of a stretch, which are adjacent."""
     first = tile(stretch.params)
     if first is None or (stretch.n_tiles > 1 and first[1] <= first[0]):
         return None
@@ -159,7 +163,8 @@ def _columns_of(stretch: Stretch) -> Region | None:
 
 
 def _waits_are_joins(runs: Runs, counters: set[int]) -> bool:
-    """Whether every wait needs all signals of a counter that is there, and all of them come earlier in the list."""
+    """Whether every wait needs all signals of an existing counter, and all of its producers come earlier in the
+    list."""
     signals = Counter[int]()
     for run in runs.runs:
         signals[run.out_counter] += len(run.tiles)
@@ -175,7 +180,8 @@ def _waits_are_joins(runs: Runs, counters: set[int]) -> bool:
 
 
 class _RunAccesses(Accesses):
-    """Accesses of the first tasks of `runs`, the tasks of `program`, which write the columns of all their tiles."""
+    """The accesses of the first tasks of `runs`, where each writes the columns of all its run's tiles. `program` has
+    these tasks."""
 
     __slots__ = ("_columns", "_single", "program")
 
@@ -196,14 +202,15 @@ class _RunAccesses(Accesses):
                 regions = [WHOLE]
 
     def read(self, index: int, operand: int) -> list[Region] | None:
-        """What the task reads; of a run of several tiles that may read different columns, and are no pushes, all."""
+        """The columns that the task reads. For a run of several tiles that may differ in this, and are no pushes, all
+        columns."""
         apart = self._single[index] or (self._several and is_push(self.tasks[index]))
         return super().read(index, operand) if apart else None
 
     def pushed(self, index: int) -> list[Region] | None:
-        """Columns that all pushes of a run take: those that they write."""
+        """The columns that all pushes of a run read, which are those that they write."""
         return self._columns[index] if super().pushed(index) is not None else None
 
     def tiles(self, index: int) -> list[Region]:
-        """Columns that the params of all tiles of a run name."""
+        """The columns that the params of all tiles of a run name."""
         return super().tiles(index) if self._single[index] else self._columns[index]

@@ -1,4 +1,4 @@
-"""What validation says: findings with a code, a message and the task."""
+"""The result of validation: findings with a code, a message and the task."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CODES: Final = MappingProxyType(
         "gpu-label": "meta.gpu is not the target's name",
     }
 )
-"""Every finding's code and what it means."""
+"""Code of a finding -> its meaning."""
 
 STRICT_CODES: Final = frozenset({"page-alias", "partial-write"})
 """Warnings that strict validation turns into errors."""
@@ -66,7 +66,7 @@ MAX_FINDINGS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One broken rule; `task` is the id of the offending task, None where no single task is."""
+    """One broken rule. `task` is the id of the task that breaks it; None where no single task does."""
 
     code: str
     message: str
@@ -86,7 +86,7 @@ class ValidationResult:
     stats: Mapping[str, int] = field(default_factory=dict)
 
     def report(self) -> str:
-        """Human-readable lines: verdict, stats, errors, warnings."""
+        """The result as text: verdict, stats, errors, warnings."""
         stats = ", ".join(f"{name} {value}" for name, value in self.stats.items())
         lines = ["ACCEPTED" if self.ok else "REJECTED", *([f"  {stats}"] if stats else [])]
         lines += [f"  error {finding}" for finding in self.errors]
@@ -95,7 +95,7 @@ class ValidationResult:
 
 
 class Findings:
-    """Collector that the rules write to."""
+    """Collects findings from the rules."""
 
     __slots__ = ("_warned", "errors", "strict", "warnings")
 
@@ -110,7 +110,8 @@ class Findings:
         self.errors.append(Finding(code, one_line(message), task))
 
     def warn(self, code: str, message: str, task: int | None = None) -> None:
-        """Record a warning, or an error where strict validation asks for it; only the first MAX_FINDINGS of a code."""
+        """Record a warning; with strict validation, an error for some codes. Of each code, the first MAX_FINDINGS are
+        kept."""
         self._warned[code] = self._warned.get(code, 0) + 1
         if self._warned[code] <= MAX_FINDINGS:
             found = self.errors if self.strict and code in STRICT_CODES else self.warnings
@@ -122,5 +123,5 @@ class Findings:
 
     @property
     def full(self) -> bool:
-        """Whether enough has been found to stop."""
+        """Whether a family of rules should stop."""
         return len(self.errors) >= MAX_FINDINGS

@@ -1,4 +1,4 @@
-"""Deadlock freedom: satisfiable waits, full joins, serial SM queues that drain."""
+"""Deadlock freedom: waits can be met, waits are full joins, and serial SM queues drain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flywheel.ir.validate.findings import MAX_FINDINGS, Findings
 
 
 def check_waits(program: MegakernelProgram, findings: Findings) -> None:
-    """Every wait names a counter and needs exactly all of its producers."""
+    """Check that every wait names a counter and needs all of its producers."""
     known = {counter.id for counter in program.counters}
     producers = Counter([task.out_counter for task in program.tasks])
     for counter in sorted(producers.keys() - known)[:MAX_FINDINGS]:
@@ -38,7 +38,7 @@ def _check_wait(task: Task, counter: int, threshold: int, count: int, known: set
 
 
 def check_queues(tasks: Sequence[Step], order: Sequence[int], findings: Findings) -> None:
-    """Serial SM queues, in list order, all drain. A list that is a topological order always does."""
+    """Check that all serial SM queues drain, in list order. They always do where the list is in a topological order."""
     if order == range(len(tasks)):
         return
     for index in stuck_in_queues(tasks)[:MAX_FINDINGS]:

@@ -13,7 +13,7 @@ from flywheel.ir.validate.races import Accesses
 
 
 def check_per_sm_buffers(program: MegakernelProgram, findings: Findings) -> None:
-    """Once SMs are assigned, all users of an SMEM or REGISTER buffer (or page) share one SM."""
+    """Check that all users of an SMEM or REGISTER buffer (or page) share one SM, where SMs are assigned."""
     private = {buffer.id for buffer in program.buffers if buffer.space in PER_SM_SPACES}
     if program.pages is not None:
         on_chip = {page.id for page in program.pages.pages if page.space in PER_SM_SPACES}
@@ -33,7 +33,7 @@ def check_per_sm_buffers(program: MegakernelProgram, findings: Findings) -> None
 
 
 def check_pages(program: MegakernelProgram, accesses: Accesses, findings: Findings) -> None:
-    """Pages exist, are large enough, and are reused only after every use of their former buffer."""
+    """Check that pages exist, are large enough, and are reused only after every use of their former buffer."""
     if program.pages is None:
         return
     pages = {page.id: page for page in program.pages.pages}
@@ -95,9 +95,9 @@ class Lives:
         self._used = {number: tuple(sorted(counters)) for number, counters in signals.items()}
 
     def check_page(self, page: int, members: list[int], findings: Findings) -> None:
-        """Each member, in order of first write, is written only when every task that uses the one before it is done.
+        """Check each member of a page, in order of first write: it is written only after every use of the one before.
 
-        A member's writes are uses too, so what holds for neighbours holds for all.
+        A member's writes are uses, too. So what holds for consecutive members holds for all.
         """
         written = sorted((self._first_write[number], number) for number in members) if len(members) > 1 else []
         for (_, earlier), (_, later) in pairwise(written):
@@ -109,6 +109,6 @@ class Lives:
                     return
 
     def pass_on(self, earlier: int, later: int) -> bool:
-        """Whether all that use the one buffer are done before the other one is written."""
+        """Whether all uses of buffer `earlier` are done before buffer `later` is written."""
         order, done = self._accesses.done, self._used[earlier]
         return all(order.reached(done, group) for group in self._writer_classes[later])

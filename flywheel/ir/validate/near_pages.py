@@ -1,4 +1,4 @@
-"""Whether buffers may share pages in a program whose layers are alike, decided in the same program of few layers.
+"""Whether buffers may share pages in a program of alike layers, decided in the same program with few layers.
 
 Source: docs/ir.md, "Proof by layers".
 """
@@ -18,10 +18,10 @@ from flywheel.ir.validate.races import Accesses
 
 
 def pages_pass_on(pages: PageAllocation, runs: Runs, layers: Layers, brief: int, accesses: Accesses) -> bool:
-    """Whether each buffer of a page is written once all that use the one before it are done.
+    """Whether each buffer of a page is written only after all uses of the one before it are done.
 
-    False also where two that follow each other are too far apart to be seen in the program with the template `brief`
-    times, whose accesses those are. `layers` are local.
+    The decision is made in the program with the template `brief` times, whose accesses are given. It is also False
+    where two consecutive buffers are too far apart for that program. `layers` must be local.
     """
     places = _first_writes(runs.spelled)
     parts = _Parts(layers, brief)
@@ -43,7 +43,7 @@ def pages_pass_on(pages: PageAllocation, runs: Runs, layers: Layers, brief: int,
 
 
 def _first_writes(runs: Sequence[Run]) -> dict[int, int]:
-    """Number of the first run that writes each buffer, of those with the template once."""
+    """Buffer -> the number of the first run that writes it, among the runs with the template once."""
     places: dict[int, int] = {}
     for number, run in enumerate(runs):
         for buffer in run.outputs:
@@ -52,8 +52,8 @@ def _first_writes(runs: Sequence[Run]) -> dict[int, int]:
 
 
 class _Part(NamedTuple):
-    """Where a buffer is: in what comes before the templates (0), in template `number`, or behind them; and by how many
-    templates it is moved."""
+    """The place of a buffer: in the prologue (0), in template `number`, or in the epilogue; and the number of templates
+    by which it is moved."""
 
     number: int
     before: int
@@ -65,7 +65,7 @@ class _Parts:
     brief: int
 
     def of(self, buffer: int) -> _Part:
-        """The part that has a buffer of the program of all layers."""
+        """The part that has this buffer of the program of all layers."""
         span, times = self.layers.buffers, self.layers.times
         if buffer < span.start:
             return _Part(0, 0)
@@ -73,14 +73,16 @@ class _Parts:
         return _Part(place + 1, min(place, times - 1))
 
     def seen(self, one: int, other: int) -> tuple[int, int] | None:
-        """Two buffers, the one written first, as they stand to each other in the brief program; None where none do.
+        """A pair of buffers of the brief program that have the same order as these; None where there is none. `one` is
+        written first.
 
-        Two of templates, neither of them the last, stand as two as far apart do; and to the last one, and to what is
-        behind it, as many templates before it.
+        Two buffers of templates, neither of them the last, have the same order as two buffers as far apart. A buffer of
+        the last template or the epilogue has with an earlier template the same order as with one as many templates
+        before the end.
         """
         times, size = self.layers.times, self.layers.buffers.size
         first, second = self.of(one).number, self.of(other).number
-        if second >= times:  # from the end
+        if second >= times:  # counted from the end
             back = times - self.brief
             return (one - back * size, other - back * size) if first - back > 0 or not back else None
         if first == 0:

@@ -1,4 +1,4 @@
-"""Operands as the table of operations has them: sizes, types, tiles and windows of one task or step."""
+"""Checks operands against the table of operations: sizes, types, tiles and windows of one task or step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flywheel.ir.operations import FLOATS, Axis, Operand, Operation, operation_o
 from flywheel.ir.records import Buffer
 
 Fault = tuple[str, str]
-"""Code and text of a broken rule."""
+"""(code, text) of a broken rule."""
 
 Bound = list[tuple[Operand, Buffer]]
 
@@ -20,9 +20,9 @@ Bound = list[tuple[Operand, Buffer]]
 def operand_faults(
     op: InstructionKind, params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer, is_step: bool = False
 ) -> Iterator[Fault]:
-    """What of a task, or of a step of a recipe, is not as the table says.
+    """The faults of a task, or of a step of a recipe, by the table of operations.
 
-    Required params are there and in range, and the number of inputs is right. A step makes the operation's `makes`.
+    Required params are present and in range, and the number of inputs is right. A step makes the operation's `makes`.
     """
     row = operation_of(op, params)
     if row.output is None:
@@ -57,7 +57,7 @@ def operand_faults(
 
 
 def sizes_of(op: InstructionKind, params: Mapping[str, Any], inputs: Sequence[Buffer], output: Buffer) -> Scope:
-    """Params and sizes by name, of a task that has no faults."""
+    """Params and sizes by name, of a task without faults."""
     row = operation_of(op, params)
     scope = _scope(row, params, inputs, output)
     if row.output is not None:
@@ -110,12 +110,13 @@ def _type_faults(row: Operation, bound: Bound) -> Iterator[Fault]:
 
 
 def converts(source: DType, target: DType) -> bool:
-    """Whether elements of one type are stored as another: floats are rounded, all else must be of one type."""
+    """Whether elements of type `source` can be stored as `target`: floats are rounded, all others must have the same
+    type."""
     return source is target or (source in FLOATS and target in FLOATS)
 
 
 def _size_faults(bound: Bound, scope: Scope) -> Iterator[str]:
-    """Sizes that others decide come last; `scope` learns all of them."""
+    """The faults of operands' sizes. Sizes that other operands decide are checked last. `scope` learns all sizes."""
     for operand, buffer in sorted(bound, key=lambda pair: pair[0].extent.unknown(scope) > 1):
         unknown = operand.extent.unknown(scope)
         fault = "tells not enough of its sizes" if unknown > 1 else operand.extent.fit(buffer, scope)
@@ -124,7 +125,8 @@ def _size_faults(bound: Bound, scope: Scope) -> Iterator[str]:
 
 
 def _part_fault(operand: Operand, buffer: Buffer, scope: Scope) -> Fault | None:
-    """Whether the rows or columns that a tile, a window or an append names are rows or columns of the operand."""
+    """The fault of the rows or columns that a tile, a window or an append names, where the operand does not have
+    them."""
     part = operand.part
     if part is None or part.start is None:
         return None

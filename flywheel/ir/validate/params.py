@@ -16,7 +16,8 @@ _INT32: Final = 2**31
 
 
 def check_params(task: Task, fields: Mapping[str, str], required: Sequence[str], findings: Findings) -> None:
-    """Params of a task: required ones present, known ones of the right type and range, unknown ones warned of."""
+    """Check a task's params: required ones are present, and known ones have the right type and range. Unknown ones are
+    warned of."""
     params = task.params
     for name in required:
         if name not in params:
@@ -41,7 +42,7 @@ def _where(task: Task) -> str:
 
 
 def param_fault(name: str, value: Any, kind: str) -> str | None:
-    """What is wrong with one param, or None. `kind` is 'i' (int32) or 'f' (real)."""
+    """The fault of one param, or None. `kind` is 'i' (int32) or 'f' (real)."""
     if kind == "i":
         if type(value) is not int:
             return f"{name}={show(value)} is not an int"
@@ -59,7 +60,7 @@ def param_fault(name: str, value: Any, kind: str) -> str | None:
 
 
 def _rows_fault(params: Mapping[str, Any]) -> str | None:
-    """What is wrong with `kv_rows`, or None: its window lies before `pos`, or is the row at `pos`."""
+    """The fault of `kv_rows`, or None. Its window must lie before `pos`, or be the row at `pos`."""
     if "kv_rows" not in params:
         return None
     rows, place = params["kv_rows"], [params.get(name) for name in ("pos", "kv_start", "kv_len")]

@@ -1,9 +1,9 @@
 """Race freedom: overlapping writes are ordered, and every read is ordered with every write of the same columns.
 
-The writers of any one column must form a chain, so a task that comes after the last writer of each stretch of columns,
-its *frontier*, comes after all. Tasks share operand and wait records: one decision per (operands, wait class) covers a
-projection, and single columns, or the other writers of columns that are written again, are looked at only where such a
-decision fails.
+The writers of any one column must form a chain. The last writers of all columns are the buffer's *frontier*, so a task
+that comes after the frontier comes after all writers. Tasks share operand and wait records, so one decision per
+(operands, wait class) covers a projection. Single columns, and the earlier writers of rewritten columns, are checked
+only where that decision fails.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _GEMV, _GEMM, _FUSED = InstructionKind.GEMV_TILE, InstructionKind.GEMM_TILE, Ins
 
 @dataclass(slots=True)
 class Frontier:
-    """Last writes of a buffer by column, sorted and disjoint, and the counters that they signal.
+    """The last writes of a buffer by column, sorted and disjoint, and the counters that they signal.
 
-    `gaps` are the columns that nothing writes, `stages` all writers where columns are written more than once.
+    `gaps` are columns that no task writes. `stages` are all writers, where columns are written more than once.
     """
 
     writes: list[Write]
@@ -58,14 +58,15 @@ class Frontier:
 
 
 def _tiled_params(tasks: Sequence[Task]) -> list[Any]:
-    """Params of the tasks whose op writes tiles, None for the others."""
+    """The params of tasks whose op writes tiles; None for others."""
     return [task.params if (op := task.op) is _GEMV or op is _FUSED or op is _GEMM else None for task in tasks]
 
 
 class Accesses:
-    """Who reads and writes what, and in which order. `order` is a topological order of positions.
+    """The readers and writers of each buffer, and their order. `order` is a topological order of positions.
 
-    Of an attribute `order`, what comes before a task is visible to it; of `done`, it is over, on whatever GPU.
+    In the attribute `order`, the writes of a task that comes before another are visible to it. In `done`, such a task
+    is only over, on whichever GPU.
     """
 
     __slots__ = (
@@ -89,7 +90,7 @@ class Accesses:
         self._collect_writes()
 
     def _collect_writes(self) -> None:
-        regions = {id(None): WHOLE}  # by identity of params: the tiles of equal layers share them
+        regions = {id(None): WHOLE}  # by identity, since the tiles of equal layers share params
         writes, buffers, tasks = self.writes, self.buffers, self.tasks
         for index, outputs, params in zip(
             range(len(tasks)), [task.outputs for task in tasks], _tiled_params(tasks), strict=True
@@ -127,7 +128,7 @@ class Accesses:
         return buffer.numel // (self.multi_row.get(buffer.id) or 1)
 
     def read(self, index: int, operand: int) -> list[Region] | None:
-        """Columns of an operand that a task reads, None for all of them."""
+        """The columns of an operand that a task reads; None for all."""
         task = self.tasks[index]
         if self._several and is_push(task):
             return self.pushed(index)
@@ -136,7 +137,7 @@ class Accesses:
         return None if task.inputs[operand] in self.multi_row else read_regions(task, operand)
 
     def pushed(self, index: int) -> list[Region] | None:
-        """Columns that a push takes; None for all, where others write its input over another number of rows."""
+        """The columns that a push reads; None for all, where others write its input over another number of rows."""
         params, source = self.tasks[index].params, self.tasks[index].inputs[0]
         columns = tile(params)
         agree = self.multi_row.get(source, 1) == tile_rows(params)
@@ -148,14 +149,14 @@ class Accesses:
         return [] if columns is None else [columns]
 
     def past_end(self, task: Task, operand: int) -> int | None:
-        """`past_rows_end`, looked at once for tasks that share op and params, as those of equal layers do."""
+        """`past_rows_end`, computed once for tasks that share op and params, as equal layers do."""
         key = id(task.params), task.op, operand
         if key not in self._past_ends:
             self._past_ends[key] = past_rows_end(task, operand)
         return self._past_ends[key]
 
     def first_row(self, cache: int) -> int | None:
-        """First row of a cache that any task may write; None where that may be any."""
+        """The first row of a cache that any task may write; None where it may be any row."""
         if cache not in self._first_rows:
             rows = [first_row_written(self.tasks[index], cache) for _, _, index in self.writes[cache]]
             self._first_rows[cache] = None if None in rows else min(rows)  # type: ignore[type-var]
@@ -163,7 +164,7 @@ class Accesses:
 
 
 def check_races(program: MegakernelProgram, accesses: Accesses, findings: Findings) -> None:
-    """Order of writes, order of reads, columns and outputs that nothing writes."""
+    """Check the order of writes, the order of reads, and columns and outputs that no task writes."""
     frontiers: dict[int, Frontier] = {}
     for number, writes in accesses.writes.items():
         frontiers[number] = _frontier(accesses.buffers[number], writes, accesses, findings)
@@ -196,7 +197,7 @@ def _check_outputs(buffers: Sequence[Buffer], frontiers: Mapping[int, Frontier],
 
 
 def _all_settled(task: Task, group: int, accesses: Accesses, frontiers: Mapping[int, Frontier]) -> bool:
-    """Whether all that the task reads is written, completely, before any task of wait class `group` starts."""
+    """Whether everything that the task reads is completely written before any task of wait class `group` starts."""
     for number in task.inputs:
         kind = accesses.buffers[number].kind
         if kind in READONLY_KINDS:
@@ -211,7 +212,7 @@ def _all_settled(task: Task, group: int, accesses: Accesses, frontiers: Mapping[
 
 
 def _check_reads(index: int, accesses: Accesses, frontiers: Mapping[int, Frontier], findings: Findings) -> None:
-    """Every read of one task, column by column. A writer of a KV cache may read what earlier steps left there."""
+    """Check every read of one task, column by column. A writer of a KV cache may read rows of earlier steps."""
     task = accesses.tasks[index]
     group = accesses.order.wait_class[index]
     for operand, number in enumerate(task.inputs):
@@ -296,7 +297,7 @@ def _check_columns(
 
 
 def _frontier(buffer: Buffer, writes: list[Write], accesses: Accesses, findings: Findings) -> Frontier:
-    """The last write of each column; overlapping writes that are in no order are errors."""
+    """The last write of each column. Unordered writes that overlap are errors."""
     tasks, (_, end, index) = accesses.tasks, writes[0]
     if len(writes) == 1 and end == WHOLE[1]:
         return Frontier(writes, (tasks[index].out_counter,))
@@ -315,7 +316,7 @@ def _overlap(first: Write, second: Write) -> bool:
 
 
 def _sweep(buffer: Buffer, writes: list[Write], accesses: Accesses, findings: Findings) -> list[Write]:
-    """Lay `writes`, in topological order, over one another, each after all that it covers."""
+    """Lay `writes` over one another, in topological order. Each must come after all that it covers."""
     tasks, order = accesses.tasks, accesses.order
     top: list[Write] = []
     for start, end, index in writes:

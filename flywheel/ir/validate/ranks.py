@@ -1,4 +1,4 @@
-"""Programs of several GPUs: who touches whose memory, and whether all of them run the same exchanges.
+"""Rules for programs of several GPUs: who may touch whose memory, and whether all GPUs run the same exchanges.
 
 Source: docs/ir.md, "Ranks".
 """
@@ -18,8 +18,11 @@ from flywheel.ir.validate.races import Accesses
 
 
 def check_places(program: MegakernelProgram, findings: Findings) -> None:
-    """Ranks are the program's; only pushes write another GPU's memory; a counter is awaited on one GPU, and signalled
-    from another one by pushes to it alone. Tasks have passed the rules of single tasks and of waits."""
+    """Check ranks, remote accesses and remote counters.
+
+    Every rank exists. Only pushes write another GPU's memory. One GPU awaits a counter, and only pushes to that GPU may
+    signal it from another one. Tasks have passed the rules of single tasks and of waits.
+    """
     _check_ranks(program, findings)
     if program.ranks == 1 or findings.errors:
         return
@@ -53,7 +56,7 @@ def _check_ranks(program: MegakernelProgram, findings: Findings) -> None:
 
 
 def _distinct(tasks: Sequence[Task]) -> Sequence[Task]:
-    """One task for all that share op, operands, counter, recipe, kinds of columns and rank."""
+    """One task for all tasks with the same op, operands, counter, recipe, column params and rank."""
     keys = [
         (
             t.op, id(t.inputs), id(t.outputs), t.out_counter, id(t.params.get("recipe")), "n_off" in t.params,
@@ -81,7 +84,7 @@ def _check_task(task: Task, buffers: Mapping[int, Buffer], homes: Mapping[int, T
 
 @dataclass(slots=True)
 class _Exchange:
-    """What one rank pushes of one buffer: columns and buffer by destination."""
+    """The pushes of one buffer by one rank: columns and target buffers, by destination."""
 
     source: Buffer
     columns: dict[int, list[Region]] = field(default_factory=dict)
@@ -89,7 +92,8 @@ class _Exchange:
 
 
 def check_exchanges(program: MegakernelProgram, accesses: Accesses, findings: Findings) -> None:
-    """What is pushed is written once and read on its GPU in the same launch; all ranks run the same exchanges."""
+    """Check that pushed data is written once and read on its GPU in the same launch, and that all ranks run the same
+    exchanges."""
     if program.ranks == 1:
         return
     pushes = [
@@ -109,7 +113,7 @@ def check_exchanges(program: MegakernelProgram, accesses: Accesses, findings: Fi
 
 
 _Readers = Mapping[int, Sequence[tuple[int, int]]]
-"""By buffer, the places of tasks that read it, and of the operand that it is."""
+"""Buffer -> (place of a task that reads it, its operand)."""
 
 
 def _readers(numbers: Set[int], tasks: Sequence[Task]) -> _Readers:
@@ -124,7 +128,8 @@ def _readers(numbers: Set[int], tasks: Sequence[Task]) -> _Readers:
 def _check_arrivals(
     number: int, readers: Sequence[tuple[int, int]], accesses: Accesses, findings: Findings
 ) -> None:
-    """Of a buffer that others push into: every element is written once; what is pushed is awaited and read here."""
+    """Check a buffer that others push into: every element is written once, and pushed elements are awaited and read
+    here."""
     tasks, buffer, order = accesses.tasks, accesses.buffers[number], accesses.order
     writes = sorted(accesses.writes[number])
     for first, second in pairwise(writes):
@@ -134,7 +139,7 @@ def _check_arrivals(
             findings.error("push-again", f"{text}, which {again} writes in the same launch", tasks[second[2]].id)
             return
     rows = accesses.multi_row.get(number) or 1
-    known: dict[int, list[Region]] = {}  # by the counter of a push: the elements that are read behind it
+    known: dict[int, list[Region]] = {}  # counter of a push -> elements that tasks after it read
     for start, end, index in writes:
         if tasks[index].rank == buffer.rank:
             continue
@@ -152,7 +157,7 @@ def _check_arrivals(
 
 
 def _read(reader: int, operand: int, accesses: Accesses) -> list[Region]:
-    """Elements that a task, or all the tiles that it stands for, reads wherever the program stands."""
+    """The elements that a task, or all tiles that it stands for, reads at any position of the program."""
     task = accesses.tasks[reader]
     return surely_read(task, operand, accesses.buffers[task.inputs[operand]].numel, accesses.tiles(reader))
 
@@ -160,7 +165,7 @@ def _read(reader: int, operand: int, accesses: Accesses) -> list[Region]:
 def _exchanges(
     ranks: int, pushes: Sequence[int], arrived: Sequence[int], accesses: Accesses
 ) -> list[list[_Exchange]]:
-    """By rank, what it pushes, in the order of the list."""
+    """The pushes of each rank, in list order."""
     written: dict[int, list[Region]] = {}
     for number in arrived:
         width = accesses.width(accesses.buffers[number])
@@ -222,11 +227,11 @@ def _fault(exchange: _Exchange, others: Sequence[int]) -> str | None:
 def _check_together(
     number: int, together: Sequence[_Exchange], readers: _Readers, accesses: Accesses, findings: Findings
 ) -> None:
-    """One exchange of all ranks: each pushes another part of one whole, or all push shards that are added."""
+    """Check one exchange of all ranks: each pushes another part of one whole, or all push summands that are added."""
     ranks = range(len(together))
     shards = [[together[k].source if k == rank else together[k].images[rank][0] for k in ranks] for rank in ranks]
     if all(len({buffer.id for buffer in row}) == 1 for row in shards):
-        return  # each has the whole; that nothing is written twice or not at all is checked of all buffers
+        return  # each gets the whole; other rules check that all is written once
     columns = [next(iter(each.columns.values())) for each in together]
     if any(each != columns[0] for each in columns):
         findings.error("collective", f"exchange {number}: ranks push shards of other columns: {columns[:2]}")

@@ -1,4 +1,5 @@
-"""FUSED recipes: primitive steps over on-chip scratch, written by strangers until read here. Source: docs/ir.md."""
+"""FUSED recipes: primitive steps over on-chip scratch. A recipe may come from a stranger until it is checked here.
+Source: docs/ir.md."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ Slot = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One checked step: the op, its operands, its own params, where its result goes and what that looks like."""
+    """One checked step: the op, its operands, its own params, and the place, shape and type of its result."""
 
     op: InstructionKind
     args: tuple[Slot, ...]
@@ -46,7 +47,7 @@ class Recipe:
     inherits: frozenset[str]
 
     def check_task(self, task: Task, findings: Findings) -> bool:
-        """Whether the task gives the recipe the operands and params that it uses."""
+        """Whether the task has the operands and params that the recipe uses."""
         where = f"task {task.id} ({task.label}): {task.op.name}"
         before = len(findings.errors)
         n_inputs, n_outputs = len(task.inputs), len(task.outputs)
@@ -76,11 +77,11 @@ def _appends_in_place(step: Step, task: Task) -> bool:
 
 
 class _Fault(Exception):
-    """What is wrong with a recipe."""
+    """A fault of a recipe."""
 
 
 def read_recipe(task: Task, data: object, findings: Findings) -> Recipe | None:
-    """The recipe, or None where it is malformed."""
+    """The checked recipe; None where it is malformed."""
     try:
         steps = _list(_mapping(data, "recipe"), "steps", "recipe")
         if not 1 <= len(steps) <= MAX_STEPS:

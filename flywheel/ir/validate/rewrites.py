@@ -1,7 +1,7 @@
-"""Reads of a buffer whose columns are written more than once: each sees one value, whatever the order of tasks.
+"""Reads of buffers whose columns are written more than once. Each read must see one value, whatever the order of tasks.
 
-A write of what a task reads comes before that task or after it, and each column that it reads has a write before it. So
-`write, read, write, read` in a chain is no race, and a write that nothing orders against a reader of another value is.
+Each write of columns that a task reads comes before or after that task, and each column that it reads has a write
+before it. So a chain of `write, read, write, read` is no race. A write that is unordered with a reader is one.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from flywheel.ir.order import HappensBefore
 from flywheel.ir.records import Task
 
 Write = tuple[int, int, int]
-"""Start and end of the columns written, and the position of the writer."""
+"""(start, end) of the columns written, and the position of the writer."""
 
 
 @dataclass(slots=True)
 class Stage:
-    """Writers that signal one counter and await the same: all of them stand in one order with any other task."""
+    """Writers with the same counter and the same waits: all of them have the same order with any other task."""
 
     counter: int
     group: int
     writers: list[Write]
     columns: list[Region]
-    """All that they write, sorted and disjoint."""
+    """The columns that they write, sorted and disjoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadFault:
-    """Why a read is a race: its columns, and a writer that is in no order with it or comes only after it.
+    """Why a read is a race: its columns, and a writer that is unordered with it or comes only after it.
 
-    `writer` is None where no other task writes the columns at all.
+    `writer` is None where no other task writes the columns.
     """
 
     columns: Region
@@ -41,7 +41,7 @@ class ReadFault:
 
 
 def stages_of(tasks: Sequence[Task], wait_class: Sequence[int], writes: Sequence[Write]) -> list[Stage]:
-    """The writers of one buffer, by what they signal and await."""
+    """The writers of one buffer, by counter and waits."""
     stages: dict[tuple[int, int], Stage] = {}
     for write in writes:
         counter, group = tasks[write[2]].out_counter, wait_class[write[2]]
@@ -54,7 +54,7 @@ def stages_of(tasks: Sequence[Task], wait_class: Sequence[int], writes: Sequence
 def read_fault(
     reader: int, tasks: Sequence[Task], order: HappensBefore, stages: Sequence[Stage], region: Region, width: int
 ) -> ReadFault | None:
-    """What is wrong with a read of the columns `region` of a buffer of so many columns, or None."""
+    """The fault of a read of columns `region` of a buffer of `width` columns; None where it is no race."""
     own = tasks[reader].out_counter, order.wait_class[reader]
     start, end = region[0], min(region[1], width)
     written: list[Region] = []
@@ -80,7 +80,7 @@ def read_fault(
 
 
 def _writer_of(stage: Stage, columns: Sequence[Region], reader: int) -> int | None:
-    """A writer of some of the columns that is not the reader itself."""
+    """A writer of some of the columns, other than the reader."""
     return next((index for *piece, index in stage.writers if index != reader and _meets(columns, *piece)), None)
 
 

@@ -1,4 +1,4 @@
-"""The rule that lets each sequence stand where it likes: what moves and shares a cache moves together."""
+"""The rule that lets each sequence have a position of its own: tasks that share a cache move together."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flywheel.ir.validate.findings import Findings
 
 
 def check_sequences(program: MegakernelProgram, findings: Findings) -> None:
-    """All tasks with `pos` or `kv_len` that touch a KV cache name one `sequence`.
+    """Check that all tasks with `pos` or `kv_len` that touch one KV cache name one `sequence`.
 
-    Then the rows that tasks touch of one cache are those of a program whose sequences all stand at that position, which
-    the other rules prove; and no other buffer has rows that move.
+    Then the rows of a cache that tasks touch are those of a program whose sequences are all at that position, which the
+    other rules prove. No other buffer has rows that move.
     """
     caches = {buffer.id: buffer.name for buffer in program.buffers if buffer.kind is BufferKind.KV_CACHE}
     first: dict[int, tuple[int, Task]] = {}

@@ -1,6 +1,6 @@
-"""Types, ids and references. After this pass every field has the type that its annotation says, and no surprises.
+"""Checks types, ids and references. After this pass every field has exactly the type of its annotation.
 
-Only plain types count: a subclass of dict, list, int or a record could run code of its own when looked at.
+Only plain types pass: a subclass of dict, list, int or a record could run its own code when it is read.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from flywheel.ir.version import ABI_MAX_RANK, MAX_RANKS
 INT32: Final = 2**31
 INT64: Final = 2**63
 MAX_NUMEL: Final = 2**40
-"""Most elements of a buffer; no GPU has memory for them."""
+"""Most elements of a buffer; no GPU has so much memory."""
 MAX_EST_BYTES: Final = 2**40
 MAX_EST_FLOPS: Final = 2**50
-"""Most that one task may be estimated to move and compute: sums over any file's tasks stay int64."""
+"""Largest estimate of one task's bytes or operations, so that the sum over any file's tasks fits an int64."""
 MAX_SMS: Final = 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one field of a record may hold: exact types, a range of numbers, and a check of each distinct object."""
+    """The values that one field of a record may have: exact types, a range of numbers, and a check of each distinct
+    object."""
 
     field: str
     types: frozenset[type]
@@ -47,11 +48,11 @@ class Rule:
     each: Callable[[Any], bool] | None = None
 
     def accepts(self, value: Any) -> bool:
-        """Whether one value keeps the rule."""
+        """Whether one value follows the rule."""
         return self.accepts_all([value])
 
     def accepts_all(self, column: Sequence[Any]) -> bool:
-        """Whether all values keep the rule; quick where many are one object."""
+        """Whether all values follow the rule. It is fast where many values are one object."""
         found = set(map(type, column))
         if not found <= self.types:
             return False
@@ -63,7 +64,7 @@ class Rule:
 
 
 def check_structure(program: object, findings: Findings) -> bool:
-    """Whether the later passes may rely on the types of `program`."""
+    """Check the structure; whether the later passes may rely on the types of `program`."""
     if type(program) is not MegakernelProgram or not is_complete(program):
         findings.error("not-a-program", f"expected a complete MegakernelProgram, got {show(program)}")
         return False
@@ -88,9 +89,9 @@ def check_structure(program: object, findings: Findings) -> bool:
 
 
 def _shown(tasks: object) -> object:
-    """Tasks that show every field: all, but of runs, whose ids are places, the first of each, and for the tiles that
-    runs share those at the ends of stretches."""
-    if type(tasks) is not Runs or not hasattr(tasks, "sms"):  # `__new__` alone leaves that unset
+    """The tasks that have all distinct fields: all tasks, but of runs the first task of each and, for shared tiles, the
+    ends of stretches. A run's ids are places."""
+    if type(tasks) is not Runs or not hasattr(tasks, "sms"):  # an object made by `__new__` alone lacks it
         return tasks
     seen: set[int] = set()
     shown: list[Task] = []
@@ -107,7 +108,7 @@ def is_complete(program: MegakernelProgram) -> bool:
 
 
 def _header(program: MegakernelProgram, findings: Findings) -> bool:
-    """Check everything but the tables; whether the page table may be looked at."""
+    """Check everything but the tables. Returns whether the page table can be checked."""
     _check_record("program", program, MegakernelProgram, findings)
     for name, kind in (("target", GpuTarget), ("config", ScheduleConfig), ("pages", PageAllocation)):
         record = getattr(program, name)
@@ -141,7 +142,7 @@ def _records(name: str, records: object, kind: type, findings: Findings) -> bool
 
 
 def _distinct_tasks(tasks: Sequence[Task]) -> list[Task] | None:
-    """One task for each combination of the records in _SHARED; None where one was never set."""
+    """One task for each combination of the fields in _SHARED; None where a field was never set."""
     try:
         keys = [(id(t.op), id(t.inputs), id(t.outputs), id(t.waits), id(t.label)) for t in tasks]
     except AttributeError:
@@ -150,12 +151,12 @@ def _distinct_tasks(tasks: Sequence[Task]) -> list[Task] | None:
 
 
 def _keeps(tasks: Sequence[Task], rule: Rule) -> bool:
-    """Whether all the tasks keep the rule of a field in _SHARED."""
+    """Whether all the tasks follow the rule of a field in _SHARED."""
     return rule.accepts_all(list(map(attrgetter(rule.field), tasks)))
 
 
 def _complete(record: object, kind: type) -> bool:
-    """Whether every field is set: `__new__` alone leaves them unset."""
+    """Whether every field is set; an object made by `__new__` alone has none."""
     return all(hasattr(record, rule.field) for rule in RULES[kind])
 
 
@@ -361,4 +362,4 @@ RULES: Final[Mapping[type, tuple[Rule, ...]]] = {
         Rule("page_allocation", _TEXT, "a string"),
     ),
 }  # fmt: skip
-"""Types of the fields of every record that a program holds."""
+"""The rules of the fields of every record in a program."""

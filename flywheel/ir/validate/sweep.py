@@ -1,9 +1,9 @@
-"""Races on cells: pieces of memory that every access takes as a whole or not at all, whatever the tensors are.
+"""Races on cells. A cell is a piece of memory that every access takes as a whole or not at all.
 
-Walked in a topological order, the writes of a cell must form a chain, and each read must come after the write before it
-and before the write behind it. That is all that there is to check: order is transitive, and of two neighbours the one
-that comes first in a topological order cannot be the later one. Additions to a cell need no order among one another, so
-each of them must come after the write before all of them and after every read since that write.
+In a topological order, the writes of a cell must form a chain. Each read must come after the write before it and before
+the write after it. That suffices: the relation is transitive, and of two neighbours the later one in a topological
+order cannot come first. Additions to a cell need no order with each other. So each addition must come after the write
+before all of them, and after every read since that write.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from flywheel.ir.order import HappensBefore
 from flywheel.ir.steps import Step
 
 Cells = tuple[int, ...]
-"""Numbers of cells; accesses to the same memory share one tuple."""
+"""Numbers of cells. Accesses to the same memory share one tuple."""
 
 
 @dataclass(frozen=True, slots=True)
 class Touches:
-    """What a step reads, writes, and adds to. Additions to a cell commute with one another, and with nothing else."""
+    """The cells that a step reads, writes and adds to. Additions to a cell commute with one another only."""
 
     reads: Sequence[Cells] = ()
     writes: Sequence[Cells] = ()
@@ -30,7 +30,7 @@ class Touches:
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """Two steps, by position, that touch a cell in no order; `second` stands behind in the topological order."""
+    """Two steps, by position, that touch a cell without an order. `second` comes later in the topological order."""
 
     first: int
     second: int
@@ -41,24 +41,27 @@ class Clash:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What a sweep found. `late` are (step, cell) of reads that no write precedes, though others write the cell."""
+    """The result of a sweep. `late` has (step, cell) for reads before the first write of a cell that others write."""
 
     clashes: list[Clash]
     late: list[tuple[int, int]]
 
 
 MAX_CLASHES: Final = 100_000
-"""Clashes after which a sweep names no more."""
+"""Clashes that a sweep lists, at most."""
 
 NO_TOUCHES: Final = Touches()
 
 _By = dict[int, list[int]]
-"""Positions of steps by the counter that they signal: those who share one stand in one order with any other step."""
+"""Counter -> positions of the steps that signal it. They have the same order with any other step."""
 
 
 def sweep(steps: Sequence[Step], order: Sequence[int], before: HappensBefore, touches: Sequence[Touches]) -> Swept:
-    """Neighbours in `order`, which is topological, that touch a cell in no order, at least one of them writing: all, or
-    where there are more, about MAX_CLASHES of them."""
+    """The clashes between neighbours in `order`, which is topological: they touch a cell without an order, and one of
+    them writes.
+
+    It lists all, or about MAX_CLASHES of them if there are more.
+    """
     state = _State(steps, before, touches)
     for index in order:
         touch = touches[index]
@@ -73,7 +76,7 @@ def sweep(steps: Sequence[Step], order: Sequence[int], before: HappensBefore, to
 
 
 class _State:
-    """Who has touched each cell since its last write that is no addition."""
+    """The steps that touched each cell since its last plain write."""
 
     __slots__ = ("_adding", "_base", "_before", "_live", "_readers", "_steps", "_writers", "swept")
 
@@ -84,7 +87,7 @@ class _State:
         self._readers: dict[int, _By] = {cell: {} for cell in written}
         self._base: dict[int, _By] = {}  # writers before the additions
         self._adding: set[int] = set()
-        self._live: dict[int, Cells] = {}  # by identity of a part: the cells of it that are written
+        self._live: dict[int, Cells] = {}  # identity of a part -> its cells that are written
         self.swept = Swept([], [])
 
     def _written(self, part: Cells) -> Cells:
@@ -103,7 +106,7 @@ class _State:
             self._blame(index, [(cell, writers[cell]) for cell in live], (True, False))
 
     def write(self, index: int, part: Cells, adds: bool) -> None:
-        """Check a write of `part` against the writes before it and the reads since the last plain write."""
+        """Check a write of `part` against the writes before it, and against the reads since the last plain write."""
         for held, writes in ((self._readers, False), (self._writers, True)):
             pairs = [(cell, self._rivals(cell, held, adds and writes)) for cell in part]
             if not self._after([by for _, by in pairs], index):
@@ -131,7 +134,7 @@ class _State:
                     self.swept.clashes.extend(Clash(other, index, cell, *writes) for other in fresh)
 
     def note(self, index: int, touch: Touches) -> None:
-        """Remember what a step has touched, after its checks: it does not clash with itself."""
+        """Record what a step touched, after its checks, since it does not clash with itself."""
         counter = self._steps[index].out_counter
         for part in touch.reads:
             for cell in self._live[id(part)]:

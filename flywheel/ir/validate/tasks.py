@@ -1,7 +1,7 @@
-"""Each task alone: operands, params, bounds.
+"""Checks of each task alone: operands, params, bounds.
 
-Decisions are kept per shared record and per shape of the operands, so the tiles of a projection, and the layers of a
-model, cost little.
+Decisions are kept per shared record and per shape of the operands, so that the tiles of a projection and the layers of
+a model cost little.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flywheel.ir.validate.recipe import Recipe, read_recipe
 from flywheel.ir.version import ABI_MAX_INPUTS, ABI_MAX_OUTPUTS, ABI_MAX_WAITS
 
 _ARITY: Final = {op: (*row.arity, *row.n_outputs) for op, row in OPERATIONS.items()}
-"""Least and most inputs, least and most outputs."""
+"""(least inputs, most inputs, least outputs, most outputs)."""
 
 _Look = tuple[BufferKind, DType, tuple[int, ...]]
 
@@ -31,13 +31,13 @@ _IN_PLACE: Final = {op: row.in_place for op, row in OPERATIONS.items()}
 
 
 def check_tasks(program: MegakernelProgram, findings: Findings) -> None:
-    """Arity, references, params, recipes and bounds of every task."""
+    """Check arity, references, params, recipes and bounds of every task."""
     buffers = {buffer.id: buffer for buffer in program.buffers}
     tasks = program.tasks
     _check_nibbles(program.buffers, findings)
     _check_placement(program, findings)
     _check_wait_counts(tasks, findings)
-    # C-level zips: three short loops over every task instead of one long one.
+    # Three short loops with zip, in C, instead of one long loop over every task.
     keys = list(
         zip(
             [id(task.op) for task in tasks],
@@ -63,7 +63,7 @@ def check_tasks(program: MegakernelProgram, findings: Findings) -> None:
 
 
 def task_findings(task: Task, buffers: Mapping[int, Buffer]) -> list[Finding]:
-    """What is wrong with one task alone, as `check_tasks` says it of all."""
+    """The findings of one task alone, as `check_tasks` reports them."""
     findings = Findings(strict=True)
     _check_operands(task, buffers, findings)
     if not findings.errors:
@@ -74,7 +74,7 @@ def task_findings(task: Task, buffers: Mapping[int, Buffer]) -> list[Finding]:
 
 
 def _check_nibbles(buffers: Sequence[Buffer], findings: Findings) -> None:
-    """Rows of I4 end with a byte."""
+    """Check that rows of I4 end at a byte."""
     for buffer in buffers:
         if buffer.dtype is DType.I4 and buffer.shape[-1] % 2:
             text = f"I4 rows of an odd number of elements, {buffer.shape[-1]}"
@@ -111,7 +111,7 @@ def _check_wait_counts(tasks: Sequence[Task], findings: Findings) -> None:
 def _operand_shapes(
     distinct: Mapping[tuple[int, int, int], Task], buffers: Mapping[int, Buffer]
 ) -> dict[tuple[int, int, int], int]:
-    """A number for each key of `distinct`, the same for tasks whose bounds differ by their params alone."""
+    """A number for each key of `distinct`; equal for tasks whose bounds differ by their params alone."""
     numbers: dict[tuple[object, ...], int] = {}
     looks = {
         number: numbers.setdefault((buffer.kind, buffer.dtype, *buffer.shape), len(numbers))
@@ -124,7 +124,7 @@ def _operand_shapes(
             *[looks[number] for number in task.inputs],
             -1,
             *[looks[number] for number in task.outputs],
-            # Whether an append is in place depends on which output is which input.
+            # An append is in place only if its output is its input.
             *[(slot, task.inputs.index(number)) for slot, number in enumerate(task.outputs) if number in task.inputs],
         )
         result[key] = numbers.setdefault(signature, len(numbers))
@@ -132,10 +132,9 @@ def _operand_shapes(
 
 
 def _check_bounds(distinct: Mapping[tuple[int, int], Task], buffers: Mapping[int, Buffer], findings: Findings) -> None:
-    """Bounds of tasks by (params, operand shapes).
+    """Check the bounds of tasks, by (params, operand shapes).
 
-    Of tiles that differ by `n_off` alone the last one reaches furthest, so the others are looked at only if it is at
-    fault.
+    Of tiles that differ by `n_off` alone, the last one reaches furthest. The others are checked only if it has a fault.
     """
     recipes: dict[int, Recipe | None] = {}
     values: dict[int, object] = {}
@@ -163,10 +162,10 @@ def _check_bounds(distinct: Mapping[tuple[int, int], Task], buffers: Mapping[int
 
 
 def _is_known_to_keep_bounds(task: Task, buffers: Mapping[int, Buffer]) -> bool:
-    """Whether a task like this one, perhaps of another program, was found to have nothing wrong."""
+    """Whether a like task, perhaps of another program, was found to be without faults."""
     try:
         params = dumps(task.params, 2)  # type: ignore[arg-type]  # what it cannot write raises
-    except ValueError:  # none of plain values
+    except ValueError:  # not of plain values
         return False
     operands = (*task.inputs, *task.outputs)
     looks = tuple([(b.kind, b.dtype, tuple(b.shape)) for b in map(buffers.__getitem__, operands)])
@@ -178,7 +177,8 @@ def _is_known_to_keep_bounds(task: Task, buffers: Mapping[int, Buffer]) -> bool:
 def _keeps_bounds(
     op: InstructionKind, params: bytes, looks: tuple[_Look, ...], same: tuple[int, ...], n_inputs: int
 ) -> bool:
-    """Whether nothing is wrong with the bounds of a task of such params and operands; trials have most in common."""
+    """Whether the bounds of a task with such params and operands are without faults. Programs of one search share most
+    of them."""
     buffers = {number: Buffer(number, "", *look) for number, look in zip(same, looks, strict=True)}
     findings = Findings(strict=True)
     _check_task_bounds(Task(0, op, same[:n_inputs], same[n_inputs:], 0, (), loads(params)), {}, buffers, findings)
@@ -186,7 +186,7 @@ def _keeps_bounds(
 
 
 def _value(recipe: object) -> object:
-    """The same for equal recipes of plain values, which many objects may hold; for anything else the object's own."""
+    """A value that is equal for equal recipes of plain values; for anything else the object's own."""
     try:
         return dumps(recipe, 2)  # type: ignore[arg-type]  # what it cannot write raises
     except ValueError:
