@@ -168,7 +168,7 @@ def target_from_dict(data: object) -> GpuTarget:
         if field.name in root:
             values[field.name] = readers[str(field.type)](root[field.name], f"target.{field.name}")
         elif field.default is MISSING:
-            raise IrFormatError(f"target: no {field.name!r}")
+            raise IrFormatError(f"target: {field.name!r} is missing")
     return GpuTarget(**values)
 
 

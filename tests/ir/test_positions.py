@@ -62,7 +62,7 @@ def test_a_position_outside_the_context_is_refused(pos: int, tiny: MegakernelPro
 
 
 def test_a_program_without_positions_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no task has a param pos"):
+    with pytest.raises(ConfigError, match="no task has the param pos"):
         at_position(MegakernelProgram(), 0)
 
 
@@ -77,7 +77,7 @@ def test_each_task_moves_to_the_position_of_its_sequence(tiny: MegakernelProgram
     moved = at_position(second, [2, 5])
     assert (params_of(moved, 105)["pos"], params_of(moved, 107)["kv_len"]) == (2, 6)
     assert program_to_json(at_position(second, 4)) == program_to_json(at_position(second, [4, 4]))
-    with pytest.raises(ConfigError, match="sequence 1 has none of 1 positions"):
+    with pytest.raises(ConfigError, match=r"sequence 1 is not in 0\.\.0"):
         at_position(second, [3])
     with pytest.raises(ConfigError, match=r"position 8 is not in 0\.\.7"):
         at_position(second, [3, 8])

@@ -24,7 +24,7 @@ def launch(program: MegakernelProgram, seed: int) -> None:
     try:
         machine.run(given, pos=0)
     except ConfigError as error:
-        assert "stands at no position" in str(error) or "fixes" in str(error)
+        assert "has no position" in str(error) or "fixes" in str(error)
 
 
 def refusal(program: MegakernelProgram, seed: int) -> str | None:
