@@ -1,4 +1,4 @@
-"""Functions that numba compiles. Importing this takes 0.3 s, so only what is about to compute does."""
+"""Functions that numba compiles. Importing this takes 0.3 s, so import it only before computing."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def compiled(function: Function) -> Function:
-    """Machine code of a function, made at its first call and kept for other processes where numba finds a place."""
+    """The function as machine code, compiled at its first call. Other processes reuse it where numba can store it."""
     try:
         return cast(Function, numba.njit(cache=True)(function))
-    except RuntimeError:  # neither the function's folder nor the user's cache can be written to
+    except RuntimeError:  # neither the function's folder nor the user's cache is writable
         return cast(Function, numba.njit(function))
 
 
 def bare(function: Function) -> Function:
-    """As `compiled`, for what computes in arrays that it is given and makes none: it counts no references, and its code
-    is put where it is called, since a call would hand over every field of every array."""
+    """As `compiled`, for a function that computes in given arrays and makes none.
+
+    It counts no references, and is inlined where it is called, since a call would pass every field of every array.
+    """
     njit = cast(Any, numba.njit)
     options: dict[str, Any] = {"_nrt": False, "forceinline": True}
     try:

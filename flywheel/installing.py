@@ -10,7 +10,7 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION: Final = "flywheel-megakernel"
-"""Name on a package index, where `flywheel` is another project."""
+"""Name on package indexes. There, `flywheel` is another project."""
 CUDA_13_DRIVER: Final = 580
 """First driver branch that runs CUDA 13. Source: NVIDIA, CUDA compatibility, "Minor version compatibility"."""
 
@@ -19,7 +19,7 @@ _DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 
 
 def install_line(*extras: str) -> str:
-    """The command line that adds `extras` to this installation, from where it came: a directory, a URL or an index.
+    """The command line that adds `extras` to this installation, from the same directory, URL or index.
 
     The extra `cuda` becomes `cuda12` where this machine's driver is older than CUDA 13.
     """
@@ -29,17 +29,17 @@ def install_line(*extras: str) -> str:
 
 
 def cuda_extra(driver: str | None) -> str:
-    """The extra for a driver's version, `cuda` or `cuda12`; for None, as for a machine without one, `cuda`."""
+    """The extra for a driver's version: `cuda` or `cuda12`; for None, which means no driver, `cuda`."""
     branch = (driver or "").partition(".")[0]
     return "cuda12" if branch.isdecimal() and int(branch) < CUDA_13_DRIVER else "cuda"
 
 
 def _source(wanted: str) -> str:
-    """What pip installs, with the extras `wanted`; its options too."""
+    """The argument for pip, with the extras `wanted`, and its options."""
     named = f"'{DISTRIBUTION}{wanted}'" if wanted else DISTRIBUTION
     try:
         recorded = distribution(DISTRIBUTION).read_text("direct_url.json")
-    except PackageNotFoundError:  # a source tree that runs from where it lies
+    except PackageNotFoundError:  # a source tree that is not installed
         return _directory(_SOURCE_ROOT, True, wanted) or named
     origin = json.loads(recorded) if recorded is not None else {}
     url = origin.get("url", "")
@@ -52,7 +52,7 @@ def _source(wanted: str) -> str:
 
 
 def _directory(folder: Path, editable: bool, wanted: str) -> str | None:
-    """A source tree as pip takes it; None where it is gone."""
+    """A source tree as an argument for pip; None where the directory is gone."""
     if not (folder / "pyproject.toml").is_file():
         return None
     quoted = f"'{folder}{wanted}'" if wanted and "'" not in str(folder) else shlex.quote(f"{folder}{wanted}")

@@ -1,7 +1,6 @@
-"""What holds for a whole process: its cycle collector, its threads, torch's precision, its signals and its environment.
+"""Settings of a whole process: its cycle collector, threads, torch's precision, signals and environment.
 
-Nothing else in flywheel sets any of it. What is set for a while is set by a context manager, which puts back what it
-found.
+No other module of flywheel sets any of them. A context manager makes a temporary setting, and restores what it found.
 """
 
 from __future__ import annotations
@@ -30,12 +29,14 @@ _SAFE_PATH: Final = "PYTHONSAFEPATH"
 _SHELTER: Final = threading.RLock()
 _BRINGS_BLAS: Final = ("numpy", "scipy", "torch")
 _UNUSED: Final = ("scipy", "cffi")
-"""What numba looks for and nothing here has it use. Together they take it 0.2 s."""
+"""Packages that numba imports if it finds them, and that flywheel never needs. Together they take 0.2 s."""
 
 
 def while_wanted(setting: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
-    """A setting of the whole process that holds while any thread is in its block: the first to enter makes it, and the
-    last to leave puts back what was found."""
+    """A setting of the whole process that holds while any thread is in its block.
+
+    The first thread to enter makes the setting. The last one to leave restores what was found.
+    """
     lock = threading.Lock()
     made: list[AbstractContextManager[None]] = []
     blocks = 0
@@ -63,7 +64,7 @@ def while_wanted(setting: Callable[[], AbstractContextManager[None]]) -> Callabl
 @while_wanted
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """Without the cycle collector, which would walk a program's tens of thousands of records again and again."""
+    """Turn the cycle collector off. It would walk a program's tens of thousands of records again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     yield
@@ -74,8 +75,7 @@ def no_collector() -> Iterator[None]:
 @while_wanted
 @contextmanager
 def importing() -> Iterator[None]:
-    """To import what stays and what it needs, without the cycle collector, which finds nothing there, and as if the
-    modules of _UNUSED were not installed: numba imports them where they are."""
+    """Import modules faster: without the cycle collector, and as if the packages of _UNUSED were not installed."""
     hidden = {name: None for name in _UNUSED if name not in sys.modules}
     sys.modules.update(hidden)  # type: ignore[arg-type]  # None: not to be found
     with no_collector():
@@ -85,8 +85,8 @@ def importing() -> Iterator[None]:
 
 
 def collect_rarely() -> None:
-    """The cycle collector looks at young objects some thirty times as rarely as Python has it: modules are hundreds of
-    thousands, and cycles are few."""
+    """Let the cycle collector look at young objects about thirty times less often than by default. Modules are hundreds
+    of thousands of objects, with few cycles."""
     gc.set_threshold(20_000, 20, 20)
 
 
@@ -94,7 +94,7 @@ _ABANDONED: Final = threading.Event()
 
 
 def abandon_threads() -> None:
-    """Somebody else's code does not return, and would break the interpreter's end."""
+    """Note that a thread of foreign code does not return. It would break the interpreter's end."""
     _ABANDONED.set()
 
 
@@ -104,19 +104,22 @@ def threads_abandoned() -> bool:
 
 
 def keep_objects() -> None:
-    """The cycle collector never looks at the objects of now again: those of modules, torch's above all, which stay."""
+    """Exempt all present objects from the cycle collector. Most belong to modules, above all torch's, and stay
+    anyway."""
     gc.freeze()
 
 
 _SWITCH_S: Final = 0.0005
-"""Python's own is ten times that."""
+"""Python's default is ten times as long."""
 
 
 @while_wanted
 @contextmanager
 def prompt_threads() -> Iterator[None]:
-    """Threads that wait for others' answers go on soon after these come, whatever the main thread computes: of Python's
-    threads one runs at a time, and gives way after a while only."""
+    """Let waiting threads continue soon after their answer arrives, even while the main thread computes.
+
+    Only one Python thread runs at a time, and by default it gives way late.
+    """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     yield
@@ -126,12 +129,12 @@ def prompt_threads() -> Iterator[None]:
 @while_wanted
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """The linear algebra of numpy and scipy on one thread.
+    """Limit the linear algebra of numpy and scipy to one thread.
 
-    The matrices of a sampler are too small to share out: threads of BLAS then spin and take the cores from the
-    processes that evaluate. Source: results/ask_threads.txt.
+    The matrices of a sampler are too small to share out. BLAS threads would spin, and take the cores from the processes
+    that evaluate. Source: results/ask_threads.txt.
     """
-    import numpy as np  # noqa: F401  what is not loaded has no threads to limit
+    import numpy as np  # noqa: F401  if it is not loaded, it has no threads to limit
 
     with _thread_pools(tuple(name in sys.modules for name in _BRINGS_BLAS)).limit(limits=1, user_api="blas"):
         yield
@@ -139,7 +142,8 @@ def one_blas_thread() -> Iterator[None]:
 
 @cache
 def _thread_pools(loaded: tuple[bool, ...]) -> ThreadpoolController:
-    """The thread pools of this process once the modules of _BRINGS_BLAS are `loaded`: finding them takes 3 ms."""
+    """The thread pools of this process, kept for the modules of _BRINGS_BLAS that are `loaded`. Finding them takes 3
+    ms."""
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController()
@@ -147,10 +151,10 @@ def _thread_pools(loaded: tuple[bool, ...]) -> ThreadpoolController:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """torch on one thread.
+    """Limit torch to one thread.
 
-    Tiles are too small to share out, and threads that wait for each other on busy cores take many times as long. Sums
-    also come out the same whatever the number of cores.
+    Tiles are too small to share out. Threads that wait for each other on busy cores take many times as long. With one
+    thread, sums also do not depend on the number of cores.
     """
     import torch
 
@@ -163,7 +167,7 @@ def one_torch_thread() -> Iterator[None]:
 
 
 def sum_in_float32() -> None:
-    """Products of matrices in torch sum in float32 on a GPU, those of half types, too."""
+    """Make torch's matrix products on a GPU sum in float32, for half types, too."""
     import torch
 
     matmul = torch.backends.cuda.matmul
@@ -174,7 +178,7 @@ def sum_in_float32() -> None:
 
 @contextmanager
 def sums_as_shipped() -> Iterator[None]:
-    """Products of half types may sum in their own type on a GPU, as torch's defaults allow."""
+    """Let products of half types sum in their own type on a GPU, as by torch's defaults."""
     import torch
 
     matmul = torch.backends.cuda.matmul
@@ -189,7 +193,7 @@ def sums_as_shipped() -> Iterator[None]:
 
 
 def limit_memory(nbytes: int) -> None:
-    """This process and those that it starts get no more address space than that, and leave no core dump."""
+    """Limit the address space of this process and its children, and forbid core dumps."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
@@ -197,14 +201,13 @@ def limit_memory(nbytes: int) -> None:
 
 
 def usable_cores() -> int:
-    """Cores of this machine that this process may keep busy: those that it may run on, as far as its control group has
-    time for them."""
+    """The number of cores that this process may keep busy, by its affinity and its control group's time."""
     able = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([able, *map(int, _cpu_shares())]))
 
 
 def _cpu_shares() -> Iterator[float]:
-    """Cores' worth of time that Linux gives this process's control groups, where it limits them."""
+    """The limits that this process's control groups set, in cores' worth of time."""
     root = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):
         own = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -217,15 +220,15 @@ def _cpu_shares() -> Iterator[float]:
 
 
 def check_memory(what: str, nbytes: int, device: object = "cpu") -> None:
-    """Raises TooLargeError where this machine has no memory left for so many bytes; of another device, nothing is
-    known here."""
+    """Raises TooLargeError where this machine has no `nbytes` of memory left. Devices other than the CPU are not
+    checked."""
     available = available_bytes()
     if str(device).startswith("cpu") and available is not None and nbytes > available:
         raise TooLargeError(f"{what}: {nbytes / 1e9:,.1f} GB, and this machine has {available / 1e9:,.1f} GB left")
 
 
 def available_bytes() -> int | None:
-    """Memory that this machine has left; None where the system does not say."""
+    """Bytes of memory that this machine has left; None where the system does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -235,19 +238,19 @@ def available_bytes() -> int | None:
 
 
 def set_environment(values: Mapping[str, str]) -> None:
-    """Environment variables of this process and of those that it starts."""
+    """Set environment variables of this process and its children."""
     os.environ.update(values)
 
 
 def default_environment(values: Mapping[str, str]) -> None:
-    """As `set_environment`, of the variables that have no value yet."""
+    """As `set_environment`, for variables that are not set yet."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
 
 @contextmanager
 def handling(numbers: Sequence[signal.Signals], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """`handle` takes these signals. To be entered in the main thread."""
+    """Let `handle` take these signals within the block. Enter it in the main thread."""
     before: list[Any] = [signal.signal(number, handle) for number in numbers]
     try:
         yield
@@ -257,9 +260,11 @@ def handling(numbers: Sequence[signal.Signals], handle: Callable[[int, FrameType
 
 
 def hear_interrupts(handle: Callable[[int, FrameType | None], None]) -> int:
-    """`handle` takes SIGINT from now on, but where the shell has it ignored. Each signal that Python handles is a byte
-    of the pipe whose reading end this is, written even while the main thread is in somebody else's code. To be called
-    in the main thread."""
+    """Let `handle` take SIGINT from now on, unless the shell has it ignored. Call this in the main thread.
+
+    Returns the reading end of a pipe. Each signal that Python handles writes a byte to it, even while the main thread
+    runs foreign code.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, handle)
     reading, writing = os.pipe()
@@ -269,13 +274,15 @@ def hear_interrupts(handle: Callable[[int, FrameType | None], None]) -> int:
 
 
 def ignore_interrupts() -> None:
-    """This process ends anyway."""
+    """Ignore interrupts, since this process is ending."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def start_fork_server(modules: Sequence[str]) -> None:
-    """Begin a process that imports `modules` and then forks others off, of multiprocessing's "forkserver". Returns at
-    once; nothing where there is one already, of whatever modules."""
+    """Start the process of multiprocessing's "forkserver", which imports `modules` and then forks others.
+
+    Returns at once, and does nothing where the process exists already, with whatever modules.
+    """
     multiprocessing.set_forkserver_preload(list(modules))
     with sheltered():
         forkserver.ensure_running()
@@ -283,8 +290,11 @@ def start_fork_server(modules: Sequence[str]) -> None:
 
 @contextmanager
 def sheltered() -> Iterator[None]:
-    """Python processes that start in here inherit a blocked SIGINT, so that Ctrl-C cannot kill them before they ignore
-    it, and find their first modules where Python is installed, whatever lies in the working directory."""
+    """Shelter Python processes that start within the block.
+
+    They inherit a blocked SIGINT, so that Ctrl-C cannot kill them before they ignore it. They find their first modules
+    where Python is installed, whatever is in the working directory.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with _SHELTER:
         added = _SAFE_PATH not in os.environ
@@ -298,8 +308,10 @@ def sheltered() -> Iterator[None]:
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """This process's environment and `more`, for a `python -m` that imports nothing from the working directory but
-    flywheel itself, where that lies there."""
+    """This process's environment and `more`, for a `python -m`.
+
+    That process imports nothing from the working directory, except flywheel where it is there.
+    """
     home = str(Path(__file__).resolve().parents[1])
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = [*filter(None, given), *([] if home in (*given, *site.getsitepackages()) else [home])]
@@ -307,20 +319,22 @@ def child_environment(**more: str) -> dict[str, str]:
 
 
 def enter_child() -> None:
-    """To be called first in a spawned process: Ctrl-C is its parent's business, and it does not outlive its parent,
-    whose stdout is its result."""
+    """Prepare a spawned process. Call this first.
+
+    Its parent handles Ctrl-C. The process ends with its parent, whose stdout is the result, and does not write to it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     leave_stdout()
 
 
 def leave_stdout() -> None:
-    """Whatever prints here goes to stderr, and who reads the parent's stdout finds its end when the parent ends."""
+    """Send this process's prints to stderr. So the reader of the parent's stdout sees its end when the parent ends."""
     os.dup2(2, 1)
 
 
 def _die_with_parent() -> None:
-    """A parent that was killed leaves no process behind."""
+    """End this process when its parent is killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -9,8 +9,8 @@ MANIFEST: Final = "bundle.json"
 
 
 def is_bundle(folder: str) -> bool:
-    """Whether a directory is a bundle, if perhaps a damaged one."""
+    """Whether a directory is a bundle. The bundle may be damaged."""
     try:
         return (Path(folder) / MANIFEST).is_file()
-    except OSError:  # a name that no file can have
+    except OSError:  # no file can have this name
         return False

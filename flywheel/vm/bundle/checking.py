@@ -1,4 +1,5 @@
-"""Whether a manifest has what its readers rely on: a digest says that it is whole, not that it is right."""
+"""Checks that a manifest has what its readers rely on. A digest shows that a manifest is whole, and not that it is
+right."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from flywheel.vm.gpu.nvrtc import EntryUsage
 from flywheel.vm.pack import PackedProgram
 
 _MOST: Final = 2**48
-"""Of a number and of a buffer's bytes: products of them and of what an element takes fit 64 bits."""
+"""Largest number, and largest buffer in bytes. Products of it with an element's size fit 64 bits."""
 
 _WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 _HINTS: Final[Mapping[Any, type]] = {tuple[int, ...]: list}
@@ -43,18 +44,18 @@ _WANTED: Final[Mapping[str, Any]] = {
     "weights": {"tensors": dict},
     "files": {KERNEL: _FILE, TABLES: _FILE, LABELS: _FILE},
 }  # fmt: skip
-"""Name -> its type, or what it must hold."""
+"""Name -> its type, or the names that it must hold."""
 
 _BUFFER: Final = {"id": int, "name": str, "kind": str, "dtype": str, "shape": list, "space": str}
 _TENSOR: Final = {"dtype": str, "shape": list, "samples": str}
 
 
 def check_manifest(manifest: Mapping[str, Any]) -> None:
-    """Raises ValueError, naming the place, for what is not there or of another type, and for a number out of range."""
+    """Raises ValueError, naming the place, for a missing entry, one of another type, and a number out of range."""
     _check("", manifest, _WANTED)
     nvrtc = manifest["kernel"]["nvrtc"]
     if not nvrtc.partition(".")[0].isdecimal():
-        raise ValueError(f"kernel.nvrtc: {nvrtc[:60]!r} is no version")
+        raise ValueError(f"kernel.nvrtc: {nvrtc[:60]!r} is not a version")
     for name in ("kernel", "variant"):
         _check_each(f"{name}.formats", manifest[name]["formats"])
     for row, buffer in enumerate(manifest["buffers"]):
@@ -71,7 +72,7 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
 
 
 def check_tables(manifest: Mapping[str, Any], packed: PackedProgram) -> None:
-    """Raises ValueError where the tables, the buffers and the model of a manifest do not belong together."""
+    """Raises ValueError where a manifest's tables, buffers and model do not match."""
     buffers, rows = packed.program.buffers, len(packed.program.buffers)
     context, batch = manifest["model"]["context"], manifest["model"]["batch"]
     sizes = {"queues": manifest["launch"]["grid"] + 1, "buffers": rows, "segments": len(packed.segment_buffers)}
@@ -98,7 +99,7 @@ def _check_buffer(manifest: Mapping[str, Any], packed: PackedProgram, row: int, 
         raise ValueError(f"{where} has {buffer.nbytes:,} bytes")
     if buffer.kind in _WEIGHT_KINDS:
         if (buffer.source or buffer.name) not in manifest["weights"]["tensors"]:
-            raise ValueError(f"{where} is no tensor of weights.tensors")
+            raise ValueError(f"{where} is not a tensor of weights.tensors")
         if packed.buffers["layout"][row] not in (Layout.ROWS, Layout.FRAGMENTS):
             raise ValueError(f"{where} has layout {packed.buffers['layout'][row]}, which no plain weight has")
     elif buffer.kind is BufferKind.KV_CACHE:

@@ -1,4 +1,4 @@
-"""What a bundle is called and how it lies in files, for who writes and who reads one. Source: docs/bundle.md."""
+"""Names and file layout of a bundle, for writers and readers. Source: docs/bundle.md."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flywheel.vm.abi import STRUCTS, numpy_struct
 
 FORMAT: Final = "flywheel-bundle"
 VERSION: Final = 1
-"""Raised when an older reader would misread a bundle; added fields do not raise it."""
+"""The number rises when an older reader would misread a bundle. An added field leaves it."""
 
 KERNEL: Final = "kernel.cubin"
 TABLES: Final = "tables.bin"
 LABELS: Final = "labels.json"
 
 ALIGNMENT: Final = 256
-"""Of each table in TABLES."""
+"""Alignment of each table in TABLES, in bytes."""
 
 ELEMENTS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -29,23 +29,23 @@ ELEMENTS: Final[Mapping[str, str]] = MappingProxyType(
         "segments": "amk_segment_t", "segment_buffers": "int32_t", "streams": "int32_t", "floats": "float",
     }
 )  # fmt: skip
-"""Table -> what it is an array of."""
+"""Table -> its element type."""
 
 _NUMBERS: Final = {"int32_t": "<i4", "float": "<f4"}
 
 
 def element_type(name: str) -> np.dtype[Any]:
-    """The numpy type of what a table is an array of."""
+    """The numpy type of a table's elements."""
     return np.dtype(_NUMBERS[name]) if name in _NUMBERS else numpy_struct(name)
 
 
 def structs_digest() -> str:
-    """Of all structs that tables and kernels share: another digest is another layout."""
+    """The digest of all structs that tables and kernels share. Another digest means another layout."""
     members = {name: [(each.type, each.name, each.count) for each in found] for name, found in STRUCTS.items()}
     return hashlib.sha256(json.dumps(members, sort_keys=True).encode()).hexdigest()
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """Of all that a manifest says but its digest."""
+    """The digest of a manifest without its own entry `digest`."""
     said = {name: value for name, value in manifest.items() if name != "digest"}
     return hashlib.sha256(json.dumps(said, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

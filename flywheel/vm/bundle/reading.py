@@ -1,5 +1,5 @@
-"""A bundle's files as a packed program and its kernel. Nothing is lowered, proved or compiled: hashes say that what was
-proved is what is there."""
+"""Read a bundle's files as a packed program and its kernel. Nothing is lowered, proved or compiled: hashes show that
+the files are those of the proved program."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from flywheel.vm.pack.memory import Arena
 
 
 class AnyGpu(Protocol):
-    """What is asked of a GPU before a bundle is loaded onto it."""
+    """The facts about a GPU that decide whether it can take a bundle."""
 
     @property
     def name(self) -> str: ...
@@ -64,7 +64,7 @@ class AnyGpu(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundle:
-    """A bundle whose files are whole. `manifest` is all of `bundle.json`."""
+    """A bundle with undamaged files. `manifest` is all of `bundle.json`."""
 
     folder: Path
     manifest: Mapping[str, Any]
@@ -73,7 +73,7 @@ class Bundle:
 
 
 def read_bundle(folder: Path) -> Bundle:
-    """Read a bundle. Raises BundleError, naming the file, where anything is missing, damaged or of another format."""
+    """Read a bundle. Raises BundleError, naming the file, where a file is missing, damaged or of another format."""
     manifest = _manifest(folder)
     contents = {name: _content(folder, name, about) for name, about in manifest["files"].items()}
     try:
@@ -101,7 +101,7 @@ def check_gpu(bundle: Bundle, gpu: AnyGpu) -> None:
     needed = str(bundle.manifest["kernel"]["nvrtc"])
     if int(gpu.cuda_version.partition(".")[0]) < int(needed.partition(".")[0]):
         raise BundleError(
-            f"bundle {bundle.folder}: its kernel is of CUDA {needed}; the driver here knows CUDA {gpu.cuda_version}"
+            f"bundle {bundle.folder}: its kernel needs CUDA {needed}; the driver here supports CUDA {gpu.cuda_version}"
         )
 
 
@@ -114,27 +114,27 @@ def _manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise BundleError(f"{where} is not of format {FORMAT}")
     if found.get("version") != VERSION:
-        raise BundleError(f"{where}: version {found.get('version')!r} is not the {VERSION} that this flywheel reads")
+        raise BundleError(f"{where}: version {found.get('version')!r} is not {VERSION}, which this flywheel reads")
     if found.get("digest") != manifest_digest(found):
-        raise BundleError(f"{where} is damaged: it does not have the digest that it names")
+        raise BundleError(f"{where} is damaged: its digest differs from the one in it")
     try:
         check_manifest(found)
     except ValueError as error:
         raise BundleError(f"{where} lacks or misstates {error}") from None
     if found["abi"] != structs_digest():
-        raise BundleError(f"{where}: its tables are laid out for another version of flywheel; export the bundle again")
+        raise BundleError(f"{where}: its tables have the layout of another flywheel version; export the bundle again")
     return found
 
 
 def _content(folder: Path, name: str, about: Mapping[str, Any]) -> bytes:
-    """A file as the manifest knows it."""
+    """The content of a file, checked against the manifest."""
     if Path(name).name != name or "\0" in name:
-        raise BundleError(f"bundle {folder}: file {name!r} is not in it")
+        raise BundleError(f"bundle {folder}: file {name!r} is missing")
     if about["bytes"] > MAX_FILE_BYTES:
         raise BundleError(f"bundle {folder}: {name} has {about['bytes']:,} bytes, more than {MAX_FILE_BYTES:,}")
     try:
         found = (folder / name).stat()
-        if not S_ISREG(found.st_mode):  # a pipe or a device may give bytes for ever, or none
+        if not S_ISREG(found.st_mode):  # a pipe or a device may never end, or never begin
             raise BundleError(f"bundle {folder}: {name} is not a regular file")
         if found.st_size != about["bytes"]:
             raise BundleError(f"bundle {folder}: {name} is damaged: {found.st_size} bytes, not {about['bytes']}")
@@ -148,12 +148,12 @@ def _content(folder: Path, name: str, about: Mapping[str, Any]) -> bytes:
 
 
 def _labels(text: bytes) -> list[tuple[int, str]]:
-    """Raises ValueError for anything else."""
+    """The labels file as pairs. Raises ValueError for anything else."""
     labels = parse_json(text)
     if not isinstance(labels, list) or not all(
         isinstance(each, list) and [type(part) for part in each] == [int, str] for each in labels
     ):
-        raise ValueError(f"{LABELS}, which is no list of pairs of id and label")
+        raise ValueError(f"{LABELS}, which is not a list of pairs of id and label")
     return [(number, label) for number, label in labels]
 
 
@@ -166,7 +166,7 @@ def _kernel(about: Mapping[str, Any], cubin: bytes) -> CompiledVariant:
 
 
 class _Named(Sequence[Task]):
-    """Tasks of which ids and labels are known, for messages."""
+    """Tasks with ids and labels only, for messages."""
 
     def __init__(self, labels: Sequence[tuple[int, str]]) -> None:
         self._labels = labels
@@ -188,7 +188,7 @@ class _Named(Sequence[Task]):
 def _packed(
     manifest: Mapping[str, Any], kernel: CompiledVariant, tables: bytes, labels: Sequence[tuple[int, str]]
 ) -> PackedProgram:
-    """The program's tasks are not in it but for their names: its tables are."""
+    """The packed program. It has the names of the program's tasks and their tables, but not the tasks."""
     parts = {name: _table(tables, manifest["tables"][name], element) for name, element in ELEMENTS.items()}
     buffers = tuple([_buffer(about) for about in manifest["buffers"]])
     numbers, variant = manifest["program"]["numbers"], manifest["variant"]

@@ -1,4 +1,4 @@
-"""A packed program and its kernel as a bundle's files."""
+"""Write a packed program and its kernel as a bundle's files."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _FROM_VARIANT: Final = (
 )  # fmt: skip
 _FROM_PACKED: Final = ("n_counters", "workspace_stride", "pass_blocks")
 _SHOWN: Final = ("amk_program_t", "amk_buffer_t", "amk_segment_t", "amk_report_t")
-"""Structs whose members an engine that runs the bundle writes or reads."""
+"""Structs that an engine which runs the bundle writes or reads."""
 
 
 def bundle_files(
     packed: PackedProgram, kernel: CompiledVariant, nvrtc: str, about: Mapping[str, Any], others: Mapping[str, bytes]
 ) -> dict[str, bytes]:
-    """Files of a bundle by name; the same arguments give the same bytes. `nvrtc` is the version that compiled the
-    kernel. `about` are JSON-ready sections of the manifest beside its own, `others` files beside its own.
+    """The files of a bundle by name. The same arguments give the same bytes.
 
-    Raises UsageError for a program of quantised matrices or of several ranks.
+    `nvrtc` is the version that compiled the kernel. `about` has further sections of the manifest, JSON-ready, and
+    `others` further files. Raises UsageError for a program of quantised matrices or of several ranks.
     """
     program = packed.program
     if packed.coded or packed.part is not None:
@@ -88,7 +88,7 @@ def bundle_files(
 
 
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a new directory, which appears whole or not at all. Raises as `check_new`, and OSError."""
+    """Write files into a new directory, which appears whole or not at all. Raises OSError, and as `check_new`."""
     check_new(folder)
     place = folder.resolve()
     draft = place.with_name(f".{place.name}.{uuid4().hex}")
@@ -101,9 +101,9 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def check_new(folder: Path) -> None:
-    """Raises UsageError where there is anything but an empty directory, OSError."""
+    """Raises UsageError where the path is anything but an empty directory or free, and OSError."""
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise UsageError(f"{str(folder)!r} exists; a bundle is written to a new directory")
+        raise UsageError(f"{str(folder)!r} exists; a bundle needs a new directory")
 
 
 def _json(value: object) -> bytes:
@@ -111,7 +111,7 @@ def _json(value: object) -> bytes:
 
 
 def _tables(packed: PackedProgram) -> tuple[bytes, dict[str, Any]]:
-    """(all tables one behind the other, where each lies)."""
+    """(all tables, one after the other; the place of each)."""
     data, parts = bytearray(), {}
     for name, element in ELEMENTS.items():
         table = np.ascontiguousarray(getattr(packed, name))
@@ -133,7 +133,7 @@ def _members(name: str) -> dict[str, Any]:
 
 
 def _program(packed: PackedProgram) -> dict[str, Any]:
-    """Members of amk_program_t: numbers, and the tables and regions of memory whose addresses others are."""
+    """Members of amk_program_t: its numbers, and the tables and memory regions that its addresses point to."""
     numbers = {name: int(getattr(packed.variant, name)) for name in _FROM_VARIANT}
     numbers |= {name: int(getattr(packed, name)) for name in _FROM_PACKED}
     numbers |= {"set_stride": packed.arena.nbytes, "awaited_bytes": packed.arena.awaited_bytes}
@@ -144,7 +144,7 @@ def _program(packed: PackedProgram) -> dict[str, Any]:
 
 
 def _memory(packed: PackedProgram) -> dict[str, Any]:
-    """Regions that a program needs beside its tables: bytes, and what they hold before the first launch."""
+    """Memory regions beside the tables: their bytes, and their content before the first launch."""
     grid, arena = len(packed.queues) - 1, packed.arena
     sizes = {
         "arena": arena.nbytes + arena.awaited_bytes, "counters": 2 * packed.n_counters * COUNTER_STRIDE,
@@ -158,7 +158,7 @@ def _memory(packed: PackedProgram) -> dict[str, Any]:
 
 
 def _buffers(packed: PackedProgram) -> list[dict[str, Any]]:
-    """One a row of the table of buffers. `offset` is one into the arena; weights have the name of their tensor."""
+    """One entry for each row of the buffer table. `offset` is into the arena. A weight has the name of its tensor."""
     found = []
     for row, buffer in enumerate(packed.program.buffers):
         about: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Packing: a program as the tables of the device ABI. CPU and numpy only; the same program gives the same bytes."""
+"""Packing: turn a program into the tables of the device ABI, on the CPU. The same program gives the same bytes."""
 
 from flywheel.vm.pack.program import PackedProgram, pack
 from flywheel.vm.pack.ranks import RankMemory, images_table, pack_ranks, ranks_table

@@ -1,8 +1,8 @@
-"""The largest logit of each row, kept by the tasks that make logits, so that SAMPLE_ARGMAX need not read them again.
+"""The largest logit of each row, kept by the tasks that make logits. So SAMPLE_ARGMAX need not read the logits again.
 
-Each of those tasks adds the best of its columns to a word of the launch and the row, by one atomic maximum for each
-half of a warp; the task that samples a row comes after all of them, as the program's order says, and finds the index
-there. Source: docs/vm.md.
+Each of those tasks puts the best of its columns into a word of the launch and the row, by one atomic maximum for each
+half of a warp. The task that samples a row comes after all of them in the program's order, and finds the index in that
+word. Source: docs/vm.md.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from flywheel.vm.abi import InstructionFlag
 def best_flags(
     program: MegakernelProgram, grouping: Grouping, nodes: Sequence[Node], routines: Sequence[Routine]
 ) -> Mapping[int, InstructionFlag]:
-    """Nodes that keep the best of a launch, and those that take it; none where it is not as the module says.
+    """Nodes that keep the largest logit, and nodes that take it; none where the following does not hold.
 
-    It is where each row of an F32 buffer is sampled by one task, and every column of it is written once, as it comes
-    out of a matrix step of all rows.
+    One task samples each row of an F32 buffer, and each column of the buffer is written once, as the product of all
+    rows in a matrix step.
     """
     sizes = np.bincount(grouping.node_of, minlength=len(nodes))
     sampling = [index for index, node in enumerate(nodes) if _samples(routines[node.form])]
@@ -52,8 +52,8 @@ def _samples(routine: Routine) -> bool:
 
 
 def _sampled_row(node: Node, routine: Routine, width: int) -> int | None:
-    """The row of `width` logits that a task samples by a view of it, as which it writes its own column; None where it
-    samples all there are for the only one, -1 where it is neither."""
+    """The row of `width` logits that a task samples through a view, writing the row's own column. None where it samples
+    the only row as a whole; -1 where it does neither."""
     steps = routine.steps
     if len(steps) == 1:
         return None if steps[0].result.numel == 1 else -1
@@ -66,7 +66,7 @@ def _sampled_row(node: Node, routine: Routine, width: int) -> int | None:
 
 
 def _multiplies(node: Node, routine: Routine, logits: int, rows: int) -> bool:
-    """Whether the last step of a task writes the logits as a product of `rows` rows, and nothing is added to it."""
+    """Whether a task's last step writes the logits as a product of `rows` rows without an addition."""
     last = routine.steps[-1]
     return (
         node.outputs == (logits,)

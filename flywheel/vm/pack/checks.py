@@ -1,4 +1,4 @@
-"""What the kernel has no code for, step by step. Each function raises InvalidProgramError that says what."""
+"""Checks that the kernel has code for each step. Each function raises InvalidProgramError that says what it lacks."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _K = InstructionKind
 HALVES: Final = (DType.F16, DType.BF16)
 
 MAX_HEAD_DIM: Final = 256
-"""What the lanes of an attention warp hold."""
+"""Largest head that the lanes of an attention warp hold."""
 
 MAX_WIDTH: Final = 1 << 26
-"""Of a matrix: the bytes of 16 of its rows are a uint32."""
+"""Columns of the widest matrix: the bytes of 16 of its rows fit a uint32."""
 
 _WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 
 
 def scale_buffers(tasks: Iterable[Task]) -> frozenset[int]:
-    """Ids of buffers that are scales or zero points of quantised matrices: their types are their own."""
+    """Ids of buffers with the scales or zero points of quantised matrices. These buffers have types of their own."""
     found: set[int] = set()
     for task in tasks:
         if task.op is _K.FUSED:
@@ -53,8 +53,8 @@ def scale_buffers(tasks: Iterable[Task]) -> frozenset[int]:
 
 
 def float_type(buffers: Iterable[Buffer], scales: frozenset[int] = frozenset()) -> DType:
-    """The float type of a program: its half type, or F32 without one. Raises InvalidProgramError where it has both,
-    `scales` aside."""
+    """The float type of a program: its half type, else F32. Raises InvalidProgramError where it has both half types,
+    apart from `scales`."""
     first: dict[DType, Buffer] = {}
     for buffer in buffers:
         if buffer.dtype in HALVES and buffer.id not in scales:
@@ -63,19 +63,19 @@ def float_type(buffers: Iterable[Buffer], scales: frozenset[int] = frozenset()) 
         one, other = first.values()
         raise InvalidProgramError(
             f"buffer {other.id} ({other.name}): {other.dtype.name} beside the {one.dtype.name} of "
-            f"buffer {one.id} ({one.name}); a kernel has one half type"
+            f"buffer {one.id} ({one.name}); a kernel computes in one half type"
         )
     return next(iter(first), DType.F32)
 
 
 def check_count(steps: Sequence[Step]) -> None:
-    """A task slot holds the steps."""
+    """Check that a task slot holds the steps."""
     if len(steps) > MAX_STEPS:
         raise InvalidProgramError(f"has {len(steps)} steps, not 1..{MAX_STEPS}")
 
 
 def check_steps(steps: Sequence[Step], form: Form, dtype: DType, variant: KernelVariant) -> None:
-    """Every step has a kernel for its operands."""
+    """Check that every step has a kernel for its operands."""
     for index, step in enumerate(steps):
         if step.op not in KERNELS or (step.op in RANKED and not variant.ranked):
             raise InvalidProgramError(f"step {index}: {step.op.name} has no kernel")
@@ -98,7 +98,7 @@ def check_steps(steps: Sequence[Step], form: Form, dtype: DType, variant: Kernel
 def check_arrivals(
     nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer], arrived: frozenset[int]
 ) -> None:
-    """What other GPUs push is read by pushes, sums and choices of a token alone."""
+    """Check that only pushes, sums and choices of a token read data that other GPUs push."""
     for node in nodes:
         routine = routines[node.form]
         taken = {RESULT_REF + view for view in routine.views}
@@ -148,13 +148,13 @@ def _check_sizes(operands: Iterable[Operand]) -> None:
 
 
 def _check_rows(step: Step, args: Sequence[Operand], form: Form) -> None:
-    """Only products, with what they take in, have columns of each of several rows."""
+    """Check that only products, with the operations merged into them, have columns of several rows."""
     if step.op is _K.COPY and names_columns(step, form) and copied_rows(step) > 1:
         raise InvalidProgramError(f"a COPY of columns of {copied_rows(step)} rows that no product adds has no kernel")
     if step.out != 0 or form.rows == 1:
         return
     if not step.matrix or {"n_off", "N_tile"} & step.params.keys():
-        raise InvalidProgramError(f"{step.op.name} makes a tile of {form.rows} rows, and no product of its columns")
+        raise InvalidProgramError(f"{step.op.name} makes a tile of {form.rows} rows without a product of its columns")
     if args[0].numel != form.rows * step.params["K"]:
         raise InvalidProgramError(
             f"{args[0].numel // step.params['K']} rows of x make a tile of M_tile={form.rows} rows"
@@ -162,9 +162,9 @@ def _check_rows(step: Step, args: Sequence[Operand], form: Form) -> None:
 
 
 def _check_sum(step: Step, args: Sequence[Operand], form: Form) -> None:
-    """What is added lies in global memory, in columns of the task or as a whole."""
+    """Check that summands are in global memory: columns of the task, or whole buffers."""
     if step.out != 0 or any(ref >= RESULT_REF for ref in step.args):
-        raise InvalidProgramError("ALLREDUCE_SHARD adds or makes what lies in scratch, and has no kernel for it")
+        raise InvalidProgramError("ALLREDUCE_SHARD has no kernel for a summand or a sum in scratch")
     if not adds_columns(step, form) and any(arg.numel != step.result.numel for arg in args):
         raise InvalidProgramError("ALLREDUCE_SHARD adds summands of other sizes than the sum")
 
@@ -172,7 +172,7 @@ def _check_sum(step: Step, args: Sequence[Operand], form: Form) -> None:
 def _check_matrix(step: Step, args: Sequence[Operand], form: Form, dtype: DType) -> None:
     x, weight, depth = args[0], args[1], step.params["K"]
     if step.args[1] >= RESULT_REF or weight.kind not in _WEIGHT_KINDS:
-        raise InvalidProgramError("the matrix is no WEIGHT or CONST buffer")
+        raise InvalidProgramError("the matrix is not a WEIGHT or CONST buffer")
     if len(weight.shape) != 2:
         raise InvalidProgramError(f"the matrix has shape {list(weight.shape)}, not [rows, columns]")
     if weight.shape[1] >= MAX_WIDTH:

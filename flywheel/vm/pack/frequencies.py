@@ -1,4 +1,4 @@
-"""Inverse frequencies of RoPE, one table for all steps of a program that rotate alike."""
+"""Inverse frequencies of RoPE. All steps of a program with the same rotation share one table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCALING: Final = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor
 
 
 class Frequencies:
-    """Tables of inverse frequencies one behind the other."""
+    """Tables of inverse frequencies, one after the other."""
 
     __slots__ = ("_offsets", "_size", "_tables")
 
@@ -27,7 +27,7 @@ class Frequencies:
         self._size = 0
 
     def offset(self, params: Mapping[str, Any]) -> int:
-        """Where the frequencies of a ROPE step begin. Raises InvalidProgramError for half a scaling."""
+        """The place where a ROPE step's frequencies begin. Raises InvalidProgramError for an incomplete scaling."""
         given = tuple(float(params[name]) for name in _SCALING if name in params)
         if given and len(given) < len(_SCALING):
             raise InvalidProgramError(f"RoPE scaling needs all of {', '.join(_SCALING)}")
@@ -40,23 +40,23 @@ class Frequencies:
         return self._offsets[key]
 
     def table(self) -> Floats:
-        """All of them."""
+        """All tables."""
         return np.concatenate([np.zeros(0, np.float32), *self._tables])
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: tuple[float, ...]) -> Floats:
-    """Radians per position of each pair, [head_dim / 2] in fp32; `scaling` is empty or (factor, low, high, original).
+    """Radians per position of each pair, [head_dim / 2] in fp32. `scaling` is empty or (factor, low, high, original).
 
     Source: vm/reference/attention.py, operation by operation.
     """
     exponents = np.arange(0, head_dim, 2).astype(np.float32) / np.float32(head_dim)
-    # In fp64 and rounded, powers are torch's fp32 ones to the bit, nearly always; numpy's own fp32 ones often are not.
+    # Powers in fp64, rounded, nearly always equal torch's fp32 powers bit by bit. Numpy's fp32 powers often do not.
     powers = (np.float64(np.float32(theta)) ** exponents.astype(np.float64)).astype(np.float32)
     plain: Floats = np.float32(1.0) / powers
     if not scaling:
         return plain
     factor, low, high, original = (np.float32(value) for value in scaling)
-    # torch divides a number by a tensor by multiplying it with the reciprocals.
+    # torch divides a number by a tensor by multiplying with reciprocals.
     wavelengths = 1 / plain * np.float32(2 * math.pi)
     blend = (1 / wavelengths * original - low) / (high - low) if high != low else np.zeros_like(plain)
     between = (1 - blend) * plain / factor + blend * plain

@@ -1,4 +1,4 @@
-"""The instruction table: most of its columns are filled node by node."""
+"""The instruction table. Most of its columns are filled node by node."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def node_rows(
     counters: Mapping[int, int],
     waits: Sequence[Sequence[Wait]],
 ) -> npt.NDArray[np.void]:
-    """An instruction a node with these waits, but for params, SM and place. `counters` are the rows of those asked."""
+    """One instruction for each node, with these waits but without params, SM and place. `counters` maps awaited
+    counters to their rows."""
     table = np.zeros(len(nodes), INSTRUCTION)
     forms = [node.form for node in nodes]
     table["op"] = [node.task.op for node in nodes]
@@ -55,7 +56,7 @@ def _fill(table: npt.NDArray[np.void], name: str, count: str, lists: Sequence[Se
 
 
 def params_rows(params: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.void]:
-    """`amk_params_t` of each; what is absent is zero."""
+    """One `amk_params_t` for each params record. An absent param is zero."""
     table = np.zeros(len(params), numpy_struct("amk_params_t"))
     for name in PARAM_FIELDS:
         table[name] = [each.get(name, 0) for each in params]
@@ -71,10 +72,10 @@ def peer_flags(part: Part) -> npt.NDArray[np.uint32]:
 
 
 def coded_rows(nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer]) -> dict[int, Coded]:
-    """Quantised matrices by the rows of their buffers; `scales` and `zeros` are rows, too.
+    """Quantised matrices by the rows of their buffers. `scales` and `zeros` are rows, too.
 
-    Raises InvalidProgramError naming a task that multiplies by one of them in another way than one before it,
-    or with the scales of another matrix.
+    Raises InvalidProgramError for a task that scales a matrix in another way than an earlier task, and for one that
+    uses another matrix's scales. The message names the task.
     """
     found: dict[int, Coded] = {}
     scaled: dict[int, int] = {}
@@ -105,9 +106,9 @@ def coded_rows(nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequ
 def weight_layouts(
     nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer], coded: Mapping[int, Coded]
 ) -> dict[int, Layout]:
-    """Rows of the buffers that are weights of products, and how they lie.
+    """Rows of the buffers that are weights of products -> their layout.
 
-    Raises InvalidProgramError naming a task that reads one of them as rows.
+    Raises InvalidProgramError, naming the task, where a task reads such a buffer as rows.
     """
     weights = [[routine.steps[place].args[1] for place in routine.matrices] for routine in routines]
     loose = [routine.loose for routine in routines]

@@ -1,4 +1,4 @@
-"""The buffer table, and where activations, inputs and outputs lie in one allocation."""
+"""The buffer table, and the places of activations, inputs and outputs in one allocation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WRITTEN: Final = (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
 def buffer_table(
     buffers: Sequence[Buffer], layouts: Mapping[int, Layout], awaited: Collection[int], away: Collection[int] = ()
 ) -> npt.NDArray[np.void]:
-    """One row a buffer, in order, without addresses; `layouts` are those of weights of products."""
+    """One row for each buffer, in order, without addresses. `layouts` are those of products' weights."""
     table = np.zeros(len(buffers), numpy_struct("amk_buffer_t"))
     for name in ("numel", "dtype", "space"):
         table[name] = [getattr(buffer, name) for buffer in buffers]
@@ -45,9 +45,9 @@ def check_buffers(buffers: Sequence[Buffer]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """Byte offset of each activation, output and input by row, and bytes of all of them.
+    """The byte offset of each activation, output and input by row, and the bytes of all of them.
 
-    The awaited ones come first and take `awaited_bytes`; behind everything follows their second set.
+    The awaited buffers come first and take `awaited_bytes`. Their second set follows at the end.
     """
 
     offsets: Mapping[int, int]
@@ -56,8 +56,10 @@ class Arena:
 
 
 def place_buffers(program: MegakernelProgram, awaited: Collection[int], away: Collection[int] = ()) -> Arena:
-    """The arena of a program, without buffers that are `away`. Buffers of one page share its bytes. What a launch
-    writes comes before what it is given."""
+    """The arena of a program, without buffers that are `away`. Buffers of one page share its bytes.
+
+    Buffers that a launch writes come before its inputs.
+    """
     homes = program.pages.buffer_to_page if program.pages is not None else {}
     sizes = {page.id: page.nbytes for page in program.pages.pages} if program.pages is not None else {}
     pages: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Where values between steps live: scratch results, and what is spilled."""
+"""Places for values between steps: scratch results, on chip or spilled."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from flywheel.plan.step import ABSENT, RESULT_REF
 from flywheel.vm.abi import SPILLED
 
 ALIGNMENT: Final = 16
-"""Of a scratch result: the width of the kernels' loads."""
+"""Alignment of a scratch result in bytes: the width of the kernels' loads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The byte offset of each step's scratch result, and the bytes that were spilled."""
+    """The byte offset of each step's scratch result, and the number of bytes spilled."""
 
     offsets: tuple[int, ...]
     spilled_bytes: int
 
 
 def place_values(routine: Routine, staged_bytes: int) -> Placement:
-    """Place what the steps make, in a staging area of `staged_bytes`; views only name what lies elsewhere, and where
-    they do not fit, they have no place.
+    """Place the steps' results in a staging area of `staged_bytes`. A view has no place of its own.
 
-    Nothing shares bytes with what is still needed; the last staged operand stays until the task ends, for the SM's
-    next one. Raises InvalidProgramError for an operand that is longer than the area.
+    No value shares bytes with one that is still needed. The last staged operand stays until the task ends, for the SM's
+    next task. Raises InvalidProgramError for an operand that is larger than the area.
     """
     steps, stagings = routine.steps, routine.stagings
     last_use = last_uses(steps)
@@ -66,7 +65,7 @@ def place_values(routine: Routine, staged_bytes: int) -> Placement:
 
 
 def _free(taken: Sequence[tuple[int, int, int, int]], start: int, end: int, nbytes: int) -> int:
-    """The lowest offset of `nbytes` that nothing occupies between steps `start` and `end`."""
+    """The lowest offset with `nbytes` free between steps `start` and `end`."""
     offset = 0
     for low, high in sorted((low, high) for first, last, low, high in taken if first <= end and start <= last):
         if offset + nbytes <= low:

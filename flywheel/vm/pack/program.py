@@ -1,4 +1,4 @@
-"""`pack`: a program as the tables that the kernel reads. Source of the tables: vm/abi.py, docs/vm.md."""
+"""`pack`: turn a program into the tables that the kernel reads. Source of the tables: vm/abi.py, docs/vm.md."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedProgram:
-    """A program without addresses: buffers have none yet, and a segment's `src` counts from the start of its weight.
+    """A packed program without addresses: buffers have none yet, and a segment's `src` counts from the start of its
+    weight.
 
-    Structs are those of vm/abi.py. `instructions` and `segments` stand SM after SM, those of SM s from `queues[s]` and
-    `streams[s]` on; operands, counters and `segment_buffers` are rows of the program's lists.
+    Structs are those of vm/abi.py. `instructions` and `segments` are in the order of SMs; those of SM s begin at
+    `queues[s]` and `streams[s]`. Operands, counters and `segment_buffers` are rows of the program's lists.
     """
 
     program: MegakernelProgram
@@ -62,7 +63,8 @@ class PackedProgram:
     last_position: int | None
     """Position, that of lane 0, that the program was lowered for; None where no task has one."""
     fixed_position: str | None
-    """A task whose recipe fixes what a move to another position must change, with its label."""
+    """The name of a task whose recipe fixes a param that a move to another position must change; None without such a
+    task."""
     part: Part | None = None
     """Of which GPU of several it is."""
     lanes: int = 1
@@ -70,18 +72,18 @@ class PackedProgram:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether some buffers lie where others do."""
+        """Whether some buffers share memory."""
         return len(set(self.arena.offsets.values())) < len(self.arena.offsets)
 
     def label(self, place: int) -> str:
-        """How messages name the task at a place of the program's list."""
+        """The name in messages of the task at `place` of the program's list."""
         task = self.program.tasks[place]
         return f"task {task.id} ({task.label})"
 
     def apart(self) -> PackedProgram:
-        """The same tables, in which no two buffers share memory, so that every activation is there after a launch.
+        """The same tables, but no two buffers share memory, so that every activation is kept after a launch.
 
-        Those of several GPUs have to be `aligned` again.
+        Tables of several GPUs must be `aligned` again.
         """
         layout = self.buffers["layout"]
         awaited, away = (np.flatnonzero(layout == each).tolist() for each in (Layout.AWAITED, Layout.PEER))
@@ -90,7 +92,7 @@ class PackedProgram:
     def check_position(self, pos: int) -> None:
         """Raises ConfigError where a launch cannot move to `pos`, as `at_position` does."""
         if self.last_position is None:
-            raise ConfigError("program: no task has a param pos, so it stands at no position")
+            raise ConfigError("program: no task has the param pos, so the program has no position")
         if not 0 <= pos <= self.last_position:
             raise ConfigError(f"position {pos} is not in 0..{self.last_position}, the positions of this program")
         if self.fixed_position is not None:
@@ -100,14 +102,14 @@ class PackedProgram:
 def pack(program: MegakernelProgram) -> PackedProgram:
     """The tables of a program that `validate(strict=True)` accepts.
 
-    Raises ConfigError where it has no target or an impossible config, and InvalidProgramError, naming the task, for
-    what the kernel cannot run.
+    Raises ConfigError where the program has no target or an impossible config. Raises InvalidProgramError, naming the
+    task, where the kernel cannot run it.
     """
     return pack_plan(make_plan(program))
 
 
 def pack_plan(plan: Plan) -> PackedProgram:
-    """The tables of a planned program. Raises InvalidProgramError as `pack` does."""
+    """The tables of a planned program. Raises InvalidProgramError as `pack`."""
     program, variant, grouping, hand_offs = plan.program, plan.variant, plan.grouping, plan.hand_offs
     check_buffers(program.buffers)
     dtype = float_type(program.buffers, scale_buffers(grouping.firsts))
@@ -183,12 +185,12 @@ def _away(plan: Plan) -> frozenset[int]:
 
 
 def _picked(table: Table, rows: npt.NDArray[np.int64]) -> Table:
-    """Those rows of a table; numpy would copy them member by member."""
+    """These rows of a table. Numpy itself would copy them member by member."""
     return table.view(f"V{table.itemsize}")[rows].view(table.dtype)
 
 
 def _put(table: Table, member: str, rows: Table) -> None:
-    """Write that member of a table, a struct, row by row as it is."""
+    """Write a member of a table, a struct, row by row."""
     assert table.dtype.fields is not None
     start = table.dtype.fields[member][1]
     raw = table.view(np.uint8).reshape(len(table), -1)
@@ -198,7 +200,8 @@ def _put(table: Table, member: str, rows: Table) -> None:
 def _templates(
     plan: Plan, nodes: Sequence[Node], forms: Sequence[Form], dtype: DType
 ) -> tuple[list[Template], npt.NDArray[np.float32]]:
-    """(the template of each form, float table). Raises InvalidProgramError naming the first task that has no kernel."""
+    """(the template of each form, the float table). Raises InvalidProgramError that names the first task without a
+    kernel."""
     firsts = {node.form: node.task for node in reversed(nodes)}
     frequencies = Frequencies()
     templates = []
@@ -216,7 +219,7 @@ def _templates(
 
 
 def _step_table(templates: Sequence[Template]) -> tuple[Table, list[int]]:
-    """(the steps of all templates, equal runs once; where those of each template begin)."""
+    """(the steps of all templates, with equal runs stored once; the place where each template's steps begin)."""
     known: dict[bytes, int] = {}
     firsts, end = [], 0
     for template in templates:
@@ -225,11 +228,11 @@ def _step_table(templates: Sequence[Template]) -> tuple[Table, list[int]]:
             known[key] = end
             end += len(template.steps)
         firsts.append(known[key])
-    return np.frombuffer(b"".join(known), STEP), firsts  # np.concatenate would lay the members of a union side by side
+    return np.frombuffer(b"".join(known), STEP), firsts  # np.concatenate would put the members of a union side by side
 
 
 def _pass_blocks(steps: Table, variant: KernelVariant) -> int:
-    """Row blocks whose partial sums fit half of the partials, for all matrix steps alike."""
+    """The number of row blocks whose partial sums fit half of the partials, the same for all matrix steps."""
     rows = steps["as"]["product"]["rows"][np.isin(steps["op"], list(MATRIX_OPS))]
     most = int(rows.max()) if len(rows) else 1
     blocks = PARTIALS_BYTES // 2 // (variant.matrix_warps * FRAGMENT_ROWS * 4 * most)
@@ -248,10 +251,10 @@ def _finds_x_staged(
     node_of: npt.NDArray[np.int64],
     sms: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.bool_]:
-    """Which instructions find their first matrix operand staged by the one before them on their SM.
+    """Which instructions find their first matrix operand staged by the instruction before them on their SM.
 
-    The operands are the same function of the same buffers. These hold the same for both where no column of them is
-    written twice: its only write happens before each task that reads it. `rewritten` are the rows of the others.
+    Both operands are the same function of the same buffers. The buffers hold the same for both if no column of them is
+    written twice: its only write happens before each task that reads it. `rewritten` are the rows of other buffers.
     """
     keys: dict[object, int] = {}
     columns: list[list[int]] = [[], []]
@@ -269,8 +272,10 @@ def _finds_x_staged(
 
 
 def _rewritten_rows(nodes: Sequence[Node], grouping: Grouping) -> set[int]:
-    """Rows of the buffers of which tasks write some columns more than once, or may: tiles over several rows count by
-    their columns, everything but tiles counts whole."""
+    """Rows of the buffers of which tasks write, or may write, some column more than once.
+
+    Tiles over several rows count by their columns. Other writes count as a whole.
+    """
     written: dict[int, list[Region]] = {}
     sizes = np.bincount(grouping.node_of, minlength=len(nodes)).tolist()
     for node, columns, size in zip(nodes, columns_of(grouping), sizes, strict=True):
@@ -287,7 +292,7 @@ def _overlap(columns: Sequence[Region]) -> bool:
 def _check_tiles(
     tasks: Sequence[Task], instructions: Table, steps: Table, entries: tuple[npt.NDArray[np.int64], ...]
 ) -> None:
-    """A recipe's matrix step makes what its tile says: its kernel writes rows of N_tile columns."""
+    """Check that a recipe's matrix step makes what its tile says, since its kernel writes rows of N_tile columns."""
     instruction, step = entries
     _, n_tile = tile_of(instructions, steps, instruction, step)
     fused = instructions["op"][instruction] == InstructionKind.FUSED
@@ -302,7 +307,7 @@ def _check_tiles(
 
 
 def _fixed(tasks: Sequence[Task]) -> str | None:
-    """The first of `tasks` whose recipe fixes `pos` or `kv_len`."""
+    """The name of the first of `tasks` whose recipe fixes `pos` or `kv_len`."""
     seen: set[int] = set()
     for task in tasks:
         if task.op is not InstructionKind.FUSED or id(task.params["recipe"]) in seen:

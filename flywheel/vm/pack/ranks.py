@@ -1,4 +1,4 @@
-"""The tables of each GPU of a program of several, and what a GPU must know of the others' memory."""
+"""The tables of each GPU of a program of several, and what a GPU must know about the others' memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from flywheel.vm.abi import COUNTER_STRIDE, numpy_struct
 from flywheel.vm.pack.program import PackedProgram, pack_plan
 
 WORDS_BYTES: Final = MAX_RANKS * COUNTER_STRIDE
-"""Of a GPU's words: how many launches each GPU has begun. Zero before the first launch and after an abort."""
+"""Bytes of a GPU's words, which count the launches that each GPU has begun. They are zero before the first launch and
+after an abort."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Where a GPU has what others write: device addresses that all GPUs of the program can use.
+    """The memory of a GPU that others write: device addresses that all GPUs of the program can use.
 
-    `arena` is its allocation of `arena.nbytes + arena.awaited_bytes` bytes, `words` one of WORDS_BYTES.
+    `arena` is its allocation of `arena.nbytes + arena.awaited_bytes` bytes, and `words` one of WORDS_BYTES.
     """
 
     arena: int
@@ -30,17 +31,18 @@ class RankMemory:
 
 
 def pack_ranks(program: MegakernelProgram) -> tuple[PackedProgram, ...]:
-    """The tables of each GPU, by rank, of a program of several that `validate(strict=True)` accepts.
+    """The tables of each GPU, by rank, of a program that `validate(strict=True)` accepts.
 
-    Before a launch, and again after an abort, on all GPUs: counters, state and words are 0, both sets of awaited
-    buffers all ones. All GPUs launch alike: the Nth launch of one meets the Nth launch of the others.
-    Raises ConfigError and InvalidProgramError as `pack` does.
+    Before a launch, and again after an abort, counters, state and words are 0 on all GPUs, and both sets of awaited
+    buffers are all ones. All GPUs launch alike: the Nth launch of one meets the Nth launch of the others. Raises
+    ConfigError and InvalidProgramError as `pack`.
     """
     return aligned([pack_plan(plan) for plan in rank_plans(program)])
 
 
 def aligned(packed: Sequence[PackedProgram]) -> tuple[PackedProgram, ...]:
-    """The same, with arenas of one size: the second set of what is awaited lies as far behind the first on each GPU."""
+    """The same tables with arenas of one size, so that the second awaited set has the same distance from the first on
+    each GPU."""
     nbytes = max(each.arena.nbytes for each in packed)
     return tuple(replace(each, arena=replace(each.arena, nbytes=nbytes)) for each in packed)
 

@@ -1,5 +1,5 @@
-"""The weight stream of each SM: one segment a pass of a matrix step and slice of K, and which operands are announced
-anew."""
+"""The weight stream of each SM: one segment for each pass of a matrix step and slice of K. Segments also tell which
+operands are announced anew."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Ints = npt.NDArray[np.int64]
 
 
 def expand(counts: Ints) -> tuple[Ints, Ints]:
-    """(which item, place within it) of `counts[i]` entries for each item i, in order."""
+    """(item, place within the item) of `counts[i]` entries for each item i, in order."""
     item = np.repeat(np.arange(len(counts)), counts)
     starts = np.cumsum(counts) - counts
     return item, np.arange(len(item)) - starts[item]
 
 
 def matrix_entries(instructions: Rows, matrices: Sequence[Sequence[int]], forms: Ints) -> tuple[Ints, Ints]:
-    """(instruction, row of the step table) of every matrix step that is run, in queue order.
+    """(instruction, row of the step table) of every matrix step that runs, in queue order.
 
     `matrices[f]` are the matrix steps of an instruction of form f, counted from its first step.
     """
@@ -51,7 +51,7 @@ def matrix_entries(instructions: Rows, matrices: Sequence[Sequence[int]], forms:
 
 
 def tile_of(instructions: Rows, steps: Rows, instruction: Ints, step: Ints) -> tuple[Ints, Ints]:
-    """(n_off, N_tile) of matrix steps: their own, or their task's."""
+    """(n_off, N_tile) of matrix steps, from the step or from its task."""
     values = []
     for name, own in (("n_off", StepFlag.OWN_N_OFF), ("N_tile", StepFlag.OWN_N_TILE)):
         named = steps["flags"][step] & int(own) != 0
@@ -61,7 +61,7 @@ def tile_of(instructions: Rows, steps: Rows, instruction: Ints, step: Ints) -> t
 
 
 def chunking(kblocks: Any, fragment_bytes: int, chunk_bytes: int) -> tuple[Any, Any]:
-    """(fragments of one chunk, chunks of a row block) of so many fragments, in chunks as even as they come, each of
+    """(fragments of a chunk, chunks of a row block) for `kblocks` fragments. Chunks are as even as possible, and have
     `chunk_bytes` at most. A fragment is no larger than that."""
     least = -(-kblocks // (chunk_bytes // fragment_bytes))
     chunk_kblocks = -(-kblocks // least)
@@ -69,7 +69,7 @@ def chunking(kblocks: Any, fragment_bytes: int, chunk_bytes: int) -> tuple[Any, 
 
 
 def blocks_of(coded: Mapping[int, Coded], fragment_bytes: int, buffers: int) -> Rows:
-    """Of each buffer that is a matrix: fragments along K of its K blocks, their bytes, and its format's number."""
+    """For each buffer that is a matrix: fragments along K of a K block, their bytes, and the number of its format."""
     blocks = np.zeros(buffers, [("fragments", "i8"), ("nbytes", "i8"), ("format", "i8")])
     blocks["fragments"], blocks["nbytes"] = 1, fragment_bytes
     for row, each in coded.items():
@@ -78,8 +78,11 @@ def blocks_of(coded: Mapping[int, Coded], fragment_bytes: int, buffers: int) -> 
 
 
 def _merges(depth: Ints, each: Ints, block_bytes: Any, variant: KernelVariant) -> npt.NDArray[np.bool_]:
-    """Whether slices of `each` K blocks can be in one segment: of equal size, in chunks of equal size, of which every
-    group of warps gets some. Kernels for several rows know such segments; one row is seldom long."""
+    """Whether slices of `each` K blocks can be in one segment.
+
+    They must have equal sizes and chunks of equal sizes, with some chunks for every group of warps. Only kernels for
+    several rows know such segments, since one row is seldom long.
+    """
     chunk_kblocks, chunks = chunking(each, block_bytes, variant.chunk_bytes)
     if variant.rows <= 1:
         return np.zeros(len(depth), np.bool_)
@@ -88,7 +91,7 @@ def _merges(depth: Ints, each: Ints, block_bytes: Any, variant: KernelVariant) -
 
 
 def _format_flags(kind: Any, taken: Ints) -> npt.NDArray[np.uint32]:
-    """What the flags of segments of so many fragments of K say of their format; nothing of a matrix that has none."""
+    """The flags that tell the format of segments with `taken` fragments of K; 0 for a matrix without a format."""
     tail = (taken - 1) % kind["fragments"] // UNIT_GROUPS + 1
     flags = (
         kind["nbytes"] // UNIT_ALIGNMENT << UNIT_SHIFT | kind["format"] << FORMAT_SHIFT | tail << TAIL_SHIFT
@@ -106,7 +109,8 @@ def segments_of(
     variant: KernelVariant,
     pass_blocks: int,
 ) -> tuple[Rows, npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """(segments SM after SM, whose src counts from the start of the weight; buffer of each; first one of each SM)."""
+    """(segments by SM, with src counted from the start of the weight; the buffer of each; the first segment of each
+    SM)."""
     instruction, step = entries
     n_off, n_tile = tile_of(instructions, steps, instruction, step)
     first_block = n_off // FRAGMENT_ROWS

@@ -1,4 +1,5 @@
-"""What all tasks of one form share in the tables: their rows of the step table, and flags of their instructions."""
+"""The table entries that all tasks of one form share: their rows of the step table, and the flags of their
+instructions."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ _OPTIONAL: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Steps of a routine as the table has them, `spilled_bytes` of scratch, and the flags of its instructions."""
+    """A routine's steps as table rows, `spilled_bytes` of scratch, and the flags of its instructions."""
 
     routine: Routine
     steps: npt.NDArray[np.void]
@@ -59,7 +60,7 @@ def fragment_bytes(dtype: DType) -> int:
 
 
 def make_template(routine: Routine, dtype: DType, variant: KernelVariant, frequencies: Frequencies) -> Template:
-    """The template of a routine in a program of `dtype` floats. Raises InvalidProgramError for what does not fit."""
+    """The template of a routine in a program of `dtype` floats. Raises InvalidProgramError where values do not fit."""
     steps, form = routine.steps, routine.form
     placed = place_values(routine, variant.staged_bytes)
     table = np.zeros(len(steps), STEP)
@@ -90,14 +91,14 @@ def _flag(table: npt.NDArray[np.void], places: Iterable[int], flag: StepFlag) ->
 
 
 def _flag_operand(table: npt.NDArray[np.void], staging: Staging, steps: Sequence[Step]) -> None:
-    """Flag how matrix steps find a staged operand, and who announces it."""
+    """Flag how matrix steps find a staged operand, and which step announces it."""
     first, *others = staging.steps
     _flag(table, [first], StepFlag.X_IN_PLACE if staging.in_place else StepFlag.STAGE)
     _flag(table, others, StepFlag.REUSE_X)
     if staging.in_place:
         maker, rows = staging.ref - RESULT_REF, int(table[first]["as"]["product"]["rows"])
         _flag(table, [maker], StepFlag.ANNOUNCES)
-        if rows > 1:  # which only a norm stages so
+        if rows > 1:  # only a norm stages several rows in place
             table[maker]["as"]["norm"]["pitch_blocks"] = operand_stride(rows, steps[first].depth) // FRAGMENT_K
         if staging.scaled_later:
             _flag(table, [maker], StepFlag.LEAVES_SCALE)
@@ -105,7 +106,7 @@ def _flag_operand(table: npt.NDArray[np.void], staging: Staging, steps: Sequence
 
 
 def _flag_turning(table: npt.NDArray[np.void], routine: Routine) -> None:
-    """Flag what a new row's kernel or an attention does of the steps before it."""
+    """Flag the steps that the kernel of a new row or of an attention does for others."""
     row = routine.new_row
     if row is not None:
         _flag(table, [row.key, row.value, row.query_rope], StepFlag.LEFT)
@@ -128,7 +129,7 @@ def _flag_turning(table: npt.NDArray[np.void], routine: Routine) -> None:
 
 
 def _leave_norm(table: npt.NDArray[np.void], rope: int, norm: int | None) -> None:
-    """Leave a norm, if there is one, to what does the ROPE behind it."""
+    """Flag a norm, if there is one, as done by the kernel of the ROPE after it."""
     table[rope]["as"]["rope"]["norm"] = ABSENT if norm is None else norm
     if norm is not None:
         _flag(table, [norm], StepFlag.LEFT)
@@ -148,7 +149,7 @@ def _instruction_flags(form: Form) -> InstructionFlag:
 
 
 def _fill(row: np.void, step: Step, form: Form) -> None:
-    """What steps of every kind have."""
+    """Fill the fields that steps of every kind have."""
     row["op"], row["n_args"] = step.op, len(step.args)
     row["args"] = ABSENT
     row["args"][: len(step.args)] = step.args
@@ -184,7 +185,7 @@ def _flags(step: Step, form: Form) -> int:
 
 
 def _around(step: Step, before: Sequence[Step], form: Form) -> tuple[int, int, int]:
-    """Elements before, along and behind the dimension of a softmax."""
+    """(elements before, along, after) the dimension of a softmax."""
     shape = look(step.args[0], before, form).shape
     dim = step.params.get("dim", -1)
     dim %= len(shape)

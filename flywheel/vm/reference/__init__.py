@@ -1,4 +1,4 @@
-"""The reference VM: what a program means, in torch. Importing this package imports torch."""
+"""The reference VM, which defines what a program computes, in torch. Importing this package imports torch."""
 
 from flywheel.vm.reference.machine import BoundProgram, ReferenceVM
 

@@ -1,6 +1,6 @@
-"""RoPE, the KV cache, attention over a window of it and the merge of its partials. Layouts: docs/ir.md.
+"""RoPE, the KV cache, attention over a window of the cache, and the merge of its partials. Layouts: docs/ir.md.
 
-A partial is [n_heads, head_dim + 2]: per head `head_dim` outputs, already divided by l, then m, the largest scaled
+A partial is [n_heads, head_dim + 2]. Each head has `head_dim` outputs, already divided by l, then m, the largest scaled
 score, then l, the sum of exp(score - m). An empty window gives 0, -inf, 0.
 """
 
@@ -22,9 +22,9 @@ _SCALING: Final = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor
 
 
 def rope(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """x [S, n_heads, head_dim] or any view of it, positions [S]: rotate-half embedding.
+    """Rotate-half embedding of x [S, n_heads, head_dim], or of any view of it, at positions [S].
 
-    With the four `rope_*` params, frequencies are scaled as Llama 3.1 does.
+    With the four `rope_*` params, frequencies are scaled as in Llama 3.1.
     """
     x, positions = inputs
     head_dim = params["head_dim"]
@@ -38,9 +38,9 @@ def rope(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
 
 @lru_cache(maxsize=64)
 def inverse_frequencies(head_dim: int, theta: float, scaling: tuple[float, ...], device: torch.device) -> Tensor:
-    """Radians per position of each pair, [head_dim / 2] in fp32; `scaling` is empty or (factor, low, high, original).
+    """Radians per position of each pair, [head_dim / 2] in fp32. `scaling` is empty or (factor, low, high, original).
 
-    Source: the `default` and `llama3` RoPE types of transformers, whose fp32 arithmetic checkpoints are run with.
+    Source: the `default` and `llama3` RoPE types of transformers, with the same fp32 arithmetic.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / theta**exponents
@@ -55,16 +55,19 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: tuple[float, ...],
 
 
 def kv_append(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """New rows [T, n_kv_heads, head_dim] or any view of them, into rows `pos`.. of the cache, which is `out`."""
+    """Append new rows [T, n_kv_heads, head_dim], or any view of them, from row `pos` of the cache on. The cache is
+    `out`."""
     rows = split(inputs[0], out.numel() // out.shape[0])
     out.view(out.shape[0], -1)[params["pos"] : params["pos"] + rows.shape[0]].copy_(rows)
 
 
 def attention_tile(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """q [n_heads, head_dim] over rows `kv_start`..`kv_start + kv_len` of the caches [max_seq, n_kv_heads, head_dim].
+    """Attention of q [n_heads, head_dim] to rows `kv_start`..`kv_start + kv_len` of the caches [max_seq, n_kv_heads,
+    head_dim].
 
-    The optional fourth input is added to the scaled scores: a mask [max_seq] or [n_heads, max_seq], indexed like the
-    cache's rows. A head that sees no row, or only masked ones, gives 0. `out` is whole or, by its size, a partial.
+    The optional fourth input is a mask [max_seq] or [n_heads, max_seq], indexed like the cache's rows and added to the
+    scaled scores. A head that sees no row, or only masked ones, gives 0. `out` is the whole attention or a partial,
+    which its size tells.
     """
     n_heads, n_kv_heads, head_dim = params["n_heads"], params["n_kv_heads"], params["head_dim"]
     query = flat(inputs[0])
@@ -79,7 +82,7 @@ def attention_tile(inputs: Sequence[Tensor], out: Tensor, params: Params) -> Non
 
 
 def attention_combine(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """2..8 partials into one, normalised or a partial again, by the size of `out`."""
+    """Merge 2..8 partials into one. The size of `out` tells whether it is normalised or a partial again."""
     n_heads, head_dim = _heads(inputs[0].numel(), out.numel(), params)
     parts = torch.stack([_partial(part, n_heads, head_dim) for part in inputs])
     outputs, highs, totals = parts[..., :head_dim], parts[..., head_dim : head_dim + 1], parts[..., head_dim + 1 :]
@@ -110,7 +113,7 @@ def _window(cache: Tensor, params: Params) -> Tensor:
 
 
 def _mask(mask: Tensor, max_seq: int, params: Params) -> Tensor:
-    """[n_kv_heads, group or 1, rows] or [1, 1, rows]."""
+    """The mask as [n_kv_heads, group or 1, rows] or [1, 1, rows]."""
     rows = split(mask, max_seq)[:, params["kv_start"] : params["kv_start"] + params["kv_len"]].float()
     if rows.shape[0] == 1:
         return rows.unsqueeze(0)
@@ -118,7 +121,8 @@ def _mask(mask: Tensor, max_seq: int, params: Params) -> Tensor:
 
 
 def _finite(highest: Tensor) -> Tensor:
-    """The reference point of exponentials: 0 where nothing was seen, so that exp(-inf) and not exp(NaN) is taken."""
+    """The reference point of exponentials. It is 0 where no row was seen, so that exp(-inf) is taken and not
+    exp(NaN)."""
     return highest.masked_fill(highest == -math.inf, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""From tasks to calls: operands, columns and scratch resolved, so that a launch only computes."""
+"""From tasks to calls, with operands, columns and scratch resolved. A launch then only computes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _K = InstructionKind
 class Binder:
     """Binds the tasks of one program to `tensors` by buffer id.
 
-    Tasks run one at a time, so all recipes share scratch by step, shape and dtype.
+    Tasks run one at a time. So all recipes share scratch tensors by step, shape and dtype.
     """
 
     __slots__ = ("_buffers", "_device", "_proved", "_scratch", "_tensors")
@@ -40,7 +40,8 @@ class Binder:
     def bind(self, task: Task) -> list[Call]:
         """The calls that run `task`.
 
-        Raises InvalidProgramError, with the validator's text, where a task that nobody proved is wrong in itself.
+        Raises InvalidProgramError, with the validator's text, for a task that breaks a rule by itself in a program
+        without a proof.
         """
         wrong = [] if self._proved else task_findings(task, self._buffers)
         if wrong:
@@ -80,7 +81,7 @@ class Binder:
         params: Params,
         slots: dict[int, Tensor],
     ) -> list[Call]:
-        """One step; a second call where its result is rounded to another dtype than its output's."""
+        """The calls of one step. A second call rounds the result, where its dtype is not the output's."""
         if op is _K.KV_APPEND and target is not None:
             return [(OPS[op], inputs, target, params)]
         shape, dtype = tuple(step["out_shape"]), DType[step["out_dtype"]]
@@ -98,7 +99,8 @@ class Binder:
         return [(OPS[op], inputs, out, params), *moves]
 
     def _target(self, task: Task, op: InstructionKind, place: int) -> Tensor:
-        """What a step writes of `outputs[place]`: the task's columns of the first, all of any other and of a cache."""
+        """The part of `outputs[place]` that a step writes: the task's columns of the first output, all of any other and
+        of a cache."""
         number = task.outputs[place]
         columns = tile(task.params)
         if place or columns is None or self._buffers[number].kind is BufferKind.KV_CACHE:

@@ -1,4 +1,4 @@
-"""Integers, or floats of 8 bits, with a scale per group, back to floats."""
+"""Turn integers, or 8-bit floats, with a scale for each group into floats."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flywheel.vm.reference.operands import Params, store
 
 
 def dequant(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """(q - zero) * scale: q [R, n] of type `qdtype`, one scale (and zero point) per `group` elements of a row.
+    """(q - zero) * scale: q [R, n] of type `qdtype`, one scale (and zero point) for `group` elements of a row.
 
-    q is I8, U8, F8E4M3, or I4: two's complement nibbles, two a byte along the row, the low one first. Scales, and zero
-    points where there are any, are [R, ceil(n / group)]. Without zero points the mapping is symmetric. With
-    `rows_per_scale`, so many rows share theirs, [ceil(R / rows_per_scale), n / group], and `out` are rows `n_off`..
-    `n_off + N_tile` alone.
+    q is I8, U8, F8E4M3 or I4. I4 are two's complement nibbles, two a byte along the row, the low one first. Scales and
+    zero points are [R, ceil(n / group)]. Without zero points the mapping is symmetric. With `rows_per_scale`, that many
+    rows share a scale, so scales are [ceil(R / rows_per_scale), n / group], and `out` has only rows `n_off`..`n_off +
+    N_tile`.
     """
     packed, group, shared = inputs[0], params["group"], params.get("rows_per_scale", 1)
     packed = packed.reshape(-1, packed.shape[-1])
@@ -36,7 +36,7 @@ def dequant(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
 
 
 def numbers(packed: Tensor, qdtype: int) -> Tensor:
-    """The numbers that bytes hold, [..., n] as int8, uint8 or float8_e4m3fn."""
+    """The numbers in packed bytes, [..., n] as int8, uint8 or float8_e4m3fn."""
     if qdtype in (DType.I8, DType.U8, DType.F8E4M3):
         return packed.view(TORCH_DTYPES[DType(qdtype)])
     octets = packed.view(torch.uint8)

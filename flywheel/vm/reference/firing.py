@@ -1,4 +1,5 @@
-"""The order in which counters let tasks fire. It depends on waits alone, so it is found once, before any number."""
+"""The order in which counters let tasks fire. It depends on waits alone, so it is found once, before anything is
+computed."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ from flywheel.ir import Task
 from flywheel.ir.firing import fire
 
 Keys = Sequence[float]
-"""A key for each task: of the tasks that may fire, the one with the least key fires."""
+"""A key for each task. Of the tasks that may fire, the one with the least key fires."""
 
 
 def firing_order(tasks: Sequence[Task], order: str, seed: int = 0) -> list[int]:
     """Positions of all tasks in the order in which they fire.
 
-    `list` fires the first ready task of the list, again and again; `adversarial` the last (seed 0), or by random
-    priorities, which for odd seeds hold one task back as long as anything else can run; `queues` runs each SM's tasks
-    one after the other, SMs by random priorities. Raises UnknownNameError for another order and InvalidProgramError,
-    naming what is waited for, where tasks never fire.
+    `list` always fires the first ready task of the list. `adversarial` fires the last one (seed 0), or goes by random
+    priorities; with an odd seed it also holds one task back for as long as another can fire. `queues` runs each SM's
+    tasks one after the other, with random priorities for SMs. Raises UnknownNameError for another order. Raises
+    InvalidProgramError where tasks never fire, and names what they wait for.
     """
     if order not in ORDERS:
         raise UnknownNameError(f"order {order!r} is not one of {', '.join(ORDERS)}")
@@ -58,7 +59,7 @@ def _random(count: int, seed: int) -> list[float]:
 ORDERS: Final[Mapping[str, Callable[[int, int], tuple[Keys, bool]]]] = MappingProxyType(
     {"list": _listed, "adversarial": _adversarial, "queues": _queues}
 )
-"""By name: keys of the tasks for (their number, a seed), and whether SMs run their tasks one after the other."""
+"""Name -> a function of (number of tasks, seed): the keys, and whether SMs run their tasks one after the other."""
 
 
 def _stuck(tasks: Sequence[Task], fired: Set[int]) -> str:

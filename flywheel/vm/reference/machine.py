@@ -1,4 +1,4 @@
-"""The reference VM: counter-driven execution of a program in torch. A backend that disagrees with it is wrong."""
+"""The reference VM: it runs a program in torch, by counters. A backend that disagrees with it is wrong."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from flywheel.vm.reference.memory import TRANSIENT, Arena, check_tensors, tensor
 from flywheel.vm.reference.operands import Call
 
 RESIDENT = (BufferKind.WEIGHT, BufferKind.CONST, BufferKind.KV_CACHE)
-"""What stays in memory from launch to launch."""
+"""Kinds of buffers that stay in memory from launch to launch."""
 
 
 class ReferenceVM:
-    """A validated program. Tensors go in and out under the names of their buffers.
+    """Runs a validated program. Tensors go in and out under the names of their buffers.
 
     An I4 tensor is uint8, `[..., n / 2]`. Raises InvalidProgramError for a program that `validate(strict=True)`
-    rejects, or whose buffers cannot be told apart by name.
+    rejects, and for one with two buffers of the same name.
     """
 
     __slots__ = ("_order", "_order_key", "device", "program", "proved")
@@ -39,7 +39,7 @@ class ReferenceVM:
 
     @classmethod
     def unchecked(cls, program: MegakernelProgram, device: str | torch.device = "cpu") -> Self:
-        """A VM of a program that need not be safe: to see what the proof rules out."""
+        """A VM of a program that need not be safe, to see the errors that the proof rules out."""
         machine = cls.__new__(cls)
         machine._load(program, device, proved=False)
         return machine
@@ -65,12 +65,12 @@ class ReferenceVM:
         seed: int = 0,
         pos: int | Sequence[int] | None = None,
     ) -> dict[str, Tensor]:
-        """One launch: every WEIGHT, CONST, IO_INPUT and KV_CACHE in, every IO_OUTPUT and KV_CACHE out.
+        """Do one launch: it takes every WEIGHT, CONST, IO_INPUT and KV_CACHE, and returns every IO_OUTPUT and KV_CACHE.
 
         `pos` moves the program, or each of its sequences, to a position (`at_position`); None leaves it where it was
-        lowered. Nothing given is modified: caches are copied, so use `bind` to generate. For `order` and `seed` see
-        `firing_order`. Raises TensorError naming the buffer whose tensor is missing, not asked for, misshapen or
-        mistyped.
+        lowered. Arguments are not modified: caches are copied, so use `bind` to generate. `firing_order` explains
+        `order` and `seed`. Raises TensorError, naming the buffer, for a tensor that is missing, unknown, or of another
+        shape or type.
         """
         inputs = self.buffers(BufferKind.IO_INPUT)
         caches = {buffer.name for buffer in self.buffers(BufferKind.KV_CACHE)}
@@ -86,10 +86,12 @@ class ReferenceVM:
         return self.bind(resident).step(fed, pos, order, seed)
 
     def bind(self, buffers: Mapping[str, Tensor], *, apart: bool = False) -> BoundProgram:
-        """The program with its WEIGHT, CONST and KV_CACHE tensors, to launch many times; weights are neither copied nor
-        converted, and launches update caches in place. With `apart`, no two buffers share memory, whatever pages say.
-        Raises TensorError as `run` does, and for a cache that cannot be updated in place: strided, or on another
-        device."""
+        """The program with its WEIGHT, CONST and KV_CACHE tensors, to launch many times.
+
+        Weights are neither copied nor converted. Launches update caches in place. With `apart`, no two buffers share
+        memory, whatever the pages are. Raises TensorError as `run`, and for a cache that cannot be updated in place,
+        since it is strided or on another device.
+        """
         check_tensors(self.buffers(*RESIDENT), buffers)
         return BoundProgram(self, buffers, apart)
 
@@ -98,7 +100,7 @@ class ReferenceVM:
         return [buffer for buffer in self.program.buffers if buffer.kind in kinds]
 
     def firing_order(self, order: str, seed: int) -> Sequence[int]:
-        """Positions in `program.tasks` as they fire; the last answer is kept, for `pos` does not change it."""
+        """Positions in `program.tasks` in firing order. The last answer is kept, since `pos` does not change it."""
         if self._order_key != (order, seed):
             self._order = firing_order(self.program.tasks, order, seed)
             self._order_key = (order, seed)
@@ -130,9 +132,9 @@ class BoundProgram:
         order: str = "list",
         seed: int = 0,
     ) -> dict[str, Tensor]:
-        """One launch: every IO_INPUT in; copies of every IO_OUTPUT, and the caches themselves, out.
+        """Do one launch: it takes every IO_INPUT, and returns copies of every IO_OUTPUT and the caches themselves.
 
-        Params as in `ReferenceVM.run`. `pos = None` stays at the position of the last launch.
+        Params are those of `ReferenceVM.run`. With `pos = None` the program stays at the last launch's position.
         """
         fed = self._machine.buffers(BufferKind.IO_INPUT)
         check_tensors(fed, inputs)
@@ -150,8 +152,10 @@ class BoundProgram:
             }
 
     def transients(self) -> tuple[Tensor, dict[str, int]]:
-        """(a copy of the memory, uint8 [bytes], as the last launch left it; where activations and outputs begin in it).
-        Of buffers that share memory, the last that was written is there; of several of one name, one is given."""
+        """(a copy of the memory after the last launch, uint8 [bytes]; the place of each activation and output in it).
+
+        Where buffers share memory, it holds the one written last. Of several buffers with one name, one is given.
+        """
         memory, starts = self._arena.copy()
         return memory, {buffer.name: starts[buffer.id] for buffer in self._machine.buffers(*TRANSIENT)}
 
@@ -166,7 +170,7 @@ class BoundProgram:
             raise type(error)(f"task {task.id} ({task.label}): {task.op.name} {error}") from error
 
     def _move(self, pos: int | Sequence[int]) -> None:
-        """Bind anew the tasks whose params differ at `pos`."""
+        """Bind the tasks again whose params differ at `pos`."""
         if pos == self._pos:
             return
         program = self._machine.program
@@ -180,6 +184,6 @@ def _resident(buffer: Buffer, tensor: Tensor, machine: ReferenceVM) -> Tensor:
     moved = tensor.detach().to(machine.device).contiguous()
     if buffer.kind is BufferKind.KV_CACHE and moved.data_ptr() != tensor.data_ptr():
         raise TensorError(
-            f"buffer {buffer.id} ({buffer.name}): a cache, updated in place, must be contiguous and on {machine.device}"
+            f"buffer {buffer.id} ({buffer.name}): a cache must be contiguous and on {machine.device}, to be updated in place"
         )
     return moved

@@ -1,4 +1,4 @@
-"""A program's memory: the caller's tensors, checked, and one poisoned arena for all that a launch writes."""
+"""A program's memory: the caller's tensors, checked, and one poisoned arena for everything that a launch writes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from flywheel.process import check_memory
 from flywheel.tensors import TORCH_DTYPES
 
 POISON: Final = 0xFF
-"""Byte that unwritten memory holds: NaN in every float type, -1 in the signed ones."""
+"""The byte of unwritten memory: NaN in every float type, -1 in the signed ones."""
 
 ALIGNMENT: Final = 256
 
 _LARGE: Final = 2**28
-"""Bytes of scratch for which it is worth asking whether they are there."""
+"""Bytes of scratch from which on free memory is checked first."""
 
 TRANSIENT: Final = (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
 
 
 def tensor_shape(buffer: Buffer) -> tuple[int, ...]:
-    """Shape of the tensor that holds a buffer: its own, with half the last dimension for I4.
+    """The shape of a buffer's tensor: the buffer's, with half the last dimension for I4.
 
-    Raises InvalidProgramError for I4 rows of an odd number of elements.
+    Raises InvalidProgramError for I4 rows with an odd number of elements.
     """
     shape = tuple(buffer.shape)
     if buffer.dtype is not DType.I4:
@@ -38,11 +38,12 @@ def tensor_shape(buffer: Buffer) -> tuple[int, ...]:
 
 
 def check_tensors(buffers: Collection[Buffer], given: Mapping[str, Tensor]) -> None:
-    """Each of `buffers`, and nothing else, is given under its name. Raises TensorError naming the first that is not."""
+    """Check that each of `buffers`, and nothing else, is given by name. Raises TensorError that names the first that is
+    not."""
     names = {buffer.name for buffer in buffers}
     extra = next((name for name in given if name not in names), None)
     if extra is not None:
-        raise TensorError(f"tensor {extra!r}: the program takes no buffer of this name here")
+        raise TensorError(f"tensor {extra!r}: the program takes no tensor of this name here")
     for buffer in buffers:
         wanted = f"buffer {buffer.id} ({buffer.name}), {buffer.kind.name} {buffer.dtype.name} {list(buffer.shape)}"
         tensor = given.get(buffer.name)
@@ -56,7 +57,7 @@ def check_tensors(buffers: Collection[Buffer], given: Mapping[str, Tensor]) -> N
 
 
 class Arena:
-    """One allocation for every activation, output and input of a program; buffers of one page share its bytes."""
+    """One allocation for every activation, output and input of a program. Buffers of one page share its bytes."""
 
     __slots__ = ("_memory", "_poisoned", "_spans", "_tensors")
 
@@ -91,11 +92,11 @@ class Arena:
         }
 
     def copy(self) -> tuple[Tensor, Mapping[int, int]]:
-        """All of it as it is now, uint8 [bytes], and where buffers begin in it, by id."""
+        """(a copy of the allocation, uint8 [bytes]; buffer id -> its place)."""
         return self._memory.clone(), {buffer.id: start for buffer, start in self._spans.items()}
 
     def poison(self) -> None:
-        """Forget the last launch: activations and outputs hold no number."""
+        """Fill activations and outputs with POISON, so that nothing of the last launch is left."""
         self._poisoned.fill_(POISON)
 
     def tensors(self) -> Mapping[int, Tensor]:
@@ -104,7 +105,7 @@ class Arena:
 
 
 def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Poisoned memory of its own."""
+    """A new tensor filled with POISON."""
     elements = torch.Size(shape).numel()
     if elements * dtype.itemsize >= _LARGE:
         check_memory(f"a step of a recipe, {list(shape)}", elements * dtype.itemsize, device)

@@ -1,4 +1,4 @@
-"""What every operation needs: its type, its output and the ways to look at an operand."""
+"""What every operation uses: its type, its output, and views of an operand."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 Params = Mapping[str, Any]
 
 Op = Callable[[Sequence[Tensor], Tensor, Params], None]
-"""`op(inputs, out, params)` writes all of `out`, which has the dtype to round to; KV_APPEND writes its rows of it.
+"""`op(inputs, out, params)` writes all of `out`, rounded to its dtype. KV_APPEND writes only its rows.
 
-Operands and params are as the table of operations has them. Sums and products are taken in fp32 and rounded once.
+Operands and params follow the table of operations. Sums and products are computed in fp32 and rounded once.
 """
 
 Call = tuple[Op, tuple[Tensor, ...], Tensor, Params]
-"""An operation with its operands: what is left of a task once a program is bound to memory."""
+"""An operation with its operands. Binding a program to memory turns a task into such calls."""
 
 
 def store(out: Tensor, value: Tensor) -> None:
@@ -25,7 +25,7 @@ def store(out: Tensor, value: Tensor) -> None:
 
 
 def rows_of(tensor: Tensor, width: int) -> Tensor:
-    """`tensor` as rows [R, width]; a matrix with longer rows gives their first `width` elements."""
+    """`tensor` as rows [R, width]. A matrix with longer rows gives their first `width` elements."""
     if tensor.dim() == 2 and tensor.shape[1] >= width:
         return tensor if tensor.shape[1] == width else tensor[:, :width]
     return split(tensor, width)

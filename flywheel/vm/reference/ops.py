@@ -18,21 +18,21 @@ from flywheel.vm.reference.dequant import dequant
 from flywheel.vm.reference.operands import Op, Params, flat, rows_of, split, store
 
 BLOCK_WEIGHTS: Final = 1 << 17
-"""Weights that a CPU converts to fp32 at once: 512 KiB stay in its L2 cache until they are multiplied."""
+"""Weights that a CPU converts to fp32 at a time: 512 KiB, which stay in its L2 cache until they are multiplied."""
 
 
 def nop(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """Nothing."""
+    """Do nothing."""
 
 
 def copy(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """x, or the elements `n_off`..`n_off + N_tile` of it, or of each of its `M_tile` rows."""
+    """x, or its elements `n_off`..`n_off + N_tile`, or those of each of its `M_tile` rows."""
     columns = tile(params)
     store(out, inputs[0] if columns is None else inputs[0].reshape(tile_rows(params), -1)[:, slice(*columns)])
 
 
 def embed(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """ids [S], table [V, hidden] -> rows [S, hidden]. Raises TensorError for an id that is no row."""
+    """ids [S], table [V, hidden] -> rows [S, hidden]. Raises TensorError for an id without a row."""
     table, ids = rows_of(inputs[1], params["hidden"]), inputs[0].reshape(-1).long()
     if not bool(((ids >= 0) & (ids < table.shape[0])).all()):
         raise TensorError(f"ids {ids.tolist()[:8]} are not all in 0..{table.shape[0] - 1}")
@@ -54,7 +54,7 @@ def layernorm(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
 
 
 def gemv_tile(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """Columns `n_off`..`n_off + N_tile` of x @ W.T [+ bias], which are all of `out`, [M, N_tile].
+    """Columns `n_off`..`n_off + N_tile` of x @ W.T [+ bias]. They fill all of `out`, [M, N_tile].
 
     x [M, K], W [N_out, K], bias [N_out].
     """
@@ -88,12 +88,12 @@ def mul(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
 
 
 def softmax(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """Softmax over dimension `dim`, by default the last."""
+    """Softmax over dimension `dim`, which is the last by default."""
     store(out, inputs[0].float().softmax(params.get("dim", -1)))
 
 
 def allreduce_shard(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """Sum of the shards, in their order."""
+    """The sum of the shards, added in order."""
     total = flat(inputs[0])
     for shard in inputs[1:]:
         total = total + flat(shard)
@@ -101,7 +101,7 @@ def allreduce_shard(inputs: Sequence[Tensor], out: Tensor, params: Params) -> No
 
 
 def sample_argmax(inputs: Sequence[Tensor], out: Tensor, params: Params) -> None:
-    """Index of the largest element, the first of equals; one a row where `out` [S] has several."""
+    """The index of the largest element, the first among equals; one for each row where `out` [S] has several."""
     store(out, inputs[0].reshape(out.numel(), -1).float().argmax(-1))
 
 
@@ -136,4 +136,4 @@ OPS: Final[Mapping[InstructionKind, Op]] = MappingProxyType(
         _K.ATTENTION_COMBINE: attention_combine,
     }
 )
-"""Every opcode but FUSED, whose recipes are made of these."""
+"""Every opcode except FUSED, whose recipes consist of these."""
