@@ -189,7 +189,7 @@ def test_another_gpu_and_an_old_driver_are_refused(bundle: Path, checkpoint: Pat
     for gpu, words in (
         (EmulatedGpu(num_sms=8), r"made for here \(sm_90, 4 SMs\); emulated here is sm_90 with 8 SMs"),
         (EmulatedGpu(sm_arch=80), "emulated here is sm_80"),
-        (EmulatedGpu(cuda_version="11.8"), r"its kernel is of CUDA \d+\.\d; the driver here knows CUDA 11\.8"),
+        (EmulatedGpu(cuda_version="11.8"), r"its kernel needs CUDA \d+\.\d; the driver here supports CUDA 11\.8"),
     ):
         with pytest.raises(BundleError, match=words), loaded(bundle, str(checkpoint), gpu):
             pass
@@ -209,7 +209,7 @@ def flipped(data: bytes) -> bytes:
         ("tables.bin", flipped, "tables.bin is damaged: its SHA-256 is not the one in bundle.json"),
         ("kernel.cubin", lambda data: data[:-1], r"kernel.cubin is damaged: \d+ bytes, not \d+"),
         ("labels.json", None, "labels.json cannot be read: No such file"),
-        ("bundle.json", lambda data: data.replace(b'"grid": 4', b'"grid": 5'), "bundle.json is damaged: it does not"),
+        ("bundle.json", lambda data: data.replace(b'"grid": 4', b'"grid": 5'), "bundle.json is damaged: its digest differs"),
         ("bundle.json", lambda data: data[:100], "bundle.json cannot be read"),
         ("bundle.json", lambda data: b"[]", "bundle.json is not of format flywheel-bundle"),
         ("bundle.json", lambda data: remade({**json.loads(data), "version": 2}), "version 2 is not the 1 that"),
@@ -234,14 +234,14 @@ def test_damage_is_named(
         (("abi",), None, "misstates abi: NoneType is not of str"),
         (("files",), [], "misstates files: list is not of dict"),
         (("files", "tables.bin"), {}, r"files.tables.bin.bytes: is missing"),
-        (("files", "a\0b"), {"bytes": 1, "sha256": ""}, "is not in it"),
-        (("files", "../small/config.json"), {"bytes": 1, "sha256": ""}, "is not in it"),
+        (("files", "a\0b"), {"bytes": 1, "sha256": ""}, "is missing"),
+        (("files", "../small/config.json"), {"bytes": 1, "sha256": ""}, "is missing"),
         (("files", "big"), {"bytes": 2**40, "sha256": ""}, "more than 1,073,741,824"),
         (("tables", "queues", "count"), -1, "tables.queues.count: -1 is not of int, or out of range"),
         (("tables", "queues", "count"), 2**63, "tables.queues.count: 9223372036854775808 is not"),
         (("tables", "queues", "count"), 4, "tables.queues: 4 rows, not 5"),
         (("tables", "segment_buffers", "offset"), 0, "names a buffer that is not one of"),
-        (("kernel", "nvrtc"), "new", "kernel.nvrtc: 'new' is no version"),
+        (("kernel", "nvrtc"), "new", "kernel.nvrtc: 'new' is not a version"),
         (("kernel", "entries"), {}, "kernel.entries.megakernel: is missing"),
         (("variant", "formats"), [[]], "variant.formats: list is not of int"),
         (("target", "name"), [], "target.name: list is not of str"),
@@ -291,7 +291,7 @@ def test_the_same_program_gives_the_same_bytes_and_nothing_is_written_over(
     bundle: Path, files: dict[str, bytes], checkpoint: Path, tmp_path: Path
 ) -> None:
     assert make_files(checkpoint, program_of(checkpoint)) == files
-    with pytest.raises(UsageError, match="exists; a bundle is written to a new directory"):
+    with pytest.raises(UsageError, match="exists; a bundle needs a new directory"):
         write_folder(bundle, files)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["bundle"]
 

@@ -99,7 +99,7 @@ def _check_buffer(manifest: Mapping[str, Any], packed: PackedProgram, row: int, 
         raise ValueError(f"{where} has {buffer.nbytes:,} bytes")
     if buffer.kind in _WEIGHT_KINDS:
         if (buffer.source or buffer.name) not in manifest["weights"]["tensors"]:
-            raise ValueError(f"{where} is not a tensor of weights.tensors")
+            raise ValueError(f"{where} is no tensor of weights.tensors")
         if packed.buffers["layout"][row] not in (Layout.ROWS, Layout.FRAGMENTS):
             raise ValueError(f"{where} has layout {packed.buffers['layout'][row]}, which no plain weight has")
     elif buffer.kind is BufferKind.KV_CACHE:

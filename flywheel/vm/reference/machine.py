@@ -184,6 +184,6 @@ def _resident(buffer: Buffer, tensor: Tensor, machine: ReferenceVM) -> Tensor:
     moved = tensor.detach().to(machine.device).contiguous()
     if buffer.kind is BufferKind.KV_CACHE and moved.data_ptr() != tensor.data_ptr():
         raise TensorError(
-            f"buffer {buffer.id} ({buffer.name}): a cache must be contiguous and on {machine.device}, to be updated in place"
+            f"buffer {buffer.id} ({buffer.name}): a cache must be contiguous and on {machine.device}"
         )
     return moved

@@ -210,13 +210,13 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
     "activation as matrix": (
         {**X, "a": (ACT, F32, (8, 16)), "w": (IN, F32, (8, 16)), "y": (OUT, F32, (1, 8))},
         [("COPY", ["w"], ["a"], {}), ("GEMV_TILE", ["x", "a"], ["y"], MATRIX)],
-        r"task 1 \(t1\): GEMV_TILE the matrix is no WEIGHT",
+        r"task 1 \(t1\): GEMV_TILE the matrix is not a WEIGHT",
     ),
     "scratch as matrix": (
         {**X, "y": (OUT, F32, (1, 8))},
         [("FUSED", ["x"], ["y"], fused({**gelu({"in": 0}, 0), "out_shape": [1, 16]}, {**PRODUCT, "params": {
             **MATRIX, "N_tile": 1}, "out_shape": [1, 8]}))],
-        r"task 0 \(t0\): FUSED step 1: the matrix is no WEIGHT",
+        r"task 0 \(t0\): FUSED step 1: the matrix is not a WEIGHT",
     ),
     "cube": (
         {**X, "w": (WEIGHT, F32, (2, 4, 16)), "y": (OUT, F32, (1, 8))},
@@ -277,13 +277,13 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
         {**X, "w": (IN, F32, (1, 16)), "y": (OUT, F32, (2, 8))},
         [("FUSED", ["x", "w"], ["y"], fused({"op": "ADD", "args": [{"in": 0}, {"in": 1}], "out": "final", "params": {},
           "out_shape": [2, 8], "out_dtype": "F32"}) | {"n_off": 0, "N_tile": 8, "M_tile": 2})],
-        r"task 0 \(t0\): FUSED step 0: ADD makes a tile of 2 rows, and no product of its columns",
+        r"task 0 \(t0\): FUSED step 0: ADD makes a tile of 2 rows without a product of its columns",
     ),
     "a product of other columns of several rows": (
         {"x": (IN, F32, (2, 16)), "w": (WEIGHT, F32, (9, 16)), "y": (OUT, F32, (2, 8))},
         [("FUSED", ["x", "w"], ["y"], fused({**PRODUCT, "args": [{"in": 0}, {"in": 1}], "out": "final",
           "params": {**MATRIX, "n_off": 1}, "out_shape": [2, 8]}) | {"n_off": 0, "N_tile": 8, "M_tile": 2})],
-        r"step 0: GEMV_TILE makes a tile of 2 rows, and no product of its columns",
+        r"step 0: GEMV_TILE makes a tile of 2 rows without a product of its columns",
     ),
     "a product of fewer rows than its tile": (
         {"x": (IN, F32, (2, 16)), "w": (WEIGHT, F32, (8, 16)), "y": (OUT, F32, (4, 8))},
