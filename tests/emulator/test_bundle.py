@@ -209,7 +209,7 @@ def flipped(data: bytes) -> bytes:
         ("tables.bin", flipped, "tables.bin is damaged: its SHA-256 is not the one in bundle.json"),
         ("kernel.cubin", lambda data: data[:-1], r"kernel.cubin is damaged: \d+ bytes, not \d+"),
         ("labels.json", None, "labels.json cannot be read: No such file"),
-        ("bundle.json", lambda data: data.replace(b'"grid": 4', b'"grid": 5'), "bundle.json is damaged: its digest differs"),
+        ("bundle.json", lambda data: data.replace(b'"grid": 4', b'"grid": 5'), "is damaged: its digest differs"),
         ("bundle.json", lambda data: data[:100], "bundle.json cannot be read"),
         ("bundle.json", lambda data: b"[]", "bundle.json is not of format flywheel-bundle"),
         ("bundle.json", lambda data: remade({**json.loads(data), "version": 2}), "version 2 is not the 1 that"),
