@@ -236,7 +236,7 @@ def make_spec(file: dict[str, Any], options: dict[str, Any], fix: dict[str, str]
     settings["fix"] = {**file.get("fix", {}), **fix}
     for name, where in (("model", "models"), ("gpu", "targets")):
         if name not in settings:
-            raise UsageError(f"search: give --{name}, here or in a campaign file; see flywheel {where}")
+            raise UsageError(f"search: --{name} is missing, here and in a campaign file; see flywheel {where}")
     if settings.get("name") is not None:
         check_name("search", settings["name"])
     return CampaignSpec(**settings)

@@ -26,17 +26,17 @@ MEASURED_WITH: Final = (
     "p10_us", "p90_us", "samples", "l2_state", "batch_us", "sm_clock_mhz", "mem_clock_mhz", "power_w", "temperature_c",
     "throttle", "strangers",
 )  # fmt: skip
-"""Columns that only a measured latency may bring along."""
+"""Columns that only a row with a measured latency may have."""
 
 COMPARED_WITH: Final = ("rival_us", "gain_low_us", "gain_high_us")
-"""Columns of a measured latency that had a rival: all or none."""
+"""Columns of a measured latency with a rival: all or none."""
 
 JUDGED_WITH: Final = ("verdict_error", "verdict_bound", "verdict_where")
-"""Columns of a row whose numbers were compared with an oracle's: of measured and incorrect ones."""
+"""Columns of a row whose numbers were compared with an oracle's: of measured and incorrect rows."""
 
 _ROUNDING: Final = 1e-9
-"""What a fraction may differ by from its quotient, and a latency lie below its floor, relative: they were divided and
-written in decimals."""
+"""Relative tolerance of a fraction to its quotient, and of a latency below its floor: both were divided and written in
+decimals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +51,19 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """One trial of one campaign.
+    """One trial of one campaign. Searches, imports and stores make rows only as this class.
 
-    The only way to a row, for a search, an import and what a store holds. Raises ValueError where a value is none that
-    its column can hold (`columns.fault_of`), where the config is no ScheduleConfig or not that of its id, and where the
-    numbers contradict the outcome or each other, as in MeasuredLatency, Implausible and Verdict: `latency_us` belongs
-    to measured rows alone, with p10 and p90 around it and at least one sample; `predicted_us` may stand beside it;
-    neither is below the floor, and a verdict of a measured row passed.
+    Raises ValueError in three cases. A column cannot hold its value (`columns.fault_of`). The config is no
+    ScheduleConfig, or not that of its id. The numbers contradict the outcome or each other, as in MeasuredLatency,
+    Implausible and Verdict. `latency_us` belongs to measured rows alone, with p10 and p90 around it and at least one
+    sample. `predicted_us` may stand beside it. Neither is below the floor, and the verdict of a measured row passed.
     """
 
     campaign: Annotated[str, "name of the campaign"]
     trial: Annotated[int, "number of the trial in its campaign, from 0"]
     model: Annotated[str, "name of the model"]
-    gpu: Annotated[str, "name of the GPU target; `2xh200`: two that share a step"]
-    dtype: Annotated[str, "dtype of activations, and of weights that are not quantised"]
+    gpu: Annotated[str, "name of the GPU target; `2xh200` is two GPUs that share a step"]
+    dtype: Annotated[str, "dtype of activations and unquantised weights"]
     weights: Annotated[str | None, "format of the matrices; the dtype where nothing is quantised"] = None
     context: Annotated[int, "tokens in the KV cache that the step attends to"]
     batch: Annotated[int, "sequences that one step decodes"]
@@ -72,42 +71,42 @@ class TrialRecord:
     config_id: Annotated[str, "hash of the config"]
     program_id: Annotated[str | None, "hash of the lowered program; absent where lowering refused the config"] = None
     outcome: Annotated[str, "measured, predicted, rejected, incorrect, implausible, timed_out, crashed or no_memory"]
-    reason: Annotated[str | None, "why it is neither measured nor predicted"] = None
+    reason: Annotated[str | None, "why the trial is neither measured nor predicted"] = None
     verdict_error: Annotated[
-        float | None, "worst error of the program's numbers against the oracle's; absent where it is no number"
+        float | None, "worst error of the program's numbers against the oracle's; absent where it is not finite"
     ] = None
-    verdict_bound: Annotated[float | None, "what verdict_error may be at most; absent where nothing was judged"] = None
-    verdict_where: Annotated[str | None, "where verdict_error was found"] = None
+    verdict_bound: Annotated[float | None, "largest verdict_error that passes; absent without a verdict"] = None
+    verdict_where: Annotated[str | None, "position, row, tensor and head with verdict_error"] = None
     predicted_us: Annotated[float | None, "latency of one step by the cost model"] = None
     predictor: Annotated[str | None, "version of the cost model that gave predicted_us"] = None
     latency_us: Annotated[float | None, "median measured latency of one step"] = None
     p10_us: Annotated[float | None, "10th percentile of the measured latency"] = None
     p90_us: Annotated[float | None, "90th percentile of the measured latency"] = None
-    samples: Annotated[int | None, "launches that were timed"] = None
-    l2_state: Annotated[str | None, "clean: emptied by reads before each; flushed: by writes; warm: left alone"] = None
-    batch_us: Annotated[float | None, "measured latency of one step among as many back to back"] = None
-    sm_clock_mhz: Annotated[int | None, "the GPU's clock while those ran"] = None
-    mem_clock_mhz: Annotated[int | None, "its memory's clock then"] = None
-    power_w: Annotated[float | None, "what it drew then"] = None
-    temperature_c: Annotated[int | None, "its temperature then"] = None
-    throttle: Annotated[str | None, "what held its clocks down at any time, or none"] = None
-    strangers: Annotated[int | None, "other processes that computed on it at any time"] = None
-    rival_us: Annotated[float | None, "median of a rival launched in turn: the best so far, in a final the fastest"] = (
-        None
-    )
-    gain_low_us: Annotated[float | None, "least that it takes less than that rival, of a 99 % interval"] = None
-    gain_high_us: Annotated[float | None, "most that it takes less than that rival, of that interval"] = None
+    samples: Annotated[int | None, "timed launches"] = None
+    l2_state: Annotated[str | None, "L2 cache before a launch: clean (by reads), flushed (by writes) or warm"] = None
+    batch_us: Annotated[float | None, "measured latency of one step, launched back to back"] = None
+    sm_clock_mhz: Annotated[int | None, "the GPU's clock during the launches back to back"] = None
+    mem_clock_mhz: Annotated[int | None, "clock of the GPU's memory during them"] = None
+    power_w: Annotated[float | None, "the GPU's power during them"] = None
+    temperature_c: Annotated[int | None, "the GPU's temperature during them"] = None
+    throttle: Annotated[str | None, "what lowered the GPU's clocks at any time, or none"] = None
+    strangers: Annotated[int | None, "other processes that computed on the GPU at any time"] = None
+    rival_us: Annotated[float | None, "median of the rival in turn: the best so far; in a final, the fastest"] = None
+    gain_low_us: Annotated[float | None, "lower end of the 99 % interval of rival minus own latency"] = None
+    gain_high_us: Annotated[float | None, "upper end of that interval"] = None
     weight_bytes: Annotated[int | None, "bytes of weights that one step must read"] = None
-    floor_us: Annotated[float | None, "time that weight_bytes take at the GPU's bandwidth"] = None
-    floor_fraction: Annotated[float | None, "floor_us over the measured, else the predicted latency"] = None
+    floor_us: Annotated[float | None, "time to read weight_bytes at the GPU's bandwidth"] = None
+    floor_fraction: Annotated[float | None, "floor_us over the measured latency, else over the predicted one"] = None
     tasks: Annotated[int | None, "tasks of the program"] = None
-    ask_s: Annotated[float | None, "seconds the sampler took"] = None
-    lower_s: Annotated[float | None, "seconds lowering took"] = None
-    validate_s: Annotated[float | None, "seconds validation took"] = None
-    measure_s: Annotated[float | None, "seconds measuring or predicting took; in a final, its share of them"] = None
+    ask_s: Annotated[float | None, "seconds that the sampler took"] = None
+    lower_s: Annotated[float | None, "seconds that lowering took"] = None
+    validate_s: Annotated[float | None, "seconds that validation took"] = None
+    measure_s: Annotated[
+        float | None, "seconds that measuring or predicting took; in a final, this program's share"
+    ] = None
     source: Annotated[str, "search, seed (known good), store (answered by an earlier row) or final (measured again)"]
     imported_from: Annotated[
-        str | None, "campaign of the row in the table that it was imported from; absent: tried for this store"
+        str | None, "campaign in the table that the row was imported from; absent for this store's own trials"
     ] = None
     sampler: Annotated[str, "name of the sampler"]
     seed: Annotated[int, "seed of the campaign"]
@@ -117,13 +116,13 @@ class TrialRecord:
     optuna: Annotated[str | None, "Optuna's version"] = None
     host: Annotated[str, "name of the machine"]
     commit: Annotated[
-        str | None, "git commit of the flywheel that ran the trial: the measuring process's where one measured"
+        str | None, "git commit of the flywheel that ran the trial; if measured, of the measuring process"
     ] = None
-    gpu_name: Annotated[str | None, "the machine's GPU, as its driver names it"] = None
+    gpu_name: Annotated[str | None, "the driver's name of the machine's GPU"] = None
     gpu_driver: Annotated[str | None, "version of the GPU's driver"] = None
-    nvrtc: Annotated[str | None, "version of the compiler of the kernels that were measured"] = None
-    kernels: Annotated[str | None, "digest of the sources of those kernels"] = None
-    created_at: Annotated[str, "when the row was made, ISO 8601 in UTC"]
+    nvrtc: Annotated[str | None, "version of the compiler of the measured kernels"] = None
+    kernels: Annotated[str | None, "digest of the measured kernels' sources"] = None
+    created_at: Annotated[str, "time at which the row was made, ISO 8601 in UTC"]
 
     def __post_init__(self) -> None:
         if self.weights is None:  # a row of before there were formats

@@ -76,7 +76,7 @@ def test_the_same_command_resumes_and_fresh_starts_over(run: Run) -> None:
     fresh = json.loads(run(*SEARCH, "--trials", "1", "--name", "c", "--fresh", "--json").stdout)
     assert (fresh["campaign"], fresh["trials"]) == ("c.2", 1)
     assert json.loads(run(*SEARCH, "--trials", "3", "--name", "c.2", "--json").stdout)["new_trials"] == 2
-    assert "more --trials go on" in run(*SEARCH, "--trials", "3", "--name", "c.2").stderr
+    assert "a larger --trials continues" in run(*SEARCH, "--trials", "3", "--name", "c.2").stderr
 
 
 def test_the_same_seed_tries_the_same_configs_in_two_stores(run: Run) -> None:

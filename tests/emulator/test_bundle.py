@@ -212,8 +212,8 @@ def flipped(data: bytes) -> bytes:
         ("bundle.json", lambda data: data.replace(b'"grid": 4', b'"grid": 5'), "is damaged: its digest differs"),
         ("bundle.json", lambda data: data[:100], "bundle.json cannot be read"),
         ("bundle.json", lambda data: b"[]", "bundle.json is not of format flywheel-bundle"),
-        ("bundle.json", lambda data: remade({**json.loads(data), "version": 2}), "version 2 is not the 1 that"),
-        ("bundle.json", lambda data: remade({**json.loads(data), "abi": "x"}), "another version of flywheel"),
+        ("bundle.json", lambda data: remade({**json.loads(data), "version": 2}), "version 2 is not 1, which"),
+        ("bundle.json", lambda data: remade({**json.loads(data), "abi": "x"}), "another flywheel version"),
         ("bundle.json", lambda data: remade({**json.loads(data), "buffers": [{}]}), "lacks or misstates"),
     ],
 )  # fmt: skip
