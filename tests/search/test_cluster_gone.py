@@ -55,7 +55,8 @@ def head() -> Iterator[Head]:
     """By Ray's own command: a process that is a driver has one token for its whole life."""
     with tempfile.TemporaryDirectory(prefix="fw", dir="/tmp") as folder:  # sockets want short names
         environ = {**os.environ, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)}
-        options = ("--head", "--port=0", "--num-cpus=1", "--include-dashboard=false")
+        options = ("--head", "--port=0", "--num-cpus=1", "--include-dashboard=false", "--include-log-monitor=false",
+                   "--no-monitor", "--disable-usage-stats")  # fmt: skip
         ray = (sys.executable, "-m", "ray.scripts.scripts", "start")
         subprocess.run([*ray, *options], env=environ, check=True, capture_output=True, timeout=120)
         made = Head(Path(folder, "ray", "ray_current_cluster").read_text().strip(), environ, folder)

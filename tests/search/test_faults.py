@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from effort import examples
+from effort import FULL, examples
 
 ROOT = Path(__file__).parents[2]
+ONLY = () if FULL else ("--only", "kill sqlite,shared postgresql,stopped")
+"""Each kind of fault once; in the full form on each kind of store."""
 
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param((), marks=pytest.mark.slow), ("--short", "--kills", str(examples(2)), "--trials", "12")],
+    [pytest.param((), marks=pytest.mark.slow), ("--short", "--kills", str(examples(2)), "--trials", "12", *ONLY)],
     ids=["long", "short"],
 )
 def test_whatever_fails_no_row_is_lost_or_repeated_and_nothing_hangs(options: tuple[str, ...]) -> None:

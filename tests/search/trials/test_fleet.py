@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from effort import FULL
 
 from flywheel.errors import FlywheelError, NoGpuError, StoreError, UsageError
 from flywheel.ir import ScheduleConfig
@@ -37,7 +38,7 @@ def nothing_known(program_id: str, environment: object) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A Ray cluster of a head that runs nothing and two nodes, each with a processor and what it takes for a GPU."""
+    """A Ray cluster of two nodes, each with a processor, one with what it takes for a GPU and the other for three."""
     with tempfile.TemporaryDirectory(prefix="fw", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)  # sockets want short names
         patch.setenv("RAY_AUTH_MODE", "token")
@@ -45,14 +46,21 @@ def cluster() -> Iterator[Any]:
         patch.setenv("PYTHONPATH", f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}")
         from ray.cluster_utils import Cluster
 
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        for _ in range(2):
-            made.add_node(num_cpus=1, num_gpus=1)
+        bare = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 1, **bare})
+        made.add_node(num_cpus=1, num_gpus=3)
         yield made
         made.shutdown()
 
 
-@pytest.fixture(params=["processes", "ray"])
+HOSTS = ("processes", "ray")
+EVERYWHERE = pytest.mark.parametrize("fleets", HOSTS, indirect=True)
+"""What is a host's own to do is tested on both kinds. What the fleet does with either: on Ray in the full form only."""
+
+DEATHS = [("processes", "child"), ("processes", "station"), ("ray", "station"), ("ray", "child")]
+
+
+@pytest.fixture(params=HOSTS if FULL else HOSTS[:1])
 def fleets(request: pytest.FixtureRequest, toy_measures: ModuleType) -> Fleets:
     """Makes fleets of two hosts, in processes or on the cluster."""
 
@@ -66,7 +74,7 @@ def fleets(request: pytest.FixtureRequest, toy_measures: ModuleType) -> Fleets:
         from flywheel.search.trials.cluster import RayHost, connect
 
         with connect(address) as found:
-            assert (found.cpus, found.gpus) == (2, 2)
+            assert (found.cpus, found.gpus) == (2, 4)
             hosts = [RayHost(f"actor {number}", setup, gpus=1, pulse=found.pulse) for number in range(2)]
             with Fleet(hosts, look, **options) as fleet:
                 yield fleet
@@ -103,6 +111,7 @@ def outcomes(fleet: Fleet, configs: Sequence[ScheduleConfig]) -> list[Any]:
     return [finish().outcome for finish in [fleet.submit(config) for config in configs]]
 
 
+@EVERYWHERE
 def test_a_fleet_finds_what_one_process_finds(lab: Any, fleets: Fleets, toy_measures: ModuleType) -> None:
     def look(program_id: str, environment: object) -> Any:
         return seen(program_id)
@@ -141,7 +150,7 @@ def test_a_rival_that_is_refused_today_is_none(
     assert (len(alone.contest.times_us), len(against.contest.times_us)) == (0, 2)
 
 
-@pytest.mark.parametrize("victim", ["child", "station"])
+@pytest.mark.parametrize(("fleets", "victim"), DEATHS if FULL else DEATHS[:3], indirect=["fleets"])
 def test_a_death_costs_one_retry_on_another_worker(
     fleets: Fleets, measuring: Callable[..., Setup], configs: list[ScheduleConfig], tmp_path: Path, victim: str
 ) -> None:
@@ -176,6 +185,7 @@ def test_a_hang_is_killed_and_the_others_go_on(
     assert len(attempts(tmp_path)) == 1
 
 
+@EVERYWHERE
 def test_the_next_config_is_prepared_while_one_is_measured(
     fleets: Fleets, measuring: Callable[..., Setup], configs: list[ScheduleConfig], toy_measures: ModuleType,
     tmp_path: Path,
@@ -361,14 +371,10 @@ def test_more_workers_than_the_cluster_has_are_refused(lab: Any, cluster: Any) -
 def test_a_worker_of_two_gpus_has_both_on_one_node(lab: Any, cluster: Any, toy_measures: ModuleType) -> None:
     from flywheel.search.trials.cluster import RayHost, connect
 
-    node = cluster.add_node(num_cpus=1, num_gpus=3)
-    try:
-        with connect(cluster.address) as found:
-            assert (found.sets_of(2), found.sets_of(3), found.sets_of(4)) == (1, 1, 0)
-            host = RayHost("pair", Setup(lab.workload, Predicting(toy_measures.smooth)), gpus=2, pulse=found.pulse)
-            try:
-                assert host.start().host
-            finally:
-                host.end(now=True)
-    finally:
-        cluster.remove_node(node)
+    with connect(cluster.address) as found:
+        assert (found.sets_of(2), found.sets_of(3), found.sets_of(4)) == (1, 1, 0)
+        host = RayHost("pair", Setup(lab.workload, Predicting(toy_measures.smooth)), gpus=2, pulse=found.pulse)
+        try:
+            assert host.start().host
+        finally:
+            host.end(now=True)
