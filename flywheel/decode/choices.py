@@ -8,13 +8,20 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flywheel.decode.sampling import Sampling
 
 _SPREAD: Final = 0x9E3779B97F4A7C15
 """An odd number whose multiples differ in all bits: seeds next to each other draw nothing alike."""
 
-_COLUMNS: Final = ("temperature", "log_min_p", "penalty", "greedy", "chosen")
+_COLUMNS: Final = ("temperature", "top_p", "log_min_p", "penalty", "greedy", "chosen")
+
+_WHOLE: Final = 2**40
+"""Shares are counted in parts of this: sums of whole numbers are the same in any order, and so whatever rows are added.
+"""
+_BLOCK: Final = 512
+"""Elements that are added one behind the other; blocks of them are, at once."""
 
 
 class Choices:
@@ -47,7 +54,7 @@ class Choices:
         self._asked[row] = sampling
         least = log(sampling.min_p) if sampling.min_p else -torch.inf
         warmth = 1.0 if sampling.is_greedy else sampling.temperature
-        self._set(row, warmth, least, sampling.repetition_penalty, sampling.is_greedy, True)
+        self._set(row, warmth, sampling.top_p, least, sampling.repetition_penalty, sampling.is_greedy, True)
         self._seen[row] = False
         self._seen[row, torch.tensor(prompt, dtype=torch.int64, device=self._device)] = True
         self._noise[row] = 1.0
@@ -55,7 +62,7 @@ class Choices:
     def free(self, row: int) -> None:
         """A row takes the program's own choice from now on."""
         self._asked.pop(row, None)
-        self._set(row, 1.0, -torch.inf, 1.0, True, False)
+        self._set(row, 1.0, 1.0, -torch.inf, 1.0, True, False)
 
     def replace(self, tokens: Tensor, logits: Tensor, positions: Mapping[int, int]) -> None:
         """Put what rows draw into the place of the program's own choice in `tokens` [batch], integers. `positions` are
@@ -74,7 +81,7 @@ class Choices:
 
     def _choose(self, scores: Tensor, asked: Mapping[int, Sampling]) -> Tensor:
         """[batch] of logits. What no row asks for is left out; it would change nothing. What orders a vocabulary takes
-        longest, and is done for each row that asks, alone: a sum over several rows may round otherwise."""
+        longest, and is done once, for the rows that ask."""
         every = asked.values()
         if any(each.repetition_penalty != 1.0 for each in every):
             penalty = self._column("penalty")
@@ -82,24 +89,18 @@ class Choices:
         if all(each.is_greedy for each in every):
             return scores.argmax(1)
         warm = scores / self._column("temperature")
-        if any(0 < each.top_k < self._vocab for each in every):
-            warm = self._cut(warm, asked)
+        limits = {row: each.top_k for row, each in asked.items() if 0 < each.top_k < self._vocab}
+        if limits:
+            warm = _cut(warm, limits)
         if any(each.min_p > 0.0 for each in every):
             warm = warm.masked_fill(warm < warm.amax(1, keepdim=True) + self._column("log_min_p"), -torch.inf)
         shares = warm.softmax(1)
-        if any(each.top_p < 1.0 for each in every):
-            for row, each in asked.items():
-                if each.top_p < 1.0:
-                    shares[row] = _nucleus(shares[row], each.top_p)
+        rows = [row for row, each in asked.items() if each.top_p < 1.0]
+        if rows:
+            nuclei = _nuclei(_pick(shares, rows), _pick(self._column("top_p"), rows))
+            for row, nucleus in zip(rows, nuclei, strict=True):
+                shares[row] = nucleus
         return torch.where(self._column("greedy") > 0, scores, shares / self._noise).argmax(1)
-
-    def _cut(self, warm: Tensor, asked: Mapping[int, Sampling]) -> Tensor:
-        """The scores without those behind the last of the `top_k` that a row asks for."""
-        least = torch.full_like(warm[:, :1], -torch.inf)
-        for row, each in asked.items():
-            if 0 < each.top_k < self._vocab:
-                least[row] = warm[row].topk(each.top_k, sorted=False).values.amin()
-        return warm.masked_fill(warm < least, -torch.inf)
 
     def _column(self, name: str) -> Tensor:
         """[batch, 1]."""
@@ -110,11 +111,35 @@ class Choices:
             column[row] = value  # a fill each: a copy from the host would wait for all launches
 
 
-def _nucleus(shares: Tensor, top_p: float) -> Tensor:
-    """Shares [vocab] without those behind the fewest, likeliest first, that add up to `top_p`."""
-    ordered, places = shares.sort(descending=True)
-    kept = ordered.cumsum(0) - ordered < top_p
-    return torch.zeros_like(shares).scatter(0, places, ordered * kept)
+def _pick(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Copies of some rows: an index that comes from the host would wait for all launches."""
+    return torch.stack([values[row] for row in rows])
+
+
+def _cut(warm: Tensor, limits: Mapping[int, int]) -> Tensor:
+    """The scores [batch, vocab] without those behind the last of as many of the largest as a row's limit says."""
+    largest = _pick(warm, list(limits)).topk(max(limits.values())).values
+    least = torch.full_like(warm[:, :1], -torch.inf)
+    for place, (row, limit) in enumerate(limits.items()):
+        least[row] = largest[place, limit - 1]
+    return warm.masked_fill(warm < least, -torch.inf)
+
+
+def _nuclei(shares: Tensor, top_p: Tensor) -> Tensor:
+    """Shares [rows, vocab] without those behind the fewest that add up to `top_p` [rows, 1], the likeliest first and of
+    equal ones the smaller ids."""
+    ordered, places = shares.sort(dim=1, descending=True, stable=True)
+    counted = (ordered * _WHOLE).long()
+    kept = _running_sums(counted) - counted < (top_p * _WHOLE).long()
+    return torch.zeros_like(shares).scatter(1, places, ordered * kept)
+
+
+def _running_sums(counted: Tensor) -> Tensor:
+    """Of each row of int64 [rows, width], the sum up to each element."""
+    rows, width = counted.shape
+    within = pad(counted, (0, -width % _BLOCK)).view(rows, -1, _BLOCK).cumsum(2)
+    blocks = within[:, :, -1]
+    return (within + (blocks.cumsum(1) - blocks)[:, :, None]).view(rows, -1)[:, :width]
 
 
 def choose(logits: Tensor, seen: Tensor, sampling: Sampling, position: int) -> Tensor:

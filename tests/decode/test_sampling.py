@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flywheel.decode.choices import Choices, choose
+from flywheel.decode.choices import Choices, _running_sums, choose
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.errors import UsageError
 
@@ -131,9 +131,39 @@ def test_only_the_rows_that_ask_are_ordered_and_each_draws_what_it_draws_alone()
     tokens = logits.argmax(1)
     with _Ordered() as ordered:
         choices.replace(tokens, logits, dict.fromkeys(range(rows), 9))
-    assert ordered.shapes == [(1000,), (1000,)]
+    assert ordered.shapes == [(1, 1000), (1, 1000)]
     for row in range(rows):
         sampling = asked.get(row, GREEDY)
         nothing = torch.zeros(1000, dtype=torch.bool)
         expected = logits[row].argmax() if row not in asked else choose(logits[row], nothing, sampling, 9)
         assert int(tokens[row]) == int(expected)
+
+
+def test_rows_that_ask_are_ordered_once_and_each_draws_what_it_draws_alone() -> None:
+    rows, vocab = 8, 1300
+    dice = torch.Generator().manual_seed(6)
+    asked = [
+        Sampling(0.8 + row / 10, top_k=(0, 7, 300, vocab)[row % 4], top_p=(0.3, 0.9, 1.0)[row % 3], seed=row)
+        for row in range(rows)
+    ]
+    choices, drawn = Choices(rows, vocab, torch.device("cpu")), set()
+    for row, sampling in enumerate(asked):
+        choices.begin(row, (1, 2), sampling)
+    for position in range(20):
+        logits = torch.randn(rows, vocab, generator=dice) * 2
+        logits[:, 100:140] = 3.0  # equals, of which the smaller ids are kept
+        tokens = torch.zeros(rows, dtype=torch.int32)
+        with _Ordered() as ordered:
+            choices.replace(tokens, logits, dict.fromkeys(range(rows), position))
+        assert ordered.shapes == [(4, vocab), (6, vocab)]
+        nothing = torch.zeros(vocab, dtype=torch.bool)
+        alone = [int(choose(logits[row], nothing, asked[row], position)) for row in range(rows)]
+        assert tokens.tolist() == alone
+        drawn |= set(alone)
+    assert len(drawn) > 50
+
+
+def test_running_sums_of_blocks_are_those_of_the_row() -> None:
+    for width in (1, 511, 512, 513, 2049):
+        counted = torch.randint(0, 2**40, (3, width), generator=torch.Generator().manual_seed(width))
+        assert torch.equal(_running_sums(counted), counted.cumsum(1))
