@@ -1,16 +1,17 @@
 """Do copies of one schedule beat each other? `python experiments/aa_noise.py [--noise results.tsv]`.
 
-Simulated finals of measured campaigns, judged by the code that judges real ones (search/finals.py, search/noise.py):
-copies of one program, then programs of which one is faster by a known share. A sample is the program's latency times
+The script simulates finals of measured campaigns, and judges them by the code that judges real ones (search/finals.py,
+search/noise.py). First all programs are copies of one, then one program is faster by a known share. A sample is the
+program's latency times three factors:
 
-- the sample's own noise, lognormal: by default with p10 and p90 at -0.3 and +0.3 % of the median;
-- what loading it in this round did to it, lognormal, common to the round's samples of that program. Two cases bound it:
-  a tenth of the sample's own noise, and as much as that noise;
-- the clocks' drift, common to all programs: a random walk that forgets.
+- the sample's own noise, lognormal; by default p10 and p90 are at -0.3 and +0.3 % of the median;
+- the effect of loading the program in this round, lognormal and the same for the round's samples of that program. Two
+  cases bound it: a tenth of the sample's own noise, and as much as that noise;
+- the clocks' drift, the same for all programs: a mean-reverting random walk.
 
-With `--noise`, a table as `flywheel export --format tsv` writes it, the first is fitted to the median spread between
-p10 and p90 of its measured rows, and the second, where a program has several of them, to how far its medians lie apart.
-Exits with 1 where copies have a winner in more than 5 % of the campaigns.
+`--noise` takes a table that `flywheel export --format tsv` wrote. The first factor is then fitted to the median spread
+between p10 and p90 of its measured rows. The second is fitted to the distance of a program's medians, if it has
+several. Exits with 1 if copies have a winner in more than 5 % of the campaigns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What an ask of the default sampler costs with the threads that BLAS takes for itself, and with one.
+"""Times an ask of the default sampler with the threads that BLAS takes by default, and with one.
 
     python experiments/ask_threads.py > results/ask_threads.txt
 
-Trials that are known are drawn at random and have made-up latencies. Times are of one ask and tell, the mean of ASKS.
+The known trials are random, with made-up latencies. Times are of one ask and tell, the mean of ASKS.
 """
 
 from __future__ import annotations

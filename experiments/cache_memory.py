@@ -1,8 +1,8 @@
-"""What KV caches hold of a GPU's memory in granules of 2 MiB, by positions that are used, beside what they need.
+"""Memory that KV caches take in granules of 2 MiB, by used positions, beside the bytes that they need.
 
     python experiments/cache_memory.py > results/cache_memory.txt
 
-No GPU is needed: granules are counted, not made.
+The script needs no GPU: it counts granules and makes none.
 """
 
 from __future__ import annotations

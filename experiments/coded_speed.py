@@ -1,12 +1,12 @@
-"""Times decode steps of quantised weights beside bf16 ones, in turn, on this GPU.
+"""Times decode steps of quantised weights and of bf16 weights, in turn, on this GPU.
 
     python experiments/coded_speed.py WORK ... [--rounds 5] [--gpu h200] [--context 512] [--record FILE]
 
 A WORK is MODEL:WEIGHTS[:BATCH[:KNOB=VALUE,...]], such as llama3-8b:int4 or llama3.2-1b:int8:1:share=1,chunk=16384.
-WEIGHTS is what `flywheel search --weights` takes, or bf16. The schedule is RECORDED's of that work, else the one that
-comes with flywheel, else the first that a search tries, with the knobs that are named. Works of one model, format and
-batch share their weights and are sampled in turn; a round measures all works, each loaded anew. Logits are compared
-with the oracle's first. Exits with 1 where one is wrong.
+WEIGHTS is a value of `flywheel search --weights`, or bf16. The schedule is RECORDED's for that work, else the one that
+comes with flywheel, else the first of a search, with the named knobs set. Works of one model, format and batch share
+their weights and are sampled in turn. A round loads and measures all works. Logits are first compared with the
+oracle's. Exits with 1 if one is wrong.
 """
 
 from __future__ import annotations

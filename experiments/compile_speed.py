@@ -1,6 +1,6 @@
-"""How long NVRTC takes for the kernel variants that the tests compile: `python experiments/compile_speed.py`.
+"""Times NVRTC on the kernel variants that the tests compile: `python experiments/compile_speed.py`.
 
-Each is compiled alone, without a cache, on one thread; then all of them on two.
+Each variant is compiled alone, without a cache, on one thread. Then all are compiled on two threads.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How the cost model, as it comes, predicts what recorded campaigns measured on an H200 (results/gpu/results.tsv).
+"""Compares the shipped cost model's predictions with campaigns measured on an H200 (results/gpu/results.tsv).
 
-Run it with `python experiments/cost_model_campaigns.py`. Scores are of configs that `flywheel calibrate --held-back
-0.6` holds back. Most configs of a search are neighbours of its best ones, so they are split, too. The replay asks what
-`--prefilter` would have left unmeasured of the same trials in the same order; a search that it served would have
-proposed others.
+Run it with `python experiments/cost_model_campaigns.py`. Scores are of the configs that `flywheel calibrate --held-back
+0.6` holds back. They are also split, since most configs of a search are neighbours of its best ones. The replay counts
+the trials that `--prefilter` would have left unmeasured, of the same trials in the same order. A search with it would
+have proposed other trials.
 """
 
 from __future__ import annotations

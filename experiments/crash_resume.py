@@ -1,13 +1,13 @@
-"""Kill -9 the coordinator of a campaign again and again: `python experiments/crash_resume.py [--store URL]`.
+"""Kills the coordinator of a campaign by SIGKILL again and again: `python experiments/crash_resume.py [--store URL]`.
 
-Every run of the campaign is a process of its own, killed at a random moment: after a random number of the rows that it
-reports, and a random part of a trial later; some die before the campaign exists. The last one is left to finish.
-After each kill the rows are read. None that was reported may be gone or changed, and numbers have no gap.
+Every run of the campaign is a process. It is killed at a random moment: after a random number of rows that it reports,
+and a random part of a trial later. Some runs die before the campaign exists. The last one finishes. After each kill the
+script reads the rows. No reported row may be gone or changed, and numbers have no gap.
 
-What a resumed campaign proposes depends on its seed, its rows and where it was resumed. So the killed campaign is
-compared with its replay: one that was stopped cleanly at the same numbers of rows must have tried the same configs and
-found the same best. A grid tries every config whatever happens, so it is compared with an undisturbed campaign, too.
-Exits with 1 where anything is lost, repeated or different.
+The proposals of a resumed campaign depend on its seed, its rows and the places where it was resumed. So the killed
+campaign is compared with a replay that was stopped cleanly at the same numbers of rows. Both must have tried the same
+configs and found the same best. A grid tries every config in any case, so it is also compared with an undisturbed
+campaign. Exits with 1 if anything is lost, repeated or different.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The picture of docs/mlflow.md: a store's campaigns on MLflow's pages, as `flywheel dashboard` opens them.
+"""Takes the picture of docs/mlflow.md: a store's campaigns on MLflow's pages, as `flywheel dashboard` opens them.
 
-The campaigns of docs/ are those of a table of results/gpu, imported one by one:
-`flywheel import results/gpu/results.5e854ba.tsv --as NAME --campaign NAME --batch N --store real.db`, then
-`python experiments/dashboard_picture.py --store real.db --output docs/dashboard.png` (needs chromium and playwright).
+The campaigns in docs/ come from a table of results/gpu and are imported one by one: `flywheel import
+results/gpu/results.5e854ba.tsv --as NAME --campaign NAME --batch N --store real.db`, then `python
+experiments/dashboard_picture.py --store real.db --output docs/dashboard.png` (needs chromium and playwright).
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Let everything fail under searches: `python experiments/faults.py [--short]`, which needs PostgreSQL's server.
+"""Lets everything fail under searches: `python experiments/faults.py [--short]`. Needs PostgreSQL's server.
 
-Each line is one kind of fault on one kind of store: coordinators and their processes killed at random moments, started
-or not; a server frozen, stopped, its database dropped; a disk that is full; two coordinators of one campaign, of each
-sampler, and beside them one. Searches are commands, as people start them. After each fault the rows are compared with
-what the searches reported on stdout (`--jsonl`): none may be gone, changed or there twice, and numbers have no gap. A
-search that its store failed must have ended with code 5 and one line within LIMIT_S, and the same command must go on.
-Two coordinators of one process each must have made FAIR of the rows each, once both had begun, and more rows a second
-than one.
-Exits with 1 where anything is lost, repeated, too slow, or no single line.
+Each line is one kind of fault on one kind of store. Coordinators and their processes are killed at random moments, also
+before they have started. A server is frozen or stopped, or its database is dropped. A disk is full. Two coordinators
+share a campaign, for each sampler, and one runs alone for comparison.
+
+Searches are commands, as users start them. After each fault the rows are compared with the trials that the searches
+reported on stdout (`--jsonl`): no row may be gone, changed or there twice, and numbers have no gap. A search whose
+store failed must have ended with code 5 and one line within LIMIT_S, and the same command must resume. Two coordinators
+of one process each must have made a share FAIR of the rows each, once both had begun, and more rows a second than one.
+Exits with 1 if anything is lost, repeated, too slow, or not a single line.
 """
 
 from __future__ import annotations

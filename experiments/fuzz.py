@@ -1,14 +1,14 @@
-"""Gives changed files to the commands that read them and prints what they made of them.
+"""Gives mutated files to the commands that read them, and prints how the commands ended.
 
     python experiments/fuzz.py [--processes 12] [--minutes 60] [--cases N] [--seed 0] [--targets program,store,...] \\
         > results/fuzz.txt
 
 A case is a good program, config, schedule, campaign file, machine file, table, model config, safetensors header,
-tokenizer or store, changed in a few bytes or in its structure by tests/mutations.py and tests/strange_files.py. Each
-command must end with a documented exit code, at most one line of trouble, no traceback, no half-written file, within
-the time and the memory that tests/strangers.py says. The targets take turns, and the processes share their cases: the
-first has numbers 0, 12, 24 and so on. Fails where anything is wrong; a case is repeated by its number (`--seed NUMBER
---cases 1`). Targets that need a package which is not installed are left out, and the table says so.
+tokenizer or store. tests/mutations.py and tests/strange_files.py change a few of its bytes or its structure. Each
+command must end with a documented exit code, at most one line of trouble, no traceback and no half-written file, within
+the time and memory of tests/strangers.py. The targets take turns. The processes share the cases: the first process has
+numbers 0, 12, 24 and so on. Fails if a case does. `--seed NUMBER --cases 1` repeats a case. Targets whose package is
+not installed are left out, and the table says so.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""What a generated token takes beside the step that makes it, on the GPU here.
+"""Times a generated token beside the step that makes it, on this machine's GPU.
 
     python experiments/generate_speed.py --works llama3.2-1b:llama3.2-1b.schedule.json llama3-8b:llama3-8b.schedule.json
 
-Three ways in turn, medians of ROUNDS: "step" is one launch of many back to back at the middle of the text, as
-`flywheel bench` has it; "queued" a token of a text whose launches are queued ahead of the host; "one by one" a token
-where the host reads each before it launches the next. All decode the same positions, behind the same prompt.
-Then the first token behind a prompt of LONG tokens: by flywheel (prefill and one launch) and by transformers' forward
-(sdpa, the same weights, the last token's logits), in turn.
+It times three ways in turn, as medians of ROUNDS. "step" is one launch of many back to back at the middle of the text,
+as in `flywheel bench`. "queued" is a token of a text whose launches are queued ahead of the host. "one by one" is a
+token where the host reads each token before it launches the next. All three decode the same positions after the same
+prompt.
+
+Then it times the first token after a prompt of LONG tokens, in turn: flywheel's (prefill and one launch), and that of
+transformers' forward (sdpa, the same weights, the last token's logits).
 """
 
 from __future__ import annotations

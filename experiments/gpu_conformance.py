@@ -1,9 +1,9 @@
-"""Runs the tests that compare the CUDA VM with the reference VM on this GPU, and records what passed.
+"""Runs the tests that compare the CUDA VM with the reference VM on this GPU, and records the result.
 
     python experiments/gpu_conformance.py [--commit COMMIT] [--record FILE] [pytest argument ...]
 
-The record, results/gpu/conformance.txt, says how many tests of each file passed, how many configs of the search space
-were drawn, on which GPU and with which versions. Give --commit where the source is no checkout. Exits as pytest does.
+The record, results/gpu/conformance.txt, has the number of passed tests of each file, the number of drawn configs of the
+search space, the GPU and the versions. Give --commit if the source is no checkout. Exits as pytest does.
 """
 
 from __future__ import annotations

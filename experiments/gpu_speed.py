@@ -1,11 +1,11 @@
-"""Measures what each knob is worth around one schedule, on this GPU.
+"""Measures how much each knob changes the latency of one schedule, on this GPU.
 
     python experiments/gpu_speed.py CONFIG.json KNOB=VALUE[,VALUE...] ... [--model llama3.2-1b] [--gpu h200]
         [--context 512] [--batch 1]
 
-A knob is one of the search's, or a size of `tiling` that no search varies, such as gemv.k_proj.N_tile. Each line is the
-schedule with one knob changed, beside the schedule itself: 30 launches of each in turn, behind an emptied L2 cache,
-with logits that were compared with the eager oracle's before. The first line compares the schedule with itself.
+A knob is one of the search's, or a size of `tiling` that no search varies, such as gemv.k_proj.N_tile. Each line
+compares the schedule with one knob changed to the schedule itself: 30 launches of each in turn, with an empty L2 cache,
+after their logits were compared with the eager oracle's. The first line compares the schedule with itself.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""How fast samplers find the best of a space of which every configuration is known. Three commands:
+"""How fast samplers find the best of a space in which every configuration is known. Three commands:
 
     python experiments/judge_samplers.py record         # predict every configuration, once: the recorded space
     python experiments/judge_samplers.py ours           # flywheel's samplers on it
     python experiments/judge_samplers.py kernel-tuner   # in an environment with: pip install kernel_tuner scikit-learn
 
-The space is llama3-8b, cut to LAYERS layers, on an h100 at context 2048: the knobs FREE, and all others pinned to the
-second known good schedule. Everybody starts cold and has the defaults. An evaluation is a configuration that was not
-tried before: so counts Kernel Tuner in its simulation mode, and a campaign answers from the store what was tried.
-Regret is how far the best configuration so far is behind the best of all. `kernel-tuner` needs no flywheel, `ours` no
-Kernel Tuner.
+The space is llama3-8b, cut to LAYERS layers, on an h100 at context 2048: the knobs FREE, with all others pinned to the
+second known good schedule. All samplers start cold, with their defaults. Only a configuration that was not tried before
+counts as an evaluation. Kernel Tuner's simulation mode counts so, and a campaign's store answers repeated
+configurations. Regret is the distance of the best configuration so far from the best of all. `kernel-tuner` needs no
+flywheel, and `ours` needs no Kernel Tuner.
 """
 
 from __future__ import annotations

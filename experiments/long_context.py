@@ -1,10 +1,10 @@
-"""What schedules are predicted to take at long contexts, beside the time that weights and caches need.
+"""Predicts schedules at long contexts, beside the time to read weights and caches.
 
     python experiments/long_context.py > results/long_context.txt
 
-For each case: the schedule that flywheel takes without a search, the same with each block size of attention, and what
-descending one knob at a time finds. No GPU is needed; nothing here is measured.
-`experiments/long_context.sh` searches and measures on one.
+For each case it predicts the schedule that flywheel takes without a search, the same with each block size of attention,
+and the best found by descending one knob at a time. It needs no GPU and measures nothing. `experiments/long_context.sh`
+searches and measures on a GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Tokens that one launch would give with prompt lookup, where the answer is known: no model, no device.
+"""Counts the tokens that one launch would give with prompt lookup, for known answers, without a model or a GPU.
 
-An answer that edits code is a file with a name changed; the prompt is the file itself. Text that does not repeat itself
-is a document read from its own beginning. Tokens are words, gaps and signs. A launch gives the model's token and as
-many more as guesses were right. Usage: python experiments/lookup_acceptance.py > results/lookup_acceptance.txt
+An answer that edits code is a file with a name changed, and its prompt is the file itself. A text without repetition is
+a document, with its own beginning as the prompt. Tokens are words, gaps and signs. A launch gives the model's token and
+as many more as guesses were right. Usage: python experiments/lookup_acceptance.py > results/lookup_acceptance.txt
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How much CPU time a trial's steps take: lowering, the proof, the program's id and its prediction.
+"""Times the steps of a trial in CPU seconds: lowering, the proof, the program's id and its prediction.
 
-`python experiments/lowering_speed.py` on a calm machine; the bars are 0.1 s for lowering llama3-8b and 0.3 s for
-llama3-70b, for every config.
+Run `python experiments/lowering_speed.py` on an idle machine. For every config, lowering must take at most 0.1 s for
+llama3-8b and 0.3 s for llama3-70b.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""MPK's own orders on flywheel's kernels: task graphs of whole models, converted, judged and timed on one H200.
+"""Judges and times MPK's own orders on flywheel's kernels: task graphs of whole models, converted, on one H200.
 
     python experiments/mpk_converted.py > results/gpu/mpk_converted.txt
 
 `error` is the verdict's: the worst tensor of a step, logits included, against the oracle; at most `bound`. `mpk order`
-is the median of a launch of the converted program, `shipped` of what flywheel lowers for the same step by default. Both
-have random weights, bf16, batch 1, and decode at the position at which MPK was measured.
+is the median of a launch of the converted program. `shipped` is the median of flywheel's default schedule for the same
+step. Both have random weights, bf16 and batch 1, and decode at the position at which MPK was measured.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""What other schedules of MPK's task graphs could gain, and what none can gain, by flywheel's model of MPK on an H200.
+"""What other schedules of MPK's task graphs could gain, and the most that any could, by flywheel's model of MPK on an
+H200.
 
     python experiments/mpk_orders.py > results/mpk_orders.txt
 
-Every row is a graph: as it is, the best of a search over orders, events, launches and, in `any W`, numbers of workers;
-the best that is launched just in time; and what bounds all orders: a worker for every task (`unqueued`), the longest
-way, and the load of 128 workers. `events` counts those that could be split. Graphs of the tests are at 512 tokens, the
-others at the context at which MPK was measured. Racy graphs are mended first; their rows end in *.
+Every row is a graph. It has the graph's own schedule; the best of a search over orders, events, launches and, in `any
+W`, numbers of workers; and the best that is launched just in time. It also has bounds of all orders: a worker for every
+task (`unqueued`), the longest way, and the load of 128 workers. `events` counts the events that could be split. Graphs
+of the tests are at 512 tokens, the others at the context at which MPK was measured. Racy graphs are repaired first;
+their rows end in *.
 """
 
 from __future__ import annotations

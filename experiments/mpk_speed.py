@@ -1,9 +1,9 @@
-"""How long the proof of MPK's task graphs takes: CPU seconds of a process, medians of five.
+"""Times the proof of MPK's task graphs: CPU seconds of a process, medians of five.
 
     python experiments/mpk_speed.py > results/mpk_speed.txt
 
-`any` is under any placement, `queues` under MPK's queues of 128 workers. The last two graphs are of two ranks, whose
-two iterations are proved together; in the last one, which is racy, what no order leads to is looked for to the end.
+`any` is under any placement, `queues` under MPK's queues of 128 workers. The last two graphs are of two ranks, so two
+iterations are proved together. The last one is racy, so the proof searches for an order of unordered pairs to the end.
 """
 
 from __future__ import annotations

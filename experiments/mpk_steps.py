@@ -1,11 +1,13 @@
-"""What flywheel predicts for the two steps of Mirage MPK that were measured.
+"""Predicts the two steps of Mirage MPK that were measured.
 
-MPK was measured on llama3.2-1b and llama3-8b, one sequence, bf16, on one H200. The graphs are made here as MPK's
-compiler emits them for one GPU and one token: that of the 1B model is byte for byte one of tests/interop/mpk/graphs.
+MPK was measured on llama3.2-1b and llama3-8b, one sequence, bf16, on one H200. The script makes the graphs that MPK's
+compiler emits for one GPU and one token. The graph of the 1B model equals one of tests/interop/mpk/graphs byte for
+byte.
 
     python experiments/mpk_steps.py > results/mpk_steps.txt
 
-`unqueued` is the prediction with a worker for every task: what orders and placements of the same tasks can gain.
+`unqueued` is the prediction with a worker for every task. It bounds the gain of other orders and placements of the same
+tasks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Tests the laws of the table of operations on many mutants and prints what they were.
+"""Tests the laws of the table of operations on many mutants, and prints their numbers.
 
-Mutated programs of every opcode, of recipes, of rewrites and of lowered decode steps: what `validate(strict=True)`
-accepts runs in the reference VM, and what that VM refuses is rejected with the task and the bound. With --emulated:
-what the packer accepts too ends in the emulator of the CUDA VM, writes no byte but its outputs, and computes what the
-reference VM computes. The mutants are those of tests/mutants.py; one that breaks a law ends the script with its seed.
+Mutants are programs of every opcode, of recipes, of rewrites and of lowered decode steps. The reference VM must run
+every program that `validate(strict=True)` accepts. A program that the VM refuses must be rejected with the task and the
+bound. With --emulated, a program that the packer accepts, too, must end in the emulator of the CUDA VM, write only its
+outputs, and compute the reference VM's numbers. The mutants are those of tests/mutants.py. A mutant that breaks a law
+ends the script with its seed.
 
     python experiments/operation_laws.py [--emulated] [mutants]
 """

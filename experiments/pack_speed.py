@@ -1,4 +1,4 @@
-"""What packing costs, in CPU time: `python experiments/pack_speed.py`; the bar is 0.15 s for llama3-8b.
+"""Times packing in CPU seconds: `python experiments/pack_speed.py`. The limit is 0.15 s for llama3-8b.
 
 Each time is of a program that was just lowered, as in a search. "random" are configs of the space, drawn once.
 """

@@ -1,4 +1,4 @@
-"""The picture of docs/results.md: a campaign's history, and one layer of its best schedule on every SM.
+"""Draws the picture of docs/results.md: a campaign's history, and one layer of its best schedule on every SM.
 
 `python experiments/picture.py --store flywheel.db --campaign NAME --output docs/search.svg`
 """

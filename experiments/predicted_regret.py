@@ -1,13 +1,14 @@
-"""How far behind the best known predictions searches end, over seeds: `python experiments/predicted_regret.py`.
+"""How far searches end behind the best known predictions, over seeds: `python experiments/predicted_regret.py`.
 
-Whole models, from the known good schedules on, with three trials under way, as a campaign of two jobs. Every trial is
-lowered and predicted, and not proved: search_rate.py has what whole trials cost. A search ends after the trials that
-two idle cores make in the time that 400 took before (67 s of an 8b, 40 s of a small model): RATES times that, whatever
-the load of this machine. Seeds begin at FRESH, which nothing was tuned on. Regret is against BEST_US, the best of
-thousands of configs that searches and descents found in all, by cost model 5 and as well by 6; a negative one is a
-better schedule than was known. The bar is for the worst seed of each work. Of another work (MODEL/GPU,
-MODEL/GPU:BATCH), which nothing was tuned on, the best is that of all these searches, which then go on for as many
-trials again as are judged.
+Whole models are searched from the known good schedules on, with three trials at a time, as in a campaign of two jobs.
+Every trial is lowered and predicted, but not proved; search_rate.py times whole trials. A search has RATES times as
+many trials as two idle cores make in 67 s (an 8b) or 40 s (a small model), whatever the load of this machine. Seeds
+begin at FRESH, and nothing was tuned on them.
+
+Regret is against BEST_US, the best of thousands of configs that searches and descents found, by cost models 5 and 6. A
+negative regret is a better schedule than the best known. The limit holds for the worst seed of each work. For another
+work (MODEL/GPU, MODEL/GPU:BATCH), on which nothing was tuned, the best is that of all these searches. They then go on
+for as many trials again as are judged.
 """
 
 from __future__ import annotations

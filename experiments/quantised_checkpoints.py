@@ -1,9 +1,9 @@
-"""Tiny checkpoints that compressed-tensors itself writes, and what transformers makes of them beside the eager oracle.
+"""Compares the logits of transformers and the eager oracle on tiny checkpoints that compressed-tensors itself writes.
 
-Run with `compressed-tensors` installed: `python experiments/quantised_checkpoints.py FOLDER`. Writes one checkpoint a
-format into FOLDER (tests/models/quantised holds them) and prints, for each, the largest difference of logits between
-transformers and the oracle, over the largest logit. Then the same of checkpoints that `flywheel quantize` writes and
-transformers loads by itself. results/quantised_checkpoints.txt has what it printed.
+Run it with `compressed-tensors` installed: `python experiments/quantised_checkpoints.py FOLDER`. It writes one
+checkpoint of each format into FOLDER (tests/models/quantised holds them). For each it prints the largest difference of
+logits between transformers and the oracle, over the largest logit. Then it prints the same for checkpoints that
+`flywheel quantize` writes and transformers loads. Its output is in results/quantised_checkpoints.txt.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a step of sequences at positions of their own takes beside the same step in lock-step at the longest of them.
+"""Times a step of sequences at positions of their own, beside the step with all of them at the longest position.
 
     python experiments/ragged.py llama3-8b llama3.2-1b --context 4096
 
-For each model the schedule that `flywheel serve` would take decodes eight sequences: from 64 to 4000, all at 4000, one
-beside seven free rows, all at 64. Single launches in turn, the L2 cache emptied before each; medians, and their ratios
-to lock-step at 4000. The program is judged against the oracle before.
+For each model, the schedule of `flywheel serve` decodes eight sequences: from 64 to 4000, all at 4000, one beside seven
+free rows, all at 64. Single launches alternate, with an empty L2 cache before each. The result is medians, and their
+ratios to all at 4000. The program is first judged against the oracle.
 """
 
 from __future__ import annotations

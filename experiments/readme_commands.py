@@ -2,9 +2,9 @@
 
     python experiments/readme_commands.py [--layers 16] [--readme FILE]
 
-The checkpoint, ./Llama-3.2-1B as Hugging Face stores one, and what the commands write are in the current folder. The
-lines are those of the first block behind "## Start, with a GPU". Prints each with its output, its exit code and its
-seconds; exits with the number of lines that failed.
+The lines are those of the first code block after "## Start, with a GPU". The checkpoint, ./Llama-3.2-1B as Hugging Face
+stores one, and the commands' files are in the current folder. Prints each line with its output, its exit code and its
+seconds. Exits with the number of lines that failed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Draws the pictures of recorded `flywheel bench` documents again, with the names that people read today.
+"""Draws the pictures of recorded `flywheel bench` documents again, with today's names.
 
     python experiments/redraw_bench.py results/gpu/llama3-8b.bench.json ...
 
-Each picture lies beside its document. Nothing is measured: times are those of the document.
+Each picture is beside its document. Nothing is measured: the times are the document's.
 """
 
 from __future__ import annotations

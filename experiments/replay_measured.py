@@ -1,12 +1,13 @@
-"""How near samplers come to the best schedule that was measured, replayed on what campaigns measured, over seeds:
+"""How near samplers come to the best measured schedule, replayed on campaigns' measurements, over seeds:
 
     python experiments/replay_measured.py results/gpu/results.tsv results/gpu/results.5e854ba.tsv --model llama3-8b
 
-What was not measured is stood in for by a Gaussian process over the knobs and the kernels' version, fitted to every row
-of that model in the files (context 512); the versions of the last file given count as today's. Its mean in warped
-latency plus one deviation is taken for the truth, so that nothing untried is better than what was measured unless rows
+For a schedule that was not measured, a Gaussian process stands in. It is over the knobs and the kernels' version, and
+is fitted to every row of that model in the files (context 512); the versions of the last file count as today's. The
+truth is its mean in warped latency plus one deviation, so that an untried schedule beats the measured ones only if rows
 around it say so. A trial is the truth with 0.3 % of noise. Regret is that of the trial that looks best so far, over the
-least truth of what the last file measured: the least of many noisy measurements was lucky.
+least truth of the schedules that the last file measured. The least of many noisy measurements would be a matter of
+luck.
 """
 
 from __future__ import annotations

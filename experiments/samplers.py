@@ -1,8 +1,8 @@
 """How close samplers come to the best known configuration, over seeds: `python experiments/samplers.py`.
 
-Every campaign begins with the known good schedules, or with `--cold` without any, has a store of its own and is judged
-by the cost model; `--layers` cuts the models, so that there is time for this. The best known configuration of a work is
-the best of all its campaigns, improved by coordinate descent until no single knob improves it further.
+Every campaign begins with the known good schedules, or without any with `--cold`. It has a store of its own and is
+judged by the cost model. `--layers` cuts the models to save time. The best known configuration of a work is the best of
+all its campaigns, improved by coordinate descent until no single knob improves it further.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Runs launches of small decode steps under compute-sanitizer, and records what it finds.
+"""Runs launches of small decode steps under compute-sanitizer, and records its findings.
 
     python experiments/sanitize.py [--commit COMMIT] [--record FILE] [tool ...]
     python experiments/sanitize.py launch|launch-every-thread
 
-The tools are memcheck (accesses out of bounds) and racecheck (races in shared memory) by default. With `launch`, the
-launches alone, which the sanitizer wraps: one model unfused, fused with its KV range split, fused in one block, and
-with attention to the past beside the append; and one with weights of int4, int8 and fp8, whose tasks hand on data
-without counters. racecheck wraps kernels in which every thread arrives and waits itself
-(FW_EVERY_THREAD): it follows no order that passes through a third thread.
+The tools are memcheck (accesses out of bounds) and racecheck (races in shared memory) by default. `launch` does only
+the launches, which the sanitizer wraps. One model is unfused, fused with its KV range split, fused in one block, and
+fused with attention to the past beside the append. Another has weights of int4, int8 and fp8, and its tasks hand on
+data without counters. racecheck wraps kernels in which every thread arrives and waits itself (FW_EVERY_THREAD), since
+it follows no order that passes through a third thread.
 """
 
 from __future__ import annotations

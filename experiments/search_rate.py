@@ -1,12 +1,13 @@
-"""Trials a second of whole searches from the shell's prompt to its return, and seconds until the first good schedule:
+"""Measures whole searches, from the start of the command to its end: trials a second, and seconds until the first good
+schedule.
 
     python experiments/search_rate.py
 
-Each search is a new process with a new store and two processes that predict; the proof runs in every trial. What
-another config of the campaign answered counts as a trial, as it does for users; the share of those is shown. A schedule
-is good within NEAR of the best prediction known for its work. Another process on the machine takes its share of the two
-cores: the load when a search began stands beside it. Modules are compiled before, as an installation compiles them: a
-search of one trial goes before the others.
+Each search is a new process with a new store and two predicting processes. The proof runs in every trial. A trial that
+another config of the campaign answered counts, as for users; the share of those is shown. A schedule is good within
+NEAR of the best prediction known for its work. Other processes on the machine take a share of the two cores, so the
+load at the start of a search is shown. Modules are compiled before, as an installation does: a search of one trial goes
+first.
 """
 
 from __future__ import annotations

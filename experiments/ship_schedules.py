@@ -1,8 +1,8 @@
-"""Writes flywheel/schedules: of each piece of work in results/gpu/results*.tsv, the schedule of its fastest final.
+"""Writes flywheel/schedules: for each work in results/gpu/results*.tsv, the schedule of its fastest final.
 
     python experiments/ship_schedules.py
 
-A table without a column batch says how many sequences a campaign is of by the campaign's name: `...b8` is of eight.
+If a table has no column batch, the campaign's name tells the number of sequences: `...b8` is of eight.
 """
 
 from __future__ import annotations

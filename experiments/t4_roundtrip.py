@@ -1,13 +1,13 @@
-"""Does Kernel Tuner take what `flywheel export --format t4` writes? Two halves, in two environments:
+"""Does Kernel Tuner accept the output of `flywheel export --format t4`? Two halves, in two environments:
 
     python experiments/t4_roundtrip.py write FOLDER        # flywheel's
     python experiments/t4_roundtrip.py read FOLDER         # one with: pip install kernel_tuner autotuning_methodology
 
-`write` makes two files of one small exhaustive search. In `predicted.json` every latency is the cost model's. In
-`outcomes.json` the same numbers stand as if they had been measured, and some trials failed in every way there is:
-made up, to have each kind of result in one file. `read` validates both against the schema that Kernel Tuner ships,
-loads them with its authors' T4 reader (Kernel Tuner itself writes T4 and has no reader), and lets Kernel Tuner search
-each of them in its simulation mode, from a cache that holds nothing but what the T4 file says.
+`write` makes two files of one small exhaustive search. In `predicted.json` every latency is the cost model's.
+`outcomes.json` has the same numbers as if they had been measured, and made-up failures of every kind, so that one file
+has each kind of result. `read` validates both against the schema that Kernel Tuner ships, loads them with its authors'
+T4 reader (Kernel Tuner itself writes T4 and has no reader), and lets Kernel Tuner search each in its simulation mode,
+from a cache that holds only the T4 file's data.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Both sides of the verdict: how far right programs are off, and how far programs that lie in one operation.
+"""Measures both sides of the verdict: the errors of right programs, and the errors of programs that lie in one
+operation.
 
     python experiments/tampering.py [--part wrong|formats|right] [--layers N] [--draws N] >> results/tampering.txt
 
-wrong: each lie of tests/lies.py in the first, the middle and the last layer, on the reference VM, bf16, context 512; of
-the three layers, the one where it shows least. formats: each lie of tests/lies_of_formats.py about codes, scales and
-zero points, told of each matrix of a small model; of matrices and layers, where it shows least. right: configs drawn
-from the search space of small models of every family, in every dtype and of several batches, on the reference VM; and
-some configs on the CUDA VM's own kernels, compiled for the CPU. Fails where a margin does not hold.
+wrong: each lie of tests/lies.py in the first, the middle and the last layer, on the reference VM, bf16, context 512. Of
+the three layers, the one with the smallest error counts. formats: each lie of tests/lies_of_formats.py about codes,
+scales and zero points, for each matrix of a small model. The matrix and layer with the smallest error count. right:
+configs drawn from the search space of small models of every family, in every dtype and of several batches, on the
+reference VM; and some configs on the CUDA VM's own kernels, compiled for the CPU. Fails if a margin does not hold.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Holds transformers, the eager oracle and the reference VM to each other on small random checkpoints of every family.
+"""Compares transformers, the eager oracle and the reference VM on small random checkpoints of every family.
 
-python experiments/three_way.py
+    python experiments/three_way.py
 """
 
 from __future__ import annotations

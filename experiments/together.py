@@ -1,9 +1,9 @@
-"""What a token of each sequence takes where several decode together, by `flywheel.Decoder` on the GPU here.
+"""Times a token of each of several sequences that decode together, by `flywheel.Decoder` on this machine's GPU.
 
     python experiments/together.py llama3-8b --max-sequences 1 8 --sampling greedy warm top_p
 
-For each number of rows, of sequences under way and way to choose: all begin, and behind the first tokens of all of them
-TOKENS launches are timed by the host's clock; ms a launch, which is ms a token of each sequence. Random weights.
+It varies the number of rows, the number of running sequences and the sampling. After the first tokens of all sequences,
+TOKENS launches are timed by the host's clock, in ms a launch, which is ms a token of each sequence. Weights are random.
 """
 
 from __future__ import annotations

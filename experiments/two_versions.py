@@ -2,10 +2,10 @@
 
     python experiments/two_versions.py OLD NEW SCHEDULE.json ... [--gpu h200] [--rounds 5] [--record FILE]
 
-OLD and NEW are folders that hold a `flywheel` package, such as two checkouts. Each measurement is a process of its own,
-`flywheel evaluate --measure cuda` of one tree without a store; a round measures every schedule with both trees, and
-rounds begin with the other tree in turn. Exits with 1 where a latency is missing, or where the new tree's median is
-more than 1 % above the old one's.
+OLD and NEW are folders with a `flywheel` package, such as two checkouts. Each measurement is a process: `flywheel
+evaluate --measure cuda` of one tree without a store. A round measures every schedule with both trees, and rounds
+alternate in the tree that goes first. Exits with 1 if a latency is missing, or if the new tree's median is more than 1
+% above the old one's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Times the full proof on synthetic programs of 12k to 1M tasks, to show that it grows linearly. Prints a table.
 
-Shapes: `layers` is a lowered decoder (wide tiled stages with full joins, single-task stages between them, a residual
-that is read two stages after it is written, params shared by all layers); `chain` is one task after another; `counters`
-is a wide program whose every task signals a counter of its own. Times are CPU seconds of one thread, so that a busy
-machine does not change them; the median of as many runs as fit in two seconds.
+`layers` is a lowered decoder: wide tiled stages with full joins, single-task stages between them, a residual that is
+read two stages after it is written, and params shared by all layers. `chain` is one task after another. `counters` is a
+wide program in which every task signals a counter of its own. Times are CPU seconds of one thread, so that a busy
+machine does not change them; each is the median of as many runs as fit in two seconds.
 
     python experiments/validate_scaling.py [tasks ...]
 """

@@ -1,9 +1,9 @@
-"""What a verdict takes beside the launches that it judges, in seconds of the processor.
+"""Times a verdict beside the launches that it judges, in CPU seconds.
 
     python experiments/verdict_speed.py [--model NAME] [--device reference|cuda] > results/verdict_speed.txt
 
-"launches" are caches written and one step at each of the positions, and the logits of each compared with given ones:
-what a verdict on logits alone takes. On a GPU, seconds are those of the clock.
+"launches" is the time of a verdict on logits alone: caches written and one step at each of the positions, with each
+step's logits compared with given ones. On a GPU, seconds are wall time.
 """
 
 from __future__ import annotations

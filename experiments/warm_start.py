@@ -1,9 +1,9 @@
-"""What a store of other works' campaigns is worth to a new one: `python experiments/warm_start.py`.
+"""How much a store with campaigns of other works helps a new one: `python experiments/warm_start.py`.
 
-Every work gets one cold campaign, the donor. Then each work is searched, over seeds, beside a store with the donors
-of all others: by the sampler alone (`--no-seeds`), with the known good schedules (`--cold`), and warm, the default.
-The cost model is the ground truth. The best known latency of a work is the best of all its campaigns, improved knob
-by knob until no single change improves it further; the models are cut to a few layers, so that there is time for this.
+Every work gets one cold campaign, the donor. Then each work is searched, over seeds, with a store that has the donors
+of all other works: by the sampler alone (`--no-seeds`), with the known good schedules (`--cold`), and warm, the
+default. The cost model is the ground truth. The best known latency of a work is the best of all its campaigns, improved
+knob by knob until no single change improves it further. The models are cut to a few layers to save time.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Where the warps of a launch are, and what they wait for: Nsight Compute's samples, added up by device function.
+"""Where the warps of a launch are, and what they wait for: Nsight Compute's samples, summed by device function.
 
     ncu --section SourceCounters -k regex:megakernel --launch-skip 8 --launch-count 1 -o profile \\
         python experiments/warp_samples.py launch CONFIG.json [--model llama3.2-1b] [--gpu h200] [--batch 1]
     ncu -i profile.ncu-rep --page source --csv --print-units base > profile.csv
     python experiments/warp_samples.py table CONFIG.json profile.csv [--model ...] [--gpu ...] [--batch ...]
 
-The second step needs ncu, the last one nvdisasm, which lists the same kernel's functions; neither needs the GPU. The
-launches before the profiled one warm up and check nothing: `flywheel verify` does.
+The second step needs ncu. The last step needs nvdisasm, which lists the same kernel's functions. Neither needs the GPU.
+The launches before the profiled one warm up and check nothing; `flywheel verify` does.
 """
 
 from __future__ import annotations

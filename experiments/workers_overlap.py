@@ -1,8 +1,9 @@
-"""Whether the workers of one campaign measured at once: `python experiments/workers_overlap.py TRIALS.tsv CAMPAIGN`.
+"""Whether the workers of one campaign measured at the same time: `python experiments/workers_overlap.py TRIALS.tsv
+CAMPAIGN`.
 
-Of a table that `flywheel export --format tsv` wrote: the time from the first measurement's start to the last one's end,
-what all of them took together, and how many began before the one that had begun last was over. One worker takes one
-after the other; more seconds measured than passed is the work of several.
+From a table that `flywheel export --format tsv` wrote, it prints the time from the first measurement's start to the
+last one's end, the sum of their times, and how many began while an earlier one still ran. One worker measures one
+program after the other. If more seconds were measured than passed, several workers measured at once.
 """
 
 from __future__ import annotations
