@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,16 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flywheel.decode.caches import KvCaches
+from flywheel.decode.caches import Caches
 from flywheel.decode.choices import Choices
 from flywheel.decode.logprobs import WORDS, most_asked, read_row, report
 from flywheel.decode.made import Made
+from flywheel.decode.on_gpu import torch_device
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.session import TokenStream
 from flywheel.decode.views import view
 from flywheel.errors import CacheMemoryError
-from flywheel.vm.gpu.driver import Gpu
-from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram
+from flywheel.vm.gpu.loader import POSITIONS
+from flywheel.vm.gpu.ranked import AnyProgram
 
 AHEAD: Final = 4
 """Launches in the stream beside the one whose tokens the host waits for. So many are in vain where a text ends."""
@@ -34,7 +35,7 @@ _WORD: Final = 4
 
 
 def decode_ahead(
-    loaded: LoadedProgram, caches: KvCaches, prompt: Sequence[int], positions: int, start: int,
+    loaded: AnyProgram, caches: Caches, prompt: Sequence[int], positions: int, start: int,
     sampling: Sampling, limit_s: float,
 ) -> TokenStream:  # fmt: skip
     """As `DecodeSession.stream`, of a program of one sequence. Closing the stream waits for what is queued. Raises as
@@ -87,15 +88,15 @@ class QueuedRows:
     where each row stands then. A free row decodes some token at position 0 of its own caches.
     """
 
-    def __init__(self, loaded: LoadedProgram, caches: KvCaches, batch: int, limit_s: float) -> None:
+    def __init__(self, loaded: AnyProgram, caches: Caches, batch: int, limit_s: float) -> None:
         self._loaded, self._caches, self._batch, self._limit_s = loaded, caches, batch, limit_s
         self._device = device = caches.device
         self._lost: dict[int, CacheMemoryError] = {}
         self._gpu = gpu = loaded.gpu
-        self._on_stream = _on_stream_of(gpu, device)
+        self._on_stream = _on_streams_of(loaded, device)
         self._token_in, self._token_out = loaded.address("token_id"), loaded.address("next_token")
         self._place_in = loaded.address("position")
-        self._logits: Tensor | None = None
+        self._logits: dict[int, Tensor] = {}
         self._choices: Choices | None = None
         self._held: dict[int, _Row] = {}
         self._queued: deque[tuple[int, tuple[tuple[int, _Row], ...], int, Any]] = deque()
@@ -129,7 +130,8 @@ class QueuedRows:
 
     def finish_torch(self) -> None:
         """Wait for what torch was given, however long it takes, so that no launch behind it is held to be late."""
-        self._gpu.sync()
+        for part in self._loaded.parts:
+            part.gpu.sync()
 
     @property
     def stream(self) -> Callable[[], AbstractContextManager[Any]]:
@@ -190,6 +192,7 @@ class QueuedRows:
         gpu, slot = self._gpu, self._next_slot
         self._send_positions(slot, live)
         last = max(each.position for _, each in live)
+        self._loaded.spread_inputs()
         self._loaded.launch(last, self._positions.data_ptr() if self._batch > 1 else 0)
         gpu.copy(self._token_in, self._token_out, self._batch * _WORD)
         if self._choices is not None or any(each.position + 1 < len(each.prompt) for _, each in live):
@@ -265,22 +268,34 @@ class QueuedRows:
     def _begin_choices(self, row: int, prompt: Sequence[int], sampling: Sampling) -> None:
         """Choose as asked for from the next launch on, which decodes the prompt's last token."""
         if self._choices is None and not sampling.is_argmax:
-            self._choices = Choices(self._batch, self._all_logits().shape[-1], self._device)
+            self._choices = Choices(self._batch, self._loaded.shape("logits")[-1], self._device)
         if self._choices is not None:
             self._choices.begin(row, prompt, sampling)
 
     def _all_logits(self) -> Tensor:
         """float32 [batch, vocab] of the last launch, as a view."""
-        if self._logits is None:
-            buffer = next(each for each in self._loaded.packed.program.buffers if each.name == "logits")
-            shape = (self._batch, buffer.shape[-1])
-            self._logits = view(self._loaded.address("logits"), shape, torch.float32, self._device)
-        return self._logits
+        address = self._loaded.last_address("logits")
+        if address not in self._logits:
+            shape = (self._batch, self._loaded.shape("logits")[-1])
+            self._logits[address] = view(address, shape, torch.float32, self._device)
+        return self._logits[address]
 
 
-def _on_stream_of(gpu: Gpu, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """What makes torch's operations wait for the VM's launches before them, and those behind wait for torch's."""
+def _on_streams_of(loaded: AnyProgram, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What makes torch's operations wait for the VM's launches before them, and those behind wait for torch's, on all
+    of a program's GPUs. The first one is torch's current one within."""
     if device.type == "cpu":
         return nullcontext
-    stream = torch.cuda.ExternalStream(gpu.stream_handle)  # type: ignore[no-untyped-call]
-    return lambda: torch.cuda.stream(stream)
+    streams = [
+        torch.cuda.ExternalStream(part.gpu.stream_handle, torch_device(part.gpu))  # type: ignore[no-untyped-call]
+        for part in loaded.parts
+    ]
+
+    @contextmanager
+    def current() -> Iterator[None]:
+        with ExitStack() as stack:
+            for stream in reversed(streams):
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+    return current

@@ -25,7 +25,8 @@ from flywheel.ir import Buffer, BufferKind
 from flywheel.models.spec import DecoderSpec, RopeScaling
 from flywheel.vm.bundle.reading import Bundle, check_gpu
 from flywheel.vm.gpu.driver import Gpu, Memory, load_variant
-from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram, put_weights
+from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram
+from flywheel.vm.gpu.needed import put_weights
 from flywheel.vm.gpu.weights import ResidentWeights
 
 LAUNCH_LIMIT_S: Final = 5.0

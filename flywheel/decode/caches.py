@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import prod
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,72 @@ from flywheel.vm.gpu.granules import Granules
 _COMPARED: Final = 2**28  # elements at a time, for the memory that it takes
 _WORDS: Final = {2: torch.int16, 4: torch.int32}
 """Integers of the size of a float."""
+
+
+class Caches(Protocol):
+    """Keys and values of every layer and KV head of some sequences. Positions that no token has written hold NaN."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the sequences have."""
+
+    def reaches(self, row: int, positions: int) -> bool:
+        """Whether a sequence has memory for so many positions."""
+
+    def hold(self, row: int, positions: int, *, may_take: bool = False) -> None:
+        """Let a sequence have memory for its first `positions`, those of launches that are to come among them.
+
+        With `may_take`, sequences that left give theirs, and their rows begin anew; no launch is under way then. Raises
+        CacheMemoryError, and gives nothing, where memory does not last.
+        """
+
+    def leave(self, row: int) -> None:
+        """Nobody has a sequence any more. Its memory is kept for the next one, or for who needs it more."""
+
+    def give_back(self) -> None:
+        """Let others than caches have the memory of sequences that left; no launch is under way."""
+
+    def close(self) -> None:
+        """Give memory back; nobody uses a sequence any more."""
+
+    def clear(self) -> None:
+        """Forget every position of every sequence."""
+
+    def forget(self, row: int, start: int = 0) -> None:
+        """Forget every position of one sequence from `start` on."""
+
+    def append(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Write positions from `start` on of one layer of a sequence: keys, values [S, n_kv_heads, head_dim]."""
+
+    def seen(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions before `stop` of one layer of a sequence, views [n_kv_heads, stop, head_dim]."""
+
+    def copy(self, source: int, row: int, length: int, first: Tensor) -> None:
+        """Replace the first positions of a sequence by those of another, or keep them, but position 0 is `first`."""
+
+    def first(self, row: int) -> Tensor:
+        """A copy of position 0 of a sequence."""
+
+    def write(self, layers: Sequence[LayerCache], row: int = 0) -> None:
+        """Replace all of sequence `row` by copies of `layers`; positions after theirs hold nothing.
+
+        Raises UsageError for another number of layers, or more positions than there are.
+        """
+
+    def write_past(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> None:
+        """Replace each sequence by its first positions of `past` [layers, 2, batch, heads, positions, head_dim]: so
+        many as its entry of `lengths` says, keys multiplied by that of `gains`; positions after them hold nothing."""
+
+    def new_rows(self, positions: Sequence[int]) -> Tensor:
+        """Copies of the row of each sequence at its entry of `positions`, [layers, 2, batch, heads, head_dim]."""
+
+    def changed(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> Tensor:
+        """Whether any row of a sequence but that at its length is not what `write_past` left, bit by bit, [layers, 2,
+        batch, heads]."""
 
 
 class KvCaches:
@@ -60,24 +126,20 @@ class KvCaches:
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """As Caches says."""
         return self._rows.device
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the sequences have."""
+        """As Caches says."""
         return self._rows.nbytes if self._growing is None else self._growing.held_bytes
 
     def reaches(self, row: int, positions: int) -> bool:
-        """Whether a sequence has memory for so many positions."""
+        """As Caches says."""
         return self._growing is None or positions <= self._growing.reach[row]
 
     def hold(self, row: int, positions: int, *, may_take: bool = False) -> None:
-        """Let a sequence have memory for its first `positions`, those of launches that are to come among them.
-
-        With `may_take`, sequences that left give theirs, and their rows begin anew; no launch is under way then. Raises
-        CacheMemoryError, and gives nothing, where memory does not last.
-        """
+        """As Caches says."""
         if self._growing is None:
             return
         try:
@@ -91,17 +153,17 @@ class KvCaches:
             self._bytes[start : start + self._growing.granule_bytes].view(self._rows.dtype).fill_(torch.nan)
 
     def leave(self, row: int) -> None:
-        """Nobody has a sequence any more. Its memory is kept for the next one, or for who needs it more."""
+        """As Caches says."""
         if self._growing is not None:
             self._growing.leave(row)
 
     def give_back(self) -> None:
-        """Let others than caches have the memory of sequences that left; no launch is under way."""
+        """As Caches says."""
         if self._growing is not None:
             self._growing.give_back()
 
     def close(self) -> None:
-        """Give memory back; nobody uses a sequence any more."""
+        """As Caches says."""
         if self._growing is not None:
             self._growing.close()
 
@@ -115,40 +177,37 @@ class KvCaches:
         }
 
     def clear(self) -> None:
-        """Forget every position of every sequence."""
+        """As Caches says."""
         for row in range(self._batch):
             self.forget(row)
 
     def forget(self, row: int, start: int = 0) -> None:
-        """Forget every position of one sequence from `start` on."""
+        """As Caches says."""
         stop = self._context if self._growing is None else self._growing.reach[row]
         self._rows[:, :, row, :, start:stop].fill_(torch.nan)
 
     def append(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """Write positions from `start` on of one layer of a sequence: keys, values [S, n_kv_heads, head_dim]."""
+        """As Caches says."""
         for side, new in enumerate((keys, values)):
             self._rows[layer, side, row, :, start : start + len(new), 0] = new.transpose(0, 1)
 
     def seen(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of positions before `stop` of one layer of a sequence, views [n_kv_heads, stop, head_dim]."""
+        """As Caches says."""
         keys, values = self._rows[layer, :, row, :, :stop, 0]
         return keys, values
 
     def copy(self, source: int, row: int, length: int, first: Tensor) -> None:
-        """Replace the first positions of a sequence by those of another, or keep them, but position 0 is `first`."""
+        """As Caches says."""
         if source != row:
             self._rows[:, :, row, :, :length].copy_(self._rows[:, :, source, :, :length])
         self._rows[:, :, row, :, 0].copy_(first)
 
     def first(self, row: int) -> Tensor:
-        """A copy of position 0 of a sequence."""
+        """As Caches says."""
         return self._rows[:, :, row, :, 0].clone()
 
     def write(self, layers: Sequence[LayerCache], row: int = 0) -> None:
-        """Replace all of sequence `row` by copies of `layers`; positions after theirs hold nothing.
-
-        Raises UsageError for another number of layers, or more positions than there are.
-        """
+        """As Caches says."""
         length = len(layers[0][0]) if layers else 0
         if len(layers) != self._spec.n_layers or length > self._context:
             raise UsageError(
@@ -163,8 +222,7 @@ class KvCaches:
                 heads[:, :length, 0].copy_(side.transpose(0, 1))
 
     def write_past(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> None:
-        """Replace each sequence by its first positions of `past` [layers, 2, batch, heads, positions, head_dim]: so
-        many as its entry of `lengths` says, keys multiplied by that of `gains`; positions after them hold nothing."""
+        """As Caches says."""
         for row in range(self._batch):
             self.hold(row, self._context)
         self._rows.fill_(torch.nan)
@@ -174,13 +232,12 @@ class KvCaches:
             written[:, 0].mul_(gain)
 
     def new_rows(self, positions: Sequence[int]) -> Tensor:
-        """Copies of the row of each sequence at its entry of `positions`, [layers, 2, batch, heads, head_dim]."""
+        """As Caches says."""
         rows = [self._rows[:, :, rows, :, position, 0, :] for rows, position, _ in _alike(positions)]
         return rows[0].clone() if len(rows) == 1 else torch.cat(rows, 2)
 
     def changed(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> Tensor:
-        """Whether any row of a sequence but that at its length is not what `write_past` left, bit by bit, [layers, 2,
-        batch, heads]."""
+        """As Caches says."""
         found = [self._changed(past[:, :, rows], rows, length, gain) for rows, length, gain in _alike(lengths, gains)]
         return found[0] if len(found) == 1 else torch.cat(found, 2)
 

@@ -3,43 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Final, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flywheel.decode.ahead import QueuedRows, decode_ahead
-from flywheel.decode.caches import KvCaches
-from flywheel.decode.interface import read_interface
-from flywheel.decode.launched import Launched, Place, places_of
+from flywheel.decode.caches import Caches, KvCaches
+from flywheel.decode.interface import Interface, read_interface
+from flywheel.decode.launched import Launched, Place, beside, places_of
+from flywheel.decode.on_gpu import ModelOnGpu, torch_device
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.queued import QueuedSequences
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import check_join
 from flywheel.decode.session import TokenStream, hold_rows
+from flywheel.decode.shared_caches import SharedCaches
 from flywheel.decode.source import Weights
 from flywheel.decode.step import Positions, Step, check_prompt, check_rows, positions_of
 from flywheel.decode.taps import Taps, find_taps
+from flywheel.decode.whole import Whole, as_whole
 from flywheel.errors import InvalidProgramError, NoGpuError, TensorError
-from flywheel.ir import BufferKind, DType, MegakernelProgram, validate
+from flywheel.ir import DType, MegakernelProgram, validate
 from flywheel.measure.latency import MeasuredLatency
 from flywheel.models.eager import LayerCache
 from flywheel.models.quantise import is_part
 from flywheel.models.spec import DecoderSpec, model_weight_key
 from flywheel.models.weights import bind
-from flywheel.plan import KernelVariant
 from flywheel.process import sum_in_float32
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Layout
-from flywheel.vm.gpu.driver import Gpu, LoadedKernel, load_variant
+from flywheel.vm.gpu.driver import Gpu
 from flywheel.vm.gpu.granules import Granules
-from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram, put_weights
-from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
+from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram
+from flywheel.vm.gpu.ranked import AnyProgram, RankedProgram
 from flywheel.vm.gpu.timing import Launch, time_batch, time_contestants, time_in_turn, time_launches
 from flywheel.vm.gpu.trace import LaunchTrace, read_stamps
-from flywheel.vm.gpu.weights import ResidentWeights
-from flywheel.vm.pack import PackedProgram, pack
+from flywheel.vm.pack import AnyPacked, PackedRanks, pack_any
 
 LAUNCH_LIMIT_S: Final = 5.0
 """What a launch may take: the slowest of the known GPUs reads all its memory in 0.1 s."""
@@ -47,14 +50,8 @@ LAUNCH_LIMIT_S: Final = 5.0
 Tokens = int | Sequence[int]
 """A token of the only sequence, or of each."""
 
-_DEVICE: Final = "cuda"
 _WIDEST: Final = 8
 """Bytes of the widest element."""
-
-_ALIGNMENT: Final = 16
-"""Of weights that are used where torch has them: the width of the kernels' loads."""
-
-_WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 
 
 def prepare_torch() -> None:
@@ -69,13 +66,16 @@ class CudaModel:
     """A model on the GPU of `open_gpu`, for programs of one dtype, context and batch: its weights, and the caches of as
     many sequences, which with `granules` grow with what is used.
 
+    With `peers`, the programs are of several GPUs: `gpu` and those, by rank, which have access to each other's memory.
+    Each of them holds its parts of the weights and caches; `weights` are on the first one, whole, for the oracle and
+    for prompts.
     `weights` are moved there and converted where they must be. Matrices are packed once, by `pack_matrices` or by the
     first program that multiplies by them; other schedules of the model move nothing. Raises as `prepare_torch` does.
     """
 
     def __init__(
         self, gpu: Gpu, spec: DecoderSpec, dtype: DType, context: int, weights: Weights, batch: int = 1,
-        granules: Granules | None = None,
+        granules: Granules | None = None, peers: Sequence[Gpu] = (),
     ) -> None:  # fmt: skip
         prepare_torch()
         self.gpu: Final = gpu
@@ -83,16 +83,19 @@ class CudaModel:
         self.dtype: Final = dtype
         self.context: Final = context
         self.batch: Final = batch
-        wanted = TORCH_DTYPES[dtype]
+        self._homes: Final = [ModelOnGpu(each, dtype) for each in (gpu, *peers)]
+        devices, wanted = [home.device for home in self._homes], TORCH_DTYPES[dtype]
         self.weights: Final[Weights] = {
-            key: tensor.detach().to(_DEVICE, tensor.dtype if is_part(key) else wanted).contiguous()
+            key: tensor.detach().to(devices[0], tensor.dtype if is_part(key) else wanted).contiguous()
             for key, tensor in weights.items()
         }
-        self.resident: Final = ResidentWeights(gpu, dtype)
-        self.caches: Final = KvCaches(spec, dtype, context, _DEVICE, batch, granules)
+        self.caches: Final[KvCaches | SharedCaches] = (
+            SharedCaches(spec, dtype, context, devices, batch, _granules_of(granules, peers))
+            if peers
+            else KvCaches(spec, dtype, context, devices[0], batch, granules)
+        )
         self.prefill: Final = Prefill(spec, self.weights)
-        self._kernels: dict[tuple[int, int, int, tuple[int, ...], bool], LoadedKernel] = {}
-        torch.cuda.synchronize()  # the VM's stream does not wait for torch's
+        self.finish_torch()
 
     def __enter__(self) -> Self:
         return self
@@ -102,73 +105,83 @@ class CudaModel:
 
     def close(self) -> None:
         """Give the packed weights and the caches' memory back."""
-        self.resident.close()
+        for home in self._homes:
+            home.close()
         self.caches.close()
 
     def clear(self) -> None:
         """Forget every sequence."""
         self.caches.clear()
-        torch.cuda.synchronize()
+        self.finish_torch()
+
+    def finish_torch(self) -> None:
+        """Wait for what torch was given on any of the GPUs: the VM's streams do not wait for torch's."""
+        for home in self._homes:
+            home.finish_torch()
 
     def pack_matrices(self) -> None:
-        """Pack what a decode step multiplies by, before any program does. Raises GpuMemoryError, KernelCompileError."""
+        """Pack what a decode step of one GPU multiplies by, before any program does. Raises GpuMemoryError and
+        KernelCompileError."""
+        (home,) = self._homes
         table = model_weight_key(self.spec, "embed")
         for name, tensor in self.weights.items():
             if tensor.ndim == 2 and not is_part(name) and (name != table or self.spec.tied_head):
-                self.resident.put(name, tensor.data_ptr(), tensor.shape, self.dtype, Layout.FRAGMENTS)
+                home.resident.put(name, tensor.data_ptr(), tensor.shape, self.dtype, Layout.FRAGMENTS)
         self.gpu.sync()
 
     def load(self, program: MegakernelProgram, *, trace: bool = False) -> CudaSession:
         """A session of a program; it may stand beside others. With `trace`, its launches leave stamps.
 
         Raises InvalidProgramError for an unsafe program and for what has no kernel, ConfigError for one that does not
-        fit the GPU, TensorError for one that is no decode step of the model in its dtype, context and batch,
-        WeightsError where its weights are not the model's, KernelCompileError, GpuMemoryError and GpuFaultError.
+        fit the GPU, TensorError for one that is no decode step of the model in its dtype, context and batch on its
+        number of GPUs, WeightsError where its weights are not the model's, KernelCompileError, GpuMemoryError and
+        GpuFaultError.
         """
         result = validate(program, strict=True)
         if not result.ok:
             more = f" (and {len(result.errors) - 1} more)" if len(result.errors) > 1 else ""
             raise InvalidProgramError(f"program: {result.errors[0]}{more}")
-        return self.load_packed(pack(program), trace=trace)
+        return self.load_packed(pack_any(program), trace=trace)
 
-    def load_packed(self, packed: PackedProgram, *, trace: bool = False) -> CudaSession:
+    def load_packed(self, packed: AnyPacked, *, trace: bool = False) -> CudaSession:
         """As `load`, for a program that has been proved to be safe, or need not be: to see what the proof rules out."""
         program = packed.program
         interface = read_interface(program, self.spec)
+        if program.ranks != len(self._homes):
+            raise TensorError(f"program: of {program.ranks} ranks; the model is on {len(self._homes)} GPUs")
         if (interface.dtype, interface.context, interface.batch) != (self.dtype, self.context, self.batch):
             raise TensorError(
                 f"program: caches of {interface.batch} times {interface.context} positions in {interface.dtype.name}; "
                 f"the model on the GPU has {self.batch} times {self.context} in {self.dtype.name}"
             )
+        whole, bound = as_whole(program, self.spec), bind(program, self.weights)
+        taps = find_taps(whole.program, self.spec, interface)
+        if isinstance(packed, PackedRanks):
+            return CudaSession(self, self._load_ranks(packed, interface, bound, trace), whole, taps)
+        assert isinstance(self.caches, KvCaches)
         caches = {name: rows.data_ptr() for name, rows in self.caches.by_name(interface).items()}
-        kernel = self._kernel(packed.variant, trace)
-        self._place_weights(packed)
-        load = partial(LoadedProgram, self.gpu, kernel=kernel, weights=self.resident, caches=caches)
-        taps = find_taps(program, self.spec, interface)
-        return CudaSession(self, load(packed), taps, lambda: load(packed.apart()))
+        load = partial(self._homes[0].load, bound=bound, caches=caches, trace=trace)
+        return CudaSession(self, load(packed), whole, taps, lambda: load(packed.apart()))
 
-    def _kernel(self, variant: KernelVariant, trace: bool) -> LoadedKernel:
-        key = variant.threads, variant.matrix_warps, variant.rows, variant.formats, trace
-        if key not in self._kernels:
-            compiled = compile_variant(
-                arch_name(self.gpu.sm_arch), variant.threads, self.dtype,
-                matrix_warps=variant.matrix_warps, rows=variant.rows, formats=variant.formats, trace=trace,
-            )  # fmt: skip
-            self._kernels[key] = load_variant(self.gpu, compiled)
-        return self._kernels[key]
+    def _load_ranks(
+        self, packed: PackedRanks, interface: Interface, bound: Mapping[str, Tensor], trace: bool
+    ) -> RankedProgram:
+        assert isinstance(self.caches, SharedCaches)
+        with ExitStack() as undo:
+            parts = []
+            for rank, (home, part) in enumerate(zip(self._homes, packed.parts, strict=True)):
+                caches = {name: rows.data_ptr() for name, rows in self.caches.by_name(interface, rank).items()}
+                parts.append(undo.enter_context(home.load(part, bound, caches, trace=trace)))
+            ranked = RankedProgram(parts)
+            undo.pop_all()
+        return ranked
 
-    def _place_weights(self, packed: PackedProgram) -> None:
-        """Row-major ones stay torch's where it is aligned; matrices are packed where they are not."""
-        bound = bind(packed.program, self.weights)
-        layouts = packed.buffers["layout"]
-        for row, buffer in enumerate(packed.program.buffers):
-            if buffer.kind not in _WEIGHT_KINDS:
-                continue
-            name, tensor = buffer.source or buffer.name, bound[buffer.name]
-            layout = Layout(int(layouts[row]))
-            if layout is Layout.ROWS and tensor.data_ptr() % _ALIGNMENT == 0:
-                self.resident.borrow(name, tensor.data_ptr())
-        put_weights(packed, self.resident, lambda buffer: bound[buffer.name].data_ptr())
+
+def _granules_of(first: Granules | None, peers: Sequence[Gpu]) -> list[Granules]:
+    """Of each GPU, or of none."""
+    found = [first, *[peer.granules() for peer in peers]] if first is not None else []
+    known = [each for each in found if each is not None]
+    return known if len(known) == len(found) else []
 
 
 class CudaSession:
@@ -180,20 +193,23 @@ class CudaSession:
     def __init__(
         self,
         model: CudaModel,
-        loaded: LoadedProgram,
+        loaded: AnyProgram,
+        whole: Whole,
         taps: Taps,
-        load_apart: Callable[[], LoadedProgram],
+        load_apart: Callable[[], LoadedProgram] | None = None,
         limit_s: float = LAUNCH_LIMIT_S,
     ) -> None:
         self.spec: Final = model.spec
         self.dtype: Final = model.dtype
         self.context: Final = model.context
         self.batch: Final = model.batch
-        self.caches: Final = model.caches
+        self.caches: Final[Caches] = model.caches
         self._prefill: Final = model.prefill
+        self._finish_torch: Final = model.finish_torch
         self.taps: Final = taps
-        self.shares_memory: Final = loaded.packed.shares_memory
+        self.shares_memory: Final = any(part.packed.shares_memory for part in loaded.parts)
         self._loaded = loaded
+        self._whole = whole
         self._load_apart = load_apart
         self._apart: LoadedProgram | None = None
         self._places: dict[LoadedProgram, Mapping[str, Place]] = {}
@@ -253,13 +269,20 @@ class CudaSession:
     def show(self, token_ids: Sequence[int], position: Positions, *, apart: bool) -> Launched:
         """As JudgedSession says; raises as `step`, and GpuMemoryError."""
         loaded = self._loaded
-        if apart and self.shares_memory:
+        if apart and self.shares_memory and self._load_apart is not None:
             loaded = self._apart = self._apart or self._load_apart()
         self._prepare(token_ids, position, loaded)
         self._launch(loaded, position)
         loaded.sync(self._limit_s)
+        launched = [self._shown(part) for part in loaded.parts]
+        if len(launched) == 1:
+            return launched[0]
+        return self._whole.gather(beside(launched, self.caches.device), self.taps.names())
+
+    def _shown(self, loaded: LoadedProgram) -> Launched:
+        """Copies of what a launch left on one GPU, there."""
         nbytes = -(-loaded.packed.arena.nbytes // _WIDEST) * _WIDEST
-        memory = torch.empty(1, nbytes, dtype=torch.uint8, device=self.caches.device)
+        memory = torch.empty(1, nbytes, dtype=torch.uint8, device=torch_device(loaded.gpu))
         loaded.copy_transients(memory.data_ptr())
         loaded.gpu.sync()
         return Launched(memory, self._places_in(loaded))
@@ -303,30 +326,31 @@ class CudaSession:
         cannot be.
         """
         launch, finish = self.launcher(token_id, position)
-        ((latency_us,),) = time_contestants(self._loaded.gpu, [launch], finish, samples=1, warmup=warmup)
-        stamps, waits = self._loaded.read_trace(), self._loaded.read_waits()
-        return latency_us, read_stamps(self._loaded.packed, stamps, waits)
+        gpu, *peers = [part.gpu for part in self._loaded.parts]
+        ((latency_us,),) = time_contestants(gpu, [launch], finish, samples=1, warmup=warmup, peers=peers)
+        (loaded,) = self._loaded.parts
+        return latency_us, read_stamps(loaded.packed, loaded.read_trace(), loaded.read_waits())
 
     def _places_in(self, loaded: LoadedProgram) -> Mapping[str, Place]:
         if loaded not in self._places:
             starts = loaded.transient_starts()
-            self._places[loaded] = places_of(loaded.packed.program, self.taps.names(), starts)
+            wanted = [part for name in self.taps.names() for part in self._whole.parts[name] if part in starts]
+            self._places[loaded] = places_of(loaded.packed.program, wanted, starts)
         return self._places[loaded]
 
-    def _launch(self, loaded: LoadedProgram, position: Positions) -> None:
+    def _launch(self, loaded: AnyProgram, position: Positions) -> None:
         """Enqueue a launch behind `_prepare`."""
         if isinstance(position, int):
             loaded.launch(position)
         else:
             loaded.launch(max(position), self._positions.data_ptr())
 
-    def _prepare(self, token_id: Tokens, position: Positions, loaded: LoadedProgram | None = None) -> None:
+    def _prepare(self, token_id: Tokens, position: Positions, loaded: AnyProgram | None = None) -> None:
         token_ids = [token_id] if isinstance(token_id, int) else token_id
         check_rows(self.spec, self.context, self.batch, token_ids, position)
         places = positions_of(position, self.batch)
         self._positions[: self.batch] = torch.tensor(places)
-        if self.caches.device.type == _DEVICE:
-            torch.cuda.synchronize()  # the VM's stream does not wait for torch's
+        self._finish_torch()
         prepared = loaded or self._loaded
         prepared.poison()
         prepared.write_input("token_id", np.array(token_ids, np.int32))

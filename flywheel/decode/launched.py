@@ -62,3 +62,13 @@ class Launched:
             elements.storage_offset() + starts[0],
         )
         return found.reshape(len(names), -1, *first.shape[1:])
+
+
+def beside(launched: Sequence[Launched], device: torch.device) -> Launched:
+    """What launches left on several GPUs, whose buffers have different names, on one device."""
+    places: dict[str, Place] = {}
+    first = 0
+    for each in launched:
+        places |= {name: replace(place, start=first + place.start) for name, place in each.places.items()}
+        first += each.memory.shape[1]
+    return Launched(torch.cat([each.memory.to(device) for each in launched], 1), places)

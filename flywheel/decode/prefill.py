@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-from flywheel.decode.caches import KvCaches
+from flywheel.decode.caches import Caches
 from flywheel.models.eager import rope_frequencies
 from flywheel.models.quantise import matrix_of
 from flywheel.models.spec import DecoderSpec, layer_weight_key, model_weight_key
@@ -52,7 +52,7 @@ class Prefill:
         self._frequencies = rope_frequencies(spec).to(self._embed.device)
 
     @torch.no_grad()
-    def __call__(self, token_ids: Sequence[int], caches: KvCaches, row: int = 0, start: int = 0) -> None:
+    def __call__(self, token_ids: Sequence[int], caches: Caches, row: int = 0, start: int = 0) -> None:
         """Write positions `start` to len(token_ids) - 1 of sequence `row`; those behind are forgotten, and those before
         are there.
 
@@ -64,7 +64,7 @@ class Prefill:
         for first in range(start, len(tokens), CHUNK):
             self._forward(tokens[first : first + CHUNK], first, caches, row)
 
-    def _forward(self, tokens: Tensor, start: int, caches: KvCaches, row: int) -> None:
+    def _forward(self, tokens: Tensor, start: int, caches: Caches, row: int) -> None:
         """tokens [S] at positions from `start` on, all before which are cached."""
         eps, width = self._spec.norm_eps, (self._spec.hidden,)
         stop = start + len(tokens)

@@ -7,7 +7,7 @@ from typing import Final
 
 from torch import Tensor
 
-from flywheel.decode.caches import KvCaches
+from flywheel.decode.caches import Caches
 
 LEAST: Final = 16
 """Tokens alike from which on copying is worth its while."""
@@ -20,7 +20,7 @@ class Prefixes:
     of the rows.
     """
 
-    def __init__(self, caches: KvCaches) -> None:
+    def __init__(self, caches: Caches) -> None:
         self._caches = caches
         self._tokens: dict[int, list[int]] = {}  # the one used last comes last
         self._first: dict[int, Tensor] = {}

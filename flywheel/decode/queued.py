@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from flywheel.decode.ahead import QueuedRows
-from flywheel.decode.caches import KvCaches
+from flywheel.decode.caches import Caches
 from flywheel.decode.made import Made
 from flywheel.decode.memory import within_memory
 from flywheel.decode.prefill import Prefill
@@ -19,7 +19,7 @@ CheckJoin = Callable[[Sequence[int], int], None]
 class QueuedSequences:
     """As Sequences says. A prompt is read in the stream of the launches, behind those that are queued."""
 
-    def __init__(self, rows: QueuedRows, caches: KvCaches, prefill: Prefill, batch: int, check: CheckJoin) -> None:
+    def __init__(self, rows: QueuedRows, caches: Caches, prefill: Prefill, batch: int, check: CheckJoin) -> None:
         self.batch = batch
         self._rows, self._caches, self._prefill, self._check = rows, caches, prefill, check
         self._taken: set[int] = set()

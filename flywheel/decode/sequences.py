@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from flywheel.decode.caches import KvCaches
+from flywheel.decode.caches import Caches
 from flywheel.decode.choices import Choices
 from flywheel.decode.logprobs import most_asked, read_row, report
 from flywheel.decode.made import Made
@@ -69,7 +69,7 @@ class Stepped(Protocol):
         """Sequences, rows 0 to batch - 1."""
 
     @property
-    def caches(self) -> KvCaches:
+    def caches(self) -> Caches:
         """Of all sequences."""
 
     def step_rows(

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flywheel.decode.caches import KvCaches
+from flywheel.decode.caches import Caches, KvCaches
 from flywheel.decode.choices import choose
 from flywheel.decode.interface import read_interface
 from flywheel.decode.launched import Launched, places_of
@@ -111,7 +111,7 @@ class JudgedSession(BatchSession, Protocol):
     """A program that shows what it makes on the way."""
 
     @property
-    def caches(self) -> KvCaches:
+    def caches(self) -> Caches:
         """Of all its sequences."""
 
     @property
@@ -229,7 +229,7 @@ class ReferenceSession:
         return bound.step(inputs, position, self._order, self._seed)
 
 
-def hold_rows(caches: KvCaches, places: Sequence[int], wanted: Collection[int] | None) -> None:
+def hold_rows(caches: Caches, places: Sequence[int], wanted: Collection[int] | None) -> None:
     """Memory for a launch of sequences at `places`, of which only those `wanted` are cached. No launch is under way.
     Raises CacheMemoryError."""
     for row, place in enumerate(places):

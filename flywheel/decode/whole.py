@@ -41,7 +41,7 @@ class Whole:
         for name in sorted(names):
             buffer = buffers[name]
             parts = [launched.stack([part])[0] for part in self.parts[name]]
-            tensor = torch.cat(parts, -1) if name in self.joined else _agreed(parts)
+            tensor = torch.cat(parts, -1) if name in self.joined else agreed(parts)
             flat = tensor.reshape(len(launched.memory), -1).contiguous().view(torch.uint8)
             padding = -flat.shape[1] % _ALIGNMENT
             rows.append(torch.nn.functional.pad(flat, (0, padding)))
@@ -94,7 +94,7 @@ def _widths(program: MegakernelProgram, spec: DecoderSpec, found: Mapping[str, l
     return {**widths, **partials}
 
 
-def _agreed(parts: list[Tensor]) -> Tensor:
+def agreed(parts: list[Tensor]) -> Tensor:
     """The first, without what is not in all of them, bit by bit."""
     first = parts[0]
     if len(parts) == 1:

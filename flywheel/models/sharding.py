@@ -39,15 +39,25 @@ def shared_step(
     whole = decode_step(spec, context, dtype, batch, formats)
     if ranks == 1:
         return whole
+    part = decode_step(local_spec(spec, ranks), context, dtype, batch, formats)
+    return replace(whole, ranks=tuple(_of_rank(spec, whole, part, formats, rank, ranks) for rank in range(ranks)))
+
+
+def local_spec(spec: DecoderSpec, ranks: int) -> DecoderSpec:
+    """The heads and rows that each of `ranks` GPUs has of a model. Raises ConfigError where these cannot be shared."""
     check_ranks(spec, ranks)
-    local = replace(
+    return replace(
         spec,
         n_heads=spec.n_heads // ranks,
         n_kv_heads=max(1, spec.n_kv_heads // ranks),
         intermediate=spec.intermediate // ranks,
     )
-    part = decode_step(local, context, dtype, batch, formats)
-    return replace(whole, ranks=tuple(_of_rank(spec, whole, part, formats, rank, ranks) for rank in range(ranks)))
+
+
+def kv_heads_of(spec: DecoderSpec, rank: int, ranks: int) -> range:
+    """The KV heads of the model that GPU `rank` has. Raises as `local_spec` does."""
+    first = rank * spec.n_kv_heads // ranks
+    return range(first, first + local_spec(spec, ranks).n_kv_heads)
 
 
 def check_ranks(spec: DecoderSpec, ranks: int) -> None:
@@ -64,7 +74,7 @@ def check_ranks(spec: DecoderSpec, ranks: int) -> None:
 def _of_rank(
     spec: DecoderSpec, whole: Graph, part: Graph, formats: WeightFormats, rank: int, ranks: int
 ) -> Graph:
-    head = rank * spec.n_kv_heads // ranks
+    head = kv_heads_of(spec, rank, ranks).start
     layer = {name: _part(spec, name, part.layer, whole.layer, rank, head) for name in part.layer.tensors}
     named = replace(part, first_kv_head=head)
     streams = dict(zip(part.streams, named.streams, strict=True))

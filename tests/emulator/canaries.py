@@ -15,7 +15,8 @@ from torch import Tensor
 from flywheel.ir import Buffer, BufferKind, MegakernelProgram
 from flywheel.vm.elements import stored_type, values
 from flywheel.vm.gpu.driver import load_variant
-from flywheel.vm.gpu.loader import LoadedProgram, needed_weights
+from flywheel.vm.gpu.loader import LoadedProgram
+from flywheel.vm.gpu.needed import needed_weights
 from flywheel.vm.gpu.nvrtc import arch_name
 from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import PackedProgram

@@ -17,7 +17,8 @@ from flywheel.errors import GpuFaultError
 from flywheel.ir import BufferKind, DType, MegakernelProgram
 from flywheel.models.weights import bind
 from flywheel.vm.gpu.driver import load_variant
-from flywheel.vm.gpu.loader import LoadedProgram, ResidentWeights, needed_weights
+from flywheel.vm.gpu.loader import LoadedProgram, ResidentWeights
+from flywheel.vm.gpu.needed import needed_weights
 from flywheel.vm.gpu.nvrtc import arch_name
 from flywheel.vm.gpu.ranked import RankedProgram
 from flywheel.vm.pack import PackedProgram, pack_ranks
@@ -68,7 +69,8 @@ class Peer(EmulatedGpu):
             ranks, (pos, *_) = len(firsts), args[1:]
             why = ctypes.create_string_buffer(WHY_BYTES)
             ended = self._library.emulate_ranks(
-                (ctypes.c_void_p * ranks)(*(each[3][0] for each in firsts)), (ctypes.c_int * 1)(pos.value), None, None,
+                (ctypes.c_void_p * ranks)(*(each[3][0] for each in firsts)), (ctypes.c_int * 1)(pos.value),
+                (ctypes.c_void_p * ranks)(*(each[3][2] for each in firsts)) if args[2] else None, None, None,
                 ctypes.c_int(0), (Span * ranks)(), ctypes.c_int(ranks), ctypes.c_int(1), ctypes.c_int(grid),
                 ctypes.c_int(block), ctypes.c_size_t(smem_bytes), ctypes.c_uint(self.seed),
                 ctypes.c_double(self.limit_s), why, ctypes.c_size_t(WHY_BYTES),
@@ -166,9 +168,10 @@ class Ranks:
         why = ctypes.create_string_buffer(WHY_BYTES)
         variant = self.packed[0].variant
         ended = self._library.emulate_ranks(
-            (ctypes.c_void_p * ranks)(*programs), (ctypes.c_int * count)(*range(count)), (HostCopy * len(ins))(*ins),
-            (HostCopy * len(outs))(*outs), ctypes.c_int(2), (Span * ranks)(*arenas), ctypes.c_int(ranks),
-            ctypes.c_int(count), ctypes.c_int(len(self.packed[0].queues) - 1), ctypes.c_int(variant.threads),
+            (ctypes.c_void_p * ranks)(*programs), (ctypes.c_int * count)(*range(count)), None,
+            (HostCopy * len(ins))(*ins), (HostCopy * len(outs))(*outs), ctypes.c_int(2), (Span * ranks)(*arenas),
+            ctypes.c_int(ranks), ctypes.c_int(count), ctypes.c_int(len(self.packed[0].queues) - 1),
+            ctypes.c_int(variant.threads),
             ctypes.c_size_t(variant.smem_bytes), ctypes.c_uint(self.gpu.seed), ctypes.c_double(self.gpu.limit_s), why,
             ctypes.c_size_t(WHY_BYTES),
         )  # fmt: skip

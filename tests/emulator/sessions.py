@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import torch
 from emulator.gpu import EmulatedGpu, build_variant
 from torch import Tensor
 
 from flywheel.decode.caches import KvCaches
-from flywheel.decode.cuda import CudaSession
+from flywheel.decode.cuda import CudaModel, CudaSession
 from flywheel.decode.interface import read_interface
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.taps import find_taps
+from flywheel.decode.whole import as_whole
 from flywheel.ir import MegakernelProgram
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import bind
 from flywheel.vm.gpu.driver import load_variant
 from flywheel.vm.gpu.granules import Granules
-from flywheel.vm.gpu.loader import LoadedProgram, put_weights
+from flywheel.vm.gpu.loader import LoadedProgram
+from flywheel.vm.gpu.needed import put_weights
 from flywheel.vm.gpu.nvrtc import arch_name
 from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import pack
@@ -55,8 +58,36 @@ def emulated_session(
         )
         model = SimpleNamespace(
             spec=spec, dtype=interface.dtype, context=interface.context, batch=interface.batch, caches=caches,
-            prefill=Prefill(spec, weights),
+            prefill=Prefill(spec, weights), finish_torch=lambda: None,
         )  # fmt: skip
         taps = find_taps(program, spec, interface)
-        with CudaSession(model, load(packed), taps, lambda: load(packed.apart())) as session:  # type: ignore[arg-type]
+        whole = as_whole(program, spec)
+        with (
+            patch("flywheel.decode.cuda.torch_device", lambda gpu: torch.device("cpu")),
+            CudaSession(model, load(packed), whole, taps, lambda: load(packed.apart())) as session,  # type: ignore[arg-type]
+        ):
             yield session
+
+
+@contextmanager
+def emulated_ranks(
+    gpus: Sequence[EmulatedGpu], program: MegakernelProgram, spec: DecoderSpec, weights: Mapping[str, Tensor],
+    granules: Granules | None = None,
+) -> Iterator[CudaSession]:  # fmt: skip
+    """A proved program of several emulated GPUs, by the model that holds one on real ones."""
+    interface = read_interface(program, spec)
+    with ExitStack() as stack:
+        for place, made in (
+            ("flywheel.decode.cuda.prepare_torch", lambda: None),
+            ("flywheel.decode.cuda.torch_device", lambda gpu: torch.device("cpu")),
+            ("flywheel.decode.on_gpu.torch_device", lambda gpu: torch.device("cpu")),
+            ("flywheel.decode.on_gpu.compile_variant", build_variant),
+            ("flywheel.vm.gpu.weights.compile_variant", build_variant),
+        ):
+            stack.enter_context(patch(place, made))
+        model = stack.enter_context(
+            CudaModel(
+                gpus[0], spec, interface.dtype, interface.context, dict(weights), interface.batch, granules, gpus[1:]  # type: ignore[arg-type]
+            )
+        )
+        yield stack.enter_context(model.load(program))

@@ -27,7 +27,8 @@ from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.abi import Fault, InstructionFlag, SegmentFlag, StepFlag
 from flywheel.vm.gpu import nvrtc
 from flywheel.vm.gpu.driver import load_variant
-from flywheel.vm.gpu.loader import LoadedProgram, needed_weights
+from flywheel.vm.gpu.loader import LoadedProgram
+from flywheel.vm.gpu.needed import needed_weights
 from flywheel.vm.gpu.nvrtc import arch_name
 from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import pack

@@ -95,9 +95,11 @@ extern "C" int emulate_megakernel(const amk_program_t* program, int position, co
 struct HostCopy { char* to; const char* from; size_t bytes; };
 struct Memory { const char* first; size_t bytes; };
 // Of each launch and rank: `copies` before it and as many behind it. `arenas` are what pushes go to, on each rank.
-extern "C" int emulate_ranks(const amk_program_t* const* programs, const int* positions, const HostCopy* before,
-                             const HostCopy* after, int copies, const Memory* arenas, int ranks, int count, int blocks,
-                             int threads, size_t shared_bytes, unsigned seed, double limit_s, char* why, size_t room) {
+// `rows` is null, or has the positions of each rank's sequences.
+extern "C" int emulate_ranks(const amk_program_t* const* programs, const int* positions, const int32_t* const* rows,
+                             const HostCopy* before, const HostCopy* after, int copies, const Memory* arenas,
+                             int ranks, int count, int blocks, int threads, size_t shared_bytes, unsigned seed,
+                             double limit_s, char* why, size_t room) {
     emulator::Launches launches{ranks, count};
     std::vector<int> at(ranks);
     const auto copy = [=](const HostCopy* first, int rank, int launch) {
@@ -117,7 +119,7 @@ extern "C" int emulate_ranks(const amk_program_t* const* programs, const int* po
     };
     emulator::entry = [&] {
         const int rank = emulator::current->warp->block->rank;
-        megakernel(programs[rank], at[rank], nullptr);
+        megakernel(programs[rank], at[rank], rows ? rows[rank] : nullptr);
     };
     try {
         return emulator::run(blocks, threads, shared_bytes, seed, limit_s, launches) ? 0 : 1;

@@ -100,7 +100,8 @@ def run(gpu: Any, device: str, emulated: int) -> Run:
     Tensors are those of `ReferenceVM.run`, on the GPU; none is modified.
     """
     from flywheel.vm.gpu.driver import load_variant
-    from flywheel.vm.gpu.loader import LoadedProgram, ResidentWeights, put_weights
+    from flywheel.vm.gpu.loader import LoadedProgram, ResidentWeights
+    from flywheel.vm.gpu.needed import put_weights
     from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
     from flywheel.vm.pack import pack
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from math import prod
 from typing import Any, Final, Self
 
 import numpy as np
@@ -18,6 +17,8 @@ from flywheel.vm.abi import COUNTER_STRIDE, Anchor, Fault, Layout, Stamp, numpy_
 from flywheel.vm.elements import stored, stored_type, values
 from flywheel.vm.gpu.driver import Gpu, LoadedKernel, Memory
 from flywheel.vm.gpu.matching import check_kernel
+from flywheel.vm.gpu.needed import WEIGHT_KINDS, weight_key
+from flywheel.vm.gpu.stamps import stamps_ns
 from flywheel.vm.gpu.weights import ResidentWeights
 from flywheel.vm.pack import PackedProgram, RankMemory, images_table, ranks_table
 from flywheel.vm.pack.ranks import WORDS_BYTES
@@ -40,61 +41,7 @@ POSITIONS: Final = ABI_MAX_ROWS
 """Number of positions that a launch reads, whatever the number of sequences."""
 
 STATE_BYTES: Final = 2 * 4 + 2 * 8 * ABI_MAX_ROWS
-_WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 _WRITTEN_KINDS: Final = (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
-
-
-def needed_weights(packed: PackedProgram) -> Iterator[tuple[str, Buffer, Layout]]:
-    """(name, buffer, layout) of each weight that a LoadedProgram looks up in its ResidentWeights."""
-    for row, buffer in enumerate(packed.program.buffers):
-        name, layout = _weight_key(packed, row)
-        if buffer.kind in _WEIGHT_KINDS and layout is not Layout.IN_UNITS:
-            yield name, buffer, layout
-
-
-def put_weights(
-    packed: PackedProgram, weights: ResidentWeights, find: Callable[[Buffer], int | npt.NDArray[Any]]
-) -> None:
-    """Put each weight that a LoadedProgram looks up into `weights`, unless it is there already.
-
-    `find` returns a buffer's elements, row-major, in a form that `ResidentWeights.put` takes. Raises as `put` does.
-    """
-    buffers = packed.program.buffers
-    scaled = {coded.scales: row for row, coded in packed.coded.items()}
-    for row, buffer in enumerate(buffers):
-        if buffer.kind not in _WEIGHT_KINDS:
-            continue
-        name, layout = _weight_key(packed, row)
-        if layout is Layout.UNITS:
-            coded = packed.coded[row]
-            rows = [each for each in (row, coded.scales, coded.zeros) if each != ABSENT]
-            weights.put_units(name, coded, [(find(buffers[each]), buffers[each]) for each in rows])
-        elif layout is Layout.ROW_SCALES:
-            matrix = scaled[row]
-            count = prod(buffers[matrix].shape[:-1])
-            weights.put_row_scales(name, find(buffer), buffer, count, packed.coded[matrix].rows_per_scale)
-        elif layout is not Layout.IN_UNITS:
-            weights.put(name, find(buffer), tuple(buffer.shape), buffer.dtype, layout)
-
-
-def _weight_key(packed: PackedProgram, row: int) -> tuple[str, Layout]:
-    buffer = packed.program.buffers[row]
-    return buffer.source or buffer.name, Layout(int(packed.buffers["layout"][row]))
-
-
-def stamps_ns(
-    stamps: npt.NDArray[np.uint64], anchors: npt.NDArray[np.uint64], sms: npt.NDArray[np.integer[Any]]
-) -> npt.NDArray[np.uint64]:
-    """Stamps [instruction, Stamp] in ns of the global timer, from stamps in cycles of each SM's clock; 0 stays 0.
-
-    `anchors` are [SM, Anchor], zero for an SM that has not run a launch yet. `sms` is the SM of each instruction.
-    """
-    ties = (Anchor.FIRST_NS, Anchor.FIRST_CYCLES, Anchor.LAST_NS, Anchor.LAST_CYCLES)
-    first_ns, first, last_ns, last = (anchors[:, each].astype(np.int64)[sms, None] for each in ties)
-    ns_per_cycle = (last_ns - first_ns) / np.maximum(last - first, 1)
-    # Integers: the timer counts from 1970, and a float64 of that size cannot hold single nanoseconds.
-    found = first_ns + np.rint((stamps.astype(np.int64) - first) * ns_per_cycle).astype(np.int64)
-    return np.where(stamps == 0, 0, found).astype(np.uint64)
 
 
 class LoadedProgram:
@@ -158,6 +105,14 @@ class LoadedProgram:
             raise ConfigError("program: of one GPU, which no other one writes to")
         return RankMemory(self._arena.address, self._words.address)
 
+    @property
+    def parts(self) -> tuple[LoadedProgram, ...]:
+        """What runs on each GPU: this alone, as a RankedProgram says of several."""
+        return (self,)
+
+    def spread_inputs(self) -> None:
+        """As RankedProgram says; there is one GPU, which has them."""
+
     def connect(self, packed: Sequence[PackedProgram], memories: Sequence[RankMemory]) -> None:
         """Connect this rank to the other ranks, once before the first launch of a program of several GPUs.
 
@@ -172,6 +127,15 @@ class LoadedProgram:
     def address(self, name: str) -> int:
         """The device address of a buffer. Raises TensorError for an unknown name."""
         return self._addresses[self._row(name)]
+
+    def last_address(self, name: str) -> int:
+        """The device address where the last launch that was enqueued leaves an output. Raises TensorError."""
+        row, _ = self._own(name)
+        return self._addresses[row] + self._last_set() * int(self._is_awaited(row))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a buffer. Raises TensorError for an unknown name."""
+        return tuple(self.packed.program.buffers[self._row(name)].shape)
 
     def poison(self) -> None:
         """Fill the memory that launches write with NaN, so that a read of an earlier launch's values shows."""
@@ -190,8 +154,8 @@ class LoadedProgram:
 
     def read_output(self, name: str) -> npt.NDArray[Any]:
         """An output, or an activation that nothing has overwritten. BF16 comes as float32. Raises TensorError."""
-        row, buffer = self._own(name)
-        offset = self._offset(row) + self._last_set() * int(self._is_awaited(row))
+        _, buffer = self._own(name)
+        offset = self.last_address(name) - self._arena.address
         array = self.gpu.download(self._arena, stored_type(buffer.dtype), tuple(buffer.shape), offset)
         return values(array, buffer.dtype)
 
@@ -215,8 +179,7 @@ class LoadedProgram:
 
     def _last_set(self) -> int:
         """The byte offset, from the first set of awaited buffers, of the set that the last launch wrote."""
-        launches = int(self.gpu.download(self._state, np.uint32, (1,))[0])
-        return (launches + 1) % 2 * self.packed.arena.nbytes
+        return (self._launches + 1) % 2 * self.packed.arena.nbytes
 
     def launch(self, pos: int | None = None, positions: int = 0) -> None:
         """Enqueue one launch at position `pos`; with None, at the position that the program was lowered for.
@@ -230,6 +193,7 @@ class LoadedProgram:
                 raise ConfigError(f"program: of {self.packed.lanes} lanes; a launch takes the position of each row")
         if self._program is None:
             raise ConfigError("program: one of several GPUs, which are not connected")
+        self._launches += 1
         self.gpu.launch(
             self._kernel.megakernel,
             self._grid,
@@ -321,6 +285,7 @@ class LoadedProgram:
 
     def reset(self) -> None:
         """Set counters, launches, faults, stamps and awaited buffers as they are before the first launch."""
+        self._launches = 0
         for memory in (self._counters, self._state, self._report, self._trace, self._words):
             if memory is not None:
                 self.gpu.fill(memory, 0)
@@ -357,8 +322,8 @@ class LoadedProgram:
         """The address of each buffer."""
         addresses = []
         for row, buffer in enumerate(self.packed.program.buffers):
-            if buffer.kind in _WEIGHT_KINDS:
-                name, layout = _weight_key(self.packed, row)
+            if buffer.kind in WEIGHT_KINDS:
+                name, layout = weight_key(self.packed, row)
                 addresses.append(0 if layout is Layout.IN_UNITS else weights.get(name, layout))
             elif buffer.kind is BufferKind.KV_CACHE:
                 if buffer.name not in caches:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -14,8 +14,8 @@ from flywheel.measure.dismissal import STAGES, is_dismissed
 from flywheel.measure.latency import GpuState, L2State, MeasuredLatency
 from flywheel.vm.gpu.driver import Gpu
 from flywheel.vm.gpu.flush import Flush
-from flywheel.vm.gpu.loader import LoadedProgram
 from flywheel.vm.gpu.nvml import read_state
+from flywheel.vm.gpu.ranked import AnyProgram
 
 _HEAD_START: Final = 10
 """Flushes before a batch. They keep the GPU busy while the host enqueues, so that no launch waits for the host."""
@@ -26,12 +26,14 @@ _BATCH_US: Final = 30_000.0
 _MOST_TIMES: Final = 10
 """Most launches of a batch, as a multiple of the number of samples."""
 
+_N = TypeVar("_N", int, float)
+
 Launch = Callable[[], None]
 """Enqueues one launch on the stream of a Gpu."""
 
 
 def time_launches(
-    loaded: LoadedProgram,
+    loaded: AnyProgram,
     pos: int | None,
     *,
     samples: int = 30,
@@ -45,14 +47,13 @@ def time_launches(
     batch. `throttle` has every reason that held clocks down at any time. `limit_s` is the time limit, in seconds, of
     each group of launches. Raises LaunchTimeoutError, GpuFaultError and TensorError as `LoadedProgram.sync` does.
     """
-    gpu = loaded.gpu
-    with Flush(gpu) as flush:
+    with Flush(*_gpus_of(loaded)) as flush:
         singles = _time_singles(loaded, pos, samples, warmup, flush if l2 == "clean" else None, limit_s)
     return time_batch(loaded, pos, summarise(singles, warmup, l2), limit_s)
 
 
 def time_in_turn(
-    loaded: Sequence[LoadedProgram],
+    loaded: Sequence[AnyProgram],
     pos: int | None,
     *,
     samples: int,
@@ -66,14 +67,14 @@ def time_in_turn(
     gets `warmup` launches that do not count. Sampling ends early where `is_dismissed` gives up the first program beside
     the second: after the first samples or, with `dismissing`, at any stage. Raises as `time_launches` does.
     """
-    gpu = loaded[0].gpu
+    gpu, peers = _gpus_of(loaded[0])
     launches = [partial(program.launch, pos) for program in loaded]
 
     def finish() -> None:
         for program in loaded:
             program.sync(limit_s)
 
-    with Flush(gpu) as flush:
+    with Flush(gpu, peers) as flush:
         times = _time_turns(gpu, launches, finish, warmup + 1, flush, skipped=warmup)
         stages = [count for count in STAGES if 1 < count < samples] if dismissing else []
         for count in (*stages, samples):
@@ -85,35 +86,39 @@ def time_in_turn(
 
 
 def time_contestants(
-    gpu: Gpu, launches: Sequence[Launch], finish: Launch, *, samples: int, warmup: int
+    gpu: Gpu, launches: Sequence[Launch], finish: Launch, *, samples: int, warmup: int, peers: Sequence[Gpu] = ()
 ) -> list[list[float]]:
     """As `time_in_turn`, for any launches on the GPU's stream, and without an early end.
 
-    `finish` waits for all launches so far. The GPU is kept busy while the host enqueues, so that no sample contains the
-    host's time. Raises as `finish` does.
+    `peers` are the other GPUs of the launches, whose L2 caches are emptied too. `finish` waits for all launches so far.
+    The GPU is kept busy while the host enqueues, so that no sample contains the host's time. Raises as `finish` does.
     """
-    with Flush(gpu) as flush:
+    with Flush(gpu, peers) as flush:
         _keep_busy(flush)
         return _time_turns(gpu, launches, finish, warmup + samples, flush, skipped=warmup)
 
 
-def time_back_to_back(gpu: Gpu, launch: Launch, finish: Launch, latency: MeasuredLatency) -> MeasuredLatency:
-    """As `time_batch`, for any launch on the GPU's stream. Raises as `finish` does."""
-    before = read_state(gpu.pci_bus_id)
-    with Flush(gpu) as flush:
+def time_back_to_back(
+    gpu: Gpu, launch: Launch, finish: Launch, latency: MeasuredLatency, peers: Sequence[Gpu] = ()
+) -> MeasuredLatency:
+    """As `time_batch`, for any launch on the GPU's stream, which `peers` take part in. Raises as `finish` does."""
+    gpus = (gpu, *peers)
+    before = _state_of(gpus)
+    with Flush(gpu, peers) as flush:
         count = min(max(latency.samples, ceil(_BATCH_US / latency.median_us)), _MOST_TIMES * latency.samples)
-        batch_us, under_load = _time_batch(gpu, launch, finish, count, flush)
+        batch_us, under_load = _time_batch(gpus, launch, finish, count, flush)
     return replace(latency, batch_us=batch_us, gpu_state=_both(before, under_load))
 
 
 def time_batch(
-    loaded: LoadedProgram, pos: int | None, latency: MeasuredLatency, limit_s: float = 10.0
+    loaded: AnyProgram, pos: int | None, latency: MeasuredLatency, limit_s: float = 10.0
 ) -> MeasuredLatency:
     """`latency` with the mean time of launches that run back to back, and the GPU's state before and during them.
 
     Raises as `time_launches` does.
     """
-    return time_back_to_back(loaded.gpu, partial(loaded.launch, pos), partial(loaded.sync, limit_s), latency)
+    gpu, peers = _gpus_of(loaded)
+    return time_back_to_back(gpu, partial(loaded.launch, pos), partial(loaded.sync, limit_s), latency, peers)
 
 
 def summarise(samples_us: Sequence[float], warmup: int, l2: L2State = "clean") -> MeasuredLatency:
@@ -138,7 +143,7 @@ def _time_turns(
 
 
 def _time_singles(
-    loaded: LoadedProgram, pos: int | None, samples: int, warmup: int, flush: Flush | None, limit_s: float
+    loaded: AnyProgram, pos: int | None, samples: int, warmup: int, flush: Flush | None, limit_s: float
 ) -> list[float]:
     gpu = loaded.gpu
     events = []
@@ -152,14 +157,17 @@ def _time_singles(
     return [gpu.elapsed_us(start, end) for start, end in events[warmup:]]
 
 
-def _time_batch(gpu: Gpu, launch: Launch, finish: Launch, count: int, flush: Flush) -> tuple[float, GpuState]:
-    """(mean time of a launch in us, state of the GPU while they run)."""
+def _time_batch(
+    gpus: Sequence[Gpu], launch: Launch, finish: Launch, count: int, flush: Flush
+) -> tuple[float, GpuState]:
+    """(mean time of a launch in us, state of the GPUs while they run)."""
+    gpu = gpus[0]
     _keep_busy(flush)
     start = gpu.record()
     for _ in range(count):
         launch()
     end = gpu.record()
-    state = read_state(gpu.pci_bus_id)
+    state = _state_of(gpus)
     finish()
     return gpu.elapsed_us(start, end) / count, state
 
@@ -167,6 +175,32 @@ def _time_batch(gpu: Gpu, launch: Launch, finish: Launch, count: int, flush: Flu
 def _keep_busy(flush: Flush) -> None:
     for _ in range(_HEAD_START):
         flush()
+
+
+def _gpus_of(loaded: AnyProgram) -> tuple[Gpu, list[Gpu]]:
+    """The GPU whose stream orders a program's launches, and the others that take part in them."""
+    gpu, *peers = [part.gpu for part in loaded.parts]
+    return gpu, peers
+
+
+def _state_of(gpus: Sequence[Gpu]) -> GpuState:
+    """Of several GPUs, the lowest clocks, the highest power and temperature, and all that holds clocks down."""
+    first, *others = [read_state(gpu.pci_bus_id) for gpu in gpus]
+    for other in others:
+        first = replace(
+            _both(first, other),
+            sm_clock_mhz=_known(min, first.sm_clock_mhz, other.sm_clock_mhz),
+            mem_clock_mhz=_known(min, first.mem_clock_mhz, other.mem_clock_mhz),
+            power_w=_known(max, first.power_w, other.power_w),
+            temperature_c=_known(max, first.temperature_c, other.temperature_c),
+        )
+    return first
+
+
+def _known(choose: Callable[[list[_N]], _N], *numbers: _N | None) -> _N | None:
+    """The chosen one of those that are known; None where none is."""
+    known = [number for number in numbers if number is not None]
+    return choose(known) if known else None
 
 
 def _both(before: GpuState, after: GpuState) -> GpuState:

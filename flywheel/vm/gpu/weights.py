@@ -65,6 +65,10 @@ class ResidentWeights:
         """Use a row-major tensor where it lies on the device. Its owner must keep it there until `close`."""
         self._addresses[name, Layout.ROWS] = address
 
+    def holds(self, name: str, layout: Layout) -> bool:
+        """Whether a weight is there in that layout."""
+        return (name, layout) in self._addresses
+
     def put(self, name: str, source: int | npt.NDArray[Any], shape: Sequence[int], dtype: DType, layout: Layout) -> int:
         """Copy a row-major tensor into `layout`, and return its device address.
 

@@ -1,6 +1,17 @@
 """Packing: turn a program into the tables of the device ABI, on the CPU. The same program gives the same bytes."""
 
 from flywheel.vm.pack.program import PackedProgram, pack
-from flywheel.vm.pack.ranks import RankMemory, images_table, pack_ranks, ranks_table
+from flywheel.vm.pack.ranks import (
+    AnyPacked,
+    PackedRanks,
+    RankMemory,
+    images_table,
+    pack_any,
+    pack_ranks,
+    ranks_table,
+)
 
-__all__ = ["PackedProgram", "RankMemory", "images_table", "pack", "pack_ranks", "ranks_table"]
+__all__ = [
+    "AnyPacked", "PackedProgram", "PackedRanks", "RankMemory", "images_table", "pack", "pack_any", "pack_ranks",
+    "ranks_table",
+]  # fmt: skip

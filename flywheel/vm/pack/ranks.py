@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flywheel.ir import MAX_RANKS, MegakernelProgram
 from flywheel.plan.program import rank_plans
 from flywheel.vm.abi import COUNTER_STRIDE, numpy_struct
-from flywheel.vm.pack.program import PackedProgram, pack_plan
+from flywheel.vm.pack.program import PackedProgram, pack, pack_plan
 
 WORDS_BYTES: Final = MAX_RANKS * COUNTER_STRIDE
 """Bytes of a GPU's words, which count the launches that each GPU has begun. They are zero before the first launch and
@@ -28,6 +28,23 @@ class RankMemory:
 
     arena: int
     words: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRanks:
+    """A program of several GPUs, and the tables of each, by rank."""
+
+    program: MegakernelProgram
+    parts: tuple[PackedProgram, ...]
+
+
+AnyPacked = PackedProgram | PackedRanks
+"""A program with its tables: of one GPU, or of several."""
+
+
+def pack_any(program: MegakernelProgram) -> AnyPacked:
+    """The tables of a program that `validate(strict=True)` accepts. Raises as `pack` and `pack_ranks` do."""
+    return pack(program) if program.ranks == 1 else PackedRanks(program, pack_ranks(program))
 
 
 def pack_ranks(program: MegakernelProgram) -> tuple[PackedProgram, ...]:

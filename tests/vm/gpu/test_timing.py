@@ -16,6 +16,7 @@ class Loaded:
 
     def __init__(self, gpu: Any, *times_us: float) -> None:
         self.gpu = gpu
+        self.parts = [self]
         self.times_us = list(times_us)
         self.launches = 0
         self.limits: list[float] = []

@@ -1,0 +1,90 @@
+"""What programs of one model share on one GPU: compiled kernels, and weights as kernels read them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from flywheel.ir import Buffer, DType
+from flywheel.plan import KernelVariant
+from flywheel.vm.abi import Layout
+from flywheel.vm.gpu.driver import Gpu, LoadedKernel, load_variant
+from flywheel.vm.gpu.loader import LoadedProgram
+from flywheel.vm.gpu.needed import needed_weights, put_weights
+from flywheel.vm.gpu.nvrtc import arch_name, compile_variant
+from flywheel.vm.gpu.weights import ResidentWeights
+from flywheel.vm.pack import PackedProgram
+
+_ALIGNMENT: Final = 16
+"""Of weights that are used where torch has them: the width of the kernels' loads."""
+
+_PARTS: Final = 3
+"""Tensors that one weight is put together of: a quantised matrix, its scales and its zero points."""
+
+
+def torch_device(gpu: Gpu) -> torch.device:
+    """The GPU as torch calls it."""
+    return torch.device("cuda", gpu.index)
+
+
+class ModelOnGpu:
+    """Kernels and weights of one model on one GPU, for its programs in `dtype`, or for a rank's part of them. Close it.
+
+    Matrices are packed once, by the first program that multiplies by them.
+    """
+
+    def __init__(self, gpu: Gpu, dtype: DType) -> None:
+        self.gpu: Final = gpu
+        self.device: Final = torch_device(gpu)
+        self.resident: Final = ResidentWeights(gpu, dtype)
+        self._dtype = dtype
+        self._kernels: dict[tuple[int, int, int, tuple[int, ...], bool, bool], LoadedKernel] = {}
+
+    def close(self) -> None:
+        """Give the packed weights back."""
+        self.resident.close()
+
+    def finish_torch(self) -> None:
+        """Wait for what torch was given: the VM's stream does not wait for torch's."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def load(
+        self, packed: PackedProgram, bound: Mapping[str, Tensor], caches: Mapping[str, int], *, trace: bool
+    ) -> LoadedProgram:
+        """A program over its weights `bound` by buffer, which may be elsewhere, and `caches` here. Raises ConfigError,
+        WeightsError, KernelCompileError, GpuMemoryError and GpuFaultError as LoadedProgram and its weights do."""
+        kernel = self._kernel(packed.variant, trace)
+        self._place_weights(packed, bound)
+        return LoadedProgram(self.gpu, packed, kernel, self.resident, caches)
+
+    def _kernel(self, variant: KernelVariant, trace: bool) -> LoadedKernel:
+        key = variant.threads, variant.matrix_warps, variant.rows, variant.formats, trace, variant.ranked
+        if key not in self._kernels:
+            compiled = compile_variant(
+                arch_name(self.gpu.sm_arch), variant.threads, self._dtype, matrix_warps=variant.matrix_warps,
+                rows=variant.rows, formats=variant.formats, trace=trace, ranked=variant.ranked,
+            )  # fmt: skip
+            self._kernels[key] = load_variant(self.gpu, compiled)
+        return self._kernels[key]
+
+    def _place_weights(self, packed: PackedProgram, bound: Mapping[str, Tensor]) -> None:
+        """Row-major ones stay torch's where they are here and aligned; matrices are packed where they are not yet."""
+        for name, buffer, layout in needed_weights(packed):
+            tensor = bound[buffer.name]
+            here = tensor.device == self.device and tensor.is_contiguous()
+            if layout is Layout.ROWS and here and tensor.data_ptr() % _ALIGNMENT == 0:
+                self.resident.borrow(name, tensor.data_ptr())
+        held: deque[Tensor] = deque(maxlen=_PARTS)  # until they are put
+
+        def find(buffer: Buffer) -> int:
+            tensor = bound[buffer.name].to(self.device).contiguous()
+            held.append(tensor)
+            self.finish_torch()
+            return tensor.data_ptr()
+
+        put_weights(packed, self.resident, find)

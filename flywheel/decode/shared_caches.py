@@ -1,0 +1,161 @@
+"""KV caches of which each of several GPUs holds the heads that it attends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from flywheel.decode.caches import KvCaches
+from flywheel.decode.interface import Interface
+from flywheel.decode.whole import agreed
+from flywheel.ir import DType
+from flywheel.models.eager import LayerCache
+from flywheel.models.sharding import kv_heads_of, local_spec
+from flywheel.models.spec import DecoderSpec
+from flywheel.vm.gpu.granules import Granules
+
+_HEADS: Final = 3
+"""The dimension of heads in [layers, 2, batch, heads, ...]."""
+
+
+class SharedCaches:
+    """As KvCaches, of a model whose KV heads are shared out to the ranks of a program as `kv_heads_of` says.
+
+    `devices` and `granules` are by rank, `granules` empty for memory that is there at once. Tensors go in and come out
+    on the first device. A head that several ranks have is NaN where they differ. Raises as KvCaches, and ConfigError
+    where heads cannot be shared out.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        dtype: DType,
+        context: int,
+        devices: Sequence[torch.device],
+        batch: int = 1,
+        granules: Sequence[Granules] = (),
+    ) -> None:
+        self._spec, ranks = spec, len(devices)
+        self.device: Final = devices[0]
+        self._heads = [kv_heads_of(spec, rank, ranks) for rank in range(ranks)]
+        own = local_spec(spec, ranks)
+        self._parts = [
+            KvCaches(own, dtype, context, device, batch, granules[rank] if granules else None)
+            for rank, device in enumerate(devices)
+        ]
+
+    @property
+    def held_bytes(self) -> int:
+        """As Caches says, on all devices."""
+        return sum(part.held_bytes for part in self._parts)
+
+    def by_name(self, interface: Interface, rank: int) -> dict[str, Tensor]:
+        """As `KvCaches.by_name`, of the buffers NAME@RANK of one rank."""
+        heads, n_kv_heads = self._heads[rank], self._spec.n_kv_heads
+
+        def local(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple([f"{name}@{rank}" for place, name in enumerate(names) if place % n_kv_heads in heads])
+
+        caches = tuple([(local(keys), local(values)) for keys, values in interface.caches])
+        own = Interface(interface.context, interface.dtype, caches, interface.batch)
+        return self._parts[rank].by_name(own)
+
+    def reaches(self, row: int, positions: int) -> bool:
+        """As Caches says."""
+        return all(part.reaches(row, positions) for part in self._parts)
+
+    def hold(self, row: int, positions: int, *, may_take: bool = False) -> None:
+        """As Caches says; on a device before one whose memory does not last, the sequence has the positions."""
+        for part in self._parts:
+            part.hold(row, positions, may_take=may_take)
+
+    def leave(self, row: int) -> None:
+        """As Caches says."""
+        for part in self._parts:
+            part.leave(row)
+
+    def give_back(self) -> None:
+        """As Caches says."""
+        for part in self._parts:
+            part.give_back()
+
+    def close(self) -> None:
+        """As Caches says."""
+        for part in self._parts:
+            part.close()
+
+    def clear(self) -> None:
+        """As Caches says."""
+        for part in self._parts:
+            part.clear()
+
+    def forget(self, row: int, start: int = 0) -> None:
+        """As Caches says."""
+        for part in self._parts:
+            part.forget(row, start)
+
+    def append(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """As Caches says."""
+        for part, heads in self._each():
+            own = [self._to(part, side[:, heads.start : heads.stop]) for side in (keys, values)]
+            part.append(layer, row, start, *own)
+
+    def seen(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
+        """As Caches says, as copies."""
+        sides = zip(*[part.seen(layer, row, stop) for part in self._parts], strict=True)
+        keys, values = (self._joined(list(parts), 0) for parts in sides)
+        return keys, values
+
+    def copy(self, source: int, row: int, length: int, first: Tensor) -> None:
+        """As Caches says."""
+        for part, heads in self._each():
+            part.copy(source, row, length, self._to(part, first[:, :, heads.start : heads.stop]))
+
+    def first(self, row: int) -> Tensor:
+        """As Caches says."""
+        return self._joined([part.first(row) for part in self._parts], _HEADS - 1)
+
+    def write(self, layers: Sequence[LayerCache], row: int = 0) -> None:
+        """As Caches says. Raises UsageError as KvCaches."""
+        for part, heads in self._each():
+            own = [
+                tuple([self._to(part, side[:, heads.start : heads.stop]) for side in sides]) for sides in layers
+            ]
+            part.write([(keys, values) for keys, values in own], row)
+
+    def write_past(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> None:
+        """As Caches says."""
+        for part, heads in self._each():
+            part.write_past(self._past(part, past, heads), lengths, gains)
+
+    def new_rows(self, positions: Sequence[int]) -> Tensor:
+        """As Caches says."""
+        return self._joined([part.new_rows(positions) for part in self._parts], _HEADS)
+
+    def changed(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> Tensor:
+        """As Caches says."""
+        shape = (*past.shape[:_HEADS], self._spec.n_kv_heads)
+        found = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        for part, heads in self._each():
+            own = part.changed(self._past(part, past, heads), lengths, gains)
+            found[..., heads.start : heads.stop] |= own.to(self.device)
+        return found
+
+    def _each(self) -> list[tuple[KvCaches, range]]:
+        return list(zip(self._parts, self._heads, strict=True))
+
+    def _past(self, part: KvCaches, past: Tensor, heads: range) -> Tensor:
+        return self._to(part, past[:, :, :, heads.start : heads.stop])
+
+    def _to(self, part: KvCaches, tensor: Tensor) -> Tensor:
+        """Where a part is. Tensors go from device to device through memory of torch's own, never through mapped one."""
+        return tensor.to(part.device)
+
+    def _joined(self, parts: list[Tensor], dim: int) -> Tensor:
+        """What ranks have of their heads, as that of all heads on the first device."""
+        there = [part if part.device == self.device else part.clone().to(self.device) for part in parts]
+        same = len(there) * there[0].shape[dim] // self._spec.n_kv_heads  # ranks that have the same heads
+        return torch.cat([agreed(there[first : first + same]) for first in range(0, len(there), same)], dim)

@@ -1,0 +1,77 @@
+"""Programs of two GPUs in a session, on the kernel's own sources: judged, decoded, queued ahead, stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from emulator.ranks import Peer
+from emulator.sessions import emulated_ranks
+from emulator.test_ranks import DTYPE, FAMILIES, SPEC, lowered
+
+from flywheel.decode.cuda import CudaSession
+from flywheel.decode.generate import Request, generate
+from flywheel.decode.sampling import Sampling
+from flywheel.decode.session import ReferenceSession
+from flywheel.decode.verify import verify
+from flywheel.errors import LaunchTimeoutError
+from flywheel.models.weights import random_weights
+from flywheel.tensors import TORCH_DTYPES
+from flywheel.vm.gpu.driver import Memory
+
+QWEN = replace(SPEC, family="qwen3", **FAMILIES["qwen3"])
+WEIGHTS = random_weights(QWEN, 0, TORCH_DTYPES[DTYPE])
+POSITIONS = (0, 1, 15)
+
+
+def peers(count: int = 2) -> list[Peer]:
+    queues: list[list[tuple[object, ...]]] = []
+    return [Peer(num_sms=2, limit_s=60.0, queues=queues) for _ in range(count)]
+
+
+@pytest.fixture
+def session() -> Iterator[CudaSession]:
+    with emulated_ranks(peers(), lowered(QWEN, 2, 1, by_data=True), QWEN, WEIGHTS) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(2, 1), (2, 2), (4, 1), (8, 1)])
+def test_a_program_of_several_gpus_passes_the_verdict(ranks: int, batch: int) -> None:
+    program = lowered(QWEN, ranks, batch, by_data=True)
+    with emulated_ranks(peers(ranks), program, QWEN, WEIGHTS) as session:
+        verdict = verify(session, WEIGHTS, POSITIONS)
+    assert verdict.passed, verdict.reason
+
+
+def test_a_gpu_with_other_weights_fails_the_verdict(session: CudaSession) -> None:
+    other = session._loaded.parts[1]
+    matrix = next(buffer for buffer in other.packed.program.buffers if buffer.name.startswith("L0.o_proj"))
+    other.gpu.fill(Memory(other.address(matrix.name), matrix.nbytes), 0)
+    assert not verify(session, WEIGHTS, POSITIONS).passed
+
+
+def test_two_gpus_decode_what_the_reference_vm_does(session: CudaSession) -> None:
+    request = Request((3, 5, 7), 6)
+    wanted = generate(ReferenceSession(lowered(QWEN, 2, 1, by_data=True), QWEN, WEIGHTS), request).token_ids
+    assert generate(session, request).token_ids == wanted
+
+
+def test_what_is_chosen_of_the_first_gpus_logits_is_what_all_decode_next(session: CudaSession) -> None:
+    asked = Sampling(temperature=1.0, seed=4)
+    reference = ReferenceSession(lowered(QWEN, 2, 1, by_data=True), QWEN, WEIGHTS)
+    texts = [list(each.stream((3, 5, 7), 9, sampling=asked)) for each in (session, reference)]
+    assert texts[0] == texts[1] and len(texts[0]) == 7
+
+
+def test_a_launch_that_is_stopped_leaves_a_session_that_can_be_used(session: CudaSession) -> None:
+    missing = session._loaded.parts[1].gpu
+    assert isinstance(missing, Peer)
+    session._limit_s = 0.5
+    before = session.step(3, 0)
+    missing.absent = True
+    with pytest.raises(LaunchTimeoutError, match="rank 1 had not begun"):
+        session.step(3, 0)
+    missing.absent = False
+    assert torch.equal(session.step(3, 0).logits, before.logits)
