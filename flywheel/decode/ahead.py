@@ -93,7 +93,7 @@ class QueuedRows:
         self._device = device = caches.device
         self._lost: dict[int, CacheMemoryError] = {}
         self._gpu = gpu = loaded.gpu
-        self._on_stream = _on_streams_of(loaded, device)
+        self._on_stream = _on_stream_of(loaded, device)
         self._token_in, self._token_out = loaded.address("token_id"), loaded.address("next_token")
         self._place_in = loaded.address("position")
         self._logits: dict[int, Tensor] = {}
@@ -281,7 +281,7 @@ class QueuedRows:
         return self._logits[address]
 
 
-def _on_streams_of(loaded: AnyProgram, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+def _on_stream_of(loaded: AnyProgram, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """What makes torch's operations wait for the VM's launches before them, and those behind wait for torch's, on all
     of a program's GPUs. The first one is torch's current one within."""
     if device.type == "cpu":

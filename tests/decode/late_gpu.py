@@ -86,12 +86,20 @@ class LateProgram:
         self._caches, self._batch = caches, batch
         self.io = {name: np.zeros(batch, np.int32) for name in ("token_id", "next_token", "position")}
         self.logits = np.zeros((batch, SPEC.vocab), np.float32)
-        self.packed = SimpleNamespace(
-            program=SimpleNamespace(buffers=[SimpleNamespace(name="logits", shape=self.logits.shape)])
-        )
+        self.parts = (self,)
 
     def address(self, name: str) -> int:
         return int((self.logits if name == "logits" else self.io[name]).ctypes.data)
+
+    def last_address(self, name: str) -> int:
+        return self.address(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        assert name == "logits"
+        return self.logits.shape
+
+    def spread_inputs(self) -> None:
+        pass
 
     def launch(self, last: int, positions: int) -> None:
         self.launches += 1
