@@ -24,9 +24,9 @@ from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights
 from flywheel.models.formats import PLAIN, WeightFormats
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.gpu.driver import open_gpu
+from flywheel.vm.gpu.peers import open_gpus
 from flywheel.vm.gpu.timing import summarise
-from flywheel.vm.pack import PackedProgram, pack
+from flywheel.vm.pack import AnyPacked, pack_any
 
 _SAMPLES: Final = 30
 _FINAL_SAMPLES: Final = 10
@@ -38,7 +38,7 @@ _TURNED_WARMUP: Final = 1
 
 
 class CudaBench:
-    """A model's weights and caches on the GPU, and the judge of any program of it.
+    """A model's weights and caches on the GPU, or on `ranks` of them, and the judge of any program of it.
 
     Everything that programs share is made here: weights (the checkpoint's, else random ones of `seed`), in `formats`,
     packed, and
@@ -56,27 +56,29 @@ class CudaBench:
         seed: int = 0,
         batch: int = 1,
         formats: WeightFormats = PLAIN,
+        ranks: int = 1,
     ) -> None:
-        gpu = open_gpu()
+        gpu, *peers = open_gpus(ranks)
         prepare_torch()
         try:
             weights = source.weights(dtype, seed, "cuda", formats)
-            self._model = CudaModel(gpu, source.spec, dtype, context, weights, batch)
+            self._model = CudaModel(gpu, source.spec, dtype, context, weights, batch, peers=peers)
             own = OracleWeights(source.spec, self._model.weights, TORCH_DTYPES[dtype], "cuda")
             self._judge: Final = Judge(own, dtype, context, default_positions(context), batch, seed)
             torch.cuda.empty_cache()  # what the VM allocates is not torch's
-            self._model.pack_matrices()
+            if ranks == 1:
+                self._model.pack_matrices()
         except torch.OutOfMemoryError as error:
             raise GpuMemoryError(f"{source.name}: {str(error).splitlines()[0]}") from error
         self._last: Final = (self._judge.tokens[-1].tolist(), self._judge.positions[-1])
-        self._rivals: Sequence[MegakernelProgram | PackedProgram] = ()
+        self._rivals: Sequence[MegakernelProgram | AnyPacked] = ()
         self._rival_programs: list[MegakernelProgram] = []
         self._kept: list[tuple[CudaSession, Examined]] = []  # the rivals, loaded
 
-    def measure(self, program: MegakernelProgram | PackedProgram) -> TrialOutcome:
+    def measure(self, program: MegakernelProgram | AnyPacked) -> TrialOutcome:
         """As `vm.worker.Bench` says: Measured, Incorrect or Implausible.
 
-        Raises as `CudaModel.load_packed` and `pack`, LaunchTimeoutError and GpuFaultError.
+        Raises as `CudaModel.load_packed` and `pack_any`, LaunchTimeoutError and GpuFaultError.
         """
         packed = _packed(program)
         with self._model.load_packed(packed) as session:
@@ -88,8 +90,8 @@ class CudaBench:
 
     def compare(
         self,
-        program: MegakernelProgram | PackedProgram,
-        rivals: Sequence[MegakernelProgram | PackedProgram],
+        program: MegakernelProgram | AnyPacked,
+        rivals: Sequence[MegakernelProgram | AnyPacked],
         rounds: int,
     ) -> Contest:
         """As `vm.worker.Bench` says; of what is Incorrect, there are no times. Raises as `measure` does.
@@ -110,7 +112,7 @@ class CudaBench:
         return contest
 
     def _compare_once(
-        self, packed: PackedProgram, rivals: Sequence[MegakernelProgram | PackedProgram]
+        self, packed: AnyPacked, rivals: Sequence[MegakernelProgram | AnyPacked]
     ) -> Contest:
         if rivals is not self._rivals:
             self._drop_rivals()
@@ -134,7 +136,7 @@ class CudaBench:
         programs = (packed.program, *self._rival_programs)
         return _contest(programs, verdicts, wrong, [[samples] for samples in times], latency)
 
-    def _compare_in_rounds(self, packed: Sequence[PackedProgram], rounds: int) -> Contest:
+    def _compare_in_rounds(self, packed: Sequence[AnyPacked], rounds: int) -> Contest:
         """Programs are judged when they are loaded first; later they must compute what they did then."""
         times: list[list[tuple[float, ...]]] = [[] for _ in packed]
         examined: list[Examined] = []
@@ -172,8 +174,8 @@ class CudaBench:
         self._rivals = ()
 
 
-def _packed(program: MegakernelProgram | PackedProgram) -> PackedProgram:
-    return program if isinstance(program, PackedProgram) else pack(program)
+def _packed(program: MegakernelProgram | AnyPacked) -> AnyPacked:
+    return pack_any(program) if isinstance(program, MegakernelProgram) else program
 
 
 def _contest(

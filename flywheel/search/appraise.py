@@ -22,9 +22,9 @@ from flywheel.search.knowledge.known import best_of_work
 from flywheel.search.noise import Gain, gain
 from flywheel.search.space import Space, make_space
 from flywheel.search.trials import measuring, predicting
-from flywheel.search.trials.device import missing_modules, settle_measure
+from flywheel.search.trials.device import gpus_here, missing_modules, settle_measure
 from flywheel.search.trials.evaluate import Evaluation, prepare
-from flywheel.search.workload import Workload, measure_of
+from flywheel.search.workload import Workload
 from flywheel.store.sql import Store
 from flywheel.vm.client import Client
 
@@ -62,8 +62,8 @@ def appraise(
     formats of weights without kernels, StoreError, and any error that stops a GPU worker from starting.
     """
     check_kernels(workload)
-    wanted = measure_of(workload, measure)
-    settled = settle_measure(wanted, workload.target, capture_environment().device, missing_modules())
+    present, there = capture_environment().device, max(len(gpus_here(workload.target)), 1)
+    settled = settle_measure(measure, workload.target, present, missing_modules(), workload.ranks, there)
     incumbent = None if store is None else _incumbent(store, workload, settled, predictor)
     before = None if incumbent is None else config_from_dict(json.loads(incumbent.config))
     with _open(settled, workload, before, predictor) as compare:
@@ -113,8 +113,9 @@ def _open(
     found = None if rival is None else prepare(rival, workload)
     rivals = () if found is None or found.refused is not None or found.program is None else (found.program,)
     bench = partial(
-        measuring.make_bench, workload.model, workload.dtype, workload.context, workload.batch, workload.weights
-    )
+        measuring.make_bench, workload.model, workload.dtype, workload.context, workload.batch, workload.weights,
+        workload.ranks,
+    )  # fmt: skip
     with Client(bench) as client:
         client.ready()
         yield partial(in_turn, client, rivals)

@@ -23,7 +23,7 @@ from flywheel.search.space import Space, make_space
 from flywheel.search.spec import CampaignSpec, with_name
 from flywheel.search.trials.forks import expect_forks, jobs_of
 from flywheel.search.trials.sites import open_engine, open_site
-from flywheel.search.workload import make_workload, measure_of
+from flywheel.search.workload import make_workload
 from flywheel.store.sql import open_store
 
 
@@ -63,7 +63,7 @@ def run_search(
     if jobs > 1:
         expect_forks()
     workload = make_workload(spec.model, spec.gpu, spec.dtype, spec.context, spec.batch, spec.weights)
-    spec = replace(spec, weights=workload.stored, measure=measure_of(workload, spec.measure))
+    spec = replace(spec, weights=workload.stored)
     check_kernels(workload)
     space = make_space(workload, spec.fix)
     make_sampler(spec.sampler, spec.seed, 0)  # raises before the store has a campaign that cannot run

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from flywheel.errors import UnknownNameError, UsageError
+from flywheel.errors import UnknownNameError
 from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.measure.device import GENERIC
 from flywheel.models.catalog import model_name, model_path, resolve_model
@@ -125,16 +125,6 @@ def with_ranks(gpu: str, ranks: int | None) -> str:
         return gpu
     name = gpus_of(gpu)[1]
     return name if ranks == 1 else f"{ranks}x{name}"
-
-
-def measure_of(workload: Workload, wanted: str) -> str:
-    """How latencies of a workload are got: as `wanted`, but of several GPUs by predictions. Raises UsageError where
-    those are to be measured."""
-    if workload.ranks == 1:
-        return wanted
-    if wanted == "cuda":
-        raise UsageError(f"--measure cuda: {workload.gpu} cannot be measured, for the VM runs one GPU; use predict")
-    return "predict"
 
 
 def find_target(name: str) -> GpuTarget:

@@ -26,7 +26,7 @@ from flywheel.measure.outcome import Crashed, NoMemory, Rejected, TimedOut, Tria
 from flywheel.process import enter_child, keep_objects
 
 if TYPE_CHECKING:
-    from flywheel.vm.pack.program import PackedProgram
+    from flywheel.vm.pack.ranks import AnyPacked
 
 _T = TypeVar("_T")
 
@@ -37,9 +37,9 @@ class Parcel:
 
     data: bytes
 
-    def open(self) -> PackedProgram:
+    def open(self) -> AnyPacked:
         """The packed program."""
-        packed: PackedProgram = pickle.loads(self.data)
+        packed: AnyPacked = pickle.loads(self.data)
         return packed
 
 
@@ -50,14 +50,14 @@ Work = MegakernelProgram | Parcel
 class Bench(Protocol):
     """Measures programs, which may be packed already."""
 
-    def measure(self, program: MegakernelProgram | PackedProgram) -> TrialOutcome:
+    def measure(self, program: MegakernelProgram | AnyPacked) -> TrialOutcome:
         """Load, check and time a validated program. May raise the errors that `answer` turns into outcomes."""
         ...
 
     def compare(
         self,
-        program: MegakernelProgram | PackedProgram,
-        rivals: Sequence[MegakernelProgram | PackedProgram],
+        program: MegakernelProgram | AnyPacked,
+        rivals: Sequence[MegakernelProgram | AnyPacked],
         rounds: int,
     ) -> Contest:
         """Load and check a candidate `program` and its `rivals`, and time them in turn.
@@ -111,7 +111,7 @@ def serve(connection: Connection, make_bench: MakeBench) -> None:
         return
     keep_objects()
     connection.send(Ready())
-    rivals: tuple[MegakernelProgram | PackedProgram, ...] = ()
+    rivals: tuple[MegakernelProgram | AnyPacked, ...] = ()
     while (question := _next(connection)) is not None:
         rivals = rivals if question.rivals is None else tuple(map(_opened, question.rivals))
         given = answer(bench, _opened(question.program), rivals, question.rounds)
@@ -122,8 +122,8 @@ def serve(connection: Connection, make_bench: MakeBench) -> None:
 
 def answer(
     bench: Bench,
-    program: MegakernelProgram | PackedProgram,
-    rivals: tuple[MegakernelProgram | PackedProgram, ...] = (),
+    program: MegakernelProgram | AnyPacked,
+    rivals: tuple[MegakernelProgram | AnyPacked, ...] = (),
     rounds: int = 1,
 ) -> Answer:
     """The outcome of one program. The bench's errors become outcomes, too."""
@@ -147,7 +147,7 @@ def answer(
             return Answer(result)
 
 
-def _opened(work: Work) -> MegakernelProgram | PackedProgram:
+def _opened(work: Work) -> MegakernelProgram | AnyPacked:
     return work.open() if isinstance(work, Parcel) else work
 
 

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.errors import UnknownNameError, UsageError
+from flywheel.errors import NoGpuError, UnknownNameError
+from flywheel.ir import TARGETS
+from flywheel.measure.device import Device
 from flywheel.search.knowledge.warm import identity_of, work_of
 from flywheel.search.run import run_search
 from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec
-from flywheel.search.workload import gpus_of, make_workload, measure_of
+from flywheel.search.trials.device import settle_measure
+from flywheel.search.workload import gpus_of, make_workload
 from flywheel.store.sql import open_store
 
 
@@ -52,7 +55,14 @@ def test_a_search_predicts_and_its_rows_say_how_many_gpus(tmp_path: Path) -> Non
     assert identity_of(work) == identity_of(make_workload("smollm2-135m", "3xh200", "bf16", 64))
 
 
-def test_what_the_vm_does_not_run_is_not_measured(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="3xh200"):
-        run_search(spec_of("cuda"), str(tmp_path / "trials.db"))
-    assert measure_of(make_workload("smollm2-135m", "h200", "bf16", 64), "cuda") == "cuda"
+@pytest.mark.parametrize(
+    ("measure", "line"),
+    [("cuda", "--measure cuda needs 3 h200: this machine has 1"),
+     ("auto", "--gpu 3xh200 needs 3 h200: this machine has 1; --measure predict searches without them")],
+)  # fmt: skip
+def test_a_machine_with_fewer_gpus_measures_no_programs_of_several(measure: str, line: str) -> None:
+    with pytest.raises(NoGpuError) as caught:
+        settle_measure(measure, TARGETS["h200"], Device("NVIDIA H200", 132, 141 * 2**30), [], 3, 1)
+    assert str(caught.value) == line
+    assert settle_measure(measure, TARGETS["h200"], Device("NVIDIA H200", 132, 141 * 2**30), [], 3, 3) == "cuda"
+    assert settle_measure("predict", TARGETS["h200"], None, [], 3) == "predict"

@@ -88,7 +88,7 @@ def make_toy(folder: str, fault: str = "none", once: bool = False) -> ToyBench:
     return ToyBench(folder, fault, once)
 
 
-def make_plain(model: str, dtype: str, context: int, batch: int, weights: str | None) -> ToyBench:
+def make_plain(model: str, dtype: str, context: int, batch: int, weights: str | None, ranks: int) -> ToyBench:
     """As `measuring.make_bench`."""
     return ToyBench(".", "none", once=False)
 

@@ -19,13 +19,16 @@ _MEASURES: Final = ("torch", "cuda.bindings", "cuda.core", "pynvml")
 """What measuring imports."""
 
 
-def settle_measure(wanted: str, target: GpuTarget, present: Device | None, missing: Sequence[str]) -> str:
+def settle_measure(
+    wanted: str, target: GpuTarget, present: Device | None, missing: Sequence[str], ranks: int = 1, there: int = 1
+) -> str:
     """Whether a campaign measures or predicts: "cuda" or "predict".
 
     `wanted` is auto, predict or cuda; `present` is this machine's GPU; `missing` are the packages that measuring lacks.
-    Auto measures where the GPU is `target` and no package is missing. Raises NoGpuError where `cuda` is wanted and the
-    GPU is not here, and where another GPU is here and nobody asked for predictions. Raises UsageError where `cuda` is
-    wanted and only packages are missing.
+    A program takes `ranks` GPUs, and `there` of the target's kind are here, where one is. Auto measures where the GPU
+    is `target` and no package is missing. Raises NoGpuError where `cuda` is wanted and the GPUs are not here, and where
+    other or fewer GPUs are here and nobody asked for predictions. Raises UsageError where `cuda` is wanted and only
+    packages are missing.
     """
     if wanted == "predict":
         return "predict"
@@ -37,7 +40,16 @@ def settle_measure(wanted: str, target: GpuTarget, present: Device | None, missi
         raise UsageError(f"--measure cuda needs {' and '.join(missing)}: {install_line('cuda', 'torch')}")
     if present is not None and not here:
         raise NoGpuError(f"--gpu {target.name}: this machine has {present}; --measure predict searches without it")
+    if here and ranks > there:
+        asked = "--measure cuda" if wanted == "cuda" else f"--gpu {ranks}x{target.name}"
+        more = "" if wanted == "cuda" else "; --measure predict searches without them"
+        raise NoGpuError(f"{asked} needs {ranks} {target.name}: this machine has {there}{more}")
     return "cuda" if here and not missing else "predict"
+
+
+def gpus_here(target: GpuTarget) -> list[tuple[str, Device]]:
+    """This machine's GPUs of the target's kind, as `list_gpus` has them."""
+    return [(gpu, device) for gpu, device in list_gpus() if is_target(device, target)]
 
 
 def missing_modules() -> list[str]:

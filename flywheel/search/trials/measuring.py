@@ -29,7 +29,7 @@ from flywheel.vm.worker import Bench, Parcel, Work
 if TYPE_CHECKING:
     from flywheel.store.sql import Store
 
-_COMPILING: Final[dict[tuple[int, int, int, int, DType, tuple[int, ...]], Lock]] = {}
+_COMPILING: Final[dict[tuple[int, int, int, int, DType, tuple[int, ...], bool], Lock]] = {}
 
 
 def look(store: Store, gpu: str, dtype: str, program_id: str, environment: Environment) -> TrialRecord | None:
@@ -61,8 +61,10 @@ def capture(target: GpuTarget) -> Environment:
     return replace(environment, gpu=present.name, nvrtc=nvrtc_version(), kernels=source_digest()[:16])
 
 
-def make_bench(model: str, dtype: str, context: int, batch: int = 1, weights: str | None = None) -> Bench:
-    """The bench of a model, which is a name or a directory.
+def make_bench(
+    model: str, dtype: str, context: int, batch: int = 1, weights: str | None = None, ranks: int = 1
+) -> Bench:
+    """The bench of a model, which is a name or a directory, on the first `ranks` GPUs that CUDA shows this process.
 
     `dtype` is a key of DTYPES, and `weights` names the format in which matrices are stored. Raises as CudaBench and
     open_source do.
@@ -71,7 +73,7 @@ def make_bench(model: str, dtype: str, context: int, batch: int = 1, weights: st
     from flywheel.decode.source import open_source
 
     formats = parse_formats(weights or dtype, dtype)
-    return CudaBench(open_source(model), DTYPES[dtype], context, batch=batch, formats=formats)
+    return CudaBench(open_source(model), DTYPES[dtype], context, batch=batch, formats=formats, ranks=ranks)
 
 
 def compile_ahead(dtype: str, program: MegakernelProgram) -> None:
@@ -80,15 +82,16 @@ def compile_ahead(dtype: str, program: MegakernelProgram) -> None:
     with suppress(ConfigError, KernelCompileError):
         variant = variant_of(program)
         threads, matrix_warps, rows = variant.threads, variant.matrix_warps, variant.rows
-        _compile(program.target.sm_arch, threads, matrix_warps, rows, DTYPES[dtype], variant.formats)
+        ranked = program.ranks > 1
+        _compile(program.target.sm_arch, threads, matrix_warps, rows, DTYPES[dtype], variant.formats, ranked)
 
 
 def wrap(program: MegakernelProgram) -> Work:
     """The program, packed before its turn. A program that cannot be packed stays as it is; the worker reports why."""
-    from flywheel.vm.pack import pack
+    from flywheel.vm.pack import pack_any
 
     try:
-        return Parcel(pickle.dumps(pack(program), protocol=pickle.HIGHEST_PROTOCOL))
+        return Parcel(pickle.dumps(pack_any(program), protocol=pickle.HIGHEST_PROTOCOL))
     except (ConfigError, InvalidProgramError):
         return program
 
@@ -100,18 +103,19 @@ def compile_all(
     stopped: Callable[[], bool],
     formats: tuple[int, ...] = (),
     side: int | None = None,
+    ranked: bool = False,
 ) -> None:
     """Compile `kernels`, each (threads, warps that multiply, rows), into the cache, in order, until `stopped()`.
 
-    `formats` are the formats of the quantised matrices. `side` kernels are compiled side by side, by default one on
-    each of half the cores; the other cores predict meanwhile.
+    `formats` are the formats of the quantised matrices; `ranked` kernels are for several GPUs. `side` kernels are
+    compiled side by side, by default one on each of half the cores; the other cores predict meanwhile.
     """
 
     def compile_next(kernel: tuple[int, int, int]) -> None:
         if stopped():
             return
         with suppress(ConfigError, KernelCompileError):
-            _compile(sm_arch, *kernel, DTYPES[dtype], formats)
+            _compile(sm_arch, *kernel, DTYPES[dtype], formats, ranked)
 
     with ThreadPoolExecutor(side or max(1, usable_cores() // 2)) as pool:
         for done in [pool.submit(compile_next, kernel) for kernel in kernels]:
@@ -119,15 +123,17 @@ def compile_all(
 
 
 def _compile(
-    sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType, formats: tuple[int, ...] = ()
+    sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType, formats: tuple[int, ...], ranked: bool
 ) -> None:
     """Compile a kernel once: a thread that wants what another thread compiles waits for it."""
-    with _COMPILING.setdefault((sm_arch, threads, matrix_warps, rows, dtype, formats), Lock()):
-        _compile_once(sm_arch, threads, matrix_warps, rows, dtype, formats)
+    with _COMPILING.setdefault((sm_arch, threads, matrix_warps, rows, dtype, formats, ranked), Lock()):
+        _compile_once(sm_arch, threads, matrix_warps, rows, dtype, formats, ranked)
 
 
 @cache
 def _compile_once(
-    sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType, formats: tuple[int, ...]
+    sm_arch: int, threads: int, matrix_warps: int, rows: int, dtype: DType, formats: tuple[int, ...], ranked: bool
 ) -> None:
-    compile_variant(arch_name(sm_arch), threads, dtype, matrix_warps=matrix_warps, rows=rows, formats=formats)
+    compile_variant(
+        arch_name(sm_arch), threads, dtype, matrix_warps=matrix_warps, rows=rows, formats=formats, ranked=ranked
+    )

@@ -94,13 +94,12 @@ def _named(target: GpuTarget, ranks: int) -> str:
 def _here(spec: CampaignSpec, target: GpuTarget, ranks: int) -> Site:
     found = [(gpu, device) for gpu, device in list_gpus() if is_target(device, target)]
     present = found[0][1] if found else capture_environment().device
-    measure = settle_measure(spec.measure, target, present, missing_modules())
+    there = max(len(found), 1)
+    measure = settle_measure(spec.measure, target, present, missing_modules(), ranks, there)
     if measure == "predict":
         count = spec.workers or min(jobs_of(spec.jobs), _SIDE)
         queued = _QUEUED if spec.workers else _SIDE - count
         return Site(measure, lambda setup: [ProcessHost(f"process {number}", setup) for number in range(count)], queued)
-    if ranks > 1 and len(found) < ranks:
-        raise NoGpuError(f"--measure cuda needs {_named(target, ranks)}: this machine has {len(found)}")
     starts = range(0, len(found) - ranks + 1, ranks)
     sets = [",".join(gpu for gpu, _ in found[start : start + ranks]) for start in starts]
     # Where the driver lists a GPU without an id, the worker takes CUDA's default.
@@ -133,11 +132,14 @@ def open_engine(
         return
     measured, here = spec.measure == "cuda", None
     if measured:
-        bench_of = partial(measuring.make_bench, spec.model, spec.dtype, spec.context, spec.batch, spec.weights)
+        bench_of = partial(
+            measuring.make_bench, spec.model, spec.dtype, spec.context, spec.batch, spec.weights, workload.ranks
+        )
         space = make_space(workload, spec.fix)
         compile_all = partial(
-            measuring.compile_all, spec.dtype, workload.target.sm_arch, space.kernels(), formats=space.kernel_formats()
-        )
+            measuring.compile_all, spec.dtype, workload.target.sm_arch, space.kernels(),
+            formats=space.kernel_formats(), ranked=workload.ranks > 1,
+        )  # fmt: skip
         means = Measuring(
             bench_of, partial(measuring.compile_ahead, spec.dtype), measuring.wrap, compile_all=compile_all
         )

@@ -53,7 +53,7 @@ def test_a_worker_of_two_ranks_has_two_gpus_of_the_wanted_model(lab: Any) -> Non
         (host,) = site.make_hosts(setup)
     assert isinstance(host, ProcessHost)
     assert host._environ == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-c"}
-    with pytest.raises(NoGpuError, match=r"^--measure cuda needs 4 h100: this machine has 2$"):
+    with pytest.raises(NoGpuError, match=r"^--gpu 4xh100 needs 4 h100: this machine has 2; --measure predict"):
         open_site(CampaignSpec("small", "4xh100"), H100, 4).__enter__()
     with pytest.raises(UsageError, match=r"^--workers 2: this machine has 1 x 2 h100 GPUs$"):
         open_site(CampaignSpec("small", "2xh100", workers=2), H100, 2).__enter__()
