@@ -1,4 +1,4 @@
-"""MLflow's own pages in a real browser: what a person finds there of a campaign."""
+"""The dashboard of a campaign: what a person finds there in a real browser, and whose code it runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
-from click.testing import Result
+from traps import environment, lay_traps
 
 # The flags without network: Chromium would otherwise look for updates, and complain.
 FLAGS = (
@@ -34,32 +37,69 @@ def chromium() -> str:
     return found
 
 
-@pytest.fixture
-def address(run: Callable[..., Result]) -> Iterator[str]:
-    """The dashboard of a store with one campaign, `small`; Ctrl-C ends it, and its server with it."""
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """One that runs: its address, every process's command line as soon as it was there, and the file of a trap."""
+
+    address: str
+    lines: list[bytes]
+    sprung: Path
+
+
+@pytest.fixture(scope="module")
+def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
+    """Of a store with one campaign, `small`, in a folder full of traps. Ctrl-C ends it, and its server with it.
+
+    Its tracking file's name stands for a password: it is told by the environment.
+    """
+    folder, outside = tmp_path_factory.mktemp("dashboard"), tmp_path_factory.mktemp("installed")
+    command, sprung = lay_traps(folder, outside)
     search = ("search", "--model", "smollm2-135m", "--gpu", "l4", "--measure", "predict", "--jobs", "1")
-    assert run(*search, "--trials", "24", "--name", "small", "--store", "trials.db").exit_code == 0
-    command = [sys.executable, "-m", "flywheel", "dashboard", "--store", "trials.db", "--children", "kept", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    subprocess.run(
+        [*command, *search, "--trials", "24", "--name", "small", "--store", "trials.db"],
+        cwd=folder, env=environment(), capture_output=True, check=True,
+    )  # fmt: skip
+    process = subprocess.Popen(
+        [*command, "dashboard", "--store", "trials.db", "--children", "kept", "--json"], cwd=folder, text=True,
+        env={**environment(), "FLYWHEEL_DASHBOARD_TRACKING_URI": f"sqlite:///{outside}/s3cret.db"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
     assert process.stdout is not None
     line = process.stdout.readline()
+    lines = command_lines()
     try:
         assert line, process.communicate()[1]
         url = json.loads(line)["url"]
-        assert url.startswith("http://127.0.0.1:")
-        yield url
+        yield Dashboard(url, lines, sprung)
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode == 0
     with pytest.raises(OSError, match=r"."):
-        from urllib.request import urlopen
-
         urlopen(url, timeout=2)
 
 
+def command_lines() -> list[bytes]:
+    """What everybody on the machine can read of every process."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found.append(path.read_bytes())
+    return found
+
+
+def test_a_dashboard_is_for_this_machine_runs_no_code_of_the_working_directory_and_tells_nobody_its_password(
+    dashboard: Dashboard
+) -> None:
+    """A password of a tracking database is in no process's command line."""
+    assert dashboard.address.startswith("http://127.0.0.1:")
+    assert any(b"mlflow\0server" in each for each in dashboard.lines)
+    assert not [each for each in dashboard.lines if b"s3cret" in each]
+    assert not dashboard.sprung.exists()
+
+
 def test_a_browser_finds_the_campaign_its_latency_a_plot_the_report_and_the_schedule(
-    address: str, chromium: str
+    dashboard: Dashboard, chromium: str
 ) -> None:
     from playwright.sync_api import expect, sync_playwright
 
@@ -72,7 +112,7 @@ def test_a_browser_finds_the_campaign_its_latency_a_plot_the_report_and_the_sche
         page.set_default_timeout(PATIENCE_MS)
         expect.set_options(timeout=PATIENCE_MS)
         page.on("request", lambda made: foreign.append(made.url) if made.url.startswith("http") else None)
-        page.goto(address)
+        page.goto(dashboard.address)
         for column in ("best_us/predicted", "floor_fraction/predicted", "model", "gpu", "context", "batch"):
             expect(page.get_by_role("columnheader", name=column, exact=True).first).to_be_visible()
         page.get_by_role("link", name="small", exact=True).first.click()
@@ -103,4 +143,4 @@ def test_a_browser_finds_the_campaign_its_latency_a_plot_the_report_and_the_sche
         expect(plot).to_be_visible()
         assert plot.evaluate("image => image.naturalWidth") > 0
     assert re.search(r"/runs/[0-9a-f]{32}", run)
-    assert [url for url in foreign if not url.startswith(address.split("#")[0])] == []
+    assert [url for url in foreign if not url.startswith(dashboard.address.split("#")[0])] == []

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from effort import pairs
+from effort import pairs, sample
 
 from flywheel.decode.judge import Judge
 from flywheel.decode.lineup import RIVALS, Form, refusal, usual_rivals
@@ -76,8 +76,8 @@ FORMS: list[tuple[Form, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "batch"), pairs(FORMS, [1, 3]))
-def test_a_rival_multiplies_the_same_codes(case: tuple[Form, str, str], batch: int) -> None:
+def coded(case: tuple[Form, str, str], batch: int) -> tuple[TorchDecoder, Judge]:
+    """A rival that multiplies codes, and who judges it."""
     form, text, name = case
     spec, dtype = dataclasses.replace(SPECS[3], hidden=128, head_dim=32, intermediate=256), DTYPES[name]
     formats = parse_formats(text, name)
@@ -89,9 +89,20 @@ def test_a_rival_multiplies_the_same_codes(case: tuple[Form, str, str], batch: i
     judge = Judge(OracleWeights(spec, weights, TORCH_DTYPES[dtype]), dtype, CONTEXT, (0, 24, 47), batch, 5)
     fused = fuse(spec, weights, form)
     assert not isinstance(fused.layers[0].qkv, torch.Tensor)
-    decoder = TorchDecoder(spec, fused, dtype, CONTEXT, False, batch)
+    return TorchDecoder(spec, fused, dtype, CONTEXT, False, batch), judge
+
+
+@pytest.mark.parametrize(("case", "batch"), pairs(FORMS, [1, 3]))
+def test_a_rival_multiplies_the_same_codes(case: tuple[Form, str, str], batch: int) -> None:
+    decoder, judge = coded(case, batch)
     verdict = judge_free(last_steps(decoder, judge), judge)
     assert verdict.passed, verdict.reason
+
+
+@pytest.mark.parametrize(("case", "batch"), sample(zip(FORMS, [1, 3] * 4, strict=True), 7))
+def test_a_step_of_codes_is_one_graph_to_a_compiler(case: tuple[Form, str, str], batch: int) -> None:
+    decoder, judge = coded(case, batch)
+    last_steps(decoder, judge)
     torch._dynamo.reset()
     with torch.no_grad():
         forward = torch.compile(decoder.forward, backend="aot_eager", fullgraph=True, dynamic=False)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -15,7 +16,7 @@ from flywheel.errors import UsageError
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.0, -0.5, -1.0, -2.0, -4.0])
 NOTHING = torch.zeros(len(LOGITS), dtype=torch.bool)
-DRAWS = 4000
+DRAWS = examples(4000, 1500)
 
 
 def shares_by_hand(sampling: Sampling, seen: Tensor = NOTHING) -> list[float]:

@@ -201,12 +201,21 @@ def test_of_two_runs_that_two_processes_made_at_once_one_stays(
 
 
 def test_two_processes_that_make_the_tables_of_one_file_at_once_both_end_well(tmp_path: Path) -> None:
-    code = "import sys; from flywheel.store.mlflow import Mirror; print(Mirror(sys.argv[1]).pages())"
+    """They are forked where all is imported, so that they begin at once."""
+    code = (
+        "import os, sys\n"
+        "import mlflow.store.tracking.sqlalchemy_store\n"
+        "from flywheel.store.mlflow import Mirror\n"
+        "other = os.fork()\n"
+        "print(Mirror(sys.argv[1]).pages(), flush=True)\n"
+        "if other:\n"
+        "    sys.exit(os.waitpid(other, 0)[1])\n"
+    )
     command = [sys.executable, "-c", code, f"sqlite:///{tmp_path / 'new.db'}"]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=240) for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    assert said[0][0] == said[1][0]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == second
 
 
 def test_more_points_than_one_request_takes_all_arrive(

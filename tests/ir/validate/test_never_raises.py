@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import pytest
-from effort import examples
+from effort import examples, pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,10 +103,13 @@ def _steps(**fields: Any) -> dict[str, Any]:
     return {"steps": [step]}
 
 
+DEEP = examples(20_000, 4_000)
+"""Several times the depth at which Python stops a recursion."""
+
 _PLAIN_ODD: list[Callable[[], Any]] = [
     object, lambda: type, lambda: len, lambda: iter(()), lambda: range(3), lambda: {1, 2}, lambda: b"bytes",
     lambda: 1 + 2j, lambda: 10**5000, lambda: -(10**5000), lambda: nan, lambda: inf, lambda: 1e308,
-    lambda: "\ud800\n\r\x00", lambda: "x" * 10**6, lambda: _nested(20_000), lambda: {1: 2}, lambda: {None: None},
+    lambda: "\ud800\n\r\x00", lambda: "x" * 10**6, lambda: _nested(DEEP), lambda: {1: 2}, lambda: {None: None},
     lambda: MappingProxyType({"a": 1}), lambda: OrderedDict(a=1), lambda: defaultdict(dict), lambda: Wait(1, 1),
     lambda: DType.F32, lambda: BufferKind.WEIGHT, lambda: InstructionKind.FUSED,
 ]  # fmt: skip
@@ -131,7 +134,7 @@ _MISUSED: list[Callable[[], Any]] = [
     lambda: ScheduleConfig(tiling=Hostile(), fusion_grouping=[Hostile()]),  # type: ignore[arg-type,list-item]
     lambda: ScheduleConfig(sm_assignment=10**400),  # type: ignore[arg-type]
     lambda: {"steps": Hostile()},
-    lambda: {"recipe": {"steps": _nested(20_000)}},
+    lambda: {"recipe": {"steps": _nested(DEEP)}},
     lambda: {"recipe": Hostile()},
     lambda: _steps(op=Hostile()),
     lambda: _steps(args=[{"in": 10**5000}], out=Hostile()),
@@ -173,8 +176,7 @@ def test_anything_at_all_gets_a_verdict(make: Callable[[], Any], tiny: Megakerne
         _assert_a_verdict(replace(tiny, **{name: make()}))
 
 
-@pytest.mark.parametrize("make", _ODD)
-@pytest.mark.parametrize("table", sorted(_TABLES))
+@pytest.mark.parametrize(("table", "make"), pairs(sorted(_TABLES), _ODD))
 def test_any_value_in_any_field_gets_a_verdict(table: str, make: Callable[[], Any], tiny: MegakernelProgram) -> None:
     records = getattr(tiny, table)
     for field in fields(_TABLES[table]):
