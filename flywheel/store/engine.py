@@ -137,7 +137,7 @@ class _File:
         """Remember the file of the first connection. Raises StoreError for a database without a file."""
         self._path = connection.execute("PRAGMA database_list").fetchone()[2]
         if not self._path:
-            raise StoreError(f"store {self._name}: is in memory, so it would be gone with the process; want a file")
+            raise StoreError(f"store {self._name}: is in memory and would end with the process; give a file")
         self._identity = self._identity or self._find()
         self.check_same()
 

@@ -151,7 +151,7 @@ class Mirror:
                             raise
                     found = client.get_experiment_by_name(EXPERIMENT)
             if found is None:
-                raise OSError("keeps no experiment that it is given: is it an MLflow server?")
+                raise OSError("does not keep a new experiment: is it an MLflow server?")
             self._connected = client, found.experiment_id
         return self._connected
 
@@ -215,7 +215,7 @@ def _campaign_run(client: Any, experiment: str, campaign: Campaign) -> Any:
         client.create_run(experiment, to_ms(campaign.created_at), {_KEY: campaign_key(campaign)}, campaign.name[:250])
         found = list(client.search_runs([experiment], query))
     if not found:
-        raise OSError("keeps no run that it is given: is it an MLflow server?")
+        raise OSError("does not keep a new run: is it an MLflow server?")
     return _settle(client, found)
 
 

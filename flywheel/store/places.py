@@ -128,7 +128,7 @@ def _checked_file(url: URL) -> URL:
         if not isinstance(value, str) or known.fullmatch(value) is None:
             raise StoreError(f"store {name}: parameter {parameter} must be {wanted}")
         if parameter in _IN_URI and url.query.get("uri") not in ("true", "1"):
-            raise StoreError(f"store {name}: parameter {parameter} wants a file: URI and uri=true")
+            raise StoreError(f"store {name}: parameter {parameter} needs a file: URI and uri=true")
     return url
 
 

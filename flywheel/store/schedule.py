@@ -108,7 +108,7 @@ def schedule_from_document(document: object, where: str) -> Schedule:
         raise StoreError(f"{where}: is not a {FORMAT} file")
     version = _field(document, "version", int, where)
     if version != FORMAT_VERSION:
-        raise StoreError(f"{where}: version {version} is not the {FORMAT_VERSION} that this code reads")
+        raise StoreError(f"{where}: version {version} is not {FORMAT_VERSION}, which this code reads")
     config = config_from_dict(document.get("config"))
     config_id = _field(document, "config_id", str, where)
     if config.config_id != config_id:

@@ -108,7 +108,7 @@ def _check_database(uri: str, store: URL) -> None:
     except NoSuchModuleError:
         return  # no database: MLflow has schemes of its own
     if _is_same(url, store):
-        raise UsageError(f"MLflow {shown(uri)}: is the store, and MLflow's tables want a database of their own")
+        raise UsageError(f"MLflow {shown(uri)}: is the store; MLflow's tables need another database")
     kind = url.get_backend_name()
     try:
         driver.import_dbapi()

@@ -55,7 +55,7 @@ def _header(line: str, given: Collection[str]) -> list[Column]:
         raise StoreError("table line 1: a column appears twice")
     missing = [column.name for column in COLUMNS if not column.nullable and column.name not in (*names, *given)]
     if missing == ["batch"]:
-        raise StoreError("table line 1: column batch is missing, so say of how many sequences a step is")
+        raise StoreError("table line 1: column batch is missing; say how many sequences a step has")
     if missing:
         raise StoreError(f"table line 1: column {missing[0]} is missing")
     return [_BY_NAME[name] for name in names]

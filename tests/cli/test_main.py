@@ -88,7 +88,7 @@ def test_each_error_has_its_exit_code(error: type[FlywheelError], code: int) -> 
         (("serch",), "did you mean search?"),
         (("search", "--modle", "x"), "--model"),
         (("search",), "--model is missing"),
-        (("search", "--model", "smollm2-135m"), "no NVIDIA GPU is here to be the default of --gpu; it takes a100"),
+        (("search", "--model", "smollm2-135m"), "this machine has no NVIDIA GPU; give --gpu, one of a100"),
         (("search", "--model", "smollm2", "--gpu", "h100"), "smollm2-135m"),
         (("search", "--model", "smollm2-135m", "--gpu", "h1000"), "h100"),
         (("search", "--model", "smollm2-135m", "--gpu", "l4", "--context", "9999999"), "8192"),

@@ -38,7 +38,7 @@ def test_a_file_has_several_names(text: str, tmp_path: Path, monkeypatch: pytest
         ("sqlite://x.db", "a path follows sqlite:///"),
         ("sqlite:///x.db?timeout=abc", "parameter timeout must be a number of seconds"),
         ("sqlite:///x.db?uri=maybe", "parameter uri must be true or false"),
-        ("sqlite:///x.db?mode=ro", "parameter mode wants a file: URI and uri=true"),
+        ("sqlite:///x.db?mode=ro", "parameter mode needs a file: URI and uri=true"),
         ("sqlite:///x.db?foo=1", "no parameter 'foo'; there are uri, mode"),
         ("sqlite:///x%00y.db", "no file has a control character"),
         ("x\x1by.db", "no file has a control character"),

@@ -110,7 +110,7 @@ def test_a_uri_is_shown_without_what_may_be_secret(uri: str, said: str) -> None:
 
 
 def test_the_store_itself_is_no_tracking_database(store_url: str, postgres_server: Server) -> None:
-    with pytest.raises(UsageError, match="is the store, and MLflow's tables want a database of their own"):
+    with pytest.raises(UsageError, match="is the store; MLflow's tables need another database"):
         sync(f"sqlite:///{store_url}", store_url)
     url = postgres_server.create_database()
     with pytest.raises(UsageError, match="is the store"):

@@ -49,7 +49,7 @@ def convert(
     have no operation for; raises ConfigError as `decode_step` does.
     """
     if n_ranks([graph]) > 1:
-        raise UnsupportedModelError(f"rank {graph.rank}: one of {n_ranks([graph])}; want a graph of one GPU")
+        raise UnsupportedModelError(f"rank {graph.rank}: one of {n_ranks([graph])}; only a graph of one GPU converts")
     if spec.qkv_bias:
         raise UnsupportedModelError(f"{spec.name}: q, k and v have biases, which MPK's tasks do not add")
     batch = requests_of(graph)

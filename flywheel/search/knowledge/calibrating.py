@@ -135,7 +135,7 @@ def select(store: Store, gpu: str, campaigns: Sequence[str] = (), kernels: Seque
         found = [row for row in trials_of(store.trials(campaign.name)) if row.source != "store"]
         rows += [(workload, row) for row in found if row.latency_us is not None]
     if not rows:
-        raise UsageError(f"calibrate: store {store.name} has nothing measured on an {gpu}; search --measure cuda first")
+        raise UsageError(f"calibrate: store {store.name} has nothing measured on an {gpu}; run flywheel search first")
     newest = max((row for _, row in rows), key=lambda row: (row.created_at, row.campaign, row.trial))
     place = {name: getattr(newest, name) for name in _PLACE}
     places = {name: {value} for name, value in place.items()}
@@ -148,7 +148,7 @@ def select(store: Store, gpu: str, campaigns: Sequence[str] = (), kernels: Seque
     if not enough:
         counted = ", ".join(f"{count} of {name}" for name, count in few.items())
         where = f"{place['gpu_name']}, driver {place['gpu_driver']}, kernels {place['kernels']}"
-        raise UsageError(f"calibrate: {counted} measured on {where}; {LEAST_CONFIGS} configs of one are needed")
+        raise UsageError(f"calibrate: {counted} measured on {where}; one model needs {LEAST_CONFIGS} configs")
     used = tuple(sorted({row.campaign for _, row in here}))
     imported = sum(row.is_imported for _, row in here)
     return Selection(gpu, place, used, enough, len(rows) - len(here), few, others, imported)
@@ -294,7 +294,7 @@ def _scored(workload: Workload, configs: Sequence[Config], fitted: int, before: 
         if sample is not None:
             rows.append((sample.latency_us, sample.predicted_us(before), sample.predicted_us(after)))
     if not rows:
-        raise UsageError(f"calibrate: no measured program of {_name(workload)} is lowered today as it was then")
+        raise UsageError(f"calibrate: this version lowers no measured config of {_name(workload)} to its program")
     measured, first, last = zip(*rows, strict=True)
     return WorkFit(
         workload.model, workload.dtype, workload.context, workload.batch, workload.stored, fitted,

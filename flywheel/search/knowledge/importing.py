@@ -69,7 +69,7 @@ def import_trials(store: Store, name: str, records: Sequence[TrialRecord]) -> tu
     new = sorted((record for record in marked if record.trial not in there), key=lambda record: record.trial)
     own = sum(not record.is_imported for record in there.values())
     if new and own:
-        raise StoreError(f"store {store.name}: campaign {name!r} has {own} trials of its own, which imported ones join")
+        raise StoreError(f"store {store.name}: campaign {name!r} has {own} own trials; imported ones cannot join them")
     store.append_all(new, campaign if known is None else None)
     return known or campaign, len(trials_of(new))
 
@@ -82,7 +82,7 @@ def import_priors(
     `measure` is predict or cuda. Raises UsageError where the store has a campaign of that name.
     """
     if store.campaign(name) is not None:
-        raise UsageError(f"campaign {name!r} exists; priors begin a new one")
+        raise UsageError(f"campaign {name!r} already exists; schedules to try first need a new campaign")
     spec = CampaignSpec(
         workload.model, workload.gpu, workload.dtype, workload.context, workload.batch, workload.weights,
         measure, name=name,

@@ -40,7 +40,7 @@ def write_study(campaign: Campaign, records: Sequence[TrialRecord], path: Path) 
     file exists, UnknownNameError and UnsupportedModelError where the campaign's model or GPU is not known here.
     """
     if path.exists():
-        raise UsageError(f"{path}: exists; a study is written into a new file")
+        raise UsageError(f"{path}: already exists; a study needs a new file")
     workload = make_workload(campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch,
                              campaign.weights, any_size=True)  # fmt: skip
     space = make_space(workload, json.loads(campaign.spec).get("fix", {}))

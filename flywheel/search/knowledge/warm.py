@@ -181,7 +181,7 @@ def starts_of(campaign: Campaign) -> list[WarmStart]:
     try:
         return [WarmStart(**{**start, "config": config_from_dict(start["config"])}) for start in kept]
     except (TypeError, KeyError):
-        raise StoreError(f"campaign {campaign.name!r}: spec has {_STARTS} that are none") from None
+        raise StoreError(f"campaign {campaign.name!r}: spec has malformed {_STARTS}") from None
 
 
 def _start(record: TrialRecord, work: Workload, space: Space, apart: float) -> WarmStart:

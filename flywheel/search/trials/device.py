@@ -72,7 +72,7 @@ def default_gpu(who: str) -> str:
     for _, device in list_gpus():
         target = target_of(device)
         return GENERIC if target is None else target.name
-    raise UsageError(f"{who}: no NVIDIA GPU is here to be the default of --gpu; it takes {', '.join(TARGETS)}")
+    raise UsageError(f"{who}: this machine has no NVIDIA GPU; give --gpu, one of {', '.join(TARGETS)}")
 
 
 def target_here(device: Device) -> GpuTarget:

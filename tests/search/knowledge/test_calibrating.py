@@ -172,7 +172,7 @@ def test_too_few_configs_are_counted_in_one_line(lab: Lab) -> None:
     with pytest.raises(UsageError, match="has nothing measured on an few"):
         select(lab.store, "few")
     lab.measure("a", 0, LEAST_CONFIGS - 1)
-    wanted = "^calibrate: 15 of small, bf16, context 256 measured on Few, driver 1, kernels abc; 16 configs of one are"
+    wanted = "^calibrate: 15 of small, bf16, context 256 measured on Few, driver 1, kernels abc; one model needs 16"
     with pytest.raises(UsageError, match=wanted):
         select(lab.store, "few")
     lab.measure("b", 1, LEAST_CONFIGS)

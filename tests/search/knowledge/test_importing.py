@@ -167,7 +167,7 @@ def test_recorded_tables_of_before_there_were_batches_come_in_with_one(lab: Any)
 
 
 def test_imported_trials_do_not_join_trials_of_the_store(lab: Any, rows: list[TrialRecord]) -> None:
-    with pytest.raises(StoreError, match="campaign 'finished' has 6 trials of its own, which imported ones"):
+    with pytest.raises(StoreError, match="campaign 'finished' has 6 own trials; imported ones"):
         import_trials(lab.store, "finished", [replace(row, trial=row.trial + 6) for row in rows])
     assert import_trials(lab.store, "finished", rows)[1] == 0
     assert not any(row.is_imported for row in lab.store.trials("finished"))

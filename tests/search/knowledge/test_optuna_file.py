@@ -61,6 +61,6 @@ def test_a_trial_without_a_latency_is_a_failed_one(
 
 def test_no_file_is_written_over(searched: tuple[Campaign, list[TrialRecord]], tmp_path: Path) -> None:
     (tmp_path / "mine.db").write_text("precious")
-    with pytest.raises(UsageError, match=r"mine\.db: exists; a study is written into a new file$"):
+    with pytest.raises(UsageError, match=r"mine\.db: already exists; a study needs a new file$"):
         write_study(*searched, tmp_path / "mine.db")
     assert (tmp_path / "mine.db").read_text() == "precious"

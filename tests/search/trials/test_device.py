@@ -45,5 +45,5 @@ def test_the_gpu_here_is_the_default(gpu: Device, wanted: str, monkeypatch: pyte
 
 def test_without_a_gpu_the_names_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flywheel.search.trials.device.list_gpus", list)
-    with pytest.raises(UsageError, match=r"^evaluate: no NVIDIA GPU is here to be the default of --gpu; .*h100, "):
+    with pytest.raises(UsageError, match=r"^evaluate: this machine has no NVIDIA GPU; give --gpu, one of .*h100, "):
         default_gpu("evaluate")
