@@ -1,4 +1,4 @@
-"""What a program should cost: a prediction of its latency from its queues and the GPU's constants."""
+"""The predicted latency of a program, from its queues and the GPU's constants."""
 
 from flywheel.cost_model.calibration import STOCK, Predictor, open_predictor
 from flywheel.cost_model.machine import MACHINES, Consumer, Machine, Vector, machine_for

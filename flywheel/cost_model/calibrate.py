@@ -1,8 +1,8 @@
-"""Fitting a machine's constants to what programs were measured to take.
+"""Fit a machine's constants to measured programs.
 
-A fit moves the constants of FREE, each within bounds that are physically sensible, until predictions agree with
-measurements: Levenberg-Marquardt on the logarithm of predicted over measured. What programs cannot tell apart
-stays near where it began, held there by a weak prior. Same samples, same constants.
+A fit moves the constants of FREE, each within physically sensible bounds, until predictions agree with measurements. It
+is Levenberg-Marquardt on the logarithm of predicted over measured. A weak prior holds constants that programs cannot
+determine near their start. The same samples give the same constants.
 """
 
 from __future__ import annotations
@@ -65,30 +65,30 @@ FREE: Final = (
 """The constants that a fit moves, in us, GB/s or bytes per us."""
 
 _WIDE: Final = 20.0
-"""Bounds further apart than that factor are searched by their logarithm."""
+"""Bounds that differ by more than this factor are searched by their logarithm."""
 
 _PRIOR: Final = 0.01
 """Error in the logarithm of a latency that weighs as much as moving a constant through its whole range."""
 
 _OUTLIER: Final = 0.02
-"""Least error in the logarithm from which on errors count less and less; more where half of all are larger."""
+"""Least error in the logarithm from which on errors count less. It is the median error if that is larger."""
 
 _STEP: Final = 0.02
 _ROUNDS: Final = 40
 _FRESH: Final = 8
-"""Steps after which derivatives are taken anew."""
+"""Steps after which derivatives are computed again."""
 _ENOUGH: Final = 5e-3
-"""Share of the cost that a step from fresh derivatives must gain for another one."""
+"""Share of the cost that a step from new derivatives must gain, or the fit ends."""
 _MOST_DAMPING: Final = 1e4
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a program asks and what it was measured to take; `floor_us` is its weight floor.
+    """A program's demand, its measured latency, and its weight floor `floor_us`.
 
-    All layers are alike: of many, a program may stand for itself by what two short ones ask. Then `demand` is of one
-    with some of the layers, `longer` of one with more, and the program takes what the first does and `more` times what
-    the second takes beyond that.
+    All layers are alike, so two short programs may stand for a long one. Then `demand` is of a program with some of the
+    layers, and `longer` of one with more. The whole program takes the time of the first, and `more` times the
+    difference of the two.
     """
 
     demand: Demand
@@ -98,7 +98,7 @@ class Sample:
     more: float = 0.0
 
     def predicted_us(self, machine: Machine) -> float:
-        """What it should take on `machine`."""
+        """The predicted latency on `machine`."""
         if self.longer is None:
             return latency_us(self.demand, machine, self.floor_us)
         short, long = (latency_us(demand, machine, 0.0) for demand in (self.demand, self.longer))
@@ -107,9 +107,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How predictions stand to measurements of `n` configs. Errors are of the measured latency, sizes only.
+    """How predictions agree with measurements of `n` configs. Errors are absolute, relative to the measured latency.
 
-    `spearman` is None where ranks say nothing: fewer than two configs, or all alike.
+    `spearman` is None where ranks tell nothing: with fewer than two configs, or if all are equal.
     """
 
     n: int
@@ -136,7 +136,7 @@ def _ranks(values: Array) -> Array:
 
 
 Price = Callable[[Sequence[Machine]], Sequence[Sequence[float]]]
-"""By machine, what every sample should take on it, in us."""
+"""Machines -> for each, the predicted latency of every sample in us."""
 
 
 def price_here(samples: Sequence[Sample]) -> Price:
@@ -151,10 +151,10 @@ def fit(
     bounds: Mapping[str, tuple[float, float]] = MappingProxyType({}),
     watch: Callable[[float], None] = lambda _: None,
 ) -> Machine:
-    """`machine` with the constants of FREE moved to where the prices of the samples agree best with what they were
-    measured to take; `bounds` are (low, high) that hold instead of FREE's, by name.
+    """`machine` with the constants of FREE moved to the best agreement of prices and measured latencies.
 
-    `watch` is told the root mean square error of the logarithm after every step.
+    `bounds` maps names to (low, high) that replace FREE's. `watch` gets the root mean square error of the logarithm
+    after every step.
     """
     free = [Free(each.name, *bounds.get(each.name, (each.low, each.high))) for each in FREE]
     scales = [_Scale(each, _get(machine, each.name)) for each in free]
@@ -188,7 +188,7 @@ class _Scale:
         self.begin = float((span[1] - span[0]) / (span[2] - span[0]))
 
     def value(self, place: float) -> float:
-        """The constant at a place; at the place where the fit began, exactly what it was there."""
+        """The constant at a place. At the fit's first place it is exactly the initial value."""
         if place == self.begin:
             return self._start
         if self._log:
@@ -243,18 +243,18 @@ def _usual(found: Array) -> float:
 
 
 def _weights(found: Array, usual: float) -> Array:
-    """Of squares."""
+    """Weights of the squared errors."""
     return np.asarray(1.0 / (1.0 + (found / usual) ** 2))
 
 
 def _cost(found: Array, usual: float) -> float:
-    """Cauchy's: squares of what is below `usual`. What is far off counts by its logarithm: there the model is wrong,
-    and no constant is to blame."""
+    """Cauchy's cost: errors below `usual` count by their squares. Larger errors count by their logarithm, since there
+    the model is wrong and no constant is to blame."""
     return float(np.sum(usual**2 * np.log1p((found / usual) ** 2)))
 
 
 def _held(place: Array, gradient: Array) -> npt.NDArray[np.bool_]:
-    """What is at a bound and would go beyond."""
+    """Which constants are at a bound and would move beyond it."""
     return np.asarray(((place <= 0.0) & (gradient > 0.0)) | ((place >= 1.0) & (gradient < 0.0)))
 
 

@@ -1,4 +1,4 @@
-"""A calibration: constants of a machine that were fitted to measurements, frozen in a file that names their source."""
+"""A calibration: a machine's constants, fitted to measurements and frozen in a file that names their source."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ _MAY_BE_ZERO: Final = frozenset(
      "patience_us", "ask_us", "warp_us", "chunk_us", "half_warps",
      *(field.name for field in fields(Vector))}
 )  # fmt: skip
-"""Constants that divide nothing."""
+"""Constants that may be 0, since nothing is divided by them."""
 _LEAST_PATIENCE_US: Final = 1.0
-"""Shortest wait behind which the host may be asked: a prediction counts every question."""
+"""Shortest wait until the host may be asked. Every question is an event of a prediction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """The cost model with the target's own constants, or with those of a `machine` that was calibrated.
+    """The cost model with the target's own constants, or with those of a calibrated `machine`.
 
-    `version` goes with every prediction: predictions of different versions never answer for each other.
+    Every prediction has the `version`. Predictions of different versions never stand for each other.
     """
 
     machine: Machine | None = None
     version: str = MODEL_VERSION
 
     def predict(self, program: MegakernelProgram) -> PredictedLatency:
-        """Its word on a validated program. Raises as `cost_model.predict` does."""
+        """The prediction for a validated program. Raises as `cost_model.predict`."""
         return PredictedLatency(predict_us(program, self.machine), self.version)
 
 
 STOCK: Final = Predictor()
-"""The cost model as it comes."""
+"""The cost model with the constants that come with flywheel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Calibration:
 
 
 def dump_calibration(calibration: Calibration) -> str:
-    """The file's text; the same calibration always gives the same bytes."""
+    """The file's text. The same calibration always gives the same bytes."""
     document = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -79,9 +79,9 @@ def dump_calibration(calibration: Calibration) -> str:
 
 
 def open_predictor(path: str | Path | None, target: GpuTarget) -> Predictor:
-    """The predictor of a calibration file, or without one the stock one.
+    """The predictor of a calibration file; for None, the one that comes with flywheel.
 
-    Raises UsageError, in one line that names the file, where it is none for this `target` and this cost model.
+    Raises UsageError, in one line that names the file, if the file is not for this `target` and this cost model.
     """
     if path is None:
         return STOCK
@@ -119,7 +119,7 @@ def calibration_from_document(document: object, where: str) -> Calibration:
     if document.get("predictor") != calibration.predictor.version:
         raise UsageError(
             f"{where}: predictor {show(document.get('predictor'))} is not that of its constants, "
-            f"{calibration.predictor.version!r}: somebody changed them"
+            f"{calibration.predictor.version!r}: the file was edited"
         )
     return calibration
 
@@ -142,7 +142,7 @@ def _machine(data: object, where: str) -> Machine:
     machine = Machine(**built | _numbers(rest, f"{where}: machine"))
     if machine.ask_us and machine.patience_us < _LEAST_PATIENCE_US:
         told = f"machine.patience_us {machine.patience_us:g} is below {_LEAST_PATIENCE_US:g}"
-        raise UsageError(f"{where}: {told}, and the host is asked (machine.ask_us {machine.ask_us:g})")
+        raise UsageError(f"{where}: {told}, but machine.ask_us is {machine.ask_us:g}")
     return machine
 
 

@@ -1,4 +1,5 @@
-"""What a program asks of a machine, whatever the machine's constants: read once, priced many times (queues.py)."""
+"""A program's demand on a machine, independent of the machine's constants. It is read once and priced many times
+(queues.py)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from flywheel.plan.program import queues_of
 Marks = npt.NDArray[np.bool_]
 
 STREAMED_KINDS: Final = frozenset({BufferKind.WEIGHT, BufferKind.KV_CACHE, BufferKind.CONST})
-"""Inputs that `est_bytes` stands for; all others are activations, read when the task starts."""
+"""Kinds of inputs that `est_bytes` counts. All others are activations, read when the task starts."""
 
 _CLASSES: Final = MappingProxyType(
     {
@@ -33,23 +34,23 @@ _CLASSES: Final = MappingProxyType(
         InstructionKind.ATTENTION_COMBINE.name: "merges",
     }
 )
-"""Operations that have a price of their own; all others are steps like any."""
+"""Operations with a price of their own. All others cost a step."""
 
 _MERGES: Final = frozenset(name for name, kind in _CLASSES.items() if kind == "merges")
 _COPY: Final = InstructionKind.COPY.name
 _DEQUANT: Final = InstructionKind.DEQUANT.name
-"""Part of the product behind it, whose bytes cost more."""
+"""Part of the product after it, which makes that product's bytes cost more."""
 
 
 class Kind(NamedTuple):
-    """What decides the price of a task: bytes of weights streamed, of caches loaded while it waits, and of activations
-    read when it starts, operations, and what its steps are.
+    """The facts that decide a task's price: bytes of streamed weights, bytes of caches loaded while it waits, bytes of
+    activations read at its start, operations, and steps.
 
-    `flops` of products are those of one row: others ride in columns of the fragment that are multiplied anyway.
-    `readers` tasks read the same at about the same time. `staged`: the task before it on its SM multiplied the same
-    operand. `merged` counts heads of partials. `sliced`: it multiplies an input as it is, for which the variant's
-    slices are priced. The packer cuts none where there are several rows or hand-offs go by counters; the price, to
-    which the constants are fitted, counts those slices too.
+    `flops` of products are those of one row, since other rows use columns of the fragment that are multiplied anyway.
+    `readers` tasks read the same data at about the same time. `staged` means that the task before it on its SM
+    multiplied the same operand. `merged` counts heads of partials. `sliced` means that it multiplies an input as it is,
+    and is priced with the variant's slices. The packer makes no slices with several rows or hand-offs by counters. The
+    constants were fitted to a price that counts them there, too.
     """
 
     streamed_bytes: int
@@ -64,13 +65,15 @@ class Kind(NamedTuple):
     attends: bool
     sliced: bool
     codes: tuple[DType, ...] = ()
-    """Types of the quantised matrices that it multiplies by."""
+    """Types of the quantised matrices in its products."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The queues of a program, one after the other: entry `i` of each column is one task, `first[sm]..first[sm + 1]`
-    are the entries of an SM, and `stream_end` counts bytes from the start of the SM's stream."""
+    """A program's queues, one after the other. Entry `i` of each column is one task.
+
+    `first[sm]..first[sm + 1]` are the entries of an SM. `stream_end` counts bytes from the start of the SM's stream.
+    """
 
     variant: KernelVariant
     task_ids: Ints
@@ -82,9 +85,9 @@ class Demand:
 
 
 def demand_of(program: MegakernelProgram) -> Demand:
-    """What a program that `validate(strict=True)` accepts asks.
+    """The demand of a program that `validate(strict=True)` accepts.
 
-    Raises ConfigError as `variant_of` does, and InvalidProgramError that names the first task without an SM.
+    Raises ConfigError as `variant_of`, and InvalidProgramError that names the first task without an SM.
     """
     tasks, variant, units = program.tasks, variant_of(program), units_of(program)
     order, first = queues_of(program)
@@ -108,10 +111,10 @@ def demand_of(program: MegakernelProgram) -> Demand:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """What a task does, counted: `merged` heads of partials, and products, which are all that multiply.
+    """Counts of a task's steps: `merged` heads of partials, and the products.
 
-    `parts`: elements of inputs of which only a part is read, by their place. A copy of a part is where it is read from
-    then on, and no step of its own.
+    `parts` maps inputs of which only a part is read to its number of elements. A copy of a part is no step of its own;
+    later steps read the part.
     """
 
     products: int
@@ -124,7 +127,7 @@ class _Steps:
 
 
 class _Work(NamedTuple):
-    """What the tasks of a unit do: their steps, the activations that they read, and their bytes."""
+    """The work of a unit's tasks: their steps, the activations that they read, and their bytes."""
 
     unit: Unit
     steps: _Steps
@@ -133,7 +136,7 @@ class _Work(NamedTuple):
 
 
 def _works(units: Units, program: MegakernelProgram) -> list[_Work]:
-    """By unit."""
+    """The work of each unit."""
     table = program.buffers.spelled if units.layers is not None else program.buffers  # type: ignore[attr-defined]
     buffers = [buffer for buffer in table if buffer.kind not in STREAMED_KINDS]
     dtypes, sizes = {buffer.id: buffer.dtype for buffer in buffers}, {buffer.id: buffer.nbytes for buffer in buffers}
@@ -154,7 +157,8 @@ def _works(units: Units, program: MegakernelProgram) -> list[_Work]:
 
 
 def _find_staged(operand: Ints, first: Ints) -> Marks:
-    """Which entries multiply what the one before them on their SM did; `operand` is that of each, -1 for none."""
+    """Which entries multiply the operand of the entry before them on their SM. `operand` numbers operands; -1 means
+    none."""
     staged = np.zeros(len(operand), np.bool_)
     staged[1:] = (operand[1:] >= 0) & (operand[1:] == operand[:-1])
     staged[first[:-1][np.diff(first) > 0]] = False
@@ -164,8 +168,8 @@ def _find_staged(operand: Ints, first: Ints) -> Marks:
 def _kinds(
     works: Sequence[_Work], units: Units, entries: Ints, unit_of: Ints, first: Ints
 ) -> tuple[list[Kind], Ints]:
-    """(the kinds that there are, the number of the kind of each entry)."""
-    # The same operand: the same activations, normed and merged alike.
+    """(the distinct kinds, the number of each entry's kind)."""
+    # Operands are equal if they have the same activations, with the same norms and merges.
     made = [(each.read, (each.steps.norms, each.steps.merged)) if each.steps.products else None for each in works]
     staged = _find_staged(units.numbered(made)[entries], first)
     read = units.numbered([(each.read, ()) for each in works])[entries]
@@ -183,7 +187,7 @@ def _kinds(
 
 
 def _numbered(code: Ints, bound: int) -> tuple[Ints, Ints]:
-    """(distinct codes, sorted; the place of each code among them), all codes being below `bound`."""
+    """(distinct codes, sorted; the place of each code among them). All codes are below `bound`."""
     if bound > _TABLE:
         return np.unique(code, return_inverse=True)
     seen = np.zeros(bound, np.bool_)
@@ -195,7 +199,7 @@ def _numbered(code: Ints, bound: int) -> tuple[Ints, Ints]:
 
 
 _TABLE: Final = 1 << 22
-"""Codes that a table numbers faster than a sort."""
+"""Bound of codes up to which a table is faster than a sort."""
 
 
 def _kind(work: _Work, staged: bool, readers: int) -> Kind:

@@ -1,4 +1,4 @@
-"""What tasks signal and await, by numbers, and who of them looks at the data instead of a counter."""
+"""The signals and waits of tasks, by numbers, and which waits are for data instead of a counter."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from flywheel.plan.nodes import group_tasks
 Marks = npt.NDArray[np.bool_]
 
 _BRIEF: Final = 2
-"""Templates in a program that shows the hand-offs of all: who asks for a counter is in its layer or the next one. So
-the first stands for all but the last."""
+"""Templates in a program that shows all hand-offs. A task that polls a counter is in the counter's layer or the next
+one, so the first template stands for all but the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,15 @@ class Gates:
     link_ends: Ints
     links: Ints
     by_data: Marks
-    """Per gate: whether those who wait look at the data instead of the counter."""
+    """For each gate, whether its waiters poll the data instead of the counter."""
 
 
 def gates_of(program: MegakernelProgram, variant: KernelVariant, units: Units, entries: Ints) -> Gates:
-    """The gates of a program; `entries` are, by queue entry, numbers of units of all layers, and of their sets."""
+    """The gates of a program.
+
+    `entries` has, by queue entry, the number of the unit among the units of all layers, which is also the number of its
+    set.
+    """
     signals = units.counters([unit.signal for unit in units.units])
     who, counters, thresholds = units.awaited()
     base = int(thresholds.max(initial=0)) + 1
@@ -66,7 +70,7 @@ def gates_of(program: MegakernelProgram, variant: KernelVariant, units: Units, e
 
 
 def _asked(program: MegakernelProgram, variant: KernelVariant, units: Units, base: int) -> Ints:
-    """The pairs that some task asks a counter for, as `counter * base + threshold`."""
+    """The pairs for which some task polls a counter, as `counter * base + threshold`."""
     layers = units.layers
     by_counters = not variant.data_hand_offs or shares_pages(program)
     found = None if by_counters else _waits_by_data(program, layers)
@@ -80,14 +84,14 @@ def _asked(program: MegakernelProgram, variant: KernelVariant, units: Units, bas
 
 
 def _waits_by_data(program: MegakernelProgram, layers: Layers | None) -> Sequence[Sequence[Wait]] | None:
-    """The waits that are left to parts of a program, brief where it has layers; None where all are."""
+    """The remaining waits of a program's parts, of the brief program if it has layers; None where all waits remain."""
     tasks, buffers = program.tasks, program.buffers
     if not isinstance(tasks, Runs):
         hand_offs = by_data(replace(program, pages=None), group_tasks(tasks))
         return hand_offs.waits if hand_offs.awaited else None
     if layers is not None and isinstance(buffers, Layered):
         times = min(layers.times, _BRIEF)
-        looks = dict(enumerate(buffers.column(lambda each: each, times)))  # none of them is asked for its id
+        looks = dict(enumerate(buffers.column(lambda each: each, times)))  # their ids are not used
         found = waits_by_data(_parts(tasks.repeated(times)), looks)
     else:
         found = waits_by_data(_parts(tasks.runs), {each.id: each for each in buffers})
@@ -112,7 +116,7 @@ def _columns(stretch: Stretch) -> tuple[int, int]:
 
 
 def _in_all_layers(counter: int, layers: Layers) -> range:
-    """The counters that one of the brief program stands for."""
+    """The program's counters that a counter of the brief program stands for."""
     span, again = layers.counters, layers.times - _BRIEF
     place = (counter - span.start) // span.size if counter >= span.start and span.size else -1
     if place < 0:

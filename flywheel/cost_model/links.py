@@ -1,7 +1,7 @@
-"""What exchanges between GPUs cost beside the hand-offs that they are.
+"""The cost of exchanges between GPUs beyond the hand-offs that they are.
 
-An exchange is a hand-off between GPUs: what makes a tile pushes it, what adds it looks at its own memory until all
-tiles are there. The engine prices that as a hand-off on one GPU; `exchanges_us` is what the way to another GPU adds.
+A task that makes a tile pushes it to other GPUs, and a task that adds it polls its own memory until all tiles are
+there. The engine prices that as a hand-off on one GPU. `exchanges_us` adds the way to another GPU.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from flywheel.ir.tiles import stretches_of
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way from a GPU's SM to another GPU's."""
+    """The link from an SM of one GPU to another GPU."""
 
     one_way_us: float
-    """From a store of 512 bytes to a load elsewhere that sees them, by polling the data."""
+    """Time from a store of 512 bytes to a load on the other GPU that sees them, by polling the data."""
     same_gpu_us: float
-    """The same between two SMs of one GPU."""
+    """The same time between two SMs of one GPU."""
     gbs: float
-    """Of copies one way, while the other way is as busy."""
+    """Rate of copies in one direction, while the other direction is equally busy."""
 
 
 NVLINK: Final = Link(0.935, 0.475, 396.0)
-"""Two H200 joined by 18 links of NVLink 4, measured by a probe in a persistent kernel. Other GPUs are taken to have the
-same, which is not measured."""
+"""Two H200 joined by 18 links of NVLink 4, measured by a probe in a persistent kernel. Other GPUs are assumed to have
+the same link, which was not measured."""
 
 
 def exchanges_us(program: MegakernelProgram, link: Link = NVLINK) -> float:
-    """What the exchanges of a launch add to its hand-offs, as if nothing hid it; 0 for a program of one GPU."""
+    """The time that a launch's exchanges add to its hand-offs, if nothing hides it; 0 for a program of one GPU."""
     if program.ranks == 1:
         return 0.0
     buffers = {buffer.id: buffer for buffer in program.buffers}
-    nbytes: list[dict[int, int]] = [{} for _ in range(program.ranks)]  # by rank and what it pushes
+    nbytes: list[dict[int, int]] = [{} for _ in range(program.ranks)]  # by rank and pushed buffer
     for record, columns in _pushes(program, buffers):
         source = record.inputs[0]
         pushed = buffers[source].dtype.nbytes(columns)
@@ -47,7 +47,7 @@ def exchanges_us(program: MegakernelProgram, link: Link = NVLINK) -> float:
 
 
 def _pushes(program: MegakernelProgram, buffers: Mapping[int, Buffer]) -> Iterator[tuple[Run | Task, int]]:
-    """What pushes, and how many elements."""
+    """(a push, the elements that it pushes) of a program."""
     tasks = program.tasks
     for record in tasks.runs if isinstance(tasks, Runs) else tasks:
         if record.outputs and buffers[record.outputs[0]].rank != record.rank:

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from flywheel.cost_model.engine import Queues, Trace
 
 MODEL_VERSION: Final = "6"
-"""Changes whenever the same program may get another prediction."""
+"""The version changes whenever the same program may get another prediction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted time of one launch, and where each SM spends it; tuples are by SM.
+    """The predicted time of one launch, and how each SM spends it; tuples are by SM.
 
-    `busy_us` is work, `blocked_us` waiting for counters, `finish_us` the end of its last task; what is left of it was
-    spent waiting for bytes.
+    `busy_us` is work, `blocked_us` waiting for counters, and `finish_us` the end of the SM's last task. The rest of
+    that is waiting for bytes.
     """
 
     latency_us: float
@@ -37,7 +37,7 @@ class Prediction:
 
     @property
     def starved_us(self) -> tuple[float, ...]:
-        """Time that each SM spent waiting for weights and K/V."""
+        """The time that each SM spends waiting for weights and K/V."""
         return tuple(
             max(0.0, finish - busy - blocked)
             for finish, busy, blocked in zip(self.finish_us, self.busy_us, self.blocked_us, strict=True)
@@ -55,10 +55,10 @@ class TaskSpan:
 
 
 def predict(program: MegakernelProgram, machine: Machine | None = None) -> Prediction:
-    """Latency of one launch of `program`, a valid one, on its target; `machine` replaces the target's constants.
+    """The latency of one launch of a valid `program` on its target. `machine` replaces the target's constants.
 
-    Of several GPUs, it is that of the one that takes longest, and what exchanges add. Raises ConfigError for a program
-    without target, InvalidProgramError for one without SM assignment or that cannot finish.
+    For several GPUs, it is the latency of the slowest GPU and the exchanges' time. Raises ConfigError for a program
+    without a target. Raises InvalidProgramError for a program without SM assignment, and for one that cannot finish.
     """
     if program.ranks > 1:
         slowest = max((predict(alone(program, rank), machine) for rank in range(program.ranks)), key=_latency)
@@ -77,7 +77,7 @@ def predict(program: MegakernelProgram, machine: Machine | None = None) -> Predi
 
 
 def predict_us(program: MegakernelProgram, machine: Machine | None = None) -> float:
-    """The latency that `predict` says, alone: a search asks for nothing else. Raises as `predict` does."""
+    """The latency of `predict` alone, which is all that a search needs. Raises as `predict`."""
     if program.ranks > 1:
         return max(predict_us(alone(program, rank), machine) for rank in range(program.ranks)) + exchanges_us(program)
     _, machine, _, trace = _run(program, machine)
@@ -85,8 +85,10 @@ def predict_us(program: MegakernelProgram, machine: Machine | None = None) -> fl
 
 
 def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list[TaskSpan]:
-    """The spans of all tasks, SM by SM in queue order. Of several GPUs, those of all tasks but pushes, GPU after GPU,
-    whose SMs are numbered on. Raises as `predict` does."""
+    """The spans of all tasks, SM by SM in queue order.
+
+    For several GPUs, it has all tasks but pushes, GPU by GPU, with SMs numbered through. Raises as `predict`.
+    """
     if program.ranks > 1:
         return [span for rank in range(program.ranks) for span in _timeline_of(program, rank, machine)]
     demand, _, _, trace = _run(program, machine)
@@ -117,8 +119,8 @@ def _latency(prediction: Prediction) -> float:
 
 
 def latency_us(demand: Demand, machine: Machine, floor: float) -> float:
-    """What `predict` says of the program that asks `demand` and whose floor is that, in us. Raises InvalidProgramError
-    as it does."""
+    """The latency that `predict` gives for a program with this `demand` and `floor`, in us. Raises InvalidProgramError
+    as `predict`."""
     _, trace = _simulate(demand, machine)
     if trace.stuck is not None:
         raise _never_starts(f"task {demand.task_ids[trace.stuck]}")
@@ -135,7 +137,7 @@ def _latency_us(trace: Trace, machine: Machine, floor: float) -> float:
 
 
 def _run(program: MegakernelProgram, machine: Machine | None) -> tuple[Demand, Machine, Queues, Trace]:
-    # Here, since nothing but a prediction should wait for numpy and numba.
+    # Imported here, so that only predictions wait for numpy and numba.
     from flywheel.cost_model.demand import demand_of
 
     demand = demand_of(program)

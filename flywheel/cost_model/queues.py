@@ -1,4 +1,4 @@
-"""What a program asks, in the times that it takes on one machine: the queues of the event engine."""
+"""A program's demand as times on one machine: the queues of the event engine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from flywheel.plan import KernelVariant
 _KILO: Final = 1e3
 
 _FETCHED_BYTES: Final = 2048
-"""Activations that a warp loads at once."""
+"""Bytes of activations that a warp loads at once."""
 
 _ATTENDED_BYTES: Final = 4096
-"""Keys and values that a warp attends to at once: 16 rows of 64 halves each."""
+"""Bytes of keys and values that a warp attends to at once: 16 rows of 64 halves each."""
 
 
 def priced(demand: Demand, machine: Machine) -> Queues:
-    """The queues with the times that they take on `machine`."""
+    """The queues with their times on `machine`."""
     variant, ends, first, gates = demand.variant, demand.stream_end, demand.first, demand.gates
     room = variant.ring_slots // variant.copies * variant.copies * variant.chunk_bytes
     # A task that waits has its own weights read, and those of others behind it as far as the task before it allows: the
@@ -53,7 +53,7 @@ def priced(demand: Demand, machine: Machine) -> Queues:
 
 
 class _Price(NamedTuple):
-    """Times of a task: done while it waits, its work, and from the last chunk's arrival to the end."""
+    """A task's times: work while it waits, work after that, and from the last chunk's arrival to the end."""
 
     ahead_us: float
     work_us: float

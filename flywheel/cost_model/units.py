@@ -1,6 +1,7 @@
-"""Tasks as units: neighbours that differ in columns and SM alone, of which alike layers have one for all.
+"""Tasks as units: adjacent tasks that differ in columns and SM alone. Alike layers have one unit for all.
 
-What is asked of units is asked once for all layers; columns over units become columns over those of all layers here.
+A value of a unit is computed once for all layers. This module expands columns over units to columns over the units of
+all layers.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from flywheel.ir.tiles import stretches_of
 Ints = npt.NDArray[np.int64]
 
 _APART: Final = 1 << 40
-"""Between ids that move from layer to layer and those that stay."""
+"""Distance between ids that move from layer to layer and ids that stay."""
 
 
 class Unit(NamedTuple):
-    """What `n_tasks` tasks share, each `N_tile` columns behind the one before; `params` are those of the first."""
+    """The common part of `n_tasks` tasks, each `N_tile` columns after the one before. `params` are the first task's."""
 
     op: InstructionKind
     inputs: Sequence[int]
@@ -39,8 +40,8 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of a program, those of the template once, and of all its layers in list order: the unit that each is,
-    and by how many layers it is moved."""
+    """A program's units with the template's once, and the units of all layers in list order: the unit that each is, and
+    the number of layers by which it is moved."""
 
     units: list[Unit]
     layers: Layers | None
@@ -49,16 +50,16 @@ class Units:
 
     @property
     def tasks(self) -> Ints:
-        """[task] the number, among the units of all layers, of the one that it is in."""
+        """[task] the number of the task's unit among the units of all layers."""
         counts = np.array([unit.n_tasks for unit in self.units], np.int64)
         return np.repeat(np.arange(len(self.unit_of)), counts[self.unit_of])
 
     def counters(self, numbers: Sequence[int]) -> Ints:
-        """A counter of each unit, in all layers."""
+        """A counter of each unit, for all layers."""
         return self._further(np.array(numbers, np.int64)[self.unit_of], self.moved)
 
     def awaited(self) -> tuple[Ints, Ints, Ints]:
-        """(units of all layers, counters, thresholds) of all that they await."""
+        """(units of all layers, counters, thresholds) of all waits."""
         pairs = [[(wait.counter, wait.threshold) for wait in unit.waits if wait.threshold > 0] for unit in self.units]
         ends = np.cumsum([0, *map(len, pairs)])
         flat = np.array([pair for each in pairs for pair in each], np.int64).reshape(-1, 2)
@@ -68,8 +69,10 @@ class Units:
         return who, self._further(flat[place, 0], self.moved[who]), flat[place, 1]
 
     def numbered(self, operands: Sequence[tuple[tuple[int, ...], tuple[int, ...]] | None]) -> Ints:
-        """A number for each unit of all layers, equal for equal operands; `operands` are, by unit, buffers and what
-        does not move; None, where there are none, becomes -1."""
+        """A number for each unit of all layers, equal for equal operands.
+
+        `operands` has for each unit the buffers and a part that does not move. None, for no operand, becomes -1.
+        """
         known: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         rows = []
         times = self.layers.times + 2 if self.layers is not None else 1

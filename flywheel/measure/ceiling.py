@@ -1,4 +1,4 @@
-"""What a card itself was measured to do: the bounds that its schedules run against."""
+"""Measured limits of a card, which bound its schedules."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flywheel.measure.columns import fault_of
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """One probing of a GPU. `read_gbs` is the best rate at which any plain kernel read its memory, `read_kernel` says
-    which, `hand_off_us` the time from a signal on one SM to the SM that waits for it having seen it.
+    """One probe of a GPU.
 
-    `gpu` is the name by its driver, `created_at` ISO 8601 in UTC. Raises ValueError where a value is none that its
-    column can hold (`columns.fault_of`).
+    `read_gbs` is the best rate at which a plain kernel read its memory, and `read_kernel` names that kernel.
+    `hand_off_us` is the time from a signal on one SM until a waiting SM sees it. `gpu` is the driver's name, and
+    `created_at` is ISO 8601 in UTC. Raises ValueError where a column cannot hold its value (`columns.fault_of`).
     """
 
     gpu: str

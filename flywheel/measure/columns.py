@@ -1,4 +1,4 @@
-"""What a column of a stored row can hold, whoever wrote the row: types, ranges of numbers, lengths of texts, times."""
+"""The values that a column of a stored row can hold: types, ranges of numbers, lengths of texts, times."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flywheel.ir.show import show
 from flywheel.ir.version import ABI_MAX_ROWS
 
 MAX_NAME: Final = 1000
-"""Characters of a text that names something."""
+"""Most characters of a name."""
 MAX_TEXT: Final = 2**24
-"""Characters of a text that says something: a config, a reason, a campaign's file."""
+"""Most characters of any other text: a config, a reason, a campaign's file."""
 _TEXTS: Final = frozenset({"config", "reason", "spec"})
 _YEARS: Final = range(2000, 3000)
-"""Years in which a row can have been made; arithmetic on times of all time zones stays within Python's."""
+"""Years in which a row can have been made. They keep arithmetic on times of all time zones within Python's range."""
 
 _MOST_US: Final = 1e12
 _MOST_S: Final = 1e9
@@ -50,7 +50,7 @@ _RANGES: Final = MappingProxyType(
 
 
 def fault_of(name: str, kind: type, nullable: bool, value: object) -> str | None:
-    """What is wrong with a value in the column `name`, whose Python type is `kind`; None where nothing is."""
+    """The fault of a value in the column `name` of Python type `kind`; None where it has none."""
     if value is None:
         return None if nullable else "is absent"
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):

@@ -1,4 +1,4 @@
-"""Contestants for one decode step that were timed in turn on one GPU, and how each stands beside the others."""
+"""Contestants for one decode step, timed in turn on one GPU, and how each compares with the others."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CompetingOutcome = Measured | Rejected | Incorrect | Implausible | NoMemory
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One contestant: `how` says what runs, in a few words.
+    """One contestant. `how` describes in a few words what runs.
 
-    `times_us` are its samples by round, beside which those of the others were taken, and `batches_us` the time of one
-    launch among many back to back, a round each; both are empty without a latency.
-    Raises ValueError where they are there without one.
+    `times_us` are its samples by round, taken in turn with the others'. `batches_us` has, for each round, the time of
+    one launch among many back to back. Both are empty without a latency. Raises ValueError if they are given without
+    one.
     """
 
     name: str
@@ -33,26 +33,25 @@ class Entry:
 
     def __post_init__(self) -> None:
         if not isinstance(self.outcome, Measured) and (self.times_us or self.batches_us):
-            raise ValueError(f"{self.name}: {outcome_name(self.outcome)}, yet with times")
+            raise ValueError(f"{self.name}: {outcome_name(self.outcome)}, but has times")
 
     @property
     def latency(self) -> MeasuredLatency | None:
-        """None of a contestant that does not run, or whose logits or time cannot be."""
+        """The latency; None for a contestant that does not run, or whose logits or time are impossible."""
         return self.outcome.latency if isinstance(self.outcome, Measured) else None
 
     @property
     def verdict(self) -> Verdict | None:
-        """None where nothing ran, and where the time was impossible, whatever the logits were."""
+        """The verdict; None where nothing ran, and where the time was impossible, whatever the logits."""
         return self.outcome.verdict if isinstance(self.outcome, Measured | Incorrect) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Contestants for one step of `batch` sequences at the last position of `context`; the first one is the schedule
-    that is compared.
+    """Contestants for one step of `batch` sequences at the last position of `context`. The first one is the schedule.
 
-    `weight_bytes` is what the step must read, `floor_us` the time of that at the bandwidth of the GPU's datasheet and
-    `ceiling_us` at the best rate that a plain kernel reached in the same run.
+    `weight_bytes` is what the step must read. `floor_us` is the time of that at the datasheet's bandwidth, and
+    `ceiling_us` at the best rate of a plain kernel in the same run.
     """
 
     context: int
@@ -65,9 +64,11 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """An entry with a latency. `weights_gbs` counts weights alone, fractions are of its median, and `speedups` say how
-    many times as fast it is as each of the other entries with a latency, by name. `over_single` is its median over that
-    of the same contestant for one sequence; None where that is not known."""
+    """An entry with a latency. `weights_gbs` counts weights alone, and fractions are of its median.
+
+    `speedups` maps the name of each other entry with a latency to how many times as fast this entry is. `over_single`
+    is its median over that of the same contestant for one sequence; None where that is unknown.
+    """
 
     latency: MeasuredLatency
     weights_gbs: float
@@ -78,13 +79,13 @@ class Standing:
 
 
 def single_of(comparison: Comparison, comparisons: Sequence[Comparison]) -> Comparison | None:
-    """Among `comparisons`, the one of a single sequence at the same context; None where there is none."""
+    """The comparison of a single sequence at the same context; None where there is none."""
     alike = (each for each in comparisons if each.batch == 1 and each.context == comparison.context)
     return next(alike, None)
 
 
 def standing(comparison: Comparison, entry: Entry, single: Comparison | None = None) -> Standing | None:
-    """How an entry of the comparison stands, beside its namesake in `single`; None without a latency."""
+    """How an entry of the comparison compares, also with the same contestant in `single`; None without a latency."""
     latency = entry.latency
     if latency is None:
         return None
@@ -109,8 +110,8 @@ def _over_single(name: str, latency: MeasuredLatency, single: Comparison | None)
 
 
 def comparison_document(comparison: Comparison, single: Comparison | None = None) -> dict[str, Any]:
-    """JSON-ready; what an entry does not have is null, and so is an error that is no number. `single` as `standing` has
-    it."""
+    """The comparison as a JSON-ready document. A value that an entry lacks is null, and so is an error that is not
+    finite. `single` is as for `standing`."""
     return {
         "context": comparison.context,
         "batch": comparison.batch,
@@ -148,7 +149,7 @@ def _entry(comparison: Comparison, entry: Entry, single: Comparison | None) -> d
 
 
 def reason_of(outcome: CompetingOutcome) -> str | None:
-    """Why there is no latency; None where there is."""
+    """The reason why there is no latency; None where there is one."""
     match outcome:
         case Measured():
             return None

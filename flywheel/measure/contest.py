@@ -1,4 +1,4 @@
-"""Programs that were launched in turn on one GPU, so that whatever slows the GPU down slows all of them."""
+"""Programs that were launched in turn on one GPU, so that a slow GPU slows all of them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from flywheel.measure.outcome import TrialOutcome
 
 Rounds = tuple[tuple[float, ...], ...]
-"""Times of one program in us, by round and sample; a round begins with loading the program anew."""
+"""Times of one program in us, by round and sample. A round begins with loading the program again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """What came of a program, and of the rivals that it was measured against, if any.
+    """The outcome of a program and of the rivals that it was measured with, if any.
 
-    `times_us` holds the candidate's samples, then each rival's; sample i of a round was taken right beside sample i of
-    the others. It is empty where nothing was compared: no rival, or a candidate without a latency.
+    `times_us` has the candidate's samples, then each rival's. Sample i of a round was taken directly beside sample i of
+    the others. It is empty without a comparison: without a rival, or if the candidate has no latency.
     """
 
     outcome: TrialOutcome

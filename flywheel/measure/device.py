@@ -1,4 +1,4 @@
-"""Which card a machine has: a GPU is a target only where its name, its SMs and its memory agree with the record."""
+"""Which card a machine has. A GPU is a target only if its name, its SMs and its memory agree with the record."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Final
 from flywheel.ir.target import DRIVER_NAMES, TARGETS, GpuTarget
 
 GENERIC: Final = "generic"
-"""The name of the record of whatever GPU is here, and how those of cards without a datasheet here begin."""
+"""The name of the record of this machine's GPU, and the beginning of the names of cards without a datasheet here."""
 
 _MEMORY_OFF: Final = 0.1
-"""Relative difference of a driver's memory from the datasheet's: what ECC takes, and what the driver keeps."""
+"""Allowed relative difference of the driver's memory from the datasheet's: ECC and the driver take some."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU of a machine: its name as the driver has it, SMs and bytes of memory; None where nobody asked."""
+    """A GPU of a machine: the driver's name, SMs and bytes of memory; None where unknown."""
 
     name: str
     num_sms: int | None = None
@@ -30,7 +30,7 @@ class Device:
 
 
 def target_of(device: Device) -> GpuTarget | None:
-    """The record of a card; None where there is none, as of a slice of one."""
+    """The record of a card; None where there is none, such as for a slice of a card."""
     name = _bare(device.name)
     return next(
         (
@@ -43,7 +43,7 @@ def target_of(device: Device) -> GpuTarget | None:
 
 
 def is_target(device: Device, target: GpuTarget) -> bool:
-    """Whether a card is this target, a generic one included."""
+    """Whether a card is this target, which may be a generic one."""
     if target.name.startswith(f"{GENERIC}-"):
         return target.name.startswith(f"{GENERIC}-{_slug(device.name)}-") and _agrees(device, target)
     found = target_of(device)
@@ -51,7 +51,7 @@ def is_target(device: Device, target: GpuTarget) -> bool:
 
 
 def generic_name(device: Device) -> str:
-    """The name of the record of a card without a datasheet here: another count of SMs, or memory, is another name."""
+    """The name of the record of a card without a datasheet here. Cards with other SMs or memory have other names."""
     assert device.num_sms is not None
     assert device.total_bytes is not None
     return f"{GENERIC}-{_slug(device.name)}-{device.num_sms}sm-{round(device.total_bytes / 2**30)}gib"

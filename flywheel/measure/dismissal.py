@@ -1,4 +1,4 @@
-"""When programs that are timed in turn need no more of it: one is surely slower, or surely the fastest."""
+"""When programs that are timed in turn need no more samples: one is surely slower, or surely the fastest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 from flywheel.measure.contest import Rounds
 
 HOPELESS: Final = 3.0
-"""Times its rival's that a program's first sample takes, after which it is timed no further."""
+"""Sampling ends if a program's first sample takes this many times its rival's."""
 
 @dataclass(frozen=True, slots=True)
 class Stage:

@@ -1,4 +1,4 @@
-"""Where a result came from: versions, machine and commit."""
+"""The origin of a result: versions, machine and commit."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _COMMAND_TIMEOUT_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Software and machine of one run; None for what is not installed or not there.
+    """The software and machine of one run; None where something is not installed or not there.
 
-    `commit` ends in `-dirty` where tracked files differ from it, or what FLYWHEEL_COMMIT says of a copy that git knows
-    nothing of; `driver` and `gpu` are those of the first NVIDIA GPU that a process here may use. `nvrtc` and `kernels`,
-    the compiler of what is measured and a digest of its sources, are None where nothing is measured.
+    `commit` ends in `-dirty` if tracked files differ from it. In a copy without git it is FLYWHEEL_COMMIT. `driver` and
+    `gpu` are those of the first NVIDIA GPU that a process here may use. `nvrtc` and `kernels`, the compiler of the
+    measured kernels and a digest of their sources, are None where nothing is measured.
     """
 
     flywheel_version: str
@@ -48,12 +48,12 @@ class Environment:
 
     @property
     def device(self) -> Device | None:
-        """The GPU, as far as this tells; None where there is none."""
+        """The GPU, as far as these fields tell; None where there is none."""
         return None if self.gpu is None else Device(self.gpu, None, self.gpu_memory_bytes)
 
 
 def capture_environment() -> Environment:
-    """The environment of this process. Asks git and nvidia-smi where they are there; imports nothing heavy."""
+    """The environment of this process. It asks git and nvidia-smi if they are installed, and imports nothing heavy."""
     driver, device = _driver_and_gpu()
     return Environment(
         flywheel_version=VERSION,
@@ -73,7 +73,8 @@ def capture_environment() -> Environment:
 
 
 def git_commit(root: Path) -> str | None:
-    """Full commit of the checkout whose top is `root`, with `-dirty` where it was edited; None if it is no checkout."""
+    """The full commit of the checkout whose top is `root`, with `-dirty` if it was edited; None if it is no
+    checkout."""
     if not (root / ".git").exists():
         return None
     return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
@@ -87,7 +88,7 @@ def _version(distribution: str) -> str | None:
 
 
 def list_gpus() -> list[tuple[str, Device]]:
-    """(id for CUDA_VISIBLE_DEVICES, what it is) of each NVIDIA GPU that a process here may use."""
+    """(id for CUDA_VISIBLE_DEVICES, device) of each NVIDIA GPU that a process here may use."""
     return [(gpu, device) for _, device, gpu in _gpus() if gpu and device is not None]
 
 
@@ -98,7 +99,7 @@ def _driver_and_gpu() -> tuple[str | None, Device | None]:
 
 
 def _gpus() -> list[tuple[str, Device | None, str]]:
-    """(driver, GPU, id) of each; nvidia-smi does not tell its SMs."""
+    """(driver, GPU, id) of each GPU. nvidia-smi does not tell the SMs."""
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed == "":
         return []
@@ -113,13 +114,14 @@ def _gpus() -> list[tuple[str, Device | None, str]]:
 
 @cache
 def _listing(executable: str, allowed: str | None) -> str:
-    """What the driver's tool says, which takes up to a second: asked once, since a process's GPUs stay the same."""
+    """The output of the driver's tool. It takes up to a second and is asked once, since a process's GPUs stay the
+    same."""
     chosen = [] if allowed is None else [f"--id={allowed}"]
     return _output(executable, *chosen, f"--query-gpu={_ASKED}", "--format=csv,noheader,nounits") or ""
 
 
 def _output(program: str, *arguments: str) -> str | None:
-    """Standard output of a command; None where it is missing, fails, says nothing or takes too long."""
+    """The standard output of a command; None where it is missing, fails, is empty or takes too long."""
     executable = shutil.which(program)
     if executable is None:
         return None

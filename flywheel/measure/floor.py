@@ -1,4 +1,4 @@
-"""The weight floor: how fast a decode step could be if reading its weights were all it did."""
+"""The weight floor: the time of a decode step that only reads its weights."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from flywheel.ir.runs import Run, Runs, tasks_by_recipe
 from flywheel.ir.target import GpuTarget
 
 _IdSource = tuple[int, int | None]
-"""Where an EMBED's ids come from: (buffer, None), or (task, recipe step)."""
+"""The source of an EMBED's ids: (buffer, None), or (task, recipe step)."""
 
 
 @once
 def weight_bytes_read(program: MegakernelProgram) -> int:
-    """Bytes of weights that one step must read from HBM; of several GPUs, from that of the one that reads most.
+    """The bytes of weights that one step must read from HBM; for several GPUs, from that of the GPU that reads most.
 
-    Each WEIGHT buffer that a task reads counts once, whole. One that is read only as the table of EMBEDs counts one
-    row (`shape[-1]` elements) per id, and the same ids once however many tiles gather by them.
-    `program` is taken to be valid.
+    Each WEIGHT buffer that a task reads counts once, as a whole. A buffer that is only an EMBED's table counts one row
+    (`shape[-1]` elements) for each id, and equal ids once, however many tiles gather by them. `program` must be valid.
     """
     if program.ranks > 1:
         return max(weight_bytes_read(alone(program, rank)) for rank in range(program.ranks))
@@ -46,8 +45,8 @@ def weight_bytes_read(program: MegakernelProgram) -> int:
 
 
 def _reads_by_ids_or_back(spelled: Sequence[Run], weights: Set[int], layers: Layers) -> bool:
-    """Whether the bytes that all layers read are no multiple of those that one layer reads: since the template gathers
-    rows, or since it or what comes after the layers reads weights of the layer before."""
+    """Whether the bytes that all layers read are not a multiple of one layer's: the template gathers rows, or it or the
+    epilogue reads weights of the layer before."""
     span = layers.buffers
     before, own = range(span.least, span.start), range(span.start, span.stop)
     return any(
@@ -61,11 +60,11 @@ def _weights(buffers: Mapping[int, Buffer]) -> Set[int]:
 
 
 def _weights_read(tasks: Iterable[Task], buffers: Mapping[int, Buffer]) -> tuple[dict[int, int], int]:
-    """(bytes of each buffer that is read whole, bytes of the rows of all others)."""
+    """(bytes of each buffer that is read as a whole, bytes of rows of all others)."""
     weights = _weights(buffers)
     whole: dict[int, None] = {}
     gathered: dict[int, dict[_IdSource, int]] = {}
-    settled: set[int] = set()  # operand records, which tiles share, whose weights are all in `whole`
+    settled: set[int] = set()  # operand records (tiles share them) with all weights in `whole`
     for task in tasks:
         if id(task.inputs) in settled:
             continue
@@ -86,12 +85,12 @@ def _weights_read(tasks: Iterable[Task], buffers: Mapping[int, Buffer]) -> tuple
 
 
 def floor_us(weight_bytes: int, target: GpuTarget) -> float:
-    """Time in us that `target` needs to read `weight_bytes` at its datasheet bandwidth."""
+    """The time in us that `target` takes to read `weight_bytes` at its datasheet bandwidth."""
     return target.bandwidth_bound_us(weight_bytes)
 
 
 def floor_fraction(floor_us: float, latency_us: float) -> float:
-    """Share of the floor that a latency reaches: 1.0 is the floor itself, lower is slower."""
+    """Floor over latency: 1.0 at the floor, and lower for a slower launch."""
     return floor_us / latency_us
 
 
@@ -100,7 +99,7 @@ def _row_bytes(table: Buffer, rows: int) -> int:
 
 
 def _reads(task: Task, buffers: Mapping[int, Buffer]) -> Iterator[tuple[int, dict[_IdSource, int] | None]]:
-    """Each (buffer read, how many rows by which ids); None for the rows of a buffer that is read whole."""
+    """(buffer read, number of rows by the source of their ids); None for rows where the buffer is read as a whole."""
     if task.op is InstructionKind.FUSED:
         yield from _recipe_reads(task, buffers)
     elif task.op is InstructionKind.EMBED:
@@ -136,7 +135,7 @@ def _recipe_ids(
 
 
 def _readers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> Iterable[Task]:
-    """Tasks that show all that is read: one for all of a run with its recipe, unless each may make ids of its own."""
+    """Tasks that together read everything: one for each run and recipe, unless each task may make ids of its own."""
     if not isinstance(tasks, Runs):
         return tasks
     found = list(tasks_by_recipe(tasks.runs, _weights(buffers)))
@@ -144,7 +143,7 @@ def _readers(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> Iterable[T
 
 
 def _gathers(task: Task) -> bool:
-    """Whether it has a recipe that gathers rows."""
+    """Whether a task has a recipe that gathers rows."""
     if task.op is not InstructionKind.FUSED:
         return False
     return any(step["op"] == InstructionKind.EMBED.name for step in task.params["recipe"]["steps"])

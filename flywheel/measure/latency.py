@@ -1,4 +1,4 @@
-"""Latencies, measured and predicted: two types, so that neither can stand in for the other."""
+"""Latencies, measured and predicted. They are two types, so that neither can stand for the other."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from math import isfinite
 from typing import Literal
 
 L2State = Literal["clean", "flushed", "warm"]
-"""The L2 cache before each sample: emptied by reads; by writes, which are then still on their way to memory; or as the
-sample before left it. Samples are taken with a cache that reads emptied."""
+"""The L2 cache before each sample: emptied by reads (clean), emptied by writes that may still be on their way to memory
+(flushed), or as the sample before left it (warm). Measurements use a clean cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
-    """Clocks, power and temperature of a GPU at one moment; None where it does not tell.
+    """The clocks, power and temperature of a GPU at one moment; None where unknown.
 
-    `throttle` names what holds the clocks down, separated by commas, or is "none"; `strangers` is the number of other
-    processes that compute on the GPU.
+    `throttle` names the reasons for lowered clocks, separated by commas, or is "none". `strangers` is the number of
+    other processes that compute on the GPU.
     """
 
     sm_clock_mhz: int | None = None
@@ -29,11 +29,11 @@ class GpuState:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLatency:
-    """Time of one launch over `samples` runs on a GPU, after `warmup` runs that do not count.
+    """The time of one launch over `samples` runs on a GPU, after `warmup` runs that do not count.
 
-    `batch_us` is the time of one launch among many back to back, `gpu_state` the GPU's while those ran.
-    Raises ValueError unless 0 < p10_us <= median_us <= p90_us, all finite, over at least one sample, and `batch_us`,
-    where it is there, is finite and positive.
+    `batch_us` is the time of one launch among many back to back, and `gpu_state` the GPU's state during them. Raises
+    ValueError unless 0 < p10_us <= median_us <= p90_us, all finite, over at least one sample. `batch_us`, if given,
+    must be finite and positive.
     """
 
     median_us: float
@@ -59,7 +59,7 @@ class MeasuredLatency:
 
 @dataclass(frozen=True, slots=True)
 class PredictedLatency:
-    """What a cost model says one launch takes. Raises ValueError unless `latency_us` is finite and positive."""
+    """The time of one launch by a cost model. Raises ValueError unless `latency_us` is finite and positive."""
 
     latency_us: float
     model_version: str

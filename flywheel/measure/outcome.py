@@ -1,4 +1,4 @@
-"""What became of a trial: a closed union, in which a latency cannot exist without correct logits."""
+"""The outcome of a trial: a closed union in which a latency cannot exist without correct logits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Incorrect:
-    """Ran, and its logits are wrong."""
+    """Ran with wrong logits."""
 
     verdict: Verdict
     reason: str
@@ -46,7 +46,7 @@ class Incorrect:
 
 @dataclass(frozen=True, slots=True)
 class Implausible:
-    """Ran faster than its weights can be read: the measurement is wrong, not the schedule good."""
+    """Ran faster than its weights can be read. So the measurement is wrong, and the schedule is not good."""
 
     latency_us: float
     floor_us: float
@@ -62,7 +62,7 @@ class TimedOut:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """Died. `transient` is the infrastructure's failure, which is retried; otherwise the config's own."""
+    """Died. A `transient` death is the infrastructure's failure and is retried; any other is the config's own."""
 
     reason: str
     transient: bool
@@ -70,8 +70,11 @@ class Crashed:
 
 @dataclass(frozen=True, slots=True)
 class NoMemory:
-    """The GPU had less memory free than the program asked for: whoever held the rest, this says nothing of the
-    program, which a search asks for where the whole GPU could hold it."""
+    """The GPU had less free memory than the program asked for.
+
+    Another process may hold the rest, so this says nothing about the program: a search tries only programs that the
+    whole GPU can hold.
+    """
 
     reason: str
 
@@ -84,7 +87,7 @@ OUTCOME_NAMES: Final = (
 """Every name that `outcome_name` gives."""
 
 LASTING_OUTCOMES: Final = ("measured", "predicted", "rejected", "incorrect")
-"""Outcomes that another trial of the same program would only repeat; a prediction is one for its predictor alone."""
+"""Outcomes that another trial of the same program would repeat. A prediction is repeated only by the same predictor."""
 
 
 def outcome_name(outcome: TrialOutcome) -> str:

@@ -1,8 +1,8 @@
-"""Which rows of a campaign are trials, which of them still hold, and which one is the best.
+"""Which rows of a campaign are trials, which of them still hold, and which is the best.
 
-The one home of that in Python; `Store.best` says the same in SQL. Every function takes the rows of one campaign, by
-number. What was measured for this store goes before what was imported: a table's numbers are of another machine, or
-of another day, so the slowest own measurement is better known.
+No other Python code decides this; `Store.best` decides the same in SQL. Every function takes the rows of one campaign,
+by number. Rows measured for this store go before imported ones: a table's numbers come from another machine or another
+day, so even the slowest own measurement is better known.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Final
 from flywheel.measure.record import TrialRecord
 
 KINDS: Final = ("measured", "imported", "predicted")
-"""Kinds of latencies, the best known first."""
+"""Kinds of latencies, the most reliable first."""
 
 
 def compared(records: Sequence[TrialRecord]) -> str:
-    """The kind of latencies that compare in a campaign: measured where there are any, else predicted."""
+    """The kind of latencies that a campaign compares: measured if there are any, else predicted."""
     return "measured" if any(record.outcome == "measured" for record in records) else "predicted"
 
 
 def trials_of(records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The rows that are trials: a final measures again what a trial tried."""
+    """The rows that are trials. A final measures a trial's program again, so it is none."""
     return [record for record in records if record.source != "final"]
 
 
 def trial_of(record: TrialRecord, records: Sequence[TrialRecord]) -> int:
-    """The number of the trial that a row is, or of the one whose program a final measured again."""
+    """The number of the trial that a row is; for a final, of the trial whose program it measured again."""
     if record.source != "final":
         return record.trial
     tried = (each.trial for each in trials_of(records) if each.program_id == record.program_id)
@@ -43,8 +43,8 @@ def row_name(record: TrialRecord, records: Sequence[TrialRecord]) -> str:
 def standing(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     """The rows whose latency holds.
 
-    A final was held among the fastest of all that was there, so it takes the place of every row before it. A row that
-    an earlier one of its program answered says what that one said.
+    A final was held among the fastest programs, so its rows replace every row before it. A row that an earlier row of
+    its program answered has that row's latency.
     """
     last = max((record for record in records if record.source == "final"), key=_number, default=None)
     known: set[str | None] = set()
@@ -58,11 +58,12 @@ def standing(records: Sequence[TrialRecord]) -> list[TrialRecord]:
 
 
 def best_so_far(records: Sequence[TrialRecord]) -> Iterator[tuple[TrialRecord, Mapping[str, TrialRecord]]]:
-    """Each row, and the best there was with it, by `TrialRecord.kind`: measured, imported or predicted. Rows of one
-    final came at once.
+    """Each row, and the best rows up to it by `TrialRecord.kind`: measured, imported or predicted. Rows of one final
+    count together.
 
-    The best is the fastest row that holds and `may_be_best`, the first of equals. After a final it may be slower than
-    it was before, being better known. What is only predicted once something is measured was not worth measuring.
+    The best is the fastest row that holds and `may_be_best`, the first among equals. After a final it may be slower
+    than before, since it is better known. A row that is only predicted after something was measured was not worth
+    measuring.
     """
     best: dict[str, TrialRecord] = {}
     known: set[str | None] = set()
@@ -85,7 +86,7 @@ def best_so_far(records: Sequence[TrialRecord]) -> Iterator[tuple[TrialRecord, M
 
 
 def incumbents(records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The rows that were the best of their kind when they came."""
+    """The rows that were the best of their kind when they were added."""
     shown: dict[str, TrialRecord] = {}
     found = []
     for _, best in best_so_far(records):
@@ -97,8 +98,8 @@ def incumbents(records: Sequence[TrialRecord]) -> list[TrialRecord]:
 
 
 def best_of(records: Sequence[TrialRecord]) -> TrialRecord | None:
-    """The best row that was measured for this store, else the best imported measurement, else the best predicted one;
-    None where there is none."""
+    """The best row measured for this store, else the best imported measurement, else the best prediction; None where
+    there is none."""
     best: Mapping[str, TrialRecord] = {}
     for _, found in best_so_far(records):
         best = found
@@ -106,7 +107,7 @@ def best_of(records: Sequence[TrialRecord]) -> TrialRecord | None:
 
 
 def tied_with(best: TrialRecord | None, records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """Where `best` is the fastest of a final: the others there that it cannot be told from. Else none."""
+    """The other rows of a final that cannot be told from `best`, its fastest; empty where `best` is of no final."""
     if best is None or best.source != "final":
         return []
     return [
@@ -120,8 +121,8 @@ def tied_with(best: TrialRecord | None, records: Sequence[TrialRecord]) -> list[
 
 
 def ranked(records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """A row for each config with a latency: first the best, then the others that hold, then the rest. Within each part,
-    rows measured for this store come first, then imported ones, then predicted ones, each by latency."""
+    """One row for each config with a latency: first the best, then the others that hold, then the rest. Within each
+    part, rows measured for this store come first, then imported ones, then predicted ones, each by latency."""
     best, holds = best_of(records), {record.trial for record in standing(records)}
     rows = sorted(
         (record for record in records if record.objective_us is not None),
@@ -134,19 +135,19 @@ def ranked(records: Sequence[TrialRecord]) -> list[TrialRecord]:
 
 
 def disturbed(record: TrialRecord) -> str | None:
-    """What disturbed a measurement: clocks that were held down, strangers on the GPU. None where nothing did."""
+    """What disturbed a measurement: lowered clocks, or other processes on the GPU. None where nothing did."""
     found = [] if record.throttle in (None, "none") else [f"throttled ({record.throttle})"]
     found += [f"strangers ({record.strangers})"] if record.strangers else []
     return ", ".join(found) or None
 
 
 def marks(record: TrialRecord) -> str | None:
-    """What a row is to be read with: that it was imported, and what disturbed it. None where there is nothing."""
+    """Remarks on a row: that it was imported, and what disturbed it. None where there are none."""
     return ", ".join(filter(None, ("imported" if record.is_imported else None, disturbed(record)))) or None
 
 
 def judged(record: TrialRecord) -> str | None:
-    """How a row's numbers stood beside the oracle's; None where it does not say."""
+    """How a row's numbers compared with the oracle's; None where the row does not tell."""
     if record.verdict_bound is None:
         return None
     error = "no number" if record.verdict_error is None else f"{record.verdict_error:.3g}"
@@ -158,7 +159,7 @@ def _repeats(record: TrialRecord, known: set[str | None]) -> bool:
 
 
 def _final(record: TrialRecord) -> tuple[int | None, str]:
-    """The same for rows of one final, which share their time, and different for all others."""
+    """A key that is equal for rows of one final, which share their time, and different for all other rows."""
     return (None if record.source == "final" else record.trial), record.created_at
 
 

@@ -1,4 +1,4 @@
-"""The verdict on a program: passed, by how much, and where it was furthest off."""
+"""The verdict on a program: whether it passed, its worst error, and the place of that error."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from typing import Any, Final
 from flywheel.errors import UnknownNameError
 
 BOUND: Final[Mapping[str, float]] = MappingProxyType({"F32": 1e-4, "F16": 1.9e-3, "BF16": 1.5e-2})
-"""What a tensor may differ by from the oracle's of the same operands, by the dtype of the activations."""
+"""The largest allowed difference of a tensor from the oracle's of the same operands, by the dtype of the
+activations."""
 
 FREE_RUNNING: Final[Mapping[str, float]] = MappingProxyType({"F32": 1e-3, "F16": 0.02, "BF16": 0.125})
-"""What logits may differ by at the end of a decode step whose every operation ran on its own values, over the largest.
+"""The largest allowed difference of logits, relative to the largest logit, after a decode step whose operations all ran
+on their own values.
 
-Rounding piles up over the layers: this bounds what has no other tensors to show, and which tokens tie."""
+Rounding accumulates over the layers. This bounds programs that show no other tensors, and decides which tokens tie.
+"""
 
 REPEATED: Final = 1 / 16
-"""Part of BOUND that the logits of two launches of one program may differ by."""
+"""Share of BOUND by which the logits of two launches of one program may differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The worst of all comparisons with an oracle.
 
-    `error` is that comparison's, `where` says of which position, row and tensor, and `bound` is what it may be. Where
-    a tensor holds no number, or not exactly what it must, `error` is inf. Raises ValueError where `passed` contradicts
-    the numbers.
+    `error` is that comparison's error, `where` its position, row and tensor, and `bound` the largest error allowed.
+    `error` is inf where a tensor holds a value that is no number, or differs where it must be exact. Raises ValueError
+    where `passed` contradicts the numbers.
     """
 
     passed: bool
@@ -47,7 +50,7 @@ class Verdict:
 
     @property
     def reason(self) -> str | None:
-        """Why the program does not pass; None where nothing is wrong with it."""
+        """The reason why the program does not pass; None where it passes."""
         if not any(position > 0 for position in self.positions):
             return f"positions {list(self.positions)} hold none after 0, where attention and RoPE cannot fail"
         if not isfinite(self.error):
@@ -58,7 +61,7 @@ class Verdict:
 
 
 def as_document(verdict: Verdict) -> dict[str, Any]:
-    """A verdict, JSON-ready: an error that is no finite number is null."""
+    """A verdict, JSON-ready. An error that is not finite is null."""
     return {
         "passed": verdict.passed,
         "reason": verdict.reason,
@@ -71,7 +74,7 @@ def as_document(verdict: Verdict) -> dict[str, Any]:
 
 
 def judge(*, error: float, where: str, positions: Sequence[int], dtype: str, bound: float | None = None) -> Verdict:
-    """Verdict on the worst error over `positions`, by BOUND of `dtype` unless another is given; NaN never passes.
+    """The verdict on the worst error over `positions`, by BOUND of `dtype` unless `bound` is given. NaN never passes.
 
     Raises UnknownNameError for a dtype without a bound.
     """

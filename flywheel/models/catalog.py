@@ -44,11 +44,12 @@ CATALOG: Final[Mapping[str, DecoderSpec]] = MappingProxyType({spec.name: spec fo
 
 
 def model_name(given: str) -> str:
-    """The one name that stores and files have for a model, however it is `given`; `given` itself where nothing is so
-    called.
+    """The name that stores and files have for a model, however it is `given`; `given` itself where no model has that
+    name.
 
-    A name of the catalog in any case, a directory (or its config.json) by its absolute path, a repository of the
-    Hugging Face Hub that the local cache has as OWNER/NAME. An exact name goes before a path, which goes before others.
+    The name is that of the catalog, in any case; or the absolute path of a directory (or of its config.json); or
+    OWNER/NAME of a Hugging Face Hub repository in the local cache. An exact name goes before a path, and a path before
+    other names.
     """
     if given in CATALOG:
         return given
@@ -62,15 +63,18 @@ def model_name(given: str) -> str:
 
 
 def model_path(name: str) -> Path | None:
-    """Where the model of a `model_name` lies; None for one of the catalog, and where nothing is so called."""
+    """The path of the model of a `model_name`; None for one of the catalog, and where no model has that name."""
     if name in CATALOG:
         return None
     return Path(name) if _exists(name) else cached_folder(name)
 
 
 def fetch_model(given: str, weights: bool, announce: Callable[[str], None]) -> str:
-    """The `model_name` of what is `given`; a repository of the Hub that the cache lacks is downloaded first, with its
-    weights where they are asked for, which `announce` says. Raises UnknownNameError as `obtain` does."""
+    """The `model_name` of a model. A Hub repository that the cache lacks is downloaded first, with its weights if
+    `weights`.
+
+    `announce` is told about a download. Raises UnknownNameError as `obtain`.
+    """
     name = model_name(given)
     if not is_repo(name):
         return name
@@ -79,10 +83,10 @@ def fetch_model(given: str, weights: bool, announce: Callable[[str], None]) -> s
 
 
 def resolve_model(given: str) -> DecoderSpec:
-    """The decoder of that name, or the one that an existing `config.json`, its directory, or a repository in the Hub's
-    cache describes.
+    """The decoder of that name, or the one described by an existing `config.json`, its directory, or a repository in
+    the Hub's cache.
 
-    Raises UnknownNameError, with the closest names, if it is none of them; UnsupportedModelError as `load_spec` does.
+    Raises UnknownNameError, with the closest names, if it is none of them, and UnsupportedModelError as `load_spec`.
     """
     name = model_name(given)
     if name in CATALOG:

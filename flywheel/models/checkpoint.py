@@ -1,7 +1,7 @@
 """Reads a checkpoint's safetensors, one file or shards with an index.
 
-The files are a stranger's: whatever they hold, the answer is exactly the wanted tensors or one WeightsError that names
-the tensor and the file. Source: huggingface/safetensors, `README.md`, section "Format".
+The files may come from a stranger. Whatever they hold, the answer is exactly the wanted tensors, or one WeightsError
+that names the tensor and the file. Source: huggingface/safetensors, `README.md`, section "Format".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TIED: Final = MappingProxyType({MODEL_WEIGHT_KEYS["lm_head"]: MODEL_WEIGHT_KEYS
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tensor of `shape`, or of one of the `others`, which mean the same. Its type is one of `dtypes`, in safetensors'
+    """A tensor of `shape`, or of one of the `others`, which mean the same. Its type is one of `dtypes`, by safetensors'
     names."""
 
     shape: Shape
@@ -63,11 +63,12 @@ class _File:
 
 
 def load_weights(path: Path, wanted: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """The tensors called `wanted`, in that order, in the dtype of the file and mapped from it, not read.
+    """The tensors named in `wanted`, in that order, in the dtype of the file. They are mapped from the file, and not
+    read.
 
-    `path` is a directory, a `config.json` in it, or one `.safetensors` file. Like transformers, a directory's
-    `model.safetensors` goes before an index. Nothing else may be in the files but rotary frequencies and, where
-    `wanted` has no `lm_head.weight`, one that equals the embedding.
+    `path` is a directory, a `config.json` in it, or one `.safetensors` file. As in transformers, a directory's
+    `model.safetensors` goes before an index. The files may hold nothing else but rotary frequencies and, if `wanted`
+    has no `lm_head.weight`, one that equals the embedding.
 
     Raises WeightsError if a tensor is missing, unknown, in two files, misshapen or not F32, F16 or BF16, if a file is
     missing or corrupt, or if the index contradicts the shards or names a file outside the directory.
@@ -76,7 +77,7 @@ def load_weights(path: Path, wanted: Mapping[str, Shape]) -> dict[str, Tensor]:
 
 
 def tensor_names(path: Path) -> frozenset[str]:
-    """What the tensors of the files are called. Raises WeightsError as `load_weights`."""
+    """The names of the files' tensors. Raises WeightsError as `load_weights`."""
     return frozenset(_holders(path))
 
 
@@ -92,7 +93,7 @@ def stored_dtype(path: Path, name: str) -> DType:
 
 
 def load_tensors(path: Path, wanted: Mapping[str, Wanted], passed_over: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """As `load_weights`, of tensors of other types, too; those whose names end as `passed_over` says are left out."""
+    """As `load_weights`, for tensors of other types, too. Tensors whose names end as in `passed_over` are left out."""
     holders = {key: file for key, file in _holders(path).items() if not (passed_over and key.endswith(passed_over))}
     missing = [key for key in wanted if key not in holders]
     if missing:
@@ -180,8 +181,8 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether `name` names a file of the directory on every system. The Hub's cache links it elsewhere, so what it
-    resolves to says nothing."""
+    """Whether `name` names a file of the directory on every system. The Hub's cache links files elsewhere, so resolving
+    the name would tell nothing."""
     bare = PurePosixPath(name).name == name and PureWindowsPath(name).name == name
     return bare and name.isprintable() and name.endswith(".safetensors")
 

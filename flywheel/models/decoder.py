@@ -65,7 +65,7 @@ def decode_step(
 
 
 def cache_names(side: str, n_kv_heads: int, batch: int = 1) -> tuple[str, ...]:
-    """Names of a layer's caches, row after row, `side` being "k" or "v"."""
+    """Names of a layer's caches, row by row. `side` is "k" or "v"."""
     return tuple(f"{side}_cache.{stream}" for stream in stream_names(n_kv_heads, batch))
 
 

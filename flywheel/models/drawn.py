@@ -1,6 +1,7 @@
-"""Random weights of a quantised model, such that each scale and zero point counts.
+"""Random weights of a quantised model, made so that each scale and zero point counts.
 
-Weights that are all alike have scales that are all alike: a program that takes its neighbour's would be nearly right.
+Weights that are all alike would have equal scales, and a program that takes its neighbour's scale would be nearly
+right.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ from flywheel.models.weights import draw_uniform, random_weights
 from flywheel.tensors import TORCH_DTYPES
 
 _SPREAD: Final = 0.3
-"""Deviation of the factors of what shares a scale: they are within 0.48 and 1.52."""
+"""Deviation of the factors, one for the elements that share a scale. They are within 0.48 and 1.52."""
 
 _OFFSET: Final = 0.4
-"""Deviation of what is added to all that shares a zero point, over that of the weights."""
+"""Deviation of the offsets, one for the elements that share a zero point, relative to that of the weights."""
 
 
 def random_quantised(
     spec: DecoderSpec, seed: int, formats: WeightFormats, dtype: DType, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """`random_weights` of a seed, as `models.quantise` stores those in `formats`. What shares a scale is multiplied by
-    a factor of its own first, and where there are zero points, shifted. Raises as `keeping` and what it gives."""
+    """`random_weights` of a seed, stored in `formats` by `models.quantise`.
+
+    Elements that share a scale are first multiplied by a factor of their own and, where there are zero points, shifted.
+    Raises as `keeping` and the function that it returns.
+    """
 
     def varied(key: str, matrix: Tensor, format: WeightFormat) -> Tensor:
         rows, groups = shape = format.scale_shape((matrix.shape[0], matrix.shape[1]))

@@ -1,12 +1,11 @@
-"""A decoder in plain torch: what the numbers of a decode step have to be.
+"""A decoder in plain torch, which defines the numbers of a decode step.
 
-It shares nothing with the VM. Where roundings happen: every operation (a projection with its bias, a norm, RoPE, the
-attention of a token, SiLU times up, a residual add) computes in float32 and rounds its result once to the decoder's
-dtype; the cache holds that dtype. Logits are not rounded. transformers rounds inside these operations too, and its
-logits, so in bf16 the two agree to a tolerance only. With float64 everything is computed in float64 but for RoPE's
-angles: they are float32 in the code that models are trained with, and other angles are, far out, another model.
-
-Source: huggingface/transformers, `models/{llama,mistral,qwen2,qwen3}/modeling_*.py`, `modeling_rope_utils.py`.
+It shares no code with the VM. Every operation (a projection with its bias, a norm, RoPE, the attention of a token, SiLU
+times up, a residual add) computes in float32 and rounds its result once to the decoder's dtype. The cache holds that
+dtype. Logits are not rounded. transformers also rounds inside these operations, and rounds its logits, so in bf16 the
+two agree only to a tolerance. With float64, everything is computed in float64 except RoPE's angles. These are float32
+in the code that models are trained with, and at far positions other angles would be another model. Source:
+huggingface/transformers, `models/{llama,mistral,qwen2,qwen3}/modeling_*.py`, `modeling_rope_utils.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _Parts = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer's weights by role, of which `parts` are dequantised to `wide` when they are asked for."""
+    """A layer's weights by role. The quantised ones, in `parts`, are dequantised to `wide` on request."""
 
     held: Mapping[str, Tensor]
     parts: Mapping[str, _Parts]
@@ -67,11 +66,11 @@ def _parts(given: Mapping[str, Tensor], key: str, device: torch.device | str) ->
 
 
 class OracleWeights:
-    """A decoder's weights, by role, on one device and in one dtype.
+    """A decoder's weights by role, on one device and in one dtype.
 
-    `given` has the keys of `checkpoint_tensors(spec)`; they are moved to `device` and converted to `dtype` (float16,
-    bfloat16, float32 or float64) here, and not copied where they have both. A quantised matrix is what its codes mean,
-    not rounded: a layer's are made whenever they are asked for. Raises WeightsError for a missing or misshapen one.
+    `given` has the keys of `checkpoint_tensors(spec)`. Weights are moved to `device` and converted to `dtype` (float16,
+    bfloat16, float32 or float64), and not copied if they have both. A quantised matrix has its codes' values, not
+    rounded; a layer's matrices are made on each request. Raises WeightsError for a missing or misshapen weight.
     """
 
     def __init__(
@@ -109,10 +108,10 @@ class OracleWeights:
 
 
 class EagerDecoder:
-    """One sequence: a decoder, its weights and a cache of up to `context` positions.
+    """A decoder of one sequence, with its weights and a cache of up to `context` positions.
 
-    `weights` as OracleWeights takes them. Raises WeightsError as that does, UsageError for a context that the model
-    does not reach.
+    `weights` are as for OracleWeights. Raises WeightsError as OracleWeights, and UsageError for a context that the
+    model does not reach.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class EagerDecoder:
 
     @property
     def length(self) -> int:
-        """Positions in the cache; the next token's position."""
+        """The number of cached positions, which is the next token's position."""
         return self._length
 
     def reset(self) -> None:
@@ -150,10 +149,10 @@ class EagerDecoder:
         self._length = 0
 
     def step(self, token_id: int, position: int) -> Tensor:
-        """Logits [vocab] after `token_id` at `position`, float64 from a float64 decoder and float32 otherwise.
+        """The logits [vocab] after `token_id` at `position`: float64 from a float64 decoder, else float32.
 
-        The token attends to the cached positions before it and to itself, and is cached; what the cache held from
-        `position` on is forgotten. Raises UsageError if an earlier position is not cached, or if the context ends.
+        The token attends to the cached positions before it and to itself, and is cached. Cached rows from `position` on
+        are dropped. Raises UsageError if an earlier position is not cached, or if the context ends.
         """
         if not 0 <= position <= self._length:
             raise UsageError(f"{self.spec.name}: position {position} is not in 0..{self._length}, the cached ones")
@@ -161,8 +160,11 @@ class EagerDecoder:
         return self.prefill([token_id])
 
     def prefill(self, token_ids: Sequence[int]) -> Tensor:
-        """Append the tokens to the cache; the logits [vocab] after the last, as `step` on each in turn gives them up
-        to the order of sums. Raises UsageError for no tokens, unknown ones, or more than the context has room for."""
+        """Append the tokens to the cache. Returns the logits [vocab] after the last one, equal to those of `step` on
+        each up to the order of sums.
+
+        Raises UsageError for no tokens, unknown ones, or more than the context has room for.
+        """
         if not token_ids or self._length + len(token_ids) > self.context:
             raise UsageError(
                 f"{self.spec.name}: {len(token_ids)} tokens at position {self._length}; supported: at least one, "
@@ -242,7 +244,7 @@ class EagerDecoder:
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x times a weight, with its bias, in the type of x; computed in the weight's where that is wider."""
+    """x times a weight, with its bias, in the type of x. It is computed in the weight's type if that is wider."""
     if weight.dtype == x.dtype:
         return linear(x, weight, bias)
     wide = linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
@@ -268,14 +270,14 @@ def turns(weights: OracleWeights, positions: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, turn: Tensor, wide: torch.dtype) -> Tensor:
-    """RoPE of x [S, heads, head_dim], whose elements i and i + head_dim / 2 are a complex number, by `turns`."""
+    """RoPE of x [S, heads, head_dim] by `turns`. Elements i and i + head_dim / 2 are one complex number."""
     low, high = x.to(wide).chunk(2, -1)
     turned = torch.complex(low, high) * turn
     return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
 
 
 def rope_frequencies(spec: DecoderSpec) -> Tensor:
-    """Radians a position [head_dim / 2], float32, on the CPU: so every device turns by the same angles."""
+    """Radians per position [head_dim / 2], float32, on the CPU, so that every device turns by the same angles."""
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
     frequencies = 1.0 / spec.rope_theta**exponents
     scaling = spec.rope_scaling

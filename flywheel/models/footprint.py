@@ -1,4 +1,4 @@
-"""What a decode step keeps in a GPU's memory, and whether the GPU has that much."""
+"""The memory that a decode step takes on a GPU, and whether the GPU has it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flywheel.models.graph import Block, Graph
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of a decode step: weights, packed once; KV caches of every sequence; and the workspace, at most: what
-    operations hand on, each in memory of its own.
+    """Bytes of a decode step: weights, packed once; KV caches of every sequence; and the largest workspace, with memory
+    of its own for each operation's result.
 
-    Not counted is what a process needs beside the program: CUDA's context, and torch's copy of the weights, which this
-    version keeps while it checks logits.
+    It leaves out memory beside the program: CUDA's context, and torch's copy of the weights, which this version keeps
+    while it checks logits.
     """
 
     weight_bytes: int
@@ -24,12 +24,12 @@ class Footprint:
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """The sum of the three."""
         return self.weight_bytes + self.cache_bytes + self.workspace_bytes
 
 
 def footprint(graph: Graph) -> Footprint:
-    """What a step of the graph needs, whatever its schedule; a tensor that several operations share counts once."""
+    """The footprint of a graph's step, for any schedule. A tensor that several operations share counts once."""
     sizes = dict.fromkeys(BufferKind, 0)
     sources: set[str] = set()
     for block, layers in ((graph.prologue, 1), (graph.layer, graph.n_layers), (graph.epilogue, 1)):
@@ -40,7 +40,7 @@ def footprint(graph: Graph) -> Footprint:
 
 
 def check_fits(graph: Graph, target: GpuTarget) -> None:
-    """Raises TooLargeError, with the numbers, where the target's memory does not hold a step of the graph."""
+    """Raises TooLargeError, with the numbers, where a step of the graph exceeds the target's memory."""
     needed = footprint(graph)
     if needed.nbytes > target.hbm_bytes:
         parts = (needed.weight_bytes, needed.cache_bytes, needed.workspace_bytes)

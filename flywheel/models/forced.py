@@ -1,9 +1,9 @@
-"""The decode step operation by operation, each fed with what a program made of the one before it.
+"""The decode step operation by operation, each with the program's result of the operation before it as input.
 
-So rounding does not pile up over layers, and a wrong operation shows where it is, in its full size. What a program's
-tensor differs by is what the program rounded: nothing is rounded here but what RoPE makes, in which every program must
-round what it multiplies with keys of that dtype, and which sharp attention makes much of. This shares the weights of
-`eager` and no code with the VM.
+So rounding does not accumulate over layers, and a wrong operation shows at its place with its full error. A program's
+tensor differs only by the program's own rounding, since this code rounds nothing, with one exception. It rounds RoPE's
+results as every program must, which multiplies them with keys of that dtype; sharp attention amplifies that rounding.
+This shares the weights of `eager`, and no code with the VM.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from torch.nn.functional import linear
 from flywheel.models.eager import OracleWeights, rms_norm, rotate, swiglu, turns
 
 _WIDENED: Final = 2**26
-"""Elements of a weight, or of caches, that are widened at a time."""
+"""Elements of a weight or of caches that are widened at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What the caches of some layers hold before each of the positions: so many of the rows of `keys` and `values`
-    [layers, batch, n_kv_heads, rows, head_dim], the rotated keys multiplied by the position's entry of `gains`
-    [positions]."""
+    """The cached rows of some layers before each of the positions.
+
+    They are `keys` and `values` [layers, batch, n_kv_heads, rows, head_dim], of which the rows before the position
+    count. Rotated keys are multiplied by the position's entry of `gains` [positions].
+    """
 
     keys: Tensor
     values: Tensor
@@ -34,29 +36,33 @@ class Past:
 
 
 class Hand(Protocol):
-    """Who decides what each operation is fed with."""
+    """Decides the input of each operation."""
 
     def groups(self, n_layers: int) -> Iterable[range]:
-        """The layers in order, and which of them go together: all but the first of a group read what `given` gives."""
+        """The layers in order, in groups that are computed together. In a group, all but the first layer read
+        `given`."""
 
     def given(self, layers: range) -> Tensor:
         """The residual stream [layers - 1, rows, hidden] behind all but the last layer of a group."""
 
     def take(self, names: tuple[str, ...], made: Tensor, parts: int) -> Tensor:
-        """What stands for the tensors `names`, [names, rows, width], of which the oracle makes `made`; of its type.
+        """The tensors `names`, [names, rows, width], that later operations read. The oracle makes `made`, which has the
+        same type.
 
-        `parts` of equal width make up a row: its heads, or 1.
+        A row has `parts` of equal width: its heads, or 1.
         """
 
     def past(self, layers: range, q: Tensor, v: Tensor) -> Past:
-        """The layers' caches; `q` [layers, rows, n_heads, head_dim] is rotated, as is not `v` [layers, rows,
-        n_kv_heads, head_dim]."""
+        """The layers' caches. `q` [layers, rows, n_heads, head_dim] is rotated, and `v` [layers, rows, n_kv_heads,
+        head_dim] is not."""
 
 
 def run_forced(own: OracleWeights, tokens: Tensor, at: Tensor, hand: Hand) -> None:
-    """Every operation, of the layers of a group at once. A row is one of `batch` sequences at one of the positions
-    `at` [positions], position after position; `tokens` [positions, batch] stand there. Both are on the weights' device,
-    and nothing waits for it."""
+    """Run every operation, for all layers of a group at once.
+
+    A row is one of `batch` sequences at one of the positions `at` [positions], position by position. `tokens`
+    [positions, batch] are the tokens there. Both are on the weights' device, and nothing waits for it.
+    """
     with torch.no_grad():
         turn = turns(own, at.repeat_interleave(tokens.shape[1]))
         x = hand.take(("x_out",), own.embed[tokens.flatten()].to(own.wide)[None], 1)
@@ -75,14 +81,14 @@ def named(layers: range, tensor: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """Layers that go together. Their tensors are [layers, rows, ...]."""
+    """Layers that are computed together. Their tensors are [layers, rows, ...]."""
 
     own: OracleWeights
     layers: range
     hand: Hand
 
     def made_of(self, x: Tensor, at: Tensor, turn: Tensor) -> Tensor:
-        """The residual stream behind each layer, of that before it."""
+        """The residual stream after each layer, from that before it."""
         x = self._add("attn_out", "x_mid", self._product(self._attention(x, at, turn), "o_proj"), x)
         normed = self._take("mlp_in", self._norm(x, "post_attention_norm"))
         gate = self._take("gate", self._product(normed, "gate_proj"))
@@ -128,7 +134,7 @@ class _Layers:
         return torch.stack([self.own.layers[layer][role] for layer in self.layers])[:, None]
 
     def _product(self, x: Tensor, role: str) -> Tensor:
-        if role in self.own.layers[self.layers[0]].parts:  # one layer's at a time: they are wide
+        if role in self.own.layers[self.layers[0]].parts:  # one layer at a time, since they are wide
             return torch.cat([_product(x[place, None], [self.own.layers[layer][role]])
                               for place, layer in enumerate(self.layers)])  # fmt: skip
         return _product(x, [self.own.layers[layer][role] for layer in self.layers])

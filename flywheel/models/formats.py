@@ -1,7 +1,7 @@
-"""How the matrices of a model are stored: as they are computed with, or as codes with scales.
+"""The formats in which a model's matrices are stored: the type of the computation, or codes with scales.
 
-A format is part of what is searched, not of how: it decides which bytes a token takes. Source of the layouts:
-docs/ir.md, "Quantised matrices".
+A format is part of the work, and not of its schedule, since it decides which bytes a token reads. Source of the
+layouts: docs/ir.md, "Quantised matrices".
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from flywheel.errors import ConfigError, UnknownNameError
 from flywheel.ir.dtype import COMPUTE_DTYPES, DType
 
 LAYER_MATRICES: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Roles of a layer's matrices, which a format without a role is of."""
+"""Roles of a layer's matrices. A format without a role applies to all of them."""
 
 HEAD: Final = "lm_head"
-"""The head's role: it is quantised where its format is named. The embedding, of which a token reads a row, never is."""
+"""The head's role. It is quantised only if its format is named. The embedding, of which a token reads a row, never
+is."""
 
 MATRICES: Final = (*LAYER_MATRICES, HEAD)
 
@@ -38,9 +39,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """Codes of a type of 8 or 4 bits. `rows` of a matrix [N, K] share a scale, None: all; and `group` consecutive
-    elements of each, None: all K. With `zeros`, each scale has an integer zero point. Scales of groups are of the type
-    that is computed in, or with `wide` F32, as all others are.
+    """Codes of 8 or 4 bits. `rows` of a matrix [N, K] share a scale (None: all), and so do `group` consecutive elements
+    of each row (None: all K).
+
+    With `zeros`, each scale has an integer zero point. Scales of groups have the computation's type, or F32 with
+    `wide`. All other scales are F32.
     """
 
     codes: DType
@@ -51,7 +54,7 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """What users type, and stores keep: `int4`, `fp8-block`, `int4-g64-zeros`."""
+        """The name that users type and stores keep: `int4`, `fp8-block`, `int4-g64-zeros`."""
         codes = _NAMES[self.codes]
         layout = next((name for name, each in _LAYOUTS.items() if each == (self.rows, self.group)), f"g{self.group}")
         parts = [codes, *([layout] if layout != _USUAL[codes] else [])]
@@ -93,7 +96,7 @@ class WeightFormat:
         return self.codes, shared, self.group_of(shape), self.zeros, self.scale_dtype(dtype)
 
     def check(self, what: str, shape: Shape) -> None:
-        """Raises ConfigError, which calls the matrix `what`, where groups do not divide its K."""
+        """Raises ConfigError, with the matrix named `what`, where groups do not divide its K."""
         if shape[1] % self.group_of(shape):
             raise ConfigError(f"{what}: groups of {self.group} do not divide K={shape[1]}; format {self.name}")
 
@@ -110,7 +113,7 @@ class WeightFormats:
         return dict(self.own).get(role, self.usual if role in LAYER_MATRICES else None)
 
     def name(self, dtype: str) -> str | None:
-        """What users type, where `dtype` is what is not quantised; None where nothing is."""
+        """The name that users type, if unquantised weights have type `dtype`; None where nothing is quantised."""
         if all(self.of(role) is None for role in MATRICES):
             return None
         usual = dtype if self.usual is None else self.usual.name
@@ -118,13 +121,14 @@ class WeightFormats:
 
 
 PLAIN: Final = WeightFormats(None)
-"""Of a model that is not quantised."""
+"""The formats of a model that is not quantised."""
 
 
 def parse_formats(text: str, dtype: str) -> WeightFormats:
-    """What `int4`, `fp8-block` or `int4-g64,lm_head=fp8` names: a format of all layers' matrices, then of single roles.
+    """The formats that `int4`, `fp8-block` or `int4-g64,lm_head=fp8` names: one of all layers' matrices, then those of
+    single roles.
 
-    `dtype` is what is computed in, and a name for what is not quantised. Raises UnknownNameError.
+    `dtype` is the computation's type, and also the name of no quantisation. Raises UnknownNameError.
     """
     first, *others = [part.strip() for part in text.split(",")]
     usual = _parse(first, dtype)
@@ -140,13 +144,14 @@ def parse_formats(text: str, dtype: str) -> WeightFormats:
 
 
 def weights_name(text: str | None, dtype: str) -> str:
-    """The one name of what `text` names; the dtype's where nothing is quantised, as where there is no text. Raises
+    """The canonical name of what `text` names. It is the dtype where nothing is quantised, and for None. Raises
     UnknownNameError."""
     return dtype if text is None else parse_formats(text, dtype).name(dtype) or dtype
 
 
 def formats_of(own: Mapping[str, WeightFormat | None], usual: WeightFormat | None) -> WeightFormats:
-    """Formats of all layers' matrices, in one order: `usual`, but for roles to which `own` gives another."""
+    """The formats of all layers' matrices, in canonical order: `usual`, except for roles with another format in
+    `own`."""
     wanted = {role: own.get(role, WeightFormats(usual).of(role)) for role in MATRICES}
     return WeightFormats(
         usual, tuple((role, each) for role, each in wanted.items() if each != WeightFormats(usual).of(role))
@@ -156,7 +161,7 @@ def formats_of(own: Mapping[str, WeightFormat | None], usual: WeightFormat | Non
 def _parse(name: str, dtype: str) -> WeightFormat | None:
     if name in _PLAIN:
         if name != dtype:
-            raise UnknownNameError(f"weights {name!r}: what is not quantised is of the type computed in, {dtype}")
+            raise UnknownNameError(f"weights {name!r}: unquantised weights have the type of the computation, {dtype}")
         return None
     codes, *words = name.split("-")
     if codes not in CODES:

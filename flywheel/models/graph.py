@@ -14,10 +14,10 @@ from flywheel.models.formats import WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A named value. Activations are `[batch, width]`; `source` is the state-dict key of a weight.
+    """A named value. Activations are `[batch, width]`. `source` is the state-dict key of a weight.
 
-    A quantised matrix has a `format`: the tensor is of its codes, and its scales and zero points are tensors of their
-    own, `scales_of` and `zeros_of` its name.
+    A quantised matrix has a `format`. The tensor then has its codes. Its scales and zero points are tensors of their
+    own, named by `scales_of` and `zeros_of`.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Tensor:
     source: str | None = None
     format: WeightFormat | None = None
     part: tuple[int, int] | None = None
-    """(axis, first): a GPU's part of a weight that several share; None: all of it."""
+    """(axis, first) of a GPU's part of a shared weight; None for all of it."""
 
     @property
     def width(self) -> int:
@@ -70,12 +70,12 @@ class Op:
     output: str
     params: Mapping[str, Any] = field(default_factory=dict)
     rows: tuple[int, int] | None = None
-    """First row of its matrix that a GPU multiplies, and the one behind the last; None: all."""
+    """(first, end) rows of its matrix that a GPU multiplies; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Operations in execution order and the tensors that they name, but for those of an enclosing block."""
+    """Operations in execution order, and the tensors that they name, except those of an enclosing block."""
 
     tensors: Mapping[str, Tensor]
     ops: tuple[Op, ...]
@@ -104,15 +104,15 @@ class Graph:
     batch: int = 1
     lanes: int = 1
     weights: str | None = None
-    """How its matrices are stored, as users name it; None where nothing is quantised."""
+    """The user's name for the format of its matrices; None where nothing is quantised."""
     first_kv_head: int = 0
-    """Number of its first KV head in the model, which a GPU of several may not begin with."""
+    """The number of its first KV head in the model. On one GPU of several it may be above 0."""
     ranks: tuple[Graph, ...] = ()
-    """What each GPU does, where several share it."""
+    """The graph of each GPU, where several share the step."""
 
     @property
     def blocks(self) -> tuple[Block, Block, Block]:
-        """In order."""
+        """Prologue, layer and epilogue."""
         return self.prologue, self.layer, self.epilogue
 
     @property
@@ -122,7 +122,7 @@ class Graph:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Names of what attends on its own: the KV heads of each row."""
+        """Names of the units that attend independently: the KV heads of each row."""
         return stream_names(self.n_kv_heads, self.batch, self.first_kv_head)
 
     @property

@@ -1,7 +1,7 @@
 """Reads a Hugging Face `config.json` into a DecoderSpec, or refuses it by field.
 
-The file is a stranger's: whatever it holds, the answer is an exact spec or one UnsupportedModelError. What an absent
-field means is what the model's configuration class says. Source: huggingface/transformers,
+The file may come from a stranger. Whatever it holds, the answer is an exact spec or one UnsupportedModelError. An
+absent field has the default of the model's configuration class. Source: huggingface/transformers,
 `models/{llama,mistral,qwen2,qwen3}/configuration_*.py` and `modeling_rope_utils.py`, releases 4 and 5.
 """
 
@@ -36,7 +36,7 @@ _Neutral = Mapping[str, tuple[object, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _FamilyRules:
-    """What transformers' code does, or assumes when a field is absent, for one model_type."""
+    """The behaviour of transformers' code for one model_type, also where a field is absent."""
 
     family: Family
     architecture: str
@@ -143,23 +143,23 @@ _ROPE_TYPES: Final = MappingProxyType(
 
 
 def load_spec(path: Path) -> DecoderSpec:
-    """The decoder that a `config.json`, or the directory that holds it, describes. It is named after the directory, in
-    the Hub's cache after the repository, and after the file if the file has another name.
+    """The decoder that a `config.json`, or its directory, describes.
 
-    Raises UnsupportedModelError, in one line, for a file that cannot be read or represented exactly.
+    It is named after the directory; in the Hub's cache, after the repository; if the file has another name, after the
+    file. Raises UnsupportedModelError, in one line, for a file that cannot be read or represented exactly.
     """
     return spec_from_config(*_read(path))
 
 
 def load_scheme(path: Path) -> Scheme | None:
-    """How the checkpoint that a `config.json`, or the directory that holds it, describes is quantised; None where it is
-    not. Raises as `load_spec`."""
+    """The quantisation scheme of the checkpoint that a `config.json`, or its directory, describes; None where it has
+    none. Raises as `load_spec`."""
     config, name = _read(path)
     return read_scheme(config, name) if isinstance(config, Mapping) else None
 
 
 def _read(path: Path) -> tuple[object, str]:
-    """(the parsed file, the name of what it describes)."""
+    """(the parsed file, the name of the model that it describes)."""
     try:
         file = path / "config.json" if path.is_dir() else path
         name = _directory_name(file.parent.resolve()) if file.name == "config.json" else file.stem
@@ -193,7 +193,7 @@ def spec_from_config(config: object, name: str) -> DecoderSpec:
     rules = _FAMILIES[fields.choice("model_type", _FAMILIES)]
     _check_architecture(fields, rules)
     fields.check_neutral({**_NEUTRAL, **_family_neutral(rules)})
-    read_scheme(config, name)  # raises for what no format stands for
+    read_scheme(config, name)  # raises for a scheme without a format
     if "hidden_act" in config:
         fields.choice("hidden_act", ("silu", "swish"))
     _check_windows(fields, rules)
@@ -269,7 +269,7 @@ def _check_architecture(fields: _Fields, rules: _FamilyRules) -> None:
 
 
 def _family_neutral(rules: _FamilyRules) -> _Neutral:
-    """Biases and q/k norms follow from the model_type; a field may repeat that, not contradict it."""
+    """Biases and q/k norms follow from the model_type. A field may repeat that, but not contradict it."""
     bias, norm = (rules.qkv_bias,), (rules.qk_norm,)
     return {"attention_bias": bias, "qkv_bias": bias, "use_qk_norm": norm, "qk_norm": norm}
 
@@ -309,8 +309,8 @@ def _heads(fields: _Fields, rules: _FamilyRules) -> tuple[int, int, int]:
 
 
 def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
-    """RoPE's base and scaling. Releases 4 write `rope_theta` and `rope_scaling`, 5 writes `rope_parameters` with the
-    base inside; where a file has several of them, they must agree."""
+    """RoPE's base and scaling. Releases 4 write `rope_theta` and `rope_scaling`; release 5 writes `rope_parameters`
+    with the base inside. If a file has several of them, they must agree."""
     thetas = [fields.positive_float("rope_theta")] if "rope_theta" in fields.values else []
     scalings = []
     for field in ("rope_parameters", "rope_scaling"):

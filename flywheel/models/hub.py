@@ -1,4 +1,4 @@
-"""Checkpoints of the Hugging Face Hub: in its local cache, else downloaded by huggingface_hub where that is here.
+"""Checkpoints of the Hugging Face Hub: from its local cache, else downloaded by huggingface_hub if that is installed.
 
 The layout of the cache is `models--OWNER--NAME/{refs/main, snapshots/COMMIT}`. Source: huggingface/huggingface_hub,
 docs/source/en/guides/manage-cache.md.
@@ -21,16 +21,16 @@ _REPO: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CONFIG: Final = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json")
 _FOLDERS: Final = ("*/*",)
-"""Copies of the weights in other formats lie in folders of the repository."""
+"""Patterns of files to leave out: folders of a repository hold copies of the weights in other formats."""
 
 
 def is_repo(name: str) -> bool:
-    """Whether `name` may be that of a repository, OWNER/NAME."""
+    """Whether `name` may be a repository's, OWNER/NAME."""
     return _REPO.fullmatch(name) is not None
 
 
 def cached_repo(name: str) -> str | None:
-    """The repository OWNER/NAME that the cache has, whatever the case of `name`; None where it has none."""
+    """The repository OWNER/NAME in the cache, whatever the case of `name`; None where the cache has none."""
     if not is_repo(name):
         return None
     wanted = f"models--{name.replace('/', '--')}"
@@ -55,10 +55,10 @@ def repo_of(folder: Path) -> str | None:
 
 
 def obtain(name: str, weights: bool, announce: Callable[[str], None]) -> None:
-    """See to it that the cache has the repository `name`, with its weights where they are asked for.
+    """Make sure that the cache has the repository `name`, with its weights if `weights`.
 
-    `announce` takes a line before a download. Raises UnknownNameError, which says what to do, where there is no config
-    in the cache and none comes; weights that do not come are announced.
+    `announce` takes a line before a download. Raises UnknownNameError, which says what to do, where the cache has no
+    config and none can be downloaded. Weights that cannot be downloaded are announced.
     """
     folder = cached_folder(cached_repo(name) or name)
     if folder is not None and not (weights and not any(folder.glob("*.safetensors*"))):
@@ -72,7 +72,7 @@ def obtain(name: str, weights: bool, announce: Callable[[str], None]) -> None:
 
 
 def _download(repo: str, weights: bool, announce: Callable[[str], None]) -> str | None:
-    """Fetch a repository into the cache; what is wrong, and what to do, where that fails."""
+    """Download a repository into the cache. Returns what is wrong and what to do, if that fails."""
     by_hand = f"on a machine with a network: hf download {repo}, then --model DIRECTORY"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return f"HF_HUB_OFFLINE forbids a download; {by_hand}"
@@ -92,7 +92,7 @@ def _download(repo: str, weights: bool, announce: Callable[[str], None]) -> str 
 
 
 def _snapshot(owner: Path) -> Path | None:
-    """The snapshot of a repository's folder that `main` names, else its only one."""
+    """The snapshot of a repository's folder that `main` names, else the only one."""
     with suppress(OSError):
         found = sorted(each for each in (owner / "snapshots").iterdir() if (each / "config.json").is_file())
         reference = owner / "refs" / "main"

@@ -23,11 +23,11 @@ from flywheel.models.spec import DecoderSpec
 
 
 def the_format(formats: WeightFormats, tied_head: bool) -> WeightFormat:
-    """The one format of all layers' matrices, which the head may have too. Raises UsageError for what one group of the
-    configuration cannot say."""
+    """The format of all layers' matrices, which the head may share. Raises UsageError for formats that one group of the
+    configuration cannot express."""
     own, head = formats.usual, formats.of(HEAD)
     if own is None or any(formats.of(role) != own for role in LAYER_MATRICES) or head not in (None, own):
-        raise UsageError("quantize: one format for all matrices of the layers; lm_head has the same, or none")
+        raise UsageError("quantize: all matrices of the layers need one format; lm_head takes the same, or none")
     if head is not None and tied_head:
         raise UsageError("quantize: lm_head is tied to the embedding, and a checkpoint has one tensor for both")
     if own.zeros and own.rows != 1:
@@ -41,7 +41,8 @@ def write_checkpoint(
     folder: Path, config: Mapping[str, Any], spec: DecoderSpec, given: Mapping[str, Tensor], formats: WeightFormats,
     dtype: DType, *, best: bool = False,
 ) -> None:  # fmt: skip
-    """`config.json` and `model.safetensors` in a folder that is there, of weights by the keys of `checkpoint_tensors`.
+    """Write `config.json` and `model.safetensors` into an existing folder, of weights with the keys of
+    `checkpoint_tensors`.
 
     Raises UsageError as `the_format`, WeightsError as `quantised`, and OSError.
     """
@@ -77,7 +78,7 @@ def describe(own: WeightFormat, ignored: list[str]) -> dict[str, Any]:
 
 
 def _parts(codes: Tensor, scales: Tensor, zeros: Tensor | None, own: WeightFormat) -> dict[str, Tensor]:
-    """A matrix's tensors by the end of their names."""
+    """A matrix's tensors, by the end of their names."""
     stored = scales.reshape(1) if own.rows is None else scales
     if not _packed(own):
         return {"weight": codes, "weight_scale": stored}
@@ -89,11 +90,11 @@ def _parts(codes: Tensor, scales: Tensor, zeros: Tensor | None, own: WeightForma
 
 
 def _packed(own: WeightFormat) -> bool:
-    """Whether numbers are in words of 32 bits: integers, but for those of a matrix that blocks share scales of."""
+    """Whether numbers are in words of 32 bits: integers are, except in a matrix with scales of blocks."""
     return own.codes is not DType.F8E4M3 and own.rows != BLOCK
 
 
 def _words(numbers: Tensor, bits: int) -> Tensor:
-    """Numbers [R, C], int8, with their least added, in words [R, C * bits / 32], the lowest first."""
+    """Numbers [R, C], int8, made unsigned and packed into words [R, C * bits / 32], the lowest first."""
     octets = pack(numbers) ^ 0x88 if bits == 4 else numbers.view(torch.uint8) ^ 0x80
     return octets.flatten().view(torch.int32).view(len(numbers), -1)

@@ -1,8 +1,8 @@
-"""From matrices to codes with scales, and back.
+"""Turn matrices into codes with scales, and back.
 
-A quantised matrix of key K in a state dict is `K.codes`, `K.scales` and, where it has zero points, `K.zeros`. Codes are
-int8 or float8_e4m3fn [N, K], or uint8 [N, K / 2] with two numbers of -8..7 a byte, the low half first. What they mean,
-exactly: `(code - zero) * scale`, in float32.
+A quantised matrix with key K in a state dict is `K.codes`, `K.scales` and, if it has zero points, `K.zeros`. Codes are
+int8 or float8_e4m3fn [N, K], or uint8 [N, K / 2] with two numbers of -8..7 a byte, the low half first. Their exact
+value is `(code - zero) * scale`, in float32.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from flywheel.models.spec import (
 from flywheel.tensors import TORCH_DTYPES
 
 Keep = Callable[[str, Tensor], dict[str, Tensor]]
-"""From a weight's key and itself to what stands for it, by key."""
+"""A function from a weight's key and tensor to the tensors that replace it, by key."""
 
 _ELEMENTS: Final = 2**25
-"""Of a matrix that are quantised at a time."""
+"""Elements of a matrix that are quantised at a time."""
 
 _LARGEST: Final = MappingProxyType({DType.F8E4M3: 448.0, DType.I8: 127.0, DType.I4: 7.0})
 _BOUNDS: Final = MappingProxyType({DType.I8: (-128, 127), DType.I4: (-8, 7)})
 _SHRINKS: Final = tuple(1.0 - step / 40 for step in range(17))
-"""Of the scale that holds the largest element, what is tried for the least squared error: 1 down to 0.6."""
+"""Shares of the scale that fits the largest element, to try for the least squared error: 1 down to 0.6."""
 
 
 def quantise(
@@ -92,7 +92,7 @@ def _best_scales(
 
 
 def _scales(low: Tensor, high: Tensor, format: WeightFormat, dtype: DType) -> tuple[Tensor, Tensor]:
-    """Scales as they are stored, and zero points in float32."""
+    """The scales as stored, and the zero points in float32."""
     stored = TORCH_DTYPES[format.scale_dtype(dtype)]
     if format.zeros:
         least, most = _BOUNDS[format.codes]
@@ -109,8 +109,8 @@ def _scales(low: Tensor, high: Tensor, format: WeightFormat, dtype: DType) -> tu
 
 
 def _raised(wanted: Tensor, stored: torch.dtype) -> Tensor:
-    """Scales that their type can hold. Float16 holds those below 6.1e-5 in steps of 6e-8: the next step up holds the
-    largest element too, where a scale of 6.1e-5 would leave a group of small weights few codes."""
+    """Scales rounded up to values of their type. Float16 has steps of 6e-8 below 6.1e-5. The next step up fits the
+    largest element, while a scale of 6.1e-5 would leave few codes to a group of small weights."""
     limits = torch.finfo(stored)
     if stored is not torch.float16:
         return wanted.clamp(min=limits.tiny)
@@ -132,13 +132,13 @@ def pack(numbers: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """What `pack` packed, int8 [N, K]."""
+    """The numbers that `pack` packed, int8 [N, K]."""
     nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     return (nibbles ^ 8).to(torch.int8) - 8
 
 
 def dequantise(codes: Tensor, scales: Tensor, zeros: Tensor | None, wide: torch.dtype = torch.float32) -> Tensor:
-    """The matrix [N, K] that they mean, in `wide`."""
+    """The matrix [N, K] of these codes, in `wide`."""
     numbers = unpack(codes) if codes.dtype == torch.uint8 else codes
     rows, width = numbers.shape
     shared, group = rows_per_scale(rows, len(scales)), width // scales.shape[1]
@@ -149,7 +149,7 @@ def dequantise(codes: Tensor, scales: Tensor, zeros: Tensor | None, wide: torch.
 
 
 def rows_per_scale(rows: int, scales: int) -> int:
-    """Rows of a matrix of so many that share a scale, where there are so many rows of scales."""
+    """Rows that share a scale, in a matrix of `rows` rows with `scales` rows of scales."""
     return 1 if scales == rows else rows if scales == 1 else BLOCK
 
 
@@ -169,8 +169,8 @@ def matrix_keys(spec: DecoderSpec) -> Iterator[tuple[str, str]]:
 def quantised(
     spec: DecoderSpec, given: Mapping[str, Tensor], formats: WeightFormats, dtype: DType, *, best: bool = False
 ) -> dict[str, Tensor]:
-    """Weights of the keys of `checkpoint_tensors`, with the tensors of quantised matrices in place of those. Raises as
-    `keeping` and what it gives."""
+    """Weights with the keys of `checkpoint_tensors`, with quantised matrices replaced by their tensors. Raises as
+    `keeping` and the function that it returns."""
     keep = keeping(spec, formats, dtype, best=best)
     return {name: kept for key, tensor in given.items() for name, kept in keep(key, tensor).items()}
 
@@ -183,12 +183,12 @@ def keeping(
     best: bool = False,
     first: Callable[[str, Tensor, WeightFormat], Tensor] = lambda key, matrix, format: matrix,
 ) -> Keep:
-    """What is kept of each weight of a model, itself or what it is quantised to, so that nobody needs all weights as
-    they were. Of an embedding that is the head, too, it is both where the head is quantised. What `first` makes of a
-    matrix is what is quantised.
+    """A function that keeps each weight of a model, itself or quantised, so that the original weights are never needed
+    all at once.
 
-    Raises ConfigError where groups do not divide a matrix's K. What it gives raises WeightsError as `quantise`, which
-    names the key.
+    Of an embedding that is also the head, both are kept if the head is quantised. `first` is applied to a matrix before
+    it is quantised. Raises ConfigError where groups do not divide a matrix's K. The function raises WeightsError as
+    `quantise`, with the key.
     """
     shapes = {**layer_weight_shapes(spec), HEAD: (spec.vocab, spec.hidden)}
     asked: dict[str, WeightFormat] = {}
@@ -217,7 +217,7 @@ def keeping(
 
 
 def kept_bytes(spec: DecoderSpec, formats: WeightFormats, dtype: DType) -> int:
-    """Bytes of all that is kept of a model's weights."""
+    """Bytes of all kept weights of a model."""
     shapes = {**layer_weight_shapes(spec), HEAD: (spec.vocab, spec.hidden)}
     total = dtype.nbytes(spec.n_params)
     for role, key in matrix_keys(spec):
@@ -247,8 +247,8 @@ def same_layouts(spec: DecoderSpec, one: WeightFormats, other: WeightFormats, dt
 
 
 def typed(key: str, tensor: Tensor, dtype: DType, scales: DType) -> Tensor:
-    """A tensor as programs that compute in `dtype`, with scales of type `scales`, take it; codes and zero points as
-    they are."""
+    """A tensor in the type that programs which compute in `dtype`, with scales of type `scales`, take. Codes and zero
+    points do not change."""
     if not is_part(key):
         return tensor.to(TORCH_DTYPES[dtype])
     return tensor.to(TORCH_DTYPES[scales]) if key.endswith(".scales") else tensor
@@ -265,8 +265,8 @@ def shape_of(codes: Tensor) -> Shape:
 
 
 def formats_of_program(program: MegakernelProgram, dtype: DType) -> WeightFormats:
-    """The formats of a program's matrices, by those of its first layer; `dtype` is what it computes in. Of names for
-    the same bytes, it finds one."""
+    """The formats of a program's matrices, from its first layer. `dtype` is the computation's type. If several names
+    mean the same bytes, one is found."""
     held = {buffer.source: buffer for buffer in program.buffers if buffer.kind is BufferKind.WEIGHT}
     found: dict[str, WeightFormat | None] = {}
     for role in MATRICES:
@@ -285,8 +285,11 @@ def _most_common(found: Mapping[str, WeightFormat | None]) -> WeightFormats:
 
 
 def _format_of(codes: DType, shape: Shape, scales: Shape, zeros: bool, stored: DType, dtype: DType) -> WeightFormat:
-    """The format of a matrix [N, K] with `stored` scales of shape `scales`. Where a tensor, a row and a block are the
-    same, a row is what is meant. Scales of rows are F32: others, of a group as wide as a row, are that group's."""
+    """The format of a matrix [N, K] with `stored` scales of shape `scales`.
+
+    If a tensor, a row and a block are the same, it is a row's. Scales of rows are F32; other scales for groups as wide
+    as a row are that group's.
+    """
     shared, group = rows_per_scale(shape[0], scales[0]), shape[1] // scales[1]
     if shared == 1:
         by_rows = group == shape[1] and stored is DType.F32

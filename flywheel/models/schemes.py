@@ -1,4 +1,4 @@
-"""How a checkpoint says that its matrices are quantised: `quantization_config` of its config.json, read or refused.
+"""Reads a checkpoint's `quantization_config` from its config.json, or refuses it.
 
 Source: compressed-tensors 0.20, `quantization/quant_config.py`; transformers 5, `utils/quantization_config.py`; the
 configurations that AutoGPTQ, GPTQModel, AutoAWQ and llm-compressor write.
@@ -17,23 +17,23 @@ from flywheel.ir.dtype import DType
 from flywheel.models.formats import BLOCK, HEAD, WeightFormat, WeightFormats, formats_of
 
 Layout = Literal["plain", "inverse", "packed", "gptq", "awq"]
-"""How a matrix lies in the files: codes as they are with `weight_scale`, or with `weight_scale_inv`; or packed into
-words of 32 bits as compressed-tensors, GPTQ or AWQ do."""
+"""How the files store a matrix: plain codes with `weight_scale` or with `weight_scale_inv`, or codes packed into words
+of 32 bits by compressed-tensors, GPTQ or AWQ."""
 
 _FIELD: Final = "quantization_config"
 _PLAIN_FORMATS: Final = ("int-quantized", "float-quantized", "naive-quantized")
 _HEAD_NAMES: Final = frozenset({HEAD, *(f"re:{a}{HEAD}{b}" for a in ("", "^", ".*") for b in ("", "$", ".*"))})
-"""What `ignore` calls the head; patterns are not run, for one may take forever."""
+"""Names of the head in `ignore`. Patterns are not run, since one may take forever."""
 
 _INTEGERS: Final = MappingProxyType({4: DType.I4, 8: DType.I8})
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """`format` of the matrices of all layers, and with `head` of the head's, as `layout` has them.
+    """The `format` of the matrices of all layers and, with `head`, of the head, stored as `layout`.
 
-    `shifted` zero points are stored one too low, as GPTQ's first version does. `activations` are to be quantised, says
-    the checkpoint; here they are not.
+    With `shifted`, zero points are stored one too low, as by GPTQ's first version. With `activations`, the checkpoint
+    asks for quantised activations; flywheel does not quantise them.
     """
 
     method: str
@@ -44,16 +44,16 @@ class Scheme:
     activations: bool = False
 
     def formats(self, dtype: DType, scales: DType | None) -> WeightFormats:
-        """Formats of a program that computes in `dtype`. Scales of groups keep the type of `scales` if they have one
-        type; else they are widened."""
+        """The formats of a program that computes in `dtype`. Scales of groups keep the type `scales` if they share one;
+        else they are widened."""
         wide = self.format.rows == 1 and self.format.group is not None and scales is not dtype
         own = WeightFormat(self.format.codes, self.format.rows, self.format.group, self.format.zeros, wide)
         return formats_of({HEAD: own if self.head else None}, own)
 
 
 def read_scheme(config: Mapping[str, Any], name: str) -> Scheme | None:
-    """The scheme of a parsed config.json, None where nothing is quantised. Raises UnsupportedModelError, which says
-    what is met and what is supported."""
+    """The scheme of a parsed config.json; None where nothing is quantised. Raises UnsupportedModelError with the value
+    found and the values supported."""
     given = config.get(_FIELD)
     if given is None:
         return None
@@ -108,7 +108,7 @@ class _Fields:
 def _compressed(fields: _Fields) -> Scheme:
     form = fields.one_of("format", ("pack-quantized", *_PLAIN_FORMATS))
     if fields.values.get("kv_cache_scheme") is not None:
-        raise fields.refusal("kv_cache_scheme", "null; caches are of the type computed in")
+        raise fields.refusal("kv_cache_scheme", "null; caches have the type of the computation")
     for field in ("sparsity_config", "transform_config"):
         if fields.values.get(field):
             raise fields.refusal(field, "null")

@@ -1,4 +1,4 @@
-"""A decode step shared by several GPUs: what each of them does, and what they exchange. Source: docs/ir.md, "Ranks"."""
+"""A decode step shared by several GPUs: the work of each, and their exchanges. Source: docs/ir.md, "Ranks"."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from flywheel.models.spec import DecoderSpec
 _K = InstructionKind
 
 ROW_QUANTUM: Final = 16
-"""Rows of the head's matrix that one GPU has are a multiple of it, but for the last one's."""
+"""Rows of the head's matrix on one GPU are a multiple of it, except on the last GPU."""
 
 SUMS: Final = {"attn_out": ("attn_sum", "attn_add"), "mlp_out": ("mlp_sum", "mlp_add")}
-"""Product of which each GPU has a summand -> the operation that adds them, and the one that adds the residual."""
+"""Product of which each GPU makes a summand -> the operation that adds the summands, and the one that adds the
+residual."""
 
 SHARE: Final = "logits_share"
 """The operation by which each GPU sends the others its logits."""
@@ -27,14 +28,13 @@ SHARE: Final = "logits_share"
 def shared_step(
     spec: DecoderSpec, context: int, dtype: DType, batch: int, formats: WeightFormats = PLAIN, ranks: int = 1
 ) -> Graph:
-    """The graph of `decode_step`, with the graphs of `ranks` GPUs that share it as `ranks`, where they are several.
+    """The graph of `decode_step` and, for several `ranks`, the graph of each GPU.
 
-    Each GPU has its part of the heads of q, k and v, of the rows of gate and up and of the vocabulary, and the columns
-    of o and down that multiply what it has made. What o and down make is a summand, F32; all GPUs add all summands in
-    the order of ranks, the first of which has the residual in it. Norms and the embedding are on every GPU. Where there
-    are fewer KV heads than GPUs, several have the same one.
-
-    Raises ConfigError as `decode_step` does, and where the heads, the rows or a format's blocks cannot be shared out.
+    Each GPU has a part of the heads of q, k and v, of the rows of gate and up, and of the vocabulary. It has the
+    columns of o and down that multiply its own results. The results of o and down are summands, F32. All GPUs add all
+    summands in the order of ranks, and the first summand includes the residual. Norms and the embedding are on every
+    GPU. If there are fewer KV heads than GPUs, several GPUs have the same one. Raises ConfigError as `decode_step`, and
+    where the heads, the rows or a format's blocks cannot be divided.
     """
     whole = decode_step(spec, context, dtype, batch, formats)
     if ranks == 1:
@@ -92,7 +92,7 @@ def _of_rank(
 
 
 def _summed(op: Op, tensors: dict[str, Tensor], rank: int, ranks: int) -> list[Op]:
-    """The operation, or what stands for it where it makes a summand or adds the residual to one."""
+    """The operation, or the operations that replace it where it makes a summand or adds the residual to one."""
     if op.output in SUMS:
         made = tensors[op.output]
         for each in range(ranks):
@@ -109,12 +109,12 @@ def _summed(op: Op, tensors: dict[str, Tensor], rank: int, ranks: int) -> list[O
 
 
 def summand(product: str, rank: int) -> str:
-    """Name of what a GPU has made of a product that all of them add."""
+    """Name of a GPU's summand of a product."""
     return f"{product}.p{rank}"
 
 
 def _vocabulary(spec: DecoderSpec, block: Block, formats: WeightFormats, rank: int, ranks: int) -> Block:
-    """The head with a part of the vocabulary, whose logits go to all others; each chooses of all of them."""
+    """The head with a part of the vocabulary. Its logits go to all GPUs, and each chooses from all logits."""
     grains = -(-spec.vocab // ROW_QUANTUM)
     shared = formats.of(HEAD)
     grain = 1 if shared is None else -(-min(shared.rows_per_scale((spec.vocab, 1)), spec.vocab) // ROW_QUANTUM)
@@ -131,7 +131,7 @@ def _vocabulary(spec: DecoderSpec, block: Block, formats: WeightFormats, rank: i
 
 
 def _part(spec: DecoderSpec, name: str, part: Block, whole: Block, rank: int, head: int) -> Tensor:
-    """A tensor of a layer, as a part of the whole model's where it is less."""
+    """A layer's tensor, as a part of the whole model's tensor if it is smaller."""
     tensor, source = part.tensors[name], whole.tensors.get(name)
     if tensor.kind is not BufferKind.WEIGHT or source is None or source.shape == tensor.shape:
         return tensor

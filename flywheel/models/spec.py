@@ -13,7 +13,7 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 Shape = tuple[int, ...]
 
 MAX_DIM: Final = 2**20
-"""Largest dimension. The widest published decoders have under 2^17; what a program and its search cost grows with
+"""Largest dimension. The widest published decoders have under 2^17. The cost of a program and its search grows with
 it."""
 
 MAX_HEADS: Final = 4096

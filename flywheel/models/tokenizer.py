@@ -1,7 +1,8 @@
-"""Text to token ids and back, and the ids that end a text: what lies beside a checkpoint's weights.
+"""Text to token ids and back, and the ids that end a text, from the files beside a checkpoint's weights.
 
-The files are a stranger's: whatever they hold, the answer is what was asked for or one UsageError that names the file.
-Source: huggingface/tokenizers; huggingface/transformers, `generation/configuration_utils.py` (`eos_token_id`).
+The files may come from a stranger. Whatever they hold, the answer is the requested one, or one UsageError that names
+the file. Source: huggingface/tokenizers; huggingface/transformers, `generation/configuration_utils.py`
+(`eos_token_id`).
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ _ENDS: Final = ("generation_config.json", "config.json")
 _MAX_TOKENIZER_BYTES: Final = 256 * 1024**2
 _MAX_CONFIG_BYTES: Final = 4 * 1024**2
 _READ_BYTES: Final = 2**16
-"""What a pipe holds at most."""
+"""Most bytes that a pipe holds."""
 LIMIT_S: Final = 30.0
 """Longest that reading a tokenizer, encoding a prompt or decoding a text may take."""
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint's directory, in a process of its own until `close`: a file can make the library
-    panic, take all memory or match a pattern for hours.
+    """The tokenizer of a checkpoint's directory. It runs in a process of its own until `close`, since a file can make
+    the library panic, take all memory or match a pattern for hours.
 
-    Raises UsageError where the directory has none or none that can be read, and each method where the library fails,
-    dies or has no answer within LIMIT_S.
+    Raises UsageError where the directory has none, or none that can be read. Each method raises it where the library
+    fails, dies or has no answer within LIMIT_S.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -82,8 +83,10 @@ class Tokenizer:
         return ids
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation up to the beginning of the next answer, by the model's chat template. Messages
-        have a `role` and a `content`. Raises UsageError where there is no template, too."""
+        """Token ids of a conversation up to the beginning of the next answer, by the model's chat template.
+
+        Messages have a `role` and a `content`. Raises UsageError also where there is no template.
+        """
         if find_spec("jinja2") is None:
             raise UsageError(f"a chat needs jinja2: {install_line('hf')}")
         ids: list[int] | None = self._ask({"chat": [dict(message) for message in messages]})
@@ -92,7 +95,7 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the ids, without special tokens; ids that the tokenizer does not know are left out."""
+        """The text of the ids, without special tokens. Ids that the tokenizer does not know are left out."""
         return self.decode_each([token_ids])[0]
 
     def decode_each(self, all_ids: Sequence[Sequence[int]]) -> list[str]:
@@ -106,13 +109,13 @@ class Tokenizer:
         return [(text, None if raw is None else tuple(raw)) for text, raw in found]
 
     def _ask(self, request: Mapping[str, object]) -> Any:
-        """The answer, by a new process where an earlier request has ended the last one."""
+        """The answer, from a new process if an earlier request ended the last one."""
         if self._process is None:
             self._begin()
         return self._tell(request)
 
     def _tell(self, request: Mapping[str, object]) -> Any:
-        """The answer. Whatever keeps one from coming ends the process: nothing late answers the next request."""
+        """The answer. If none comes, the process is ended, so that no late answer is taken for the next request's."""
         answer = None
         try:
             answer = json.loads(self._line(json.dumps(request).encode() + b"\n"))
@@ -130,7 +133,7 @@ class Tokenizer:
         assert process.stdin is not None
         assert process.stdout is not None
         deadline, parts = monotonic() + LIMIT_S, [b""]
-        if len(request) <= select.PIPE_BUF:  # which an empty pipe takes at once
+        if len(request) <= select.PIPE_BUF:  # an empty pipe takes it at once
             _send(process.stdin, request)
         else:
             threading.Thread(target=_send, args=(process.stdin, request), daemon=True).start()
@@ -147,7 +150,7 @@ class Tokenizer:
 
 
 def _send(stream: IO[bytes], request: bytes) -> None:
-    """Write it all, or as much as a process that ends takes."""
+    """Write it all, or as much as the process takes before it ends."""
     view = memoryview(request)
     with suppress(OSError, ValueError):
         while view:
@@ -155,7 +158,7 @@ def _send(stream: IO[bytes], request: bytes) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the directory of a checkpoint brings its tokenizer along."""
+    """Whether the directory of a checkpoint has a tokenizer."""
     return (folder / _TOKENIZER).is_file()
 
 

@@ -1,6 +1,6 @@
-"""The quantised matrices of a checkpoint, from the layouts that others write to codes, scales and zero points.
+"""The quantised matrices of a checkpoint, read from other tools' layouts as codes, scales and zero points.
 
-What a matrix means stays exactly what its checkpoint says. Source of the layouts: compressed-tensors,
+The values of a matrix stay exactly those of the checkpoint. Source of the layouts: compressed-tensors,
 `compressors/pack_quantized`; AutoGPTQ, `qlinear_cuda`; AutoAWQ, `modules/linear/gemm.py`; transformers,
 `integrations/finegrained_fp8.py`.
 """
@@ -30,7 +30,7 @@ _WORDS: Final = ("I32",)
 _INDICES: Final = ("I64", "I32")
 
 _PASSED_OVER: Final = (".input_scale", ".output_scale", ".input_zero_point")
-"""Of activations, which are not quantised here."""
+"""Ends of names of activations' scales. Activations are not quantised here."""
 
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column of each nibble of a word."""
@@ -40,10 +40,10 @@ Stored = dict[str, Wanted]
 
 
 def load_quantised(path: Path, spec: DecoderSpec, scheme: Scheme) -> dict[str, Tensor]:
-    """The weights of a quantised checkpoint, as `models.quantise` has them: scales in the type of the file.
+    """The weights of a quantised checkpoint in the form of `models.quantise`, with scales in the type of the file.
 
-    Raises WeightsError as `load_weights` does, and for a scale that is not positive and finite, a code that is no
-    number, zero points of a scheme without them, and columns that are not in order.
+    Raises WeightsError as `load_weights`, and for a scale that is not positive and finite, a code that is NaN, zero
+    points of a scheme without them, and columns that are not in order.
     """
     names, shapes = tensor_names(path), checkpoint_tensors(spec)
     plain = {key: Wanted(shape, _FLOATS) for key, shape in shapes.items()}
@@ -85,7 +85,7 @@ def _check_groups(key: str, shape: Shape, scheme: Scheme) -> None:
 
 
 def _stored(shape: Shape, scheme: Scheme, base: str, names: frozenset[str]) -> Stored:
-    """The tensors that a matrix [N, K] is in."""
+    """The tensors that store a matrix [N, K]."""
     rows, width = shape
     scales, each = scheme.format.scale_shape(shape), 32 // scheme.format.codes.bits
     single = ((1,), ()) if scales == (1, 1) else ((rows,),) if scales[1] == 1 else ()
@@ -132,7 +132,7 @@ def _inverse(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str)
 
 
 def _packed(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> _Parts:
-    """Words of a row's consecutive numbers, each with its least added; zero points of a column's consecutive rows."""
+    """From words of a row's consecutive unsigned numbers; zero points are words of a column's consecutive rows."""
     told = tuple(own["weight_shape"].tolist())
     if told != tuple(shape):
         raise WeightsError(f"tensor '{base}weight_shape' is {list(told)}; wanted: {list(shape)}")
@@ -145,7 +145,7 @@ def _packed(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) 
 
 
 def _gptq(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> _Parts:
-    """Words of a column's consecutive K; zero points of consecutive columns."""
+    """From words of a column's consecutive K; zero points are words of consecutive columns."""
     if "g_idx" in own:
         ordered = torch.arange(shape[1], dtype=torch.int32) // scheme.format.group_of(shape)
         if not torch.equal(own["g_idx"], ordered):
@@ -159,7 +159,7 @@ def _gptq(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) ->
 
 
 def _awq(own: Mapping[str, Tensor], shape: Shape, scheme: Scheme, base: str) -> _Parts:
-    """Words of a row of K's columns, of which eight are dealt out to the nibbles in _AWQ_ORDER."""
+    """From words of a row's columns, eight columns a word, dealt to the nibbles in _AWQ_ORDER."""
     numbers, zeros = (_dealt(_numbers(own[name], 4)) for name in ("qweight", "qzeros"))
     codes = (numbers - 8).to(torch.int8).T.contiguous()
     return pack(codes), own["scales"].T.contiguous(), (zeros - 8).to(torch.int8).T.contiguous()
@@ -179,13 +179,13 @@ def _numbers(words: Tensor, bits: int) -> Tensor:
 
 
 def _signed(words: Tensor, codes: DType) -> Tensor:
-    """Codes of words [N, W] whose numbers had their least added: int8 [N, K], or bytes [N, K / 2] of nibbles."""
+    """Signed codes of words [N, W] of unsigned numbers: int8 [N, K], or bytes [N, K / 2] of nibbles."""
     octets = words.contiguous().view(torch.uint8)
     return octets ^ 0x88 if codes is DType.I4 else (octets ^ 0x80).view(torch.int8)
 
 
 def _dealt(numbers: Tensor) -> Tensor:
-    """Columns [R, N] in order, of nibbles that stand as AWQ deals them."""
+    """Columns [R, N] in order, from nibbles in AWQ's order."""
     back = [_AWQ_ORDER.index(column) for column in range(len(_AWQ_ORDER))]
     return numbers.view(len(numbers), -1, len(_AWQ_ORDER))[:, :, back].flatten(1)
 

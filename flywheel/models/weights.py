@@ -1,4 +1,4 @@
-"""Weights by state-dict key: what a decoder needs, random ones, and which buffer of a program each of them fills."""
+"""Weights by state-dict key: those that a decoder needs, random ones, and the buffers of a program that they fill."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _ACT: Final = 0.6
 _NORM_SPREAD: Final = 0.5 / sqrt(3.0)
 _BIAS: Final = 0.5
 _CHUNK: Final = 2**18
-"""Elements drawn at a time on the CPU: they stay in its caches."""
+"""Elements drawn at a time on the CPU, where they stay in its caches."""
 
 _CHUNK_ELSEWHERE: Final = 2**24
-"""And on another device, where more operations cost more than memory does."""
+"""Elements drawn at a time on another device, where operations cost more than memory."""
 
 _GAMMA: Final = 0x9E3779B97F4A7C15
 _MIXES: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -126,8 +126,8 @@ def _distribution(spec: DecoderSpec, role: str, shape: Shape) -> tuple[float, fl
 def draw_uniform(
     name: str, shape: Shape, mean: float, deviation: float, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """Uniform numbers of a mean and a deviation, 16 random bits each, four of each word of a stream that begins where
-    the name says."""
+    """Uniform numbers of a mean and a deviation, 16 random bits each, four from each word of a stream. The name decides
+    where the stream begins."""
     begin = int.from_bytes(sha256(name.encode()).digest()[:8], "little")
     out = torch.empty(prod(shape), dtype=dtype, device=device)
     step = deviation * sqrt(3.0) / 2**15
@@ -153,7 +153,7 @@ def random_words(begin: int, first: int, count: int, device: torch.device | str 
 
 
 def _shifted(words: Tensor, shift: int) -> Tensor:
-    """To the right, as if without a sign, which torch's shift keeps."""
+    """A logical shift to the right; torch's own shift keeps the sign."""
     return (words >> shift).bitwise_and_((1 << (_WORD_BITS - shift)) - 1)
 
 
@@ -162,11 +162,11 @@ def _signed(word: int) -> int:
 
 
 def bind(program: MegakernelProgram, weights: Mapping[str, Tensor], cast: bool = False) -> dict[str, Tensor]:
-    """Buffer name -> tensor of every WEIGHT and CONST buffer, looked up by its `source`, not copied; of a buffer that
-    has a `part` of its source, that part.
+    """Buffer name -> tensor of every WEIGHT and CONST buffer, found by its `source` and not copied. A buffer with a
+    `part` gets that part.
 
-    With `cast`, a tensor of another dtype is converted, once for all the buffers that share it. Raises WeightsError for
-    a buffer whose tensor is missing or has another shape or, without `cast`, another dtype.
+    With `cast`, a tensor of another dtype is converted, once for all buffers that share it. Raises WeightsError for a
+    buffer whose tensor is missing or has another shape or, without `cast`, another dtype.
     """
     converted: dict[tuple[str, DType], Tensor] = {}
     bound = {}
@@ -183,7 +183,7 @@ def bind(program: MegakernelProgram, weights: Mapping[str, Tensor], cast: bool =
 
 
 def stored_shape(dtype: DType, shape: Shape) -> Shape:
-    """Shape of the tensor that holds a buffer: its own, with half the last dimension for I4."""
+    """The shape of a buffer's tensor: the buffer's, with half the last dimension for I4."""
     return (*shape[:-1], shape[-1] // 2) if dtype is DType.I4 else tuple(shape)
 
 
@@ -198,7 +198,7 @@ def _as_shaped(buffer: Buffer, tensor: Tensor) -> Tensor:
 
 
 def _part_of(buffer: Buffer, tensor: Tensor, axis: int, first: int) -> Tensor:
-    """What a buffer holds of its source; the tensor itself where that has no such part."""
+    """The part of its source that a buffer holds; the tensor itself where that has no such part."""
     halves = 2 if buffer.dtype is DType.I4 and axis == len(buffer.shape) - 1 else 1
     first, size = first // halves, buffer.shape[axis] // halves
     fits = axis < tensor.dim() and first + size <= tensor.shape[axis]

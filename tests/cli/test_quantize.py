@@ -62,8 +62,8 @@ def test_what_is_written_is_read_as_what_was_quantised(text: str, checkpoint: Pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("int4,q_proj=int8", "one format for all matrices of the layers"),
-        ("bf16", "one format for all matrices of the layers"),
+        ("int4,q_proj=int8", "all matrices of the layers need one format"),
+        ("bf16", "all matrices of the layers need one format"),
         ("int4-tensor-zeros", "zero points of a whole tensor or of blocks are not packed"),
         ("int4-block", "int4-block: numbers of 4 bits by blocks are not packed"),
         ("int4-g48", "groups of 48 do not divide"),

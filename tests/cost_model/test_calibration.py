@@ -88,8 +88,8 @@ def edit(*path: str, value: Any = None, remove: bool = False) -> Callable[[dict[
         (edit("machine", "num_sms", value=1.5), r"machine\.num_sms 1\.5 is not a positive integer"),
         (edit("machine", "name", value=""), r"machine\.name '' is not a name"),
         (edit("machine", "source", value=[]), r"machine\.source \[\] is not"),
-        (edit("machine", "launch_us", value=3.0), "somebody changed them"),
-        (edit("machine", "patience_us", value=0), r"patience_us 0 is below 1, and the host is asked"),
+        (edit("machine", "launch_us", value=3.0), "the file was edited"),
+        (edit("machine", "patience_us", value=0), r"patience_us 0 is below 1, but machine.ask_us"),
         (edit("provenance", value=None), "provenance is not an object"),
     ],
 )

@@ -51,7 +51,7 @@ def test_who_is_wrong_stands_nowhere() -> None:
 
 @pytest.mark.parametrize("times", [{"times_us": ((1.0,),)}, {"batches_us": (1.0,)}])
 def test_times_do_not_come_without_a_latency(times: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="compile: incorrect, yet with times"):
+    with pytest.raises(ValueError, match="compile: incorrect, but has times"):
         replace(FAILED, **times)
 
 

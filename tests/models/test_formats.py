@@ -48,7 +48,7 @@ def test_one_name_stands_for_all_that_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("f16", "weights 'f16': what is not quantised is of the type computed in, bf16"),
+        ("f16", "weights 'f16': unquantised weights have the type of the computation, bf16"),
         ("int5", "weights 'int5': 'int5' is not one of bf16, fp8, int8, int4"),
         ("int4-g0", "weights 'int4-g0': is not int4[-tensor|-row|-block|-gN][-zeros][-f32]"),
         ("int4-row-g64", "weights 'int4-row-g64': is not int4"),

@@ -72,7 +72,7 @@ def test_a_written_schedule_loads_as_the_same_config(make_record: Records, tmp_p
     ("changes", "message"),
     [
         ({"format": "other"}, "is not a flywheel-schedule file"),
-        ({"version": 2}, "version 2 is not the 1"),
+        ({"version": 2}, "version 2 is not 1, which"),
         ({"version": True}, "version is True, not of type int"),
         ({"context": "512"}, "context is '512', not of type int"),
         ({"model": None}, "model is None, not of type str"),

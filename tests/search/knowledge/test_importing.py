@@ -142,7 +142,7 @@ def test_priors_begin_a_campaign_and_join_none(lab: Any) -> None:
     configs = [ScheduleConfig(pipelining_depth=3), ScheduleConfig(sm_assignment={1: 2})]
     campaign = import_priors(lab.store, "toy", lab.workload, "predict", configs)
     assert priors_of(campaign) == configs
-    with pytest.raises(UsageError, match="'toy' exists"):
+    with pytest.raises(UsageError, match="'toy' already exists"):
         import_priors(lab.store, "toy", lab.workload, "predict", configs)
 
 
