@@ -23,7 +23,7 @@
 # together:MODEL                   tokens of eight sequences
 # load:MODEL                       loading a bundle beside weights that are on the GPU
 # ragged:MODEL                     sequences at positions of their own
-# serve:MODEL[/WEIGHTS]            what 1 client and 8 wait for behind a server
+# serve:WORK[:ENGINES]             what 1 client and 8 wait for behind a server, and behind transformers,vllm
 # readme                           README's commands on a random checkpoint
 # calibrate                        the cost model's constants, from all that the store has measured
 # noise                            whether copies of a schedule beat each other, by the rows of the searches
@@ -133,7 +133,7 @@ part() {
       for rows in 1 8; do  # without one, the server takes what a search tries first
         best "${name}$([[ $rows == 1 ]] || echo ".b$rows").schedule.json" "$model" "$weights" "$rows" || true
       done
-      script "$name.serve_speed.txt" serve_speed.py "$model" --weights "$weights" ;;
+      script "$name.serve_speed.txt" serve_speed.py "$model" --weights "$weights" ${more:+--engines "$more"} ;;
     readme) script readme_commands.txt readme_commands.py ;;
     calibrate) record calibrate.txt calibrate --gpu h200 --output machine.json ;;
     versions) python3 experiments/two_versions.py "$work" . results/gpu/llama3.2-1b.schedule.json \

@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--layers", type=int, help="of a model that is cut short")
+    parser.add_argument("--engines", default="none", help="others under the same load, which takes minutes")
     parser.add_argument("--device", default="cuda", choices=["cuda", "reference"])
     asked = parser.parse_args()
     spec = CATALOG[asked.model]
@@ -54,7 +55,8 @@ def measure(folder: Path, rows: int, asked: argparse.Namespace) -> int:
     command = [
         "flywheel", "bench", "--serve", "--model", str(folder), "--weights", asked.weights, "--device", asked.device,
         "--batch", str(rows), "--context", str(asked.context), "--clients", str(rows),
-        "--requests", str(REQUESTS * min(rows, 4)), "--max-tokens", str(asked.max_tokens), "-o", f"{name}.serve.json",
+        "--requests", str(REQUESTS * min(rows, 4)), "--max-tokens", str(asked.max_tokens),
+        "--engines", asked.engines, "-o", f"{name}.serve.json",
     ]  # fmt: skip
     schedule = Path(f"{name}.schedule.json")
     command += ["--config", str(schedule)] if schedule.exists() else []

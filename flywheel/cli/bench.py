@@ -141,6 +141,9 @@ class Refused:
 @click.option("--max-tokens", type=click.IntRange(2), default=64, show_default=True, metavar="N",
               help="With --serve: tokens of each answer.")
 @click.option("--device", type=click.Choice(["cuda", "reference"]), help="With --serve, no URL: the server's device.")
+@click.option("--engines", metavar="NAME,...",
+              help="With --serve, behind a started server: transformers (generate, static cache, torch.compile), vllm "
+                   "(its server), or none.  [default: those that are installed]")
 @click.option("--picture", type=click.Path(path_type=Path), metavar="FILE.svg", help="Draw the times as bars.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE.json",
               help="Write the JSON document, with all samples.")
@@ -166,6 +169,7 @@ def bench(
     prompt_words: int,
     max_tokens: int,
     device: str | None,
+    engines: str | None,
     picture: Path | None,
     store: str,
     output: Path | None,

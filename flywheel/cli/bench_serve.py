@@ -8,9 +8,9 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
+from flywheel.cli.bench_engines import ENGINES, NONE, Asked, end, rows_of, time_engines
 from flywheel.cli.text import note, show_document
 from flywheel.errors import UsageError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FORMAT: Final = "flywheel-bench-serve"
 START: Final = "start"
 """Stands in place of an address: the command starts a server, and ends it."""
-_END_S: Final = 30.0
+DTYPES: Final = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
 def bench_served(where: str, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,6 +36,7 @@ def bench_served(where: str, params: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError("bench: --serve without a URL starts a server, which needs --model")
     clients, requests, max_tokens = params["clients"], params["requests"], params["max_tokens"]
     words, seed = params["prompt_words"], params["seed"]
+    _engines(params)  # before anything that takes minutes
     with _served(where, _options(params)) as server:
         prompts = draw_prompts(seed, requests, words)
         # A first request warms the server up, so that no timed request does.
@@ -49,10 +50,44 @@ def bench_served(where: str, params: Mapping[str, Any]) -> dict[str, Any]:
             if load.failed:
                 note(f"flywheel: {len(load.failed)} of them failed, the first one with {load.failed[0]}")
             loads.append(load.document())
-        return {
-            "format": FORMAT, "version": 1, "url": server.url, "model": server.model, "seed": seed,
-            "max_tokens": max_tokens, "longest_prompt_words": words, "loads": loads, "beside": _beside(),
-        }  # fmt: skip
+    return {
+        "format": FORMAT, "version": 2, "url": server.url, "model": server.model, "seed": seed,
+        "max_tokens": max_tokens, "longest_prompt_words": words, "loads": loads,
+        "beside": time_engines(_engines(params), _same_load(where, params, prompts)),
+    }  # fmt: skip
+
+
+def _engines(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """Raises UsageError for a name that is none."""
+    given = params["engines"]
+    if given is None or given == NONE:
+        return ENGINES if given is None else ()
+    names = tuple(given.split(","))
+    unknown = next((name for name in names if name not in ENGINES), None)
+    if unknown is not None:
+        raise UsageError(f"--engines: {unknown!r} is none of {', '.join((*ENGINES, NONE))}")
+    return names
+
+
+def _same_load(where: str, params: Mapping[str, Any], prompts: list[str]) -> Asked | str:
+    """The load for engines that this command starts behind its own server; why there is none."""
+    from flywheel.decode.source import open_source
+    from flywheel.models.catalog import model_name, model_path
+
+    if where != START:
+        return "not timed beside a server that this command has not started; give its own address to --serve"
+    if params["device"] == "reference":
+        return "not timed: needs a GPU"
+    if params["weights"] not in (None, *DTYPES):
+        return f"not timed: it has no weights of {params['weights']} here"
+    path = model_path(model_name(params["model"]))
+    if path is None:
+        return "not timed: the model has no directory"
+    return Asked(
+        path if path.is_dir() else path.parent, DTYPES[params["dtype"] or open_source(params["model"]).dtype or "bf16"],
+        "cuda", params["contexts"][0] if params["contexts"] else None, params["batches"][0] if params["batches"] else 1,
+        params["clients"], prompts, params["max_tokens"],
+    )  # fmt: skip
 
 
 def _options(params: Mapping[str, Any]) -> dict[str, object]:
@@ -69,26 +104,14 @@ def show_served(document: Mapping[str, Any]) -> None:
     from flywheel.serve.load import PERCENTILES
 
     heads = [f"{what} p{rank}" for what in ("first", "token") for rank in PERCENTILES]
-    rows = [["clients", "tokens/s", *heads, "failed"]]
-    for load in document["loads"]:
-        times = [
-            "-" if load[what] is None else f"{load[what][f'p{rank}']:.2f}"
-            for what in ("first_token_ms", "token_ms")
-            for rank in PERCENTILES
-        ]
-        rows.append([str(load["clients"]), f"{load['tokens_per_s']:.1f}", *times, str(len(load["failed"]))])
+    rows = [["", "clients", "tokens/s", *heads, "failed"], *rows_of("flywheel", document["loads"], PERCENTILES)]
+    beside = []
+    for name, found in document["beside"].items():
+        rows += rows_of(name, found.get("loads", ()), PERCENTILES)
+        beside += [f"{name}: {found['why']}"] if "why" in found else []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    beside = [f"{name}: {why}" for name, why in document["beside"].items()]
     show_document("\n".join([f"{document['model']} at {document['url']}, times in ms", *lines, *beside]) + "\n")
-
-
-def _beside() -> dict[str, str]:
-    """Engine -> why it is not in the table."""
-    return {
-        name: f"not timed: {'start its server and give its address to --serve' if find_spec(name) else 'not installed'}"
-        for name in ("transformers", "vllm")
-    }
 
 
 @contextmanager
@@ -111,7 +134,7 @@ def _served(where: str, options: Mapping[str, object]) -> Iterator[Server]:
         yield find_server(address)
     finally:
         ending.set()
-        _end(process)
+        end(process)
         if hearing.ident is not None:
             hearing.join()
 
@@ -133,12 +156,3 @@ def _hear(process: subprocess.Popen[str], ending: threading.Event) -> None:
     for line in process.stderr:
         if not ending.is_set():
             note(line.rstrip())
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
