@@ -65,20 +65,12 @@ def decode_options(function: _F) -> _F:
 
 
 def check_device(device: str, ranks: int | None = None) -> None:
-    """Check that `device` can run a program of `ranks` GPUs.
-
-    Raises NoGpuError for `cuda` without a usable GPU, or without `ranks` GPUs that reach each other's memory. Raises
-    UsageError where they are there, since the CUDA VM runs one.
-    """
+    """Check that `cuda` has what a command needs. Raises NoGpuError where no GPU is here, nothing to use it with, or no
+    `ranks` GPUs that can share a program."""
     if device == "cuda":
-        from flywheel.vm.gpu.driver import open_gpu
-
-        open_gpu()
-    if device == "cuda" and ranks is not None and ranks > 1:
         from flywheel.vm.gpu.peers import open_gpus
 
-        open_gpus(ranks)
-        raise UsageError(f"--ranks {ranks}: the CUDA VM runs programs of one GPU; --device reference runs any")
+        open_gpus(ranks or 1)
 
 
 def check_installed(what: str, modules: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from flywheel.cli.options import (
     check_writable,
     command,
     json_option,
+    ranks_option,
     store_option,
     weights_option,
     write_file,
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 @click.option("--context", cls=SharedOption, type=int, metavar="TOKENS",
               help=f"Positions of the KV cache.  [default: the schedule's, else {DEFAULTS['context']}]")
 @batch_option
+@ranks_option
 @click.option("--position", type=click.IntRange(min=1), metavar="P",
               help="Position to decode at.  [default: the last of the context]")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
@@ -66,6 +69,7 @@ def trace(
     weights: str | None,
     context: int | None,
     batch: int | None,
+    ranks: int | None,
     position: int | None,
     seed: int,
     output: Path | None,
@@ -83,7 +87,7 @@ def trace(
     for path in (output, picture):
         if path is not None:
             check_writable(path)
-    check_device("cuda")
+    check_device("cuda", ranks)
     given = load_config(config_file) if config_file is not None else None
     if campaign is not None:
         given = _best(store, campaign)
@@ -92,7 +96,7 @@ def trace(
     if name is None:
         raise UsageError("trace: no model; give --model, or an exported schedule with --config")
     source = open_model("trace", name)
-    program = lower_model(source, given, gpu, dtype, context, "cuda", batch, weights)
+    program = lower_model(source, given, gpu, dtype, context, "cuda", batch, weights, ranks)
     traced = _run(program, source, position, seed)
     document = {
         "model": source.name,
@@ -142,7 +146,7 @@ def describe(traced: TracedStep) -> dict[str, Any]:
     """The trace as a document, JSON-ready. An operation's shares are of its own time; the launch's are of all SMs'
     time."""
     from flywheel.measure.verdict import as_document
-    from flywheel.report.traced import hand_off_times, idle_us, operation_times
+    from flywheel.report.traced import exchange_times, hand_off_times, idle_us, operation_times
     from flywheel.vm.gpu.trace import Phase
 
     launch, operations = traced.trace, operation_times(traced.trace)
@@ -186,6 +190,7 @@ def describe(traced: TracedStep) -> dict[str, Any]:
             }
             for each in hand_off_times(launch)
         ],
+        "exchanges": [asdict(each) for each in exchange_times(launch)],
     }
 
 
@@ -240,6 +245,12 @@ def _show(document: dict[str, Any]) -> None:
     ]  # fmt: skip
     headers = ("<hand-off to", "<after", "waited", "median us", "max us", "before, us an SM", "after, us an SM")
     show_table(headers, rows, indent="  ", gap=True)
+    if document["exchanges"]:
+        rows = [
+            (row["operation"], f"{row['sums']:,}", _two(row["median_us"]), _two(row["max_us"]))
+            for row in document["exchanges"]
+        ]
+        show_table(("<exchange", "sums", "median us", "max us"), rows, indent="  ", gap=True)
 
 
 def _two(value: float | None) -> str:

@@ -40,6 +40,7 @@ from flywheel.vm.gpu.driver import Gpu
 from flywheel.vm.gpu.granules import Granules
 from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram
 from flywheel.vm.gpu.ranked import AnyProgram, RankedProgram
+from flywheel.vm.gpu.ranked_trace import join_traces
 from flywheel.vm.gpu.timing import Launch, time_batch, time_contestants, time_in_turn, time_launches
 from flywheel.vm.gpu.trace import LaunchTrace, read_stamps
 from flywheel.vm.pack import AnyPacked, PackedRanks, pack_any
@@ -328,8 +329,13 @@ class CudaSession:
         launch, finish = self.launcher(token_id, position)
         gpu, *peers = [part.gpu for part in self._loaded.parts]
         ((latency_us,),) = time_contestants(gpu, [launch], finish, samples=1, warmup=warmup, peers=peers)
-        (loaded,) = self._loaded.parts
-        return latency_us, read_stamps(loaded.packed, loaded.read_trace(), loaded.read_waits())
+        return latency_us, self.read_trace()
+
+    def read_trace(self) -> LaunchTrace:
+        """The trace of the last launch, of all GPUs. Raises as `trace`."""
+        parts = self._loaded.parts
+        traces = [read_stamps(each.packed, each.read_trace(), each.read_waits()) for each in parts]
+        return traces[0] if len(traces) == 1 else join_traces([each.packed for each in parts], traces)
 
     def _places_in(self, loaded: LoadedProgram) -> Mapping[str, Place]:
         if loaded not in self._places:

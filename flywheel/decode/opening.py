@@ -29,15 +29,15 @@ def open_session(
         weights = source.weights(dtype, seed, formats=formats)
         return ReferenceSession(program, source.spec, weights, order=order, seed=seed, granules=HostGranules()), weights
     from flywheel.decode.cuda import CudaModel, prepare_torch
-    from flywheel.vm.gpu.driver import open_gpu
+    from flywheel.vm.gpu.peers import open_gpus
 
     prepare_torch()
 
     def load() -> tuple[JudgedSession, Weights]:
         weights = source.weights(dtype, seed, "cuda", formats)
-        gpu = open_gpu()
+        gpu, *peers = open_gpus(program.ranks)
         model = CudaModel(
-            gpu, source.spec, dtype, interface.context, weights, interface.batch, gpu.granules()
+            gpu, source.spec, dtype, interface.context, weights, interface.batch, gpu.granules(), peers
         )
         undo.enter_context(model)
         return undo.enter_context(model.load(program)), weights

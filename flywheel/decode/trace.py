@@ -19,7 +19,7 @@ from flywheel.measure.verdict import Verdict
 from flywheel.models.eager import OracleWeights
 from flywheel.models.quantise import formats_of_program
 from flywheel.tensors import TORCH_DTYPES
-from flywheel.vm.gpu.driver import open_gpu
+from flywheel.vm.gpu.peers import open_gpus
 from flywheel.vm.gpu.trace import LaunchTrace
 
 _SAMPLES: Final = 30
@@ -54,7 +54,7 @@ def trace_step(program: MegakernelProgram, source: Source, position: int | None 
     interface = read_interface(program, source.spec)
     place = interface.context - 1 if position is None else position
     prepare_torch()
-    gpu = open_gpu()
+    gpu, *peers = open_gpus(program.ranks)
     try:
         formats = formats_of_program(program, interface.dtype)
         weights = source.weights(interface.dtype, seed, "cuda", formats)
@@ -62,7 +62,9 @@ def trace_step(program: MegakernelProgram, source: Source, position: int | None 
         positions = (*default_positions(interface.context), place)
         made = Judge(own, interface.dtype, interface.context, positions, interface.batch, seed)
         torch.cuda.empty_cache()  # what the VM allocates is not torch's
-        model = CudaModel(gpu, source.spec, interface.dtype, interface.context, weights, interface.batch)
+        model = CudaModel(
+            gpu, source.spec, interface.dtype, interface.context, weights, interface.batch, peers=peers
+        )
         with model:
             with model.load(program) as plain:
                 _check(plain, made)
@@ -77,7 +79,8 @@ def trace_step(program: MegakernelProgram, source: Source, position: int | None 
                 _refuse(judge_repeated(session.read_rows(), logits, place, session.dtype), ", while traced")
     except torch.OutOfMemoryError as error:
         raise GpuMemoryError(f"{source.name}: {str(error).splitlines()[0]}") from error
-    return TracedStep(gpu.name, interface.batch, place, verdict, latency, traced_us, trace)
+    name = f"{program.ranks} x {gpu.name}" if peers else gpu.name
+    return TracedStep(name, interface.batch, place, verdict, latency, traced_us, trace)
 
 
 def _check(session: CudaSession, made: Judge) -> Examined:

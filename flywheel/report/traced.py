@@ -66,6 +66,25 @@ class HandOffTimes:
     sm_hand_off_us: float
 
 
+@dataclass(frozen=True, slots=True)
+class ExchangeTimes:
+    """The sums of one operation on all GPUs, all layers together: from the last summand that any GPU stored to the
+    sum."""
+
+    operation: str
+    sums: int
+    median_us: float
+    max_us: float
+
+
+def exchange_times(trace: LaunchTrace) -> list[ExchangeTimes]:
+    """What GPUs that share a program wait for each other's results, in the order of the program's operations."""
+    grouped: dict[str, list[float]] = {}
+    for each in sorted(trace.exchanges, key=lambda each: each.task.task.id):
+        grouped.setdefault(operation(each.task.task.label), []).append(each.exposed_us)
+    return [ExchangeTimes(name, len(times), median(times), max(times)) for name, times in grouped.items()]
+
+
 def measured(program: MegakernelProgram, trace: LaunchTrace) -> Measured:
     """A launch of `program`."""
     return Measured(

@@ -48,7 +48,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MegakernelProgram, int
         place = 63 if position is None else position
         return TracedStep("NVIDIA L4", batch, place, verdict, latency, 950.0, launch)
 
-    monkeypatch.setattr("flywheel.cli.trace.check_device", lambda device: None)
+    monkeypatch.setattr("flywheel.cli.trace.check_device", lambda device, ranks: None)
     monkeypatch.setattr("flywheel.cli.decoding.gpu_of", lambda device: "l4")
     monkeypatch.setattr(tracing, "trace_step", pretend)
     return asked

@@ -72,7 +72,7 @@ def emulated_session(
 @contextmanager
 def emulated_ranks(
     gpus: Sequence[EmulatedGpu], program: MegakernelProgram, spec: DecoderSpec, weights: Mapping[str, Tensor],
-    granules: Granules | None = None,
+    granules: Granules | None = None, trace: bool = False,
 ) -> Iterator[CudaSession]:  # fmt: skip
     """A proved program of several emulated GPUs, by the model that holds one on real ones."""
     interface = read_interface(program, spec)
@@ -90,4 +90,4 @@ def emulated_ranks(
                 gpus[0], spec, interface.dtype, interface.context, dict(weights), interface.batch, granules, gpus[1:]  # type: ignore[arg-type]
             )
         )
-        yield stack.enter_context(model.load(program))
+        yield stack.enter_context(model.load(program, trace=trace))

@@ -18,6 +18,7 @@ from flywheel.decode.session import ReferenceSession
 from flywheel.decode.verify import verify
 from flywheel.errors import LaunchTimeoutError
 from flywheel.models.weights import random_weights
+from flywheel.report.traced import exchange_times
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.driver import Memory
 
@@ -75,3 +76,16 @@ def test_a_launch_that_is_stopped_leaves_a_session_that_can_be_used(session: Cud
         session.step(3, 0)
     missing.absent = False
     assert torch.equal(session.step(3, 0).logits, before.logits)
+
+
+def test_a_trace_of_two_gpus_has_the_tasks_of_both_and_what_their_sums_wait_for() -> None:
+    with emulated_ranks(peers(), lowered(QWEN, 2, 1, by_data=True), QWEN, WEIGHTS, trace=True) as session:
+        session.step(3, 0)
+        trace = session.read_trace()
+    assert trace.sms == 4 and {traced.sm for traced in trace.tasks} == set(range(4))
+    assert min(traced.current_us for traced in trace.tasks) == 0.0
+    found = {each.operation: each for each in exchange_times(trace)}
+    assert set(found) >= {"attn_sum", "mlp_sum"}
+    sums = [traced for traced in trace.tasks if traced.task.label == "L0.attn_sum"]
+    assert found["attn_sum"].sums == QWEN.n_layers * len(sums)
+    assert all(each.exposed_us > 0.0 for each in trace.exchanges if each.task.sm // 2 != each.last.sm // 2)

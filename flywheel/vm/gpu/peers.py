@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from itertools import permutations
 
 from flywheel.errors import NoGpuError
+from flywheel.vm.gpu import driver
 from flywheel.vm.gpu.devices import count_gpus
-from flywheel.vm.gpu.driver import Gpu, open_gpu
+from flywheel.vm.gpu.driver import Gpu
 
 
 def open_gpus(count: int) -> tuple[Gpu, ...]:
@@ -17,11 +18,11 @@ def open_gpus(count: int) -> tuple[Gpu, ...]:
     memory; the message names the pair.
     """
     if count == 1:
-        return (open_gpu(),)
+        return (driver.open_gpu(),)
     there = count_gpus()
     if there < count:
         raise NoGpuError(f"{count} ranks need {count} GPUs: {there or 'none'} {'is' if there == 1 else 'are'} here")
-    gpus = tuple([open_gpu(index) for index in range(count)])
+    gpus = tuple([driver.open_gpu(index) for index in range(count)])
     check_alike(gpus)
     for one, other in permutations(gpus, 2):
         if not one.reaches(other):

@@ -60,6 +60,24 @@ class TracedTask:
     done_us: float
     phases: tuple[PhaseSpan, ...]
 
+    @property
+    def stored_us(self) -> float:
+        """When its results were stored."""
+        return self.phases[-1].start_us
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A task that adds what several GPUs have made, and the `last` of the tasks, on any of them, to store a summand."""
+
+    task: TracedTask
+    last: TracedTask
+
+    @property
+    def exposed_us(self) -> float:
+        """From the last summand to the sum: what the GPUs wait for the exchange."""
+        return self.task.stored_us - self.last.stored_us
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchTrace:
@@ -74,6 +92,8 @@ class LaunchTrace:
     sms: int
     stalled: float
     starved: float
+    exchanges: tuple[Exchange, ...] = ()
+    """Where several GPUs add up their results, each sum of each GPU."""
 
     @property
     def span_us(self) -> float:

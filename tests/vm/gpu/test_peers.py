@@ -10,7 +10,7 @@ import pytest
 
 from flywheel.cli.exits import NO_GPU, exit_code
 from flywheel.errors import GpuFaultError, GpuMemoryError, NoGpuError
-from flywheel.vm.gpu import peers
+from flywheel.vm.gpu import driver, peers
 from flywheel.vm.gpu.driver import Gpu
 from flywheel.vm.gpu.peers import open_gpus
 
@@ -122,7 +122,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
                 made[index] = Gpu(index, machine, machine, KeyError)  # type: ignore[arg-type]
             return made[index]
 
-        monkeypatch.setattr(peers, "open_gpu", open_gpu)
+        monkeypatch.setattr(driver, "open_gpu", open_gpu)
         monkeypatch.setattr(peers, "count_gpus", lambda: len(names))
         return machine, open_gpus
 
