@@ -1,21 +1,21 @@
 """Discrete events over the SM queues and one shared HBM.
 
-Time moves from one event to the next; nothing is sampled. Three things go on at once:
+Time moves from one event to the next, and nothing is sampled. Three things go on at once:
 
-- *Loaders.* One an SM, streaming the bytes of its queue in order. All that are active share the memory equally, so a
-  single running total, `volume` (bytes that each active loader has moved), describes them all: a loader reaches a
-  position of its stream when `volume` reaches a known value. A loader stops at the limit of its look-ahead and goes
-  on when its SM comes to a task, as far as that allows, and when the task starts; what it then reads lands `restart_us`
-  later. The look-ahead counts from the end of the running task, whose own slots are taken to be freed
-  as its bytes arrive: exact at every start of a task, early in between where the consumer is the slower one.
-- *Consumers.* One an SM, walking its queue. A task ends when its work is done and its last chunk has arrived and been
-  consumed; it adds 1 to its counter, and when that completes, those who wait see it the gate's `visible_us` later, and
-  up to `crowd_us` more, by the share of the memory's bandwidth that is in use. `ahead_us` of a task is done before it
-  starts, while it waits.
-- *The host*, whom an SM that has polled a counter for `patience_us` asks again and again whether the launch is aborted.
-  It answers one after the other, each in `ask_us`, and an SM sees nothing else until it has its answer. An SM polls for
-  its next task from the start of the one before. Where a hundred SMs wait, all come hundreds of microseconds late, and
-  so does everybody who waits for them.
+- *Loaders.* Each SM has one, which streams the bytes of the SM's queue in order. All active loaders share the memory
+  equally. So a single running total, `volume` (bytes that each active loader has moved), describes them all: a loader
+  reaches a position of its stream when `volume` reaches a known value. A loader stops at the limit of its look-ahead.
+  It goes on when its SM comes to a task, as far as that allows, and when the task starts; its next bytes land
+  `restart_us` later. The look-ahead counts from the end of the running task, as if that task's slots were freed when
+  its bytes arrive. This is exact at every start of a task, and early in between if the consumer is the slower one.
+- *Consumers.* Each SM has one, which runs the SM's queue. A task ends when its work is done and its last chunk has
+  arrived and been consumed. It then adds 1 to its counter. When the counter completes, its waiters see it the gate's
+  `visible_us` later, and up to `crowd_us` more, by the share of the memory's bandwidth in use. A task does `ahead_us`
+  of its work before it starts, while it waits.
+- *The host.* An SM that has polled a counter for `patience_us` asks the host again and again whether the launch is
+  aborted. The host answers one SM after the other, each in `ask_us`, and an SM is blocked until it has its answer. An
+  SM polls for its next task from the start of the one before. If a hundred SMs wait, all of them come hundreds of
+  microseconds late, and so do all their waiters.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from flywheel.errors import InvalidProgramError
 
 @dataclass(frozen=True, slots=True)
 class Queues:
-    """All SM queues, one after the other, as columns: entry `i` of each is one task.
+    """All SM queues, one after the other, as columns. Entry `i` of each column is one task.
 
-    `first[sm]..first[sm + 1]` are the entries of an SM. `stream_end` counts bytes from the start of the SM's stream,
-    and `limit` is how far its loader may be once the task has started, `early_limit` once its SM has come to it. A gate
-    is a pair (counter, threshold) that some task awaits.
+    `first[sm]..first[sm + 1]` are the entries of an SM. `stream_end` counts bytes from the start of the SM's stream.
+    `limit` is how far its loader may be once the task has started, and `early_limit` once its SM has come to the task.
+    A gate is a pair (counter, threshold) that some task awaits.
     """
 
     first: Ints
@@ -65,45 +65,45 @@ class Queues:
     gate_ends: Ints
     gates: Ints
     link_ends: Ints
-    """Per counter, and one more: where its links end in `links` and the next one's begin."""
+    """For each counter, and one more: the place in `links` where the counter's links begin."""
     links: Ints
-    """[link, 2] a gate, and the further signals that it takes after the one before."""
+    """[link, 2] a gate, and the number of signals that it needs after the gate before it."""
     visible_us: Floats
-    """Per gate: from the last signal until those who wait go on."""
+    """For each gate: the time from the last signal until its waiters go on."""
     polled: npt.NDArray[np.bool_]
-    """Per gate: whether it is a counter that those who wait ask."""
+    """For each gate: whether its waiters poll a counter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The machine as the engine needs it."""
+    """The machine's numbers that the engine uses."""
 
     total: float
     """Bytes per us of all loaders together."""
     loader: float
-    """Most bytes per us of one loader."""
+    """Largest bytes per us of one loader."""
     poll_us: float
     restart_us: float = 0.0
     crowd_us: float = 0.0
     patience_us: float = 0.0
     ask_us: float = 0.0
-    """Zero: nobody asks."""
+    """0 means that no SM asks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What happened, `blocked_us` and `finish_us` by SM; `start_us` and `end_us` by queue entry."""
+    """The result of a run: `blocked_us` and `finish_us` by SM, `start_us` and `end_us` by queue entry."""
 
     finish_us: list[float]
     blocked_us: list[float]
     stuck: int | None
-    """First queue entry that can never start, None where all tasks ended."""
+    """The first queue entry that can never start; None where all tasks ended."""
     start_us: Floats
     end_us: Floats
 
 
 def simulate(queues: Queues, rates: Rates) -> Trace:
-    """Run every queue to its end. Raises InvalidProgramError where that takes MAX_EVENTS."""
+    """Run every queue to its end. Raises InvalidProgramError after MAX_EVENTS events."""
     tasks, sms = _tasks(queues), np.zeros(len(queues.first) - 1, SM)
     sms["head"], sms["stop"] = queues.first[:-1], queues.first[1:]
     gates = np.zeros(len(queues.visible_us), GATE)

@@ -1,35 +1,32 @@
-"""What a GPU and the kernel's inner loops cost: the constants of the prediction, in one table.
+"""The cost of a GPU and of the kernel's inner loops: the constants of the prediction, in one table.
 
-The H200's are fitted: `flywheel calibrate` moved them until predictions agreed with a part of what campaigns measured
-there, at most 50 configs of each model and context, both drawn at random and searched. results/calibration.txt says how
-well others are predicted, results/gpu/results.tsv has the rows. `sm_read_gbs` and `poll_us` are estimates.
-
-What the campaigns show:
+The H200's constants are fitted. `flywheel calibrate` moved them until predictions agreed with a part of the measured
+campaigns: at most 50 configs of each model and context, random and searched ones. results/calibration.txt has the
+errors of the other configs, and results/gpu/results.tsv the rows. `sm_read_gbs` and `poll_us` are estimates. The
+campaigns show:
 
 - The loader fills `copies` slots of its ring at once, when all of them are free and the chunk `inflight_chunks` before
-  the last has landed. So ring and bytes under way count in whole rounds of copies: four copies of 16 KiB and 96 KiB
-  under way are one round of 64 KiB.
-- A loader that stood still behind a full ring brings nothing in until slots are freed and new copies have landed.
-- A control warp that has polled a counter for long asks the host, and that answers one SM after the other
-  (`patience_us`, `ask_us`). Waits for data ask nobody. The kernels of the campaigns asked far sooner than the VM's do,
-  every 5 ms: schedules whose SMs wait long for an operation are predicted too slow.
+  the last has landed. So ring and bytes in flight count in whole rounds of copies: four copies of 16 KiB and 96 KiB in
+  flight are one round of 64 KiB.
+- A loader that stood still behind a full ring brings no bytes until slots are freed and new copies have landed.
+- A control warp that has polled a counter for long asks the host, which answers one SM after the other (`patience_us`,
+  `ask_us`). Waits for data ask nobody. The campaigns' kernels asked far sooner than the VM's kernels, which ask every 5
+  ms. So schedules whose SMs wait long for an operation are predicted too slow.
 - Few vector warps fetch activations, keys and values in many rounds of loads (`fetch_us`, `attend_us`).
-- Activations that many SMs read at once come slower, by the number of those who ask (`shared_gbs`): merging partials
-  in 128 tiles of o costs more than in 64.
+- Activations that many SMs read at once arrive slower, by the number of readers (`shared_gbs`): merging partials in 128
+  tiles of o costs more than in 64.
 - A hand-off takes longer while the memory is busy (`crowd_us`).
-- Keys, values and norms' weights are loaded while a task waits (`ahead_us`, `cache_us`): where a task comes late,
-  they are not hidden.
+- Keys, values and norms' weights are loaded while a task waits (`ahead_us`, `cache_us`). If a task comes late, these
+  loads are not hidden.
 
-Constants that stand for each other are not told apart: a hand-off by the data, for one, is `data_visibility_us`,
-`crowd_us` and a part of `task_us`. `read_gbs` is what is left of what the card reads alone where everything else goes
-on.
+Constants that can stand for each other are not separated: a hand-off by the data, for example, is `data_visibility_us`,
+`crowd_us` and a part of `task_us`. `read_gbs` is the rest of the card's own read rate when everything else goes on. The
+other GPUs are scaled from the H200, and not measured:
 
-The other GPUs are scaled from it, not measured:
-
-- `read_gbs` is the share of the datasheet that it is on the H200; 96 % of that share on architectures without bulk
-  copies (before sm_90), where every thread of the loader issues its own 16-byte copies.
+- `read_gbs` is the same share of the datasheet's bandwidth as on the H200, and 96 % of that share on architectures
+  without bulk copies (before sm_90), where every thread of the loader issues its own 16-byte copies.
 - Rates of one SM scale with its clock.
-- Latencies, hand-offs, barriers and launches keep the H200's times: they are dominated by round trips, not by width.
+- Latencies, hand-offs, barriers and launches keep the H200's times, since round trips dominate them.
 """
 
 from __future__ import annotations
@@ -52,11 +49,11 @@ BULK_COPY_ARCH: Final = 90
 class Consumer:
     """The loop that turns streamed bytes into outputs, on `warps` warps of one SM.
 
-    A task costs `warp_us * warps`: barriers and the last reduction grow with a block's warps. Groups of matrix warps
-    take chunks in turn, each in `chunk_us` besides its bytes; these come at a rate that saturates with the warps: half
-    of `bytes_per_us` at `half_warps`. Arithmetic that no tensor core does runs at `flops_per_warp_us` a warp, at the
-    same time as the bytes. A warp decodes quantised weights before it multiplies them: the part of the time that more
-    warps shorten is `fp8_times`, `int8_times` or `int4_times` that of BF16's bytes.
+    A task costs `warp_us * warps`, since barriers and the last reduction grow with a block's warps. Groups of matrix
+    warps take chunks in turn, each in `chunk_us` besides its bytes. The rate of bytes saturates with the warps: it is
+    half of `bytes_per_us` at `half_warps`. Arithmetic outside of the tensor cores runs at `flops_per_warp_us` a warp,
+    at the same time as the bytes. A warp decodes quantised weights before it multiplies them. For these, the part of
+    the time that more warps shorten is `fp8_times`, `int8_times` or `int4_times` that of BF16's bytes.
     """
 
     warp_us: float
@@ -69,11 +66,12 @@ class Consumer:
     int4_times: float
 
     def task_us(self, warps: int, staged: float = 1.0) -> float:
-        """Time of one task besides its bytes, in a block of so many warps, of which only a part is not saved."""
+        """The time of one task besides its bytes, in a block of `warps` warps; `staged` is the share of it that is not
+        saved."""
         return self.warp_us * warps * staged
 
     def chunks_us(self, nbytes: int, variant: KernelVariant, codes: Sequence[DType] = ()) -> float:
-        """Time for the chunks of so many bytes, of matrices that are quantised to `codes`."""
+        """The time for the chunks of `nbytes` bytes of matrices, quantised to `codes`."""
         rounds = ceil(nbytes / variant.chunk_bytes / variant.chunk_groups)
         own = min(nbytes, rounds * variant.chunk_bytes) * self.half_warps / variant.chunk_warps
         own *= max([self._times(each) for each in codes], default=1.0)
@@ -84,7 +82,7 @@ class Consumer:
 
 
 _FLOPS_PER_WARP_US: Final = 36e3
-"""Of one warp of an H200 that attends: 0.45 us for 16 more tokens of 64 values and 4 heads, all FMAs."""
+"""Of one warp of an H200 in an attention: 0.45 us for 16 more tokens of 64 values and 4 heads, all FMAs."""
 
 VM: Final = Consumer(0.008801, 0.348, 301.2e3, 1.278, _FLOPS_PER_WARP_US, 7.0, 5.0, 12.0)
 """The matrix warps of the CUDA VM: weights packed in fragment order as the A operand of `mma.m16n8k16`."""
@@ -92,18 +90,18 @@ VM: Final = Consumer(0.008801, 0.348, 301.2e3, 1.278, _FLOPS_PER_WARP_US, 7.0, 5
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """What the warps that do not multiply add to a task, in us."""
+    """The time that the vector warps add to a task, in us."""
 
     task_us: float = 0.0
     """Fetching a task and signalling its end."""
     ahead_us: float = 0.0
-    """What a task does before it needs what others write, while it waits: its words, its norms' weights."""
+    """Work of a task before it needs others' results, while it waits: its words, its norms' weights."""
     fetch_us: float = 0.0
     """A round of activations that a task's warps load at once."""
     slice_us: float = 0.0
-    """A further slice of what is multiplied."""
+    """A further slice of a multiplied input."""
     step_us: float = 0.0
-    """A step that is none of the following, and no product."""
+    """A step other than a product and the following ones."""
     norm_us: float = 0.0
     """A norm."""
     merge_us: float = 0.0
@@ -118,8 +116,8 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Constants of one GPU. Rates are GB/s, times us; `source` says whether they were measured on such a card, scaled
-    from one that was, or fitted to what programs took."""
+    """The constants of one GPU. Rates are in GB/s, times in us. `source` is measured on such a card, scaled from
+    another card, or calibrated from programs' times."""
 
     name: str
     source: Literal["measured", "scaled", "calibrated"]
@@ -127,42 +125,42 @@ class Machine:
     read_gbs: float
     """Best rate at which all SMs together read HBM."""
     sm_read_gbs: float
-    """What one SM can draw alone."""
+    """Rate at which one SM alone can read."""
     shared_gbs: float
-    """Rate at which all SMs together read the same activations, which lie in few places."""
+    """Rate at which all SMs together read the same activations, which are in few places."""
     copy_us: float
-    """Time of the loader to issue a copy of a chunk and recycle its slot: what makes small chunks slow."""
+    """Time of the loader to issue a copy of a chunk and recycle its slot. It makes small chunks slow."""
     more_copies_us: float
     """The same for each further copy that it issues with it."""
     round_trip_us: float
-    """From a copy's issue until it has landed: limits what few copies under way bring in, and a loader that stood still
-    brings nothing in for as long."""
+    """Time from a copy's issue until it has landed. It limits the rate of few copies in flight. A loader that stood
+    still brings no bytes for as long."""
     visibility_us: float
-    """From the last signal until those who wait for it go on."""
+    """Time from the last signal until its waiters go on."""
     data_visibility_us: float
-    """The same where no counter is between, and those who wait look at what is written."""
+    """The same time without a counter, where the waiters poll the data."""
     crowd_us: float
     """How much longer either takes while all of the memory's bandwidth is in use."""
     poll_us: float
-    """Wait that finds its counter complete."""
+    """Time of a wait that finds its counter complete."""
     launch_us: float
     """Launch, the first bytes and the final drain."""
     consumer: Consumer
     vector: Vector = Vector()
     restage_share: float = 1.0
-    """Of what staging an operand takes, the part for a task that multiplies the operand of the task before it."""
+    """Share of the time of staging an operand that remains for a task with the same operand as the task before it."""
     patience_us: float = 0.0
-    """Wait for a counter that ends without a question to the host."""
+    """Longest wait for a counter without a question to the host."""
     ask_us: float = 0.0
     """The host's answer to one SM."""
 
     @property
     def share(self) -> float:
-        """Bytes per us of one SM when all read."""
+        """Bytes per us of one SM when all SMs read."""
         return self.read_gbs * 1e3 / self.num_sms
 
     def loader_rate(self, variant: KernelVariant) -> float:
-        """Most bytes per us that the loader of one SM can bring in.
+        """The largest bytes per us of one SM's loader.
 
         It fills `copies` slots at once, and only when the chunk `inflight_chunks` before the last of them has landed.
         """
@@ -171,7 +169,8 @@ class Machine:
         return min(self.sm_read_gbs * 1e3, at_once / issue_us, rounds * at_once / (issue_us + self.round_trip_us))
 
     def restart_us(self, variant: KernelVariant) -> float:
-        """From the moment when consumers go on behind a full ring until new bytes come: slots are freed, and filled."""
+        """The time from when consumers go on behind a full ring until new bytes arrive: slots are freed, then
+        filled."""
         freed_us = self.consumer.chunks_us(variant.copies * variant.chunk_bytes, variant)
         return freed_us + self.round_trip_us
 
@@ -237,5 +236,5 @@ MACHINES: Final = MappingProxyType(
 
 
 def machine_for(target: GpuTarget) -> Machine:
-    """Constants of `target`: the table's where it is a built-in GPU unchanged, otherwise scaled from its numbers."""
+    """The constants of `target`: the table's for an unchanged built-in GPU, otherwise scaled from its numbers."""
     return MACHINES[target.name] if TARGETS.get(target.name) == target else _scaled(target)

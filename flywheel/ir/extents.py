@@ -84,7 +84,7 @@ class Matrix:
         return self.rows, self.columns
 
     def unknown(self, scope: Scope) -> int:
-        """None: a matrix decides its rows itself."""
+        """0: a matrix decides its rows itself."""
         return 0
 
     def fit(self, buffer: Buffer, scope: Scope) -> str | None:
@@ -119,7 +119,7 @@ class Cache:
         return self.rows, *self.row
 
     def unknown(self, scope: Scope) -> int:
-        """None: a cache decides its rows itself."""
+        """0: a cache decides its rows itself."""
         return 0
 
     def fit(self, buffer: Buffer, scope: Scope) -> str | None:
@@ -146,7 +146,7 @@ class Packed:
         return self.rows, self.width
 
     def unknown(self, scope: Scope) -> int:
-        """None: packed integers decide their rows and width themselves."""
+        """0: packed integers decide their rows and width themselves."""
         return 0
 
     def fit(self, buffer: Buffer, scope: Scope) -> str | None:

@@ -18,8 +18,8 @@ from flywheel.measure.columns import fault_of
 from flywheel.measure.outcome import OUTCOME_NAMES
 
 SOURCES: Final = ("search", "seed", "store", "final")
-"""Why a trial was tried or answered: proposed by the sampler, enqueued as known good, answered from an earlier row,
-measured again among the best of a campaign."""
+"""The origin of a row: proposed by the sampler, enqueued as known good, answered from an earlier row, or measured again
+in a final."""
 
 
 MEASURED_WITH: Final = (
@@ -41,7 +41,7 @@ decimals."""
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its name (with its unit, where it has one), Python type, and what it holds."""
+    """One column: its name (with its unit, if it has one), Python type, and meaning."""
 
     name: str
     python_type: type
@@ -176,7 +176,7 @@ class TrialRecord:
         return None
 
     def _verdict_fault(self) -> str | None:
-        """As in Verdict. Rows of before there were these columns have none of them."""
+        """As in Verdict. Rows older than these columns have none of them."""
         if self.outcome not in ("measured", "incorrect"):
             stray = (name for name in JUDGED_WITH if getattr(self, name) is not None)
             return next((f"{name} in a row that is {self.outcome}, so not judged" for name in stray), None)
@@ -203,31 +203,32 @@ class TrialRecord:
 
     @property
     def is_imported(self) -> bool:
-        """True where the row came from a table, and was not tried for this store."""
+        """Whether the row came from a table, and was not tried for this store."""
         return self.imported_from is not None
 
     @property
     def kind(self) -> str:
-        """What latencies the row's compares with: "measured", "imported" for one that was measured elsewhere, or
-        "predicted", which is the same everywhere; of a row without a latency, its outcome."""
+        """The kind of latencies that the row's latency compares with: "measured", "imported" if it was measured
+        elsewhere, or "predicted", which is the same everywhere. Without a latency, it is the row's outcome."""
         return "imported" if self.outcome == "measured" and self.is_imported else self.outcome
 
     @property
     def is_predicted(self) -> bool:
-        """True where the row's objective is a cost model's word, not a measurement."""
+        """Whether the row's objective is a prediction."""
         return self.outcome == "predicted"
 
     @property
     def may_be_best(self) -> bool:
-        """Whether the row has an objective, and one that is not just its rival's within the noise. A final's may be:
-        which one is the fastest there is all that it says."""
+        """Whether the row has an objective that is not within the noise of its rival's. A final's row always may be the
+        best, since a final tells only which program is the fastest."""
         if self.objective_us is None:
             return False
         return self.source == "final" or self.gain_low_us is None or self.gain_low_us > 0.0
 
     @property
     def objective_us(self) -> float | None:
-        """What a search minimises: the measured latency of a measured row, the prediction of a predicted one."""
+        """The value that a search minimises: the measured latency of a measured row, the prediction of a predicted
+        one."""
         match self.outcome:
             case "measured":
                 return self.latency_us
@@ -245,13 +246,13 @@ def _fault(column: Column, value: Any) -> str | None:
 
 
 _REMEMBERED: Final = 4096
-"""Configs that are remembered, and characters of one that is: 16 MiB in all. A search's have some 500."""
+"""Number of remembered configs, and most characters of one: 16 MiB in all. A search has about 500."""
 
 
 def _read_config(text: str) -> tuple[str | None, str]:
-    """(what is wrong with a config, else None; its `ScheduleConfig.config_id`).
+    """(the fault of a config, or None; its `ScheduleConfig.config_id`).
 
-    That is of the text: another version's configs may have other fields.
+    The id is of the text, since another version's configs may have other fields.
     """
     return (_read_short if len(text) <= _REMEMBERED else _read_any)(text)
 
