@@ -70,8 +70,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One instruction on one SM of GPU `rank`. When it completes, and all its writes are visible, it adds 1 to
-    `out_counter`."""
+    """One instruction on one SM of GPU `rank`.
+
+    When it completes, and all its writes are visible, it adds 1 to `out_counter`.
+    """
 
     id: int
     op: InstructionKind

@@ -22,7 +22,7 @@ DTYPES: Final = {dtype.name.lower(): dtype for dtype in sorted(COMPUTE_DTYPES, k
 """Element types that a decode step can be lowered for, by the names that users type."""
 
 MAX_BATCH: Final = ABI_MAX_ROWS
-"""Sequences of one step: each is a row of what its matrices multiply."""
+"""Most sequences of one step. Each is a row of the operands that its matrices multiply."""
 
 _K = InstructionKind
 _WEIGHT, _ACT, _CACHE = BufferKind.WEIGHT, BufferKind.ACTIVATION, BufferKind.KV_CACHE

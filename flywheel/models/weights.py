@@ -37,7 +37,7 @@ _STREAM: Final = 50.0
 """Mean square of the embedding over the norms' epsilon."""
 
 _ADDED: Final = 0.35
-"""Deviation of what attention and MLP add to the residual stream, over the embedding's."""
+"""Deviation of the results of attention and MLP that are added to the residual stream, over the embedding's."""
 
 _ACT: Final = 0.6
 """Root mean square of SiLU(gate) times up, where both have deviation 1."""

@@ -272,10 +272,10 @@ class CampaignRun:
             self._learn(self._store.trials(self._name))
 
     def _learn_new(self, news: Sequence[TrialRecord]) -> None:
-        """Go on from rows of other runs, behind those that are known. Raises as `_learn` does.
+        """Go on from other runs' rows that follow the known ones. Raises as `_learn`.
 
-        The first of them start the sampler anew: it draws by its seed and what is known, and two runs of one seed would
-        draw the same. A final takes the place of rows that are known.
+        The first of these rows restart the sampler. It draws by its seed and the known rows, so two runs with one seed
+        would draw the same. A final replaces known rows.
         """
         if (news and not self._shared) or any(record.source == "final" for record in news):
             self._shared = True
@@ -363,7 +363,8 @@ class CampaignRun:
         return None if known is None else lambda: known
 
     def _told(self, record: TrialRecord) -> Told:
-        """What the study is told: nothing of what was predicted where others are measured, or found no memory free."""
+        """What the study is told. It is nothing for a prediction in a campaign that measures, and for a trial that
+        found no free memory."""
         return NOT_TRIED if is_unmeasured(record, self._measured) or not _is_lasting(record) else record.objective_us
 
     def _choice(self, record: TrialRecord) -> Choice | None:

@@ -94,9 +94,9 @@ class StepFlag(IntFlag):
     NEW_ROW = 131072
     """The ROPE of a key, the first step of a launch's new row. One kernel does all steps of that row."""
     LEFT = 262144
-    """A step that is passed over, since the kernel of another step does its work: an attention (TURNS) does the ROPE of
-    its queries, whatever does a ROPE may do the RMSNORM of the same heads, and the first step of a new row (NEW_ROW)
-    does the steps behind it."""
+    """A step that is skipped, since the kernel of another step does its work. An attention (TURNS) does the ROPE of its
+    queries. The step that does a ROPE may do the RMSNORM of the same heads. The first step of a new row (NEW_ROW) does
+    the steps after it."""
     TURNS = 524288
     """An ATTENTION_TILE that does the ROPE before it, on operands that tensor cores take."""
     LAST = 1048576
@@ -145,8 +145,8 @@ class Layout(IntEnum):
     and g + 8 at columns 4t..4t+3, in the order (g; 4t, 4t+1), (g+8; 4t, 4t+1), (g; 4t+2, 4t+3), (g+8; 4t+2, 4t+3).
     Elements beyond the matrix are zero."""
     AWAITED = 2
-    """Row-major, in two sets that launches take in turn. An element is all ones until it is written, and those who read
-    it wait for that."""
+    """Row-major, in two sets between which launches alternate. An element is all ones until it is written, and its
+    readers wait for that."""
     UNITS = 3
     """[ceil(rows / 16)][ceil(width / UNIT_K)] units of codes and what belongs to them, zero beyond the matrix.
     Source: docs/vm.md, "Quantised weights"."""
@@ -155,12 +155,12 @@ class Layout(IntEnum):
     IN_UNITS = 5
     """Nowhere: scales or zero points that are in the units of the matrix that they belong to."""
     PEER = 6
-    """In another GPU's memory, where it is AWAITED: what is pushed there."""
+    """In another GPU's memory, where it is AWAITED: the target of pushes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One member: a C type of CTYPES or the name of a struct, how many, and what it means."""
+    """One member: a C type of CTYPES or the name of a struct, its length, and its meaning."""
 
     type: str
     name: str
@@ -347,7 +347,7 @@ class Stamp(IntEnum):
     CURRENT = 0
     """The vector warps turned to it."""
     READY = 1
-    """What it reads is there: its counters have been waited for, and what it awaits itself is loaded."""
+    """Its inputs are there: its counters were waited for, and the data that it awaits itself is loaded."""
     STAGED = 2
     """The operand of its last matrix step to stage one is announced, or the first slice of it."""
     MULTIPLIED = 3

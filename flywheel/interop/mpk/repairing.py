@@ -154,7 +154,8 @@ class _Search:
         return found
 
     def _targets(self, first: Node, second: Node) -> list[int]:
-        """Events that `second` comes behind, the nearest first; of the iteration before, those that its end awaits."""
+        """The events that `second` comes after, nearest first. Of the iteration before, they are those that its end
+        awaits."""
         target = self.graphs[second.rank]
         if second.turn > first.turn:
             end = next(place for place, event in enumerate(target.events) if event.kind == END)
@@ -163,7 +164,7 @@ class _Search:
         return [] if dependent == INVALID else self._ahead(second.rank, place_of(dependent))
 
     def _ahead(self, rank: int, event: int) -> list[int]:
-        """An event, and those that all that signal it wait for, one behind the other, on one rank."""
+        """An event and, on one rank, the events that all of its signallers wait for, one after the other."""
         chain = [event]
         while True:
             signalling = self.signalling.get((rank, chain[-1]), ())
