@@ -39,6 +39,10 @@ class UsageError(FlywheelError):
     """Options that contradict each other or the campaign they name."""
 
 
+class ContextError(UsageError):
+    """A prompt and the tokens that are asked for behind it do not fit the context."""
+
+
 class BundleError(UsageError):
     """A bundle is damaged, of another format, or not for this GPU, driver or these weights."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flywheel.errors import UsageError
+from flywheel.errors import ContextError, UsageError
 from flywheel.models.spec import DecoderSpec
 
 
@@ -26,7 +26,8 @@ class Request:
 def make_request(
     prompt: Sequence[int], max_tokens: int, stop_ids: frozenset[int], spec: DecoderSpec, context: int
 ) -> Request:
-    """Raises UsageError for no prompt, an unknown token, no tokens to generate, or more than `context` positions."""
+    """Raises UsageError for no prompt, an unknown token or no tokens to generate, ContextError for more than `context`
+    positions."""
     request = Request(tuple(prompt), max_tokens, stop_ids)
     unknown = next((token for token in prompt if not 0 <= token < spec.vocab), None)
     if unknown is not None:
@@ -36,7 +37,7 @@ def make_request(
     if max_tokens < 1:
         raise UsageError(f"max tokens: {max_tokens} is not positive")
     if request.positions > context:
-        raise UsageError(
+        raise ContextError(
             f"prompt: its {len(prompt)} tokens and {max_tokens} more need {request.positions} positions, "
             f"the context has {context}"
         )

@@ -21,10 +21,13 @@ from flywheel.serve.worker import Ask
 
 _MAX_STOPS: Final = 16
 _UNSERVED: Final = {
-    "n": 1, "best_of": 1, "echo": False, "suffix": None, "presence_penalty": 0, "frequency_penalty": 0,
+    "best_of": 1, "echo": False, "suffix": None, "presence_penalty": 0, "frequency_penalty": 0,
     "logit_bias": None, "tools": None, "functions": None, "response_format": {"type": "text"},
 }  # fmt: skip
 """Fields that change an answer -> the value with which they do not."""
+
+_MOST_CHOICES: Final = 128
+"""Of one request, of all its prompts."""
 
 _MOST_OF_COMPLETIONS: Final = 5
 _IMPOSSIBLE: Final = -9999.0
@@ -46,6 +49,7 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -62,12 +66,17 @@ class _Request(BaseModel):
     def check_served(self) -> None:
         """Raises UsageError for a field that asks for what this server cannot do."""
         for name, value in (self.model_extra or {}).items():
-            if name in _UNSERVED and value not in (_UNSERVED[name], None) and not (value is False or value == []):
+            if name in _UNSERVED and value and value != _UNSERVED[name]:
                 raise UsageError(f"{name}: {repr(value)[:100]} is not served here")
 
-    def sampling(self, logprobs: int | None) -> Sampling:
-        """Raises UsageError for a value out of its range."""
-        seed = secrets.randbits(63) if self.seed is None else self.seed
+    @property
+    def choices(self) -> int:
+        """Answers to each prompt."""
+        return 1 if self.n is None else self.n
+
+    def sampling(self, choice: int, logprobs: int | None) -> Sampling:
+        """Of an answer to a prompt: seeds follow each other. Raises UsageError for a value out of its range."""
+        seed = secrets.randbits(63) if self.seed is None else self.seed + choice
         top_k = max(self.top_k, 0)  # -1 is all in vLLM's
         temperature, top_p = (1.0 if value is None else value for value in (self.temperature, self.top_p))
         return Sampling(temperature, top_k, top_p, self.min_p, self.repetition_penalty, seed, logprobs)
@@ -83,21 +92,27 @@ class _Request(BaseModel):
 
 
 class CompletionRequest(_Request):
-    """POST /v1/completions. `prompt` is a text or token ids, or a list of one of these."""
+    """POST /v1/completions. `prompt` is a text or token ids, or a list of these."""
 
     prompt: str | list[Token] | list[str] | list[list[Token]]
     logprobs: Annotated[int, Field(ge=0, le=_MOST_OF_COMPLETIONS)] | None = None
 
-    def ask(self) -> Ask:
-        """Raises UsageError for more than one prompt, and as `sampling`."""
+    def asks(self) -> list[Ask]:
+        """`choices` for each prompt. Raises UsageError for too many, and as `sampling`."""
         prompt: Any = self.prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            if len(prompt) > 1:
-                raise UsageError(f"prompt: {len(prompt)} prompts in one request; 1 is served")
-            prompt = prompt[0]
-        prompt = prompt if isinstance(prompt, str) else tuple(prompt)
+        many = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+        prompts = prompt if many else [prompt]
+        if len(prompts) * self.choices > _MOST_CHOICES:
+            raise UsageError(
+                f"prompt: {len(prompts)} prompts of n={self.choices} choices; {_MOST_CHOICES} choices at most"
+            )
         most = 16 if self.max_tokens is None else self.max_tokens
-        return Ask(-1, prompt, None, most, self.sampling(self.logprobs), self.stops(), self.ignore_eos, self.reuse())
+        return [
+            Ask(-1, each if isinstance(each, str) else tuple(each), None, most, self.sampling(choice, self.logprobs),
+                self.stops(), self.ignore_eos, self.reuse())
+            for each in prompts
+            for choice in range(self.choices)
+        ]  # fmt: skip
 
 
 class Part(BaseModel):
@@ -122,8 +137,8 @@ class ChatRequest(_Request):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELY)] | None = None
 
-    def ask(self) -> Ask:
-        """Raises UsageError for `top_logprobs` without `logprobs`, and as `sampling`."""
+    def asks(self) -> list[Ask]:
+        """`choices` of them. Raises UsageError for `top_logprobs` without `logprobs`, and as `sampling`."""
         if self.top_logprobs is not None and not self.logprobs:
             raise UsageError("top_logprobs: needs logprobs")
         messages = tuple(
@@ -137,7 +152,10 @@ class ChatRequest(_Request):
         )
         most = self.max_completion_tokens or self.max_tokens
         likely = (self.top_logprobs or 0) if self.logprobs else None
-        return Ask(-1, None, messages, most, self.sampling(likely), self.stops(), self.ignore_eos, self.reuse())
+        return [
+            Ask(-1, None, messages, most, self.sampling(choice, likely), self.stops(), self.ignore_eos, self.reuse())
+            for choice in range(self.choices)
+        ]
 
 
 def new_id(chat: bool) -> str:
@@ -145,27 +163,30 @@ def new_id(chat: bool) -> str:
     return ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
 
 
-def whole(
-    chat: bool, head: dict[str, Any], text: str, finish: str, usage: dict[str, Any], logprobs: Document | None
-) -> Document:
-    """The document of a whole answer."""
-    choice: Document = {"index": 0, "logprobs": logprobs, "finish_reason": finish}
-    choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-    return {**head, "object": "chat.completion" if chat else "text_completion", "choices": [choice], "usage": usage}
+def choice(chat: bool, index: int, text: str, finish: str, logprobs: Document | None) -> Document:
+    """One of the answers of a whole document."""
+    found: Document = {"index": index, "logprobs": logprobs, "finish_reason": finish}
+    return found | ({"message": {"role": "assistant", "content": text}} if chat else {"text": text})
+
+
+def whole(chat: bool, head: Document, choices: Sequence[Document], usage: Document) -> Document:
+    """The document of whole answers."""
+    kind = "chat.completion" if chat else "text_completion"
+    return {**head, "object": kind, "choices": list(choices), "usage": usage}
 
 
 def chunk(
-    chat: bool, head: dict[str, Any], text: str | None, finish: str | None = None, first: bool = False,
+    chat: bool, head: Document, index: int, text: str | None, finish: str | None = None, first: bool = False,
     logprobs: Document | None = None,
 ) -> Document:  # fmt: skip
     """The document of a piece of an answer."""
-    choice: Document = {"index": 0, "logprobs": logprobs, "finish_reason": finish}
+    found: Document = {"index": index, "logprobs": logprobs, "finish_reason": finish}
     if chat:
-        delta: dict[str, Any] = {"role": "assistant"} if first else {}
-        choice["delta"] = delta | ({} if text is None else {"content": text})
+        delta: Document = {"role": "assistant"} if first else {}
+        found["delta"] = delta | ({} if text is None else {"content": text})
     else:
-        choice["text"] = text or ""
-    return {**head, "object": "chat.completion.chunk" if chat else "text_completion", "choices": [choice]}
+        found["text"] = text or ""
+    return {**head, "object": "chat.completion.chunk" if chat else "text_completion", "choices": [found]}
 
 
 def logprobs_of(chat: bool, pieces: Sequence[Piece], begins: int = 0) -> Document | None:
@@ -206,6 +227,8 @@ def usage_of(prompt_tokens: int, made: int, reused: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def error(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:
-    """The document of a failure."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+def error(
+    message: str, kind: str = "invalid_request_error", code: str | None = None, param: str | None = None
+) -> Document:
+    """The document of a failure; `param` is the field that is wrong."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

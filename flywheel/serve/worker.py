@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 from flywheel.decode.sampling import Sampling
-from flywheel.errors import FlywheelError, UsageError
+from flywheel.errors import ContextError, FlywheelError, UsageError
 from flywheel.process import enter_child
 from flywheel.serve.answers import Answer, Finish, Piece
 from flywheel.serve.decoder import Decoder
@@ -75,11 +75,13 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A request cannot be answered, or the worker cannot start (`number` None). `usage`: by its own fault."""
+    """A request cannot be answered, or the worker cannot start (`number` None). `usage`: by its own fault; `long`: it
+    does not fit the context."""
 
     number: int | None
     why: str
     usage: bool
+    long: bool = False
 
 
 Said = Begun | Part | Ended | Refused
@@ -155,13 +157,15 @@ def _begin(
             raise prompt
         room = decoder.context - len(prompt) + 1
         if room < 1:
-            raise UsageError(f"prompt: its {len(prompt)} tokens do not fit the context of {decoder.context}")
+            raise ContextError(f"prompt: its {len(prompt)} tokens do not fit the context of {decoder.context}")
         answer = decoder.generate(
             prompt, max_tokens=room if ask.max_tokens is None else ask.max_tokens, sampling=ask.sampling,
             stop=ask.stop, ignore_end=ask.ignore_end, reuse=ask.reuse,
         )  # fmt: skip
     except FlywheelError as error:
-        connection.send([Refused(ask.number, str(error), isinstance(error, UsageError))])
+        connection.send(
+            [Refused(ask.number, str(error), isinstance(error, UsageError), isinstance(error, ContextError))]
+        )
         return
     answer.begin()
     connection.send([Begun(ask.number, answer.prompt_tokens)])
