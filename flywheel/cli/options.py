@@ -134,7 +134,7 @@ def ranks_option(function: _F) -> _F:
     """`--ranks`."""
     return click.option(
         "--ranks", type=click.IntRange(1, MAX_RANKS), metavar="N",
-        help="GPUs that share a step (tensor parallelism), to predict it and run it on the reference VM.  [default: 1]",
+        help="GPUs that share a step (tensor parallelism).  [default: 1]",
     )(function)  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def _default(name: str, text: str) -> str:
 @click.option("--seeds/--no-seeds", default=None, help="Try known good schedules first.  [default: seeds]")
 @click.option(
     "--warm/--cold", default=None,
-    help="First try the store's best schedules of similar models and GPUs.  [default: warm]",
+    help="Before those, try the store's best schedules of similar models and GPUs.  [default: warm]",
 )
 @click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
 @click.option("--prefilter", type=float, metavar="FACTOR",
