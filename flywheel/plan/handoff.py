@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Final
 
 import numpy as np
@@ -61,15 +61,19 @@ class Parts:
 
 
 def by_data(
-    program: MegakernelProgram, grouping: Grouping, exchanged: Set[int] = frozenset()
+    program: MegakernelProgram,
+    grouping: Grouping,
+    exchanged: Set[int] = frozenset(),
+    sampled: Set[int] = frozenset(),
 ) -> HandOffs:
     """Hand-offs by the data where possible, for a program that `validate(strict=True)` accepts. Other waits are left
     out.
 
-    A reader of a buffer in `exchanged` always waits for the data.
+    A reader of a buffer in `exchanged` always waits for the data. One of a buffer that is in `sampled`, too, also waits
+    for the tasks that write it here.
     """
     buffers = {buffer.id: buffer for buffer in program.buffers}
-    found = None if shares_pages(program) else waits_by_data(_parts(grouping), buffers, exchanged)
+    found = None if shares_pages(program) else waits_by_data(_parts(grouping), buffers, exchanged, sampled)
     if found is None:
         return by_counters(program, grouping)
     awaited, left = found
@@ -78,7 +82,10 @@ def by_data(
 
 
 def waits_by_data(
-    parts: Parts, buffers: Mapping[int, Buffer], exchanged: Set[int] = frozenset()
+    parts: Parts,
+    buffers: Mapping[int, Buffer],
+    exchanged: Set[int] = frozenset(),
+    sampled: Set[int] = frozenset(),
 ) -> tuple[set[int], tuple[tuple[Wait, ...], ...]] | None:
     """(awaited buffers, remaining waits of each part) of a valid program whose buffers share no memory. None where
     hand-offs have to go by counters."""
@@ -87,6 +94,8 @@ def waits_by_data(
     ordered: set[Pair] = set()
     for number in accesses.writers.keys() - awaited - exchanged:
         ordered |= accesses.conflicts(number)
+    for number in sampled & exchanged:
+        ordered |= set(product(accesses.writers[number], accesses.readers[number]))
     kept = {pair: waits for pair in ordered if (waits := accesses.between(*pair))}
     if not awaited or kept.keys() != ordered:
         return None
@@ -240,6 +249,16 @@ def shares_pages(program: MegakernelProgram) -> bool:
     """Whether two buffers share memory."""
     pages = program.pages.buffer_to_page if program.pages is not None else {}
     return len(set(pages.values())) < len(pages)
+
+
+def sampled_of(tasks: Sequence[Task]) -> frozenset[int]:
+    """Buffers of which a task takes the largest element of a row."""
+    found: set[int] = set()
+    for task in tasks:
+        recipe = task.params["recipe"]["steps"] if task.op is InstructionKind.FUSED else ()
+        if task.op is InstructionKind.SAMPLE_ARGMAX or (recipe and recipe[-1]["op"] == "SAMPLE_ARGMAX"):
+            found.update(task.inputs)
+    return frozenset(found)
 
 
 def copies(task: Task, number: int) -> bool:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from flywheel.errors import InvalidProgramError
 from flywheel.ir import MegakernelProgram, Runs
-from flywheel.plan.handoff import HandOffs, by_counters, by_data
+from flywheel.plan.handoff import HandOffs, by_counters, by_data, sampled_of
 from flywheel.plan.nodes import Grouping, group_tasks
 from flywheel.plan.ranks import Part, parts_of
 from flywheel.plan.variant import KernelVariant, variant_of
@@ -52,10 +52,12 @@ def make_plan(program: MegakernelProgram) -> Plan:
     return _planned(program, frozenset())
 
 
-def _planned(program: MegakernelProgram, exchanged: frozenset[int]) -> Plan:
+def _planned(
+    program: MegakernelProgram, exchanged: frozenset[int], sampled: frozenset[int] = frozenset()
+) -> Plan:
     grouping = group_tasks(program.tasks)
     variant = variant_of(program)
-    by = by_data(program, grouping, exchanged) if variant.data_hand_offs else by_counters(program, grouping)
+    by = by_data(program, grouping, exchanged, sampled) if variant.data_hand_offs else by_counters(program, grouping)
     return Plan(program, variant, grouping, by, *queues_of(program))
 
 
@@ -68,7 +70,7 @@ def rank_plans(program: MegakernelProgram) -> tuple[Plan, ...]:
 
 
 def _rank_plan(part: Part) -> Plan:
-    plan = _planned(part.program, part.arrived.union(part.away))
+    plan = _planned(part.program, part.arrived.union(part.away), sampled_of(part.program.tasks))
     rows = {row for row, buffer in enumerate(part.program.buffers) if buffer.id in part.arrived}
     away = {row for row, buffer in enumerate(part.program.buffers) if buffer.id in part.away}
     hand_offs = replace(plan.hand_offs, awaited=plan.hand_offs.awaited - away | rows)

@@ -330,7 +330,9 @@ STRUCTS: Final[Mapping[str, tuple[Field, ...]]] = MappingProxyType(
         "amk_ranks_t": (
             Field("int32_t", "rank"),
             Field("int32_t", "ranks"),
-            Field("uint64_t", "words", MAX_RANKS, note="of each rank: launches that each began, COUNTER_STRIDE apart"),
+            Field("int32_t", "arrivals", note="row of the logits that all share and nobody reads whole, or -1"),
+            Field("int32_t", "choice", note="place in program.tasks of one that would read them"),
+            Field("uint64_t", "words", MAX_RANKS, note="of each rank: launches that each began, best logits"),
             Field("uint64_t", "images", note="uint64_t[][MAX_RANKS]: where on each rank a buffer's columns go, or 0"),
         ),
     }

@@ -49,6 +49,8 @@ inline void ptx_store128_sys(void* to, uint32_t x, uint32_t y, uint32_t z, uint3
     const uint32_t words[4] = {x, y, z, w};
     emulator::store_far(to, words, 16);
 }
+inline void ptx_store64_sys(void* to, uint64_t bits) { emulator::store_far(to, &bits, 8); }
+inline void ptx_load64_sys(uint64_t& to, const void* from) { to = *emulator::aligned<uint64_t>(from, 8); }
 inline void ptx_add32(uint32_t* at) { ++*emulator::aligned<uint32_t>(at, 4); }
 
 inline void ptx_barrier_init(uint32_t at, int arrivals) {

@@ -49,8 +49,14 @@ def lowered(
     return lower(shared_step(spec, 16, DTYPE, batch, ranks=ranks), config, target)
 
 
-def check(gpu: EmulatedGpu, spec: DecoderSpec, ranks: int, batch: int, by_data: bool, **how: Any) -> None:
-    weights = random_weights(spec, 0, TORCH_DTYPES[DTYPE])
+def check(
+    gpu: EmulatedGpu, spec: DecoderSpec, ranks: int, batch: int, by_data: bool, ties: bool = False, **how: Any
+) -> None:
+    """With `ties`, each row of the head's second half is one of the first half."""
+    weights = dict(random_weights(spec, 0, TORCH_DTYPES[DTYPE]))
+    if ties:
+        half = weights["lm_head.weight"][: spec.vocab // 2]
+        weights["lm_head.weight"] = torch.cat([half, half])
     tokens = [[(7 * launch + 3 * row + 1) % spec.vocab for row in range(batch)] for launch in range(LAUNCHES)]
     with Ranks(gpu, lowered(spec, ranks, batch, by_data, **how), weights, DTYPE) as loaded:
         logits, chosen = loaded.launch(tokens)
@@ -94,3 +100,9 @@ def test_logits_whose_rows_are_no_multiple_of_sixteen_bytes_are_the_oracles(
 def test_pushes_of_what_no_product_stores_make_the_oracles_logits(gpu: EmulatedGpu, ranks: int, batch: int) -> None:
     gpu.seed = ranks
     check(gpu, replace(SPEC, family="mistral"), ranks, batch, by_data=True, fused=())
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(2, 2), (4, 1)])
+def test_of_equal_logits_of_several_ranks_the_first_is_chosen(gpu: EmulatedGpu, ranks: int, batch: int) -> None:
+    gpu.seed = 7 + ranks
+    check(gpu, replace(SPEC, family="mistral", vocab=192), ranks, batch, by_data=True, ties=True)

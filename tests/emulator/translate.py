@@ -30,6 +30,8 @@ CALLS: Final[Mapping[str, str]] = {
     "ld.relaxed.sys.global.u16 %0, [%1];": "load16",
     "ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];": "load128",
     "ld.acquire.sys.global.u32 %0, [%1];": "load32",
+    "ld.relaxed.sys.global.u64 %0, [%1];": "load64_sys",
+    "st.relaxed.sys.global.u64 [%0], %1;": "store64_sys",
     "st.release.sys.global.u32 [%0], %1;": "store32_sys",
     "st.relaxed.sys.global.u32 [%0], %1;": "store32_sys",
     "st.relaxed.sys.global.u16 [%0], %1;": "store16_sys",

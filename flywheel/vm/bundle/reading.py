@@ -29,6 +29,7 @@ from flywheel.ir import (
 from flywheel.ir.files import MAX_FILE_BYTES, parse_json, read_text
 from flywheel.measure.device import GENERIC, Device, is_target
 from flywheel.plan import KernelVariant
+from flywheel.plan.step import ABSENT
 from flywheel.vm.bundle import MANIFEST
 from flywheel.vm.bundle.checking import check_manifest, check_tables
 from flywheel.vm.bundle.layout import (
@@ -205,6 +206,7 @@ def _packed(
         last_position=manifest["launch"]["last_position"],
         fixed_position=None,
         part=None,
+        arrivals=ABSENT,
         lanes=1,
         **parts,
     )

@@ -484,11 +484,15 @@ FW_ASSERT_OFFSET(amk_program_t, copies, 156);
 struct amk_ranks_t {
   int32_t rank;
   int32_t ranks;
-  uint64_t words[8];  // of each rank: launches that each began, COUNTER_STRIDE apart
+  int32_t arrivals;  // row of the logits that all share and nobody reads whole, or -1
+  int32_t choice;  // place in program.tasks of one that would read them
+  uint64_t words[8];  // of each rank: launches that each began, best logits
   uint64_t images;  // uint64_t[][MAX_RANKS]: where on each rank a buffer's columns go, or 0
 };
-static_assert(sizeof(amk_ranks_t) == 80, "amk_ranks_t");
+static_assert(sizeof(amk_ranks_t) == 88, "amk_ranks_t");
 FW_ASSERT_OFFSET(amk_ranks_t, rank, 0);
 FW_ASSERT_OFFSET(amk_ranks_t, ranks, 4);
-FW_ASSERT_OFFSET(amk_ranks_t, words, 8);
-FW_ASSERT_OFFSET(amk_ranks_t, images, 72);
+FW_ASSERT_OFFSET(amk_ranks_t, arrivals, 8);
+FW_ASSERT_OFFSET(amk_ranks_t, choice, 12);
+FW_ASSERT_OFFSET(amk_ranks_t, words, 16);
+FW_ASSERT_OFFSET(amk_ranks_t, images, 80);

@@ -94,6 +94,11 @@ extern "C" __global__ void __launch_bounds__(FW_THREADS, 1)
         store_release_sys(begun_word(block.ranks, threadIdx.x, block.ranks.rank), launch + 1);
     }
 #endif
+#ifdef FW_RANKS
+    for (int i = threadIdx.x; blockIdx.x == 0 && i < FW_MAX_RANKS * FW_MAX_ROWS; i += FW_THREADS) {
+        *told_best(block.ranks, block.ranks.rank, i / FW_MAX_ROWS, launch + 1, i % FW_MAX_ROWS) = 0;
+    }
+#endif
     uint32_t* cleared = counter_set(program, launch + 1);
     for (int i = blockIdx.x * FW_THREADS + threadIdx.x; i < program.n_counters; i += gridDim.x * FW_THREADS) {
         cleared[i * (FW_COUNTER_STRIDE / 4)] = 0;

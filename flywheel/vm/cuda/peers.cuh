@@ -107,4 +107,28 @@ __device__ __forceinline__ uint32_t* begun_word(const amk_ranks_t& ranks, int of
     return reinterpret_cast<uint32_t*>(ranks.words[of]) + by * (FW_COUNTER_STRIDE / 4);
 }
 
+// Where it learns the best logit of a row that rank `by` has made, 0 until then. Launches alternate between two words; each
+// clears those of the next one.
+__device__ __forceinline__ uint64_t* told_best(const amk_ranks_t& ranks, int of, int by, uint32_t launch, int row) {
+    uint64_t* const words = reinterpret_cast<uint64_t*>(begun_word(ranks, of, FW_MAX_RANKS));
+    return words + ((launch & 1) * FW_MAX_RANKS + by) * FW_MAX_ROWS + row;
+}
+
+// The best of a row over all ranks, of which this one has made `best`. For one thread.
+__device__ __forceinline__ uint64_t exchange_best(Vm vm, int row, uint64_t best) {
+    const amk_ranks_t& ranks = vm.block().ranks;
+    const uint32_t launch = vm.block().launch;
+#pragma unroll 1
+    for (int of = 0; of < ranks.ranks; of++) {
+        if (of != ranks.rank) store64_sys(told_best(ranks, of, ranks.rank, launch, row), best);
+    }
+#pragma unroll 1
+    for (int by = 0; by < ranks.ranks; by++) {
+        uint64_t told = best;
+        while (by != ranks.rank && (told = load64_sys(told_best(ranks, ranks.rank, by, launch, row))) == 0 && vm.again()) {}
+        best = told > best ? told : best;
+    }
+    return best;
+}
+
 #endif

@@ -22,6 +22,16 @@ __device__ __forceinline__ uint32_t load_acquire_sys(const uint32_t* word) {
     return value;
 }
 
+__device__ __forceinline__ uint64_t load64_sys(const uint64_t* word) {
+    uint64_t value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store64_sys(uint64_t* word, uint64_t value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
 __device__ __forceinline__ void store_release_sys(uint32_t* word, uint32_t value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }

@@ -62,6 +62,43 @@ __device__ __forceinline__ bool wait_begun(Block& block, const amk_instruction_t
 }
 #endif
 
+#ifdef FW_RANKS
+// Until some elements of the logits that nobody reads whole are there, from `at` on. Says whether the launch goes on.
+__device__ __forceinline__ bool wait_arrived(Block& block, const char* at, bool packed, Backoff& backoff) {
+    while (packed ? !all_present(AMK_DTYPE_F32, load128_sys(at)) : is_absent(AMK_DTYPE_F32, load32_sys(at))) {
+        if (block.is_aborted()) return false;
+        backoff.pause();
+        if (backoff.ask_host() && read_host_word(reinterpret_cast<const uint32_t*>(block.program.abort_flag))) {
+            report(block.program, FW_FAULT_ABORTED, block.ranks.choice, -1, 0, 0);
+            block.abort();
+            return false;
+        }
+    }
+    return true;
+}
+
+// The same of this block's share of them, so that no store is on its way to a launch that is over. All lanes.
+__device__ __forceinline__ void wait_arrivals(Block& block) {
+    constexpr int LOADS = 8;
+    const amk_buffer_t& buffer = reinterpret_cast<const amk_buffer_t*>(block.program.buffers)[block.ranks.arrivals];
+    const char* const first = reinterpret_cast<const char*>(buffer.ptr) + block.set;
+    const int numel = static_cast<int>(buffer.numel), groups = numel / 4, step = gridDim.x * WARP;
+    const int mine = blockIdx.x * WARP + lane_id();
+    Backoff backoff;
+    for (int i = mine; i < groups; i += LOADS * step) {
+        uint4 v[LOADS];
+#pragma unroll
+        for (int k = 0; k < LOADS; k++) v[k] = load128_sys(first + min(i + k * step, groups - 1) * 16ll);  // behind the end the last one
+#pragma unroll
+        for (int k = 0; k < LOADS; k++) {
+            const char* const at = first + min(i + k * step, groups - 1) * 16ll;
+            if (!all_present(AMK_DTYPE_F32, v[k]) && !wait_arrived(block, at, true, backoff)) return;
+        }
+    }
+    if (mine < numel % 4) wait_arrived(block, first + (groups * 4ll + mine) * 4, false, backoff);
+}
+#endif
+
 template <typename T> __device__ __forceinline__ void copy_words(T* to, const T* from, int count, int lane) {
     static_assert(sizeof(T) % 16 == 0, "copied in 16-byte words");
     for (int i = lane; i < count * static_cast<int>(sizeof(T) / 16); i += WARP) {
@@ -142,7 +179,7 @@ __device__ __forceinline__ uint32_t awaited_refs(const TaskSlot& task, const amk
 #endif
         ;
 #ifdef FW_RANKS
-    if (task.instruction.flags & FW_INSTRUCTION_PUSHES) return 0;
+    if (task.instruction.flags & (FW_INSTRUCTION_PUSHES | FW_INSTRUCTION_TAKES_BEST)) return 0;
 #endif
     if (THEMSELVES >> step.op & 1 || step.flags & FW_STEP_VIEW) return 0;
     uint32_t refs = 0;
@@ -254,6 +291,9 @@ __device__ __noinline__ void run_control() {
     for (int index = max(0, count - TASK_SLOTS); index < count; index++) {  // stay to watch the last ones
         if (!wait_watched(block, &block.task_free[index % TASK_SLOTS], (index / TASK_SLOTS) & 1)) return;
     }
+#ifdef FW_RANKS
+    if (block.ranks.arrivals >= 0) wait_arrivals(block);
+#endif
 }
 
 // ---- vector warps ----

@@ -122,7 +122,7 @@ class LoadedProgram:
         if part is None or self._program is not None:
             raise ConfigError("program: of one GPU, or connected already")
         images = self._put(images_table(packed, part.rank, memories))
-        self._program = self._upload_program([ranks_table(part.rank, memories, images.address)])
+        self._program = self._upload_program([ranks_table(self.packed, memories, images.address)])
 
     def address(self, name: str) -> int:
         """The device address of a buffer. Raises TensorError for an unknown name."""

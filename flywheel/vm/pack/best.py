@@ -2,12 +2,12 @@
 
 Each of those tasks puts the best of its columns into a word of the launch and the row, by one atomic maximum for each
 half of a warp. The task that samples a row comes after all of them in the program's order, and finds the index in that
-word. Source: docs/vm.md.
+word. Where several GPUs share the logits, each sends the best that it has made to the others. Source: docs/vm.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -19,12 +19,16 @@ from flywheel.vm.abi import InstructionFlag
 
 
 def best_flags(
-    program: MegakernelProgram, grouping: Grouping, nodes: Sequence[Node], routines: Sequence[Routine]
+    program: MegakernelProgram,
+    grouping: Grouping,
+    nodes: Sequence[Node],
+    routines: Sequence[Routine],
+    arrived: Collection[int] = (),
 ) -> Mapping[int, InstructionFlag]:
     """Nodes that keep the largest logit, and nodes that take it; none where the following does not hold.
 
     One task samples each row of an F32 buffer, and each column of the buffer is written once, as the product of all
-    rows in a matrix step.
+    rows in a matrix step. In a buffer of `arrived`, columns that no task writes come from other GPUs.
     """
     sizes = np.bincount(grouping.node_of, minlength=len(nodes))
     sampling = [index for index, node in enumerate(nodes) if _samples(routines[node.form])]
@@ -42,7 +46,8 @@ def best_flags(
     if not makers or not all(_multiplies(node, routine, logits, rows) for node, routine in makers):
         return {}
     widths = np.array([params.get("N_tile", 0) for params in grouping.params], np.int64)[grouping.params_of]
-    if widths[np.isin(grouping.node_of, writers)].sum() * rows != buffer.numel:
+    made = widths[np.isin(grouping.node_of, writers)].sum() * rows
+    if made != buffer.numel and buffer.id not in arrived:
         return {}
     return dict.fromkeys(writers, InstructionFlag.KEEPS_BEST) | dict.fromkeys(sampling, InstructionFlag.TAKES_BEST)
 

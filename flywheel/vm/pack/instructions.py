@@ -71,6 +71,11 @@ def peer_flags(part: Part) -> npt.NDArray[np.uint32]:
     return np.where(peers != 0, peers << np.uint32(PEERS_SHIFT) | kind, np.uint32(0))
 
 
+def other_ranks(part: Part) -> np.uint32:
+    """Flags that say that a task's result goes to all other ranks."""
+    return np.uint32(((1 << part.ranks) - 1 - (1 << part.rank)) << PEERS_SHIFT)
+
+
 def coded_rows(nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer]) -> dict[int, Coded]:
     """Quantised matrices by the rows of their buffers. `scales` and `zeros` are rows, too.
 

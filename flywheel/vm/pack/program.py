@@ -20,12 +20,12 @@ from flywheel.plan.nodes import Grouping, Node, make_nodes
 from flywheel.plan.program import Plan, make_plan
 from flywheel.plan.ranks import Part
 from flywheel.plan.routine import Routine, make_routine
-from flywheel.plan.step import Coded, Form, steps_of
+from flywheel.plan.step import ABSENT, Coded, Form, steps_of
 from flywheel.vm.abi import FRAGMENT_ROWS, PARTIALS_BYTES, InstructionFlag, Layout
 from flywheel.vm.pack.best import best_flags
 from flywheel.vm.pack.checks import check_arrivals, check_count, check_steps, float_type, scale_buffers
 from flywheel.vm.pack.frequencies import Frequencies
-from flywheel.vm.pack.instructions import coded_rows, node_rows, params_rows, peer_flags, weight_layouts
+from flywheel.vm.pack.instructions import coded_rows, node_rows, other_ranks, params_rows, peer_flags, weight_layouts
 from flywheel.vm.pack.memory import ALIGNMENT, Arena, buffer_table, check_buffers, place_buffers
 from flywheel.vm.pack.stream import blocks_of, matrix_entries, segments_of, tile_of
 from flywheel.vm.pack.template import STEP, Template, fragment_bytes, make_template
@@ -67,8 +67,16 @@ class PackedProgram:
     task."""
     part: Part | None = None
     """Of which GPU of several it is."""
+    arrivals: int = ABSENT
+    """Row of the logits that arrive from other GPUs and that no task reads, for each GPU tells the best of its own."""
     lanes: int = 1
     """Consecutive tokens of a sequence that a launch decodes, each a row whose position an instruction names."""
+
+    @property
+    def choice(self) -> int:
+        """The place in the list of the first task that takes the best logit; ABSENT where none does."""
+        taking = self.instructions["task"][(self.instructions["flags"] & InstructionFlag.TAKES_BEST) != 0]
+        return int(taking.min()) if len(taking) else ABSENT
 
     @property
     def shares_memory(self) -> bool:
@@ -108,8 +116,9 @@ def pack(program: MegakernelProgram) -> PackedProgram:
     return pack_plan(make_plan(program))
 
 
-def pack_plan(plan: Plan) -> PackedProgram:
-    """The tables of a planned program. Raises InvalidProgramError as `pack`."""
+def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
+    """The tables of a planned program, in which tasks may keep the largest logit. Raises InvalidProgramError as
+    `pack`."""
     program, variant, grouping, hand_offs = plan.program, plan.variant, plan.grouping, plan.hand_offs
     check_buffers(program.buffers)
     dtype = float_type(program.buffers, scale_buffers(grouping.firsts))
@@ -127,8 +136,7 @@ def pack_plan(plan: Plan) -> PackedProgram:
     node_of = grouping.node_of[plan.order]
     rows = {counter.id: row for row, counter in enumerate(program.counters) if counter.id in hand_offs.counters}
     by_node = node_rows(nodes, first_steps, templates, rows, hand_offs.waits)
-    for node, flag in best_flags(program, grouping, nodes, routines).items():
-        by_node["flags"][node] |= np.uint32(flag)
+    arrivals = _keep_best(plan, nodes, routines, by_node) if keeps_best else ABSENT
     if plan.part is not None:
         check_arrivals(nodes, routines, program.buffers, plan.part.arrived)
     instructions = _picked(by_node, node_of)
@@ -164,6 +172,7 @@ def pack_plan(plan: Plan) -> PackedProgram:
         last_position=last_position(grouping.params),
         fixed_position=_fixed(grouping.firsts),
         part=plan.part,
+        arrivals=arrivals,
         lanes=lanes,
     )  # fmt: skip
 
@@ -176,6 +185,21 @@ def _position_rows(params: Sequence[Mapping[str, Any]]) -> tuple[int, Ints]:
     if max(rows, default=0) >= ABI_MAX_ROWS:
         raise InvalidProgramError(f"program: its sequences and lanes make {max(rows) + 1} rows, at most {ABI_MAX_ROWS}")
     return lanes, np.array(rows, np.int32)
+
+
+def _keep_best(plan: Plan, nodes: Sequence[Node], routines: Sequence[Routine], by_node: Table) -> int:
+    """Flag nodes that keep and take the largest logit. Returns the row of logits that arrive from other ranks, of which
+    those that take it exchange the largest; ABSENT where there are none."""
+    part = plan.part
+    arrived = part.arrived if part is not None else frozenset()
+    best = best_flags(plan.program, plan.grouping, nodes, routines, arrived)
+    for node, flag in best.items():
+        by_node["flags"][node] |= np.uint32(flag)
+    taking = [node for node, flag in best.items() if flag is InstructionFlag.TAKES_BEST]
+    if part is None or not taking or plan.program.buffers[nodes[taking[0]].inputs[0]].id not in arrived:
+        return ABSENT
+    by_node["flags"][taking] |= other_ranks(part)
+    return nodes[taking[0]].inputs[0]
 
 
 def _away(plan: Plan) -> frozenset[int]:

@@ -9,14 +9,15 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from flywheel.ir import MAX_RANKS, MegakernelProgram
+from flywheel.ir import ABI_MAX_ROWS, MAX_RANKS, MegakernelProgram
 from flywheel.plan.program import rank_plans
+from flywheel.plan.step import ABSENT
 from flywheel.vm.abi import COUNTER_STRIDE, numpy_struct
 from flywheel.vm.pack.program import PackedProgram, pack, pack_plan
 
-WORDS_BYTES: Final = MAX_RANKS * COUNTER_STRIDE
-"""Bytes of a GPU's words, which count the launches that each GPU has begun. They are zero before the first launch and
-after an abort."""
+WORDS_BYTES: Final = MAX_RANKS * COUNTER_STRIDE + 2 * MAX_RANKS * ABI_MAX_ROWS * 8
+"""Bytes of a GPU's words, which count the launches that each GPU has begun, and hold the best logit of each row that
+each GPU has made, in two sets. They are zero before the first launch and after an abort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,11 @@ def pack_ranks(program: MegakernelProgram) -> tuple[PackedProgram, ...]:
     buffers are all ones. All GPUs launch alike: the Nth launch of one meets the Nth launch of the others. Raises
     ConfigError and InvalidProgramError as `pack`.
     """
-    return aligned([pack_plan(plan) for plan in rank_plans(program)])
+    plans = rank_plans(program)
+    packed = [pack_plan(plan) for plan in plans]
+    if len({each.arrivals == ABSENT for each in packed}) > 1:  # who looks for the best of all ranks needs that of each
+        packed = [pack_plan(plan, keeps_best=False) for plan in plans]
+    return aligned(packed)
 
 
 def aligned(packed: Sequence[PackedProgram]) -> tuple[PackedProgram, ...]:
@@ -81,10 +86,12 @@ def images_table(packed: Sequence[PackedProgram], rank: int, memories: Sequence[
     return table
 
 
-def ranks_table(rank: int, memories: Sequence[RankMemory], images: int) -> npt.NDArray[np.void]:
-    """The `amk_ranks_t` of a GPU, which lies right behind its `amk_program_t`; `images` is the device address of its
-    `images_table`."""
+def ranks_table(packed: PackedProgram, memories: Sequence[RankMemory], images: int) -> npt.NDArray[np.void]:
+    """The `amk_ranks_t` of a GPU with these tables, which lies right behind its `amk_program_t`; `images` is the device
+    address of its `images_table`."""
+    assert packed.part is not None
     table = np.zeros(1, numpy_struct("amk_ranks_t"))
-    table["rank"], table["ranks"], table["images"] = rank, len(memories), images
+    table["rank"], table["ranks"], table["images"] = packed.part.rank, len(memories), images
+    table["arrivals"], table["choice"] = packed.arrivals, packed.choice
     table["words"][0, : len(memories)] = [memory.words for memory in memories]
     return table

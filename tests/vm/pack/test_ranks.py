@@ -29,6 +29,7 @@ from flywheel.models.spec import DecoderSpec
 from flywheel.plan.sending import made_by
 from flywheel.vm.abi import COUNTER_STRIDE, PEERS_SHIFT, InstructionFlag, Layout
 from flywheel.vm.pack import PackedProgram, RankMemory, images_table, pack, pack_ranks, ranks_table
+from flywheel.vm.pack.best import best_flags
 
 PROGRAM = replace(
     two_ranks(), target=replace(TARGETS["h200"], num_sms=2), config=ScheduleConfig(threads_per_block=128)
@@ -81,10 +82,10 @@ def peers(packed: PackedProgram, flag: InstructionFlag) -> dict[str, set[int]]:
 
 
 def test_a_rank_knows_the_words_of_all() -> None:
-    table = ranks_table(1, MEMORIES, 4 << 10)
+    table = ranks_table(pack_ranks(PROGRAM)[1], MEMORIES, 4 << 10)
     assert (int(table["rank"][0]), int(table["ranks"][0])) == (1, 2)
     assert table["words"][0].tolist() == [1 << 10, 2 << 10, 0, 0, 0, 0, 0, 0]
-    assert int(table["images"][0]) == 4 << 10
+    assert (int(table["images"][0]), int(table["arrivals"][0]), int(table["choice"][0])) == (4 << 10, -1, -1)
     assert COUNTER_STRIDE % 4 == 0
 
 
@@ -144,9 +145,9 @@ def test_programs_that_lowering_makes_are_packed(family: str, by_data: int, rank
 FUSED = (("attn_combine", "o_proj", "attn_add"), ("down_proj", "mlp_add"), ("final_norm", "lm_head"))
 
 
-def shared(ranks: int, batch: int = 1, grouping: Any = FUSED) -> tuple[PackedProgram, ...]:
+def shared(ranks: int, batch: int = 1, grouping: Any = FUSED, by_data: int = 1) -> tuple[PackedProgram, ...]:
     spec = DecoderSpec("tiny", "mistral", 64, 128, 2, 8, 4, 16, 200, 1e4, 1e-5, 64)
-    config = ScheduleConfig({"hand_off": {"data": 1}}, grouping, page_allocation="none", threads_per_block=128)
+    config = ScheduleConfig({"hand_off": {"data": by_data}}, grouping, page_allocation="none", threads_per_block=128)
     return pack_ranks(lower(shared_step(spec, 16, DType.BF16, batch, ranks=ranks), config, PROGRAM.target))
 
 
@@ -185,3 +186,35 @@ def test_columns_that_tasks_write_twice_are_pushed_not_sent() -> None:
     assert made_by(tiles[:2], buffers, {2}) == {(2, 0, 16, 1): 0, (2, 16, 32, 1): 1}
     assert made_by(tiles, buffers, {2}) == {}
     assert made_by(tiles[:2], buffers, set()) == {}
+
+
+def flagged(packed: PackedProgram, flag: InstructionFlag) -> set[str]:
+    """Labels of the tasks with a flag."""
+    places = packed.instructions["task"][(packed.instructions["flags"] & flag) != 0]
+    return {packed.program.tasks[place].label for place in places}
+
+
+@pytest.mark.parametrize("by_data", [0, 1])
+@pytest.mark.parametrize(("ranks", "batch"), [(2, 1), (4, 3)])
+def test_each_rank_takes_the_best_of_all_and_waits_for_its_own_products(ranks: int, batch: int, by_data: int) -> None:
+    for packed in shared(ranks, batch, by_data=by_data):
+        assert packed.part is not None
+        others = (1 << ranks) - 1 - (1 << packed.part.rank)
+        taking = packed.instructions[(packed.instructions["flags"] & InstructionFlag.TAKES_BEST) != 0]
+        assert flagged(packed, InstructionFlag.KEEPS_BEST) == {"lm_head"}
+        assert (len(taking), set(taking["flags"] >> PEERS_SHIFT)) == (batch, {others})
+        assert packed.program.buffers[packed.arrivals].name == f"logits@{packed.part.rank}"
+        assert packed.choice in taking["task"]
+        assert (taking["n_waits"] == 1).all()
+        awaited = int((packed.buffers["layout"] == Layout.AWAITED).sum())
+        assert (awaited > len(packed.part.arrived)) == bool(by_data)
+
+
+def test_where_one_rank_cannot_tell_its_best_all_read_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def but_of_rank_1(program: MegakernelProgram, *rest: Any) -> Any:
+        return {} if program.buffers[0].name.endswith("@1") else best_flags(program, *rest)
+
+    monkeypatch.setattr("flywheel.vm.pack.program.best_flags", but_of_rank_1)
+    for packed in shared(2):
+        assert flagged(packed, InstructionFlag.KEEPS_BEST | InstructionFlag.TAKES_BEST) == set()
+        assert (packed.arrivals, packed.choice) == (-1, -1)

@@ -1,11 +1,12 @@
 // SAMPLE_ARGMAX: index of the largest element of each row, the first of equals; NaN is larger than any number.
 // Operands: logits [S, V] of any float type, out I32 [S]; V need not divide into anything.
 // Rounding: none; elements are compared as they are.
-// Where the tasks that made the logits have kept the best, that is it. Else row after row, all threads on one; of aligned F32
+// Where the tasks that made the logits have kept the best, that is it, or of several GPUs the best of theirs. Else row after row, all threads on one; of aligned F32
 // several 16-byte loads a thread in flight; then two reductions.
 #pragma once
 
 #include "../best.cuh"
+#include "../peers.cuh"
 #include "../pointwise.cuh"
 
 // 16-byte loads of a thread on their way while as many are looked at: one SM has to read the whole vocabulary.
@@ -73,7 +74,13 @@ FW_MICRO_KERNEL op_sample_argmax(Vm vm, const amk_step_t& step) {
     if (vm.task()->instruction.flags & FW_INSTRUCTION_TAKES_BEST) {
         if (vm.thread() != 0) return;
         const int row = vm.task()->instruction.params.n_off;
+#ifdef FW_RANKS
+        uint64_t best = atomicMax(best_word(vm.block().program, vm.block().launch, row), 0ull);
+        if (vm.block().ranks.arrivals >= 0) best = exchange_best(vm, row, best);
+        const uint32_t earliest = static_cast<uint32_t>(best);
+#else
         const uint32_t earliest = static_cast<uint32_t>(atomicMax(best_word(vm.block().program, vm.block().launch, row), 0ull));
+#endif
         store_int(out, 0, static_cast<int>(~earliest));
         return;
     }
