@@ -69,10 +69,10 @@ class Caches(Protocol):
         """Keys and values of positions before `stop` of one layer of a sequence, views [n_kv_heads, stop, head_dim]."""
 
     def copy(self, source: int, row: int, length: int, first: Tensor) -> None:
-        """Replace the first positions of a sequence by those of another, or keep them, but position 0 is `first`."""
+        """Replace the first positions of a sequence by those of another, or keep them, but those that `first` has."""
 
     def first(self, row: int) -> Tensor:
-        """A copy of position 0 of a sequence."""
+        """A copy of a sequence's positions that a launch writes where nobody has the row."""
 
     def write(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """Replace all of sequence `row` by copies of `layers`; positions after theirs hold nothing.
@@ -96,7 +96,8 @@ class KvCaches:
     """Keys and values of every layer and KV head of `batch` sequences, `dtype [context, 1, head_dim]` each.
 
     Positions that no token has written hold NaN, so that reading them shows. With `granules`, a sequence has memory for
-    the positions that it was given by `hold`, and no other one may be touched; without, all of it is there at once.
+    the positions that it was given by `hold`, and no other one may be touched; without, all of it is there at once. A
+    row without a sequence decodes `lanes` tokens from position 0 on.
     Raises GpuMemoryError where there is none.
     """
 
@@ -108,8 +109,9 @@ class KvCaches:
         device: torch.device | str,
         batch: int = 1,
         granules: Granules | None = None,
+        lanes: int = 1,
     ) -> None:
-        self._spec, self._context, self._batch = spec, context, batch
+        self._spec, self._context, self._batch, self._lanes = spec, context, batch, lanes
         self._device = torch.device(device)
         row = (spec.n_layers, 2, spec.n_kv_heads, context, 1, spec.head_dim)
         self._growing: GrowingMemory | None = None
@@ -118,7 +120,7 @@ class KvCaches:
             check_memory(f"{spec.name}: caches of {context} positions", dtype.nbytes(prod(shape)), device)
             self._rows = torch.full(shape, torch.nan, dtype=TORCH_DTYPES[dtype], device=device)
             return
-        growing = GrowingMemory(granules, batch, prod(row[:3]), context, dtype.nbytes(spec.head_dim))
+        growing = GrowingMemory(granules, batch, prod(row[:3]), context, dtype.nbytes(spec.head_dim), lanes)
         self._growing = growing
         self._bytes = view(growing.address, (batch * growing.stride,), torch.uint8, self._device)
         rows = self._bytes.view(batch, growing.stride)[:, : dtype.nbytes(prod(row))].view(TORCH_DTYPES[dtype])
@@ -200,11 +202,11 @@ class KvCaches:
         """As Caches says."""
         if source != row:
             self._rows[:, :, row, :, :length].copy_(self._rows[:, :, source, :, :length])
-        self._rows[:, :, row, :, 0].copy_(first)
+        self._rows[:, :, row, :, : self._lanes].copy_(first)
 
     def first(self, row: int) -> Tensor:
         """As Caches says."""
-        return self._rows[:, :, row, :, 0].clone()
+        return self._rows[:, :, row, :, : self._lanes].clone()
 
     def write(self, layers: Sequence[LayerCache], row: int = 0) -> None:
         """As Caches says."""

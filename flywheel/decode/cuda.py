@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flywheel.decode.ahead import QueuedRows, decode_ahead
+from flywheel.decode.awaited import AwaitedLaunches
 from flywheel.decode.caches import Caches, KvCaches
 from flywheel.decode.interface import Interface, read_interface
 from flywheel.decode.launched import Launched, Place, beside, places_of
@@ -19,11 +20,11 @@ from flywheel.decode.on_gpu import ModelOnGpu, torch_device
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.queued import QueuedSequences
 from flywheel.decode.sampling import GREEDY, Sampling
-from flywheel.decode.sequences import check_join
+from flywheel.decode.sequences import SteppedSequences, check_join, stream_by_lanes
 from flywheel.decode.session import TokenStream, hold_rows
 from flywheel.decode.shared_caches import SharedCaches
 from flywheel.decode.source import Weights
-from flywheel.decode.step import Positions, Step, check_prompt, check_rows, positions_of
+from flywheel.decode.step import Positions, Step, check_prompt, check_rows, lane_places, positions_of
 from flywheel.decode.taps import Taps, find_taps
 from flywheel.decode.whole import Whole, as_whole
 from flywheel.errors import InvalidProgramError, NoGpuError, TensorError
@@ -76,7 +77,7 @@ class CudaModel:
 
     def __init__(
         self, gpu: Gpu, spec: DecoderSpec, dtype: DType, context: int, weights: Weights, batch: int = 1,
-        granules: Granules | None = None, peers: Sequence[Gpu] = (),
+        granules: Granules | None = None, peers: Sequence[Gpu] = (), lanes: int = 1,
     ) -> None:  # fmt: skip
         prepare_torch()
         self.gpu: Final = gpu
@@ -84,6 +85,7 @@ class CudaModel:
         self.dtype: Final = dtype
         self.context: Final = context
         self.batch: Final = batch
+        self.lanes: Final = lanes
         self._homes: Final = [ModelOnGpu(each, dtype) for each in (gpu, *peers)]
         devices, wanted = [home.device for home in self._homes], TORCH_DTYPES[dtype]
         self.weights: Final[Weights] = {
@@ -93,7 +95,7 @@ class CudaModel:
         self.caches: Final[KvCaches | SharedCaches] = (
             SharedCaches(spec, dtype, context, devices, batch, _granules_of(granules, peers))
             if peers
-            else KvCaches(spec, dtype, context, devices[0], batch, granules)
+            else KvCaches(spec, dtype, context, devices[0], batch, granules, lanes)
         )
         self.prefill: Final = Prefill(spec, self.weights)
         self.finish_torch()
@@ -150,10 +152,12 @@ class CudaModel:
         interface = read_interface(program, self.spec)
         if program.ranks != len(self._homes):
             raise TensorError(f"program: of {program.ranks} ranks; the model is on {len(self._homes)} GPUs")
-        if (interface.dtype, interface.context, interface.batch) != (self.dtype, self.context, self.batch):
+        found = interface.dtype, interface.context, interface.batch, interface.lanes
+        if found != (self.dtype, self.context, self.batch, self.lanes):
+            lanes = "" if interface.lanes == self.lanes else f", {interface.lanes} lanes for {self.lanes}"
             raise TensorError(
                 f"program: caches of {interface.batch} times {interface.context} positions in {interface.dtype.name}; "
-                f"the model on the GPU has {self.batch} times {self.context} in {self.dtype.name}"
+                f"the model on the GPU has {self.batch} times {self.context} in {self.dtype.name}{lanes}"
             )
         whole, bound = as_whole(program, self.spec), bind(program, self.weights)
         taps = find_taps(whole.program, self.spec, interface)
@@ -204,6 +208,7 @@ class CudaSession:
         self.dtype: Final = model.dtype
         self.context: Final = model.context
         self.batch: Final = model.batch
+        self.lanes: Final = loaded.parts[0].packed.lanes
         self.caches: Final[Caches] = model.caches
         self._prefill: Final = model.prefill
         self._finish_torch: Final = model.finish_torch
@@ -240,8 +245,8 @@ class CudaSession:
         self, token_ids: Sequence[int], position: Positions, wanted: Collection[int] | None = None
     ) -> list[Step]:
         """As BatchSession says; raises as `step`."""
-        check_rows(self.spec, self.context, self.batch, token_ids, position)
-        hold_rows(self.caches, positions_of(position, self.batch), wanted)
+        check_rows(self.spec, self.context, self.batch, token_ids, position, self.lanes)
+        hold_rows(self.caches, positions_of(position, self.batch), wanted, self.lanes)
         self._prepare(token_ids, position)
         self._launch(self._loaded, position)
         self._loaded.sync(self._limit_s)
@@ -252,18 +257,28 @@ class CudaSession:
         check_prompt(self.spec, self.context, token_ids)
         self._prefill(token_ids, self.caches, row, start)
 
-    def sequences(self) -> QueuedSequences:
-        """Sequences that decode together, their launches queued ahead; nothing else may use the session until they are
-        closed. Raises GpuMemoryError."""
-        self._prepare([0] * self.batch, [0] * self.batch)
+    def sequences(self) -> QueuedSequences | SteppedSequences:
+        """Sequences that decode together, their launches queued ahead, but where their tokens are guessed; nothing else
+        may use the session until they are closed. Raises GpuMemoryError."""
+        self._prepare([0] * (self.batch * self.lanes), [0] * self.batch)
+        if self.lanes > 1:
+            return self._stepped()
         rows = QueuedRows(self._loaded, self.caches, self.batch, self._limit_s)
         return QueuedSequences(rows, self.caches, self._prefill, self.batch, partial(check_join, self))
+
+    def _stepped(self) -> SteppedSequences:
+        assert isinstance(self._loaded, LoadedProgram)  # ranks have one lane
+        launches = AwaitedLaunches(self, self._loaded, self._limit_s)
+        return SteppedSequences(launches, launches)
 
     def stream(
         self, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY
     ) -> TokenStream:
         """As DecodeSession says; launches are queued ahead of the host. Raises as `step`, and GpuMemoryError."""
         check_prompt(self.spec, self.context, prompt)
+        if self.lanes > 1:
+            self._prepare([0] * self.lanes, 0)
+            return stream_by_lanes(self._stepped(), prompt, positions, start, sampling)
         self._prepare(prompt[start], positions - 1)
         return decode_ahead(self._loaded, self.caches, prompt, positions, start, sampling, self._limit_s)
 
@@ -346,16 +361,16 @@ class CudaSession:
 
     def _launch(self, loaded: AnyProgram, position: Positions) -> None:
         """Enqueue a launch behind `_prepare`."""
-        if isinstance(position, int):
+        if isinstance(position, int) and self.lanes == 1:
             loaded.launch(position)
         else:
-            loaded.launch(max(position), self._positions.data_ptr())
+            loaded.launch(max(positions_of(position, self.batch)), self._positions.data_ptr())
 
     def _prepare(self, token_id: Tokens, position: Positions, loaded: AnyProgram | None = None) -> None:
         token_ids = [token_id] if isinstance(token_id, int) else token_id
-        check_rows(self.spec, self.context, self.batch, token_ids, position)
-        places = positions_of(position, self.batch)
-        self._positions[: self.batch] = torch.tensor(places)
+        check_rows(self.spec, self.context, self.batch, token_ids, position, self.lanes)
+        places = lane_places(positions_of(position, self.batch), self.lanes)
+        self._positions[: len(places)] = torch.tensor(places)
         self._finish_torch()
         prepared = loaded or self._loaded
         prepared.poison()

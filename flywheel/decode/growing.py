@@ -16,11 +16,14 @@ class GrowingMemory:
     of `position_bytes` each. A sequence's streams follow each other without a gap, and it begins with a granule, so
     that none is shared by two.
 
-    The first position of a stream can always be touched: kernels load it for a sequence that is not there. What no
-    sequence holds there is one granule for all, from which nothing is read that counts.
+    The first positions of a stream can always be touched, so many as `always`: kernels load and write them for a
+    sequence that is not there. What no sequence holds there is one granule for all, from which nothing is read that
+    counts.
     """
 
-    def __init__(self, granules: Granules, batch: int, streams: int, context: int, position_bytes: int) -> None:
+    def __init__(
+        self, granules: Granules, batch: int, streams: int, context: int, position_bytes: int, always: int = 1
+    ) -> None:
         self.granule_bytes: Final = granules.nbytes
         size = granules.nbytes
         self._granules, self._context, self._position_bytes = granules, context, position_bytes
@@ -31,7 +34,7 @@ class GrowingMemory:
         self._own: list[dict[int, int]] = [{} for _ in range(batch)]
         self._reach = [0] * batch
         self._idle = set(range(batch))
-        self._first = frozenset(self._needed(1).tolist())
+        self._first = frozenset(self._needed(always).tolist())
         try:
             self._shared = granules.create()
         except GpuMemoryError:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flywheel.decode.whole import as_whole
 from flywheel.errors import TensorError
 from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram
+from flywheel.ir.lanes import lanes_of
 from flywheel.models.decoder import DTYPES, MAX_BATCH, cache_names
 from flywheel.models.spec import DecoderSpec
 
@@ -14,12 +15,19 @@ from flywheel.models.spec import DecoderSpec
 @dataclass(frozen=True, slots=True)
 class Interface:
     """Where `batch` sequences live in a program. `caches[layer]` is (names of the K buffers, of the V ones), a head
-    each, sequence after sequence; every one of them is `dtype [context, 1, head_dim]`."""
+    each, sequence after sequence; every one of them is `dtype [context, 1, head_dim]`. Each sequence has `lanes` rows
+    of the inputs and outputs, its consecutive tokens."""
 
     context: int
     dtype: DType
     caches: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
     batch: int = 1
+    lanes: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a launch."""
+        return self.batch * self.lanes
 
 
 def read_interface(program: MegakernelProgram, spec: DecoderSpec) -> Interface:
@@ -32,7 +40,8 @@ def read_interface(program: MegakernelProgram, spec: DecoderSpec) -> Interface:
         for buffer in as_whole(program, spec).program.buffers
         if buffer.kind in (BufferKind.IO_INPUT, BufferKind.IO_OUTPUT, BufferKind.KV_CACHE)
     }
-    batch = _batch(found.get("token_id"))
+    rows, lanes = _rows(found.get("token_id")), lanes_of(program)
+    batch = max(1, rows // lanes)
     caches = tuple(
         (_layer_caches(layer, "k", spec.n_kv_heads, batch), _layer_caches(layer, "v", spec.n_kv_heads, batch))
         for layer in range(spec.n_layers)
@@ -40,10 +49,10 @@ def read_interface(program: MegakernelProgram, spec: DecoderSpec) -> Interface:
     first = found.get(caches[0][0][0])
     context, dtype = _context(first, spec), _dtype(first, spec)
     wanted: dict[str, tuple[BufferKind, DType, tuple[int, ...]]] = {
-        "token_id": (BufferKind.IO_INPUT, DType.I32, (batch,)),
-        "position": (BufferKind.IO_INPUT, DType.I32, (batch,)),
-        "logits": (BufferKind.IO_OUTPUT, DType.F32, (batch, spec.vocab)),
-        "next_token": (BufferKind.IO_OUTPUT, DType.I32, (batch,)),
+        "token_id": (BufferKind.IO_INPUT, DType.I32, (batch * lanes,)),
+        "position": (BufferKind.IO_INPUT, DType.I32, (batch * lanes,)),
+        "logits": (BufferKind.IO_OUTPUT, DType.F32, (batch * lanes, spec.vocab)),
+        "next_token": (BufferKind.IO_OUTPUT, DType.I32, (batch * lanes,)),
     }
     row = (BufferKind.KV_CACHE, dtype, (context, 1, spec.head_dim))
     wanted |= {name: row for sides in caches for names in sides for name in names}
@@ -59,15 +68,15 @@ def read_interface(program: MegakernelProgram, spec: DecoderSpec) -> Interface:
         buffer = found[name]
         if (buffer.kind, buffer.dtype, tuple(buffer.shape)) != (kind, element, shape):
             raise TensorError(f"{_described(buffer)}; in a decode step of {spec.name} it is {described}")
-    return Interface(context, dtype, caches, batch)
+    return Interface(context, dtype, caches, batch, lanes)
 
 
 def _layer_caches(layer: int, side: str, n_kv_heads: int, batch: int) -> tuple[str, ...]:
     return tuple(f"L{layer}.{name}" for name in cache_names(side, n_kv_heads, batch))
 
 
-def _batch(token_id: Buffer | None) -> int:
-    """Sequences that bring a token; with nothing to look at, or more than there can be, 1."""
+def _rows(token_id: Buffer | None) -> int:
+    """Tokens that a launch is given; with nothing to look at, or more than there can be, 1."""
     if token_id is None or len(token_id.shape) != 1 or token_id.shape[0] > MAX_BATCH:
         return 1
     return token_id.shape[0]

@@ -37,7 +37,8 @@ def open_session(
         weights = source.weights(dtype, seed, "cuda", formats)
         gpu, *peers = open_gpus(program.ranks)
         model = CudaModel(
-            gpu, source.spec, dtype, interface.context, weights, interface.batch, gpu.granules(), peers
+            gpu, source.spec, dtype, interface.context, weights, interface.batch, gpu.granules(), peers,
+            lanes=interface.lanes,
         )
         undo.enter_context(model)
         return undo.enter_context(model.load(program)), weights

@@ -27,7 +27,8 @@ class Sampling:
 
     `seed` and a token's position decide the draw, whatever else runs. `logprobs` changes no token: with a number, each
     comes with the logarithm of its share of the softmax, before any of these steps, and with so many of the likeliest;
-    None costs nothing. Raises UsageError for a value of another type or out of its range.
+    None costs nothing. `lookup` changes no token either: a decoder that guesses tokens guesses none of a request
+    without it, nor of one that draws or penalises. Raises UsageError for a value of another type or out of its range.
     """
 
     temperature: float = 0.0
@@ -37,6 +38,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int = 0
     logprobs: int | None = None
+    lookup: bool = True
 
     def __post_init__(self) -> None:
         logprobs = 0 if self.logprobs is None else self.logprobs

@@ -14,9 +14,9 @@ from flywheel.decode.interface import read_interface
 from flywheel.decode.launched import Launched, places_of
 from flywheel.decode.prefill import Prefill
 from flywheel.decode.sampling import GREEDY, Sampling
-from flywheel.decode.sequences import Sequences, SteppedSequences
+from flywheel.decode.sequences import Sequences, SteppedSequences, stream_by_lanes
 from flywheel.decode.source import Weights
-from flywheel.decode.step import Positions, Step, check_prompt, check_rows, positions_of
+from flywheel.decode.step import Positions, Step, check_prompt, check_rows, lane_places, positions_of
 from flywheel.decode.taps import Taps, find_taps
 from flywheel.decode.whole import as_whole
 from flywheel.ir import DType, MegakernelProgram
@@ -90,11 +90,16 @@ class BatchSession(DecodeSession, Protocol):
     def batch(self) -> int:
         """Sequences, rows 0 to batch - 1."""
 
+    @property
+    def lanes(self) -> int:
+        """Consecutive tokens of each sequence in a launch."""
+
     def step_rows(
         self, token_ids: Sequence[int], position: Positions, wanted: Collection[int] | None = None
     ) -> list[Step]:
-        """As `step`, with a token of each sequence, of which only those `wanted` are cached, None for all. Raises
-        UsageError for another number of them too, CacheMemoryError where caches do not grow as far."""
+        """As `step`, with a token of each sequence, of which only those `wanted` are cached, None for all. With several
+        lanes, so many tokens of each, from its position on. Raises UsageError for another number of them too,
+        CacheMemoryError where caches do not grow as far."""
 
     def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
         """As DecodeSession says, of sequence `row`, whose positions before `start` are there; others keep theirs."""
@@ -158,9 +163,10 @@ class ReferenceSession:
         self.dtype = interface.dtype
         self.context = interface.context
         self.batch = interface.batch
+        self.lanes = interface.lanes
         self._order = order
         self._seed = seed
-        self.caches = KvCaches(spec, self.dtype, self.context, machine.device, self.batch, granules)
+        self.caches = KvCaches(spec, self.dtype, self.context, machine.device, self.batch, granules, self.lanes)
         self.taps = find_taps(whole.program, spec, interface)
         self.shares_memory = shares_memory(program)
         self._machine = machine
@@ -169,8 +175,8 @@ class ReferenceSession:
         self._apart: BoundProgram | None = None
         self._weights = weights
         self._prefill: Prefill | None = None
-        self._tokens = torch.zeros(self.batch, dtype=torch.int32)
-        self._position = torch.zeros(self.batch, dtype=torch.int32)
+        self._tokens = torch.zeros(interface.rows, dtype=torch.int32)
+        self._position = torch.zeros(interface.rows, dtype=torch.int32)
 
     def step(self, token_id: int, position: int) -> Step:
         """As DecodeSession says; ConfigError where the program was lowered for fewer positions than it has caches."""
@@ -180,8 +186,8 @@ class ReferenceSession:
         self, token_ids: Sequence[int], position: Positions, wanted: Collection[int] | None = None
     ) -> list[Step]:
         """As BatchSession says; ConfigError as `step`."""
-        check_rows(self.spec, self.context, self.batch, token_ids, position)
-        hold_rows(self.caches, positions_of(position, self.batch), wanted)
+        check_rows(self.spec, self.context, self.batch, token_ids, position, self.lanes)
+        hold_rows(self.caches, positions_of(position, self.batch), wanted, self.lanes)
         outputs = self._launch(self._bound, token_ids, position)
         logits, tokens = (outputs[self._whole.parts[name][0]] for name in ("logits", "next_token"))
         return [Step(row, int(token)) for row, token in zip(logits, tokens, strict=True)]
@@ -198,6 +204,8 @@ class ReferenceSession:
         self, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY
     ) -> TokenStream:
         """As DecodeSession says; ConfigError as `step`."""
+        if self.lanes > 1:
+            return stream_by_lanes(SteppedSequences(self), prompt, positions, start, sampling)
         return stream_by_steps(self, prompt, positions, start, sampling)
 
     def sequences(self) -> Sequences:
@@ -222,19 +230,19 @@ class ReferenceSession:
         self.caches.write(layers, row)
 
     def _launch(self, bound: BoundProgram, token_ids: Sequence[int], position: Positions) -> dict[str, Tensor]:
-        check_rows(self.spec, self.context, self.batch, token_ids, position)
+        check_rows(self.spec, self.context, self.batch, token_ids, position, self.lanes)
         self._tokens.copy_(torch.tensor(token_ids))
-        self._position.copy_(torch.tensor(position))
+        self._position.copy_(torch.tensor(lane_places(positions_of(position, self.batch), self.lanes)))
         inputs = self._whole.spread({"token_id": self._tokens, "position": self._position})
         return bound.step(inputs, position, self._order, self._seed)
 
 
-def hold_rows(caches: Caches, places: Sequence[int], wanted: Collection[int] | None) -> None:
-    """Memory for a launch of sequences at `places`, of which only those `wanted` are cached. No launch is under way.
-    Raises CacheMemoryError."""
+def hold_rows(caches: Caches, places: Sequence[int], wanted: Collection[int] | None, lanes: int = 1) -> None:
+    """Memory for a launch of `lanes` tokens of sequences at `places`, of which only those `wanted` are cached. No
+    launch is under way. Raises CacheMemoryError."""
     for row, place in enumerate(places):
         if wanted is None or row in wanted:
-            caches.hold(row, place + 1, may_take=True)
+            caches.hold(row, place + lanes, may_take=True)
 
 
 def shares_memory(program: MegakernelProgram) -> bool:

@@ -36,15 +36,22 @@ def check_prompt(spec: DecoderSpec, context: int, token_ids: Sequence[int]) -> N
         check_place(spec, context, token_id, position)
 
 
-def check_rows(spec: DecoderSpec, context: int, batch: int, token_ids: Sequence[int], position: Positions) -> None:
-    """As `check_place` for a token of each of `batch` sequences; also raises UsageError for another number of them, or
-    of positions."""
+def check_rows(
+    spec: DecoderSpec, context: int, batch: int, token_ids: Sequence[int], position: Positions, lanes: int = 1
+) -> None:
+    """As `check_place` for `lanes` tokens of each of `batch` sequences; also raises UsageError for another number of
+    them, or of positions."""
     places = positions_of(position, batch)
-    for what, given in (("tokens", token_ids), ("positions", places)):
-        if len(given) != batch:
+    for what, given, wanted in (("tokens", token_ids, batch * lanes), ("positions", places, batch)):
+        if len(given) != wanted:
             raise UsageError(f"{spec.name}: {len(given)} {what} for a program of batch {batch}")
-    for token_id, place in zip(token_ids, places, strict=True):
+    for token_id, place in zip(token_ids, lane_places(places, lanes), strict=True):
         check_place(spec, context, token_id, place)
+
+
+def lane_places(places: Sequence[int], lanes: int) -> list[int]:
+    """Where the tokens of sequences stand whose first ones are at `places`."""
+    return [place + lane for place in places for lane in range(lanes)]
 
 
 def positions_of(position: Positions, batch: int) -> Sequence[int]:

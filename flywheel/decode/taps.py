@@ -49,7 +49,7 @@ class Taps:
 def find_taps(program: MegakernelProgram, spec: DecoderSpec, interface: Interface) -> Taps:
     """The taps of a program with that interface. A buffer of a tensor's name with another shape or type is none, and
     neither is one of several buffers of one name."""
-    graph = decode_step(spec, interface.context, interface.dtype, interface.batch)
+    graph = decode_step(spec, interface.context, interface.dtype, interface.rows)
     named: dict[str, list[Buffer]] = {}
     for buffer in program.buffers:
         if buffer.kind in (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT):
@@ -62,7 +62,7 @@ def find_taps(program: MegakernelProgram, spec: DecoderSpec, interface: Interfac
                 if _is(named.get(prefix + name, ()), tensor.dtype, tensor.shape):
                     buffers[prefix + name] = (prefix + name,)
                 elif name == "attn":
-                    shape = (interface.batch, spec.n_heads * (spec.head_dim + _PARTIAL_EXTRA))
+                    shape = (interface.rows, spec.n_heads * (spec.head_dim + _PARTIAL_EXTRA))
                     parts = tuple(_last_partials(prefix, named, shape))
                     if parts:
                         buffers[prefix + name] = parts

@@ -11,13 +11,25 @@ from collections.abc import Mapping, Sequence
 
 from flywheel.ir.access import Region
 from flywheel.ir.dtype import BufferKind
+from flywheel.ir.program import MegakernelProgram
 from flywheel.ir.records import Buffer, Task
+from flywheel.ir.runs import Runs
+from flywheel.ir.tiles import stretches_of
 
 
 def lane_of(task: Task) -> int:
     """How far behind its sequence's position a task's token stands."""
     lane: int = task.params.get("lane", 0)
     return lane
+
+
+def lanes_of(program: MegakernelProgram) -> int:
+    """Consecutive tokens of each sequence that a launch of a program decodes."""
+    tasks = program.tasks
+    if isinstance(tasks, Runs):
+        params = [each.params for run in tasks.spelled for each in stretches_of(run.tiles)]
+        return 1 + max((each.get("lane", 0) for each in params), default=0)
+    return 1 + max((lane_of(task) for task in tasks), default=0)
 
 
 def lanes_of_caches(tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> dict[int, int]:

@@ -37,7 +37,7 @@ def emulated_session(
 ) -> Iterator[CudaSession]:  # fmt: skip
     """The program need not be proved."""
     packed, interface = pack(program), read_interface(program, spec)
-    caches = KvCaches(spec, interface.dtype, interface.context, "cpu", interface.batch, granules)
+    caches = KvCaches(spec, interface.dtype, interface.context, "cpu", interface.batch, granules, interface.lanes)
     variant = packed.variant
     kernel = build_variant(
         arch_name(gpu.sm_arch), variant.threads, interface.dtype, matrix_warps=variant.matrix_warps, rows=variant.rows,
