@@ -129,8 +129,10 @@ def lower_model(
     batch: int | None = None,
     weights: str | None = None,
     ranks: int | None = None,
+    lanes: int = 1,
 ) -> MegakernelProgram:
-    """Lower a model. The options decide, then the schedule, then the defaults.
+    """Lower a model. The options decide, then the schedule, then the defaults. Of each sequence, `lanes` rows of the
+    batch are consecutive tokens.
 
     Without a GPU's name, `cuda` takes this machine's GPU. Without a config, it takes the shipped schedule, else the one
     that search tries first. A config that the lowerer refuses ends the command.
@@ -146,7 +148,7 @@ def lower_model(
         source, schedule, gpu_of(device), gpu=gpu, dtype=dtype, context=context, batch=batch, weights=weights,
         ranks=ranks,
     )
-    graph = workload.graph
+    graph = workload.graph_of(lanes)
     try:
         if not isinstance(config, ScheduleConfig):
             chosen = choose_schedule(workload)

@@ -23,6 +23,7 @@ from flywheel.cli.options import command, json_option, ranks_option
 from flywheel.cli.text import duration, note, show_document, show_json
 from flywheel.errors import FlywheelError, UsageError
 from flywheel.ir import MegakernelProgram
+from flywheel.models.decoder import MAX_BATCH
 from flywheel.serve.text import Streamer, push_all
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     help="Exported schedule, or ScheduleConfig, as JSON.  [default: the shipped schedule for this work, "
     "else the one that search tries first]",
 )
+@click.option("--lookup", type=click.IntRange(0, MAX_BATCH - 1), default=0, show_default=True, metavar="N",
+              help="Guess up to N next tokens from the text so far; a launch checks them all.")  # fmt: skip
 @click.option("--verify", is_flag=True, help="Compare every token with the eager oracle.")
 @click.option("--stream", is_flag=True, help="Show the text as it is made; with --json, one object a line.")
 @json_option
@@ -63,6 +66,7 @@ def generate(
     chat: bool,
     max_tokens: int,
     schedule_file: str | None,
+    lookup: int,
     verify: bool,
     stream: bool,
     as_json: bool,
@@ -84,7 +88,7 @@ def generate(
     source = open_model("generate", model)
     with _tokenizer(source, required=prompt is not None) as tokenizer:
         ids = prompt_ids or () if tokenizer is None or prompt is None else _encoded(tokenizer, prompt, chat)
-        program = lower_model(source, given, gpu, dtype, context, device, 1, weights, ranks)
+        program = lower_model(source, given, gpu, dtype, context, device, 1 + lookup, weights, ranks, lanes=1 + lookup)
         shown = _Shown(tokenizer, as_json) if stream else None
         generation = _run(program, source, ids, max_tokens, device, seed, verify, shown)
         text = None if tokenizer is None else tokenizer.decode(generation.token_ids)

@@ -31,6 +31,8 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 @click.option("--context", type=click.IntRange(min=1), metavar="N", help="Most tokens of prompt and answer together.")
 @click.option("--max-sequences", type=click.IntRange(1, MAX_BATCH), metavar="N",
               help=f"Requests decoded together, up to {MAX_BATCH}.  [default: the schedule's, else 1]")  # fmt: skip
+@click.option("--lookup", type=click.IntRange(0, MAX_BATCH - 1), default=0, show_default=True, metavar="N",
+              help="Guess up to N next tokens of each greedy answer from its text so far.")  # fmt: skip
 @click.option("--device", type=click.Choice(["cuda", "reference"]), help="[default: cuda where there is a GPU]")
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of random weights.")
 @click.option("--name", metavar="NAME", help="What requests call the model.  [default: its own name]")
@@ -48,6 +50,7 @@ def serve(
     weights: str | None,
     context: int | None,
     max_sequences: int | None,
+    lookup: int,
     device: Device | None,
     seed: int,
     name: str | None,
@@ -80,7 +83,7 @@ def serve(
         note(f"flywheel: loading {model}")
         make = partial(
             Decoder.load, model, schedule=schedule, device=device, gpu=gpu, dtype=dtype, context=context,
-            weights=weights, max_sequences=max_sequences, seed=seed,
+            weights=weights, max_sequences=max_sequences, lookup=lookup, seed=seed,
         )
         engine = Engine(make, queue)
         try:

@@ -45,6 +45,8 @@ class Sampling:
         for name, whole in (("top_k", self.top_k), ("seed", self.seed), ("logprobs", logprobs)):
             if isinstance(whole, bool) or not isinstance(whole, Integral):
                 raise UsageError(f"{name}: {whole!r} is not a whole number")
+        if not isinstance(self.lookup, bool):
+            raise UsageError(f"lookup: {self.lookup!r} is neither True nor False")
         for name, value, low, high in (
             ("temperature", self.temperature, 0.0, 100.0),
             ("top_k", self.top_k, 0, 2**31 - 1),

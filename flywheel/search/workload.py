@@ -9,11 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from flywheel.errors import UnknownNameError
+from flywheel.errors import ConfigError, UnknownNameError, UsageError
 from flywheel.ir import TARGETS, DType, GpuTarget
 from flywheel.measure.device import GENERIC
 from flywheel.models.catalog import model_name, model_path, resolve_model
-from flywheel.models.decoder import DTYPES
+from flywheel.models.decoder import DTYPES, MAX_BATCH, decode_step
 from flywheel.models.footprint import check_fits
 from flywheel.models.formats import PLAIN, WeightFormats, parse_formats
 from flywheel.models.graph import Graph
@@ -69,6 +69,25 @@ class Workload:
         """The decode step. Raises ConfigError where the context is out of the model's reach, the batch too large, or a
         matrix's K no multiple of its groups, and where so many GPUs cannot share it."""
         return shared_step(self.spec, self.context, DTYPES[self.dtype], self.batch, self.formats, self.ranks)
+
+    def graph_of(self, lanes: int) -> Graph:
+        """The decode step whose batch is `lanes` consecutive tokens of each sequence. Raises ConfigError as `graph`,
+        and for several lanes on several GPUs."""
+        if lanes == 1:
+            return self.graph
+        if self.ranks > 1:
+            raise ConfigError(f"{self.spec.name}: {self.ranks} GPUs share a step of {lanes} lanes; one GPU runs it")
+        return decode_step(self.spec, self.context, DTYPES[self.dtype], self.batch, self.formats, lanes)
+
+
+def lanes_of_lookup(guesses: int, sequences: int = 1) -> int:
+    """Lanes of a step that decodes so many guesses behind the token of each sequence. Raises UsageError for more rows
+    than a step has."""
+    lanes = guesses + 1
+    if guesses < 0 or lanes * sequences > MAX_BATCH:
+        of = "" if sequences == 1 else f" for each of {sequences} sequences"
+        raise UsageError(f"lookup: {guesses} guesses{of} are not in 0..{MAX_BATCH // sequences - 1}")
+    return lanes
 
 
 def make_workload(

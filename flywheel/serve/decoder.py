@@ -83,6 +83,7 @@ class Decoder:
         seed: int = 0,
         store: str | None = None,
         check: Check = "samples",
+        lookup: int = 0,
     ) -> Self:
         """A decoder of a checkpoint's directory or a catalog name, whose weights are then random, drawn from `seed`.
 
@@ -91,7 +92,9 @@ class Decoder:
         where there is a GPU that can be used, else reference. `gpu`, `dtype`, `context`, `max_sequences` and `weights`,
         the formats of matrices, go before the schedule's and the checkpoint's. `weights` may also be tensors by their
         names in a checkpoint: they stand for the model's own, and are not copied where they are on the device in the
-        type that is computed in. `ranks` is the number of GPUs.
+        type that is computed in. `ranks` is the number of GPUs. With `lookup`, a launch also decodes up to so many
+        guesses of each sequence's next tokens, found in its text so far; greedy text stays what it is, and requests
+        may ask for none (`Sampling.lookup`). `max_sequences` times 1 + `lookup` is at most 8.
 
         A bundle's directory (docs/bundle.md) is a model, a GPU and a schedule, and needs no torch. `weights` is then
         the directory of its checkpoint, or tensors on the GPU; they are compared with those that it was made for by
@@ -104,7 +107,7 @@ class Decoder:
             raise UsageError(f"ranks: {ranks} GPUs; a decoder uses 1")
         if is_bundle(model):
             named = {"schedule": schedule, "gpu": gpu, "dtype": dtype, "context": context,
-                     "max_sequences": max_sequences, "store": store}  # fmt: skip
+                     "max_sequences": max_sequences, "store": store, "lookup": lookup or None}  # fmt: skip
             return cls._load_bundle(Path(model), weights, device, check, named)
         from flywheel.serve.loading import load_model
 
@@ -113,7 +116,7 @@ class Decoder:
         with ExitStack() as undo:
             loaded = load_model(
                 model, given, chosen, undo, gpu=gpu, dtype=dtype, context=context, batch=max_sequences,
-                weights=weights, seed=seed, store=store,
+                weights=weights, seed=seed, store=store, lookup=lookup,
             )  # fmt: skip
             source = loaded.source
             return cls(

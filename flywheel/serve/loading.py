@@ -17,7 +17,7 @@ from flywheel.models.catalog import model_name
 from flywheel.models.weights import checkpoint_tensors
 from flywheel.search.knowledge.chosen import Chosen, choose_schedule, settle_work
 from flywheel.search.trials.device import gpu_of
-from flywheel.search.workload import Workload
+from flywheel.search.workload import Workload, lanes_of_lookup
 from flywheel.store.schedule import Schedule
 
 
@@ -32,18 +32,24 @@ class LoadedModel:
 
 def load_model(
     model: str, given: Schedule | None, device: str, undo: ExitStack, *, weights: str | Weights | None, seed: int,
-    store: str | None, **asked: Any,
+    store: str | None, batch: int | None = None, lookup: int = 0, **asked: Any,
 ) -> LoadedModel:  # fmt: skip
-    """As `Decoder.load`; `undo` gives the device's memory back. `asked` are gpu, dtype, context and batch."""
+    """As `Decoder.load`, for `batch` sequences; `undo` gives the device's memory back. `asked` are gpu, dtype and
+    context."""
     source = open_source(model)
     named = weights if isinstance(weights, str) else None
     if weights is not None and not isinstance(weights, str):
         source = replace(source, stored=_of_model(source, weights), scheme=None)
-    workload = settle_work(source, given, gpu_of(device), weights=named, **asked)
+    if lookup and batch is None:
+        batch = 1 if given is None else max(1, given.batch // (lookup + 1))
+    lanes = lanes_of_lookup(lookup, batch or 1)
+    rows = None if batch is None else batch * lanes
+    workload = settle_work(source, given, gpu_of(device), weights=named, batch=rows, **asked)
     chosen = _chosen(model, workload, given, store)
-    program = lower(workload.graph, chosen.config, workload.target)
+    program = lower(workload.graph_of(lanes), chosen.config, workload.target)
     session, _ = open_session(program, source, seed, device, undo)
-    return LoadedModel(source, session, chosen.words)
+    guesses = f", with {lookup} guesses a launch" if lookup else ""
+    return LoadedModel(source, session, chosen.words + guesses)
 
 
 def _of_model(source: Source, weights: Weights) -> Weights:

@@ -1,7 +1,7 @@
 """Requests and answers of OpenAI's completions and chat completions, as far as they are served.
 
 Source: github.com/openai/openai-openapi, `/completions` and `/chat/completions`; `top_k`, `min_p`, `repetition_penalty`
-and `ignore_eos` as vLLM's server takes them, and `cache_prompt` as llama.cpp's.
+and `ignore_eos` as vLLM's server takes them, and `cache_prompt` as llama.cpp's. `lookup` of false wants no guesses.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class _Request(BaseModel):
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     cache_prompt: bool | None = None
+    lookup: bool = True
 
     def check_served(self) -> None:
         """Raises UsageError for a field that asks for what this server cannot do."""
@@ -79,7 +80,7 @@ class _Request(BaseModel):
         seed = secrets.randbits(63) if self.seed is None else self.seed + choice
         top_k = max(self.top_k, 0)  # -1 is all in vLLM's
         temperature, top_p = (1.0 if value is None else value for value in (self.temperature, self.top_p))
-        return Sampling(temperature, top_k, top_p, self.min_p, self.repetition_penalty, seed, logprobs)
+        return Sampling(temperature, top_k, top_p, self.min_p, self.repetition_penalty, seed, logprobs, self.lookup)
 
     def reuse(self) -> bool:
         """Whether what others have read of the prompt may be taken. Its roundings may be others, so that it is not what

@@ -219,3 +219,13 @@ def test_a_checkpoint_that_is_not_whole_is_named(run: Run, checkpoint: Path) -> 
     result = run("generate", "--model", folder, "--prompt-ids", "1")
     assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
     assert "model.layers.2." in result.stderr
+
+
+def test_lookup_changes_no_token(run: Run, checkpoint: Path) -> None:
+    arguments = ("generate", "--model", checkpoint, "--prompt", "Hello Hello Hello Hel", "--max-tokens", 24, "--json")
+    plain = generated(run(*arguments))["token_ids"]
+    found = generated(run(*arguments, "--lookup", 3, "--verify"))
+    assert (found["token_ids"], found["ties"]) == (plain, [])
+    refused = run(*arguments, "--lookup", 3, "--ranks", 2)
+    assert refused.exit_code != 0
+    assert "2 GPUs share a step of 4 lanes; one GPU runs it" in refused.stderr
