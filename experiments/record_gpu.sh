@@ -23,6 +23,7 @@
 # together:MODEL                   tokens of eight sequences
 # load:MODEL                       loading a bundle beside weights that are on the GPU
 # ragged:MODEL                     sequences at positions of their own
+# lookup:MODEL                     tokens a launch and us a token with guesses
 # serve:WORK[:ENGINES]             what 1 client and 8 wait for behind a server, and behind transformers,vllm
 # readme                           README's commands on a random checkpoint
 # calibrate                        the cost model's constants, from all that the store has measured
@@ -128,6 +129,7 @@ part() {
     together) script "$name.together.txt" together.py "$model" --max-sequences 1 8 --sampling greedy warm top_p ;;
     load) script "$name.load_speed.txt" load_speed.py "$model" --gpu-too ;;
     ragged) script "$name.ragged.txt" ragged.py "$model" ;;
+    lookup) script "$name.lookup_speed.txt" lookup_speed.py --model "$model" ;;
     serve)
       local rows
       for rows in 1 8; do  # without one, the server takes what a search tries first
