@@ -154,10 +154,10 @@ class CudaModel:
             raise TensorError(f"program: of {program.ranks} ranks; the model is on {len(self._homes)} GPUs")
         found = interface.dtype, interface.context, interface.batch, interface.lanes
         if found != (self.dtype, self.context, self.batch, self.lanes):
-            lanes = "" if interface.lanes == self.lanes else f", {interface.lanes} lanes for {self.lanes}"
             raise TensorError(
-                f"program: caches of {interface.batch} times {interface.context} positions in {interface.dtype.name}; "
-                f"the model on the GPU has {self.batch} times {self.context} in {self.dtype.name}{lanes}"
+                f"program: caches of {interface.batch} times {interface.context} positions in {interface.dtype.name}, "
+                f"{interface.lanes} lanes; the model on the GPU has {self.batch} times {self.context} in "
+                f"{self.dtype.name}, {self.lanes} lanes"
             )
         whole, bound = as_whole(program, self.spec), bind(program, self.weights)
         taps = find_taps(whole.program, self.spec, interface)
@@ -361,10 +361,8 @@ class CudaSession:
 
     def _launch(self, loaded: AnyProgram, position: Positions) -> None:
         """Enqueue a launch behind `_prepare`."""
-        if isinstance(position, int) and self.lanes == 1:
-            loaded.launch(position)
-        else:
-            loaded.launch(max(positions_of(position, self.batch)), self._positions.data_ptr())
+        rows = 0 if isinstance(position, int) and self.lanes == 1 else self._positions.data_ptr()
+        loaded.launch(max(positions_of(position, self.batch)), rows)
 
     def _prepare(self, token_id: Tokens, position: Positions, loaded: AnyProgram | None = None) -> None:
         token_ids = [token_id] if isinstance(token_id, int) else token_id
