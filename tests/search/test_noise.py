@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from flywheel.measure.dismissal import STAGES, is_dismissed
 from flywheel.search.finals import gains
 from flywheel.search.noise import Gain, gain
 
@@ -96,3 +97,13 @@ def test_noise_is_fitted_to_the_rows_of_a_table(experiment: ModuleType, tmp_path
     noise = experiment.fitted(table)
     assert noise.sample == pytest.approx(0.003 / 1.2816, rel=1e-3)
     assert noise.load == pytest.approx(0.002 / 2**0.5, rel=1e-2)
+
+
+@pytest.mark.parametrize("count", [count for count in STAGES if count > 1])
+def test_the_interval_of_a_dismissed_program_excludes_a_gain(count: int) -> None:
+    """Of one that is just dismissed there, and far faster than its rival in the pairs that do not speak against it."""
+    stage = STAGES[count]
+    slower = [100.0 * (1.0 + stage.margin) + 0.001] * stage.behind
+    ours, rival = [*slower, *[90.0] * (count - stage.behind)], [100.0] * count
+    assert is_dismissed(ours, rival)
+    assert gain((tuple(ours),), (tuple(rival),), 0).high_us < 0.0
