@@ -70,7 +70,7 @@ def _own(task: Task, pos: int | Sequence[int]) -> int:
         return pos + lane
     sequence: int = task.params.get("sequence", 0)
     if sequence >= len(pos):
-        raise ConfigError(f"task {task.id} ({task.label}): sequence {sequence} has none of {len(pos)} positions")
+        raise ConfigError(f"task {task.id} ({task.label}): sequence {sequence} is not in 0..{len(pos) - 1}")
     return pos[sequence] + lane
 
 
