@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from ctypes import c_int32, c_uint32
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from flywheel.decode.sampling import Sampling
 from flywheel.decode.session import TokenStream
 from flywheel.decode.views import view
 from flywheel.errors import CacheMemoryError
+from flywheel.plan.variant import WARP
 from flywheel.vm.gpu.loader import POSITIONS
 from flywheel.vm.gpu.ranked import AnyProgram
 
@@ -84,8 +86,9 @@ class _Launch:
 class QueuedRows:
     """The rows of a program of `batch` sequences over the caller's `caches`, which grow ahead of the launches.
 
-    The device puts the tokens that were chosen behind a launch where the next one reads them, and the host sends it
-    where each row stands then. A free row decodes some token at position 0 of its own caches.
+    Behind each launch, the device puts the tokens that were chosen where the next launch reads them, and moves each row
+    on by a position. The host sends positions only where rows come, leave or end. A free row decodes some token at
+    position 0 of its own caches.
     """
 
     def __init__(self, loaded: AnyProgram, caches: Caches, batch: int, limit_s: float) -> None:
@@ -101,6 +104,7 @@ class QueuedRows:
         self._held: dict[int, _Row] = {}
         self._queued: deque[tuple[int, tuple[tuple[int, _Row], ...], int, Any]] = deque()
         self._next_slot = 0
+        self._places: list[int] | None = None  # of each row, where the device has it for the next launch
         with self._on_stream():
             self._tokens = view(self._token_in, (batch,), torch.int32, device)
             self._positions = torch.zeros(POSITIONS, dtype=torch.int32, device=device)
@@ -190,15 +194,17 @@ class QueuedRows:
         if not live:
             return False
         gpu, slot = self._gpu, self._next_slot
-        self._send_positions(slot, live)
+        self._place_rows(slot, live)
         last = max(each.position for _, each in live)
         self._loaded.spread_inputs()
         self._loaded.launch(last, self._positions.data_ptr() if self._batch > 1 else 0)
-        gpu.copy(self._token_in, self._token_out, self._batch * _WORD)
+        chosen = self._token_out
         if self._choices is not None or any(each.position + 1 < len(each.prompt) for _, each in live):
+            gpu.copy(self._token_in, self._token_out, self._batch * _WORD)
             with self._on_stream():
                 self._replace_choices(live)
-        gpu.fetch(self._words, self._tokens_at(slot), self._token_in, self._batch)
+            chosen = self._token_in
+        self._advance(chosen, slot, live)
         shown = tuple([(row, each) for row, each in live if each.position >= len(each.prompt) - 1])
         width = self._fetch_report(slot, shown)
         self._queued.append((slot, shown, width, gpu.record()))
@@ -244,16 +250,31 @@ class QueuedRows:
             self._gpu.fetch(self._words, self._report_at(slot), found.data_ptr(), found.numel())
         return found.shape[1]
 
-    def _send_positions(self, slot: int, live: Sequence[tuple[int, _Row]]) -> None:
-        """Where each row stands in the next launch; the others at position 0, where they cost least."""
-        first = slot * POSITIONS
-        places = self._words.array[first : first + POSITIONS]
-        places[:] = 0
+    def _place_rows(self, slot: int, live: Sequence[tuple[int, _Row]]) -> None:
+        """Let the next launch find each row where it stands; free ones at position 0, where they cost least."""
+        places = [0] * self._batch
         for row, each in live:
             places[row] = each.position
+        if places == self._places:
+            return
+        first = slot * POSITIONS
+        self._words.array[first : first + self._batch] = places
         self._gpu.send(self._place_in, self._words, first, self._batch)
         if self._batch > 1:
             self._gpu.copy(self._positions.data_ptr(), self._place_in, self._batch * _WORD)
+        self._places = places
+
+    def _advance(self, chosen: int, slot: int, live: Sequence[tuple[int, _Row]]) -> None:
+        """Let the next launch decode the tokens at device address `chosen`, a position further, and the host read them
+        from a slot. One small kernel, which costs the stream less than three copies do."""
+        rows = {row for row, _ in live}
+        told = self._words.address + self._tokens_at(slot) * _WORD
+        positions = self._positions.data_ptr() if self._batch > 1 else 0
+        mask = c_uint32(sum(1 << row for row in rows))
+        args = (chosen, self._token_in, told, self._place_in, positions, mask, c_int32(self._batch))
+        self._gpu.launch(self._loaded.parts[0].kernel.advance_rows, 1, WARP, args)
+        assert self._places is not None
+        self._places = [place + 1 if row in rows else 0 for row, place in enumerate(self._places)]
 
     def _replace_choices(self, live: Sequence[tuple[int, _Row]]) -> None:
         """Put what rows decode next in the place of the program's own choices, where that is something else."""

@@ -71,6 +71,9 @@ class LateGpu:
     def send(self, target: int, words: HostWords, index: int, count: int) -> None:
         self.copy(target, words.address + 4 * index, 4 * count)
 
+    def launch(self, kernel: Callable[..., None], grid: int, block: int, args: Sequence[Any]) -> None:
+        self.enqueue(lambda: kernel(*(getattr(arg, "value", arg) for arg in args)))
+
     @contextmanager
     def after(self) -> Iterator[None]:
         """The stream of torch, whose operations wait for what is before them."""
@@ -87,6 +90,7 @@ class LateProgram:
         self.io = {name: np.zeros(batch, np.int32) for name in ("token_id", "next_token", "position")}
         self.logits = np.zeros((batch, SPEC.vocab), np.float32)
         self.parts = (self,)
+        self.kernel = SimpleNamespace(advance_rows=advance_rows)
 
     def address(self, name: str) -> int:
         return int((self.logits if name == "logits" else self.io[name]).ctypes.data)
@@ -123,6 +127,16 @@ class LateProgram:
             keys[:, place] = token
             self.logits[row] = said(keys[0, :, 0])
             self.io["next_token"][row] = self.logits[row].argmax()
+
+
+def advance_rows(chosen: int, tokens: int, told: int, place: int, places: int, live: int, batch: int) -> None:
+    """As the kernel of this name."""
+    words = {at: (ctypes.c_int32 * batch).from_address(at) for at in (chosen, tokens, told, place, places) if at}
+    for row in range(batch):
+        words[tokens][row] = words[told][row] = words[chosen][row]
+        words[place][row] = words[place][row] + 1 if live >> row & 1 else 0
+        if places:
+            words[places][row] = words[place][row]
 
 
 def said(tokens: torch.Tensor) -> torch.Tensor:

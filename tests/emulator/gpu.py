@@ -37,7 +37,7 @@ ARCH_MACROS: Final = {"sm_80": "800", "sm_90a": "900"}
 WHY_BYTES: Final = 256
 ALIGNMENT: Final = 256
 
-_ENTRIES: Final = ("megakernel", "pack_matrix", "pack_codes", "expand_scales")
+_ENTRIES: Final = ("megakernel", "pack_matrix", "pack_codes", "expand_scales", "advance_rows")
 _OWN: Final = tempfile.TemporaryDirectory(prefix="emulator-")
 KERNELS: Final = "EMULATOR_KERNELS"
 """Where built kernels are kept for other processes; without it, each process builds its own."""

@@ -150,6 +150,12 @@ extern "C" int emulate_expand_scales(const char* src, float* dst, int rows, int 
     emulator::entry = [=] { expand_scales(src, dst, rows, rows_per_scale, dtype); };
     return launched(blocks, threads, shared_bytes, seed, limit_s, why, room);
 }
+extern "C" int emulate_advance_rows(const int* chosen, int* tokens, int* told, int* place, int* places,
+                                    unsigned live, int batch, int blocks, int threads, size_t shared_bytes,
+                                    unsigned seed, double limit_s, char* why, size_t room) {
+    emulator::entry = [=] { advance_rows(chosen, tokens, told, place, places, live, batch); };
+    return launched(blocks, threads, shared_bytes, seed, limit_s, why, room);
+}
 """
 
 

@@ -34,7 +34,7 @@ _WANTED: Final[Mapping[str, Any]] = {
     "target": _members(GpuTarget),
     "kernel": {
         "arch": str, "key": str, "nvrtc": str, "threads": int, "matrix_warps": int, "dtype": str, "rows": int,
-        "formats": list, "entries": {"megakernel": _members(EntryUsage), "pack_matrix": _members(EntryUsage)},
+        "formats": list, "entries": dict.fromkeys(("megakernel", "pack_matrix", "advance_rows"), _members(EntryUsage)),
     },
     "launch": {"grid": int, "last_position": int},
     "variant": _members(KernelVariant),

@@ -1,4 +1,5 @@
 // One decode step as one cooperative launch: one block per SM, each walking its queue of tasks. Source: docs/vm.md.
+#include "advance.cuh"
 #include "loader.cuh"
 #include "packing.cuh"
 #include "vm_loop.cuh"

@@ -64,6 +64,7 @@ class LoadedKernel:
     variant: CompiledVariant
     megakernel: Any
     pack_matrix: Any
+    advance_rows: Any
 
 
 class Gpu:
@@ -320,7 +321,7 @@ class Gpu:
 def load_variant(gpu: Gpu, variant: CompiledVariant) -> LoadedKernel:
     """Put a variant on the GPU. Raises ConfigError where it was compiled for another architecture."""
     kernels = gpu.load(variant)
-    return LoadedKernel(variant, kernels["megakernel"], kernels["pack_matrix"])
+    return LoadedKernel(variant, kernels["megakernel"], kernels["pack_matrix"], kernels["advance_rows"])
 
 
 def check_fit(kernel: LoadedKernel, gpu: Gpu, target: GpuTarget, smem_bytes: int) -> None:

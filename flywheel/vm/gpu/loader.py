@@ -63,7 +63,7 @@ class LoadedProgram:
         check_kernel(gpu, packed, kernel)
         self.gpu: Final = gpu
         self.packed: Final = packed
-        self._kernel = kernel
+        self.kernel: Final = kernel
         self._grid = len(packed.queues) - 1
         self._rows = {buffer.name: row for row, buffer in enumerate(packed.program.buffers)}
         self._written_bytes = max(
@@ -195,9 +195,9 @@ class LoadedProgram:
             raise ConfigError("program: one of several GPUs, which are not connected")
         self._launches += 1
         self.gpu.launch(
-            self._kernel.megakernel,
+            self.kernel.megakernel,
             self._grid,
-            self._kernel.variant.threads,
+            self.kernel.variant.threads,
             (self._program.address, ctypes.c_int32(ABSENT if pos is None else pos), positions),
             smem_bytes=self.packed.variant.smem_bytes,
             cooperative=True,

@@ -70,7 +70,7 @@ class CompiledUnit:
 
 @dataclass(frozen=True, slots=True)
 class CompiledVariant(CompiledUnit):
-    """A kernel variant: the entries `megakernel`, `pack_matrix`, `pack_codes` and `expand_scales`.
+    """A kernel variant: the entries `megakernel`, `pack_matrix`, `pack_codes`, `expand_scales` and `advance_rows`.
 
     It runs blocks of `threads` and programs of `dtype`, of several GPUs if `ranked`. Its products have `rows` rows, or
     any number where `rows` is 0, and it multiplies quantised matrices in `formats`.

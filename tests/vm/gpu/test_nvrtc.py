@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(FW_THREADS) megakernel(int* out) {
 extern "C" __global__ void pack_matrix(int* out) { *out = PART; }
 """
 
-ENTRIES = {"megakernel", "pack_matrix", "pack_codes", "expand_scales"}
+ENTRIES = {"megakernel", "pack_matrix", "pack_codes", "expand_scales", "advance_rows"}
 
 VARIANTS: tuple[tuple[str, int, DType, int], ...] = (
     *((arch, 512, DType.BF16, 0) for arch in ("sm_80", "sm_100a", "sm_120")),
