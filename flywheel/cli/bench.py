@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -24,13 +23,15 @@ from flywheel.cli.options import (
     check_writable,
     command,
     json_option,
+    ranks_option,
     store_option,
     weights_option,
     write_file,
 )
 from flywheel.cli.standings import bench_environment, draw, show_bench
 from flywheel.cli.text import note, show_json
-from flywheel.decode.lineup import RIVALS, Plan, Rival, usual_rivals
+from flywheel.cli.told import KNOWN_RIVALS, rival_names, spoken
+from flywheel.decode.lineup import Plan, Rival, check_rivals, usual_rivals
 from flywheel.errors import (
     ConfigError,
     FlywheelError,
@@ -40,29 +41,23 @@ from flywheel.errors import (
 )
 from flywheel.ir import GpuTarget, MegakernelProgram
 from flywheel.models.decoder import DTYPES
-from flywheel.models.formats import parse_formats, weights_name
+from flywheel.models.formats import WeightFormats, parse_formats, weights_name
 from flywheel.store.schedule import Schedule
 
 if TYPE_CHECKING:
+    from flywheel.decode.contestants import Contests
+    from flywheel.decode.ranked_contests import RankedContests
     from flywheel.decode.source import Source
     from flywheel.measure.comparison import Comparison
     from flywheel.search.workload import Workload
     from flywheel.store.campaign import Campaign
+    from flywheel.vm.gpu.driver import Gpu
 
 FORMAT: Final = "flywheel-bench"
 FORMAT_VERSION: Final = 2
 """The number rises when an older reader would misread the document. An added field leaves it."""
 SAMPLES: Final = 20
 """Samples of each contestant in a round."""
-
-
-def rival_names(text: str) -> tuple[Rival, ...]:
-    """The rivals that `cublas,compile` names, each once."""
-    names = list(dict.fromkeys(text.split(",")))
-    unknown = next((name for name in names if name not in RIVALS), None)
-    if unknown is not None:
-        raise click.BadParameter(f"{unknown!r} is not one of {', '.join(RIVALS)}")
-    return tuple(RIVALS[name] for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +72,18 @@ class Work:
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
     weights: str | None = None
+    ranks: int = 1
 
     def workloads(self) -> list[Workload]:
         """One workload for each batch at each context. Raises as `make_workload`."""
         from flywheel.search.workload import make_workload
 
         return [
-            make_workload(self.name, self.target.name, self.dtype, context, batch, self.weights)
+            make_workload(self.name, self.target.name, self.dtype, context, batch, self.weights,
+                          ranks=self.ranks)
             for context in self.contexts
             for batch in self.batches
-        ]
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +108,8 @@ class Refused:
 @click.option("--model", cls=SharedOption, metavar="NAME|DIR|REPO",
               help="Model by name, with random weights; or a checkpoint's directory, or its repository on the Hub.")
 @click.option("--against", type=rival_names, metavar="NAME,...",
-              help=f"Rivals of the schedule: {', '.join(RIVALS)}.  [default: cublas,compile; for quantised "
-                   "weights, the rivals that multiply them]")
+              help=f"Rivals of the schedule: {', '.join(KNOWN_RIVALS)}.  [default: cublas,compile; for quantised "
+                   "weights, the rivals that multiply them; on several GPUs, those over NCCL]")
 @click.option("--context", "contexts", cls=SharedOption, type=integers, metavar="N,N...",
               help=f"Tokens that the step attends to.  [default: the schedule's, else {DEFAULTS['context']}]")
 @click.option("--batch", "batches", type=integers, metavar="N,N...",
@@ -120,6 +117,7 @@ class Refused:
 @click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
               help="Type of weights and activations.  [default: the schedule's, else the checkpoint's, else bf16]")
 @weights_option
+@ranks_option
 @click.option("--gpu", cls=SharedOption, metavar="NAME", help="GPU to lower for.  [default: the one here]")
 @click.option("--config", "config_file", metavar="FILE|-",
               help="Exported schedule, or ScheduleConfig, lowered for every context and batch.  "
@@ -158,6 +156,7 @@ def bench(
     batches: tuple[int, ...] | None,
     dtype: str | None,
     weights: str | None,
+    ranks: int | None,
     gpu: str | None,
     config_file: str | None,
     campaign: str | None,
@@ -186,14 +185,15 @@ def bench(
         loads = bench_served(served, ctx.params)
         _give(ctx, loads, output, as_json, lambda: show_served(loads))
         ctx.exit(REJECTED if any(load["failed"] for load in loads["loads"]) else 0)
-    check_device("cuda")
+    check_device("cuda", ranks)
     given = None if config_file is None else load_config(config_file)
     asked: Schedule | Campaign | None = given if isinstance(given, Schedule) else None
     there = ctx.get_parameter_source("store") is not ParameterSource.DEFAULT or Path(store).exists()
     if campaign is not None or (model is None and given is None and there):
         asked = campaign_named(store, campaign)
         campaign = asked.name
-    work = _settle(asked, model, gpu, dtype, contexts, batches, weights)
+    work = _settle(asked, model, gpu, dtype, contexts, batches, weights, ranks)
+    check_rivals(against or (), work.ranks)
     if given is not None:
         chosen = [from_file(workload, given, str(config_file)) for workload in work.workloads()]
     else:
@@ -237,12 +237,13 @@ def _settle(
     contexts: tuple[int, ...] | None,
     batches: tuple[int, ...] | None,
     weights: str | None = None,
+    ranks: int | None = None,
 ) -> Work:
     """The work to compare: from the options, else from the schedule or campaign, else the defaults.
 
     Raises UsageError, NoGpuError, and what looking up the names raises.
     """
-    from flywheel.search.workload import default_context
+    from flywheel.search.workload import default_context, gpus_of
 
     name = model if model is not None or given is None else given.model
     if name is None:
@@ -261,18 +262,20 @@ def _settle(
     if weights is None and source.scheme is not None and settled in DTYPES:
         weights = source.formats(DTYPES[settled]).name(settled)
     sizes = tuple(dict.fromkeys(asked)), tuple(dict.fromkeys(sequences))
-    return Work(source, name, _target(gpu), settled, *sizes, weights_name(weights, settled))
+    asked_gpu = gpu or (None if given is None else given.gpu)
+    count = ranks or (1 if asked_gpu is None else gpus_of(asked_gpu)[0])
+    return Work(source, name, _target(gpu), settled, *sizes, weights_name(weights, settled), count)
 
 
 def _target(gpu: str | None) -> GpuTarget:
     """The target named `gpu`; for None, this machine's GPU. Raises UnknownNameError, NoGpuError."""
     from flywheel.measure.device import Device
     from flywheel.search.trials.device import target_here
-    from flywheel.search.workload import find_target
+    from flywheel.search.workload import find_target, gpus_of
     from flywheel.vm.gpu.driver import open_gpu
 
     if gpu is not None:
-        return find_target(gpu)
+        return find_target(gpus_of(gpu)[1])
     here = open_gpu()
     return target_here(Device(here.name, here.num_sms, here.total_bytes))
 
@@ -282,14 +285,14 @@ def _lower(chosen: Sequence[Chosen]) -> tuple[list[Lowered], list[Refused]]:
     fit."""
     from flywheel.lowering.lower import lower
     from flywheel.plan import program_id
-    from flywheel.vm.pack import pack
+    from flywheel.vm.pack import pack_any
 
     lowered, refused = [], []
     for each in chosen:
         workload, origin = each.workload, each.origin
         try:
             program = lower(workload.graph, each.config, workload.target)
-            pack(program)
+            pack_any(program)
         except (ConfigError, InvalidProgramError) as error:
             refused.append(_refuse(workload, error))
             continue
@@ -318,22 +321,22 @@ def _compete(
     `rivals` None means the usual rivals of the weights. Raises as `probe` and `Contests`, except where a program does
     not fit.
     """
-    from flywheel.decode.contestants import Contests
     from flywheel.decode.cuda import prepare_torch
     from flywheel.measure.comparison import comparison_document, single_of
-    from flywheel.vm.gpu.driver import open_gpu
+    from flywheel.search.workload import with_ranks
+    from flywheel.vm.gpu.peers import open_gpus
     from flywheel.vm.gpu.probes import probe
 
     lowered, refused = _lower(chosen)
     if not lowered:
         raise click.exceptions.Exit(REJECTED)
     prepare_torch()
-    gpu = open_gpu()
+    gpu, *peers = open_gpus(work.ranks)
     _say(f"probing {gpu.name}")
     probed = probe(gpu)
     formats = parse_formats(work.weights or work.dtype, work.dtype)
-    rivals = usual_rivals(formats) if rivals is None else rivals
-    contests = Contests(gpu, work.source, DTYPES[work.dtype], seed, _say, formats)
+    rivals = usual_rivals(formats, work.ranks) if rivals is None else rivals
+    contests = _contests([gpu, *peers], work, seed, formats)
     comparisons, origins = [], []
     for each in lowered:
         of = each.workload
@@ -350,7 +353,7 @@ def _compete(
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "model": work.name,
-        "gpu": work.target.name,
+        "gpu": with_ranks(work.target.name, work.ranks),
         "dtype": work.dtype,
         "weights": work.weights,
         "random_weights": work.source.stored is None,
@@ -358,7 +361,7 @@ def _compete(
         "rounds": plan.rounds,
         "samples": plan.samples,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": bench_environment(gpu),
+        "environment": bench_environment(gpu, work.ranks),
         "ceiling": {**asdict(probed), "datasheet_gbs": work.target.hbm_bandwidth_gbs},
         "comparisons": [
             {**comparison_document(comparison, single_of(comparison, comparisons)), "schedule": origin}
@@ -369,22 +372,16 @@ def _compete(
     return document, comparisons
 
 
+def _contests(gpus: Sequence[Gpu], work: Work, seed: int, formats: WeightFormats) -> Contests | RankedContests:
+    given = work.source, DTYPES[work.dtype], seed, _say, formats
+    if len(gpus) > 1:
+        from flywheel.decode.ranked_contests import RankedContests
+
+        return RankedContests(gpus, *given)
+    from flywheel.decode.contestants import Contests
+
+    return Contests(gpus[0], *given)
+
+
 def _say(line: str) -> None:
     note(f"flywheel: {line}")
-
-
-def spoken(ctx: click.Context) -> str:
-    """The command line with every option that the user gave, on the command line or by the environment."""
-    words = [ctx.command_path]
-    for option in ctx.command.params:
-        told = ctx.get_parameter_source(option.name or "")
-        if told not in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT):
-            continue
-        value = ctx.params[option.name or ""]
-        flag = next(flag for flag in option.opts if flag.startswith("--"))
-        if isinstance(value, bool):
-            words += [flag] if value else []
-        else:
-            parts = value if isinstance(value, tuple) else (value,)
-            words += [flag, ",".join(part.name if isinstance(part, Rival) else str(part) for part in parts)]
-    return shlex.join(words[0].split() + words[1:])

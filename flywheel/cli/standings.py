@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flywheel.vm.gpu.driver import Gpu
 
 
-def bench_environment(gpu: Gpu) -> dict[str, Any]:
+def bench_environment(gpu: Gpu, ranks: int = 1) -> dict[str, Any]:
     """Versions of everything that took part in the measurement.
 
     `cuda_driver` is the newest CUDA that the driver supports, `cuda_torch` the one that torch was built with.
@@ -25,7 +25,8 @@ def bench_environment(gpu: Gpu) -> dict[str, Any]:
     from flywheel.measure.environment import capture_environment
     from flywheel.vm.gpu.nvrtc import nvrtc_version, source_digest
 
-    here = replace(capture_environment(), gpu=gpu.name, nvrtc=nvrtc_version(), kernels=source_digest()[:16])
+    name = gpu.name if ranks == 1 else f"{ranks} x {gpu.name}"
+    here = replace(capture_environment(), gpu=name, nvrtc=nvrtc_version(), kernels=source_digest()[:16])
     try:
         triton = version("triton")
     except PackageNotFoundError:

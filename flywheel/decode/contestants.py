@@ -61,7 +61,7 @@ class Contests:
     ) -> None:
         prepare_torch()
         self._gpu, self._source, self._dtype, self._seed, self._say = gpu, source, dtype, seed, say
-        with _memory_named(source.name):
+        with memory_named(source.name):
             self._weights: Final[Weights] = source.weights(dtype, seed, "cuda", formats)
         self._formats = formats
         self._fused: Final[dict[Form, FusedWeights]] = {}
@@ -87,7 +87,7 @@ class Contests:
             self._say(f"context {context}, batch {batch}: {told}")
 
         with (
-            _memory_named(self._source.name),
+            memory_named(self._source.name),
             CudaModel(self._gpu, self._source.spec, self._dtype, context, self._weights, batch) as model,
         ):
             model.pack_matrices()
@@ -247,17 +247,20 @@ class Runner:
     judge: Callable[[], Verdict]
 
 
-def time_round(gpu: Gpu, runners: Sequence[Runner], finish: Launch, samples: int) -> None:
+def time_round(
+    gpu: Gpu, runners: Sequence[Runner], finish: Launch, samples: int, peers: Sequence[Gpu] = ()
+) -> None:
     """Time in turn, then in batches, those that were not wrong so far, and judge what they computed while timed.
 
-    `finish` waits for all launches, and raises what this does.
+    `peers` are the other GPUs of the launches. `finish` waits for all launches, and raises what this does.
     """
     able = [runner for runner in runners if runner.record.wrong is None]
     if not able:
         return
-    times = time_contestants(gpu, [runner.launch for runner in able], finish, samples=samples, warmup=WARMUP)
+    launches = [runner.launch for runner in able]
+    times = time_contestants(gpu, launches, finish, samples=samples, warmup=WARMUP, peers=peers)
     for runner, found in zip(able, times, strict=True):
-        latency = time_back_to_back(gpu, runner.launch, finish, summarise(found, WARMUP))
+        latency = time_back_to_back(gpu, runner.launch, finish, summarise(found, WARMUP), peers)
         runner.record.times_us.append(tuple(found))
         runner.record.latencies.append(latency)
     for runner in able:
@@ -291,19 +294,21 @@ def _hold_rounds(
             examined = made.examine(session)
             ours.note(examined.verdict)
             launch, finish = session.launcher(tokens, position)
-            judge = partial(_judge_session, session, examined, position)
+            judge = partial(judge_session, session, examined, position)
             runners = [Runner(ours, launch, judge), *rivals]
             first = turn % len(runners)
             time_round(model.gpu, [*runners[first:], *runners[:first]], finish, plan.samples)
     return tuple(each if isinstance(each, Entry) else each.entry(program) for each in records)
 
 
-def _judge_session(session: CudaSession, examined: Examined, position: int) -> Verdict:
+def judge_session(session: CudaSession, examined: Examined, position: int) -> Verdict:
+    """The verdict on a session's last launch, which must have made what the judged one did."""
     return judge_repeated(session.read_rows(), examined.logits, position, session.dtype)
 
 
 @contextmanager
-def _memory_named(name: str) -> Iterator[None]:
+def memory_named(name: str) -> Iterator[None]:
+    """Raise GpuMemoryError, which names a model, where torch has no memory within the block."""
     try:
         yield
     except torch.OutOfMemoryError as error:

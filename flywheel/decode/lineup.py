@@ -3,11 +3,12 @@ what runs them is `contestants`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
+from flywheel.errors import UsageError
 from flywheel.ir import DType
 from flywheel.models.formats import CODES, HEAD, MATRICES, WeightFormat, WeightFormats
 from flywheel.models.spec import DecoderSpec, layer_weight_shapes
@@ -71,6 +72,18 @@ RIVALS: Final[Mapping[str, Rival]] = MappingProxyType(
 )  # fmt: skip
 """Rivals by name."""
 
+RANK_RIVALS: Final[Mapping[str, Rival]] = MappingProxyType(
+    {
+        rival.name: rival
+        for rival in (
+            Rival("nccl", "PyTorch over NCCL, CUDA graph", "PyTorch tensor parallelism over NCCL in CUDA graphs"),
+            Rival("nccl-compile", "torch.compile over NCCL, CUDA graph",
+                  "torch.compile max-autotune of it, over NCCL in CUDA graphs", compiled=True, inline_attention=True),
+        )
+    }
+)  # fmt: skip
+"""Rivals of programs of several GPUs, by name: a process a GPU runs them."""
+
 USUAL: Final[Mapping[DType | None, tuple[str, ...]]] = MappingProxyType(
     {
         None: ("cublas", "compile"),
@@ -82,8 +95,18 @@ USUAL: Final[Mapping[DType | None, tuple[str, ...]]] = MappingProxyType(
 """Names of the rivals that a schedule is measured against by default, by the codes of the layers' matrices."""
 
 
-def usual_rivals(formats: WeightFormats) -> tuple[Rival, ...]:
-    """Those of USUAL for weights in these formats."""
+def check_rivals(rivals: Sequence[Rival], ranks: int) -> None:
+    """Raises UsageError for a rival that does not run on so many GPUs."""
+    able = RIVALS if ranks == 1 else RANK_RIVALS
+    for rival in rivals:
+        if rival.name not in able:
+            raise UsageError(f"--against {rival.name}: of {ranks} ranks; there is {', '.join(able)}")
+
+
+def usual_rivals(formats: WeightFormats, ranks: int = 1) -> tuple[Rival, ...]:
+    """Those of USUAL for weights in these formats, or all that run on several GPUs."""
+    if ranks > 1:
+        return tuple(RANK_RIVALS.values())
     return tuple(RIVALS[name] for name in USUAL[None if formats.usual is None else formats.usual.codes])
 
 
@@ -121,5 +144,5 @@ def _untiled(role: str, own: WeightFormat, shape: tuple[int, ...], dtype: DType)
 
 def label_of(contestant: str) -> str:
     """A contestant's name for people: a rival's label, else the name itself."""
-    rival = RIVALS.get(contestant)
+    rival = RIVALS.get(contestant) or RANK_RIVALS.get(contestant)
     return contestant if rival is None else rival.label

@@ -29,7 +29,9 @@ from flywheel.vm.gpu.probes import Probed
 Run = Callable[..., Result]
 
 WORK = ("--model", "smollm2-135m")
-TIMES = {"flywheel": 100.0, "cublas": 400.0, "compile": 250.0, "compile-inline": 200.0}
+TIMES = {
+    "flywheel": 100.0, "cublas": 400.0, "compile": 250.0, "compile-inline": 200.0, "nccl": 300.0, "nccl-compile": 220.0,
+}  # fmt: skip
 
 
 def entry(name: str, how: str, wrong: bool, batch: int = 1) -> Entry:
@@ -303,6 +305,29 @@ def test_without_a_gpu_it_is_code_4(run: Run, config: Path, monkeypatch: pytest.
     monkeypatch.setattr("flywheel.vm.gpu.driver.open_gpu", absent)
     result = run("bench", *WORK, "--config", config)
     assert (result.exit_code, result.stdout, result.stderr) == (4, "", "flywheel: GPU 0: no driver\n")
+
+
+@pytest.mark.usefixtures("l4")
+def test_programs_of_two_gpus_have_rivals_over_nccl(
+    run: Run, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(name="NVIDIA L4", num_sms=58, total_bytes=23034 * 2**20, cuda_version="13.0")
+    monkeypatch.setattr("flywheel.vm.gpu.peers.open_gpus", lambda count: (gpu,) * count)
+    monkeypatch.setattr(
+        "flywheel.decode.ranked_contests.RankedContests", lambda gpus, *given: FakeContests(gpus[0], *given)
+    )
+    asked = ("bench", "--model", "llama3.2-1b", "--config", config, "--context", 64, "--ranks", 2, "--json")
+    result = run(*asked)
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert (document["gpu"], document["environment"]["gpu"]) == ("2xl4", "2 x NVIDIA L4")
+    assert FakeContests.asked[-1]["rivals"] == ["nccl", "nccl-compile"]
+    assert FakeContests.asked[-1]["program"].ranks == 2
+    assert run(*asked, "--against", "nccl").exit_code == 0
+    refused = run(*asked, "--against", "cublas")
+    assert (refused.exit_code, refused.stderr) == (
+        2, "flywheel: --against cublas: of 2 ranks; there is nccl, nccl-compile\n"
+    )  # fmt: skip
 
 
 def test_a_gpu_without_a_datasheet_is_lowered_for_by_what_its_driver_says_and_named_so(

@@ -40,14 +40,18 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Timing that takes 10, 20, ... us for what is launched first, second, ...; how many were timed together."""
     together: list[int] = []
 
-    def in_turn(gpu: Any, launches: Sequence[Launch], finish: Launch, samples: int, warmup: int) -> list[list[float]]:
+    def in_turn(
+        gpu: Any, launches: Sequence[Launch], finish: Launch, samples: int, warmup: int, peers: Sequence[Any]
+    ) -> list[list[float]]:
         together.append(len(launches))
         for launch in launches:
             launch()
         finish()
         return [[10.0 * (place + 1)] * samples for place in range(len(launches))]
 
-    def batch(gpu: Any, launch: Launch, finish: Launch, latency: MeasuredLatency) -> MeasuredLatency:
+    def batch(
+        gpu: Any, launch: Launch, finish: Launch, latency: MeasuredLatency, peers: Sequence[Any]
+    ) -> MeasuredLatency:
         return replace(latency, batch_us=latency.median_us - 1.0)
 
     monkeypatch.setattr(contestants, "time_contestants", in_turn)

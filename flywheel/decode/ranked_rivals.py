@@ -1,0 +1,235 @@
+"""PyTorch's tensor parallelism as a rival of programs of several GPUs: processes that stay, and take their turns."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from multiprocessing.connection import Connection
+from typing import Final, Self
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from flywheel.decode.contestants import capture
+from flywheel.decode.lineup import Rival
+from flywheel.decode.rank_processes import Backend, run_ranks
+from flywheel.decode.rivals import FusedWeights, fuse, steps_of
+from flywheel.decode.source import Source, open_source
+from flywheel.decode.step import Step
+from flywheel.decode.tensor_parallel import Shard, ShardedDecoder, shard_of
+from flywheel.errors import FlywheelError, MismatchError, WorkerDiedError
+from flywheel.ir import DType
+from flywheel.models.eager import LayerCache
+from flywheel.process import one_torch_thread, sums_as_shipped
+from flywheel.vm.gpu.flush import FACTOR
+
+WARMUP: Final = 3
+LIFE_S: Final = 3600.0
+"""Wall seconds after which the processes are killed: torch.compile takes minutes."""
+
+_POLL_S: Final = 0.2
+_BATCH: Final = 50
+"""Launches of a batch, back to back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What a step decodes: a token of each sequence at `position`, behind `caches` by sequence and layer (CPU)."""
+
+    tokens: tuple[int, ...]
+    position: int
+    caches: tuple[list[LayerCache], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankedWork:
+    """A rival's step of `ranks` GPUs; `model` is a name that `open_source` takes."""
+
+    model: str
+    dtype: DType
+    context: int
+    seed: int
+    rival: Rival
+    ranks: int
+    behind: Behind
+
+
+@dataclass(frozen=True, slots=True)
+class RankedRound:
+    """What a rank found: samples in us, the mean of a batch of launches, and the last launch's `logits` and `tokens`.
+    Only rank 0 sends its logits; `digest` is of each rank's own."""
+
+    times_us: tuple[float, ...]
+    batch_us: float | None
+    digest: str
+    logits: Tensor | None
+    tokens: Tensor | None
+
+
+class RankedRival:
+    """A rival's processes, one a GPU. Close it. Raises as `run_ranks` does, KernelCompileError where torch does not
+    compile the step, and MismatchError where ranks have other logits."""
+
+    def __init__(self, work: RankedWork, backend: Backend = "nccl") -> None:
+        pairs = [multiprocessing.get_context("spawn").Pipe() for _ in range(work.ranks)]
+        self._pipes = [ours for ours, _ in pairs]
+        self._name = work.rival.name
+        self._thread = ThreadPoolExecutor(1)
+        self._ranks = self._thread.submit(
+            run_ranks, work.rival.name, take_part, work.ranks, backend, LIFE_S, [theirs for _, theirs in pairs], work
+        )
+        try:
+            self._hear()  # ready
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send(None)
+            pipe.close()
+        with suppress(FlywheelError):
+            self._ranks.result()
+        self._thread.shutdown()
+
+    def take_turn(self, samples: int) -> tuple[RankedRound, list[Step]]:
+        """A round of samples on all ranks, and the steps of the last launch. A sample's time is the slowest rank's."""
+        for pipe in self._pipes:
+            pipe.send(samples)
+        found = self._hear()
+        if len({each.digest for each in found}) > 1:
+            raise MismatchError(f"rival {self._name}: the logits of {len(found)} ranks are not the same")
+        first = found[0]
+        times = tuple([max(each) for each in zip(*(each.times_us for each in found), strict=True)])
+        batches = [each.batch_us for each in found if each.batch_us is not None]
+        assert first.logits is not None
+        assert first.tokens is not None
+        steps = steps_of(first.logits, first.tokens)
+        return RankedRound(times, max(batches, default=None), first.digest, first.logits, first.tokens), steps
+
+    def _hear(self) -> list[RankedRound]:
+        return [self._receive(pipe) for pipe in self._pipes]
+
+    def _receive(self, pipe: Connection) -> RankedRound:
+        while not pipe.poll(_POLL_S):
+            if self._ranks.done():
+                self._ranks.result()  # raises why
+                raise WorkerDiedError(f"rival {self._name}: its processes ended")
+        try:
+            given: RankedRound = pipe.recv()
+        except (EOFError, OSError) as error:
+            self._ranks.result()
+            raise WorkerDiedError(f"rival {self._name}: its processes ended") from error
+        return given
+
+
+def take_part(rank: int, pipes: Sequence[Connection], work: RankedWork) -> None:
+    """A rank's side: say that the step is ready, then measure a round whenever one is asked for."""
+    pipe = pipes[rank]
+    on_gpu = torch.distributed.get_backend() == "nccl"
+    with torch.no_grad(), one_torch_thread(), sums_as_shipped():
+        launch, given = _make_step(rank, work, f"cuda:{rank}" if on_gpu else "cpu")
+        timing = _Timing(launch, on_gpu)
+        pipe.send(_round(rank, timing, given, 0))
+        with suppress(EOFError):
+            while (samples := pipe.recv()) is not None:
+                pipe.send(_round(rank, timing, given, samples))
+
+
+def _round(rank: int, timing: _Timing, given: Callable[[], tuple[Tensor, Tensor]], samples: int) -> RankedRound:
+    times, batch_us = timing.take(samples)
+    logits, tokens = (each.cpu() for each in given())
+    logits = logits.float()
+    digest = sha256(logits.numpy().tobytes()).hexdigest()
+    shown = (logits, tokens) if rank == 0 else (None, None)
+    return RankedRound(times, batch_us, digest, *shown)
+
+
+def _make_step(
+    rank: int, work: RankedWork, device: str
+) -> tuple[Callable[[], object], Callable[[], tuple[Tensor, Tensor]]]:
+    """(what launches a step once more, what the last one gave), the step a CUDA graph on a GPU."""
+    source = open_source(work.model)
+    shard = shard_of(source.spec, rank, work.ranks)
+    weights = _weights_of(source, shard, work, device)
+    rival, behind = work.rival, work.behind
+    decoder = ShardedDecoder(shard, weights, work.dtype, work.context, rival.inline_attention, len(behind.tokens))
+    for row, layers in enumerate(behind.caches):
+        decoder.write_cache([(keys.to(device), values.to(device)) for keys, values in layers], row)
+    decoder.set_tokens(list(behind.tokens))
+    if device == "cpu":
+        kept: list[tuple[Tensor, Tensor]] = []
+        return lambda: kept.insert(0, decoder.forward(behind.position)), lambda: kept[0]
+    forward = decoder.forward
+    if rival.compiled:
+        forward = torch.compile(forward, mode="max-autotune-no-cudagraphs", fullgraph=True, dynamic=False)
+    graph = torch.cuda.CUDAGraph()
+    given = capture(rival.name, graph, forward, behind.position, errors="thread_local")  # NCCL's threads call CUDA
+    return graph.replay, lambda: given
+
+
+def _weights_of(source: Source, shard: Shard, work: RankedWork, device: str) -> FusedWeights:
+    whole = dict(source.weights(work.dtype, work.seed, device))
+    kept: dict[str, Tensor] = {}
+    for key in list(whole):
+        kept |= shard.keep(key, whole.pop(key))
+    return fuse(shard.spec, kept)
+
+
+class _Timing:
+    """Times launches of a step that all ranks take, between two events, the L2 cache emptied before each."""
+
+    def __init__(self, launch: Callable[[], object], on_gpu: bool) -> None:
+        self._launch, self._on_gpu = launch, on_gpu
+        self._word = torch.zeros(1, device="cuda" if on_gpu else "cpu")
+        size = FACTOR * torch.cuda.get_device_properties().L2_cache_size if on_gpu else 0
+        self._cached = torch.zeros(size // 4, dtype=torch.int32, device=self._word.device)
+
+    def take(self, samples: int) -> tuple[tuple[float, ...], float | None]:
+        """(samples in us, mean us of launches back to back); without samples, one launch that is not timed."""
+        if not samples:
+            self._launch()
+            return (), None
+        times = [self._time(1, empty=True) for _ in range(WARMUP + samples)][WARMUP:]
+        return tuple(times), self._time(_BATCH, empty=False) / _BATCH
+
+    def _time(self, count: int, *, empty: bool) -> float:
+        if empty and self._on_gpu:
+            self._cached.sum()
+        torch.distributed.all_reduce(self._word)  # ranks begin together
+        run = partial(self._run, count)
+        return _time_on_gpu(run) if self._on_gpu else _time_here(run)
+
+    def _run(self, count: int) -> None:
+        for _ in range(count):
+            self._launch()
+
+
+def _time_on_gpu(run: Callable[[], None]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3
+
+
+def _time_here(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e6
