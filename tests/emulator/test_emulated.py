@@ -185,10 +185,18 @@ def long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("long_rows")
 @pytest.mark.parametrize(
-    ("rows", "name"),
-    pairs(
-        [(1, THREADS), (2, THREADS), (3, THREADS), (8, THREADS), (8, 704)], ["fused, by counters", "fused, by data"]
-    ),
+    ("gpu", "rows", "name"),
+    [
+        (arch, rows, name)
+        for (rows, name), arch in pairs(
+            pairs(
+                [(1, THREADS), (2, THREADS), (3, THREADS), (8, THREADS), (8, 704)],
+                ["fused, by counters", "fused, by data"],
+            ),
+            [90, 80],
+        )
+    ],
+    indirect=["gpu"],
 )
 def test_norms_of_long_rows_leave_their_scales_to_products(
     gpu: EmulatedGpu, rows: tuple[int, int], name: str

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from effort import examples
+from effort import examples, sample
 from emulator.canaries import MeasuredGpu, launch
 from emulator.gpu import build_variant
 from mutants import HERE, RECIPES, REWRITES, SINGLES, mutant, tensors
@@ -97,7 +97,7 @@ def test_what_is_accepted_ends_and_writes_its_outputs_alone(gpu: MeasuredGpu) ->
     assert check(gpu, range(SHORT))["launched"] >= SHORT // 4
 
 
-@pytest.mark.parametrize(("sm_arch", "dtype"), OTHERS)
+@pytest.mark.parametrize(("sm_arch", "dtype"), sample(OTHERS))
 def test_what_is_accepted_ends_and_writes_its_outputs_alone_elsewhere(
     gpu: MeasuredGpu, sm_arch: int, dtype: DType
 ) -> None:
