@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Final
 
 import pytest
+from damage import damaged
 
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import (
@@ -19,6 +21,10 @@ from flywheel.ir import (
     validate,
 )
 from flywheel.ir.lanes import lane_of
+from flywheel.ir.repeating import spelled_out
+from flywheel.ir.validate.by_run import levels_of_safe_runs
+from flywheel.ir.validate.findings import Findings
+from flywheel.ir.validate.structure import check_structure
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import decode_step
 from flywheel.models.spec import DecoderSpec
@@ -53,6 +59,21 @@ def test_programs_of_several_lanes_are_safe_by_each_proof(config: str, batch: in
     assert one.ok, one.errors[:3]
     assert simulate_adversarial(tasks, 3) == []
     assert program_to_json(program_from_json(program_to_json(program))) == program_to_json(program)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_both_proofs_say_the_same_of_damaged_programs(seed: int) -> None:
+    chance = random.Random(seed)
+    program = spelled_out(lowered(chance.choice(list(CONFIGS)), *chance.choice([(2, 2), (4, 4), (6, 3)])))
+    for _ in range(chance.randint(1, 2)):
+        program = damaged(program, chance)
+    by_tasks = validate(replace(program, tasks=tuple(program.tasks)), strict=True)
+    assert validate(program, strict=True) == by_tasks
+    assert by_tasks.ok or levels_of_safe_runs_or_none(program) is None
+
+
+def levels_of_safe_runs_or_none(program: MegakernelProgram) -> int | None:
+    return levels_of_safe_runs(program) if check_structure(program, Findings(strict=True)) else None
 
 
 def test_lanes_share_the_caches_of_their_sequence() -> None:

@@ -142,7 +142,7 @@ def _merged(tiles: _Tiles) -> list[Region] | None:
     found = sorted([region for each in stretches if (region := _columns_of(each)) is not None])
     if len(found) < len(stretches) or any(one[1] > other[0] for one, other in pairwise(found)):
         return None
-    if len(tiles) > 1 and any("kv_rows" in each.params for each in stretches):
+    if len(tiles) > 1 and any({"kv_rows", "lane"} & each.params.keys() for each in stretches):
         return None
     if len({(each.params.get("K"), each.params.get("M_tile")) for each in stretches}) > 1:
         return None
