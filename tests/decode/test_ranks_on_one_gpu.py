@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,15 +14,20 @@ import torch
 from chorus import alone, sing, voices
 from two_on_one import Share, open_shares
 
+from flywheel.decode import bench
 from flywheel.decode.cuda import CudaModel, CudaSession, prepare_torch
+from flywheel.decode.source import open_source
 from flywheel.decode.verify import verify
 from flywheel.errors import LaunchTimeoutError, NoGpuError, TensorError
 from flywheel.ir import TARGETS, DType, MegakernelProgram, ScheduleConfig
 from flywheel.lowering.lower import lower
+from flywheel.measure.outcome import Measured
 from flywheel.models.sharding import shared_step
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.weights import random_weights
+from flywheel.report.traced import exchange_times
 from flywheel.tensors import TORCH_DTYPES
+from flywheel.vm.pack import pack_any
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +47,12 @@ CONFIGS = {
         {"attention": {"kv_block": 32}, "hand_off": {"data": 1}}, FUSED, page_allocation="none"
     ),
 }
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 520,
+    "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 256, "hidden_act": "silu",
+    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
 POSITIONS = (0, 1, 31, 32, 63, 95)
 SHORT_S = 0.5
 MANY = 300
@@ -203,3 +216,31 @@ def test_sequences_over_caches_of_two_gpus_that_grow_are_what_each_is_alone(shar
         for number in range(0, len(every), 4):
             assert together[number] == alone(session.sequences, every[number], number % batch)
     assert len({tuple(heard) for heard in together}) > batch
+
+
+def test_a_trace_has_the_tasks_of_all_ranks_and_what_their_exchanges_cost(shares: list[Share]) -> None:
+    two, spec = shares[:2], family("llama")
+    program = program_of(two, spec, DType.BF16, 1, "by data")
+    with model_of(two, spec, DType.BF16, 1) as model, model.load(program, trace=True) as session:
+        assert verify(session, model.weights, POSITIONS, seed=2).passed
+        latency_us, trace = session.trace(3, CONTEXT - 1, warmup=1)
+    assert trace.sms == 2 * 12 and {traced.sm // 12 for traced in trace.tasks} == {0, 1}
+    assert 0.0 < trace.span_us < latency_us
+    found = exchange_times(trace)
+    assert {each.operation for each in found} >= {"attn_sum", "mlp_sum"}
+    assert all(0.0 < each.median_us < trace.span_us for each in found)
+
+
+def test_a_bench_measures_and_compares_programs_of_two_ranks(
+    shares: list[Share], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = shares[:2]
+    monkeypatch.setattr(bench, "open_gpus", lambda count: two[:count])
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    source = open_source(str(tmp_path))
+    first, second = (program_of(two, source.spec, DType.BF16, 1, config) for config in ("by data", "by counters"))
+    made = bench.CudaBench(source, DType.BF16, CONTEXT, ranks=2)
+    assert isinstance(made.measure(first), Measured)
+    for rounds in (1, 2):
+        contest = made.compare(pack_any(second), (first,), rounds)
+        assert [type(each) for each in (contest.outcome, *contest.rivals)] == [Measured] * 2

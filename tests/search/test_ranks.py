@@ -8,14 +8,19 @@ import pytest
 
 from flywheel.errors import NoGpuError, UnknownNameError
 from flywheel.ir import TARGETS
+from flywheel.lowering.lower import lower
 from flywheel.measure.device import Device
+from flywheel.plan import variant_of
 from flywheel.search.knowledge.warm import identity_of, work_of
 from flywheel.search.run import run_search
 from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec
+from flywheel.search.trials import measuring
 from flywheel.search.trials.device import settle_measure
 from flywheel.search.workload import gpus_of, make_workload
 from flywheel.store.sql import open_store
+from flywheel.vm.pack import PackedRanks
+from flywheel.vm.worker import Parcel
 
 
 def spec_of(measure: str = "auto") -> CampaignSpec:
@@ -66,3 +71,29 @@ def test_a_machine_with_fewer_gpus_measures_no_programs_of_several(measure: str,
     assert str(caught.value) == line
     assert settle_measure(measure, TARGETS["h200"], Device("NVIDIA H200", 132, 141 * 2**30), [], 3, 3) == "cuda"
     assert settle_measure("predict", TARGETS["h200"], None, [], 3) == "predict"
+
+
+def test_a_bench_of_two_ranks_takes_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flywheel.vm.gpu.peers.count_gpus", lambda: 1)
+    with pytest.raises(NoGpuError, match=r"^2 ranks need 2 GPUs: 1 is here$"):
+        measuring.make_bench("smollm2-135m", "bf16", 64, ranks=2)
+
+
+def test_a_program_of_several_gpus_goes_to_its_worker_packed_and_its_kernel_is_compiled_for_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workload = make_workload("smollm2-135m", "3xh200", "bf16", 64)
+    space = make_space(workload)
+    program = lower(workload.graph, space.to_config(space.known_good()[0]), workload.target)
+    compiled: list[dict[str, object]] = []
+    monkeypatch.setattr(measuring, "compile_variant", lambda *_, **options: compiled.append(options))
+    measuring.compile_ahead("bf16", program)
+    assert [options["ranked"] for options in compiled] == [True]
+    parcel = measuring.wrap(program)
+    assert isinstance(parcel, Parcel)
+    packed = parcel.open()
+    assert isinstance(packed, PackedRanks)
+    assert packed.program.ranks == len(packed.parts) == 3
+    assert {(part.variant.threads, part.variant.rows) for part in packed.parts} == {
+        (variant_of(program).threads, compiled[0]["rows"])
+    }
