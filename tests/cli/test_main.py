@@ -49,14 +49,19 @@ def test_help_lists_every_command_with_its_line(run: Run) -> None:
         assert line in " ".join(result.stdout.split())
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_asking_a_command_for_help_imports_nothing_slow(name: str) -> None:
+def test_asking_a_command_for_help_imports_nothing_slow() -> None:
     code = (
-        "import sys; from flywheel.cli.main import cli; cli.main(sys.argv[1:], standalone_mode=False); "
-        "sys.exit(bool({'optuna', 'sqlalchemy', 'numpy', 'torch', 'pandas', 'rich.live'} & sys.modules.keys()))"
+        "import sys\n"
+        "from flywheel.cli.main import COMMANDS, cli\n"
+        "for name in COMMANDS:\n"
+        "    cli.main([name, '--help'], standalone_mode=False)\n"
+        "    slow = {'optuna', 'sqlalchemy', 'numpy', 'torch', 'pandas', 'rich.live'} & sys.modules.keys()\n"
+        "    if slow:\n"
+        "        sys.exit(f'{name} imports {slow}')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, name, "--help"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("Usage: flywheel ") == len(COMMANDS)
 
 
 @pytest.mark.parametrize(
