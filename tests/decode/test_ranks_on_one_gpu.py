@@ -1,4 +1,4 @@
-"""Programs of two and four ranks on one GPU, whose SMs they share: right, late, stopped, many launches. Needs a GPU."""
+"""Programs of two and four ranks on the GPUs here, one of which will do: right, late, stopped, many launches."""
 
 from __future__ import annotations
 
@@ -55,12 +55,13 @@ LLAMA = {
 }  # fmt: skip
 POSITIONS = (0, 1, 31, 32, 63, 95)
 SHORT_S = 0.5
-MANY = 300
+MANY, THOUSANDS = 300, 10_000
+"""Launches of a test, and of its long version for each family."""
 
 
 @pytest.fixture(scope="module")
 def shares() -> list[Share]:
-    """The GPU here as four."""
+    """The GPUs here as four, of which the first two are on two where there are several."""
     try:
         prepare_torch()
         return open_shares(4)
@@ -145,6 +146,20 @@ def test_hundreds_of_launches_whose_ranks_come_late_make_the_same_bits(
         share.late_s = 0.004
     for number, (got, want) in enumerate(zip(logits_of(session, MANY), wanted, strict=True)):
         assert torch.equal(got, want), number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_thousands_of_launches_whose_ranks_come_late_make_the_same_bits(name: str, shares: list[Share]) -> None:
+    two, spec = shares[:2], family(name)
+    program = program_of(two, spec, DType.BF16, 1, "by data")
+    with model_of(two, spec, DType.BF16, 1) as model, model.load(program) as session:
+        wanted = logits_of(session, CONTEXT)
+        for share in two:
+            share.late_s = 0.001
+        for turn in range(-(-THOUSANDS // CONTEXT)):
+            for number, (got, want) in enumerate(zip(logits_of(session, CONTEXT), wanted, strict=True)):
+                assert torch.equal(got, want), (turn, number)
 
 
 def test_launches_that_are_queued_ahead_and_late_make_the_tokens_of_steps(
