@@ -118,7 +118,7 @@ def opened(source: Source, arguments: argparse.Namespace, context: int, lanes: i
     """The model by the schedule that it has for so many rows, as lanes of one sequence."""
     work = Workload(source.name, source.spec, find_target(arguments.gpu), "bf16", context, lanes)
     chosen = choose_schedule(work)
-    print(f"{lanes} rows by the {chosen.words}", flush=True)
+    print(f"{lanes} rows: {chosen.words}", flush=True)
     program = lower(work.graph_of(lanes), chosen.config, work.target)
     with ExitStack() as undo:
         yield open_session(program, source, 0, arguments.device, undo)[0]
