@@ -82,7 +82,7 @@ def make(
     about = {"model": model, "schedule": {"words": "shipped"}, "weights": {"tensors": dict(tensors)}}
     shown = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items())
     print(f"{workload.model} on {workload.target.name}, {len(program.tasks):,} tasks, CPU s: {shown}")
-    return bundle_files(packed, kernel, nvrtc_version(), about, {})
+    return bundle_files(packed, kernel, nvrtc_version(), about, {}, {name: name for name in tensors})
 
 
 def read(folder: Path, repeats: int) -> None:

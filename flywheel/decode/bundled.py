@@ -20,9 +20,11 @@ from flywheel.decode.drawn import draw, logprobs_of
 from flywheel.decode.made import Made
 from flywheel.decode.sampling import Sampling
 from flywheel.decode.stored import DTYPES, Stored, open_stored, sample_digest, sample_of, tensor_digest
+from flywheel.decode.unpacked import LAYOUTS, Part, elements
 from flywheel.errors import BundleError, CacheMemoryError, UsageError, WeightsError
 from flywheel.ir import Buffer, BufferKind
 from flywheel.models.spec import DecoderSpec, RopeScaling
+from flywheel.plan.step import ABSENT
 from flywheel.vm.bundle.reading import Bundle, check_gpu
 from flywheel.vm.gpu.driver import Gpu, Memory, load_variant
 from flywheel.vm.gpu.loader import POSITIONS, LoadedProgram
@@ -111,8 +113,10 @@ def _place_weights(
     find: Callable[[Buffer], int | npt.NDArray[Any]]
     if isinstance(weights, Path):
         stored = _known_tensors(bundle, weights, known, check)
-        find = partial(_from_files, stored)
+        find = partial(_from_files, stored, _parts_of(bundle), bundle.manifest["weights"].get("layout"))
     else:
+        if bundle.packed.coded:
+            raise BundleError(f"bundle {bundle.folder}: of quantised weights; give their checkpoint's directory")
         _check_given(gpu, bundle, weights, known, check)
         for buffer in bundle.packed.program.buffers:
             if buffer.kind in _WEIGHT_KINDS:
@@ -123,8 +127,27 @@ def _place_weights(
     put_weights(bundle.packed, resident, find)
 
 
-def _from_files(stored: Mapping[str, Stored], buffer: Buffer) -> npt.NDArray[Any]:
-    return stored[_name(buffer)].elements(buffer.dtype)
+def _parts_of(bundle: Bundle) -> dict[int, Part]:
+    """By the ids of buffers, which part of a quantised matrix they are. Raises BundleError for an unknown layout."""
+    layout = bundle.manifest["weights"].get("layout")
+    if bundle.packed.coded and layout not in LAYOUTS:
+        raise BundleError(f"bundle {bundle.folder}: weights.layout is {str(layout)[:60]!r}, not {', '.join(LAYOUTS)}")
+    ids = [buffer.id for buffer in bundle.packed.program.buffers]
+    found: dict[int, Part] = {}
+    for row, coded in bundle.packed.coded.items():
+        found |= {ids[row]: "codes", ids[coded.scales]: "scales"}
+        if coded.zeros != ABSENT:
+            found[ids[coded.zeros]] = "zeros"
+    return found
+
+
+def _from_files(
+    stored: Mapping[str, Stored], parts: Mapping[int, Part], layout: str | None, buffer: Buffer
+) -> npt.NDArray[Any]:
+    tensor, part = stored[_name(buffer)], parts.get(buffer.id)
+    if part is None or layout is None:
+        return tensor.elements(buffer.dtype)
+    return elements(tensor, buffer, part, layout)
 
 
 def _from_device(weights: Mapping[str, DeviceTensor], buffer: Buffer) -> int:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from flywheel.decode.interface import read_interface
 from flywheel.decode.stored import Stored, open_stored, sample_of, tensor_digest
+from flywheel.decode.unpacked import LAYOUTS, elements, part_of, stored_name
 from flywheel.errors import InvalidProgramError, UsageError
-from flywheel.ir import BufferKind, DType, MegakernelProgram, validate
+from flywheel.ir import Buffer, BufferKind, DType, MegakernelProgram, validate
 from flywheel.models.hf import load_scheme
 from flywheel.models.spec import DecoderSpec
 from flywheel.plan import program_id
 from flywheel.version import VERSION
 from flywheel.vm.bundle.writing import bundle_files
+from flywheel.vm.elements import stored
 from flywheel.vm.gpu.nvrtc import CompiledVariant, arch_name, compile_variant, nvrtc_version, source_digest
 from flywheel.vm.pack import pack
 
@@ -40,13 +42,13 @@ def make_bundle(
     """Files of the bundle of a program that decodes the checkpoint in `folder`; `schedule` is JSON-ready and says which
     one was lowered. All weights are read.
 
-    Raises UsageError for a quantised checkpoint or program and for several ranks, InvalidProgramError for an unsafe
+    Raises UsageError for a checkpoint that is quantised in another layout than those of `unpacked`, for a program whose
+    matrices are quantised where the checkpoint's are not, and for several ranks, InvalidProgramError for an unsafe
     program, WeightsError, TensorError, ConfigError and KernelCompileError.
     """
-    if load_scheme(folder) is not None:
-        raise UsageError(f"bundle: the checkpoint {str(folder)!r} is quantised; bundles are of plain weights")
     if program.ranks > 1:
-        raise UsageError(f"bundle: a program of {program.ranks} ranks; bundles are of one rank and plain weights")
+        raise UsageError(f"bundle: a program of {program.ranks} ranks; bundles are of one rank")
+    layout = _layout_of(program, folder)
     result = validate(program, strict=True)
     if not result.ok:
         raise InvalidProgramError(f"program: {result.errors[0]}")
@@ -57,11 +59,13 @@ def make_bundle(
         arch_name(target.sm_arch), variant.threads, interface.dtype, matrix_warps=variant.matrix_warps,
         rows=variant.rows, formats=variant.formats,
     )  # fmt: skip
+    weights = [buffer for buffer in program.buffers if buffer.kind in (BufferKind.WEIGHT, BufferKind.CONST)]
     names = {
-        buffer.source or buffer.name: None
-        for buffer in program.buffers
-        if buffer.kind in (BufferKind.WEIGHT, BufferKind.CONST)
+        name: name if layout is None else stored_name(name, layout)
+        for name in dict.fromkeys(buffer.source or buffer.name for buffer in weights)
     }
+    tensors = open_stored(folder, dict.fromkeys(names.values()))
+    _check_parts(weights, tensors, names, layout)
     about = {
         "model": {
             "name": spec.name, "spec": asdict(spec), "dtype": interface.dtype.name, "context": interface.context,
@@ -71,14 +75,44 @@ def make_bundle(
         "provenance": {
             "flywheel": VERSION, "program_id": program_id(program), "kernels": source_digest(), "proved": True,
         },
-        "weights": {"tensors": {name: _known(each) for name, each in open_stored(folder, names).items()}},
+        "weights": {"layout": layout, "tensors": {name: _known(each) for name, each in tensors.items()}},
     }  # fmt: skip
     others = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
-    return bundle_files(packed, kernel, nvrtc_version(), about, others)
+    return bundle_files(packed, kernel, nvrtc_version(), about, others, names)
 
 
-def _known(stored: Stored) -> dict[str, Any]:
+def _layout_of(program: MegakernelProgram, folder: Path) -> str | None:
+    """How the checkpoint stores quantised matrices; None where it has none. Raises UsageError."""
+    scheme = load_scheme(folder)
+    quantised = any(part_of(buffer.source or buffer.name) is not None for buffer in program.buffers)
+    if scheme is None and quantised:
+        raise UsageError(
+            f"bundle: the program's matrices are quantised, those of {str(folder)!r} are not; write a quantised "
+            "checkpoint with flywheel quantize first"
+        )
+    if scheme is None or not quantised:
+        return None
+    if scheme.layout not in LAYOUTS:
+        raise UsageError(
+            f"bundle: the checkpoint {str(folder)!r} is quantised in the layout {scheme.layout}; bundles are of "
+            f"{', '.join(LAYOUTS)}"
+        )
+    return scheme.layout
+
+
+def _check_parts(
+    weights: Sequence[Buffer], tensors: Mapping[str, Stored], names: Mapping[str, str], layout: str | None
+) -> None:
+    """Raises TensorError where a part of a quantised matrix is not of the program's type and shape."""
+    for buffer in weights:
+        name = buffer.source or buffer.name
+        part = part_of(name)
+        if part is not None and layout is not None:
+            stored(elements(tensors[names[name]], buffer, part, layout), buffer.dtype, tuple(buffer.shape), name)
+
+
+def _known(tensor: Stored) -> dict[str, Any]:
     return {
-        "dtype": stored.dtype.name, "shape": list(stored.shape), "bytes": stored.data.nbytes,
-        "sha256": tensor_digest(stored), "samples": sample_of(stored),
+        "dtype": tensor.dtype.name, "shape": list(tensor.shape), "bytes": tensor.data.nbytes,
+        "sha256": tensor_digest(tensor), "samples": sample_of(tensor),
     }  # fmt: skip

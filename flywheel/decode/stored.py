@@ -29,6 +29,14 @@ _LENGTH_BYTES: Final = 8
 DTYPES: Final[Mapping[str, DType]] = MappingProxyType({each.name: each for each in (DType.F32, DType.F16, DType.BF16)})
 """The float types of safetensors that are read, by its names."""
 
+_CODED: Final[Mapping[str, DType]] = MappingProxyType(
+    {"F8_E4M3": DType.F8E4M3, "I8": DType.I8, "I32": DType.I32}
+)
+"""Types of codes, of zero points, and of words of these, by safetensors' names."""
+
+KINDS: Final[Mapping[str, DType]] = MappingProxyType({**DTYPES, **_CODED})
+"""All types that are read."""
+
 SAMPLES: Final = 4
 SAMPLE_BYTES: Final = 16 * 1024
 """Parts of a tensor by which it is known again at once: evenly spaced, its first and last bytes among them."""
@@ -45,7 +53,10 @@ class Stored:
     data: Bytes
 
     def elements(self, wanted: DType) -> npt.NDArray[Any]:
-        """Row-major elements as `vm.elements.stored` takes them, converted as torch would where the type is another."""
+        """Row-major elements of a float tensor as `vm.elements.stored` takes them, converted as torch would where the
+        type is another. Raises WeightsError for codes."""
+        if self.dtype.name not in DTYPES:
+            raise WeightsError(f"a tensor of {self.dtype.name} is no weight of {wanted.name}")
         own = self.data.view(stored_type(self.dtype)).reshape(self.shape)
         if wanted is self.dtype:
             return own
@@ -55,7 +66,7 @@ class Stored:
 
 def open_stored(folder: Path, names: Collection[str]) -> dict[str, Stored]:
     """The tensors called `names` of a checkpoint's directory; others are not looked at. Raises WeightsError, naming the
-    tensor or the file, for what is missing, malformed or of a type that is not in DTYPES."""
+    tensor or the file, for what is missing, malformed or of a type that is not in KINDS."""
     found: dict[str, Stored] = {}
     for file, held in _files(folder, names).items():
         found |= _tensors(folder / file, held)
@@ -121,8 +132,8 @@ def _tensor(file: Path, name: str, header: Any, data: Bytes) -> Stored:
     numbers = (start, stop, *shape)
     if not isinstance(dtype, str) or not all(type(each) is int and 0 <= each < 2**63 for each in numbers):
         raise WeightsError(f"tensor {name!r} in {file} has no type, or a shape or place that is no list of numbers")
-    if dtype not in DTYPES:
-        raise WeightsError(f"tensor {name!r} in {file} is {dtype}; supported: {', '.join(DTYPES)}")
-    if not 0 <= start <= stop <= len(data) or stop - start != DTYPES[dtype].nbytes(prod(shape)):
+    if dtype not in KINDS:
+        raise WeightsError(f"tensor {name!r} in {file} is {dtype}; supported: {', '.join(KINDS)}")
+    if not 0 <= start <= stop <= len(data) or stop - start != KINDS[dtype].nbytes(prod(shape)):
         raise WeightsError(f"tensor {name!r} in {file}: bytes {start}..{stop} are not its {list(shape)}")
-    return Stored(DTYPES[dtype], shape, data[start:stop])
+    return Stored(KINDS[dtype], shape, data[start:stop])

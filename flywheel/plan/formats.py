@@ -82,6 +82,14 @@ class Coding:
         return self.code_bytes + scales + (_GROUP_PART if self.zeros else 0)
 
 
+def coding_numbered(number: int) -> Coding:
+    """The format that the kernel knows by a number. Raises ValueError for a number of none."""
+    found = Coding(Code(number & 3), Scales(number >> 2 & 3), bool(number >> 4 & 1))
+    if found.number != number:
+        raise ValueError(f"coding: {number} is no format of streamed weights")
+    return found
+
+
 def coding_of(
     q: DType, scales: tuple[DType, tuple[int, ...]], zeros: DType | None, params: Mapping[str, Any], depth: int
 ) -> Coding:

@@ -306,13 +306,13 @@ def test_a_program_of_several_ranks_is_refused_and_so_is_the_part_of_one(checkpo
     target = replace(TARGETS["h100"], num_sms=2)
     config = ScheduleConfig(page_allocation="none", threads_per_block=192)
     program = lower(shared_step(load_spec(checkpoint), CONTEXT, DType.F32, BATCH, ranks=2), config, target)
-    refusal = "^bundle: a program of 2 ranks; bundles are of one rank and plain weights$"
+    refusal = "^bundle: a program of 2 ranks; bundles are of one rank$"
     with pytest.raises(UsageError, match=refusal):
         make_files(checkpoint, program)
     for packed in pack_ranks(program):
         kernel: Any = None  # of which a refusal asks nothing
         with pytest.raises(UsageError, match=refusal):
-            bundle_files(packed, kernel, "12.9", {}, {})
+            bundle_files(packed, kernel, "12.9", {}, {}, {})
 
 
 def experiment(name: str) -> Any:

@@ -47,6 +47,7 @@ _WANTED: Final[Mapping[str, Any]] = {
 """Name -> its type, or the names that it must hold."""
 
 _BUFFER: Final = {"id": int, "name": str, "kind": str, "dtype": str, "shape": list, "space": str}
+_CODED: Final = {"row": int, "coding": int, "scales": int, "group": int, "rows_per_scale": int}
 _TENSOR: Final = {"dtype": str, "shape": list, "samples": str}
 
 
@@ -64,11 +65,26 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
         for name, wanted in (("offset", int), ("tensor", str)):
             if name in buffer:
                 _check(f"buffers.{row}.{name}", buffer[name], wanted)
+    _check("coded", manifest.get("coded", []), list)
+    for place, coded in enumerate(manifest.get("coded", [])):
+        _check(f"coded.{place}", coded, _CODED)
+        _check_coded(f"coded.{place}", coded, len(manifest["buffers"]))
     for name, tensor in manifest["weights"]["tensors"].items():
         _check(f"weights.tensors.{name}", tensor, _TENSOR)
         _check_each(f"weights.tensors.{name}.shape", tensor["shape"])
     for name, about in manifest["files"].items():
         _check(f"files.{name}", about, _FILE)
+
+
+def _check_coded(where: str, coded: Mapping[str, Any], rows: int) -> None:
+    zeros = coded.get("zeros")
+    if type(zeros) is not int or not -1 <= zeros < rows:
+        raise ValueError(f"{where}.zeros: {str(zeros)[:60]} is not in -1..{rows - 1}")
+    for name in ("row", "scales"):
+        if coded[name] >= rows:
+            raise ValueError(f"{where}.{name}: {coded[name]} is not in 0..{rows - 1}")
+    if not coded["group"] or not coded["rows_per_scale"]:
+        raise ValueError(f"{where}: a group or rows_per_scale of 0")
 
 
 def check_tables(manifest: Mapping[str, Any], packed: PackedProgram) -> None:
@@ -100,13 +116,22 @@ def _check_buffer(manifest: Mapping[str, Any], packed: PackedProgram, row: int, 
     if buffer.kind in _WEIGHT_KINDS:
         if (buffer.source or buffer.name) not in manifest["weights"]["tensors"]:
             raise ValueError(f"{where} is no tensor of weights.tensors")
-        if packed.buffers["layout"][row] not in (Layout.ROWS, Layout.FRAGMENTS):
-            raise ValueError(f"{where} has layout {packed.buffers['layout'][row]}, which no plain weight has")
+        if packed.buffers["layout"][row] not in _layouts_of(packed, row):
+            raise ValueError(f"{where} has layout {packed.buffers['layout'][row]}, which it cannot have")
     elif buffer.kind is BufferKind.KV_CACHE:
         if not buffer.shape or buffer.shape[0] < manifest["model"]["context"]:
             raise ValueError(f"{where} has no {manifest['model']['context']} positions")
     elif not 0 <= arena.offsets.get(row, -1) <= arena.nbytes - buffer.nbytes:
         raise ValueError(f"{where} is not in the arena of {arena.nbytes} bytes")
+
+
+def _layouts_of(packed: PackedProgram, row: int) -> tuple[Layout, ...]:
+    """Layouts that a weight can have."""
+    if row in packed.coded:
+        return (Layout.UNITS,)
+    if any(row in (each.scales, each.zeros) for each in packed.coded.values()):
+        return (Layout.ROW_SCALES, Layout.IN_UNITS)
+    return (Layout.ROWS, Layout.FRAGMENTS)
 
 
 def _check_each(where: str, numbers: Sequence[object]) -> None:

@@ -29,7 +29,8 @@ from flywheel.ir import (
 from flywheel.ir.files import MAX_FILE_BYTES, parse_json, read_text
 from flywheel.measure.device import GENERIC, Device, is_target
 from flywheel.plan import KernelVariant
-from flywheel.plan.step import ABSENT
+from flywheel.plan.formats import coding_numbered
+from flywheel.plan.step import ABSENT, Coded
 from flywheel.vm.bundle import MANIFEST
 from flywheel.vm.bundle.checking import check_manifest, check_tables
 from flywheel.vm.bundle.layout import (
@@ -202,13 +203,20 @@ def _packed(
         workspace_stride=numbers["workspace_stride"],
         pass_blocks=numbers["pass_blocks"],
         arena=Arena(offsets, numbers["set_stride"], numbers["awaited_bytes"]),
-        coded={},
+        coded={about["row"]: _coded(about) for about in manifest.get("coded", ())},
         last_position=manifest["launch"]["last_position"],
         fixed_position=None,
         part=None,
         arrivals=ABSENT,
         lanes=1,
         **parts,
+    )
+
+
+def _coded(about: Mapping[str, Any]) -> Coded:
+    """Raises ValueError for a format that no kernel has."""
+    return Coded(
+        coding_numbered(about["coding"]), about["scales"], about["zeros"], about["group"], about["rows_per_scale"]
     )
 
 

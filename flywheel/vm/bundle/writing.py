@@ -43,17 +43,18 @@ _SHOWN: Final = ("amk_program_t", "amk_buffer_t", "amk_segment_t", "amk_report_t
 
 
 def bundle_files(
-    packed: PackedProgram, kernel: CompiledVariant, nvrtc: str, about: Mapping[str, Any], others: Mapping[str, bytes]
-) -> dict[str, bytes]:
+    packed: PackedProgram, kernel: CompiledVariant, nvrtc: str, about: Mapping[str, Any], others: Mapping[str, bytes],
+    tensors: Mapping[str, str],
+) -> dict[str, bytes]:  # fmt: skip
     """The files of a bundle by name. The same arguments give the same bytes.
 
     `nvrtc` is the version that compiled the kernel. `about` has further sections of the manifest, JSON-ready, and
-    `others` further files. Raises UsageError for a program of quantised matrices or of several ranks.
+    `others` further files. `tensors` are the names of weights in their checkpoint's files, by those that the program
+    has for them. Raises UsageError for a program of several ranks.
     """
     program = packed.program
-    if packed.coded or packed.part is not None:
-        what = "quantised matrices" if packed.part is None else f"{packed.part.ranks} ranks"
-        raise UsageError(f"bundle: a program of {what}; bundles are of one rank and plain weights")
+    if packed.part is not None:
+        raise UsageError(f"bundle: a program of {packed.part.ranks} ranks; bundles are of one rank")
     assert program.target is not None
     tables, parts = _tables(packed)
     labels = _json([(task.id, task.label) for task in program.tasks])
@@ -78,7 +79,12 @@ def bundle_files(
         "structs": {name: _members(name) for name in _SHOWN},
         "program": _program(packed),
         "memory": _memory(packed),
-        "buffers": _buffers(packed),
+        "buffers": _buffers(packed, tensors),
+        "coded": [
+            {"row": row, "coding": each.coding.number, "scales": each.scales, "zeros": each.zeros,
+             "group": each.group, "rows_per_scale": each.rows_per_scale}
+            for row, each in packed.coded.items()
+        ],
         "files": {
             name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()
         },
@@ -157,7 +163,7 @@ def _memory(packed: PackedProgram) -> dict[str, Any]:
     }
 
 
-def _buffers(packed: PackedProgram) -> list[dict[str, Any]]:
+def _buffers(packed: PackedProgram, tensors: Mapping[str, str]) -> list[dict[str, Any]]:
     """One entry for each row of the buffer table. `offset` is into the arena. A weight has the name of its tensor."""
     found = []
     for row, buffer in enumerate(packed.program.buffers):
@@ -166,7 +172,7 @@ def _buffers(packed: PackedProgram) -> list[dict[str, Any]]:
             "shape": list(buffer.shape), "space": buffer.space.name,
         }  # fmt: skip
         if buffer.kind in (BufferKind.WEIGHT, BufferKind.CONST):
-            about |= {"tensor": buffer.source or buffer.name, "layout": int(packed.buffers["layout"][row])}
+            about |= {"tensor": tensors[buffer.source or buffer.name], "layout": int(packed.buffers["layout"][row])}
         elif buffer.kind is not BufferKind.KV_CACHE:
             about["offset"] = packed.arena.offsets[row]
         found.append(about)
