@@ -40,9 +40,10 @@ class Session(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A token that was made, and the text that is certain with it; `text` may be empty. `token_id` is None in a last
-    piece that holds only text. `likely` is the token with its logarithm, and `top` the likeliest, where the sampling
-    asks for them; `ends` marks the token that ends a text, which is no part of it."""
+    """A token that was made, and the text that is certain with it. The text may be empty.
+
+    A last piece that holds only text has no `token_id`. Where the sampling asks for logarithms, `likely` is the token
+    with its own, and `top` are the likeliest tokens. `ends` marks the token that ends a text and is no part of it."""
 
     token_id: int | None
     text: str
@@ -52,15 +53,17 @@ class Piece:
 
 
 class Answer(Iterator[Piece]):
-    """Pieces as they come. Asking for one decodes, and with it every other answer that has begun; what these make
-    waits until somebody asks. `finish` is None until the last piece is out. `close` ends it early, and so does whoever
-    keeps no reference to it. `reused_tokens` of its prompt were not read again."""
+    """The pieces of an answer as they come.
+
+    Asking for a piece decodes all answers that have begun. The pieces of the others wait until somebody asks for them.
+    `close` ends the answer early; an answer that nobody holds a reference to ends, too. `reused_tokens` of its prompt
+    were not read again."""
 
     def __init__(
         self, batch: Batch, request: Request, sampling: Sampling, text: Streamer, speller: Speller,
         reuse: bool = True,
     ) -> None:  # fmt: skip
-        """With `reuse`, what another answer's prompt has of this one's beginning is not read again."""
+        """With `reuse`, a beginning that another answer's prompt shares is copied and not read again."""
         self.prompt_tokens: Final = len(request.prompt)
         self.request: Final = request
         self.sampling: Final = sampling
@@ -86,12 +89,12 @@ class Answer(Iterator[Piece]):
 
     @property
     def finish(self) -> Finish | None:
-        """Why it is over, once it is and all its pieces are out."""
+        """Why the answer is over; None before its last piece is out."""
         return self._finish if not self._pieces else None
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is made."""
+        """Whether no more tokens are made."""
         return self._finish is not None or self._closed or self._error is not None
 
     def begin(self) -> None:
@@ -101,7 +104,7 @@ class Answer(Iterator[Piece]):
             self._begun = True
 
     def ready(self) -> list[Piece]:
-        """The pieces that are there; does not decode. Raises what ended it, once they are out."""
+        """The pieces that nobody has taken; does not decode. Behind the last one, raises what ended the answer."""
         found = list(self._pieces)
         self._pieces.clear()
         if self._error is not None and not found:
@@ -131,14 +134,15 @@ class Answer(Iterator[Piece]):
         return token_id in self.request.stop_ids
 
     def fail(self, error: FlywheelError) -> None:
-        """It cannot go on."""
+        """End the answer with an error."""
         self._error = error
 
 
 class Batch:
-    """The answers over the rows of a session: those that decode, and those that wait for a row, in their order.
+    """The answers over the rows of a session: some decode, others wait for a row in their order.
 
-    It holds no answer itself: what nobody else holds leaves before the next launch. `decode_each` makes their texts.
+    A batch holds no references to answers: an answer that nobody else holds leaves before the next launch.
+    `decode_each` makes texts of tokens.
     """
 
     def __init__(self, session: Session, decode_each: DecodeEach) -> None:
@@ -180,10 +184,10 @@ class Batch:
             self._free(row)
 
     def advance(self) -> None:
-        """Let the first of those who wait join, where there is room, and hand out the tokens of one launch.
+        """Let the first answer that waits join, where a row is free, and hand out the tokens of one launch.
 
-        What goes wrong with a launch ends every answer that was decoding; what goes wrong before any can decode, those
-        that wait too. Raises GpuFaultError: nothing on the GPU works in this process any more.
+        A launch that fails ends every answer that was decoding. Where no sequences can begin, those that wait end,
+        too. Raises GpuFaultError: nothing on the GPU works in this process any more.
         """
         try:
             sequences = self._begun()
@@ -238,8 +242,8 @@ class Batch:
         self._is_short = False
 
     def _admit(self, sequences: Sequences) -> None:
-        """One a launch: while it reads its prompt, the others stand still. Where its caches find no memory beside
-        theirs, it waits until one of them leaves."""
+        """Let one answer join: the others stand still while its prompt is read. Where there is no memory for its caches
+        beside theirs, it waits until one of them leaves."""
         free = [row for row in range(sequences.batch) if row not in self._rows]
         waiting = _held(self._waiting)
         if not free or not waiting or self._is_short:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypedDict, Unpack
 
 from flywheel.decode.request import make_request
 from flywheel.decode.sampling import GREEDY, Sampling
@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 
 Device = Literal["reference", "cuda"]
 Prompt = str | Sequence[int]
+
+
+class Wanted(TypedDict, total=False):
+    """What can be asked of an answer, with the defaults of `Decoder.generate`, which says what each means."""
+
+    max_tokens: int
+    sampling: Sampling
+    stop: Sequence[str]
+    ignore_end: bool
+    reuse: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +193,15 @@ class Decoder:
         ignore_end: bool = False,
         reuse: bool = True,
     ) -> Answer:
-        """Pieces of an answer as they come. From its first piece on, or `begin`, it decodes together with others, up to
-        `max_sequences`; more wait until one ends or is closed. Its text does not depend on them, but for the roundings
-        of a beginning that it reuses.
+        """Pieces of an answer as they come. It waits for a row from its first piece on, or from `begin` on.
 
-        `stop` are words that end the text and are no part of it; `ignore_end` goes on behind the model's own end.
-        With `reuse`, what an earlier answer has of the prompt's beginning is copied and not read again.
+        Up to `max_sequences` answers decode together; more wait until one ends or is closed. The text of an answer does
+        not depend on the others, but for the roundings of a beginning that it reuses.
+
+        The answer has at most `max_tokens` tokens. Words of `stop` end the text and are no part of it. With
+        `ignore_end`, the answer goes on behind the model's own end. With `reuse`, what an earlier answer has of the
+        prompt's beginning is copied and not read again.
+
         Raises UsageError for a prompt that does not fit. Asking for a piece raises what `Sequences` raise.
         """
         if stop:
@@ -197,22 +210,10 @@ class Decoder:
         request = make_request(self.encode(prompt), max_tokens, ends, self._spec, self.context)
         return Answer(self._batch, request, sampling, Streamer(stop), self._speller, reuse)
 
-    def generate_all(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        max_tokens: int = 128,
-        sampling: Sampling = GREEDY,
-        stop: Sequence[str] = (),
-        ignore_end: bool = False,
-        reuse: bool = True,
-    ) -> Iterator[tuple[int, Piece]]:
-        """(place of the prompt, piece) of the answers to some prompts, as they come, up to `max_sequences` together; as
-        `generate`. Who leaves early ends them."""
-        answers = [
-            self.submit(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_end=ignore_end, reuse=reuse)
-            for prompt in prompts
-        ]
+    def generate_all(self, prompts: Sequence[Prompt], **wanted: Unpack[Wanted]) -> Iterator[tuple[int, Piece]]:
+        """(place of the prompt, piece) of the answers to some prompts, as they come. The options are `generate`'s.
+        Leaving early ends all answers."""
+        answers = [self.submit(prompt, **wanted) for prompt in prompts]
         try:
             while not all(answer.is_over for answer in answers):
                 self.advance()
@@ -226,21 +227,10 @@ class Decoder:
             for answer in answers:
                 answer.close()
 
-    def submit(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int = 128,
-        sampling: Sampling = GREEDY,
-        stop: Sequence[str] = (),
-        ignore_end: bool = False,
-        reuse: bool = True,
-    ) -> Answer:
-        """As `generate`, of an answer that waits for a row from now on. `advance` decodes, and the answer's `ready` has
-        its pieces."""
-        answer = self.generate(
-            prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_end=ignore_end, reuse=reuse
-        )
+    def submit(self, prompt: Prompt, **wanted: Unpack[Wanted]) -> Answer:
+        """An answer that waits for a row from now on. The options are `generate`'s. `advance` decodes, and the answer's
+        `ready` has its pieces."""
+        answer = self.generate(prompt, **wanted)
         answer.begin()
         return answer
 
@@ -253,11 +243,9 @@ class Decoder:
         GpuFaultError; what else goes wrong, the answers say."""
         self._batch.advance()
 
-    def complete(
-        self, prompt: Prompt, *, max_tokens: int = 128, sampling: Sampling = GREEDY, stop: Sequence[str] = ()
-    ) -> Completion:
-        """A whole answer; as `generate`."""
-        answer = self.generate(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop)
+    def complete(self, prompt: Prompt, **wanted: Unpack[Wanted]) -> Completion:
+        """A whole answer. The options are `generate`'s."""
+        answer = self.generate(prompt, **wanted)
         pieces = list(answer)
         made = [piece for piece in pieces if piece.token_id is not None]
         tokens = tuple(piece.token_id for piece in made if piece.token_id is not None)

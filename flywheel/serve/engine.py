@@ -1,4 +1,4 @@
-"""The living end of the decoding process: hands it requests, hands out what it says, replaces it when it dies."""
+"""The server's side of the decoding process: sends it requests, hands out its answers, and replaces it when it dies."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from flywheel.process import sheltered
 from flywheel.serve.worker import Ask, Begun, Cancel, Ended, Loaded, MakeDecoder, Part, Refused, work
 
 _EXIT_S: Final = 5.0
-"""What a worker that was told to end, or killed, may take."""
+"""Seconds that a worker may take to end after it was told to, or was killed."""
 
 
 _PAUSES_S: Final = (0.0, 1.0, 2.0, 4.0, 8.0)
-"""Before each try to start a worker in the place of one that died."""
+"""Seconds before each try to start a worker in the place of one that died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Died:
 
 Heard = Begun | Part | Ended | Refused | Died
 Hear = Callable[[Heard], None]
-"""Called from the engine's thread with what becomes of a request; Ended, Refused and Died are the last."""
+"""Called in the engine's thread with each thing that is said of a request; Ended, Refused and Died are the last."""
 
 
 class FullError(FlywheelError):
@@ -43,10 +43,10 @@ class FullError(FlywheelError):
 
 
 class Engine:
-    """One worker, which answers requests together as far as it has rows; at most `most` wait or are being answered.
+    """One worker that answers as many requests together as it has rows. At most `most` wait or are being answered.
 
-    `start` waits for the first worker and raises what it could not start for. A worker that dies fails the requests
-    that it had, and another one takes its place; where none starts several times in a row, `failed` says why.
+    When a worker dies, its requests fail and another worker takes its place. Where several tries in a row start none,
+    `failed` says why.
     """
 
     def __init__(self, make_decoder: MakeDecoder, most: int) -> None:
@@ -89,8 +89,8 @@ class Engine:
         return len(self._asked)
 
     def ask(self, ask: Ask, hear: Hear) -> int:
-        """Hand a request in, whose number is set here and returned; does not wait. Raises FullError, and FlywheelError
-        where no worker lives."""
+        """Send a request to the worker and return the number that it gets; does not wait. Raises FullError, and
+        FlywheelError where no worker lives."""
         with self._lock:
             if len(self._asked) >= self._most:
                 raise FullError(f"{len(self._asked)} requests are under way, of at most {self._most}; try again later")
@@ -106,14 +106,14 @@ class Engine:
         return number
 
     def cancel(self, number: int) -> None:
-        """Nobody wants a request any more; it is not heard of again."""
+        """End a request that nobody wants any more. Nothing more is said of it."""
         with self._lock:
             wanted = self._asked.pop(number, None)
             if wanted is not None and self._connection is not None:
                 self._letters.put((self._connection, Cancel(number)))
 
     def _post(self) -> None:
-        """The thread that sends: a worker that is busy, or a long prompt, keeps nobody else waiting."""
+        """The thread that sends. A pipe that a busy worker does not read blocks this thread alone."""
         while (letter := self._letters.get()) is not None:
             connection, message = letter
             with suppress(OSError):  # the listener notices the death, and tells

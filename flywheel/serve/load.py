@@ -1,4 +1,4 @@
-"""A load for a server with OpenAI's API, and how long its answers took, as its clients saw it."""
+"""Puts a load on a server with OpenAI's API, and times its answers as its clients see them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What `clients` that asked one request after the other got within `seconds`; `failed` says why, of each."""
+    """The answers that `clients` got within `seconds`, each asking one request after the other. `failed` has the reason
+    of each request that failed."""
 
     clients: int
     seconds: float

@@ -1,4 +1,4 @@
-"""Texts of requests as token ids, beside the thread that decodes: a text of megabytes takes seconds."""
+"""Makes token ids of requests' texts beside the thread that decodes: a text of megabytes takes seconds."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Encoder(Protocol):
 
 
 class PromptReader:
-    """Makes tokens of texts in a thread of its own, in their order, by a tokenizer that it closes at its end.
+    """Makes tokens of texts in a thread of its own, in the order of the texts. It closes the tokenizer at its end.
 
-    `doorbell` can be read once for each text that is done, for who waits for other things too.
+    `doorbell` can be read once for each text that is done, so that a thread can wait for it and for others at once.
     """
 
     def __init__(self, tokenizer: Encoder | None) -> None:
@@ -66,7 +66,7 @@ class PromptReader:
         return number, made
 
     def forget(self, number: int) -> None:
-        """Nobody wants the tokens of a request any more; they may come all the same."""
+        """Skip the text of a request where its turn has not come. Its tokens may come all the same."""
         self._wanted.discard(number)
 
     def _work(self) -> None:

@@ -1,4 +1,4 @@
-"""The process that decodes for a server: it owns the device, and may die without taking the server along."""
+"""The process that decodes for a server. It owns the device. The server outlives it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MakeDecoder = Callable[[], Decoder]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request by its number: to continue `prompt` (text or ids) or to answer `messages`, of which one is None."""
+    """A request by its number: to continue `prompt`, text or ids, or to answer `messages`. The other one is None."""
 
     number: int
     prompt: str | tuple[int, ...] | None
@@ -33,14 +33,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody wants a request any more."""
+    """A request that nobody wants any more."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The worker decodes now."""
+    """The worker is ready to decode."""
 
     model: str
     schedule: str
@@ -50,7 +50,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A request fits, and is answered as soon as a row is free."""
+    """A request fits the context. It is answered as soon as a row is free."""
 
     number: int
     prompt_tokens: int
@@ -66,7 +66,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An answer is whole; so many tokens of its prompt were not read again."""
+    """The end of an answer; `reused_tokens` of its prompt were not read again."""
 
     number: int
     finish: Finish
@@ -103,8 +103,8 @@ def work(connection: Connection, make_decoder: MakeDecoder) -> None:
 
 
 def answer_all(connection: Connection, decoder: Decoder, reader: PromptReader) -> None:
-    """Answer what the other end asks for until it hangs up, or the thread of `reader` fails, which makes
-    tokens of texts while others decode."""
+    """Answer requests until the other end hangs up, or the thread of `reader` fails. That thread makes tokens of texts
+    while other requests decode."""
     answers: dict[int, Answer] = {}
     reading: dict[int, Ask] = {}
     while _listen(connection, decoder, reader, answers, reading):
@@ -120,8 +120,8 @@ def answer_all(connection: Connection, decoder: Decoder, reader: PromptReader) -
 def _listen(
     connection: Connection, decoder: Decoder, reader: PromptReader, answers: dict[int, Answer], reading: dict[int, Ask]
 ) -> bool:
-    """Begin what was asked for and close what was cancelled, and wait where there is nothing to answer. False where the
-    parent has hung up, or the thread that reads texts has failed."""
+    """Begin requests that have come and close those that were cancelled; wait where there is nothing to answer. Returns
+    False where the parent has hung up, or the thread that reads texts has failed."""
     try:
         while ready := wait([connection, reader.doorbell], None if not answers else 0):
             if reader.doorbell in ready:
@@ -173,7 +173,7 @@ def _begin(
 
 
 def _tell(said: list[Said], number: int, answer: Answer) -> bool:
-    """Say which pieces there are. Whether they were the last."""
+    """Say which pieces an answer has. Returns whether they were its last."""
     try:
         said += [Part(number, piece) for piece in answer.ready()]
     except FlywheelError as error:
