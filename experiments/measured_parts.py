@@ -51,21 +51,20 @@ def timed(owner: Any, name: str, part: str) -> None:
     setattr(owner, name, counted)
 
 
-def count_parts() -> None:
-    """Count the parts of starts and trials."""
+def parts() -> tuple[tuple[Any, str, str], ...]:
+    """The parts of starts and trials: (class or module, its function, name)."""
     from flywheel.decode import bench, cuda, judge
     from flywheel.decode.compared import Oracle
     from flywheel.decode.scores import Scores
     from flywheel.decode.source import Source
     from flywheel.vm.gpu import flush, loader, timing
 
-    for owner, name, part in (
+    return (
         (Source, "weights", "start weights"),
         (cuda.CudaModel, "__init__", "start model"),
         (judge.Judge, "__init__", "start judge"),
         (cuda.CudaModel, "pack_matrices", "start packed"),
         (cuda.CudaModel, "load_packed", "load"),
-        (cuda.CudaModel, "_kernel", "load kernel"),
         (loader.LoadedProgram, "__init__", "load tables"),
         (judge.Judge, "examine", "judge"),
         (judge.Judge, "_launch", "judge launch"),
@@ -80,8 +79,7 @@ def count_parts() -> None:
         (bench.CudaBench, "_with_batch", "batch"),
         (bench.CudaBench, "_judge_last", "again"),
         (loader.LoadedProgram, "close", "close"),
-    ):
-        timed(owner, name, part)
+    )
 
 
 def start(model: str) -> Any:
@@ -98,8 +96,8 @@ def start(model: str) -> Any:
     spent.clear()
     bench = make_bench(model, "bf16", 512)
     ended = perf_counter()
-    parts = {"imports": imported - begun, "context": context - imported, "bench": ended - context, **spent}
-    print(f"\n{model}: ready after {ended - begun:.2f} s: " + ", ".join(f"{k} {v:.2f}" for k, v in parts.items()))
+    took = {"imports": imported - begun, "context": context - imported, "bench": ended - context, **spent}
+    print(f"\n{model}: ready after {ended - begun:.2f} s: " + ", ".join(f"{k} {v:.2f}" for k, v in took.items()))
     return bench
 
 
@@ -142,10 +140,10 @@ def measure(model: str, file: Path, trials: int, profiled: cProfile.Profile | No
             found[latency.samples].append(dict(spent))
         if latency.median_us < best_us:
             best_us, rivals = latency.median_us, (packed,)
-    parts = ["all", *sorted({part for each in found.values() for one in each for part in one} - {"all"})]
+    names = ["all", *sorted({part for each in found.values() for one in each for part in one} - {"all"})]
     print(f"best {best_us:.2f} us\n{'samples':>22}" + "".join(f"{count:>8}" for count in sorted(found)))
     print(f"{'trials':>22}" + "".join(f"{len(found[count]):>8}" for count in sorted(found)))
-    for part in parts:
+    for part in names:
         cells = [1e3 * statistics.median(one.get(part, 0.0) for one in found[count]) for count in sorted(found)]
         print(f"{part:>22}" + "".join(f"{cell:>8.1f}" for cell in cells), flush=True)
 
@@ -156,7 +154,8 @@ def main() -> None:
     parser.add_argument("--works", required=True, help="MODEL:ROWS:TRIALS, separated by commas")
     parser.add_argument("--profile", type=int, default=0, help="also print so many functions of the host's profile")
     asked = parser.parse_args()
-    count_parts()
+    for owner, name, part in parts():
+        timed(owner, name, part)
     for work in asked.works.split(","):
         model, file, trials = work.split(":")
         profiled = cProfile.Profile() if asked.profile else None
