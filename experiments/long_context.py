@@ -3,8 +3,8 @@
     python experiments/long_context.py > results/long_context.txt
 
 For each case it predicts the schedule that flywheel takes without a search, the same with each block size of attention,
-and the best found by descending one knob at a time. It needs no GPU and measures nothing. `experiments/long_context.sh`
-searches and measures on a GPU.
+and the best found by descending one knob at a time. It needs no GPU and measures nothing. The part `long` of
+`experiments/record_gpu.sh` searches and measures on a GPU.
 """
 
 from __future__ import annotations

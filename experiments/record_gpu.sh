@@ -13,6 +13,7 @@
 # bench:WORK[:RIVALS[:ROUNDS]]     it beside its rivals, in turn
 # contexts:WORK[:RIVALS]           the same at 512 and 4096
 # batches:WORK[:RIVALS[:BATCHES]]  the same for 1, 2, 4 and 8 sequences
+# long:WORK:CONTEXT:TRIALS:TIME    a search at that context, and the best of it beside cublas
 # trace:WORK                       where its time goes
 # random:WORK[:TRIALS[:TIME]]      200 schedules, to calibrate with
 # measured:MODEL:TRIALS:SEEDS      cold searches, seed by seed
@@ -109,6 +110,10 @@ part() {
     bench) bench "$name.bench" "$more" "${of[@]}" ${rest:+--rounds "$rest"} ;;
     contexts) bench "$name.contexts" "$more" "${of[@]}" --context 512,4096 ;;
     batches) bench "$name.batches" "$more" --model "$model" --weights "$weights" --batch "${rest:-1,2,4,8}" ;;
+    long)
+      local time="${rest#*:}"
+      search "$name.c$more.search" "${of[@]}" --context "$more" --trials "${rest%%:*}" ${time:+--time "$time"} &&
+        bench "$name.c$more.bench" cublas "${of[@]}" --context "$more" --rounds 3 ;;
     trace)
       best "$name.schedule.json" "$model" "$weights" "$batch" &&
         record "$name.trace.txt" trace --config "$name.schedule.json" "${of[@]}" --output "$name.trace.json" \
