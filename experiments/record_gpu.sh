@@ -74,7 +74,7 @@ search() {
 best() {
   local file="$1" model="$2" weights="$3" batch="$4"
   flywheel export --format schedule --measured --model "$model" --gpu h200 --weights "$weights" --batch "$batch" \
-    --output "$file" || cp "flywheel/schedules/$model-h200-$weights-c512-b$batch.json" "$output/$file"
+    --output "$file" || cp "flywheel/schedules/$model-h200-bf16$([[ $weights == bf16 ]] || echo "-$weights")-c512-b$batch.json" "$output/$file"
 }
 
 # What bench records, of the store's best of each context and batch, else what comes with flywheel.

@@ -25,7 +25,9 @@ def main() -> None:
     best: dict[str, Found] = {}
     for table in sorted((ROOT / "results" / "gpu").glob("results*.tsv")):
         for record in finals(table):
-            name = f"{record.model}-{record.gpu}-{record.dtype}-c{record.context}-b{record.batch}.json"
+            weights = "" if record.weights == record.dtype else f"-{record.weights}"
+            work = f"{record.model}-{record.gpu}-{record.dtype}{weights}"
+            name = f"{work}-c{record.context}-b{record.batch}.json"
             if name not in best or latency(record) < latency(best[name][0]):
                 best[name] = (record, table.relative_to(ROOT).as_posix())
     for old in SHIPPED.glob("*.json"):

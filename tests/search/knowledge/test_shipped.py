@@ -42,7 +42,8 @@ def test_each_shipped_schedule_lowers_and_is_proved_and_packed_on_its_gpu(each: 
 @pytest.mark.parametrize("each", shipped_schedules(), ids=name_of)
 def test_each_shipped_schedule_says_where_it_is_from_and_its_table_has_it(each: Shipped) -> None:
     asked = each.schedule
-    assert each.name == f"{asked.model}-{asked.gpu}-{asked.dtype}-c{asked.context}-b{asked.batch}.json"
+    weights = "" if asked.weights == asked.dtype else f"-{asked.weights}"
+    assert each.name == f"{asked.model}-{asked.gpu}-{asked.dtype}{weights}-c{asked.context}-b{asked.batch}.json"
     rows = (ROOT / each.table).read_text(encoding="utf-8").splitlines()
     assert [row for row in rows if row.startswith(f"{each.campaign}\t{each.trial}\t") and str(each.median_us) in row]
 
@@ -50,7 +51,8 @@ def test_each_shipped_schedule_says_where_it_is_from_and_its_table_has_it(each: 
 def test_the_same_work_takes_its_schedule_as_it_is() -> None:
     for each in shipped_schedules():
         asked = each.schedule
-        fit = find_shipped(make_workload(asked.model, asked.gpu, asked.dtype, asked.context, asked.batch))
+        weights = None if asked.weights == asked.dtype else asked.weights
+        fit = find_shipped(make_workload(asked.model, asked.gpu, asked.dtype, asked.context, asked.batch, weights))
         assert fit is not None
         assert (fit.config, fit.shipped, fit.exact) == (asked.config, each, True)
 
