@@ -48,7 +48,7 @@ def program_of(gpu: Gpu, config: str, dtype: DType, batch: int, lanes: int) -> M
 
 def model_of(gpu: Gpu, dtype: DType, batch: int, lanes: int) -> CudaModel:
     weights = random_weights(SPEC, 1, TORCH_DTYPES[dtype], "cuda")
-    return CudaModel(gpu, SPEC, dtype, CONTEXT, weights, batch, gpu.granules(), lanes)
+    return CudaModel(gpu, SPEC, dtype, CONTEXT, weights, batch, gpu.granules(), lanes=lanes)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
