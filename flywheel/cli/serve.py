@@ -10,7 +10,7 @@ import click
 
 from flywheel.cli.decoding import check_device, check_installed
 from flywheel.cli.interrupt import draining
-from flywheel.cli.options import SharedOption, command, json_option
+from flywheel.cli.options import SharedOption, command, json_option, ranks_option
 from flywheel.cli.text import note, show_json
 from flywheel.errors import UsageError
 from flywheel.models.decoder import MAX_BATCH
@@ -41,6 +41,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 @click.option("--queue", type=click.IntRange(1, 100_000), default=64, show_default=True, metavar="N",
               help="Requests under way at most; others get 429.")  # fmt: skip
 @click.option("--api-key-file", type=Path, metavar="FILE", help="A file whose first line every /v1 request must bring.")
+@ranks_option
 @json_option
 def serve(
     model: str,
@@ -58,6 +59,7 @@ def serve(
     port: int,
     queue: int,
     api_key_file: Path | None,
+    ranks: int | None,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Serve OpenAI's completions and chat completions until Ctrl-C.
@@ -71,7 +73,7 @@ def serve(
     torch = [] if is_bundle(model) else ["torch"]
     check_installed("serve", [*torch, "fastapi", "uvicorn", "prometheus_client"])
     if device is not None:
-        check_device(device)
+        check_device(device, ranks)
     key = None if api_key_file is None else _key(api_key_file)
     if key is None and host not in _LOCAL:
         note(f"flywheel: {host} is no loopback address and there is no --api-key-file: whoever reaches it may use it")
@@ -83,7 +85,7 @@ def serve(
         note(f"flywheel: loading {model}")
         make = partial(
             Decoder.load, model, schedule=schedule, device=device, gpu=gpu, dtype=dtype, context=context,
-            weights=weights, max_sequences=max_sequences, lookup=lookup, seed=seed,
+            weights=weights, max_sequences=max_sequences, lookup=lookup, ranks=ranks, seed=seed,
         )
         engine = Engine(make, queue)
         try:

@@ -89,7 +89,7 @@ class Decoder:
         context: int | None = None,
         weights: str | Weights | None = None,
         max_sequences: int | None = None,
-        ranks: int = 1,
+        ranks: int | None = None,
         seed: int = 0,
         store: str | None = None,
         check: Check = "samples",
@@ -102,9 +102,9 @@ class Decoder:
         where there is a GPU that can be used, else reference. `gpu`, `dtype`, `context`, `max_sequences` and `weights`,
         the formats of matrices, go before the schedule's and the checkpoint's. `weights` may also be tensors by their
         names in a checkpoint: they stand for the model's own, and are not copied where they are on the device in the
-        type that is computed in. `ranks` is the number of GPUs. With `lookup`, a launch also decodes up to so many
-        guesses of each sequence's next tokens, found in its text so far; greedy text stays what it is, and requests
-        may ask for none (`Sampling.lookup`). `max_sequences` times 1 + `lookup` is at most 8.
+        type that is computed in. `ranks` GPUs share a step, by default the schedule's number. With `lookup`, a launch
+        also decodes up to so many guesses of each sequence's next tokens, found in its text so far; greedy text stays
+        what it is, and requests may ask for none (`Sampling.lookup`). `max_sequences` times 1 + `lookup` is at most 8.
 
         A bundle's directory (docs/bundle.md) is a model, a GPU and a schedule, and needs no torch. `weights` is then
         the directory of its checkpoint, or tensors on the GPU; they are compared with those that it was made for by
@@ -113,11 +113,10 @@ class Decoder:
         Raises UsageError, UnknownNameError, UnsupportedModelError, WeightsError, ConfigError, StoreError, NoGpuError
         and GpuMemoryError.
         """
-        if ranks != 1:
-            raise UsageError(f"ranks: {ranks} GPUs; a decoder uses 1")
         if is_bundle(model):
             named = {"schedule": schedule, "gpu": gpu, "dtype": dtype, "context": context,
-                     "max_sequences": max_sequences, "store": store, "lookup": lookup or None}  # fmt: skip
+                     "max_sequences": max_sequences, "store": store, "lookup": lookup or None,
+                     "ranks": ranks}  # fmt: skip
             return cls._load_bundle(Path(model), weights, device, check, named)
         from flywheel.serve.loading import load_model
 
@@ -126,7 +125,7 @@ class Decoder:
         with ExitStack() as undo:
             loaded = load_model(
                 model, given, chosen, undo, gpu=gpu, dtype=dtype, context=context, batch=max_sequences,
-                weights=weights, seed=seed, store=store, lookup=lookup,
+                weights=weights, seed=seed, store=store, lookup=lookup, ranks=ranks,
             )  # fmt: skip
             source = loaded.source
             return cls(

@@ -10,8 +10,8 @@ from typing import Any
 from flywheel.decode.opening import open_session
 from flywheel.decode.session import BatchSession
 from flywheel.decode.source import Source, Weights, open_source
-from flywheel.errors import WeightsError
-from flywheel.ir import config_from_dict
+from flywheel.errors import UsageError, WeightsError
+from flywheel.ir import MAX_RANKS, config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.models.catalog import model_name
 from flywheel.models.weights import checkpoint_tensors
@@ -32,10 +32,12 @@ class LoadedModel:
 
 def load_model(
     model: str, given: Schedule | None, device: str, undo: ExitStack, *, weights: str | Weights | None, seed: int,
-    store: str | None, batch: int | None = None, lookup: int = 0, **asked: Any,
+    store: str | None, batch: int | None = None, lookup: int = 0, ranks: int | None = None, **asked: Any,
 ) -> LoadedModel:  # fmt: skip
     """As `Decoder.load`, for `batch` sequences; `undo` gives the device's memory back. `asked` are gpu, dtype and
     context."""
+    if ranks is not None and not 1 <= ranks <= MAX_RANKS:
+        raise UsageError(f"ranks: {ranks} is not in 1..{MAX_RANKS}")
     source = open_source(model)
     named = weights if isinstance(weights, str) else None
     if weights is not None and not isinstance(weights, str):
@@ -44,7 +46,7 @@ def load_model(
         batch = 1 if given is None else max(1, given.batch // (lookup + 1))
     lanes = lanes_of_lookup(lookup, batch or 1)
     rows = None if batch is None else batch * lanes
-    workload = settle_work(source, given, gpu_of(device), weights=named, batch=rows, **asked)
+    workload = settle_work(source, given, gpu_of(device), weights=named, batch=rows, ranks=ranks, **asked)
     chosen = _chosen(model, workload, given, store)
     program = lower(workload.graph_of(lanes), chosen.config, workload.target)
     session, _ = open_session(program, source, seed, device, undo)

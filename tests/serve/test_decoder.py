@@ -12,7 +12,7 @@ from flywheel.decode.made import Made
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.decode.sequences import SteppedSequences
 from flywheel.decode.session import ReferenceSession
-from flywheel.errors import CacheMemoryError, GpuMemoryError, LaunchTimeoutError, UsageError
+from flywheel.errors import CacheMemoryError, FlywheelError, GpuMemoryError, LaunchTimeoutError, UsageError
 from flywheel.ir import DType
 from flywheel.serve.decoder import Decoder
 
@@ -42,6 +42,23 @@ def test_answers_that_are_asked_in_turn_are_those_of_each_alone(decoder: Decoder
                 tokens.append(piece.token_id)
     assert [tuple(tokens) for tokens in heard] == whole
     assert len(set(whole)) == len(whole)
+
+
+def test_gpus_that_share_a_step_give_the_text_of_one(decoder: Decoder, checkpoint: Path) -> None:
+    prompts = ["Once upon", "a"]
+    with Decoder.load(str(checkpoint), device="reference", context=64, max_sequences=2, ranks=2) as two:
+        found = [two.complete(prompt, max_tokens=6).text for prompt in prompts]
+    assert found == [decoder.complete(prompt, max_tokens=6).text for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lookup", "says"),
+    [(3, 0, "not a multiple of 3 ranks"), (2, 2, "lanes"), (0, 0, r"ranks: 0 is not in 1\.\.8")],
+)
+def test_ranks_that_cannot_be_are_refused_in_one_line(checkpoint: Path, ranks: int, lookup: int, says: str) -> None:
+    with pytest.raises(FlywheelError, match=says) as refused:
+        Decoder.load(str(checkpoint), device="reference", context=64, ranks=ranks, lookup=lookup)
+    assert "\n" not in str(refused.value)
 
 
 def test_an_answer_waits_for_a_row_until_another_ends_or_is_closed(decoder: Decoder) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import flywheel
-from flywheel.errors import UsageError, WeightsError
+from flywheel.errors import WeightsError
 from flywheel.models.checkpoint import load_weights
 from flywheel.models.hf import load_spec
 from flywheel.models.weights import checkpoint_tensors
@@ -76,8 +76,3 @@ def test_the_best_measured_schedule_of_a_store_decodes(checkpoint: Path, tmp_pat
     with Decoder.load(str(checkpoint), **asked) as decoder:
         assert re.fullmatch(r"trial \d of campaign \S+, measured [\d.]+ us", decoder.schedule)
         assert len(decoder.complete("abc", max_tokens=4).token_ids) == 4
-
-
-def test_more_ranks_than_a_decoder_uses_are_refused(checkpoint: Path) -> None:
-    with pytest.raises(UsageError, match="ranks: 2 GPUs"):
-        Decoder.load(str(checkpoint), device="reference", ranks=2)
