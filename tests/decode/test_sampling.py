@@ -43,6 +43,7 @@ def shares_by_hand(sampling: Sampling, seen: Tensor = NOTHING) -> list[float]:
     return [weights[token] / total if token in final else 0.0 for token in range(len(weights))]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -55,13 +56,15 @@ def shares_by_hand(sampling: Sampling, seen: Tensor = NOTHING) -> list[float]:
     ],
     ids=str,
 )
-def test_tokens_are_drawn_as_often_as_their_shares_say(sampling: Sampling) -> None:
+def test_tokens_are_drawn_as_often_as_their_shares_say(sampling: Sampling, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU that torch can use")
     seen = NOTHING.clone()
     seen[[0, 5]] = sampling.repetition_penalty != 1.0
     shares = shares_by_hand(sampling, seen)
-    counts = [0] * len(shares)
-    for position in range(DRAWS):
-        counts[int(choose(LOGITS, seen, sampling, position))] += 1
+    logits, seen = LOGITS.to(device), seen.to(device)
+    drawn = [choose(logits, seen, sampling, position) for position in range(DRAWS)]
+    counts = torch.stack([torch.as_tensor(token) for token in drawn]).bincount(minlength=len(shares)).tolist()
     assert all(count == 0 for count, share in zip(counts, shares, strict=True) if share == 0.0)
     expected = [(count, DRAWS * share) for count, share in zip(counts, shares, strict=True) if share]
     square = sum((count - mean) ** 2 / mean for count, mean in expected)

@@ -30,7 +30,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Variant]]:
     """What a slow compiler was asked for."""
     asked: list[Variant] = []
 
-    def compile_slowly(arch: str, threads: int, dtype: Any, *, matrix_warps: int, rows: int, formats: object) -> None:
+    def compile_slowly(
+        arch: str, threads: int, dtype: Any, *, matrix_warps: int, rows: int, formats: object, ranked: bool
+    ) -> None:
+        assert not ranked
         asked.append((arch, threads, matrix_warps, rows))
         sleep(0.05)
 
