@@ -8,6 +8,8 @@ there to the final's rows, and what is left ends it. Of these, "measure" were sp
 "ask" in the sampler between trials, and "steer" waiting for predictions, in the sampler or while the GPU got ready.
 "short" are trials that took fewer samples, being surely slower. "near" is the number of the measurement that is the
 first within NEAR of the best of all searches of the model, or of --known where that is less.
+
+Modules are compiled before, as an installation does: a search of one trial goes first and is not counted.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ NEAR = 0.005
 MEASURED = "measured"
 FULL = 30
 """Samples of a trial that is not cut short."""
+_UNCOUNTED = 999
+"""Seed of the search that only compiles modules."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class Search:
 def search(model: str, gpu: str, trials: int, seed: int, folder: Path, tsv: Path | None) -> Search:
     """One search in a store of its own; its rows are appended to `tsv`."""
     store, table = folder / f"{model}.{seed}.db", folder / f"{model}.{seed}.tsv"
-    environment = {**os.environ, "FLYWHEEL_STORE": str(store)}
+    kept_bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
+    environment = {**os.environ, "FLYWHEEL_STORE": str(store), **kept_bytecode}
     began, start = time.time(), time.perf_counter()
     asked = f"--model {model} --gpu {gpu} --measure cuda --cold --trials {trials} --seed {seed} --json".split()
     command = [sys.executable, "-m", "flywheel", "search", *asked]
@@ -133,6 +138,7 @@ def main() -> None:
     asked = parser.parse_args()
     known = {model: float(us) for model, _, us in (each.partition("=") for each in asked.known)}
     with tempfile.TemporaryDirectory() as folder:
+        search(asked.works.partition(":")[0], asked.gpu, 1, _UNCOUNTED, Path(folder), None)
         for work in asked.works.split(","):
             model, trials, seeds = work.split(":")
             searches: list[Search] = []
