@@ -14,8 +14,7 @@
 
 #if defined(FW_FORMATS) && FW_DTYPE != AMK_DTYPE_F32
 
-constexpr int UNIT_GROUPS = 8, UNIT_STEPS = 8, UNIT_FRAGMENTS = UNIT_GROUPS * UNIT_STEPS, HALF_GROUPS = UNIT_GROUPS / 2;
-constexpr int HALF_SCALE_BYTES = 16;  // of a row, or of blocks, of HALF_GROUPS
+constexpr int UNIT_GROUPS = 8, UNIT_STEPS = 8, UNIT_FRAGMENTS = UNIT_GROUPS * UNIT_STEPS;
 constexpr int GROUP_X_BYTES = UNIT_STEPS * FRAGMENT_X_BYTES, UNIT_X_BYTES = UNIT_GROUPS * GROUP_X_BYTES;
 
 // A format by its number (plan/formats.py).
@@ -25,7 +24,6 @@ template <int FORMAT> struct Coding {
     static constexpr bool SCALED = SCALES != FW_SCALES_ROWS;        // in the stream, and not behind the product
     static constexpr int EACH = CODE == FW_CODE_I4 ? 4 : 2;         // fragments of a load
     static constexpr int LOADS = UNIT_GROUPS / EACH;                // of a step
-    static constexpr int HALF_LOADS = LOADS / 2;                    // of the first or the last HALF_GROUPS of them
     static constexpr int STEP_BYTES = LOADS * 512, CODE_BYTES = UNIT_STEPS * STEP_BYTES;
     static constexpr int SCALE_BYTES = !SCALED ? 0 : SCALES == FW_SCALES_BLOCKS ? 32 : 256;
     static constexpr int UNIT_BYTES = CODE_BYTES + SCALE_BYTES + (HAS_ZEROS ? 256 : 0);
@@ -101,12 +99,11 @@ __device__ __forceinline__ uint2 enlarged(const uint2& x) {
 }
 
 // As Product, of one format. Of one row, column c of an mma carries x of group c, and of accumulator j column j alone counts: the
-// sum of group j. Several rows are a column each; they take the groups of a unit in two halves, which need half of the sums, so
-// that there are registers for what the next step is multiplied by.
+// sum of group j. Several rows are a column each.
 template <int FORMAT> struct CodedProduct {
     using C = Coding<FORMAT>;
     static constexpr int PRELOADED = 1;  // steps
-    float acc[UNIT_GROUPS][4];           // sums of groups, of several rows of a half's; of a unit if they are scaled, else of all so far
+    float acc[UNIT_GROUPS][4];           // sums of groups; of a unit if they are scaled, else of all so far
     float off[4];                        // of one row, sums of what codes are too large by
     float total[4];                      // scaled sums: of one row those of rows g and g + 8, else as an accumulator's
     uint4 codes[C::LOADS];               // of the next step
@@ -143,15 +140,14 @@ template <int FORMAT> struct CodedProduct {
     }
     __device__ __forceinline__ void preload(const char* step, int lane) { load(shared_address(step) + lane * 16); }
     __device__ __forceinline__ void load(uint32_t from) {
-        constexpr int FIRST = FW_ROWS > 1 ? C::HALF_LOADS : C::LOADS;
 #pragma unroll
-        for (int i = 0; i < FIRST; i++) codes[i] = load_shared16(from + i * 512);
+        for (int i = 0; i < C::LOADS; i++) codes[i] = load_shared16(from + i * 512);
     }
 
     // Fragment e of load i is that of group i * EACH + e; `take(group, a)` multiplies it. Each load makes room for one of `from`.
-    template <int LOADS, bool PAIRED, typename Take> __device__ __forceinline__ void each_fragment(uint32_t from, Take take) {
+    template <bool PAIRED, typename Take> __device__ __forceinline__ void each_fragment(uint32_t from, Take take) {
 #pragma unroll
-        for (int i = 0; i < LOADS; i++) {
+        for (int i = 0; i < C::LOADS; i++) {
             const uint32_t words[4] = {codes[i].x, codes[i].y, codes[i].z, codes[i].w};
             uint32_t a[4][C::EACH];
 #pragma unroll
@@ -163,7 +159,7 @@ template <int FORMAT> struct CodedProduct {
     }
     // A step of one row, by columns `x` of x.
     __device__ __forceinline__ void multiply_one(const uint2& x, uint32_t from) {
-        each_fragment<C::LOADS, true>(from, [&](int group, const uint4& a) { mma(acc[group], a, x); });
+        each_fragment<true>(from, [&](int group, const uint4& a) { mma(acc[group], a, x); });
         if (C::TOO_LARGE > 0) {
             constexpr uint32_t A = C::word(0x8000 | C::TOO_LARGE);
             mma(off, {A, A, A, A}, x);
@@ -182,31 +178,21 @@ template <int FORMAT> struct CodedProduct {
         constexpr uint32_t LOWER = C::word(0x8000 | C::RAISE), NOTHING = C::word(0x8000);
         return {fma_halves(g, LOWER, NOTHING), fma_halves(h, LOWER, NOTHING)};
     }
-    // What the fragments of a step of half the groups of several rows are multiplied by, where x of the lane's row and of the first
-    // group is at `x`, and there are `groups` of it: WHOLE, all. Scales of others are 0: any x will do.
+    // A step of several rows, where x of the lane's row is at `x`, and there are `groups` of it: WHOLE, as many as in a unit. Scales
+    // of others are 0: any x will do.
     template <bool WHOLE>
-    __device__ __forceinline__ static void load_columns(uint2 (&columns)[HALF_GROUPS], uint32_t x, int step, int groups) {
-#pragma unroll
-        for (int group = 0; group < HALF_GROUPS; group++) {
-            const uint32_t at = x + (step ^ group) * FRAGMENT_X_BYTES;
-            columns[group] = load_shared8(at + (WHOLE ? group : max(min(group, groups - 1), 0)) * GROUP_X_BYTES);
-        }
-    }
-    // A step of half the groups of several rows, by `columns`, which make room for those of step `next`.
-    template <bool WHOLE>
-    __device__ __forceinline__ void multiply_half(uint2 (&columns)[HALF_GROUPS], uint32_t x, int next, int groups,
-                                                  const uint2 (&minus)[HALF_GROUPS], uint32_t from) {
-        uint2 its[HALF_GROUPS];
-#pragma unroll
-        for (int group = 0; group < HALF_GROUPS; group++) its[group] = columns[group];
-        load_columns<WHOLE>(columns, x, next, groups);
-        each_fragment<C::HALF_LOADS, false>(from, [&](int group, const uint4& codes) {
+    __device__ __forceinline__ void multiply_rows(uint32_t x, int step, int groups, uint32_t zeros, uint32_t from) {
+        each_fragment<false>(from, [&](int group, const uint4& codes) {
+            const uint32_t at = x + (step ^ (group & 3)) * FRAGMENT_X_BYTES;
+            const uint2 columns = load_shared8(at + (WHOLE ? group : min(group, groups - 1)) * GROUP_X_BYTES);
+            float (&sum)[4] = acc[C::SCALED ? group : group % CHAINS];
             if constexpr (C::SUBTRACTS) {
                 constexpr uint32_t RAISE = C::word(C::RAISE);
-                mma(acc[group], {fma_halves(codes.x, RAISE, minus[group].x), fma_halves(codes.y, RAISE, minus[group].y),
-                                 fma_halves(codes.z, RAISE, minus[group].x), fma_halves(codes.w, RAISE, minus[group].y)}, its[group]);
+                const uint2 minus = minus_of(group, zeros);
+                mma(sum, {fma_halves(codes.x, RAISE, minus.x), fma_halves(codes.y, RAISE, minus.y),
+                          fma_halves(codes.z, RAISE, minus.x), fma_halves(codes.w, RAISE, minus.y)}, columns);
             } else {
-                mma(acc[group], codes, enlarged(its[group]));
+                mma(sum, codes, enlarged(columns));
             }
         });
     }
@@ -248,10 +234,9 @@ template <int FORMAT> struct CodedProduct {
             total[1] += low_scale(C::SCALES, scale.y) * own[2] + high_scale(C::SCALES, scale.y) * own[3];
         }
     }
-    // The same of half the groups of several rows.
     __device__ __forceinline__ void scale_rows(uint32_t scales, int lane) {
 #pragma unroll
-        for (int pair = 0; pair < HALF_GROUPS / 2; pair++) {
+        for (int pair = 0; pair < UNIT_GROUPS / 2; pair++) {
             const uint2 scale = load_shared8(scales + (C::SCALES == FW_SCALES_BLOCKS ? 0 : lane / 4 * 32) + pair * 8);
 #pragma unroll
             for (int odd = 0; odd < 2; odd++) {
@@ -295,46 +280,27 @@ template <int FORMAT> struct CodedProduct {
         multiply_one(columns, a);
         return a;
     }
-    // The same of several rows: x of the lane's row begins at `x`, and there are `groups` of it; their scales are at `scales`.
+    // The same of several rows: x of the lane's row begins at `x`, and there are `groups` of it.
     template <bool WHOLE, typename Then>
-    __device__ __forceinline__ uint32_t add_rows(uint32_t a, uint32_t x, int groups, uint32_t scales, int lane, int first, int count,
-                                                 Then then) {
-        uint2 columns[HALF_GROUPS];
-        load_columns<WHOLE>(columns, x, first, groups);
+    __device__ __forceinline__ uint32_t add_rows(uint32_t a, uint32_t x, int groups, uint32_t zeros, int step, int count, Then then) {
+        const auto behind = [&](int steps) {
+            const uint32_t from = count > steps ? a + steps * C::STEP_BYTES : then();
+            return from != 0 ? from : a;
+        };
 #pragma unroll 1
-        for (bool last = false;; last = true) {
-            if (C::SCALED) clear_sums();
-            uint2 minus[HALF_GROUPS];
-#pragma unroll
-            for (int group = 0; group < HALF_GROUPS; group++) {
-                minus[group] = minus_of(group, scales + C::SCALE_BYTES + (lane >> 2) * 32);
-            }
-            uint32_t at = a;
-            int step = first, left = count;
-            const auto advance = [&] {
-                at += C::STEP_BYTES;
-                step++;
-                multiply_half<WHOLE>(columns, x, step, groups, minus, at);
-            };
-#pragma unroll 1
-            for (; left > 2; left -= 2) {  // as above
-                advance();
-                advance();
-            }
-            if (left > 1) advance();
-            if (last) {
-                const uint32_t from = then();
-                if (from != 0) a = from;
-            } else {
-                a += C::HALF_LOADS * 512;
-                x += HALF_GROUPS * GROUP_X_BYTES;
-                groups -= HALF_GROUPS;
-            }
-            multiply_half<WHOLE>(columns, x, first, groups, minus, a);
-            if (C::SCALED) scale_rows(scales, lane);
-            if (last) return a;
-            scales += HALF_SCALE_BYTES;
+        for (; WHOLE && count > 1; count -= 2, step += 2) {
+            const uint32_t from = behind(2);
+            multiply_rows<WHOLE>(x, step, groups, zeros, a + C::STEP_BYTES);
+            multiply_rows<WHOLE>(x, step + 1, groups, zeros, from);
+            a = from;
         }
+#pragma unroll 1
+        for (; count > 0; count--, step++) {
+            const uint32_t from = behind(1);
+            multiply_rows<WHOLE>(x, step, groups, zeros, from);
+            a = from;
+        }
+        return a;
     }
     // `part` of a chunk, whose first step is at `fragments` and preloaded; x of the chunk begins at `x`, and there are `groups` of
     // it. `next()` names the step behind them, or says 0.
@@ -355,16 +321,17 @@ template <int FORMAT> struct CodedProduct {
         while (true) {
             const int count = min(left, UNIT_STEPS - step);
             left -= count;
-            if (C::SCALED && one_row) clear_sums();
+            if (C::SCALED) clear_sums();
             const auto then = [&] { return left > 0 ? scales + C::UNIT_BYTES - C::CODE_BYTES + lane * 16 : next(); };
             if (one_row) {  // of a group that there is not, codes are 0: any x will do
                 a = add_one(a, unit_x + (row < groups ? row * GROUP_X_BYTES : 0), (row & 3) * FRAGMENT_X_BYTES, step, count, then);
             } else if (groups >= UNIT_GROUPS) {
-                a = add_rows<true>(a, unit_x, groups, scales, lane, step, count, then);
+                a = add_rows<true>(a, unit_x, groups, scales + C::SCALE_BYTES + row * 32, step, count, then);
             } else {
-                a = add_rows<false>(a, unit_x, groups, scales, lane, step, count, then);
+                a = add_rows<false>(a, unit_x, groups, scales + C::SCALE_BYTES + row * 32, step, count, then);
             }
             if (C::SCALED && one_row) scale_one(scales, lane);
+            if (C::SCALED && !one_row) scale_rows(scales, lane);
             if (left == 0) break;
             step = 0;
             unit_x += UNIT_X_BYTES;
