@@ -7,8 +7,9 @@ as in `flywheel bench`. "queued" is a token of a text whose launches are queued 
 token where the host reads each token before it launches the next. All three decode the same positions after the same
 prompt.
 
-Then it times the first token after a prompt of LONG tokens, in turn: flywheel's (prefill and one launch), and that of
-transformers' forward (sdpa, the same weights, the last token's logits).
+Then it times the first token after a prompt, in turn: flywheel's (prefill and one launch), and that of transformers'
+forward (sdpa, the same weights, the last token's logits). Each prompt has a length of its own, the longest LENGTHS, as
+those of different users have: what is planned anew for each length counts.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from flywheel.models.spec import DecoderSpec
 from flywheel.vm.gpu.driver import open_gpu
 
 CONTEXT, TOKENS, ROUNDS = 512, 256, 5
-LONG = 2048
+LENGTHS = (32, 2048)
 PROMPT = tuple(range(1, 129))
 
 
@@ -64,29 +65,33 @@ def main() -> None:
 def first_tokens(
     name: str, source: Source, config: ScheduleConfig, target: GpuTarget, weights: Mapping[str, torch.Tensor]
 ) -> None:
-    """Print what the first token behind a long prompt takes, and whether it is transformers' too."""
-    prompt = [(31 * place + 7) % source.spec.vocab for place in range(LONG)]
-    program = lower(decode_step(source.spec, LONG + 1, DType.BF16), config, target)
+    """Print what the first token behind a prompt takes, and in how many rounds it is transformers' too."""
+    text = [(31 * place + 7) % source.spec.vocab for place in range(max(LENGTHS))]
+    context = len(text) + 1
+    program = lower(decode_step(source.spec, context, DType.BF16), config, target)
     other = transformers_model(source.spec, weights)
-    ids = torch.tensor([prompt], device="cuda")
     with (
-        CudaModel(open_gpu(), source.spec, DType.BF16, LONG + 1, weights) as model,
+        CudaModel(open_gpu(), source.spec, DType.BF16, context, weights) as model,
         model.load(program) as session,
         torch.no_grad(),
     ):
-        own, theirs = [], []
-        for _ in range(ROUNDS + 1):
-            start = time.perf_counter()
-            generation = generate(session, Request(tuple(prompt), 1))
-            own.append((time.perf_counter() - start) * 1e3)
-            start = time.perf_counter()
-            chosen = int(other(ids, logits_to_keep=1).logits[0, -1].argmax())
-            theirs.append((time.perf_counter() - start) * 1e3)
-    print(
-        f"{name}: first token behind {LONG} tokens {spread(tuple(own[1:]))} ms, transformers' forward "
-        f"{spread(tuple(theirs[1:]))} ms, {median(own[1:]) / median(theirs[1:]):.2f} times; "
-        f"{'the same token' if generation.token_ids[0] == chosen else 'another token'}"
-    )
+        for longest in LENGTHS:
+            own, theirs, same = [], [], 0
+            for turn in range(ROUNDS + 1):
+                prompt = text[: longest - turn]
+                ids = torch.tensor([prompt], device="cuda")
+                start = time.perf_counter()
+                generation = generate(session, Request(tuple(prompt), 1))
+                between = time.perf_counter()
+                chosen = int(other(ids, logits_to_keep=1).logits[0, -1].argmax())
+                theirs.append((time.perf_counter() - between) * 1e3)
+                own.append((between - start) * 1e3)
+                same += generation.token_ids[0] == chosen
+            print(
+                f"{name}: first token behind {longest - ROUNDS} to {longest - 1} tokens {spread(tuple(own[1:]))} ms, "
+                f"transformers' forward {spread(tuple(theirs[1:]))} ms, {median(own[1:]) / median(theirs[1:]):.2f} "
+                f"times; the same token {same} of {ROUNDS + 1} times"
+            )
 
 
 def transformers_model(spec: DecoderSpec, weights: Mapping[str, torch.Tensor]) -> Any:

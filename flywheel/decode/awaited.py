@@ -101,6 +101,6 @@ class AwaitedLaunches:
         gpu.send(self._token_in, self._words, POSITIONS, rows)
         self._loaded.launch(max(places), self._positions.address)
         gpu.fetch(self._words, POSITIONS + rows, self._token_out, rows)
-        self._loaded.sync(self._limit_s)
+        self._loaded.wait(gpu.record(), self._limit_s)
         chosen = words[POSITIONS + rows :][:rows].view(np.int32).tolist()
         return [Step(logits, token) for logits, token in zip(self._logits, chosen, strict=True)]

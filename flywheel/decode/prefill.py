@@ -8,6 +8,8 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from flywheel.decode.caches import Caches
@@ -16,7 +18,10 @@ from flywheel.models.quantise import matrix_of
 from flywheel.models.spec import DecoderSpec, layer_weight_key, model_weight_key
 
 CHUNK: Final = 4096
-"""Tokens at a time: bounds activations, and the mask of a chunk that others came before."""
+"""Tokens at a time: bounds activations."""
+
+_BACKENDS: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Attention without cuDNN, which takes 60 ms to plan for each length of a prompt that it has not seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +66,17 @@ class Prefill:
         caches.hold(row, len(token_ids) + 1, may_take=True)
         caches.forget(row, start)
         tokens = torch.tensor(token_ids, device=self._embed.device)
-        for first in range(start, len(tokens), CHUNK):
-            self._forward(tokens[first : first + CHUNK], first, caches, row)
+        with sdpa_kernel(_BACKENDS):
+            for first in range(start, len(tokens), CHUNK):
+                self._forward(tokens[first : first + CHUNK], first, caches, row)
 
     def _forward(self, tokens: Tensor, start: int, caches: Caches, row: int) -> None:
         """tokens [S] at positions from `start` on, all before which are cached."""
         eps, width = self._spec.norm_eps, (self._spec.hidden,)
         stop = start + len(tokens)
         angles = torch.arange(start, stop, device=tokens.device)[:, None].float() * self._frequencies
-        turn = angles.cos()[:, None], angles.sin()[:, None]  # [S, 1, head_dim / 2]
-        seen = None
-        if start:
-            seen = torch.ones(len(tokens), stop, dtype=torch.bool, device=tokens.device).tril(start)
+        cosine, sine = angles.cos(), angles.sin()
+        turn = torch.cat((cosine, cosine), -1)[:, None], torch.cat((-sine, sine), -1)[:, None]  # [S, 1, head_dim]
         x = self._embed[tokens]
         for index, layer in enumerate(self._layers):
             normed = rms_norm(x, width, layer["input_norm"], eps)
@@ -80,7 +84,7 @@ class Prefill:
             caches.append(index, row, start, keys, values)
             if index == len(self._layers) - 1:
                 return
-            x = x + linear(_attend(q, *caches.seen(index, row, stop), seen), layer["o_proj"])
+            x = x + linear(_attend(q, *caches.seen(index, row, stop)), layer["o_proj"])
             normed = rms_norm(x, width, layer["post_attention_norm"], eps)
             gate, up = linear(normed, layer["gate_proj"]), linear(normed, layer["up_proj"])
             x = x + linear(silu(gate) * up, layer["down_proj"])
@@ -95,21 +99,22 @@ class Prefill:
         if spec.qk_norm:
             q = rms_norm(q, (spec.head_dim,), layer["q_norm"], spec.norm_eps)
             k = rms_norm(k, (spec.head_dim,), layer["k_norm"], spec.norm_eps)
-        return _rotate(q, turn), _rotate(k, turn), v
+        turned = _rotate(torch.cat((q, k), 1), turn)
+        return turned[:, : spec.n_heads], turned[:, spec.n_heads :], v
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
-    """q [S, n_heads, head_dim]; keys, values [n_kv_heads, T, head_dim]; `seen` [S, T], or None where S is T and each
-    token sees itself and those before -> [S, n_heads * head_dim]."""
+def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """q [S, n_heads, head_dim] of the last S of T tokens; keys, values [n_kv_heads, T, head_dim]. Each token sees
+    itself and those before -> [S, n_heads * head_dim]."""
+    seen = causal_lower_right(len(q), keys.shape[1])
     mixed = scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys[None], values[None],
-        attn_mask=seen, is_causal=seen is None, enable_gqa=q.shape[1] > keys.shape[0],
-    )  # fmt: skip
+        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=seen, enable_gqa=q.shape[1] > keys.shape[0]
+    )
     return mixed[0].transpose(0, 1).reshape(len(q), -1)
 
 
 def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """RoPE of x [S, heads, head_dim], rotating halves, computed in float32."""
+    """RoPE of x [S, heads, head_dim], rotating halves, computed in float32. `turn` is the cosine and the sine of each
+    element's angle; of the first half the sine is negated."""
     cosine, sine = turn
-    low, high = x.float().chunk(2, -1)
-    return torch.cat((low * cosine - high * sine, high * cosine + low * sine), -1).to(x.dtype)
+    return torch.addcmul(x * cosine, x.roll(x.shape[-1] // 2, -1), sine).to(x.dtype)
