@@ -13,6 +13,7 @@ from flywheel.cli.interrupt import draining
 from flywheel.cli.options import SharedOption, command, json_option, ranks_option
 from flywheel.cli.text import note, show_json
 from flywheel.errors import UsageError
+from flywheel.ir.bundles import is_bundle
 from flywheel.models.decoder import MAX_BATCH
 
 if TYPE_CHECKING:
@@ -68,8 +69,6 @@ def serve(
     dies, the requests that it had fail and another one takes its place. With --json, stdout says where it serves, once
     it does.
     """
-    from flywheel.vm.bundle import is_bundle
-
     torch = [] if is_bundle(model) else ["torch"]
     check_installed("serve", [*torch, "fastapi", "uvicorn", "prometheus_client"])
     if device is not None:

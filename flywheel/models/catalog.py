@@ -12,7 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from flywheel.errors import UnknownNameError
+from flywheel.errors import BundleError, UnknownNameError
+from flywheel.ir.bundles import is_bundle
 from flywheel.models.hf import load_spec
 from flywheel.models.hub import cached_folder, cached_repo, is_repo, obtain, repo_of
 from flywheel.models.spec import DecoderSpec, RopeScaling
@@ -86,13 +87,16 @@ def resolve_model(given: str) -> DecoderSpec:
     """The decoder of that name, or the one described by an existing `config.json`, its directory, or a repository in
     the Hub's cache.
 
-    Raises UnknownNameError, with the closest names, if it is none of them, and UnsupportedModelError as `load_spec`.
+    Raises UnknownNameError, with the closest names, if it is none of them, BundleError for a bundle, which has a
+    config.json but no weights, and UnsupportedModelError as `load_spec`.
     """
     name = model_name(given)
     if name in CATALOG:
         return CATALOG[name]
     path = model_path(name)
     if path is not None:
+        if is_bundle(str(path)):
+            raise BundleError(f"{given}: is a bundle, not a checkpoint; Decoder.load and flywheel serve run it")
         return load_spec(path)
     close = get_close_matches(given.lower().rpartition("/")[2], CATALOG, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(CATALOG))}"

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypedDict, Unpack
 from flywheel.decode.request import make_request
 from flywheel.decode.sampling import GREEDY, Sampling
 from flywheel.errors import BundleError, NoGpuError, UsageError
+from flywheel.ir.bundles import is_bundle
 from flywheel.models.spec import DecoderSpec
 from flywheel.models.tokenizer import Tokenizer, end_ids, has_tokenizer
 from flywheel.serve.answers import Answer, Batch, Finish, Piece, Session
 from flywheel.serve.likely import Likely, Spelled, Speller
 from flywheel.serve.text import Streamer
 from flywheel.store.schedule import Schedule, load_schedule
-from flywheel.vm.bundle import is_bundle
 
 if TYPE_CHECKING:
     from flywheel.decode.bundled import Check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from click.testing import Result
 from emulator.bundles import write_checkpoint
 
+from flywheel.ir import ScheduleConfig, config_to_dict
 from flywheel.store.schedule import load_schedule
 from flywheel.vm.bundle.reading import read_bundle
 
@@ -72,6 +74,32 @@ def test_a_server_says_what_is_wrong_with_a_bundle(run: Run, checkpoint: Path) -
     assert run("serve", "--model", "b" * 5000, "--port", 0).exit_code == 2
     result = run("serve", "--model", "bundle", "--port", 0)
     assert "bundle bundle: has no weights; give their checkpoint's directory" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", "--prompt-ids", "1"),
+        ("verify", "--config", "config.json"),
+        ("search", "--gpu", "h200", "--measure", "predict", "--trials", "1"),
+        ("quantize", "--weights", "int8", "--output", "out"),
+        ("lower", "--gpu", "h200"),
+        ("knobs", "--gpu", "h200"),
+        ("evaluate", "--config", "config.json", "--gpu", "h200"),
+        ("export", "--format", "bundle", "--schedule", "shipped", "--gpu", "h200", "--output", "out"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_command_that_needs_weights_refuses_a_bundle_and_says_what_runs_it(
+    words: tuple[str, ...], run: Run, checkpoint: Path
+) -> None:
+    shutil.copytree(checkpoint, "bundle", ignore=shutil.ignore_patterns("*.safetensors"))
+    Path("bundle", "bundle.json").write_text("{}")
+    Path("config.json").write_text(json.dumps(config_to_dict(ScheduleConfig())))
+    result = run(*words, "--model", "bundle")
+    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1), result.stderr
+    assert "is a bundle, not a checkpoint; Decoder.load and flywheel serve run it" in result.stderr
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.errors import UnknownNameError, UnsupportedModelError
+from flywheel.errors import BundleError, UnknownNameError, UnsupportedModelError
 from flywheel.models.catalog import CATALOG, model_name, resolve_model
 
 PUBLISHED_PARAMETERS = {
@@ -88,3 +88,15 @@ def test_a_directory_is_one_model_in_any_spelling(tmp_path: Path, monkeypatch: p
 
     for spelling in ("tiny", "./tiny", "tiny/", "tiny/config.json", "tiny/../tiny", "link", str(folder)):
         assert model_name(spelling) == str(folder)
+
+
+@pytest.mark.parametrize("given", ["b1", "b1/config.json"])
+def test_a_bundle_is_no_model_and_the_line_says_what_runs_it(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("b1").mkdir()
+    Path("b1", "config.json").write_text(json.dumps(MINIMAL))
+    Path("b1", "bundle.json").write_text("{}")
+    with pytest.raises(BundleError, match=rf"^{given}: is a bundle, not a checkpoint; Decoder\.load .* run it$"):
+        resolve_model(given)

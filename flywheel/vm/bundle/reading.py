@@ -26,12 +26,12 @@ from flywheel.ir import (
     MemSpace,
     Task,
 )
+from flywheel.ir.bundles import MANIFEST
 from flywheel.ir.files import MAX_FILE_BYTES, parse_json, read_text
 from flywheel.measure.device import GENERIC, Device, is_target
 from flywheel.plan import KernelVariant
 from flywheel.plan.formats import coding_numbered
 from flywheel.plan.step import ABSENT, Coded
-from flywheel.vm.bundle import MANIFEST
 from flywheel.vm.bundle.checking import check_manifest, check_tables
 from flywheel.vm.bundle.layout import (
     ELEMENTS,

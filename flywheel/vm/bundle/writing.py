@@ -16,8 +16,8 @@ import numpy as np
 
 from flywheel.errors import UsageError
 from flywheel.ir import BufferKind
+from flywheel.ir.bundles import MANIFEST
 from flywheel.vm.abi import COUNTER_STRIDE, numpy_struct
-from flywheel.vm.bundle import MANIFEST
 from flywheel.vm.bundle.layout import (
     ALIGNMENT,
     ELEMENTS,
