@@ -33,7 +33,7 @@ class Wanted(TypedDict, total=False):
 
     max_tokens: int
     sampling: Sampling
-    stop: Sequence[str]
+    stop: str | Sequence[str]
     ignore_end: bool
     reuse: bool
 
@@ -188,7 +188,7 @@ class Decoder:
         *,
         max_tokens: int = 128,
         sampling: Sampling = GREEDY,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         ignore_end: bool = False,
         reuse: bool = True,
     ) -> Answer:
@@ -197,9 +197,9 @@ class Decoder:
         Up to `max_sequences` answers decode together; more wait until one ends or is closed. The text of an answer does
         not depend on the others, but for the roundings of a beginning that it reuses.
 
-        The answer has at most `max_tokens` tokens. Words of `stop` end the text and are no part of it. With
-        `ignore_end`, the answer goes on behind the model's own end. With `reuse`, what an earlier answer has of the
-        prompt's beginning is copied and not read again.
+        The answer has at most `max_tokens` tokens. `stop`, one word or several, ends the text and is no part of it.
+        With `ignore_end`, the answer goes on behind the model's own end. With `reuse`, what an earlier answer has of
+        the prompt's beginning is copied and not read again.
 
         Raises UsageError for a prompt that does not fit. Asking for a piece raises what `Sequences` raise.
         """

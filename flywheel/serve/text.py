@@ -18,8 +18,8 @@ class Streamer:
     """Text of tokens, in pieces that never change again. `stops` end the text and are no part of it; `stopped` says
     whether one has. `push_all` gives it tokens."""
 
-    def __init__(self, stops: Sequence[str] = ()) -> None:
-        self._stops = [stop for stop in stops if stop]
+    def __init__(self, stops: str | Sequence[str] = ()) -> None:
+        self._stops = [stop for stop in ((stops,) if isinstance(stops, str) else stops) if stop]
         self._ids: list[int] = []
         self._from, self._shown = 0, 0  # tokens from which a piece is decoded, and up to which text is out
         self._behind = ""  # text of tokens behind those, as far as it is no whole character

@@ -201,3 +201,13 @@ def test_an_answer_whose_caches_find_no_memory_waits_for_another_to_end_or_fails
         with pytest.raises(CacheMemoryError, match="65 positions of a sequence"):
             list(grows)
         assert short.complete("xyz", max_tokens=30).text == expected[1]
+
+
+def test_a_stop_that_is_one_text_is_one_word(decoder: Decoder) -> None:
+    whole = decoder.complete("abc", max_tokens=40, ignore_end=True).text
+    word = whole[5:8]
+    cut = decoder.complete("abc", max_tokens=40, ignore_end=True, stop=word)
+    assert (cut.text, cut.finish) == (whole[: whole.find(word)], "stop")
+    other = "".join(sorted(set(whole)))  # a word of all its characters, which it does not hold
+    assert other not in whole
+    assert decoder.complete("abc", max_tokens=40, ignore_end=True, stop=other).text == whole
