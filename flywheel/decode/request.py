@@ -34,6 +34,8 @@ def make_request(
         raise UsageError(f"prompt: token {unknown} is not in 0..{spec.vocab - 1}, the vocabulary of {spec.name}")
     if not prompt:
         raise UsageError("prompt: has no tokens; at least one is needed")
+    if len(prompt) > context:
+        raise ContextError(f"prompt: its {len(prompt)} tokens do not fit the context of {context}")
     if max_tokens < 1:
         raise UsageError(f"max tokens: {max_tokens} is not positive")
     if request.positions > context:

@@ -156,8 +156,6 @@ def _begin(
         if isinstance(prompt, FlywheelError):
             raise prompt
         room = decoder.context - len(prompt) + 1
-        if room < 1:
-            raise ContextError(f"prompt: its {len(prompt)} tokens do not fit the context of {decoder.context}")
         answer = decoder.generate(
             prompt, max_tokens=room if ask.max_tokens is None else ask.max_tokens, sampling=ask.sampling,
             stop=ask.stop, ignore_end=ask.ignore_end, reuse=ask.reuse,

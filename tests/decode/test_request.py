@@ -21,6 +21,8 @@ def test_a_request_may_fill_the_context_exactly(spec: DecoderSpec) -> None:
         ([0, -1], 1, "token -1"),
         ([0], 0, "not positive"),
         ([0, 1, 2], 63, "65 positions"),
+        ([0] * 65, 128, "^prompt: its 65 tokens do not fit the context of 64$"),
+        ([0] * 65, 0, "its 65 tokens do not fit the context of 64"),
     ],
 )
 def test_what_cannot_run_is_refused(prompt: list[int], max_tokens: int, why: str, spec: DecoderSpec) -> None:
