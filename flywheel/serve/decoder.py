@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypedDict, Unpack
@@ -176,7 +177,7 @@ class Decoder:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text, or the ids themselves. Raises UsageError for text where there is no tokenizer."""
-        return self._text().encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self._text().encode(prompt) if isinstance(prompt, str) else _ids(prompt)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, by the model's chat template. Raises UsageError where there is none."""
@@ -212,6 +213,8 @@ class Decoder:
     def generate_all(self, prompts: Sequence[Prompt], **wanted: Unpack[Wanted]) -> Iterator[tuple[int, Piece]]:
         """(place of the prompt, piece) of the answers to some prompts, as they come. The options are `generate`'s.
         Leaving early ends all answers."""
+        if isinstance(prompts, str):
+            raise UsageError("prompts: is one text, not a list of prompts; generate continues one")
         answers = [self.submit(prompt, **wanted) for prompt in prompts]
         try:
             while not all(answer.is_over for answer in answers):
@@ -257,6 +260,16 @@ class Decoder:
         if self._tokenizer is None:
             raise UsageError(f"{self.name}: has no tokenizer; give token ids")
         return self._tokenizer
+
+
+def _ids(prompt: Sequence[int]) -> list[int]:
+    """Raises UsageError for what is no list of whole numbers."""
+    try:
+        return [index(token) for token in prompt]
+    except TypeError:
+        raise UsageError(
+            f"prompt: {repr(prompt)[:60]} is neither a text nor token ids; generate_all continues several prompts"
+        ) from None
 
 
 def _no_texts(token_ids: Sequence[Sequence[int]]) -> list[str]:

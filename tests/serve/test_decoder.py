@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -211,3 +212,14 @@ def test_a_stop_that_is_one_text_is_one_word(decoder: Decoder) -> None:
     other = "".join(sorted(set(whole)))  # a word of all its characters, which it does not hold
     assert other not in whole
     assert decoder.complete("abc", max_tokens=40, ignore_end=True, stop=other).text == whole
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]], [1.5], None, 7])
+def test_what_is_no_prompt_is_refused_in_a_line_that_names_who_takes_several(decoder: Decoder, prompt: Any) -> None:
+    with pytest.raises(UsageError, match=r"^prompt: .* is neither a text nor token ids; generate_all continues"):
+        decoder.generate(prompt)
+
+
+def test_one_text_is_no_list_of_prompts(decoder: Decoder) -> None:
+    with pytest.raises(UsageError, match="prompts: is one text, not a list of prompts; generate continues one"):
+        list(decoder.generate_all("abc"))
