@@ -62,8 +62,8 @@ SAMPLES: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is compared: a model on a GPU, at contexts of at least 2, for batches. `name` is the model as the user gave
-    it."""
+    """The workloads to compare: a model on a GPU, at contexts of at least 2, for batches. `name` is the model as the
+    user gave it."""
 
     source: Source
     name: str
@@ -106,30 +106,31 @@ class Refused:
 
 @command
 @click.option("--model", cls=SharedOption, metavar="NAME|DIR|REPO",
-              help="Model by name, with random weights; or a checkpoint's directory, or its repository on the Hub.")
+              help="Directory of a Hugging Face checkpoint, a repository of its Hub, or a model by name, with random "
+                   "weights.")
 @click.option("--against", type=rival_names, metavar="NAME,...",
-              help=f"Rivals of the schedule: {', '.join(KNOWN_RIVALS)}.  [default: cublas,compile; for quantised "
-                   "weights, the rivals that multiply them; on several GPUs, those over NCCL]")
+              help=f"Rivals to time: {', '.join(KNOWN_RIVALS)}.  [default: cublas,compile; for quantised weights, "
+                   "the rivals that multiply them; on several GPUs, the rivals that use NCCL]")
 @click.option("--context", "contexts", cls=SharedOption, type=integers, metavar="N,N...",
               help=f"Tokens that the step attends to.  [default: the schedule's, else {DEFAULTS['context']}]")
 @click.option("--batch", "batches", type=integers, metavar="N,N...",
-              help="Sequences decoded together; several are compared.  [default: the schedule's, else 1]")
+              help="Sequences that one launch decodes; each number is timed.  [default: the schedule's, else 1]")
 @click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
               help="Type of weights and activations.  [default: the schedule's, else the checkpoint's, else bf16]")
 @weights_option
 @ranks_option
-@click.option("--gpu", cls=SharedOption, metavar="NAME", help="GPU to lower for.  [default: the one here]")
+@click.option("--gpu", cls=SharedOption, metavar="NAME", help="GPU to lower for.  [default: this machine's]")
 @click.option("--config", "config_file", metavar="FILE|-",
               help="Exported schedule, or ScheduleConfig, lowered for every context and batch.  "
                    "[default: the store's best for each, else the shipped schedule]")
 @click.option("--campaign", metavar="NAME",
               help="Time this campaign's best schedule and its model.  [default: without --model, the newest]")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, metavar="N",
-              help=f"Rounds of {SAMPLES} samples each; every round loads the schedule again.")
+              help=f"Rounds of {SAMPLES} samples each; each round loads the schedule again.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
-              help="Seed of the tokens, and of the weights where there is no checkpoint.")
+              help="Seed of the tokens and, without a checkpoint, of the weights.")
 @click.option("--serve", "served", is_flag=False, flag_value=START, metavar="[URL]",
-              help="Instead, time a server with OpenAI's API; without a URL, start one.")
+              help="Time a server with OpenAI's API instead of the decode step; without a URL, start one.")
 @click.option("--clients", type=integers, default="1,8", show_default=True, metavar="N,N...",
               help="With --serve: clients that send requests at the same time.")
 @click.option("--requests", type=click.IntRange(1), default=64, show_default=True, metavar="N",
@@ -140,8 +141,8 @@ class Refused:
               help="With --serve: tokens of each answer.")
 @click.option("--device", type=click.Choice(["cuda", "reference"]), help="With --serve, no URL: the server's device.")
 @click.option("--engines", metavar="NAME,...",
-              help="With --serve, behind a started server: transformers (generate, static cache, torch.compile), vllm "
-                   "(its server), or none.  [default: those that are installed]")
+              help="With --serve and no URL: engines to time after flywheel's server: transformers (generate, static "
+                   "cache, torch.compile), vllm (its server), or none.  [default: the installed ones]")
 @click.option("--picture", type=click.Path(path_type=Path), metavar="FILE.svg", help="Draw the times as bars.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE.json",
               help="Write the JSON document, with all samples.")
@@ -174,11 +175,11 @@ def bench(
     output: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Time the best known schedule, CUDA-graphed PyTorch and torch.compile, in turn, on this machine's GPU.
+    """Time the best known schedule alternately with CUDA-graphed PyTorch and torch.compile, on this machine's GPU.
 
-    One process does everything. It first measures how fast this GPU reads. It then compares each contestant's logits
-    with the eager oracle's, and times who passes, in rounds, with an empty L2 cache before each sample. Exit code 3 if
-    any contestant has no time, or a schedule does not fit a context or batch.
+    The command first measures how fast this GPU reads. It then compares the program's tensors, and the rivals' logits,
+    with the eager oracle's. It times every contestant that passes, in rounds, and empties the L2 cache before each
+    sample. Exit code 3 if any contestant has no time, or a schedule does not fit a context or batch.
     """
     _check(config_file, campaign, (output, picture))
     if served is not None:
@@ -239,7 +240,7 @@ def _settle(
     weights: str | None = None,
     ranks: int | None = None,
 ) -> Work:
-    """The work to compare: from the options, else from the schedule or campaign, else the defaults.
+    """The work to compare. An option decides, else the schedule or campaign, else the default.
 
     Raises UsageError, NoGpuError, and what looking up the names raises.
     """
@@ -281,8 +282,8 @@ def _target(gpu: str | None) -> GpuTarget:
 
 
 def _lower(chosen: Sequence[Chosen]) -> tuple[list[Lowered], list[Refused]]:
-    """The programs of the schedules that fit their workloads, and the schedules that are known without a GPU not to
-    fit."""
+    """(programs of the schedules that fit their workloads, schedules that do not fit, as far as that is known without a
+    GPU)."""
     from flywheel.lowering.lower import lower
     from flywheel.plan import program_id
     from flywheel.vm.pack import pack_any

@@ -25,15 +25,15 @@ _MOST_JOBS: Final = 8
 @click.option("--gpu", cls=SharedOption, metavar="NAME", required=True, help="GPU of the measurements.")
 @store_option
 @click.option("--campaign", "campaigns", metavar="NAME", multiple=True,
-              help="Use what this campaign measured; repeatable.  [default: every campaign of the GPU]")
+              help="Use this campaign's measurements; repeatable.  [default: every campaign of the GPU]")
 @click.option("--kernels", metavar="DIGEST", multiple=True,
-              help="Also use rows of these kernels, which must be as fast as the newest row's; repeatable.")
+              help="Also use trials of these kernels, which must be as fast as the newest trial's; repeatable.")
 @click.option("--held-back", type=click.FloatRange(0.1, 0.9), default=0.5, show_default=True, metavar="SHARE",
-              help="Share of each model's configs that test the fit and take no part in it.")
+              help="Share of each model's configs that only test the fit.")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N",
-              help=f"Processes that predict.  [default: one a processor, {_MOST_JOBS} at most]")
+              help=f"Processes that predict.  [default: one per processor, up to {_MOST_JOBS}]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("machine.json"), show_default=True,
-              metavar="FILE", help="Write the constants there, for --machine of other commands.")
+              metavar="FILE", help="File for the constants, for --machine of other commands.")
 @json_option
 def calibrate(
     gpu: str,
@@ -45,11 +45,11 @@ def calibrate(
     output: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Fit the cost model's constants of a GPU to campaigns' measurements, and say how well it predicts the rest.
+    """Fit the cost model's constants for a GPU to campaigns' measurements, and show how well it predicts held-back
+    configs.
 
-    flywheel doctor --probe measures what bounds the read rate and the hand-off. Only rows with the GPU, driver,
-    compiler and kernels of the newest measured row count. search, evaluate, lower and simulate take the result as
-    --machine.
+    The rates of reading and of hand-offs come from flywheel doctor --probe. Only trials with the GPU, driver, compiler
+    and kernels of the newest measured trial count. search, evaluate, lower and simulate take the result as --machine.
     """
     from flywheel.cost_model.calibration import dump_calibration
     from flywheel.search.knowledge.calibrating import calibrate as run_calibration

@@ -45,9 +45,9 @@ def decode_options(function: _F) -> _F:
     """`--model`, `--gpu`, `--dtype`, `--weights`, `--context`, `--device` and `--seed`."""
     for option in (
         click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
-                     help="Seed of random weights, where there is no checkpoint, and of tokens to verify with."),
+                     help="Seed of the tokens to verify with and, without a checkpoint, of the weights."),
         click.option("--device", cls=SharedOption, type=click.Choice(["reference", "cuda"]), default="reference",
-                     show_default=True, help="What runs the program."),
+                     show_default=True, help="Run the program on the CPU (reference) or on this machine's GPU (cuda)."),
         click.option("--context", cls=SharedOption, type=int, metavar="TOKENS",
                      help=f"Positions of the KV cache.  [default: the schedule's, else {DEFAULTS['context']}]"),
         weights_option,
@@ -65,8 +65,8 @@ def decode_options(function: _F) -> _F:
 
 
 def check_device(device: str, ranks: int | None = None) -> None:
-    """Check that `cuda` has what a command needs. Raises NoGpuError where no GPU is here, nothing to use it with, or no
-    `ranks` GPUs that can share a program."""
+    """Check that `cuda` has what a command needs. Raises NoGpuError where this machine has no GPU, lacks the packages
+    to use one, or has no `ranks` GPUs that can share a program."""
     if device == "cuda":
         from flywheel.vm.gpu.peers import open_gpus
 
@@ -131,8 +131,8 @@ def lower_model(
     ranks: int | None = None,
     lanes: int = 1,
 ) -> MegakernelProgram:
-    """Lower a model. The options decide, then the schedule, then the defaults. Of each sequence, `lanes` rows of the
-    batch are consecutive tokens.
+    """Lower a model. An option decides, else the schedule, else the default. `lanes` consecutive rows of the batch are
+    consecutive tokens of one sequence.
 
     Without a GPU's name, `cuda` takes this machine's GPU. Without a config, it takes the shipped schedule, else the one
     that search tries first. A config that the lowerer refuses ends the command.

@@ -43,10 +43,10 @@ EXTRAS: Final = {
 @store_option
 @json_option
 def doctor(probe: bool, store: str, as_json: bool) -> None:
-    """Say what this machine has: Python, packages, GPU and store. Exits 0 whatever it finds.
+    """Show what this machine has: Python, packages, GPU and store. Exits 0 whatever it finds.
 
-    With --probe it first measures the GPU, for some seconds: the best rate at which plain kernels read its memory, and
-    the time of a hand-off between two SMs. Exit code 4 where there is no GPU to probe.
+    With --probe it first measures the GPU for some seconds: the best rate at which plain kernels read its memory, and
+    the time of a hand-off between two SMs. Exit code 4 if there is no GPU to probe.
     """
     from flywheel.measure.environment import capture_environment
     from flywheel.search.trials.device import missing_modules

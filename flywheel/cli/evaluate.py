@@ -41,13 +41,14 @@ _NUMBERS: Final = ("predicted_us", "predictor", "latency_us", "p10_us", "p90_us"
 
 @command
 @click.argument("config_file", required=False, metavar="CONFIG|-")
-@click.option("--config", "config_option", metavar="FILE|-", help="The same as the argument CONFIG.")
+@click.option("--config", "config_option", metavar="FILE|-", help="Same as the argument CONFIG.")
 @workload_options
 @batch_option
 @ranks_option
 @click.option("--measure", cls=SharedOption, type=click.Choice(["auto", "predict", "cuda"]), default="auto",
-              show_default=True, help="Where the latency comes from; auto: cuda if that GPU is here, else predict.")
-@click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
+              show_default=True, help="cuda measures on this machine's GPU; predict uses the cost model; "
+                   "auto takes cuda if that is the GPU to schedule for, else predict.")
+@click.option("--machine", metavar="FILE", help="Predict with the constants that flywheel calibrate wrote to FILE.")
 @store_option
 @json_option
 @click.pass_context
@@ -68,7 +69,7 @@ def evaluate(
     as_json: bool,
 ) -> None:  # fmt: skip
     """Lower, validate and predict or measure one ScheduleConfig or exported schedule, and compare it with the store's
-    best for the same work.
+    best for the same workload.
 
     The command writes nothing. Exit code 0 with a latency, 3 without one. A schedule names its model, GPU, dtype,
     context and batch; options override them.

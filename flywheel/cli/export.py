@@ -42,16 +42,17 @@ _OF_CAMPAIGN = ("schedule", "program", "bundle", "optuna")
 
 @command
 @click.option("--format", "form", type=click.Choice(FORMATS), required=True,
-              help="schedule: the best row's config, numbers and provenance. program: the program of that row. "
+              help="schedule: the best trial's config, numbers and provenance. program: the program of that trial. "
                    "bundle: a directory with the compiled program, which decodes a checkpoint without torch. "
                    "tsv, csv: all trials. t4: trials of one model and GPU in Kernel Tuner's format. "
                    "optuna: a campaign as a study in a SQLite file, for optuna-dashboard.")  # fmt: skip
 @click.option("--schedule", "schedule_file", metavar="FILE|shipped",
-              help="With --format bundle: an exported or the shipped schedule instead of a row.")
-@click.option("--campaign", metavar="NAME", help="Rows of this campaign only; a unique prefix is enough.")
+              help="With --format bundle: bundle an exported or the shipped schedule instead of a trial.")
+@click.option("--campaign", metavar="NAME", help="Only trials of this campaign; a unique prefix is enough.")
 @workload_options
 @batch_option
-@click.option("--measured/--predicted", default=None, help="Rows to take.  [default: measured if there are any]")
+@click.option("--measured/--predicted", default=None,
+              help="Only trials with this kind of latency.  [default: measured if there are any]")
 @store_option
 @output_option
 @json_option
@@ -72,11 +73,11 @@ def export(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Write the best row of a campaign, or of a model on a GPU, or all trials, to stdout or a file.
+    """Write the best trial of a campaign, or of a model on a GPU, or all trials, to stdout or a file.
 
     Without --campaign, --model and --gpu, a schedule, program, bundle or study comes from the newest campaign.
 
-    The same rows give the same bytes.
+    The output depends only on the stored trials: repeating the command gives the same bytes.
     """
     from flywheel.cli.bundling import bundle_file, bundle_row
     from flywheel.store.sql import open_store

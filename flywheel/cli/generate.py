@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 @ranks_option
 @click.option("--prompt", metavar="TEXT", help="Text to continue; needs the checkpoint's tokenizer.json.")
 @click.option("--prompt-ids", type=integers, metavar="ID,ID...", help="Token ids to continue.")
-@click.option("--chat", is_flag=True, help="Send --prompt as a user's message, by the checkpoint's chat template.")
-@click.option("--max-tokens", type=int, default=32, show_default=True, metavar="N", help="Stop after so many tokens.")
+@click.option("--chat", is_flag=True, help="Send --prompt as a user's message in the checkpoint's chat template.")
+@click.option("--max-tokens", type=int, default=32, show_default=True, metavar="N", help="Stop after N tokens.")
 @click.option(
     "--config",
     "--schedule",
     "schedule_file",
     metavar="FILE|-",
-    help="Exported schedule, or ScheduleConfig, as JSON.  [default: the shipped schedule for this work, "
-    "else the one that search tries first]",
+    help="Exported schedule, or ScheduleConfig, as JSON.  [default: the shipped schedule for this workload, "
+    "else the one that a search tries first]",
 )
 @click.option("--lookup", type=click.IntRange(0, MAX_BATCH - 1), default=0, show_default=True, metavar="N",
-              help="Guess up to N next tokens from the text so far; a launch checks them all.")  # fmt: skip
+              help="Speculative decoding: draft up to N tokens from the text so far.")  # fmt: skip
 @click.option("--verify", is_flag=True, help="Compare every token with the eager oracle.")
-@click.option("--stream", is_flag=True, help="Show the text as it is made; with --json, one object a line.")
+@click.option("--stream", is_flag=True, help="Show the text as it is made; with --json, one object per line.")
 @json_option
 def generate(
     model: str | None,
@@ -73,8 +73,8 @@ def generate(
 ) -> None:  # fmt: skip
     """Generate greedily: torch reads the prompt, then each launch of the lowered decode step makes a token.
 
-    An exported schedule names its GPU, dtype and context; options override them. With --verify, a token that differs
-    from the oracle's ends the command with exit code 3; --stream shows tokens before they are compared.
+    An exported schedule names its GPU, dtype and context; options override them. With --verify, the first token that
+    differs from the oracle's choice ends the command with exit code 3; --stream shows tokens before they are compared.
     """
     check_device(device, ranks)
     if (prompt is None) == (prompt_ids is None):

@@ -46,13 +46,13 @@ PRIORS: Final = 10
 @partial(command, name="import")
 @click.argument("path", metavar="FILE|-")
 @click.option("--as", "name", required=True, metavar="CAMPAIGN", help="Name of the new campaign.")
-@click.option("--campaign", metavar="NAME", help="Take this campaign's trials only, where the table has several.")
+@click.option("--campaign", metavar="NAME", help="Take only this campaign's trials from a table of several.")
 @workload_options
 @batch_option
 @click.option("--measure", cls=SharedOption, type=click.Choice(["auto", "predict", "cuda"]), default="auto",
-              show_default=True, help="Where a campaign made of schedules gets its latencies.")
+              show_default=True, help="For imported schedules: how the new campaign's search gets latencies.")
 @click.option("--corpus", type=click.Path(path_type=Path), metavar="FILE.jsonl",
-              help="AutoMegaKernel's corpus: the schedules that its table names by id.")
+              help="AutoMegaKernel's corpus, which has the schedules that its table names by id.")
 @click.option("--best", type=click.IntRange(1), default=PRIORS, show_default=True, metavar="N",
               help="Take the N best schedules of a foreign table.")
 @store_option
@@ -69,7 +69,7 @@ def import_file(
     as_json: bool,
     **work: Any,
 ) -> None:  # fmt: skip
-    """Make a campaign of a file.
+    """Make a campaign from a file.
 
     From a table that flywheel export wrote, the campaign takes the trials, marked as imported: all or none. Repeating
     the command adds what is missing. If the table has no column batch, --batch says how many sequences a step had.

@@ -36,12 +36,13 @@ if TYPE_CHECKING:
 @workload_options
 @batch_option
 @click.option("--config", "config_file", metavar="FILE|-",
-              help="ScheduleConfig or exported schedule, as JSON.  [default: the first of a search]")  # fmt: skip
+              help="ScheduleConfig or exported schedule, as JSON.  "
+                   "[default: the one that a search tries first]")  # fmt: skip
 @click.option("--set", "settings", type=setting, multiple=True, metavar="NAME=VALUE",
               help="Set one knob of the search space; repeatable.")  # fmt: skip
-@click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
+@click.option("--machine", metavar="FILE", help="Predict with the constants that flywheel calibrate wrote to FILE.")
 @ranks_option
-@click.option("--any-size", is_flag=True, help="Lower a model to look at, even if it exceeds the GPU's memory.")
+@click.option("--any-size", is_flag=True, help="Lower a model even if it exceeds the GPU's memory.")
 @output_option
 @json_option
 @click.pass_context
@@ -61,7 +62,7 @@ def lower(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Lower a model for a GPU: the program's JSON on stdout, a summary on stderr.
+    """Lower a model for a GPU: write the program's JSON to stdout, and a summary to stderr.
 
     An exported schedule names its model, GPU, dtype, context and batch; options override them. Exit code 3 if the
     lowerer refuses the config, or the model exceeds the GPU's memory.

@@ -27,28 +27,28 @@ COMMANDS: Final = {
     "search": ("flywheel.cli.search:search", "Search for the fastest schedule of a model on a GPU."),
     "campaigns": ("flywheel.cli.campaigns:campaigns", "List the campaigns of a store, or show one."),
     "export": ("flywheel.cli.export:export", "Write the best schedule, its program, or all trials."),
-    "import": ("flywheel.cli.importing:import_file", "Take trials, or schedules to try first, from a file."),
-    "evaluate": ("flywheel.cli.evaluate:evaluate", "Say what one schedule is worth."),
+    "import": ("flywheel.cli.importing:import_file", "Import trials, or schedules to try first, from a file."),
+    "evaluate": ("flywheel.cli.evaluate:evaluate", "Predict or measure one schedule."),
     "report": ("flywheel.cli.report:report", "Write a campaign as one HTML page."),
     "mlflow": ("flywheel.cli.mlflow:mlflow", "Mirror campaigns in MLflow."),
     "dashboard": ("flywheel.cli.dashboard:dashboard", "Show the store's campaigns in MLflow's browser pages."),
     "lower": ("flywheel.cli.lower:lower", "Turn a model and a schedule config into a program."),
     "validate": ("flywheel.cli.validate:validate", "Prove programs free of deadlocks and races."),
     "simulate": ("flywheel.cli.simulate:simulate", "Run a program's counters and predict its latency."),
-    "verify": ("flywheel.cli.verify:verify", "Compare a program's logits with a model's."),
-    "bench": ("flywheel.cli.bench:bench", "Time the best schedule beside PyTorch on this GPU."),
-    "trace": ("flywheel.cli.trace:trace", "Show what a launch spends its time on, on this GPU."),
+    "verify": ("flywheel.cli.verify:verify", "Check every tensor of a program against the model's reference."),
+    "bench": ("flywheel.cli.bench:bench", "Time the best schedule and PyTorch on this machine's GPU."),
+    "trace": ("flywheel.cli.trace:trace", "Show how a launch on this machine's GPU spends its time."),
     "generate": ("flywheel.cli.generate:generate", "Generate tokens with a model's program."),
     "quantize": ("flywheel.cli.quantize:quantize", "Write a checkpoint with quantised matrices."),
-    "serve": ("flywheel.cli.serve:serve", "Serve a model behind OpenAI's API."),
+    "serve": ("flywheel.cli.serve:serve", "Serve a model with OpenAI's API."),
     "inspect": ("flywheel.cli.inspect:inspect", "Summarise a program."),
     "diff": ("flywheel.cli.diff:diff", "Compare two programs."),
-    "calibrate": ("flywheel.cli.calibrate:calibrate", "Fit the cost model to what a GPU was measured to do."),
+    "calibrate": ("flywheel.cli.calibrate:calibrate", "Fit the cost model to a GPU's measurements."),
     "mpk": ("flywheel.cli.mpk:mpk", "Prove, repair and predict task graphs of Mirage MPK."),
     "models": ("flywheel.cli.catalog:models", "List the models known by name."),
     "knobs": ("flywheel.cli.knobs:knobs", "List the knobs of a model's schedules on a GPU."),
     "targets": ("flywheel.cli.catalog:targets", "List the GPUs known by name."),
-    "doctor": ("flywheel.cli.doctor:doctor", "Say what this machine has, and what that means."),
+    "doctor": ("flywheel.cli.doctor:doctor", "Show this machine's GPU, packages and store, and what flywheel can do."),
 }
 """Name -> (module:command, one line of help), in the order of `--help`. `--help` imports none of them."""
 
@@ -171,7 +171,7 @@ def cli(debug: bool) -> None:
 
 
 def main() -> int:
-    """Entry point; the exit code."""
+    """Entry point. Returns the exit code."""
     buffer_output()
     watch_interrupts()
     sys.excepthook = _report_bug

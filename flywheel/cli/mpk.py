@@ -70,7 +70,7 @@ class _Given:
     "--workers",
     type=click.IntRange(min=1),
     metavar="W",
-    help="Take the order in MPK's queues of W workers.  [default: any placement; predict: 128; "
+    help="Prove or predict with the order of MPK's queues for W workers.  [default: any placement; predict: 128; "
     "search: tries 96 to 131]",
 )
 @click.option(
@@ -97,7 +97,7 @@ class _Given:
     "--picture",
     type=click.Path(path_type=Path),
     metavar="FILE.svg",
-    help="predict: draw the middle layer on every worker.",
+    help="predict: draw the middle layer's tasks on every worker.",
 )
 @click.option(
     "-o",

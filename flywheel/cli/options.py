@@ -98,7 +98,8 @@ def weights_option(function: _F) -> _F:
     """`--weights`, None where not given."""
     return click.option(
         "--weights", cls=SharedOption, metavar="FORMAT[,ROLE=FORMAT]",
-        help="Format of matrices: fp8, int8 or int4, such as int4-g64-zeros, fp8-block and int4,lm_head=fp8.  "
+        help="Format of weight matrices: fp8, int8 or int4; variants such as int4-g64-zeros and fp8-block; a role "
+             "of its own such as int4,lm_head=fp8.  "
              "[default: the dtype]",
     )(function)  # fmt: skip
 
@@ -107,13 +108,14 @@ def workload_options(function: _F) -> _F:
     """`--model`, `--gpu`, `--dtype`, `--weights` and `--context`, None where not given."""
     for option in (
         click.option("--context", cls=SharedOption, type=int, metavar="TOKENS",
-                     help=f"Tokens that the step attends to.  [default: {DEFAULTS['context']}, or what the model has]"),
+                     help=f"Tokens that the step attends to.  [default: {DEFAULTS['context']}, or the model's "
+                          "maximum if less]"),
         weights_option,
         click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
                      help="Type of activations and unquantised weights.  "
                           f"[default: {DEFAULTS['dtype']}]"),
         click.option("--gpu", cls=SharedOption, metavar="NAME",
-                     help="GPU to schedule for; see flywheel targets.  [default: the one here]"),
+                     help="GPU to schedule for; see flywheel targets.  [default: this machine's]"),
         click.option("--model", cls=SharedOption, metavar="NAME|PATH|REPO",
                      help="Model by name (flywheel models), the directory of a Hugging Face checkpoint, or a "
                           "repository of its Hub, such as Qwen/Qwen3-0.6B."),
@@ -126,7 +128,7 @@ def batch_option(function: _F) -> _F:
     """`--batch`, None where not given."""
     return click.option(
         "--batch", type=int, metavar="N",
-        help=f"Sequences decoded in lock-step, up to {MAX_BATCH}.  [default: {DEFAULTS['batch']}]",
+        help=f"Sequences that one launch decodes, up to {MAX_BATCH}.  [default: {DEFAULTS['batch']}]",
     )(function)  # fmt: skip
 
 
@@ -141,7 +143,7 @@ def ranks_option(function: _F) -> _F:
 def output_option(function: _F) -> _F:
     """`--output`, None for stdout."""
     return click.option(
-        "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write there instead of to stdout."
+        "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write to FILE instead of stdout."
     )(function)
 
 

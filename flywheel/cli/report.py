@@ -24,7 +24,7 @@ PAGE = "report.html"
 @command
 @click.argument("campaign", required=False)
 @click.option("-o", "--output", "--out", "output", type=click.Path(path_type=Path), metavar="FILE.html",
-              help="Write there, - is stdout.  [default: CAMPAIGN.html]")  # fmt: skip
+              help="File to write; - is stdout.  [default: CAMPAIGN.html]")  # fmt: skip
 @store_option
 @json_option
 def report(campaign: str | None, output: Path | None, store: str, as_json: bool) -> None:

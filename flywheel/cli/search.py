@@ -61,7 +61,7 @@ _STOPPED = {
 }
 
 
-_UNCERTAIN = "none was held: the best may be so by chance"
+_UNCERTAIN = "no final was run; the best may be best by chance"
 
 
 def _default(name: str, text: str) -> str:
@@ -76,32 +76,34 @@ def _default(name: str, text: str) -> str:
     "--measure",
     cls=SharedOption,
     type=click.Choice(["auto", "predict", "cuda"]),
-    help=_default("measure", "Where latencies come from; auto: cuda with that GPU here, else predict."),
+    help=_default("measure", "cuda measures on this machine's GPU; predict uses the cost model; auto takes cuda if "
+                             "that is the GPU to schedule for, else predict."),
 )
-@click.option("--sampler", type=click.Choice(SAMPLERS), help=_default("sampler", "What proposes schedules."))
+@click.option("--sampler", type=click.Choice(SAMPLERS), help=_default("sampler", "Method that proposes schedules."))
 @click.option("--seed", type=int, help=_default("seed", "Seed of the sampler."))
 @click.option("--trials", type=int, help=_default("trials", "Stop after this many trials, earlier runs included."))
 @click.option("--time", "time_s", type=seconds, metavar="DURATION", help="Stop this run after 90, 90s, 5m or 1h.")
 @click.option("--until", type=float, metavar="FRACTION", help="Stop at this fraction of the weight floor: 0.95.")
 @click.option("--patience", type=int, metavar="TRIALS", help="Stop after this many trials without a new best.")
-@click.option("--jobs", type=int, help="Processes that predict here.  [default: one a usable core, up to 16]")
+@click.option("--jobs", type=int, help="Local processes that predict.  [default: one per usable core, up to 16]")
 @click.option(
     "--engine", type=click.Choice(["local", "ray"]), help=_default("engine", "This machine, or a Ray cluster.")
 )
 @click.option("--ray-address", metavar="HOST:PORT", help="The cluster's head.  [default: a cluster on this machine]")
-@click.option("--workers", type=int, help="GPUs that measure, or Ray's processes that predict.  [default: all of them]")
+@click.option("--workers", type=int, help="GPUs that measure, or Ray processes that predict.  [default: all]")
 @click.option("--seeds/--no-seeds", default=None, help="Try known good schedules first.  [default: seeds]")
 @click.option(
     "--warm/--cold", default=None,
-    help="Before those, try the store's best schedules of similar models and GPUs.  [default: warm]",
+    help="Before those, try the store's best schedules for similar models and GPUs.  [default: warm]",
 )
-@click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
+@click.option("--machine", metavar="FILE", help="Predict with the constants that flywheel calibrate wrote to FILE.")
 @click.option("--prefilter", type=float, metavar="FACTOR",
               help="Do not measure a schedule whose predicted latency is over FACTOR times that of the best.")
 @click.option("--predictions", type=int, help=_default(
-    "predictions", "Predictions that sampler descent makes, on a calibrated GPU, before it chooses what to measure."))
-@click.option("--fix", type=setting, metavar="NAME=VALUE", multiple=True, help="Pin a knob; repeatable.")
-@click.option("--name", metavar="NAME", help="Name of the campaign.  [default: made of what it searches]")
+    "predictions", "Predictions from which the sampler descent chooses what to measure, on a calibrated GPU."))
+@click.option("--fix", type=setting, metavar="NAME=VALUE", multiple=True,
+              help="Fix the value of a knob (see flywheel knobs); repeatable.")
+@click.option("--name", metavar="NAME", help="Name of the campaign.  [default: derived from the workload]")
 @click.option(
     "--campaign",
     "campaign_file",
@@ -110,7 +112,7 @@ def _default(name: str, text: str) -> str:
     help="Options from a file; the command line and the environment override it.",
 )
 @store_option
-@click.option("--fresh", is_flag=True, help="Start a new campaign instead of resuming the one of that name.")
+@click.option("--fresh", is_flag=True, help="Start a new campaign instead of resuming the one with this name.")
 @click.option(
     "-o",
     "--output",
@@ -121,10 +123,11 @@ def _default(name: str, text: str) -> str:
     help="Also write the best schedule, as flywheel export does.",
 )
 @click.option("--mlflow", "children", type=click.Choice(CHILDREN),
-              help="Mirror the campaign in MLflow, by a separate process, with a run for each of these trials.")
+              help="Mirror the campaign in MLflow from a separate process. Trials that get a run of their own: all, "
+                   "each new best (kept), or none.")
 @tracking_option
 @json_option
-@click.option("--jsonl", is_flag=True, help="One JSON object an event on stdout, as it happens, instead of a summary.")
+@click.option("--jsonl", is_flag=True, help="Print every event as a line of JSON on stdout, as it happens.")
 @click.pass_context
 def search(
     ctx: click.Context,

@@ -23,25 +23,26 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 @command
-@click.option("--model", required=True, metavar="NAME|DIR", help="A checkpoint's or a bundle's directory, or a name.")
+@click.option("--model", required=True, metavar="NAME|DIR", help="Directory of a checkpoint or bundle, or a name.")
 @click.option("--schedule", metavar="FILE", help="Exported schedule.  [default: the shipped one that fits best]")
-@click.option("--gpu", metavar="NAME", help="GPU that the program is lowered for.  [default: the one here]")
+@click.option("--gpu", metavar="NAME", help="GPU to lower for.  [default: this machine's]")
 @click.option("--dtype", metavar="TYPE", help="bf16, f16 or f32.  [default: the schedule's or the checkpoint's]")
 @click.option("--weights", cls=SharedOption, metavar="FORMAT|DIR",
-              help="How matrices are stored; of a bundle, its checkpoint.  [default: as they are]")  # fmt: skip
+              help="Format of matrices; with a bundle, its checkpoint's directory.  [default: as stored]")  # fmt: skip
 @click.option("--context", type=click.IntRange(min=1), metavar="N", help="Most tokens of prompt and answer together.")
 @click.option("--max-sequences", type=click.IntRange(1, MAX_BATCH), metavar="N",
               help=f"Requests decoded together, up to {MAX_BATCH}.  [default: the schedule's, else 1]")  # fmt: skip
 @click.option("--lookup", type=click.IntRange(0, MAX_BATCH - 1), default=0, show_default=True, metavar="N",
-              help="Guess up to N next tokens of each greedy answer from its text so far.")  # fmt: skip
-@click.option("--device", type=click.Choice(["cuda", "reference"]), help="[default: cuda where there is a GPU]")
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of random weights.")
-@click.option("--name", metavar="NAME", help="What requests call the model.  [default: its own name]")
-@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, metavar="N", help="0: any.")
+              help="Speculative decoding: draft up to N tokens of greedy answers from their text.")  # fmt: skip
+@click.option("--device", type=click.Choice(["cuda", "reference"]), help="[default: cuda if there is a GPU]")
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of random weights.")
+@click.option("--name", metavar="NAME", help="Name of the model in requests.  [default: its own name]")
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, metavar="N",
+              help="Port to listen on; 0 picks a free one.")
 @click.option("--queue", type=click.IntRange(1, 100_000), default=64, show_default=True, metavar="N",
-              help="Requests under way at most; others get 429.")  # fmt: skip
-@click.option("--api-key-file", type=Path, metavar="FILE", help="A file whose first line every /v1 request must bring.")
+              help="Maximum number of running and waiting requests; further ones get status 429.")  # fmt: skip
+@click.option("--api-key-file", type=Path, metavar="FILE", help="File whose first line is the key of /v1 requests.")
 @ranks_option
 @json_option
 def serve(
@@ -65,9 +66,9 @@ def serve(
 ) -> None:  # fmt: skip
     """Serve OpenAI's completions and chat completions until Ctrl-C.
 
-    Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A process of its own decodes; where it
-    dies, the requests that it had fail and another one takes its place. With --json, stdout says where it serves, once
-    it does.
+    Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A separate process decodes. If it dies,
+    its requests fail and a new process replaces it. With --json, the command prints the address to stdout once it
+    serves.
     """
     torch = [] if is_bundle(model) else ["torch"]
     check_installed("serve", [*torch, "fastapi", "uvicorn", "prometheus_client"])

@@ -28,13 +28,14 @@ SHOWN = 5
 @click.option("--seeds", type=click.IntRange(min=0), default=16, show_default=True, help="Adversarial orders to try.")
 @click.option("--trace", type=click.Path(path_type=Path), metavar="FILE.json",
               help="Write the predicted timeline, for ui.perfetto.dev or chrome://tracing.")
-@click.option("--machine", metavar="FILE", help="Predict with the constants of flywheel calibrate.")
+@click.option("--machine", metavar="FILE", help="Predict with the constants that flywheel calibrate wrote to FILE.")
 @json_option
 @click.pass_context
 def simulate(
     ctx: click.Context, file: str, seeds: int, trace: Path | None, machine: str | None, as_json: bool
 ) -> None:
-    """Run a program's counters, look for races in adversarial orders, and predict its latency; `-` is stdin.
+    """Run a program's counters, fire its tasks in adversarial orders to find races, and predict its latency; `-` is
+    stdin.
 
     Exit code 3 if a task never fires, an order shows a race, or the program is not valid.
     """

@@ -108,8 +108,8 @@ def _show_prediction(document: Mapping[str, Any]) -> None:
             [
                 ("predicted", f"{us(predicted['latency_us'])} on one {predicted['gpu']}"),
                 ("unqueued", f"{us(predicted['unqueued_us'])} with a worker for every task: what an order can gain"),
-                ("longest way", f"{us(predicted['path_us'])} if every task had the GPU to itself"),
-                ("load", f"{us(predicted['load_us'])} if all workers had the same to do"),
+                ("critical path", f"{us(predicted['path_us'])} if every task had the GPU to itself"),
+                ("load", f"{us(predicted['load_us'])} with the load spread evenly over all workers"),
                 ("floor", us(predicted["floor_us"])),
                 ("reached", f"{percent(predicted['floor_fraction'])} of the floor"),
             ]

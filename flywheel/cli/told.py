@@ -1,4 +1,4 @@
-"""What a command line told `flywheel bench`: names of rivals, and the line again."""
+"""Parses `--against`, and reconstructs the command line that a bench document records."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from click.core import ParameterSource
 from flywheel.decode.lineup import RANK_RIVALS, RIVALS, Rival
 
 KNOWN_RIVALS: Final = {**RIVALS, **RANK_RIVALS}
-"""Rivals of programs of one GPU and of several."""
+"""Rivals of single-GPU and of multi-GPU programs, by name."""
 
 
 def rival_names(text: str) -> tuple[Rival, ...]:
-    """The rivals that `cublas,compile` names, each once."""
+    """The rivals that a text such as `cublas,compile` names, without repeats. Raises click.BadParameter for an unknown
+    name."""
     names = list(dict.fromkeys(text.split(",")))
     unknown = next((name for name in names if name not in KNOWN_RIVALS), None)
     if unknown is not None:
@@ -24,7 +25,7 @@ def rival_names(text: str) -> tuple[Rival, ...]:
 
 
 def spoken(ctx: click.Context) -> str:
-    """The command line with every option that the user gave, on the command line or by the environment."""
+    """The command line, with every option that was set on the command line or by the environment."""
     words = [ctx.command_path]
     for option in ctx.command.params:
         told = ctx.get_parameter_source(option.name or "")

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 @command
 @click.option("--model", cls=SharedOption, metavar="NAME|DIR",
-              help="Model by name, with random weights, or the directory of a checkpoint.  [default: the schedule's]")
+              help="Model by name, with random weights, or a checkpoint's directory.  [default: the schedule's]")
 @click.option("--config", "config_file", metavar="FILE|-",
-              help="Exported schedule, or ScheduleConfig.  [default: the first of a search]")
-@click.option("--campaign", metavar="NAME", help="The best schedule of this campaign of the store.")
+              help="Exported schedule, or ScheduleConfig.  [default: the one that a search tries first]")
+@click.option("--campaign", metavar="NAME", help="Trace the best schedule of this campaign.")
 @click.option("--gpu", cls=SharedOption, metavar="NAME",
-              help="GPU to lower for.  [default: the schedule's, else the one here]")
+              help="GPU to lower for.  [default: the schedule's, else this machine's]")
 @click.option("--dtype", cls=SharedOption, metavar="bf16|f16|f32",
               help="Type of weights and activations.  [default: the schedule's, else the checkpoint's, else "
                    f"{DEFAULTS['dtype']}]")
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 @click.option("--position", type=click.IntRange(min=1), metavar="P",
               help="Position to decode at.  [default: the last of the context]")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
-              help="Seed of the tokens, and of the weights where there is no checkpoint.")
+              help="Seed of the tokens and, without a checkpoint, of the weights.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE.json",
               help="Write the trace, for ui.perfetto.dev or chrome://tracing.")
 @click.option("--picture", type=click.Path(path_type=Path), metavar="FILE.svg",
-              help="Draw the middle layer on every SM.")
+              help="Draw the middle layer's tasks on every SM.")
 @store_option
 @json_option
 def trace(
@@ -79,8 +79,9 @@ def trace(
 ) -> None:  # fmt: skip
     """Show how one launch spends its time, from time stamps that its tasks write on this machine's GPU.
 
-    The result is a table by operation and one by hand-off and, where asked for, a file for Perfetto and a picture.
-    First the logits are compared with the oracle's, with a trace and without: exit code 3 if they are wrong.
+    First the program's tensors are compared with the oracle's, with and without tracing; exit code 3 if they differ.
+    The result is a table by operation and a table by hand-off (a task's wait for another task's result) and, if asked
+    for, a file for Perfetto and a picture.
     """
     if config_file is not None and campaign is not None:
         raise UsageError("trace: --config and --campaign both name a schedule; give one")
@@ -143,8 +144,8 @@ def _run(program: MegakernelProgram, source: Source, position: int | None, seed:
 
 
 def describe(traced: TracedStep) -> dict[str, Any]:
-    """The trace as a document, JSON-ready. An operation's shares are of its own time; the launch's are of all SMs'
-    time."""
+    """The trace as a document, JSON-ready. An operation's shares are fractions of its own time; the launch's are
+    fractions of the time of all SMs."""
     from flywheel.measure.verdict import as_document
     from flywheel.report.traced import exchange_times, hand_off_times, idle_us, operation_times
     from flywheel.vm.gpu.trace import Phase
@@ -250,7 +251,7 @@ def _show(document: dict[str, Any]) -> None:
             (row["operation"], f"{row['sums']:,}", _two(row["median_us"]), _two(row["max_us"]))
             for row in document["exchanges"]
         ]
-        show_table(("<exchange", "sums", "median us", "max us"), rows, indent="  ", gap=True)
+        show_table(("<exchange", "all-reduces", "median us", "max us"), rows, indent="  ", gap=True)
 
 
 def _two(value: float | None) -> str:

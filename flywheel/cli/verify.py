@@ -1,4 +1,4 @@
-"""`flywheel verify`: compare a program's logits with an oracle's."""
+"""`flywheel verify`: compare a program's tensors with the oracle's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     "--positions",
     type=integers,
     metavar="P,P...",
-    help="Positions to compare at.  [default: 0, 7, the middle and the last two of the context]",
+    help="Positions to compare at.  [default: 0, the middle and the last two of the context]",
 )
 @click.option(
     "--order",
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     help="Order in which ready tasks fire; --seed varies the last two.",
 )
 @click.option("--against-unquantised", "compared", is_flag=True,
-              help="Also compare with the unquantised model: KL divergence and the choice of the next token.")
+              help="Also compare with the unquantised model: KL divergence, and how often the next token agrees.")
 @click.option("--text", type=click.Path(path_type=Path), metavar="FILE",
-              help="With --against-unquantised: text to read, up to the context.  [default: random tokens]")
+              help="With --against-unquantised: text to compare over, up to the context.  [default: random tokens]")
 @json_option
 @click.pass_context
 def verify(
@@ -76,10 +76,11 @@ def verify(
     text: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Run a program with filled KV caches, and compare each tensor that it makes, of every sequence, with an oracle's.
+    """Run a program with filled KV caches, and compare every tensor that it computes, of every sequence, with an
+    oracle's.
 
-    The oracle computes from the same operands and shares no code with the program. The program is a file, or what
-    --config lowers to. Exit code 3 unless the verdict is a pass; it never is without a position after 0.
+    The oracle computes from the same operands and shares no code with the program. The program is a file, or the one
+    that --config lowers to. Exit code 3 unless the verdict is a pass. Only positions after 0 can give a pass.
     """
     check_device(device, ranks)
     if device == "cuda" and order != "list":

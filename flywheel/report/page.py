@@ -158,8 +158,8 @@ def _knobs(facts: Facts) -> list[str]:
     cut = f" Only the best {MOST_LINES:,} are drawn." if len(facts.trials) > MOST_LINES else ""
     parts = [
         _section("Importance of knobs"),
-        _note("Share of each knob in telling the best tenth of the trials from the others (PED-ANOVA). A sampler that "
-              "tries few values of a knob blurs it.")
+        _note("Importance of each knob for separating the best 10 % of trials from the rest (PED-ANOVA). It is less "
+              "reliable for a knob of which the sampler tried few values.")
         if bars
         else _note("Too few trials to tell."),
         bars or "",
@@ -195,8 +195,8 @@ def _changes(knobs: Knobs, facts: Facts) -> list[str]:
     rest = [each for each in found if each.knob not in most]
     return [
         _section("What a change costs"),
-        _note("Beside the best trial's latency. Only that: a trial that differs from the best in this knob alone. At "
-              "best: the fastest trial with that value, whatever else it changed."),
+        _note("Difference to the best trial's latency. Only that: the trial that differs from the best in this knob "
+              "alone. At best: the fastest trial with that value, whatever else it changed."),
         _changed([each for each in found if each.knob in most]),
         element("details", element("summary", "the other knobs"), _changed(rest)) if rest else "",
     ]  # fmt: skip

@@ -68,8 +68,8 @@ class HandOffTimes:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTimes:
-    """The sums of one operation on all GPUs, all layers together: from the last summand that any GPU stored to the
-    sum."""
+    """The all-reduces of one operation, over all GPUs and layers: the time from the last stored partial sum to the
+    result."""
 
     operation: str
     sums: int
@@ -78,7 +78,7 @@ class ExchangeTimes:
 
 
 def exchange_times(trace: LaunchTrace) -> list[ExchangeTimes]:
-    """What GPUs that share a program wait for each other's results, in the order of the program's operations."""
+    """How long GPUs that share a program wait for each other's results, in the order of the program's operations."""
     grouped: dict[str, list[float]] = {}
     for each in sorted(trace.exchanges, key=lambda each: each.task.task.id):
         grouped.setdefault(operation(each.task.task.label), []).append(each.exposed_us)
