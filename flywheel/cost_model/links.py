@@ -1,7 +1,7 @@
-"""The cost of exchanges between GPUs beyond the hand-offs that they are.
+"""The extra latency of a hand-off that crosses to another GPU.
 
-A task that makes a tile pushes it to other GPUs, and a task that adds it polls its own memory until all tiles are
-there. The engine prices that as a hand-off on one GPU. `exchanges_us` adds the way to another GPU.
+A task that makes a tile pushes it to other GPUs, and a task that adds it polls its own memory until all tiles have
+arrived. The engine prices that as a hand-off on one GPU. `exchanges_us` adds the extra time of the way to another GPU.
 """
 
 from __future__ import annotations

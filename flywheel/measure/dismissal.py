@@ -1,4 +1,5 @@
-"""When programs that are timed in turn need no more samples: one is surely slower, or surely the fastest."""
+"""Decides when programs that are timed alternately need no more samples: one is surely slower, or surely the
+fastest."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ STAGES: Final = MappingProxyType(
 )
 """The stages at which a program can be dismissed, by samples so far.
 
-Without margins, a program as fast as its rival is dismissed with a chance of at most 3.3 % at any stage behind the
-first, whatever the noise of independent pairs. The margins make less of it: of 620 pairs of one program's recorded
+Without margins, a program as fast as its rival is dismissed with probability at most 3.3 % over all stages after the
+first, whatever the noise of independent pairs. The margins lower it: of 620 pairs of one program's recorded
 samples from two of its loads, none was dismissed. Where one was made slower, 47 % were at 0.5 %, 85 % at 1 % and 95 %
 at 2 % (tests/measure/test_dismissal.py).
 """

@@ -38,7 +38,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Incorrect:
-    """Ran with wrong logits."""
+    """Ran, and failed the verdict: at least one of its tensors or tokens is wrong."""
 
     verdict: Verdict
     reason: str

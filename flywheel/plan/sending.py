@@ -1,4 +1,4 @@
-"""Which products can send to other GPUs what they store, so that no task of its own pushes it.
+"""Which matrix products can store their result on the other GPUs directly, so that no separate push task is needed.
 
 Source: docs/vm.md, "Ranks".
 """

@@ -1,6 +1,6 @@
-"""Steps that turn heads before an attention, and that another step's kernel does beside its own work.
+"""RoPE and per-head norms that an attention kernel, or the kernel of a new cache row, computes itself.
 
-They are the ROPE of an attention's queries, and the RMSNORM of heads whose result only a ROPE reads: of queries, or of
+These are the ROPE of an attention's queries, and the RMSNORM of heads whose result only a ROPE reads: of queries, or of
 a new row's key. Source: docs/vm.md.
 """
 

@@ -38,7 +38,7 @@ class Parcel:
     data: bytes
 
     def open(self) -> AnyPacked:
-        """The packed program."""
+        """The packed program that this parcel holds."""
         packed: AnyPacked = pickle.loads(self.data)
         return packed
 

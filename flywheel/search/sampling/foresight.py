@@ -1,4 +1,5 @@
-"""Predictions that steer a search and are no trials: their programs are lowered and priced, not proved, not kept."""
+"""Predictions that choose what a search measures. Their programs are lowered and predicted, but neither proved nor
+stored."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Grid:
     ordered: tuple[bool, ...]
 
     def beside(self, point: Point, knob: int) -> list[Point]:
-        """Points with any other value of that knob, not the next ones alone: the best may lie behind a bad one."""
+        """All points that differ from `point` in this knob only, by any distance: a good value may follow a bad one."""
         return [(*point[:knob], value, *point[knob + 1 :]) for value in range(self.sizes[knob]) if value != point[knob]]
 
     def neighbours(self, point: Point) -> list[Point]:

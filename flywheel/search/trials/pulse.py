@@ -1,5 +1,5 @@
-"""Whether a Ray cluster still answers. Ray itself waits a minute for its head, and for ever for this machine's raylet.
-"""
+"""Detects within 12 s that a Ray cluster no longer answers. Ray itself waits a minute for its head, and without limit
+for the local raylet."""
 
 from __future__ import annotations
 

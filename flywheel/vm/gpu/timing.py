@@ -198,7 +198,7 @@ def _state_of(gpus: Sequence[Gpu]) -> GpuState:
 
 
 def _known(choose: Callable[[list[_N]], _N], *numbers: _N | None) -> _N | None:
-    """The chosen one of those that are known; None where none is."""
+    """`choose` (min or max) of the numbers that are not None; None if all are."""
     known = [number for number in numbers if number is not None]
     return choose(known) if known else None
 

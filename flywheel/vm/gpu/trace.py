@@ -68,14 +68,14 @@ class TracedTask:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A task that adds what several GPUs have made, and the `last` of the tasks, on any of them, to store a summand."""
+    """A task that adds partial sums of several GPUs, and the `last` task, on any of them, that stored one of them."""
 
     task: TracedTask
     last: TracedTask
 
     @property
     def exposed_us(self) -> float:
-        """From the last summand to the sum: what the GPUs wait for the exchange."""
+        """Time from the arrival of the last partial sum to the stored result: the exposed cost of the all-reduce."""
         return self.task.stored_us - self.last.stored_us
 
 

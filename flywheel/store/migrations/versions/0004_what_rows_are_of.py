@@ -44,7 +44,7 @@ def upgrade() -> None:
 
 
 def _forgive(trials: sa.Table) -> None:
-    """Memory that was not free is a fact about that moment, not about the program."""
+    """Turn rejections for lack of GPU memory into outcome no_memory: they say nothing about the program."""
     lacked = sa.and_(trials.c.outcome == "rejected", trials.c.reason.like("[gpu-memory]%"))
     op.get_bind().execute(trials.update().where(lacked).values(outcome="no_memory"))
 
