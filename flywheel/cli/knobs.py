@@ -6,27 +6,30 @@ from math import prod
 from typing import Any
 
 from flywheel.cli.files import settle_work
-from flywheel.cli.options import batch_option, command, json_option, workload_options
+from flywheel.cli.options import batch_option, command, json_option, ranks_option, workload_options
 from flywheel.cli.text import show, show_json, table
 
 
 @command
 @workload_options
 @batch_option
+@ranks_option
 @json_option
-def knobs(as_json: bool, **named: Any) -> None:
+def knobs(ranks: int | None, as_json: bool, **named: Any) -> None:
     """List the knobs of the search for a model on a GPU: name, default, values and meaning.
 
     The default is the value in the schedule that a search tries first. `search --fix NAME=VALUE` and `lower --set
     NAME=VALUE` choose another value.
     """
-    from flywheel.search.knobs import KNOBS
+    from flywheel.search.knobs import knobs_of
     from flywheel.search.space import make_space
-    from flywheel.search.workload import make_workload
+    from flywheel.search.workload import make_workload, with_ranks
 
-    workload = make_workload(**settle_work("knobs", named, None), any_size=True)
+    settled = settle_work("knobs", named, None)
+    settled["gpu"] = with_ranks(settled["gpu"], ranks)
+    workload = make_workload(**settled, any_size=True)
     space = make_space(workload)
-    first, meanings = space.known_good()[0], {knob.name: knob.meaning for knob in KNOBS}
+    first, meanings = space.known_good()[0], {knob.name: knob.meaning for knob in knobs_of(workload)}
     if as_json:
         listed = [
             {"name": name, "default": first[name], "values": list(values), "meaning": meanings[name]}

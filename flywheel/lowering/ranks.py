@@ -27,6 +27,9 @@ FOLLOWING: Final = (".push", "_sum")
 _BITS: Final = {16: None, 32: DType.F32}
 """`tiling.exchange.bits` -> type of the summands; None is the program's compute type."""
 
+BITS: Final = 32
+"""The bits of a summand where the config says nothing."""
+
 
 def graphs_of(graph: Graph, config: ScheduleConfig) -> tuple[Graph, ...]:
     """The graphs of all GPUs, with summands of the configured type. Raises ConfigError."""
@@ -35,7 +38,7 @@ def graphs_of(graph: Graph, config: ScheduleConfig) -> tuple[Graph, ...]:
         if asked:
             raise ConfigError("tiling.exchange: one GPU exchanges nothing")
         return (graph,)
-    bits = asked.get("bits", 32)
+    bits = asked.get("bits", BITS)
     if bits not in _BITS:
         raise ConfigError(f"tiling.exchange.bits={bits} is not 16 or 32")
     wide = _BITS[bits]

@@ -196,7 +196,19 @@ KNOBS: Final = (
     Knob("copies", _just(1, 2, 4), True, "weight copies that the loader starts at once"),
     Knob("inflight", _inflight, True, "bytes of weight copies under way"),
 )
-"""Every searched knob. Each value of each changes the program or the kernel variant."""
+"""Every searched knob of one GPU. Each value of each changes the program or the kernel variant."""
+
+SUMMANDS: Final = Knob(
+    "exchange.bits", _just(16, 32), True,
+    "bits of each number that GPUs send each other to be added; 16 rounds it to the step's type",
+)  # fmt: skip
+"""The knob that a search for several GPUs has beside the others. A step in F32 has no shorter summands."""
+
+
+def knobs_of(workload: Workload) -> tuple[Knob, ...]:
+    """The searched knobs of a workload."""
+    return KNOBS if workload.ranks == 1 or workload.graph.dtype is DType.F32 else (*KNOBS, SUMMANDS)
+
 
 HALVES: Final = {"data": 1, "slices": 2}
 

@@ -12,9 +12,21 @@ from flywheel.errors import UsageError
 from flywheel.ir import ScheduleConfig
 from flywheel.lowering.fusion import PATTERNS
 from flywheel.lowering.lower import lower
+from flywheel.lowering.ranks import BITS
 from flywheel.plan import kernel_variant, variant_of
 from flywheel.plan.variant import COPIES
-from flywheel.search.knobs import GOOD_ON_H200, HALVES, KNOBS, QKV, Choice, Value, blocks_of, distance, rows_of
+from flywheel.search.knobs import (
+    GOOD_ON_H200,
+    HALVES,
+    QKV,
+    SUMMANDS,
+    Choice,
+    Value,
+    blocks_of,
+    distance,
+    knobs_of,
+    rows_of,
+)
 from flywheel.search.workload import Workload
 
 Fixed = Mapping[str, str]
@@ -58,7 +70,7 @@ _FUSED: Final = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The dimensions of one workload, in the order of KNOBS; a pinned one has a single value. Use `make_space`."""
+    """The dimensions of one workload, in the order of `knobs_of`; a pinned one has a single value. Use `make_space`."""
 
     workload: Workload
     dimensions: tuple[Dimension, ...]
@@ -76,6 +88,8 @@ class Space:
         tiling["warps"] = {"matrix": int(choice["matrix"]), "chunk": int(choice["share"])}
         if choice["hand_off"] != "counter":
             tiling["hand_off"] = dict(HALVES) if choice["hand_off"] == "halves" else {"data": 1}
+        if choice.get(SUMMANDS.name, BITS) != BITS:
+            tiling["exchange"] = {"bits": int(choice[SUMMANDS.name])}
         return ScheduleConfig(
             tiling=tiling,
             fusion_grouping=self._grouping(choice),
@@ -140,6 +154,8 @@ class Space:
             if {frozenset(group) for group in self._groups(names)} <= groups:
                 choice[knob] = level
             choice.setdefault(knob, 0)
+        if any(dimension.name == SUMMANDS.name for dimension in self.dimensions):
+            choice[SUMMANDS.name] = tiling.get("exchange", {}).get("bits", BITS)
         return choice
 
     def known_good(self) -> list[dict[str, Value]]:
@@ -215,12 +231,13 @@ class Space:
 
 def make_space(workload: Workload, fixed: Fixed = MappingProxyType({})) -> Space:
     """The space of a workload, with some knobs pinned. Raises UsageError for an unknown knob or value."""
-    names = [knob.name for knob in KNOBS]
+    knobs = knobs_of(workload)
+    names = [knob.name for knob in knobs]
     for name in fixed:
         if name not in names:
             raise UsageError(f"knob {name!r} is not one of {', '.join(names)}")
     dimensions = []
-    for knob in KNOBS:
+    for knob in knobs:
         values = tuple(knob.values(workload))
         if knob.name in fixed:
             pinned = tuple(value for value in values if str(value) == fixed[knob.name])

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-from flywheel.errors import NoGpuError, UnknownNameError
+from flywheel.cost_model.predict import predict_us
+from flywheel.errors import NoGpuError, UnknownNameError, UsageError
 from flywheel.ir import TARGETS
 from flywheel.lowering.lower import lower
 from flywheel.measure.device import Device
-from flywheel.plan import variant_of
-from flywheel.search.knowledge.warm import identity_of, work_of
+from flywheel.models.catalog import CATALOG
+from flywheel.plan import program_id, variant_of
+from flywheel.search.knobs import KNOBS
+from flywheel.search.knowledge.shipped import find_shipped, shipped_starts
+from flywheel.search.knowledge.warm import carry, distance, identity_of, work_of
 from flywheel.search.run import run_search
 from flywheel.search.space import make_space
 from flywheel.search.spec import CampaignSpec
 from flywheel.search.trials import measuring
 from flywheel.search.trials.device import settle_measure
-from flywheel.search.workload import gpus_of, make_workload
+from flywheel.search.workload import Workload, gpus_of, make_workload
 from flywheel.store.sql import open_store
 from flywheel.vm.pack import PackedRanks
 from flywheel.vm.worker import Parcel
@@ -43,6 +49,74 @@ def test_tiles_are_those_of_what_one_gpu_has() -> None:
     assert max(rows[1]) < max(rows[0])
     for choice in three.known_good():
         assert three.to_choice(three.to_config(choice)) == choice
+
+
+def test_several_gpus_have_a_knob_more_than_one_where_summands_can_be_shorter() -> None:
+    def names(gpu: str, dtype: str) -> list[str]:
+        return [each.name for each in make_space(make_workload("smollm2-135m", gpu, dtype, 64)).dimensions]
+
+    one = [knob.name for knob in KNOBS]
+    assert names("l4", "bf16") == names("l4", "f32") == names("3xl4", "f32") == one
+    assert names("3xl4", "bf16") == [*one, "exchange.bits"]
+    with pytest.raises(UsageError, match=r"^knob 'exchange\.bits' is not one of rows\.qkv, "):
+        make_space(make_workload("smollm2-135m", "l4", "bf16", 64), {"exchange.bits": "16"})
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(2, 1), (4, 8)])
+def test_every_value_of_every_knob_changes_a_program_of_several_gpus(ranks: int, batch: int) -> None:
+    spec = replace(CATALOG["llama3.2-1b"], n_layers=2, vocab=4096)
+    work = Workload(spec.name, spec, TARGETS["h200"], "bf16", 512, batch, ranks=ranks)
+    space = make_space(work)
+    base = space.known_good()[1]
+    for each in space.dimensions:
+        configs = [space.to_config({**base, each.name: value}) for value in each.values]
+        programs = [program_id(lower(work.graph, config, work.target)) for config in configs]
+        dead = [pair for pair in combinations(range(len(programs)), 2) if programs[pair[0]] == programs[pair[1]]]
+        assert not dead, each.name
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_shorter_summands_are_predicted_to_take_less_time(batch: int) -> None:
+    work = make_workload("llama3.2-1b", "2xh200", "bf16", 64, batch)
+    times = []
+    for bits in ("16", "32"):
+        space = make_space(work, {"exchange.bits": bits})
+        times.append(predict_us(lower(work.graph, space.to_config(space.known_good()[0]), work.target)))
+    layers, hidden = work.spec.n_layers, work.spec.hidden
+    bytes_saved = 2 * layers * hidden * batch * 2
+    assert times[1] - times[0] >= bytes_saved / 400e3  # at 400 GB/s
+
+
+def test_a_schedule_of_several_gpus_survives_its_config_and_says_nothing_of_the_default() -> None:
+    space = make_space(make_workload("smollm2-135m", "3xl4", "bf16", 64))
+    good = space.known_good()[0]
+    assert good["exchange.bits"] == 32
+    assert "exchange" not in space.to_config(good).tiling
+    short = {**good, "exchange.bits": 16}
+    assert space.to_choice(space.to_config(short)) == space.nearest(space.to_config(short)) == short
+    spelled = replace(space.to_config(good), tiling={**space.to_config(good).tiling, "exchange": {"bits": 32}})
+    assert space.nearest(spelled) == good
+
+
+def test_schedules_are_carried_between_one_gpu_and_several_by_what_each_gpu_has() -> None:
+    one, two = (make_space(make_workload("llama3-8b", gpu, "bf16", 512)) for gpu in ("h200", "2xh200"))
+    there = carry(one.known_good()[0], one.workload, two)
+    back = carry({**there, "exchange.bits": 16}, two.workload, one)
+    assert there["exchange.bits"] == 32
+    for name in ("rows.qkv", "rows.gate_up", "rows.lm_head"):
+        assert abs(int(there[name]) - int(one.known_good()[0][name]) / 2) < 16
+        assert abs(int(there[name]) - int(back[name]) / 2) < 16
+    assert back.keys() == one.known_good()[0].keys()
+    assert distance(one.workload, two.workload) == 1.0
+
+
+def test_shipped_schedules_of_one_gpu_are_carried_to_several_and_lower_there() -> None:
+    two = make_space(make_workload("llama3-8b", "2xh200", "bf16", 512))
+    fit = find_shipped(two.workload)
+    assert fit is not None and not fit.exact
+    starts = [fit.config, *(start.config for start in shipped_starts(two, 2, ()))]
+    assert all(two.to_choice(config) is not None for config in starts)
+    lower(two.workload.graph, fit.config, two.workload.target)
 
 
 def test_a_search_predicts_and_its_rows_say_how_many_gpus(tmp_path: Path) -> None:

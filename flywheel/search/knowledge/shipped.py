@@ -13,7 +13,7 @@ from flywheel.models.catalog import CATALOG
 from flywheel.models.spec import DecoderSpec
 from flywheel.search.knowledge.warm import WarmStart, carry, distance
 from flywheel.search.space import Space, make_space
-from flywheel.search.workload import Workload
+from flywheel.search.workload import Workload, gpus_of
 from flywheel.store.shipped import Shipped, shipped_schedules
 
 _NO_SHAPES: Final = ("name", "family", "rope_theta", "norm_eps", "max_position", "rope_scaling")
@@ -30,13 +30,13 @@ class Fit:
 
 
 def find_shipped(workload: Workload) -> Fit | None:
-    """The shipped schedule that is nearest to the workload in batch and context; None where none fits.
+    """The shipped schedule that is nearest to the workload in GPUs, batch and context; None where none fits.
 
-    Its model's shapes, GPU, dtype and format of weights must be the workload's. A schedule of another batch or context
-    is carried into the workload's space; where this version has no such space, nothing fits.
+    Its model's shapes, kind of GPU, dtype and format of weights must be the workload's. A schedule of another number of
+    GPUs, batch or context is carried into the workload's space; where this version has no such space, nothing fits.
     """
     near = [
-        (_off(source.batch, workload.batch), _off(source.context, workload.context), each.name, each, source)
+        (_apart(source, workload), each.name, each, source)
         for each, source in _sources()
         if source.target.name == workload.target.name
         and (source.dtype, source.weights) == (workload.dtype, workload.weights)
@@ -44,8 +44,8 @@ def find_shipped(workload: Workload) -> Fit | None:
     ]
     if not near:
         return None
-    off_batch, off_context, _, shipped, source = min(near, key=lambda found: found[:3])
-    if not (off_batch or off_context):
+    apart, _, shipped, source = min(near, key=lambda found: found[:2])
+    if not any(apart):
         return Fit(shipped.schedule.config, shipped, True)
     try:
         return Fit(_carried(shipped, source, make_space(workload)), shipped, False)
@@ -85,9 +85,15 @@ def _sources() -> Iterator[tuple[Shipped, Workload]]:
     """The shipped schedules whose model and GPU are known here, each with the work that it was found for."""
     for each in shipped_schedules():
         asked = each.schedule
-        if asked.model in CATALOG and asked.gpu in TARGETS:
-            spec, target = CATALOG[asked.model], TARGETS[asked.gpu]
-            yield each, Workload(asked.model, spec, target, asked.dtype, asked.context, asked.batch, asked.weights)
+        ranks, gpu = gpus_of(asked.gpu)
+        if asked.model in CATALOG and gpu in TARGETS:
+            work = asked.dtype, asked.context, asked.batch, asked.weights, ranks
+            yield each, Workload(asked.model, CATALOG[asked.model], TARGETS[gpu], *work)
+
+
+def _apart(one: Workload, other: Workload) -> tuple[float, float, float]:
+    """The distance of two workloads in GPUs, batch and context."""
+    return _off(one.ranks, other.ranks), _off(one.batch, other.batch), _off(one.context, other.context)
 
 
 def _off(one: int, other: int) -> float:

@@ -22,6 +22,7 @@ from flywheel.ir import TARGETS, ScheduleConfig, config_from_dict, config_to_dic
 from flywheel.measure.record import TrialRecord
 from flywheel.models.decoder import DTYPES
 from flywheel.models.formats import LAYER_MATRICES
+from flywheel.models.sharding import local_spec
 from flywheel.models.spec import DecoderSpec, RopeScaling, layer_weight_shapes
 from flywheel.search.knobs import Choice, Value
 from flywheel.search.space import Space, make_space
@@ -55,6 +56,7 @@ FEATURES: Final = (
     Feature("layers", lambda work: work.spec.n_layers, 0.25),
     Feature("context", lambda work: work.context, 0.5),
     Feature("batch", lambda work: work.batch, 1.0),
+    Feature("GPUs", lambda work: work.ranks, 1.0),
     Feature("bytes a weight", lambda work: _bytes_of_layers(work) / _weights_of_layers(work), 1.0),
     Feature("SMs", lambda work: work.target.num_sms, 1.0),
     Feature("bandwidth an SM", lambda work: work.target.hbm_bandwidth_gbs / work.target.num_sms, 1.0),
@@ -70,11 +72,11 @@ operation. A GPU without bulk copies counts as another kind of machine. The weig
 
 _SIZES: Final[MappingProxyType[str, Callable[[Workload], float]]] = MappingProxyType(
     {
-        "rows.qkv": lambda work: (work.spec.q_width + 2 * work.spec.kv_width) / work.target.num_sms,
+        "rows.qkv": lambda work: (_own(work).q_width + 2 * _own(work).kv_width) / work.target.num_sms,
         "rows.o": lambda work: work.spec.hidden / work.target.num_sms,
-        "rows.gate_up": lambda work: work.spec.intermediate / work.target.num_sms,
+        "rows.gate_up": lambda work: _own(work).intermediate / work.target.num_sms,
         "rows.down": lambda work: work.spec.hidden / work.target.num_sms,
-        "rows.lm_head": lambda work: work.spec.vocab / work.target.num_sms,
+        "rows.lm_head": lambda work: work.spec.vocab / work.ranks / work.target.num_sms,
         "smem": lambda work: work.target.smem_bytes_per_block_optin,
     }
 )
@@ -98,6 +100,11 @@ class WarmStart:
     distance: float
     config: ScheduleConfig
     weights: str | None = None
+
+
+def _own(work: Workload) -> DecoderSpec:
+    """The heads and rows that each of the work's GPUs has."""
+    return local_spec(work.spec, work.ranks)
 
 
 def _bytes_of_layers(work: Workload) -> float:
@@ -124,11 +131,13 @@ def distance(one: Workload, other: Workload) -> float:
 def carry(choice: Choice, source: Workload, space: Space) -> dict[str, Value]:
     """The choice in `space` that corresponds to `choice` for the workload `source`.
 
-    Knobs in _SIZES are scaled in proportion, others stay. Each then takes the nearest value that the space has. A named
-    value that the space lacks becomes that of the first choice of `known_good`.
+    Knobs in _SIZES are scaled in proportion, others stay. Each then takes the nearest value that the space has. A knob
+    that `choice` lacks, and a named value that the space lacks, become those of the first choice of `known_good`.
     """
     carried = space.known_good()[0]
     for dimension in space.dimensions:
+        if dimension.name not in choice:
+            continue
         value, size = choice[dimension.name], _SIZES.get(dimension.name)
         if isinstance(value, str):
             carried[dimension.name] = value if value in dimension.values else carried[dimension.name]

@@ -310,7 +310,7 @@ def test_distance_is_a_metric_up_to_equal_features(one: Workload, two: Workload,
     [
         on("h100", hidden=192), on("h100", intermediate=320), on("h100", n_heads=8), on("h100", n_kv_heads=1),
         on("h100", vocab=600), on("h100", n_layers=2), on("h100", context=128), replace(HOME, dtype="f32"),
-        replace(HOME, batch=2), on("h200"), on("l4"),
+        replace(HOME, batch=2), replace(HOME, ranks=2), on("h200"), on("l4"),
     ],
     ids=lambda work: f"{work.target.name}-{work.dtype}-{work.context}-{work.spec.hidden}-{work.spec.n_heads}",
 )  # fmt: skip
@@ -321,6 +321,6 @@ def test_whatever_changes_the_schedule_adds_distance(other: Workload) -> None:
 @pytest.mark.parametrize("value", [feature.value for feature in FEATURES], ids=[feature.name for feature in FEATURES])
 def test_every_feature_tells_some_built_in_works_apart(value: Callable[[Workload], float]) -> None:
     some = [Workload("any", spec, target, *rest) for spec in CATALOG.values() for target in TARGETS.values()
-            for rest in (("bf16", 512, 1), ("f32", 2048, 2))]  # fmt: skip
+            for rest in (("bf16", 512, 1), ("f32", 2048, 2), ("bf16", 512, 1, None, 2))]  # fmt: skip
     assert len({value(work) for work in some}) > 1
     assert all(value(work) > 0 for work in some)
