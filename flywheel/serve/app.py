@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from starlette.exceptions import HTTPException
 from flywheel.errors import FlywheelError, UsageError
 from flywheel.serve.asking import AllAsked, FailedError
 from flywheel.serve.engine import Engine, FullError
+from flywheel.serve.fields import told
 from flywheel.serve.metrics import Metrics
 from flywheel.serve.openai import (
     ChatRequest,
@@ -86,14 +88,12 @@ def _unknown_model(asked: str, name: str) -> Response:
 
 
 async def _malformed(_: Request, problem: Any) -> Response:
-    first = problem.errors()[0]
-    where = ".".join(str(part) for part in first["loc"][1:]) or "body"
-    return JSONResponse(error(f"{where[:100]}: {str(first['msg'])[:200]}", param=where[:100]), 400)
+    field, why = told(problem.errors()[0])
+    return JSONResponse(error(why, param=field), 400)
 
 
 async def _refused(_: Request, problem: Exception) -> Response:
-    named = str(problem).partition(":")[0]
-    return JSONResponse(error(str(problem), param=named if named.isidentifier() else None), 400)
+    return JSONResponse(error(str(problem), param=_field(str(problem))), 400)
 
 
 async def _full(_: Request, problem: Exception) -> Response:
@@ -113,8 +113,16 @@ async def _bug(_: Request, problem: Exception) -> Response:
 
 
 async def _failed(_: Request, problem: Any) -> Response:
-    kind = "invalid_request_error" if problem.status == 400 else "server_error"
-    return JSONResponse(error(str(problem), kind, problem.code), problem.status)
+    why = str(problem)
+    if problem.status == 400:
+        return JSONResponse(error(why, code=problem.code, param=_field(why)), 400)
+    return JSONResponse(error(why, "server_error", problem.code), problem.status)
+
+
+def _field(why: str) -> str | None:
+    """The field that a refusal names, None where it names none."""
+    named = re.match(r"([\w.]+): ", why)
+    return None if named is None else named[1]
 
 
 _HANDLERS: Final[dict[Any, Callable[[Request, Any], Awaitable[Response]]]] = {
@@ -129,9 +137,8 @@ async def _respond(
 ) -> Response:
     if asked.model != name:
         return _unknown_model(asked.model, name)
-    asked.check_served()
     head = {"id": new_id(chat), "created": int(time.time()), "model": name}
-    answers = AllAsked(engine, metrics, asked.asks())
+    answers = AllAsked(engine, metrics, asked.asks(engine.most))
     await answers.begin(request)
     if asked.stream:
         return StreamingResponse(_events(asked, answers, chat, head), media_type="text/event-stream")

@@ -50,7 +50,7 @@ class Engine:
     """
 
     def __init__(self, make_decoder: MakeDecoder, most: int) -> None:
-        self._make, self._most = make_decoder, most
+        self._make, self.most = make_decoder, most
         self._lock = threading.Lock()
         self._numbers = count()
         self._asked: dict[int, Hear] = {}
@@ -92,8 +92,8 @@ class Engine:
         """Send a request to the worker and return the number that it gets; does not wait. Raises FullError, and
         FlywheelError where no worker lives."""
         with self._lock:
-            if len(self._asked) >= self._most:
-                raise FullError(f"{len(self._asked)} requests are under way, of at most {self._most}; try again later")
+            if len(self._asked) >= self.most:
+                raise FullError(f"{len(self._asked)} requests are under way, of at most {self.most}; try again later")
             if self._closing.is_set():
                 raise FlywheelError("the server ends")
             if self.failed is not None:

@@ -11,20 +11,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from flywheel.decode.sampling import MOST_LIKELY, Sampling
 from flywheel.errors import UsageError
 from flywheel.serve.answers import Piece
+from flywheel.serve.fields import Prompt, asking, prompts, stops, text_of, within
 from flywheel.serve.likely import Likely
 from flywheel.serve.worker import Ask
-
-_MAX_STOPS: Final = 16
-_UNSERVED: Final = {
-    "best_of": 1, "echo": False, "suffix": None, "presence_penalty": 0, "frequency_penalty": 0,
-    "logit_bias": None, "tools": None, "functions": None, "response_format": {"type": "text"},
-}  # fmt: skip
-"""Fields that change an answer -> the value with which they do not."""
 
 _MOST_CHOICES: Final = 128
 """Of one request, of all its prompts."""
@@ -33,42 +27,45 @@ _MOST_OF_COMPLETIONS: Final = 5
 _IMPOSSIBLE: Final = -9999.0
 
 Document = dict[str, Any]
-Token = Annotated[int, Field(ge=0, lt=2**31)]
-Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Count = Annotated[int, AfterValidator(within(1, 2**31 - 1))]
 
 
-class StreamOptions(BaseModel):
+class _Object(BaseModel):
+    """An object of a request. It has no fields but the declared ones and those that ask for nothing; a number is no
+    text and no truth value."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asking(cls, document: Any) -> Any:
+        return asking(document)
+
+
+class StreamOptions(_Object):
     """Of a stream."""
 
     include_usage: bool = False
 
 
-class _Request(BaseModel):
+class _Request(_Object):
     """What both kinds of request have."""
 
-    model_config = ConfigDict(extra="allow")
-
     model: str
-    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, AfterValidator(within(1, _MOST_CHOICES))] | None = None
+    max_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=_MAX_STOPS)] | None = None
+    stop: Annotated[tuple[str, ...], PlainValidator(stops)] = ()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     cache_prompt: bool | None = None
     lookup: bool = True
-
-    def check_served(self) -> None:
-        """Raises UsageError for a field that asks for what this server cannot do."""
-        for name, value in (self.model_extra or {}).items():
-            if name in _UNSERVED and value and value != _UNSERVED[name]:
-                raise UsageError(f"{name}: {repr(value)[:100]} is not served here")
 
     @property
     def choices(self) -> int:
@@ -87,74 +84,65 @@ class _Request(BaseModel):
         somebody who gives a seed asks for."""
         return self.seed is None if self.cache_prompt is None else self.cache_prompt
 
-    def stops(self) -> tuple[str, ...]:
-        """Words that end the text."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+    def check_choices(self, prompts: int, queue: int) -> None:
+        """Raises UsageError for more choices than a request may have, or than a queue of `queue` requests holds."""
+        if prompts * self.choices > min(_MOST_CHOICES, queue):
+            what = f"n: {self.choices}" if prompts == 1 else f"prompt: {prompts} prompts of n={self.choices}"
+            most = f"the queue holds {queue}" if queue < _MOST_CHOICES else f"{_MOST_CHOICES} choices at most"
+            raise UsageError(f"{what} choices; {most}")
 
 
 class CompletionRequest(_Request):
     """POST /v1/completions. `prompt` is a text or token ids, or a list of these."""
 
-    prompt: str | list[Token] | list[str] | list[list[Token]]
-    logprobs: Annotated[int, Field(ge=0, le=_MOST_OF_COMPLETIONS)] | None = None
+    prompt: Annotated[list[Prompt], PlainValidator(prompts)]
+    logprobs: Annotated[int, AfterValidator(within(0, _MOST_OF_COMPLETIONS))] | None = None
 
-    def asks(self) -> list[Ask]:
-        """`choices` for each prompt. Raises UsageError for too many, and as `sampling`."""
-        prompt: Any = self.prompt
-        many = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-        prompts = prompt if many else [prompt]
-        if len(prompts) * self.choices > _MOST_CHOICES:
-            raise UsageError(
-                f"prompt: {len(prompts)} prompts of n={self.choices} choices; {_MOST_CHOICES} choices at most"
-            )
+    def asks(self, queue: int) -> list[Ask]:
+        """`choices` for each prompt. Raises UsageError as `check_choices` and `sampling`."""
+        self.check_choices(len(self.prompt), queue)
         most = 16 if self.max_tokens is None else self.max_tokens
         return [
-            Ask(-1, each if isinstance(each, str) else tuple(each), None, most, self.sampling(choice, self.logprobs),
-                self.stops(), self.ignore_eos, self.reuse())
-            for each in prompts
+            Ask(-1, each, None, most, self.sampling(choice, self.logprobs), self.stop, self.ignore_eos, self.reuse())
+            for each in self.prompt
             for choice in range(self.choices)
-        ]  # fmt: skip
+        ]
 
 
-class Part(BaseModel):
-    """A part of a message; only text is served."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """One turn of a conversation."""
+class Message(_Object):
+    """One turn of a conversation. An assistant's without content has an empty text."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: Annotated[str, PlainValidator(text_of)] | None = None
+    name: str | None = None
+
+    def document(self, place: int) -> dict[str, str]:
+        """What a chat template is given. Raises UsageError where somebody else's message has no content."""
+        if self.content is None and self.role != "assistant":
+            raise UsageError(f"messages.{place}.content: is missing; only an assistant's message may have none")
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": self.content or "", **named}
 
 
 class ChatRequest(_Request):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELY)] | None = None
+    top_logprobs: Annotated[int, AfterValidator(within(0, MOST_LIKELY))] | None = None
 
-    def asks(self) -> list[Ask]:
-        """`choices` of them. Raises UsageError for `top_logprobs` without `logprobs`, and as `sampling`."""
+    def asks(self, queue: int) -> list[Ask]:
+        """`choices` of them. Raises UsageError for `top_logprobs` without `logprobs`, and as `Message.document`,
+        `check_choices` and `sampling`."""
+        self.check_choices(1, queue)
         if self.top_logprobs is not None and not self.logprobs:
             raise UsageError("top_logprobs: needs logprobs")
-        messages = tuple(
-            {
-                "role": message.role,
-                "content": message.content
-                if isinstance(message.content, str)
-                else "".join(part.text for part in message.content),
-            }
-            for message in self.messages
-        )
+        messages = tuple(message.document(place) for place, message in enumerate(self.messages))
         most = self.max_completion_tokens or self.max_tokens
         likely = (self.top_logprobs or 0) if self.logprobs else None
         return [
-            Ask(-1, None, messages, most, self.sampling(choice, likely), self.stops(), self.ignore_eos, self.reuse())
+            Ask(-1, None, messages, most, self.sampling(choice, likely), self.stop, self.ignore_eos, self.reuse())
             for choice in range(self.choices)
         ]
 

@@ -173,7 +173,7 @@ def test_the_model_is_listed_and_the_server_is_well(client: OpenAI, served: Serv
         ({"prompt": "a" * 150, "max_tokens": 20}, 400, "150 tokens and 20 more need 169 positions"),
         ({"prompt": ""}, 400, "prompt: has no tokens"),
         ({"prompt": [1, 260]}, 400, "token 260 is not in 0..259"),
-        ({"prompt": ["a"] * 100, "n": 2}, 400, "100 prompts of n=2 choices; 128 choices at most"),
+        ({"prompt": ["a"] * 64, "n": 2}, 400, "prompt: 64 prompts of n=2 choices; the queue holds 64"),
         ({"prompt": ["a", "b" * 200]}, 400, "its 200 tokens do not fit the context of 160"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature: -1"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
@@ -183,7 +183,9 @@ def test_the_model_is_listed_and_the_server_is_well(client: OpenAI, served: Serv
         ({"prompt": "a", "seed": 10**400}, 400, "seed"),
         ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"prompt": "\ud800"}, 400, "tokenizer"),
-        ({}, 400, "prompt: Field required"),
+        ({}, 400, "prompt: is missing"),
+        ({"prompt": "a", "guided_json": {}}, 400, "guided_json: {} is not served here"),
+        ({"prompt": [-1]}, 400, "prompt: token -1 is not in 0..259"),
     ],
 )
 def test_a_request_that_cannot_be_served_says_why(

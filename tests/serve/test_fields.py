@@ -1,0 +1,203 @@
+"""What the server says of fields that hold something else than it takes, before anything decodes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from flywheel.serve.app import make_app
+from flywheel.serve.engine import Hear
+from flywheel.serve.fields import IGNORED, NEUTRAL
+from flywheel.serve.worker import Ask, Begun, Ended
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+class Echo:
+    """An engine that answers every request with nothing at once, and keeps what it was asked."""
+
+    most, waiting, restarts, failed = 8, 0, 0, None
+
+    def __init__(self) -> None:
+        self.asked: list[Ask] = []
+
+    def ask(self, ask: Ask, hear: Hear) -> int:
+        self.asked.append(ask)
+        hear(Begun(0, 1))
+        hear(Ended(0, "length", 0))
+        return len(self.asked)
+
+    def cancel(self, number: int) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+@pytest.fixture
+def engine() -> Echo:
+    return Echo()
+
+
+@pytest.fixture
+def client(engine: Any) -> TestClient:
+    return TestClient(make_app(engine, "m"))
+
+
+def refused(client: TestClient, path: str, **fields: Any) -> tuple[str, str]:
+    """(field, sentence) of a refusal."""
+    own: Any = {"messages": HI} if path == CHAT else {"prompt": "a"}
+    body = json.dumps({"model": "m", **own, **fields})
+    answer = client.post(path, content=body, headers={"content-type": "application/json"})
+    found = answer.json()["error"]
+    assert (answer.status_code, found["type"], found["code"]) == (400, "invalid_request_error", None), found
+    assert "\n" not in found["message"] and len(found["message"]) < 200
+    return found["param"], found["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"max_tokens": True}, "max_tokens: true is not a whole number"),
+        ({"max_tokens": "5"}, 'max_tokens: "5" is not a whole number'),
+        ({"max_tokens": 2.5}, "max_tokens: 2.5 is not a whole number"),
+        ({"max_tokens": 0}, "max_tokens: 0 is not in 1..2147483647"),
+        ({"n": 129}, "n: 129 is not in 1..128"),
+        ({"n": False}, "n: false is not a whole number"),
+        ({"temperature": "hot"}, 'temperature: "hot" is not a number'),
+        ({"temperature": True}, "temperature: true is not a number"),
+        ({"temperature": -1}, "temperature: -1.0 is not in 0..100"),
+        ({"top_p": float("nan")}, "top_p: nan is not in 1e-06..1"),
+        ({"seed": "1"}, 'seed: "1" is not a whole number'),
+        ({"stream": 1}, "stream: 1 is neither true nor false"),
+        ({"ignore_eos": "yes"}, 'ignore_eos: "yes" is neither true nor false'),
+        ({"stream_options": 3}, "stream_options: 3 is not an object"),
+        ({"logprobs": 6}, "logprobs: 6 is not in 0..5"),
+        ({"stop": ["a"] * 17}, "stop: 17 words are more than 16"),
+        ({"stop": [""]}, "stop: a word of 0 characters is not of 1 to 1000"),
+        ({"stop": "a" * 1001}, "stop: a word of 1001 characters is not of 1 to 1000"),
+        ({"stop": 5}, "stop: 5 is neither a text nor a list of texts"),
+        ({"stop": [5]}, "stop: [5] is neither a text nor a list of texts"),
+        ({"prompt": None}, "prompt: is missing"),
+        ({"prompt": {"a": 1}}, 'prompt: {"a": 1} is neither a text nor token ids, nor a list of one of these'),
+        ({"prompt": ["a", 1]}, 'prompt: ["a", 1] is neither a text nor token ids, nor a list of one of these'),
+        ({"prompt": [True]}, "prompt: [true] is neither a text nor token ids, nor a list of one of these"),
+        ({"prompt": [2**31]}, "prompt: [2147483648] is neither a text nor token ids, nor a list of one of these"),
+        ({"model": 5}, "model: 5 is not a text"),
+        ({"n": 9}, "n: 9 choices; the queue holds 8"),
+        ({"prompt": ["a"] * 3, "n": 3}, "prompt: 3 prompts of n=3 choices; the queue holds 8"),
+        ({"prompt": ["a"] * 9}, "prompt: 9 prompts of n=1 choices; the queue holds 8"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named_with_its_value_and_the_bound(
+    client: TestClient, fields: dict[str, Any], sentence: str
+) -> None:
+    assert refused(client, COMPLETION, **fields) == (sentence.partition(":")[0], sentence)
+
+
+@pytest.mark.parametrize(
+    ("messages", "sentence"),
+    [
+        ([], "messages: [] is empty; at least one is needed"),
+        ("hi", 'messages: "hi" is not a list'),
+        (["hi"], 'messages.0: "hi" is not an object'),
+        ([{"role": "tool", "content": "a"}],
+         "messages.0.role: \"tool\" is not 'system', 'developer', 'user' or 'assistant'"),
+        ([{"role": "user", "content": None}],
+         "messages.0.content: is missing; only an assistant's message may have none"),
+        ([{"role": "user", "content": 5}], "messages.0.content: 5 is neither a text nor a list of parts"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+         'messages.0.content: part 0 is of type "image_url", not text'),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text"}]}],
+         "messages.0.content: the text of part 1, null, is not a text"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a", "seen": 1}]}],
+         'messages.0.content: the field "seen" of part 0 is not served here'),
+        ([*HI, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}],
+         'messages.1.tool_calls: [{"id": "1"}] is not served here'),
+    ],
+)  # fmt: skip
+def test_a_message_that_is_wrong_is_named_by_its_place(client: TestClient, messages: Any, sentence: str) -> None:
+    assert refused(client, CHAT, messages=messages) == (sentence.partition(":")[0], sentence)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tool_choice", "required"), ("guided_json", {"type": "object"}), ("structured_outputs", {"json": {}}),
+        ("stop_token_ids", [5]), ("min_tokens", 3), ("bad_words", ["a"]), ("allowed_token_ids", [1]),
+        ("prompt_logprobs", 0), ("use_beam_search", True), ("modalities", ["text", "audio"]),
+        ("truncate_prompt_tokens", 4), ("guided_regex", "a+"), ("skip_special_tokens", False), ("logit_bias", {"5": 1}),
+        ("response_format", {"type": "json_object"}), ("tools", [{"type": "function"}]), ("never_heard_of", False),
+        ("presence_penalty", 0.5), ("best_of", 2), ("echo", True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_a_field_that_asks_for_something_else_is_refused_by_its_name(
+    client: TestClient, path: str, name: str, value: Any
+) -> None:
+    field, sentence = refused(client, path, **{name: value})
+    assert (field, sentence) == (name, f"{name}: {json.dumps(value)} is not served here")
+
+
+def test_a_field_of_the_other_kind_of_request_is_refused(client: TestClient) -> None:
+    assert refused(client, CHAT, prompt="a")[0] == "prompt"
+    assert refused(client, COMPLETION, max_completion_tokens=5)[0] == "max_completion_tokens"
+    assert refused(client, COMPLETION, stream_options={"continuous_usage_stats": True})[0] == (
+        "stream_options.continuous_usage_stats"
+    )
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_fields_that_ask_for_nothing_are_taken_and_change_nothing(
+    client: TestClient, engine: Echo, path: str
+) -> None:
+    own: Any = {"messages": HI} if path == CHAT else {"prompt": "a"}
+    plain = {"model": "m", "seed": 1, **own}
+    nothing = {name: values[0] for name, values in NEUTRAL.items()}
+    ignored = {name: {"any": "thing"} for name in IGNORED}
+    nulls = dict.fromkeys(["guided_json", "n", "top_k", "ignore_eos", "lookup", "max_tokens", "stop", "temperature"])
+    for more in ({}, nothing, ignored, nulls):
+        assert client.post(path, json={**plain, **more}).status_code == 200, more
+    assert engine.asked == [engine.asked[0]] * 4
+
+
+def test_the_page_names_every_field_that_is_ignored() -> None:
+    page = Path(__file__).parents[2] / "docs" / "serve.md"
+    (line,) = re.findall(r"\n.*accepted and ignored.*", page.read_text(encoding="utf-8"))
+    assert re.findall(r"`(\w+)`", line) == list(IGNORED)
+
+
+def test_an_assistants_message_without_content_is_an_empty_text(client: TestClient, engine: Echo) -> None:
+    said = [
+        *HI, {"role": "assistant", "content": None, "refusal": None, "tool_calls": []}, {"role": "assistant"},
+        {"role": "user", "name": "Ann", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    ]  # fmt: skip
+    assert client.post(CHAT, json={"model": "m", "messages": said}).status_code == 200
+    assert engine.asked[0].messages == (
+        {"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}, {"role": "assistant", "content": ""},
+        {"role": "user", "content": "ab", "name": "Ann"},
+    )  # fmt: skip
+
+
+def test_prompts_and_stops_come_in_each_of_their_forms(client: TestClient, engine: Echo) -> None:
+    for prompt in ("a", [1, 2], ["a", "b"], [[1], [2, 3]], []):
+        assert client.post(COMPLETION, json={"model": "m", "prompt": prompt, "stop": "ab"}).status_code == 200
+    assert client.post(COMPLETION, json={"model": "m", "prompt": "a", "stop": ["a", "b"]}).status_code == 200
+    assert [ask.prompt for ask in engine.asked] == ["a", (1, 2), "a", "b", (1,), (2, 3), (), "a"]
+    assert [ask.stop for ask in engine.asked] == [("ab",)] * 7 + [("a", "b")]
+
+
+def test_choices_that_fill_the_queue_are_served(client: TestClient, engine: Echo) -> None:
+    assert client.post(COMPLETION, json={"model": "m", "prompt": ["a"] * 4, "n": 2}).status_code == 200
+    assert len(engine.asked) == 8
+
+
+def test_a_body_that_is_no_json_says_where(client: TestClient) -> None:
+    answer = client.post(CHAT, content=b'{"model": }', headers={"content-type": "application/json"})
+    assert answer.json()["error"]["message"] == "body: is not JSON: Expecting value, at character 10"
