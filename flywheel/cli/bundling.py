@@ -16,7 +16,8 @@ from flywheel.cli.text import note, size, us
 from flywheel.errors import UsageError
 from flywheel.ir import ScheduleConfig, config_from_dict, config_to_dict
 from flywheel.measure.record import TrialRecord
-from flywheel.search.workload import Workload, make_workload
+from flywheel.models.catalog import resolve_model
+from flywheel.search.workload import Workload, default_context, make_workload
 from flywheel.store.schedule import Schedule
 from flywheel.store.sql import Store
 
@@ -52,6 +53,8 @@ def bundle_file(file: str, form: str, named: Mapping[str, Any], output: Path | N
     missing = next((name for name in ("model", "gpu") if work[name] is None), None)
     if missing is not None:
         raise UsageError(f"export: --{missing} is missing; {file} does not name it")
+    if named["context"] is None and not isinstance(given, Schedule):
+        work["context"] = default_context(resolve_model(work["model"]))
     workload = make_workload(**work)
     if given is not None:
         config = given.config if isinstance(given, Schedule) else given

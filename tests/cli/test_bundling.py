@@ -65,6 +65,18 @@ def test_the_best_row_is_a_bundle_for_its_gpu_whatever_is_here(
     assert str(tmp_path) not in json.dumps({**shown, "schedule": None})
 
 
+def test_a_shipped_schedule_without_a_context_takes_the_models_where_it_is_shorter_than_512(
+    run: Run, checkpoint: Path
+) -> None:
+    asked = ("export", "--format", "bundle", "--schedule", "shipped", "--model", checkpoint, "--gpu", "h200")
+    result = run(*asked, "--output", "bundle")
+    assert result.exit_code == 0, result.stderr
+    assert read_bundle(Path("bundle")).manifest["model"]["context"] == 64
+    refused = run(*asked, "--output", "other", "--context", 65)
+    assert (refused.exit_code, len(refused.stderr.splitlines())) == (2, 1)
+    assert "context 65 is not in 1..64" in refused.stderr
+
+
 def test_a_server_says_what_is_wrong_with_a_bundle(run: Run, checkpoint: Path) -> None:
     Path("bundle").mkdir()
     Path("bundle", "bundle.json").write_text("{}")
