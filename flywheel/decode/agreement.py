@@ -1,4 +1,4 @@
-"""What quantising a model costs: its oracle's logits beside those of the same model as it was."""
+"""Accuracy cost of quantisation: the oracle's logits for the quantised and the original weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from flywheel.tensors import TORCH_DTYPES
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Over `tokens` of a text: the mean divergence (KL, in nats) of the quantised model's next token from the other's,
-    the largest, and the share of tokens at which both have the same first choice."""
+    """How far a quantised model is from the original one over `tokens` tokens of a text: the mean and the largest KL
+    divergence of the next token's distribution, in nats, and the share of tokens at which both models have the same
+    first choice."""
 
     tokens: int
     mean_kl: float
@@ -28,8 +29,8 @@ class Agreement:
 def agreement(
     spec: DecoderSpec, quantised: Weights, plain: Weights, dtype: DType, tokens: Sequence[int]
 ) -> Agreement:
-    """Of two sets of weights of one model, on the device where they are, each token behind all before it. Raises
-    UsageError for a text that the model does not reach, and for tokens that it does not have."""
+    """Compare two sets of weights of one model, on the device that holds them, at every token of a text. Raises
+    UsageError for a text longer than the model's context, and for tokens outside its vocabulary."""
     device = next(iter(plain.values())).device
     both = [EagerDecoder(spec, each, TORCH_DTYPES[dtype], len(tokens), device) for each in (plain, quantised)]
     divergences, same = [], 0

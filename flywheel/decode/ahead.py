@@ -1,4 +1,4 @@
-"""Decoding without a pause between launches: they are queued ahead, and the host reads tokens behind."""
+"""Decoding without a pause between launches: the host queues launches ahead and reads their tokens later."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def decode_ahead(
     loaded: AnyProgram, caches: Caches, prompt: Sequence[int], positions: int, start: int,
     sampling: Sampling, limit_s: float,
 ) -> TokenStream:  # fmt: skip
-    """As `DecodeSession.stream`, of a program of one sequence. Closing the stream waits for what is queued. Raises as
-    `QueuedRows.next_launch` does, and CacheMemoryError."""
+    """Decode one sequence as `DecodeSession.stream` does, with launches queued ahead. Closing the stream waits for the
+    queued launches. Raises as `QueuedRows.next_launch` does, and CacheMemoryError."""
     with closing(QueuedRows(loaded, caches, 1, limit_s)) as rows:
         rows.begin(0, prompt, positions, start, sampling)
         while queued := rows.next_launch():
@@ -52,7 +52,7 @@ def decode_ahead(
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A sequence as launches are queued: `position` is where it stands in the next one."""
+    """The state of a sequence for the next launch to queue: `position` is the position that this launch decodes."""
 
     prompt: tuple[int, ...]
     positions: int
@@ -62,16 +62,16 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """A launch behind which the host can read the tokens of those rows that are still held by the same sequences."""
+    """A queued launch. Once it is over, the host can read the tokens of the rows that the same sequences still hold."""
 
     rows: tuple[tuple[int, _Row], ...]
     held: dict[int, _Row]
     chosen: np.ndarray[Any, Any]
     reported: np.ndarray[Any, Any] | None
-    """Words of `report`, [batch, ...]; None where no row asks for them."""
+    """Words of `report`, [batch, ...]; None if no row asks for them."""
 
     def tokens(self) -> list[Made]:
-        """The token of each."""
+        """The token of each row."""
         return [
             Made(
                 row,
@@ -84,10 +84,10 @@ class _Launch:
 
 
 class QueuedRows:
-    """The rows of a program of `batch` sequences over the caller's `caches`, which grow ahead of the launches.
+    """Launches of a program of `batch` rows over the caller's `caches`, whose memory grows before the launches need it.
 
-    Behind each launch, the device puts the tokens that were chosen where the next launch reads them, and moves each row
-    on by a position. The host sends positions only where rows come, leave or end. A free row decodes some token at
+    After each launch, the device copies the chosen tokens to where the next launch reads them, and advances every row
+    by one position. The host sends positions only when a row starts, leaves or ends. A free row decodes some token at
     position 0 of its own caches.
     """
 
@@ -104,48 +104,49 @@ class QueuedRows:
         self._held: dict[int, _Row] = {}
         self._queued: deque[tuple[int, tuple[tuple[int, _Row], ...], int, Any]] = deque()
         self._next_slot = 0
-        self._places: list[int] | None = None  # of each row, where the device has it for the next launch
+        self._places: list[int] | None = None  # position of each row that the device has for the next launch
         with self._on_stream():
             self._tokens = view(self._token_in, (batch,), torch.int32, device)
             self._positions = torch.zeros(POSITIONS, dtype=torch.int32, device=device)
             self._tokens.zero_()
         with ExitStack() as undo:
-            # The positions of each slot, behind them the tokens, and the reports: pinning memory takes long.
+            # Positions of each slot, then tokens, then reports. One buffer, since pinning memory takes long.
             self._words = gpu.alloc_host(_SLOTS * (POSITIONS + batch + batch * WORDS))
             undo.callback(gpu.free_host, self._words)
             undo.callback(self._finish)
             self._undo = undo.pop_all()
 
     def close(self) -> None:
-        """Wait for what is queued, and give memory back. Raises as `LoadedProgram.sync` does."""
+        """Wait for the queued launches, and free memory. Raises as `LoadedProgram.sync` does."""
         self._held.clear()
         for row in range(self._batch):
             self._caches.leave(row)
         self._undo.close()
 
     def _finish(self) -> None:
-        if not self._gpu.broken:  # else nothing there ends any more
+        if not self._gpu.broken:  # a broken GPU finishes nothing
             self._loaded.sync(self._limit_s * _SLOTS)
 
     def settle(self) -> None:
-        """Wait for the launches that are queued. Raises as `next_launch`."""
+        """Wait for the queued launches. Raises as `next_launch`."""
         if self._queued:
             self._loaded.wait(self._gpu.record(), self._limit_s * _SLOTS)
 
     def finish_torch(self) -> None:
-        """Wait for what torch was given, however long it takes, so that no launch behind it is held to be late."""
+        """Wait, without a time limit, for torch's pending operations, so that a launch queued after them is not counted
+        as late."""
         for part in self._loaded.parts:
             part.gpu.sync()
 
     @property
     def stream(self) -> Callable[[], AbstractContextManager[Any]]:
-        """A context in which torch's operations wait for the launches before them, and launches behind wait for
-        torch's."""
+        """A context in which torch's operations wait for earlier launches, and later launches wait for torch's
+        operations."""
         return self._on_stream
 
     def begin(self, row: int, prompt: Sequence[int], positions: int, start: int, sampling: Sampling) -> None:
-        """Let a free row decode its prompt's tokens from position `start` on, and what is chosen behind them, up to
-        `positions` - 1. Positions before `start` are in its caches."""
+        """Start a sequence in a free row. It decodes the prompt's tokens from position `start` on, then its own tokens,
+        up to `positions` - 1. The row's caches hold the positions before `start`."""
         with self._on_stream():
             if start == len(prompt) - 1:
                 self._begin_choices(row, prompt, sampling)
@@ -153,20 +154,20 @@ class QueuedRows:
         self._held[row] = _Row(tuple(prompt), positions, start, sampling)
 
     def end(self, row: int) -> None:
-        """Make a row free."""
+        """Free a row."""
         self._lost.pop(row, None)
         if self._held.pop(row, None) is not None:
             self._let_go(row)
 
     def _let_go(self, row: int) -> None:
-        """Decode no more of a row; its memory waits for others."""
+        """Stop decoding a row. Its memory stays until another sequence takes it."""
         self._caches.leave(row)
         if self._choices is not None:
             with self._on_stream():
                 self._choices.free(row)
 
     def next_launch(self) -> _Launch | None:
-        """The oldest launch that was not read, once it is over; more are queued behind it. None where there is none.
+        """Wait for the oldest unread launch and return it; more launches stay queued after it. None if there is none.
 
         Raises LaunchTimeoutError and GpuFaultError as `LoadedProgram.wait` does, and ConfigError for a position that
         the program cannot move to.
@@ -188,7 +189,7 @@ class QueuedRows:
         return self._tokens_at(_SLOTS) + slot * self._batch * WORDS
 
     def _enqueue(self) -> bool:
-        """Queue a launch of the rows that have not come to their ends; False where there are none."""
+        """Queue a launch of the rows that have not reached their ends; False if there are none."""
         live = [(row, each) for row, each in self._held.items() if each.position < each.positions]
         live = [(row, each) for row, each in live if self._grows(row, each)]
         if not live:
@@ -214,7 +215,8 @@ class QueuedRows:
         return True
 
     def lost(self) -> dict[int, CacheMemoryError]:
-        """The rows whose caches do not grow, and why, once, when all their tokens have been read. They are free."""
+        """The rows whose caches could not grow, with the error, each reported once after all its tokens were read.
+        These rows are free."""
         unread = {row for _, rows, _, _ in self._queued for row, _ in rows}
         lost = {row: error for row, error in self._lost.items() if row not in unread}
         for row in lost:
@@ -222,36 +224,37 @@ class QueuedRows:
         return lost
 
     def _grows(self, row: int, each: _Row) -> bool:
-        """Memory for where a row stands in the next launch. False where there is none: the row then decodes no more."""
+        """Get memory for the row's position in the next launch. False if there is none: the row then stops decoding."""
         if self._caches.reaches(row, each.position + 1):
             return True
         try:
             with self._on_stream():
                 self._caches.hold(row, each.position + 1)
         except CacheMemoryError:
-            self.settle()  # what rows that left hold is touched by no launch behind that
+            self.settle()  # no later launch touches the memory of rows that left
             try:
                 with self._on_stream():
                     self._caches.hold(row, each.position + 1, may_take=True)
             except CacheMemoryError as error:
                 self._lost[row] = error
                 each.positions = each.position
-                self._let_go(row)  # the launches that touch its memory are over; their tokens are yet to be read
+                self._let_go(row)  # launches on its memory are over; their tokens are still unread
                 return False
         return True
 
     def _fetch_report(self, slot: int, shown: Sequence[tuple[int, _Row]]) -> int:
-        """Words a row of what rows ask for beside their tokens, which come with these; 0 where they ask for nothing."""
+        """Queue a copy of the report that rows ask for with their tokens. Returns its words per row; 0 if no row
+        asks."""
         most = most_asked(each.sampling for _, each in shown)
         if most is None:
             return 0
-        with self._on_stream():  # whose order keeps the report until it is fetched
+        with self._on_stream():  # its order keeps the report until it is fetched
             found = report(self._all_logits(), self._tokens, most)
             self._gpu.fetch(self._words, self._report_at(slot), found.data_ptr(), found.numel())
         return found.shape[1]
 
     def _place_rows(self, slot: int, live: Sequence[tuple[int, _Row]]) -> None:
-        """Let the next launch find each row where it stands; free ones at position 0, where they cost least."""
+        """Set each row's position for the next launch. Free rows stand at position 0, where they cost least."""
         places = [0] * self._batch
         for row, each in live:
             places[row] = each.position
@@ -265,8 +268,8 @@ class QueuedRows:
         self._places = places
 
     def _advance(self, chosen: int, slot: int, live: Sequence[tuple[int, _Row]]) -> None:
-        """Let the next launch decode the tokens at device address `chosen`, a position further, and the host read them
-        from a slot. One small kernel, which costs the stream less than three copies do."""
+        """Let the next launch decode the tokens at device address `chosen`, one position further, and let the host read
+        them from a slot. This takes one small kernel, which costs the stream less than three copies."""
         rows = {row for row, _ in live}
         told = self._words.address + self._tokens_at(slot) * _WORD
         positions = self._positions.data_ptr() if self._batch > 1 else 0
@@ -277,7 +280,7 @@ class QueuedRows:
         self._places = [place + 1 if row in rows else 0 for row, place in enumerate(self._places)]
 
     def _replace_choices(self, live: Sequence[tuple[int, _Row]]) -> None:
-        """Put what rows decode next in the place of the program's own choices, where that is something else."""
+        """Replace the program's own choices by the tokens that rows must decode next, where they differ."""
         if self._choices is not None:
             self._choices.replace(self._tokens, self._all_logits(), {row: each.position for row, each in live})
         for row, each in live:
@@ -287,14 +290,14 @@ class QueuedRows:
                 self._begin_choices(row, each.prompt, each.sampling)
 
     def _begin_choices(self, row: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Choose as asked for from the next launch on, which decodes the prompt's last token."""
+        """Choose tokens as `sampling` asks from the next launch on, which decodes the prompt's last token."""
         if self._choices is None and not sampling.is_argmax:
             self._choices = Choices(self._batch, self._loaded.shape("logits")[-1], self._device)
         if self._choices is not None:
             self._choices.begin(row, prompt, sampling)
 
     def _all_logits(self) -> Tensor:
-        """float32 [batch, vocab] of the last launch, as a view."""
+        """Logits of the last launch, a float32 view [batch, vocab]."""
         address = self._loaded.last_address("logits")
         if address not in self._logits:
             shape = (self._batch, self._loaded.shape("logits")[-1])
@@ -303,8 +306,8 @@ class QueuedRows:
 
 
 def _on_stream_of(loaded: AnyProgram, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """What makes torch's operations wait for the VM's launches before them, and those behind wait for torch's, on all
-    of a program's GPUs. The first one is torch's current one within."""
+    """A context that orders torch's operations after earlier launches, and later launches after torch's operations, on
+    all of a program's GPUs. Within it, the first GPU's stream is torch's current one."""
     if device.type == "cpu":
         return nullcontext
     streams = [

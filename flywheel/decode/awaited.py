@@ -1,4 +1,4 @@
-"""Launches on the GPU of which the host awaits each one, since what it decodes next hangs on the tokens."""
+"""GPU launches that the host waits for one by one, since the next launch depends on their tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORD: Final = 4
 
 
 class Prefilled(Protocol):
-    """What a session on the GPU is to its launches."""
+    """The parts of a GPU session that `AwaitedLaunches` uses."""
 
     @property
     def spec(self) -> DecoderSpec:
@@ -39,15 +39,15 @@ class Prefilled(Protocol):
 
     @property
     def caches(self) -> Caches:
-        """Of all sequences."""
+        """KV caches of all sequences."""
 
     def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
-        """Begin the sequence of a row, by torch."""
+        """Start the sequence of a row: read its prompt with torch."""
 
 
 class AwaitedLaunches:
-    """As `decode.sequences.Stepped`, of a session on the GPU whose program is loaded. A launch costs the host its
-    tokens alone: logits stay on the GPU, and a `Step` has them until the next launch. Raises GpuMemoryError."""
+    """Implements `decode.sequences.Stepped` for a GPU session with a loaded program. The host reads only tokens after a
+    launch: logits stay on the GPU, and a `Step` refers to them until the next launch. Raises GpuMemoryError."""
 
     def __init__(self, session: Prefilled, loaded: LoadedProgram, limit_s: float) -> None:
         self.spec: Final = session.spec
@@ -63,7 +63,7 @@ class AwaitedLaunches:
         shape = (rows, self.spec.vocab)
         self._logits = view(loaded.address("logits"), shape, torch.float32, self.caches.device)
         with ExitStack() as undo:
-            # What goes in, positions and tokens, and what comes out.
+            # Inputs (positions and tokens) and outputs.
             self._words = gpu.alloc_host(POSITIONS + 2 * rows)
             undo.callback(gpu.free_host, self._words)
             self._positions = gpu.alloc(POSITIONS * _WORD)
@@ -71,12 +71,12 @@ class AwaitedLaunches:
             self._undo = undo.pop_all()
 
     def close(self) -> None:
-        """Give memory back."""
+        """Free its memory."""
         self._undo.close()
 
     def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
-        """As BatchSession says. Raises GpuMemoryError where the prompt's activations do not fit, though sequences that
-        are over give the memory of their caches."""
+        """See `BatchSession.prefill`. Raises GpuMemoryError if the prompt's activations do not fit even after the
+        caches of ended sequences are freed."""
         what, work = f"prompt of {len(token_ids) + 1} tokens", partial(self._session.prefill, token_ids, row, start)
         try:
             within_memory(what, work)
@@ -87,7 +87,8 @@ class AwaitedLaunches:
     def step_rows(
         self, token_ids: Sequence[int], position: Positions, wanted: Collection[int] | None = None
     ) -> list[Step]:
-        """As BatchSession says, but that caches hold what they need; raises as `CudaSession.step`."""
+        """See `BatchSession.step_rows`, but the caches must already have memory for the positions. Raises as
+        `CudaSession.step`."""
         check_rows(self.spec, self.context, self.batch, token_ids, position, self.lanes)
         gpu, rows, words = self._gpu, self._rows, self._words.array
         places = positions_of(position, self.batch)

@@ -1,4 +1,4 @@
-"""Measures programs of one model on the GPU: load, compare with the oracle, time."""
+"""Measures programs of one model on the GPU: loads each, checks it against the oracle, and times it."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from flywheel.vm.pack import AnyPacked, pack_any
 
 _SAMPLES: Final = 30
 _FINAL_SAMPLES: Final = 10
-"""Of a round: how a program happens to lie differs from one loading to the next as much as samples do, so more rounds
-tell more than more samples."""
+"""Samples in a round of a final. Latency varies as much between loadings, by placement in memory, as between samples,
+so more rounds tell more than more samples."""
 _WARMUP: Final = 3
 _TURNED_WARMUP: Final = 1
-"""In turn with rivals that stayed loaded: the judge has just launched the candidate."""
+"""Warm-up launches of a candidate that is timed with loaded rivals: the judge has just launched it."""
 
 
 class CudaBench:
-    """A model's weights and caches on the GPU, or on `ranks` of them, and the judge of any program of it.
+    """Measures programs of one model on one GPU, or on `ranks` GPUs.
 
-    Everything that programs share is made here: weights (the checkpoint's, else random ones of `seed`), in `formats`,
-    packed, and
-    what the judge feeds programs with at `default_positions(context)`, for each of `batch` sequences. Launches are
-    timed at the last position, behind the judge's caches. Programs come with their proof: it is not made again while
-    a GPU waits.
-    Raises NoGpuError, KernelCompileError, GpuMemoryError, and UsageError for a context that the model does not reach.
+    It holds what all programs share: the checkpoint's weights in `formats` (without a checkpoint, random ones from
+    `seed`), packed; the caches; and a Judge with its inputs at `default_positions(context)` for each of `batch`
+    sequences. Launches are timed at the last position, on the judge's caches. Programs come with their proof, so no GPU
+    waits for one.
+
+    Raises NoGpuError, KernelCompileError, GpuMemoryError, and UsageError for a context longer than the model's.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CudaBench:
             self._model = CudaModel(gpu, source.spec, dtype, context, weights, batch, peers=peers)
             own = OracleWeights(source.spec, self._model.weights, TORCH_DTYPES[dtype], "cuda")
             self._judge: Final = Judge(own, dtype, context, default_positions(context), batch, seed)
-            torch.cuda.empty_cache()  # what the VM allocates is not torch's
+            torch.cuda.empty_cache()  # the VM allocates memory outside torch
             if ranks == 1:
                 self._model.pack_matrices()
         except torch.OutOfMemoryError as error:
@@ -76,7 +76,7 @@ class CudaBench:
         self._kept: list[tuple[CudaSession, Examined]] = []  # the rivals, loaded
 
     def measure(self, program: MegakernelProgram | AnyPacked) -> TrialOutcome:
-        """As `vm.worker.Bench` says: Measured, Incorrect or Implausible.
+        """See `vm.worker.Bench.measure`. Returns Measured, Incorrect or Implausible.
 
         Raises as `CudaModel.load_packed` and `pack_any`, LaunchTimeoutError and GpuFaultError.
         """
@@ -94,12 +94,12 @@ class CudaBench:
         rivals: Sequence[MegakernelProgram | AnyPacked],
         rounds: int,
     ) -> Contest:
-        """As `vm.worker.Bench` says; of what is Incorrect, there are no times. Raises as `measure` does.
+        """See `vm.worker.Bench.compare`. A program that is Incorrect has no times. Raises as `measure` does.
 
-        In one round, the rivals stay loaded for the next call, a candidate that is dismissed beside the first of them
-        has few samples, and only one that is as fast as all of them has a batch. In several, each loads everything anew
-        and in another order, so that where a program happens to lie in memory is not taken for its speed; there are no
-        more rounds once one program `is_settled` to be the fastest.
+        With one round, the rivals stay loaded for the next call, a candidate that is dismissed against the first rival
+        has few samples, and only a candidate as fast as all rivals is also timed in a batch. With several rounds, each
+        round loads all programs again and in another order, so that placement in memory is not mistaken for speed. The
+        rounds end early once one program `is_settled` to be the fastest.
         """
         with ExitStack() as undo:
             undo.callback(self._drop_rivals)  # whatever stops the candidate's launches stops theirs
@@ -137,7 +137,7 @@ class CudaBench:
         return _contest(programs, verdicts, wrong, [[samples] for samples in times], latency)
 
     def _compare_in_rounds(self, packed: Sequence[AnyPacked], rounds: int) -> Contest:
-        """Programs are judged when they are loaded first; later they must compute what they did then."""
+        """Judge programs when they are first loaded. In later rounds they must compute the same results again."""
         times: list[list[tuple[float, ...]]] = [[] for _ in packed]
         examined: list[Examined] = []
         for turn in range(rounds):
@@ -160,11 +160,11 @@ class CudaBench:
         return _contest([each.program for each in packed], verdicts, wrong, times, latency)
 
     def _with_batch(self, session: CudaSession, latency: MeasuredLatency) -> MeasuredLatency:
-        """With the state of the GPU under many launches, but for a program that was cut short."""
+        """The latency with the state of the GPU under many launches, unless the program was cut short."""
         return latency if latency.samples < _SAMPLES else session.time_batch(self._last[1], latency)
 
     def _judge_last(self, session: CudaSession, examined: Examined) -> Incorrect | None:
-        """Of the launches that were timed, the last must have computed what the judged one did; None where it has."""
+        """Check that the last timed launch computed what the judged one did; None if it did."""
         verdict = judge_repeated(session.read_rows(), examined.logits, self._last[1], session.dtype)
         return None if verdict.passed else Incorrect(verdict, f"while timed: {verdict.reason}")
 
@@ -185,7 +185,7 @@ def _contest(
     times_us: Sequence[Sequence[Sequence[float]]],
     first: MeasuredLatency,
 ) -> Contest:
-    """Of programs that were timed together; all had the GPU in the state that `first` has."""
+    """The result of programs that were timed together. All of them had the GPU in the state that `first` records."""
     outcomes: list[TrialOutcome] = []
     for program, verdict, fault, rounds in zip(programs, verdicts, wrong, times_us, strict=True):
         latency = first if not outcomes else replace(_summarise(rounds, first.warmup), gpu_state=first.gpu_state)
@@ -203,7 +203,7 @@ def _summarise(rounds: Sequence[Sequence[float]], warmup: int = _WARMUP) -> Meas
 
 
 def judge_latency(program: MegakernelProgram, latency: MeasuredLatency, verdict: Verdict) -> Measured | Implausible:
-    """Implausible where the latency is below the floor of the program's target."""
+    """The outcome of a timed program: Implausible if the latency is below the floor of the program's target."""
     assert program.target is not None
     floor = floor_us(weight_bytes_read(program), program.target)
     return Measured(latency, verdict) if latency.median_us >= floor else Implausible(latency.median_us, floor)

@@ -1,6 +1,6 @@
-"""A bundle on a GPU without torch: its weights, its caches, and sequences that it decodes.
+"""Runs a bundle on a GPU without torch: its weights, its caches, and the sequences that it decodes.
 
-A prompt is stepped token by token, beside what other rows decode. The host waits for each launch.
+A prompt is decoded token by token, in the same launches as other rows. The host waits for each launch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DeviceTensor(Protocol):
     @property
     def nbytes(self) -> int: ...
     def data_ptr(self) -> int:
-        """Its address."""
+        """The device address of the first byte."""
 
 
 GivenWeights = Path | Mapping[str, DeviceTensor]
@@ -62,7 +62,7 @@ GivenWeights = Path | Mapping[str, DeviceTensor]
 
 
 def spec_of(bundle: Bundle) -> DecoderSpec:
-    """The model that a bundle decodes. Raises BundleError for what is none, UnsupportedModelError."""
+    """The model that a bundle decodes. Raises BundleError for a malformed description, and UnsupportedModelError."""
     about = dict(bundle.manifest["model"]["spec"])
     try:
         scaling = about.pop("rope_scaling")
@@ -74,8 +74,8 @@ def spec_of(bundle: Bundle) -> DecoderSpec:
 class BundleSession:
     """A bundle on a GPU, ready to decode `batch` sequences of up to `context` positions. Close it.
 
-    Raises BundleError for another GPU, too old a driver and other weights, WeightsError, GpuMemoryError and what
-    `LoadedProgram` raises.
+    Raises BundleError for another GPU, too old a driver or other weights, WeightsError, GpuMemoryError, and as
+    `LoadedProgram` does.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class BundleSession:
             self._undo = undo.pop_all()
 
     def close(self) -> None:
-        """Give the GPU's memory back."""
+        """Free the GPU's memory."""
         self._undo.close()
 
     def sequences(self) -> BundledSequences:
-        """Sequences that decode together; nothing else may use the session until they are closed."""
+        """Sequences that decode together. Until they are closed, nothing else may use the session."""
         return BundledSequences(self._loaded, self._spec, self.context, self.batch, self._limit_s)
 
 
@@ -128,7 +128,7 @@ def _place_weights(
 
 
 def _parts_of(bundle: Bundle) -> dict[int, Part]:
-    """By the ids of buffers, which part of a quantised matrix they are. Raises BundleError for an unknown layout."""
+    """Buffer id -> the part of a quantised matrix that the buffer holds. Raises BundleError for an unknown layout."""
     layout = bundle.manifest["weights"].get("layout")
     if bundle.packed.coded and layout not in LAYOUTS:
         raise BundleError(f"bundle {bundle.folder}: weights.layout is {str(layout)[:60]!r}, not {', '.join(LAYOUTS)}")
@@ -159,7 +159,8 @@ def _name(buffer: Buffer) -> str:
 
 
 def _known_tensors(bundle: Bundle, folder: Path, known: Mapping[str, Any], check: Check) -> dict[str, Stored]:
-    """The checkpoint's tensors. Raises BundleError for one that is not the one that the bundle was made for."""
+    """The checkpoint's tensors. Raises BundleError for a tensor that differs from the one that the bundle was made
+    for."""
     stored = open_stored(folder, known)
     for name, about in known.items():
         each = stored[name]
@@ -174,8 +175,7 @@ def _known_tensors(bundle: Bundle, folder: Path, known: Mapping[str, Any], check
 def _check_given(
     gpu: Gpu, bundle: Bundle, weights: Mapping[str, DeviceTensor], known: Mapping[str, Any], check: Check
 ) -> None:
-    """As `_known_tensors` of tensors on the GPU; they must be of the program's type, and are compared where the
-    checkpoint's are."""
+    """Check tensors on the GPU as `_known_tensors` checks a checkpoint's. They must have the program's type."""
     dtypes = {_name(each): each.dtype for each in bundle.packed.program.buffers if each.kind in _WEIGHT_KINDS}
     for name, dtype in dtypes.items():
         about, given = known[name], weights.get(name)
@@ -202,7 +202,7 @@ def _read(gpu: Gpu, memory: Memory, start: int, size: int) -> bytes:
 
 
 def _digest(read: Callable[[int, int], bytes], nbytes: int) -> str:
-    """SHA-256 of all bytes, a part at a time."""
+    """SHA-256 of all bytes, read in parts."""
     digest = hashlib.sha256()
     for start in range(0, nbytes, _READ_BYTES):
         digest.update(read(start, min(_READ_BYTES, nbytes - start)))
@@ -214,7 +214,7 @@ def _count(shape: Sequence[int]) -> int:
 
 
 def _caches(gpu: Gpu, buffers: Sequence[Buffer], undo: ExitStack) -> dict[str, int]:
-    """Address of each KV cache, all in one allocation; positions that nothing has written are NaN."""
+    """Address of each KV cache, all in one allocation. Unwritten positions are NaN."""
     places, end = {}, 0
     for buffer in buffers:
         if buffer.kind is BufferKind.KV_CACHE:
@@ -228,7 +228,8 @@ def _caches(gpu: Gpu, buffers: Sequence[Buffer], undo: ExitStack) -> dict[str, i
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A sequence: its tokens so far, where it stands, and where it ends. `seen` [vocab] where a penalty asks for it."""
+    """A sequence: its tokens so far, its next position and its end. `seen` [vocab] marks tokens of the text, if a
+    penalty needs them."""
 
     tokens: list[int]
     prompted: int
@@ -239,7 +240,7 @@ class _Row:
 
 
 class BundledSequences:
-    """As `decode.sequences.Sequences` says, but a prompt is stepped by `advance`, token by token."""
+    """Implements `decode.sequences.Sequences`, but `advance` decodes a prompt token by token."""
 
     def __init__(self, loaded: LoadedProgram, spec: DecoderSpec, context: int, batch: int, limit_s: float) -> None:
         self.batch = batch
@@ -249,7 +250,7 @@ class BundledSequences:
         self._token_in, self._place_in = loaded.address("token_id"), loaded.address("position")
         self._token_out = loaded.address("next_token")
         with ExitStack() as undo:
-            # What goes in, tokens and positions, and what comes out.
+            # Inputs (tokens and positions) and outputs.
             self._words = self._gpu.alloc_host(2 * batch + POSITIONS)
             undo.callback(self._gpu.free_host, self._words)
             self._positions = self._gpu.alloc(POSITIONS * 4)
@@ -259,7 +260,7 @@ class BundledSequences:
     def join(
         self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
     ) -> int:
-        """As Sequences says; the prompt is yet to be read, all of it."""
+        """See `Sequences.join`. Returns 0: `advance` reads the whole prompt."""
         if row in self._rows:
             raise UsageError(f"{self._spec.name}: row {row} is taken")
         if not prompt or not all(0 <= token < self._spec.vocab for token in prompt):
@@ -275,12 +276,12 @@ class BundledSequences:
         return 0
 
     def leave(self, row: int) -> None:
-        """As Sequences says."""
+        """See `Sequences.leave`."""
         self._rows.pop(row, None)
 
     def advance(self) -> list[Made]:
-        """As Sequences says; none while all rows read their prompts, so that others come and go between two launches.
-        Raises as `LoadedProgram.sync`."""
+        """See `Sequences.advance`. The list is empty while all rows read their prompts, so that other requests can come
+        and go between two launches. Raises as `LoadedProgram.sync`."""
         made: list[Made] = []
         live = {row: each for row, each in self._rows.items() if each.position < each.positions}
         if not live:
@@ -301,20 +302,20 @@ class BundledSequences:
         return made
 
     def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
-        """As Sequences says: the first."""
+        """See `Sequences.pick`: the first free row."""
         return free[0]
 
     def lost(self) -> dict[int, CacheMemoryError]:
-        """As Sequences says: none is, since all caches have their memory."""
+        """See `Sequences.lost`: always empty, since all caches have their memory from the start."""
         return {}
 
     def close(self) -> None:
-        """As Sequences says."""
+        """See `Sequences.close`."""
         self._rows.clear()
         self._undo.close()
 
     def _launch(self, live: Mapping[int, _Row]) -> npt.NDArray[np.int32]:
-        """The program's choices [batch]; rows that nobody has decode token 0 at position 0 of their own caches."""
+        """The tokens [batch] that the program chose. Free rows decode token 0 at position 0 of their own caches."""
         gpu, batch, words = self._gpu, self.batch, self._words.array
         words[: batch + POSITIONS] = 0
         for row, each in live.items():

@@ -1,4 +1,5 @@
-"""A model's program as a bundle: proved, packed, compiled, with the digests of the weights that it was made for."""
+"""Makes a bundle from a model's program: proved, packed and compiled, with digests of the weights that it was made
+for."""
 
 from __future__ import annotations
 
@@ -39,12 +40,12 @@ def make_bundle(
     program: MegakernelProgram, spec: DecoderSpec, folder: Path, schedule: Mapping[str, Any],
     compile_kernel: Compile = compile_variant,
 ) -> dict[str, bytes]:
-    """Files of the bundle of a program that decodes the checkpoint in `folder`; `schedule` is JSON-ready and says which
-    one was lowered. All weights are read.
+    """The files of the bundle of a program that decodes the checkpoint in `folder`, by name. `schedule` describes the
+    lowered schedule, JSON-ready. Reads all weights.
 
-    Raises UsageError for a checkpoint that is quantised in another layout than those of `unpacked`, for a program whose
-    matrices are quantised where the checkpoint's are not, and for several ranks, InvalidProgramError for an unsafe
-    program, WeightsError, TensorError, ConfigError and KernelCompileError.
+    Raises UsageError for a checkpoint quantised in a layout that `unpacked` does not know, for a program with quantised
+    matrices where the checkpoint has none, and for several ranks; InvalidProgramError for an unsafe program;
+    WeightsError, TensorError, ConfigError and KernelCompileError.
     """
     if program.ranks > 1:
         raise UsageError(f"bundle: a program of {program.ranks} ranks; bundles are of one rank")
@@ -82,7 +83,7 @@ def make_bundle(
 
 
 def _layout_of(program: MegakernelProgram, folder: Path) -> str | None:
-    """How the checkpoint stores quantised matrices; None where it has none. Raises UsageError."""
+    """The layout of the checkpoint's quantised matrices; None if it has none. Raises UsageError."""
     scheme = load_scheme(folder)
     quantised = any(part_of(buffer.source or buffer.name) is not None for buffer in program.buffers)
     if scheme is None and quantised:
@@ -103,7 +104,7 @@ def _layout_of(program: MegakernelProgram, folder: Path) -> str | None:
 def _check_parts(
     weights: Sequence[Buffer], tensors: Mapping[str, Stored], names: Mapping[str, str], layout: str | None
 ) -> None:
-    """Raises TensorError where a part of a quantised matrix is not of the program's type and shape."""
+    """Raises TensorError if a part of a quantised matrix does not have the program's type and shape."""
     for buffer in weights:
         name = buffer.source or buffer.name
         part = part_of(name)

@@ -1,4 +1,4 @@
-"""KV caches of one sequence or some on a device, as a decode step's buffers see them."""
+"""KV caches of one or more sequences on a device, as a decode step's buffers see them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flywheel.process import check_memory
 from flywheel.tensors import TORCH_DTYPES
 from flywheel.vm.gpu.granules import Granules
 
-_COMPARED: Final = 2**28  # elements at a time, for the memory that it takes
+_COMPARED: Final = 2**28  # elements compared at a time, to limit memory
 _WORDS: Final = {2: torch.int16, 4: torch.int32}
 """Integers of the size of a float."""
 
@@ -31,30 +31,30 @@ class Caches(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device that holds them."""
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the sequences have."""
+        """Memory of all sequences."""
 
     def reaches(self, row: int, positions: int) -> bool:
-        """Whether a sequence has memory for so many positions."""
+        """Whether a sequence has memory for `positions` positions."""
 
     def hold(self, row: int, positions: int, *, may_take: bool = False) -> None:
-        """Let a sequence have memory for its first `positions`, those of launches that are to come among them.
+        """Get memory for a sequence's first `positions`, which include those that upcoming launches write.
 
-        With `may_take`, sequences that left give theirs, and their rows begin anew; no launch is under way then. Raises
-        CacheMemoryError, and gives nothing, where memory does not last.
+        With `may_take`, memory of ended sequences may be reused, whose rows then start empty; no launch may be running.
+        Raises CacheMemoryError, and changes nothing, if there is not enough memory.
         """
 
     def leave(self, row: int) -> None:
-        """Nobody has a sequence any more. Its memory is kept for the next one, or for who needs it more."""
+        """End a sequence. Its memory stays for the row's next sequence, or for another one that needs it."""
 
     def give_back(self) -> None:
-        """Let others than caches have the memory of sequences that left; no launch is under way."""
+        """Free the memory of ended sequences for other uses than caches. No launch may be running."""
 
     def close(self) -> None:
-        """Give memory back; nobody uses a sequence any more."""
+        """Free all memory. No sequence may be in use."""
 
     def clear(self) -> None:
         """Forget every position of every sequence."""
@@ -63,42 +63,45 @@ class Caches(Protocol):
         """Forget every position of one sequence from `start` on."""
 
     def append(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """Write positions from `start` on of one layer of a sequence: keys, values [S, n_kv_heads, head_dim]."""
+        """Write positions from `start` on of one layer of a sequence. Keys and values are [S, n_kv_heads, head_dim]."""
 
     def seen(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of positions before `stop` of one layer of a sequence, views [n_kv_heads, stop, head_dim]."""
+        """Keys and values before position `stop` of one layer of a sequence: views [n_kv_heads, stop, head_dim]."""
 
     def copy(self, source: int, row: int, length: int, first: Tensor) -> None:
-        """Replace the first positions of a sequence by those of another, or keep them, but those that `first` has."""
+        """Copy the first `length` positions of sequence `source` to `row`, if it is another one; then put `first` in
+        place of the row's first positions."""
 
     def first(self, row: int) -> Tensor:
-        """A copy of a sequence's positions that a launch writes where nobody has the row."""
+        """A copy of a sequence's first positions, which a launch overwrites while the row is free."""
 
     def write(self, layers: Sequence[LayerCache], row: int = 0) -> None:
-        """Replace all of sequence `row` by copies of `layers`; positions after theirs hold nothing.
+        """Replace all of sequence `row` by copies of `layers`. Positions after them hold nothing.
 
-        Raises UsageError for another number of layers, or more positions than there are.
+        Raises UsageError for a wrong number of layers, or for more positions than the caches hold.
         """
 
     def write_past(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> None:
-        """Replace each sequence by its first positions of `past` [layers, 2, batch, heads, positions, head_dim]: so
-        many as its entry of `lengths` says, keys multiplied by that of `gains`; positions after them hold nothing."""
+        """Replace each sequence by its first positions of `past` [layers, 2, batch, heads, positions, head_dim]:
+        `lengths` says how many, and `gains` the factor of its keys. Positions after them hold nothing."""
 
     def new_rows(self, positions: Sequence[int]) -> Tensor:
         """Copies of the row of each sequence at its entry of `positions`, [layers, 2, batch, heads, head_dim]."""
 
     def changed(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> Tensor:
-        """Whether any row of a sequence but that at its length is not what `write_past` left, bit by bit, [layers, 2,
-        batch, heads]."""
+        """Whether any row of a sequence, except the one at its length, differs from what `write_past` left, bit by bit:
+        [layers, 2, batch, heads]."""
 
 
 class KvCaches:
-    """Keys and values of every layer and KV head of `batch` sequences, `dtype [context, 1, head_dim]` each.
+    """Keys and values of every layer and KV head of `batch` sequences, each `dtype [context, 1, head_dim]`. Implements
+    `Caches`.
 
-    Positions that no token has written hold NaN, so that reading them shows. With `granules`, a sequence has memory for
-    the positions that it was given by `hold`, and no other one may be touched; without, all of it is there at once. A
-    row without a sequence decodes `lanes` tokens from position 0 on.
-    Raises GpuMemoryError where there is none.
+    Positions that no token has written hold NaN, so that reading them shows. With `granules`, a sequence has memory
+    only for the positions that `hold` gave it, and no other position may be touched. Without, all memory exists from
+    the start. A row without a sequence decodes `lanes` tokens from position 0 on.
+
+    Raises GpuMemoryError.
     """
 
     def __init__(
@@ -128,20 +131,20 @@ class KvCaches:
 
     @property
     def device(self) -> torch.device:
-        """As Caches says."""
+        """See `Caches.device`."""
         return self._rows.device
 
     @property
     def held_bytes(self) -> int:
-        """As Caches says."""
+        """See `Caches.held_bytes`."""
         return self._rows.nbytes if self._growing is None else self._growing.held_bytes
 
     def reaches(self, row: int, positions: int) -> bool:
-        """As Caches says."""
+        """See `Caches.reaches`."""
         return self._growing is None or positions <= self._growing.reach[row]
 
     def hold(self, row: int, positions: int, *, may_take: bool = False) -> None:
-        """As Caches says."""
+        """See `Caches.hold`."""
         if self._growing is None:
             return
         try:
@@ -149,28 +152,28 @@ class KvCaches:
         except CacheMemoryError:
             if self._device.type != "cuda" or not may_take:
                 raise
-            torch.cuda.empty_cache()  # what torch keeps for itself
+            torch.cuda.empty_cache()  # memory that torch keeps in its cache
             new = self._growing.hold(row, positions, may_take=True)
         for start in new:
             self._bytes[start : start + self._growing.granule_bytes].view(self._rows.dtype).fill_(torch.nan)
 
     def leave(self, row: int) -> None:
-        """As Caches says."""
+        """See `Caches.leave`."""
         if self._growing is not None:
             self._growing.leave(row)
 
     def give_back(self) -> None:
-        """As Caches says."""
+        """See `Caches.give_back`."""
         if self._growing is not None:
             self._growing.give_back()
 
     def close(self) -> None:
-        """As Caches says."""
+        """See `Caches.close`."""
         if self._growing is not None:
             self._growing.close()
 
     def by_name(self, interface: Interface) -> dict[str, Tensor]:
-        """Cache buffer -> its rows, which are contiguous, of a program of the same model, type, context and batch."""
+        """Cache buffer name -> its contiguous rows, for a program of the same model, type, context and batch."""
         return {
             name: self._rows[layer, side][divmod(head, self._spec.n_kv_heads)]
             for layer, sides in enumerate(interface.caches)
@@ -179,37 +182,37 @@ class KvCaches:
         }
 
     def clear(self) -> None:
-        """As Caches says."""
+        """See `Caches.clear`."""
         for row in range(self._batch):
             self.forget(row)
 
     def forget(self, row: int, start: int = 0) -> None:
-        """As Caches says."""
+        """See `Caches.forget`."""
         stop = self._context if self._growing is None else self._growing.reach[row]
         self._rows[:, :, row, :, start:stop].fill_(torch.nan)
 
     def append(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """As Caches says."""
+        """See `Caches.append`."""
         for side, new in enumerate((keys, values)):
             self._rows[layer, side, row, :, start : start + len(new), 0] = new.transpose(0, 1)
 
     def seen(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
-        """As Caches says."""
+        """See `Caches.seen`."""
         keys, values = self._rows[layer, :, row, :, :stop, 0]
         return keys, values
 
     def copy(self, source: int, row: int, length: int, first: Tensor) -> None:
-        """As Caches says."""
+        """See `Caches.copy`."""
         if source != row:
             self._rows[:, :, row, :, :length].copy_(self._rows[:, :, source, :, :length])
         self._rows[:, :, row, :, : self._lanes].copy_(first)
 
     def first(self, row: int) -> Tensor:
-        """As Caches says."""
+        """See `Caches.first`."""
         return self._rows[:, :, row, :, : self._lanes].clone()
 
     def write(self, layers: Sequence[LayerCache], row: int = 0) -> None:
-        """As Caches says."""
+        """See `Caches.write`."""
         length = len(layers[0][0]) if layers else 0
         if len(layers) != self._spec.n_layers or length > self._context:
             raise UsageError(
@@ -224,7 +227,7 @@ class KvCaches:
                 heads[:, :length, 0].copy_(side.transpose(0, 1))
 
     def write_past(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> None:
-        """As Caches says."""
+        """See `Caches.write_past`."""
         for row in range(self._batch):
             self.hold(row, self._context)
         self._rows.fill_(torch.nan)
@@ -234,12 +237,12 @@ class KvCaches:
             written[:, 0].mul_(gain)
 
     def new_rows(self, positions: Sequence[int]) -> Tensor:
-        """As Caches says."""
+        """See `Caches.new_rows`."""
         rows = [self._rows[:, :, rows, :, position, 0, :] for rows, position, _ in _alike(positions)]
         return rows[0].clone() if len(rows) == 1 else torch.cat(rows, 2)
 
     def changed(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> Tensor:
-        """As Caches says."""
+        """See `Caches.changed`."""
         found = [self._changed(past[:, :, rows], rows, length, gain) for rows, length, gain in _alike(lengths, gains)]
         return found[0] if len(found) == 1 else torch.cat(found, 2)
 
@@ -260,7 +263,7 @@ class KvCaches:
 
 
 def _alike(lengths: Sequence[int], gains: Sequence[float] = ()) -> Iterator[tuple[slice, int, float]]:
-    """Neighbouring sequences of one length and gain: (which, length, gain)."""
+    """Groups of neighbouring sequences with equal length and gain: (rows, length, gain)."""
     each = list(zip(lengths, gains or [1.0] * len(lengths), strict=True))
     start = 0
     for (length, gain), some in groupby(each):

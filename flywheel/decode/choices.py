@@ -1,4 +1,4 @@
-"""How the tokens of several rows are chosen at once, each as its own request asks, where their logits are."""
+"""Chooses the tokens of several rows at once on the device of their logits, each as its own request asks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _BLOCK: Final = 512
 
 
 class Choices:
-    """The choice behind each launch, of `batch` rows of logits [batch, vocab] on a device.
+    """Chooses the token of each row after a launch, from logits [batch, vocab] on a device.
 
-    Every operation is one of all rows, and none takes results of one row into another, so that a row's token depends
-    on its own logits, request and position. The draw is an exponential race: of scores divided by independent
-    exponential numbers the largest wins with the probability that its score has. Nothing waits for the device.
+    Every operation covers all rows, and none mixes rows, so a row's token depends only on its own logits, request and
+    position. A draw is an exponential race: scores are divided by independent exponential numbers, and the largest
+    quotient wins with the probability of its score. Nothing waits for the device.
     """
 
     def __init__(self, batch: int, vocab: int, device: torch.device) -> None:
@@ -42,12 +42,12 @@ class Choices:
         self.free_all()
 
     def free_all(self) -> None:
-        """No row asks for anything."""
+        """Let every row take the program's own choice."""
         for row in range(self._params.shape[1]):
             self.free(row)
 
     def begin(self, row: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """A row is a request's from now on; its text begins with `prompt`."""
+        """Choose a row's tokens by a request's sampling from now on. Its text starts with `prompt`."""
         self.free(row)
         if sampling.is_argmax:
             return
@@ -60,13 +60,13 @@ class Choices:
         self._noise[row] = 1.0
 
     def free(self, row: int) -> None:
-        """A row takes the program's own choice from now on."""
+        """Let a row take the program's own choice from now on."""
         self._asked.pop(row, None)
         self._set(row, 1.0, 1.0, -torch.inf, 1.0, True, False)
 
     def replace(self, tokens: Tensor, logits: Tensor, positions: Mapping[int, int]) -> None:
-        """Put what rows draw into the place of the program's own choice in `tokens` [batch], integers. `positions` are
-        those of the rows that the launch was for."""
+        """Write the tokens that rows draw over the program's own choices in `tokens` [batch], integers. `positions` has
+        the positions of the launch's rows."""
         asked = {row: each for row, each in self._asked.items() if row in positions}
         if not asked:
             return
@@ -80,8 +80,8 @@ class Choices:
             self._seen.scatter_(1, tokens.long()[:, None], True)
 
     def _choose(self, scores: Tensor, asked: Mapping[int, Sampling]) -> Tensor:
-        """[batch] of logits. What no row asks for is left out; it would change nothing. What orders a vocabulary takes
-        longest, and is done once, for the rows that ask."""
+        """Chosen tokens [batch] from logits. Steps that no row asks for are skipped, since they would change nothing.
+        Sorting the vocabulary takes longest, and is done once, for the rows that need it."""
         every = asked.values()
         if any(each.repetition_penalty != 1.0 for each in every):
             penalty = self._column("penalty")
@@ -103,7 +103,7 @@ class Choices:
         return torch.where(self._column("greedy") > 0, scores, shares / self._noise).argmax(1)
 
     def _column(self, name: str) -> Tensor:
-        """[batch, 1]."""
+        """A sampling parameter of all rows, [batch, 1]."""
         return self._params[_COLUMNS.index(name)]
 
     def _set(self, row: int, *values: float) -> None:
@@ -112,12 +112,12 @@ class Choices:
 
 
 def _pick(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Copies of some rows: an index that comes from the host would wait for all launches."""
+    """Copies of some rows. An index from the host would wait for all launches."""
     return torch.stack([values[row] for row in rows])
 
 
 def _cut(warm: Tensor, limits: Mapping[int, int]) -> Tensor:
-    """The scores [batch, vocab] without those behind the last of as many of the largest as a row's limit says."""
+    """Scores [batch, vocab] with only the largest `limits[row]` of each limited row kept."""
     largest = _pick(warm, list(limits)).topk(max(limits.values())).values
     least = torch.full_like(warm[:, :1], -torch.inf)
     for place, (row, limit) in enumerate(limits.items()):
@@ -126,8 +126,8 @@ def _cut(warm: Tensor, limits: Mapping[int, int]) -> Tensor:
 
 
 def _nuclei(shares: Tensor, top_p: Tensor) -> Tensor:
-    """Shares [rows, vocab] without those behind the fewest that add up to `top_p` [rows, 1], the likeliest first and of
-    equal ones the smaller ids."""
+    """Shares [rows, vocab] with only the fewest kept that add up to `top_p` [rows, 1]: the likeliest first, and of
+    equal ones the smaller id."""
     ordered, places = shares.sort(dim=1, descending=True, stable=True)
     counted = (ordered * _WHOLE).long()
     kept = _running_sums(counted) - counted < (top_p * _WHOLE).long()
@@ -135,7 +135,7 @@ def _nuclei(shares: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _running_sums(counted: Tensor) -> Tensor:
-    """Of each row of int64 [rows, width], the sum up to each element."""
+    """Cumulative sums of each row of int64 [rows, width]."""
     rows, width = counted.shape
     within = pad(counted, (0, -width % _BLOCK)).view(rows, -1, _BLOCK).cumsum(2)
     blocks = within[:, :, -1]
@@ -143,7 +143,7 @@ def _running_sums(counted: Tensor) -> Tensor:
 
 
 def choose(logits: Tensor, seen: Tensor, sampling: Sampling, position: int) -> Tensor:
-    """The token, int64 [], behind `logits` [vocab] at a position; `seen` bool [vocab] are the tokens of the text."""
+    """The token, int64 [], after `logits` [vocab] at a position. `seen` bool [vocab] marks tokens of the text."""
     choices = Choices(1, len(logits), logits.device)
     choices.begin(0, seen.nonzero()[:, 0].tolist(), sampling)
     token = logits.argmax()[None]

@@ -1,4 +1,4 @@
-"""What launches showed, compared with the oracle's operations on the same operands."""
+"""Compares tensors that launches left in buffers with the oracle's operations on the same operands."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from flywheel.models.forced import Past, named, run_forced
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Tensors by their names, [names, rows, width] of the layers of one of the `groups`, or of one name that is no
-    layer's."""
+    """Tensors by name, [names, rows, width]: those of the layers of one of `groups`, or one that belongs to no
+    layer."""
 
     groups: tuple[range, ...]
     stacks: Mapping[tuple[str, ...], Tensor]
 
     def tensor(self, name: str) -> Tensor:
-        """One that is no layer's, [rows, width]."""
+        """A tensor that belongs to no layer, [rows, width]."""
         return self.stacks[name,][0]
 
     def ordered(self, rows: Tensor) -> Shown:
-        """The same tensors, their rows in another order, [rows]."""
+        """The same tensors with their rows reordered by `rows`, [rows]."""
         return replace(self, stacks={names: stack[:, rows] for names, stack in self.stacks.items()})
 
 
 def gather(taps: Taps, launched: Launched, new: Tensor) -> Shown:
-    """What launches showed: the tensors of `taps`, and the `new` rows of the caches [launches, layers, 2, batch,
+    """The tensors of `taps` as launches left them, and the `new` rows of the caches [launches, layers, 2, batch,
     n_kv_heads, head_dim]."""
     kinds, dtype = taps.kinds(), new.dtype
     groups = tuple(_groups(kinds, new.shape[1]))
@@ -51,7 +51,7 @@ def gather(taps: Taps, launched: Launched, new: Tensor) -> Shown:
 
 
 def _groups(kinds: Mapping[int, Mapping[str, int]], n_layers: int) -> Iterator[range]:
-    """Neighbours that show the same tensors, their output among them, go together."""
+    """Ranges of neighbouring layers that show the same tensors, among them the layer's output."""
     start = 0
     for layer in range(1, n_layers + 1):
         shown = kinds.get(start, {})
@@ -61,11 +61,11 @@ def _groups(kinds: Mapping[int, Mapping[str, int]], n_layers: int) -> Iterator[r
 
 
 class Oracle:
-    """The oracle's pass over what programs show at the positions `at` [positions], where `tokens` [positions, batch]
-    stand, behind caches of `past` [layers, 2, batch, n_kv_heads, rows, head_dim] times `gains` [positions].
+    """The oracle's pass over a program's tensors at the positions `at` [positions], for `tokens` [positions, batch] and
+    caches of `past` [layers, 2, batch, n_kv_heads, rows, head_dim] times `gains` [positions].
 
-    On a GPU it is a CUDA graph for each set of tensors that programs show: enqueued one by one, its operations take
-    longer than they run.
+    On a GPU it is a CUDA graph for each set of shown tensors, since enqueuing its operations one by one takes longer
+    than running them.
     """
 
     def __init__(self, own: OracleWeights, tokens: Tensor, at: Tensor, past: Tensor, gains: Tensor) -> None:
@@ -73,7 +73,7 @@ class Oracle:
         self._graphs: dict[tuple[tuple[str, ...], ...], _Graph] = {}
 
     def compare(self, shown: Shown) -> Scores:
-        """The scores of all that is shown; on a GPU they hold until the next call."""
+        """The scores of all shown tensors. On a GPU they are valid until the next call."""
         if self._own.device.type != "cuda":
             return self._run(shown)
         kind = tuple(shown.stacks)
@@ -107,7 +107,7 @@ class Oracle:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A replay compares what `shown` holds."""
+    """A CUDA graph; a replay compares the tensors that `shown` holds."""
 
     graph: torch.cuda.CUDAGraph
     shown: Shown
@@ -116,7 +116,7 @@ class _Graph:
 
 @dataclass(frozen=True, slots=True)
 class _Comparing:
-    """A hand that compares what launches showed with what the oracle makes, and goes on from it."""
+    """A pass of the oracle that compares each shown tensor with its own result, and continues from the shown one."""
 
     shown: Shown
     past_rows: Tensor

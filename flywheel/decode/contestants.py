@@ -1,4 +1,4 @@
-"""A program and its rivals on the GPU: each judged by the oracle first, then timed in turn, round after round."""
+"""Compares a program and its rivals on the GPU: the oracle judges each, then they are timed alternately, in rounds."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _Forward = Callable[[int], tuple[Tensor, Tensor]]
 
 
 class Contests:
-    """A model's weights on the GPU, for comparisons at any number of contexts and batches; `say` takes lines of
+    """A model's weights on the GPU, for comparisons at any number of contexts and batches. `say` takes lines of
     progress.
 
-    Weights are the source's, else random ones of `seed`, in `formats`; rivals hold quantised ones each in its form.
-    Raises as `prepare_torch` does, and GpuMemoryError.
+    The weights are the source's in `formats`; without a checkpoint, random ones from `seed`. Each rival holds quantised
+    weights in its own form. Raises as `prepare_torch` does, and GpuMemoryError.
     """
 
     def __init__(
@@ -75,12 +75,13 @@ class Contests:
         plan: Plan,
         batch: int = 1,
     ) -> Comparison:
-        """The program, which was lowered for `batch` sequences of `context` positions, beside its rivals, all at the
-        last of them.
+        """Compare the program, lowered for `batch` sequences of `context` positions, with its rivals, all at the last
+        position.
 
-        `read_gbs` is the rate that bounds the weights' time beside the datasheet's. Who fails the oracle's verdict is
-        not timed, nor is a rival that does not take these weights, that torch does not compile or that the memory left
-        does not hold. Raises as `CudaModel.load` does, LaunchTimeoutError, GpuFaultError and GpuMemoryError.
+        `read_gbs` is the measured read rate, which gives a second weight floor besides the datasheet's. A contestant
+        that fails the verdict is not timed. Nor is a rival that does not take these weights, that torch does not
+        compile, or that does not fit into the free memory. Raises as `CudaModel.load` does, LaunchTimeoutError,
+        GpuFaultError and GpuMemoryError.
         """
 
         def say(told: str) -> None:
@@ -91,10 +92,10 @@ class Contests:
             CudaModel(self._gpu, self._source.spec, self._dtype, context, self._weights, batch) as model,
         ):
             model.pack_matrices()
-            model.load(program).close()  # what does not fit says so before anything that takes minutes
+            model.load(program).close()  # fails early, before steps that take minutes
             say("what the oracle expects")
             made = self._make_judge(context, batch)
-            torch._dynamo.reset()  # what it compiled for other shapes
+            torch._dynamo.reset()  # drop what it compiled for other shapes
             graphs = [self._graph(rival, context, made, say) for rival in rivals]
             entries = _hold_rounds(model, program, graphs, made, plan, say)
         bytes_read = weight_bytes_read(program)
@@ -103,7 +104,7 @@ class Contests:
         return Comparison(context, bytes_read, floor, ceiling, entries, batch)
 
     def _graph(self, rival: Rival, context: int, made: Judge, say: Callable[[str], None]) -> GraphedStep | Entry:
-        """A rival that is ready, or the entry of one that cannot run."""
+        """A rival that is ready, or the entry of a rival that cannot run."""
         why = refusal(rival, self._source.spec, self._formats, self._dtype)
         if why is not None:
             say(f"{rival.name} does not run: {why}")
@@ -118,20 +119,20 @@ class Contests:
             outcome: Rejected | NoMemory = Rejected(("rival",), str(error))
         except torch.OutOfMemoryError as error:
             outcome = NoMemory(str(error).partition("\n")[0])
-        torch.cuda.empty_cache()  # what a rival held that is not there
+        torch.cuda.empty_cache()  # memory of a rival that could not run
         say(f"{rival.name} does not run: {outcome.reason}")
         return Entry(rival.name, rival.how, outcome)
 
     def _make_judge(self, context: int, batch: int) -> Judge:
         own = OracleWeights(self._source.spec, self._weights, TORCH_DTYPES[self._dtype], "cuda")
         made = Judge(own, self._dtype, context, default_positions(context), batch, self._seed)
-        torch.cuda.empty_cache()  # what the VM allocates is not torch's
+        torch.cuda.empty_cache()  # the VM allocates memory outside torch
         return made
 
 
 class GraphedStep:
-    """A rival's step at the last of a judge's positions, of as many sequences, behind the judge's caches, as a CUDA
-    graph that is launched on the VM's stream.
+    """A rival's step as a CUDA graph on the VM's stream, at the last of the judge's positions, for the judge's batch
+    and caches.
 
     torch.compile runs without CUDA graphs of its own: those copy inputs, and run Python, at every launch.
     """
@@ -160,7 +161,7 @@ class GraphedStep:
             self._logits, self._tokens = capture(rival.name, self._graph, forward, self._position)
 
     def verdict(self) -> Verdict:
-        """On one launch of the graph, behind the judge's caches."""
+        """The verdict on one launch of the graph, on the judge's caches."""
         self._set()
         self._logits.fill_(torch.nan)
         torch.cuda.synchronize()  # the VM's stream does not wait for torch's
@@ -173,7 +174,7 @@ class GraphedStep:
             self._graph.replay()
 
     def judge(self) -> Verdict:
-        """The verdict on what the last launch gave; waits for it."""
+        """The verdict on the last launch's results; waits for it."""
         self._gpu.sync()
         return judge_free(steps_of(self._logits, self._tokens), self._judge)
 
@@ -186,8 +187,8 @@ class GraphedStep:
 def capture(
     name: str, graph: torch.cuda.CUDAGraph, forward: _Forward, position: int, errors: CaptureErrors = "global"
 ) -> tuple[Tensor, Tensor]:
-    """What replays of the graph, which captures `forward` at the position, will give. `errors`: whose calls of CUDA
-    must not break into the capture, those of all threads or of this one. Raises KernelCompileError where torch does
+    """Capture `forward` at a position into `graph`; returns the tensors that replays fill. `errors` says whose CUDA
+    calls must not interrupt the capture: those of all threads, or of this one. Raises KernelCompileError if torch does
     not compile it.
 
     Source: PyTorch's notes on CUDA graphs: warm up on a side stream, so that nothing is set up in the graph.
@@ -209,7 +210,7 @@ def capture(
 
 @dataclass(slots=True)
 class Record:
-    """What is known of one contestant so far. `wrong` keeps it out of further rounds, and its times with it."""
+    """Results of one contestant so far. One that is `wrong` takes no part in further rounds, and has no times."""
 
     name: str
     how: str
@@ -219,13 +220,13 @@ class Record:
     latencies: list[MeasuredLatency] = field(default_factory=list)
 
     def note(self, verdict: Verdict, while_timed: bool = False) -> None:
-        """A verdict: the first one stands for the contestant, and the first that does not pass is its end."""
+        """Record a verdict. The first one represents the contestant; the first that does not pass ends its part."""
         self.verdict = self.verdict or verdict
         if not verdict.passed and self.wrong is None:
             self.wrong = Incorrect(verdict, f"while timed: {verdict.reason}" if while_timed else str(verdict.reason))
 
     def entry(self, program: MegakernelProgram) -> Entry:
-        """All rounds as one; of a contestant that was never wrong there is at least one."""
+        """All rounds in one entry. A contestant that was never wrong has at least one round."""
         if self.wrong is not None:
             return Entry(self.name, self.how, self.wrong)
         assert self.verdict is not None
@@ -250,9 +251,10 @@ class Runner:
 def time_round(
     gpu: Gpu, runners: Sequence[Runner], finish: Launch, samples: int, peers: Sequence[Gpu] = ()
 ) -> None:
-    """Time in turn, then in batches, those that were not wrong so far, and judge what they computed while timed.
+    """Time the contestants that were not wrong so far, alternately and then in batches, and judge the results of the
+    timed launches.
 
-    `peers` are the other GPUs of the launches. `finish` waits for all launches, and raises what this does.
+    `peers` are the other GPUs of the launches. `finish` waits for all launches. Raises as `finish`.
     """
     able = [runner for runner in runners if runner.record.wrong is None]
     if not able:
@@ -302,13 +304,13 @@ def _hold_rounds(
 
 
 def judge_session(session: CudaSession, examined: Examined, position: int) -> Verdict:
-    """The verdict on a session's last launch, which must have made what the judged one did."""
+    """The verdict on a session's last launch, which must have the results of the judged one."""
     return judge_repeated(session.read_rows(), examined.logits, position, session.dtype)
 
 
 @contextmanager
 def memory_named(name: str) -> Iterator[None]:
-    """Raise GpuMemoryError, which names a model, where torch has no memory within the block."""
+    """Within the block, turn torch's out-of-memory errors into GpuMemoryError with the model's name."""
     try:
         yield
     except torch.OutOfMemoryError as error:

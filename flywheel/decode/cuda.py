@@ -1,4 +1,4 @@
-"""Sequences on a GPU: a model's weights and caches in its memory, and any number of programs that share them."""
+"""Runs programs on a GPU: a model's weights and caches in its memory, shared by any number of programs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _WIDEST: Final = 8
 
 
 def prepare_torch() -> None:
-    """Let the oracle sum in float32 on the GPU, as it says; process-wide. Raises NoGpuError where torch finds none."""
+    """Let torch sum in float32 on the GPU, for the whole process. Raises NoGpuError if torch finds no GPU."""
     if not torch.cuda.is_available():
         build = f"was built for CUDA {torch.version.cuda}" if torch.version.cuda else "was built without CUDA"
         raise NoGpuError(f"device cuda: torch {torch.__version__} {build}, and finds no GPU that it can use")
@@ -65,13 +65,14 @@ def prepare_torch() -> None:
 
 
 class CudaModel:
-    """A model on the GPU of `open_gpu`, for programs of one dtype, context and batch: its weights, and the caches of as
-    many sequences, which with `granules` grow with what is used.
+    """A model on the GPU of `open_gpu`, for programs of one dtype, context and batch: its weights, and the caches of
+    `batch` sequences. With `granules`, the caches' memory grows with use.
 
-    With `peers`, the programs are of several GPUs: `gpu` and those, by rank, which have access to each other's memory.
-    Each of them holds its parts of the weights and caches; `weights` are on the first one, whole, for the oracle and
-    for prompts.
-    `weights` are moved there and converted where they must be. Matrices are packed once, by `pack_matrices` or by the
+    With `peers`, programs run on several GPUs: `gpu` and its peers, in the order of ranks, which can access each
+    other's memory. Each GPU holds its part of the weights and caches. The first one also holds `weights` whole, for the
+    oracle and for prompts.
+
+    `weights` are moved to the GPU and converted where necessary. Matrices are packed once, by `pack_matrices` or by the
     first program that multiplies by them; other schedules of the model move nothing. Raises as `prepare_torch` does.
     """
 
@@ -107,7 +108,7 @@ class CudaModel:
         self.close()
 
     def close(self) -> None:
-        """Give the packed weights and the caches' memory back."""
+        """Free the packed weights and the caches."""
         for home in self._homes:
             home.close()
         self.caches.close()
@@ -118,12 +119,12 @@ class CudaModel:
         self.finish_torch()
 
     def finish_torch(self) -> None:
-        """Wait for what torch was given on any of the GPUs: the VM's streams do not wait for torch's."""
+        """Wait for torch's pending operations on all GPUs, since the VM's streams do not wait for torch's."""
         for home in self._homes:
             home.finish_torch()
 
     def pack_matrices(self) -> None:
-        """Pack what a decode step of one GPU multiplies by, before any program does. Raises GpuMemoryError and
+        """Pack the matrices of a decode step on one GPU before any program does. Raises GpuMemoryError and
         KernelCompileError."""
         (home,) = self._homes
         table = model_weight_key(self.spec, "embed")
@@ -133,12 +134,13 @@ class CudaModel:
         self.gpu.sync()
 
     def load(self, program: MegakernelProgram, *, trace: bool = False) -> CudaSession:
-        """A session of a program; it may stand beside others. With `trace`, its launches leave stamps.
+        """Load a program as a session, which may coexist with other sessions. With `trace`, its tasks write time
+        stamps.
 
-        Raises InvalidProgramError for an unsafe program and for what has no kernel, ConfigError for one that does not
-        fit the GPU, TensorError for one that is no decode step of the model in its dtype, context and batch on its
-        number of GPUs, WeightsError where its weights are not the model's, KernelCompileError, GpuMemoryError and
-        GpuFaultError.
+        Raises InvalidProgramError for an unsafe program and for an operation without a kernel, ConfigError for a
+        program that does not fit the GPU, TensorError for a program that is no decode step of the model in its dtype,
+        context, batch and number of GPUs, WeightsError if its weights are not the model's, KernelCompileError,
+        GpuMemoryError and GpuFaultError.
         """
         result = validate(program, strict=True)
         if not result.ok:
@@ -147,7 +149,8 @@ class CudaModel:
         return self.load_packed(pack_any(program), trace=trace)
 
     def load_packed(self, packed: AnyPacked, *, trace: bool = False) -> CudaSession:
-        """As `load`, for a program that has been proved to be safe, or need not be: to see what the proof rules out."""
+        """Load a program without a proof, as `load` otherwise: it was proved before, or a test runs it although it is
+        unsafe."""
         program = packed.program
         interface = read_interface(program, self.spec)
         if program.ranks != len(self._homes):
@@ -183,16 +186,16 @@ class CudaModel:
 
 
 def _granules_of(first: Granules | None, peers: Sequence[Gpu]) -> list[Granules]:
-    """Of each GPU, or of none."""
+    """The granules of each GPU; empty for None."""
     found = [first, *[peer.granules() for peer in peers]] if first is not None else []
     known = [each for each in found if each is not None]
     return known if len(known) == len(found) else []
 
 
 class CudaSession:
-    """A program on the GPU, over its model's weights and caches. Build it with `CudaModel.load`, and close it.
+    """A program on the GPU, over its model's weights and caches. Make it with `CudaModel.load`, and close it.
 
-    What a launch must write is NaN before it, so that reading what it has not written shows.
+    Outputs are NaN before a launch, so that reading an unwritten one shows.
     """
 
     def __init__(
@@ -229,22 +232,20 @@ class CudaSession:
         self.close()
 
     def close(self) -> None:
-        """Give the program's memory back."""
+        """Free the program's memory."""
         self._loaded.close()
         if self._apart is not None:
             self._apart.close()
 
     def step(self, token_id: int, position: int) -> Step:
-        """As DecodeSession says; ConfigError where the program was lowered for fewer positions than it has caches.
-
-        Raises LaunchTimeoutError and GpuFaultError as `LoadedProgram.sync` does.
-        """
+        """See `DecodeSession.step`. Raises ConfigError if the program was lowered for fewer positions than its caches
+        hold, and LaunchTimeoutError and GpuFaultError as `LoadedProgram.sync` does."""
         return self.step_rows([token_id], position)[0]
 
     def step_rows(
         self, token_ids: Sequence[int], position: Positions, wanted: Collection[int] | None = None
     ) -> list[Step]:
-        """As BatchSession says; raises as `step`."""
+        """See `BatchSession.step_rows`. Raises as `step`."""
         check_rows(self.spec, self.context, self.batch, token_ids, position, self.lanes)
         hold_rows(self.caches, positions_of(position, self.batch), wanted, self.lanes)
         self._prepare(token_ids, position)
@@ -253,13 +254,13 @@ class CudaSession:
         return self.read_rows()
 
     def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
-        """As BatchSession says, by torch on the GPU."""
+        """See `BatchSession.prefill`. torch reads the prompt on the GPU."""
         check_prompt(self.spec, self.context, token_ids)
         self._prefill(token_ids, self.caches, row, start)
 
     def sequences(self) -> QueuedSequences | SteppedSequences:
-        """Sequences that decode together, their launches queued ahead, but where their tokens are guessed; nothing else
-        may use the session until they are closed. Raises GpuMemoryError."""
+        """Sequences that decode together. Their launches are queued ahead, unless the program decodes draft tokens.
+        Until they are closed, nothing else may use the session. Raises GpuMemoryError."""
         self._prepare([0] * (self.batch * self.lanes), [0] * self.batch)
         if self.lanes > 1:
             return self._stepped()
@@ -274,7 +275,7 @@ class CudaSession:
     def stream(
         self, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY
     ) -> TokenStream:
-        """As DecodeSession says; launches are queued ahead of the host. Raises as `step`, and GpuMemoryError."""
+        """See `DecodeSession.stream`. Launches are queued ahead of the host. Raises as `step`, and GpuMemoryError."""
         check_prompt(self.spec, self.context, prompt)
         if self.lanes > 1:
             self._prepare([0] * self.lanes, 0)
@@ -283,7 +284,7 @@ class CudaSession:
         return decode_ahead(self._loaded, self.caches, prompt, positions, start, sampling, self._limit_s)
 
     def show(self, token_ids: Sequence[int], position: Positions, *, apart: bool) -> Launched:
-        """As JudgedSession says; raises as `step`, and GpuMemoryError."""
+        """See `JudgedSession.show`. Raises as `step`, and GpuMemoryError."""
         loaded = self._loaded
         if apart and self.shares_memory and self._load_apart is not None:
             loaded = self._apart = self._apart or self._load_apart()
@@ -296,7 +297,7 @@ class CudaSession:
         return self._whole.gather(beside(launched, self.caches.device), self.taps.names())
 
     def _shown(self, loaded: LoadedProgram) -> Launched:
-        """Copies of what a launch left on one GPU, there."""
+        """Copies of the tapped buffers after a launch on one GPU, on that GPU."""
         nbytes = -(-loaded.packed.arena.nbytes // _WIDEST) * _WIDEST
         memory = torch.empty(1, nbytes, dtype=torch.uint8, device=torch_device(loaded.gpu))
         loaded.copy_transients(memory.data_ptr())
@@ -304,42 +305,39 @@ class CudaSession:
         return Launched(memory, self._places_in(loaded))
 
     def read(self) -> Step:
-        """What the last launch gave the first sequence; logits are on the CPU."""
+        """The last launch's result for the first sequence, with logits on the CPU."""
         return self.read_rows()[0]
 
     def read_rows(self) -> list[Step]:
-        """What the last launch gave each sequence; logits are on the CPU."""
+        """The last launch's result for each sequence, with logits on the CPU."""
         logits, tokens = self._loaded.read_output("logits"), self._loaded.read_output("next_token")
         return [Step(row, int(token)) for row, token in zip(torch.from_numpy(logits), tokens, strict=True)]
 
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
-        """As BatchSession says. Raises UsageError for another number of layers, or more positions than there are."""
+        """See `BatchSession.write_cache`. Raises UsageError for a wrong number of layers or too many positions."""
         self.caches.write(layers, row)
 
     def time(self, token_id: Tokens, position: int, *, samples: int, warmup: int) -> MeasuredLatency:
-        """Time launches at a position, behind what the caches hold, the L2 cache emptied before each.
-
-        Raises as `step` does.
-        """
+        """Time launches at a position, on the current caches, each with an empty L2 cache. Raises as `step`."""
         self._prepare(token_id, position)
         return time_launches(self._loaded, position, samples=samples, warmup=warmup, l2="clean", limit_s=self._limit_s)
 
     def time_batch(self, position: int, latency: MeasuredLatency) -> MeasuredLatency:
-        """Behind `time_sessions`: `latency` with what `time` adds to its single launches. Raises as `step` does."""
+        """Add to `latency` of `time_sessions` what `time` measures beyond single launches: many launches back to back.
+        Raises as `step` does."""
         return time_batch(self._loaded, position, latency, self._limit_s)
 
     def launcher(self, token_id: Tokens, position: int) -> tuple[Launch, Launch]:
-        """What enqueues a launch of one step, behind what the caches hold, and what waits for all of them; the latter
+        """(a function that enqueues one launch at `position`, a function that waits for all launches). The latter
         raises as `step` does."""
         self._prepare(token_id, position)
         return partial(self._loaded.launch, position), partial(self._loaded.sync, self._limit_s)
 
     def trace(self, token_id: Tokens, position: int, *, warmup: int) -> tuple[float, LaunchTrace]:
-        """(time in us by CUDA events, trace) of one launch, behind what the caches hold, after `warmup` others; the L2
-        cache is emptied before each.
+        """(time in us by CUDA events, trace) of one launch at `position` after `warmup` others, each with an empty L2.
 
-        Raises as `step` does, ConfigError where the program was loaded without `trace`, TraceError for stamps that
-        cannot be.
+        Raises as `step` does, ConfigError if the program was loaded without `trace`, TraceError for impossible time
+        stamps.
         """
         launch, finish = self.launcher(token_id, position)
         gpu, *peers = [part.gpu for part in self._loaded.parts]
@@ -360,7 +358,7 @@ class CudaSession:
         return self._places[loaded]
 
     def _launch(self, loaded: AnyProgram, position: Positions) -> None:
-        """Enqueue a launch behind `_prepare`."""
+        """Enqueue a launch after `_prepare`."""
         rows = 0 if isinstance(position, int) and self.lanes == 1 else self._positions.data_ptr()
         loaded.launch(max(positions_of(position, self.batch)), rows)
 
@@ -385,7 +383,7 @@ def time_sessions(
     warmup: int,
     dismissing: bool = False,
 ) -> list[list[float]]:
-    """Samples in us of sessions of one model, launched in turn as `time_in_turn` has it, behind what the caches hold.
+    """Samples in us of sessions of one model that are launched alternately by `time_in_turn`, on the current caches.
 
     Raises as `CudaSession.step` does.
     """

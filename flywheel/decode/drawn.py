@@ -1,5 +1,5 @@
-"""The choice behind one launch without torch, as Sampling says. Draws are of the same distribution as those of
-`choices`, but of other random numbers."""
+"""Chooses a token after one launch as a Sampling asks, without torch. Draws have the same distribution as those of
+`choices`, but use other random numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEEDS: Final = 2**64
 
 
 def draw(logits: Floats, seen: npt.NDArray[np.bool_], sampling: Sampling, position: int) -> int:
-    """The token behind `logits` [vocab] at a position; `seen` [vocab] are the tokens of the text."""
+    """The token after `logits` [vocab] at a position. `seen` [vocab] marks tokens of the text."""
     scores = logits.astype(np.float64)
     if sampling.repetition_penalty != 1.0:
         penalised = np.where(scores > 0, scores / sampling.repetition_penalty, scores * sampling.repetition_penalty)
@@ -42,7 +42,7 @@ def draw(logits: Floats, seen: npt.NDArray[np.bool_], sampling: Sampling, positi
 
 
 def logprobs_of(logits: Floats, token: int, sampling: Sampling) -> Logprobs | None:
-    """What a sampling asks for beside its token."""
+    """The log-probabilities that a sampling asks for; None if it asks for none."""
     if sampling.logprobs is None:
         return None
     wide = logits.astype(np.float64)

@@ -22,9 +22,9 @@ Finish = Literal["eos", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """`token_ids` come after the prompt; a stop token that ended them is the last. The first one took `first_s`, the
-    prompt included, and all of them `seconds`. `ties` are the indices of tokens that were not the oracle's first
-    choice, but within rounding of it; None where nothing was compared."""
+    """A generated text. `token_ids` come after the prompt; if a stop token ended the text, it is the last one.
+    `first_s` is the time of the first token, prompt included, and `seconds` that of all. `ties` are the indices of
+    tokens that are not the oracle's first choice, but within rounding of it; None if nothing was compared."""
 
     token_ids: tuple[int, ...]
     finish: Finish
@@ -34,7 +34,7 @@ class Generation:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens a second behind the first; None where there is no other."""
+        """Tokens per second after the first token; None if there is only one."""
         later = len(self.token_ids) - 1
         return later / (self.seconds - self.first_s) if later else None
 
@@ -45,10 +45,10 @@ def generate(
     oracle: EagerDecoder | None = None,
     on_token: Callable[[int], None] | None = None,
 ) -> Generation:
-    """Run a request that was made for the session's model and context. `on_token` gets each token as it comes.
+    """Run a request that was made for the session's model and context. `on_token` gets each token as it is made.
 
-    With an oracle of the session's dtype and context, each token is then compared with the oracle's choice behind the
-    same tokens. Raises MismatchError at the first that differs by more than rounding (`is_tie`).
+    With an oracle of the session's dtype and context, each token is afterwards compared with the oracle's choice after
+    the same tokens. Raises MismatchError at the first one that differs by more than rounding (`is_tie`).
     """
     tokens: list[int] = []
     last = len(request.prompt) - 1
@@ -70,14 +70,14 @@ def generate(
 
 
 def _ties(oracle: EagerDecoder, request: Request, tokens: Sequence[int], dtype: DType) -> Iterator[int]:
-    """Indices of tokens that are not the oracle's first choice behind those before, but within rounding of it."""
+    """Indices of tokens that are not the oracle's first choice, but within rounding of it."""
     for index, token in enumerate(tokens):
         if not _agrees(token, _expected(oracle, request, tokens[:index]), dtype, index):
             yield index
 
 
 def _expected(oracle: EagerDecoder, request: Request, tokens: Sequence[int]) -> Tensor:
-    """The oracle's logits behind the prompt and `tokens`, all but the last of which it has seen."""
+    """The oracle's logits after the prompt and `tokens`; it has already seen all but the last one."""
     if tokens:
         return oracle.step(tokens[-1], oracle.length)
     oracle.reset()
@@ -85,7 +85,7 @@ def _expected(oracle: EagerDecoder, request: Request, tokens: Sequence[int]) -> 
 
 
 def _agrees(token: int, logits: Tensor, dtype: DType, index: int) -> bool:
-    """Whether `token` is the first choice; False for a tie. Raises MismatchError for any other."""
+    """Whether `token` is the first choice; False for a tie. Raises MismatchError for any other token."""
     expected = int(logits.argmax())
     if token != expected and not is_tie(logits, token, dtype):
         raise MismatchError(f"token {index}: expected {expected}, got {token}")

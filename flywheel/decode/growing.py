@@ -1,4 +1,4 @@
-"""Which granules lie behind the caches of each sequence: memory that grows with what is used."""
+"""KV-cache memory that grows with use: maps 2 MiB granules to each sequence's reserved addresses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from flywheel.vm.gpu.granules import Granules
 
 
 class GrowingMemory:
-    """Addresses for `batch` sequences of `streams` streams (keys or values of a head of a layer) of `context` positions
-    of `position_bytes` each. A sequence's streams follow each other without a gap, and it begins with a granule, so
-    that none is shared by two.
+    """Reserved addresses for `batch` sequences, and the granules (physical pages) that are mapped to them.
 
-    The first positions of a stream can always be touched, so many as `always`: kernels load and write them for a
-    sequence that is not there. What no sequence holds there is one granule for all, from which nothing is read that
-    counts.
+    A sequence has `streams` streams (the keys or the values of one head of one layer) of `context` positions of
+    `position_bytes` each. Its streams follow each other without a gap. Each sequence starts at a granule boundary, so
+    no granule is shared by two sequences.
+
+    The first `always` positions of a stream can always be accessed: kernels read and write them in rows without a
+    sequence. Where no sequence has memory for them, all these addresses share one granule, whose contents do not
+    matter.
     """
 
     def __init__(
@@ -51,14 +53,14 @@ class GrowingMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Memory behind the sequences' addresses."""
+        """Bytes of mapped memory."""
         return sum(map(len, self._own)) * self.granule_bytes
 
     def hold(self, row: int, positions: int, *, may_take: bool = False) -> list[int]:
-        """Let a sequence have `positions`, and the bytes from `address` on where each new granule begins.
+        """Give a sequence memory for `positions`. Returns the byte offsets from `address` at which new granules begin.
 
-        With `may_take`, those who left give theirs; the device then does nothing with their rows. Raises
-        CacheMemoryError, and gives nothing, where memory does not last.
+        With `may_take`, granules of ended sequences are reused; no launch may use their rows. Raises CacheMemoryError,
+        and changes nothing, if there is not enough memory.
         """
         self._idle.discard(row)
         if positions <= self._reach[row]:
@@ -83,17 +85,17 @@ class GrowingMemory:
         return [row * self.stride + index * self.granule_bytes for index in new]
 
     def leave(self, row: int) -> None:
-        """Nobody has a sequence any more; its memory waits for the next one."""
+        """End a sequence. Its memory stays for the row's next sequence."""
         self._idle.add(row)
 
     def give_back(self) -> None:
-        """Give the memory of sequences that left to others than caches; the device does nothing with their rows."""
+        """Free the memory of ended sequences. The device must not be using their rows."""
         for row in sorted(self._idle):
             for granule in self._strip(row):
                 self._granules.destroy(granule)
 
     def close(self) -> None:
-        """Give all of it back."""
+        """Free all memory."""
         self._idle = set(range(len(self._own)))
         self.give_back()
         for row in range(len(self._own)):
@@ -103,7 +105,7 @@ class GrowingMemory:
         self._granules.release(self.address, self._count)
 
     def _make(self, count: int, may_take: bool) -> list[int]:
-        """So many granules, or fewer where there are not."""
+        """Create `count` granules, or as many as there is memory for."""
         found: list[int] = []
         for row in sorted(self._idle) if may_take else ():
             if self._room() >= count - len(found):
@@ -116,16 +118,16 @@ class GrowingMemory:
         for _ in range(min(count - len(found), self._room())):
             try:
                 found.append(self._granules.create())
-            except GpuMemoryError:  # less than was said to be free
+            except GpuMemoryError:  # less memory than reported free
                 break
         return found
 
     def _room(self) -> int:
-        """Granules that there is memory for."""
+        """The number of granules that there is memory for."""
         return max(0, self._granules.free_bytes() - self._granules.spared_bytes) // self.granule_bytes
 
     def _strip(self, row: int) -> list[int]:
-        """Take a row's granules."""
+        """Unmap a row's granules and return them."""
         own, self._own[row], self._reach[row] = self._own[row], {}, 0
         for index in own:
             self._granules.unmap(self._at(row, index))
@@ -134,7 +136,7 @@ class GrowingMemory:
         return list(own.values())
 
     def _needed(self, positions: int) -> npt.NDArray[np.int64]:
-        """The granules in which the first positions of a sequence lie, ascending, of each sequence alike."""
+        """Indices of the granules that hold the first `positions` of a sequence, ascending; equal for all sequences."""
         size = self.granule_bytes
         edges = np.zeros(self.stride // size + 1, np.int64)
         np.add.at(edges, self._starts // size, 1)
@@ -142,7 +144,7 @@ class GrowingMemory:
         return np.flatnonzero(edges.cumsum()[:-1])
 
     def _reached(self, positions: int) -> int:
-        """Positions of each stream that lie in the granules of the first `positions`, at least."""
+        """Positions of each stream that the granules of the first `positions` hold, at least."""
         size = self.granule_bytes
         ends = ((self._starts + positions * self._position_bytes - 1) // size + 1) * size
         return min(int(((ends - self._starts) // self._position_bytes).min()), self._context)

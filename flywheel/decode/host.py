@@ -1,4 +1,4 @@
-"""Granules of this machine's own memory, for caches of the reference VM."""
+"""Granules in this machine's own memory, for caches of the reference VM."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _PRIVATE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NOR
 
 
 class HostGranules:
-    """The system has memory behind an address once it is written; what is counted here is what may be. So an unmapped
-    address can be touched: nothing here shows that nobody does.
+    """Implements `Granules` in host memory. The system allocates memory when an address is first written; this class
+    only counts it. An unmapped address can therefore be accessed without an error.
 
-    `limit_bytes` is what all granules may take; None for what the machine has left now.
+    `limit_bytes` limits all granules together; None takes the memory that the machine has free now.
     """
 
     def __init__(self, limit_bytes: int | None = None, nbytes: int = GRANULE_BYTES) -> None:
@@ -33,18 +33,18 @@ class HostGranules:
         self._memory: dict[int, mmap.mmap] = {}
 
     def reserve(self, count: int) -> int:
-        """As Granules says."""
+        """See `Granules.reserve`."""
         memory = mmap.mmap(-1, count * self.nbytes, flags=_PRIVATE)
         address = ctypes.addressof(ctypes.c_byte.from_buffer(memory))
         self._memory[address] = memory
         return address
 
     def release(self, address: int, count: int) -> None:
-        """As Granules says; the system takes it once no tensor looks at it."""
+        """See `Granules.release`. The system frees the memory once no tensor refers to it."""
         del self._memory[address]
 
     def create(self) -> int:
-        """As Granules says."""
+        """See `Granules.create`."""
         if self.free_bytes() < self.nbytes:
             raise GpuMemoryError(f"memory: {self.nbytes:,} bytes requested, {self.free_bytes():,} are free")
         granule = next(self._numbers)
@@ -52,18 +52,18 @@ class HostGranules:
         return granule
 
     def destroy(self, granule: int) -> None:
-        """As Granules says."""
+        """See `Granules.destroy`."""
         self._made.remove(granule)
 
     def map(self, address: int, granule: int) -> None:
-        """As Granules says."""
+        """See `Granules.map`."""
 
     def unmap(self, address: int) -> None:
-        """As Granules says: the system takes what was written there."""
+        """See `Granules.unmap`. The contents are lost."""
         for start, memory in self._memory.items():
             if start <= address < start + len(memory) and hasattr(mmap, "MADV_DONTNEED"):
                 memory.madvise(mmap.MADV_DONTNEED, address - start, self.nbytes)
 
     def free_bytes(self) -> int:
-        """As Granules says."""
+        """See `Granules.free_bytes`."""
         return self._limit_bytes - len(self._made) * self.nbytes

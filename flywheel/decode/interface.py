@@ -1,4 +1,4 @@
-"""What a program must look like from outside to be a decode step of a model: inputs, outputs and caches, by name."""
+"""The buffers that a program must have to be a decode step of a model: inputs, outputs and caches, by name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flywheel.models.spec import DecoderSpec
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """Where `batch` sequences live in a program. `caches[layer]` is (names of the K buffers, of the V ones), a head
-    each, sequence after sequence; every one of them is `dtype [context, 1, head_dim]`. Each sequence has `lanes` rows
-    of the inputs and outputs, its consecutive tokens."""
+    """The buffers of `batch` sequences in a program. `caches[layer]` is (names of the K buffers, names of the V
+    buffers), one buffer per head, sequence after sequence, each `dtype [context, 1, head_dim]`. Each sequence has
+    `lanes` rows of the inputs and outputs, for consecutive tokens."""
 
     context: int
     dtype: DType
@@ -26,14 +26,15 @@ class Interface:
 
     @property
     def rows(self) -> int:
-        """Tokens of a launch."""
+        """Tokens of one launch."""
         return self.batch * self.lanes
 
 
 def read_interface(program: MegakernelProgram, spec: DecoderSpec) -> Interface:
-    """The interface of a program that is a decode step of `spec` on one GPU or several; its weights are not looked at.
+    """The interface of a program that is a decode step of `spec` on one GPU or several. Does not look at weights.
 
-    Raises TensorError, naming the buffer, where an input, output or cache is missing, unknown, misshapen or mistyped.
+    Raises TensorError, which names the buffer, if an input, output or cache is missing, unknown or of a wrong shape or
+    type.
     """
     found = {
         buffer.name: buffer
@@ -76,14 +77,14 @@ def _layer_caches(layer: int, side: str, n_kv_heads: int, batch: int) -> tuple[s
 
 
 def _rows(token_id: Buffer | None) -> int:
-    """Tokens that a launch is given; with nothing to look at, or more than there can be, 1."""
+    """Tokens that a launch decodes; 1 if the buffer is missing or too long."""
     if token_id is None or len(token_id.shape) != 1 or token_id.shape[0] > MAX_BATCH:
         return 1
     return token_id.shape[0]
 
 
 def _context(cache: Buffer | None, spec: DecoderSpec) -> int:
-    """Positions of the caches; with none to look at, 1."""
+    """Positions of the caches; 1 if there is no cache."""
     if cache is None:
         return 1
     if cache.shape[0] > spec.max_position:
@@ -92,7 +93,7 @@ def _context(cache: Buffer | None, spec: DecoderSpec) -> int:
 
 
 def _dtype(cache: Buffer | None, spec: DecoderSpec) -> DType:
-    """Type of the caches; with none to look at, BF16."""
+    """Type of the caches; BF16 if there is no cache."""
     if cache is None:
         return DType.BF16
     if cache.dtype not in DTYPES.values():

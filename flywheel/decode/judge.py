@@ -1,4 +1,5 @@
-"""The judge of a model's programs: every tensor that a launch shows against the oracle's of the same operands."""
+"""Checks a program: compares every tensor that a launch leaves in its buffers with the oracle's result for the same
+operands."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ _STRIDE: Final = 7919
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """The verdict on a program, what it gave at the last position, `logits` [batch, vocab], and all comparisons."""
+    """The result of judging a program: the verdict, the program's `logits` [batch, vocab] at the last position, and all
+    comparisons."""
 
     verdict: Verdict
     logits: Tensor
@@ -49,12 +51,12 @@ class Examined:
 
 
 class Judge:
-    """What programs of one model, dtype and batch are fed with, at some positions, and the oracle that judges them.
+    """Inputs for programs of one model, dtype and batch at some positions, and the oracle that judges the results.
 
-    `tokens` [positions, batch], unless given, and caches are random ones of `seed`. Caches hold keys that score, with
-    the oracle's own queries, as FLAT, NEEDLE and GAINS say. `logits` [positions, batch, vocab] are what the oracle
-    makes of all that, each operation of its own values.
-    Raises UsageError for no positions, and for one outside the context.
+    `tokens` [positions, batch], unless given, and caches are random, from `seed`. The caches hold keys whose scores
+    with the oracle's own queries follow FLAT, NEEDLE and GAINS. `logits` [positions, batch, vocab] are the oracle's,
+    where each operation works on the oracle's own values. Raises UsageError for no positions, and for one outside the
+    context.
     """
 
     def __init__(
@@ -92,10 +94,10 @@ class Judge:
         self.logits: Final = drawing.logits[0].view(len(tried), batch, -1)
 
     def examine(self, session: JudgedSession) -> Examined:
-        """As many launches as there are positions, of a session of the judge's model, dtype and batch.
+        """Run one launch per position of a session of the judge's model, dtype and batch, and judge them.
 
-        In the last one all sequences stand at the last position; in the others they take turns at the other positions.
-        Leaves the caches as they are behind the last one.
+        In the last launch all sequences are at the last position; in the others they take turns at the other positions.
+        Leaves the caches as the last launch left them.
         """
         launches = [self._launch(session, places, apart=True) for places in self._turns()]
         (first, *others), new, changed = (list(each) for each in zip(*launches, strict=True))
@@ -126,37 +128,37 @@ class Judge:
         return Examined(verdict, last, scored)
 
     def prepare(self, session: JudgedSession, position: int) -> list[int]:
-        """Fill the caches with what stands before one of the positions; the tokens that stand there."""
+        """Fill the caches with the rows before one of the positions. Returns the tokens at that position."""
         return self._prepare(session, [self.positions.index(position)] * self.batch)
 
     def _prepare(self, session: JudgedSession, places: Sequence[int]) -> list[int]:
-        """The same for a position of each sequence, by its place in `positions`."""
+        """`prepare` for one position per sequence, given by its index in `positions`."""
         gains = [self.gains[place] for place in places]
         session.caches.write_past(self.past, [self.positions[place] for place in places], gains)
         return [int(self.tokens[place, row]) for row, place in enumerate(places)]
 
     def _turns(self) -> list[list[int]]:
-        """For each launch, the place in `positions` of each sequence's position."""
+        """For each launch, the index in `positions` of each sequence's position."""
         last, rows = len(self.positions) - 1, range(self.batch)
         return [[(launch + row) % last for row in rows] for launch in range(last)] + [[last] * self.batch]
 
     def _order(self) -> list[int]:
-        """Rows of launches [launches * batch] as they follow each other by position."""
+        """The rows of all launches [launches * batch], sorted by position."""
         turns = self._turns()
         at = {(place, row): launch for launch, places in enumerate(turns) for row, place in enumerate(places)}
         rows = range(self.batch)
         return [at[place, row] * self.batch + row for place in range(len(turns)) for row in rows]
 
     def _launch(self, session: JudgedSession, places: Sequence[int], *, apart: bool) -> tuple[Launched, Tensor, Tensor]:
-        """(what it showed, the new rows, whether other rows changed) of one launch."""
+        """(tensors, new cache rows, whether other cache rows changed) of one launch."""
         positions, gains = [self.positions[place] for place in places], [self.gains[place] for place in places]
         tokens = self._prepare(session, places)
         launched = session.show(tokens, positions[0] if len(set(positions)) == 1 else positions, apart=apart)
         return launched, session.caches.new_rows(positions), session.caches.changed(self.past, positions, gains)
 
     def _unlike_plain(self, session: JudgedSession, logits: Tensor, new: Tensor) -> Tensor:
-        """[1, positions * batch, 1]: whether the program itself makes something else at the last position than `logits`
-        and `new` rows, which it made with memory of its own for each buffer."""
+        """[1, positions * batch, 1]: whether the program with its own memory plan computes something else at the last
+        position than with separate memory for each buffer, which gave `logits` and the `new` rows."""
         launched, new_rows, changed = self._launch(session, self._turns()[-1], apart=False)
         unlike = (session.taps.stack(launched, ["logits"], new.dtype)[0] != logits).any(-1)
         for each in (new_rows != new, changed):
@@ -166,14 +168,14 @@ class Judge:
         return wrong
 
     def layer_caches(self, place: int, row: int) -> list[LayerCache]:
-        """What stands in a sequence's caches before a position."""
+        """The caches of a sequence before a position."""
         length, gain = self.positions[place], self.gains[place]
         rows = self.past[:, :, row, :, :length].transpose(2, 3)
         return [(keys * gain, values) for keys, values in rows]
 
 
 def _unlike_argmax(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Whether each of `tokens` [rows, 1] is another than the first of the row's largest logits."""
+    """Whether each of `tokens` [rows, 1] differs from the first index of the row's largest logit."""
     indices = torch.arange(logits.shape[-1], device=logits.device)
     first = torch.where(logits == logits.amax(-1, keepdim=True), indices, len(indices)).amin(-1, keepdim=True)
     return first != tokens
@@ -218,8 +220,8 @@ class _Drawing:
         return Past(rows[:1], rows[1:], self.gains)
 
     def _place_needle(self, keys: Tensor, queries: Tensor) -> None:
-        """At the first heavy row that only the last two positions see, the shortest key that scores NEEDLE with each
-        query [rows, n_kv_heads, group, head_dim] of the last but one."""
+        """Write the needle: the shortest key that scores NEEDLE with each query [rows, n_kv_heads, group, head_dim] of
+        the position before the last, at the first heavy row that only the last two positions see."""
         if len(self.positions) < 2:
             return
         seen_before = self.positions[-3] if len(self.positions) > 2 else 0

@@ -1,4 +1,4 @@
-"""Copies of what launches of one program left in its buffers."""
+"""Copies of the contents of a program's buffers after launches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flywheel.tensors import TORCH_DTYPES
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a launch's copy of a buffer begins, in bytes, and what it holds: [rows, ...] elements."""
+    """Where a buffer's copy begins, in bytes, and its type and shape [rows, ...]."""
 
     start: int
     dtype: DType
@@ -24,7 +24,7 @@ class Place:
 
 
 def places_of(program: MegakernelProgram, names: Collection[str], starts: Mapping[str, int]) -> dict[str, Place]:
-    """Of those buffers of a program, which begin at `starts`."""
+    """The places of the named buffers of a program, whose copies begin at `starts`."""
     return {
         buffer.name: Place(starts[buffer.name], buffer.dtype, tuple(buffer.shape))
         for buffer in program.buffers
@@ -34,18 +34,18 @@ def places_of(program: MegakernelProgram, names: Collection[str], starts: Mappin
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """`memory` uint8 [launches, bytes], in which each buffer by name has its place; elements lie where their type may,
-    and bytes are a multiple of 8."""
+    """Buffers after launches: `memory` uint8 [launches, bytes], in which each named buffer has its place. Elements are
+    aligned to their type, and bytes are a multiple of 8."""
 
     memory: Tensor
     places: Mapping[str, Place]
 
     def then(self, others: Sequence[Launched]) -> Launched:
-        """This and other launches of the same program, one after the other."""
+        """These launches followed by other launches of the same program."""
         return replace(self, memory=torch.cat((self.memory, *(other.memory for other in others))))
 
     def stack(self, names: Sequence[str]) -> Tensor:
-        """Buffers of one type and shape, [names, launches * rows, ...]. A view where it can be one."""
+        """Buffers of one type and shape, [names, launches * rows, ...]; a view if possible."""
         first = self.places[names[0]]
         dtype = TORCH_DTYPES[first.dtype]
         elements = self.memory.view(dtype)
@@ -65,7 +65,7 @@ class Launched:
 
 
 def beside(launched: Sequence[Launched], device: torch.device) -> Launched:
-    """What launches left on several GPUs, whose buffers have different names, on one device."""
+    """Buffers of a launch on several GPUs, which have different names, together on one device."""
     places: dict[str, Place] = {}
     first = 0
     for each in launched:

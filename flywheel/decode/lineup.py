@@ -1,5 +1,5 @@
-"""The rivals that a schedule can be measured against, by name, which weights they take, and how often they are timed;
-what runs them is `contestants`."""
+"""The rivals that a schedule can be compared with, by name: which weights each takes, and how often each is timed.
+`contestants` runs them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A decode step of `rivals.TorchDecoder` in a CUDA graph; `label` is its name for people.
+    """A decode step of `rivals.TorchDecoder` in a CUDA graph. `label` is its display name.
 
-    `compiled`: by torch.compile; `inline_attention`: with attention as arithmetic that the compiler makes kernels of,
-    not as torch's own. One that holds matrices in another `form` than whole multiplies `codes`, and no others.
+    `compiled`: torch.compile compiles it. `inline_attention`: attention is written as arithmetic that the compiler
+    turns into kernels, instead of torch's own. A rival whose `form` is not whole multiplies quantised `codes` of the
+    listed types, and no other weights.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Rival:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`rounds` of `samples` each, which every contestant gets; a round loads the program anew."""
+    """`rounds` of `samples` each for every contestant; each round loads the program again."""
 
     rounds: int
     samples: int
@@ -96,7 +97,7 @@ USUAL: Final[Mapping[DType | None, tuple[str, ...]]] = MappingProxyType(
 
 
 def check_rivals(rivals: Sequence[Rival], ranks: int) -> None:
-    """Raises UsageError for a rival that does not run on so many GPUs."""
+    """Raises UsageError for a rival that does not run on `ranks` GPUs."""
     able = RIVALS if ranks == 1 else RANK_RIVALS
     for rival in rivals:
         if rival.name not in able:
@@ -104,14 +105,14 @@ def check_rivals(rivals: Sequence[Rival], ranks: int) -> None:
 
 
 def usual_rivals(formats: WeightFormats, ranks: int = 1) -> tuple[Rival, ...]:
-    """Those of USUAL for weights in these formats, or all that run on several GPUs."""
+    """The rivals in USUAL for weights in these formats; on several GPUs, all rivals that run there."""
     if ranks > 1:
         return tuple(RANK_RIVALS.values())
     return tuple(RIVALS[name] for name in USUAL[None if formats.usual is None else formats.usual.codes])
 
 
 def refusal(rival: Rival, spec: DecoderSpec, formats: WeightFormats, dtype: DType) -> str | None:
-    """Why a rival does not take a model's weights in these formats, computing in `dtype`; None where it does."""
+    """Why a rival does not take a model's weights in these formats when it computes in `dtype`; None if it does."""
     if rival.form == "whole":
         return None
     codes = next(name for name, each in CODES.items() if each is rival.codes)
@@ -131,7 +132,7 @@ def refusal(rival: Rival, spec: DecoderSpec, formats: WeightFormats, dtype: DTyp
 
 
 def _untiled(role: str, own: WeightFormat, shape: tuple[int, ...], dtype: DType) -> str | None:
-    """Why a matrix [N, K] of int4 has no tiles."""
+    """Why tinygemm has no tiles for an int4 matrix [N, K]; None if it has."""
     if dtype is not DType.BF16:
         return f"computes in {dtype.name.lower()}; it computes in bf16"
     if own.rows != 1 or own.group not in TILED_GROUPS or own.scale_dtype(dtype) is not DType.BF16:
@@ -143,6 +144,6 @@ def _untiled(role: str, own: WeightFormat, shape: tuple[int, ...], dtype: DType)
 
 
 def label_of(contestant: str) -> str:
-    """A contestant's name for people: a rival's label, else the name itself."""
+    """A contestant's display name: a rival's label, else the name itself."""
     rival = RIVALS.get(contestant) or RANK_RIVALS.get(contestant)
     return contestant if rival is None else rival.label

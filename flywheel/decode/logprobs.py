@@ -1,4 +1,5 @@
-"""How likely tokens were: logarithms of the softmax of a launch's logits, of the chosen token and of the likeliest."""
+"""Log-probabilities of tokens: the log-softmax of a launch's logits, of the chosen token and of the likeliest
+tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ WORDS: Final = 1 + 2 * MOST_LIKELY
 
 
 def most_asked(samplings: Iterable[Sampling]) -> int | None:
-    """How many of the likeliest the sampling asks for that asks for the most; None where none wants logarithms."""
+    """The largest number of likeliest tokens that a sampling asks for; None if none asks for log-probabilities."""
     return max((each.logprobs for each in samplings if each.logprobs is not None), default=None)
 
 
 def report(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """int32 [batch, 1 + 2 * most]: the logarithm of each row's token and of the `most` likeliest, as the bits of
-    float32, and the ids of these. `logits` [batch, vocab], `tokens` [batch] integers; no more than `vocab` are
-    likeliest."""
+    """int32 [batch, 1 + 2 * most]: the log-probabilities of each row's token and of its `most` likeliest tokens, as the
+    bits of float32, then the ids of the likeliest. `logits` [batch, vocab], `tokens` [batch] integers. At most `vocab`
+    tokens are reported."""
     shares = logits.float().log_softmax(1)
     best = shares.topk(min(most, shares.shape[1]), 1)
     chosen = shares.gather(1, tokens.long()[:, None])
@@ -33,7 +34,7 @@ def report(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
 
 
 def read_row(words: npt.NDArray[Any], sampling: Sampling) -> Logprobs | None:
-    """What a sampling asks for of a row of `report`, in any type of 32 bits."""
+    """The log-probabilities that a sampling asks for, from a row of `report` in any 32-bit type."""
     if sampling.logprobs is None:
         return None
     most = (len(words) - 1) // 2

@@ -1,4 +1,4 @@
-"""Prompt lookup: guesses of the next tokens of a text from where its end has stood before, and what becomes of them.
+"""Prompt lookup decoding: drafts the next tokens of a text from an earlier occurrence of its last tokens.
 
 Source: apoorvumang/prompt-lookup-decoding; Mirage MPK, `find_ngram_partial` and `target_verify_greedy`.
 """
@@ -13,8 +13,8 @@ LONGEST: Final = 3
 
 
 class Lookup:
-    """A text that grows, and where each run of up to `LONGEST` of its tokens stood last; a token costs as much,
-    however long the text is."""
+    """A growing text, with the last place of each run of up to `LONGEST` of its tokens. The cost of adding a token does
+    not depend on the length of the text."""
 
     def __init__(self, text: Sequence[int]) -> None:
         self._text: list[int] = []
@@ -22,7 +22,7 @@ class Lookup:
         self.extend(text)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The text goes on with these."""
+        """Append tokens to the text."""
         text = self._text
         for token in tokens:
             end = len(text)
@@ -31,8 +31,8 @@ class Lookup:
             text.append(token)
 
     def propose(self, count: int) -> list[int]:
-        """The `count` tokens that stood behind the longest end of the text that stood there before, where it stood
-        last; where the text ends before them, it goes round. Empty where even the last token is new."""
+        """Draft `count` tokens: those that followed the latest earlier occurrence of the longest possible suffix of the
+        text. If the text ends first, the draft repeats them. Empty if even the last token is new."""
         text = self._text
         for size in range(min(LONGEST, len(text)), 0, -1):
             start = self._behind.get(tuple(text[-size:]))
@@ -43,8 +43,8 @@ class Lookup:
 
 
 def accepted(proposed: Sequence[int], chosen: Sequence[int]) -> int:
-    """How many of the `chosen` tokens, each the model's choice behind the ones proposed before it, the text goes on
-    with: one, and one more for each guess that was right, up to the first wrong one. `chosen` has one token more than
+    """The number of `chosen` tokens that continue the text: one, plus one for each correct draft token up to the first
+    wrong one. Each chosen token is the model's choice after the draft tokens before it; `chosen` is one longer than
     `proposed`."""
     for place, (guess, choice) in enumerate(zip(proposed, chosen[:-1], strict=True)):
         if guess != choice:

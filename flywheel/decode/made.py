@@ -1,4 +1,4 @@
-"""A token that a launch made, and how likely it was."""
+"""A token that a launch made, and its log-probabilities."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Natural logarithms of shares that the logits give as they are, whatever the sampling: `chosen` is that of the
-    token that was made, `top` those of the likeliest, as (token id, logarithm), likeliest first."""
+    """Natural log-probabilities from the unmodified logits, whatever the sampling: `chosen` is that of the token that
+    was made, `top` are (token id, log-probability) of the likeliest tokens, likeliest first."""
 
     chosen: float
     top: tuple[tuple[int, float], ...]
 
 
 class Made(NamedTuple):
-    """A token that a launch made for the sequence of a row; `logprobs` where its sampling asks for them."""
+    """A token that a launch made for the sequence of a row. `logprobs` is None unless its sampling asks for them."""
 
     row: int
     token: int

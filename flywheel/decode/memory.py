@@ -1,4 +1,4 @@
-"""What torch has no memory for on a GPU, as flywheel's own error."""
+"""Converts torch's out-of-memory error into GpuMemoryError."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 def within_memory(what: str, work: Callable[[], _T]) -> _T:
-    """What `work` gives. Raises GpuMemoryError where torch finds no memory for it; nothing that it made is kept."""
+    """The result of `work`. If torch runs out of memory, frees what `work` allocated and raises GpuMemoryError."""
     try:
         return work()
     except torch.OutOfMemoryError as error:

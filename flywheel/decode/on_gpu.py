@@ -1,4 +1,4 @@
-"""What programs of one model share on one GPU: compiled kernels, and weights as kernels read them."""
+"""What the programs of one model share on one GPU: compiled kernels, and weights in the kernels' layout."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ _PARTS: Final = 3
 
 
 def torch_device(gpu: Gpu) -> torch.device:
-    """The GPU as torch calls it."""
+    """The GPU as a torch device."""
     return torch.device("cuda", gpu.index)
 
 
 class ModelOnGpu:
-    """Kernels and weights of one model on one GPU, for its programs in `dtype`, or for a rank's part of them. Close it.
+    """Kernels and weights of one model on one GPU, for its programs in `dtype`; of one rank's part of them, if there
+    are several GPUs. Close it.
 
     Matrices are packed once, by the first program that multiplies by them.
     """
@@ -45,19 +46,20 @@ class ModelOnGpu:
         self._kernels: dict[tuple[int, int, int, tuple[int, ...], bool, bool], LoadedKernel] = {}
 
     def close(self) -> None:
-        """Give the packed weights back."""
+        """Free the packed weights."""
         self.resident.close()
 
     def finish_torch(self) -> None:
-        """Wait for what torch was given: the VM's stream does not wait for torch's."""
+        """Wait for torch's pending operations, since the VM's stream does not wait for torch's."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def load(
         self, packed: PackedProgram, bound: Mapping[str, Tensor], caches: Mapping[str, int], *, trace: bool
     ) -> LoadedProgram:
-        """A program over its weights `bound` by buffer, which may be elsewhere, and `caches` here. Raises ConfigError,
-        WeightsError, KernelCompileError, GpuMemoryError and GpuFaultError as LoadedProgram and its weights do."""
+        """Load a program. Its weights are `bound` by buffer, on any device; its `caches` are on this GPU. Raises
+        ConfigError, WeightsError, KernelCompileError, GpuMemoryError and GpuFaultError as LoadedProgram and its weights
+        do."""
         kernel = self._kernel(packed.variant, trace)
         self._place_weights(packed, bound)
         return LoadedProgram(self.gpu, packed, kernel, self.resident, caches)
@@ -73,13 +75,14 @@ class ModelOnGpu:
         return self._kernels[key]
 
     def _place_weights(self, packed: PackedProgram, bound: Mapping[str, Tensor]) -> None:
-        """Row-major ones stay torch's where they are here and aligned; matrices are packed where they are not yet."""
+        """Place the weights. Row-major ones stay torch's if they are aligned and on this GPU; matrices are packed if
+        they are not yet."""
         for name, buffer, layout in needed_weights(packed):
             tensor = bound[buffer.name]
             here = tensor.device == self.device and tensor.is_contiguous()
             if layout is Layout.ROWS and here and tensor.data_ptr() % _ALIGNMENT == 0:
                 self.resident.borrow(name, tensor.data_ptr())
-        held: deque[Tensor] = deque(maxlen=_PARTS)  # until they are put
+        held: deque[Tensor] = deque(maxlen=_PARTS)  # keeps them alive until they are put
 
         def find(buffer: Buffer) -> int:
             tensor = bound[buffer.name].to(self.device).contiguous()

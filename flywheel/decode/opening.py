@@ -1,4 +1,4 @@
-"""A lowered model on a device, with its weights."""
+"""Opens a lowered model on a device, with its weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from flywheel.models.quantise import formats_of_program
 def open_session(
     program: MegakernelProgram, source: Source, seed: int, device: str, undo: ExitStack, order: str = "list"
 ) -> tuple[JudgedSession, Weights]:
-    """A session of a program on `reference` or `cuda`, and the model's weights in the program's dtype and formats,
-    there too; the caches' memory grows with what is used. `undo` gives the device's memory back; `order` is the
-    reference VM's.
+    """A session of a program on `reference` or `cuda`, and the model's weights there, in the program's dtype and
+    formats. The caches' memory grows with use. `undo` frees the device's memory; `order` is the firing order of the
+    reference VM.
 
-    Raises as ReferenceSession or CudaModel and its `load` do, and GpuMemoryError where torch has no memory for weights
-    and caches.
+    Raises as ReferenceSession or CudaModel and its `load` do, and GpuMemoryError if torch has no memory for weights and
+    caches.
     """
     interface = read_interface(program, source.spec)
     dtype, formats = interface.dtype, formats_of_program(program, interface.dtype)

@@ -1,4 +1,5 @@
-"""A prompt at once, by torch: the rows of the KV caches that steps token by token would have written."""
+"""Prefill with torch: reads a whole prompt at once, and writes the KV-cache rows that single steps would have
+written."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _BACKENDS: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer's weights by role; a quantised matrix is made, in `dtype`, whenever it is asked for."""
+    """A layer's weights by role. A quantised matrix is dequantised, in `dtype`, at each access."""
 
     weights: Mapping[str, Tensor]
     index: int
@@ -38,15 +39,15 @@ class _Layer:
         return self.weights[key] if matrix is None else matrix.to(self.dtype)
 
     def get(self, role: str) -> Tensor | None:
-        """A weight that a model may lack."""
+        """A weight; None if the model has none of this role."""
         return self.weights.get(layer_weight_key(role, self.index))
 
 
 class Prefill:
-    """A decoder over `weights`, by checkpoint key, all of one float type and on one device; they are not copied.
-    Quantised matrices are multiplied as what they mean, rounded to that type.
+    """A decoder over `weights`, by checkpoint key, all of one float type and on one device. They are not copied.
+    Quantised matrices are dequantised, rounded to that type.
 
-    Products and attention are torch's own, which round sums to the weights' type; norms and RoPE are float32 inside.
+    Products and attention are torch's own, which round sums to the weights' type. Norms and RoPE use float32 inside.
     Source: huggingface/transformers, `models/{llama,mistral,qwen2,qwen3}/modeling_*.py`.
     """
 
@@ -58,10 +59,10 @@ class Prefill:
 
     @torch.no_grad()
     def __call__(self, token_ids: Sequence[int], caches: Caches, row: int = 0, start: int = 0) -> None:
-        """Write positions `start` to len(token_ids) - 1 of sequence `row`; those behind are forgotten, and those before
-        are there.
+        """Write positions `start` to len(token_ids) - 1 of sequence `row`. Positions before `start` must be cached;
+        later ones are forgotten.
 
-        The caller has looked at the tokens and that they fit, and no launch is under way. Raises CacheMemoryError.
+        The caller has checked the tokens and that they fit, and no launch is running. Raises CacheMemoryError.
         """
         caches.hold(row, len(token_ids) + 1, may_take=True)
         caches.forget(row, start)
@@ -71,7 +72,7 @@ class Prefill:
                 self._forward(tokens[first : first + CHUNK], first, caches, row)
 
     def _forward(self, tokens: Tensor, start: int, caches: Caches, row: int) -> None:
-        """tokens [S] at positions from `start` on, all before which are cached."""
+        """Read tokens [S] at positions from `start` on. All earlier positions are cached."""
         eps, width = self._spec.norm_eps, (self._spec.hidden,)
         stop = start + len(tokens)
         angles = torch.arange(start, stop, device=tokens.device)[:, None].float() * self._frequencies
@@ -114,7 +115,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """RoPE of x [S, heads, head_dim], rotating halves, computed in float32. `turn` is the cosine and the sine of each
-    element's angle; of the first half the sine is negated."""
+    """RoPE of x [S, heads, head_dim] with rotated halves, computed in float32. `turn` is (cosine, sine) of each
+    element's angle; the sine of the first half is negated."""
     cosine, sine = turn
     return torch.addcmul(x * cosine, x.roll(x.shape[-1] // 2, -1), sine).to(x.dtype)

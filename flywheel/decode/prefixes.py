@@ -1,4 +1,4 @@
-"""What the caches of rows hold, so that a prompt that begins alike need not be read again."""
+"""Prefix cache: records the tokens that each row's cache holds, so that a prompt with the same prefix reuses them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ LEAST: Final = 16
 
 
 class Prefixes:
-    """The tokens of each row's sequence, alive or over, as long as the caches are this session's.
+    """The tokens in each row's cache, of a running or an ended sequence.
 
-    A free row decodes at position 0 of its caches, so what was there is kept apart. Nothing else is: the memory is that
-    of the rows.
+    A launch overwrites the first positions of a free row, so a copy of them is kept. All other entries stay in the
+    row's own memory.
     """
 
     def __init__(self, caches: Caches) -> None:
         self._caches = caches
-        self._tokens: dict[int, list[int]] = {}  # the one used last comes last
+        self._tokens: dict[int, list[int]] = {}  # in order of use, latest last
         self._first: dict[int, Tensor] = {}
 
     def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
-        """The free row for a prompt: one whose sequence the prompt continues, else one that holds nothing, else the one
-        that was used longest ago."""
+        """The best free row for a prompt: a row whose sequence the prompt continues, else an empty row, else the least
+        recently used row."""
         source, length = self._longest(prompt)
         if source in free and length == len(self._tokens[source]) - 1:
             return source
@@ -35,11 +35,11 @@ class Prefixes:
         return min(free, key=lambda row: (places.get(row, -1), row))
 
     def reuse(self, row: int, prompt: Sequence[int], wanted: bool) -> int:
-        """Copy what another sequence, or the one before in this row, has of a prompt's beginning to a row's caches, and
-        how many positions that is. No launch is under way. Raises CacheMemoryError."""
+        """Copy the longest cached prefix of a prompt, from any row, into the caches of `row`; with `wanted` false,
+        reuse nothing. Returns its number of positions. No launch may be running. Raises CacheMemoryError."""
         source, length = self._longest(prompt) if wanted else (row, 0)
         there = length >= LEAST and self._caches.reaches(source, length)
-        self._caches.hold(row, len(prompt), may_take=True)  # maybe by what the other one had
+        self._caches.hold(row, len(prompt), may_take=True)  # this may take the other row's memory
         self._tokens.pop(row, None)
         if not there or not self._caches.reaches(source, length):
             return 0
@@ -47,29 +47,29 @@ class Prefixes:
         return length
 
     def begin(self, row: int, prompt: Sequence[int]) -> None:
-        """The caches of a row hold all of a prompt but its last token."""
+        """Record that the caches of a row hold a prompt without its last token."""
         if len(prompt) > LEAST:
             self._tokens[row] = list(prompt)
             self._first[row] = self._caches.first(row)
 
     def add(self, row: int, token: int) -> None:
-        """A row has made a token, and so the caches hold the one before."""
+        """Record that a row has made a token. Its caches now hold the token before."""
         if row in self._tokens:
             self._tokens[row].append(token)
 
     def leave(self, row: int) -> None:
-        """A row's sequence is over."""
+        """Record that a row's sequence has ended."""
         if row in self._tokens:
             self._tokens[row] = self._tokens.pop(row)
 
     def _longest(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """The row with most of a prompt's beginning, its last token excluded, and how many tokens."""
+        """(the row that shares the longest prefix with a prompt without its last token, the length of the prefix)."""
         lengths = {row: _alike(tokens[:-1], prompt[:-1]) for row, tokens in self._tokens.items()}
         row = max(lengths, key=lengths.__getitem__, default=-1)
         return row, lengths.get(row, 0)
 
 
 def _alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens at the beginning that both have."""
+    """Length of the common prefix of two token lists."""
     count = min(len(one), len(other))
     return next((place for place in range(count) if one[place] != other[place]), count)

@@ -1,7 +1,7 @@
-"""Products by a rival's matrices: whole ones, codes with scales, and torch's own tiles of int4.
+"""Products with a rival's matrices: whole ones, quantised codes with scales, and torch's int4 tiles.
 
-What multiplies quantised weights elsewhere: a compiler that turns codes into numbers inside the product, and
-`torch.ops.aten._weight_int4pack_mm`, which is called tinygemm.
+These are the two common ways to multiply quantised weights in PyTorch: a compiler that dequantises inside the product,
+and `torch.ops.aten._weight_int4pack_mm`, known as tinygemm.
 
 Source: meta-pytorch/gpt-fast, `quantize.py`; pytorch/ao, `quant_primitives.py`; pytorch/pytorch,
 `aten/src/ATen/native/cuda/int4mm.cu`.
@@ -41,8 +41,8 @@ class Coded:
 
 @dataclass(frozen=True, slots=True)
 class Tiled:
-    """A matrix [N, K] of int4 as tinygemm takes it: `tiles` in its own order, and of each group of columns `scales`
-    [K / group, N, 2], bfloat16, a scale and what is added behind it."""
+    """An int4 matrix [N, K] in tinygemm's layout: `tiles` in its own order, and `scales` [K / group, N, 2], bfloat16: a
+    scale and an offset for each group of columns."""
 
     tiles: Tensor
     scales: Tensor
@@ -53,7 +53,7 @@ Matrix: TypeAlias = Tensor | Coded | Tiled
 
 
 def multiply(x: Tensor, matrix: Matrix) -> Tensor:
-    """x [rows, K] times a matrix [N, K], transposed -> [rows, N], in x's dtype."""
+    """x [rows, K] times the transpose of a matrix [N, K] -> [rows, N], in x's dtype."""
     if isinstance(matrix, Coded):
         return _multiply_coded(x, matrix)
     if isinstance(matrix, Tiled):
@@ -65,8 +65,8 @@ def multiply(x: Tensor, matrix: Matrix) -> Tensor:
 
 
 def _multiply_coded(x: Tensor, matrix: Coded) -> Tensor:
-    """Scales of rows and of all are of the products; others are of the weights, which are rounded to x's dtype. So are
-    all of float16, which does not hold the sums of codes that are not scaled."""
+    """Scales of whole rows and of the whole matrix are applied to the product. Other scales are applied to the weights,
+    rounded to x's dtype. In float16 all scales are applied to the weights, since sums of unscaled codes overflow."""
     of_weights = matrix.zeros is not None or matrix.scales.shape[1] > 1 or x.dtype == torch.float16
     if of_weights or len(matrix.scales) not in (1, len(matrix.codes)):
         return linear(x, dequantise(matrix.codes, matrix.scales, matrix.zeros).to(x.dtype))
@@ -74,7 +74,7 @@ def _multiply_coded(x: Tensor, matrix: Coded) -> Tensor:
 
 
 def join(parts: Sequence[Coded]) -> Coded:
-    """Matrices of the same columns, codes and groups, one below the other; a single one as it is."""
+    """Stack matrices with the same columns, codes and groups vertically. A single one is returned as it is."""
     if len(parts) == 1:
         return parts[0]
     blocks = all(rows_per_scale(len(part.codes), len(part.scales)) == BLOCK for part in parts)
@@ -86,20 +86,20 @@ def join(parts: Sequence[Coded]) -> Coded:
 
 
 def _by_rows(each: Tensor, rows: int) -> Tensor:
-    """Scales or zero points of each row, which may be shared."""
+    """Scales or zero points expanded to one row per matrix row."""
     return each.repeat_interleave(rows_per_scale(rows, len(each)), 0)[:rows]
 
 
 def tile(matrix: Coded) -> Tiled:
-    """Numbers of 4 bits [N, K / 2] with bfloat16 scales of groups of a row, for the product on their device.
+    """Pack 4-bit numbers [N, K / 2], with bfloat16 scales for groups of a row, into tinygemm's tiles on their device.
 
-    Zero points are exact but for the rounding of zero point times scale, which tinygemm adds.
+    Zero points are exact except for the rounding of zero point times scale, which tinygemm adds.
     """
     raised = matrix.codes ^ (_OFFSET | _OFFSET << 4)
     width = 2 * raised.shape[1]
     together = gcd(width // _TILE, _TILES)
     if raised.is_cuda:
-        # There the first of two numbers is the high half.
+        # tinygemm stores the first of two numbers in the high half.
         tiles = torch.ops.aten._convert_weight_to_int4pack((raised & 15) << 4 | raised >> 4, together)
     else:
         numbers = unpack(matrix.codes).int() + _OFFSET

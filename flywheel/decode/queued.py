@@ -17,7 +17,8 @@ CheckJoin = Callable[[Sequence[int], int], None]
 
 
 class QueuedSequences:
-    """As Sequences says. A prompt is read in the stream of the launches, behind those that are queued."""
+    """Implements `decode.sequences.Sequences`. torch reads a prompt in the stream of the launches, after those that are
+    queued."""
 
     def __init__(self, rows: QueuedRows, caches: Caches, prefill: Prefill, batch: int, check: CheckJoin) -> None:
         self.batch = batch
@@ -28,8 +29,8 @@ class QueuedSequences:
     def join(
         self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
     ) -> int:
-        """As Sequences says. Raises GpuMemoryError where the prompt's activations do not fit, too; and where a launch
-        that is queued does not end, as `QueuedRows.next_launch`."""
+        """See `Sequences.join`. Also raises GpuMemoryError if the prompt's activations do not fit, and errors of
+        `QueuedRows.next_launch` if a queued launch does not end."""
         self._check(prompt, positions)
         if row in self._taken:
             raise UsageError(f"row {row} is taken")
@@ -42,7 +43,7 @@ class QueuedSequences:
             self._rows.begin(row, prompt, positions, len(prompt) - 1, sampling)
             return start
 
-        self._rows.settle()  # torch would wait for the launches without a limit
+        self._rows.settle()  # with a time limit, which torch's own wait lacks
         what = f"prompt of {len(prompt)} tokens"
         try:
             start = within_memory(what, begin)
@@ -62,18 +63,18 @@ class QueuedSequences:
         return start
 
     def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
-        """As Sequences says."""
+        """See `Sequences.pick`."""
         return self._prefixes.pick(free, prompt)
 
     def leave(self, row: int) -> None:
-        """As Sequences says."""
+        """See `Sequences.leave`."""
         self._rows.end(row)
         self._prefixes.leave(row)
         self._taken.discard(row)
 
     def advance(self) -> list[Made]:
-        """As Sequences says; of launches whose sequences have all left there is nothing to tell. Raises as
-        `QueuedRows.next_launch`, and GpuMemoryError where what tokens are drawn by does not fit."""
+        """See `Sequences.advance`. Skips launches whose sequences have all left. Raises as `QueuedRows.next_launch`,
+        and GpuMemoryError if the buffers of the sampling do not fit."""
         while (launch := within_memory("sampling", self._rows.next_launch)) is not None:
             tokens = launch.tokens()
             for made in tokens:
@@ -83,12 +84,12 @@ class QueuedSequences:
         return []
 
     def lost(self) -> dict[int, CacheMemoryError]:
-        """As Sequences says."""
+        """See `Sequences.lost`."""
         lost = self._rows.lost()
         self._taken.difference_update(lost)
         return lost
 
     def close(self) -> None:
-        """As Sequences says. Raises as `QueuedRows.close`."""
+        """See `Sequences.close`. Raises as `QueuedRows.close`."""
         self._taken.clear()
         self._rows.close()

@@ -1,4 +1,5 @@
-"""Processes that share a decode step by torch.distributed, one a rank: they are started, answer, and end together."""
+"""Starts one process per rank for a decode step with torch.distributed, collects their answers, and ends them
+together."""
 
 from __future__ import annotations
 
@@ -40,14 +41,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[_T]):
-    """What a rank's work gave."""
+    """The result of a rank's work."""
 
     given: _T
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank has no answer. `caused`: by the rank itself, and not perhaps by another that is gone."""
+    """Why a rank has no answer. `caused` is true if the rank itself failed, and false if another rank's end may be the
+    cause."""
 
     error: FlywheelError
     caused: bool
@@ -56,7 +58,8 @@ class Failure:
 def run_ranks(
     what: str, work: Callable[..., _T], ranks: int, backend: Backend, limit_s: float, *arguments: Any
 ) -> list[_T]:
-    """`work(rank, *arguments)` of each rank, in a process of its own, with torch.distributed's default group set up.
+    """Run `work(rank, *arguments)` for each rank in its own process, within torch.distributed's default group. Returns
+    the results in the order of ranks.
 
     `work`, its arguments and its results are pickled. When one rank fails or dies, all others are killed. Raises
 
@@ -85,7 +88,7 @@ def run_ranks(
             connection.close()
             process.kill()
             process.join(_EXIT_S)
-        del store  # the ranks are gone that met there
+        del store  # the ranks that met there have ended
 
 
 def _start(what: str, work: Callable[..., Any], rank: int, *arguments: Any) -> dict[Connection, SpawnProcess]:
@@ -94,12 +97,12 @@ def _start(what: str, work: Callable[..., Any], rank: int, *arguments: Any) -> d
     process = context.Process(target=_serve, args=(theirs, what, work, rank, *arguments), name=f"flywheel-rank-{rank}")
     with sheltered():
         process.start()
-    theirs.close()  # or its death would not end what is read here
+    theirs.close()  # else reading would not end when the process dies
     return {ours: process}
 
 
 def _hear(what: str, processes: Mapping[Connection, SpawnProcess], end: float, limit_s: float) -> list[Any]:
-    """What all ranks gave, in order. `end`, of the monotonic clock, is when the limit is over."""
+    """The results of all ranks, in order. `end` is the deadline on the monotonic clock."""
     ranks = list(processes)
     answers: dict[Connection, Answer[Any]] = {}
     failures: dict[Connection, Failure] = {}
@@ -162,7 +165,7 @@ def _serve(
         connection.send(Failure(error, caused=True))
     except torch.OutOfMemoryError as error:
         connection.send(Failure(GpuMemoryError(f"{place}: {_line_of(error)}"), caused=True))
-    except RuntimeError as error:  # of torch.distributed too, where another rank is gone
+    except RuntimeError as error:  # also torch.distributed's, when another rank has died
         connection.send(Failure(WorkerDiedError(f"{place}: {_line_of(error)}"), caused=False))
     else:
         destroy_process_group()

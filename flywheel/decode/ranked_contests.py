@@ -1,4 +1,5 @@
-"""A program of several GPUs beside PyTorch over NCCL: each judged by the oracle, then timed in turn, in rounds."""
+"""Compares a multi-GPU program with PyTorch over NCCL: the oracle judges each, then they are timed alternately, in
+rounds."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from flywheel.vm.gpu.timing import summarise
 
 
 class RankedContests:
-    """A model on several GPUs, for comparisons as `Contests` has them. Raises as that."""
+    """A model on several GPUs, for comparisons like those of `Contests`. Raises as `Contests`."""
 
     def __init__(
         self, gpus: Sequence[Gpu], source: Source, dtype: DType, seed: int, say: Callable[[str], None],
@@ -46,8 +47,8 @@ class RankedContests:
         self, program: MegakernelProgram, context: int, rivals: Sequence[Rival], read_gbs: float, plan: Plan,
         batch: int = 1,
     ) -> Comparison:  # fmt: skip
-        """As `Contests.hold`, beside rivals that run in processes of their own, one a GPU. Raises as that,
-        MismatchError where a rival's ranks have other logits, and WorkerDiedError where its processes end."""
+        """See `Contests.hold`. The rivals run in their own processes, one per GPU. Raises as `Contests.hold`,
+        MismatchError if a rival's ranks disagree on logits, and WorkerDiedError if its processes end."""
 
         def say(told: str) -> None:
             self._say(f"context {context}, batch {batch}: {told}")
@@ -58,11 +59,11 @@ class RankedContests:
             CudaModel(gpu, self._source.spec, self._dtype, context, self._weights, batch, peers=peers) as model,
             ExitStack() as stack,
         ):
-            model.load(program).close()  # what does not fit says so before anything that takes minutes
+            model.load(program).close()  # fails early, before steps that take minutes
             say("what the oracle expects")
             own = OracleWeights(self._source.spec, self._weights, TORCH_DTYPES[self._dtype], "cuda")
             made = Judge(own, self._dtype, context, default_positions(context), batch, self._seed)
-            torch.cuda.empty_cache()  # what the VM allocates is not torch's
+            torch.cuda.empty_cache()  # the VM allocates memory outside torch
             ready = [self._start(rival, context, made, stack, say) for rival in rivals]
             entries = self._hold_rounds(model, program, ready, made, plan, say)
         bytes_read = weight_bytes_read(program)
@@ -73,7 +74,7 @@ class RankedContests:
     def _start(
         self, rival: Rival, context: int, made: Judge, stack: ExitStack, say: Callable[[str], None]
     ) -> tuple[Record, RankedRival] | Entry:
-        """A rival that is ready, or the entry of one that cannot run."""
+        """A rival that is ready, or the entry of a rival that cannot run."""
         say(f"{rival.name}, {rival.how}" + (", takes minutes" if rival.compiled else ""))
         outcome: Rejected | NoMemory
         if self._formats != PLAIN:
@@ -123,7 +124,7 @@ class RankedContests:
 
 
 def behind(made: Judge) -> Behind:
-    """What the last of a judge's positions decodes, on the CPU."""
+    """The inputs of a step at the last of a judge's positions, on the CPU."""
     caches = [
         [(keys.cpu().clone(), values.cpu().clone()) for keys, values in made.layer_caches(-1, row)]
         for row in range(made.batch)
@@ -132,7 +133,7 @@ def behind(made: Judge) -> Behind:
 
 
 def time_rival(record: Record, rival: RankedRival, made: Judge, samples: int) -> None:
-    """A rival's round; one that was wrong has no more. Raises as `RankedRival.take_turn`."""
+    """Time one round of a rival; a rival that was wrong is skipped. Raises as `RankedRival.take_turn`."""
     if record.verdict is None:
         record.note(judge_free(rival.take_turn(0)[1], made))
     if record.wrong is not None:

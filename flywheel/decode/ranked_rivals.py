@@ -1,4 +1,4 @@
-"""PyTorch's tensor parallelism as a rival of programs of several GPUs: processes that stay, and take their turns."""
+"""PyTorch's tensor parallelism as a rival of multi-GPU programs: long-lived processes that run a round on request."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BATCH: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """What a step decodes: a token of each sequence at `position`, behind `caches` by sequence and layer (CPU)."""
+    """The inputs of a step: a token of each sequence at `position`, and `caches` by sequence and layer, on the CPU."""
 
     tokens: tuple[int, ...]
     position: int
@@ -63,8 +63,8 @@ class RankedWork:
 
 @dataclass(frozen=True, slots=True)
 class RankedRound:
-    """What a rank found: samples in us, the mean of a batch of launches, and the last launch's `logits` and `tokens`.
-    Only rank 0 sends its logits; `digest` is of each rank's own."""
+    """A rank's results: samples in us, the mean time of a batch of launches, and the last launch's `logits` and
+    `tokens`. Only rank 0 sends its logits; every rank sends their `digest`."""
 
     times_us: tuple[float, ...]
     batch_us: float | None
@@ -74,8 +74,8 @@ class RankedRound:
 
 
 class RankedRival:
-    """A rival's processes, one a GPU. Close it. Raises as `run_ranks` does, KernelCompileError where torch does not
-    compile the step, and MismatchError where ranks have other logits."""
+    """A rival's processes, one per GPU. Close it. Raises as `run_ranks`, KernelCompileError if torch does not compile
+    the step, and MismatchError if the ranks' logits differ."""
 
     def __init__(self, work: RankedWork, backend: Backend = "nccl") -> None:
         pairs = [multiprocessing.get_context("spawn").Pipe() for _ in range(work.ranks)]
@@ -108,7 +108,8 @@ class RankedRival:
         self._thread.shutdown()
 
     def take_turn(self, samples: int) -> tuple[RankedRound, list[Step]]:
-        """A round of samples on all ranks, and the steps of the last launch. A sample's time is the slowest rank's."""
+        """Run a round of samples on all ranks. Returns the slowest rank's time for each sample, and the steps of the
+        last launch."""
         for pipe in self._pipes:
             pipe.send(samples)
         found = self._hear()
@@ -128,7 +129,7 @@ class RankedRival:
     def _receive(self, pipe: Connection) -> RankedRound:
         while not pipe.poll(_POLL_S):
             if self._ranks.done():
-                self._ranks.result()  # raises why
+                self._ranks.result()  # raises the error
                 raise WorkerDiedError(f"rival {self._name}: its processes ended")
         try:
             given: RankedRound = pipe.recv()
@@ -139,7 +140,7 @@ class RankedRival:
 
 
 def take_part(rank: int, pipes: Sequence[Connection], work: RankedWork) -> None:
-    """A rank's side: say that the step is ready, then measure a round whenever one is asked for."""
+    """The main function of a rank: report that the step is ready, then measure a round at each request."""
     pipe = pipes[rank]
     on_gpu = torch.distributed.get_backend() == "nccl"
     with torch.no_grad(), one_torch_thread(), sums_as_shipped():
@@ -163,7 +164,8 @@ def _round(rank: int, timing: _Timing, given: Callable[[], tuple[Tensor, Tensor]
 def _make_step(
     rank: int, work: RankedWork, device: str
 ) -> tuple[Callable[[], object], Callable[[], tuple[Tensor, Tensor]]]:
-    """(what launches a step once more, what the last one gave), the step a CUDA graph on a GPU."""
+    """(a function that launches the step once more, a function that returns the last launch's result). On a GPU the
+    step is a CUDA graph."""
     source = open_source(work.model)
     shard = shard_of(source.spec, rank, work.ranks)
     weights = _weights_of(source, shard, work, device)
@@ -192,7 +194,7 @@ def _weights_of(source: Source, shard: Shard, work: RankedWork, device: str) -> 
 
 
 class _Timing:
-    """Times launches of a step that all ranks take, between two events, the L2 cache emptied before each."""
+    """Times launches of a step on all ranks, between two events, with the L2 cache emptied before each."""
 
     def __init__(self, launch: Callable[[], object], on_gpu: bool) -> None:
         self._launch, self._on_gpu = launch, on_gpu
@@ -201,7 +203,7 @@ class _Timing:
         self._cached = torch.zeros(size // 4, dtype=torch.int32, device=self._word.device)
 
     def take(self, samples: int) -> tuple[tuple[float, ...], float | None]:
-        """(samples in us, mean us of launches back to back); without samples, one launch that is not timed."""
+        """(samples in us, mean us of launches back to back). Without samples, runs one launch untimed."""
         if not samples:
             self._launch()
             return (), None

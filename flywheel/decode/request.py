@@ -1,4 +1,4 @@
-"""What is asked of a generation, checked before anything is loaded or lowered."""
+"""A generation request, checked before anything is loaded or lowered."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Request:
 
     @property
     def positions(self) -> int:
-        """Positions that it may need; the last token is generated, not decoded."""
+        """The number of positions that it may need. The last token is generated but not decoded."""
         return len(self.prompt) + self.max_tokens - 1
 
 
 def make_request(
     prompt: Sequence[int], max_tokens: int, stop_ids: frozenset[int], spec: DecoderSpec, context: int
 ) -> Request:
-    """Raises UsageError for no prompt, an unknown token or no tokens to generate, ContextError for more than `context`
-    positions."""
+    """Make a request. Raises UsageError for an empty prompt, an unknown token or no tokens to generate, and
+    ContextError for more than `context` positions."""
     request = Request(tuple(prompt), max_tokens, stop_ids)
     unknown = next((token for token in prompt if not 0 <= token < spec.vocab), None)
     if unknown is not None:

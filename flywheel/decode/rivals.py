@@ -1,9 +1,9 @@
-"""What a user would run instead: a decode step in plain torch, written for speed.
+"""A decode step in plain torch, written for speed: what a user would run without flywheel.
 
-One token in, one token out, of one sequence or of several in lock-step, with one product for q, k and v and one for
-gate and up, a static KV cache and `scaled_dot_product_attention` over the part of it that is filled. Positions are
-constants of the step, so whoever captures or compiles it gets slices of fixed shape. It shares the oracle's weights and
-none of its code. Quantised weights are multiplied as `products` says, or as the matrices that they mean.
+It decodes one token of one sequence, or of several at the same position. It has one product for q, k and v, one for
+gate and up, a static KV cache, and `scaled_dot_product_attention` over the filled part of the cache. Positions are
+constants of the step, so a captured or compiled step has slices of fixed shape. It shares the oracle's weights and none
+of its code. Quantised weights are multiplied in one of the forms of `products`, or dequantised.
 
 Source: meta-pytorch/gpt-fast, `model.py`; huggingface/transformers, `modeling_rope_utils.py` (`llama3`).
 """
@@ -33,8 +33,8 @@ from flywheel.tensors import TORCH_DTYPES
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """A layer's weights: `qkv` [q_width + 2 kv_width, hidden], `gate_up` [2 intermediate, hidden]; None where the
-    family has no such weight."""
+    """A layer's weights: `qkv` [q_width + 2 kv_width, hidden], `gate_up` [2 intermediate, hidden]; None if the family
+    has no such weight."""
 
     input_norm: Tensor
     qkv: Matrix
@@ -49,7 +49,7 @@ class FusedLayer:
 
 @dataclass(frozen=True, slots=True)
 class FusedWeights:
-    """A model's weights on one device. `head` is `embed` where they are tied and it is not quantised."""
+    """A model's weights on one device. `head` is `embed` if they are tied and it is not quantised."""
 
     embed: Tensor
     layers: tuple[FusedLayer, ...]
@@ -58,11 +58,12 @@ class FusedWeights:
 
 
 def fuse(spec: DecoderSpec, weights: Weights, form: Form = "whole") -> FusedWeights:
-    """Join the matrices that are multiplied by the same vector. Copies these, and shares the rest with `weights`, which
-    has the keys of `checkpoint_tensors(spec)` or of quantised matrices' parts, all of one dtype on one device.
+    """Join the matrices that are multiplied by the same vector. Joined matrices are copies; all others are shared with
+    `weights`, which has the keys of `checkpoint_tensors(spec)` or of the parts of quantised matrices, all of one dtype
+    on one device.
 
-    Quantised matrices are stored in a form that `lineup.refusal` has nothing against: as what they mean, rounded to
-    that dtype, as codes, or as tiles.
+    `form` must be one that `lineup.refusal` accepts. It stores quantised matrices whole (dequantised, rounded to that
+    dtype), as codes, or as tiles.
     """
     embed = weights[model_weight_key(spec, "embed")]
 
@@ -109,11 +110,11 @@ def _whole(weights: Weights, key: str, dtype: torch.dtype) -> Tensor:
 
 
 class TorchDecoder:
-    """A BatchSession whose step is torch's own operations, on the device of `weights` and in its dtype.
+    """A BatchSession whose step consists of torch's own operations, on the device of `weights` and in its dtype.
 
-    `token` int64 [batch] is where a step reads its tokens. With `inline_attention`, attention is arithmetic for a
-    compiler to make kernels of, instead of torch's own. Positions that no token has written hold NaN, so that reading
-    them shows. Raises UsageError for a context that the model does not reach.
+    A step reads its tokens from `token`, int64 [batch]. With `inline_attention`, attention is arithmetic that a
+    compiler turns into kernels, instead of torch's own. Positions that no token has written hold NaN, so that reading
+    them shows. Raises UsageError for a context longer than the model's.
     """
 
     def __init__(
@@ -146,23 +147,23 @@ class TorchDecoder:
         self._cosines, self._sines = (table[:, None].to(device) for table in rope_tables(spec, context))
 
     def step(self, token_id: int, position: int) -> Step:
-        """As DecodeSession says; logits are float32."""
+        """See `DecodeSession.step`. Logits are float32."""
         return self.step_rows([token_id], position)[0]
 
     @torch.no_grad()
     def step_rows(self, token_ids: Sequence[int], position: int) -> list[Step]:
-        """As BatchSession says; logits are float32."""
+        """See `BatchSession.step_rows`. Logits are float32."""
         check_rows(self.spec, self.context, self.batch, token_ids, position)
         self.set_tokens(token_ids)
         return steps_of(*self.forward(position))
 
     def set_tokens(self, token_ids: Sequence[int]) -> None:
-        """What the next step decodes, a token a sequence."""
+        """Set the tokens that the next step decodes, one per sequence."""
         self.token.copy_(torch.tensor(token_ids))
 
     @torch.no_grad()
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
-        """As BatchSession says. Raises UsageError for another number of layers, or more positions than there are."""
+        """See `BatchSession.write_cache`. Raises UsageError for a wrong number of layers, or too many positions."""
         length = len(layers[0][0]) if layers else 0
         if len(layers) != self.spec.n_layers or length > self.context:
             raise UsageError(
@@ -175,8 +176,8 @@ class TorchDecoder:
                 mine[row, :, :length].copy_(side.transpose(0, 1))
 
     def forward(self, position: int) -> tuple[Tensor, Tensor]:
-        """(logits [batch, vocab] in the decoder's dtype, their argmax [batch]) of `token` at a position that is cached
-        here.
+        """(logits [batch, vocab] in the decoder's dtype, their argmax [batch]) after decoding `token` at `position`,
+        which it also caches.
 
         Reads nothing on the host, so that it can be captured in a CUDA graph.
         """
@@ -193,11 +194,11 @@ class TorchDecoder:
         return logits, logits.argmax(-1)
 
     def _sum_of_ranks(self, summand: Tensor) -> Tensor:
-        """Of what every rank has made of a product [batch, hidden]; there is one rank here."""
+        """The sum over ranks of a product's partial sums [batch, hidden]. Here there is one rank."""
         return summand
 
     def _logits_of_ranks(self, logits: Tensor) -> Tensor:
-        """All ranks' parts of the vocabulary, in order; there is one rank here."""
+        """The logits of the whole vocabulary, gathered from all ranks in order. Here there is one rank."""
         return logits
 
     def _attention(
@@ -221,7 +222,7 @@ class TorchDecoder:
 
 
 def steps_of(logits: Tensor, tokens: Tensor) -> list[Step]:
-    """What `TorchDecoder.forward` gave, a step a sequence."""
+    """The result of `TorchDecoder.forward` as one step per sequence."""
     return [Step(row, int(token)) for row, token in zip(logits.float(), tokens, strict=True)]
 
 
@@ -250,7 +251,8 @@ def _scaled(spec: DecoderSpec, frequency: float) -> float:
 
 
 def _project(x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
-    """A compiler turns a product with one row into a reduction of its own, but not where it comes with a bias."""
+    """x times the transposed weight. A compiler turns a product with one row into its own reduction, but not if it has
+    a bias."""
     if isinstance(weight, Tensor) and not torch.compiler.is_compiling():
         return linear(x, weight, bias)
     made = multiply(x, weight)
@@ -263,7 +265,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _attend_inline(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """As `_attend`, of sums of products, which a compiler fuses where it would call a library for a product."""
+    """`_attend` as sums of products, which a compiler fuses instead of calling a library."""
     batch, kv_heads, _, head_dim = keys.shape
     grouped = q.reshape(batch, kv_heads, -1, 1, head_dim).float() * head_dim**-0.5
     scores = (grouped * keys[:, :, None]).sum(-1)

@@ -1,4 +1,4 @@
-"""How a request wants its tokens to be chosen from logits: greedily, or drawn."""
+"""How a request wants its tokens chosen from logits: greedily, or sampled."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ MOST_LIKELY: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What a request asks for. Its steps follow each other in this order.
+    """A request's sampling parameters, applied in this order:
 
-    - `repetition_penalty` changes the logits of tokens that the text holds: it divides positive ones and multiplies
-      negative ones.
-    - `temperature` divides all logits. 0 takes the largest and draws nothing.
-    - `top_k` keeps that many of the largest, and what equals the last of them. 0 keeps all.
-    - `min_p` keeps tokens whose share is at least that part of the largest share.
-    - `top_p` keeps the fewest tokens, likeliest first, whose shares add up to it.
+    - `repetition_penalty` changes the logits of tokens in the text: it divides positive ones and multiplies negative
+      ones.
+    - `temperature` divides all logits. 0 takes the largest and samples nothing.
+    - `top_k` keeps the k largest logits, and any equal to the smallest of them. 0 keeps all.
+    - `min_p` keeps tokens whose probability is at least this fraction of the largest probability.
+    - `top_p` keeps the fewest tokens, likeliest first, whose probabilities add up to it.
 
-    `seed` and a token's position decide the draw, whatever else runs. `logprobs` changes no token: with a number, each
-    comes with the logarithm of its share of the softmax, before any of these steps, and with so many of the likeliest;
-    None costs nothing. `lookup` changes no token either: a decoder that guesses tokens guesses none of a request
-    without it, nor of one that draws or penalises. Raises UsageError for a value of another type or out of its range.
+    `seed` and a token's position alone decide the draw. `logprobs` changes no token: with a number n, each token comes
+    with its log-probability before any of these steps, and with those of the n likeliest tokens; None costs nothing.
+    `lookup` changes no token either: with false, a decoder drafts no tokens for the request; it never does for one that
+    samples or penalises. Raises UsageError for a value of another type or out of its range.
     """
 
     temperature: float = 0.0
@@ -61,12 +61,12 @@ class Sampling:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the largest logit is what is asked for, so that the program's own choice is the answer."""
+        """Whether the request wants the largest logit, so that the program's own choice is the answer."""
         return self.is_greedy and self.repetition_penalty == 1.0
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is drawn: divided by less, logits leave float32."""
+        """Whether nothing is sampled: logits divided by a temperature below `_COLDEST` would overflow float32."""
         return self.temperature < _COLDEST
 
 

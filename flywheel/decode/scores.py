@@ -1,4 +1,4 @@
-"""How far tensors are from the oracle's: one number a head or row, and the worst of all with its place."""
+"""How far tensors are from the oracle's: one error per head or row, and the largest error with its place."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ multiplies two rows that may each have been rounded, and its largest elements ar
 
 
 def score(got: Tensor, want: Tensor, parts: int = 1) -> Tensor:
-    """[..., rows, parts] of [..., rows, width], how far each part of each row is off; inf where there is a NaN.
+    """The error of each part of each row: [..., rows, parts] from [..., rows, width]; inf if there is a NaN.
 
-    The larger of two: the root mean square of the error over that of `want`, and of the largest error of an element
-    over PEAK times the sum of itself and that root mean square. Mean squares of a part count as much of the row's as
-    _PRIOR elements have, so that parts of few elements are not judged by chance.
+    The error is the larger of two: the root mean square (RMS) of the difference, relative to the RMS of `want`; and the
+    largest error of an element, relative to PEAK times the sum of the element and that RMS. The RMS of a part includes
+    that of its row with the weight of _PRIOR elements, so that parts with few elements are not judged by chance.
     """
     wanted = want.float().view(*want.shape[:-1], parts, -1)
     error = (got.float().view(wanted.shape) - wanted).abs_()
@@ -49,16 +49,17 @@ def _size(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Scores of tensors, in the order in which a step makes them: (names, numbers [names, rows, parts])."""
+    """Scores of tensors in the order in which a step computes them: (names, errors [names, rows, parts])."""
 
     groups: tuple[tuple[tuple[str, ...], npt.NDArray[np.float32]], ...]
 
     def by_name(self) -> dict[str, npt.NDArray[np.float32]]:
-        """[rows, parts] of each tensor."""
+        """Tensor name -> its errors [rows, parts]."""
         return {name: each for names, found in self.groups for name, each in zip(names, found, strict=True)}
 
     def worst(self, positions: Sequence[int], batch: int) -> tuple[float, str]:
-        """(the largest, where it is); of equals the one that a step makes first. (0.0, "nothing") of none."""
+        """(the largest error, its place); of equal ones the first that a step computes. (0.0, "nothing") if there are
+        none."""
         most = [(each, name, found[at])
                 for names, found in self.groups
                 for at, (name, each) in enumerate(zip(names, found.max((1, 2)), strict=True))]  # fmt: skip
@@ -74,13 +75,13 @@ class Scored:
 
 
 def _layer(name: str) -> float:
-    """The layer of a tensor; infinity for one of none."""
+    """The layer of a tensor; infinity for a tensor outside the layers."""
     prefix = name.split(".")[0]
     return int(prefix[1:]) if prefix.startswith("L") and prefix[1:].isdigit() else inf
 
 
 class Scores:
-    """Comparisons of tensors."""
+    """Collects comparisons of tensors."""
 
     def __init__(self, found: Sequence[tuple[tuple[str, ...], Tensor]] = ()) -> None:
         self._found = list(found)
@@ -90,16 +91,16 @@ class Scores:
         return Scores(self._found)
 
     def compare(self, names: Sequence[str], got: Tensor, want: Tensor, parts: int) -> None:
-        """Of [names, rows, width], in `parts`; names differ by their layer alone."""
+        """Compare tensors [names, rows, width], in `parts`. The names differ only in their layer."""
         room = ROOM.get(names[0].split(".")[-1], 1.0)
         self._found.append((tuple(names), score(got, want, parts) / room))
 
     def require(self, names: Sequence[str], wrong: Tensor) -> None:
-        """What must hold exactly, [names, rows, parts]."""
+        """Add exact conditions [names, rows, parts]: an entry of `wrong` that is true counts as an infinite error."""
         self._found.append((tuple(names), torch.where(wrong, inf, 0.0)))
 
     def scored(self) -> Scored:
-        """All of them; waits for the device."""
+        """The errors of all comparisons. Waits for the device."""
         flat = torch.cat([found.flatten() for _, found in self._found]).cpu().numpy()
         ends = np.cumsum([found.numel() for _, found in self._found])
         each = np.split(flat, ends[:-1])

@@ -1,4 +1,4 @@
-"""Sequences that decode together: each launch makes a token of every one, and between launches they come and go."""
+"""Sequences that decode together: each launch makes a token of every one. They start and leave between launches."""
 
 from __future__ import annotations
 
@@ -21,41 +21,44 @@ from flywheel.models.spec import DecoderSpec
 
 
 class Sequences(Protocol):
-    """Rows 0 to `batch` - 1 of a session, each free or taken by a sequence. What a sequence gets does not depend on
-    what the other rows hold."""
+    """Rows 0 to `batch` - 1 of a session; each is free or holds a sequence. A sequence's tokens do not depend on other
+    rows."""
 
     @property
     def batch(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
 
     def join(
         self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
     ) -> int:
-        """Take a free row for a sequence: read all of its prompt but the last token at once, and decode from there, to
-        `positions` - 1. With `reuse`, what another sequence has of the prompt's beginning is copied and not read again;
-        how many tokens that is. Raises UsageError for a token or position out of range, and for a row that is taken,
-        and CacheMemoryError where memory for the prompt is others'."""
+        """Start a sequence in a free row: read its prompt, except the last token, at once, and decode from there up to
+        `positions` - 1. With `reuse`, the prefix that another sequence's cache shares with the prompt is copied instead
+        of read.
+
+        Returns the number of reused tokens. Raises UsageError for a token or position out of range and for a row in
+        use, and CacheMemoryError if other sequences hold the memory that the prompt needs.
+        """
 
     def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
-        """The best of some free rows for a prompt."""
+        """The best of the `free` rows for a prompt."""
 
     def leave(self, row: int) -> None:
-        """Make a row free. Nothing more comes of its sequence."""
+        """End a row's sequence and free the row. No more tokens of it come."""
 
     def advance(self) -> list[Made]:
-        """The tokens of one launch, of each sequence that has not come to its end; empty where there is none left to
-        come, or none yet."""
+        """The tokens of one launch, for each sequence that has not reached its end. Empty if no sequence is left, or if
+        there are no tokens yet."""
 
     def lost(self) -> dict[int, CacheMemoryError]:
-        """Rows whose sequences ended since this was asked last, for want of memory for their caches, and why. They are
-        free."""
+        """Rows that lost their sequence since the last call because memory for the caches ran out, with the error. They
+        are free."""
 
     def close(self) -> None:
-        """Make all rows free, and give memory back."""
+        """Free all rows and their memory."""
 
 
 class Stepped(Protocol):
-    """What a BatchSession does for sequences that decode step by step."""
+    """The parts of a BatchSession that sequences with single steps use."""
 
     @property
     def spec(self) -> DecoderSpec:
@@ -67,7 +70,7 @@ class Stepped(Protocol):
 
     @property
     def batch(self) -> int:
-        """Sequences, rows 0 to batch - 1."""
+        """Number of sequences: rows 0 to batch - 1."""
 
     @property
     def lanes(self) -> int:
@@ -75,26 +78,27 @@ class Stepped(Protocol):
 
     @property
     def caches(self) -> Caches:
-        """Of all sequences."""
+        """KV caches of all sequences."""
 
     def step_rows(
         self, token_ids: Sequence[int], position: Positions, wanted: Collection[int] | None = None
     ) -> list[Step]:
-        """Decode a token of each sequence, or one a lane, of which only those `wanted` are cached."""
+        """Decode one token of each sequence, or one per lane. Only the tokens of `wanted` rows are cached."""
 
     def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
-        """Begin the sequence of a row, whose positions before `start` are there."""
+        """Start the sequence of a row: read its prompt from `start` on. Earlier positions are cached."""
 
 
 class Closing(Protocol):
-    """What holds memory of its own."""
+    """An object that owns memory."""
 
     def close(self) -> None:
-        """Give it back."""
+        """Free its memory."""
 
 
 def check_join(session: Stepped, prompt: Sequence[int], positions: int) -> None:
-    """Raises UsageError for no prompt, a token out of range, or positions that the prompt or the context rules out."""
+    """Raises UsageError for an empty prompt, a token out of range, or positions that exclude the prompt or exceed the
+    context."""
     if not prompt:
         raise UsageError(f"{session.spec.name}: a sequence without a token")
     check_prompt(session.spec, session.context, prompt)
@@ -106,12 +110,12 @@ def check_join(session: Stepped, prompt: Sequence[int], positions: int) -> None:
 class SteppedSequences:
     """Sequences of a session that waits for each launch.
 
-    With several lanes, a launch decodes a sequence's last token and guesses of those behind it, and goes on with as
-    many as the program's own choices confirm. What it has cached of wrong guesses, the next launch writes again.
+    With several lanes, a launch decodes a sequence's last token and drafts of the tokens after it, and keeps the drafts
+    that the program's own choices confirm. The next launch overwrites the cache rows of wrong drafts.
     """
 
     def __init__(self, session: Stepped, owned: Closing | None = None) -> None:
-        """`owned` is closed with it."""
+        """`owned` is closed with this object."""
         self.batch = session.batch
         self._session, self._owned = session, owned
         self._lanes, self._last = session.lanes, session.context - session.lanes
@@ -123,7 +127,7 @@ class SteppedSequences:
     def join(
         self, row: int, prompt: Sequence[int], positions: int, sampling: Sampling, reuse: bool = True
     ) -> int:
-        """As Sequences says."""
+        """See `Sequences.join`."""
         check_join(self._session, prompt, positions)
         if row in self._rows:
             raise UsageError(f"{self._session.spec.name}: row {row} is taken")
@@ -138,27 +142,27 @@ class SteppedSequences:
         return start
 
     def begin(self, row: int, prompt: Sequence[int], positions: int, start: int, sampling: Sampling) -> None:
-        """Take a free row, whose caches hold the prompt's positions before `start`."""
+        """Start a sequence in a free row whose caches hold the prompt's positions before `start`."""
         guesses = self._lanes > 1 and sampling.lookup and sampling.is_argmax
         lookup = Lookup(prompt) if guesses else None
         self._rows[row] = _Row(list(prompt), start, positions, sampling, lookup)
 
     def pick(self, free: Sequence[int], prompt: Sequence[int]) -> int:
-        """As Sequences says."""
+        """See `Sequences.pick`."""
         return self._prefixes.pick(free, prompt)
 
     def leave(self, row: int) -> None:
-        """As Sequences says."""
+        """See `Sequences.leave`."""
         self._rows.pop(row, None)
         self._choices.free(row)
         self._prefixes.leave(row)
         self._session.caches.leave(row)
 
     def advance(self) -> list[Made]:
-        """As Sequences says; of each sequence one token, or with several lanes some, in their order."""
+        """See `Sequences.advance`. With several lanes, a sequence can have several tokens, in order."""
         while live := self._live():
             asked = {row: each.ask(self._lanes, self._last) for row, each in live.items()}
-            nobody = _Asked(0, [0] * self._lanes, 0, [])  # a row that nobody has decodes position 0 of its own caches
+            nobody = _Asked(0, [0] * self._lanes, 0, [])  # a free row decodes position 0 of its own caches
             every = [asked.get(row, nobody) for row in range(self.batch)]
             tokens = [token for each in every for token in each.tokens]
             steps = self._session.step_rows(tokens, [each.place for each in every], live)
@@ -171,7 +175,7 @@ class SteppedSequences:
         return {row: each for row, each in self._rows.items() if each.position < each.positions and self._grows(row)}
 
     def _take(self, live: Mapping[int, _Row], asked: Mapping[int, _Asked], steps: Sequence[Step]) -> list[Made]:
-        """What a launch makes of the sequences whose last tokens it decoded."""
+        """The tokens that a launch made for each sequence whose last known token it decoded."""
         chosen = [step.token for step in steps]
         speaking = {row: each for row, each in live.items() if asked[row].known == len(each.text)}
         self._draw(speaking, asked, chosen, steps)
@@ -198,13 +202,13 @@ class SteppedSequences:
         ]
 
     def _spoken(self, row: int, asked: _Asked) -> int:
-        """The row of the launch behind which a sequence's next token stands."""
+        """The row of the launch whose logits choose a sequence's next token."""
         return row * self._lanes + asked.known - asked.place - 1
 
     def _draw(
         self, speaking: Mapping[int, _Row], asked: Mapping[int, _Asked], chosen: list[int], steps: Sequence[Step]
     ) -> None:
-        """Put what sequences draw into the place of the program's own choice."""
+        """Replace the program's own choices by sampled tokens where a sequence samples."""
         for row, each in speaking.items():
             each.position = len(each.text) - 1
             if not each.speaks:
@@ -220,14 +224,14 @@ class SteppedSequences:
             chosen[places[row]] = int(tokens[row])
 
     def lost(self) -> dict[int, CacheMemoryError]:
-        """As Sequences says."""
+        """See `Sequences.lost`."""
         for row in self._lost:
             self.leave(row)
         lost, self._lost = self._lost, {}
         return lost
 
     def _grows(self, row: int) -> bool:
-        """Memory for the next launch of a row; False where there is none."""
+        """Get memory for the next launch of a row; False if there is none."""
         try:
             place = min(self._rows[row].position, self._last)
             self._session.caches.hold(row, place + self._lanes, may_take=True)
@@ -236,7 +240,7 @@ class SteppedSequences:
         return row not in self._lost
 
     def close(self) -> None:
-        """As Sequences says."""
+        """See `Sequences.close`."""
         for row in list(self._rows):
             self.leave(row)
         if self._owned is not None:
@@ -246,7 +250,7 @@ class SteppedSequences:
 def stream_by_lanes(
     sequences: SteppedSequences, prompt: Sequence[int], positions: int, start: int, sampling: Sampling
 ) -> Generator[int, None, None]:
-    """As `DecodeSession.stream`, of the first row of a session of several lanes."""
+    """`DecodeSession.stream` for the first row of a session with several lanes."""
     sequences.begin(0, prompt, positions, start, sampling)
     try:
         while made := sequences.advance():
@@ -259,8 +263,8 @@ def stream_by_lanes(
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a launch decodes of a sequence: `tokens`, a lane each, from `place` on. Of these the text ends with, or goes
-    on behind, the one before `known`; `guesses` follow where it ends."""
+    """The tokens of one sequence in a launch: `tokens`, one per lane, at positions from `place` on. The tokens
+    before position `known` are the text's; if the text ends there, the drafts `guesses` follow."""
 
     place: int
     tokens: list[int]
@@ -270,7 +274,7 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence: its text, the first position that the caches do not hold, and where it ends. `speaks` once it makes
+    """A sequence: its text, the first position that the caches do not hold, and its end. `speaks` is true once it makes
     tokens of its own."""
 
     text: list[int]
@@ -281,7 +285,8 @@ class _Row:
     speaks: bool = False
 
     def ask(self, lanes: int, last: int) -> _Asked:
-        """The next launch. Where the context ends, it decodes some tokens again: no launch begins behind `last`."""
+        """The tokens for the next launch. At the end of the context it decodes some tokens again, since no launch may
+        start after `last`."""
         place = min(self.position, last)
         tokens = self.text[place : place + lanes]
         known, room = place + len(tokens), lanes - len(tokens)
@@ -289,7 +294,7 @@ class _Row:
         return _Asked(place, [*tokens, *guesses, *[0] * (room - len(guesses))], known, guesses)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The text goes on."""
+        """Append tokens to the text."""
         self.text += tokens
         self.position = len(self.text) - 1
         if self.lookup is not None:

@@ -1,4 +1,4 @@
-"""Sequences on one device: a program in memory whose caches outlive its launches."""
+"""Sequences on one device: a loaded program whose caches persist between launches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TokenStream = Generator[int, None, None]
 
 
 class DecodeSession(Protocol):
-    """A lowered model on a device. Between steps only positions change."""
+    """A lowered model on a device. Only positions and cache contents change between steps."""
 
     @property
     def spec(self) -> DecoderSpec:
@@ -40,28 +40,30 @@ class DecodeSession(Protocol):
 
     @property
     def dtype(self) -> DType:
-        """Type of the caches, and of activations."""
+        """Type of the caches and activations."""
 
     @property
     def context(self) -> int:
         """Positions that the caches hold."""
 
     def step(self, token_id: int, position: int) -> Step:
-        """Decode `token_id` at `position` behind what the caches hold, and cache it. Raises UsageError for a token or
+        """Decode `token_id` at `position` after the cached positions, and cache it. Raises UsageError for a token or
         position out of range."""
 
     def prefill(self, token_ids: Sequence[int]) -> None:
-        """Begin a sequence with these tokens: replace the caches by what steps of them would write, up to roundings.
+        """Start a sequence with these tokens: replace the caches by what single steps would write, up to rounding.
 
-        Raises UsageError for a token or position out of range."""
+        Raises UsageError for a token or position out of range.
+        """
 
     def stream(
         self, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY
     ) -> TokenStream:
-        """The tokens behind a prompt, chosen as `sampling` asks, one launch a position from `start` to `positions` - 1.
-        The caches hold the positions before `start`, which is at most that of the prompt's last token.
+        """The tokens after a prompt, chosen by `sampling`. One launch decodes each position from `start` to `positions`
+        - 1. The caches hold the positions before `start`, which is at most the position of the prompt's last token.
 
-        Raises UsageError for a token or position out of range."""
+        Raises UsageError for a token or position out of range.
+        """
 
     def write_cache(self, layers: Sequence[LayerCache]) -> None:
         """Replace the caches by copies of `layers`; positions after theirs hold nothing."""
@@ -70,7 +72,7 @@ class DecodeSession(Protocol):
 def stream_by_steps(
     session: DecodeSession, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY
 ) -> TokenStream:
-    """As `DecodeSession.stream`, by `step`."""
+    """Implements `DecodeSession.stream` with `step`."""
     seen = torch.zeros(session.spec.vocab, dtype=torch.bool)
     seen[list(prompt)] = True
     token = -1
@@ -84,11 +86,11 @@ def stream_by_steps(
 
 
 class BatchSession(DecodeSession, Protocol):
-    """A lowered model that decodes `batch` sequences in one launch; with one, all that a DecodeSession is."""
+    """A lowered model that decodes `batch` sequences in one launch. With one sequence it also is a DecodeSession."""
 
     @property
     def batch(self) -> int:
-        """Sequences, rows 0 to batch - 1."""
+        """Number of sequences: rows 0 to batch - 1."""
 
     @property
     def lanes(self) -> int:
@@ -97,52 +99,53 @@ class BatchSession(DecodeSession, Protocol):
     def step_rows(
         self, token_ids: Sequence[int], position: Positions, wanted: Collection[int] | None = None
     ) -> list[Step]:
-        """As `step`, with a token of each sequence, of which only those `wanted` are cached, None for all. With several
-        lanes, so many tokens of each, from its position on. Raises UsageError for another number of them too,
-        CacheMemoryError where caches do not grow as far."""
+        """`step` for one token of each sequence. Only the tokens of `wanted` rows are cached; None means all. With
+        several lanes, `lanes` tokens of each sequence, from its position on. Raises UsageError also for a wrong number
+        of tokens, and CacheMemoryError if the caches cannot grow that far."""
 
     def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
-        """As DecodeSession says, of sequence `row`, whose positions before `start` are there; others keep theirs."""
+        """See `DecodeSession.prefill`, for sequence `row`, whose positions before `start` are cached. Other sequences
+        keep theirs."""
 
     def sequences(self) -> Sequences:
-        """Sequences that decode together, of which none is there yet. Nothing else may use the session until they are
-        closed."""
+        """Rows for sequences that decode together, all free. Until it is closed, nothing else may use the session."""
 
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
-        """As DecodeSession says, of sequence `row`."""
+        """See `DecodeSession.write_cache`, for sequence `row`."""
 
 
 class JudgedSession(BatchSession, Protocol):
-    """A program that shows what it makes on the way."""
+    """A program whose intermediate tensors can be read after a launch."""
 
     @property
     def caches(self) -> Caches:
-        """Of all its sequences."""
+        """KV caches of all sequences."""
 
     @property
     def taps(self) -> Taps:
-        """The tensors that it shows."""
+        """The intermediate tensors that can be read."""
 
     @property
     def shares_memory(self) -> bool:
-        """Whether some buffers of the program share memory: then a launch overwrites what it has shown."""
+        """Whether buffers of the program share memory, so that a launch overwrites some of its intermediate tensors."""
 
     def show(self, token_ids: Sequence[int], position: Positions, *, apart: bool) -> Launched:
-        """Copies of what one launch left in each buffer of `taps`, on the caches' device. With `apart`, the launch is
-        of the same program with memory of its own for each buffer.
+        """Run one launch and return copies of the buffers of `taps`, on the caches' device. With `apart`, the launch is
+        of the same program with separate memory for each buffer.
 
-        Raises UsageError as `step_rows`."""
+        Raises UsageError as `step_rows`.
+        """
 
 
 class ReferenceSession:
     """A program in the reference VM, proved and bound once.
 
-    Weights of another float type than their buffer are converted, once. `order` and `seed` are those of `firing_order`.
-    Positions that no token has written hold NaN, so that reading them shows. With `granules`, caches grow with what is
-    used; they do not know a device of torch but the CPU's.
+    Weights of another float type than their buffer are converted, once. `order` and `seed` are arguments of
+    `firing_order`. Positions that no token has written hold NaN, so that reading them shows. With `granules`, the
+    caches' memory grows with use; this needs torch's CPU device.
 
-    Raises InvalidProgramError for an unsafe program, which without `proved` is not looked for, TensorError for one that
-    is no decode step of `spec` and WeightsError where its weights are not the model's.
+    Raises InvalidProgramError for an unsafe program, unless `proved` is false, TensorError for a program that is no
+    decode step of `spec`, and WeightsError if its weights are not the model's.
     """
 
     def __init__(
@@ -179,13 +182,14 @@ class ReferenceSession:
         self._position = torch.zeros(interface.rows, dtype=torch.int32)
 
     def step(self, token_id: int, position: int) -> Step:
-        """As DecodeSession says; ConfigError where the program was lowered for fewer positions than it has caches."""
+        """See `DecodeSession.step`. Raises ConfigError if the program was lowered for fewer positions than its caches
+        hold."""
         return self.step_rows([token_id], position)[0]
 
     def step_rows(
         self, token_ids: Sequence[int], position: Positions, wanted: Collection[int] | None = None
     ) -> list[Step]:
-        """As BatchSession says; ConfigError as `step`."""
+        """See `BatchSession.step_rows`. Raises ConfigError as `step`."""
         check_rows(self.spec, self.context, self.batch, token_ids, position, self.lanes)
         hold_rows(self.caches, positions_of(position, self.batch), wanted, self.lanes)
         outputs = self._launch(self._bound, token_ids, position)
@@ -193,7 +197,7 @@ class ReferenceSession:
         return [Step(row, int(token)) for row, token in zip(logits, tokens, strict=True)]
 
     def prefill(self, token_ids: Sequence[int], row: int = 0, start: int = 0) -> None:
-        """As BatchSession says."""
+        """See `BatchSession.prefill`."""
         check_prompt(self.spec, self.context, token_ids)
         if self._prefill is None:
             given = {key: typed(key, tensor, self.dtype, DType.F32) for key, tensor in self._weights.items()}
@@ -203,17 +207,17 @@ class ReferenceSession:
     def stream(
         self, prompt: Sequence[int], positions: int, start: int = 0, sampling: Sampling = GREEDY
     ) -> TokenStream:
-        """As DecodeSession says; ConfigError as `step`."""
+        """See `DecodeSession.stream`. Raises ConfigError as `step`."""
         if self.lanes > 1:
             return stream_by_lanes(SteppedSequences(self), prompt, positions, start, sampling)
         return stream_by_steps(self, prompt, positions, start, sampling)
 
     def sequences(self) -> Sequences:
-        """As BatchSession says."""
+        """See `BatchSession.sequences`."""
         return SteppedSequences(self)
 
     def show(self, token_ids: Sequence[int], position: Positions, *, apart: bool) -> Launched:
-        """As JudgedSession says; ConfigError as `step`."""
+        """See `JudgedSession.show`. Raises ConfigError as `step`."""
         bound = self._bound
         if apart and self.shares_memory:
             bound = self._apart = self._apart or self._machine.bind(self._given, apart=True)
@@ -226,7 +230,7 @@ class ReferenceSession:
         return self._whole.gather(Launched(memory[None], places_of(program, parts, starts)), names)
 
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
-        """As BatchSession says. Raises UsageError for another number of layers, or more positions than there are."""
+        """See `BatchSession.write_cache`. Raises UsageError for a wrong number of layers, or too many positions."""
         self.caches.write(layers, row)
 
     def _launch(self, bound: BoundProgram, token_ids: Sequence[int], position: Positions) -> dict[str, Tensor]:
@@ -238,8 +242,8 @@ class ReferenceSession:
 
 
 def hold_rows(caches: Caches, places: Sequence[int], wanted: Collection[int] | None, lanes: int = 1) -> None:
-    """Memory for a launch of `lanes` tokens of sequences at `places`, of which only those `wanted` are cached. No
-    launch is under way. Raises CacheMemoryError."""
+    """Get cache memory for a launch of `lanes` tokens of each sequence at `places`; only `wanted` rows are cached. No
+    launch may be running. Raises CacheMemoryError."""
     for row, place in enumerate(places):
         if wanted is None or row in wanted:
             caches.hold(row, place + lanes, may_take=True)

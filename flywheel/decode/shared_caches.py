@@ -1,4 +1,4 @@
-"""KV caches of which each of several GPUs holds the heads that it attends."""
+"""KV caches whose heads are distributed over several GPUs: each GPU holds the heads that it attends to."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _HEADS: Final = 3
 
 
 class SharedCaches:
-    """As KvCaches, of a model whose KV heads are shared out to the ranks of a program as `kv_heads_of` says.
+    """Implements `Caches` for a model whose KV heads are distributed over the ranks of a program by `kv_heads_of`.
 
-    `devices` and `granules` are by rank, `granules` empty for memory that is there at once. Tensors go in and come out
-    on the first device. A head that several ranks have is NaN where they differ. Raises as KvCaches, and ConfigError
-    where heads cannot be shared out.
+    `devices` and `granules` are in the order of ranks; without `granules`, all memory exists from the start. Tensors
+    are passed and returned on the first device. A head that several ranks hold reads as NaN where they differ. Raises
+    as KvCaches, and ConfigError if the heads cannot be distributed.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class SharedCaches:
 
     @property
     def held_bytes(self) -> int:
-        """As Caches says, on all devices."""
+        """See `Caches.held_bytes`, on all devices."""
         return sum(part.held_bytes for part in self._parts)
 
     def by_name(self, interface: Interface, rank: int) -> dict[str, Tensor]:
-        """As `KvCaches.by_name`, of the buffers NAME@RANK of one rank."""
+        """See `KvCaches.by_name`, for the buffers NAME@RANK of one rank."""
         heads, n_kv_heads = self._heads[rank], self._spec.n_kv_heads
 
         def local(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -64,62 +64,62 @@ class SharedCaches:
         return self._parts[rank].by_name(own)
 
     def reaches(self, row: int, positions: int) -> bool:
-        """As Caches says."""
+        """See `Caches.reaches`."""
         return all(part.reaches(row, positions) for part in self._parts)
 
     def hold(self, row: int, positions: int, *, may_take: bool = False) -> None:
-        """As Caches says; on a device before one whose memory does not last, the sequence has the positions."""
+        """See `Caches.hold`. If memory runs out on one device, devices before it keep the new positions."""
         for part in self._parts:
             part.hold(row, positions, may_take=may_take)
 
     def leave(self, row: int) -> None:
-        """As Caches says."""
+        """See `Caches.leave`."""
         for part in self._parts:
             part.leave(row)
 
     def give_back(self) -> None:
-        """As Caches says."""
+        """See `Caches.give_back`."""
         for part in self._parts:
             part.give_back()
 
     def close(self) -> None:
-        """As Caches says."""
+        """See `Caches.close`."""
         for part in self._parts:
             part.close()
 
     def clear(self) -> None:
-        """As Caches says."""
+        """See `Caches.clear`."""
         for part in self._parts:
             part.clear()
 
     def forget(self, row: int, start: int = 0) -> None:
-        """As Caches says."""
+        """See `Caches.forget`."""
         for part in self._parts:
             part.forget(row, start)
 
     def append(self, layer: int, row: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """As Caches says."""
+        """See `Caches.append`."""
         for part, heads in self._each():
             own = [self._to(part, side[:, heads.start : heads.stop]) for side in (keys, values)]
             part.append(layer, row, start, *own)
 
     def seen(self, layer: int, row: int, stop: int) -> tuple[Tensor, Tensor]:
-        """As Caches says, as copies."""
+        """See `Caches.seen`. Returns copies."""
         sides = zip(*[part.seen(layer, row, stop) for part in self._parts], strict=True)
         keys, values = (self._joined(list(parts), 0) for parts in sides)
         return keys, values
 
     def copy(self, source: int, row: int, length: int, first: Tensor) -> None:
-        """As Caches says."""
+        """See `Caches.copy`."""
         for part, heads in self._each():
             part.copy(source, row, length, self._to(part, first[:, :, heads.start : heads.stop]))
 
     def first(self, row: int) -> Tensor:
-        """As Caches says."""
+        """See `Caches.first`."""
         return self._joined([part.first(row) for part in self._parts], _HEADS - 1)
 
     def write(self, layers: Sequence[LayerCache], row: int = 0) -> None:
-        """As Caches says. Raises UsageError as KvCaches."""
+        """See `Caches.write`. Raises UsageError as KvCaches."""
         for part, heads in self._each():
             own = [
                 tuple([self._to(part, side[:, heads.start : heads.stop]) for side in sides]) for sides in layers
@@ -127,16 +127,16 @@ class SharedCaches:
             part.write([(keys, values) for keys, values in own], row)
 
     def write_past(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> None:
-        """As Caches says."""
+        """See `Caches.write_past`."""
         for part, heads in self._each():
             part.write_past(self._past(part, past, heads), lengths, gains)
 
     def new_rows(self, positions: Sequence[int]) -> Tensor:
-        """As Caches says."""
+        """See `Caches.new_rows`."""
         return self._joined([part.new_rows(positions) for part in self._parts], _HEADS)
 
     def changed(self, past: Tensor, lengths: Sequence[int], gains: Sequence[float]) -> Tensor:
-        """As Caches says."""
+        """See `Caches.changed`."""
         shape = (*past.shape[:_HEADS], self._spec.n_kv_heads)
         found = torch.zeros(shape, dtype=torch.bool, device=self.device)
         for part, heads in self._each():
@@ -151,11 +151,11 @@ class SharedCaches:
         return self._to(part, past[:, :, :, heads.start : heads.stop])
 
     def _to(self, part: KvCaches, tensor: Tensor) -> Tensor:
-        """Where a part is. Tensors go from device to device through memory of torch's own, never through mapped one."""
+        """The tensor on a part's device. The copy goes through torch's own memory, never through mapped memory."""
         return tensor.to(part.device)
 
     def _joined(self, parts: list[Tensor], dim: int) -> Tensor:
-        """What ranks have of their heads, as that of all heads on the first device."""
+        """The heads of all ranks, joined on the first device."""
         there = [part if part.device == self.device else part.clone().to(self.device) for part in parts]
-        same = len(there) * there[0].shape[dim] // self._spec.n_kv_heads  # ranks that have the same heads
+        same = len(there) * there[0].shape[dim] // self._spec.n_kv_heads  # ranks that hold the same heads
         return torch.cat([agreed(there[first : first + same]) for first in range(0, len(there), same)], dim)

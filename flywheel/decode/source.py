@@ -1,4 +1,4 @@
-"""Where a model's weights come from: a checkpoint's directory, or a seed."""
+"""The source of a model's weights: a checkpoint's directory, or a seed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _NAMES: Final = MappingProxyType({TORCH_DTYPES[dtype]: name for name, dtype in D
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model. `folder` holds what belongs to it, its config.json at least; None for a model known by name only.
-    `stored` are the tensors of its checkpoint, mapped from the files; None where there is no checkpoint."""
+    """A model. `folder` holds at least its config.json; None for a model known only by name. `stored` are the tensors
+    of its checkpoint, memory-mapped; None without a checkpoint."""
 
     name: str
     spec: DecoderSpec
@@ -44,20 +44,20 @@ class Source:
 
     @property
     def dtype(self) -> str | None:
-        """The checkpoint's dtype, that of its first tensor, as a key of DTYPES; None without a checkpoint."""
+        """The dtype of the checkpoint's first tensor, as a key of DTYPES; None without a checkpoint."""
         return None if self.stored is None else _NAMES[next(iter(self.stored.values())).dtype]
 
     def formats(self, dtype: DType) -> WeightFormats:
-        """Of the checkpoint's matrices, in programs that compute in `dtype`."""
+        """Formats of the checkpoint's matrices for programs that compute in `dtype`."""
         if self.stored is None or self.scheme is None:
             return PLAIN
         scales = self.stored[scales_of(layer_weight_key("q_proj", 0))].dtype
         return self.scheme.formats(dtype, next(each for each in DTYPES.values() if TORCH_DTYPES[each] == scales))
 
     def weights(self, dtype: DType, seed: int, device: str = "cpu", formats: WeightFormats = PLAIN) -> Weights:
-        """Every weight in `dtype`, on a device of torch: the checkpoint's, converted where they must be, else random
-        ones; matrices that have a format quantised (`models.quantise`). Raises TooLargeError where the memory of this
-        machine does not hold those, UsageError where the checkpoint is quantised otherwise."""
+        """All weights in `dtype` on a torch device: the checkpoint's, converted if necessary, else random ones.
+        Matrices with a format in `formats` are quantised by `models.quantise`. Raises TooLargeError if random weights
+        exceed this machine's memory, and UsageError if the checkpoint is quantised in another format."""
         if self.scheme is None:
             return self._quantised(dtype, seed, device, formats)
         assert self.stored is not None
@@ -69,7 +69,7 @@ class Source:
         return {key: typed(key, tensor, dtype, scales).to(device) for key, tensor in self.stored.items()}
 
     def _quantised(self, dtype: DType, seed: int, device: str, formats: WeightFormats) -> Weights:
-        """Matrix by matrix: where the quantised ones fit, the others need not."""
+        """Quantise matrix by matrix, so that only the quantised ones must fit into memory together."""
         if self.stored is not None:
             keep = keeping(self.spec, formats, dtype)
             moved = (keep(key, tensor.to(device, TORCH_DTYPES[dtype])) for key, tensor in self.stored.items())
@@ -79,8 +79,8 @@ class Source:
 
 
 def open_source(given: str) -> Source:
-    """The model of that name, or the one in that directory (or its config.json) or repository of the Hub's cache, with
-    the safetensors in it if any.
+    """Open a model by name, or from a directory (or its config.json) or a repository in the Hub's cache, with its
+    safetensors if there are any.
 
     Raises UnknownNameError and UnsupportedModelError as `resolve_model` does, WeightsError as `load_weights` does.
     """
@@ -102,5 +102,5 @@ def open_source(given: str) -> Source:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether there is any safetensors file, or the index of some."""
+    """Whether a directory has a safetensors file, or an index of several."""
     return any(folder.glob("*.safetensors*"))

@@ -1,4 +1,4 @@
-"""One launch: what goes in for each sequence, and what comes out."""
+"""One launch: its inputs and outputs for each sequence."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Positions = int | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one launch gives a sequence: `logits`, float32 [vocab], and the token that the program itself chose."""
+    """The result of one launch for a sequence: `logits`, float32 [vocab], and the token that the program chose."""
 
     logits: Tensor
     token: int
 
 
 def check_place(spec: DecoderSpec, context: int, token_id: int, position: int) -> None:
-    """Raises UsageError for a token that is not in the vocabulary, or a position outside the context."""
+    """Raises UsageError for a token outside the vocabulary or a position outside the context."""
     if not 0 <= token_id < spec.vocab:
         raise UsageError(f"{spec.name}: token {token_id} is not in 0..{spec.vocab - 1}")
     if not 0 <= position < context:
@@ -31,7 +31,7 @@ def check_place(spec: DecoderSpec, context: int, token_id: int, position: int) -
 
 
 def check_prompt(spec: DecoderSpec, context: int, token_ids: Sequence[int]) -> None:
-    """As `check_place` for each of the tokens, which are at positions from 0 on."""
+    """`check_place` for each token, at positions from 0 on."""
     for position, token_id in enumerate(token_ids):
         check_place(spec, context, token_id, position)
 
@@ -39,8 +39,8 @@ def check_prompt(spec: DecoderSpec, context: int, token_ids: Sequence[int]) -> N
 def check_rows(
     spec: DecoderSpec, context: int, batch: int, token_ids: Sequence[int], position: Positions, lanes: int = 1
 ) -> None:
-    """As `check_place` for `lanes` tokens of each of `batch` sequences; also raises UsageError for another number of
-    them, or of positions."""
+    """`check_place` for `lanes` tokens of each of `batch` sequences. Raises UsageError also for a wrong number of
+    tokens or positions."""
     places = positions_of(position, batch)
     for what, given, wanted in (("tokens", token_ids, batch * lanes), ("positions", places, batch)):
         if len(given) != wanted:
@@ -50,7 +50,7 @@ def check_rows(
 
 
 def lane_places(places: Sequence[int], lanes: int) -> list[int]:
-    """Where the tokens of sequences stand whose first ones are at `places`."""
+    """The positions of all tokens of sequences whose first tokens are at `places`."""
     return [place + lane for place in places for lane in range(lanes)]
 
 

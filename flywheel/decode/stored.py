@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as bytes of its files, without torch, and digests by which each is known again.
+"""Reads a checkpoint's tensors as bytes, without torch, and computes digests that identify them.
 
 Source: huggingface/safetensors, `README.md`, section "Format".
 """
@@ -46,15 +46,15 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A tensor in a file; `data` are its bytes, mapped and not read."""
+    """A tensor in a file. `data` are its bytes, memory-mapped and not yet read."""
 
     dtype: DType
     shape: tuple[int, ...]
     data: Bytes
 
     def elements(self, wanted: DType) -> npt.NDArray[Any]:
-        """Row-major elements of a float tensor as `vm.elements.stored` takes them, converted as torch would where the
-        type is another. Raises WeightsError for codes."""
+        """Row-major elements of a float tensor in the form of `vm.elements.stored`, converted to `wanted` as torch
+        would. Raises WeightsError for quantised codes."""
         if self.dtype.name not in DTYPES:
             raise WeightsError(f"a tensor of {self.dtype.name} is no weight of {wanted.name}")
         own = self.data.view(stored_type(self.dtype)).reshape(self.shape)
@@ -65,8 +65,8 @@ class Stored:
 
 
 def open_stored(folder: Path, names: Collection[str]) -> dict[str, Stored]:
-    """The tensors called `names` of a checkpoint's directory; others are not looked at. Raises WeightsError, naming the
-    tensor or the file, for what is missing, malformed or of a type that is not in KINDS."""
+    """Open the tensors `names` of a checkpoint's directory, and no others. Raises WeightsError, which names the tensor
+    or the file, if one is missing, malformed or of a type that is not in KINDS."""
     found: dict[str, Stored] = {}
     for file, held in _files(folder, names).items():
         found |= _tensors(folder / file, held)
@@ -79,7 +79,7 @@ def tensor_digest(stored: Stored) -> str:
 
 
 def sample_digest(dtype: DType, shape: tuple[int, ...], read: Callable[[int, int], bytes]) -> str:
-    """SHA-256 of a tensor's type, shape and samples; `read` gives so many bytes from an offset on."""
+    """SHA-256 of a tensor's type, shape and samples of its bytes. `read(offset, size)` returns bytes."""
     nbytes = dtype.nbytes(prod(shape))
     digest = hashlib.sha256(f"{dtype.name}{list(shape)}".encode())
     if nbytes <= SAMPLES * SAMPLE_BYTES:
@@ -91,12 +91,12 @@ def sample_digest(dtype: DType, shape: tuple[int, ...], read: Callable[[int, int
 
 
 def sample_of(stored: Stored) -> str:
-    """The `sample_digest` of a tensor in a file."""
+    """The `sample_digest` of a stored tensor."""
     return sample_digest(stored.dtype, stored.shape, lambda start, size: stored.data[start : start + size].tobytes())
 
 
 def _files(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
-    """File -> which of the tensors it holds."""
+    """File -> the requested tensors that it holds."""
     if (folder / _SINGLE).is_file():
         return {_SINGLE: list(names)}
     try:

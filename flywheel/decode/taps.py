@@ -1,4 +1,4 @@
-"""Taps: the model's own tensors that a program leaves in its buffers, by the names of the model's graph."""
+"""Taps: the model's own tensors that a program leaves in its buffers, by their names in the model's graph."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _PARTIAL_EXTRA: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Buffer names by tensor: one, or the partials that attention is the merge of."""
+    """Tensor -> its buffer names: one buffer, or the partial results that are merged into attention's output."""
 
     buffers: Mapping[str, tuple[str, ...]]
     head_dim: int
 
     def names(self) -> frozenset[str]:
-        """All those buffers."""
+        """The names of all tapped buffers."""
         return frozenset(name for parts in self.buffers.values() for name in parts)
 
     def kinds(self) -> dict[int, dict[str, int]]:
-        """By layer, its tensors by their names without it: how many buffers make up each."""
+        """Layer -> its tensors by name without the layer's prefix -> their number of buffers."""
         found: dict[int, dict[str, int]] = {}
         for name, parts in self.buffers.items():
             prefix, dot, tensor = name.partition(".")
@@ -39,7 +39,7 @@ class Taps:
         return found
 
     def stack(self, launched: Launched, tensors: Sequence[str], dtype: torch.dtype) -> Tensor:
-        """[tensors, launches * rows, width] of tensors of one kind; what is merged is rounded to `dtype`."""
+        """[tensors, launches * rows, width] of tensors of one kind. Merged tensors are rounded to `dtype`."""
         parts = list(zip(*(self.buffers[name] for name in tensors), strict=True))
         if len(parts) == 1:
             return launched.stack(parts[0])
@@ -47,8 +47,8 @@ class Taps:
 
 
 def find_taps(program: MegakernelProgram, spec: DecoderSpec, interface: Interface) -> Taps:
-    """The taps of a program with that interface. A buffer of a tensor's name with another shape or type is none, and
-    neither is one of several buffers of one name."""
+    """The taps of a program. A buffer with a tensor's name but another shape or type is not tapped, nor is one of
+    several buffers with the same name."""
     graph = decode_step(spec, interface.context, interface.dtype, interface.rows)
     named: dict[str, list[Buffer]] = {}
     for buffer in program.buffers:
@@ -70,7 +70,7 @@ def find_taps(program: MegakernelProgram, spec: DecoderSpec, interface: Interfac
 
 
 def _last_partials(prefix: str, named: Mapping[str, Sequence[Buffer]], shape: tuple[int, ...]) -> Iterator[str]:
-    """Those of a layer that are merged into no other partial."""
+    """The partial results of a layer that are not merged into another partial result."""
     start = f"{prefix}partial."
     found = [
         name.removeprefix(start)
@@ -89,12 +89,12 @@ def _is(buffers: Sequence[Buffer], dtype: DType, shape: tuple[int, ...]) -> bool
 
 
 def merged(parts: Sequence[Tensor], head_dim: int, dtype: torch.dtype) -> Tensor:
-    """`attn` [..., n_heads * head_dim] of partials [..., n_heads * (head_dim + 2)]: per head the outputs, the largest
-    score and the sum of exponentials below it."""
+    """Attention's output [..., n_heads * head_dim] from partial results [..., n_heads * (head_dim + 2)]: each head's
+    outputs, its largest score, and its sum of exponentials relative to that score."""
     stacked = torch.stack(list(parts))
     rows = stacked.view(*stacked.shape[:-1], -1, head_dim + _PARTIAL_EXTRA).float()
     outputs, highest, total = rows[..., :head_dim], rows[..., head_dim], rows[..., head_dim + 1]
-    # A part that saw nothing has -inf and 0, and its outputs may be anything.
+    # A part without positions has -inf and 0; its outputs are undefined.
     shares = (total * (highest - highest.amax(0)).exp()).unsqueeze(-1)
     weighted = torch.where(total.unsqueeze(-1) == 0, 0.0, outputs * shares)
     mixed: Tensor = weighted.sum(0) / shares.sum(0)

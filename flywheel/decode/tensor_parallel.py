@@ -1,7 +1,9 @@
-"""A decode step in plain torch that several processes share, one a GPU: what a user with several GPUs runs instead.
+"""A tensor-parallel decode step in plain torch, one process per GPU: what a user with several GPUs would run without
+flywheel.
 
-Each process has what `models.sharding` gives its rank: heads, rows of gate and up, columns of o and down, a part of the
-vocabulary. torch.distributed adds what o and down make, in the decoder's dtype, and gathers the logits.
+Each process holds its rank's part by `models.sharding`: heads, rows of gate and up, columns of o and down, and a part
+of the vocabulary. torch.distributed all-reduces the results of o and down, in the decoder's dtype, and gathers the
+logits.
 
 Source: meta-pytorch/gpt-fast, `tp.py`.
 """
@@ -24,10 +26,9 @@ from flywheel.models.spec import MODEL_WEIGHT_KEYS, DecoderSpec, model_weight_ke
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a model. `spec` has the rank's heads and its rows of gate and up, and a head matrix of its own,
-    tied or not. `parts`: state-dict key -> (axis, first, size) of what the rank has of a weight. `rows`: (first, stop)
-    in the vocabulary, of every rank. `kv_heads`: the first of the rank's KV heads in the model, and the one behind the
-    last."""
+    """A rank's part of a model. `spec` has the rank's heads, its rows of gate and up, and an LM head of its own, tied
+    or not. `parts`: state-dict key -> (axis, first, size) of the rank's part of a weight. `rows`: every rank's (first,
+    stop) in the vocabulary. `kv_heads`: (first, stop) of the rank's KV heads in the model."""
 
     whole: DecoderSpec
     spec: DecoderSpec
@@ -37,10 +38,11 @@ class Shard:
     kv_heads: tuple[int, int]
 
     def keep(self, key: str, tensor: Tensor) -> dict[str, Tensor]:
-        """What the rank has of a weight of the whole model, by the keys of `spec`'s weights: copies where it is less.
+        """The rank's part of a weight of the whole model, by the keys of `spec`'s weights; a copy if it is smaller than
+        the whole.
 
-        All ranks' heads have as many rows as the largest part, as a gathering of equal parts wants it; those behind a
-        smaller part are 0.
+        The LM heads of all ranks have as many rows as the largest part, since gathering needs equal parts; surplus rows
+        are 0.
         """
         part = self.parts.get(key)
         kept = {key: tensor if part is None else tensor.narrow(*part).clone()}
@@ -53,7 +55,7 @@ class Shard:
 
 
 def shard_of(spec: DecoderSpec, rank: int, ranks: int) -> Shard:
-    """What a rank has of a model with plain weights. Raises ConfigError as `shared_step` does."""
+    """A rank's part of a model with unquantised weights. Raises ConfigError as `shared_step` does."""
     whole = shared_step(spec, 1, DType.BF16, 1, ranks=ranks)
     graphs = whole.ranks or (whole,)
     own = graphs[rank]
@@ -82,8 +84,8 @@ def shard_of(spec: DecoderSpec, rank: int, ranks: int) -> Shard:
 
 
 class ShardedDecoder(TorchDecoder):
-    """A rank's TorchDecoder over the weights that its shard keeps, fused. Every rank of torch.distributed's default
-    group takes every step; all get all logits, the same ones, and choose of them."""
+    """A rank's TorchDecoder over the fused weights of its shard. Every rank of torch.distributed's default group takes
+    part in every step; all ranks get the same logits and choose from them."""
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class ShardedDecoder(TorchDecoder):
         self._shard = shard
 
     def write_cache(self, layers: Sequence[LayerCache], row: int = 0) -> None:
-        """As BatchSession says, of all KV heads of the model, of which the rank keeps its own."""
+        """See `BatchSession.write_cache`, with all KV heads of the model; the rank keeps its own."""
         heads = slice(*self._shard.kv_heads)
         super().write_cache([(keys[:, heads], values[:, heads]) for keys, values in layers], row)
 

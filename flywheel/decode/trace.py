@@ -1,4 +1,5 @@
-"""One decode step with a trace: a program's logits are right, then one launch of its traced variant is read."""
+"""Traces one decode step: checks the program against the oracle, then reads the time stamps of one launch of its traced
+variant."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ _WARMUP: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A step of `batch` sequences at `position` on the GPU of that name. `verdict` is that of the variant with a trace.
+    """A traced step of `batch` sequences at `position` on the named GPU. `verdict` is that of the traced variant.
 
-    `latency` was measured without a trace; `traced_us` is what the traced launch took, by CUDA events.
+    `latency` was measured without tracing; `traced_us` is the time of the traced launch by CUDA events.
     """
 
     gpu_name: str
@@ -43,10 +44,10 @@ class TracedStep:
 
 
 def trace_step(program: MegakernelProgram, source: Source, position: int | None = None, seed: int = 0) -> TracedStep:
-    """Trace a program of a model at a position, the last one unless given, behind the judge's caches.
+    """Trace a program of a model at a position, by default the last one, on the judge's caches.
 
-    Raises MismatchError where the program, with a trace or without, is wrong at any of the default positions or this
-    one; UsageError for position 0 and for one outside the context; TraceError; NoGpuError; and as `CudaModel.load` and
+    Raises MismatchError if the program, with or without tracing, is wrong at any default position or this one;
+    UsageError for position 0 and for one outside the context; TraceError; NoGpuError; and as `CudaModel.load` and
     `CudaSession.step` do.
     """
     if position == 0:
@@ -61,7 +62,7 @@ def trace_step(program: MegakernelProgram, source: Source, position: int | None 
         own = OracleWeights(source.spec, weights, TORCH_DTYPES[interface.dtype], "cuda")
         positions = (*default_positions(interface.context), place)
         made = Judge(own, interface.dtype, interface.context, positions, interface.batch, seed)
-        torch.cuda.empty_cache()  # what the VM allocates is not torch's
+        torch.cuda.empty_cache()  # the VM allocates memory outside torch
         model = CudaModel(
             gpu, source.spec, interface.dtype, interface.context, weights, interface.batch, peers=peers
         )
@@ -84,7 +85,7 @@ def trace_step(program: MegakernelProgram, source: Source, position: int | None 
 
 
 def _check(session: CudaSession, made: Judge) -> Examined:
-    """The verdict, a pass, and more."""
+    """The examination of a program that passes. Raises MismatchError for one that does not."""
     examined = made.examine(session)
     _refuse(examined.verdict, "")
     return examined

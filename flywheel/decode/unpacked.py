@@ -1,5 +1,5 @@
-"""Quantised matrices of a checkpoint without torch: which tensors of its files they are, and their codes, scales and
-zero points as kernels take them. `models.unpacking` says the same with torch, of more layouts."""
+"""Quantised matrices of a checkpoint without torch: finds their tensors in its files, and returns codes, scales and
+zero points as kernels take them. `models.unpacking` does the same with torch, for more layouts."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ LAYOUTS: Final = tuple(_ENDS)
 
 
 def part_of(name: str) -> Part | None:
-    """Which part of a quantised matrix has this name in a state dict; None for a weight that is not quantised."""
+    """The part of a quantised matrix that a state-dict name stands for; None for a weight that is not quantised."""
     return next((part for end, part in _PARTS.items() if name.endswith(f"{_WEIGHT}{end}")), None)
 
 
 def stored_name(name: str, layout: str) -> str:
-    """What a tensor of a state dict is called in a checkpoint's files."""
+    """The name of a state dict's tensor in a checkpoint's files."""
     part = part_of(name)
     if part is None:
         return name
@@ -50,7 +50,7 @@ def stored_name(name: str, layout: str) -> str:
 
 
 def elements(stored: Stored, buffer: Buffer, part: Part, layout: str) -> Array:
-    """A part of a quantised matrix in a form that `vm.elements.stored` takes. Raises WeightsError for another size."""
+    """A part of a quantised matrix in the form of `vm.elements.stored`. Raises WeightsError for a wrong size."""
     words = layout == "packed" and part != "scales"
     held = 8 * stored.data.size if words else prod(stored.shape)
     wanted = prod(buffer.shape) * ((4 if buffer.dtype is DType.I4 else 8) if words else 1)
@@ -61,7 +61,7 @@ def elements(stored: Stored, buffer: Buffer, part: Part, layout: str) -> Array:
         return stored.elements(buffer.dtype).reshape(buffer.shape)
     if layout != "packed":
         return stored.data if buffer.dtype is DType.F8E4M3 else stored.data.view(np.int8).reshape(buffer.shape)
-    if part == "codes":  # words of a row's unsigned numbers, the lowest first
+    if part == "codes":  # words of unsigned numbers of a row, lowest bits first
         if buffer.dtype is DType.I4:
             return stored.data ^ np.uint8(0x88)
         return (stored.data ^ np.uint8(0x80)).view(np.int8).reshape(buffer.shape)
@@ -69,7 +69,8 @@ def elements(stored: Stored, buffer: Buffer, part: Part, layout: str) -> Array:
 
 
 def _zeros(stored: Stored, buffer: Buffer) -> Array:
-    """Zero points [rows, groups], from words of a column's consecutive rows, [rows / numbers of a word, groups]."""
+    """Zero points [rows, groups], from words [rows / numbers per word, groups] that each hold consecutive rows of a
+    column."""
     words = np.ascontiguousarray(stored.data.view(np.int32).reshape(stored.shape).T)
     octets = words.view(np.uint8)
     bits = 8 * octets.size // int(np.prod(buffer.shape))

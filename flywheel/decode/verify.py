@@ -1,4 +1,4 @@
-"""Verdicts: on a program, tensor by tensor, and on what shows its logits alone."""
+"""Verdicts: on a program by all its tensors, and on a contestant by its logits alone."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def default_positions(context: int) -> tuple[int, ...]:
 
 
 def make_oracle(session: DecodeSession, weights: Weights) -> EagerDecoder:
-    """The oracle of a session: its model, dtype and context, with the same weights, where those are."""
+    """The oracle for a session: the same model, dtype, context and weights, on the weights' device."""
     device = next(iter(weights.values())).device
     return EagerDecoder(session.spec, weights, TORCH_DTYPES[session.dtype], session.context, device)
 
 
 def make_judge(session: BatchSession, weights: Weights, positions: Sequence[int], seed: int = 0) -> Judge:
-    """The judge of a session: its model, dtype, context and batch, with the same weights, where those are. Raises as
+    """The judge for a session: the same model, dtype, context, batch and weights, on the weights' device. Raises as
     Judge does."""
     device = next(iter(weights.values())).device
     own = OracleWeights(session.spec, weights, TORCH_DTYPES[session.dtype], device)
@@ -39,14 +39,14 @@ def make_judge(session: BatchSession, weights: Weights, positions: Sequence[int]
 
 
 def verify(session: JudgedSession, weights: Weights, positions: Sequence[int], seed: int = 0) -> Verdict:
-    """The verdict on a program with these weights, over random tokens and caches. Raises as Judge does."""
+    """The verdict on a program with these weights, for random tokens and caches. Raises as Judge does."""
     return make_judge(session, weights, positions, seed).examine(session).verdict
 
 
 def judge_free(steps: Sequence[Step], made: Judge) -> Verdict:
-    """The verdict on a contestant that shows its logits and no other tensor, from a step of each sequence at the last
-    of a judge's positions, behind its caches. It goes by the logits, in which the rounding of all layers adds up, and
-    by the token chosen from them."""
+    """The verdict on a contestant that shows only its logits, from one step of each sequence at the last of a judge's
+    positions, on the judge's caches. It checks the logits, in which the rounding of all layers accumulates, and the
+    token chosen from them."""
     wanted = made.logits[-1]
     error, row = max(
         (_free_error(step, logits), -row) for row, (step, logits) in enumerate(zip(steps, wanted, strict=True))
@@ -64,7 +64,8 @@ def _free_error(step: Step, logits: Tensor) -> float:
 
 
 def judge_repeated(steps: Sequence[Step], logits: Tensor, position: int, dtype: DType) -> Verdict:
-    """The verdict on what a program gave once more, by the `logits` [batch, vocab] that it was judged by."""
+    """The verdict on a repeated launch: whether its logits match the `logits` [batch, vocab] that were judged
+    before."""
     again = torch.stack([step.logits for step in steps]).to(logits.device)
     errors = score(again, logits).flatten().tolist()
     error = max(errors)
@@ -73,8 +74,9 @@ def judge_repeated(steps: Sequence[Step], logits: Tensor, position: int, dtype: 
 
 
 def is_tie(logits: Tensor, token: int, dtype: DType) -> bool:
-    """Whether rounding may decide between `token` and the first choice of the oracle's `logits`: in half types, where
-    their logits are closer than those of a whole step may be off by. False for what is no token."""
+    """Whether rounding alone may explain that a program chose `token` over the first choice of the oracle's `logits`:
+    in half types, if their logits differ by no more than the error allowed for a whole step. False for an id outside
+    the vocabulary."""
     if dtype is DType.F32 or not 0 <= token < len(logits):
         return False
     return float(logits.max() - logits[token]) <= FREE_RUNNING[dtype.name] * float(logits.abs().max())

@@ -1,4 +1,4 @@
-"""A program of several GPUs as the decode step of one: its buffers by the model's names, in the model's shapes."""
+"""Presents a multi-GPU program as one decode step: gathers each model tensor from the GPUs' parts."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _KINDS: Final = (BufferKind.ACTIVATION, BufferKind.IO_INPUT, BufferKind.IO_OUTPU
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """`program` has the buffers, and no tasks. `parts` are by name the buffers that hold one, in the order of ranks:
-    columns side by side where the name is in `joined`, else all of them the same."""
+    """`program` has the whole buffers and no tasks. `parts` maps a name to the buffers of its parts, in the order of
+    ranks. Parts of names in `joined` are columns side by side; parts of other names are equal copies."""
 
     program: MegakernelProgram
     parts: Mapping[str, tuple[str, ...]]
     joined: frozenset[str]
 
     def spread(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Each tensor by the names of all buffers that hold it whole."""
+        """Buffer name -> tensor, for every buffer that holds a whole tensor."""
         return {part: tensor for name, tensor in tensors.items() for part in self.parts[name]}
 
     def gather(self, launched: Launched, names: Collection[str]) -> Launched:
-        """Those buffers of launches, of whose parts `launched` has the places. Where ranks must have the same bits and
-        have not, elements are NaN, or -1."""
+        """The named whole buffers after launches, from `launched`, which has the places of their parts. Where ranks
+        must have the same bits and do not, elements are NaN or -1."""
         buffers = {buffer.name: buffer for buffer in self.program.buffers}
         rows, places, start = list[Tensor](), dict[str, Place](), 0
         for name in sorted(names):
@@ -51,10 +51,10 @@ class Whole:
 
 
 def as_whole(program: MegakernelProgram, spec: DecoderSpec) -> Whole:
-    """The whole of a program that is a decode step of `spec` on one GPU or several.
+    """The whole of a program that is a decode step of `spec` on one or several GPUs.
 
-    Of several, a buffer `NAME@RANK` is a part of the model's tensor NAME, or all of it. What some ranks do not have,
-    but a cache, keeps its name: the summand of one rank may be called as the model calls the sum.
+    On several GPUs, buffer `NAME@RANK` is a part or a copy of the model's tensor NAME. A buffer that some ranks lack
+    keeps its own name, unless it is a cache: one rank's partial sum may have the name of the model's sum.
     """
     if program.ranks == 1:
         return Whole(program, {buffer.name: (buffer.name,) for buffer in program.buffers}, frozenset())
@@ -68,7 +68,7 @@ def as_whole(program: MegakernelProgram, spec: DecoderSpec) -> Whole:
         held = sorted(held, key=lambda buffer: buffer.rank)
         width = sum(buffer.shape[-1] for buffer in held)
         lacking = len({each.rank for each in held}) < program.ranks and held[0].kind is not BufferKind.KV_CACHE
-        if lacking or len({(each.dtype, tuple(each.shape[:-1])) for each in held}) > 1:  # a summand, not the sum
+        if lacking or len({(each.dtype, tuple(each.shape[:-1])) for each in held}) > 1:  # a partial sum, not the sum
             buffers += held
             parts.update({each.name: (each.name,) for each in held})
             continue
@@ -81,7 +81,7 @@ def as_whole(program: MegakernelProgram, spec: DecoderSpec) -> Whole:
 
 
 def _widths(program: MegakernelProgram, spec: DecoderSpec, found: Mapping[str, list[Buffer]]) -> dict[str, int]:
-    """By name, the last dimension of the model's tensors, and of partials of attention."""
+    """Name -> last dimension, of the model's tensors and of partial attention results."""
     batch = next((each.shape[0] for each in found.get("token_id", ())), 1)
     context = next((held[0].shape[0] for held in found.values() if held[0].kind is BufferKind.KV_CACHE), 1)
     dtype = next((held[0].dtype for held in found.values() if held[0].kind is BufferKind.KV_CACHE), None)
@@ -95,7 +95,7 @@ def _widths(program: MegakernelProgram, spec: DecoderSpec, found: Mapping[str, l
 
 
 def agreed(parts: list[Tensor]) -> Tensor:
-    """The first, without what is not in all of them, bit by bit."""
+    """The first tensor, with NaN (-1 in integers) where the others do not have the same bits."""
     first = parts[0]
     if len(parts) == 1:
         return first
