@@ -1,1 +1,1 @@
-"""A campaign for people: one page and its pictures."""
+"""Reports of a campaign: one HTML page and its pictures."""

@@ -1,5 +1,4 @@
-"""A picture of comparisons: each contestant's time as a bar, with lines for the times that reading the weights
-takes."""
+"""Draws comparisons: each contestant's time as a bar, with lines for the time that reading the weights takes."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ Told = list[tuple[Choice, float]]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A value of a knob that the best does not have and `trials` trials tried.
+    """A knob value that `trials` trials tried and that the best trial does not have.
 
-    Both costs are in us above the best's latency, and below 0 where a trial was faster. `alone_us` is the cost of the
-    fastest trial that differs from the best in this knob alone; None where no trial does. `least_us` is the cost of the
-    fastest trial with this value.
+    Both costs are in us relative to the best trial's latency; they are negative if a trial was faster. `alone_us` is
+    the cost of the fastest trial that differs from the best in this knob alone; None if there is none. `least_us` is
+    the cost of the fastest trial with this value.
     """
 
     knob: str
@@ -33,7 +33,7 @@ class Change:
 
 
 def told(knobs: Knobs, trials: Sequence[TrialRecord]) -> Told:
-    """The trials in the space with a latency of the kind that campaigns compare."""
+    """The trials in the search space whose latency is of the kind that the campaign compares."""
     kind = compared(trials)
     return [
         (choice, record.objective_us)
@@ -43,8 +43,8 @@ def told(knobs: Knobs, trials: Sequence[TrialRecord]) -> Told:
 
 
 def by_weight(knobs: Knobs, known: Told) -> list[Dimension]:
-    """The knobs with several values, ordered by importance. Where importance is unknown, the order is by how far apart
-    the fastest trials of a knob's values are."""
+    """The knobs with several values, ordered by importance. If importance is unknown, knobs are ordered by the
+    difference between the fastest trials of their values."""
     searched = [dimension for dimension in knobs.dimensions if len(dimension.values) > 1]
     if knobs.importances:
         return sorted(searched, key=lambda each: -knobs.importances.get(each.name, 0.0))
@@ -52,10 +52,11 @@ def by_weight(knobs: Knobs, known: Told) -> list[Dimension]:
 
 
 def changes(knobs: Knobs, trials: Sequence[TrialRecord], best: TrialRecord) -> list[Change]:
-    """One change for each tried value, in the order of `by_weight` and of the values. Empty where the best is outside
-    the space.
+    """One change for each tried value, in the order of `by_weight` and of the values. Empty if the best trial is
+    outside the search space.
 
-    The best's latency is that of the trial that first tried it, not of a final, which measures at another time.
+    The best trial's latency is that of its first measurement. A final's is not used, since a final runs at another
+    time.
     """
     chosen = knobs.best
     if chosen is None or best.objective_us is None:

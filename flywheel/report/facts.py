@@ -1,4 +1,4 @@
-"""The facts that a report shows, computed from a campaign's rows by this version's code."""
+"""The facts that a report shows, computed from a campaign's rows by the current version's code."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from flywheel.store.campaign import Campaign
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """What a campaign searched: its dimensions, each trial's choice, and how much each dimension mattered.
+    """What a campaign searched: its dimensions, each trial's choice, and the importance of each dimension.
 
-    `choices` follow the trials, and `best` is the best row's choice; a choice is None outside the space. `importances`
-    sum to 1, and are empty with too few trials.
+    `choices` are in the order of trials, and `best` is the best row's choice; a choice is None outside the search
+    space. `importances` sum to 1, and are empty if there are too few trials.
     """
 
     dimensions: tuple[Dimension, ...]
@@ -47,10 +47,10 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that a report shows.
+    """All facts that a report shows.
 
-    `records` are all rows, and `trials` the rows that are no finals. `tied` are the rows that cannot be told from
-    `best`. Where `knobs` or `schedule` is None, `missing` says why.
+    `records` are all rows, and `trials` the rows that are not finals. `tied` are the rows that cannot be distinguished
+    from `best`. If `knobs` or `schedule` is None, `missing` says why.
     """
 
     campaign: Campaign
@@ -64,9 +64,9 @@ class Facts:
 
 
 def gather(campaign: Campaign, records: Sequence[TrialRecord]) -> Facts:
-    """The facts of a campaign, with `records` ordered by number.
+    """The facts of a campaign; `records` are ordered by number.
 
-    A part is left out, without an error, where the model is gone or a config lowers to another program today.
+    A part is None, without an error, if the model is no longer available or a config now lowers to another program.
     """
     best, trials = best_of(records), tuple(trials_of(records))
     knobs, schedule, missing = None, None, None
@@ -88,7 +88,7 @@ def gather(campaign: Campaign, records: Sequence[TrialRecord]) -> Facts:
 
 
 def trial_knobs(campaign: Campaign, record: TrialRecord) -> dict[str, str]:
-    """A trial's knobs as text. Empty where the model is gone or the config is outside the space."""
+    """A trial's knobs as text. Empty if the model is no longer available or the config is outside the search space."""
     try:
         workload = make_workload(
             campaign.model, campaign.gpu, campaign.dtype, campaign.context, campaign.batch, campaign.weights

@@ -26,8 +26,8 @@ Points = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The content of a history: (trial, us) of each kind and of the finals, the trials that `failed` to get a latency,
-    and the trials `above` `limit_us`."""
+    """The content of a history: (trial, us) of each kind and of the finals, the trials that have no latency (`failed`),
+    and the trials above `limit_us`."""
 
     measured: Points
     predicted: Points
@@ -157,9 +157,9 @@ def _final(x: float, y: float) -> str:
 
 
 def _best(incumbents: list[TrialRecord], kind: str, across: Axis, up: Axis, limit_us: float) -> list[str]:
-    """The best so far as a staircase, with a mark and its numbers at each step.
+    """The best latency so far as a staircase, with a mark and its numbers at each step.
 
-    The staircase comes in from the upper edge where it began above it.
+    A staircase that begins above the upper edge enters from there.
     """
     stairs: list[tuple[float, float]] = []
     marks = []

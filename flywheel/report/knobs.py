@@ -1,4 +1,4 @@
-"""Pictures of the searched knobs: how much each mattered, and the latencies that values led to."""
+"""Pictures of the searched knobs: their importance, and the latencies of their values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flywheel.search.space import Dimension
 
 MOST_LINES: Final = 1000
 MOST_AXES: Final = 12
-"""Axes of one picture at most: readers cannot follow more."""
+"""Most axes of one picture; more are hard to read."""
 RAMP: Final = ("f1", "f2", "f3", "f4", "f5")
 """Classes of lines, from the slowest fifth of the trials to the fastest."""
 
@@ -55,7 +55,7 @@ def coordinates(
     """A picture with an axis for each knob of `axes`, one for the latency, and a line for each trial, the best in
     front.
 
-    None where there is no line to draw. The line of a trial that takes more than MOST_TIMES the best ends at the upper
+    None if there is no line to draw. The line of a trial that takes more than MOST_TIMES the best ends at the upper
     edge.
     """
     kind = compared(trials)

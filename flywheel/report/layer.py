@@ -1,4 +1,4 @@
-"""A picture of one layer of a schedule on every SM, and the operations' shares of the time: predicted or measured."""
+"""Draws one layer of a schedule on every SM, and the operations' shares of the time, predicted or measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LONGEST: Final = 50
 
 
 class Timeline(Protocol):
-    """A program and a span for each task: from when the task's counters were met until it signalled."""
+    """A program and a span for each task: from the time when its counters were complete until it signalled."""
 
     @property
     def program(self) -> MegakernelProgram:
@@ -99,7 +99,7 @@ def operation(text: str) -> str:
 
 
 def _work(program: MegakernelProgram) -> str:
-    """What the program was lowered for, as far as the program says."""
+    """The workload that the program was lowered for, as far as the program tells."""
     model, gpu = program.meta.get("model"), program.meta.get("gpu")
     return f"{model} on {gpu}: " if model and gpu else ""
 

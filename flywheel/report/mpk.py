@@ -1,4 +1,4 @@
-"""The predicted timeline of a Mirage MPK task graph, one track a worker: as a trace file and as a picture."""
+"""The predicted timeline of a Mirage MPK task graph, one track per worker, as a trace file and as a picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAYER: Final = re.compile(r"layer_(\d{1,9})_")
 
 
 def mpk_slices(graph: MpkGraph, timing: Timing) -> list[Slice]:
-    """One slice for each task, from when its worker looks at it. Its parts are the waiting and the running."""
+    """One slice for each task, from when its worker first polls it. Its parts are waiting and running."""
     tasks = _shown(graph, timing)
     return [
         Slice(tasks[span.node], span.worker, span.ready_us, span.done_us,
@@ -29,7 +29,7 @@ def mpk_slices(graph: MpkGraph, timing: Timing) -> list[Slice]:
 
 @dataclass(frozen=True, slots=True)
 class MpkTimeline:
-    """A graph's tasks as a program, and a span for each, from when its event was met."""
+    """A graph's tasks as a program, and a span for each from when its event was complete."""
 
     program: MegakernelProgram
     spans: Sequence[TaskSpan]
@@ -44,8 +44,8 @@ def mpk_timeline(graph: MpkGraph, timing: Timing, gpu: str) -> MpkTimeline:
 
 
 def _shown(graph: MpkGraph, timing: Timing) -> list[Task]:
-    """Each task as a NOP of flywheel's. The label has the task's type and the layer of the tensors that it lists. A
-    task without tensors takes the layer of the task before."""
+    """Each task as a flywheel NOP. Its label has the task's type and the layer of its tensors. A task without tensors
+    takes the layer of the task before."""
     found, layer = [], ""
     for node, task in enumerate(graph.tasks[FIRST_TASK:]):
         numbers = [named[1] for tensor in task.inputs if (named := _LAYER.match(tensor.name))]

@@ -1,7 +1,8 @@
 """One colour for each operation, in every picture and trace file, and one for each kind of row.
 
 Source: the operations' colours are the reserved names of Catapult's trace viewer (tracing/base/color_scheme.html), the
-only colours that a trace file can ask chrome://tracing for. ui.perfetto.dev takes none, and colours slices by name.
+only colours that a trace file can request from chrome://tracing. ui.perfetto.dev takes no colours, and colours slices
+by name.
 """
 
 from __future__ import annotations

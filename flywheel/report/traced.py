@@ -1,4 +1,4 @@
-"""A traced launch by operation: how its time was spent, and what its hand-offs cost."""
+"""A traced launch by operation: how its time was spent, and the cost of its hand-offs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flywheel.vm.gpu.trace import HandOff, LaunchTrace, Phase, TracedTask, hand_
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A traced launch as a Timeline, for `layer` and `shares`. Its spans leave out the waiting."""
+    """A traced launch as a Timeline, for `layer` and `shares`. Its spans exclude waiting."""
 
     program: MegakernelProgram
     spans: tuple[TaskSpan, ...]
@@ -22,12 +22,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class OperationTimes:
-    """One operation, all layers together. `bytes` are those of weights, constants and KV caches, as the lowerer counts
-    them at the last position of the context.
+    """One operation, over all layers. `bytes` are those of weights, constants and KV caches, counted by the lowerer for
+    the last position of the context.
 
-    `sm_us` is the time of a mean SM in the operation, waiting included; `phases_us` divides it by Phase, in order.
-    `busy_us` is the time in which at least one SM is between start and store of such a task. `gbs` is bytes over it, or
-    None without bytes or time. It exceeds the memory's rate where weights were read ahead.
+    `sm_us` is an SM's mean time in the operation, waiting included; `phases_us` divides it by Phase, in order.
+    `busy_us` is the time in which at least one SM is between start and store of a task of the operation. `gbs` is bytes
+    / `busy_us`, or None without bytes or time. It exceeds the memory's rate if weights were prefetched.
     """
 
     operation: str
@@ -49,11 +49,11 @@ class OperationTimes:
 
 @dataclass(frozen=True, slots=True)
 class HandOffTimes:
-    """The hand-offs to one operation, all layers together. `after` are the operations that signal its counters.
+    """The hand-offs to one operation, over all layers. `after` are the operations that signal its counters.
 
-    `waited` of its `tasks` had arrived before the last signal. Their `median_us` and `max_us` are from that signal to
-    the start; None where no task waited. `sm_held_us` and `sm_hand_off_us` are the time of a mean SM before the last
-    signal and after it.
+    `waited` of its `tasks` began to wait before the last signal. `median_us` and `max_us` are their times from that
+    signal to the start; None if no task waited. `sm_held_us` and `sm_hand_off_us` are an SM's mean time waiting before
+    the last signal and after it.
     """
 
     operation: str
@@ -100,7 +100,7 @@ def operation_times(trace: LaunchTrace) -> list[OperationTimes]:
 
 
 def idle_us(trace: LaunchTrace) -> float:
-    """The time of a mean SM outside of tasks, from the launch's first stamp to its last."""
+    """An SM's mean time outside tasks, from the launch's first time stamp to its last."""
     return trace.span_us - sum(each.done_us - each.current_us for each in trace.tasks) / trace.sms
 
 

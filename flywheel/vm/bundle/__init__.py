@@ -1,1 +1,2 @@
-"""A packed program and its kernel as files that need no lowering, proof or compiler to run. Source: docs/bundle.md."""
+"""Bundles: a packed program and its kernel as files that need no lowering, proof or compiler to run. Source:
+docs/bundle.md."""

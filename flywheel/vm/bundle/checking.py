@@ -1,5 +1,5 @@
-"""Checks that a manifest has what its readers rely on. A digest shows that a manifest is whole, and not that it is
-right."""
+"""Checks that a manifest has everything that its readers rely on. A digest only shows that a manifest is unchanged, not
+that it is correct."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flywheel.vm.gpu.nvrtc import EntryUsage
 from flywheel.vm.pack import PackedProgram
 
 _MOST: Final = 2**48
-"""Largest number, and largest buffer in bytes. Products of it with an element's size fit 64 bits."""
+"""Largest number, and largest buffer in bytes. Its product with an element's size fits into 64 bits."""
 
 _WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 _HINTS: Final[Mapping[Any, type]] = {tuple[int, ...]: list}
@@ -44,7 +44,7 @@ _WANTED: Final[Mapping[str, Any]] = {
     "weights": {"tensors": dict},
     "files": {KERNEL: _FILE, TABLES: _FILE, LABELS: _FILE},
 }  # fmt: skip
-"""Name -> its type, or the names that it must hold."""
+"""Name -> its type, or the names of its entries."""
 
 _BUFFER: Final = {"id": int, "name": str, "kind": str, "dtype": str, "shape": list, "space": str}
 _CODED: Final = {"row": int, "coding": int, "scales": int, "group": int, "rows_per_scale": int}
@@ -52,7 +52,8 @@ _TENSOR: Final = {"dtype": str, "shape": list, "samples": str}
 
 
 def check_manifest(manifest: Mapping[str, Any]) -> None:
-    """Raises ValueError, naming the place, for a missing entry, one of another type, and a number out of range."""
+    """Raises ValueError, which names the place, for a missing entry, an entry of a wrong type, and a number out of
+    range."""
     _check("", manifest, _WANTED)
     nvrtc = manifest["kernel"]["nvrtc"]
     if not nvrtc.partition(".")[0].isdecimal():
@@ -88,7 +89,7 @@ def _check_coded(where: str, coded: Mapping[str, Any], rows: int) -> None:
 
 
 def check_tables(manifest: Mapping[str, Any], packed: PackedProgram) -> None:
-    """Raises ValueError where a manifest's tables, buffers and model do not match."""
+    """Raises ValueError if a manifest's tables, buffers and model do not match."""
     buffers, rows = packed.program.buffers, len(packed.program.buffers)
     context, batch = manifest["model"]["context"], manifest["model"]["batch"]
     sizes = {"queues": manifest["launch"]["grid"] + 1, "buffers": rows, "segments": len(packed.segment_buffers)}
@@ -126,7 +127,7 @@ def _check_buffer(manifest: Mapping[str, Any], packed: PackedProgram, row: int, 
 
 
 def _layouts_of(packed: PackedProgram, row: int) -> tuple[Layout, ...]:
-    """Layouts that a weight can have."""
+    """The layouts that a weight can have."""
     if row in packed.coded:
         return (Layout.UNITS,)
     if any(row in (each.scales, each.zeros) for each in packed.coded.values()):

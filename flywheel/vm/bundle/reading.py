@@ -1,4 +1,4 @@
-"""Read a bundle's files as a packed program and its kernel. Nothing is lowered, proved or compiled: hashes show that
+"""Reads a bundle's files as a packed program and its kernel. Nothing is lowered, proved or compiled: hashes show that
 the files are those of the proved program."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from flywheel.vm.pack.memory import Arena
 
 
 class AnyGpu(Protocol):
-    """The facts about a GPU that decide whether it can take a bundle."""
+    """The facts about a GPU that decide whether it can run a bundle."""
 
     @property
     def name(self) -> str: ...
@@ -66,7 +66,7 @@ class AnyGpu(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundle:
-    """A bundle with undamaged files. `manifest` is all of `bundle.json`."""
+    """A bundle with verified files. `manifest` is the content of `bundle.json`."""
 
     folder: Path
     manifest: Mapping[str, Any]
@@ -75,7 +75,7 @@ class Bundle:
 
 
 def read_bundle(folder: Path) -> Bundle:
-    """Read a bundle. Raises BundleError, naming the file, where a file is missing, damaged or of another format."""
+    """Read a bundle. Raises BundleError, which names the file, if a file is missing, damaged or of another format."""
     manifest = _manifest(folder)
     contents = {name: _content(folder, name, about) for name, about in manifest["files"].items()}
     try:
@@ -88,7 +88,7 @@ def read_bundle(folder: Path) -> Bundle:
 
 
 def check_gpu(bundle: Bundle, gpu: AnyGpu) -> None:
-    """Raises BundleError where a bundle was made for another GPU, or its kernel needs a newer driver."""
+    """Raises BundleError if the bundle was made for another GPU, or its kernel needs a newer driver."""
     target = bundle.packed.program.target
     assert target is not None
     here = Device(gpu.name, gpu.num_sms, gpu.total_bytes)
@@ -136,7 +136,7 @@ def _content(folder: Path, name: str, about: Mapping[str, Any]) -> bytes:
         raise BundleError(f"bundle {folder}: {name} has {about['bytes']:,} bytes, more than {MAX_FILE_BYTES:,}")
     try:
         found = (folder / name).stat()
-        if not S_ISREG(found.st_mode):  # a pipe or a device may never end, or never begin
+        if not S_ISREG(found.st_mode):  # reading a pipe or a device may never end
             raise BundleError(f"bundle {folder}: {name} is not a regular file")
         if found.st_size != about["bytes"]:
             raise BundleError(f"bundle {folder}: {name} is damaged: {found.st_size} bytes, not {about['bytes']}")
@@ -190,7 +190,7 @@ class _Named(Sequence[Task]):
 def _packed(
     manifest: Mapping[str, Any], kernel: CompiledVariant, tables: bytes, labels: Sequence[tuple[int, str]]
 ) -> PackedProgram:
-    """The packed program. It has the names of the program's tasks and their tables, but not the tasks."""
+    """The packed program. It has the program's tables and the names of its tasks, but not the tasks."""
     parts = {name: _table(tables, manifest["tables"][name], element) for name, element in ELEMENTS.items()}
     buffers = tuple([_buffer(about) for about in manifest["buffers"]])
     numbers, variant = manifest["program"]["numbers"], manifest["variant"]
@@ -214,7 +214,7 @@ def _packed(
 
 
 def _coded(about: Mapping[str, Any]) -> Coded:
-    """Raises ValueError for a format that no kernel has."""
+    """The format of a quantised matrix. Raises ValueError for a format without a kernel."""
     return Coded(
         coding_numbered(about["coding"]), about["scales"], about["zeros"], about["group"], about["rows_per_scale"]
     )

@@ -1,4 +1,4 @@
-"""Write a packed program and its kernel as a bundle's files."""
+"""Writes a packed program and its kernel as a bundle's files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FROM_VARIANT: Final = (
 )  # fmt: skip
 _FROM_PACKED: Final = ("n_counters", "workspace_stride", "pass_blocks")
 _SHOWN: Final = ("amk_program_t", "amk_buffer_t", "amk_segment_t", "amk_report_t")
-"""Structs that an engine which runs the bundle writes or reads."""
+"""Structs that an engine reads or writes when it runs the bundle."""
 
 
 def bundle_files(
@@ -49,8 +49,8 @@ def bundle_files(
     """The files of a bundle by name. The same arguments give the same bytes.
 
     `nvrtc` is the version that compiled the kernel. `about` has further sections of the manifest, JSON-ready, and
-    `others` further files. `tensors` are the names of weights in their checkpoint's files, by those that the program
-    has for them. Raises UsageError for a program of several ranks.
+    `others` further files. `tensors` maps the program's names of weights to their names in the checkpoint's files.
+    Raises UsageError for a program of several ranks.
     """
     program = packed.program
     if packed.part is not None:
@@ -94,7 +94,7 @@ def bundle_files(
 
 
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a new directory, which appears whole or not at all. Raises OSError, and as `check_new`."""
+    """Write files into a new directory, which appears complete or not at all. Raises OSError, and as `check_new`."""
     check_new(folder)
     place = folder.resolve()
     draft = place.with_name(f".{place.name}.{uuid4().hex}")
@@ -107,7 +107,7 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def check_new(folder: Path) -> None:
-    """Raises UsageError where the path is anything but an empty directory or free, and OSError."""
+    """Raises UsageError unless the path is free or an empty directory, and OSError."""
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UsageError(f"{str(folder)!r} exists; a bundle needs a new directory")
 
@@ -117,7 +117,7 @@ def _json(value: object) -> bytes:
 
 
 def _tables(packed: PackedProgram) -> tuple[bytes, dict[str, Any]]:
-    """(all tables, one after the other; the place of each)."""
+    """(all tables concatenated, the place of each)."""
     data, parts = bytearray(), {}
     for name, element in ELEMENTS.items():
         table = np.ascontiguousarray(getattr(packed, name))
@@ -139,7 +139,7 @@ def _members(name: str) -> dict[str, Any]:
 
 
 def _program(packed: PackedProgram) -> dict[str, Any]:
-    """Members of amk_program_t: its numbers, and the tables and memory regions that its addresses point to."""
+    """Members of amk_program_t: its numbers, and for its addresses the tables and memory regions that they point to."""
     numbers = {name: int(getattr(packed.variant, name)) for name in _FROM_VARIANT}
     numbers |= {name: int(getattr(packed, name)) for name in _FROM_PACKED}
     numbers |= {"set_stride": packed.arena.nbytes, "awaited_bytes": packed.arena.awaited_bytes}
@@ -150,7 +150,7 @@ def _program(packed: PackedProgram) -> dict[str, Any]:
 
 
 def _memory(packed: PackedProgram) -> dict[str, Any]:
-    """Memory regions beside the tables: their bytes, and their content before the first launch."""
+    """Memory regions besides the tables: their sizes in bytes, and their content before the first launch."""
     grid, arena = len(packed.queues) - 1, packed.arena
     sizes = {
         "arena": arena.nbytes + arena.awaited_bytes, "counters": 2 * packed.n_counters * COUNTER_STRIDE,

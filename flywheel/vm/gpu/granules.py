@@ -73,29 +73,29 @@ class DriverGranules:
         )
 
     def reserve(self, count: int) -> int:
-        """As Granules says."""
+        """See `Granules.reserve`."""
         return int(self._checked("reserve", self._cuda.cuMemAddressReserve(count * self.nbytes, 0, 0, 0)))
 
     def release(self, address: int, count: int) -> None:
-        """As Granules says."""
+        """See `Granules.release`."""
         self._checked("release", self._cuda.cuMemAddressFree(address, count * self.nbytes))
 
     def create(self) -> int:
-        """As Granules says."""
+        """See `Granules.create`."""
         result, granule = self._cuda.cuMemCreate(self.nbytes, self._kind, 0)
         if result == self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise GpuMemoryError(f"GPU memory: {self.nbytes:,} bytes requested, {self.free_bytes():,} are free")
         return int(self._checked("create", (result, granule)))
 
     def destroy(self, granule: int) -> None:
-        """As Granules says."""
+        """See `Granules.destroy`."""
         self._checked("destroy", self._cuda.cuMemRelease(granule))
 
     def map(self, address: int, granule: int) -> None:
-        """As Granules says."""
+        """See `Granules.map`."""
         self._checked("map", self._cuda.cuMemMap(address, self.nbytes, 0, granule, 0))
         self._checked("set access", self._cuda.cuMemSetAccess(address, self.nbytes, [self._access], 1))
 
     def unmap(self, address: int) -> None:
-        """As Granules says."""
+        """See `Granules.unmap`."""
         self._checked("unmap", self._cuda.cuMemUnmap(address, self.nbytes))

@@ -111,7 +111,7 @@ class LoadedProgram:
         return (self,)
 
     def spread_inputs(self) -> None:
-        """As RankedProgram says; there is one GPU, which has them."""
+        """See `RankedProgram.spread_inputs`. The only GPU already has the inputs."""
 
     def connect(self, packed: Sequence[PackedProgram], memories: Sequence[RankMemory]) -> None:
         """Connect this rank to the other ranks, once before the first launch of a program of several GPUs.

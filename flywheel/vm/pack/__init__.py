@@ -1,4 +1,4 @@
-"""Packing: turn a program into the tables of the device ABI, on the CPU. The same program gives the same bytes."""
+"""Packing: turns a program into the tables of the device ABI, on the CPU. The same program gives the same bytes."""
 
 from flywheel.vm.pack.program import PackedProgram, pack
 from flywheel.vm.pack.ranks import (

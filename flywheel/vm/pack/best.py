@@ -1,8 +1,8 @@
-"""The largest logit of each row, kept by the tasks that make logits. So SAMPLE_ARGMAX need not read the logits again.
+"""Fuses argmax into the tasks that compute logits, so that SAMPLE_ARGMAX need not read the logits again.
 
-Each of those tasks puts the best of its columns into a word of the launch and the row, by one atomic maximum for each
-half of a warp. The task that samples a row comes after all of them in the program's order, and finds the index in that
-word. Where several GPUs share the logits, each sends the best that it has made to the others. Source: docs/vm.md.
+Each of these tasks writes the maximum of its columns to a word per launch and row, by one atomic maximum for each half
+of a warp. The task that samples a row comes after all of them in the program's order, and finds the index in that word.
+If several GPUs share the logits, each sends its own maximum to the others. Source: docs/vm.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def best_flags(
     routines: Sequence[Routine],
     arrived: Collection[int] = (),
 ) -> Mapping[int, InstructionFlag]:
-    """Nodes that keep the largest logit, and nodes that take it; none where the following does not hold.
+    """Flags of the nodes that keep the largest logit, and of the nodes that take it. Empty if the following does not
+    hold.
 
     One task samples each row of an F32 buffer, and each column of the buffer is written once, as the product of all
     rows in a matrix step. In a buffer of `arrived`, columns that no task writes come from other GPUs.
@@ -57,8 +58,8 @@ def _samples(routine: Routine) -> bool:
 
 
 def _sampled_row(node: Node, routine: Routine, width: int) -> int | None:
-    """The row of `width` logits that a task samples through a view, writing the row's own column. None where it samples
-    the only row as a whole; -1 where it does neither."""
+    """The row of `width` logits that a task samples through a view, if it writes that row's own column. None if it
+    samples the only row as a whole; -1 if it does neither."""
     steps = routine.steps
     if len(steps) == 1:
         return None if steps[0].result.numel == 1 else -1

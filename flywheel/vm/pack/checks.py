@@ -33,7 +33,7 @@ _K = InstructionKind
 HALVES: Final = (DType.F16, DType.BF16)
 
 MAX_HEAD_DIM: Final = 256
-"""Largest head that the lanes of an attention warp hold."""
+"""Largest head dimension that an attention warp's lanes can hold."""
 
 MAX_WIDTH: Final = 1 << 26
 """Columns of the widest matrix: the bytes of 16 of its rows fit a uint32."""
@@ -42,7 +42,8 @@ _WEIGHT_KINDS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 
 
 def scale_buffers(tasks: Iterable[Task]) -> frozenset[int]:
-    """Ids of buffers with the scales or zero points of quantised matrices. These buffers have types of their own."""
+    """Ids of buffers that hold scales or zero points of quantised matrices. Their types may differ from the
+    program's."""
     found: set[int] = set()
     for task in tasks:
         if task.op is _K.FUSED:
@@ -53,8 +54,8 @@ def scale_buffers(tasks: Iterable[Task]) -> frozenset[int]:
 
 
 def float_type(buffers: Iterable[Buffer], scales: frozenset[int] = frozenset()) -> DType:
-    """The float type of a program: its half type, else F32. Raises InvalidProgramError where it has both half types,
-    apart from `scales`."""
+    """The float type of a program: its half type, else F32. Raises InvalidProgramError if it has both half types
+    outside `scales`."""
     first: dict[DType, Buffer] = {}
     for buffer in buffers:
         if buffer.dtype in HALVES and buffer.id not in scales:
@@ -98,7 +99,7 @@ def check_steps(steps: Sequence[Step], form: Form, dtype: DType, variant: Kernel
 def check_arrivals(
     nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer], arrived: frozenset[int]
 ) -> None:
-    """Check that only pushes, sums and choices of a token read data that other GPUs push."""
+    """Check that only pushes, sums and argmax tasks read data that other GPUs push."""
     for node in nodes:
         routine = routines[node.form]
         taken = {RESULT_REF + view for view in routine.views}
@@ -162,7 +163,7 @@ def _check_rows(step: Step, args: Sequence[Operand], form: Form) -> None:
 
 
 def _check_sum(step: Step, args: Sequence[Operand], form: Form) -> None:
-    """Check that summands are in global memory: columns of the task, or whole buffers."""
+    """Check that partial sums are in global memory, as columns of the task or whole buffers."""
     if step.out != 0 or any(ref >= RESULT_REF for ref in step.args):
         raise InvalidProgramError("ALLREDUCE_SHARD has no kernel for a summand or a sum in scratch")
     if not adds_columns(step, form) and any(arg.numel != step.result.numel for arg in args):

@@ -1,4 +1,4 @@
-"""The instruction table. Most of its columns are filled node by node."""
+"""The instruction table. Most of its columns are filled per node."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _fill(table: npt.NDArray[np.void], name: str, count: str, lists: Sequence[Se
 
 
 def params_rows(params: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.void]:
-    """One `amk_params_t` for each params record. An absent param is zero."""
+    """One `amk_params_t` for each params record. Absent params are zero."""
     table = np.zeros(len(params), numpy_struct("amk_params_t"))
     for name in PARAM_FIELDS:
         table[name] = [each.get(name, 0) for each in params]
@@ -64,7 +64,7 @@ def params_rows(params: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.void]:
 
 
 def peer_flags(part: Part) -> npt.NDArray[np.uint32]:
-    """Of each task of a part, in order, the flags that say which ranks its result goes to, and how."""
+    """For each task of a part, in order: flags for the ranks that its result goes to, and how it is sent."""
     peers = np.array(part.peers, np.uint32)
     pushes = np.array([part.away.issuperset(task.outputs[:1]) for task in part.program.tasks], np.bool_)
     kind = np.where(pushes, InstructionFlag.PUSHES, InstructionFlag.SENDS).astype(np.uint32)
@@ -72,15 +72,15 @@ def peer_flags(part: Part) -> npt.NDArray[np.uint32]:
 
 
 def other_ranks(part: Part) -> np.uint32:
-    """Flags that say that a task's result goes to all other ranks."""
+    """Flags for sending a task's result to all other ranks."""
     return np.uint32(((1 << part.ranks) - 1 - (1 << part.rank)) << PEERS_SHIFT)
 
 
 def coded_rows(nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer]) -> dict[int, Coded]:
-    """Quantised matrices by the rows of their buffers. `scales` and `zeros` are rows, too.
+    """Row of a quantised matrix's buffer -> its format. `scales` and `zeros` are buffer rows, too.
 
-    Raises InvalidProgramError for a task that scales a matrix in another way than an earlier task, and for one that
-    uses another matrix's scales. The message names the task.
+    Raises InvalidProgramError, which names the task, if two tasks scale one matrix in different ways, or a task uses
+    another matrix's scales.
     """
     found: dict[int, Coded] = {}
     scaled: dict[int, int] = {}
@@ -111,9 +111,9 @@ def coded_rows(nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequ
 def weight_layouts(
     nodes: Sequence[Node], routines: Sequence[Routine], buffers: Sequence[Buffer], coded: Mapping[int, Coded]
 ) -> dict[int, Layout]:
-    """Rows of the buffers that are weights of products -> their layout.
+    """Row of a buffer with a product's weights -> its layout.
 
-    Raises InvalidProgramError, naming the task, where a task reads such a buffer as rows.
+    Raises InvalidProgramError, which names the task, if a task reads such a buffer in row-major order.
     """
     weights = [[routine.steps[place].args[1] for place in routine.matrices] for routine in routines]
     loose = [routine.loose for routine in routines]

@@ -21,7 +21,7 @@ _WRITTEN: Final = (BufferKind.ACTIVATION, BufferKind.IO_OUTPUT)
 def buffer_table(
     buffers: Sequence[Buffer], layouts: Mapping[int, Layout], awaited: Collection[int], away: Collection[int] = ()
 ) -> npt.NDArray[np.void]:
-    """One row for each buffer, in order, without addresses. `layouts` are those of products' weights."""
+    """One row for each buffer, in order, without addresses. `layouts` are the layouts of products' weights."""
     table = np.zeros(len(buffers), numpy_struct("amk_buffer_t"))
     for name in ("numel", "dtype", "space"):
         table[name] = [getattr(buffer, name) for buffer in buffers]
@@ -36,7 +36,7 @@ def buffer_table(
 
 
 def check_buffers(buffers: Sequence[Buffer]) -> None:
-    """Raises InvalidProgramError for I4 rows that end within a byte."""
+    """Raises InvalidProgramError for I4 rows with an odd number of elements."""
     for buffer in buffers:
         if buffer.dtype is DType.I4 and buffer.shape[-1] % 2:
             name = f"buffer {buffer.id} ({buffer.name})"
@@ -45,7 +45,7 @@ def check_buffers(buffers: Sequence[Buffer]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """The byte offset of each activation, output and input by row, and the bytes of all of them.
+    """The byte offset of each activation, output and input by row, and the size of the allocation.
 
     The awaited buffers come first and take `awaited_bytes`. Their second set follows at the end.
     """

@@ -1,4 +1,4 @@
-"""Places for values between steps: scratch results, on chip or spilled."""
+"""Assigns places to values between steps: scratch results, on chip or spilled."""
 
 from __future__ import annotations
 

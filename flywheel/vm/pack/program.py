@@ -36,11 +36,11 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedProgram:
-    """A packed program without addresses: buffers have none yet, and a segment's `src` counts from the start of its
+    """A packed program without addresses: buffers have none yet, and a segment's `src` is relative to the start of its
     weight.
 
     Structs are those of vm/abi.py. `instructions` and `segments` are in the order of SMs; those of SM s begin at
-    `queues[s]` and `streams[s]`. Operands, counters and `segment_buffers` are rows of the program's lists.
+    `queues[s]` and `streams[s]`. Operands, counters and `segment_buffers` are row numbers in the program's lists.
     """
 
     program: MegakernelProgram
@@ -59,22 +59,22 @@ class PackedProgram:
     pass_blocks: int
     arena: Arena
     coded: Mapping[int, Coded]
-    """Quantised matrices by the rows of their buffers, with the rows of their scales and zero points."""
+    """Row of a quantised matrix's buffer -> its format, with the rows of its scales and zero points."""
     last_position: int | None
-    """Position, that of lane 0, that the program was lowered for; None where no task has one."""
+    """The position of lane 0 that the program was lowered for; None if no task has a position."""
     fixed_position: str | None
-    """The name of a task whose recipe fixes a param that a move to another position must change; None without such a
-    task."""
+    """The name of a task whose recipe fixes a param that depends on the position; None if there is none."""
     part: Part | None = None
-    """Of which GPU of several it is."""
+    """Which GPU of several these tables are for; None for a program of one GPU."""
     arrivals: int = ABSENT
-    """Row of the logits that arrive from other GPUs and that no task reads, for each GPU tells the best of its own."""
+    """Row of the logits that arrive from other GPUs. No task reads them, since each GPU sends the maximum of its own
+    logits. ABSENT if there are none."""
     lanes: int = 1
-    """Consecutive tokens of a sequence that a launch decodes, each a row whose position an instruction names."""
+    """Consecutive tokens of a sequence in one launch. Each is a row, and an instruction names the row's position."""
 
     @property
     def choice(self) -> int:
-        """The place in the list of the first task that takes the best logit; ABSENT where none does."""
+        """The index in the program's list of the first task that takes the largest logit; ABSENT if there is none."""
         taking = self.instructions["task"][(self.instructions["flags"] & InstructionFlag.TAKES_BEST) != 0]
         return int(taking.min()) if len(taking) else ABSENT
 
@@ -84,21 +84,21 @@ class PackedProgram:
         return len(set(self.arena.offsets.values())) < len(self.arena.offsets)
 
     def label(self, place: int) -> str:
-        """The name in messages of the task at `place` of the program's list."""
+        """The name for messages of the task at index `place` of the program's list."""
         task = self.program.tasks[place]
         return f"task {task.id} ({task.label})"
 
     def apart(self) -> PackedProgram:
-        """The same tables, but no two buffers share memory, so that every activation is kept after a launch.
+        """The same tables without shared memory, so that every activation is kept after a launch.
 
-        Tables of several GPUs must be `aligned` again.
+        Call `aligned` again on the tables of several GPUs.
         """
         layout = self.buffers["layout"]
         awaited, away = (np.flatnonzero(layout == each).tolist() for each in (Layout.AWAITED, Layout.PEER))
         return replace(self, arena=place_buffers(replace(self.program, pages=None), awaited, away))
 
     def check_position(self, pos: int) -> None:
-        """Raises ConfigError where a launch cannot move to `pos`, as `at_position` does."""
+        """Raises ConfigError if a launch cannot move to `pos`, as `at_position` does."""
         if self.last_position is None:
             raise ConfigError("program: no task has the param pos, so the program has no position")
         if not 0 <= pos <= self.last_position:
@@ -110,15 +110,15 @@ class PackedProgram:
 def pack(program: MegakernelProgram) -> PackedProgram:
     """The tables of a program that `validate(strict=True)` accepts.
 
-    Raises ConfigError where the program has no target or an impossible config. Raises InvalidProgramError, naming the
-    task, where the kernel cannot run it.
+    Raises ConfigError if the program has no target or an impossible config, and InvalidProgramError, which names the
+    task, if the kernel cannot run it.
     """
     return pack_plan(make_plan(program))
 
 
 def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
-    """The tables of a planned program, in which tasks may keep the largest logit. Raises InvalidProgramError as
-    `pack`."""
+    """The tables of a planned program. With `keeps_best`, tasks may keep the largest logit. Raises InvalidProgramError
+    as `pack`."""
     program, variant, grouping, hand_offs = plan.program, plan.variant, plan.grouping, plan.hand_offs
     check_buffers(program.buffers)
     dtype = float_type(program.buffers, scale_buffers(grouping.firsts))
@@ -178,8 +178,8 @@ def pack_plan(plan: Plan, keeps_best: bool = True) -> PackedProgram:
 
 
 def _position_rows(params: Sequence[Mapping[str, Any]]) -> tuple[int, Ints]:
-    """(lanes of each sequence, of which of the launch's positions tasks with such params are). Raises
-    InvalidProgramError where there are more than a launch has."""
+    """(lanes of each sequence, index of the launch's position for tasks with each params record). Raises
+    InvalidProgramError for more positions than a launch has."""
     lanes = 1 + max((each.get("lane", 0) for each in params), default=0)
     rows = [each.get("sequence", 0) * lanes + each.get("lane", 0) for each in params]
     if max(rows, default=0) >= ABI_MAX_ROWS:
@@ -188,8 +188,8 @@ def _position_rows(params: Sequence[Mapping[str, Any]]) -> tuple[int, Ints]:
 
 
 def _keep_best(plan: Plan, nodes: Sequence[Node], routines: Sequence[Routine], by_node: Table) -> int:
-    """Flag nodes that keep and take the largest logit. Returns the row of logits that arrive from other ranks, of which
-    those that take it exchange the largest; ABSENT where there are none."""
+    """Flag the nodes that keep and take the largest logit. Returns the row of logits that arrive from other ranks and
+    of which the ranks exchange the maximum; ABSENT if there are none."""
     part = plan.part
     arrived = part.arrived if part is not None else frozenset()
     best = best_flags(plan.program, plan.grouping, nodes, routines, arrived)
@@ -203,7 +203,7 @@ def _keep_best(plan: Plan, nodes: Sequence[Node], routines: Sequence[Routine], b
 
 
 def _away(plan: Plan) -> frozenset[int]:
-    """Rows of buffers that are on other GPUs."""
+    """Row numbers of buffers that are on other GPUs."""
     numbers = plan.part.away if plan.part is not None else frozenset()
     return frozenset(row for row, buffer in enumerate(plan.program.buffers) if buffer.id in numbers)
 
@@ -224,7 +224,7 @@ def _put(table: Table, member: str, rows: Table) -> None:
 def _templates(
     plan: Plan, nodes: Sequence[Node], forms: Sequence[Form], dtype: DType
 ) -> tuple[list[Template], npt.NDArray[np.float32]]:
-    """(the template of each form, the float table). Raises InvalidProgramError that names the first task without a
+    """(the template of each form, the float table). Raises InvalidProgramError, which names the first task without a
     kernel."""
     firsts = {node.form: node.task for node in reversed(nodes)}
     frequencies = Frequencies()
@@ -275,10 +275,10 @@ def _finds_x_staged(
     node_of: npt.NDArray[np.int64],
     sms: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.bool_]:
-    """Which instructions find their first matrix operand staged by the instruction before them on their SM.
+    """Whether each instruction finds its first matrix operand already staged by the instruction before it on its SM.
 
-    Both operands are the same function of the same buffers. The buffers hold the same for both if no column of them is
-    written twice: its only write happens before each task that reads it. `rewritten` are the rows of other buffers.
+    Both operands must be the same function of the same buffers. The buffers hold the same for both if no column of them
+    is written twice: the only write happens before each task that reads it. `rewritten` are the rows of other buffers.
     """
     keys: dict[object, int] = {}
     columns: list[list[int]] = [[], []]
@@ -296,7 +296,7 @@ def _finds_x_staged(
 
 
 def _rewritten_rows(nodes: Sequence[Node], grouping: Grouping) -> set[int]:
-    """Rows of the buffers of which tasks write, or may write, some column more than once.
+    """Rows of buffers in which tasks write, or may write, a column more than once.
 
     Tiles over several rows count by their columns. Other writes count as a whole.
     """
@@ -316,7 +316,7 @@ def _overlap(columns: Sequence[Region]) -> bool:
 def _check_tiles(
     tasks: Sequence[Task], instructions: Table, steps: Table, entries: tuple[npt.NDArray[np.int64], ...]
 ) -> None:
-    """Check that a recipe's matrix step makes what its tile says, since its kernel writes rows of N_tile columns."""
+    """Check that a recipe's matrix step computes exactly its tile, since its kernel writes rows of N_tile columns."""
     instruction, step = entries
     _, n_tile = tile_of(instructions, steps, instruction, step)
     fused = instructions["op"][instruction] == InstructionKind.FUSED

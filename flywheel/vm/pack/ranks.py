@@ -1,4 +1,4 @@
-"""The tables of each GPU of a program of several, and what a GPU must know about the others' memory."""
+"""The tables of each GPU of a multi-GPU program, and the addresses of the other GPUs' memory that each needs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from flywheel.vm.abi import COUNTER_STRIDE, numpy_struct
 from flywheel.vm.pack.program import PackedProgram, pack, pack_plan
 
 WORDS_BYTES: Final = MAX_RANKS * COUNTER_STRIDE + 2 * MAX_RANKS * ABI_MAX_ROWS * 8
-"""Bytes of a GPU's words, which count the launches that each GPU has begun, and hold the best logit of each row that
-each GPU has made, in two sets. They are zero before the first launch and after an abort."""
+"""Bytes of a GPU's words: the number of launches that each GPU has begun, and each GPU's largest logit per row, in two
+sets. They are zero before the first launch and after an abort."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The memory of a GPU that others write: device addresses that all GPUs of the program can use.
+    """The memory of one GPU that others write, as device addresses that all GPUs of the program can use.
 
     `arena` is its allocation of `arena.nbytes + arena.awaited_bytes` bytes, and `words` one of WORDS_BYTES.
     """
@@ -33,14 +33,14 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRanks:
-    """A program of several GPUs, and the tables of each, by rank."""
+    """A multi-GPU program, and the tables of each GPU, by rank."""
 
     program: MegakernelProgram
     parts: tuple[PackedProgram, ...]
 
 
 AnyPacked = PackedProgram | PackedRanks
-"""A program with its tables: of one GPU, or of several."""
+"""A program with its tables, for one GPU or several."""
 
 
 def pack_any(program: MegakernelProgram) -> AnyPacked:
@@ -51,28 +51,29 @@ def pack_any(program: MegakernelProgram) -> AnyPacked:
 def pack_ranks(program: MegakernelProgram) -> tuple[PackedProgram, ...]:
     """The tables of each GPU, by rank, of a program that `validate(strict=True)` accepts.
 
-    Before a launch, and again after an abort, counters, state and words are 0 on all GPUs, and both sets of awaited
-    buffers are all ones. All GPUs launch alike: the Nth launch of one meets the Nth launch of the others. Raises
-    ConfigError and InvalidProgramError as `pack`.
+    Before the first launch, and again after an abort, counters, state and words must be 0 on all GPUs, and all bits of
+    both sets of awaited buffers must be 1. All GPUs launch alike: the Nth launch of one meets the Nth launch of the
+    others. Raises ConfigError and InvalidProgramError as `pack`.
     """
     plans = rank_plans(program)
     packed = [pack_plan(plan) for plan in plans]
-    if len({each.arrivals == ABSENT for each in packed}) > 1:  # who looks for the best of all ranks needs that of each
+    if len({each.arrivals == ABSENT for each in packed}) > 1:  # the maximum of all ranks needs that of each rank
         packed = [pack_plan(plan, keeps_best=False) for plan in plans]
     return aligned(packed)
 
 
 def aligned(packed: Sequence[PackedProgram]) -> tuple[PackedProgram, ...]:
-    """The same tables with arenas of one size, so that the second awaited set has the same distance from the first on
+    """The same tables with arenas of equal size, so that the second awaited set has the same offset from the first on
     each GPU."""
     nbytes = max(each.arena.nbytes for each in packed)
     return tuple(replace(each, arena=replace(each.arena, nbytes=nbytes)) for each in packed)
 
 
 def images_table(packed: Sequence[PackedProgram], rank: int, memories: Sequence[RankMemory]) -> npt.NDArray[np.uint64]:
-    """[buffer, rank]: where each rank has what GPU `rank` pushes of a buffer, in the first set; 0 where it pushes none.
+    """[buffer, rank]: the address, in the first set, to which GPU `rank`'s tasks push a buffer on each rank; 0 if they
+    do not push it there.
 
-    `packed` are the tables of all ranks, `memories` where they have it, in order.
+    `packed` and `memories` have the tables and memory of all ranks, in order.
     """
     part = packed[rank].part
     assert part is not None
@@ -87,8 +88,8 @@ def images_table(packed: Sequence[PackedProgram], rank: int, memories: Sequence[
 
 
 def ranks_table(packed: PackedProgram, memories: Sequence[RankMemory], images: int) -> npt.NDArray[np.void]:
-    """The `amk_ranks_t` of a GPU with these tables, which lies right behind its `amk_program_t`; `images` is the device
-    address of its `images_table`."""
+    """The `amk_ranks_t` of a GPU with these tables. It directly follows the GPU's `amk_program_t`. `images` is the
+    device address of its `images_table`."""
     assert packed.part is not None
     table = np.zeros(1, numpy_struct("amk_ranks_t"))
     table["rank"], table["ranks"], table["images"] = packed.part.rank, len(memories), images

@@ -1,5 +1,5 @@
-"""The weight stream of each SM: one segment for each pass of a matrix step and slice of K. Segments also tell which
-operands are announced anew."""
+"""The weight stream of each SM: one segment for each pass of a matrix step and slice of K. Segments also say which
+operands are announced again."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def tile_of(instructions: Rows, steps: Rows, instruction: Ints, step: Ints) -> t
 
 
 def chunking(kblocks: Any, fragment_bytes: int, chunk_bytes: int) -> tuple[Any, Any]:
-    """(fragments of a chunk, chunks of a row block) for `kblocks` fragments. Chunks are as even as possible, and have
-    `chunk_bytes` at most. A fragment is no larger than that."""
+    """(fragments of a chunk, chunks of a row block) for `kblocks` fragments. Chunks are of nearly equal size, at most
+    `chunk_bytes`. A fragment is no larger than that."""
     least = -(-kblocks // (chunk_bytes // fragment_bytes))
     chunk_kblocks = -(-kblocks // least)
     return chunk_kblocks, -(-kblocks // chunk_kblocks)
 
 
 def blocks_of(coded: Mapping[int, Coded], fragment_bytes: int, buffers: int) -> Rows:
-    """For each buffer that is a matrix: fragments along K of a K block, their bytes, and the number of its format."""
+    """For each matrix buffer: the fragments along K of a K block, their bytes, and the number of its format."""
     blocks = np.zeros(buffers, [("fragments", "i8"), ("nbytes", "i8"), ("format", "i8")])
     blocks["fragments"], blocks["nbytes"] = 1, fragment_bytes
     for row, each in coded.items():
@@ -78,10 +78,10 @@ def blocks_of(coded: Mapping[int, Coded], fragment_bytes: int, buffers: int) -> 
 
 
 def _merges(depth: Ints, each: Ints, block_bytes: Any, variant: KernelVariant) -> npt.NDArray[np.bool_]:
-    """Whether slices of `each` K blocks can be in one segment.
+    """Whether slices of `each` K blocks can share a segment.
 
-    They must have equal sizes and chunks of equal sizes, with some chunks for every group of warps. Only kernels for
-    several rows know such segments, since one row is seldom long.
+    They must have equal sizes and chunks of equal sizes, with chunks for every group of warps. Only kernels for several
+    rows support such segments, since a single row is seldom long.
     """
     chunk_kblocks, chunks = chunking(each, block_bytes, variant.chunk_bytes)
     if variant.rows <= 1:
@@ -91,7 +91,7 @@ def _merges(depth: Ints, each: Ints, block_bytes: Any, variant: KernelVariant) -
 
 
 def _format_flags(kind: Any, taken: Ints) -> npt.NDArray[np.uint32]:
-    """The flags that tell the format of segments with `taken` fragments of K; 0 for a matrix without a format."""
+    """Format flags of segments with `taken` fragments of K; 0 for an unquantised matrix."""
     tail = (taken - 1) % kind["fragments"] // UNIT_GROUPS + 1
     flags = (
         kind["nbytes"] // UNIT_ALIGNMENT << UNIT_SHIFT | kind["format"] << FORMAT_SHIFT | tail << TAIL_SHIFT
@@ -109,7 +109,7 @@ def segments_of(
     variant: KernelVariant,
     pass_blocks: int,
 ) -> tuple[Rows, npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """(segments by SM, with src counted from the start of the weight; the buffer of each; the first segment of each
+    """(segments by SM, with src relative to the start of the weight; the buffer of each; the first segment of each
     SM)."""
     instruction, step = entries
     n_off, n_tile = tile_of(instructions, steps, instruction, step)

@@ -1,5 +1,4 @@
-"""The table entries that all tasks of one form share: their rows of the step table, and the flags of their
-instructions."""
+"""Table entries that all tasks of one form share: their rows of the step table, and their instructions' flags."""
 
 from __future__ import annotations
 
@@ -106,7 +105,7 @@ def _flag_operand(table: npt.NDArray[np.void], staging: Staging, steps: Sequence
 
 
 def _flag_turning(table: npt.NDArray[np.void], routine: Routine) -> None:
-    """Flag the steps that the kernel of a new row or of an attention does for others."""
+    """Flag the steps that the kernel of a new row or of an attention computes for other steps."""
     row = routine.new_row
     if row is not None:
         _flag(table, [row.key, row.value, row.query_rope], StepFlag.LEFT)

@@ -1,4 +1,4 @@
-"""From tasks to calls, with operands, columns and scratch resolved. A launch then only computes."""
+"""Binds tasks to memory: resolves operands, columns and scratch once, so that a launch only computes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Binder:
     def bind(self, task: Task) -> list[Call]:
         """The calls that run `task`.
 
-        Raises InvalidProgramError, with the validator's text, for a task that breaks a rule by itself in a program
-        without a proof.
+        In a program without a proof, raises InvalidProgramError, with the validator's text, for a task that violates a
+        rule on its own.
         """
         wrong = [] if self._proved else task_findings(task, self._buffers)
         if wrong:
@@ -81,7 +81,7 @@ class Binder:
         params: Params,
         slots: dict[int, Tensor],
     ) -> list[Call]:
-        """The calls of one step. A second call rounds the result, where its dtype is not the output's."""
+        """The calls of one step. A second call rounds the result if its dtype is not the output's."""
         if op is _K.KV_APPEND and target is not None:
             return [(OPS[op], inputs, target, params)]
         shape, dtype = tuple(step["out_shape"]), DType[step["out_dtype"]]

@@ -1,5 +1,4 @@
-"""The order in which counters let tasks fire. It depends on waits alone, so it is found once, before anything is
-computed."""
+"""The order in which counters let tasks fire. It depends only on waits, so it is computed once, before a launch."""
 
 from __future__ import annotations
 
@@ -14,16 +13,16 @@ from flywheel.ir import Task
 from flywheel.ir.firing import fire
 
 Keys = Sequence[float]
-"""A key for each task. Of the tasks that may fire, the one with the least key fires."""
+"""A key for each task. Of the ready tasks, the one with the smallest key fires."""
 
 
 def firing_order(tasks: Sequence[Task], order: str, seed: int = 0) -> list[int]:
-    """Positions of all tasks in the order in which they fire.
+    """Indices of all tasks in the order in which they fire.
 
-    `list` always fires the first ready task of the list. `adversarial` fires the last one (seed 0), or goes by random
-    priorities; with an odd seed it also holds one task back for as long as another can fire. `queues` runs each SM's
-    tasks one after the other, with random priorities for SMs. Raises UnknownNameError for another order. Raises
-    InvalidProgramError where tasks never fire, and names what they wait for.
+    `list` fires the first ready task of the list. `adversarial` fires the last ready one (seed 0), or follows random
+    priorities; with an odd seed it also delays one task for as long as another can fire. `queues` runs each SM's tasks
+    in sequence, with random priorities for SMs. Raises UnknownNameError for another order, and InvalidProgramError,
+    which names the missing signals, if tasks never fire.
     """
     if order not in ORDERS:
         raise UnknownNameError(f"order {order!r} is not one of {', '.join(ORDERS)}")
@@ -59,7 +58,8 @@ def _random(count: int, seed: int) -> list[float]:
 ORDERS: Final[Mapping[str, Callable[[int, int], tuple[Keys, bool]]]] = MappingProxyType(
     {"list": _listed, "adversarial": _adversarial, "queues": _queues}
 )
-"""Name -> a function of (number of tasks, seed): the keys, and whether SMs run their tasks one after the other."""
+"""Name -> a function of (number of tasks, seed) that returns the keys, and whether each SM runs its tasks in
+sequence."""
 
 
 def _stuck(tasks: Sequence[Task], fired: Set[int]) -> str:

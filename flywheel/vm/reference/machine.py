@@ -1,4 +1,5 @@
-"""The reference VM: it runs a program in torch, by counters. A backend that disagrees with it is wrong."""
+"""The reference VM: runs a program in torch, by counters. It defines the correct result: a backend that disagrees is
+wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ RESIDENT = (BufferKind.WEIGHT, BufferKind.CONST, BufferKind.KV_CACHE)
 
 
 class ReferenceVM:
-    """Runs a validated program. Tensors go in and out under the names of their buffers.
+    """Runs a validated program. Tensors are passed and returned by the names of their buffers.
 
     An I4 tensor is uint8, `[..., n / 2]`. Raises InvalidProgramError for a program that `validate(strict=True)`
     rejects, and for one with two buffers of the same name.
@@ -39,7 +40,7 @@ class ReferenceVM:
 
     @classmethod
     def unchecked(cls, program: MegakernelProgram, device: str | torch.device = "cpu") -> Self:
-        """A VM of a program that need not be safe, to see the errors that the proof rules out."""
+        """A VM without the proof of safety, for tests that show the errors that the proof excludes."""
         machine = cls.__new__(cls)
         machine._load(program, device, proved=False)
         return machine
@@ -65,12 +66,12 @@ class ReferenceVM:
         seed: int = 0,
         pos: int | Sequence[int] | None = None,
     ) -> dict[str, Tensor]:
-        """Do one launch: it takes every WEIGHT, CONST, IO_INPUT and KV_CACHE, and returns every IO_OUTPUT and KV_CACHE.
+        """Run one launch: takes every WEIGHT, CONST, IO_INPUT and KV_CACHE, and returns every IO_OUTPUT and KV_CACHE.
 
-        `pos` moves the program, or each of its sequences, to a position (`at_position`); None leaves it where it was
-        lowered. Arguments are not modified: caches are copied, so use `bind` to generate. `firing_order` explains
-        `order` and `seed`. Raises TensorError, naming the buffer, for a tensor that is missing, unknown, or of another
-        shape or type.
+        `pos` moves the program, or each of its sequences, to a position (`at_position`); None keeps the position that
+        it was lowered for. Arguments are not modified: caches are copied, so use `bind` to generate. `firing_order`
+        explains `order` and `seed`. Raises TensorError, which names the buffer, for a tensor that is missing, unknown,
+        or of another shape or type.
         """
         inputs = self.buffers(BufferKind.IO_INPUT)
         caches = {buffer.name for buffer in self.buffers(BufferKind.KV_CACHE)}
@@ -86,11 +87,11 @@ class ReferenceVM:
         return self.bind(resident).step(fed, pos, order, seed)
 
     def bind(self, buffers: Mapping[str, Tensor], *, apart: bool = False) -> BoundProgram:
-        """The program with its WEIGHT, CONST and KV_CACHE tensors, to launch many times.
+        """The program bound to its WEIGHT, CONST and KV_CACHE tensors, for repeated launches.
 
         Weights are neither copied nor converted. Launches update caches in place. With `apart`, no two buffers share
-        memory, whatever the pages are. Raises TensorError as `run`, and for a cache that cannot be updated in place,
-        since it is strided or on another device.
+        memory, whatever the pages are. Raises TensorError as `run`, and for a cache that cannot be updated in place
+        because it is strided or on another device.
         """
         check_tensors(self.buffers(*RESIDENT), buffers)
         return BoundProgram(self, buffers, apart)
@@ -100,7 +101,7 @@ class ReferenceVM:
         return [buffer for buffer in self.program.buffers if buffer.kind in kinds]
 
     def firing_order(self, order: str, seed: int) -> Sequence[int]:
-        """Positions in `program.tasks` in firing order. The last answer is kept, since `pos` does not change it."""
+        """Indices into `program.tasks` in firing order. The last result is cached, since `pos` does not change it."""
         if self._order_key != (order, seed):
             self._order = firing_order(self.program.tasks, order, seed)
             self._order_key = (order, seed)
@@ -132,9 +133,10 @@ class BoundProgram:
         order: str = "list",
         seed: int = 0,
     ) -> dict[str, Tensor]:
-        """Do one launch: it takes every IO_INPUT, and returns copies of every IO_OUTPUT and the caches themselves.
+        """Run one launch: takes every IO_INPUT, and returns copies of every IO_OUTPUT and the caches themselves.
 
-        Params are those of `ReferenceVM.run`. With `pos = None` the program stays at the last launch's position.
+        The other arguments are those of `ReferenceVM.run`. With `pos=None` the program stays at the last launch's
+        position.
         """
         fed = self._machine.buffers(BufferKind.IO_INPUT)
         check_tensors(fed, inputs)
@@ -152,9 +154,9 @@ class BoundProgram:
             }
 
     def transients(self) -> tuple[Tensor, dict[str, int]]:
-        """(a copy of the memory after the last launch, uint8 [bytes]; the place of each activation and output in it).
+        """(a copy of the memory after the last launch, uint8 [bytes]; the offset of each activation and output in it).
 
-        Where buffers share memory, it holds the one written last. Of several buffers with one name, one is given.
+        Buffers that share memory hold the one written last. Of several buffers with one name, only one is returned.
         """
         memory, starts = self._arena.copy()
         return memory, {buffer.name: starts[buffer.id] for buffer in self._machine.buffers(*TRANSIENT)}
@@ -170,7 +172,7 @@ class BoundProgram:
             raise type(error)(f"task {task.id} ({task.label}): {task.op.name} {error}") from error
 
     def _move(self, pos: int | Sequence[int]) -> None:
-        """Bind the tasks again whose params differ at `pos`."""
+        """Bind the tasks again whose params change at `pos`."""
         if pos == self._pos:
             return
         program = self._machine.program

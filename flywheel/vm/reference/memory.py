@@ -38,8 +38,8 @@ def tensor_shape(buffer: Buffer) -> tuple[int, ...]:
 
 
 def check_tensors(buffers: Collection[Buffer], given: Mapping[str, Tensor]) -> None:
-    """Check that each of `buffers`, and nothing else, is given by name. Raises TensorError that names the first that is
-    not."""
+    """Check that `given` has each of `buffers` by name, and nothing else. Raises TensorError, which names the first
+    mismatch."""
     names = {buffer.name for buffer in buffers}
     extra = next((name for name in given if name not in names), None)
     if extra is not None:
@@ -96,7 +96,7 @@ class Arena:
         return self._memory.clone(), {buffer.id: start for buffer, start in self._spans.items()}
 
     def poison(self) -> None:
-        """Fill activations and outputs with POISON, so that nothing of the last launch is left."""
+        """Fill activations and outputs with POISON, so that nothing of the last launch remains."""
         self._poisoned.fill_(POISON)
 
     def tensors(self) -> Mapping[int, Tensor]:
