@@ -91,7 +91,9 @@ class TrialRecord:
     temperature_c: Annotated[int | None, "the GPU's temperature during them"] = None
     throttle: Annotated[str | None, "what lowered the GPU's clocks at any time, or none"] = None
     strangers: Annotated[int | None, "other processes that computed on the GPU at any time"] = None
-    rival_us: Annotated[float | None, "median of the rival in turn: the best so far; in a final, the fastest"] = None
+    rival_us: Annotated[
+        float | None, "median of the rival, launched alternately: the best so far; in a final, the fastest"
+    ] = None
     gain_low_us: Annotated[float | None, "lower end of the 99 % interval of rival minus own latency"] = None
     gain_high_us: Annotated[float | None, "upper end of that interval"] = None
     weight_bytes: Annotated[int | None, "bytes of weights that one step must read"] = None
