@@ -30,6 +30,7 @@ CALLS: Final[Mapping[str, str]] = {
     "ld.relaxed.sys.global.u16 %0, [%1];": "load16",
     "ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];": "load128",
     "ld.acquire.sys.global.u32 %0, [%1];": "load32",
+    "ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];": "load128",
     "ld.relaxed.sys.global.u64 %0, [%1];": "load64_sys",
     "st.relaxed.sys.global.u64 [%0], %1;": "store64_sys",
     "st.release.sys.global.u32 [%0], %1;": "store32_sys",
@@ -159,7 +160,7 @@ extern "C" int emulate_advance_rows(const int* chosen, int* tokens, int* told, i
 """
 
 
-def translate(sources: Path, unit: str, defines: Mapping[str, str]) -> str:
+def translate(sources: Path, unit: str, defines: Mapping[str, str], launchers: str = _LAUNCHERS) -> str:
     """Preprocessed C++ of a unit, with an entry point a kernel. Raises KeyError for PTX that CALLS does not know."""
     if shutil.which("g++") is None:
         pytest.fail("g++ is missing, which builds kernels for the CPU: apt install g++", pytrace=False)
@@ -168,7 +169,7 @@ def translate(sources: Path, unit: str, defines: Mapping[str, str]) -> str:
         ["g++", "-E", "-P", "-x", "c++", "-std=c++17", "-include", RUNTIME, f"-I{sources}", *words, sources / unit],
         check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
-    return "".join(_calls(text)) + _LAUNCHERS
+    return "".join(_calls(text)) + launchers
 
 
 def _calls(text: str) -> Iterator[str]:

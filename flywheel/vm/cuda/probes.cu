@@ -1,4 +1,5 @@
-// What the card itself can do: how fast it reads, and how long a hand-off between two SMs takes. Source: vm/gpu/probes.py.
+// What the card itself can do: how fast it reads, and how long a hand-off between two SMs, or to another GPU, takes. Source:
+// vm/gpu/probes.py, vm/gpu/link_probes.py.
 #include "ring.cuh"
 
 #define PROBE_SLOTS 16
@@ -64,5 +65,49 @@ extern "C" __global__ void __launch_bounds__(32) hand_off(uint32_t* counters, in
             if (polls == MAX_POLLS) return;
         }
         if (blockIdx.x == 1) signal(mine);
+    }
+}
+
+__device__ __forceinline__ void store_round(uint4* to, uint32_t round) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(to), "r"(round), "r"(round), "r"(round), "r"(round) : "memory");
+}
+
+__device__ __forceinline__ bool has_round(const uint4* from, uint32_t round) {
+    uint4 found;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w) : "l"(from) : "memory");
+    return found.x == round && found.y == round && found.z == round && found.w == round;
+}
+
+// Two blocks of one warp pass 512 bytes to and fro: each stores to `theirs`, which may be another GPU's memory, and polls
+// `mine`, both zeros at first. The blocks are two of one grid, or one each of two grids, one of which `leads`. The leader writes
+// the clock ticks of each round, there and back, and of all of them: their number, nanoseconds and ticks. After `most_polls` in
+// vain both end.
+extern "C" __global__ void __launch_bounds__(32) pass_data(uint4* mine, uint4* theirs, int rounds, int most_polls, int leads,
+                                                           uint32_t* ticks, uint64_t* told) {
+    const int lane = threadIdx.x;
+    const bool first = blockIdx.x == 0, leader = first && leads != 0;
+    const uint4* const here = (first ? mine : theirs) + lane;
+    uint4* const there = (first ? theirs : mine) + lane;
+    const uint64_t start = cycles(), start_ns = global_ns();
+    uint64_t last = start;
+    int round = 1;
+    for (; round <= rounds; round++) {
+        if (leader) store_round(there, round);
+        int polls = 0;
+        while (polls < most_polls && !has_round(here, round)) polls++;
+        if (__any_sync(0xffffffff, polls == most_polls)) break;
+        if (!leader) store_round(there, round);
+        if (leader && lane == 0) {
+            const uint64_t now = cycles();
+            ticks[round - 1] = static_cast<uint32_t>(now - last);
+            last = now;
+        }
+    }
+    if (leader && lane == 0) {
+        told[0] = round - 1;
+        told[1] = global_ns() - start_ns;
+        told[2] = cycles() - start;
     }
 }
