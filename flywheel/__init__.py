@@ -46,3 +46,8 @@ def __getattr__(name: str) -> Any:
             return import_module("flywheel.store.frame").to_dataframe
         case _:
             raise AttributeError(f"module 'flywheel' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What is there already, and the public names that nobody has used yet."""
+    return sorted({*globals(), *__all__})

@@ -81,6 +81,10 @@ def test_every_public_name_is_there() -> None:
     assert all(hasattr(flywheel, name) for name in flywheel.__all__)
 
 
+def test_dir_names_every_public_name_before_its_first_use() -> None:
+    assert python("import flywheel; print(sorted(set(flywheel.__all__) - set(dir(flywheel))))") == "[]"
+
+
 def test_an_unknown_name_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match="no attribute 'serach'"):
         flywheel.serach  # noqa: B018
