@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-from click.core import ParameterSource
 
 from flywheel.cli.bench_serve import START, bench_served, show_served
-from flywheel.cli.chosen import Chosen, campaign_named, from_file, known
+from flywheel.cli.chosen import Chosen, campaign_named, from_file, known, store_here
 from flywheel.cli.decoding import check_device, integers, open_model
 from flywheel.cli.exits import REJECTED
 from flywheel.cli.files import load_config
@@ -183,14 +182,14 @@ def bench(
     """
     _check(config_file, campaign, (output, picture))
     if served is not None:
-        loads = bench_served(served, ctx.params)
+        loads = bench_served(served, {**ctx.params, "store": store_here(ctx)})
         _give(ctx, loads, output, as_json, lambda: show_served(loads))
         ctx.exit(REJECTED if any(load["failed"] for load in loads["loads"]) else 0)
     check_device("cuda", ranks)
     given = None if config_file is None else load_config(config_file)
     asked: Schedule | Campaign | None = given if isinstance(given, Schedule) else None
-    there = ctx.get_parameter_source("store") is not ParameterSource.DEFAULT or Path(store).exists()
-    if campaign is not None or (model is None and given is None and there):
+    here = store_here(ctx)
+    if campaign is not None or (model is None and given is None and here is not None):
         asked = campaign_named(store, campaign)
         campaign = asked.name
     work = _settle(asked, model, gpu, dtype, contexts, batches, weights, ranks)
@@ -198,7 +197,7 @@ def bench(
     if given is not None:
         chosen = [from_file(workload, given, str(config_file)) for workload in work.workloads()]
     else:
-        chosen = known(work.workloads(), store if there or campaign is not None else None, campaign)
+        chosen = known(work.workloads(), here if campaign is None else store, campaign)
     document, comparisons = _compete(work, chosen, against, Plan(rounds, SAMPLES), seed)
     _give(ctx, document, output, as_json, lambda: show_bench(document, comparisons))
     if picture is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from flywheel.cli.bench_engines import ENGINES, NONE, Asked, end, rows_of, time_engines
 from flywheel.cli.text import note, show_document
 from flywheel.errors import UsageError
+from flywheel.ir.bundles import is_bundle
 
 if TYPE_CHECKING:
     from flywheel.serve.load import Server
@@ -94,6 +95,8 @@ def _options(params: Mapping[str, Any]) -> dict[str, object]:
     """The options for `flywheel serve`, from those of `flywheel bench`."""
     first = {name: params[name][0] if params[name] else None for name in ("contexts", "batches")}
     same = {name: params[name] for name in ("model", "gpu", "dtype", "weights", "device")}
+    if params["model"] is not None and not is_bundle(params["model"]):  # a bundle is a schedule itself
+        same["store"] = params["store"]
     return {
         **same, "schedule": params["config_file"], "context": first["contexts"], "max-sequences": first["batches"],
     }  # fmt: skip

@@ -6,7 +6,11 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
 
 from flywheel.cli.options import DEFAULT_STORE
 from flywheel.cli.text import note
@@ -27,6 +31,13 @@ class Chosen:
     workload: Workload
     config: ScheduleConfig
     origin: Mapping[str, Any]
+
+
+def store_here(ctx: click.Context) -> str | None:
+    """The store that `--store` or its variable names, else the default one where its file exists, else None."""
+    store: str = ctx.params["store"]
+    named = ctx.get_parameter_source("store") is not ParameterSource.DEFAULT
+    return store if named or Path(store).exists() else None
 
 
 def from_file(workload: Workload, given: Schedule | ScheduleConfig, path: str) -> Chosen:

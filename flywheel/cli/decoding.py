@@ -130,17 +130,20 @@ def lower_model(
     weights: str | None = None,
     ranks: int | None = None,
     lanes: int = 1,
+    store: str | None = None,
+    say: Callable[[str], None] = note,
 ) -> MegakernelProgram:
     """Lower a model. An option decides, else the schedule, else the default. `lanes` consecutive rows of the batch are
     consecutive tokens of one sequence.
 
-    Without a GPU's name, `cuda` takes this machine's GPU. Without a config, it takes the shipped schedule, else the one
-    that search tries first. A config that the lowerer refuses ends the command.
+    Without a GPU's name, `cuda` takes this machine's GPU. Without a config, it takes the best measured one in `store`,
+    else the shipped one, else the one that a search tries first; `say` is told which. A config that the lowerer refuses
+    ends the command.
 
-    Raises UnknownNameError and ConfigError where a name or the context is wrong.
+    Raises UnknownNameError and ConfigError where a name or the context is wrong, and StoreError.
     """
     from flywheel.lowering.lower import lower
-    from flywheel.search.knowledge.chosen import TRIED_FIRST, choose_schedule, settle_work
+    from flywheel.search.knowledge.chosen import choose_schedule, settle_work
 
     schedule = given if isinstance(given, Schedule) else None
     config = schedule.config if schedule is not None else given
@@ -151,9 +154,8 @@ def lower_model(
     graph = workload.graph_of(lanes)
     try:
         if not isinstance(config, ScheduleConfig):
-            chosen = choose_schedule(workload)
-            if chosen.words != TRIED_FIRST:
-                note(f"flywheel: {chosen.words}")
+            chosen = choose_schedule(workload, store)
+            say(f"flywheel: decoding by {chosen.words}")
             config = chosen.config
         return lower(graph, config, workload.target)
     except ConfigError as error:

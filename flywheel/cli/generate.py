@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flywheel.cli.chosen import store_here
 from flywheel.cli.decoding import (
     check_device,
     check_installed,
@@ -19,7 +20,7 @@ from flywheel.cli.decoding import (
     open_session,
 )
 from flywheel.cli.files import load_config
-from flywheel.cli.options import command, json_option, ranks_option
+from flywheel.cli.options import command, json_option, ranks_option, store_option
 from flywheel.cli.text import duration, note, show_document, show_json
 from flywheel.errors import FlywheelError, UsageError
 from flywheel.ir import MegakernelProgram
@@ -28,6 +29,7 @@ from flywheel.serve.text import Streamer, push_all
 
 if TYPE_CHECKING:
     from flywheel.decode.generate import Generation
+    from flywheel.decode.request import Request
     from flywheel.decode.source import Source
     from flywheel.models.tokenizer import Tokenizer
 
@@ -44,15 +46,18 @@ if TYPE_CHECKING:
     "--schedule",
     "schedule_file",
     metavar="FILE|-",
-    help="Exported schedule, or ScheduleConfig, as JSON.  [default: the shipped schedule for this workload, "
-    "else the one that a search tries first]",
+    help="Exported schedule, or ScheduleConfig, as JSON.  [default: the store's best for this workload, else the "
+    "shipped one, else the one that a search tries first]",
 )
 @click.option("--lookup", type=click.IntRange(0, MAX_BATCH - 1), default=0, show_default=True, metavar="N",
               help="Speculative decoding: draft up to N tokens from the text so far.")  # fmt: skip
 @click.option("--verify", is_flag=True, help="Compare every token with the eager oracle.")
 @click.option("--stream", is_flag=True, help="Show the text as it is made; with --json, one object per line.")
+@store_option
 @json_option
+@click.pass_context
 def generate(
+    ctx: click.Context,
     model: str | None,
     gpu: str | None,
     dtype: str | None,
@@ -69,6 +74,7 @@ def generate(
     lookup: int,
     verify: bool,
     stream: bool,
+    store: str,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Generate greedily: torch reads the prompt, then each launch of the lowered decode step makes a token.
@@ -88,9 +94,15 @@ def generate(
     source = open_model("generate", model)
     with _tokenizer(source, required=prompt is not None) as tokenizer:
         ids = prompt_ids or () if tokenizer is None or prompt is None else _encoded(tokenizer, prompt, chat)
-        program = lower_model(source, given, gpu, dtype, context, device, 1 + lookup, weights, ranks, lanes=1 + lookup)
+        words: list[str] = []
+        program = lower_model(
+            source, given, gpu, dtype, context, device, 1 + lookup, weights, ranks, 1 + lookup, store_here(ctx),
+            words.append,
+        )
+        request = _request(program, source, ids, max_tokens)
+        note(*words)
         shown = _Shown(tokenizer, as_json) if stream else None
-        generation = _run(program, source, ids, max_tokens, device, seed, verify, shown)
+        generation = _run(program, source, request, device, seed, verify, shown)
         text = None if tokenizer is None else tokenizer.decode(generation.token_ids)
     if as_json:
         document = _document(source, program, generation, text, device)
@@ -158,26 +170,29 @@ def _document(
     }
 
 
+def _request(program: MegakernelProgram, source: Source, ids: Sequence[int], max_tokens: int) -> Request:
+    """The request of a prompt, which ends at the model's own ends. Raises as `make_request`."""
+    from flywheel.decode.interface import read_interface
+    from flywheel.decode.request import make_request
+    from flywheel.models.tokenizer import end_ids
+
+    stop_ids = frozenset[int]() if source.folder is None else end_ids(source.folder)
+    return make_request(ids, max_tokens, stop_ids, source.spec, read_interface(program, source.spec).context)
+
+
 def _run(
     program: MegakernelProgram,
     source: Source,
-    ids: Sequence[int],
-    max_tokens: int,
+    request: Request,
     device: str,
     seed: int,
     verify: bool,
     shown: _Shown | None,
 ) -> Generation:
-    """Generate on the device. Raises UsageError, before it loads weights, where the context is too short."""
+    """Load the weights and generate on the device."""
     from flywheel.decode.generate import generate as run
-    from flywheel.decode.interface import read_interface
-    from flywheel.decode.request import make_request
     from flywheel.decode.verify import make_oracle
-    from flywheel.models.tokenizer import end_ids
 
-    stop_ids = frozenset[int]() if source.folder is None else end_ids(source.folder)
-    context = read_interface(program, source.spec).context
-    request = make_request(ids, max_tokens, stop_ids, source.spec, context)
     session, weights = open_session(program, source, seed, device)
     oracle = make_oracle(session, weights) if verify else None
     if shown is None:

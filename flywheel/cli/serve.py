@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
+from flywheel.cli.chosen import store_here
 from flywheel.cli.decoding import check_device, check_installed
 from flywheel.cli.interrupt import draining
-from flywheel.cli.options import SharedOption, command, json_option, ranks_option
+from flywheel.cli.options import SharedOption, command, json_option, ranks_option, store_option
 from flywheel.cli.text import note, show_json
 from flywheel.errors import UsageError
 from flywheel.ir.bundles import is_bundle
@@ -24,7 +26,8 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 @command
 @click.option("--model", required=True, metavar="NAME|DIR", help="Directory of a checkpoint or bundle, or a name.")
-@click.option("--schedule", metavar="FILE", help="Exported schedule.  [default: the shipped one that fits best]")
+@click.option("--schedule", "--config", "schedule", metavar="FILE",
+              help="Exported schedule.  [default: the store's best, else the shipped one that fits best]")
 @click.option("--gpu", metavar="NAME", help="GPU to lower for.  [default: this machine's]")
 @click.option("--dtype", metavar="TYPE", help="bf16, f16 or f32.  [default: the schedule's or the checkpoint's]")
 @click.option("--weights", cls=SharedOption, metavar="FORMAT|DIR",
@@ -44,8 +47,11 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
               help="Maximum number of running and waiting requests; further ones get status 429.")  # fmt: skip
 @click.option("--api-key-file", type=Path, metavar="FILE", help="File whose first line is the key of /v1 requests.")
 @ranks_option
+@store_option
 @json_option
+@click.pass_context
 def serve(
+    ctx: click.Context,
     model: str,
     schedule: str | None,
     gpu: str | None,
@@ -62,6 +68,7 @@ def serve(
     queue: int,
     api_key_file: Path | None,
     ranks: int | None,
+    store: str,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Serve OpenAI's completions and chat completions until Ctrl-C.
@@ -86,6 +93,7 @@ def serve(
         make = partial(
             Decoder.load, model, schedule=schedule, device=device, gpu=gpu, dtype=dtype, context=context,
             weights=weights, max_sequences=max_sequences, lookup=lookup, ranks=ranks, seed=seed,
+            store=_store(ctx, model),
         )
         engine = Engine(make, queue)
         try:
@@ -101,6 +109,12 @@ def serve(
                 run(engine, served, key, listener)
         finally:
             engine.close()
+
+
+def _store(ctx: click.Context, model: str) -> str | None:
+    """A bundle is a schedule itself: of a store, it is told only what the command line says, and refuses that."""
+    said = ctx.get_parameter_source("store") is ParameterSource.COMMANDLINE
+    return None if is_bundle(model) and not said else store_here(ctx)
 
 
 def _nothing() -> None:

@@ -41,6 +41,12 @@ class Source:
     folder: Path | None
     stored: Weights | None
     scheme: Scheme | None = None
+    stored_as: str | None = None
+
+    @property
+    def known_as(self) -> str:
+        """The name that stores have for the model."""
+        return self.stored_as or self.name
 
     @property
     def dtype(self) -> str | None:
@@ -90,15 +96,15 @@ def open_source(given: str) -> Source:
         return Source(name, spec, None, None)
     folder = path if path.is_dir() else path.parent if path.name == "config.json" else None
     if folder is None or not has_checkpoint(folder):
-        return Source(spec.name, spec, folder, None)
+        return Source(spec.name, spec, folder, None, None, name)
     scheme = load_scheme(folder)
     if scheme is not None:
         from flywheel.models.unpacking import load_quantised
 
-        return Source(spec.name, spec, folder, load_quantised(folder, spec, scheme), scheme)
+        return Source(spec.name, spec, folder, load_quantised(folder, spec, scheme), scheme, name)
     from flywheel.models.checkpoint import load_weights
 
-    return Source(spec.name, spec, folder, load_weights(folder, checkpoint_tensors(spec)))
+    return Source(spec.name, spec, folder, load_weights(folder, checkpoint_tensors(spec)), None, name)
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 from flywheel.decode.source import Source
 from flywheel.errors import ConfigError
-from flywheel.ir import ScheduleConfig
+from flywheel.ir import ScheduleConfig, config_from_dict
 from flywheel.lowering.lower import lower
 from flywheel.models.decoder import DTYPES
 from flywheel.search.knowledge.shipped import find_shipped
@@ -56,19 +58,44 @@ def settle_work(
     if weights is None and source.scheme is not None and settled["dtype"] in DTYPES:
         weights = source.formats(DTYPES[settled["dtype"]]).name(settled["dtype"])
     count, gpu = gpus_of(with_ranks(settled.pop("gpu"), ranks))
-    return Workload(source.name, source.spec, find_target(gpu), **settled, weights=weights, ranks=count)
+    return Workload(source.known_as, source.spec, find_target(gpu), **settled, weights=weights, ranks=count)
 
 
-def choose_schedule(workload: Workload) -> Chosen:
-    """The shipped schedule for the workload if one fits and lowers, else the schedule that a search tries first."""
-    fit, why = find_shipped(workload), ""
-    if fit is not None:
+def choose_schedule(workload: Workload, store: str | None = None) -> Chosen:
+    """The best measured schedule that a store (a URL or file) has of the workload, else the shipped one for it, else
+    the schedule that a search tries first. One that this version does not lower gives way to the next. Raises
+    StoreError."""
+    why = ""
+    for known in _known(workload, store):
         try:
-            lower(workload.graph, fit.config, workload.target)
+            lower(workload.graph, known.config, workload.target)
         except ConfigError as error:
-            why = f"; the shipped schedule {fit.shipped.name} does not fit: {error}"
+            why += f"; the {known.words.partition(',')[0]} does not fit: {error}"
         else:
-            found = f"measured {fit.shipped.median_us:,.1f} us where it was found"
-            return Chosen(fit.config, f"shipped schedule {fit.shipped.name}, {found}")
+            return Chosen(known.config, known.words + why)
     space = make_space(workload)
     return Chosen(space.to_config(space.known_good()[0]), TRIED_FIRST + why)
+
+
+def _known(workload: Workload, store: str | None) -> Iterator[Chosen]:
+    """Schedules that were measured, in the order in which they are taken."""
+    best = None if store is None else _best_of(workload, store)
+    if best is not None:
+        yield best
+    fit = find_shipped(workload)
+    if fit is not None:
+        found = f"measured {fit.shipped.median_us:,.1f} us where it was found"
+        yield Chosen(fit.config, f"shipped schedule {fit.shipped.name}, {found}")
+
+
+def _best_of(workload: Workload, url: str) -> Chosen | None:
+    """The best measured schedule of the workload in a store; None if there is none."""
+    from flywheel.search.knowledge.known import best_of_work
+    from flywheel.store.sql import open_store
+
+    with open_store(url, create=False) as store:
+        row = best_of_work(store, workload, measured=True)
+    if row is None:
+        return None
+    words = f"trial {row.trial} of campaign {row.campaign}, measured {row.latency_us:,.1f} us"
+    return Chosen(config_from_dict(json.loads(row.config)), words)
