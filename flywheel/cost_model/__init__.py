@@ -1,4 +1,4 @@
-"""The predicted latency of a program, from its queues and the GPU's constants."""
+"""Predicts a program's latency from its queues and the GPU's constants."""
 
 from flywheel.cost_model.calibration import STOCK, Predictor, open_predictor
 from flywheel.cost_model.machine import MACHINES, Consumer, Machine, Vector, machine_for

@@ -1,7 +1,8 @@
-"""What comes next, in arrays that are given: a heap of timers, and a tree that knows the first of the arrivals.
+"""The next event, in preallocated arrays: a heap of timers, and a tree that finds the first arrival.
 
-Compiled code that makes nothing counts no references, which halves its time. What numba keeps of `events.run` has this
-file's code in it, and is made again when the text of events.py changes: whoever edits this file changes that one.
+Compiled code that allocates nothing also counts no references, which halves its time. numba caches the compiled
+`events.run`, which contains this file's code, and recompiles it only when the text of events.py changes. So edit
+events.py whenever you edit this file's code.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 NEVER: Final = -1.0
-"""In place of a volume at which a loader arrives."""
+"""Stands for no arrival, in place of a volume."""
 
 _FAR: Final = np.inf
 
 
 class Agenda(NamedTuple):
-    """Timers by time, and of one time in the order in which they were set; and one arrival an SM at most.
+    """Timers by time, in order of setting for equal times; and at most one arrival per SM.
 
-    `times[k]` and `marks[k]`, which are (its number, who is due), are timer k of a heap; `sizes` has how many there
-    are, and how many there were. `volumes` and `firsts` are a tree with the SMs at its ends, the second half: each
-    inner place has the first arrival of the two places below it, and whose that is. Place 1 has the first of all.
+    Timer k of the heap is `times[k]` and `marks[k]` = (its number, who is due). `sizes` has the current number of
+    timers and the number ever set. `volumes` and `firsts` are a tree whose second half has one leaf per SM. Each inner
+    node has the first arrival of its two children and its SM; node 1 has the first of all.
     """
 
     times: Floats
@@ -38,7 +39,7 @@ class Agenda(NamedTuple):
 
 
 def empty_agenda(n_sms: int, n_timers: int) -> Agenda:
-    """Nothing yet, with room for so many timers at once."""
+    """An empty agenda with room for `n_timers` timers at once."""
     size = 1
     while size < n_sms:
         size *= 2
@@ -54,7 +55,7 @@ def empty_agenda(n_sms: int, n_timers: int) -> Agenda:
 
 @bare
 def arrive_at(agenda: Any, number: int, volume: float) -> None:
-    """An SM arrives at `volume` and not before, or NEVER."""
+    """Set an SM's arrival to `volume`; NEVER removes it."""
     volumes, firsts = agenda.volumes, agenda.firsts
     first, least = number, volume if volume != NEVER else _FAR
     place = (len(volumes) >> 1) + number
@@ -64,7 +65,7 @@ def arrive_at(agenda: Any, number: int, volume: float) -> None:
         if place == 1:
             return
         other = volumes[place ^ 1]
-        if other < least or (other == least and place & 1):  # of equals, the left one
+        if other < least or (other == least and place & 1):  # of equal ones, the left one
             least = other
             first = firsts[place ^ 1]
         place >>= 1
@@ -78,7 +79,7 @@ def arrives(agenda: Any) -> bool:
 
 @bare
 def set_timer(agenda: Any, time: float, who: int) -> None:
-    """Somebody is due at `time`."""
+    """Set a timer: `who` is due at `time`."""
     times, marks, sizes = agenda.times, agenda.marks, agenda.sizes
     place = sizes[0]
     while place:
@@ -98,7 +99,7 @@ def set_timer(agenda: Any, time: float, who: int) -> None:
 
 @bare
 def take_timer(agenda: Any) -> int:
-    """Who is due first; that timer is gone."""
+    """Remove the first timer and return who is due."""
     times, marks, sizes = agenda.times, agenda.marks, agenda.sizes
     who = marks[0, 1]
     sizes[0] -= 1

@@ -1,8 +1,8 @@
-"""Fit a machine's constants to measured programs.
+"""Fits a machine's constants to measured programs.
 
 A fit moves the constants of FREE, each within physically sensible bounds, until predictions agree with measurements. It
-is Levenberg-Marquardt on the logarithm of predicted over measured. A weak prior holds constants that programs cannot
-determine near their start. The same samples give the same constants.
+is Levenberg-Marquardt on the logarithm of predicted over measured latency. A weak prior keeps constants that the
+programs cannot determine near their start. The same samples give the same constants.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ _WIDE: Final = 20.0
 """Bounds that differ by more than this factor are searched by their logarithm."""
 
 _PRIOR: Final = 0.01
-"""Error in the logarithm of a latency that weighs as much as moving a constant through its whole range."""
+"""Error in the log latency that weighs as much as moving a constant through its whole range."""
 
 _OUTLIER: Final = 0.02
-"""Least error in the logarithm from which on errors count less. It is the median error if that is larger."""
+"""Smallest error in the log latency above which errors count less; the median error if that is larger."""
 
 _STEP: Final = 0.02
 _ROUNDS: Final = 40
@@ -86,8 +86,8 @@ _MOST_DAMPING: Final = 1e4
 class Sample:
     """A program's demand, its measured latency, and its weight floor `floor_us`.
 
-    All layers are alike, so two short programs may stand for a long one. Then `demand` is of a program with some of the
-    layers, and `longer` of one with more. The whole program takes the time of the first, and `more` times the
+    Since all layers are alike, two short programs may stand for a long one. `demand` is then of a program with some of
+    the layers, and `longer` of one with more. The whole program takes the time of the first plus `more` times the
     difference of the two.
     """
 
@@ -107,9 +107,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How predictions agree with measurements of `n` configs. Errors are absolute, relative to the measured latency.
+    """How well predictions agree with measurements of `n` configs. Errors are absolute, relative to the measured
+    latency.
 
-    `spearman` is None where ranks tell nothing: with fewer than two configs, or if all are equal.
+    `spearman` is None if ranks say nothing: with fewer than two configs, or if all values are equal.
     """
 
     n: int
@@ -177,7 +178,7 @@ def fit(
 
 
 class _Scale:
-    """A constant as a place from 0 to 1 between its bounds."""
+    """A constant as a number from 0 to 1 between its bounds."""
 
     def __init__(self, free: Free, value: float) -> None:
         self.name = free.name
@@ -199,9 +200,10 @@ class _Scale:
 def _descend(
     residuals: Callable[[Sequence[Array]], Array], place: Array, watch: Callable[[Array], None]
 ) -> Array:
-    """Levenberg-Marquardt within 0..1. Derivatives are differences, kept up to date by Broyden's rule in between.
+    """Levenberg-Marquardt within 0..1. Derivatives are finite differences, kept up to date by Broyden's rule in
+    between.
 
-    `residuals` has a row for each place.
+    `residuals` returns a row for each point.
     """
     found = residuals([place])[0]
     usual = _usual(found)
@@ -238,7 +240,7 @@ def _descend(
 
 
 def _usual(found: Array) -> float:
-    """The median size, or _OUTLIER if that is more."""
+    """The median absolute residual, or _OUTLIER if that is larger."""
     return max(_OUTLIER, float(np.median(np.abs(found))))
 
 

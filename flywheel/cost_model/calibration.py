@@ -29,14 +29,14 @@ _MAY_BE_ZERO: Final = frozenset(
 )  # fmt: skip
 """Constants that may be 0, since nothing is divided by them."""
 _LEAST_PATIENCE_US: Final = 1.0
-"""Shortest wait until the host may be asked. Every question is an event of a prediction."""
+"""Shortest wait until the host may be asked. Each question is an event of a prediction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
     """The cost model with the target's own constants, or with those of a calibrated `machine`.
 
-    Every prediction has the `version`. Predictions of different versions never stand for each other.
+    `version` identifies the cost model and its constants. Predictions of different versions are never compared.
     """
 
     machine: Machine | None = None

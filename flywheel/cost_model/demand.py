@@ -1,4 +1,4 @@
-"""A program's demand on a machine, independent of the machine's constants. It is read once and priced many times
+"""A program's demand on a machine, independent of the machine's constants. It is computed once and priced many times
 (queues.py)."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CLASSES: Final = MappingProxyType(
         InstructionKind.ATTENTION_COMBINE.name: "merges",
     }
 )
-"""Operations with a price of their own. All others cost a step."""
+"""Operations with their own price. All others cost one step."""
 
 _MERGES: Final = frozenset(name for name, kind in _CLASSES.items() if kind == "merges")
 _COPY: Final = InstructionKind.COPY.name
@@ -43,14 +43,14 @@ _DEQUANT: Final = InstructionKind.DEQUANT.name
 
 
 class Kind(NamedTuple):
-    """The facts that decide a task's price: bytes of streamed weights, bytes of caches loaded while it waits, bytes of
-    activations read at its start, operations, and steps.
+    """The facts that determine a task's price: bytes of streamed weights, bytes of caches loaded while it waits, bytes
+    of activations read at its start, operations, and steps.
 
     `flops` of products are those of one row, since other rows use columns of the fragment that are multiplied anyway.
     `readers` tasks read the same data at about the same time. `staged` means that the task before it on its SM
     multiplied the same operand. `merged` counts heads of partials. `sliced` means that it multiplies an input as it is,
-    and is priced with the variant's slices. The packer makes no slices with several rows or hand-offs by counters. The
-    constants were fitted to a price that counts them there, too.
+    and is priced with the variant's slices. This includes programs for which the packer makes no slices (several rows,
+    or hand-offs by counters), since the constants were fitted that way.
     """
 
     streamed_bytes: int
@@ -113,7 +113,7 @@ def demand_of(program: MegakernelProgram) -> Demand:
 class _Steps:
     """Counts of a task's steps: `merged` heads of partials, and the products.
 
-    `parts` maps inputs of which only a part is read to its number of elements. A copy of a part is no step of its own;
+    `parts` maps inputs that are only partly read to their number of read elements. A copy of a part is not a step;
     later steps read the part.
     """
 
@@ -157,8 +157,8 @@ def _works(units: Units, program: MegakernelProgram) -> list[_Work]:
 
 
 def _find_staged(operand: Ints, first: Ints) -> Marks:
-    """Which entries multiply the operand of the entry before them on their SM. `operand` numbers operands; -1 means
-    none."""
+    """Which entries multiply the same operand as the entry before them on their SM. `operand` numbers operands; -1
+    means none."""
     staged = np.zeros(len(operand), np.bool_)
     staged[1:] = (operand[1:] >= 0) & (operand[1:] == operand[:-1])
     staged[first[:-1][np.diff(first) > 0]] = False

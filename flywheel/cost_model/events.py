@@ -1,6 +1,6 @@
-"""What happens at each event of the engine, compiled by numba: a step of llama3-8b has 40,000 of them.
+"""The events of the engine, compiled by numba: one step of llama3-8b has 40,000 of them.
 
-All state is in arrays of records, which `Engine` lists. Everything is added up in one order, so that a prediction has
+All state is in arrays of records, which `Engine` lists. Sums are computed in a fixed order, so that a prediction has
 the same bits everywhere.
 """
 
@@ -14,16 +14,16 @@ from flywheel.compiled import bare
 from flywheel.cost_model.agenda import NEVER, Agenda, Floats, Ints, arrive_at, arrives, set_timer, take_timer
 
 HALF_BYTE: Final = 0.5
-"""Positions in a stream are floats that stand for whole bytes."""
+"""Stream positions are floats that stand for whole bytes; half a byte is their tolerance."""
 
 ASKS_AGAIN: Final = 0.2
-"""Of the time until a wait asks the host for the first time, how long it waits between two questions: 64 polls, 320."""
+"""Interval between two questions to the host, as a fraction of the time until the first: 64 polls of 320."""
 
 MAX_EVENTS: Final = 5_000_000
-"""Events after which a run is given up: the largest schedules have some 300,000 of them."""
+"""Events after which a run is aborted. The largest schedules have about 300,000."""
 
 NOBODY: Final = -1
-"""In place of the number of an SM or a gate."""
+"""Stands for no SM or gate."""
 
 Records = Any
 """An array of records, or one of them; numba infers the fields."""
@@ -43,15 +43,15 @@ SM = np.dtype(
     + [(name, "i8") for name in ("head", "stop", "next")]
     + [(name, "?") for name in ("active", "waiting", "asleep")]
 )  # fmt: skip
-"""An SM. Its loader, where `active`, is at `volume + base` of its stream, else at `have`. `due` is the volume of its
-next arrival. `since`: when it fell asleep; `began`: when its last task started; `busy`: until when the host answers it;
-`next`: who waits behind it at its gate."""
+"""An SM. Its loader is at `volume + base` of its stream while `active`, else at `have`. `due`: the volume of its next
+arrival. `since`: when it began to wait; `began`: when its last task started; `busy`: until when the host answers it;
+`next`: the SM that waits after it at its gate."""
 
 GATE = np.dtype([("visible", "f8"), ("first", "i8"), ("last", "i8"), ("open", "?"), ("polled", "?")])
 """A gate, and the first and last SM that wait there."""
 
 COUNTER = np.dtype([("latest", "f8"), ("left", "i8"), ("link", "i8"), ("end", "i8")])
-"""A counter: its last signal, how many its next gate still takes, and the range of `Engine.links` that is left."""
+"""A counter: its last signal, the signals that its next gate still needs, and the remaining range of `Engine.links`."""
 
 LINK = np.dtype([("gate", "i8"), ("needs", "i8")])
 
@@ -63,12 +63,12 @@ STATE = np.dtype(
 
 
 class Engine(NamedTuple):
-    """All that a run reads and changes.
+    """All data that a run reads and changes.
 
-    A timer is for an SM whose task ends, the number of SMs and an SM that has its answer, ~gate, or ~ the number of
-    gates to ask the host: no more than two an SM, one a gate and one more at once. An SM arrives at the volume at which
-    its loader comes to the end of the running task's bytes, or to its limit. `due` has room for all who are due at
-    once.
+    A timer stands for one of four events: an SM's number: its task ends; the number of SMs plus an SM's number: the
+    host has answered it; ~gate: the gate opens; ~(the number of gates): somebody asks the host. There are at most two
+    timers per SM, one per gate and one more. An SM arrives at the volume at which its loader reaches the end of the
+    running task's bytes, or its limit. `due` has room for all that are due at once.
     """
 
     state: Records
@@ -79,14 +79,14 @@ class Engine(NamedTuple):
     links: Records
     awaited: Ints
     rate_of: Floats
-    """Bytes per us of each loader, by the number that are active."""
+    """Bytes per us of each loader, by the number of active loaders."""
     agenda: Agenda
     due: Ints
 
 
 @bare
 def _activate(engine: Engine, sm: Records, have: float) -> None:
-    """The loader of `sm`, stopped at `have` bytes, goes on."""
+    """Restart the loader of `sm`, which has stopped at `have` bytes."""
     state = engine.state[0]
     sm.active = True
     state.n_active += 1
@@ -97,7 +97,7 @@ def _activate(engine: Engine, sm: Records, have: float) -> None:
 
 @bare
 def _next_arrival(sm: Records, at: float) -> float:
-    """The loader of `sm` arrives when it has moved `at` bytes of its stream; the volume then, for the caller to
+    """Set the stream position of the next arrival of an SM's loader. Returns the volume at that time, for the caller to
     queue."""
     sm.due = at - sm.base
     return float(sm.due)
@@ -105,7 +105,7 @@ def _next_arrival(sm: Records, at: float) -> float:
 
 @bare
 def _start(engine: Engine, number: int, time: float) -> float:
-    """The next task of an SM starts at `time`; its loader's next arrival, or NEVER."""
+    """Start the next task of an SM at `time`. Returns its loader's next arrival, or NEVER."""
     state, sm = engine.state[0], engine.sms[number]
     task = engine.tasks[sm.head]
     have = sm.have + HALF_BYTE
@@ -133,7 +133,7 @@ def _start(engine: Engine, number: int, time: float) -> float:
 
 @bare
 def _allow(engine: Engine, sm: Records, limit: float) -> float:
-    """The loader of `sm`, whose next task waits, may go on to `limit` if that is further than before."""
+    """Let the loader of `sm`, whose next task waits, continue to `limit` if that is beyond its last limit."""
     if limit <= sm.limit:
         return NEVER
     sm.limit = limit
@@ -146,7 +146,7 @@ def _allow(engine: Engine, sm: Records, limit: float) -> float:
 
 @bare
 def _closed_gate(engine: Engine, task: Records) -> int:
-    """The first gate of a task that is not open, or NOBODY."""
+    """The first closed gate of a task, or NOBODY."""
     for place in range(task.first_gate, task.last_gate):
         if not engine.gates[engine.awaited[place]].open:
             return int(engine.awaited[place])
@@ -155,7 +155,7 @@ def _closed_gate(engine: Engine, task: Records) -> int:
 
 @bare
 def _wait(engine: Engine, number: int, gate: Records) -> None:
-    """An SM waits at a gate, behind those that do already."""
+    """Put an SM into a gate's queue, after the SMs that already wait."""
     if gate.first == NOBODY:
         gate.first = number
     else:
@@ -166,7 +166,7 @@ def _wait(engine: Engine, number: int, gate: Records) -> None:
 
 @bare
 def _reach(engine: Engine, number: int, time: float) -> float:
-    """An SM comes to its next task: start it, or fall asleep at the first gate that is not open."""
+    """An SM reaches its next task: start it, or wait at the first closed gate."""
     sm = engine.sms[number]
     task = engine.tasks[sm.head]
     if task.first_gate == task.last_gate:
@@ -185,7 +185,7 @@ def _reach(engine: Engine, number: int, time: float) -> float:
 
 @bare
 def _finish(engine: Engine, number: int, time: float) -> float:
-    """The running task of an SM ends at `time`: signal, then go to the next."""
+    """The running task of an SM ends at `time`: signal, then go to the next task."""
     state, sm = engine.state[0], engine.sms[number]
     task = engine.tasks[sm.head]
     task.end = time
@@ -208,7 +208,7 @@ def _finish(engine: Engine, number: int, time: float) -> float:
 
 @bare
 def _arrive(engine: Engine, number: int) -> float:
-    """The loader of an SM is at the end of the running task's bytes, or at what was its limit."""
+    """The loader of an SM has reached the end of the running task's bytes, or its limit."""
     state, sm = engine.state[0], engine.sms[number]
     if sm.waiting:
         sm.waiting = False
@@ -231,7 +231,7 @@ def _arrive(engine: Engine, number: int) -> float:
 
 @bare
 def _wake(engine: Engine, number: int, time: float) -> None:
-    """An SM, which sleeps, sees what is open: it goes on, or to the next closed gate."""
+    """A waiting SM continues: to its task, or to the next closed gate."""
     state, sm = engine.state[0], engine.sms[number]
     task = engine.tasks[sm.head]
     closed = _closed_gate(engine, task)
@@ -251,7 +251,7 @@ def _wake(engine: Engine, number: int, time: float) -> None:
 
 @bare
 def _release(engine: Engine, gate: Records, time: float) -> None:
-    """A gate opens: everybody who sleeps there goes on, who has asked the host when that has answered."""
+    """A gate opens: all SMs that wait there continue; an SM that has asked the host continues after the answer."""
     gate.open = True
     number = gate.first
     while number != NOBODY:
@@ -266,7 +266,7 @@ def _release(engine: Engine, gate: Records, time: float) -> None:
 
 @bare
 def _ask(engine: Engine, time: float) -> None:
-    """Whoever has polled a counter for long asks the host."""
+    """Let SMs that have polled a counter for a long time ask the host."""
     state = engine.state[0]
     for number in range(len(engine.sms)):
         sm = engine.sms[number]
@@ -286,7 +286,7 @@ def _ask(engine: Engine, time: float) -> None:
 
 @bare
 def _begin(engine: Engine) -> None:
-    """Loaders start at once, and so do the tasks that await nothing."""
+    """Start all loaders, and all tasks without waits."""
     state = engine.state[0]
     if state.ask_us:
         set_timer(engine.agenda, state.patience_us, ~len(engine.gates))
@@ -307,7 +307,7 @@ def _begin(engine: Engine) -> None:
 
 @bare
 def _due(engine: Engine, who: int, time: float) -> None:
-    """What a timer was set for."""
+    """Handle the event that a timer was set for."""
     if who >= len(engine.sms):
         _wake(engine, who - len(engine.sms), time)
     elif who >= 0:
@@ -322,7 +322,7 @@ def _due(engine: Engine, who: int, time: float) -> None:
 
 @bare
 def run(engine: Engine) -> None:
-    """From event to event, until none is left or there were MAX_EVENTS."""
+    """Process events until none is left, or MAX_EVENTS are reached."""
     clock, agenda = engine.state[0], engine.agenda
     _begin(engine)
     while clock.events < MAX_EVENTS:

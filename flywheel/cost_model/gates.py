@@ -1,4 +1,4 @@
-"""The signals and waits of tasks, by numbers, and which waits are for data instead of a counter."""
+"""The signals and waits of tasks, by number, and which waits poll data instead of a counter."""
 
 from __future__ import annotations
 

@@ -50,10 +50,10 @@ class Consumer:
     """The loop that turns streamed bytes into outputs, on `warps` warps of one SM.
 
     A task costs `warp_us * warps`, since barriers and the last reduction grow with a block's warps. Groups of matrix
-    warps take chunks in turn, each in `chunk_us` besides its bytes. The rate of bytes saturates with the warps: it is
-    half of `bytes_per_us` at `half_warps`. Arithmetic outside of the tensor cores runs at `flops_per_warp_us` a warp,
-    at the same time as the bytes. A warp decodes quantised weights before it multiplies them. For these, the part of
-    the time that more warps shorten is `fp8_times`, `int8_times` or `int4_times` that of BF16's bytes.
+    warps take chunks in turn, each in `chunk_us` besides its bytes. The byte rate saturates with the number of warps:
+    it is half of `bytes_per_us` at `half_warps`. Arithmetic outside the tensor cores runs at `flops_per_warp_us` per
+    warp, at the same time as the bytes. A warp decodes quantised weights before it multiplies them. For these, the part
+    of the time that more warps shorten is `fp8_times`, `int8_times` or `int4_times` that of BF16's bytes.
     """
 
     warp_us: float
@@ -82,7 +82,7 @@ class Consumer:
 
 
 _FLOPS_PER_WARP_US: Final = 36e3
-"""Of one warp of an H200 in an attention: 0.45 us for 16 more tokens of 64 values and 4 heads, all FMAs."""
+"""Rate of one warp of an H200 in an attention: 0.45 us for 16 more tokens of 64 values and 4 heads, all FMAs."""
 
 VM: Final = Consumer(0.008801, 0.348, 301.2e3, 1.278, _FLOPS_PER_WARP_US, 7.0, 5.0, 12.0)
 """The matrix warps of the CUDA VM: weights packed in fragment order as the A operand of `mma.m16n8k16`."""
@@ -95,7 +95,8 @@ class Vector:
     task_us: float = 0.0
     """Fetching a task and signalling its end."""
     ahead_us: float = 0.0
-    """Work of a task before it needs others' results, while it waits: its words, its norms' weights."""
+    """Work of a task that does not need others' results, done while it waits: fetching its words and its norms'
+    weights."""
     fetch_us: float = 0.0
     """A round of activations that a task's warps load at once."""
     slice_us: float = 0.0
@@ -131,16 +132,16 @@ class Machine:
     copy_us: float
     """Time of the loader to issue a copy of a chunk and recycle its slot. It makes small chunks slow."""
     more_copies_us: float
-    """The same for each further copy that it issues with it."""
+    """Additional time for each further copy that it issues at once."""
     round_trip_us: float
-    """Time from a copy's issue until it has landed. It limits the rate of few copies in flight. A loader that stood
-    still brings no bytes for as long."""
+    """Time from a copy's issue until it has landed. It limits the rate when few copies are in flight. A loader that has
+    stopped brings no bytes for this time."""
     visibility_us: float
     """Time from the last signal until its waiters go on."""
     data_visibility_us: float
     """The same time without a counter, where the waiters poll the data."""
     crowd_us: float
-    """How much longer either takes while all of the memory's bandwidth is in use."""
+    """How much longer both hand-offs take while all of the memory's bandwidth is in use."""
     poll_us: float
     """Time of a wait that finds its counter complete."""
     launch_us: float
@@ -169,8 +170,7 @@ class Machine:
         return min(self.sm_read_gbs * 1e3, at_once / issue_us, rounds * at_once / (issue_us + self.round_trip_us))
 
     def restart_us(self, variant: KernelVariant) -> float:
-        """The time from when consumers go on behind a full ring until new bytes arrive: slots are freed, then
-        filled."""
+        """The time from when consumers free slots of a full ring until new bytes arrive."""
         freed_us = self.consumer.chunks_us(variant.copies * variant.chunk_bytes, variant)
         return freed_us + self.round_trip_us
 

@@ -1,4 +1,4 @@
-"""From a program to its predicted latency."""
+"""Predicts a program's latency."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Prediction:
     """The predicted time of one launch, and how each SM spends it; tuples are by SM.
 
     `busy_us` is work, `blocked_us` waiting for counters, and `finish_us` the end of the SM's last task. The rest of
-    that is waiting for bytes.
+    `finish_us` is waiting for bytes.
     """
 
     latency_us: float
@@ -77,7 +77,7 @@ def predict(program: MegakernelProgram, machine: Machine | None = None) -> Predi
 
 
 def predict_us(program: MegakernelProgram, machine: Machine | None = None) -> float:
-    """The latency of `predict` alone, which is all that a search needs. Raises as `predict`."""
+    """Only the latency of `predict`, for searches. Raises as `predict`."""
     if program.ranks > 1:
         return max(predict_us(alone(program, rank), machine) for rank in range(program.ranks)) + exchanges_us(program)
     _, machine, _, trace = _run(program, machine)
@@ -87,7 +87,7 @@ def predict_us(program: MegakernelProgram, machine: Machine | None = None) -> fl
 def timeline(program: MegakernelProgram, machine: Machine | None = None) -> list[TaskSpan]:
     """The spans of all tasks, SM by SM in queue order.
 
-    For several GPUs, it has all tasks but pushes, GPU by GPU, with SMs numbered through. Raises as `predict`.
+    For several GPUs, it has all tasks except pushes, GPU by GPU, with consecutive SM numbers. Raises as `predict`.
     """
     if program.ranks > 1:
         return [span for rank in range(program.ranks) for span in _timeline_of(program, rank, machine)]
@@ -119,7 +119,7 @@ def _latency(prediction: Prediction) -> float:
 
 
 def latency_us(demand: Demand, machine: Machine, floor: float) -> float:
-    """The latency that `predict` gives for a program with this `demand` and `floor`, in us. Raises InvalidProgramError
+    """The latency in us that `predict` returns for a program with this `demand` and `floor`. Raises InvalidProgramError
     as `predict`."""
     _, trace = _simulate(demand, machine)
     if trace.stuck is not None:

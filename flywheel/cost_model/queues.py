@@ -1,4 +1,4 @@
-"""A program's demand as times on one machine: the queues of the event engine."""
+"""Prices a program's demand on one machine: the result is the queues of the event engine."""
 
 from __future__ import annotations
 

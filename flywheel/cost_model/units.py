@@ -1,4 +1,4 @@
-"""Tasks as units: adjacent tasks that differ in columns and SM alone. Alike layers have one unit for all.
+"""Groups adjacent tasks that differ only in columns and SM into units. Alike layers share one unit.
 
 A value of a unit is computed once for all layers. This module expands columns over units to columns over the units of
 all layers.
@@ -40,8 +40,8 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """A program's units with the template's once, and the units of all layers in list order: the unit that each is, and
-    the number of layers by which it is moved."""
+    """A program's units, with the template's stored once, and the units of all layers in list order: the unit of each,
+    and the number of layers by which it is shifted."""
 
     units: list[Unit]
     layers: Layers | None
@@ -86,9 +86,10 @@ class Units:
         return numbers[self.unit_of] + moves_too[self.unit_of] * self.moved
 
     def _at_first(self, buffers: tuple[int, ...]) -> tuple[tuple[int, ...], int, bool]:
-        """Buffers as if the last of them were one of the first layer, its layer, and whether they move with a layer.
+        """Buffers shifted so that the last is in the first layer, the layer that it was in, and whether they shift with
+        the layer.
 
-        Those of what comes after the layers stay.
+        Buffers after the layers stay.
         """
         if self.layers is None:
             return buffers, 0, False

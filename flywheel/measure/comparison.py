@@ -1,4 +1,4 @@
-"""Contestants for one decode step, timed in turn on one GPU, and how each compares with the others."""
+"""Contestants for one decode step, timed alternately on one GPU, and how each compares with the others."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ CompetingOutcome = Measured | Rejected | Incorrect | Implausible | NoMemory
 class Entry:
     """One contestant. `how` describes in a few words what runs.
 
-    `times_us` are its samples by round, taken in turn with the others'. `batches_us` has, for each round, the time of
-    one launch among many back to back. Both are empty without a latency. Raises ValueError if they are given without
-    one.
+    `times_us` are its samples by round, alternating with the other contestants'. `batches_us` has, for each round, the
+    time of one launch among many back to back. Both are empty without a latency. Raises ValueError if they are given
+    without one.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Entry:
 
     @property
     def latency(self) -> MeasuredLatency | None:
-        """The latency; None for a contestant that does not run, or whose logits or time are impossible."""
+        """The latency; None for a contestant that does not run, fails its verdict, or has an impossible time."""
         return self.outcome.latency if isinstance(self.outcome, Measured) else None
 
     @property
     def verdict(self) -> Verdict | None:
-        """The verdict; None where nothing ran, and where the time was impossible, whatever the logits."""
+        """The verdict; None if nothing ran, or if the time was impossible."""
         return self.outcome.verdict if isinstance(self.outcome, Measured | Incorrect) else None
 
 
@@ -50,8 +50,8 @@ class Entry:
 class Comparison:
     """Contestants for one step of `batch` sequences at the last position of `context`. The first one is the schedule.
 
-    `weight_bytes` is what the step must read. `floor_us` is the time of that at the datasheet's bandwidth, and
-    `ceiling_us` at the best rate of a plain kernel in the same run.
+    `weight_bytes` is the number of bytes of weights that the step must read. `floor_us` is the time for that at the
+    datasheet's bandwidth, and `ceiling_us` at the best rate of a plain kernel in the same run.
     """
 
     context: int

@@ -1,4 +1,4 @@
-"""Programs that were launched in turn on one GPU, so that a slow GPU slows all of them."""
+"""Programs that were launched alternately on one GPU, so that a slow GPU slows all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which card a machine has. A GPU is a target only if its name, its SMs and its memory agree with the record."""
+"""Identifies a machine's card. A GPU is a target only if its name, SMs and memory agree with the target's record."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ HOPELESS: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """After some samples: a program is dismissed where at least `behind` of them each take more than their rival's
-    beside them by more than `margin`, a fraction of the rival's median."""
+    """A rule that applies after some samples: a program is dismissed if at least `behind` of its samples each exceed
+    the rival's sample beside them by more than `margin`, a fraction of the rival's median."""
 
     behind: int
     margin: float
@@ -43,9 +43,9 @@ at 2 % (tests/measure/test_dismissal.py).
 
 
 def is_dismissed(program_us: Sequence[float], rival_us: Sequence[float]) -> bool:
-    """Whether a program is surely slower than its rival, by as many samples of each, taken side by side.
+    """Whether a program is surely slower than its rival. Both have the same number of samples, taken alternately.
 
-    False where STAGES says nothing of so many: sampling goes on.
+    False if STAGES has no rule for this number: sampling goes on.
     """
     stage = STAGES.get(len(program_us))
     if stage is None:
@@ -55,18 +55,18 @@ def is_dismissed(program_us: Sequence[float], rival_us: Sequence[float]) -> bool
 
 
 SETTLED: Final = MappingProxyType({4: 0.003, 6: 0.002, 8: 0.001})
-"""Of the fastest program's median, by rounds so far: what every other takes more than it in every round, in the median
-of that round, where a final needs no more of them.
+"""Rounds so far -> a margin, as a fraction of the fastest program's median. A final ends if every other program is
+slower than the fastest by more than the margin in every round, compared by the median difference of that round.
 
-Whatever the noise, two programs that are alike fall so with a chance of at most 2**-n in n rounds; the margins make
-less of it, since there are several others and the fastest is chosen after the fact (experiments/aa_noise.py).
+Whatever the noise, two equal programs meet this with probability at most 2**-n in n rounds. The margins lower it, since
+there are several others and the fastest is chosen after the fact (experiments/aa_noise.py).
 """
 
 
 def is_settled(times_us: Sequence[Rounds]) -> bool:
-    """Whether one of several programs is surely the fastest, by as many rounds of each, taken in turn.
+    """Whether one of several programs is surely the fastest. All have the same number of rounds, taken alternately.
 
-    False where SETTLED says nothing of so many: the final goes on.
+    False if SETTLED has no margin for this number: the final goes on.
     """
     margin = SETTLED.get(len(times_us[0]))
     if margin is None:

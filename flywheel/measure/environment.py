@@ -23,11 +23,11 @@ _COMMAND_TIMEOUT_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The software and machine of one run; None where something is not installed or not there.
+    """The software and machine of one run; None for what is not installed or not present.
 
     `commit` ends in `-dirty` if tracked files differ from it. In a copy without git it is FLYWHEEL_COMMIT. `driver` and
-    `gpu` are those of the first NVIDIA GPU that a process here may use. `nvrtc` and `kernels`, the compiler of the
-    measured kernels and a digest of their sources, are None where nothing is measured.
+    `gpu` are those of the first NVIDIA GPU that this process may use. `nvrtc` and `kernels`, the compiler of the
+    measured kernels and a digest of their sources, are None if nothing is measured.
     """
 
     flywheel_version: str

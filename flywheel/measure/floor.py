@@ -23,7 +23,7 @@ _IdSource = tuple[int, int | None]
 
 @once
 def weight_bytes_read(program: MegakernelProgram) -> int:
-    """The bytes of weights that one step must read from HBM; for several GPUs, from that of the GPU that reads most.
+    """The bytes of weights that one step must read from HBM; with several GPUs, those of the GPU that reads most.
 
     Each WEIGHT buffer that a task reads counts once, as a whole. A buffer that is only an EMBED's table counts one row
     (`shape[-1]` elements) for each id, and equal ids once, however many tiles gather by them. `program` must be valid.

@@ -1,4 +1,4 @@
-"""The outcome of a trial: a closed union in which a latency cannot exist without correct logits."""
+"""The outcome of a trial: a closed union in which a latency cannot exist without a passing verdict."""
 
 from __future__ import annotations
 

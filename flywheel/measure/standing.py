@@ -1,8 +1,8 @@
-"""Which rows of a campaign are trials, which of them still hold, and which is the best.
+"""Decides which rows of a campaign are trials, which of them still hold, and which is the best.
 
 No other Python code decides this; `Store.best` decides the same in SQL. Every function takes the rows of one campaign,
-by number. Rows measured for this store go before imported ones: a table's numbers come from another machine or another
-day, so even the slowest own measurement is better known.
+by number. Rows measured for this store take precedence over imported ones: a table's numbers come from another machine
+or another day, so even the slowest own measurement is more reliable.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def row_name(record: TrialRecord, records: Sequence[TrialRecord]) -> str:
 def standing(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     """The rows whose latency holds.
 
-    A final was held among the fastest programs, so its rows replace every row before it. A row that an earlier row of
-    its program answered has that row's latency.
+    A final compared the fastest programs, so its rows replace every row before it. A row that was answered from an
+    earlier row of its program has that row's latency.
     """
     last = max((record for record in records if record.source == "final"), key=_number, default=None)
     known: set[str | None] = set()
@@ -62,7 +62,7 @@ def best_so_far(records: Sequence[TrialRecord]) -> Iterator[tuple[TrialRecord, M
     count together.
 
     The best is the fastest row that holds and `may_be_best`, the first among equals. After a final it may be slower
-    than before, since it is better known. A row that is only predicted after something was measured was not worth
+    than before, since it is known more exactly. A row that is only predicted after something was measured was not worth
     measuring.
     """
     best: dict[str, TrialRecord] = {}
@@ -107,7 +107,8 @@ def best_of(records: Sequence[TrialRecord]) -> TrialRecord | None:
 
 
 def tied_with(best: TrialRecord | None, records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The other rows of a final that cannot be told from `best`, its fastest; empty where `best` is of no final."""
+    """The other rows of a final that cannot be distinguished from `best`, its fastest; empty if `best` is not of a
+    final."""
     if best is None or best.source != "final":
         return []
     return [
@@ -147,7 +148,7 @@ def marks(record: TrialRecord) -> str | None:
 
 
 def judged(record: TrialRecord) -> str | None:
-    """How a row's numbers compared with the oracle's; None where the row does not tell."""
+    """How a row's numbers compared with the oracle's; None if the row has no verdict."""
     if record.verdict_bound is None:
         return None
     error = "no number" if record.verdict_error is None else f"{record.verdict_error:.3g}"

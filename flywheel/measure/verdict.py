@@ -11,12 +11,12 @@ from typing import Any, Final
 from flywheel.errors import UnknownNameError
 
 BOUND: Final[Mapping[str, float]] = MappingProxyType({"F32": 1e-4, "F16": 1.9e-3, "BF16": 1.5e-2})
-"""The largest allowed difference of a tensor from the oracle's of the same operands, by the dtype of the
+"""The largest allowed error of a tensor against the oracle's result for the same operands, by the dtype of the
 activations."""
 
 FREE_RUNNING: Final[Mapping[str, float]] = MappingProxyType({"F32": 1e-3, "F16": 0.02, "BF16": 0.125})
-"""The largest allowed difference of logits, relative to the largest logit, after a decode step whose operations all ran
-on their own values.
+"""The largest allowed error of logits, relative to the largest logit, after a decode step whose operations all ran on
+their own values.
 
 Rounding accumulates over the layers. This bounds programs that show no other tensors, and decides which tokens tie.
 """
@@ -30,8 +30,8 @@ class Verdict:
     """The worst of all comparisons with an oracle.
 
     `error` is that comparison's error, `where` its position, row and tensor, and `bound` the largest error allowed.
-    `error` is inf where a tensor holds a value that is no number, or differs where it must be exact. Raises ValueError
-    where `passed` contradicts the numbers.
+    `error` is inf if a tensor holds a NaN, or differs where it must be exact. Raises ValueError if `passed` contradicts
+    the numbers.
     """
 
     passed: bool

@@ -1,4 +1,4 @@
-"""The text of runs, written by compiled code: that of a step of llama3-8b has 60,000 numbers."""
+"""Formats runs as text in compiled code, since one step of llama3-8b has 60,000 numbers."""
 
 from __future__ import annotations
 

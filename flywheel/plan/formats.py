@@ -1,4 +1,4 @@
-"""The stream formats of quantised matrices that there are kernels for, and their units.
+"""The stream formats of quantised matrices that have kernels, and their units.
 
 A unit is 16 rows x UNIT_K columns of codes with their scales. Source: docs/vm.md, "Quantised weights".
 """
@@ -25,7 +25,7 @@ UNIT_K: Final = UNIT_GROUPS * GROUP_K
 """Columns of a unit. Slices of a coded product are multiples of it."""
 
 UNIT_ALIGNMENT: Final = 32
-"""The size of a unit is a multiple of so many bytes."""
+"""The size of a unit is a multiple of this number of bytes."""
 
 _GROUP_PART: Final = UNIT_ROWS * UNIT_GROUPS * 2
 """Bytes of a unit's scales, which have a half for each row and group. Zero points take as many."""
@@ -67,7 +67,7 @@ class Coding:
 
     @property
     def number(self) -> int:
-        """The kernel's number of the format, from 1 on. 0 stands for a matrix of the program's own type."""
+        """The kernel's number of the format, from 1 on. 0 means a matrix of the program's own type."""
         return self.code | self.scales << 2 | self.zeros << 4
 
     @property
@@ -83,7 +83,7 @@ class Coding:
 
 
 def coding_numbered(number: int) -> Coding:
-    """The format that the kernel knows by a number. Raises ValueError for a number of none."""
+    """The format with the kernel's number. Raises ValueError for an unknown number."""
     found = Coding(Code(number & 3), Scales(number >> 2 & 3), bool(number >> 4 & 1))
     if found.number != number:
         raise ValueError(f"coding: {number} is no format of streamed weights")

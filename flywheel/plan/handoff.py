@@ -33,7 +33,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class HandOffs:
-    """The rows of the awaited buffers, each node's remaining waits, and the counters that they read."""
+    """The rows of the awaited buffers, each node's remaining waits, and the counters that these waits read."""
 
     awaited: frozenset[int]
     waits: tuple[tuple[Wait, ...], ...]
@@ -48,7 +48,7 @@ def by_counters(program: MegakernelProgram, grouping: Grouping) -> HandOffs:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A program's tasks in parts. Tasks of one part differ in params and SM alone.
+    """A program's tasks in parts. Tasks of one part differ only in params and SM.
 
     For each part: its first task, its distinct params, the sorted columns that its tasks write (adjacent ranges
     merged), and its number of tasks.
@@ -66,11 +66,11 @@ def by_data(
     exchanged: Set[int] = frozenset(),
     sampled: Set[int] = frozenset(),
 ) -> HandOffs:
-    """Hand-offs by the data where possible, for a program that `validate(strict=True)` accepts. Other waits are left
-    out.
+    """Hand-offs by data polling where possible, for a program that `validate(strict=True)` accepts. Waits that
+    polling makes unnecessary are left out.
 
-    A reader of a buffer in `exchanged` always waits for the data. One of a buffer that is in `sampled`, too, also waits
-    for the tasks that write it here.
+    A reader of a buffer in `exchanged` always polls the data. If the buffer is also in `sampled`, the reader also waits
+    for the tasks that write it on this GPU.
     """
     buffers = {buffer.id: buffer for buffer in program.buffers}
     found = None if shares_pages(program) else waits_by_data(_parts(grouping), buffers, exchanged, sampled)
@@ -87,8 +87,8 @@ def waits_by_data(
     exchanged: Set[int] = frozenset(),
     sampled: Set[int] = frozenset(),
 ) -> tuple[set[int], tuple[tuple[Wait, ...], ...]] | None:
-    """(awaited buffers, remaining waits of each part) of a valid program whose buffers share no memory. None where
-    hand-offs have to go by counters."""
+    """(awaited buffers, remaining waits of each part) of a valid program whose buffers share no memory. None if
+    hand-offs must use counters."""
     accesses = _Accesses(parts, buffers)
     awaited = {number for number in accesses.writers if accesses.can_be_awaited(number)}
     ordered: set[Pair] = set()
@@ -177,7 +177,7 @@ class _Accesses:
         return pairs
 
     def _conflicts_of_lanes(self, number: int) -> set[Pair]:
-        """As `conflicts`, of a cache of several lanes: who attends reads what its lane and those before it append."""
+        """`conflicts` for a cache of several lanes: an attention reads what its lane and the lanes before it append."""
         writers = self.writers[number]
         lanes = {part: {each.get("lane", 0) for each in self.parts.params[part]} for part in writers}
         pairs = {(one, other) for one in writers for other in writers if one < other and lanes[one] & lanes[other]}
@@ -187,7 +187,7 @@ class _Accesses:
         return pairs | {(writer, writer) for writer in writers if self.parts.sizes[writer] > 1}
 
     def _is_behind(self, writer: int, reader: int, number: int) -> bool:
-        """Whether the writer, a single task, appends to a cache behind all rows that the reader's tasks read."""
+        """Whether the writer, a single task, appends to a cache after all rows that the reader's tasks read."""
         append, task = self.parts.firsts[writer], self.parts.firsts[reader]
         target = append.outputs.index(number)
         for place in [place for place, read in enumerate(task.inputs) if read == number]:
@@ -252,7 +252,7 @@ def shares_pages(program: MegakernelProgram) -> bool:
 
 
 def sampled_of(tasks: Sequence[Task]) -> frozenset[int]:
-    """Buffers of which a task takes the largest element of a row."""
+    """Buffers from which a task takes the largest element of a row."""
     found: set[int] = set()
     for task in tasks:
         recipe = task.params["recipe"]["steps"] if task.op is InstructionKind.FUSED else ()

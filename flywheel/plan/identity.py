@@ -1,4 +1,4 @@
-"""The identity of a program: what it computes and how. Names, provenance and the config do not count."""
+"""The identity of a program: what it computes and how. Names, provenance and the config are not part of it."""
 
 from __future__ import annotations
 

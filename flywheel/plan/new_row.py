@@ -1,9 +1,9 @@
-"""The steps for the new row of one KV head, which one kernel does together.
+"""Finds the steps for the new row of one KV head that one kernel computes together.
 
 The steps are ROPE and KV_APPEND of the key, KV_APPEND of the value, ROPE of the queries, and ATTENTION_TILE, the task's
 last step. No other step reads their scratch results. If both key and queries have a norm before the ROPE, the kernel
-also does the two norms. If the attention is to the new row alone, the kernel of the key's ROPE does all steps; if not,
-the attention's kernel does. Source: docs/vm.md.
+also computes the two norms. If the attention is to the new row alone, the kernel of the key's ROPE does all steps;
+otherwise the attention's kernel does. Source: docs/vm.md.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _OPS: Final = (_K.ROPE, _K.KV_APPEND, _K.KV_APPEND, _K.ROPE, _K.ATTENTION_TILE)
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """Places of the steps in their task. Either both norms have a place or none. `alone`: the attention is to the new
-    row alone."""
+    """Indices of the steps in their task. Either both norms have an index or neither. `alone`: the attention is to the
+    new row alone."""
 
     key_rope: int
     key: int

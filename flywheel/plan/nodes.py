@@ -1,5 +1,4 @@
-"""Tasks that differ in tile params and SM alone, as one node. Whatever is decided for a node holds for all its
-tasks."""
+"""Groups tasks that differ only in tile params and SM into nodes. A decision for a node holds for all its tasks."""
 
 from __future__ import annotations
 
@@ -32,9 +31,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The nodes, and each task's node and params. The arrays are ordered as the tasks.
+    """The nodes, and each task's node and params. The arrays are in the order of tasks.
 
-    A task's params are those of `params`, but for `n_off`, which has a column of its own; 0 where the task names none.
+    `params` are a task's params without `n_off`, which has its own column; `n_off` is 0 if the task has none.
     """
 
     firsts: list[Task]
@@ -60,7 +59,7 @@ _Columns = tuple[list[Task], Ints, Ints, Ints, list[int]]
 
 
 class _Kinds:
-    """Numbers the distinct params, and their kinds: the fields that decide on the steps."""
+    """Numbers the distinct params, and their kinds: the fields that determine the steps."""
 
     def __init__(self) -> None:
         self.params: list[Mapping[str, Any]] = []
@@ -151,7 +150,7 @@ def _read_tiles(run: Run, kinds: _Kinds) -> _Tiles:
 
 
 def _kind(params: Mapping[str, Any]) -> Hashable:
-    """The params that decide on a task's steps: the recipe, the values that no tile changes, and the names of the
+    """The params that determine a task's steps: the recipe, the values that no tile changes, and the names of the
     others."""
     names = params.keys()
     own = tuple(sorted((name, params[name]) for name in _OWN_PARAMS & names))
@@ -186,7 +185,7 @@ def make_nodes(program: MegakernelProgram, grouping: Grouping) -> tuple[list[Nod
 
 
 def widest_tiles(grouping: Grouping) -> list[int]:
-    """The columns of each node's widest tile; 0 where its tasks name none."""
+    """The columns of each node's widest tile; 0 if its tasks have none."""
     widths = np.array([each.get("N_tile", 0) for each in grouping.params], np.int64)
     widest = np.zeros(len(grouping.firsts), np.int64)
     np.maximum.at(widest, grouping.node_of, widths[grouping.params_of])

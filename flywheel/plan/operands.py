@@ -91,7 +91,7 @@ def _staging(
 
 
 def _norms_alone(steps: Sequence[Step], made: int, members: Sequence[int]) -> bool:
-    """Whether a norm makes rows that only matrix steps `members` read. The rows may then lie at the products'
+    """Whether a norm makes rows that only the matrix steps `members` read, so that the rows may have the products'
     stride."""
     norm = steps[made]
     x = RESULT_REF + made

@@ -1,4 +1,5 @@
-"""The plan of a program. The packer packs it, and the cost model prices the same variant, queues and hand-offs."""
+"""The plan of a program. The packer packs it, and the cost model predicts from the same variant, queues and
+hand-offs."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class Plan:
 
     @property
     def x_slices(self) -> int:
-        """In how many slices an input that fits may be multiplied. It is 1 where hand-offs go by counters: a counter
-        announces no part of an input."""
+        """The number of slices in which a fitting input may be multiplied. It is 1 if hand-offs use counters, since a
+        counter does not announce parts of an input."""
         return self.variant.x_slices if self.hand_offs.awaited else 1
 
     @property

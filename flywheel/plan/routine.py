@@ -1,4 +1,4 @@
-"""The routine of all tasks of one form: their steps, and which steps another step's kernel does."""
+"""The routine of all tasks of one form: their steps, and the steps that another step's kernel computes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ class StagedValue:
 
 @dataclass(frozen=True, slots=True)
 class Routine:
-    """The steps of a form, and how they fit together. Steps are named by their places.
+    """The steps of a form and how they fit together. Steps are named by index.
 
-    `views` are COPYs of columns that need not run: their readers read the columns in the input. `turns` are attentions
-    that turn their queries themselves, without the attention of `new_row`, which holds the steps of a launch's new row.
-    `skipped_x` is the first matrix step's operand; once an earlier task has staged it, the steps before can be left
-    out. `left_x` is the operand that the last staging leaves. Either is None where no other task may rely on it.
+    `views` are COPYs of columns that need not run, since their readers read the columns in the input. `turns` are
+    attentions that apply RoPE to their queries themselves, except the attention of `new_row`, which has the steps of a
+    launch's new cache row. `skipped_x` is the first matrix step's operand; if an earlier task has staged it, the steps
+    before can be skipped. `left_x` is the operand that the last staging leaves. Either is None if no other task may
+    rely on it.
     """
 
     form: Form

@@ -1,4 +1,5 @@
-"""The lines of a program's identity for its buffers and tasks, made for all layers at once from the program's runs."""
+"""The lines of a program's identity for its buffers and tasks, formatted for all layers at once from the program's
+runs."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from flywheel.plan.nodes import group_tasks, make_nodes
 from flywheel.plan.step import Form, steps_of, x_rows
 
 PushedTile = tuple[int, int, int, int]
-"""Of what is pushed: the buffer, the first column and the end behind the last one, and the rows."""
+"""A pushed tile: (buffer, first column, end column, rows)."""
 
 
 def tile_pushed(push: Task) -> PushedTile:
-    """What a push sends: columns of its input."""
+    """The tile that a push sends: columns of its input."""
     return _tile(push, push.inputs[0])
 
 
@@ -29,9 +29,9 @@ def _tile(task: Task, number: int) -> PushedTile:
 
 
 def made_by(tasks: Sequence[Task], buffers: Mapping[int, Buffer], sources: Collection[int]) -> dict[PushedTile, int]:
-    """The tiles of buffers `sources` that a product's last step stores, and the place of the product in the list.
+    """The tiles of buffers in `sources` that a product's last step stores, with the index of the product in the list.
 
-    All tasks are of one GPU. A buffer of which tasks write some columns twice, or may, has none.
+    All tasks are of one GPU. A buffer in which tasks write, or may write, a column twice has no such tiles.
     """
     writers: dict[int, list[int]] = {}
     for place, task in enumerate(tasks):
@@ -44,7 +44,7 @@ def made_by(tasks: Sequence[Task], buffers: Mapping[int, Buffer], sources: Colle
 
 
 def _in_tiles(number: int, places: Sequence[int], tasks: Sequence[Task]) -> bool:
-    """Whether tasks write a buffer in tiles of as many rows, no two of which have a column in common."""
+    """Whether tasks write a buffer in tiles with equal numbers of rows, none of which overlap in columns."""
     written = [tasks[place] for place in places]
     if any(task.outputs[0] != number or tile(task.params) is None for task in written):
         return False
@@ -53,7 +53,7 @@ def _in_tiles(number: int, places: Sequence[int], tasks: Sequence[Task]) -> bool
 
 
 def _stores(places: Sequence[int], tasks: Sequence[Task], buffers: Mapping[int, Buffer]) -> list[int]:
-    """Those places whose task ends with a product that it stores as its first output."""
+    """The indices in `places` whose task ends with a product that it stores as its first output."""
     makers = [tasks[place] for place in places]
     touched = dict.fromkeys(number for task in makers for number in (*task.inputs, *task.outputs))
     grouping = group_tasks(makers)
@@ -66,11 +66,11 @@ def _stores(places: Sequence[int], tasks: Sequence[Task], buffers: Mapping[int, 
 
 
 def _ends_with_product(form: Form, rows: int) -> bool:
-    """Whether a product of so many rows is the last step, and alone writes the first output."""
+    """Whether the last step is a product of `rows` rows, and the only step that writes the first output."""
     try:
         steps = steps_of(form)
     except InvalidProgramError:
-        return False  # no kernel runs it, as the packer says with the task's name
+        return False  # it has no kernel; the packer raises an error that names the task
     if not steps or not steps[-1].matrix or x_rows(steps[-1], steps, form) != rows:
         return False
     return steps[-1].out == 0 and [step.out for step in steps].count(0) == 1

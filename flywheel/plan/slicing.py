@@ -1,9 +1,9 @@
-"""Products that take K in slices.
+"""Splits products into slices of K.
 
-The input may be longer than the staging area. Or the program asks for slices of an input whose tiles arrive one after
-the other. A slice of a long input replaces the slice before it once that one is multiplied. Slices of an input that
-fits lie side by side, and each is multiplied as soon as it arrives. An operand that the task's own steps make is never
-cut: it must fit.
+The input may be larger than the staging area, or the program asks for slices because the tiles of an input arrive one
+after the other. A slice of a large input replaces the slice before it once that one is multiplied. Slices of an input
+that fits lie side by side, and each is multiplied as soon as it arrives. An operand that the task's own steps make is
+never split: it must fit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operands of products on chip: their layout in the staging area, and their slices. Source: docs/vm.md, "Tables"."""
+"""Products' operands on chip: their layout in the staging area, and their slices. Source: docs/vm.md, "Tables"."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ class Slices(NamedTuple):
 
 
 def slices_of(dtype: DType, rows: int, depth: int, coded: bool = False) -> Slices:
-    """How an input [rows, depth] is staged: as a whole, or in the fewest slices that fit, of even size, one at a time.
+    """The slices in which an input [rows, depth] is staged: one slice if it fits, else the fewest that fit, of even
+    size, one at a time.
 
-    A slice is a multiple of SLICE_K or, where the matrix is `coded`, of UNIT_K.
+    A slice is a multiple of SLICE_K or, if the matrix is `coded` (quantised), of UNIT_K.
     """
     grain = UNIT_K if coded else SLICE_K
     most = MAX_STAGED_BYTES if rows == 1 else MAX_INPUT_ROWS_BYTES
@@ -103,7 +104,7 @@ class Operand(NamedTuple):
 
 
 def operands_of(tasks: Iterable[Task | Use], buffers: Sequence[Buffer]) -> frozenset[Operand]:
-    """The operands of matrix tasks, in their weights' types; in their own types where the weights are quantised."""
+    """The operands of matrix tasks, in their weights' types; in their own types if the weights are quantised."""
     known = {buffer.id: buffer for buffer in buffers}
     recipes: dict[int, list[_Product]] = {}
     found: set[Operand] = set()
@@ -135,7 +136,7 @@ def staged_bytes(operands: Collection[Operand]) -> int:
 
 
 def rows_of(operands: Collection[Operand]) -> int:
-    """The rows of all multiplied operands; 0 where they differ or there are none."""
+    """The number of rows of all multiplied operands; 0 if they differ or there are none."""
     found = {operand.rows for operand in operands}
     return found.pop() if len(found) == 1 else 0
 

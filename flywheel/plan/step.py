@@ -1,6 +1,6 @@
-"""Tasks as steps: a plain opcode or a recipe, with operand refs instead of names.
+"""Tasks as lists of steps: a plain opcode or a recipe, with operand refs instead of names.
 
-A ref below RESULT_REF is an input of the task. From there on it is the scratch result of a step.
+A ref below RESULT_REF is an input of the task. From RESULT_REF on it is the scratch result of a step.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What tasks with the same steps have in common: all but buffer ids and tile params.
+    """The common properties of tasks with the same steps: everything except buffer ids and tile params.
 
     `own` are a plain opcode's params that are the same for every tile. `given` names the params that may differ.
     `written[k]` is the output that is also input k, if there is one. `kv_rows` is a KvRows or None.
@@ -107,8 +107,8 @@ class Coded:
 class Step:
     """One primitive operation. `params` are its own. `out` is an output of the task, or ABSENT for scratch.
 
-    `result` is what it makes, in the dtype that it rounds to first. `slices` is how a product divides K; None for all
-    at once. `coded` is the matrix format of a product that includes a DEQUANT.
+    `result` is its result, in the dtype that it rounds to first. `slices` is how a product divides K; None for all at
+    once. `coded` is the matrix format of a product that includes a DEQUANT.
     """
 
     op: InstructionKind
@@ -200,7 +200,7 @@ def _fused(steps: dict[int, Step], form: Form) -> dict[int, Step]:
 
 
 def _take_codes(steps: dict[int, Step], form: Form) -> None:
-    """Turn a product of rows that a DEQUANT makes into a product of the coded matrix's rows."""
+    """Turn a product of rows that a DEQUANT makes into a product with the quantised matrix's rows."""
     made = [step.args[1] for step in steps.values() if step.matrix]
     for index, step in list(steps.items()):
         maker = steps.get(step.args[1] - RESULT_REF) if step.matrix else None
@@ -241,8 +241,8 @@ def _take_shards(steps: dict[int, Step], form: Form) -> None:
 
 
 def _copied_columns(steps: Mapping[int, Step], form: Form, ref: int, rows: int = 1) -> int:
-    """The input whose own columns, `rows` rows of them, a COPY makes unrounded for one step alone; ABSENT where there
-    is none."""
+    """The input whose own columns, in `rows` rows, a COPY copies unrounded for one step alone; ABSENT if there is
+    none."""
     copied = steps.get(ref - RESULT_REF)
     if copied is None or copied.op is not _K.COPY or copied.args[0] >= RESULT_REF or not form.columns:
         return ABSENT
@@ -289,7 +289,7 @@ def _adds(steps: dict[int, Step], uses: Mapping[int, int], form: Form, step: Ste
 
 
 def copied_rows(step: Step) -> int:
-    """The number of rows of which a COPY takes columns."""
+    """The number of rows from which a COPY takes columns."""
     return int(step.params.get("M_tile", 1))
 
 

@@ -24,7 +24,7 @@ _WEIGHTS: Final = (BufferKind.WEIGHT, BufferKind.CONST)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An attention, the ROPE of its queries, and the RMSNORM of each head before it, if there is one."""
+    """An attention, the ROPE of its queries, and the RMSNORM of each head before the ROPE, if there is one."""
 
     attention: int
     rope: int
@@ -32,7 +32,8 @@ class Turn:
 
 
 def turns_queries(place: int, steps: Sequence[Step], form: Form, dtype: DType) -> bool:
-    """Whether step `place`, not the first, is an attention on tensor cores whose queries the step before it turns."""
+    """Whether step `place` (not the first) is an attention on tensor cores, and the step before it applies RoPE to its
+    queries."""
     step, rope = steps[place], steps[place - 1]
     if step.op is not _K.ATTENTION_TILE or rope.op is not _K.ROPE or dtype is DType.F32:
         return False
@@ -51,14 +52,15 @@ def turns_queries(place: int, steps: Sequence[Step], form: Form, dtype: DType) -
 def find_turn(
     place: int, steps: Sequence[Step], form: Form, dtype: DType, views: AbstractSet[int]
 ) -> Turn | None:
-    """The turn that step `place`, not the first, does; None if it does none. `views` do not run."""
+    """The RoPE and norm that step `place` (not the first) computes itself; None if there are none. `views` are steps
+    that do not run."""
     if not turns_queries(place, steps, form, dtype):
         return None
     return Turn(place, place - 1, find_norm(place - 1, steps, form, dtype, views))
 
 
 def is_turn(rope: Step, numel: int, head_dim: int, steps: Sequence[Step], form: Form, dtype: DType) -> bool:
-    """Whether a ROPE turns `numel` elements at one position, and its result is scratch of the program's type."""
+    """Whether a ROPE rotates `numel` elements at one position, and its result is scratch of the program's type."""
     alike = rope.params["head_dim"] == head_dim and rope.result.dtype is dtype and rope.result.numel == numel
     return rope.out == ABSENT and alike and look(rope.args[1], steps, form).numel == 1
 

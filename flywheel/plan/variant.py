@@ -1,4 +1,4 @@
-"""The kernel variant of a program: choices that are compiled into the kernel and not written into its tasks."""
+"""The kernel variant of a program: choices that are compiled into the kernel instead of written into its tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_X_SLICES: Final = 4
 MIN_RING_SLOTS: Final = 2
 
 MAX_RING_SLOTS: Final = 64
-"""Most ring slots: their barriers fit into the reserved bytes, and 64 of the smallest useful chunk outlast any
+"""Most ring slots: their barriers fit into the reserved bytes, and 64 of the smallest useful chunks outlast any
 stall."""
 
 CHUNK_BYTES: Final = (32768, 16384, 8192, 4096)
@@ -43,8 +43,8 @@ MAX_COPIES: Final = 8
 WARP: Final = 32
 
 MIN_WARPS: Final = 4
-"""Least warps of a block: the loader, the control warp, which waits and fetches tasks, and one each of the matrix and
-vector warps."""
+"""Fewest warps of a block: the loader, the control warp (which waits and fetches tasks), one matrix and one vector
+warp."""
 
 MAX_THREADS: Final = 1024
 
@@ -69,7 +69,7 @@ class KernelVariant:
     """Chunks that the loader fills at once."""
     prefetch_depth: int
     data_hand_offs: bool
-    """Whether readers wait for activations themselves where they can, and not for counters."""
+    """Whether readers poll activations themselves where possible, instead of counters."""
     x_slices: int = 1
     """Slices of K in which an input is multiplied, each as soon as it arrives; 1 without `data_hand_offs`."""
     rows: int = 0
@@ -77,10 +77,10 @@ class KernelVariant:
     formats: tuple[int, ...] = ()
     """Numbers of the formats (`Coding`) of quantised matrices in products."""
     ranked: bool = False
-    """Whether it pushes to other GPUs and adds what they push."""
+    """Whether the program pushes data to other GPUs and adds data that they push."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where a warp that waits for its slot's chunk could take the chunk before it for that."""
+        """Raises ConfigError if a warp that waits for its slot's chunk could mistake the previous chunk for it."""
         if not 0 < self.inflight_chunks <= self.ring_slots - self.chunk_groups:
             raise ConfigError(
                 f"inflight_chunks={self.inflight_chunks} is not in 1..{self.ring_slots - self.chunk_groups}: "
@@ -111,10 +111,10 @@ def chunk_groups(matrix_warps: int, chunk_warps: int, ring_slots: int) -> int:
 def kernel_variant(
     config: ScheduleConfig, target: GpuTarget, staged: int, codings: Sequence[Coding] = ()
 ) -> KernelVariant:
-    """The variant that `config` asks for on `target`, with `staged` bytes of activations on chip, or the least size.
+    """The variant that `config` asks for on `target`, with `staged` bytes of activations on chip, or the minimum.
 
     The ring has room for chunks of the formats `codings`, with as many bytes of codes as the config says.
-    `smem_bytes_per_block = 0` takes all that the GPU lets a block opt into. Raises ConfigError on a broken bound.
+    `smem_bytes_per_block = 0` takes the maximum that the GPU allows per block. Raises ConfigError if a bound is broken.
     """
     limit = target.smem_bytes_per_block_optin
     smem = config.smem_bytes_per_block or limit
@@ -158,7 +158,7 @@ def kernel_variant(
 
 
 def _hand_off(config: ScheduleConfig) -> tuple[bool, int]:
-    """(whether hand-offs go by the data, slices of an input). Raises ConfigError."""
+    """(whether hand-offs poll the data, slices of an input). Raises ConfigError."""
     asked = config.tiling.get("hand_off", {})
     by_data, slices = asked.get("data", 0), asked.get("slices", 1)
     if by_data not in (0, 1):
