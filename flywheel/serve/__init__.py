@@ -1,1 +1,1 @@
-"""Use what was found: a decoder for Python programs, and a server of OpenAI's API above it."""
+"""Decoding with found schedules: a decoder for Python programs, and a server with OpenAI's API on top of it."""

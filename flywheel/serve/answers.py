@@ -1,4 +1,4 @@
-"""Answers that are decoded together: they wait for a free row, join between two launches, and leave with their end."""
+"""Answers that decode together: each waits for a free row, joins between two launches, and leaves when it ends."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Session(Protocol):
 
     @property
     def batch(self) -> int:
-        """Sequences, rows 0 to batch - 1."""
+        """Number of sequences: rows 0 to batch - 1."""
 
     def sequences(self) -> Sequences:
-        """Sequences that decode together, of which none is there yet. Nothing else uses the session until they are
-        closed."""
+        """Rows for sequences that decode together, all free. Until it is closed, nothing else may use the session."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A token that was made, and the text that is certain with it. The text may be empty.
+    """A token, and the text that has become certain with it. The text may be empty.
 
-    A last piece that holds only text has no `token_id`. Where the sampling asks for logarithms, `likely` is the token
-    with its own, and `top` are the likeliest tokens. `ends` marks the token that ends a text and is no part of it."""
+    A last piece with only text has no `token_id`. If the sampling asks for log-probabilities, `likely` is the token
+    with its own, and `top` are the likeliest tokens. `ends` marks a token that ends the text and is not part of it.
+    """
 
     token_id: int | None
     text: str
@@ -53,17 +53,19 @@ class Piece:
 
 
 class Answer(Iterator[Piece]):
-    """The pieces of an answer as they come.
+    """The pieces of an answer, as they are made.
 
-    Asking for a piece decodes all answers that have begun. The pieces of the others wait until somebody asks for them.
-    `close` ends the answer early; an answer that nobody holds a reference to ends, too. `reused_tokens` of its prompt
-    were not read again."""
+    Asking for a piece decodes all answers that have begun. Their pieces are kept until somebody asks for them. `close`
+    ends the answer early; so does dropping the last reference to it. `reused_tokens` is the number of prompt tokens
+    copied from another answer's cache.
+    """
 
     def __init__(
         self, batch: Batch, request: Request, sampling: Sampling, text: Streamer, speller: Speller,
         reuse: bool = True,
     ) -> None:  # fmt: skip
-        """With `reuse`, a beginning that another answer's prompt shares is copied and not read again."""
+        """With `reuse`, the prefix that the prompt shares with another answer's is copied from its cache instead of
+        read again."""
         self.prompt_tokens: Final = len(request.prompt)
         self.request: Final = request
         self.sampling: Final = sampling
@@ -89,22 +91,23 @@ class Answer(Iterator[Piece]):
 
     @property
     def finish(self) -> Finish | None:
-        """Why the answer is over; None before its last piece is out."""
+        """Why the answer ended; None before its last piece was taken."""
         return self._finish if not self._pieces else None
 
     @property
     def is_over(self) -> bool:
-        """Whether no more tokens are made."""
+        """Whether no more tokens will be made."""
         return self._finish is not None or self._closed or self._error is not None
 
     def begin(self) -> None:
-        """Wait for a row from now on. Raises UsageError where the decoder is closed."""
+        """Start waiting for a row. Raises UsageError if the decoder is closed."""
         if not self._begun and not self._closed:
             self._batch.add(self)
             self._begun = True
 
     def ready(self) -> list[Piece]:
-        """The pieces that nobody has taken; does not decode. Behind the last one, raises what ended the answer."""
+        """The pieces that nobody has taken; does not decode. After the last one, raises the error that ended the
+        answer."""
         found = list(self._pieces)
         self._pieces.clear()
         if self._error is not None and not found:
@@ -112,13 +115,13 @@ class Answer(Iterator[Piece]):
         return found
 
     def close(self) -> None:
-        """Make no more tokens."""
+        """End the answer; no more tokens are made."""
         self._closed = True
         self._pieces.clear()
         self._batch.remove(self)
 
     def take(self, made: Made, shown: str) -> None:
-        """Its next token, and the text that is certain with it."""
+        """Add a token, and the text that has become certain with it."""
         self._left -= 1
         ended = self.ends(made.token)
         likely, top = self._speller.likely(made)
@@ -130,7 +133,7 @@ class Answer(Iterator[Piece]):
                 self._pieces.append(Piece(None, rest))
 
     def ends(self, token_id: int) -> bool:
-        """Whether a token ends the text, and is no part of it."""
+        """Whether a token ends the text and is not part of it."""
         return token_id in self.request.stop_ids
 
     def fail(self, error: FlywheelError) -> None:
@@ -139,10 +142,10 @@ class Answer(Iterator[Piece]):
 
 
 class Batch:
-    """The answers over the rows of a session: some decode, others wait for a row in their order.
+    """The answers on the rows of a session: some decode, others wait for a row in order of arrival.
 
-    A batch holds no references to answers: an answer that nobody else holds leaves before the next launch.
-    `decode_each` makes texts of tokens.
+    A batch keeps only weak references to answers: an answer without other references leaves before the next launch.
+    `decode_each` turns tokens into text.
     """
 
     def __init__(self, session: Session, decode_each: DecodeEach) -> None:
@@ -150,33 +153,33 @@ class Batch:
         self._sequences: Sequences | None = None
         self._rows: dict[int, ref[Answer]] = {}
         self._waiting: deque[ref[Answer]] = deque()
-        self._is_short = False  # of memory for who waits first
+        self._is_short = False  # of memory for the first waiting answer
         self._closed = False
 
     def close(self) -> None:
-        """Give the rows back. No answer makes more."""
+        """Free the rows. No answer makes more tokens."""
         for answer in [*self._decoding().values(), *_held(self._waiting)]:
             answer.close()
         self._closed = True
         self._leave()
 
     def _leave(self) -> None:
-        """Give the rows back."""
+        """Free the rows."""
         self._rows.clear()
         self._is_short = False
         sequences, self._sequences = self._sequences, None
         if sequences is not None:
-            with suppress(FlywheelError):  # a launch that failed; the session is left anyway
+            with suppress(FlywheelError):  # a launch has failed; the session is closed anyway
                 sequences.close()
 
     def add(self, answer: Answer) -> None:
-        """Let an answer wait for a row. Raises UsageError behind `close`."""
+        """Put an answer into the queue for a row. Raises UsageError after `close`."""
         if self._closed:
             raise UsageError("decoder: is closed, and begins no answer")
         self._waiting.append(ref(answer))
 
     def remove(self, answer: Answer) -> None:
-        """Make an answer's row free, or its place among those who wait."""
+        """Free an answer's row, or remove it from the queue."""
         with suppress(ValueError):
             self._waiting.remove(ref(answer))
             self._is_short = False
@@ -184,10 +187,10 @@ class Batch:
             self._free(row)
 
     def advance(self) -> None:
-        """Let the first answer that waits join, where a row is free, and hand out the tokens of one launch.
+        """Let the first waiting answer join, if a row is free, and distribute the tokens of one launch.
 
-        A launch that fails ends every answer that was decoding. Where no sequences can begin, those that wait end,
-        too. Raises GpuFaultError: nothing on the GPU works in this process any more.
+        A launch that fails ends every answer that was decoding. If sequences cannot start, the waiting answers end,
+        too. Raises GpuFaultError, after which nothing on the GPU works in this process.
         """
         try:
             sequences = self._begun()
@@ -217,7 +220,7 @@ class Batch:
         return self._sequences
 
     def _take(self, all_made: Sequence[Made]) -> None:
-        """A token of each of some rows. A text that cannot be made of its tokens ends its answer alone."""
+        """Give each row's answer its token. If tokens cannot be turned into text, only the affected answer ends."""
         decoding = self._decoding()
         heard = [(made, decoding[made.row]) for made in all_made if made.row in decoding]
         spoken = [(answer.text, made.token) for made, answer in heard if not answer.ends(made.token)]
@@ -234,7 +237,7 @@ class Batch:
                 self._free(made.row)
 
     def _lose(self, row: int, error: CacheMemoryError) -> None:
-        """End the answer of a row that is free already."""
+        """End the answer of a row that is already free."""
         answer = self._decoding().get(row)
         if answer is not None:
             answer.fail(error)
@@ -242,8 +245,8 @@ class Batch:
         self._is_short = False
 
     def _admit(self, sequences: Sequences) -> None:
-        """Let one answer join: the others stand still while its prompt is read. Where there is no memory for its caches
-        beside theirs, it waits until one of them leaves."""
+        """Let one answer join; the others pause while its prompt is read. If there is no memory for its caches beside
+        theirs, it waits until one of them leaves."""
         free = [row for row in range(sequences.batch) if row not in self._rows]
         waiting = _held(self._waiting)
         if not free or not waiting or self._is_short:
@@ -256,7 +259,7 @@ class Batch:
             answer.reused_tokens = sequences.join(
                 row, prompt, answer.request.positions, answer.sampling, answer.reuse
             )
-        except (GpuFaultError, LaunchTimeoutError) as error:  # of the launches of those who decode
+        except (GpuFaultError, LaunchTimeoutError) as error:  # from launches of the decoding answers
             answer.fail(error)
             raise
         except CacheMemoryError as error:
@@ -277,12 +280,12 @@ class Batch:
             self._sequences.leave(row)
 
     def _decoding(self) -> dict[int, Answer]:
-        """By row, those that somebody holds."""
+        """Row -> answer, for answers that somebody holds."""
         return {row: answer for row, each in self._rows.items() if (answer := each()) is not None}
 
 
 def _one_a_row(all_made: Iterable[Made]) -> Iterator[list[Made]]:
-    """Tokens in their order, in lists in which a row is once."""
+    """Split tokens, in order, into lists in which each row occurs once."""
     left = list(all_made)
     while left:
         first = {made.row: made for made in reversed(left)}
@@ -291,5 +294,5 @@ def _one_a_row(all_made: Iterable[Made]) -> Iterator[list[Made]]:
 
 
 def _held(answers: Iterable[ref[Answer]]) -> list[Answer]:
-    """Those that somebody holds."""
+    """The answers that somebody holds."""
     return [answer for each in answers if (answer := each()) is not None]

@@ -38,7 +38,8 @@ MAX_BODY: Final = 16 * 2**20
 
 
 def make_app(engine: Engine, name: str, api_key: str | None = None) -> FastAPI:
-    """The application over a started engine; `name` is the model's in answers. It ends the engine when it ends."""
+    """The application over a started engine. `name` is the model's name in answers. The application closes the engine
+    when it ends."""
     metrics = Metrics(engine)
 
     @asynccontextmanager
@@ -129,7 +130,7 @@ _HANDLERS: Final[dict[Any, Callable[[Request, Any], Awaitable[Response]]]] = {
     RequestValidationError: _malformed, UsageError: _refused, FullError: _full, FlywheelError: _unable,
     FailedError: _failed, HTTPException: _other, Exception: _bug,
 }  # fmt: skip
-"""What becomes of each exception."""
+"""Exception -> the handler that turns it into a response."""
 
 
 async def _respond(
@@ -156,7 +157,7 @@ async def _respond(
 async def _events(
     asked: CompletionRequest | ChatRequest, answers: AllAsked, chat: bool, head: dict[str, Any]
 ) -> AsyncIterator[str]:
-    """The pieces of all choices as they come."""
+    """The pieces of all choices as server-sent events."""
     offsets = [0] * len(answers.each)
     try:
         if chat:
@@ -180,7 +181,7 @@ async def _events(
 
 
 def _usage(asked: CompletionRequest | ChatRequest, answers: AllAsked) -> dict[str, Any]:
-    """Of all choices; a prompt counts once, however many it has."""
+    """Token counts of all choices. A prompt counts once, however many choices it has."""
     prompts = answers.each[:: asked.choices]
     return usage_of(
         sum(each.prompt_tokens for each in prompts), sum(each.made for each in answers.each),
@@ -198,7 +199,7 @@ _Send = Callable[[_Message], Awaitable[None]]
 
 
 class _Guard:
-    """Refuses requests without the key, and those that are too long."""
+    """Middleware that refuses requests without the key and requests that are too long."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], api_key: str | None) -> None:
         self._app, self._key = app, api_key

@@ -1,4 +1,4 @@
-"""Requests of an engine in the application's event loop: their pieces as they come, until the client leaves."""
+"""The engine's requests in the application's event loop: yields their pieces until the client disconnects."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from flywheel.serve.metrics import Metrics
 from flywheel.serve.worker import Ask, Begun, Ended, Part, Refused
 
 _POLL_S: Final = 0.25
-"""How often a request without a stream is asked whether its client is still there."""
+"""Interval at which a request without a stream checks whether its client is still connected."""
 
 _T = TypeVar("_T")
 
 
 class FailedError(Exception):
-    """An answer that ends without being one. `status` is that of HTTP, `code` OpenAI's, where it has one."""
+    """A request that failed. `status` is the HTTP status; `code` is OpenAI's error code, if there is one."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class FailedError(Exception):
 
 
 class Asked:
-    """What the engine says of one request, in the application's event loop. Raises as `Engine.ask`."""
+    """One request to the engine, and its answers in the application's event loop. Raises as `Engine.ask`."""
 
     def __init__(self, engine: Engine, metrics: Metrics, ask: Ask) -> None:
         self._engine, self._metrics = engine, metrics
@@ -44,12 +44,12 @@ class Asked:
     def _hear(self, said: Heard) -> None:
         try:
             self._loop.call_soon_threadsafe(self._heard.put_nowait, said)
-        except RuntimeError:  # the loop has ended, and nobody waits
+        except RuntimeError:  # the event loop has ended, so nobody waits
             return
 
     async def begin(self, request: Request) -> None:
-        """Return once the request is being answered, so that what refuses it has a status of its own. Raises
-        FailedError, also where the client has left."""
+        """Wait until the request is being answered, so that a refusal can have its own HTTP status. Raises FailedError,
+        also if the client has disconnected."""
         with ExitStack() as undo:
             undo.callback(self.drop)
             said = await _unless_left(request, self._next())
@@ -58,7 +58,7 @@ class Asked:
         self.prompt_tokens = said.prompt_tokens
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """The answer as it comes."""
+        """The pieces of the answer, as they come."""
         while not isinstance(said := await self._next(), Ended):
             assert isinstance(said, Part)
             if said.piece.token_id is not None:
@@ -71,14 +71,14 @@ class Asked:
         self._over("ok")
 
     async def whole(self, request: Request) -> list[Piece]:
-        """The whole answer. Raises FailedError also where the client has left."""
+        """The whole answer. Raises FailedError, also if the client has disconnected."""
         return await _unless_left(request, self._collect())
 
     async def _collect(self) -> list[Piece]:
         return [piece async for piece in self.pieces()]
 
     def drop(self) -> None:
-        """Want no more of it."""
+        """Cancel the request."""
         if self._number is not None:
             self._engine.cancel(self._number)
             self._over("left")
@@ -100,7 +100,7 @@ class Asked:
 
 
 async def _unless_left(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """What `work` gives. Raises FailedError where the client leaves before."""
+    """The result of `work`. Raises FailedError if the client disconnects first."""
     gone, working = asyncio.ensure_future(_left(request)), asyncio.ensure_future(work)
     try:
         await asyncio.wait((gone, working), return_when=asyncio.FIRST_COMPLETED)
@@ -118,7 +118,7 @@ async def _left(request: Request) -> None:
 
 
 class AllAsked:
-    """The requests that one of a client's asks for, in the order of its choices. Raises as `Engine.ask`."""
+    """The engine requests of one client request, in the order of its choices. Raises as `Engine.ask`."""
 
     def __init__(self, engine: Engine, metrics: Metrics, asks: Sequence[Ask]) -> None:
         with ExitStack() as undo:
@@ -129,7 +129,7 @@ class AllAsked:
             undo.pop_all()
 
     async def begin(self, request: Request) -> None:
-        """As `Asked.begin`, of all."""
+        """See `Asked.begin`; waits for all requests."""
         with ExitStack() as undo:
             undo.callback(self.drop)
             for asked in self.each:
@@ -137,7 +137,7 @@ class AllAsked:
             undo.pop_all()
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece | None]]:
-        """(choice, piece) as they come; None behind the last piece of a choice."""
+        """(choice, piece) as they come; None after the last piece of a choice."""
         if len(self.each) == 1:
             async for piece in self.each[0].pieces():
                 yield 0, piece
@@ -167,6 +167,6 @@ class AllAsked:
                 each.cancel()
 
     def drop(self) -> None:
-        """Want no more of any."""
+        """Cancel all requests."""
         for asked in self.each:
             asked.drop()

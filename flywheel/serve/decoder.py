@@ -1,4 +1,4 @@
-"""A model that decodes, for Python programs: `flywheel.Decoder`."""
+"""`flywheel.Decoder`: a model that decodes, for Python programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Prompt = str | Sequence[int]
 
 
 class Wanted(TypedDict, total=False):
-    """What can be asked of an answer, with the defaults of `Decoder.generate`, which says what each means."""
+    """Options of an answer. `Decoder.generate` documents them and their defaults."""
 
     max_tokens: int
     sampling: Sampling
@@ -41,8 +41,8 @@ class Wanted(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a prompt was continued with. `finish` is stop (a token or words that end a text) or length. `likely` are the
-    tokens with their logarithms, and `top` the likeliest in the place of each, where the sampling asks for them."""
+    """The continuation of a prompt. `finish` is stop (a token or words that end a text) or length. `likely` are the
+    tokens with log-probabilities, and `top` the likeliest tokens at each place, if the sampling asks for them."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -53,17 +53,18 @@ class Completion:
 
 
 class Decoder:
-    """Up to `max_sequences` sequences of a model on a device at once. Make it with `load`; close it, or use `with`. It
-    is one thread's.
+    """A model on a device that decodes up to `max_sequences` sequences at once. Make it with `load`; close it, or use
+    `with`. Only one thread may use it.
 
-    `name` is the model's, `schedule` says which schedule decodes, `context` is the most tokens of prompt and answer.
+    `name` is the model's name, `schedule` describes the schedule in use, and `context` is the maximum number of tokens
+    of prompt and answer together.
     """
 
     def __init__(
         self, spec: DecoderSpec, name: str, folder: Path | None, session: Session, schedule: str, device: Device,
         close: Callable[[], None],
     ) -> None:  # fmt: skip
-        """`folder` is where the tokenizer lies, and what says which tokens end a text."""
+        """`folder` has the tokenizer and the ids of tokens that end a text."""
         self.name: Final = name
         self.schedule: Final = schedule
         self.device: Final = device
@@ -96,20 +97,24 @@ class Decoder:
         check: Check = "samples",
         lookup: int = 0,
     ) -> Self:
-        """A decoder of a checkpoint's directory or a catalog name, whose weights are then random, drawn from `seed`.
+        """Load a checkpoint's directory, a bundle's directory, or a model by its catalog name, with random weights from
+        `seed`.
 
-        `schedule` is an exported one or the path of one; None takes the best measured one of the work in `store` (a
-        URL or file), else the shipped one that fits the work best, else what a search tries first. `device` is cuda
-        where there is a GPU that can be used, else reference. `gpu`, `dtype`, `context`, `max_sequences` and `weights`,
-        the formats of matrices, go before the schedule's and the checkpoint's. `weights` may also be tensors by their
-        names in a checkpoint: they stand for the model's own, and are not copied where they are on the device in the
-        type that is computed in. `ranks` GPUs share a step, by default the schedule's number. With `lookup`, a launch
-        also decodes up to so many guesses of each sequence's next tokens, found in its text so far; greedy text stays
-        what it is, and requests may ask for none (`Sampling.lookup`). `max_sequences` times 1 + `lookup` is at most 8.
+        `schedule` is an exported schedule or its path. None takes the best measured schedule of the workload in `store`
+        (a URL or file), else the shipped schedule that fits best, else the one that a search tries first. `device` is
+        by default cuda if there is a usable GPU, else reference. `gpu`, `dtype`, `context`, `max_sequences` and
+        `weights` (the format of matrices) override the schedule's and the checkpoint's values. `weights` may also be
+        tensors by their names in a checkpoint, which replace the model's own; tensors that are on the device in the
+        compute dtype are not copied. `ranks` GPUs share a step; by default the schedule's number.
 
-        A bundle's directory (docs/bundle.md) is a model, a GPU and a schedule, and needs no torch. `weights` is then
-        the directory of its checkpoint, or tensors on the GPU; they are compared with those that it was made for by
-        some of their bytes or, with `check` of all, by all. Raises BundleError for what is not the bundle's.
+        With `lookup`, a launch also decodes up to that many draft tokens of each sequence, found in its text so far.
+        Greedy text does not change, and requests may opt out (`Sampling.lookup`). `max_sequences` times 1 + `lookup` is
+        at most 8.
+
+        A bundle (docs/bundle.md) fixes the model, GPU and schedule, and needs no torch. `weights` is then its
+        checkpoint's directory, or tensors on the GPU. They are compared with the weights that the bundle was made for:
+        a sample of their bytes, or with `check="all"` all bytes. Raises BundleError if they differ, and for options
+        that the bundle fixes.
 
         Raises UsageError, UnknownNameError, UnsupportedModelError, WeightsError, ConfigError, StoreError, NoGpuError
         and GpuMemoryError.
@@ -141,7 +146,7 @@ class Decoder:
         settled = [name for name, value in named.items() if value is not None]
         if settled or device == "reference":
             what = settled[0] if settled else "device"
-            raise BundleError(f"bundle {folder}: {what} is settled, and cannot be asked for")
+            raise BundleError(f"bundle {folder}: {what} is fixed by the bundle; omit it")
         if weights is None:
             raise BundleError(f"bundle {folder}: has no weights; give their checkpoint's directory, or tensors")
         from flywheel.decode.bundled import BundleSession, spec_of
@@ -165,22 +170,22 @@ class Decoder:
         self.close()
 
     def close(self) -> None:
-        """Give memory and processes back."""
+        """Free memory and end processes."""
         if self._tokenizer is not None:
             self._tokenizer.close()
         self._batch.close()
         self._close()
 
     def second_tokenizer(self) -> Tokenizer | None:
-        """Another tokenizer of the model, for another thread; None where there is none. Who asks for it closes it."""
+        """Another tokenizer of the model, for another thread; None if the model has none. The caller closes it."""
         return None if self._folder is None or self._tokenizer is None else Tokenizer(self._folder)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text, or the ids themselves. Raises UsageError for text where there is no tokenizer."""
+        """Token ids of a text; token ids are returned as they are. Raises UsageError for text without a tokenizer."""
         return self._text().encode(prompt) if isinstance(prompt, str) else _ids(prompt)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, by the model's chat template. Raises UsageError where there is none."""
+        """Token ids of a conversation in the model's chat template. Raises UsageError if there is no template."""
         return self._text().chat(messages)
 
     def generate(
@@ -193,16 +198,17 @@ class Decoder:
         ignore_end: bool = False,
         reuse: bool = True,
     ) -> Answer:
-        """Pieces of an answer as they come. It waits for a row from its first piece on, or from `begin` on.
+        """Continue a prompt. Yields the answer's pieces as they are made. It waits for a row from its first piece on,
+        or from `begin` on.
 
-        Up to `max_sequences` answers decode together; more wait until one ends or is closed. The text of an answer does
-        not depend on the others, but for the roundings of a beginning that it reuses.
+        Up to `max_sequences` answers decode together; more wait until one ends or is closed. An answer's text does not
+        depend on the others, except for rounding in a prefix that it reuses.
 
-        The answer has at most `max_tokens` tokens. `stop`, one word or several, ends the text and is no part of it.
-        With `ignore_end`, the answer goes on behind the model's own end. With `reuse`, what an earlier answer has of
-        the prompt's beginning is copied and not read again.
+        The answer has at most `max_tokens` tokens. `stop`, one word or several, ends the text and is not part of
+        it. With `ignore_end`, the answer continues after the model's own end token. With `reuse`, the prefix that the
+        prompt shares with an earlier answer is copied from its cache instead of read again.
 
-        Raises UsageError for a prompt that does not fit. Asking for a piece raises what `Sequences` raise.
+        Raises UsageError for a prompt that does not fit. Asking for a piece raises the errors of `Sequences`.
         """
         if stop:
             self._text()
@@ -211,8 +217,8 @@ class Decoder:
         return Answer(self._batch, request, sampling, Streamer(stop), self._speller, reuse)
 
     def generate_all(self, prompts: Sequence[Prompt], **wanted: Unpack[Wanted]) -> Iterator[tuple[int, Piece]]:
-        """(place of the prompt, piece) of the answers to some prompts, as they come. The options are `generate`'s.
-        Leaving early ends all answers."""
+        """(index of the prompt, piece) of the answers to several prompts, as they are made. The options are those of
+        `generate`. Leaving the iterator early ends all answers."""
         if isinstance(prompts, str):
             raise UsageError("prompts: is one text, not a list of prompts; generate continues one")
         answers = [self.submit(prompt, **wanted) for prompt in prompts]
@@ -222,7 +228,7 @@ class Decoder:
                 for place, answer in enumerate(answers):
                     for piece in answer.ready():
                         yield place, piece
-            for place, answer in enumerate(answers):  # raises what ended one
+            for place, answer in enumerate(answers):  # raises the error that ended it
                 for piece in answer:
                     yield place, piece
         finally:
@@ -230,23 +236,23 @@ class Decoder:
                 answer.close()
 
     def submit(self, prompt: Prompt, **wanted: Unpack[Wanted]) -> Answer:
-        """An answer that waits for a row from now on. The options are `generate`'s. `advance` decodes, and the answer's
-        `ready` has its pieces."""
+        """An answer that waits for a row from now on. The options are those of `generate`. Call `advance` to decode,
+        and the answer's `ready` for its pieces."""
         answer = self.generate(prompt, **wanted)
         answer.begin()
         return answer
 
     def cancel(self, answer: Answer) -> None:
-        """Make no more tokens of an answer; its row, or its place among those that wait, is free."""
+        """End an answer: free its row, or remove it from the queue."""
         answer.close()
 
     def advance(self) -> None:
-        """One launch of all answers that have begun, for who asks several of them for what is `ready`. Raises
-        GpuFaultError; what else goes wrong, the answers say."""
+        """Run one launch for all answers that have begun; then ask each answer for what is `ready`. Raises
+        GpuFaultError. Other errors are raised by the answers."""
         self._batch.advance()
 
     def complete(self, prompt: Prompt, **wanted: Unpack[Wanted]) -> Completion:
-        """A whole answer. The options are `generate`'s."""
+        """A whole answer. The options are those of `generate`."""
         answer = self.generate(prompt, **wanted)
         pieces = list(answer)
         made = [piece for piece in pieces if piece.token_id is not None]
@@ -263,7 +269,7 @@ class Decoder:
 
 
 def _ids(prompt: Sequence[int]) -> list[int]:
-    """Raises UsageError for what is no list of whole numbers."""
+    """The token ids. Raises UsageError for anything but a list of whole numbers."""
     try:
         return [index(token) for token in prompt]
     except TypeError:

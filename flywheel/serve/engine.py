@@ -1,4 +1,5 @@
-"""The server's side of the decoding process: sends it requests, hands out its answers, and replaces it when it dies."""
+"""The server's side of the decoding process: sends requests to it, distributes its answers, and restarts it when it
+dies."""
 
 from __future__ import annotations
 
@@ -19,34 +20,34 @@ from flywheel.process import sheltered
 from flywheel.serve.worker import Ask, Begun, Cancel, Ended, Loaded, MakeDecoder, Part, Refused, work
 
 _EXIT_S: Final = 5.0
-"""Seconds that a worker may take to end after it was told to, or was killed."""
+"""Seconds that a worker may take to end after it was told to end or was killed."""
 
 
 _PAUSES_S: Final = (0.0, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each try to start a worker in the place of one that died."""
+"""Seconds before each attempt to replace a worker that died."""
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The process that was answering has died."""
+    """The decoding process of a request has died."""
 
     why: str
 
 
 Heard = Begun | Part | Ended | Refused | Died
 Hear = Callable[[Heard], None]
-"""Called in the engine's thread with each thing that is said of a request; Ended, Refused and Died are the last."""
+"""Called in the engine's thread with each message about a request. Ended, Refused and Died are last messages."""
 
 
 class FullError(FlywheelError):
-    """So many requests wait that no other one is taken."""
+    """The queue of requests is full."""
 
 
 class Engine:
-    """One worker that answers as many requests together as it has rows. At most `most` wait or are being answered.
+    """Runs one worker process that decodes as many requests together as it has rows. At most `most` requests wait or
+    are being answered.
 
-    When a worker dies, its requests fail and another worker takes its place. Where several tries in a row start none,
-    `failed` says why.
+    When a worker dies, its requests fail and a new worker starts. If several attempts in a row fail, `failed` says why.
     """
 
     def __init__(self, make_decoder: MakeDecoder, most: int) -> None:
@@ -54,7 +55,7 @@ class Engine:
         self._lock = threading.Lock()
         self._numbers = count()
         self._asked: dict[int, Hear] = {}
-        self._connection: Connection | None = None  # None where no worker takes requests
+        self._connection: Connection | None = None  # None while no worker accepts requests
         self._process: SpawnProcess | None = None
         self._closing = threading.Event()
         self._letters: SimpleQueue[tuple[Connection, Ask | Cancel] | None] = SimpleQueue()
@@ -62,14 +63,15 @@ class Engine:
         self.failed: str | None = None
 
     def start(self) -> Loaded:
-        """Begin. Raises UsageError with the worker's reason where it cannot."""
+        """Start a worker. Raises UsageError with its reason if it cannot start."""
         loaded = self._spawn()
         threading.Thread(target=self._post, daemon=True).start()
         threading.Thread(target=self._listen, daemon=True).start()
         return loaded
 
     def close(self) -> None:
-        """End the worker; requests that wait are told that the server ends, and no other one is taken."""
+        """End the worker. Waiting requests fail with a message that the server is shutting down, and no new ones are
+        accepted."""
         with self._lock:
             self._closing.set()
             process, connection = self._process, self._connection
@@ -81,7 +83,7 @@ class Engine:
             process.join(_EXIT_S)
             process.kill()
             process.join(_EXIT_S)
-        self._fail("the server ends")
+        self._fail("the server is shutting down")
 
     @property
     def waiting(self) -> int:
@@ -89,15 +91,15 @@ class Engine:
         return len(self._asked)
 
     def ask(self, ask: Ask, hear: Hear) -> int:
-        """Send a request to the worker and return the number that it gets; does not wait. Raises FullError, and
-        FlywheelError where no worker lives."""
+        """Send a request to the worker and return its number; does not wait. Raises FullError, and FlywheelError if no
+        worker runs."""
         with self._lock:
             if len(self._asked) >= self.most:
                 raise FullError(f"{len(self._asked)} requests are under way, of at most {self.most}; try again later")
             if self._closing.is_set():
-                raise FlywheelError("the server ends")
+                raise FlywheelError("the server is shutting down")
             if self.failed is not None:
-                raise FlywheelError(f"the decoder does not start any more: {self.failed}")
+                raise FlywheelError(f"the decoding process failed to start: {self.failed}")
             if self._connection is None:
                 raise FlywheelError("the decoder is starting again; try again later")
             number = next(self._numbers)
@@ -106,21 +108,21 @@ class Engine:
         return number
 
     def cancel(self, number: int) -> None:
-        """End a request that nobody wants any more. Nothing more is said of it."""
+        """Cancel a request. `hear` gets no more messages about it."""
         with self._lock:
             wanted = self._asked.pop(number, None)
             if wanted is not None and self._connection is not None:
                 self._letters.put((self._connection, Cancel(number)))
 
     def _post(self) -> None:
-        """The thread that sends. A pipe that a busy worker does not read blocks this thread alone."""
+        """Main function of the sending thread. A pipe that a busy worker does not read blocks only this thread."""
         while (letter := self._letters.get()) is not None:
             connection, message = letter
-            with suppress(OSError):  # the listener notices the death, and tells
+            with suppress(OSError):  # the listener notices the death and reports it
                 connection.send(message)
 
     def _spawn(self) -> Loaded:
-        """A worker that has loaded. Raises UsageError where there is none."""
+        """Start a worker and wait until it has loaded. Raises UsageError if it fails."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=work, args=(theirs, self._make), daemon=True)
@@ -145,7 +147,7 @@ class Engine:
         return said
 
     def _listen(self) -> None:
-        """The engine's thread: until the engine is closed, or no worker starts."""
+        """Main function of the engine's thread. It ends when the engine is closed, or when no worker starts."""
         while not self._closing.is_set():
             assert self._connection is not None
             try:
@@ -162,7 +164,7 @@ class Engine:
                     return
 
     def _again(self) -> bool:
-        """Another worker in the place of one that died; False where none starts."""
+        """Replace a worker that died; False if none starts."""
         why = ""
         for pause in _PAUSES_S:
             if self._closing.wait(pause):

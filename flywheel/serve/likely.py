@@ -1,4 +1,4 @@
-"""How likely tokens are, with their texts."""
+"""Tokens with their log-probabilities and texts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Final
 from flywheel.decode.made import Made
 
 Spelled = tuple[str, tuple[int, ...] | None]
-"""A token's text within a text, and its bytes; None where they are not known."""
+"""A token's text within its context, and its bytes; None if they are not known."""
 
 Spell = Callable[[Sequence[int]], list[Spelled]]
 
 _KEPT: Final = 4096
-"""Tokens whose texts are kept: more are the likeliest of one answer seldom."""
+"""The number of token texts that are cached. An answer rarely has more different likeliest tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Likely:
-    """A token with the logarithm of its share. `text` is its own, without those around it; `raw` are its bytes, None
-    where they are not known."""
+    """A token with its log-probability. `text` is its own text, without neighbours; `raw` are its bytes, None if they
+    are not known."""
 
     token_id: int
     text: str
@@ -29,14 +29,15 @@ class Likely:
 
 
 class Speller:
-    """Texts of tokens, each asked for once."""
+    """Texts of tokens, cached."""
 
     def __init__(self, spell: Spell) -> None:
         self._spell = spell
         self._known: dict[int, Spelled] = {}
 
     def likely(self, made: Made) -> tuple[Likely | None, tuple[Likely, ...]]:
-        """(the token that was made, the likeliest) with their logarithms; None and none where nobody asked."""
+        """(the chosen token, the likeliest tokens), with log-probabilities; (None, ()) if the request did not ask for
+        them."""
         if made.logprobs is None:
             return None, ()
         pairs = ((made.token, made.logprobs.chosen), *made.logprobs.top)

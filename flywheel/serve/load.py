@@ -1,4 +1,4 @@
-"""Puts a load on a server with OpenAI's API, and times its answers as its clients see them."""
+"""Load generator for servers with OpenAI's API: sends requests and times the answers as clients see them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from flywheel.errors import UsageError
 
 PERCENTILES: Final = (50, 90, 99)
 _LIMIT_S: Final = 600.0
-"""Longest that a server may be silent."""
+"""Maximum time without data from the server."""
 _WRONG: Final = (ValueError, LookupError, TypeError, AttributeError)
-"""What JSON of another shape than OpenAI's raises."""
+"""Exceptions that JSON of another shape than OpenAI's raises."""
 WORDS: Final = ("time", "once", "wheel", "upon", "a", "line", "there", "river", "stone", "was", "the", "and")
-"""Of prompts; no two are alike."""
+"""Words of the prompts. No two prompts are equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where a server is, up to /v1, the model that it is asked for, and the key that it wants, if any."""
+    """A server: its address up to /v1, the model to request, and the API key, if it needs one."""
 
     url: str
     model: str
@@ -37,8 +37,8 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer of `tokens` to a prompt of `prompt_tokens`; its first text came after `first_s`, its last after
-    `last_s`."""
+    """An answer of `tokens` tokens to a prompt of `prompt_tokens`. Its first text came after `first_s` seconds, its
+    last after `last_s`."""
 
     prompt_tokens: int
     tokens: int
@@ -47,14 +47,14 @@ class Answered:
 
     @property
     def token_s(self) -> float | None:
-        """Seconds for each token behind the first; None where there is no other."""
+        """Seconds per token after the first; None if there is only one."""
         return (self.last_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The answers that `clients` got within `seconds`, each asking one request after the other. `failed` has the reason
-    of each request that failed."""
+    """The answers to `clients` concurrent clients within `seconds`; each client sends its next request when its last
+    one has ended. `failed` has the reason for each failed request."""
 
     clients: int
     seconds: float
@@ -62,7 +62,7 @@ class Load:
     failed: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
-        """JSON-ready: times in ms, null where nothing was answered."""
+        """The load, JSON-ready: times in ms, null if there are no answers."""
         made = sum(each.tokens for each in self.answered)
         return {
             "clients": self.clients,
@@ -78,13 +78,13 @@ class Load:
 
 
 def draw_prompts(seed: int, count: int, longest: int) -> list[str]:
-    """Texts of 1 to `longest` words."""
+    """`count` random texts of 1 to `longest` words."""
     dice = random.Random(seed)
     return [" ".join(dice.choices(WORDS, k=dice.randint(1, longest))) for _ in range(count)]
 
 
 def find_server(url: str, key: str | None = None) -> Server:
-    """A server by its address, with or without /v1, and the first model that it names. Raises UsageError."""
+    """The server at an address, with or without /v1, and the first model that it lists. Raises UsageError."""
     base = _base(url)
     with closing(_connect(base)) as connection:
         try:
@@ -99,10 +99,10 @@ def find_server(url: str, key: str | None = None) -> Server:
 
 
 def _base(url: str) -> str:
-    """The address up to /v1. Raises UsageError for what is none."""
+    """The address up to /v1. Raises UsageError for an invalid address."""
     try:
         parts = urlsplit(url)
-        _connect(url).close()  # which looks at host and port
+        _connect(url).close()  # checks host and port
     except (HTTPException, ValueError):
         parts = None
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
@@ -112,8 +112,8 @@ def _base(url: str) -> str:
 
 
 def put_load(server: Server, prompts: Sequence[str], clients: int, max_tokens: int) -> Load:
-    """Let so many clients ask for continuations of the prompts, in turn, each the next when its last one has ended.
-    Answers are greedy, and go on behind the model's own end where the server can do that."""
+    """Let `clients` clients request continuations of the prompts; each sends its next request when its last one has
+    ended. Answers are greedy, and continue after the model's end token if the server supports that."""
     answered: list[Answered] = []
     failed: list[str] = []
     left, lock = iter(prompts), threading.Lock()
@@ -139,7 +139,7 @@ def put_load(server: Server, prompts: Sequence[str], clients: int, max_tokens: i
 
 
 def _ask(server: Server, prompt: str, max_tokens: int) -> Answered:
-    """Raises OSError, HTTPException, and ValueError for what is no whole answer."""
+    """One request. Raises OSError, HTTPException, and ValueError for an incomplete answer."""
     asked = {
         "model": server.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True},
@@ -167,7 +167,7 @@ def _ask(server: Server, prompt: str, max_tokens: int) -> Answered:
 
 
 def _events(lines: Any) -> Iterator[dict[str, Any]]:
-    """The documents of a stream of events."""
+    """The JSON documents of an event stream."""
     for line in lines:
         data = line.strip().removeprefix(b"data:").strip()
         if line.startswith(b"data:") and data != b"[DONE]":
@@ -185,7 +185,7 @@ def _headers(key: str | None) -> dict[str, str]:
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """In ms; None of nothing."""
+    """Percentiles in ms; None without values."""
     if not seconds:
         return None
     found = np.percentile(np.array(seconds) * 1e3, PERCENTILES)

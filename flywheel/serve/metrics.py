@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""A server's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Metrics:
         restarts.set_function(lambda: engine.restarts)
 
     def token(self, seconds: float, *, first: bool) -> None:
-        """A token of an answer has come, so long after the request or the token before."""
+        """Count a token that came `seconds` after the request (the first token) or after the previous token."""
         (self._first if first else self._later).observe(seconds)
 
     def ended(self, prompt_tokens: int, made: int, reused: int, end: str) -> None:
-        """A request is over, of whose prompt `reused` tokens were not read again."""
+        """Count a request that ended. `reused` tokens of its prompt were copied from another answer's cache."""
         self._requests.labels(end).inc()
         self._tokens.labels("prompt").inc(prompt_tokens)
         self._tokens.labels("answer").inc(made)

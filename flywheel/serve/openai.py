@@ -1,7 +1,8 @@
-"""Requests and answers of OpenAI's completions and chat completions, as far as they are served.
+"""Requests and responses of OpenAI's completions and chat completions, as far as the server supports them.
 
-Source: github.com/openai/openai-openapi, `/completions` and `/chat/completions`; `top_k`, `min_p`, `repetition_penalty`
-and `ignore_eos` as vLLM's server takes them, and `cache_prompt` as llama.cpp's. `lookup` of false wants no guesses.
+Source: github.com/openai/openai-openapi, `/completions` and `/chat/completions`. `top_k`, `min_p`, `repetition_penalty`
+and `ignore_eos` follow vLLM's server, and `cache_prompt` follows llama.cpp's. `lookup` is flywheel's own: false
+disables speculative decoding.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from flywheel.serve.likely import Likely
 from flywheel.serve.worker import Ask
 
 _MOST_CHOICES: Final = 128
-"""Of one request, of all its prompts."""
+"""Maximum number of choices of one request, over all its prompts."""
 
 _MOST_OF_COMPLETIONS: Final = 5
 _IMPOSSIBLE: Final = -9999.0
@@ -31,8 +32,8 @@ Count = Annotated[int, AfterValidator(within(1, 2**31 - 1))]
 
 
 class _Object(BaseModel):
-    """An object of a request. It has no fields but the declared ones and those that ask for nothing; a number is no
-    text and no truth value."""
+    """A JSON object of a request. It accepts only the declared fields and fields that ask for nothing. A number is not
+    accepted as text or as a boolean."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -43,13 +44,13 @@ class _Object(BaseModel):
 
 
 class StreamOptions(_Object):
-    """Of a stream."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
 class _Request(_Object):
-    """What both kinds of request have."""
+    """The fields that both kinds of request have."""
 
     model: str
     n: Annotated[int, AfterValidator(within(1, _MOST_CHOICES))] | None = None
@@ -69,19 +70,20 @@ class _Request(_Object):
 
     @property
     def choices(self) -> int:
-        """Answers to each prompt."""
+        """Number of answers to each prompt."""
         return 1 if self.n is None else self.n
 
     def sampling(self, choice: int, logprobs: int | None) -> Sampling:
-        """Of an answer to a prompt: seeds follow each other. Raises UsageError for a value out of its range."""
+        """The sampling of one choice; the seeds of choices are consecutive. Raises UsageError for a value out of its
+        range."""
         seed = secrets.randbits(63) if self.seed is None else self.seed + choice
-        top_k = max(self.top_k, 0)  # -1 is all in vLLM's
+        top_k = max(self.top_k, 0)  # -1 means all in vLLM
         temperature, top_p = (1.0 if value is None else value for value in (self.temperature, self.top_p))
         return Sampling(temperature, top_k, top_p, self.min_p, self.repetition_penalty, seed, logprobs, self.lookup)
 
     def reuse(self) -> bool:
-        """Whether what others have read of the prompt may be taken. Its roundings may be others, so that it is not what
-        somebody who gives a seed asks for."""
+        """Whether the prompt may reuse another request's cache. By default not for a request with a seed: reused rows
+        may have other rounding, so the answer would not be reproducible."""
         return self.seed is None if self.cache_prompt is None else self.cache_prompt
 
     def check_choices(self, prompts: int, queue: int) -> None:
@@ -99,7 +101,7 @@ class CompletionRequest(_Request):
     logprobs: Annotated[int, AfterValidator(within(0, _MOST_OF_COMPLETIONS))] | None = None
 
     def asks(self, queue: int) -> list[Ask]:
-        """`choices` for each prompt. Raises UsageError as `check_choices` and `sampling`."""
+        """`choices` engine requests for each prompt. Raises UsageError as `check_choices` and `sampling`."""
         self.check_choices(len(self.prompt), queue)
         most = 16 if self.max_tokens is None else self.max_tokens
         return [
@@ -110,14 +112,15 @@ class CompletionRequest(_Request):
 
 
 class Message(_Object):
-    """One turn of a conversation. An assistant's without content has an empty text."""
+    """A message of a conversation. An assistant's message without content has an empty text."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, PlainValidator(text_of)] | None = None
     name: str | None = None
 
     def document(self, place: int) -> dict[str, str]:
-        """What a chat template is given. Raises UsageError where somebody else's message has no content."""
+        """The message at `place` as a chat template takes it. Raises UsageError if content is missing, unless the role
+        is assistant."""
         if self.content is None and self.role != "assistant":
             raise UsageError(f"messages.{place}.content: is missing; only an assistant's message may have none")
         named = {} if self.name is None else {"name": self.name}
@@ -133,8 +136,8 @@ class ChatRequest(_Request):
     top_logprobs: Annotated[int, AfterValidator(within(0, MOST_LIKELY))] | None = None
 
     def asks(self, queue: int) -> list[Ask]:
-        """`choices` of them. Raises UsageError for `top_logprobs` without `logprobs`, and as `Message.document`,
-        `check_choices` and `sampling`."""
+        """`choices` engine requests. Raises UsageError for `top_logprobs` without `logprobs`, and as
+        `Message.document`, `check_choices` and `sampling`."""
         self.check_choices(1, queue)
         if self.top_logprobs is not None and not self.logprobs:
             raise UsageError("top_logprobs: needs logprobs")
@@ -148,18 +151,18 @@ class ChatRequest(_Request):
 
 
 def new_id(chat: bool) -> str:
-    """An id of an answer."""
+    """A new id for a response."""
     return ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
 
 
 def choice(chat: bool, index: int, text: str, finish: str, logprobs: Document | None) -> Document:
-    """One of the answers of a whole document."""
+    """One choice of a whole response."""
     found: Document = {"index": index, "logprobs": logprobs, "finish_reason": finish}
     return found | ({"message": {"role": "assistant", "content": text}} if chat else {"text": text})
 
 
 def whole(chat: bool, head: Document, choices: Sequence[Document], usage: Document) -> Document:
-    """The document of whole answers."""
+    """The response with all choices."""
     kind = "chat.completion" if chat else "text_completion"
     return {**head, "object": kind, "choices": list(choices), "usage": usage}
 
@@ -168,7 +171,7 @@ def chunk(
     chat: bool, head: Document, index: int, text: str | None, finish: str | None = None, first: bool = False,
     logprobs: Document | None = None,
 ) -> Document:  # fmt: skip
-    """The document of a piece of an answer."""
+    """A chunk of a streamed response."""
     found: Document = {"index": index, "logprobs": logprobs, "finish_reason": finish}
     if chat:
         delta: Document = {"role": "assistant"} if first else {}
@@ -179,8 +182,9 @@ def chunk(
 
 
 def logprobs_of(chat: bool, pieces: Sequence[Piece], begins: int = 0) -> Document | None:
-    """How likely the tokens of an answer, or of a part of one, were; None where nobody asked. The token that ends a
-    text is left out. In a completion, `text_offset` counts characters of the answer; the first token is at `begins`."""
+    """Log-probabilities of an answer's tokens, or of a part of them; None if the request did not ask. Leaves out the
+    token that ends the text. In a completion, `text_offset` counts characters of the answer; the first token starts at
+    `begins`."""
     if all(each.likely is None for each in pieces):
         return None
     made = [(each.likely, each.top) for each in pieces if each.likely is not None and not each.ends]
@@ -204,12 +208,12 @@ def _entry(likely: Likely) -> Document:
 
 
 def _finite(logprob: float) -> float:
-    """OpenAI's number for a token that is as good as impossible, where JSON has none."""
+    """The log-probability, or OpenAI's number for a practically impossible token, since JSON has no infinity."""
     return logprob if logprob > _IMPOSSIBLE else _IMPOSSIBLE
 
 
 def usage_of(prompt_tokens: int, made: int, reused: int) -> dict[str, Any]:
-    """Tokens of a request, of whose prompt `reused` were not read again."""
+    """Token counts of a request, of whose prompt `reused` tokens were copied from another answer's cache."""
     return {
         "prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made,
         "prompt_tokens_details": {"cached_tokens": reused},
@@ -219,5 +223,5 @@ def usage_of(prompt_tokens: int, made: int, reused: int) -> dict[str, Any]:
 def error(
     message: str, kind: str = "invalid_request_error", code: str | None = None, param: str | None = None
 ) -> Document:
-    """The document of a failure; `param` is the field that is wrong."""
+    """An error response; `param` is the field that is wrong."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,4 +1,4 @@
-"""Makes token ids of requests' texts beside the thread that decodes: a text of megabytes takes seconds."""
+"""Tokenises prompts outside the decoding thread, since a text of megabytes takes seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Text = str | Sequence[Mapping[str, str]]
 
 
 class Encoder(Protocol):
-    """What a tokenizer does here."""
+    """The methods of a tokenizer that are used here."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -26,13 +26,14 @@ class Encoder(Protocol):
         """Token ids of a conversation."""
 
     def close(self) -> None:
-        """End it."""
+        """Free it."""
 
 
 class PromptReader:
-    """Makes tokens of texts in a thread of its own, in the order of the texts. It closes the tokenizer at its end.
+    """Tokenises texts in its own thread, in order. It closes the tokenizer when it ends.
 
-    `doorbell` can be read once for each text that is done, so that a thread can wait for it and for others at once.
+    `doorbell` becomes readable once for each finished text, so that a thread can wait for it and other connections
+    together.
     """
 
     def __init__(self, tokenizer: Encoder | None) -> None:
@@ -53,24 +54,24 @@ class PromptReader:
         self._asked.put(None)
 
     def read(self, number: int, text: Text) -> None:
-        """Hand in the text of a request by its number; does not wait."""
+        """Queue the text of a request; does not wait."""
         self._wanted.add(number)
         self._asked.put((number, text))
 
     def take(self) -> tuple[int, Sequence[int] | FlywheelError]:
-        """The number of the oldest text that is done, with its tokens or what went wrong. Waits for one.
-        Raises EOFError where the thread has failed."""
+        """The number of the oldest finished text, with its tokens or its error. Waits for one. Raises EOFError if the
+        thread has failed."""
         self.doorbell.recv_bytes()
         number, made = self._made.get()
         self._wanted.discard(number)
         return number, made
 
     def forget(self, number: int) -> None:
-        """Skip the text of a request where its turn has not come. Its tokens may come all the same."""
+        """Skip the text of a request that is still queued. If its turn has come already, its tokens come anyway."""
         self._wanted.discard(number)
 
     def _work(self) -> None:
-        with self._button:  # who waits for a thread that has failed reads the end
+        with self._button:  # readers waiting for a failed thread get the end of file
             while (asked := self._asked.get()) is not None:
                 number, text = asked
                 if number not in self._wanted:

@@ -1,4 +1,4 @@
-"""The application behind a socket."""
+"""Runs the application on a socket."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from flywheel.serve.engine import Engine
 
 _BACKLOG: Final = 2048
 _GRACE_S: Final = 3
-"""How long answers under way may take when the server ends."""
+"""Seconds that running answers may take when the server shuts down."""
 
 
 @contextmanager
 def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that takes connections, before anything that takes long. Raises UsageError where it cannot."""
+    """A listening socket, bound before the slow loading starts. Raises UsageError if it cannot be bound."""
     with ExitStack() as undo:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listener = undo.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen(_BACKLOG)  # who reads the address may connect at once
+            listener.listen(_BACKLOG)  # a reader of the address may connect at once
         except OSError as error:
             raise UsageError(f"cannot listen at {host} port {port}: {error.strerror or error}") from None
         yield listener

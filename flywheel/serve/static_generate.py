@@ -1,8 +1,8 @@
 """transformers' `generate` with a static cache, under the load of `serve.load`. On a GPU, torch.compile compiles it.
 
-It is a process of its own, whose memory of the GPU ends with it. Reads a line of JSON, `{"folder", "dtype", "device",
-"clients": [...], "prompts": [...], "max_tokens"}`. The last line of stdout is the list of loads, one for each number of
-clients. So many prompts are a batch, which `generate` answers in lock-step.
+It runs as a separate process, so that its GPU memory is freed when it ends. It reads a line of JSON, `{"folder",
+"dtype", "device", "clients": [...], "prompts": [...], "max_tokens"}`. The last line of stdout is the list of loads, one
+for each number of clients. `generate` answers that number of prompts as one batch.
 
 Source: huggingface/transformers, `generation/utils.py` (`_valid_auto_compile_criteria`, `_prepare_static_cache`).
 """
@@ -24,7 +24,7 @@ from flywheel.serve.load import Answered, Load
 
 
 def main() -> None:
-    """Time what stdin asks for."""
+    """Time the load that stdin describes."""
     asked = json.loads(sys.stdin.readline())
     folder = Path(asked["folder"])
     with Tokenizer(folder) as tokenizer:
@@ -35,8 +35,8 @@ def main() -> None:
 
 
 def load(folder: Path, dtype: torch.dtype, device: str) -> Any:
-    """The checkpoint, or its shape with random weights where the directory has none."""
-    transformers: Any = import_module("transformers")  # whose calls have no types
+    """The checkpoint's model; with random weights if the directory has no weights."""
+    transformers: Any = import_module("transformers")  # its calls have no types
     if any(folder.glob("*.safetensors*")):
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -45,9 +45,9 @@ def load(folder: Path, dtype: torch.dtype, device: str) -> Any:
 
 
 def put(model: Any, prompts: Sequence[Sequence[int]], clients: int, max_tokens: int) -> Load:
-    """Answer all prompts, `clients` at a time. What torch compiles is compiled before: for the longest ones."""
+    """Answer all prompts, `clients` at a time. torch compiles beforehand, for the longest prompts."""
     longest = sorted(prompts, key=len)[-clients:]
-    for _ in range(2):  # a graph is captured the second time
+    for _ in range(2):  # the second run captures a graph
         answer(model, longest, max_tokens)
     started = perf_counter()
     batches = [prompts[begin : begin + clients] for begin in range(0, len(prompts), clients)]
@@ -56,7 +56,7 @@ def put(model: Any, prompts: Sequence[Sequence[int]], clients: int, max_tokens: 
 
 
 def answer(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answered]:
-    """Greedy continuations, which go on behind the model's own end."""
+    """Greedy continuations, which continue after the model's end token."""
     transformers: Any = import_module("transformers")
     width = max(map(len, prompts))
     padding = [width - len(prompt) for prompt in prompts]
@@ -65,7 +65,7 @@ def answer(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> lis
     came: list[float] = []
 
     def note(seen: torch.Tensor, _: object, **__: object) -> torch.Tensor:
-        int(seen[0, -1])  # a client has a token once the host has
+        int(seen[0, -1])  # wait until the host has the token
         came.append(perf_counter())
         return torch.zeros(len(seen), dtype=torch.bool, device=seen.device)
 

@@ -1,4 +1,4 @@
-"""Tokens as text while they come, up to the words that end it."""
+"""Incremental detokenisation: turns tokens into text as they come, up to stop words."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Final
 from flywheel.errors import FlywheelError
 
 _UNFINISHED: Final = "\ufffd"
-"""What a tokenizer makes of bytes that are no whole character yet."""
+"""The character that a tokenizer returns for bytes of an incomplete character."""
 
 DecodeEach = Callable[[Sequence[Sequence[int]]], Sequence[str]]
-"""The text of each of some lists of token ids. Raises FlywheelError."""
+"""The texts of several lists of token ids. Raises FlywheelError."""
 
 
 class Streamer:
-    """Text of tokens, in pieces that never change again. `stops` end the text and are no part of it; `stopped` says
-    whether one has. `push_all` gives it tokens."""
+    """Text of tokens in pieces that never change again. `stops` end the text and are not part of it; `stopped` says
+    whether one has ended it. `push_all` adds tokens."""
 
     def __init__(self, stops: str | Sequence[str] = ()) -> None:
         self._stops = [stop for stop in ((stops,) if isinstance(stops, str) else stops) if stop]
         self._ids: list[int] = []
-        self._from, self._shown = 0, 0  # tokens from which a piece is decoded, and up to which text is out
-        self._behind = ""  # text of tokens behind those, as far as it is no whole character
-        self._held = ""  # text that may be the beginning of a stop
+        self._from, self._shown = 0, 0  # start of the tokens to decode; end of those whose text is out
+        self._behind = ""  # text of later tokens that is not yet a whole character
+        self._held = ""  # text that may begin a stop word
         self.stopped = False
 
     def add(self, token_id: int) -> tuple[Sequence[int], Sequence[int]]:
-        """The next token. `take` needs the texts of what this gives: tokens whose text is out, and these with those
-        behind them."""
+        """Add a token. Returns two lists of tokens: those whose text is out, and these with the tokens after them.
+        `take` needs the texts of both."""
         self._ids.append(token_id)
         return self._ids[self._from : self._shown], self._ids[self._from :]
 
     def take(self, before: str, whole: str) -> str:
-        """What is certain with the token that was added last; often nothing."""
+        """The text that has become certain with the last token; often empty."""
         self._behind = whole[len(before) :]
         if whole.endswith(_UNFINISHED) or not self._behind:
             return ""
@@ -42,7 +42,7 @@ class Streamer:
         return self._released(certain)
 
     def end(self) -> str:
-        """What was held back, when no token follows."""
+        """The text that was held back, when no more tokens follow."""
         if self.stopped:
             return ""
         held = self._released(self._behind) + self._held
@@ -63,8 +63,8 @@ class Streamer:
 
 
 def push_all(decode_each: DecodeEach, tokens: Sequence[tuple[Streamer, int]]) -> list[str | FlywheelError]:
-    """The next token of each of some texts, and what is certain with it; what went wrong with a text ends it alone.
-    All are decoded at once: asking a tokenizer takes longer than its answer."""
+    """Add one token to each text, and return the text that has become certain, or the error of a text, which ends only
+    that text. Decodes all at once, since a call to the tokenizer takes longer than its work."""
     if not tokens:
         return []
     parts = [streamer.add(token_id) for streamer, token_id in tokens]
@@ -91,6 +91,6 @@ def _alone(
 
 
 def _overlaps(text: str, stops: Sequence[str]) -> Iterator[int]:
-    """For each stop, how much of the text's end is its beginning."""
+    """For each stop word, how many of its first characters end the text."""
     for stop in stops:
         yield next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

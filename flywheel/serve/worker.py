@@ -1,4 +1,4 @@
-"""The process that decodes for a server. It owns the device. The server outlives it."""
+"""The process that decodes for a server. It owns the device. The server survives its death."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MakeDecoder = Callable[[], Decoder]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request by its number: to continue `prompt`, text or ids, or to answer `messages`. The other one is None."""
+    """A request: continue `prompt` (text or token ids), or answer `messages`; the other one is None."""
 
     number: int
     prompt: str | tuple[int, ...] | None
@@ -33,7 +33,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """A request that nobody wants any more."""
+    """Cancels a request."""
 
     number: int
 
@@ -50,7 +50,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A request fits the context. It is answered as soon as a row is free."""
+    """The request fits the context. It is answered as soon as a row is free."""
 
     number: int
     prompt_tokens: int
@@ -66,7 +66,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of an answer; `reused_tokens` of its prompt were not read again."""
+    """The end of an answer. `reused_tokens` of its prompt were copied from another answer's cache."""
 
     number: int
     finish: Finish
@@ -75,8 +75,8 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A request cannot be answered, or the worker cannot start (`number` None). `usage`: by its own fault; `long`: it
-    does not fit the context."""
+    """A request cannot be answered, or the worker cannot start (`number` None). `usage`: the request is at fault;
+    `long`: it does not fit the context."""
 
     number: int | None
     why: str
@@ -85,11 +85,13 @@ class Refused:
 
 
 Said = Begun | Part | Ended | Refused
-"""Of requests. What is said at one time is sent as one list: it takes one message, however many requests it is of."""
+"""Messages about requests. All messages of one moment are sent as one list, so that the number of requests does not
+matter."""
 
 
 def work(connection: Connection, make_decoder: MakeDecoder) -> None:
-    """The worker's main: answers requests, as many together as the decoder has rows, until its parent hangs up."""
+    """Main function of the worker: answers requests, as many together as the decoder has rows, until its parent hangs
+    up."""
     enter_child()
     try:
         decoder = make_decoder()
@@ -103,8 +105,8 @@ def work(connection: Connection, make_decoder: MakeDecoder) -> None:
 
 
 def answer_all(connection: Connection, decoder: Decoder, reader: PromptReader) -> None:
-    """Answer requests until the other end hangs up, or the thread of `reader` fails. That thread makes tokens of texts
-    while other requests decode."""
+    """Answer requests until the other end hangs up, or the thread of `reader` fails. That thread tokenises texts while
+    other requests decode."""
     answers: dict[int, Answer] = {}
     reading: dict[int, Ask] = {}
     while _listen(connection, decoder, reader, answers, reading):
@@ -120,8 +122,8 @@ def answer_all(connection: Connection, decoder: Decoder, reader: PromptReader) -
 def _listen(
     connection: Connection, decoder: Decoder, reader: PromptReader, answers: dict[int, Answer], reading: dict[int, Ask]
 ) -> bool:
-    """Begin requests that have come and close those that were cancelled; wait where there is nothing to answer. Returns
-    False where the parent has hung up, or the thread that reads texts has failed."""
+    """Begin new requests and close cancelled ones; wait if there is nothing to decode. Returns False if the parent has
+    hung up, or the tokenising thread has failed."""
     try:
         while ready := wait([connection, reader.doorbell], None if not answers else 0):
             if reader.doorbell in ready:
@@ -151,7 +153,7 @@ def _begin(
     connection: Connection, decoder: Decoder, ask: Ask, prompt: Sequence[int] | FlywheelError,
     answers: dict[int, Answer],
 ) -> None:  # fmt: skip
-    """Answer a request whose tokens are `prompt`, or which ended before it had any."""
+    """Begin a request with the tokens `prompt`, or refuse it with the error that tokenising raised."""
     try:
         if isinstance(prompt, FlywheelError):
             raise prompt
@@ -171,7 +173,7 @@ def _begin(
 
 
 def _tell(said: list[Said], number: int, answer: Answer) -> bool:
-    """Say which pieces an answer has. Returns whether they were its last."""
+    """Add an answer's new pieces to the messages `said`. Returns whether they were its last."""
     try:
         said += [Part(number, piece) for piece in answer.ready()]
     except FlywheelError as error:
