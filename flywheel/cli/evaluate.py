@@ -20,6 +20,7 @@ from flywheel.cli.options import (
     workload_options,
 )
 from flywheel.cli.text import pairs, percent, show, show_json, us
+from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import open_predictor
 from flywheel.errors import UsageError
 from flywheel.measure.floor import floor_fraction
@@ -89,6 +90,7 @@ def evaluate(
     workload = make_workload(**settled)
     predictor = open_predictor(machine, workload.target)
     config = given.config if isinstance(given, Schedule) else given
+    announce_compiling()
     if ctx.get_parameter_source("store") is ParameterSource.DEFAULT and not Path(store).exists():
         found = appraise(config, workload, measure, None, predictor)
     else:

@@ -11,6 +11,7 @@ import click
 from flywheel.cli.files import load_program
 from flywheel.cli.options import command, json_option
 from flywheel.cli.text import cell, pairs, percent, show, show_json, show_table, size, us
+from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import Machine, Prediction, predict
 from flywheel.errors import ConfigError, InvalidProgramError
 from flywheel.ir import MegakernelProgram, config_to_dict, validate
@@ -25,7 +26,9 @@ from flywheel.report.layer import operation
 @json_option
 def inspect(file: str, as_json: bool) -> None:
     """Summarise a program: buffers, tasks, counters, depth, load of the SMs, pages and config. `-` is stdin."""
-    facts = describe(load_program(file))
+    program = load_program(file)
+    announce_compiling()
+    facts = describe(program)
     if as_json:
         show_json({"path": file, **facts})
     else:

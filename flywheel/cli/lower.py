@@ -21,6 +21,7 @@ from flywheel.cli.options import (
     write_file,
 )
 from flywheel.cli.text import complain, note, percent, show_document, show_json, size, us
+from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import Predictor, open_predictor, predict
 from flywheel.errors import ConfigError, UsageError
 from flywheel.ir import MegakernelProgram, ScheduleConfig, program_to_json
@@ -82,6 +83,7 @@ def lower(
     if config is None or settings:
         knobs = dict(settings)
         config = _choose(make_space(workload), make_space(workload, knobs), knobs, config)
+    announce_compiling()
     try:
         program = lower_graph(workload.graph, config, workload.target)
     except ConfigError as error:

@@ -33,6 +33,7 @@ from flywheel.cli.options import (
 from flywheel.cli.progress import make_reporter
 from flywheel.cli.provenance import find_campaign, schedule_text
 from flywheel.cli.text import counts, duration, note, pairs, percent, show, show_json, ties, us
+from flywheel.cli.warming import announce_compiling
 from flywheel.errors import UsageError
 from flywheel.installing import install_line
 from flywheel.measure.environment import list_gpus
@@ -159,6 +160,8 @@ def search(
 
     if schedule_file is not None:
         check_writable(schedule_file)
+    if spec.engine == "local":
+        announce_compiling()
     if children is not None:
         note(announce_mirror(store, tracking_uri))
     started: list[Start] = []

@@ -13,6 +13,7 @@ from flywheel.cli.files import load_program
 from flywheel.cli.inspect import predict_latency
 from flywheel.cli.options import check_writable, command, json_option, write_file
 from flywheel.cli.text import note, pairs, percent, show, show_json, show_table, size, us
+from flywheel.cli.warming import announce_compiling
 from flywheel.cost_model import STOCK, Predictor, open_predictor, timeline
 from flywheel.errors import ConfigError, UsageError
 from flywheel.ir import MegakernelProgram, simulate_adversarial, simulate_counters, validate
@@ -45,6 +46,7 @@ def simulate(
     predictor = STOCK
     if machine is not None and program.target is not None:
         predictor = open_predictor(machine, program.target)
+    announce_compiling()
     document = run_program(program, seeds, predictor)
     if as_json:
         show_json(document)

@@ -1,0 +1,51 @@
+"""Whether numba's cache has the machine code that searches need: compiling it takes about half a minute, once.
+
+Asked of the cache's files, since importing numba takes 0.3 s, and a search's first process never does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from hashlib import sha1, sha256
+from pathlib import Path
+from typing import Final
+
+ENTRIES: Final = (("lowering/spreading.py", "_deal"), ("plan/digits.py", "_write"), ("cost_model/events.py", "run"))
+"""(source, function) of the compiled functions that Python calls; the rest are inlined there."""
+
+_PACKAGE: Final = Path(__file__).resolve().parents[2]
+
+
+def is_compiled() -> bool:
+    """Whether the machine code of all ENTRIES is stored, and of their present sources. A guess: numba has the last
+    word, which also compiles again for another CPU."""
+    return all(_is_stored(_PACKAGE / source, function) for source, function in ENTRIES)
+
+
+def _is_stored(source: Path, function: str) -> bool:
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    stored = _folder(source).glob(f"{source.stem}.{function}-*.{python}{sys.abiflags}.nbi")
+    try:
+        return any(_is_of(index, source) for index in stored)
+    except OSError:
+        return False
+
+
+def _is_of(index: Path, source: Path) -> bool:
+    """Whether numba wrote `index` for this source: it is newer, or has the digest of the same text."""
+    if index.stat().st_mtime >= source.stat().st_mtime:
+        return True
+    return sha256(source.read_bytes()).digest() in index.read_bytes()
+
+
+def _folder(source: Path) -> Path:
+    """Where numba stores the code of a source: in NUMBA_CACHE_DIR, beside the source, or in the user's cache."""
+    own = f"{source.parent.name}_{sha1(str(source.parent).encode(), usedforsecurity=False).hexdigest()}"
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    if chosen:
+        return Path(chosen) / own
+    beside = source.parent / "__pycache__"
+    if os.access(beside if beside.is_dir() else source.parent, os.W_OK):
+        return beside
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba" / own

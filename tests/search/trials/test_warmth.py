@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from flywheel.search.trials import warmth
+
+
+@pytest.mark.parametrize(("source", "function"), warmth.ENTRIES)
+def test_every_entry_is_a_compiled_function(source: str, function: str) -> None:
+    module = import_module(f"flywheel.{source.removesuffix('.py').replace('/', '.')}")
+    assert hasattr(getattr(module, function), "py_func")
+
+
+def test_an_empty_cache_is_cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    assert not warmth.is_compiled()
+
+
+def test_the_cache_is_where_numba_writes_it_and_is_of_the_text_not_of_its_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package, stored = tmp_path / "pack", tmp_path / "stored"
+    package.mkdir()
+    source = package / "small.py"
+    source.write_text("import numba\n\n\n@numba.njit(cache=True)\ndef once(n):\n    return n + 1\n")
+    environ = {**os.environ, "NUMBA_CACHE_DIR": str(stored), "PYTHONPATH": str(package)}
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(stored))
+    assert not warmth._is_stored(source, "once")
+    subprocess.run([sys.executable, "-c", "import small; small.once(1)"], env=environ, check=True, timeout=200)
+    assert warmth._is_stored(source, "once")
+    later = source.stat().st_mtime + 1e6
+    os.utime(source, (later, later))
+    assert warmth._is_stored(source, "once")
+    source.write_text(f"{source.read_text()}\n")
+    os.utime(source, (later, later))
+    assert not warmth._is_stored(source, "once")
