@@ -185,8 +185,8 @@ KNOBS: Final = (
     Knob("fuse.head", _just(0, 1), True, "1: the final norm in each head tile"),
     Knob("placement", _just("idle_first", "round_robin"), False, "which SM a task goes to (sm_assignment)"),
     Knob("depth", _just(0, 1, 2, 3, 4, 6, 8), True, "instructions that the loader runs ahead (pipelining_depth)"),
-    Knob("hand_off", _just("counter", "data", "halves"), False, "how tasks learn that what they read is there; halves: "
-         "by the data too, and half of what is multiplied is enough to begin"),
+    Knob("hand_off", _just("counter", "data", "halves"), False, "how a task learns that its input is ready: by "
+         "counters; by polling the data; halves: as data, and a product starts when half of its input has arrived"),
     Knob("pages", _just("graph_color", "linear", "none"), False, "which buffers share memory (page_allocation)"),
     Knob("threads", _just(*(WARP * warps for warps in (6, 10, 14, 16))), True, "threads a block (threads_per_block)"),
     Knob("matrix", _just(2, 4, 8), True, "warps that multiply, as far as they leave one for the rest"),
